@@ -1,0 +1,51 @@
+"""Attention of a few new tokens over what a cache holds: prefill in chunks, and decode one token at a time."""
+import torch
+import torch.nn.functional as F
+
+from attention.heads import fold_heads, unfold_heads
+from attention.local import blockwise_local_attention
+from attention.masks import dense_mask, in_window
+
+
+def cached_attention(q, k, v, window: int = 0, q_pos=None, k_pos=None) -> torch.Tensor:
+    """Attention of t new queries over S keys, the new tokens' own among them.
+
+    Args:
+        q: (B, H, t, D). k, v: (B, Hkv, S, D).
+        window: 0 (global) or the sliding window.
+        q_pos, k_pos: None when every row holds equally many tokens; the keys are then in order and the last t are the
+            queries' own, except at t = 1, where any order will do and every key given is seen. For rows of different
+            lengths (B, t) and (B, S): the position of each query and key, negative for a key that is not there.
+    Returns:
+        (B, H, t, D).
+    """
+    if k_pos is not None:
+        mask = in_window(q_pos[:, :, None], k_pos[:, None, :], window) & (k_pos >= 0)[:, None, :]  # (B, t, S)
+        return _folded_attention(q, k, v, mask)
+    if q.size(2) > 1:
+        return _chunk_attention(q, k, v, window)
+    return _folded_attention(q, k, v, None)
+
+
+def _chunk_attention(q, k, v, window):
+    if window:
+        return blockwise_local_attention(q, k, v, window)
+    gqa = q.size(1) != k.size(1)
+    if q.size(2) == k.size(2):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+    mask = dense_mask(q.size(2), k.size(2), 0, q.device)  # (t, S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+
+def _folded_attention(q, k, v, mask):
+    """Small GEMMs with the query heads of one KV head as rows: reads K and V once, whatever the number of heads."""
+    t, n_kv_head = q.size(2), k.size(1)
+    rows = fold_heads(q, n_kv_head)                                        # (B, Hkv, H/Hkv * t, D)
+    scores = (rows * q.size(-1) ** -0.5) @ k.transpose(2, 3)               # (B, Hkv, H/Hkv * t, S)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask is not None:
+        group = q.size(1) // n_kv_head
+        mask = mask[:, None].repeat(1, 1, group, 1)                        # (B, 1, H/Hkv * t, S)
+        # finite, so that a padded query, which sees nothing, gives garbage that is never read instead of NaN
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return unfold_heads(scores.softmax(-1).to(v.dtype) @ v, q.size(1))

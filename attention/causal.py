@@ -1,0 +1,24 @@
+"""Attention over a whole sequence, as in training: picks the form that suits the window and the device."""
+import torch
+import torch.nn.functional as F
+
+from attention.local import blockwise_local_attention, flex_local_attention
+
+
+def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0) -> torch.Tensor:
+    """Causal self-attention; `window` > 0 limits each query to its last `window` keys, itself included.
+
+    Global: SDPA (its flash backend where there is one). Local: FlexAttention on CUDA; exact blocks elsewhere, and
+    wherever FlexAttention cannot serve (dropout, float64).
+
+    Args:
+        q: (B, H, T, D). k, v: (B, Hkv, T, D), H a multiple of Hkv.
+    Returns:
+        (B, H, T, D).
+    """
+    if window == 0 or q.size(2) <= window:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p,
+                                              enable_gqa=q.size(1) != k.size(1))
+    if q.is_cuda and dropout_p == 0.0 and q.dtype != torch.float64:
+        return flex_local_attention(q, k, v, window)
+    return blockwise_local_attention(q, k, v, window, dropout_p)

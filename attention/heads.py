@@ -1,0 +1,14 @@
+"""Query heads that share a KV head become rows of one matrix, so that K and V are never expanded."""
+import torch
+
+
+def fold_heads(q: torch.Tensor, n_kv_head: int) -> torch.Tensor:
+    """(B, H, t, D) -> (B, Hkv, H/Hkv * t, D): the rows of one KV head are its query heads, head after head."""
+    B, H, t, D = q.shape
+    return q.reshape(B, n_kv_head, H // n_kv_head * t, D)
+
+
+def unfold_heads(y: torch.Tensor, n_head: int) -> torch.Tensor:
+    """(B, Hkv, H/Hkv * t, D) -> (B, H, t, D), the inverse of `fold_heads`."""
+    B, n_kv_head, rows, D = y.shape
+    return y.reshape(B, n_head, rows * n_kv_head // n_head, D)

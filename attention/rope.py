@@ -1,0 +1,41 @@
+"""Rotary position embedding in half-split pairs (RoFormer, Su et al. 2021; the layout of Llama in Hugging Face)."""
+import torch
+
+
+class RotaryTable:
+    """cos and sin of pos * theta**(-2d/D), for one base.
+
+    Not a module: nothing here may enter a state dict or be cast by `module.to()`, since angles rounded to bf16 are wrong
+    by whole turns at long positions. Angles are computed in float64; the tables are float32 (float64 for float64 models).
+    """
+
+    def __init__(self, head_dim: int, theta: float):
+        self.head_dim, self.theta = head_dim, theta
+        self._tables = {}  # (device, dtype) -> (cos, sin), each (positions, D/2)
+
+    def __call__(self, start: int, end: int, device, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, each (end - start, D/2), for positions start to end - 1, in the table dtype of a `dtype` model."""
+        cos, sin = self._tables_for(end, torch.device(device), dtype)
+        return cos[start:end], sin[start:end]
+
+    def at(self, positions: torch.Tensor, end: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, each (B, 1, t, D/2), for `positions` (B, t), all below `end` (known on the host)."""
+        cos, sin = self._tables_for(end, positions.device, dtype)
+        return cos[positions][:, None], sin[positions][:, None]
+
+    def _tables_for(self, end, device, dtype):
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        tables = self._tables.get((device, dtype))
+        if tables is None or tables[0].size(0) < end:
+            n = max(256, 1 << (end - 1).bit_length())  # grown by doubling
+            d = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
+            angles = torch.arange(n, dtype=torch.float64)[:, None] * self.theta ** (-d / self.head_dim)
+            tables = tuple(f(angles).to(device, dtype) for f in (torch.cos, torch.sin))
+            self._tables[device, dtype] = tables
+        return tables
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (d, d + D/2) of x (B, h, t, D) by tables that broadcast to (B, h, t, D/2); in fp32 or wider, result in x's dtype."""
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,9 @@
+"""The one exception that means "the user can fix this": programs print it as one line and exit with status 2."""
+
+
+class UserError(ValueError):
+    """Bad input from a person: a key, value, path, file or prompt.
+
+    The message names the offending value and what is allowed instead. Everything else that is raised is a bug and
+    keeps its traceback.
+    """

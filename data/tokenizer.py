@@ -1,0 +1,120 @@
+"""Turn text into token ids and back: the characters of a dataset's meta.pkl, or GPT-2's byte pair encoding."""
+
+import codecs
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from config.errors import UserError
+
+UNKNOWN = '\ufffd'  # what an id outside the vocabulary decodes to (models pad GPT-2's 50,257 ids to 50,304)
+END_OF_TEXT = '<|endoftext|>'
+
+
+class TextStream(Protocol):
+    """Decodes ids one at a time. All the returned strings joined are `decode` of all the ids."""
+
+    def __call__(self, token: int) -> str:
+        """The text that `token` completes; '' in the midst of a character of several bytes."""
+
+    def end(self) -> str:
+        """What is left when no more ids come: '\ufffd' for an incomplete character, else ''."""
+
+
+def load_tokenizer(meta: dict | None) -> 'CharTokenizer | GPT2Tokenizer':
+    """The tokenizer of a dataset whose meta.pkl (see tokenfiles.read_meta) is `meta`: characters if it has stoi and
+    itos, else GPT-2 BPE as in nanoGPT. UserError if tiktoken or its vocabulary is needed and cannot be had."""
+    if meta is not None and 'stoi' in meta and 'itos' in meta:
+        return CharTokenizer(meta['stoi'], meta['itos'], meta.get('vocab_size'))
+    return GPT2Tokenizer()
+
+
+class CharTokenizer:
+    """One id per character. vocab_size may exceed the number of characters (padding ids decode to '\ufffd')."""
+
+    def __init__(self, stoi: dict[str, int], itos: dict[int, str], vocab_size: int | None = None):
+        self.stoi, self.itos = stoi, itos
+        self.vocab_size = vocab_size or len(stoi)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the characters; UserError names those that the alphabet lacks."""
+        lacking = [c for c in dict.fromkeys(text) if c not in self.stoi]
+        if lacking:
+            shown = ', '.join(repr(c) for c in lacking[:10]) + (', ...' if len(lacking) > 10 else '')
+            known = ''.join(sorted(self.stoi))
+            known = known if len(known) <= 200 else known[:200] + '...'
+            count = '1 character' if len(lacking) == 1 else f'{len(lacking)} characters'
+            raise UserError(f"prompt has {count} that the model's alphabet lacks: {shown} (known: {known!r})")
+        return [self.stoi[c] for c in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; an id outside the alphabet becomes '\ufffd'."""
+        return ''.join(self.itos.get(int(i), UNKNOWN) for i in ids)
+
+    def stream(self) -> TextStream:
+        """A decoder for one text that arrives id by id."""
+        return _CharStream(self.itos)
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte pair encoding by tiktoken. `encoding` is a ready `tiktoken.Encoding` to use instead of 'gpt2'.
+
+    UserError if tiktoken is not installed, or its vocabulary neither cached nor reachable.
+    """
+
+    def __init__(self, encoding: Any = None):
+        self.encoding = _gpt2_encoding() if encoding is None else encoding
+        self.vocab_size: int = self.encoding.n_vocab
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; '<|endoftext|>' in it is the special token, as in nanoGPT."""
+        special = {END_OF_TEXT} & self.encoding.special_tokens_set
+        return self.encoding.encode(text, allowed_special=special, disallowed_special=())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; an id outside the vocabulary or bytes that are no UTF-8 become '\ufffd'."""
+        stream = self.stream()
+        return ''.join([stream(i) for i in ids]) + stream.end()
+
+    def stream(self) -> TextStream:
+        """A decoder for one text that arrives id by id."""
+        return _ByteStream(self.encoding)
+
+
+class _CharStream:
+    def __init__(self, itos: dict[int, str]):
+        self.itos = itos
+
+    def __call__(self, token: int) -> str:
+        return self.itos.get(int(token), UNKNOWN)
+
+    def end(self) -> str:
+        return ''
+
+
+class _ByteStream:
+    def __init__(self, encoding: Any):
+        self.encoding = encoding
+        self.decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
+
+    def __call__(self, token: int) -> str:
+        try:
+            data = self.encoding.decode_single_token_bytes(int(token))
+        except (KeyError, OverflowError):  # a padding id, a negative id
+            return self.end() + UNKNOWN
+        return self.decoder.decode(data)
+
+    def end(self) -> str:
+        return self.decoder.decode(b'', final=True)
+
+
+def _gpt2_encoding() -> Any:
+    try:
+        import tiktoken
+    except ImportError:
+        raise UserError("GPT-2's tokenizer needs tiktoken: `pip install tiktoken` "
+                        '(its vocabulary is downloaded on first use)') from None
+    try:
+        return tiktoken.get_encoding('gpt2')
+    except Exception as error:  # noqa: BLE001  requests', urllib3's and the file system's errors have no common base
+        raise UserError(f"tiktoken cannot get GPT-2's vocabulary ({type(error).__name__}): it is downloaded on first "
+                        'use; connect once, or set TIKTOKEN_CACHE_DIR to a folder that has it') from None

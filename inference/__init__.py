@@ -1,0 +1,1 @@
+"""What turns logits into text: samplers and the generation loop. Knows nothing of training."""

@@ -1,0 +1,151 @@
+"""The KV plan: which layer is local, which reads whose keys and values, and what that costs in bytes. No torch here.
+
+    layer_pattern = 'LLLLLG'     layer   0  1  2  3  4  5 | 6  7  8  9 10 11
+    kv_share      = 'AABBBC'     kind    L  L  L  L  L  G | L  L  L  L  L  G
+    share_global_kv = True       slot    0  0  1  1  1  2 | 3  3  4  4  4  2
+                                         *     *        *   *     *             * owns: computes K/V; the rest read them
+
+Everything that needs to know a layer's window or whose KV it reads asks the plan; nothing else works it out again.
+Sources: multi-query attention (Shazeer 2019), sliding windows with few global layers (Beltagy et al. 2020, Gemma 3),
+KV shared across layers (CLA, Brandon et al. 2024), and all of them together (Character.AI, "Optimizing inference", 2024).
+"""
+import warnings
+from dataclasses import dataclass
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+
+GLOBAL, LOCAL = 'global', 'local'
+KIND_OF_LETTER = {'G': GLOBAL, 'L': LOCAL}
+
+# kv_dtype -> (bytes of one stored element, bytes of the scale that goes with one head's K or V at one position)
+KV_DTYPES = {'float64': (8, 0), 'float32': (4, 0), 'bfloat16': (2, 0), 'float16': (2, 0), 'int8': (1, 2)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How one transformer block remembers. `window` is 0 in global layers."""
+    index: int
+    kind: str
+    window: int
+    slot: int
+    owns: bool
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One KV cache, filled by layer `owner` and read by all of `layers` (which are of one kind and window)."""
+    index: int
+    kind: str
+    window: int
+    owner: int
+    layers: tuple[int, ...]
+
+    def capacity(self, max_seq_len: int) -> int:
+        """Positions held for a sequence of `max_seq_len`: all of them, or a ring of the last `window`."""
+        return min(self.window, max_seq_len) if self.kind == LOCAL else max_seq_len
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """What a model remembers between tokens: `layers[i]` for each block and `slots[s]` for each cache."""
+    layers: tuple[Layer, ...]
+    slots: tuple[Slot, ...]
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+
+    def position_nbytes(self, kv_dtype: str) -> int:
+        """Bytes of K and V (and their int8 scales) of one position in one slot: 2 * Hkv * (D * element + scale)."""
+        if kv_dtype not in KV_DTYPES:
+            raise UserError(f'kv_dtype={kv_dtype!r}: allowed are {", ".join(map(repr, KV_DTYPES))}')
+        element, scale = KV_DTYPES[kv_dtype]
+        return 2 * self.n_kv_head * (self.head_dim * element + scale)
+
+    def slot_nbytes(self, slot: Slot, batch: int, max_seq_len: int, kv_dtype: str) -> int:
+        """Bytes that `slot` takes for `batch` sequences of up to `max_seq_len` tokens."""
+        return batch * slot.capacity(max_seq_len) * self.position_nbytes(kv_dtype)
+
+    def nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
+        """Bytes of the whole cache; equal, to the byte, to what `kv.cache.KVCache` allocates."""
+        return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots)
+
+    def vanilla(self) -> 'KVPlan':
+        """The plan of GPT-2 in the same shape: every layer global, every head with K/V of its own."""
+        n_layer = len(self.layers)
+        return KVPlan(layers=tuple(Layer(i, GLOBAL, 0, slot=i, owns=True) for i in range(n_layer)),
+                      slots=tuple(Slot(i, GLOBAL, 0, owner=i, layers=(i,)) for i in range(n_layer)),
+                      n_head=self.n_head, n_kv_head=self.n_head, head_dim=self.head_dim)
+
+    def factors(self, max_seq_len: int, kv_dtype: str, against: str = 'bfloat16') -> dict[str, float]:
+        """How many times smaller each saving makes the cache than vanilla GPT-2's stored as `against`.
+
+        heads * window * sharing is the ratio at equal dtype; times dtype, the ratio against vanilla in `against`.
+        The window counts alone before sharing; where max_seq_len <= window it saves nothing (factor 1).
+        """
+        all_positions = len(self.layers) * max_seq_len
+        windowed = sum(self.slots[layer.slot].capacity(max_seq_len) for layer in self.layers)
+        held = sum(slot.capacity(max_seq_len) for slot in self.slots)
+        return {'heads': self.n_head / self.n_kv_head, 'window': all_positions / windowed, 'sharing': windowed / held,
+                'dtype': self.position_nbytes(against) / self.position_nbytes(kv_dtype)}
+
+
+def plan_kv(config: GPTConfig) -> KVPlan:
+    """Turn a config's memory settings into the one description that everything else reads.
+
+    Raises:
+        UserError (a ValueError): unknown pattern letters, a share string that does not fit the pattern or joins kinds,
+            heads that do not divide, a local layer without a window. The message names the values at fault.
+    Warns:
+        UserWarning: the global slot shared by all periods is owned by layer 0, whose K/V are functions of single tokens.
+    """
+    _check(config)
+    pattern, share = config.layer_pattern, config.kv_share
+    layers, members, slot_of = [], [], {}
+    for i in range(config.n_layer):
+        period, place = divmod(i, len(pattern))
+        kind = KIND_OF_LETTER[pattern[place]]
+        key = (period, share[place]) if share else (i,)
+        if kind == GLOBAL and config.share_global_kv:
+            key = (GLOBAL,)
+        owns = key not in slot_of
+        if owns:
+            slot_of[key] = len(members)
+            members.append([])
+        slot = slot_of[key]
+        members[slot].append(i)
+        layers.append(Layer(i, kind, config.window_size if kind == LOCAL else 0, slot, owns))
+    slots = tuple(Slot(s, layers[m[0]].kind, layers[m[0]].window, owner=m[0], layers=tuple(m))
+                  for s, m in enumerate(members))
+    plan = KVPlan(tuple(layers), slots, config.n_head, config.n_kv_head or config.n_head, config.resolved_head_dim)
+    first = slots[0]
+    if config.share_global_kv and first.kind == GLOBAL and len(first.layers) > 1:
+        warnings.warn(f'layer_pattern={pattern!r}: layer 0 owns the KV shared by global layers '
+                      f'{list(first.layers)}, so all long-range memory is a function of single token embeddings; '
+                      'put G last in the period', stacklevel=2)
+    return plan
+
+
+def _check(config: GPTConfig) -> None:
+    pattern, share = config.layer_pattern, config.kv_share
+    unknown = sorted(set(pattern) - set(KIND_OF_LETTER))
+    if not pattern or unknown:
+        raise UserError(f'layer_pattern={pattern!r}: ' + (f'unknown letter {unknown[0]!r}, ' if unknown else 'empty, ')
+                        + 'use G (global) and L (local)')
+    if config.n_kv_head and config.n_head % config.n_kv_head:
+        raise UserError(f'n_head={config.n_head} is not a multiple of n_kv_head={config.n_kv_head}')
+    if 'L' in pattern and config.window_size < 1:
+        raise UserError(f'window_size={config.window_size} with local layers in layer_pattern={pattern!r}: '
+                        'set it to the number of keys that they see, 1 or more')
+    if not share:
+        return
+    if len(share) != len(pattern):
+        raise UserError(f'kv_share={share!r} has {len(share)} letters and layer_pattern={pattern!r} has {len(pattern)}: '
+                        'one letter per layer of the period')
+    kinds = {}
+    for letter, kind in zip(share, pattern):
+        if kinds.setdefault(letter, kind) != kind:
+            raise UserError(f'kv_share={share!r} joins layers of different kind under {letter!r} in '
+                            f'layer_pattern={pattern!r}: layers that share a KV cache are all G or all L')
+
+

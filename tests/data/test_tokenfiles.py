@@ -1,0 +1,162 @@
+"""Token files: round trip, refusals, interruption, and pickles that try to run code."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from config.errors import UserError
+from data import tokenfiles
+from data.tokenfiles import open_tokens, read_meta, write_dataset
+
+META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
+SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
+
+
+def assert_one_line(caught, *words):
+    message = str(caught.value)
+    assert '\n' not in message
+    for word in words:
+        assert word in message
+
+
+def test_round_trip_is_nanogpts_format(tmp_path):
+    folder = tmp_path / 'new' / 'set'
+    write_dataset(folder, SPLITS, META)
+    assert sorted(p.name for p in folder.iterdir()) == ['meta.pkl', 'train.bin', 'val.bin']
+    assert (folder / 'train.bin').read_bytes() == bytes([0, 0, 1, 0, 2, 0, 1, 0])  # little-endian uint16
+    assert pickle.loads((folder / 'meta.pkl').read_bytes()) == META
+    tokens = open_tokens(folder / 'val.bin')
+    assert tokens.dtype == np.uint16 and tokens.tolist() == [2, 0]
+    with pytest.raises(ValueError):
+        tokens[0] = 1
+    assert read_meta(folder) == META
+
+
+@pytest.mark.parametrize('ids', [[-1], [65536], [1.5], [], [[1]]])
+def test_unfit_ids_are_refused_before_anything_is_written(tmp_path, ids):
+    with pytest.raises(UserError) as caught:
+        write_dataset(tmp_path / 'd', {'train': np.array([1]), 'val': np.array(ids)}, None)
+    assert_one_line(caught, "'val'")
+    assert not (tmp_path / 'd').exists()
+
+
+def test_largest_id_fits_and_wide_dtypes_do_not_wrap(tmp_path):
+    write_dataset(tmp_path, {'train': np.array([65535], dtype=np.int64)}, None)
+    assert open_tokens(tmp_path / 'train.bin').tolist() == [65535]
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
+    with pytest.raises(UserError) as caught:
+        write_dataset(tmp_path, {'train': np.array([3])}, META)
+    assert_one_line(caught, '3', '0 to 2')
+
+
+def test_split_name_cannot_leave_the_folder(tmp_path):
+    with pytest.raises(UserError):
+        write_dataset(tmp_path / 'd', {'../evil': np.array([1])}, None)
+
+
+def fail_on_call(monkeypatch, name, number, error):
+    """Make the number-th call of os.<name> raise."""
+    real, calls = getattr(os, name), []
+
+    def wrapper(*args):
+        calls.append(args)
+        if len(calls) == number:
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(tokenfiles.os, name, wrapper)
+
+
+MOMENTS = [('fsync', 1), ('fsync', 3), ('replace', 1), ('replace', 2), ('replace', 3)]
+
+
+@pytest.mark.parametrize('function, number', MOMENTS)
+@pytest.mark.parametrize('error', [KeyboardInterrupt(), OSError('disk full')])
+def test_interruption_never_looks_complete(tmp_path, monkeypatch, function, number, error):
+    fail_on_call(monkeypatch, function, number, error)
+    with pytest.raises(type(error)):
+        write_dataset(tmp_path, SPLITS, META)
+    names = {p.name for p in tmp_path.iterdir()}
+    assert 'train.bin' not in names
+    assert names <= {'meta.pkl', 'val.bin'}, 'temporary files were left'
+
+
+def test_interrupted_rewrite_keeps_or_unmarks_the_old_dataset(tmp_path, monkeypatch):
+    write_dataset(tmp_path, SPLITS, META)
+    with monkeypatch.context() as patch:
+        fail_on_call(patch, 'fsync', 3, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            write_dataset(tmp_path, {'train': np.array([7]), 'val': np.array([8])}, {'vocab_size': 9})
+    assert open_tokens(tmp_path / 'train.bin').tolist() == [0, 1, 2, 1] and read_meta(tmp_path) == META
+    with monkeypatch.context() as patch:
+        fail_on_call(patch, 'replace', 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            write_dataset(tmp_path, {'train': np.array([7]), 'val': np.array([8])}, {'vocab_size': 9})
+    assert not (tmp_path / 'train.bin').exists(), 'old train.bin beside new meta.pkl'
+
+
+def test_rewriting_without_meta_removes_the_old_alphabet(tmp_path):
+    write_dataset(tmp_path, SPLITS, META)
+    write_dataset(tmp_path, {'train': np.array([50256])}, None)
+    assert read_meta(tmp_path) is None
+
+
+@pytest.mark.parametrize('content', [None, b'', b'123'])
+def test_open_tokens_refuses(tmp_path, content):
+    path = tmp_path / 'train.bin'
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        open_tokens(path)
+    assert_one_line(caught, 'train.bin')
+
+
+class Malicious:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.system, (f'touch "{self.target}"',)
+
+
+def test_malicious_pickle_does_not_execute(tmp_path):
+    target = tmp_path / 'executed'
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3, 'extra': Malicious(target)}))
+    with pytest.raises(UserError) as caught:
+        read_meta(tmp_path)
+    assert_one_line(caught, 'system', 'meta.pkl')
+    assert not target.exists()
+    pickle.loads((tmp_path / 'meta.pkl').read_bytes())
+    assert target.exists(), 'the pickle was not malicious: the test proves nothing'
+
+
+@pytest.mark.parametrize('content', [b'', b'\x80', b'garbage', pickle.dumps(META)[:-9], b'r\xff\xff\xff\x7f.'])
+def test_damaged_pickle(tmp_path, content):
+    (tmp_path / 'meta.pkl').write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_meta(tmp_path)
+    assert_one_line(caught, 'meta.pkl')
+
+
+@pytest.mark.parametrize('meta', [
+    [], {}, {'vocab_size': 0}, {'vocab_size': '3'}, {'vocab_size': True}, {'vocab_size': 70000},
+    {'vocab_size': 10**5000}, {**META, 'itos': None}, {**META, 'vocab_size': 2},
+    {'vocab_size': 3, 'stoi': META['stoi']},
+    {**META, 'itos': {0: 'a', 1: 'b', 2: 'd'}}, {**META, 'itos': {0: 'a', 1: 'b'}}, {**META, 'itos': list('abc')},
+    {**META, 'stoi': {'a': 0, 'b': 1, 'c': '2'}}, {'vocab_size': 2, 'stoi': {'a': 0, 'b': 0}, 'itos': {0: 'a', 1: 'b'}},
+])
+def test_inconsistent_meta(tmp_path, meta):
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(meta))
+    with pytest.raises(UserError) as caught:
+        read_meta(tmp_path)
+    assert_one_line(caught, 'meta.pkl')
+
+
+def test_nanogpt_guarantees_only_vocab_size(tmp_path):
+    assert read_meta(tmp_path) is None
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 5, 'source': 'x', 'unused': [1.5]}))
+    assert read_meta(tmp_path) == {'vocab_size': 5, 'source': 'x'}

@@ -1,0 +1,113 @@
+"""Tokenizers: round trips, streaming, and errors that name the characters."""
+
+import builtins
+
+import pytest
+
+from config.errors import UserError
+from data.tokenizer import CharTokenizer, GPT2Tokenizer, load_tokenizer
+
+tiktoken = pytest.importorskip('tiktoken')
+TEXT = 'hé €uro 🙂 ok'
+
+
+@pytest.fixture
+def char():
+    chars = '\n abcé'
+    stoi = {c: i for i, c in enumerate(chars)}
+    return load_tokenizer({'vocab_size': 8, 'stoi': stoi, 'itos': dict(enumerate(chars))})
+
+
+@pytest.fixture
+def bpe():
+    ranks = {bytes([i]): i for i in range(256)} | {b'he': 256, b'\x82\xac': 257}  # the last two bytes of the euro sign
+    special = {'<|endoftext|>': 258}
+    return GPT2Tokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks, special_tokens=special))
+
+
+def test_char_round_trip(char):
+    assert isinstance(char, CharTokenizer)
+    assert char.encode('ab\né') == [2, 3, 0, 5]
+    assert char.decode([2, 3, 0, 5]) == 'ab\né'
+    assert char.vocab_size == 8
+    stream = char.stream()
+    assert [stream(i) for i in [5, 7]] + [stream.end()] == ['é', '\ufffd', '']
+    assert char.decode([7, -1, 99]) == '\ufffd' * 3
+
+
+def test_char_names_unknown_characters(char):
+    with pytest.raises(UserError) as caught:
+        char.encode('a€b€ñ\u2028')
+    message = str(caught.value)
+    assert "prompt has 3 characters that the model's alphabet lacks: '€', 'ñ', '\\u2028'" in message
+    assert "(known: '\\n abcé')" in message and len(message.splitlines()) == 1
+
+
+def test_char_names_at_most_ten(char):
+    with pytest.raises(UserError) as caught:
+        char.encode('ABCDEFGHIJKLM')
+    assert "'J', ..." in str(caught.value) and "'K'" not in str(caught.value) and '13 characters' in str(caught.value)
+
+
+def test_bpe_round_trip_and_special(bpe):
+    assert bpe.decode(bpe.encode(TEXT)) == TEXT
+    assert bpe.encode('he<|endoftext|>he') == [256, 258, 256]
+    assert bpe.decode([256, 258]) == 'he<|endoftext|>'
+    assert bpe.vocab_size == 259
+
+
+def test_bpe_stream_waits_for_whole_characters(bpe):
+    stream = bpe.stream()
+    assert [stream(i) for i in bpe.encode('€')] == ['', '€']
+    assert stream.end() == ''
+    pieces = [stream(i) for i in bpe.encode(TEXT)]
+    assert ''.join(pieces) == TEXT and not any('\ufffd' in piece for piece in pieces)
+
+
+def test_bpe_streams_are_independent(bpe):
+    first, second = bpe.stream(), bpe.stream()
+    assert first(0xE2) == '' and second(ord('a')) == 'a' and first(257) == '€'
+
+
+def test_bpe_incomplete_and_broken_bytes(bpe):
+    stream = bpe.stream()
+    assert (stream(0xE2), stream.end(), stream.end()) == ('', '\ufffd', '')
+    assert bpe.decode([0xE2, ord('a')]) == '\ufffda'
+    assert bpe.decode([0xE2]) == '\ufffd'
+
+
+@pytest.mark.parametrize('unknown', [300, 50303, -1, 2**40])
+def test_bpe_padding_ids_do_not_crash(bpe, unknown):
+    assert bpe.decode([ord('a'), unknown, ord('b')]) == 'a\ufffdb'
+    assert bpe.decode([0xE2, unknown]) == '\ufffd\ufffd'  # the pending byte, then the unknown id
+
+
+def test_meta_without_alphabet_means_gpt2(bpe, monkeypatch):
+    asked = []
+    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: asked.append(name) or bpe.encoding)
+    assert isinstance(load_tokenizer(None), GPT2Tokenizer)
+    assert isinstance(load_tokenizer({'vocab_size': 50304}), GPT2Tokenizer)
+    assert asked == ['gpt2', 'gpt2']
+
+
+def test_failing_download_says_what_to_do(monkeypatch):
+    def get_encoding(name):
+        raise ConnectionError('unreachable\nhost')
+
+    monkeypatch.setattr(tiktoken, 'get_encoding', get_encoding)
+    with pytest.raises(UserError, match='ConnectionError.*TIKTOKEN_CACHE_DIR') as caught:
+        load_tokenizer(None)
+    assert '\n' not in str(caught.value)
+
+
+def test_missing_tiktoken_says_what_to_do(monkeypatch):
+    real = builtins.__import__
+
+    def no_tiktoken(name, *args, **kwargs):
+        if name == 'tiktoken':
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, '__import__', no_tiktoken)
+    with pytest.raises(UserError, match='pip install tiktoken'):
+        GPT2Tokenizer()

@@ -1,0 +1,1 @@
+"""What a training step needs around the model: batches, optimizer, checkpoints, metrics. Knows nothing of sampling."""

@@ -1,0 +1,94 @@
+"""Checkpoints on disk: nanoGPT's keys, written whole or not at all, read without running anything."""
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+
+REQUIRED = ('model', 'model_args', 'iter_num', 'best_val_loss', 'config')
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> None:
+    """Write to a temporary file beside `path`, flush it to disk, then rename: a crash leaves the old one or the new one.
+
+    Raises:
+        UserError: the folder cannot be written to, or is full. The previous checkpoint is still whole then.
+    """
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    try:
+        with open(temporary, 'wb') as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
+        raise UserError(f'cannot write checkpoint {path}: {e}') from e
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Path, device='cpu') -> dict:
+    """The checkpoint at `path`, ours or nanoGPT's; `_orig_mod.` prefixes (of torch.compile) are taken off.
+
+    Raises:
+        UserError: missing, damaged, or not such a checkpoint.
+    """
+    if not path.is_file():
+        raise UserError(f'no checkpoint at {path}: train first, or point --out_dir at a folder with a ckpt.pt')
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+    except Exception as e:  # torch raises many kinds, all meaning the same here
+        reason = str(e).strip().splitlines() or [type(e).__name__]
+        raise UserError(f'checkpoint {path} is damaged or not a checkpoint: {reason[0][:200]}') from e
+    missing = [key for key in REQUIRED if not isinstance(checkpoint, dict) or key not in checkpoint]
+    if missing:
+        raise UserError(f'checkpoint {path} lacks {", ".join(missing)}: it needs {", ".join(REQUIRED)}')
+    checkpoint['model'] = {name.removeprefix('_orig_mod.'): x for name, x in checkpoint['model'].items()}
+    return checkpoint
+
+
+def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
+    """The GPTConfig in a checkpoint's `model_args`."""
+    try:
+        return GPTConfig(**{**checkpoint['model_args'], **overrides})
+    except TypeError as e:
+        raise UserError(f'checkpoint {path}: model_args do not fit this version: {e}') from e
+
+
+def load_weights(model, checkpoint: dict, path: Path) -> None:
+    """`load_state_dict`, strictly; what does not fit is named in one line."""
+    have, want = checkpoint['model'], model.state_dict()
+    for problem, names in (('lacks', want.keys() - have.keys()), ('has unknown', have.keys() - want.keys())):
+        if names:
+            raise UserError(f'checkpoint {path} {problem} {sorted(names)[0]} ({len(names)} in all)')
+    for name, x in want.items():
+        if have[name].shape != x.shape:
+            raise UserError(f'checkpoint {path}: {name} is {tuple(have[name].shape)}, model_args say {tuple(x.shape)}')
+    model.load_state_dict(have)
+
+
+def rng_state() -> dict:
+    """Every generator that training draws from, as tensors and plain values (safe to load without unpickling code)."""
+    state = {'torch': torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state['cuda'] = torch.cuda.get_rng_state_all()
+    kind, keys, *rest = np.random.get_state()
+    state['numpy'] = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
+    version, internal, gauss = random.getstate()
+    state['python'] = [version, list(internal), gauss]
+    return state
+
+
+def set_rng_state(state: dict) -> None:
+    """The inverse of `rng_state`."""
+    torch.set_rng_state(state['torch'].cpu())
+    if 'cuda' in state and torch.cuda.is_available() and len(state['cuda']) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([x.cpu() for x in state['cuda']])
+    kind, keys, *rest = state['numpy']
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state['python']
+    random.setstate((version, tuple(internal), gauss))

@@ -1,0 +1,50 @@
+"""Which device and arithmetic a run uses."""
+import contextlib
+
+import torch
+
+from config.errors import UserError
+
+
+def pick_device(name: str) -> torch.device:
+    """'auto' is CUDA, else MPS, else CPU. MPS is supported in code but untested.
+
+    Raises:
+        UserError: no such device here.
+    """
+    if name == 'auto':
+        if torch.cuda.is_available():
+            return torch.device('cuda')
+        return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError) as e:
+        usable = ['cpu'] + ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
+        raise UserError(f"device={name!r} cannot be used here; usable are 'auto', "
+                        + ', '.join(map(repr, usable))) from e
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """'auto' is bfloat16 on CUDA that has it (float16 on older), float32 elsewhere."""
+    if name == 'auto':
+        if device.type != 'cuda':
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return getattr(torch, name)
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """Mixed precision: matrix products in `dtype`, parameters in float32. Nothing for float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type=device.type, dtype=dtype)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read next to it is right."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    elif device.type == 'mps':
+        torch.mps.synchronize()
