@@ -4,11 +4,12 @@
 out_dir = 'out-mqa-local'
 dataset = 'shakespeare_works'
 
-# the same size, data and steps as config/train_vanilla.py and config/train_rope_mha.py
+# size, data and steps are those of config/train_vanilla.py and config/train_rope_mha.py
 n_layer = 12
 n_head = 8
 n_embd = 128
 block_size = 256
+gelu = 'tanh'              # GPT-2's own form, and the faster one on a CPU
 
 # what it remembers
 n_kv_head = 1              # multi-query: the 8 query heads of a layer share one K/V head
@@ -18,16 +19,17 @@ kv_share = 'AABBBC'        # local layers share a cache by twos and threes
 share_global_kv = True     # both global layers share one
 pos_embedding = 'rope'
 qk_norm = True
+mlp_hidden = 632           # 512 and what the smaller K/V projections save: as many parameters as the other two
 
-batch_size = 16
+batch_size = 8
 gradient_accumulation_steps = 1
-max_iters = 400
-lr_decay_iters = 400
-warmup_iters = 40
+max_iters = 700
+lr_decay_iters = 700
+warmup_iters = 70
 learning_rate = 3e-3
 min_lr = 3e-4
 beta2 = 0.99
-eval_interval = 100
+eval_interval = 350
 eval_iters = 20
 log_interval = 10
 compile = False            # compiling takes longer than it saves here

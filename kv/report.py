@@ -21,7 +21,7 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str, allocated
         'kv_bytes': kv_bytes, 'kv_bytes_counted': 'planned' if allocated is None else 'allocated',
         'kv_bytes_vanilla': same, 'kv_bytes_vanilla_bf16': bf16,
         'kv_ratio': same / kv_bytes, 'kv_ratio_bf16': bf16 / kv_bytes,
-        'factors': plan.factors(max_seq_len, kv_dtype),
+        'factors': plan.factors(max_seq_len, kv_dtype), 'n_head': plan.n_head, 'n_kv_head': plan.n_kv_head,
         'bytes_per_token': kv_bytes / (batch * max_seq_len), 'bytes_per_further_token': further,
         'slots': [slot_row(plan, slot, batch, max_seq_len, kv_dtype) for slot in plan.slots],
     }
@@ -49,21 +49,23 @@ def nice_bytes(n: float) -> str:
     return f'{n:.0f} B'
 
 
-def factor_line(figures: dict) -> str:
-    """'heads 12x * window 2.67x * sharing 2.25x = 72x at equal dtype; ...'"""
+def factor_lines(figures: dict) -> str:
+    """The factors that multiply to the ratio: at equal dtype, and against vanilla in bfloat16."""
     f = figures['factors']
-    return (f"heads {f['heads']:.3g}x * window {f['window']:.3g}x * sharing {f['sharing']:.3g}x = "
-            f"{figures['kv_ratio']:.1f}x at equal dtype ({figures['kv_dtype']}); "
-            f"* dtype {f['dtype']:.3g}x = {figures['kv_ratio_bf16']:.1f}x against bfloat16")
+    lines = (f"against vanilla GPT-2 in {figures['kv_dtype']}: heads {f['heads']:.3g}x * window {f['window']:.3g}x * "
+             f"sharing {f['sharing']:.3g}x = {figures['kv_ratio']:.1f}x smaller")
+    if figures['kv_dtype'] != 'bfloat16':
+        lines += f"\nagainst vanilla in bfloat16: that * dtype {f['dtype']:.3g}x = {figures['kv_ratio_bf16']:.1f}x smaller"
+    return lines
 
 
 def slot_table(figures: dict, title: str):
-    """A rich table with a row per slot, the total, and vanilla GPT-2 beneath."""
+    """A rich table with a row per slot, the total, and vanilla GPT-2 beneath; 80 columns are enough."""
     from rich.table import Table
-    table = Table(title=title, title_justify='left', show_footer=False)
-    for name, justify in (('slot', 'right'), ('kind', 'left'), ('layers (* owns)', 'left'), ('holds', 'right'),
-                          ('K and V, each', 'left'), ('dtype', 'left'), ('bytes', 'right')):
-        table.add_column(name, justify=justify, no_wrap=name != 'layers (* owns)')
+    table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
+    for name, justify in (('slot', 'right'), ('kind', 'left'), ('layers', 'left'), ('holds', 'right'),
+                          ('K, V (B x Hkv x S x D)', 'left'), ('dtype', 'left'), ('bytes', 'right')):
+        table.add_column(name, justify=justify, no_wrap=name != 'layers')
     for row in figures['slots']:
         layers = ' '.join(f'{i}*' if i == row['owner'] else str(i) for i in row['layers'])
         table.add_row(str(row['slot']), row['kind'], layers, f"{row['capacity']:,}", ' x '.join(map(str, row['shape'])),
@@ -71,36 +73,43 @@ def slot_table(figures: dict, title: str):
     table.add_section()
     table.add_row('', 'total', figures['kv_bytes_counted'], '', '', figures['kv_dtype'], f"{figures['kv_bytes']:,}",
                   style='bold')
-    table.add_row('', 'vanilla', 'GPT-2 of this shape', '', '', figures['kv_dtype'], f"{figures['kv_bytes_vanilla']:,}")
-    table.add_row('', '', '', '', '', 'bfloat16', f"{figures['kv_bytes_vanilla_bf16']:,}")
+    vanilla = {figures['kv_dtype']: figures['kv_bytes_vanilla'], 'bfloat16': figures['kv_bytes_vanilla_bf16']}
+    for dtype, n in vanilla.items():
+        table.add_row('', 'vanilla', 'GPT-2', '', '', dtype, f'{n:,}')
     return table
 
 
 def print_report(figures: dict, console, title: str) -> None:
     """The table, then the factors and the bytes per token in words."""
     console.print(slot_table(figures, title))
-    console.print(f'smaller than vanilla GPT-2: {factor_line(figures)}', highlight=False, soft_wrap=True)
+    console.print(f"[dim]* computes the slot's K and V, the others read them; vanilla: {figures['n_head']} K/V heads, all global[/dim]")
+    console.print(f'\n[bold]{factor_lines(figures)}[/bold]', highlight=False)
     console.print(f"{figures['bytes_per_token']:,.1f} bytes per token over {figures['max_seq_len']:,} tokens; "
-                  f"each further token adds {figures['bytes_per_further_token']:,}", highlight=False, soft_wrap=True)
+                  f"each further token adds {figures['bytes_per_further_token']:,}", highlight=False)
 
 
 def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
-    """Every kv_dtype: bytes, ratios, factors and, with a budget, how many sequences fit for this plan and vanilla."""
+    """A column per kv_dtype: bytes, factor by factor against vanilla and, with a budget, how many sequences fit."""
     from rich.table import Table
-    table = Table(title=f'every kv_dtype, {batch} x {max_seq_len:,} tokens', title_justify='left')
-    names = ['kv_dtype', 'bytes', 'bytes/token', 'vanilla', 'heads', 'window', 'sharing', '= equal dtype', 'dtype',
-             '= vs bf16'] + ['fit in budget', 'vanilla fits'] * bool(budget)
-    for name in names:
-        table.add_column(name, justify='left' if name == 'kv_dtype' else 'right')
+    table = Table(title=f'\nevery kv_dtype, {batch} x {max_seq_len:,} tokens', title_justify='left', box=None,
+                  pad_edge=False, header_style='bold')
+    table.add_column('')
     for dtype in REPORTED_DTYPES:
-        a = account(plan, batch, max_seq_len, dtype)
-        f = a['factors']
-        row = [dtype, f"{a['kv_bytes']:,}", f"{a['bytes_per_token']:,.1f}", f"{a['kv_bytes_vanilla']:,}",
-               f"{f['heads']:.3g}x", f"{f['window']:.3g}x", f"{f['sharing']:.3g}x", f"{a['kv_ratio']:.1f}x",
-               f"{f['dtype']:.3g}x", f"{a['kv_ratio_bf16']:.1f}x"]
-        if budget:
-            row += [f'{fitting(p, budget, max_seq_len, dtype):,}' for p in (plan, plan.vanilla())]
-        table.add_row(*row)
+        table.add_column(dtype, justify='right')
+    figures = [account(plan, batch, max_seq_len, dtype) for dtype in REPORTED_DTYPES]
+
+    def row(name, form, style=None):
+        table.add_row(name, *(form(a) for a in figures), style=style)
+    row('bytes', lambda a: f"{a['kv_bytes']:,}")
+    row('bytes per token', lambda a: f"{a['bytes_per_token']:,.1f}")
+    row('vanilla GPT-2, same dtype', lambda a: f"{a['kv_bytes_vanilla']:,}")
+    row('  fewer K/V heads', lambda a: f"{a['factors']['heads']:.3g}x")
+    row('  windows', lambda a: f"{a['factors']['window']:.3g}x")
+    row('  shared slots', lambda a: f"{a['factors']['sharing']:.3g}x")
+    row('smaller, same dtype', lambda a: f"{a['kv_ratio']:.1f}x", style='bold')
+    row('  dtype against bfloat16', lambda a: f"{a['factors']['dtype']:.3g}x")
+    row('smaller than vanilla bfloat16', lambda a: f"{a['kv_ratio_bf16']:.1f}x", style='bold')
+    if budget:
+        for name, p in (('fit in the budget', plan), ('  vanilla, same dtype', plan.vanilla())):
+            row(name, lambda a, p=p: f"{fitting(p, budget, max_seq_len, a['kv_dtype']):,}")
     return table
-
-

@@ -136,7 +136,7 @@ def test_script_runs_from_anywhere_and_exits_2(tmp_path):
     assert done.stderr.startswith('error: ') and 'missing.tar.gz' in done.stderr and done.stderr.count('\n') == 1
 
 
-@pytest.mark.skipif(not (SCRIPT.parent / 'train.bin').exists(), reason='shakespeare_works is not prepared here')
+@pytest.mark.slow  # needs the prepared data set: `make test-slow` prepares it
 def test_real_held_out_text_is_not_in_training():
     train, val = decoded(SCRIPT.parent)
     assert 0.08 < len(val) / (len(train) + len(val)) < 0.10

@@ -1,0 +1,41 @@
+# Two commands do everything: `make demo` and `make test`. Both make their own virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: help demo test test-slow data recall compare clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+# the stamp changes when what is to be installed does
+$(VENV)/.installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $$($(PYTHON) --version) is too old, Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+demo: $(VENV)/.installed  ## train the default config on Shakespeare, sample from it, report its KV cache (about 5 minutes on 2 cores)
+	$(BIN)/python train.py config/train_mqa_local.py
+	$(BIN)/python sample.py config/train_mqa_local.py --num_samples=2 --max_new_tokens=255
+
+data: $(VENV)/.installed  ## fetch and prepare the Shakespeare data set
+	$(BIN)/python data/shakespeare_works/prepare.py
+
+test: $(VENV)/.installed  ## the tests, without the slow ones
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-slow: data  ## the tests marked slow (prepares the data set)
+	$(BIN)/python -m pytest -q -m slow
+
+recall: $(VENV)/.installed  ## the recall probe behind the default layer order (hours on 2 cores; finished runs are kept)
+	$(BIN)/python scripts/recall_probe.py
+
+compare: $(VENV)/.installed  ## full stack, vanilla and RoPE MHA, three seeds each (under an hour on 2 cores; finished runs are kept)
+	$(BIN)/python scripts/compare.py
+
+clean:  ## remove the environment and what training wrote
+	rm -rf $(VENV) out-mqa-local

@@ -1,0 +1,183 @@
+"""Sample from a trained model through its KV cache, and report what that cache costs.
+
+    python sample.py config/train_mqa_local.py                          # what `train.py` with that config wrote
+    python sample.py --out_dir=out --start="ROMEO:" --num_samples=2 --temperature=0
+    python sample.py config/train_gpt2_mqa_local.py --init_from=random --num_samples=1   # the cache, without training
+    python sample.py config/train_mqa_local.py --json=True              # ends with the report as one JSON line
+    python sample.py --help
+"""
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+import configurator
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from config.schema import MODEL
+from data.datasets import DATA_ROOT
+from data.tokenfiles import read_meta
+from data.tokenizer import load_tokenizer
+from inference.generate import cache_length, recomputes, token_stream
+from inference.sampler import Sampler, sample_generators
+from kv.report import account, print_report
+from model import GPT
+from training.checkpoint import config_of, load_checkpoint, load_weights
+from training.device import pick_device, pick_dtype, synchronize
+
+
+def load_model(s, device):
+    """The model (in eval mode, on the CPU) and its data set's name, from a checkpoint or with random weights.
+
+    The global generator is seeded just before the model is built and used by nothing else: sample 0 goes on from there.
+    """
+    path = Path(s.out_dir) / 'ckpt.pt'
+    checkpoint = load_checkpoint(path) if s.init_from == 'resume' else None
+    torch.manual_seed(s.seed)
+    if checkpoint is None:
+        meta = read_meta(DATA_ROOT / s.dataset)
+        vocab_size = meta['vocab_size'] if meta else 50304
+        dataset = s.dataset
+        model = GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL}))
+    else:
+        dataset = checkpoint['config'].get('dataset', '')
+        model = GPT(config_of(checkpoint, path, dropout=0.0))
+        load_weights(model, checkpoint, path)
+    return model.eval(), dataset
+
+
+def load_dataset_tokenizer(dataset: str, vocab_size: int):
+    """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE where it has none."""
+    path = DATA_ROOT / dataset / 'meta.pkl'
+    meta = read_meta(path.parent) if dataset else None
+    if meta is None and vocab_size < 50257:
+        raise UserError(f'the model has {vocab_size} tokens, but data/{dataset}/meta.pkl, which says what they are, is '
+                        f'missing: run python data/{dataset}/prepare.py')
+    print('No meta.pkl found, assuming GPT-2 encodings...' if meta is None else f'Loading meta from {path}...')
+    tokenizer = load_tokenizer(meta)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(f'data/{dataset} has {tokenizer.vocab_size} tokens and the model {vocab_size}: '
+                        'the data set was prepared anew since the model was trained')
+    return tokenizer
+
+
+def read_prompt(start: str) -> str:
+    """The prompt itself, or the contents of FILE:path."""
+    if not start.startswith('FILE:'):
+        return start
+    try:
+        return Path(start[5:]).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'start={start!r}: cannot be read as UTF-8 text: {e}') from e
+
+
+class Timings:
+    """Seconds to the first token and per further token, one entry per batch of samples."""
+
+    def __init__(self, device):
+        self.device, self.first, self.further, self.tokens = device, [], [], 0
+
+    def record(self, start: float, stamps: list[float], rows: int) -> None:
+        self.first.append(stamps[0] - start)
+        if len(stamps) > 1:
+            self.further.append((stamps[-1] - stamps[0]) / (len(stamps) - 1))
+        self.tokens += rows * len(stamps)
+        self.seconds = getattr(self, 'seconds', 0.0) + stamps[-1] - start
+
+    def summary(self) -> dict:
+        """Medians over the batches; tokens_per_second over everything, prefill included."""
+        return {'ttft_ms': statistics.median(self.first) * 1e3,
+                'tpot_ms': statistics.median(self.further) * 1e3 if self.further else None,
+                'tokens_per_second': self.tokens / self.seconds}
+
+
+def generate_batch(s, model, tokenizer, prompt_ids, generators, timings):
+    """One batch of samples: streamed to the terminal if it is one, else printed when done. Returns its cache."""
+    rows = len(generators)
+    idx = torch.tensor([prompt_ids] * rows, device=model.device)
+    length = cache_length(model, len(prompt_ids), s.max_new_tokens)
+    cache = model.new_cache(rows, length, s.kv_dtype)
+    sampler = Sampler(s.temperature, s.top_k, s.top_p, generators)
+    steps, stamps, start = [], [], time.perf_counter()
+    stream = token_stream(model, idx, s.max_new_tokens, sampler, cache)
+    if rows == 1:
+        decode = tokenizer.stream()
+        print(tokenizer.decode(prompt_ids), end='', flush=True)
+        for token in stream:
+            print(decode(token.item()), end='', flush=True)  # .item() waits for the device: the clock below is right
+            stamps.append(time.perf_counter())
+        print(decode.end() + '\n---------------', flush=True)
+    else:
+        for token in track(stream, 'sampling', s.max_new_tokens, console=Console(stderr=True), transient=True,
+                           disable=not sys.stderr.isatty()):
+            steps.append(token)
+            synchronize(model.device)
+            stamps.append(time.perf_counter())
+        for ids in torch.cat(steps, dim=1).tolist():
+            print(tokenizer.decode(prompt_ids + ids) + '\n---------------')
+    timings.record(start, stamps, rows)
+    return cache
+
+
+def check(s):
+    for name, low in (('num_samples', 1), ('parallel', 1), ('max_new_tokens', 1), ('temperature', 0.0), ('top_k', 0)):
+        if getattr(s, name) < low:
+            raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
+    if not 0.0 < s.top_p <= 1.0:
+        raise UserError(f'top_p={s.top_p}: must be above 0 and at most 1')
+
+
+def main(argv=None):
+    s = configurator.parse('sample', argv, usage=__doc__)
+    check(s)
+    prompt = read_prompt(s.start)
+    device = pick_device(s.device)
+    model, dataset = load_model(s, device)
+    tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size)
+    prompt_ids = tokenizer.encode(prompt)
+    if not prompt_ids:
+        raise UserError("start='': the prompt has no tokens; give at least one character, as in --start='\\n'")
+    generators = sample_generators(s.seed, 0, s.num_samples, device)  # before anything else draws
+    model.to(device, pick_dtype(s.dtype, device))
+    if s.compile:
+        model.compile(dynamic=True)
+    if recomputes(model, len(prompt_ids), s.max_new_tokens):
+        print(f'Note: learned positions end at block_size={model.config.block_size}; tokens past it are made by full '
+              'recomputation over the last block_size tokens, exactly as nanoGPT does (slow)')
+
+    timings = Timings(device)
+    for k in range(0, s.num_samples, s.parallel):
+        cache = generate_batch(s, model, tokenizer, prompt_ids, generators[k:k + s.parallel], timings)
+        if k == 0:
+            figures = account(model.plan, cache.batch_size, cache.max_seq_len, cache.kv_dtype, allocated=cache.nbytes)
+    figures |= timings.summary() | {'num_samples': s.num_samples, 'prompt_tokens': len(prompt_ids),
+                                    'new_tokens': s.max_new_tokens, 'device': device_name(device),
+                                    'threads': torch.get_num_threads(), 'torch': torch.__version__,
+                                    'weights': str(model.lm_head.weight.dtype).removeprefix('torch.')}
+    if s.report:
+        show_report(figures)
+    if s.json:
+        print(json.dumps(figures))
+
+
+def device_name(device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type} ({platform.machine()})'
+
+
+def show_report(figures):
+    console = Console()
+    print_report(figures, console, f"\nKV cache, as allocated for {figures['batch']} x {figures['max_seq_len']:,} tokens")
+    tpot = f"{figures['tpot_ms']:.2f} ms" if figures['tpot_ms'] is not None else '-'
+    console.print(f"TTFT {figures['ttft_ms']:.1f} ms ({figures['prompt_tokens']} prompt tokens), TPOT {tpot}, "
+                  f"{figures['tokens_per_second']:,.1f} tokens/s at batch {figures['batch']} on {figures['device']}, "
+                  f"{figures['threads']} threads, weights {figures['weights']}", highlight=False)
+
+
+if __name__ == '__main__':
+    configurator.run_program(main)

@@ -1,0 +1,119 @@
+"""Does the small cache cost loss? The demo config against vanilla GPT-2 and RoPE MHA: same size, data, steps, three seeds.
+
+    python scripts/compare.py                                   # all nine runs; finished ones are not repeated
+    python scripts/compare.py --configs=train_vanilla --seeds=2
+    python scripts/compare.py --table                           # only remake the table from the JSON files
+
+Each run is `python train.py config/NAME.py --seed=SEED`, then the mean loss over the whole validation split in windows
+that do not overlap. Writes results/compare/NAME-seedSEED.json and results/compare/README.md.
+"""
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from config.errors import UserError  # noqa: E402
+from configurator import parse, run_program  # noqa: E402
+from data.datasets import DATA_ROOT  # noqa: E402
+from data.tokenfiles import open_tokens  # noqa: E402
+from model import GPT  # noqa: E402
+from training.checkpoint import config_of, load_checkpoint, load_weights  # noqa: E402
+from training.log import read_metrics  # noqa: E402
+
+RESULTS = ROOT / 'results' / 'compare'
+CONFIGS = ('train_vanilla', 'train_rope_mha', 'train_mqa_local')
+
+
+@torch.inference_mode()
+def whole_split_loss(model, tokens, block_size, batch_size=16) -> float:
+    """Mean loss in nats per token over a whole split, in windows that do not overlap (a last partial one left out)."""
+    starts, total = range(0, len(tokens) - block_size, block_size), 0.0
+    for first in range(0, len(starts), batch_size):
+        some = starts[first:first + batch_size]
+        rows = torch.stack([torch.from_numpy(tokens[i:i + block_size + 1].astype('int64')) for i in some])
+        total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(some)
+    return total / len(starts)
+
+
+def run(name: str, seed: int) -> dict:
+    """Train one config with one seed and measure it."""
+    out_dir = RESULTS / 'runs' / f'{name}-seed{seed}'
+    command = [sys.executable, str(ROOT / 'train.py'), f'config/{name}.py', f'--seed={seed}', f'--out_dir={out_dir}',
+               '--device=cpu']
+    if (out_dir / 'ckpt.pt').is_file():
+        command.append('--init_from=resume')
+    if subprocess.run(command, cwd=ROOT).returncode:
+        raise UserError(f'training {name} with seed {seed} failed; its output is above')
+    s = parse('train', [str(ROOT / 'config' / f'{name}.py')], echo=False)
+    path = out_dir / 'ckpt.pt'
+    checkpoint = load_checkpoint(path)
+    if checkpoint['iter_num'] != s.max_iters:
+        raise UserError(f"{path} stands at iteration {checkpoint['iter_num']} of {s.max_iters}: run this again to go on")
+    model = GPT(config_of(checkpoint, path)).eval()
+    load_weights(model, checkpoint, path)
+    tokens = {split: open_tokens(DATA_ROOT / s.dataset / f'{split}.bin') for split in ('train', 'val')}
+    rows, plan, T = read_metrics(out_dir / 'metrics.jsonl'), model.plan, s.block_size
+    return {'config': name, 'seed': seed, 'val_loss': whole_split_loss(model, tokens['val'], T),
+            'val_tokens': len(tokens['val']), 'dataset': s.dataset, 'params': model.get_num_params(),
+            'params_all': model.get_num_params(non_embedding=False), 'B': s.batch_size, 'T': T, 'W': s.window_size,
+            'steps': s.max_iters, 'tokens': s.max_iters * s.batch_size * T, 'learning_rate': s.learning_rate,
+            'dtype': 'float32', 'hardware': f'{os.cpu_count()} CPU cores ({platform.machine()})',
+            'threads': torch.get_num_threads(), 'torch': torch.__version__,
+            'kv_bytes_bf16': plan.nbytes(1, T, 'bfloat16'),
+            'kv_ratio': plan.vanilla().nbytes(1, T, 'bfloat16') / plan.nbytes(1, T, 'bfloat16'),
+            'tokens_per_second': statistics.median(row['tokens_per_second'] for row in rows),
+            'loss_curve': [[row['iter'], row['loss']] for row in rows]}
+
+
+def table(runs: list[dict]) -> str:
+    """The Markdown page made from the runs."""
+    first = runs[0]
+    lines = ['# Small cache against full memory, trained alike', '',
+             f"{first['dataset']}, characters, {first['steps']} steps of B={first['B']} x T={first['T']} "
+             f"({first['tokens']:,} tokens), {first['dtype']}, {first['hardware']}, torch {first['torch']}. "
+             f"Validation loss in nats per character over the whole split ({first['val_tokens']:,} tokens, windows of T that "
+             'do not overlap). Made by `python scripts/compare.py`.', '',
+             '| config | parameters | W | KV bytes at T (bf16) | smaller | val loss by seed | mean | sd |',
+             '|---|---|---|---|---|---|---|---|']
+    for name in CONFIGS:
+        some = sorted((r for r in runs if r['config'] == name), key=lambda r: r['seed'])
+        if some:
+            losses = [r['val_loss'] for r in some]
+            sd = f'{statistics.stdev(losses):.4f}' if len(losses) > 1 else '-'
+            lines.append(f"| {name} | {some[0]['params']:,} | {some[0]['W'] or '-'} | {some[0]['kv_bytes_bf16']:,} | "
+                         f"{some[0]['kv_ratio']:.0f}x | {', '.join(f'{x:.4f}' for x in losses)} | "
+                         f'{statistics.mean(losses):.4f} | {sd} |')
+    return '\n'.join(lines) + '\n'
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--configs', default=','.join(CONFIGS), help='comma-separated; all by default')
+    parser.add_argument('--seeds', default='1,2,3', help='comma-separated')
+    parser.add_argument('--table', action='store_true', help='only remake the table from the JSON files')
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.configs.split(',') if name not in CONFIGS]
+    if unknown:
+        raise UserError(f"--configs: unknown {unknown[0]!r}; there are {', '.join(CONFIGS)}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for seed in map(int, args.seeds.split(',')):
+        for name in args.configs.split(',') if not args.table else []:
+            path = RESULTS / f'{name}-seed{seed}.json'
+            if not path.exists():
+                path.write_text(json.dumps(run(name, seed), indent=1) + '\n')
+    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob('*-seed*.json'))]
+    if runs:
+        (RESULTS / 'README.md').write_text(table(runs))
+
+
+if __name__ == '__main__':
+    run_program(main)

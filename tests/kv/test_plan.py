@@ -1,0 +1,241 @@
+"""The plan: which layer is local, whose K/V it reads, what that costs in bytes, and what is refused."""
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from kv.plan import KV_DTYPES, plan_kv
+from tests.helpers.reference import is_local, kv_owner
+
+ROOT = Path(__file__).resolve().parents[2]
+STACK = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1, window_size=256,
+             pos_embedding='rope')
+
+
+def plan(**settings_):
+    return plan_kv(GPTConfig(**settings_))
+
+
+def layer_slots(p):
+    return [layer.slot for layer in p.layers]
+
+
+def owners(p):
+    return [layer.index for layer in p.layers if layer.owns]
+
+
+# -- which layer uses which cache -----------------------------------------------------------------------------------------
+
+def test_published_example_is_the_drawing():
+    p = plan(**STACK)
+    assert ''.join('G' if layer.kind == 'global' else 'L' for layer in p.layers) == 'LLLLLG' * 2
+    assert [layer.window for layer in p.layers] == ([256] * 5 + [0]) * 2
+    assert layer_slots(p) == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4, 2]
+    assert owners(p) == [0, 2, 5, 6, 8]
+    assert [(s.index, s.kind, s.window, s.owner, s.layers) for s in p.slots] == [
+        (0, 'local', 256, 0, (0, 1)), (1, 'local', 256, 2, (2, 3, 4)), (2, 'global', 0, 5, (5, 11)),
+        (3, 'local', 256, 6, (6, 7)), (4, 'local', 256, 8, (8, 9, 10))]
+    assert (p.n_head, p.n_kv_head, p.head_dim) == (12, 1, 64)
+
+
+def test_defaults_are_vanilla_gpt2():
+    p = plan()
+    assert layer_slots(p) == owners(p) == list(range(12))
+    assert {(layer.kind, layer.window) for layer in p.layers} == {('global', 0)}
+    assert (p.n_head, p.n_kv_head, p.head_dim) == (12, 12, 64)
+    assert p == p.vanilla()
+
+
+def test_sharing_without_tying_gives_each_period_its_own_global_slot():
+    p = plan(**dict(STACK, share_global_kv=False))
+    assert layer_slots(p) == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4, 5]
+
+
+def test_tying_without_a_share_string_joins_only_global_layers():
+    p = plan(**dict(STACK, kv_share=''))
+    assert layer_slots(p) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 5]
+
+
+def test_tying_joins_global_layers_of_different_letters():
+    assert layer_slots(plan(n_layer=6, layer_pattern='LGG', kv_share='ABC', share_global_kv=True, window_size=4)) == \
+        [0, 1, 1, 2, 1, 1]
+
+
+def test_letters_need_not_be_neighbours():
+    assert layer_slots(plan(n_layer=6, layer_pattern='LLLLLG', kv_share='ABABAC', window_size=4)) == [0, 1, 0, 1, 0, 2]
+
+
+def test_a_last_period_may_be_cut_short():
+    p = plan(**dict(STACK, n_layer=8))
+    assert layer_slots(p) == [0, 0, 1, 1, 1, 2, 3, 3]
+    assert [layer.kind for layer in p.layers][6:] == ['local', 'local']
+
+
+def test_fewer_layers_than_a_period_leave_out_the_rest():
+    p = plan(**dict(STACK, n_layer=3))
+    assert layer_slots(p) == [0, 0, 1] and len(p.slots) == 2
+
+
+@pytest.mark.parametrize('n_kv_head, resolved', [(0, 12), (1, 1), (3, 3), (4, 4), (12, 12)])
+def test_kv_heads(n_kv_head, resolved):
+    p = plan(n_kv_head=n_kv_head)
+    assert (p.n_kv_head, p.n_head, p.vanilla().n_kv_head) == (resolved, 12, 12)
+
+
+def test_head_dim_may_differ_from_width_over_heads():
+    p = plan(n_head=5, n_embd=12, head_dim=8)
+    assert p.head_dim == 8 and p.position_nbytes('float32') == 2 * 5 * 8 * 4
+
+
+@st.composite
+def plan_configs(draw):
+    pattern = draw(st.text('GL', min_size=1, max_size=7))
+    share = ''.join(draw(st.sampled_from('ABC' if kind == 'L' else 'XY')) for kind in pattern)
+    n_head = draw(st.sampled_from([1, 2, 6, 12]))
+    return GPTConfig(n_layer=draw(st.integers(1, 20)), n_head=n_head, n_embd=n_head * 8, layer_pattern=pattern,
+                     n_kv_head=draw(st.sampled_from([n for n in range(n_head + 1) if n == 0 or n_head % n == 0])),
+                     window_size=draw(st.integers(1, 40)), kv_share=draw(st.sampled_from(['', share])),
+                     share_global_kv=draw(st.booleans()))
+
+
+@pytest.mark.filterwarnings('ignore:layer_pattern')
+@given(config=plan_configs())
+def test_any_plan_follows_the_rule_text(config):
+    p = plan_kv(config)
+    for i, layer in enumerate(p.layers):
+        assert layer.index == i
+        assert (layer.kind, layer.window) == (('local', config.window_size) if is_local(config, i) else ('global', 0))
+        assert p.slots[layer.slot].owner == kv_owner(config, i)
+        assert layer.owns == (kv_owner(config, i) == i)
+    for s, slot in enumerate(p.slots):
+        assert slot.index == s and slot.layers == tuple(i for i, layer in enumerate(p.layers) if layer.slot == s)
+        assert {(p.layers[i].kind, p.layers[i].window) for i in slot.layers} == {(slot.kind, slot.window)}
+    assert sorted(i for slot in p.slots for i in slot.layers) == list(range(config.n_layer))
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('settings_, named', [
+    (dict(layer_pattern='LXG', window_size=4), ["'LXG'", "'X'"]),
+    (dict(layer_pattern='lg', window_size=4), ["'lg'", "'g'"]),
+    (dict(layer_pattern=''), ["layer_pattern=''"]),
+    (dict(layer_pattern='LLG', kv_share='AB', window_size=4), ["'AB'", "'LLG'", '2', '3']),
+    (dict(layer_pattern='LG', kv_share='ABC', window_size=4), ["'ABC'", "'LG'", '3', '2']),
+    (dict(layer_pattern='LLG', kv_share='ABB', window_size=4), ["'ABB'", "'LLG'", "'B'"]),
+    (dict(n_head=12, n_kv_head=5), ['n_head=12', 'n_kv_head=5']),
+    (dict(n_head=4, n_embd=8, n_kv_head=8), ['n_head=4', 'n_kv_head=8']),
+    (dict(layer_pattern='LG'), ['window_size=0', "'LG'"]),
+    (dict(layer_pattern='LG', window_size=-3), ['window_size=-3']),
+    (dict(n_kv_head=-1), ['n_kv_head=-1']),
+    (dict(rope_theta_global=5e5), ['rope_theta_global=500000.0', "'learned'"]),
+    (dict(pos_embedding='rope', n_head=4, n_embd=12), ['head_dim=3', "'rope'"]),
+    (dict(pos_embedding='rope', head_dim=7), ['head_dim=7', "'rope'"]),
+    (dict(n_embd=10, n_head=4), ['n_embd=10', 'n_head=4']),
+    (dict(pos_embedding='alibi'), ["'alibi'", "'rope'", "'learned'"]),
+    (dict(gelu='fast'), ["'fast'", "'exact'", "'tanh'"]),
+    (dict(kv_quant_train='int4'), ["'int4'", "'int8'"]),
+])
+def test_bad_settings_raise_and_name_the_values(settings_, named):
+    with pytest.raises(ValueError) as caught:
+        plan(**settings_)
+    assert isinstance(caught.value, UserError)
+    for text in named:
+        assert text in str(caught.value)
+
+
+def test_a_window_without_local_layers_and_an_odd_head_dim_without_rope_are_allowed():
+    assert plan(window_size=4).slots[0].window == 0
+    assert plan(head_dim=7).head_dim == 7
+
+
+def test_unknown_kv_dtype_is_named_with_the_allowed():
+    with pytest.raises(UserError, match="'int4'.*'bfloat16'.*'int8'"):
+        plan().nbytes(1, 8, 'int4')
+
+
+def test_warns_when_the_tied_global_slot_is_owned_by_layer_0():
+    with pytest.warns(UserWarning, match='GLLLLL'):
+        plan(**dict(STACK, layer_pattern='GLLLLL', kv_share='ABBCCC'))
+
+
+@pytest.mark.parametrize('settings_', [STACK, dict(), dict(STACK, layer_pattern='GLLLLL', kv_share='ABBCCC',
+                                                           share_global_kv=False)])
+def test_no_warning_where_global_kv_is_made_deeper_or_not_tied(settings_):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        plan(**settings_)
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('max_seq_len, megabytes', [(1024, 1.05), (8192, None)])
+def test_gpt2_shape_is_72_and_128_times_smaller_at_equal_dtype(max_seq_len, megabytes):
+    p = plan(**STACK, block_size=8192)
+    ratio = {1024: 72, 8192: 128}[max_seq_len]
+    for kv_dtype in KV_DTYPES:
+        assert p.vanilla().nbytes(1, max_seq_len, kv_dtype) == ratio * p.nbytes(1, max_seq_len, kv_dtype)
+    if megabytes:
+        assert p.nbytes(1, max_seq_len, 'float32') == (4 * 256 + 1024) * 2 * 64 * 4 == 1_048_576
+
+
+@pytest.mark.parametrize('max_seq_len, at_least', [(1024, 139), (8192, 248)])
+def test_int8_ratio_against_vanilla_bf16(max_seq_len, at_least):
+    p = plan(**STACK)
+    ratio = p.vanilla().nbytes(1, max_seq_len, 'bfloat16') / p.nbytes(1, max_seq_len, 'int8')
+    assert at_least <= ratio < at_least + 1
+
+
+def test_vanilla_gpt2_bytes():
+    assert plan().nbytes(1, 1024, 'float32') == 75_497_472
+    assert plan().nbytes(1, 1024, 'bfloat16') == 37_748_736
+
+
+@pytest.mark.parametrize('kv_dtype, per_head', [('float64', 64), ('float32', 32), ('bfloat16', 16), ('float16', 16),
+                                                ('int8', 8 + 2)])
+def test_bytes_of_a_position(kv_dtype, per_head):
+    p = plan(n_layer=2, n_head=4, n_embd=32, n_kv_head=2, layer_pattern='LG', window_size=3)
+    assert p.position_nbytes(kv_dtype) == 2 * 2 * per_head  # K and V of 2 heads, D=8
+    assert p.slot_nbytes(p.slots[0], 5, 10, kv_dtype) == 5 * 3 * 2 * 2 * per_head
+    assert p.nbytes(5, 10, kv_dtype) == 5 * (3 + 10) * 2 * 2 * per_head
+
+
+def test_a_window_longer_than_the_sequence_saves_nothing():
+    p = plan(**dict(STACK, kv_share='', share_global_kv=False))
+    assert p.slots[0].capacity(255) == 255 and p.slots[0].capacity(256) == p.slots[0].capacity(257) == 256
+    assert p.factors(256, 'float32')['window'] == 1 and p.factors(257, 'float32')['window'] > 1
+
+
+@pytest.mark.filterwarnings('ignore:layer_pattern')
+@given(config=plan_configs(), batch=st.integers(1, 9), max_seq_len=st.integers(1, 99),
+       kv_dtype=st.sampled_from(sorted(KV_DTYPES)), against=st.sampled_from(sorted(KV_DTYPES)))
+def test_factors_multiply_to_the_ratios(config, batch, max_seq_len, kv_dtype, against):
+    p = plan_kv(config)
+    f = p.factors(max_seq_len, kv_dtype, against)
+    ours, same, other = (q.nbytes(batch, max_seq_len, dtype) for q, dtype in
+                         ((p, kv_dtype), (p.vanilla(), kv_dtype), (p.vanilla(), against)))
+    assert f['heads'] * f['window'] * f['sharing'] == pytest.approx(same / ours, rel=1e-12)
+    assert f['heads'] * f['window'] * f['sharing'] * f['dtype'] == pytest.approx(other / ours, rel=1e-12)
+    assert f['heads'] == config.n_head / (config.n_kv_head or config.n_head)
+    assert f['window'] >= 1 and f['sharing'] >= 1
+    assert f['sharing'] > 1 or all(layer.owns for layer in p.layers)
+
+
+# -- no torch -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('program', [
+    'import kv.plan, kv.report, config.gpt_config',
+    "import sys, runpy; sys.argv = ['kv', '--help']; runpy.run_module('kv', run_name='__main__')",
+    "import sys, runpy; sys.argv = ['kv', '--json=True']; runpy.run_module('kv', run_name='__main__')",
+])
+def test_plan_and_its_program_do_not_import_torch(program):
+    watched = ("import atexit, sys\n"
+               "atexit.register(lambda: print('torch imported:', 'torch' in sys.modules))\n" + program)
+    done = subprocess.run([sys.executable, '-c', watched], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith('torch imported: False')
