@@ -7,15 +7,15 @@ An argument without '--' is a config file: plain Python assignments, run with th
 """
 import ast
 import difflib
+import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 from config.errors import UserError
 from config.schema import ALL_KEYS, PROGRAMS, Key
 
 ROOT = Path(__file__).resolve().parent
-SIMPLE = (bool, int, float, str)
 
 
 def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bool = True) -> SimpleNamespace:
@@ -40,7 +40,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bo
                 print(f'Overriding: {name} = {value}')
         else:
             path = _find(arg)
-            text = path.read_text(encoding='utf-8')
+            text = _read(arg, path)
             if echo:
                 print(f'Overriding config with {arg}:\n{text}')
             values.update(_run_file(arg, path, text, values, keys))
@@ -59,13 +59,13 @@ def help_text(program: str, usage: str = '') -> str:
 def coerce(key: Key, value, where: str):
     """`value` as the type of the key's default (an int will do for a float), checked against its choices."""
     wanted = type(key.default)
-    if wanted is float and type(value) is int:
+    if wanted is float and type(value) is int and abs(value) < 2 ** 1023:
         value = float(value)
     if type(value) is not wanted:
         raise UserError(f'{where}: {key.name}={value!r} is {type(value).__name__}, but {key.name} takes '
                         f'{_type_words(wanted)} (default {key.default!r})')
-    if wanted is float and value != value:
-        raise UserError(f'{where}: {key.name}={value!r} is not a number')
+    if wanted is float and not math.isfinite(value):
+        raise UserError(f'{where}: {key.name}={value!r} is not a finite number')
     if key.choices and value not in key.choices:
         raise UserError(f'{where}: {key.name}={value!r}: allowed are {", ".join(map(repr, key.choices))}')
     return value
@@ -106,6 +106,13 @@ def _find(arg: str) -> Path:
     raise UserError(f'config file {arg!r} not found; config/ has {there}')
 
 
+def _read(arg: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'config file {arg!r} cannot be read as UTF-8 text: {e}') from e
+
+
 def _run_file(arg, path, text, values, keys):
     """The keys that a config file assigns, checked. Names with an underscore in front, imports and functions are its own."""
     namespace = dict(values, __file__=str(path), __name__='config')
@@ -113,14 +120,14 @@ def _run_file(arg, path, text, values, keys):
         exec(compile(text, str(path), 'exec'), namespace)  # the user's own file, as in nanoGPT
     except Exception as e:
         line = e.lineno if isinstance(e, SyntaxError) else _line_in(e, str(path))
-        raise UserError(f'{arg}, line {line}: {type(e).__name__}: {e}') from e
+        raise UserError(f"{arg}, line {line}: {type(e).__name__}: {' '.join(str(e).split())}") from e
     changed = {}
     for name, value in namespace.items():
         if name.startswith('_') or (name in values and value is values[name]):
             continue
         if name in ALL_KEYS:
             changed[name] = coerce(keys[name], value, arg) if name in keys else value
-        elif isinstance(value, SIMPLE):
+        elif not (callable(value) or isinstance(value, ModuleType)):
             raise UserError(_unknown(name, ALL_KEYS, arg) + '; start helper names with an underscore')
     return changed
 
@@ -139,7 +146,7 @@ def run_program(main) -> None:
     try:
         main()
     except UserError as e:
-        print(f'error: {e}', file=sys.stderr)
+        print('error:', ' '.join(str(e).splitlines()), file=sys.stderr)
         raise SystemExit(2)
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention import cached_attention, causal_attention
+from attention.causal import suits_flex
+from attention.masks import block_mask
 from attention.rope import RotaryTable, apply_rope
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
@@ -65,9 +67,9 @@ class CausalSelfAttention(nn.Module):
         B, t, _ = x.shape
         widths = [n * self.head_dim for n in (self.n_head,) + (self.n_kv_head,) * 2 * self.layer.owns]
         q, *own = (y.view(B, t, -1, self.head_dim).transpose(1, 2) for y in self.c_attn(x).split(widths, dim=2))
-        q = self._positioned(self.q_norm(q), rope)                                       # (B, H, t, D)
+        q = self._positioned(q, self.q_norm, rope)                                       # (B, H, t, D)
         if self.layer.owns:
-            k, v = self._positioned(self.k_norm(own[0]), rope), own[1]                   # (B, Hkv, t, D)
+            k, v = self._positioned(own[0], self.k_norm, rope), own[1]                   # (B, Hkv, t, D)
             if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
                 k, v = fake_quantize_int8(k), fake_quantize_int8(v)
             kv = k, v
@@ -80,8 +82,10 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y)), kv
 
     @staticmethod
-    def _positioned(x, rope):
-        return x if rope is None else apply_rope(x, *rope)
+    def _positioned(x, norm, rope):
+        """Norm, then RoPE, in x's dtype: autocast would let the norm give float32, and K would not match V."""
+        y = norm(x).to(x.dtype)
+        return y if rope is None else apply_rope(y, *rope)
 
 
 class MLP(nn.Module):
@@ -226,6 +230,15 @@ class GPT(nn.Module):
     def _last(x, step):
         last = torch.tensor([max(n - 1, 0) for n in step.lens], device=x.device)
         return x[torch.arange(x.size(0), device=x.device), last][:, None]
+
+    def prepare(self, n_positions: int) -> None:
+        """Build what sequences of `n_positions` need and a compiled forward should find: rotary tables, block masks."""
+        dtype = self.lm_head.weight.dtype
+        for table in (self.rotary or {}).values():
+            table(0, n_positions, self.device, dtype)
+        if suits_flex(self.device, dtype, self.plan.head_dim, self.config.dropout):
+            for window in {layer.window for layer in self.plan.layers if 0 < layer.window < n_positions}:
+                block_mask(n_positions, window, self.device)
 
     def new_cache(self, batch_size: int, max_seq_len: int, kv_dtype: str = 'auto') -> KVCache:
         """An empty cache for `batch_size` sequences of up to `max_seq_len` tokens.

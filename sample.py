@@ -6,6 +6,7 @@
     python sample.py config/train_mqa_local.py --json=True              # ends with the report as one JSON line
     python sample.py --help
 """
+import difflib
 import json
 import platform
 import statistics
@@ -21,7 +22,7 @@ import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from data.datasets import DATA_ROOT
+from data.datasets import DATA_ROOT, available_datasets, ensure_dataset
 from data.tokenfiles import read_meta
 from data.tokenizer import load_tokenizer
 from inference.generate import cache_length, recomputes, token_stream
@@ -29,7 +30,7 @@ from inference.sampler import Sampler, sample_generators
 from kv.report import account, print_report
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights
-from training.device import pick_device, pick_dtype, synchronize
+from training.device import check_seed, pick_device, pick_dtype, synchronize
 
 
 def load_model(s, device):
@@ -41,7 +42,7 @@ def load_model(s, device):
     checkpoint = load_checkpoint(path) if s.init_from == 'resume' else None
     torch.manual_seed(s.seed)
     if checkpoint is None:
-        meta = read_meta(DATA_ROOT / s.dataset)
+        meta = read_meta(known_dataset(s.dataset))
         vocab_size = meta['vocab_size'] if meta else 50304
         dataset = s.dataset
         model = GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL}))
@@ -52,8 +53,18 @@ def load_model(s, device):
     return model.eval(), dataset
 
 
+def known_dataset(name: str) -> Path:
+    """Its folder, prepared if need be. One that is nowhere to be found means GPT-2 BPE, unless it looks misspelt."""
+    folder = DATA_ROOT / name
+    if not (folder / 'meta.pkl').is_file() and difflib.get_close_matches(name, available_datasets(DATA_ROOT), n=1):
+        ensure_dataset(name, DATA_ROOT)
+    return folder
+
+
 def load_dataset_tokenizer(dataset: str, vocab_size: int):
     """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE where it has none."""
+    if any(c in dataset for c in '/\\\0'):
+        raise UserError(f'dataset={dataset!r} is not the name of a folder under data/')
     path = DATA_ROOT / dataset / 'meta.pkl'
     meta = read_meta(path.parent) if dataset else None
     if meta is None and vocab_size < 50257:
@@ -129,6 +140,7 @@ def check(s):
     for name, low in (('num_samples', 1), ('parallel', 1), ('max_new_tokens', 1), ('temperature', 0.0), ('top_k', 0)):
         if getattr(s, name) < low:
             raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
+    check_seed(s.seed)
     if not 0.0 < s.top_p <= 1.0:
         raise UserError(f'top_p={s.top_p}: must be above 0 and at most 1')
 
@@ -142,7 +154,8 @@ def main(argv=None):
     tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size)
     prompt_ids = tokenizer.encode(prompt)
     if not prompt_ids:
-        raise UserError("start='': the prompt has no tokens; give at least one character, as in --start='\\n'")
+        raise UserError(f"start={s.start!r}: the prompt has no tokens; give at least one character, as in "
+                        "--start='\\n'")
     generators = sample_generators(s.seed, 0, s.num_samples, device)  # before anything else draws
     model.to(device, pick_dtype(s.dtype, device))
     if s.compile:

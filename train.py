@@ -7,6 +7,7 @@
 
 Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
+import os
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from data.tokenfiles import read_meta
 from model import GPT
 from training import checkpoint as ckpt
 from training.batches import TokenBatches
-from training.device import autocast, pick_device, pick_dtype
+from training.device import autocast, check_seed, pick_device, pick_dtype
 from training.log import RunLog, Stopwatch, start_wandb
 from training.optim import learning_rate_at
 from training.signals import StopRequest
@@ -38,13 +39,14 @@ class Run:
         self.autocast = autocast(self.device, dtype)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
+        self.holds_best = False  # whether ckpt.pt is this run's evaluated best, not only the latest
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
 
         saved = ckpt.load_checkpoint(self.path, self.device) if s.init_from == 'resume' else None
         folder = ensure_dataset(s.dataset, DATA_ROOT)
         self.batches = TokenBatches(folder, s.block_size, s.batch_size, self.device)
-        self.model = self._resumed_model(saved) if saved else self._new_model(folder)
+        self.model = self._resumed_model(saved, folder) if saved else self._new_model(folder)
         self.model.to(self.device)
         self.model.checkpoint_blocks = s.checkpoint_blocks
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
@@ -55,6 +57,7 @@ class Run:
         self.compiled = self.model
         if s.compile:
             print('compiling the model... (takes a ~minute)')
+            self.model.prepare(s.block_size)
             self.compiled = torch.compile(self.model)
 
     def _new_model(self, folder):
@@ -67,41 +70,50 @@ class Run:
         vocab_size = 50304 if meta is None else meta['vocab_size']
         return GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(self.s, key.name) for key in MODEL}))
 
-    def _resumed_model(self, saved):
+    def _resumed_model(self, saved, folder):
         """The checkpoint's own shape, whatever the command line says; only dropout may be changed."""
         print(f'Resuming training from {self.s.out_dir}')
         config = ckpt.config_of(saved, self.path, dropout=self.s.dropout)
         if config.block_size != self.s.block_size:
             raise UserError(f'block_size={self.s.block_size}, but the checkpoint {self.path} was trained with '
                             f'block_size={config.block_size}: resume with the config it was trained with')
+        meta = read_meta(folder)
+        if meta and meta['vocab_size'] > config.vocab_size:
+            raise UserError(f"dataset {self.s.dataset!r} has vocab_size={meta['vocab_size']}, but the checkpoint "
+                            f'{self.path} {config.vocab_size}: resume with the data set it was trained on')
         model = GPT(config)
         ckpt.load_weights(model, saved, self.path)
         return model
 
     def _resume(self, saved):
         """Optimizer, scaler, counters, random numbers; returns the batch that the next iteration was to train on."""
-        try:
-            self.optimizer.load_state_dict(saved['optimizer'])
-        except (KeyError, ValueError) as e:
-            raise UserError(f'checkpoint {self.path}: its optimizer state does not fit: {e}') from e
+        with ckpt.restoring(self.path, 'optimizer'):
+            ckpt.load_optimizer(self.optimizer, saved['optimizer'])
         if saved.get('scaler'):
-            self.scaler.load_state_dict(saved['scaler'])
+            with ckpt.restoring(self.path, 'scaler'):
+                self.scaler.load_state_dict(saved['scaler'])
         self.iter_num, self.best_val_loss = saved['iter_num'], torch.as_tensor(saved['best_val_loss']).cpu()
+        self.holds_best = saved.get('holds_best', True)
         if 'rng' not in saved:  # nanoGPT's: it kept neither random numbers nor the data position
             return self.batches.next()
-        ckpt.set_rng_state(saved['rng'])
-        if len(saved['data_offsets']) != self.s.batch_size:  # another batch size is another run from here on
-            return self.batches.next()
-        return self.batches.at(saved['data_offsets'].cpu())
+        with ckpt.restoring(self.path, 'rng'):
+            ckpt.set_rng_state(saved['rng'])
+        with ckpt.restoring(self.path, 'data_offsets'):
+            offsets = saved['data_offsets'].cpu()
+            if len(offsets) == self.s.batch_size:
+                return self.batches.at(offsets)
+        return self.batches.next()  # another batch size is another run from here on
 
-    def save(self):
+    def save(self, holds_best: bool):
         self.out_dir.mkdir(parents=True, exist_ok=True)
         ckpt.save_checkpoint(self.path, {
             'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
             'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
             'best_val_loss': self.best_val_loss, 'config': vars(self.s),
             # beyond nanoGPT's keys: what an exact resume needs
-            'scaler': self.scaler.state_dict(), 'rng': ckpt.rng_state(), 'data_offsets': self.batches.offsets})
+            'scaler': self.scaler.state_dict(), 'rng': ckpt.rng_state(), 'data_offsets': self.batches.offsets,
+            'holds_best': holds_best})
+        self.holds_best = holds_best
 
     @torch.no_grad()
     def evaluate(self, stop):
@@ -145,16 +157,16 @@ def train(run, log, stop):
         for group in run.optimizer.param_groups:
             group['lr'] = lr
         evaluated = {}
-        if run.iter_num % s.eval_interval == 0 or run.iter_num == s.max_iters:
+        if run.iter_num % s.eval_interval == 0 or run.iter_num == s.max_iters or s.eval_only:
             losses = run.evaluate(stop)
             if losses is None:
                 break
             log.line(f"step {run.iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
             log.wandb(iter=run.iter_num, train__loss=losses['train'], val__loss=losses['val'], lr=lr, mfu=mfu * 100)
+            if s.eval_only:
+                return
             evaluated = {f'{split}_loss': loss for split, loss in losses.items()}
             keep_best(run, log, losses['val'])
-        if s.eval_only:
-            return
         loss = run.step()
         if run.iter_num % s.log_interval == 0 or evaluated:
             loss = loss.item()  # waits for the device, so the clock below is right
@@ -180,15 +192,20 @@ def keep_best(run, log, val_loss):
         run.best_val_loss = torch.tensor(val_loss)
         if run.iter_num > 0:
             log.line(f'saving checkpoint to {run.s.out_dir}')
-            run.save()
+            run.save(holds_best=True)
 
 
 def stop_cleanly(run, log, stop):
     """Save where the run stands. Where ckpt.pt was the best so far rather than the latest, it is kept beside it."""
-    if not run.s.always_save_checkpoint and run.path.is_file():
-        run.path.replace(run.out_dir / 'ckpt_best.pt')
-        log.line(f"the best checkpoint so far is kept as {run.out_dir / 'ckpt_best.pt'}")
-    run.save()
+    best = run.out_dir / 'ckpt_best.pt'
+    if run.holds_best and not run.s.always_save_checkpoint and run.path.is_file():
+        best.unlink(missing_ok=True)
+        try:
+            os.link(run.path, best)  # ckpt.pt stays until the new one takes its name
+        except OSError:  # a file system without hard links
+            run.path.replace(best)
+        log.line(f'the best checkpoint so far is kept as {best}')
+    run.save(holds_best=False)
     log.line(f'{stop.name}: saved iteration {run.iter_num} to {run.path}; go on with --init_from=resume')
 
 
@@ -200,6 +217,10 @@ def check(s):
     for name in ('max_iters', 'warmup_iters', 'grad_clip', 'weight_decay', 'learning_rate', 'min_lr'):
         if getattr(s, name) < 0:
             raise UserError(f'{name}={getattr(s, name)}: must not be negative')
+    for name in ('beta1', 'beta2'):
+        if not 0.0 <= getattr(s, name) < 1.0:
+            raise UserError(f'{name}={getattr(s, name)}: must be at least 0 and below 1')
+    check_seed(s.seed)
     out_dir = Path(s.out_dir)
     blocker = next((p for p in (out_dir, *out_dir.parents) if p.exists()), None)
     if not s.out_dir or (blocker and not blocker.is_dir()):

@@ -39,7 +39,7 @@ def _chunk_attention(q, k, v, window):
 
 def _folded_attention(q, k, v, mask):
     """Small GEMMs with the query heads of one KV head as rows: reads K and V once, whatever the number of heads."""
-    t, n_kv_head = q.size(2), k.size(1)
+    n_kv_head = k.size(1)
     rows = fold_heads(q, n_kv_head)                                        # (B, Hkv, H/Hkv * t, D)
     scores = (rows * q.size(-1) ** -0.5) @ k.transpose(2, 3)               # (B, Hkv, H/Hkv * t, S)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

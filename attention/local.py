@@ -76,9 +76,9 @@ def flex_local_attention(q, k, v, window: int, compiled: bool = True) -> torch.T
     `compiled=False` runs FlexAttention's eager form, which is how this path is tested on a CPU (forward only: it has
     no backward there in torch 2.11 to 2.15).
     """
-    if compiled:
+    if compiled and not torch.compiler.is_compiling():
         flex = _compiled_flex_attention()
-    else:
+    else:  # where the whole model is being compiled, this is compiled with it
         from torch.nn.attention.flex_attention import flex_attention as flex
     mask = block_mask(q.size(2), window, q.device)
     return flex(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))

@@ -1,6 +1,4 @@
 """Who sees whom: the one definition of causality and of the sliding window, and the masks made from it."""
-import functools
-
 import torch
 
 
@@ -30,10 +28,18 @@ def dense_mask(n_queries: int, n_keys: int, window: int, device=None) -> torch.T
     return in_window(q_pos[:, None], torch.arange(n_keys, device=device)[None, :], window)
 
 
-@functools.lru_cache(maxsize=64)
+_block_masks = {}
+
+
 def block_mask(n_positions: int, window: int, device: torch.device):
-    """FlexAttention's BlockMask of the same window for self-attention over `n_positions`, made once and shared by all layers."""
-    from torch.nn.attention.flex_attention import create_block_mask
-    w = torch.tensor(window, device=device)
-    return create_block_mask(lambda b, h, q_idx, kv_idx: in_window(q_idx, kv_idx, w),
-                             B=None, H=None, Q_LEN=n_positions, KV_LEN=n_positions, device=device)
+    """FlexAttention's BlockMask of the same window for self-attention over `n_positions`, made once for all layers.
+
+    Call it once before the model is compiled (`GPT.prepare` does): a compiled forward should find it, not build it.
+    """
+    key = (n_positions, window, str(device))
+    if key not in _block_masks:
+        from torch.nn.attention.flex_attention import create_block_mask
+        w = torch.tensor(window, device=device)
+        _block_masks[key] = create_block_mask(lambda b, h, q_idx, kv_idx: in_window(q_idx, kv_idx, w), B=None, H=None,
+                                              Q_LEN=n_positions, KV_LEN=n_positions, device=device)
+    return _block_masks[key]

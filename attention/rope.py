@@ -36,6 +36,9 @@ class RotaryTable:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (d, d + D/2) of x (B, h, t, D) by tables that broadcast to (B, h, t, D/2); in fp32 or wider, result in x's dtype."""
+    """Rotate pairs (d, d + D/2) of x (B, h, t, D) by tables that broadcast to (B, h, t, D/2).
+
+    Computed in the tables' dtype (float32 or float64), returned in x's.
+    """
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

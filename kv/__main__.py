@@ -7,6 +7,7 @@
 """
 import json
 import re
+from decimal import Decimal
 
 import configurator
 from config.errors import UserError
@@ -22,9 +23,10 @@ UNITS = {'': 1, 'B': 1, 'KB': 10 ** 3, 'MB': 10 ** 6, 'GB': 10 ** 9, 'TB': 10 **
 def parse_bytes(text: str) -> int:
     """'1GB' -> 1_000_000_000, '512MiB' -> 536_870_912, '4096' -> 4096."""
     match = re.fullmatch(r'\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*', text)
-    if not match or match[2].upper() not in UNITS:
+    n = int(Decimal(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0  # Decimal: not a byte lost to rounding
+    if n < 1:
         raise UserError(f"budget={text!r}: a number of bytes is needed, as '1GB', '512MiB' or '4096'")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    return n
 
 
 def main(argv=None):

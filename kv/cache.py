@@ -99,7 +99,7 @@ class KVCache:
     def append(self, slot_index: int, k: torch.Tensor, v: torch.Tensor) -> KVView:
         """Write the new K/V (B, Hkv, t, D) of a slot; returns what this step's queries see, readers' too."""
         store, slot, step = self.stores[slot_index], self.plan.slots[slot_index], self._step
-        k, v = store.encode(k, v)
+        k, v = store.encode(k.detach(), v.detach())  # the storage must not hold on to a graph
         if step.uniform:
             view = _append_uniform(store, slot, k, v, step)
         else:

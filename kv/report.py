@@ -14,8 +14,7 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str, allocated
     vanilla = plan.vanilla()
     kv_bytes = plan.nbytes(batch, max_seq_len, kv_dtype) if allocated is None else allocated
     same, bf16 = (vanilla.nbytes(batch, max_seq_len, dtype) for dtype in (kv_dtype, 'bfloat16'))
-    further = sum(plan.slot_nbytes(slot, 1, max_seq_len + 1, kv_dtype) - plan.slot_nbytes(slot, 1, max_seq_len, kv_dtype)
-                  for slot in plan.slots)
+    further = plan.nbytes(1, max_seq_len + 1, kv_dtype) - plan.nbytes(1, max_seq_len, kv_dtype)
     return {
         'batch': batch, 'max_seq_len': max_seq_len, 'kv_dtype': kv_dtype,
         'kv_bytes': kv_bytes, 'kv_bytes_counted': 'planned' if allocated is None else 'allocated',
@@ -82,7 +81,8 @@ def slot_table(figures: dict, title: str):
 def print_report(figures: dict, console, title: str) -> None:
     """The table, then the factors and the bytes per token in words."""
     console.print(slot_table(figures, title))
-    console.print(f"[dim]* computes the slot's K and V, the others read them; vanilla: {figures['n_head']} K/V heads, all global[/dim]")
+    console.print(f"[dim]* computes the slot's K and V, the others read them; vanilla: {figures['n_head']} K/V heads, "
+                  'all global[/dim]')
     console.print(f'\n[bold]{factor_lines(figures)}[/bold]', highlight=False)
     console.print(f"{figures['bytes_per_token']:,.1f} bytes per token over {figures['max_seq_len']:,} tokens; "
                   f"each further token adds {figures['bytes_per_further_token']:,}", highlight=False)

@@ -5,8 +5,11 @@ from kv.quant import dequantize_int8, quantize_int8
 
 
 class KVStore:
-    """(B, Hkv, capacity, D) of K and of V. Encoded K or V is a tuple of tensors that share their first three dimensions:
-    (values,) or, for int8, (values, scales (B, Hkv, capacity, 1))."""
+    """(B, Hkv, capacity, D) of K and of V.
+
+    Encoded K or V is a tuple of tensors that share their first three dimensions: (values,) or, for int8,
+    (values, scales (B, Hkv, capacity, 1)).
+    """
 
     def __init__(self, batch_size, n_kv_head, capacity, head_dim, dtype, compute_dtype, device):
         self.capacity, self.dtype, self.compute_dtype, self.device = capacity, dtype, compute_dtype, device

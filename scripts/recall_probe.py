@@ -1,4 +1,4 @@
-"""Which layer order remembers beyond local reach? Trains small models on associative recall and compares them.
+"""Which layer order remembers beyond local reach? Trains small models to copy from far back and compares them.
 
     python scripts/recall_probe.py                         # all arms, seed 1; writes results/recall/<arm>-seed1.json
     python scripts/recall_probe.py --arms=mha,LLLLLG-tied --seeds=1,2
@@ -6,7 +6,9 @@
 
 Local layers carry information window - 1 positions each, so a stack of n_local of them reaches n_local * (W - 1) at the
 very most; what is recalled from farther away came through the global layers. Finished runs are not repeated.
-An arm counts only where plain multi-head attention (mha) reaches 95%.
+The task is to repeat a string of random tokens after a fixed distance beyond that reach. An arm counts only where plain
+multi-head attention (mha) reaches 95%. (With distances drawn at random, or associative recall, mha itself did not get
+there within 800 steps at this size, so those tell nothing here: see results/recall/README.md.)
 """
 import argparse
 import json
@@ -21,17 +23,15 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config.errors import UserError  # noqa: E402
-from configurator import run_program  # noqa: E402
-from data.recall.task import RecallTask  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+from config.errors import UserError
+from configurator import run_program
+from data.recall.task import CopyTask
+from model import GPT, GPTConfig
 
 RESULTS = ROOT / 'results' / 'recall'
-N_LAYER, WINDOW, BLOCK_SIZE = 12, 8, 128
-TASK = RecallTask(block_size=BLOCK_SIZE, n_keys=16, n_values=16, n_pairs=6, n_queries=6, min_distance=2,
-                  max_distance=110)
+N_LAYER, N_HEAD, N_EMBD, WINDOW, BLOCK_SIZE = 12, 2, 64, 4, 96
+TASK = CopyTask(block_size=BLOCK_SIZE, n_tokens=64, length=40, min_distance=48, max_distance=48)
 LOCAL_REACH = 10 * (WINDOW - 1)  # ten of the twelve layers are local
-RANGES = {'in window': (1, WINDOW - 1), 'in local reach': (WINDOW, LOCAL_REACH), 'beyond': (LOCAL_REACH + 1, BLOCK_SIZE)}
 
 SHARED = dict(n_kv_head=1, window_size=WINDOW)
 LAST = dict(SHARED, layer_pattern='LLLLLG', kv_share='AABBBC')
@@ -44,24 +44,24 @@ ARMS = {
     'GLLLLL-untied': FIRST,
     'local-only': dict(SHARED, layer_pattern='L'),     # control: must fail beyond its reach
 }
-BATCH, STEPS, WARMUP, LEARNING_RATE, EVAL_EVERY, EVAL_ROWS = 32, 2000, 100, 2e-3, 50, 256
+BATCH, STEPS, WARMUP, LEARNING_RATE, EVAL_EVERY, EVAL_ROWS = 32, 1000, 100, 2e-3, 25, 128
 
 
-def accuracy(model, task, seed) -> dict[str, float]:
-    """Share of queries answered right by the likeliest token, by range of distance, on fixed sequences."""
+@torch.no_grad()
+def accuracy(model, seed) -> float:
+    """Share of copied tokens that are the likeliest, on fixed sequences that training does not draw."""
     model.eval()
-    x, y, distance = task.batch(np.random.default_rng(10_000 + seed), EVAL_ROWS)
-    with torch.no_grad():
-        right = torch.cat([model(rows, all_logits=True)[0].argmax(-1) for rows in torch.from_numpy(x).split(64)])
-    right = right.numpy() == y
+    x, y, _ = (torch.from_numpy(a) for a in TASK.batch(np.random.default_rng(10_000 + seed), EVAL_ROWS))
+    right = torch.cat([model(rows, all_logits=True)[0].argmax(-1) for rows in x.split(32)]) == y
     model.train()
-    return {name: float(right[(distance >= low) & (distance <= high)].mean()) for name, (low, high) in RANGES.items()}
+    return right[y >= 0].float().mean().item()
 
 
 def run(arm: str, seed: int) -> dict:
-    """Train one arm until it recalls 99% beyond local reach at two evaluations running, or for STEPS steps."""
+    """Train one arm until it copies 99% at two evaluations running, or for STEPS steps."""
     torch.manual_seed(seed)
-    config = GPTConfig(block_size=BLOCK_SIZE, vocab_size=TASK.vocab_size, n_layer=N_LAYER, n_head=4, n_embd=64, bias=False,
+    config = GPTConfig(block_size=BLOCK_SIZE, vocab_size=TASK.vocab_size, n_layer=N_LAYER, n_head=N_HEAD, n_embd=N_EMBD,
+                       bias=False,
                        pos_embedding='rope', qk_norm=True, **ARMS[arm])
     model, rng = GPT(config), np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -76,37 +76,33 @@ def run(arm: str, seed: int) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         if step % EVAL_EVERY == 0:
-            curve.append({'step': step, 'loss': loss.item(), **accuracy(model, TASK, seed)})
-            last = curve[-1]
-            print(f"{arm} seed {seed} step {step}: loss {last['loss']:.3f}, "
-                  + ', '.join(f'{name} {last[name]:.1%}' for name in RANGES), flush=True)
-            if len(curve) > 1 and min(row['beyond'] for row in curve[-2:]) >= 0.99:
+            curve.append({'step': step, 'loss': loss.item(), 'accuracy': accuracy(model, seed)})
+            print(f"{arm} seed {seed} step {step}: loss {loss.item():.3f}, accuracy {curve[-1]['accuracy']:.1%}", flush=True)
+            if len(curve) > 1 and min(row['accuracy'] for row in curve[-2:]) >= 0.99:
                 break
-    reached = next((row['step'] for row in curve if row['beyond'] >= 0.95), None)
-    return {'arm': arm, 'seed': seed, 'settings': ARMS[arm], 'n_layer': N_LAYER, 'n_head': 4, 'n_embd': 64,
+    reached = next((row['step'] for row in curve if row['accuracy'] >= 0.95), None)
+    return {'arm': arm, 'seed': seed, 'settings': ARMS[arm], 'n_layer': N_LAYER, 'n_head': N_HEAD, 'n_embd': N_EMBD,
             'T': BLOCK_SIZE, 'W': WINDOW, 'B': BATCH, 'max_steps': STEPS, 'learning_rate': LEARNING_RATE,
             'task': vars(TASK), 'local_reach': LOCAL_REACH, 'dtype': 'float32',
             'kv_bytes_bf16': model.plan.nbytes(1, BLOCK_SIZE, 'bfloat16'), 'params': model.get_num_params(),
-            'steps': curve[-1]['step'], 'steps_to_95': reached, 'accuracy': {name: curve[-1][name] for name in RANGES},
+            'steps': curve[-1]['step'], 'steps_to_95': reached, 'accuracy': curve[-1]['accuracy'],
             'seconds': time.perf_counter() - started, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
             'hardware': platform.machine(), 'curve': curve}
 
 
 def table(rows: list[dict]) -> str:
     """The Markdown page made from the runs."""
-    first = rows[0]
+    first, task = rows[0], rows[0]['task']
     lines = ['# Recall beyond local reach', '',
-             f"{first['n_layer']} layers, {first['n_embd']} wide, RoPE and qk_norm, T={first['T']}, W={first['W']}, "
-             f"B={first['B']}, {first['dtype']} on {first['hardware']} CPU, torch {first['torch']}. "
-             f"{first['task']['n_pairs']} key-value pairs, recalled {first['task']['min_distance']} to "
-             f"{first['task']['max_distance']} positions later. Ten local layers reach at most "
-             f"{first['local_reach']} positions back. At most {first['max_steps']} steps; a run ends early at 99% "
-             'beyond that reach. Made by `python scripts/recall_probe.py`.', '',
-             '| arm | seed | KV bytes (bf16) | steps to 95% beyond | steps run | in window | in local reach | beyond |',
-             '|---|---|---|---|---|---|---|---|']
+             f"Repeat {task['length']} random tokens from {task['max_distance'] - 1} positions back; ten local layers reach at "
+             f"most {first['local_reach']}. {first['n_layer']} layers, {first['n_embd']} wide, RoPE and qk_norm, "
+             f"T={first['T']}, W={first['W']}, B={first['B']}, {first['dtype']}, {first['hardware']} CPU, torch "
+             f"{first['torch']}. At most {first['max_steps']} steps; a run ends early at 99%. "
+             'Made by `python scripts/recall_probe.py`.', '',
+             '| arm | seed | KV bytes (bf16) | steps to 95% | steps run | accuracy at the end |', '|---|---|---|---|---|---|']
     for r in sorted(rows, key=lambda r: (list(ARMS).index(r['arm']), r['seed'])):
         lines.append(f"| {r['arm']} | {r['seed']} | {r['kv_bytes_bf16']:,} | {r['steps_to_95'] or '-'} | {r['steps']} | "
-                     + ' | '.join(f"{r['accuracy'][name]:.1%}" for name in RANGES) + ' |')
+                     f"{r['accuracy']:.1%} |")
     return '\n'.join(lines) + '\n'
 
 

@@ -1,4 +1,6 @@
 """Checkpoints on disk: nanoGPT's keys, written whole or not at all, read without running anything."""
+import contextlib
+import dataclasses
 import os
 import random
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 
-REQUIRED = ('model', 'model_args', 'iter_num', 'best_val_loss', 'config')
+REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int, 'best_val_loss': (torch.Tensor, float), 'config': dict}
 
 
 def save_checkpoint(path: Path, checkpoint: dict) -> None:
@@ -47,16 +49,27 @@ def load_checkpoint(path: Path, device='cpu') -> dict:
     missing = [key for key in REQUIRED if not isinstance(checkpoint, dict) or key not in checkpoint]
     if missing:
         raise UserError(f'checkpoint {path} lacks {", ".join(missing)}: it needs {", ".join(REQUIRED)}')
-    checkpoint['model'] = {name.removeprefix('_orig_mod.'): x for name, x in checkpoint['model'].items()}
+    for key, kind in REQUIRED.items():
+        if not isinstance(checkpoint[key], kind) or (key == 'iter_num' and checkpoint[key] < 0):
+            raise UserError(f'checkpoint {path}: {key} is {str(checkpoint[key])[:50]!r}, which is not such a thing')
+    checkpoint['model'] = {str(name).removeprefix('_orig_mod.'): x for name, x in checkpoint['model'].items()}
     return checkpoint
 
 
 def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
-    """The GPTConfig in a checkpoint's `model_args`."""
-    try:
-        return GPTConfig(**{**checkpoint['model_args'], **overrides})
-    except TypeError as e:
-        raise UserError(f'checkpoint {path}: model_args do not fit this version: {e}') from e
+    """The GPTConfig in a checkpoint's `model_args`.
+
+    Raises:
+        UserError: a field that this version does not know, of another type, or out of its range.
+    """
+    args, fields = {**checkpoint['model_args'], **overrides}, {f.name: f for f in dataclasses.fields(GPTConfig)}
+    for name, value in args.items():
+        if name not in fields:
+            raise UserError(f'checkpoint {path}: model_args have {name!r}, which this version does not know')
+        wanted = type(fields[name].default)
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise UserError(f'checkpoint {path}: model_args have {name}={value!r}, which should be {wanted.__name__}')
+    return GPTConfig(**args)
 
 
 def load_weights(model, checkpoint: dict, path: Path) -> None:
@@ -66,9 +79,33 @@ def load_weights(model, checkpoint: dict, path: Path) -> None:
         if names:
             raise UserError(f'checkpoint {path} {problem} {sorted(names)[0]} ({len(names)} in all)')
     for name, x in want.items():
+        if not torch.is_tensor(have[name]):
+            raise UserError(f'checkpoint {path}: {name} is {type(have[name]).__name__}, not a tensor')
         if have[name].shape != x.shape:
             raise UserError(f'checkpoint {path}: {name} is {tuple(have[name].shape)}, model_args say {tuple(x.shape)}')
     model.load_state_dict(have)
+
+
+@contextlib.contextmanager
+def restoring(path: Path, key: str):
+    """What goes wrong inside is said to be the fault of `key` in the checkpoint at `path`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as e:
+        reason = ' '.join(str(e).split())[:200]
+        raise UserError(f'checkpoint {path}: its {key} does not fit: {type(e).__name__}: {reason}') from e
+
+
+def load_optimizer(optimizer, state: dict) -> None:
+    """`load_state_dict`, and the shapes, which torch leaves to the first step (a crash where that is fused)."""
+    optimizer.load_state_dict(state)
+    for group in optimizer.param_groups:
+        for p in group['params']:
+            moments = optimizer.state[p]
+            if moments and not moments['exp_avg'].shape == moments['exp_avg_sq'].shape == p.shape:
+                raise ValueError(f"a moment is {tuple(moments['exp_avg'].shape)}, its parameter {tuple(p.shape)}")
 
 
 def rng_state() -> dict:

@@ -18,12 +18,20 @@ def pick_device(name: str) -> torch.device:
         return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
     try:
         device = torch.device(name)
+        if device.type == 'meta':
+            raise ValueError('it holds no numbers')
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ValueError) as e:
         usable = ['cpu'] + ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
         raise UserError(f"device={name!r} cannot be used here; usable are 'auto', "
                         + ', '.join(map(repr, usable))) from e
     return device
+
+
+def check_seed(seed: int) -> None:
+    """Raises UserError for a seed that torch's generators do not take."""
+    if not -2 ** 63 <= seed < 2 ** 64:
+        raise UserError(f'seed={seed}: must be at least -2**63 and below 2**64')
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

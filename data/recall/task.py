@@ -118,3 +118,64 @@ class RecallTask:
                 query = at + 1 + distances[:, p]
                 free[row, query] = free[row, query + 1] = False
         return pair_at, distances, placed
+
+
+@dataclass(frozen=True)
+class CopyTask:
+    """Sequences with a marker and a string of `length` distinct tokens early on, and both again `distance` later.
+
+        x         . . M a b c d . . . . . . . M a b c d .       M marker, . filler
+        y         - - - - - - - - - - - - - - a b c d - -       - is -1: not scored
+        distance  from the token to its first occurrence, the same for the whole string
+
+    Ids: n_tokens string tokens, the marker, then n_filler fillers. Every token of the second string is scored, which
+    gives a far denser signal than `RecallTask` and so is learned in fewer steps.
+    Raises UserError for settings that leave no room.
+    """
+
+    block_size: int  # T, positions in a sequence
+    n_tokens: int  # alphabet of the string
+    length: int  # tokens in the string
+    min_distance: int
+    max_distance: int
+    n_filler: int = 16  # alphabet of filler
+
+    @property
+    def vocab_size(self) -> int:
+        """String tokens, the marker and fillers."""
+        return self.n_tokens + 1 + self.n_filler
+
+    @property
+    def room(self) -> int:
+        """Positions at which the first marker may stand."""
+        return self.block_size - self.max_distance - self.length
+
+    def __post_init__(self) -> None:
+        for name in ('block_size', 'n_tokens', 'length', 'min_distance', 'max_distance', 'n_filler'):
+            if getattr(self, name) < 1:
+                raise UserError(f'copy: {name}={getattr(self, name)}; allowed is 1 or more')
+        if self.length > self.n_tokens:
+            raise UserError(f'copy: length={self.length} needs as many different tokens; n_tokens={self.n_tokens}')
+        if not self.length < self.min_distance <= self.max_distance:
+            raise UserError(f'copy: min_distance={self.min_distance} must exceed length={self.length} and not '
+                            f'max_distance={self.max_distance}')
+        if self.room < 1:
+            raise UserError(f'copy: max_distance={self.max_distance} and length={self.length} do not fit into '
+                            f'block_size={self.block_size}')
+
+    def batch(self, rng: np.random.Generator, batch_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Draw `batch_size` sequences: x, y, distance, each int64 of shape (B, T), as in `RecallTask.batch`."""
+        B, T, n = batch_size, self.block_size, self.length
+        distances = rng.integers(self.min_distance, self.max_distance + 1, size=(B, 1))
+        first = rng.integers(self.room, size=(B, 1))
+        string = rng.random((B, self.n_tokens)).argsort(axis=1)[:, :n]  # (B, n), distinct in a row
+        row, offsets = np.arange(B)[:, None], np.arange(n)
+        tokens = self.n_tokens + 1 + rng.integers(self.n_filler, size=(B, T + 1))  # T+1: a last answer
+        for marker in (first, first + distances):
+            tokens[row, marker], tokens[row, marker + 1 + offsets] = self.n_tokens, string
+        y = np.full((B, T), IGNORE, dtype=np.int64)
+        distance = np.zeros((B, T), dtype=np.int64)
+        asked = first + distances + offsets  # the position before each copied token
+        # from the asking position to the first occurrence of its answer
+        y[row, asked], distance[row, asked] = string, distances - 1
+        return tokens[:, :T].astype(np.int64), y, distance

@@ -1,0 +1,114 @@
+"""Sliding-window attention in its fast forms (blocks, FlexAttention) against dense attention in float64."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.causal import causal_attention
+from attention.local import blockwise_local_attention, flex_local_attention
+from tests.helpers.reference import dense_attention, visible
+
+HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
+
+
+def qkv(t, heads=(4, 2), prefix=0, batch=2, dim=6, seed=0, dtype=torch.float64):
+    """Scores have a standard deviation of about 2: far from uniform attention."""
+    g = torch.Generator().manual_seed(seed)
+    H, Hkv = heads
+    shapes = (batch, H, t, dim), (batch, Hkv, prefix + t, dim), (batch, Hkv, prefix + t, dim)
+    return tuple((torch.randn(s, generator=g, dtype=torch.float64) * 1.4).to(dtype) for s in shapes)
+
+
+def gap(a, b):
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+def check_gradients(attend, inputs, window):
+    leaves, wanted = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    upstream = torch.randn_like(inputs[0])
+    attend(*leaves).backward(upstream)
+    dense_attention(*wanted, window).backward(upstream)
+    for leaf, want in zip(leaves, wanted):
+        assert gap(leaf.grad, want.grad) < 1e-10
+
+
+@settings(max_examples=60)
+@given(t=st.integers(1, 150), window=st.sampled_from([1, 2, 7, 31, 32, 33, 40, 64]) | st.integers(1, 160),
+       heads=st.sampled_from(HEADS), prefix=st.sampled_from([0, 0, 1, 5, 31, 32, 33, 70]))
+def test_blockwise_values_and_gradients(t, window, heads, prefix):
+    inputs = qkv(t, heads, prefix, batch=1 + t % 2, seed=t)
+    assert gap(blockwise_local_attention(*inputs, window), dense_attention(*inputs, window)) < 1e-12
+    check_gradients(lambda *x: blockwise_local_attention(*x, window), inputs, window)
+
+
+@pytest.mark.parametrize('t, window, prefix', [(64, 32, 0), (65, 32, 0), (63, 32, 31), (96, 32, 32), (33, 1, 0), (130, 65, 64),
+                                               (40, 40, 0), (41, 40, 39), (100, 3, 2), (200, 50, 0)])
+def test_blockwise_at_block_borders(t, window, prefix):
+    inputs = qkv(t, prefix=prefix)
+    assert gap(blockwise_local_attention(*inputs, window), dense_attention(*inputs, window)) < 1e-12
+    check_gradients(lambda *x: blockwise_local_attention(*x, window), inputs, window)
+
+
+@pytest.mark.parametrize('window', [0, 1, 5, 40, 90, 91, 200])
+@pytest.mark.parametrize('heads', HEADS)
+def test_causal_attention_of_a_whole_sequence(window, heads):
+    inputs = qkv(90, heads)
+    assert gap(causal_attention(*inputs, window), dense_attention(*inputs, window)) < 1e-12
+    check_gradients(lambda *x: causal_attention(*x, window), inputs, window)
+
+
+@pytest.mark.filterwarnings('ignore:flex_attention called without')
+@pytest.mark.parametrize('t, window', [(1, 1), (50, 7), (100, 128), (128, 1), (150, 40), (300, 129), (257, 5)])
+@pytest.mark.parametrize('heads', [(2, 2), (4, 1)])
+def test_flex_values(t, window, heads):
+    inputs = qkv(t, heads, batch=1, dim=16, dtype=torch.float32)
+    y = flex_local_attention(*inputs, window, compiled=False)
+    assert gap(y.double(), dense_attention(*inputs, window)) < 1e-5
+
+
+# -- dropout: with v = identity the output is the matrix of weights ------------------------------------------------------
+
+T = 70
+
+
+def weights(window, p, heads=(4, 2), seed=0):
+    """(B, H, T, T) attention weights as they met V."""
+    q, k, _ = qkv(T, heads, dim=T)
+    v = torch.eye(T, dtype=torch.float64).expand_as(k)
+    torch.manual_seed(seed)
+    return causal_attention(q / 4, k / 4, v, window, dropout_p=p)
+
+
+@pytest.mark.parametrize('window', [5, 40])
+def test_dropout_zeroes_weights_and_scales_up_the_others(window):
+    p = 0.3
+    clean, dropped = weights(window, 0.0), weights(window, p)
+    kept = dropped != 0
+    assert gap(dropped, kept * clean / (1 - p)) < 1e-12
+    seen = visible(T, window).expand_as(kept)
+    assert not kept[~seen].any()
+    assert kept[seen].double().mean().item() == pytest.approx(1 - p, abs=0.03)  # more than 2,600 weights: 3 sigma
+
+
+@pytest.mark.parametrize('window', [5, 40])
+def test_dropout_hits_every_block_and_is_drawn_for_each_row_head_and_query(window):
+    kept = weights(window, 0.5) != 0
+    seen = visible(T, window)
+    for i in range(8, T):  # at least 5 of 8 draws: all alike by chance once in 2**35
+        patterns = {tuple(row.tolist()) for row in kept[:, :, i, seen[i]].flatten(0, 1)}
+        assert len(patterns) > 1
+    assert all((~kept[..., i, :] & seen[i]).any() for i in range(8, T))
+
+
+def test_dropout_has_the_undropped_output_as_its_mean():
+    clean = weights(5, 0.0, heads=(2, 1))
+    n = 400
+    mean = sum(weights(5, 0.5, heads=(2, 1), seed=seed) for seed in range(n)) / n
+    deviation = clean / n ** 0.5  # of one mean at p = 0.5
+    assert ((mean - clean).abs() <= 6 * deviation).all()
+
+
+def test_dropout_differs_between_draws_and_repeats_under_a_seed():
+    assert torch.equal(weights(5, 0.3, seed=1), weights(5, 0.3, seed=1))
+    assert not torch.equal(weights(5, 0.3, seed=1), weights(5, 0.3, seed=2))

@@ -1,0 +1,92 @@
+"""RoPE: half-split pairs turned by pos * theta**(-2d/D), exact at any position and in any model dtype."""
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention.rope import RotaryTable, apply_rope
+from tests.helpers.reference import rotate
+
+FAR = 100_000
+
+
+def random(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def turned(table, x, start=0):
+    """x (B, h, t, D) at positions start, start + 1, ..."""
+    return apply_rope(x, *table(start, start + x.size(2), 'cpu', x.dtype))
+
+
+@given(half=st.integers(1, 9), theta=st.sampled_from([2.0, 100.0, 10000.0, 5e5]), start=st.integers(0, 5000),
+       t=st.integers(1, 40))
+def test_is_a_complex_rotation(half, theta, start, t):
+    x = random(2, 3, t, 2 * half)
+    y = turned(RotaryTable(2 * half, theta), x, start)
+    assert (y - rotate(x, range(start, start + t), theta)).abs().max() < 1e-10
+
+
+def test_pairs_are_d_and_d_plus_half():
+    x = torch.zeros(1, 1, 2, 6, dtype=torch.float64)
+    x[..., 1] = 1.0
+    y = turned(RotaryTable(6, 8.0), x)[0, 0, 1]
+    angle = 8.0 ** (-2 / 6)
+    assert y.tolist() == pytest.approx([0, math.cos(angle), 0, 0, math.sin(angle), 0], abs=1e-15)
+
+
+@given(distance=st.integers(0, 50), i=st.integers(50, 2000), j=st.integers(50, 2000))
+def test_scores_depend_on_the_distance_alone(distance, i, j):
+    table, q, k = RotaryTable(8, 10000.0), random(1, 1, 1, 8), random(1, 1, 1, 8, seed=1)
+    scores = [(turned(table, q, at) * turned(table, k, at - distance)).sum().item() for at in (i, j)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-11)
+
+
+def test_position_0_is_not_turned_and_lengths_are_kept():
+    x = random(1, 2, 7, 8)
+    y = turned(RotaryTable(8, 10000.0), x)
+    assert torch.equal(y[:, :, 0], x[:, :, 0])
+    assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14)
+
+
+def test_positions_of_ragged_rows():
+    table, x = RotaryTable(8, 100.0), random(3, 2, 4, 8)
+    positions = torch.tensor([[0, 1, 2, 3], [300, 301, 302, 303], [9, 8, 7, 6]])
+    y = apply_rope(x, *table.at(positions, 304, torch.float64))
+    for b in range(3):
+        assert (y[b] - rotate(x[b], positions[b], 100.0)).abs().max() < 1e-11
+
+
+def test_tables_grow_without_changing():
+    table, x = RotaryTable(8, 100.0), random(1, 1, 5, 8)
+    before = turned(table, x, 3)
+    turned(table, x, 1000)
+    assert torch.equal(turned(table, x, 3), before)
+
+
+def test_float64_models_get_float64_tables_and_others_float32():
+    table = RotaryTable(8, 10000.0)
+    for dtype, wanted in ((torch.float64, torch.float64), (torch.float32, torch.float32),
+                          (torch.bfloat16, torch.float32), (torch.float16, torch.float32)):
+        assert {x.dtype for x in table(0, 4, 'cpu', dtype)} == {wanted}
+
+
+@pytest.mark.parametrize('dtype, allowed', [(torch.float64, 1e-9), (torch.float32, 1e-7)])
+def test_angles_at_position_100000(dtype, allowed):
+    cos, sin = RotaryTable(8, 10000.0)(FAR, FAR + 3, 'cpu', dtype)
+    for n in range(3):
+        for d in range(4):
+            angle = (FAR + n) * 10000.0 ** (-2 * d / 8)  # at most 1e5: a float64 angle is good to 1e-11
+            assert cos[n, d].item() == pytest.approx(math.cos(angle), abs=allowed)
+            assert sin[n, d].item() == pytest.approx(math.sin(angle), abs=allowed)
+
+
+@pytest.mark.parametrize('dtype, ulp', [(torch.bfloat16, 2 ** -8), (torch.float16, 2 ** -11)])
+def test_half_precision_is_rotated_wide_and_rounded_once(dtype, ulp):
+    x = random(1, 2, 3, 8, dtype=dtype)
+    y = turned(RotaryTable(8, 10000.0), x, FAR)
+    exact = rotate(x.double(), range(FAR, FAR + 3), 10000.0)
+    assert y.dtype == dtype
+    assert ((y.double() - exact).abs() <= ulp * exact.abs() + 2e-6).all()

@@ -1,0 +1,295 @@
+"""Command lines and config files: order, types, echo, and errors that name what is wrong."""
+import subprocess
+import sys
+
+import pytest
+
+import configurator
+from config.errors import UserError
+from config.schema import PROGRAMS
+
+ROOT = configurator.ROOT
+
+
+def parse(*argv, program='train'):
+    return configurator.parse(program, list(argv), echo=False)
+
+
+def refused(*argv, program='train'):
+    """The message, which is one line."""
+    with pytest.raises(UserError) as caught:
+        parse(*argv, program=program)
+    assert '\n' not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text, name='c.py'):
+        path = tmp_path / name
+        path.write_text(text, encoding='utf-8')
+        return str(path)
+    return write
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+def test_without_arguments_every_key_has_its_default():
+    for program, keys in PROGRAMS.items():
+        assert vars(parse(program=program)) == {key.name: key.default for key in keys}
+
+
+def test_a_file_after_a_flag_overrides_it_and_a_flag_after_a_file_too(file):
+    path = file('batch_size = 5')
+    assert parse('--batch_size=3', path).batch_size == 5
+    assert parse(path, '--batch_size=3').batch_size == 3
+
+
+def test_of_two_flags_and_of_two_files_the_later_wins(file):
+    assert parse('--batch_size=3', '--batch_size=4').batch_size == 4
+    assert parse(file('batch_size = 5', 'a.py'), file('batch_size = 6', 'b.py')).batch_size == 6
+
+
+def test_a_file_that_sets_the_default_again_undoes_an_earlier_flag(file):
+    assert parse('--n_layer=3', '--learning_rate=1.0', file('n_layer = 12\nlearning_rate = 6e-4')).n_layer == 12
+
+
+def test_later_settings_of_a_file_may_use_earlier_ones_flags_and_defaults(file):
+    path = file('lr_decay_iters = max_iters\nmin_lr = learning_rate / 10\nmax_iters = 7')
+    s = parse('--max_iters=50', path)
+    assert (s.lr_decay_iters, s.max_iters, s.min_lr) == (50, 7, 6e-4 / 10)
+
+
+# -- types ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('flag, key, value', [
+    ('--dropout=0', 'dropout', 0.0),
+    ('--learning_rate=1e-3', 'learning_rate', 1e-3),
+    ('--bias=True', 'bias', True),
+    ('--dtype="float32"', 'dtype', 'float32'),
+    ("--out_dir='a b'", 'out_dir', 'a b'),
+    ('--out_dir=123', 'out_dir', '123'),
+    ('--out_dir=1e3', 'out_dir', '1e3'),
+    ('--out_dir=True', 'out_dir', 'True'),
+    ('--out_dir=None', 'out_dir', 'None'),
+    ('--out_dir=a=b=c', 'out_dir', 'a=b=c'),
+    ('--out_dir=--x', 'out_dir', '--x'),
+    ('--kv_share=', 'kv_share', ''),
+    ('--seed=-1', 'seed', -1),
+])
+def test_flag_value(flag, key, value):
+    got = getattr(parse(flag), key)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize('flag, value', [('--start=ROMEO: a = b', 'ROMEO: a = b'), (r"--start='\n'", '\n'),
+                                         ('--start=007', '007'), ('--start=FILE:a=b.txt', 'FILE:a=b.txt'),
+                                         ("--start=it's", "it's"),
+                                         ('--start=(1, 2)', '(1, 2)'), ('--start=', '')])
+def test_a_prompt_is_text_whatever_it_looks_like(flag, value):
+    assert parse(flag, program='sample').start == value
+
+
+def test_an_int_does_for_a_float_in_a_file_too(file):
+    value = parse(file('dropout = 0')).dropout
+    assert value == 0.0 and type(value) is float
+
+
+@pytest.mark.parametrize('name, value, words', [
+    ('batch_size', '1.5', 'a whole number'), ('batch_size', 'abc', 'a whole number'),
+    ('batch_size', 'True', 'a whole number'), ('batch_size', '', 'a whole number'),
+    ('dropout', 'abc', 'a number'), ('dropout', 'False', 'a number'),
+    ('bias', '1', 'True or False'), ('bias', 'yes', 'True or False'), ('max_iters', '1000.0', 'a whole number'),
+    ('learning_rate', '1' + '0' * 400, 'number'), ('learning_rate', '[1]', 'a number'),
+])
+def test_value_of_another_type_names_key_value_and_what_is_taken(name, value, words):
+    message = refused(f'--{name}={value}')
+    assert f'{name}=' in message and value.strip("'")[:50] in message and words in message
+
+
+def test_value_of_another_type_in_a_file_names_the_file_too(file):
+    path = file('out_dir = 123')
+    message = refused(path)
+    assert path in message and 'out_dir=123' in message and 'text' in message
+
+
+@pytest.mark.parametrize('value', ['nan', '1e999', '-1e999'])
+def test_floats_must_be_finite(value, file):
+    assert 'learning_rate' in refused(file(f'learning_rate = float("{value}")'))
+
+
+@pytest.mark.parametrize('key', [k for keys in PROGRAMS.values() for k in keys if k.choices], ids=lambda k: k.name)
+def test_every_choice_is_named_when_none_was_met(key):
+    program = next(name for name, keys in PROGRAMS.items() if key in keys)
+    message = refused(f'--{key.name}=other', program=program)
+    assert "'other'" in message and all(repr(choice) in message for choice in key.choices)
+    for choice in key.choices:
+        assert getattr(parse(f'--{key.name}={choice}', program=program), key.name) == choice
+
+
+# -- unknown keys and malformed arguments -----------------------------------------------------------------------------
+
+def test_unknown_flag_names_the_nearest_key():
+    message = refused('--learnin_rate=1')
+    assert "'learnin_rate'" in message and "did you mean 'learning_rate'" in message
+
+
+def test_unknown_key_far_from_any_points_to_help():
+    message = refused('--xyzzy=1')
+    assert 'did you mean' not in message and '--help' in message
+
+
+def test_a_key_of_another_program_is_unknown_on_the_command_line():
+    assert "'temperature'" in refused('--temperature=1.0')
+    assert "'eval_iters'" in refused('--eval_iters=1', program='sample')
+
+
+def test_misspelt_key_in_a_file_names_file_and_nearest(file):
+    path = file('learnin_rate = 1e-3')
+    message = refused(path)
+    assert path in message and "'learnin_rate'" in message and "'learning_rate'" in message
+
+
+@pytest.mark.parametrize('value', ['[1]', 'None', '(1, 2)', '{}'])
+def test_misspelt_key_in_a_file_is_refused_whatever_its_value(value, file):
+    assert "'learning_rate'" in refused(file(f'learnin_rate = {value}'))
+
+
+@pytest.mark.parametrize('arg', ['--compile', '--batch_size', '-batch_size=3', '--', '-x', '--=3'])
+def test_malformed_flag_is_named_and_the_right_form_shown(arg):
+    message = refused(arg)
+    assert arg in message or "''" in message
+    assert '--' in message and ('=' in message or 'key' in message)
+
+
+def test_flag_without_value_shows_how_it_is_written():
+    assert '--compile=True' in refused('--compile')
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+def test_missing_config_file_is_named_with_those_there_are():
+    message = refused('config/train_mqa_locale.py')
+    assert "'config/train_mqa_locale.py'" in message and 'train_mqa_local.py' in message and 'gpt_config' not in message
+
+
+def test_a_config_file_is_found_from_any_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse('config/train_mqa_local.py').n_kv_head == 1
+
+
+def test_the_working_directory_comes_before_the_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'config').mkdir()
+    (tmp_path / 'config' / 'train_mqa_local.py').write_text('batch_size = 77')
+    assert parse('config/train_mqa_local.py').batch_size == 77
+
+
+@pytest.mark.parametrize('text, line, what', [
+    ('batch_size = 5\nlearning_rate = = 3\n', 2, 'SyntaxError'),
+    ('batch_size = 5\n\nmin_lr = learning_rat / 10\n', 3, 'NameError'),
+    ('def _f():\n    return 1 / 0\nbatch_size = _f()\n', 2, 'ZeroDivisionError'),
+    ('raise ValueError("two\\nlines")\n', 1, 'ValueError'),
+    ('import no_such_module\n', 1, 'ModuleNotFoundError'),
+])
+def test_failing_config_file_names_file_line_and_reason(text, line, what, file):
+    path = file(text)
+    message = refused(path)
+    assert f'{path}, line {line}: {what}' in message
+
+
+def test_config_file_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / 'latin.py'
+    path.write_bytes(b"out_dir = '\xe9'\n")
+    assert str(path) in refused(str(path))
+
+
+def test_config_file_with_a_nul_byte_is_named(file):
+    path = file('batch_size = 5\0')
+    assert path in refused(path)
+
+
+def test_helper_names_imports_and_functions_are_a_files_own(file):
+    s = parse(file('import math\nfrom pathlib import Path\n_tokens = 64\ndef half(x):\n    return x // 2\n'
+                   'batch_size = half(_tokens)\nlearning_rate = math.sqrt(4)\nout_dir = str(Path("a") / "b")'))
+    assert (s.batch_size, s.learning_rate, s.out_dir) == (32, 2.0, 'a/b')
+
+
+def test_helper_without_underscore_is_refused_with_advice(file):
+    assert 'underscore' in refused(file('tokens = 64'))
+
+
+def test_keys_of_another_program_in_a_file_are_passed_over(file):
+    path = file('eval_iters = 3\nout_dir = "o"\ntemperature = 0.5\nbudget = "1GB"')
+    s = parse(path, program='sample')
+    assert (s.out_dir, s.temperature) == ('o', 0.5) and not hasattr(s, 'eval_iters')
+    assert parse(path).eval_iters == 3 and not hasattr(parse(path), 'temperature')
+
+
+# -- what is printed --------------------------------------------------------------------------------------------------
+
+def test_overrides_are_echoed_in_nanogpts_words(file, capsys):
+    path = file('batch_size = 5\n# note\n')
+    configurator.parse('train', [path, '--dropout=0'])
+    assert capsys.readouterr().out == (f'Overriding config with {path}:\nbatch_size = 5\n# note\n\n'
+                                       'Overriding: dropout = 0.0\n')
+
+
+@pytest.mark.parametrize('program', PROGRAMS)
+@pytest.mark.parametrize('flag', ['--help', '-h'])
+def test_help_lists_every_key_with_default_meaning_and_choices(program, flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        configurator.parse(program, ['--bogus=1', flag], usage='how to run it')
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == 'how to run it'
+    for key in PROGRAMS[program]:
+        assert key.meaning
+        below = lines[lines.index(f'  --{key.name}={key.default!r}') + 1]
+        assert below.strip().startswith(key.meaning) and all(repr(c) in below for c in key.choices)
+
+
+# -- the schema -------------------------------------------------------------------------------------------------------
+
+NANOGPT_TRAIN = dict(
+    out_dir='out', eval_interval=2000, log_interval=1, eval_iters=200, eval_only=False, always_save_checkpoint=True,
+    init_from='scratch', wandb_log=False, wandb_project='owt', wandb_run_name='gpt2', dataset='openwebtext',
+    gradient_accumulation_steps=40, batch_size=12, block_size=1024, n_layer=12, n_head=12, n_embd=768, dropout=0.0,
+    bias=False, learning_rate=6e-4, max_iters=600000, weight_decay=1e-1, beta1=0.9, beta2=0.95, grad_clip=1.0,
+    decay_lr=True, warmup_iters=2000, lr_decay_iters=600000, min_lr=6e-5, backend='nccl', compile=True)
+NANOGPT_SAMPLE = dict(init_from='resume', out_dir='out', start='\n', num_samples=10, max_new_tokens=500,
+                      temperature=0.8, top_k=200, seed=1337, compile=False)
+
+
+@pytest.mark.parametrize('program, keys', [('train', NANOGPT_TRAIN), ('sample', NANOGPT_SAMPLE)])
+def test_nanogpts_keys_keep_their_defaults(program, keys):
+    assert {name: getattr(parse(program=program), name) for name in keys} == keys
+
+
+def test_no_default_is_none_and_no_key_comes_twice():
+    for keys in PROGRAMS.values():
+        assert all(type(key.default) in (bool, int, float, str) for key in keys)
+        assert len({key.name for key in keys}) == len(keys)
+
+
+def test_configurator_and_schema_need_no_torch():
+    code = ("import sys, configurator, kv.plan; "
+            "configurator.parse('train', ['config/train_mqa_local.py'], echo=False); sys.exit('torch' in sys.modules)")
+    assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
+
+
+# -- run_program ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('error, status, stderr', [
+    (UserError('n=1:\nmust be 2'), 2, 'error: n=1: must be 2\n'), (KeyboardInterrupt(), 130, 'interrupted\n')])
+def test_run_program_turns_errors_into_one_line_and_a_status(error, status, stderr, capsys):
+    def main():
+        raise error
+    with pytest.raises(SystemExit) as caught:
+        configurator.run_program(main)
+    assert (caught.value.code, capsys.readouterr().err) == (status, stderr)
+
+
+def test_run_program_leaves_bugs_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        configurator.run_program(lambda: 1 / 0)

@@ -1,0 +1,385 @@
+"""The caches: cached logits equal a full forward for every plan and chunking, and bytes are what the plan says."""
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from kv.cache import KVCache
+from kv.plan import KV_DTYPES, plan_kv
+from tests.helpers.models import FULL_STACK, PUBLISHED, chunkings, configs, feed, full_logits, max_gap, random_model, tokens
+from tests.helpers.reference import Reference
+
+pytestmark = pytest.mark.filterwarnings('ignore:layer_pattern')
+
+
+def past_two_wraps(draw, config):
+    return 2 * max(config.window_size, 3) + draw(st.integers(1, 12))
+
+
+# -- cached equals uncached -----------------------------------------------------------------------------------------------
+
+@settings(max_examples=150)
+@given(data=st.data(), config=configs(), batch=st.integers(1, 3))
+def test_cached_equals_full_forward_equals_reference_in_float64(data, config, batch):
+    T = past_two_wraps(data.draw, config)
+    model, idx = random_model(config), tokens(batch, T)
+    full = full_logits(model, idx)
+    assert max_gap(full, Reference(model.state_dict(), config)(idx)) < 1e-9
+    cache = model.new_cache(batch, T + data.draw(st.integers(0, 5)))
+    assert max_gap(feed(model, cache, idx, data.draw(chunkings(T))), full) < 1e-9
+    assert cache.lengths.tolist() == [T] * batch
+
+
+@settings(max_examples=25)
+@given(data=st.data(), config=configs())
+def test_cached_equals_full_forward_in_float32(data, config):
+    T = past_two_wraps(data.draw, config)
+    model, idx = random_model(config, torch.float32), tokens(2, T)
+    cached = feed(model, model.new_cache(2, T), idx, data.draw(chunkings(T)))
+    assert cached.dtype == torch.float32
+    assert max_gap(cached, full_logits(model, idx)) < 1e-4
+
+
+@pytest.mark.parametrize('chunks', [[40], [1] * 40, [4, 1, 5, 6, 1, 23], [3, 5, 5, 5, 5, 5, 12], [20, 1, 1, 18], [1, 39]])
+def test_full_stack_for_chunks_that_meet_end_at_and_straddle_the_wrap(chunks):
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 40)
+    assert max_gap(feed(model, model.new_cache(2, 40), idx, chunks), full_logits(model, idx)) < 1e-9
+
+
+def test_rope_goes_past_block_size():
+    model, idx = random_model(GPTConfig(**FULL_STACK | dict(block_size=16))), tokens(1, 300)
+    cached = feed(model, model.new_cache(1, 300), idx, [250] + [1] * 10 + [40])
+    assert max_gap(cached, Reference(model.state_dict(), model.config)(idx)) < 1e-9
+
+
+def test_only_the_last_logits_unless_all_are_asked_for():
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 12)
+    cache, full = model.new_cache(2, 12), full_logits(model, idx)
+    with torch.no_grad():
+        logits, loss = model(idx[:, :9], cache=cache)
+        assert loss is None and max_gap(logits, full[:, 8:9]) < 1e-9
+        assert max_gap(model(idx[:, 9:], cache=cache)[0], full[:, 11:]) < 1e-9
+
+
+def test_a_cache_may_be_used_with_gradients_on_and_keeps_no_graph():
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(1, 20)
+    cache = model.new_cache(1, 20)
+    for at in range(0, 20, 4):
+        model(idx[:, at:at + 4], cache=cache)
+    assert not any(x.requires_grad for store in cache.stores for x in store.tensors)
+
+
+# -- ragged rows ----------------------------------------------------------------------------------------------------------
+
+class RaggedRun:
+    """A cache beside the rows' texts; every step is compared with each row alone."""
+
+    def __init__(self, config, batch, max_seq_len, **cache_settings):
+        self.model = random_model(config)
+        self.cache = self.model.new_cache(batch, max_seq_len, **cache_settings)
+        self.text = [[] for _ in range(batch)]
+        self.room = max_seq_len
+        self.seed = 0
+
+    def step(self, t, lens):
+        self.seed += 1
+        idx = tokens(len(lens), t, self.seed)
+        with torch.no_grad():
+            logits = self.model(idx, cache=self.cache, lens=lens, all_logits=True)[0]
+        for b, n in enumerate(lens):
+            self.text[b] += idx[b, :n].tolist()
+            if n:
+                alone = full_logits(self.model, torch.tensor([self.text[b]]))
+                assert max_gap(logits[b, :n], alone[0, -n:]) < 1e-9
+        assert self.cache.lengths.tolist() == [len(text) for text in self.text]
+
+    def reset(self, rows):
+        self.cache.reset(rows)
+        for row in rows:
+            self.text[row] = []
+
+
+@settings(max_examples=60)
+@given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8)), batch=st.integers(2, 4))
+def test_ragged_appends_and_resets_equal_each_row_alone(data, config, batch):
+    run = RaggedRun(config, batch, 2 * max(config.window_size, 4) + 7)
+    for _ in range(data.draw(st.integers(3, 9))):
+        t = data.draw(st.sampled_from([1, 1, 2, 3, 7, 13]))
+        room = [min(t, run.room - len(text)) for text in run.text]
+        run.step(t, [data.draw(st.sampled_from([0, n, n]) | st.integers(0, n)) for n in room])
+        if data.draw(st.integers(0, 3)) == 0:
+            run.reset([data.draw(st.integers(0, batch - 1))])
+
+
+@pytest.mark.parametrize('config', [FULL_STACK, dict(FULL_STACK, kv_share='', share_global_kv=False, pos_embedding='learned')])
+def test_a_row_is_reset_and_reused_while_others_go_on_past_the_wrap(config):
+    run = RaggedRun(GPTConfig(**config), 3, 40)
+    run.step(17, [17, 17, 17])
+    run.reset([1])
+    for lens in ([1, 3, 0], [1, 1, 1], [0, 6, 1], [6, 6, 6], [1, 1, 1]):
+        run.step(max(lens), lens)
+    run.reset([0, 2])
+    run.step(4, [4, 0, 2])
+    run.step(15, [15, 13, 1])
+    run.step(1, [1, 1, 1])
+
+
+def test_ragged_steps_at_the_very_end_of_the_cache():
+    """Padding may stand past the last position, learned positions included."""
+    config = GPTConfig(**dict(FULL_STACK, pos_embedding='learned', block_size=20))
+    run = RaggedRun(config, 2, 20)
+    run.step(18, [18, 5])
+    run.step(9, [2, 9])
+    run.step(6, [0, 6])
+
+
+def test_rows_of_equal_length_take_the_same_path_as_ragged_ones():
+    """From ragged back to equal lengths: the ring's places are the same either way."""
+    run = RaggedRun(GPTConfig(**FULL_STACK), 2, 40)
+    run.step(8, [8, 3])
+    run.step(5, [0, 5])
+    for t in (1, 4, 1, 9, 1):
+        run.step(t, [t, t])
+
+
+def test_lens_may_be_a_tensor_and_last_logits_are_each_rows_own():
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(3, 6)
+    cache = model.new_cache(3, 10)
+    with torch.no_grad():
+        logits, _ = model(idx, cache=cache, lens=torch.tensor([2, 6, 1]))
+    full = full_logits(model, idx)
+    assert logits.shape[:2] == (3, 1)
+    for b, n in enumerate([2, 6, 1]):
+        assert max_gap(logits[b, 0], full[b, n - 1]) < 1e-9
+
+
+def held_by(cache, row):
+    return [x[row].clone() for store in cache.stores for x in store.tensors]
+
+
+def test_reset_touches_no_other_row():
+    model = random_model(GPTConfig(**FULL_STACK))
+    cache = model.new_cache(3, 20)
+    feed(model, cache, tokens(3, 11), [11])
+    before = held_by(cache, 0) + held_by(cache, 2)
+    cache.reset([1])
+    assert cache.lengths.tolist() == [11, 0, 11]
+    feed_row = torch.zeros(3, 7, dtype=torch.int64)
+    with torch.no_grad():
+        model(feed_row, cache=cache, lens=[0, 7, 0])
+    assert cache.lengths.tolist() == [11, 7, 11]
+    assert all(map(torch.equal, held_by(cache, 0) + held_by(cache, 2), before))
+
+
+def test_reset_without_rows_empties_the_whole_cache():
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 12)
+    cache = model.new_cache(2, 12)
+    first = feed(model, cache, idx, [12])
+    cache.reset()
+    assert cache.lengths.tolist() == [0, 0]
+    assert torch.equal(feed(model, cache, idx, [12]), first)
+
+
+# -- other storage dtypes -------------------------------------------------------------------------------------------------
+
+@settings(max_examples=40)
+@given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train='int8'))
+def test_int8_equals_the_model_that_rounds_in_training_whatever_the_chunks(data, config):
+    """What is attended is what is stored, the newest tokens included: exact but for the order of float64 sums."""
+    T = past_two_wraps(data.draw, config)
+    model, idx = random_model(config), tokens(2, T)
+    full = full_logits(model, idx)
+    for kv_dtype in ('int8', 'float64'):
+        cached = feed(model, model.new_cache(2, T, kv_dtype=kv_dtype), idx, data.draw(chunkings(T)))
+        assert max_gap(cached, full) < 1e-9
+    assert max_gap(full, Reference(model.state_dict(), config)(idx)) < 1e-9
+
+
+@pytest.mark.parametrize('kv_dtype', ['int8', 'bfloat16', 'float16', 'float32'])
+@pytest.mark.parametrize('chunks', [[1] * 40, [4, 1, 5, 6, 1, 23]])
+def test_rounded_storage_is_invariant_to_chunking(kv_dtype, chunks):
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 40)
+    once = feed(model, model.new_cache(2, 40, kv_dtype=kv_dtype), idx, [40])
+    assert max_gap(feed(model, model.new_cache(2, 40, kv_dtype=kv_dtype), idx, chunks), once) < 1e-9
+
+
+@pytest.mark.parametrize('kv_dtype', ['int8', 'bfloat16'])
+def test_rounded_storage_in_ragged_rows_is_each_row_alone(kv_dtype):
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 30)
+    cache = model.new_cache(2, 30, kv_dtype=kv_dtype)
+    with torch.no_grad():
+        model(idx[:, :9], cache=cache, lens=[9, 4])
+        shifted = torch.stack([idx[0, 9:22], idx[1, 4:17]])
+        ragged = model(shifted, cache=cache, all_logits=True)[0]
+    for b, start in enumerate([9, 4]):
+        alone = feed(model, model.new_cache(1, 30, kv_dtype=kv_dtype), idx[b:b + 1, :start + 13], [start + 13])
+        assert max_gap(ragged[b], alone[0, start:]) < 1e-9
+
+
+# root mean square of the change of the logits, over that of the logits themselves; stated bounds, about 3x the measured
+STORAGE_BOUNDS = {'float32': 1e-6, 'float16': 2e-3, 'bfloat16': 2e-2, 'int8': 3e-2}
+
+
+@pytest.mark.parametrize('kv_dtype', STORAGE_BOUNDS)
+def test_rounded_storage_is_close_to_full_precision(kv_dtype):
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(4, 60)
+    full = full_logits(model, idx)
+    change = feed(model, model.new_cache(4, 60, kv_dtype=kv_dtype), idx, [30] + [1] * 30) - full
+    assert 0 < (change.norm() / full.norm()).item() < STORAGE_BOUNDS[kv_dtype]
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16])
+def test_auto_follows_the_parameters(dtype):
+    cache = random_model(GPTConfig(**FULL_STACK), dtype).new_cache(1, 8)
+    assert {x.dtype for store in cache.stores for x in store.tensors} == {dtype}
+
+
+def test_bf16_model_is_close_to_its_own_full_forward():
+    """bf16 keeps 8 bits: sums in another order differ by a few of them."""
+    model, idx = random_model(GPTConfig(**FULL_STACK), torch.bfloat16), tokens(2, 40)
+    full = full_logits(model, idx).double()
+    cached = feed(model, model.new_cache(2, 40), idx, [17] + [1] * 10 + [13]).double()
+    assert ((cached - full).norm() / full.norm()).item() < 0.05
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------------------
+
+def live_bytes():
+    gc.collect()
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects()
+                if type(x) is torch.Tensor and x.device.type == 'cpu'}
+    return sum(storages.values())
+
+
+GPT2 = dict(n_layer=12, n_head=12, n_embd=768, vocab_size=64)
+
+
+@pytest.mark.parametrize('kv_dtype', KV_DTYPES)
+@pytest.mark.parametrize('max_seq_len', [100, 1024])
+def test_live_storages_grow_by_what_cache_and_plan_say(kv_dtype, max_seq_len):
+    plan = plan_kv(GPTConfig(**GPT2, **PUBLISHED, window_size=256))
+    before = live_bytes()
+    cache = KVCache(plan, 2, max_seq_len, kv_dtype)
+    grown = live_bytes() - before
+    assert grown == cache.nbytes == plan.nbytes(2, max_seq_len, kv_dtype)
+
+
+@settings(max_examples=40)
+@given(config=configs(), batch=st.integers(1, 3), max_seq_len=st.integers(1, 50), kv_dtype=st.sampled_from(list(KV_DTYPES)))
+def test_allocated_equals_planned_for_any_plan(config, batch, max_seq_len, kv_dtype):
+    plan = plan_kv(config)
+    assert KVCache(plan, batch, max_seq_len, kv_dtype).nbytes == plan.nbytes(batch, max_seq_len, kv_dtype)
+
+
+@pytest.mark.parametrize('kv_dtype', ['float32', 'bfloat16', 'int8'])
+def test_gpt2_shape_allocates_72_times_less_than_vanilla(kv_dtype):
+    def allocated(**settings_):
+        before = live_bytes()
+        cache = KVCache(plan_kv(GPTConfig(**GPT2, **settings_)), 1, 1024, kv_dtype)
+        return live_bytes() - before, cache
+    ours, vanilla = allocated(**PUBLISHED, window_size=256)[0], allocated()[0]
+    assert vanilla == 72 * ours
+
+
+def test_steps_allocate_nothing_that_stays():
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 30)
+    cache = model.new_cache(2, 30)
+    feed(model, cache, idx[:, :10], [10])  # RoPE tables are made once
+    before = live_bytes()
+    with torch.no_grad():
+        for at in range(10, 20):
+            model(idx[:, at:at + 1], cache=cache)
+        model(idx[:, 20:], cache=cache, lens=[10, 3])
+    assert live_bytes() == before
+    cache.reset()
+    assert live_bytes() == before and cache.nbytes == model.plan.nbytes(2, 30, 'float64')
+
+
+# -- lengths, fill_, and what is refused ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('kv_dtype', ['float32', 'int8', 'bfloat16'])
+def test_fill_holds_random_keys_and_values_everywhere(kv_dtype):
+    model = random_model(GPTConfig(**FULL_STACK | dict(block_size=1024)), torch.float32)
+    cache = model.new_cache(2, 600, kv_dtype=kv_dtype)
+    assert cache.fill_(599) is cache
+    assert cache.lengths.tolist() == [599, 599]
+    assert cache.nbytes == model.plan.nbytes(2, 600, kv_dtype)
+    for store in cache.stores:
+        for x in store.tensors:
+            assert (x != 0).any(-1).all()
+    with torch.no_grad():
+        assert model(tokens(2, 1), cache=cache)[0].isfinite().all()
+        with pytest.raises(ValueError):
+            model(tokens(2, 1), cache=cache)
+
+
+@pytest.mark.parametrize('length', [-1, 9])
+def test_fill_beyond_capacity_is_refused(length):
+    with pytest.raises(UserError, match=f'{length}.*8'):
+        random_model(GPTConfig(**FULL_STACK)).new_cache(1, 8).fill_(length)
+
+
+def snapshot(cache):
+    return [x.clone() for store in cache.stores for x in store.tensors], cache.lengths.tolist()
+
+
+@pytest.mark.parametrize('refused, named', [
+    (dict(t=9), ['17', '20']),
+    (dict(t=9, lens=[3, 4]), ['row 1', '17', '20']),
+    (dict(t=30, lens=[0, 30]), ['row 1', '30', '20']),
+    (dict(t=2, lens=[1]), ['[1]', '2']),
+    (dict(t=2, lens=[1, 1, 1]), ['[1, 1, 1]']),
+    (dict(t=2, lens=[1, 3]), ['[1, 3]', '2']),
+    (dict(t=2, lens=[1, -1]), ['[1, -1]']),
+    (dict(t=2, batch=1), ['1', '2']),
+    (dict(t=2, batch=3), ['3', '2']),
+    (dict(t=0), ['0']),
+])
+def test_a_refused_append_writes_nothing_and_the_cache_stays_exact(refused, named):
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 20)
+    cache = model.new_cache(2, 20)
+    feed(model, cache, idx[:, :17], [17])
+    before = snapshot(cache)
+    with pytest.raises(ValueError) as caught, torch.no_grad():
+        model(tokens(refused.get('batch', 2), refused['t'], seed=5), cache=cache, lens=refused.get('lens'))
+    for text in named:
+        assert text in str(caught.value)
+    tensors, lengths = snapshot(cache)
+    assert lengths == before[1] and all(map(torch.equal, tensors, before[0]))
+    rest = feed(model, cache, idx[:, 17:], [1, 2])
+    assert max_gap(rest, full_logits(model, idx)[:, 17:]) < 1e-9
+
+
+def test_a_cache_is_for_inference():
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(1, 4)
+    cache = model.new_cache(1, 4)
+    with pytest.raises(ValueError, match='targets'):
+        model(idx, idx, cache=cache)
+    with pytest.raises(ValueError, match='eval'):
+        model.train()(idx, cache=cache)
+    assert cache.lengths.tolist() == [0]
+
+
+def test_learned_positions_end_at_block_size():
+    model = random_model(GPTConfig(block_size=16, vocab_size=23, n_layer=1, n_head=2, n_embd=8))
+    with pytest.raises(UserError, match='max_seq_len=17.*block_size=16'):
+        model.new_cache(1, 17)
+    assert model.new_cache(1, 16).max_seq_len == 16
+    with pytest.raises(UserError, match='17 tokens.*block_size=16'):
+        model(tokens(1, 17))
+
+
+@pytest.mark.parametrize('arguments, named', [
+    (dict(batch_size=1, max_seq_len=8, kv_dtype='int4'), ["'int4'", "'int8'", "'auto'"]),
+    (dict(batch_size=0, max_seq_len=8), ['batch_size=0']),
+    (dict(batch_size=1, max_seq_len=0), ['max_seq_len=0']),
+])
+def test_new_cache_refuses_and_names(arguments, named):
+    with pytest.raises(UserError) as caught:
+        random_model(GPTConfig(**FULL_STACK)).new_cache(**arguments)
+    for text in named:
+        assert text in str(caught.value)

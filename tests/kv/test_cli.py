@@ -1,0 +1,135 @@
+"""`python -m kv`: the figures it prints are the plan's, and bad input is one line and status 2."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from kv.__main__ import main, parse_bytes
+from kv.plan import plan_kv
+
+ROOT = Path(__file__).resolve().parents[2]
+STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, window_size=256,
+             pos_embedding='rope')
+FLAGS = [f'--{key}={value}' for key, value in STACK.items()]
+PLAN = plan_kv(GPTConfig(**STACK))
+
+
+def last_line(capsys, *argv):
+    main([*argv, '--json=True'])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_json_figures_equal_the_plan(capsys):
+    document = last_line(capsys, *FLAGS, '--max_seq_len=2048', '--batch=3')
+    assert list(document) == ['float32', 'bfloat16', 'float16', 'int8']
+    for kv_dtype, figures in document.items():
+        vanilla = PLAN.vanilla().nbytes(3, 2048, kv_dtype)
+        assert (figures['batch'], figures['max_seq_len'], figures['kv_dtype']) == (3, 2048, kv_dtype)
+        assert figures['kv_bytes'] == PLAN.nbytes(3, 2048, kv_dtype)
+        assert figures['kv_bytes_counted'] == 'planned'
+        assert figures['kv_bytes_vanilla'] == vanilla
+        assert figures['kv_bytes_vanilla_bf16'] == PLAN.vanilla().nbytes(3, 2048, 'bfloat16')
+        assert figures['kv_ratio'] == vanilla / figures['kv_bytes']
+        assert figures['kv_ratio_bf16'] == figures['kv_bytes_vanilla_bf16'] / figures['kv_bytes']
+        assert figures['factors'] == PLAN.factors(2048, kv_dtype)
+        assert figures['bytes_per_token'] * 3 * 2048 == pytest.approx(figures['kv_bytes'], rel=1e-12)
+
+
+def test_json_slots_add_up_and_say_who_owns(capsys):
+    figures = last_line(capsys, *FLAGS, '--max_seq_len=2048', '--batch=3')['int8']
+    assert sum(row['bytes'] for row in figures['slots']) == figures['kv_bytes']
+    assert [(row['owner'], row['layers']) for row in figures['slots']] == [
+        (0, [0, 1]), (2, [2, 3, 4]), (5, [5, 11]), (6, [6, 7]), (8, [8, 9, 10])]
+    assert [row['shape'] for row in figures['slots']][1:3] == [[3, 1, 256, 64], [3, 1, 2048, 64]]
+
+
+@pytest.mark.parametrize('max_seq_len, growing_slots', [(1024, 1), (100, 5)])
+def test_a_further_token_costs_only_slots_that_still_grow(capsys, max_seq_len, growing_slots):
+    figures = last_line(capsys, *FLAGS, f'--max_seq_len={max_seq_len}')['bfloat16']
+    assert figures['bytes_per_further_token'] == growing_slots * 2 * 64 * 2
+
+
+@pytest.mark.parametrize('budget, n_bytes', [('1GB', 10 ** 9), ('512MiB', 2 ** 29)])
+def test_budget_counts_are_exact(capsys, budget, n_bytes):
+    document = last_line(capsys, *FLAGS, '--max_seq_len=8192', f'--budget={budget}')
+    for kv_dtype, figures in document.items():
+        for plan, fit in ((PLAN, figures['fit']), (PLAN.vanilla(), figures['fit_vanilla'])):
+            assert plan.nbytes(fit, 8192, kv_dtype) <= n_bytes < plan.nbytes(fit + 1, 8192, kv_dtype)
+        assert figures['budget'] == n_bytes
+
+
+def test_budget_of_exactly_n_sequences_holds_n(capsys):
+    one = PLAN.nbytes(1, 1024, 'float32')
+    assert last_line(capsys, *FLAGS, f'--budget={7 * one}')['float32']['fit'] == 7
+    assert last_line(capsys, *FLAGS, f'--budget={7 * one - 1}')['float32']['fit'] == 6
+
+
+@pytest.mark.parametrize('text, n_bytes', [('4096', 4096), ('1GB', 10 ** 9), ('1.5 kb', 1500), ('512MiB', 2 ** 29),
+                                           ('2tb', 2 * 10 ** 12), ('3GiB', 3 * 2 ** 30), ('8B', 8)])
+def test_budget_units(text, n_bytes):
+    assert parse_bytes(text) == n_bytes
+
+
+def test_budgets_beyond_float_precision_keep_every_byte():
+    assert parse_bytes('9007199254740993') == 9007199254740993
+    assert parse_bytes('1.001GB') == 1_001_000_000
+    assert [parse_bytes(f'{n / 1000:.3f}KB') for n in range(1, 5000)] == list(range(1, 5000))
+
+
+def test_a_budget_too_small_for_one_says_0(capsys):
+    assert last_line(capsys, *FLAGS, '--budget=1B')['int8']['fit'] == 0
+
+
+def test_the_text_report_says_bytes_and_ratios(capsys):
+    main([*FLAGS, '--budget=1GB'])
+    out = capsys.readouterr().out
+    for text in ('1,048,576', '524,288', '72.0x', '139.6x', '1,907'):  # 1 GB // 524,288
+        assert text in out
+
+
+def test_defaults_budget_block_size_and_batch_1(capsys):
+    figures = last_line(capsys, '--block_size=300')['float32']
+    assert (figures['batch'], figures['max_seq_len'], figures['kv_ratio']) == (1, 300, 1)
+
+
+def test_config_files_are_read(capsys):
+    figures = last_line(capsys, str(ROOT / 'config/train_mqa_local.py'), '--max_seq_len=100')['int8']
+    assert len(figures['slots']) == 5 and figures['n_head'] == 8
+
+
+@pytest.mark.parametrize('argv, named', [
+    (['--budget=lots'], ["'lots'", '1GB']),
+    (['--budget=5XB'], ["'5XB'"]),
+    (['--budget=-1GB'], ["'-1GB'"]),
+    (['--budget=0'], ["'0'"]),
+    (['--budget=0.4B'], ["'0.4B'"]),
+    (['--max_seq_len=2000'], ['max_seq_len=2000', 'block_size=1024', "'learned'"]),
+    (['--max_seq_len=-1'], ['max_seq_len=-1']),
+    (['--batch=0'], ['batch=0']),
+    (['--windw_size=4'], ["'windw_size'", "'window_size'"]),
+    (['--layer_pattern=LG'], ['window_size=0', "'LG'"]),
+    (['--n_head=12', '--n_kv_head=5'], ['n_head=12', 'n_kv_head=5']),
+    (['--n_layer=many'], ['n_layer', "'many'"]),
+    (['no_such_file.py'], ["'no_such_file.py'"]),
+])
+def test_bad_input_raises_and_names_the_value(argv, named):
+    with pytest.raises(UserError) as caught:
+        main(argv)
+    for text in named:
+        assert text in str(caught.value)
+
+
+def test_longer_than_block_size_is_fine_with_rope(capsys):
+    assert last_line(capsys, *FLAGS, '--max_seq_len=2000')['float32']['max_seq_len'] == 2000
+
+
+def test_bad_input_as_a_program_is_one_line_and_status_2():
+    done = subprocess.run([sys.executable, '-m', 'kv', '--budget=lots', '--json=True'], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 2
+    assert done.stdout == ''
+    assert len(done.stderr.splitlines()) == 1 and "'lots'" in done.stderr

@@ -1,0 +1,97 @@
+"""int8 storage: how far off a stored value may be, and what rounding in training may change."""
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv.quant import dequantize_int8, fake_quantize_int8, quantize_int8
+
+NORMAL_FP16 = 127 * 2 ** -14  # below this largest element the scale is a subnormal fp16
+
+
+def sample(seed, magnitude, dtype=torch.float64):
+    x = torch.randn(3, 2, 5, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (x * magnitude).to(dtype)
+
+
+def roundtrip(x):
+    return dequantize_int8(*quantize_int8(x), torch.float64)
+
+
+def test_shapes_and_dtypes():
+    values, scale = quantize_int8(sample(0, 1.0, torch.bfloat16))
+    assert (values.shape, values.dtype) == ((3, 2, 5, 16), torch.int8)
+    assert (scale.shape, scale.dtype) == ((3, 2, 5, 1), torch.float16)
+
+
+@given(seed=st.integers(0, 999), exponent=st.floats(-1, 6), dtype=st.sampled_from([torch.float64, torch.float32,
+                                                                                   torch.bfloat16, torch.float16]))
+def test_error_is_at_most_half_a_step_and_the_rounding_of_the_scale(seed, exponent, dtype):
+    x = sample(seed, 10 ** (min(exponent, 4.0) if dtype == torch.float16 else exponent), dtype)
+    _, scale = quantize_int8(x)
+    largest = x.double().abs().amax(-1, keepdim=True)
+    rounding = (largest - 127 * scale.double()).clamp(min=0)          # what the clamp to 127 may cut off
+    assert (rounding <= 2 ** -11 * largest).all()
+    error = (roundtrip(x) - x.double()).abs()
+    assert (error <= (scale.double() / 2).maximum(rounding) * (1 + 1e-6)).all()
+
+
+def test_scale_is_the_largest_element_over_127_in_each_row_of_its_own():
+    x = torch.tensor([[127.0, -3.0], [0.5, 254.0]])
+    values, scale = quantize_int8(x)
+    assert scale.tolist() == [[1.0], [2.0]]
+    assert values.tolist() == [[127, -3], [0, 127]]
+
+
+def test_signs_are_symmetric():
+    x = sample(1, 3.0)
+    assert torch.equal(quantize_int8(-x)[0], -quantize_int8(x)[0])
+    assert quantize_int8(x)[0].min() >= -127
+
+
+def test_zeros_stay_zeros():
+    assert torch.equal(roundtrip(torch.zeros(2, 4)), torch.zeros(2, 4, dtype=torch.float64))
+
+
+def test_huge_values_saturate_at_the_largest_fp16_scale():
+    back = roundtrip(torch.tensor([[1e30, -1e30, 65504.0 * 127]], dtype=torch.float64))
+    assert back.tolist() == [[127 * 65504.0, -127 * 65504.0, 127 * 65504.0]]
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+def test_values_far_below_the_smallest_scale_become_zero_not_nan(dtype):
+    back = roundtrip(torch.tensor([[1e-12, -3e-20]], dtype=dtype))
+    assert torch.equal(back, torch.zeros(1, 2, dtype=torch.float64))
+
+
+def test_tiny_values_are_off_by_a_few_smallest_steps():
+    x = sample(0, 1e-6)
+    assert (roundtrip(x) - x).abs().max() <= 127 * 2 ** -25  # the scale itself is rounded to a multiple of 2**-24
+
+
+@given(seed=st.integers(0, 999), exponent=st.floats(-1, 6), dtype=st.sampled_from([torch.float64, torch.float32]))
+def test_quantising_again_changes_nothing(seed, exponent, dtype):
+    x = sample(seed, 10 ** exponent, dtype)
+    assert x.abs().amax(-1).min() > NORMAL_FP16
+    once = quantize_int8(x)
+    again = quantize_int8(dequantize_int8(*once, dtype))
+    assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_dequantised_in_the_asked_dtype_with_one_rounding(dtype):
+    values, scale = quantize_int8(sample(2, 1.0))
+    back = dequantize_int8(values, scale, dtype)
+    assert back.dtype == dtype
+    assert torch.equal(back, (values.double() * scale.double()).to(dtype))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+def test_fake_quantize_is_the_rounded_value_with_the_identity_as_gradient(dtype):
+    x = sample(3, 2.0, dtype).requires_grad_()
+    y = fake_quantize_int8(x)
+    assert torch.equal(y.detach(), dequantize_int8(*quantize_int8(x.detach()), dtype))
+    assert not torch.equal(y, x)
+    upstream = sample(4, 1.0, dtype)
+    y.backward(upstream)
+    assert torch.equal(x.grad, upstream)

@@ -1,0 +1,83 @@
+"""A tiny character data set, tiny configs, and ways to run train.py and sample.py on them, here or as processes."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import sample
+import train
+from data.tokenfiles import write_dataset
+
+ROOT = Path(train.__file__).resolve().parent
+ALPHABET = '\n abcdefghij'
+TINY = dict(dataset='tiny', device='cpu', compile=False, n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=4,
+            gradient_accumulation_steps=1, max_iters=20, lr_decay_iters=20, warmup_iters=2, learning_rate=1e-2,
+            min_lr=1e-3, eval_interval=10, eval_iters=2)
+VANILLA = dict(TINY)
+FULL_STACK = dict(TINY, n_layer=7, n_kv_head=1, layer_pattern='LLLLLG', window_size=4, kv_share='AABBBC',
+                  share_global_kv=True, pos_embedding='rope', qk_norm=True)
+BOTH = pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
+# the program, but for the folder that holds its data sets
+LAUNCH = ('import sys, pathlib, configurator, {0} as program; program.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
+          'configurator.run_program(program.main)')
+
+
+def flags(settings: dict) -> list[str]:
+    return [f'--{name}={value}' for name, value in settings.items()]
+
+
+def tiny_tokens(n: int) -> np.ndarray:
+    """Mostly the alphabet in order, with noise: something to learn, and never quite."""
+    rng = np.random.default_rng(7)
+    return np.where(rng.random(n) < 0.2, rng.integers(len(ALPHABET), size=n), np.arange(n) % len(ALPHABET))
+
+
+def make_tiny(root):
+    meta = {'vocab_size': len(ALPHABET), 'stoi': {c: i for i, c in enumerate(ALPHABET)},
+            'itos': dict(enumerate(ALPHABET))}
+    write_dataset(root / 'tiny', {'train': tiny_tokens(2000), 'val': tiny_tokens(400)}, meta)
+
+
+def run_train(out_dir, config=VANILLA, **overrides):
+    train.main(flags(dict(config, out_dir=out_dir) | overrides))
+    return SimpleNamespace(path=Path(out_dir) / 'ckpt.pt', rows=metrics(out_dir))
+
+
+def metrics(out_dir) -> list[dict]:
+    path = Path(out_dir) / 'metrics.jsonl'
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(out_dir) -> list[tuple]:
+    return [(row['iter'], row['loss']) for row in metrics(out_dir)]
+
+
+def load(path) -> dict:
+    return torch.load(path, map_location='cpu', weights_only=True)
+
+
+def assert_same_weights(a, b):
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+def run_sample(capsys, **overrides):
+    """sample.py's standard output."""
+    capsys.readouterr()
+    sample.main(flags(dict(device='cpu', start='ab', max_new_tokens=12, num_samples=1) | overrides))
+    return capsys.readouterr().out
+
+
+def start_program(name, *args, data_root=None):
+    """train.py or sample.py as a process of its own, as a shell would start it (or on another data folder)."""
+    command = [str(ROOT / f'{name}.py')] if data_root is None else ['-c', LAUNCH.format(name), str(data_root)]
+    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT), PYTHONUNBUFFERED='1')
+    return subprocess.Popen([sys.executable, *command, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, env=env)

@@ -1,0 +1,215 @@
+"""sample.py from tiny checkpoints: texts that depend on (seed, k) alone, and a report whose figures add up."""
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+import sample
+from config.gpt_config import GPTConfig
+from kv.cache import KVCache
+from kv.plan import plan_kv
+from tests.programs.support import ALPHABET, load, run_sample
+
+RULE = '---------------'
+KINDS = pytest.mark.parametrize('kind', ['vanilla', 'full'])
+
+
+def texts(capsys, folder, **settings):
+    """The samples, prompt included."""
+    out = run_sample(capsys, out_dir=folder, report=False, **settings)
+    body = out[out.index('meta.pkl...\n') + len('meta.pkl...\n'):]
+    body = body[body.index('\n') + 1:] if body.startswith('Note:') else body
+    *samples, rest = body.split(f'\n{RULE}\n')
+    assert rest == ''
+    return samples
+
+
+def figures(capsys, folder, **settings):
+    return json.loads(run_sample(capsys, out_dir=folder, json=True, **settings).splitlines()[-1])
+
+
+@KINDS
+def test_each_sample_is_prompt_and_text_then_fifteen_dashes(capsys, trained, kind, data_root):
+    samples = texts(capsys, trained[kind], num_samples=3, max_new_tokens=10)
+    assert len(samples) == 3 and all(text.startswith('ab') and len(text) == 12 for text in samples)
+    assert set(''.join(samples)) <= set(ALPHABET)
+    out = run_sample(capsys, out_dir=trained[kind], num_samples=2)
+    assert f'Loading meta from {data_root}/tiny/meta.pkl...' in out.splitlines()
+
+
+def test_the_prompt_may_come_from_a_file(capsys, trained, tmp_path):
+    path = tmp_path / 'prompt.txt'
+    path.write_text('abc\ndef')
+    assert texts(capsys, trained['full'], start=f'FILE:{path}') == texts(capsys, trained['full'], start='abc\ndef')
+
+
+@KINDS
+@pytest.mark.parametrize('settings', [dict(), dict(temperature=0), dict(top_k=3), dict(top_p=0.7, temperature=1.3)],
+                         ids=str)
+def test_batching_samples_changes_no_text(capsys, trained, kind, settings):
+    """Logits of another batch size differ in their last bits: near-ties could tell, these samples have none."""
+    one = texts(capsys, trained[kind], num_samples=4, **settings)
+    assert texts(capsys, trained[kind], num_samples=4, parallel=3, **settings) == one
+    assert texts(capsys, trained[kind], num_samples=4, parallel=9, **settings) == one
+    if settings != dict(temperature=0):
+        assert len(set(one)) == 4
+
+
+def test_sample_k_is_the_same_however_many_are_drawn(capsys, trained):
+    five = texts(capsys, trained['full'], num_samples=5)
+    assert texts(capsys, trained['full'], num_samples=2) == five[:2]
+    assert texts(capsys, trained['full'], num_samples=5) == five
+
+
+def test_another_seed_is_another_text_in_every_sample(capsys, trained):
+    a, b = (texts(capsys, trained['full'], num_samples=3, seed=seed) for seed in (1, 2))
+    assert all(x != y for x, y in zip(a, b))
+
+
+@KINDS
+def test_sample_0_is_what_nanogpts_program_prints(capsys, trained, kind):
+    """Seed, build the model from that generator, then draw from it: nanoGPT's order of things, in its own loop."""
+    checkpoint = load(trained[kind] / 'ckpt.pt')
+    torch.manual_seed(1337)
+    model = sample.GPT(GPTConfig(**checkpoint['model_args']))
+    model.load_state_dict(checkpoint['model'])
+    model.eval()
+    idx = torch.tensor([[ALPHABET.index(c) for c in 'ab']])
+    with torch.no_grad():
+        for _ in range(10):
+            logits = model(idx)[0][:, -1] / 0.8
+            logits[logits < logits.topk(5).values[:, [-1]]] = -math.inf
+            idx = torch.cat([idx, torch.multinomial(logits.softmax(-1), 1)], dim=1)
+    expected = ''.join(ALPHABET[i] for i in idx[0])
+    assert texts(capsys, trained[kind], max_new_tokens=10, top_k=5) == [expected]
+
+
+def test_past_block_size_learned_positions_are_recomputed_and_said_so(capsys, trained):
+    args = dict(start='ab', report=False)
+    assert 'Note' not in run_sample(capsys, out_dir=trained['vanilla'], max_new_tokens=15, **args)  # 16 tokens are fed
+    assert 'block_size=16' in run_sample(capsys, out_dir=trained['vanilla'], max_new_tokens=16, **args)
+    assert 'Note' not in run_sample(capsys, out_dir=trained['full'], max_new_tokens=40, **args)
+    assert len(texts(capsys, trained['vanilla'], max_new_tokens=40)[0]) == 42
+    assert len(texts(capsys, trained['vanilla'], max_new_tokens=3, start='abcdefghij' * 3)[0]) == 33  # already past it
+    assert len(texts(capsys, trained['full'], max_new_tokens=40)[0]) == 42
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+ASKED_FOR = {'kv_bytes', 'kv_bytes_vanilla', 'kv_ratio', 'kv_ratio_bf16', 'factors', 'slots', 'ttft_ms', 'tpot_ms',
+             'tokens_per_second'}
+
+
+@KINDS
+@pytest.mark.parametrize('kv_dtype', ['auto', 'float32', 'bfloat16', 'float16', 'int8'])
+def test_json_figures_add_up(capsys, trained, kind, kv_dtype):
+    f = figures(capsys, trained[kind], kv_dtype=kv_dtype, parallel=2, num_samples=2)
+    assert f.keys() >= ASKED_FOR
+    plan = plan_kv(GPTConfig(**load(trained[kind] / 'ckpt.pt')['model_args']))
+    stored = 'float32' if kv_dtype == 'auto' else kv_dtype
+    assert (f['batch'], f['max_seq_len'], f['kv_dtype']) == (2, 14, stored)
+    assert f['kv_bytes'] == plan.nbytes(2, 14, stored) == sum(slot['bytes'] for slot in f['slots'])
+    assert f['kv_bytes_vanilla'] == plan.vanilla().nbytes(2, 14, stored)
+    factors = f['factors']
+    equal = factors['heads'] * factors['window'] * factors['sharing']
+    assert f['kv_ratio'] == pytest.approx(f['kv_bytes_vanilla'] / f['kv_bytes'], rel=1e-12)
+    assert f['kv_ratio'] == pytest.approx(equal, rel=1e-12)
+    assert f['kv_ratio_bf16'] == pytest.approx(equal * factors['dtype'], rel=1e-12)
+    assert f['kv_ratio_bf16'] == pytest.approx(plan.vanilla().nbytes(2, 14, 'bfloat16') / f['kv_bytes'], rel=1e-12)
+    assert f['ttft_ms'] > 0 and f['tpot_ms'] > 0 and f['tokens_per_second'] > 0
+
+
+def test_full_stack_figures_are_those_worked_out_by_hand(capsys, trained):
+    """7 layers LLLLLG + L, W=4, one K/V head of 8, 14 positions: 3 rings of 4 and a slot of 14; vanilla: 7 x 14 x 2."""
+    f = figures(capsys, trained['full'])
+    per_position = 2 * 8 * 4  # K and V, 8 wide, float32
+    assert f['kv_bytes'] == (3 * 4 + 14) * per_position and f['kv_bytes_vanilla'] == 7 * 14 * 2 * per_position
+    assert [(s['kind'], s['layers'], s['capacity'], s['shape']) for s in f['slots']] == [
+        ('local', [0, 1], 4, [1, 1, 4, 8]), ('local', [2, 3, 4], 4, [1, 1, 4, 8]), ('global', [5], 14, [1, 1, 14, 8]),
+        ('local', [6], 4, [1, 1, 4, 8])]
+
+
+def test_vanillas_figures_are_all_ones(capsys, trained):
+    f = figures(capsys, trained['vanilla'])
+    assert f['kv_ratio'] == 1.0 and f['kv_bytes'] == f['kv_bytes_vanilla']
+    assert [f['factors'][name] for name in ('heads', 'window', 'sharing')] == [1.0, 1.0, 1.0]
+
+
+def test_int8_caches_are_smaller_by_element_and_scale(capsys, trained):
+    small, big = (figures(capsys, trained['full'], kv_dtype=d)['kv_bytes'] for d in ('int8', 'float32'))
+    assert small * 32 == big * 10  # 8 elements of 1 byte and a scale of 2, against 8 of 4
+
+
+def test_bytes_are_those_of_the_cache_that_was_used(capsys, trained, monkeypatch):
+    monkeypatch.setattr(KVCache, 'nbytes', property(lambda cache: 12345))
+    f = figures(capsys, trained['full'])
+    assert (f['kv_bytes'], f['kv_bytes_counted']) == (12345, 'allocated')
+
+
+def test_one_new_token_has_no_time_per_further_token(capsys, trained):
+    f = figures(capsys, trained['full'], max_new_tokens=1)
+    assert f['tpot_ms'] is None and f['ttft_ms'] > 0
+
+
+def test_the_report_is_printed_unless_turned_off(capsys, trained):
+    out = run_sample(capsys, out_dir=trained['full'])
+    assert 'KV cache, as allocated for 1 x 14 tokens' in out and 'TTFT' in out and 'vanilla' in out
+    quiet = run_sample(capsys, out_dir=trained['full'], report=False)
+    assert 'KV cache' not in quiet and 'TTFT' not in quiet and quiet.endswith(RULE + '\n')
+
+
+def test_json_without_report_still_ends_with_json(capsys, trained):
+    assert figures(capsys, trained['full'], report=False).keys() >= ASKED_FOR
+
+
+def test_a_bfloat16_model_has_a_bfloat16_cache(capsys, trained):
+    f = figures(capsys, trained['full'], dtype='bfloat16')
+    assert (f['kv_dtype'], f['weights']) == ('bfloat16', 'bfloat16')
+
+
+# -- random weights ---------------------------------------------------------------------------------------------------
+
+def test_random_weights_from_a_shipped_config_need_no_training(capsys, tmp_path):
+    settings = dict(init_from='random', dataset='tiny', out_dir=tmp_path / 'none', max_new_tokens=3, device='cpu',
+                    start='ab')
+    sample.main(['config/train_mqa_local.py', '--num_samples=1', '--json=True']
+                + [f'--{name}={value}' for name, value in settings.items()])
+    f = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(f['slots']) == 5 and sum(slot['kind'] == 'global' for slot in f['slots']) == 1
+    assert not (tmp_path / 'none').exists()
+
+
+def test_random_weights_prepare_the_data_set_whose_alphabet_they_need(capsys, own_data_root):
+    folder = own_data_root / 'fresh'
+    folder.mkdir()
+    (folder / 'prepare.py').write_text('import shutil, pathlib\nhere = pathlib.Path(__file__).parent\n'
+                                       'def main(argv):\n    for f in (here.parent / "tiny").iterdir():\n'
+                                       '        shutil.copy(f, here / f.name)\n')
+    out = run_sample(capsys, init_from='random', dataset='fresh', n_layer=1, n_head=1, n_embd=8, max_new_tokens=3)
+    assert 'preparing dataset fresh' in out and RULE in out
+
+
+def test_a_config_of_train_py_finds_its_checkpoint(capsys, trained, tmp_path):
+    path = tmp_path / 'c.py'
+    path.write_text(f'out_dir = {str(trained["full"])!r}\nmax_iters = 5\nn_layer = 3\n')
+    sample.main([str(path), '--device=cpu', '--start=ab', '--num_samples=1', '--max_new_tokens=12', '--report=False'])
+    assert capsys.readouterr().out.split('meta.pkl...\n')[1].split(f'\n{RULE}')[0] == texts(capsys, trained['full'])[0]
+
+
+def test_a_nanogpt_checkpoint_with_compile_prefixes_samples_the_same(capsys, trained, tmp_path):
+    shutil.copytree(trained['vanilla'], tmp_path / 'out')
+    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
+    checkpoint['model'] = {f'_orig_mod.{name}': x for name, x in checkpoint['model'].items()}
+    theirs = ('model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config')
+    torch.save({key: checkpoint[key] for key in theirs}, tmp_path / 'out' / 'ckpt.pt')
+    assert texts(capsys, tmp_path / 'out') == texts(capsys, trained['vanilla'])
+
+
+def test_dropout_of_training_is_off(capsys, trained, tmp_path):
+    shutil.copytree(trained['full'], tmp_path / 'out')
+    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
+    checkpoint['model_args']['dropout'] = 0.9
+    torch.save(checkpoint, tmp_path / 'out' / 'ckpt.pt')
+    assert texts(capsys, tmp_path / 'out') == texts(capsys, trained['full'])

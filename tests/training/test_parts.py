@@ -1,0 +1,172 @@
+"""The parts of a training step by themselves: batches, schedule, optimizer groups, random numbers, signals, device."""
+import random
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from config.errors import UserError
+from data.tokenfiles import write_dataset
+from model import GPT, GPTConfig
+from training.batches import TokenBatches
+from training.checkpoint import rng_state, save_checkpoint, set_rng_state
+from training.device import pick_device, pick_dtype
+from training.log import read_metrics
+from training.optim import configure_optimizers, learning_rate_at
+from training.signals import StopRequest
+
+CPU = torch.device('cpu')
+
+
+@pytest.fixture
+def batches(tmp_path):
+    write_dataset(tmp_path, {'train': np.arange(100), 'val': 1000 + np.arange(30)}, None)
+    return TokenBatches(tmp_path, 8, 4, CPU)
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+def test_targets_are_the_inputs_one_token_later(batches):
+    x, y = batches.next()
+    assert x.shape == y.shape == (4, 8) and x.dtype == y.dtype == torch.int64
+    assert torch.equal(y, x + 1)
+
+
+def test_windows_are_drawn_as_nanogpt_draws_them(batches):
+    torch.manual_seed(3)
+    x, _ = batches.next()
+    torch.manual_seed(3)
+    expected = torch.randint(100 - 8, (4,))
+    assert torch.equal(x[:, 0], expected) and torch.equal(batches.offsets, expected)
+
+
+def test_the_last_token_is_reached_and_no_window_is_cut(batches):
+    ends = {int(y[-1]) for _ in range(200) for y in batches.next()[1]}
+    assert max(ends) == 99 and min(ends) == 8
+
+
+def test_a_batch_can_be_fetched_again_by_its_offsets(batches):
+    x, y = batches.next()
+    again = batches.at(batches.offsets)
+    assert torch.equal(x, again[0]) and torch.equal(y, again[1])
+
+
+@pytest.mark.parametrize('offset', [92, -1])
+def test_offsets_outside_the_data_are_refused(batches, offset):
+    with pytest.raises(UserError, match='data set'):
+        batches.at(torch.tensor([0, offset]))
+
+
+def test_evaluation_windows_are_always_the_same_and_leave_training_alone(batches):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first = [x for x, _ in batches.evaluation('val', 3, seed=7)]
+    assert torch.equal(torch.get_rng_state(), before) and batches.offsets is None
+    again = [x for x, _ in batches.evaluation('val', 3, seed=7)]
+    other = [x for x, _ in batches.evaluation('val', 3, seed=8)]
+    assert torch.equal(torch.cat(first), torch.cat(again)) and not torch.equal(torch.cat(first), torch.cat(other))
+    assert min(x.min() for x in first) >= 1000 and not torch.equal(first[0], first[1])
+
+
+def test_exactly_block_size_tokens_are_too_few_and_one_more_is_enough(tmp_path):
+    write_dataset(tmp_path, {'train': np.arange(9), 'val': np.arange(8)}, None)
+    with pytest.raises(UserError, match='val.bin has 8 tokens.*block_size=8'):
+        TokenBatches(tmp_path, 8, 4, CPU)
+    write_dataset(tmp_path, {'train': np.arange(9), 'val': np.arange(9)}, None)
+    assert TokenBatches(tmp_path, 8, 4, CPU).next()[1][0].tolist() == list(range(1, 9))
+
+
+# -- learning rate ----------------------------------------------------------------------------------------------------
+
+def schedule(it, **changes):
+    s = dict(decay_lr=True, learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110)
+    return learning_rate_at(it, SimpleNamespace(**(s | changes)))
+
+
+@pytest.mark.parametrize('it, lr', [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (35, 0.1 + 0.45 * (1 + 2 ** -0.5)),
+                                    (60, 0.55), (110, 0.1), (111, 0.1), (10 ** 6, 0.1)])
+def test_schedule_is_nanogpts(it, lr):
+    assert schedule(it) == pytest.approx(lr, rel=1e-12)
+
+
+def test_schedule_without_decay_or_between_equal_ends():
+    assert schedule(0, decay_lr=False) == schedule(999, decay_lr=False) == 1.0
+    assert [schedule(it, warmup_iters=5, lr_decay_iters=5) for it in (4, 5, 6)] == [pytest.approx(5 / 6), 0.1, 0.1]
+    assert schedule(0, warmup_iters=0) == 1.0
+
+
+# -- optimizer --------------------------------------------------------------------------------------------------------
+
+def test_matrices_decay_and_vectors_do_not_in_nanogpts_order(capsys):
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=8, vocab_size=11, block_size=4, bias=True))
+    decay, no_decay = configure_optimizers(model, 0.3, 1e-3, (0.8, 0.9), 'cpu').param_groups
+    named = dict(model.named_parameters())
+    assert [id(p) for p in decay['params']] == [id(p) for p in named.values() if p.dim() >= 2]
+    assert [id(p) for p in no_decay['params']] == [id(p) for p in named.values() if p.dim() < 2]
+    assert (decay['weight_decay'], no_decay['weight_decay']) == (0.3, 0.0)
+    assert (decay['betas'], decay['lr']) == ((0.8, 0.9), 1e-3)
+    assert list(named)[0] == 'transformer.wte.weight' and named.keys().isdisjoint({'lm_head.weight'})
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+def test_rng_state_restores_every_generator_through_a_checkpoint(tmp_path):
+    def draw():
+        numbers = np.random.rand(3).tolist(), np.random.randn(), random.random(), random.gauss(0, 1)
+        return torch.rand(3).tolist(), *numbers
+    np.random.randn()    # leaves a second normal number waiting
+    random.gauss(0, 1)
+    save_checkpoint(tmp_path / 'c.pt', {'rng': rng_state()})
+    expected = draw()
+    draw()
+    set_rng_state(torch.load(tmp_path / 'c.pt', weights_only=True)['rng'])
+    assert draw() == expected
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+def test_a_runtime_error_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / 'c.pt'
+    save_checkpoint(path, {'a': 1})
+    before = path.read_bytes()
+
+    def fail(checkpoint, f):
+        f.write(b'half')
+        raise RuntimeError('PytorchStreamWriter failed')
+    monkeypatch.setattr(torch, 'save', fail)
+    with pytest.raises(UserError, match='PytorchStreamWriter'):
+        save_checkpoint(path, {'a': 2})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_metrics_end_where_a_crash_cut_a_line(tmp_path):
+    path = tmp_path / 'm.jsonl'
+    assert read_metrics(path) == []
+    path.write_text('{"iter": 0, "loss": 1.5}\n{"iter": 1, "lo')
+    assert read_metrics(path) == [{'iter': 0, 'loss': 1.5}]
+
+
+# -- signals, device --------------------------------------------------------------------------------------------------
+
+def test_a_stop_request_names_its_signal_and_a_second_interrupts():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        with StopRequest() as stop:
+            assert not stop
+            signal.raise_signal(signal.SIGTERM)
+            assert stop and stop.name == 'SIGTERM'
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize('name', ['cpux', 'cuda:x', '', 'cpu:cpu', 'meta', 'xpu', 'cuda:99'])
+def test_unusable_devices_are_named_with_the_usable(name):
+    with pytest.raises(UserError) as caught:
+        pick_device(name)
+    assert repr(name) in str(caught.value) and "'cpu'" in str(caught.value)
+
+
+def test_auto_dtype_is_float32_off_cuda():
+    assert pick_dtype('auto', CPU) == torch.float32 and pick_dtype('bfloat16', CPU) == torch.bfloat16
