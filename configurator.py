@@ -147,10 +147,10 @@ def run_program(main) -> None:
         main()
     except UserError as e:
         print('error:', ' '.join(str(e).splitlines()), file=sys.stderr)
-        raise SystemExit(2)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
-        raise SystemExit(130)
+        raise SystemExit(130) from None
     except BrokenPipeError:  # e.g. `sample.py | head`
         sys.stderr.close()
-        raise SystemExit(1)
+        raise SystemExit(1) from None

@@ -22,7 +22,7 @@ from model import GPT
 from training import checkpoint as ckpt
 from training.batches import TokenBatches
 from training.device import autocast, check_seed, pick_device, pick_dtype
-from training.log import RunLog, Stopwatch, start_wandb
+from training.log import Pace, RunLog, start_wandb
 from training.optim import learning_rate_at
 from training.signals import StopRequest
 
@@ -150,14 +150,14 @@ class Run:
 
 def train(run, log, stop):
     """The loop, in nanoGPT's order: evaluate and save where due, then train one iteration; ends after max_iters."""
-    s, clock, mfu, first = run.s, Stopwatch(), -1.0, run.iter_num
-    tokens_per_iter = s.gradient_accumulation_steps * s.batch_size * s.block_size
+    s, pace, mfu, first = run.s, Pace(), -1.0, run.iter_num
     while not stop:
         lr = learning_rate_at(run.iter_num, s)
         for group in run.optimizer.param_groups:
             group['lr'] = lr
         evaluated = {}
         if run.iter_num % s.eval_interval == 0 or run.iter_num == s.max_iters or s.eval_only:
+            log.doing('evaluating')
             losses = run.evaluate(stop)
             if losses is None:
                 break
@@ -167,19 +167,22 @@ def train(run, log, stop):
                 return
             evaluated = {f'{split}_loss': loss for split, loss in losses.items()}
             keep_best(run, log, losses['val'])
+            log.doing('training')
+            pace.restart()
         loss = run.step()
+        pace.step()
         if run.iter_num % s.log_interval == 0 or evaluated:
             loss = loss.item()  # waits for the device, so the clock below is right
-            dt = clock.lap()
-            per_step = dt / max(1, min(s.log_interval, run.iter_num - first + 1))
+            dt = pace.read()
+            tokens_per_second = s.gradient_accumulation_steps * s.batch_size * s.block_size / dt
             if run.iter_num - first >= 5:
-                now = run.model.estimate_mfu(s.batch_size * s.gradient_accumulation_steps, per_step)
+                now = run.model.estimate_mfu(s.batch_size * s.gradient_accumulation_steps, dt)
                 mfu = now if mfu == -1.0 else 0.9 * mfu + 0.1 * now
             if run.iter_num % s.log_interval == 0:
                 log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, mfu {mfu * 100:.2f}%')
-            log.metrics(iter=run.iter_num, loss=loss, lr=lr, time_ms=per_step * 1000,
-                        tokens_per_second=tokens_per_iter / per_step, **evaluated)
-            log.advance(run.iter_num, tokens_per_iter / per_step, loss)
+            log.metrics(iter=run.iter_num, loss=loss, lr=lr, time_ms=dt * 1000, tokens_per_second=tokens_per_second,
+                        **evaluated)
+            log.advance(run.iter_num, tokens_per_second, loss)
         run.iter_num += 1
         if run.iter_num > s.max_iters:
             return
@@ -221,6 +224,9 @@ def check(s):
         if not 0.0 <= getattr(s, name) < 1.0:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 0 and below 1')
     check_seed(s.seed)
+    if int(os.environ.get('WORLD_SIZE', '1')) > 1:  # they would all write the same checkpoint
+        raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training on several processes is not supported yet; start "
+                        'train.py with python, not torchrun')
     out_dir = Path(s.out_dir)
     blocker = next((p for p in (out_dir, *out_dir.parents) if p.exists()), None)
     if not s.out_dir or (blocker and not blocker.is_dir()):

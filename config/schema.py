@@ -61,7 +61,7 @@ TRAIN = RUN + _keys(
     ('lr_decay_iters', 600000, 'iteration at which min_lr is reached'),
     ('min_lr', 6e-5, 'lowest learning rate'),
     ('checkpoint_blocks', False, 'activation checkpointing: recompute each block in the backward pass'),
-    ('backend', 'nccl', 'torch.distributed backend'),
+    ('backend', 'nccl', 'torch.distributed backend; not used yet: one process only'),
 ) + DEVICE + _keys(
     ('compile', True, 'torch.compile the model'),
 )

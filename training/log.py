@@ -27,7 +27,7 @@ class RunLog:
         self.file = open(self.path, 'a', buffering=1)
         self.console = Console()
         self.progress = Progress(
-            TextColumn('[bold]{task.description}'), BarColumn(bar_width=None), MofNCompleteColumn(),
+            TextColumn('[bold]{task.description:10}'), BarColumn(bar_width=None), MofNCompleteColumn(),
             TextColumn('loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s  ETA'), TimeRemainingColumn(),
             console=self.console, transient=True, disable=not self.console.is_terminal, speed_estimate_period=60)
         self.task = self.progress.add_task('training', total=max_iters + 1, completed=start_iter,
@@ -49,6 +49,10 @@ class RunLog:
             print(text, flush=True)
         else:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def doing(self, what: str) -> None:
+        """What the progress line says in front: 'training', 'evaluating'."""
+        self.progress.update(self.task, description=what)
 
     def advance(self, iter_num: int, tokens_per_second: float, loss: float | None = None) -> None:
         fields = {'rate': tokens_per_second} | ({} if loss is None else {'loss': loss})
@@ -84,12 +88,19 @@ def start_wandb(s):
     return wandb.init(project=s.wandb_project, name=s.wandb_run_name, config=vars(s))
 
 
-class Stopwatch:
-    """Seconds since the last call."""
+class Pace:
+    """Seconds per step, averaged since it was last read; evaluations do not count."""
 
     def __init__(self):
-        self.last = time.perf_counter()
+        self.restart()
 
-    def lap(self) -> float:
-        last, self.last = self.last, time.perf_counter()
-        return self.last - last
+    def restart(self) -> None:
+        self.steps, self.since = 0, time.perf_counter()
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def read(self) -> float:
+        seconds = (time.perf_counter() - self.since) / self.steps
+        self.restart()
+        return seconds

@@ -67,7 +67,7 @@ def test_flex_values(t, window, heads):
     assert gap(y.double(), dense_attention(*inputs, window)) < 1e-5
 
 
-# -- dropout: with v = identity the output is the matrix of weights ------------------------------------------------------
+# -- dropout: with v = identity the output is the matrix of weights ---------------------------------------------------
 
 T = 70
 

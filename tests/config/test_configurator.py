@@ -113,6 +113,10 @@ def test_value_of_another_type_in_a_file_names_the_file_too(file):
     assert path in message and 'out_dir=123' in message and 'text' in message
 
 
+def test_an_int_does_not_do_for_true_or_false_in_a_file_even_where_they_are_equal(file):
+    assert 'True or False' in refused(file('bias = 0'))
+
+
 @pytest.mark.parametrize('value', ['nan', '1e999', '-1e999'])
 def test_floats_must_be_finite(value, file):
     assert 'learning_rate' in refused(file(f'learning_rate = float("{value}")'))

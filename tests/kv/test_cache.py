@@ -20,9 +20,9 @@ def past_two_wraps(draw, config):
     return 2 * max(config.window_size, 3) + draw(st.integers(1, 12))
 
 
-# -- cached equals uncached -----------------------------------------------------------------------------------------------
+# -- cached equals uncached -------------------------------------------------------------------------------------------
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data(), config=configs(), batch=st.integers(1, 3))
 def test_cached_equals_full_forward_equals_reference_in_float64(data, config, batch):
     T = past_two_wraps(data.draw, config)
@@ -73,7 +73,7 @@ def test_a_cache_may_be_used_with_gradients_on_and_keeps_no_graph():
     assert not any(x.requires_grad for store in cache.stores for x in store.tensors)
 
 
-# -- ragged rows ----------------------------------------------------------------------------------------------------------
+# -- ragged rows ------------------------------------------------------------------------------------------------------
 
 class RaggedRun:
     """A cache beside the rows' texts; every step is compared with each row alone."""
@@ -103,7 +103,7 @@ class RaggedRun:
             self.text[row] = []
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8)), batch=st.integers(2, 4))
 def test_ragged_appends_and_resets_equal_each_row_alone(data, config, batch):
     run = RaggedRun(config, batch, 2 * max(config.window_size, 4) + 7)
@@ -184,7 +184,7 @@ def test_reset_without_rows_empties_the_whole_cache():
     assert torch.equal(feed(model, cache, idx, [12]), first)
 
 
-# -- other storage dtypes -------------------------------------------------------------------------------------------------
+# -- other storage dtypes ---------------------------------------------------------------------------------------------
 
 @settings(max_examples=40)
 @given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train='int8'))
@@ -220,8 +220,8 @@ def test_rounded_storage_in_ragged_rows_is_each_row_alone(kv_dtype):
         assert max_gap(ragged[b], alone[0, start:]) < 1e-9
 
 
-# root mean square of the change of the logits, over that of the logits themselves; stated bounds, about 3x the measured
-STORAGE_BOUNDS = {'float32': 1e-6, 'float16': 2e-3, 'bfloat16': 2e-2, 'int8': 3e-2}
+# root mean square of the change of the logits, over that of the logits themselves; about 3x what four seeds showed
+STORAGE_BOUNDS = {'float32': 1.2e-7, 'float16': 1e-3, 'bfloat16': 8e-3, 'int8': 2e-2}
 
 
 @pytest.mark.parametrize('kv_dtype', STORAGE_BOUNDS)
@@ -243,10 +243,10 @@ def test_bf16_model_is_close_to_its_own_full_forward():
     model, idx = random_model(GPTConfig(**FULL_STACK), torch.bfloat16), tokens(2, 40)
     full = full_logits(model, idx).double()
     cached = feed(model, model.new_cache(2, 40), idx, [17] + [1] * 10 + [13]).double()
-    assert ((cached - full).norm() / full.norm()).item() < 0.05
+    assert ((cached - full).norm() / full.norm()).item() < 0.025
 
 
-# -- bytes ----------------------------------------------------------------------------------------------------------------
+# -- bytes ------------------------------------------------------------------------------------------------------------
 
 def live_bytes():
     gc.collect()
@@ -299,7 +299,7 @@ def test_steps_allocate_nothing_that_stays():
     assert live_bytes() == before and cache.nbytes == model.plan.nbytes(2, 30, 'float64')
 
 
-# -- lengths, fill_, and what is refused ----------------------------------------------------------------------------------
+# -- lengths, fill_, and what is refused ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8', 'bfloat16'])
 def test_fill_holds_random_keys_and_values_everywhere(kv_dtype):

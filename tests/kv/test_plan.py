@@ -30,7 +30,7 @@ def owners(p):
     return [layer.index for layer in p.layers if layer.owns]
 
 
-# -- which layer uses which cache -----------------------------------------------------------------------------------------
+# -- which layer uses which cache -------------------------------------------------------------------------------------
 
 def test_published_example_is_the_drawing():
     p = plan(**STACK)
@@ -119,7 +119,7 @@ def test_any_plan_follows_the_rule_text(config):
     assert sorted(i for slot in p.slots for i in slot.layers) == list(range(config.n_layer))
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('settings_, named', [
     (dict(layer_pattern='LXG', window_size=4), ["'LXG'", "'X'"]),
@@ -172,7 +172,7 @@ def test_no_warning_where_global_kv_is_made_deeper_or_not_tied(settings_):
         plan(**settings_)
 
 
-# -- bytes ----------------------------------------------------------------------------------------------------------------
+# -- bytes ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('max_seq_len, megabytes', [(1024, 1.05), (8192, None)])
 def test_gpt2_shape_is_72_and_128_times_smaller_at_equal_dtype(max_seq_len, megabytes):
@@ -226,7 +226,7 @@ def test_factors_multiply_to_the_ratios(config, batch, max_seq_len, kv_dtype, ag
     assert f['sharing'] > 1 or all(layer.owns for layer in p.layers)
 
 
-# -- no torch -------------------------------------------------------------------------------------------------------------
+# -- no torch ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('program', [
     'import kv.plan, kv.report, config.gpt_config',

@@ -167,6 +167,15 @@ def test_float_types_of_cpu_autocast_train(tmp_path):
     assert all(x.dtype == torch.float32 for x in state.values())
 
 
+def test_gradients_are_clipped_by_their_true_norm_whatever_the_loss_scale(tmp_path):
+    """Scaled by 65536 they are far above 100, in truth far below."""
+    for clip in (0.0, 100.0):
+        run_train(tmp_path / str(clip), max_iters=5, dtype='float16', grad_clip=clip)
+    assert losses(tmp_path / '0.0') == losses(tmp_path / '100.0')
+    run_train(tmp_path / 'c', max_iters=5, dtype='float16', grad_clip=1e-8)
+    assert losses(tmp_path / 'c') != losses(tmp_path / '0.0')
+
+
 @BOTH
 def test_checkpointing_blocks_changes_no_loss(tmp_path, config, final_weights):
     runs = []

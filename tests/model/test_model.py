@@ -1,0 +1,266 @@
+"""The model: nanoGPT's tensors under nanoGPT's names, forward and gradients as the dense reference has them."""
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.gpt_config import NANOGPT_FIELDS
+from model import GPT, GPTConfig, model_args
+from tests.helpers.models import FULL_STACK, VOCAB, configs, full_logits, max_gap, random_model, tokens
+from tests.helpers.reference import Reference, cross_entropy, kv_owner
+
+pytestmark = pytest.mark.filterwarnings('ignore:layer_pattern')
+VANILLA = dict(block_size=16, vocab_size=VOCAB, n_layer=2, n_head=4, n_embd=8)
+
+
+# -- names, shapes, initial values ------------------------------------------------------------------------------------
+
+def nanogpt_tensors(V, T, C, n_layer, bias):
+    """nanoGPT's state dict, in order."""
+    def norm(name):
+        return [(f'{name}.weight', (C,))] + [(f'{name}.bias', (C,))] * bias
+
+    def linear(name, rows, columns):
+        return [(f'{name}.weight', (rows, columns))] + [(f'{name}.bias', (rows,))] * bias
+    tensors = [('transformer.wte.weight', (V, C)), ('transformer.wpe.weight', (T, C))]
+    for i in range(n_layer):
+        h = f'transformer.h.{i}'
+        tensors += norm(f'{h}.ln_1') + linear(f'{h}.attn.c_attn', 3 * C, C) + linear(f'{h}.attn.c_proj', C, C)
+        tensors += norm(f'{h}.ln_2') + linear(f'{h}.mlp.c_fc', 4 * C, C) + linear(f'{h}.mlp.c_proj', C, 4 * C)
+    return tensors + norm('transformer.ln_f') + [('lm_head.weight', (V, C))]
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_vanilla_has_exactly_nanogpts_tensors_in_its_order(bias):
+    model = GPT(GPTConfig(**VANILLA, bias=bias))
+    wanted = nanogpt_tensors(VOCAB, 16, 8, 2, bias)
+    assert [(name, tuple(x.shape)) for name, x in model.state_dict().items()] == wanted
+    # the optimizer's state is indexed by this order; the tied lm_head counts once
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in wanted[:-1]]
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_the_names_of_the_full_stack():
+    config = GPTConfig(**FULL_STACK)
+    H, D, C = config.n_head, config.head_dim, config.n_embd
+    state = GPT(config).state_dict()
+    assert 'transformer.wpe.weight' not in state
+    for i in range(config.n_layer):
+        owner = kv_owner(config, i) == i
+        attn = {name.removeprefix(f'transformer.h.{i}.attn.'): tuple(x.shape) for name, x in state.items()
+                if name.startswith(f'transformer.h.{i}.attn.')}
+        rows = (H + 2 * owner) * D  # a reader has its query rows and nothing else
+        assert attn == {'c_attn.weight': (rows, C), 'c_attn.bias': (rows,), 'c_proj.weight': (C, H * D), 'c_proj.bias': (C,),
+                        'q_norm.weight': (D,)} | ({'k_norm.weight': (D,)} if owner else {})
+
+
+@settings(max_examples=40)
+@given(config=configs())
+def test_the_state_dict_holds_parameters_alone_and_loads_strictly(config):
+    model = random_model(config)
+    full_logits(model, tokens(1, 9))  # tables and masks have been made by now
+    model.new_cache(1, 9)
+    state = model.state_dict()
+    assert set(state) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert not list(model.buffers())
+    other = GPT(config).double().eval()
+    other.load_state_dict(state)
+    assert torch.equal(full_logits(other, tokens(2, 9)), full_logits(model, tokens(2, 9)))
+    assert ('transformer.wpe.weight' in state) == (config.pos_embedding == 'learned')
+
+
+@pytest.mark.parametrize('config', [dict(), dict(layer_pattern='LG', kv_share='AB', share_global_kv=True, n_kv_head=1,
+                                                 window_size=4, pos_embedding='rope', qk_norm=True)])
+def test_initial_values_are_gpt2s(config):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=64, vocab_size=64, n_layer=6, n_head=4, n_embd=64, **config))
+    for name, p in model.named_parameters():
+        if name.endswith('bias'):
+            assert (p == 0).all()
+        elif p.dim() == 1:
+            assert (p == 1).all()
+        else:
+            std = 0.02 / math.sqrt(2 * 6) if name.endswith('c_proj.weight') else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.05) and abs(p.mean().item()) < std / 10
+
+
+def test_number_of_parameters_leaves_out_position_embeddings_alone():
+    model = GPT(GPTConfig(**VANILLA))
+    total = sum(x.numel() for x in model.state_dict().values()) - VOCAB * 8  # tied
+    assert model.get_num_params(non_embedding=False) == total
+    assert model.get_num_params() == total - 16 * 8
+    rope = GPT(GPTConfig(**FULL_STACK))
+    assert rope.get_num_params() == rope.get_num_params(non_embedding=False)
+
+
+def test_model_args_of_vanilla_are_nanogpts_seven():
+    assert set(NANOGPT_FIELDS) == {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout'}
+    assert model_args(GPTConfig(**VANILLA)) == dict(VANILLA, bias=True, dropout=0.0)
+    assert model_args(GPTConfig()) == dict(block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768,
+                                           dropout=0.0, bias=True)
+
+
+def test_model_args_add_only_what_is_not_vanilla_and_make_the_same_config():
+    config = GPTConfig(**VANILLA, n_kv_head=1, gelu='tanh', window_size=0)
+    assert model_args(config) == dict(VANILLA, bias=True, dropout=0.0, n_kv_head=1, gelu='tanh')
+    assert GPTConfig(**model_args(config)) == config
+
+
+# -- forward ----------------------------------------------------------------------------------------------------------
+
+@settings(max_examples=40)
+@given(config=configs(), T=st.integers(1, 80))
+def test_float32_forward_is_the_reference(config, T):
+    model, idx = random_model(config, torch.float32), tokens(2, T)
+    assert max_gap(full_logits(model, idx), Reference(model.state_dict(), config)(idx)) < 1e-4
+
+
+def test_vanilla_float32_forward_is_the_reference_to_1e_minus_5():
+    torch.manual_seed(0)
+    config = GPTConfig(block_size=64, vocab_size=VOCAB, n_layer=4, n_head=4, n_embd=64)
+    model, idx = GPT(config).eval(), tokens(2, 64)
+    assert max_gap(full_logits(model, idx), Reference(model.state_dict(), config)(idx)) < 1e-5
+
+
+def test_without_targets_only_the_last_position_and_no_loss():
+    model, idx = random_model(GPTConfig(**VANILLA)), tokens(2, 16)
+    with torch.no_grad():
+        logits, loss = model(idx)
+    assert loss is None and max_gap(logits, full_logits(model, idx)[:, -1:]) < 1e-12
+
+
+def test_loss_leaves_out_targets_of_minus_1():
+    model, idx, targets = random_model(GPTConfig(**VANILLA)), tokens(3, 16), tokens(3, 16, seed=1)
+    targets[0, :9] = targets[2, 3] = -1
+    logits, loss = model(idx, targets)
+    assert max_gap(logits, full_logits(model, idx)) < 1e-12
+    assert abs((loss - cross_entropy(logits, targets)).item()) < 1e-12
+    targets[0, 9:] = -1
+    assert abs((model(idx, targets)[1] - cross_entropy(logits, targets)).item()) < 1e-12
+
+
+def test_global_layers_turn_by_a_base_of_their_own():
+    config = dict(FULL_STACK, rope_theta_global=5000.0)
+    model, idx = random_model(GPTConfig(**config)), tokens(1, 30)
+    other = random_model(GPTConfig(**FULL_STACK))
+    assert max_gap(full_logits(model, idx), Reference(model.state_dict(), model.config)(idx)) < 1e-9
+    assert max_gap(full_logits(model, idx), full_logits(other, idx)) > 1e-3
+
+
+def test_casting_the_module_does_not_round_the_rotary_tables():
+    """bf16 tables, or angles from bf16 frequencies, would be off by 1e-2 and more at these positions."""
+    config = GPTConfig(**dict(FULL_STACK, block_size=400))
+    model, idx = random_model(config, torch.float32), tokens(1, 400)
+    full_logits(model, idx)
+    model.to(torch.bfloat16)
+    full_logits(model, idx)
+    model.to(torch.float32)
+    assert max_gap(full_logits(model, idx), Reference(model.state_dict(), config)(idx)) < 1e-4
+
+
+def test_kv_quant_train_rounds_k_and_v():
+    idx, config = tokens(2, 30), dict(FULL_STACK, kv_quant_train='int8')
+    model, plain = random_model(GPTConfig(**config)), random_model(GPTConfig(**FULL_STACK))
+    rounded, full = full_logits(model, idx), full_logits(plain, idx)
+    assert max_gap(rounded, Reference(model.state_dict(), model.config)(idx)) < 1e-9
+    assert 1e-4 < ((rounded - full).norm() / full.norm()).item() < 2e-2
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+def gradients(model, idx, targets):
+    model.zero_grad()
+    loss = model(idx, targets)[1]
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def reference_gradients(model, idx, targets):
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    cross_entropy(Reference(leaves, model.config)(idx), targets).backward()
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@settings(max_examples=40)
+@given(config=configs(), T=st.integers(1, 80), quantised=st.booleans())
+def test_gradients_of_every_parameter_are_the_references(config, T, quantised):
+    config.kv_quant_train = 'int8' if quantised else ''
+    model, idx, targets = random_model(config), tokens(2, T), tokens(2, T, seed=1)
+    got, wanted = gradients(model, idx, targets)[1], reference_gradients(model, idx, targets)
+    assert got.keys() == wanted.keys()
+    for name in got:
+        assert max_gap(got[name], wanted[name]) < 1e-9, name
+
+
+def test_every_reader_sends_gradients_to_its_owner():
+    """With all but one of a slot's layers silenced, what reaches the owner's K/V rows is that layer's part: never nothing."""
+    config = GPTConfig(**dict(FULL_STACK, layer_pattern='LLLG', kv_share='AAAB', n_layer=4))
+    idx, targets = tokens(2, 20), tokens(2, 20, seed=1)
+
+    def reaching_the_owner(heard):
+        model = random_model(config)
+        with torch.no_grad():
+            for i in {0, 1, 2} - {heard}:
+                model.transformer.h[i].attn.c_proj.weight.zero_()
+        return gradients(model, idx, targets)[1]['transformer.h.0.attn.c_attn.weight'][config.n_head * config.head_dim:]
+    assert all((reaching_the_owner(i) != 0).all() for i in (0, 1, 2))
+    assert (reaching_the_owner(None) == 0).all()
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+def with_attention_dropout_only(pattern):
+    model = random_model(GPTConfig(**dict(FULL_STACK, layer_pattern=pattern, kv_share='', dropout=0.3)))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            assert module.p == 0.3
+            module.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize('pattern', ['L', 'G'])
+def test_attention_dropout_works_in_layers_of_both_kinds(pattern):
+    model, idx = with_attention_dropout_only(pattern), tokens(2, 40)
+    for window in {layer.window for layer in model.plan.layers}:
+        assert window < 40  # not the shortcut for windows that hold everything
+    eval_logits = full_logits(model, idx)
+    assert torch.equal(full_logits(model, idx), eval_logits)
+    assert max_gap(eval_logits, Reference(model.state_dict(), model.config)(idx)) < 1e-9
+    model.train()
+    torch.manual_seed(0)
+    first, second = full_logits(model, idx), full_logits(model, idx)
+    assert max_gap(first, second) > 1e-3 and max_gap(first, eval_logits) > 1e-3
+    torch.manual_seed(0)
+    assert torch.equal(full_logits(model, idx), first)
+
+
+# -- activation checkpointing -----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('dropout', [0.0, 0.2])
+@pytest.mark.parametrize('quantised', ['', 'int8'])
+def test_checkpointed_blocks_give_the_same_loss_and_gradients(dropout, quantised):
+    model = random_model(GPTConfig(**dict(FULL_STACK, dropout=dropout, kv_quant_train=quantised))).train()
+    idx, targets = tokens(2, 40), tokens(2, 40, seed=1)
+    torch.manual_seed(0)
+    loss, grads = gradients(model, idx, targets)
+    entered = []
+    for block in model.transformer.h:
+        block.register_forward_pre_hook(lambda *_: entered.append(1))
+    model.checkpoint_blocks = True
+    torch.manual_seed(0)
+    again, recomputed = gradients(model, idx, targets)
+    assert len(entered) == 2 * model.config.n_layer  # each block once more in the backward pass
+    assert torch.equal(loss, again)
+    for name in grads:
+        assert max_gap(grads[name], recomputed[name]) < 1e-12, name
+
+
+def test_checkpointing_is_for_training_only():
+    model = random_model(GPTConfig(**FULL_STACK))
+    model.checkpoint_blocks = True
+    entered = []
+    model.transformer.h[0].register_forward_pre_hook(lambda *_: entered.append(1))
+    model(tokens(1, 9), tokens(1, 9))[1].backward()
+    assert len(entered) == 1
