@@ -20,7 +20,7 @@ kv_share = 'AABBBC'
 share_global_kv = True
 pos_embedding = 'rope'
 qk_norm = True
-mlp_hidden = 3776          # 4 * 768 and what the smaller K/V projections save: as many parameters as GPT-2
+mlp_hidden = 3840          # 4 * 768 and what the smaller K/V projections save: as many parameters as GPT-2 (to 0.3%)
 
 max_iters = 600000         # 300B tokens
 lr_decay_iters = 600000

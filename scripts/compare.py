@@ -1,7 +1,7 @@
 """Does the small cache cost loss? The demo config against vanilla GPT-2 and RoPE MHA: same size, data, steps, three seeds.
 
     python scripts/compare.py                                   # all nine runs; finished ones are not repeated
-    python scripts/compare.py --configs=train_vanilla --seeds=2
+    python scripts/compare.py --configs train_vanilla --seeds 2
     python scripts/compare.py --table                           # only remake the table from the JSON files
 
 Each run is `python train.py config/NAME.py --seed=SEED`, then the mean loss over the whole validation split in windows
@@ -97,16 +97,14 @@ def table(runs: list[dict]) -> str:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--configs', default=','.join(CONFIGS), help='comma-separated; all by default')
-    parser.add_argument('--seeds', default='1,2,3', help='comma-separated')
+    parser.add_argument('--configs', nargs='+', default=CONFIGS, choices=CONFIGS, metavar='CONFIG',
+                        help=f'all of {", ".join(CONFIGS)}')
+    parser.add_argument('--seeds', nargs='+', default=[1, 2, 3], type=int, metavar='SEED')
     parser.add_argument('--table', action='store_true', help='only remake the table from the JSON files')
     args = parser.parse_args(argv)
-    unknown = [name for name in args.configs.split(',') if name not in CONFIGS]
-    if unknown:
-        raise UserError(f"--configs: unknown {unknown[0]!r}; there are {', '.join(CONFIGS)}")
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for seed in map(int, args.seeds.split(',')):
-        for name in args.configs.split(',') if not args.table else []:
+    for seed in args.seeds:
+        for name in args.configs if not args.table else []:
             path = RESULTS / f'{name}-seed{seed}.json'
             if not path.exists():
                 path.write_text(json.dumps(run(name, seed), indent=1) + '\n')

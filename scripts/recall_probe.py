@@ -1,7 +1,7 @@
 """Which layer order remembers beyond local reach? Trains small models to copy from far back and compares them.
 
     python scripts/recall_probe.py                         # all arms, seed 1; writes results/recall/<arm>-seed1.json
-    python scripts/recall_probe.py --arms=mha,LLLLLG-tied --seeds=1,2
+    python scripts/recall_probe.py --arms mha LLLLLG-tied --seeds 1 2
     python scripts/recall_probe.py --table                 # only remake results/recall/README.md from the JSON files
 
 Local layers carry information window - 1 positions each, so a stack of n_local of them reaches n_local * (W - 1) at the
@@ -23,7 +23,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config.errors import UserError
 from configurator import run_program
 from data.recall.task import CopyTask
 from model import GPT, GPTConfig
@@ -108,16 +107,13 @@ def table(rows: list[dict]) -> str:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--arms', default=','.join(ARMS), help='comma-separated; all by default')
-    parser.add_argument('--seeds', default='1', help='comma-separated')
+    parser.add_argument('--arms', nargs='+', default=ARMS, choices=ARMS, metavar='ARM', help=f'all of {", ".join(ARMS)}')
+    parser.add_argument('--seeds', nargs='+', default=[1], type=int, metavar='SEED')
     parser.add_argument('--table', action='store_true', help='only remake the table from the JSON files')
     args = parser.parse_args(argv)
-    unknown = [arm for arm in args.arms.split(',') if arm not in ARMS]
-    if unknown:
-        raise UserError(f"--arms: unknown {unknown[0]!r}; there are {', '.join(ARMS)}")
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for seed in map(int, args.seeds.split(',')):
-        for arm in args.arms.split(',') if not args.table else []:
+    for seed in args.seeds:
+        for arm in args.arms if not args.table else []:
             path = RESULTS / f'{arm}-seed{seed}.json'
             if not path.exists():
                 path.write_text(json.dumps(run(arm, seed), indent=1) + '\n')

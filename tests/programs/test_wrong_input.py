@@ -203,11 +203,16 @@ def change(out, act):
 
 
 class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
     def __reduce__(self):
-        return os.mkdir, ('/tmp/nanokv-bomb-went-off',)
+        return os.mkdir, (str(self.path),)
 
 
-def pickled(thing):
+def saved(thing):
     buffer = io.BytesIO()
     torch.save(thing, buffer)
     return buffer.getvalue()
@@ -215,13 +220,14 @@ def pickled(thing):
 
 @BOTH_PROGRAMS
 @pytest.mark.filterwarnings('ignore:Detected pickle protocol')
-@pytest.mark.parametrize('content', [b'', b'not a checkpoint', b'PK\x03\x04 half a zip', pickled(Bomb()),
-                                     pickled({'model': Bomb()}), pickle.dumps(Bomb())],
-                         ids=['empty', 'text', 'zip', 'code', 'code inside', 'plain pickle'])
-def test_foreign_or_malicious_checkpoint(refused, out, main, settings, content):
-    (out / 'ckpt.pt').write_bytes(content)
+@pytest.mark.parametrize('content', [
+    lambda bomb: b'', lambda bomb: b'not a checkpoint', lambda bomb: b'PK\x03\x04 half a zip', lambda bomb: saved(bomb),
+    lambda bomb: saved({'model': bomb}), lambda bomb: pickle.dumps(bomb),
+], ids=['empty', 'text', 'zip', 'code', 'code inside', 'plain pickle'])
+def test_foreign_or_malicious_checkpoint(refused, out, tmp_path, main, settings, content):
+    (out / 'ckpt.pt').write_bytes(content(Bomb(tmp_path / 'went off')))
     refused(main, settings(out), out / 'ckpt.pt')
-    assert not os.path.exists('/tmp/nanokv-bomb-went-off')
+    assert not (tmp_path / 'went off').exists()
 
 
 @BOTH_PROGRAMS

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import configurator
-from config.errors import UserError
 
 
 @pytest.fixture
@@ -88,18 +87,20 @@ def test_the_table_has_a_row_per_run_in_the_arms_order(probe, made_up):
                          '| local-only | 1 | 1,234,567 | - | 500 | 25.6% |']
 
 
-def test_unknown_arms_are_refused_before_anything_is_written(probe):
-    with pytest.raises(UserError, match="'mhaa'.*local-only"):
-        probe.main(['--arms=mha,mhaa'])
+@pytest.mark.parametrize('argv', [['--arms', 'mha', 'mhaa'], ['--seeds', 'x']], ids=' '.join)
+def test_wrong_arguments_are_refused_before_anything_is_written(probe, capsys, argv):
+    with pytest.raises(SystemExit) as stop:
+        probe.main(argv)
+    assert stop.value.code == 2 and repr(argv[-1]) in capsys.readouterr().err
     assert not probe.RESULTS.exists()
 
 
 def test_finished_runs_are_not_repeated_and_the_table_is_remade(probe, made_up):
-    probe.main(['--arms=mha,local-only', '--seeds=1,2'])
+    probe.main(['--arms', 'mha', 'local-only', '--seeds', '1', '2'])
     assert sorted(made_up.ran) == [('local-only', 1), ('local-only', 2), ('mha', 1), ('mha', 2)]
     kept = (probe.RESULTS / 'mha-seed1.json').read_bytes()
     made_up.ran.clear()
-    probe.main(['--arms=mha,LLLLLG-tied', '--seeds=1'])
+    probe.main(['--arms', 'mha', 'LLLLLG-tied', '--seeds', '1'])
     assert made_up.ran == [('LLLLLG-tied', 1)] and (probe.RESULTS / 'mha-seed1.json').read_bytes() == kept
     readme = probe.RESULTS / 'README.md'
     text = readme.read_text()
