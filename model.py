@@ -183,6 +183,8 @@ class GPT(nn.Module):
             raise UserError('idx has no tokens (t=0): give at least one')
         if cache is not None and (targets is not None or self.training):
             raise UserError('a cache is for inference: call model.eval(), and give no targets')
+        if cache is None and lens is not None:
+            raise UserError(f'lens={list(lens)} says how many tokens rows append to a cache, but there is no cache')
         step = None if cache is None else self._begin(cache, B, t, lens)
         x, rope = self._embed(idx, step)
         kvs = {}  # slot -> K, V of its owner, for the layers that read them

@@ -2,7 +2,7 @@
 
     python sample.py config/train_mqa_local.py                          # what `train.py` with that config wrote
     python sample.py --out_dir=out --start="ROMEO:" --num_samples=2 --temperature=0
-    python sample.py config/train_gpt2_mqa_local.py --init_from=random --num_samples=1   # the cache, without training
+    python sample.py config/train_gpt2_mqa_local.py --init_from=random --dataset=shakespeare_works   # without training
     python sample.py config/train_mqa_local.py --json=True              # ends with the report as one JSON line
     python sample.py --help
 """

@@ -29,6 +29,7 @@ def dense_mask(n_queries: int, n_keys: int, window: int, device=None) -> torch.T
 
 
 _block_masks = {}
+MAX_BLOCK_MASKS = 64  # one per length and window: a bound for programs that see many lengths
 
 
 def block_mask(n_positions: int, window: int, device: torch.device):
@@ -39,6 +40,8 @@ def block_mask(n_positions: int, window: int, device: torch.device):
     key = (n_positions, window, str(device))
     if key not in _block_masks:
         from torch.nn.attention.flex_attention import create_block_mask
+        if len(_block_masks) >= MAX_BLOCK_MASKS:
+            del _block_masks[next(iter(_block_masks))]  # the oldest
         w = torch.tensor(window, device=device)
         _block_masks[key] = create_block_mask(lambda b, h, q_idx, kv_idx: in_window(q_idx, kv_idx, w), B=None, H=None,
                                               Q_LEN=n_positions, KV_LEN=n_positions, device=device)
