@@ -126,10 +126,17 @@ def _run_file(arg, path, text, values, keys):
         if name.startswith('_') or (name in values and value is values[name]):
             continue
         if name in ALL_KEYS:
-            changed[name] = coerce(keys[name], value, arg) if name in keys else value
+            if name in keys and not _meant_for_another(keys[name], value):
+                changed[name] = coerce(keys[name], value, arg)
         elif not (callable(value) or isinstance(value, ModuleType)):
             raise UserError(_unknown(name, ALL_KEYS, arg) + '; start helper names with an underscore')
     return changed
+
+
+def _meant_for_another(key: Key, value) -> bool:
+    """Files are shared: init_from = 'scratch' is train.py's business, and sample.py keeps its own."""
+    theirs = {choice for keys in PROGRAMS.values() for other in keys if other.name == key.name for choice in other.choices}
+    return value not in key.choices and isinstance(value, str) and value in theirs
 
 
 def _line_in(error, filename):

@@ -76,7 +76,7 @@ class CausalSelfAttention(nn.Module):
         if cache is None:
             y = causal_attention(q, *kv, self.layer.window, self.dropout if self.training else 0.0)
         else:
-            view = cache.append(self.layer.slot, *kv) if self.layer.owns else cache.view(self.layer.slot)
+            view = cache.append(self.layer.slot, *kv) if self.layer.owns else cache.view(self.layer.slot, self.layer.index)
             y = cached_attention(q, view.k, view.v, self.layer.window, view.q_pos, view.k_pos)
         y = y.transpose(1, 2).reshape(B, t, -1)                                          # (B, t, H * D)
         return self.resid_dropout(self.c_proj(y)), kv
@@ -201,7 +201,7 @@ class GPT(nn.Module):
             logits = self.lm_head(x)
             return logits, F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1), ignore_index=-1)
         if not all_logits:
-            x = x[:, [-1], :] if step is None or step.uniform else self._last(x, step)
+            x = x[:, -1:] if step is None or step.uniform else self._last(x, step)
         return self.lm_head(x), None
 
     def _begin(self, cache, B, t, lens):
@@ -238,7 +238,7 @@ class GPT(nn.Module):
         dtype = self.lm_head.weight.dtype
         for table in (self.rotary or {}).values():
             table(0, n_positions, self.device, dtype)
-        if suits_flex(self.device, dtype, self.plan.head_dim, self.config.dropout):
+        if suits_flex(self.device, dtype, self.plan.head_dim, dropout_p=0.0):  # evaluation has none, whatever training does
             for window in {layer.window for layer in self.plan.layers if 0 < layer.window < n_positions}:
                 block_mask(n_positions, window, self.device)
 

@@ -108,18 +108,17 @@ class Timings:
                 'tokens_per_second': self.tokens / self.seconds}
 
 
-def generate_batch(s, model, tokenizer, prompt_ids, generators, timings):
-    """One batch of samples: streamed to the terminal if it is one, else printed when done. Returns its cache."""
+def generate_batch(s, model, tokenizer, prompt_ids, generators, cache, timings):
+    """One batch of samples through an empty cache: a single one is streamed as it is made, several printed when done."""
     rows = len(generators)
     idx = torch.tensor([prompt_ids] * rows, device=model.device)
-    length = cache_length(model, len(prompt_ids), s.max_new_tokens)
-    cache = model.new_cache(rows, length, s.kv_dtype)
     sampler = Sampler(s.temperature, s.top_k, s.top_p, generators)
-    steps, stamps, start = [], [], time.perf_counter()
     stream = token_stream(model, idx, s.max_new_tokens, sampler, cache)
     if rows == 1:
         decode = tokenizer.stream()
         print(tokenizer.decode(prompt_ids), end='', flush=True)
+    steps, stamps, start = [], [], time.perf_counter()
+    if rows == 1:
         for token in stream:
             print(decode(token.item()), end='', flush=True)  # .item() waits for the device: the clock below is right
             stamps.append(time.perf_counter())
@@ -133,13 +132,14 @@ def generate_batch(s, model, tokenizer, prompt_ids, generators, timings):
         for ids in torch.cat(steps, dim=1).tolist():
             print(tokenizer.decode(prompt_ids + ids) + '\n---------------')
     timings.record(start, stamps, rows)
-    return cache
 
 
 def check(s):
     for name, low in (('num_samples', 1), ('parallel', 1), ('max_new_tokens', 1), ('temperature', 0.0), ('top_k', 0)):
         if getattr(s, name) < low:
             raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
+    if 0.0 < s.temperature < 1e-4:
+        raise UserError(f'temperature={s.temperature}: must be 0 (greedy) or at least 1e-4')
     check_seed(s.seed)
     if not 0.0 < s.top_p <= 1.0:
         raise UserError(f'top_p={s.top_p}: must be above 0 and at most 1')
@@ -154,19 +154,24 @@ def main(argv=None):
     tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size)
     prompt_ids = tokenizer.encode(prompt)
     if not prompt_ids:
-        raise UserError(f"start={s.start!r}: the prompt has no tokens; give at least one character, as in "
-                        "--start='\\n'")
+        raise UserError(f'start={s.start!r}: the prompt has no tokens; give at least one character')
     generators = sample_generators(s.seed, 0, s.num_samples, device)  # before anything else draws
     model.to(device, pick_dtype(s.dtype, device))
     if s.compile:
-        model.compile(dynamic=True)
+        for block in model.transformer.h:  # not the attention: it would be compiled anew as the cache grows
+            block.mlp.compile()
     if recomputes(model, len(prompt_ids), s.max_new_tokens):
         print(f'Note: learned positions end at block_size={model.config.block_size}; tokens past it are made by full '
               'recomputation over the last block_size tokens, exactly as nanoGPT does (slow)')
 
-    timings = Timings(device)
+    timings, cache = Timings(device), None
     for k in range(0, s.num_samples, s.parallel):
-        cache = generate_batch(s, model, tokenizer, prompt_ids, generators[k:k + s.parallel], timings)
+        rows = generators[k:k + s.parallel]
+        if cache is None or cache.batch_size != len(rows):  # the last batch may be smaller
+            cache = None  # freed before the next is allocated
+            cache = model.new_cache(len(rows), cache_length(model, len(prompt_ids), s.max_new_tokens), s.kv_dtype)
+        cache.reset()
+        generate_batch(s, model, tokenizer, prompt_ids, rows, cache, timings)
         if k == 0:
             figures = account(model.plan, cache.batch_size, cache.max_seq_len, cache.kv_dtype, allocated=cache.nbytes)
     figures |= timings.summary() | {'num_samples': s.num_samples, 'prompt_tokens': len(prompt_ids),

@@ -43,7 +43,7 @@ class Run:
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
 
-        saved = ckpt.load_checkpoint(self.path, self.device) if s.init_from == 'resume' else None
+        saved = ckpt.load_checkpoint(self.path) if s.init_from == 'resume' else None
         folder = ensure_dataset(s.dataset, DATA_ROOT)
         self.batches = TokenBatches(folder, s.block_size, s.batch_size, self.device)
         self.model = self._resumed_model(saved, folder) if saved else self._new_model(folder)
@@ -71,16 +71,22 @@ class Run:
         return GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(self.s, key.name) for key in MODEL}))
 
     def _resumed_model(self, saved, folder):
-        """The checkpoint's own shape, whatever the command line says; only dropout may be changed."""
+        """The checkpoint's own shape, as in nanoGPT: of the model keys only dropout may be changed; others are passed over,
+        and that is said."""
         print(f'Resuming training from {self.s.out_dir}')
         config = ckpt.config_of(saved, self.path, dropout=self.s.dropout)
         if config.block_size != self.s.block_size:
             raise UserError(f'block_size={self.s.block_size}, but the checkpoint {self.path} was trained with '
                             f'block_size={config.block_size}: resume with the config it was trained with')
-        meta = read_meta(folder)
-        if meta and meta['vocab_size'] > config.vocab_size:
-            raise UserError(f"dataset {self.s.dataset!r} has vocab_size={meta['vocab_size']}, but the checkpoint "
+        vocab_size = (read_meta(folder) or {'vocab_size': 50257})['vocab_size']
+        if vocab_size > config.vocab_size:
+            raise UserError(f'dataset {self.s.dataset!r} has vocab_size={vocab_size}, but the checkpoint '
                             f'{self.path} {config.vocab_size}: resume with the data set it was trained on')
+        for key in MODEL:
+            kept = getattr(config, key.name)
+            if kept != getattr(self.s, key.name):
+                print(f'{key.name} = {kept!r}, as in the checkpoint (not {getattr(self.s, key.name)!r})')
+                setattr(self.s, key.name, kept)
         model = GPT(config)
         ckpt.load_weights(model, saved, self.path)
         return model
@@ -89,17 +95,19 @@ class Run:
         """Optimizer, scaler, counters, random numbers; returns the batch that the next iteration was to train on."""
         with ckpt.restoring(self.path, 'optimizer'):
             ckpt.load_optimizer(self.optimizer, saved['optimizer'])
+        for group, decay in zip(self.optimizer.param_groups, (self.s.weight_decay, 0.0)):  # today's settings, not the saved
+            group.update(betas=(self.s.beta1, self.s.beta2), weight_decay=decay)
         if saved.get('scaler'):
             with ckpt.restoring(self.path, 'scaler'):
                 self.scaler.load_state_dict(saved['scaler'])
-        self.iter_num, self.best_val_loss = saved['iter_num'], torch.as_tensor(saved['best_val_loss']).cpu()
+        self.iter_num, self.best_val_loss = saved['iter_num'], torch.as_tensor(saved['best_val_loss'])
         self.holds_best = saved.get('holds_best', True)
         if 'rng' not in saved:  # nanoGPT's: it kept neither random numbers nor the data position
             return self.batches.next()
         with ckpt.restoring(self.path, 'rng'):
             ckpt.set_rng_state(saved['rng'])
         with ckpt.restoring(self.path, 'data_offsets'):
-            offsets = saved['data_offsets'].cpu()
+            offsets = torch.as_tensor(saved['data_offsets'])
             if len(offsets) == self.s.batch_size:
                 return self.batches.at(offsets)
         return self.batches.next()  # another batch size is another run from here on
@@ -194,8 +202,8 @@ def keep_best(run, log, val_loss):
     if val_loss < run.best_val_loss or run.s.always_save_checkpoint:
         run.best_val_loss = torch.tensor(val_loss)
         if run.iter_num > 0:
-            log.line(f'saving checkpoint to {run.s.out_dir}')
             run.save(holds_best=True)
+            log.line(f'saving checkpoint to {run.s.out_dir}')
 
 
 def stop_cleanly(run, log, stop):
@@ -224,7 +232,7 @@ def check(s):
         if not 0.0 <= getattr(s, name) < 1.0:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 0 and below 1')
     check_seed(s.seed)
-    if int(os.environ.get('WORLD_SIZE', '1')) > 1:  # they would all write the same checkpoint
+    if os.environ.get('WORLD_SIZE', '1') != '1':  # they would all write the same checkpoint
         raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training on several processes is not supported yet; start "
                         'train.py with python, not torchrun')
     out_dir = Path(s.out_dir)
@@ -240,7 +248,7 @@ def main(argv=None):
     run = Run(s)
     try:
         run.out_dir.mkdir(parents=True, exist_ok=True)
-        log = RunLog(run.out_dir, run.iter_num, s.max_iters, start_wandb(s))
+        log = RunLog(run.out_dir, run.iter_num, s.max_iters, start_wandb(s), write=not s.eval_only)
     except OSError as e:
         raise UserError(f'out_dir={s.out_dir!r} cannot be written to: {e}') from e
     with StopRequest() as stop, log:

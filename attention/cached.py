@@ -2,9 +2,10 @@
 import torch
 import torch.nn.functional as F
 
+from attention.causal import causal_attention
 from attention.heads import fold_heads, unfold_heads
-from attention.local import blockwise_local_attention
-from attention.masks import dense_mask, in_window
+from attention.local import blockwise_local_attention, masked_attention
+from attention.masks import in_window
 
 
 def cached_attention(q, k, v, window: int = 0, q_pos=None, k_pos=None) -> torch.Tensor:
@@ -30,19 +31,20 @@ def cached_attention(q, k, v, window: int = 0, q_pos=None, k_pos=None) -> torch.
 def _chunk_attention(q, k, v, window):
     if window:
         return blockwise_local_attention(q, k, v, window)
-    gqa = q.size(1) != k.size(1)
     if q.size(2) == k.size(2):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
-    mask = dense_mask(q.size(2), k.size(2), 0, q.device)  # (t, S)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+        return causal_attention(q, k, v)
+    return masked_attention(q, k, v, window=0)
 
 
 def _folded_attention(q, k, v, mask):
-    """Small GEMMs with the query heads of one KV head as rows: reads K and V once, whatever the number of heads."""
+    """The query heads of one KV head as rows of one matrix: reads K and V once, whatever the number of heads."""
     n_kv_head = k.size(1)
     rows = fold_heads(q, n_kv_head)                                        # (B, Hkv, H/Hkv * t, D)
+    if q.dtype in (torch.bfloat16, torch.float16):
+        if mask is None:  # SDPA keeps the scores in float32, which a half-precision GEMM would round
+            return unfold_heads(F.scaled_dot_product_attention(rows, k, v), q.size(1))
+        rows, k = rows.float(), k.float()
     scores = (rows * q.size(-1) ** -0.5) @ k.transpose(2, 3)               # (B, Hkv, H/Hkv * t, S)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is not None:
         group = q.size(1) // n_kv_head
         mask = mask[:, None].repeat(1, 1, group, 1)                        # (B, 1, H/Hkv * t, S)

@@ -28,15 +28,15 @@ def blockwise_local_attention(q, k, v, window: int, dropout_p: float = 0.0) -> t
     t, block = q.size(2), max(window, MIN_BLOCK)
     prefix = k.size(2) - t
     head = min(block, t)
-    first = _attend(q[:, :, :head], k[:, :, :prefix + head], v[:, :, :prefix + head], window, dropout_p)
+    first = masked_attention(q[:, :, :head], k[:, :, :prefix + head], v[:, :, :prefix + head], window, dropout_p)
     if t <= block:
         return first
     rest = _attend_blocks(q, k[:, :, prefix:], v[:, :, prefix:], window, block, dropout_p)
     return torch.cat([first, rest], dim=2)
 
 
-def _attend(q, k, v, window, dropout_p):
-    """Queries at the end of the keys, one dense mask. q (B, H, t, D), k (B, Hkv, S, D) -> (B, H, t, D)"""
+def masked_attention(q, k, v, window: int, dropout_p: float = 0.0) -> torch.Tensor:
+    """Queries at the end of the keys, under one dense mask. q (B, H, t, D), k and v (B, Hkv, S, D) -> (B, H, t, D)."""
     group = q.size(1) // k.size(1)
     if group == 1 and q.size(2) == k.size(2) <= window:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
@@ -53,7 +53,7 @@ def _attend_blocks(q, k, v, window, block, dropout_p):
     q, k, v = (F.pad(x, pad) if pad[3] else x for x in (q, k, v))
     q = q[:, :, block:].reshape(B, H, n - 1, block, D).transpose(1, 2).flatten(0, 1)  # (B*(n-1), H, block, D)
     k, v = (_spans(x, n, block) for x in (k, v))                                      # (B*(n-1), Hkv, 2*block, D)
-    y = _attend(q, k, v, window, dropout_p)  # padded queries see at least themselves: no NaN, and they are cut off
+    y = masked_attention(q, k, v, window, dropout_p)  # padded queries see at least themselves: no NaN, and they are cut off
     y = y.view(B, n - 1, H, block, D).transpose(1, 2).reshape(B, H, (n - 1) * block, D)
     return y[:, :, :t - block]
 

@@ -42,7 +42,8 @@ def block_mask(n_positions: int, window: int, device: torch.device):
         from torch.nn.attention.flex_attention import create_block_mask
         if len(_block_masks) >= MAX_BLOCK_MASKS:
             del _block_masks[next(iter(_block_masks))]  # the oldest
-        w = torch.tensor(window, device=device)
-        _block_masks[key] = create_block_mask(lambda b, h, q_idx, kv_idx: in_window(q_idx, kv_idx, w), B=None, H=None,
-                                              Q_LEN=n_positions, KV_LEN=n_positions, device=device)
+        with torch.inference_mode(False):  # a mask first needed while sampling must serve training later
+            w = torch.tensor(window, device=device)
+            _block_masks[key] = create_block_mask(lambda b, h, q_idx, kv_idx: in_window(q_idx, kv_idx, w), B=None, H=None,
+                                                  Q_LEN=n_positions, KV_LEN=n_positions, device=device)
     return _block_masks[key]

@@ -28,11 +28,15 @@ class RotaryTable:
         tables = self._tables.get((device, dtype))
         if tables is None or tables[0].size(0) < end:
             n = max(256, 1 << (end - 1).bit_length())  # grown by doubling
-            d = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
-            angles = torch.arange(n, dtype=torch.float64)[:, None] * self.theta ** (-d / self.head_dim)
-            tables = tuple(f(angles).to(device, dtype) for f in (torch.cos, torch.sin))
+            with torch.inference_mode(False):  # a table first needed while sampling must serve training later
+                tables = self._build(n, device, dtype)
             self._tables[device, dtype] = tables
         return tables
+
+    def _build(self, n, device, dtype):
+        d = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
+        angles = torch.arange(n, dtype=torch.float64)[:, None] * self.theta ** (-d / self.head_dim)
+        return tuple(f(angles).to(device, dtype) for f in (torch.cos, torch.sin))
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ SAMPLE = _keys(
 ) + RUN + _keys(
     ('start', '\n', "prompt, or 'FILE:path' of a text file to use as one"),
     ('num_samples', 10, 'samples to draw'),
-    ('parallel', 1, 'samples decoded together in one batch (the texts are the same, whatever it is)'),
+    ('parallel', 1, 'samples decoded together in one batch (each still draws its own random numbers)'),
     ('max_new_tokens', 500, 'tokens to generate per sample'),
     ('temperature', 0.8, 'divides the logits: below 1 likelier, above 1 wilder, 0 = greedy'),
     ('top_k', 200, 'draw only from the k likeliest tokens; 0 = all'),
@@ -82,7 +82,7 @@ SAMPLE = _keys(
     ('report', True, 'print the KV-cache report after the samples'),
     ('json', False, 'end with one JSON document on the last line'),
 ) + DEVICE + _keys(
-    ('compile', False, 'torch.compile the model'),
+    ('compile', False, 'torch.compile the MLPs'),
     ('dataset', 'shakespeare_works', "with init_from='random': data set whose alphabet is used"),
 ) + MODEL
 

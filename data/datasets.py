@@ -47,7 +47,8 @@ def _unknown(name: str, root: Path) -> str:
     names = available_datasets(root)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f' (did you mean {near[0]!r}?)' if near else ''
-    return f'no dataset {name!r}{hint}; available: {", ".join(names) or "none"}'
+    return (f'no dataset {name!r}{hint}; available: {", ".join(names) or "none"}; '
+            f'for one of your own put train.bin and val.bin into data/{name}/')
 
 
 def _run_prepare(path: Path) -> None:

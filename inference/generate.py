@@ -47,6 +47,8 @@ def token_stream(model, idx: torch.Tensor, max_new_tokens: int, sampler: Sampler
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None) -> torch.Tensor:
     """nanoGPT's `generate`, cached: idx (B, t) -> (B, t + max_new_tokens), drawn from the global generator."""
     training = model.training
-    new = list(token_stream(model, idx, max_new_tokens, Sampler(temperature, top_k or 0)))
-    model.train(training)
+    try:
+        new = list(token_stream(model, idx, max_new_tokens, Sampler(temperature, top_k or 0)))
+    finally:
+        model.train(training)
     return torch.cat([idx, *new], dim=1)

@@ -30,7 +30,7 @@ class Sampler:
 
     def _restricted(self, logits):
         if self.top_k:
-            kth = torch.topk(logits, min(self.top_k, logits.size(-1))).values[:, [-1]]
+            kth = torch.topk(logits, min(self.top_k, logits.size(-1))).values[:, -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
         if self.top_p < 1.0:
             ordered, order = logits.sort(dim=-1, descending=True)

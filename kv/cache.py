@@ -6,7 +6,8 @@ A forward pass over t new tokens goes: `begin` (checks the room, before anything
     ring of W = 4 after 6 tokens:   index  0 1 2 3        a chunk may overwrite keys that its own first queries need, so
                                     holds  4 5 2 3        `append` gathers ring + chunk *before* it writes the last W
 
-Lengths live on the host as Python ints, so that no step waits for the device.
+Lengths live on the host as Python ints, so that a step in which all rows are equally long never waits for the device.
+(Rows of different lengths cost small index tensors, copied over at each step.)
 """
 from dataclasses import dataclass
 
@@ -67,6 +68,8 @@ class KVCache:
         """Rows (all, if None) hold nothing again. Their memory stays allocated; other rows are untouched."""
         for row in range(self.batch_size) if rows is None else rows:
             self._lengths[int(row)] = 0
+        if rows is None:
+            self._step, self._views = None, {}
 
     def fill_(self, length: int) -> 'KVCache':
         """As if every row held `length` tokens, with random K/V: for benchmarks and capacity tests."""
@@ -74,6 +77,7 @@ class KVCache:
             raise UserError(f'fill_({length}): the cache holds at most max_seq_len={self.max_seq_len} tokens')
         for store in self.stores:
             store.fill_random_()
+        self.reset()
         self._lengths = [length] * self.batch_size
         return self
 
@@ -92,6 +96,8 @@ class KVCache:
             if length + n > self.max_seq_len:
                 raise UserError(f'row {row} holds {length} tokens and {n} more were given: '
                                 f'the cache has max_seq_len={self.max_seq_len}')
+        if self._step is not None:
+            raise UserError('an earlier step of this cache failed midway and left it half-written: reset() it')
         self._views = {}
         self._step = Step(t, lens, list(self._lengths))
         return self._step
@@ -104,12 +110,18 @@ class KVCache:
             view = _append_uniform(store, slot, k, v, step)
         else:
             view = _append_ragged(store, slot, k, v, step)
-        self._views[slot_index] = view
+        if len(slot.layers) > 1:
+            self._views[slot_index] = view
         return view
 
-    def view(self, slot_index: int) -> KVView:
-        """What the owner of this slot has already appended in this step, for a layer that reads it."""
-        return self._views[slot_index]
+    def view(self, slot_index: int, layer: int) -> KVView:
+        """What the owner of this slot has appended in this step, for `layer`, which reads it.
+
+        The slot's last reader takes the view away with it: where it is a decoded copy (int8), only those still to be
+        read are alive.
+        """
+        last = layer == self.plan.slots[slot_index].layers[-1]
+        return self._views.pop(slot_index) if last else self._views[slot_index]
 
     def commit(self) -> None:
         """The step is done: the new tokens count as held."""

@@ -118,6 +118,9 @@ def plan_kv(config: GPTConfig) -> KVPlan:
     slots = tuple(Slot(s, layers[m[0]].kind, layers[m[0]].window, owner=m[0], layers=tuple(m))
                   for s, m in enumerate(members))
     plan = KVPlan(tuple(layers), slots, config.n_head, config.n_kv_head or config.n_head, config.resolved_head_dim)
+    if 'G' in pattern and not any(layer.kind == GLOBAL for layer in layers):
+        warnings.warn(f'layer_pattern={pattern!r} is longer than n_layer={config.n_layer}: no layer is global, so nothing is '
+                      f'remembered beyond {config.n_layer} windows', stacklevel=2)
     first = slots[0]
     if config.share_global_kv and first.kind == GLOBAL and len(first.layers) > 1:
         warnings.warn(f'layer_pattern={pattern!r}: layer 0 owns the KV shared by global layers '

@@ -21,6 +21,8 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
         UserError: the folder cannot be written to, or is full. The previous checkpoint is still whole then.
     """
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    for stale in path.parent.glob(f'.{path.name}.*.tmp'):  # of a run that was killed while writing
+        stale.unlink(missing_ok=True)
     try:
         with open(temporary, 'wb') as f:
             torch.save(checkpoint, f)
@@ -122,10 +124,10 @@ def rng_state() -> dict:
 
 def set_rng_state(state: dict) -> None:
     """The inverse of `rng_state`."""
-    torch.set_rng_state(state['torch'].cpu())
+    torch.set_rng_state(state['torch'])
     if 'cuda' in state and torch.cuda.is_available() and len(state['cuda']) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([x.cpu() for x in state['cuda']])
+        torch.cuda.set_rng_state_all(state['cuda'])
     kind, keys, *rest = state['numpy']
-    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     version, internal, gauss = state['python']
     random.setstate((version, tuple(internal), gauss))

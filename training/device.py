@@ -39,7 +39,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == 'auto':
         if device.type != 'cuda':
             return torch.float32
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return getattr(torch, name)
 
 

@@ -1,6 +1,7 @@
 """What a run says: nanoGPT's log lines, a live progress line on a terminal, metrics.jsonl, Weights & Biases."""
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -15,16 +16,12 @@ class RunLog:
 
     metrics.jsonl has one JSON object per logged step: iter, loss (full precision), lr, time_ms, tokens_per_second and,
     where the step was evaluated, train_loss and val_loss. On resume rows from `start_iter` on are dropped: they are
-    written again.
+    written again. `write=False` leaves the file alone.
     """
 
-    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, wandb_run=None):
+    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, wandb_run=None, write: bool = True):
         self.path, self.wandb_run = out_dir / 'metrics.jsonl', wandb_run
-        kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter] if start_iter else []
-        temporary = self.path.with_suffix('.tmp')
-        temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
-        os.replace(temporary, self.path)
-        self.file = open(self.path, 'a', buffering=1)
+        self.file = self._reopen(start_iter) if write else open(os.devnull, 'w')
         self.console = Console()
         self.progress = Progress(
             TextColumn('[bold]{task.description:10}'), BarColumn(bar_width=None), MofNCompleteColumn(),
@@ -43,12 +40,23 @@ class RunLog:
         if self.wandb_run is not None:
             self.wandb_run.finish()
 
+    def _reopen(self, start_iter):
+        kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter] if start_iter else []
+        temporary = self.path.with_suffix('.tmp')
+        temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
+        os.replace(temporary, self.path)
+        return open(self.path, 'a', buffering=1)
+
     def line(self, text: str) -> None:
-        """A log line, above the progress line if there is one."""
-        if self.progress.disable:
-            print(text, flush=True)
-        else:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """A log line, above the progress line if there is one. A reader that went away (Ctrl-C ends `| tee log` too) must
+        not keep the run from saving."""
+        try:
+            if self.progress.disable:
+                print(text, flush=True)
+            else:
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, 'w')
 
     def doing(self, what: str) -> None:
         """What the progress line says in front: 'training', 'evaluating'."""

@@ -18,7 +18,7 @@ def test_forward_is_one_graph_and_equals_eager(monkeypatch, flex):
         eager, _ = model(idx, all_logits=True)
         if flex:
             for module in (attention.causal, model_module):
-                monkeypatch.setattr(module, 'suits_flex', lambda *_: True)
+                monkeypatch.setattr(module, 'suits_flex', lambda *_, **__: True)
         model.prepare(64)
         compiled, _ = torch.compile(model, fullgraph=True, backend='aot_eager')(idx, all_logits=True)
     assert (compiled - eager).abs().max() < 1e-6

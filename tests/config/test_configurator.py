@@ -297,3 +297,15 @@ def test_run_program_turns_errors_into_one_line_and_a_status(error, status, stde
 def test_run_program_leaves_bugs_their_traceback():
     with pytest.raises(ZeroDivisionError):
         configurator.run_program(lambda: 1 / 0)
+
+
+def test_a_shared_file_may_hold_what_only_another_program_takes(tmp_path):
+    """init_from = 'scratch' is train.py's; sample.py keeps its own. What no program takes is refused by both."""
+    path = tmp_path / 'shared.py'
+    path.write_text("init_from = 'scratch'\n")
+    assert configurator.parse('sample', [str(path)], echo=False).init_from == 'resume'
+    assert configurator.parse('train', [str(path)], echo=False).init_from == 'scratch'
+    path.write_text("init_from = 'scrach'\n")
+    for program in ('train', 'sample'):
+        with pytest.raises(UserError, match="'scrach'"):
+            configurator.parse(program, [str(path)], echo=False)

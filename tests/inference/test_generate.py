@@ -125,9 +125,11 @@ def test_generate_puts_the_training_mode_back_when_it_fails():
     assert model.training
 
 
-def test_generated_tokens_may_be_trained_on():
-    model = sharp_model(VANILLA).train()
-    tokens = generate(model, prompt(1, 4), 8)
+@pytest.mark.parametrize('kind, n_new', [(VANILLA, 8), (FULL_STACK, 8), (FULL_STACK, 300)],
+                         ids=['vanilla', 'full stack', 'rotary table grown'])
+def test_a_model_may_be_trained_after_it_generated(kind, n_new):
+    model = sharp_model(kind).train()
+    tokens = generate(model, prompt(1, 4), n_new)[:, -20:]
     model(tokens[:, :-1], tokens[:, 1:])[1].backward()
     assert model.lm_head.weight.grad is not None
 

@@ -77,6 +77,7 @@ def test_a_last_period_may_be_cut_short():
     assert [layer.kind for layer in p.layers][6:] == ['local', 'local']
 
 
+@pytest.mark.filterwarnings("ignore:.*no layer is global")
 def test_fewer_layers_than_a_period_leave_out_the_rest():
     p = plan(**dict(STACK, n_layer=3))
     assert layer_slots(p) == [0, 0, 1] and len(p.slots) == 2
@@ -239,3 +240,8 @@ def test_plan_and_its_program_do_not_import_torch(program):
     done = subprocess.run([sys.executable, '-c', watched], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith('torch imported: False')
+
+
+def test_a_pattern_longer_than_the_model_warns_that_nothing_is_global():
+    with pytest.warns(UserWarning, match="'LLLLLG' is longer than n_layer=4"):
+        plan_kv(GPTConfig(n_layer=4, layer_pattern='LLLLLG', window_size=8))

@@ -192,6 +192,49 @@ def test_a_second_interrupt_does_not_wait(tmp_path, at_step):
         run_train(tmp_path)
 
 
+class Gone:
+    """A stdout whose reader went away, as `tee` does when Ctrl-C ends the whole pipe."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    flush = isatty = lambda self: False
+
+
+def test_an_interrupt_saves_though_nobody_reads_the_log_any_more(tmp_path, at_step, monkeypatch):
+    def interrupt():
+        monkeypatch.setattr('sys.stdout', Gone())
+        os.kill(os.getpid(), signal.SIGINT)
+    at_step(3, interrupt)
+    run_train(tmp_path)
+    assert load(tmp_path / 'ckpt.pt')['iter_num'] == 4
+
+
+def test_model_keys_that_differ_from_the_checkpoint_are_passed_over_and_said_so(tmp_path, capsys):
+    run_train(tmp_path, max_iters=5)
+    run_train(tmp_path, max_iters=6, n_layer=5, bias=True, init_from='resume')
+    out = capsys.readouterr().out
+    assert 'n_layer = 2, as in the checkpoint (not 5)' in out and 'bias = False, as in the checkpoint (not True)' in out
+    saved = load(tmp_path / 'ckpt.pt')
+    assert saved['config']['n_layer'] == saved['model_args']['n_layer'] == 2 and saved['config']['bias'] is False
+
+
+def test_optimizer_settings_are_todays_after_a_resume(tmp_path):
+    run_train(tmp_path, max_iters=5)
+    run_train(tmp_path, max_iters=6, init_from='resume', weight_decay=0.5, beta2=0.5)
+    decay, no_decay = load(tmp_path / 'ckpt.pt')['optimizer']['param_groups']
+    assert (decay['weight_decay'], no_decay['weight_decay']) == (0.5, 0.0)
+    assert decay['betas'][1] == no_decay['betas'][1] == 0.5
+
+
+def test_eval_only_leaves_the_metrics_alone(tmp_path):
+    run_train(tmp_path, max_iters=5)
+    before = (tmp_path / 'metrics.jsonl').read_bytes()
+    for start in ('resume', 'scratch'):
+        run_train(tmp_path, eval_only=True, init_from=start)
+        assert (tmp_path / 'metrics.jsonl').read_bytes() == before
+
+
 # -- the best checkpoint, where only improvements are saved -----------------------------------------------------------
 
 BEST_ONLY = dict(always_save_checkpoint=False, eval_interval=2)

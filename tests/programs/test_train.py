@@ -12,8 +12,7 @@ import train
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
-from tests.programs.support import (BOTH, FULL_STACK, TINY, VANILLA, assert_same_weights, flags, load, losses, metrics,
-                                    run_train)
+from tests.programs.support import BOTH, FULL_STACK, TINY, VANILLA, assert_same_weights, flags, load, losses, metrics, run_train
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 VANILLA_ARGS = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=False, vocab_size=12, dropout=0.0)
