@@ -1,7 +1,7 @@
 """Does the small cache cost loss? The demo config against vanilla GPT-2 and RoPE MHA: same size, data, steps, three seeds.
 
-    python scripts/compare.py                                   # all nine runs; finished ones are not repeated
-    python scripts/compare.py --configs train_vanilla --seeds 2
+    python scripts/compare.py                                # all nine runs; finished ones are not repeated
+    python scripts/compare.py --runs train_vanilla --seeds 2
     python scripts/compare.py --table                           # only remake the table from the JSON files
 
 Each run is `python train.py config/NAME.py --seed=SEED`, then the mean loss over the whole validation split in windows
@@ -30,7 +30,20 @@ from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.log import read_metrics
 
 RESULTS = ROOT / 'results' / 'compare'
-CONFIGS = ('train_vanilla', 'train_rope_mha', 'train_mqa_local')
+# run -> what it changes in the config that its name begins with
+RUNS = {
+    'train_vanilla': [],
+    'train_rope_mha': [],
+    'train_mqa_local': [],
+    # by name only: settings that were weighed for the three above
+    'train_mqa_local-GLLLLL': ['--layer_pattern=GLLLLL', '--kv_share=ABBCCC'],
+    'train_mqa_local-untied': ['--share_global_kv=False'],
+    'train_mqa_local-W32': ['--window_size=32'],
+    'train_mqa_local-W128': ['--window_size=128'],
+    'train_vanilla-lr2e-3': ['--learning_rate=2e-3', '--min_lr=2e-4'],
+}
+MAIN = ('train_vanilla', 'train_rope_mha', 'train_mqa_local')
+SAME = ('dataset', 'B', 'T', 'steps', 'dtype', 'val_tokens')  # what all runs of one table have in common
 
 
 @torch.inference_mode()
@@ -47,18 +60,21 @@ def whole_split_loss(model, tokens, block_size, batch_size=16) -> float:
 def run(name: str, seed: int) -> dict:
     """Train one config with one seed and measure it."""
     out_dir = RESULTS / 'runs' / f'{name}-seed{seed}'
-    command = [sys.executable, str(ROOT / 'train.py'), f'config/{name}.py', f'--seed={seed}', f'--out_dir={out_dir}',
-               '--device=cpu']
+    settings = [str(ROOT / 'config' / f"{name.split('-')[0]}.py"), *RUNS[name], f'--seed={seed}', f'--out_dir={out_dir}']
+    command = [sys.executable, str(ROOT / 'train.py'), *settings, '--device=cpu']
     if (out_dir / 'ckpt.pt').is_file():
         command.append('--init_from=resume')
     if subprocess.run(command, cwd=ROOT, check=False).returncode:
         raise UserError(f'training {name} with seed {seed} failed; its output is above')
-    s = parse('train', [str(ROOT / 'config' / f'{name}.py')], echo=False)
+    s = parse('train', settings, echo=False)
     path = out_dir / 'ckpt.pt'
     checkpoint = load_checkpoint(path)
     if checkpoint['iter_num'] != s.max_iters:
         raise UserError(f"{path} stands at iteration {checkpoint['iter_num']} of {s.max_iters}: run this again to go on")
     model = GPT(config_of(checkpoint, path)).eval()
+    stale = [key for key in vars(s) if checkpoint['config'][key] != getattr(s, key) and key not in ('init_from', 'device')]
+    if stale:
+        raise UserError(f'{path} was trained with another {stale[0]}: delete {out_dir} to train it anew')
     load_weights(model, checkpoint, path)
     tokens = {split: open_tokens(DATA_ROOT / s.dataset / f'{split}.bin') for split in ('train', 'val')}
     rows, plan, T = read_metrics(out_dir / 'metrics.jsonl'), model.plan, s.block_size
@@ -70,41 +86,45 @@ def run(name: str, seed: int) -> dict:
             'threads': torch.get_num_threads(), 'torch': torch.__version__,
             'kv_bytes_bf16': plan.nbytes(1, T, 'bfloat16'),
             'kv_ratio': plan.vanilla().nbytes(1, T, 'bfloat16') / plan.nbytes(1, T, 'bfloat16'),
-            'tokens_per_second': statistics.median(row['tokens_per_second'] for row in rows),
             'loss_curve': [[row['iter'], row['loss']] for row in rows]}
 
 
 def table(runs: list[dict]) -> str:
     """The Markdown page made from the runs."""
     first = runs[0]
+    for r in runs:
+        for key in SAME:
+            if r[key] != first[key]:
+                raise UserError(f"{r['config']} seed {r['seed']} has {key}={r[key]}, {first['config']} seed {first['seed']} "
+                                f'{first[key]}: these do not belong into one table')
     lines = ['# Small cache against full memory, trained alike', '',
              f"{first['dataset']}, characters, {first['steps']} steps of B={first['B']} x T={first['T']} "
              f"({first['tokens']:,} tokens), {first['dtype']}, {first['hardware']}, torch {first['torch']}. "
              f"Validation loss in nats per character over the whole split ({first['val_tokens']:,} tokens, windows of T that "
              'do not overlap). Made by `python scripts/compare.py`.', '',
-             '| config | parameters | W | KV bytes at T (bf16) | smaller | val loss by seed | mean | sd |',
-             '|---|---|---|---|---|---|---|---|']
-    for name in CONFIGS:
+             '| run | parameters | learning rate | W | KV bytes at T (bf16) | smaller | val loss by seed | mean | sd |',
+             '|---|---|---|---|---|---|---|---|---|']
+    for name in RUNS:
         some = sorted((r for r in runs if r['config'] == name), key=lambda r: r['seed'])
         if some:
-            losses = [r['val_loss'] for r in some]
+            losses, one = [r['val_loss'] for r in some], some[0]
             sd = f'{statistics.stdev(losses):.4f}' if len(losses) > 1 else '-'
-            lines.append(f"| {name} | {some[0]['params']:,} | {some[0]['W'] or '-'} | {some[0]['kv_bytes_bf16']:,} | "
-                         f"{some[0]['kv_ratio']:.0f}x | {', '.join(f'{x:.4f}' for x in losses)} | "
+            lines.append(f"| {name} | {one['params']:,} | {one['learning_rate']:g} | {one['W'] or '-'} | "
+                         f"{one['kv_bytes_bf16']:,} | {one['kv_ratio']:.0f}x | {', '.join(f'{x:.4f}' for x in losses)} | "
                          f'{statistics.mean(losses):.4f} | {sd} |')
     return '\n'.join(lines) + '\n'
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--configs', nargs='+', default=CONFIGS, choices=CONFIGS, metavar='CONFIG',
-                        help=f'all of {", ".join(CONFIGS)}')
+    parser.add_argument('--runs', nargs='+', default=MAIN, choices=RUNS, metavar='RUN',
+                        help=f'the first three by default, of {", ".join(RUNS)}')
     parser.add_argument('--seeds', nargs='+', default=[1, 2, 3], type=int, metavar='SEED')
     parser.add_argument('--table', action='store_true', help='only remake the table from the JSON files')
     args = parser.parse_args(argv)
     RESULTS.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
-        for name in args.configs if not args.table else []:
+        for name in args.runs if not args.table else []:
             path = RESULTS / f'{name}-seed{seed}.json'
             if not path.exists():
                 path.write_text(json.dumps(run(name, seed), indent=1) + '\n')
