@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow data recall compare clean
+.PHONY: help demo test test-slow data kv recall compare clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -31,10 +31,15 @@ test: $(VENV)/.installed  ## the tests, without the slow ones
 test-slow: data  ## the tests marked slow (prepares the data set)
 	$(BIN)/python -m pytest -q -m slow
 
-recall: $(VENV)/.installed  ## the recall probe behind the default layer order (hours on 2 cores; finished runs are kept)
+kv: $(VENV)/.installed  ## the KV figures of GPT-2's shape in README
+	mkdir -p results/kv
+	for T in 1024 8192; do $(BIN)/python -m kv config/train_gpt2_mqa_local.py --max_seq_len=$$T --budget=1GB --json=True \
+	  | tail -n 1 | $(BIN)/python -m json.tool > results/kv/gpt2_mqa_local-T$$T.json; done
+
+recall: $(VENV)/.installed  ## the recall probe behind the default layer order (under an hour on 2 cores; finished runs are kept)
 	$(BIN)/python scripts/recall_probe.py
 
-compare: $(VENV)/.installed  ## full stack, vanilla and RoPE MHA, three seeds each (under an hour on 2 cores; finished runs are kept)
+compare: $(VENV)/.installed  ## full stack, vanilla and RoPE MHA, three seeds each (about 45 minutes on 2 cores; finished runs are kept)
 	$(BIN)/python scripts/compare.py
 
 clean:  ## remove the environment and what training wrote

@@ -7,8 +7,6 @@
 Each run is `python train.py config/NAME.py --seed=SEED`, then the mean loss over the whole validation split in windows
 that do not overlap. Writes results/compare/NAME-seedSEED.json and results/compare/README.md.
 """
-import argparse
-import json
 import os
 import platform
 import statistics
@@ -26,6 +24,7 @@ from configurator import parse, run_program
 from data.datasets import DATA_ROOT
 from data.tokenfiles import open_tokens
 from model import GPT
+from scripts.runs import run_all
 from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.log import read_metrics
 
@@ -42,6 +41,7 @@ RUNS = {
     'train_mqa_local-W128': ['--window_size=128'],
     'train_vanilla-lr2e-3': ['--learning_rate=2e-3', '--min_lr=2e-4'],
 }
+SEEDS = [1, 2, 3]
 MAIN = ('train_vanilla', 'train_rope_mha', 'train_mqa_local')
 SAME = ('dataset', 'B', 'T', 'steps', 'dtype', 'val_tokens')  # what all runs of one table have in common
 
@@ -116,21 +116,7 @@ def table(runs: list[dict]) -> str:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--runs', nargs='+', default=MAIN, choices=RUNS, metavar='RUN',
-                        help=f'the first three by default, of {", ".join(RUNS)}')
-    parser.add_argument('--seeds', nargs='+', default=[1, 2, 3], type=int, metavar='SEED')
-    parser.add_argument('--table', action='store_true', help='only remake the table from the JSON files')
-    args = parser.parse_args(argv)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    for seed in args.seeds:
-        for name in args.runs if not args.table else []:
-            path = RESULTS / f'{name}-seed{seed}.json'
-            if not path.exists():
-                path.write_text(json.dumps(run(name, seed), indent=1) + '\n')
-    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob('*-seed*.json'))]
-    if runs:
-        (RESULTS / 'README.md').write_text(table(runs))
+    run_all(globals(), 'runs', MAIN, argv)
 
 
 if __name__ == '__main__':

@@ -10,8 +10,6 @@ The task is to repeat a string of random tokens after a fixed distance beyond th
 multi-head attention (mha) reaches 95%. (With distances drawn at random mha itself stayed near chance for 1,050 steps at
 this size, results/recall/variable-distance-mha.txt, so that harder task tells nothing here.)
 """
-import argparse
-import json
 import platform
 import sys
 import time
@@ -26,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from configurator import run_program
 from data.recall.task import CopyTask
 from model import GPT, GPTConfig
+from scripts.runs import run_all
 
 RESULTS = ROOT / 'results' / 'recall'
 N_LAYER, N_HEAD, N_EMBD, WINDOW, BLOCK_SIZE = 12, 2, 64, 4, 96
@@ -35,7 +34,7 @@ LOCAL_REACH = 10 * (WINDOW - 1)  # ten of the twelve layers are local
 SHARED = dict(n_kv_head=1, window_size=WINDOW)
 LAST = dict(SHARED, layer_pattern='LLLLLG', kv_share='AABBBC')
 FIRST = dict(SHARED, layer_pattern='GLLLLL', kv_share='ABBCCC')
-ARMS = {
+RUNS = {
     'mha': {},                                         # every layer global, every head its own K/V: the yardstick
     'LLLLLG-tied': dict(LAST, share_global_kv=True),   # the default
     'LLLLLG-untied': LAST,
@@ -43,6 +42,7 @@ ARMS = {
     'GLLLLL-untied': FIRST,
     'local-only': dict(SHARED, layer_pattern='L'),     # control: must fail beyond its reach
 }
+SEEDS = [1]
 BATCH, STEPS, WARMUP, LEARNING_RATE, EVAL_EVERY, EVAL_ROWS = 32, 1000, 100, 2e-3, 25, 128
 
 
@@ -61,7 +61,7 @@ def run(arm: str, seed: int) -> dict:
     torch.manual_seed(seed)
     config = GPTConfig(block_size=BLOCK_SIZE, vocab_size=TASK.vocab_size, n_layer=N_LAYER, n_head=N_HEAD, n_embd=N_EMBD,
                        bias=False,
-                       pos_embedding='rope', qk_norm=True, **ARMS[arm])
+                       pos_embedding='rope', qk_norm=True, **RUNS[arm])
     model, rng = GPT(config), np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     curve, started = [], time.perf_counter()
@@ -80,7 +80,7 @@ def run(arm: str, seed: int) -> dict:
             if len(curve) > 1 and min(row['accuracy'] for row in curve[-2:]) >= 0.99:
                 break
     reached = next((row['step'] for row in curve if row['accuracy'] >= 0.95), None)
-    return {'arm': arm, 'seed': seed, 'settings': ARMS[arm], 'n_layer': N_LAYER, 'n_head': N_HEAD, 'n_embd': N_EMBD,
+    return {'arm': arm, 'seed': seed, 'settings': RUNS[arm], 'n_layer': N_LAYER, 'n_head': N_HEAD, 'n_embd': N_EMBD,
             'T': BLOCK_SIZE, 'W': WINDOW, 'B': BATCH, 'max_steps': STEPS, 'learning_rate': LEARNING_RATE,
             'task': vars(TASK), 'local_reach': LOCAL_REACH, 'dtype': 'float32',
             'kv_bytes_bf16': model.plan.nbytes(1, BLOCK_SIZE, 'bfloat16'), 'params': model.get_num_params(),
@@ -99,27 +99,14 @@ def table(rows: list[dict]) -> str:
              f"{first['torch']}. At most {first['max_steps']} steps; a run ends early at 99%. "
              'Made by `python scripts/recall_probe.py`.', '',
              '| arm | seed | KV bytes (bf16) | steps to 95% | steps run | accuracy at the end |', '|---|---|---|---|---|---|']
-    for r in sorted(rows, key=lambda r: (list(ARMS).index(r['arm']), r['seed'])):
+    for r in sorted(rows, key=lambda r: (list(RUNS).index(r['arm']), r['seed'])):
         lines.append(f"| {r['arm']} | {r['seed']} | {r['kv_bytes_bf16']:,} | {r['steps_to_95'] or '-'} | {r['steps']} | "
                      f"{r['accuracy']:.1%} |")
     return '\n'.join(lines) + '\n'
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--arms', nargs='+', default=ARMS, choices=ARMS, metavar='ARM', help=f'all of {", ".join(ARMS)}')
-    parser.add_argument('--seeds', nargs='+', default=[1], type=int, metavar='SEED')
-    parser.add_argument('--table', action='store_true', help='only remake the table from the JSON files')
-    args = parser.parse_args(argv)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    for seed in args.seeds:
-        for arm in args.arms if not args.table else []:
-            path = RESULTS / f'{arm}-seed{seed}.json'
-            if not path.exists():
-                path.write_text(json.dumps(run(arm, seed), indent=1) + '\n')
-    rows = [json.loads(path.read_text()) for path in sorted(RESULTS.glob('*-seed*.json'))]
-    if rows:
-        (RESULTS / 'README.md').write_text(table(rows))
+    run_all(globals(), 'arms', RUNS, argv)
 
 
 if __name__ == '__main__':

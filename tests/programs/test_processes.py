@@ -38,7 +38,7 @@ def test_kill_9_in_the_middle_of_it_leaves_a_checkpoint_to_resume_from(tmp_path,
 
 @pytest.mark.parametrize('program, args, named', [
     ('train', ['--learnin_rate=1'], "'learning_rate'"),
-    ('train', ['config/train_mqa_local.py', '--dataset=shakespeare_work', '--out_dir=/tmp/nanokv-never'],
+    ('train', ['config/train_mqa_local.py', '--dataset=shakespeare_work', '--out_dir=nanokv-never'],
      "'shakespeare_works'"),
     ('sample', ['--out_dir=/no/such/folder'], '/no/such/folder/ckpt.pt'),
 ])

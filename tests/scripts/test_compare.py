@@ -23,7 +23,8 @@ def compare(tmp_path, monkeypatch):
 
 def made_up(name, seed, loss, **other):
     return dict(config=name, seed=seed, val_loss=loss, val_tokens=100, dataset='tiny', params=10, B=2, T=8, W=4, steps=3,
-                tokens=48, learning_rate=0.1, dtype='float32', hardware='one', torch='2', kv_bytes_bf16=64, kv_ratio=48.0) | other
+                tokens=48, learning_rate=0.1, dtype='float32', hardware='one', torch='2', kv_bytes_bf16=64,
+                kv_ratio=48.0) | other
 
 
 @pytest.mark.parametrize('batch_size', [1, 2, 16])

@@ -27,7 +27,7 @@ def test_a_run_has_settings_curve_and_accuracy(probe):
     assert (row['arm'], row['seed'], row['steps'], row['max_steps']) == ('LLLLLG-tied', 3, 2, 2)
     assert [point['step'] for point in row['curve']] == [1, 2]
     assert 0 <= row['accuracy'] == row['curve'][-1]['accuracy'] < 0.5
-    assert row['settings'] == probe.ARMS['LLLLLG-tied'] and row['steps_to_95'] is None
+    assert row['settings'] == probe.RUNS['LLLLLG-tied'] and row['steps_to_95'] is None
 
 
 def test_runs_with_one_seed_are_the_same(probe):
@@ -60,7 +60,7 @@ def test_accuracy_counts_what_is_scored_alone(probe):
 @pytest.mark.filterwarnings('ignore:.*layer 0 owns')
 def test_what_is_recalled_lies_beyond_local_reach(probe):
     assert probe.LOCAL_REACH == 10 * (probe.WINDOW - 1) < probe.TASK.min_distance - 1
-    for settings in probe.ARMS.values():
+    for settings in probe.RUNS.values():
         plan = probe.GPT(probe.GPTConfig(block_size=8, vocab_size=5, n_layer=probe.N_LAYER, n_head=2, n_embd=8,
                                          pos_embedding='rope', **settings)).plan
         assert sum(layer.kind == 'local' for layer in plan.layers) in (0, 10, 12)
