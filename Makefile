@@ -20,7 +20,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 
 demo: $(VENV)/.installed  ## train the default config on Shakespeare, sample from it, report its KV cache (about 5 minutes on 2 cores)
 	$(BIN)/python train.py config/train_mqa_local.py
-	$(BIN)/python sample.py config/train_mqa_local.py --num_samples=2 --max_new_tokens=255
+	$(BIN)/python sample.py config/train_mqa_local.py --num_samples=2 --max_new_tokens=255 --temperature=0.6
 
 data: $(VENV)/.installed  ## fetch and prepare the Shakespeare data set
 	$(BIN)/python data/shakespeare_works/prepare.py

@@ -193,7 +193,8 @@ def show_report(figures):
     print_report(figures, console, f"\nKV cache, as allocated for {figures['batch']} x {figures['max_seq_len']:,} tokens")
     tpot = f"{figures['tpot_ms']:.2f} ms" if figures['tpot_ms'] is not None else '-'
     console.print(f"TTFT {figures['ttft_ms']:.1f} ms ({figures['prompt_tokens']} prompt tokens), TPOT {tpot}, "
-                  f"{figures['tokens_per_second']:,.1f} tokens/s at batch {figures['batch']} on {figures['device']}, "
+                  f"{figures['tokens_per_second']:,.1f} tokens/s\n"
+                  f"at batch {figures['batch']} on {figures['device']}, "
                   f"{figures['threads']} threads, weights {figures['weights']}", highlight=False)
 
 

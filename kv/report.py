@@ -51,10 +51,10 @@ def nice_bytes(n: float) -> str:
 def factor_lines(figures: dict) -> str:
     """The factors that multiply to the ratio: at equal dtype, and against vanilla in bfloat16."""
     f = figures['factors']
-    lines = (f"against vanilla GPT-2 in {figures['kv_dtype']}: heads {f['heads']:.3g}x * window {f['window']:.3g}x * "
-             f"sharing {f['sharing']:.3g}x = {figures['kv_ratio']:.1f}x smaller")
+    lines = (f"smaller vs vanilla in {figures['kv_dtype']}: heads {f['heads']:.3g}x * window {f['window']:.3g}x * "
+             f"sharing {f['sharing']:.3g}x = {figures['kv_ratio']:.1f}x")
     if figures['kv_dtype'] != 'bfloat16':
-        lines += f"\nagainst vanilla in bfloat16: that * dtype {f['dtype']:.3g}x = {figures['kv_ratio_bf16']:.1f}x smaller"
+        lines += f"\nsmaller vs vanilla in bfloat16: that * dtype {f['dtype']:.3g}x = {figures['kv_ratio_bf16']:.1f}x"
     return lines
 
 
@@ -81,8 +81,7 @@ def slot_table(figures: dict, title: str):
 def print_report(figures: dict, console, title: str) -> None:
     """The table, then the factors and the bytes per token in words."""
     console.print(slot_table(figures, title))
-    console.print(f"[dim]* computes the slot's K and V, the others read them; vanilla: {figures['n_head']} K/V heads, "
-                  'all global[/dim]')
+    console.print(f"[dim]* computes K and V, the others read them; vanilla: all global, {figures['n_head']} K/V heads[/dim]")
     console.print(f'\n[bold]{factor_lines(figures)}[/bold]', highlight=False)
     console.print(f"{figures['bytes_per_token']:,.1f} bytes per token over {figures['max_seq_len']:,} tokens; "
                   f"each further token adds {figures['bytes_per_further_token']:,}", highlight=False)
@@ -102,13 +101,13 @@ def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
         table.add_row(name, *(form(a) for a in figures), style=style)
     row('bytes', lambda a: f"{a['kv_bytes']:,}")
     row('bytes per token', lambda a: f"{a['bytes_per_token']:,.1f}")
-    row('vanilla GPT-2, same dtype', lambda a: f"{a['kv_bytes_vanilla']:,}")
+    row('vanilla, same dtype', lambda a: f"{a['kv_bytes_vanilla']:,}")
     row('  fewer K/V heads', lambda a: f"{a['factors']['heads']:.3g}x")
     row('  windows', lambda a: f"{a['factors']['window']:.3g}x")
     row('  shared slots', lambda a: f"{a['factors']['sharing']:.3g}x")
     row('smaller, same dtype', lambda a: f"{a['kv_ratio']:.1f}x", style='bold')
-    row('  dtype against bfloat16', lambda a: f"{a['factors']['dtype']:.3g}x")
-    row('smaller than vanilla bfloat16', lambda a: f"{a['kv_ratio_bf16']:.1f}x", style='bold')
+    row('  dtype, vs bfloat16', lambda a: f"{a['factors']['dtype']:.3g}x")
+    row('smaller, vs bfloat16', lambda a: f"{a['kv_ratio_bf16']:.1f}x", style='bold')
     if budget:
         for name, p in (('fit in the budget', plan), ('  vanilla, same dtype', plan.vanilla())):
             row(name, lambda a, p=p: f"{fitting(p, budget, max_seq_len, a['kv_dtype']):,}")
