@@ -51,10 +51,10 @@ def nice_bytes(n: float) -> str:
 def factor_lines(figures: dict) -> str:
     """The factors that multiply to the ratio: at equal dtype, and against vanilla in bfloat16."""
     f = figures['factors']
-    lines = (f"smaller vs vanilla in {figures['kv_dtype']}: heads {f['heads']:.3g}x * window {f['window']:.3g}x * "
-             f"sharing {f['sharing']:.3g}x = {figures['kv_ratio']:.1f}x")
+    lines = (f"heads {f['heads']:.3g} * window {f['window']:.3g} * sharing {f['sharing']:.3g} = {figures['kv_ratio']:.1f}x "
+             f"smaller than vanilla {figures['kv_dtype']}")
     if figures['kv_dtype'] != 'bfloat16':
-        lines += f"\nsmaller vs vanilla in bfloat16: that * dtype {f['dtype']:.3g}x = {figures['kv_ratio_bf16']:.1f}x"
+        lines += f"\n   ... * dtype {f['dtype']:.3g} = {figures['kv_ratio_bf16']:.1f}x smaller than vanilla bfloat16"
     return lines
 
 
