@@ -8,6 +8,7 @@ An argument without '--' is a config file: plain Python assignments, run with th
 import ast
 import difflib
 import math
+import symtable
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,12 @@ from config.schema import ALL_KEYS, PROGRAMS, Key
 ROOT = Path(__file__).resolve().parent
 
 
-def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bool = True) -> SimpleNamespace:
+class Settings(SimpleNamespace):
+    """One attribute per key. `given` names those that a config file or flag set (it is no setting: `vars` omits it)."""
+    __slots__ = ('given',)
+
+
+def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bool = True) -> Settings:
     """The settings of `program` ('train', 'sample', ...) after config files and flags, one attribute per key.
 
     Prints what it overrides, in nanoGPT's words (not when `echo` is False). `--help` prints every key and exits.
@@ -27,7 +33,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bo
         UserError: unknown key, value of another type or not among the choices, unreadable or failing config file.
     """
     keys = {key.name: key for key in PROGRAMS[program]}
-    values = {name: key.default for name, key in (ALL_KEYS | keys).items()}
+    values, given = {name: key.default for name, key in (ALL_KEYS | keys).items()}, set()
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
         print(help_text(program, usage))
@@ -36,6 +42,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bo
         if arg.startswith('-'):
             name, value = _flag(arg, keys)
             values[name] = value
+            given.add(name)
             if echo:
                 print(f'Overriding: {name} = {value}')
         else:
@@ -43,15 +50,19 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bo
             text = _read(arg, path)
             if echo:
                 print(f'Overriding config with {arg}:\n{text}')
-            values.update(_run_file(arg, path, text, values, keys))
-    return SimpleNamespace(**{name: values[name] for name in keys})
+            changed = _run_file(arg, path, text, values, keys)
+            values.update(changed)
+            given.update(changed)
+    settings = Settings(**{name: values[name] for name in keys})
+    settings.given = frozenset(given)
+    return settings
 
 
 def help_text(program: str, usage: str = '') -> str:
     """Every key with its default and meaning."""
     lines = [usage.strip(), '', 'Keys (give them as --key=value, or as assignments in a config file):', '']
     for key in PROGRAMS[program]:
-        choices = f' [{", ".join(map(repr, key.choices))}]' if key.choices else ''
+        choices = f' [{_allowed(key)}]' if key.choices else ''
         lines += [f'  --{key.name}={key.default!r}', f'        {key.meaning}{choices}']
     return '\n'.join(lines)
 
@@ -66,9 +77,13 @@ def coerce(key: Key, value, where: str):
                         f'{_type_words(wanted)} (default {key.default!r})')
     if wanted is float and not math.isfinite(value):
         raise UserError(f'{where}: {key.name}={value!r} is not a finite number')
-    if key.choices and value not in key.choices:
-        raise UserError(f'{where}: {key.name}={value!r}: allowed are {", ".join(map(repr, key.choices))}')
+    if key.choices and value not in key.choices and not (key.folder and value and Path(value).is_dir()):
+        raise UserError(f'{where}: {key.name}={value!r}: allowed are {_allowed(key)}')
     return value
+
+
+def _allowed(key: Key) -> str:
+    return ', '.join(map(repr, key.choices)) + (f', or a folder with {key.folder}' if key.folder else '')
 
 
 def _type_words(wanted: type) -> str:
@@ -117,13 +132,15 @@ def _run_file(arg, path, text, values, keys):
     """The keys that a config file assigns, checked. Names with an underscore in front, imports and functions are its own."""
     namespace = dict(values, __file__=str(path), __name__='config')
     try:
+        names = symtable.symtable(text, str(path), 'exec').get_symbols()
+        assigned = {name.get_name() for name in names if name.is_assigned()}  # also those that repeat a default
         exec(compile(text, str(path), 'exec'), namespace)  # the user's own file, as in nanoGPT
     except Exception as e:
         line = e.lineno if isinstance(e, SyntaxError) else _line_in(e, str(path))
         raise UserError(f"{arg}, line {line}: {type(e).__name__}: {' '.join(str(e).split())}") from e
     changed = {}
     for name, value in namespace.items():
-        if name.startswith('_') or (name in values and value is values[name]):
+        if name.startswith('_') or (name in values and name not in assigned and value is values[name]):
             continue
         if name in ALL_KEYS:
             if name in keys and not _meant_for_another(keys[name], value):

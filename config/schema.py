@@ -12,6 +12,7 @@ class Key:
     default: bool | int | float | str
     meaning: str
     choices: tuple = ()
+    folder: str = ''  # what an existing folder, given in place of one of the choices, must be
 
 
 def _keys(*rows):
@@ -23,6 +24,9 @@ def _model_keys(**defaults):
     return tuple(Key(f.name, defaults.get(f.name, f.default), f.metadata['meaning'], f.metadata['choices'])
                  for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
 
+
+GPT2_TYPES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # OpenAI's weights on the Hugging Face hub
+GPT2_FOLDER = "a Hugging Face GPT-2 (config.json and *.safetensors)"
 
 RUN = _keys(
     ('out_dir', 'out', 'folder of the checkpoint (ckpt.pt) and metrics.jsonl'),
@@ -42,12 +46,14 @@ TRAIN = RUN + _keys(
     ('eval_iters', 200, 'batches per split in one evaluation; always the same windows'),
     ('eval_only', False, 'evaluate once and stop'),
     ('always_save_checkpoint', True, 'save after every evaluation, not only when the validation loss improved'),
-    ('init_from', 'scratch', "'scratch', or 'resume' from out_dir", ('scratch', 'resume')),
+    ('init_from', 'scratch', "'scratch', 'resume' from out_dir, or the weights of GPT-2 to finetune",
+     ('scratch', 'resume') + GPT2_TYPES, GPT2_FOLDER),
     ('wandb_log', False, 'log to Weights & Biases'),
     ('wandb_project', 'owt', 'its project'),
     ('wandb_run_name', 'gpt2', 'its run name'),
+    ('tensorboard_log', False, 'log to TensorBoard, in out_dir/tensorboard'),
     ('dataset', 'openwebtext', 'folder under data/; prepared on first use where its prepare.py can'),
-    ('gradient_accumulation_steps', 5 * 8, 'micro-batches per iteration'),
+    ('gradient_accumulation_steps', 5 * 8, 'micro-batches per iteration, all processes together'),
     ('batch_size', 12, 'sequences in a micro-batch'),
 ) + MODEL + _keys(
     ('learning_rate', 6e-4, 'highest learning rate'),
@@ -61,19 +67,22 @@ TRAIN = RUN + _keys(
     ('lr_decay_iters', 600000, 'iteration at which min_lr is reached'),
     ('min_lr', 6e-5, 'lowest learning rate'),
     ('checkpoint_blocks', False, 'activation checkpointing: recompute each block in the backward pass'),
-    ('backend', 'nccl', 'torch.distributed backend; not used yet: one process only'),
+    ('backend', 'nccl', "torch.distributed backend under torchrun: 'nccl' (CUDA) or 'gloo' (CPU)", ('nccl', 'gloo')),
 ) + DEVICE + _keys(
     ('compile', True, 'torch.compile the model'),
 )
 
 SAMPLE = _keys(
-    ('init_from', 'resume', "'resume' (the checkpoint in out_dir), or 'random' weights from a config",
-     ('resume', 'random')),
+    ('init_from', 'resume', "'resume' (the checkpoint in out_dir), 'random' weights from a config, or GPT-2's",
+     ('resume', 'random') + GPT2_TYPES, GPT2_FOLDER),
 ) + RUN + _keys(
     ('start', '\n', "prompt, or 'FILE:path' of a text file to use as one"),
-    ('num_samples', 10, 'samples to draw'),
+    ('prompts', '', "file with many prompts in place of start: one a line, or in a .jsonl file one JSON string a line"),
+    ('num_samples', 10, 'samples to draw of each prompt'),
     ('parallel', 1, 'samples decoded together in one batch (each still draws its own random numbers)'),
     ('max_new_tokens', 500, 'tokens to generate per sample'),
+    ('stop', '', "end a sample where this text, or one of a list, comes up (it is not printed): "
+     "\"['\\n\\n', '<|endoftext|>']\""),
     ('temperature', 0.8, 'divides the logits: below 1 likelier, above 1 wilder, 0 = greedy'),
     ('top_k', 200, 'draw only from the k likeliest tokens; 0 = all'),
     ('top_p', 1.0, 'draw only from the likeliest tokens that together have this probability; 1 = all'),
@@ -93,8 +102,20 @@ KV = _keys(
     ('json', False, 'end with one JSON document on the last line'),
 ) + MODEL
 
+BENCH = _keys(
+    ('mode', 'train', "what to time: 'train' (forward, backward, update)", ('train',)),
+    ('batch_size', 12, 'sequences in a step'),
+    ('real_data', True, 'windows of the data set; False: one fixed random batch'),
+    ('dataset', 'openwebtext', 'folder under data/ with its token files'),
+    ('seed', 1337, 'seed of every random number'),
+) + DEVICE + _keys(
+    ('compile', True, 'torch.compile the model'),
+    ('profile', False, 'run the torch profiler in place of the clock; writes a trace to bench_log/'),
+    ('json', False, 'end with one JSON document on the last line'),
+) + MODEL
+
 # program -> its keys, in the order of its --help
-PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'kv': KV}
+PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'kv': KV}
 
 # config files are shared: a key of any program may stand in one, and the others pass over it
 ALL_KEYS = {key.name: key for keys in reversed(PROGRAMS.values()) for key in keys}
