@@ -9,6 +9,7 @@ layer (window, KV slot, who owns it) comes from the plan (`kv/plan.py`), what at
     cache = model.new_cache(batch_size=1, max_seq_len=1024)
     logits, _ = model(idx, cache=cache)              # appends idx to the cache; logits of the last position
 """
+import dataclasses
 import math
 
 import torch
@@ -256,6 +257,27 @@ class GPT(nn.Module):
         dtype = self.lm_head.weight.dtype
         kv_dtype = str(dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype
         return KVCache(self.plan, batch_size, max_seq_len, kv_dtype, dtype, self.device)
+
+    @classmethod
+    def from_pretrained(cls, model_type, override_args=None):
+        """GPT-2's weights: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, or a folder; see
+        `interop.huggingface`. override_args may have 'dropout' and 'gelu'."""
+        from interop.huggingface import from_pretrained
+        return from_pretrained(model_type, override_args)
+
+    def crop_block_size(self, block_size):
+        """Shorten the context, in place: later positions are cut off.
+
+        Raises:
+            UserError (a ValueError): a block_size below 1 or above the model's.
+        """
+        if not 1 <= block_size <= self.config.block_size:
+            raise UserError(f'block_size={block_size}: can only be cropped, to 1 to {self.config.block_size}')
+        self.config = dataclasses.replace(self.config, block_size=block_size)
+        self.plan = plan_kv(self.config)
+        if self.rotary is None:
+            wpe = self.transformer.wpe
+            wpe.weight, wpe.num_embeddings = nn.Parameter(wpe.weight.detach()[:block_size].clone()), block_size
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """idx (B, t) -> (B, t + max_new_tokens), drawn from the global RNG as in nanoGPT; see `inference.generate`."""

@@ -34,14 +34,16 @@ from training.device import check_seed, pick_device, pick_dtype, synchronize
 
 
 def load_model(s, device):
-    """The model (in eval mode, on the CPU) and its data set's name, from a checkpoint or with random weights.
+    """The model (in eval mode, on the CPU) and its data set's name, from a checkpoint, GPT-2 or with random weights.
 
     The global generator is seeded just before the model is built and used by nothing else: sample 0 goes on from there.
     """
     path = Path(s.out_dir) / 'ckpt.pt'
     checkpoint = load_checkpoint(path) if s.init_from == 'resume' else None
     torch.manual_seed(s.seed)
-    if checkpoint is None:
+    if s.init_from not in ('resume', 'random'):
+        model, dataset = GPT.from_pretrained(s.init_from, dict(dropout=0.0)), ''
+    elif checkpoint is None:
         meta = read_meta(known_dataset(s.dataset))
         vocab_size = meta['vocab_size'] if meta else 50304
         dataset = s.dataset

@@ -1,12 +1,15 @@
-"""Train a GPT, vanilla or with a small KV cache, on one device.
+"""Train a GPT, vanilla or with a small KV cache.
 
     python train.py config/train_mqa_local.py                    # the demo: Shakespeare, all savings on
     python train.py config/train_mqa_local.py --max_iters=1000 --learning_rate=1e-3
     python train.py config/train_mqa_local.py --init_from=resume # go on from out_dir/ckpt.pt, to the same losses
+    python train.py config/finetune_shakespeare.py --init_from=gpt2   # from OpenAI's weights
+    torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
     python train.py --help                                       # every key, its default and meaning
 
 Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,21 +23,24 @@ from data.datasets import DATA_ROOT, ensure_dataset
 from data.tokenfiles import read_meta
 from model import GPT
 from training import checkpoint as ckpt
+from training.adapt import adapt, adapted_config, differences
 from training.batches import TokenBatches
-from training.device import autocast, check_seed, pick_device, pick_dtype
-from training.log import Pace, RunLog, start_wandb
+from training.device import autocast, check_seed, pick_dtype
+from training.distributed import Ranks
+from training.log import Pace, RunLog
 from training.optim import learning_rate_at
 from training.signals import StopRequest
+from training.trackers import open_trackers
 
 
 class Run:
     """What training goes on with: model, optimizer, scaler, data position and where in the run it stands."""
 
-    def __init__(self, s):
-        self.s = s
+    def __init__(self, s, ranks):
+        self.s, self.ranks = s, ranks
         self.out_dir = Path(s.out_dir)
         self.path = self.out_dir / 'ckpt.pt'
-        self.device = pick_device(s.device)
+        self.device = ranks.device
         dtype = pick_dtype(s.dtype, self.device)
         self.autocast = autocast(self.device, dtype)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
@@ -44,54 +50,80 @@ class Run:
         torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
 
         saved = ckpt.load_checkpoint(self.path) if s.init_from == 'resume' else None
-        folder = ensure_dataset(s.dataset, DATA_ROOT)
-        self.batches = TokenBatches(folder, s.block_size, s.batch_size, self.device)
-        self.model = self._resumed_model(saved, folder) if saved else self._new_model(folder)
+        with ranks.main_first():
+            folder = ensure_dataset(s.dataset, DATA_ROOT)
+        self.model, changed = self._model(saved, read_meta(folder), folder)
+        self.batches = TokenBatches(folder, s.block_size, s.batch_size, self.device, torch.Generator(), ranks.rank,
+                                    ranks.world_size)
+        self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
+        torch.manual_seed(s.seed + ranks.rank)  # dropout
         self.model.to(self.device)
         self.model.checkpoint_blocks = s.checkpoint_blocks
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         self.optimizer = self.model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
                                                          self.device.type)
-        self.batch = self._resume(saved) if saved else self.batches.next()
+        self.batch = self._resume(saved, changed) if saved else self.batches.next()
         del saved
+        self._compile_and_distribute()
+
+    def _compile_and_distribute(self):
         self.compiled = self.model
-        if s.compile:
+        if self.s.compile:
             print('compiling the model... (takes a ~minute)')
-            self.model.prepare(s.block_size)
+            self.model.prepare(self.s.block_size)
             self.compiled = torch.compile(self.model)
+        self.trained = self.compiled
+        if self.ranks.world_size > 1:
+            self.trained = torch.nn.parallel.DistributedDataParallel(
+                self.compiled, device_ids=[self.device] if self.device.type == 'cuda' else None, broadcast_buffers=False)
 
-    def _new_model(self, folder):
-        print('Initializing a new model from scratch')
-        meta = read_meta(folder)
-        if meta is None:
-            print('defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)')
+    def _model(self, saved, meta, folder):
+        """The model to start from, and whether it was given settings that its weights were not trained with."""
+        s = self.s
+        if s.init_from == 'scratch':
+            print('Initializing a new model from scratch')
+            if meta is None:
+                print('defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)')
+            else:
+                print(f"found vocab_size = {meta['vocab_size']} (inside {folder / 'meta.pkl'})")
+            vocab_size = 50304 if meta is None else meta['vocab_size']
+            return GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})), False
+        if saved:
+            print(f'Resuming training from {s.out_dir}')
+            model, origin, old = None, self.path, ckpt.config_of(saved, self.path, dropout=s.dropout)
         else:
-            print(f"found vocab_size = {meta['vocab_size']} (inside {folder / 'meta.pkl'})")
-        vocab_size = 50304 if meta is None else meta['vocab_size']
-        return GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(self.s, key.name) for key in MODEL}))
+            print(f'Initializing from OpenAI GPT-2 weights: {s.init_from}')
+            model, origin = GPT.from_pretrained(s.init_from, dict(dropout=s.dropout)), s.init_from
+            old = model.config
+        config = self._settle(old, meta, origin)
+        changes = differences(old, config)
+        for change in changes:
+            print(change)
+        if saved or changes:
+            saved = saved if saved else {'model': model.state_dict()}
+            with ckpt.restoring(origin, 'optimizer'):
+                adapt(saved, old, config)
+            model = GPT(config)
+            ckpt.load_weights(model, saved, origin)
+        return model, bool(changes)
 
-    def _resumed_model(self, saved, folder):
-        """The checkpoint's own shape, as in nanoGPT: of the model keys only dropout may be changed; others are passed over,
-        and that is said."""
-        print(f'Resuming training from {self.s.out_dir}')
-        config = ckpt.config_of(saved, self.path, dropout=self.s.dropout)
-        if config.block_size != self.s.block_size:
-            raise UserError(f'block_size={self.s.block_size}, but the checkpoint {self.path} was trained with '
-                            f'block_size={config.block_size}: resume with the config it was trained with')
-        vocab_size = (read_meta(folder) or {'vocab_size': 50257})['vocab_size']
+    def _settle(self, old, meta, origin):
+        """The shape of a model that is not new: its own, but for the settings that were given and that it can follow."""
+        config = adapted_config(old, {key.name: getattr(self.s, key.name) for key in MODEL if key.name in self.s.given})
+        vocab_size = 50257 if meta is None else meta['vocab_size']
         if vocab_size > config.vocab_size:
-            raise UserError(f'dataset {self.s.dataset!r} has vocab_size={vocab_size}, but the checkpoint '
-                            f'{self.path} {config.vocab_size}: resume with the data set it was trained on')
+            raise UserError(f'dataset {self.s.dataset!r} has vocab_size={vocab_size}, but {origin} {config.vocab_size}: '
+                            'go on with the data set it was trained on')
+        if self.s.init_from != 'resume' and meta is not None:
+            print(f"Note: dataset {self.s.dataset!r} has an alphabet of its own, which GPT-2's weights know nothing of")
         for key in MODEL:
-            kept = getattr(config, key.name)
-            if kept != getattr(self.s, key.name):
-                print(f'{key.name} = {kept!r}, as in the checkpoint (not {getattr(self.s, key.name)!r})')
-                setattr(self.s, key.name, kept)
-        model = GPT(config)
-        ckpt.load_weights(model, saved, self.path)
-        return model
+            kept, asked = getattr(config, key.name), getattr(self.s, key.name)
+            if kept != asked and key.name in self.s.given:
+                print(f'{key.name} = {kept!r}, as in the checkpoint (not {asked!r})')
+            setattr(self.s, key.name, kept)
+        return config
 
-    def _resume(self, saved):
+    def _resume(self, saved, changed):
         """Optimizer, scaler, counters, random numbers; returns the batch that the next iteration was to train on."""
         with ckpt.restoring(self.path, 'optimizer'):
             ckpt.load_optimizer(self.optimizer, saved['optimizer'])
@@ -100,53 +132,62 @@ class Run:
         if saved.get('scaler'):
             with ckpt.restoring(self.path, 'scaler'):
                 self.scaler.load_state_dict(saved['scaler'])
-        self.iter_num, self.best_val_loss = saved['iter_num'], torch.as_tensor(saved['best_val_loss'])
-        self.holds_best = saved.get('holds_best', True)
-        if 'rng' not in saved:  # nanoGPT's: it kept neither random numbers nor the data position
-            return self.batches.next()
-        with ckpt.restoring(self.path, 'rng'):
-            ckpt.set_rng_state(saved['rng'])
-        with ckpt.restoring(self.path, 'data_offsets'):
-            offsets = torch.as_tensor(saved['data_offsets'])
-            if len(offsets) == self.s.batch_size:
-                return self.batches.at(offsets)
-        return self.batches.next()  # another batch size is another run from here on
+        self.iter_num = saved['iter_num']
+        if not changed:  # a model with other settings is to be judged anew
+            self.best_val_loss = torch.as_tensor(saved['best_val_loss'])
+            self.holds_best = saved.get('holds_best', True)
+        with ckpt.restoring(self.path, 'rng'):  # nanoGPT keeps neither random numbers nor the data position
+            states = saved.get('rng', [])
+            if type(states) is not list:
+                raise TypeError(f'{type(states).__name__}, not a list')
+            if self.ranks.rank < len(states):
+                ckpt.set_rng_state(states[self.ranks.rank])
+        with ckpt.restoring(self.path, 'data_rng'):
+            return self.batches.resume(saved['data_rng']) if 'data_rng' in saved else self.batches.next()
 
     def save(self, holds_best: bool):
+        """Write ckpt.pt, from rank 0; all ranks take part, for each has random numbers of its own."""
+        self.holds_best = holds_best
+        states = self.ranks.gather(ckpt.rng_state())
+        if not self.ranks.main:
+            return
         self.out_dir.mkdir(parents=True, exist_ok=True)
         ckpt.save_checkpoint(self.path, {
             'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
             'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
             'best_val_loss': self.best_val_loss, 'config': vars(self.s),
             # beyond nanoGPT's keys: what an exact resume needs
-            'scaler': self.scaler.state_dict(), 'rng': ckpt.rng_state(), 'data_offsets': self.batches.offsets,
-            'holds_best': holds_best})
-        self.holds_best = holds_best
+            'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state, 'holds_best': holds_best})
 
     @torch.no_grad()
     def evaluate(self, stop):
-        """Mean loss per split over always the same windows; None if a stop was asked for meanwhile."""
+        """Mean loss per split over always the same windows, shared out over the ranks; None if a stop was asked for."""
         self.compiled.eval()
         means = {}
         for split in ('train', 'val'):
-            losses = []
+            total = count = 0
             for x, y in self.batches.evaluation(split, self.s.eval_iters, self.s.seed):
                 with self.autocast:
-                    losses.append(self.compiled(x, y)[1].item())
+                    total += self.compiled(x, y)[1].item()
+                count += 1
                 if stop:
-                    return None
-            means[split] = sum(losses) / len(losses)
+                    break
+            total, count, stopped = self.ranks.sum([total, count, float(bool(stop))])
+            if stopped:
+                return None
+            means[split] = total / count
         return means
 
     def step(self):
-        """One iteration: forward and backward over the micro-batches, clip, update. Returns the last micro-batch's loss."""
-        self.compiled.train()
-        n = self.s.gradient_accumulation_steps
-        for _ in range(n):
-            with self.autocast:
-                loss = self.compiled(*self.batch)[1] / n
-            self.batch = self.batches.next()  # fetched while the device is busy with the forward pass
-            self.scaler.scale(loss).backward()
+        """One iteration: forward and backward over this rank's micro-batches, clip, update. Returns the last one's loss."""
+        self.trained.train()
+        n = self.s.gradient_accumulation_steps // self.ranks.world_size
+        for k in range(n):
+            with self._last_syncs(k == n - 1):
+                with self.autocast:
+                    loss = self.trained(*self.batch)[1] / n
+                self.batch = self.batches.next()  # fetched while the device is busy with the forward pass
+                self.scaler.scale(loss).backward()
         if self.s.grad_clip != 0.0:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
@@ -155,11 +196,15 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach() * n
 
+    def _last_syncs(self, last):
+        """Gradients are averaged over the ranks once an iteration, in its last backward pass."""
+        return contextlib.nullcontext() if last or self.ranks.world_size == 1 else self.trained.no_sync()
+
 
 def train(run, log, stop):
     """The loop, in nanoGPT's order: evaluate and save where due, then train one iteration; ends after max_iters."""
     s, pace, mfu, first = run.s, Pace(), -1.0, run.iter_num
-    while not stop:
+    while not run.ranks.any(stop):
         lr = learning_rate_at(run.iter_num, s)
         for group in run.optimizer.param_groups:
             group['lr'] = lr
@@ -170,7 +215,7 @@ def train(run, log, stop):
             if losses is None:
                 break
             log.line(f"step {run.iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-            log.wandb(iter=run.iter_num, train__loss=losses['train'], val__loss=losses['val'], lr=lr, mfu=mfu * 100)
+            log.evaluated(run.iter_num, {'train/loss': losses['train'], 'val/loss': losses['val'], 'lr': lr, 'mfu': mfu * 100})
             if s.eval_only:
                 return
             evaluated = {f'{split}_loss': loss for split, loss in losses.items()}
@@ -180,16 +225,15 @@ def train(run, log, stop):
         loss = run.step()
         pace.step()
         if run.iter_num % s.log_interval == 0 or evaluated:
-            loss = loss.item()  # waits for the device, so the clock below is right
+            loss = run.ranks.from_last(loss.item())  # waits for the device, so the clock below is right
             dt = pace.read()
             tokens_per_second = s.gradient_accumulation_steps * s.batch_size * s.block_size / dt
             if run.iter_num - first >= 5:
-                now = run.model.estimate_mfu(s.batch_size * s.gradient_accumulation_steps, dt)
+                now = run.model.estimate_mfu(s.batch_size * s.gradient_accumulation_steps // run.ranks.world_size, dt)
                 mfu = now if mfu == -1.0 else 0.9 * mfu + 0.1 * now
             if run.iter_num % s.log_interval == 0:
                 log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, mfu {mfu * 100:.2f}%')
-            log.metrics(iter=run.iter_num, loss=loss, lr=lr, time_ms=dt * 1000, tokens_per_second=tokens_per_second,
-                        **evaluated)
+            log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000, tokens_per_second=tokens_per_second)
             log.advance(run.iter_num, tokens_per_second, loss)
         run.iter_num += 1
         if run.iter_num > s.max_iters:
@@ -208,16 +252,21 @@ def keep_best(run, log, val_loss):
 
 def stop_cleanly(run, log, stop):
     """Save where the run stands. Where ckpt.pt was the best so far rather than the latest, it is kept beside it."""
-    best = run.out_dir / 'ckpt_best.pt'
-    if run.holds_best and not run.s.always_save_checkpoint and run.path.is_file():
-        best.unlink(missing_ok=True)
-        try:
-            os.link(run.path, best)  # ckpt.pt stays until the new one takes its name
-        except OSError:  # a file system without hard links
-            run.path.replace(best)
-        log.line(f'the best checkpoint so far is kept as {best}')
+    if run.ranks.main and run.holds_best and not run.s.always_save_checkpoint and run.path.is_file():
+        log.line(f'the best checkpoint so far is kept as {keep_beside(run.path)}')
     run.save(holds_best=False)
     log.line(f'{stop.name}: saved iteration {run.iter_num} to {run.path}; go on with --init_from=resume')
+
+
+def keep_beside(path):
+    """Give the file a second name, ckpt_best.pt; `path` stays until its successor takes its name."""
+    best = path.with_name('ckpt_best.pt')
+    best.unlink(missing_ok=True)
+    try:
+        os.link(path, best)
+    except OSError:  # a file system without hard links
+        path.replace(best)
+    return best
 
 
 def check(s):
@@ -232,9 +281,6 @@ def check(s):
         if not 0.0 <= getattr(s, name) < 1.0:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 0 and below 1')
     check_seed(s.seed)
-    if os.environ.get('WORLD_SIZE', '1') != '1':  # they would all write the same checkpoint
-        raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training on several processes is not supported yet; start "
-                        'train.py with python, not torchrun')
     out_dir = Path(s.out_dir)
     blocker = next((p for p in (out_dir, *out_dir.parents) if p.exists()), None)
     if not s.out_dir or (blocker and not blocker.is_dir()):
@@ -242,17 +288,27 @@ def check(s):
 
 
 def main(argv=None):
-    s = configurator.parse('train', argv, usage=__doc__)
+    s = configurator.parse('train', argv, usage=__doc__, echo=os.environ.get('RANK', '0') == '0')
     check(s)
-    print(f'tokens per iteration will be: {s.gradient_accumulation_steps * s.batch_size * s.block_size:,}')
-    run = Run(s)
+    with Ranks(s.backend, s.device, 'backend' in s.given) as ranks:
+        if s.gradient_accumulation_steps % ranks.world_size:
+            raise UserError(f'gradient_accumulation_steps={s.gradient_accumulation_steps} is not a multiple of the '
+                            f'{ranks.world_size} processes that share it (WORLD_SIZE)')
+        print(f'tokens per iteration will be: {s.gradient_accumulation_steps * s.batch_size * s.block_size:,}')
+        run = Run(s, ranks)
+        with StopRequest(repeats=0.0 if ranks.world_size == 1 else 5.0) as stop, open_log(run) as log:
+            train(run, log, stop)
+
+
+def open_log(run):
+    s, writes = run.s, run.ranks.main and not run.s.eval_only
     try:
-        run.out_dir.mkdir(parents=True, exist_ok=True)
-        log = RunLog(run.out_dir, run.iter_num, s.max_iters, start_wandb(s), write=not s.eval_only)
+        if run.ranks.main:
+            run.out_dir.mkdir(parents=True, exist_ok=True)
+        trackers = open_trackers(s, run.out_dir, run.iter_num) if run.ranks.main else []
+        return RunLog(run.out_dir, run.iter_num, s.max_iters, trackers, write=writes)
     except OSError as e:
         raise UserError(f'out_dir={s.out_dir!r} cannot be written to: {e}') from e
-    with StopRequest() as stop, log:
-        train(run, log, stop)
 
 
 if __name__ == '__main__':

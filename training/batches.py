@@ -11,12 +11,22 @@ from data.tokenfiles import open_tokens
 class TokenBatches:
     """Random windows of `block_size` tokens out of `train.bin` and `val.bin`.
 
-    Training windows are drawn from torch's global CPU generator, as in nanoGPT, and one batch ahead: `offsets` are those
-    of the batch that was handed out last, which a checkpoint keeps so that a resumed run starts with the same batch.
+    Training windows are drawn as nanoGPT draws them: one `torch.randint` a micro-batch, in order. With several processes
+    each of them draws the windows of all and takes every `world_size`-th micro-batch, so that what a run trains on does
+    not depend on how many processes share it. Batches are fetched one ahead: `state` is the generator's state from before
+    the one handed out last, which a checkpoint keeps so that a resumed run starts with the same batch.
+
+    Args:
+        generator: what training windows are drawn from; None = torch's global CPU generator.
+    Raises:
+        UserError: a missing or damaged token file, or one with too few tokens for a window.
     """
 
-    def __init__(self, folder: Path, block_size: int, batch_size: int, device: torch.device):
+    def __init__(self, folder: Path, block_size: int, batch_size: int, device: torch.device, generator=None,
+                 rank: int = 0, world_size: int = 1):
         self.block_size, self.batch_size, self.device = block_size, batch_size, device
+        self.generator = torch.default_generator if generator is None else generator
+        self.rank, self.world_size = rank, world_size
         self.tokens = {}
         for split in ('train', 'val'):
             tokens = open_tokens(Path(folder) / f'{split}.bin')
@@ -24,26 +34,29 @@ class TokenBatches:
                 raise UserError(f'{Path(folder).name}/{split}.bin has {len(tokens)} tokens: more than '
                                 f'block_size={block_size} are needed')
             self.tokens[split] = tokens
-        self.offsets = None
+        self.state = self.generator.get_state()
 
     def next(self):
         """(x, y), each (batch_size, block_size) int64, of the training split; y is x one token later."""
+        self.state = self.generator.get_state()
         high = len(self.tokens['train']) - self.block_size
-        return self.at(torch.randint(high, (self.batch_size,)))
+        drawn = [torch.randint(high, (self.batch_size,), generator=self.generator) for _ in range(self.world_size)]
+        return self._windows('train', drawn[self.rank])
 
-    def at(self, offsets: torch.Tensor):
-        """The training batch whose windows start at `offsets` (B,)."""
-        if int(offsets.max()) >= len(self.tokens['train']) - self.block_size or int(offsets.min()) < 0:
-            raise UserError('the data set is shorter than the one this checkpoint was trained on')
-        self.offsets = offsets
-        return self._windows('train', offsets)
+    def resume(self, state: torch.Tensor):
+        """Set the generator to a former `state`, and hand out the batch that was drawn from there."""
+        self.generator.set_state(state)
+        return self.next()
 
     def evaluation(self, split: str, n_batches: int, seed: int):
-        """`n_batches` batches of `split`, the same windows at every call with this seed; training's numbers are untouched."""
+        """`n_batches` batches of `split`, the same windows at every call with this seed; training's numbers are untouched.
+        With several processes each gets every world_size-th of them."""
         generator = torch.Generator().manual_seed(seed)
         high = len(self.tokens[split]) - self.block_size
-        for _ in range(n_batches):
-            yield self._windows(split, torch.randint(high, (self.batch_size,), generator=generator))
+        for k in range(n_batches):
+            offsets = torch.randint(high, (self.batch_size,), generator=generator)
+            if k % self.world_size == self.rank:
+                yield self._windows(split, offsets)
 
     def _windows(self, split, offsets):
         tokens = self.tokens[split]

@@ -1,4 +1,14 @@
-"""FLOPs of a training step, nanoGPT's way."""
+"""FLOPs of a training step: as nanoGPT counts them, and counting only the keys that each query sees.
+
+Notation: N parameters, L layers, H query heads, Hkv key/value heads, D head_dim, C n_embd, F mlp_hidden, V vocab_size,
+T sequence length, W window_size. A multiplication and an addition are two FLOPs.
+"""
+from dataclasses import dataclass
+
+import torch
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
 
 A100_BF16_FLOPS = 312e12
 
@@ -8,6 +18,73 @@ def estimate_mfu(model, fwdbwd_per_iter: int, dt: float) -> float:
 
     Counts every layer as full attention over block_size, so it flatters windows: it is for comparison with nanoGPT.
     """
+    return _classic(model, model.config.block_size) * model.config.block_size * fwdbwd_per_iter / dt / A100_BF16_FLOPS
+
+
+def _classic(model, T):
+    c = model.config
+    return 6 * model.get_num_params() + 12 * c.n_layer * c.n_head * model.plan.head_dim * T
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Forward and backward FLOPs of one token; see `flops_per_token`. `classic` is nanoGPT's figure, beside `total`."""
+    weights: float
+    attention: float
+    classic: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.attention
+
+
+def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
+    """Model FLOPs of one token, forward and backward, averaged over the positions of a sequence of T (0 = block_size).
+
+        weights    6 * (elements of all weight matrices that tokens are multiplied with)
+                     = 6 * (sum over layers of (H + 2*Hkv [owners only])*D*C + H*D*C + 2*C*F, and V*C for lm_head)
+        attention  12 * H * D * (sum over layers of mean_keys(T, window))
+        classic    6N + 12*L*H*D*T: nanoGPT's, every layer seeing all T keys; N has norms and biases, but not wpe
+
+    Six is two forward and four backward (gradients of the input and of the weight cost as much each as the forward pass);
+    twelve is the same six for the scores q k^T and for the sum over the values, 2*H*D multiply-adds for every key seen.
+    The number of key/value heads is not in it: fewer heads make K and V cheaper to compute and store, not to read.
+    Looking up wte and wpe is no arithmetic; norms, biases, GELU and softmax are left out, as usual.
+
+    These are *model* FLOPs, what the mathematics asks for. The hardware does more: kernels compute whole blocks of a mask
+    and throw part away, and activation checkpointing runs the forward pass twice. So a rate from them is a lower bound
+    of what the chip did. Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys".
+
+    Raises:
+        UserError (a ValueError): T below 1, or longer than learned positions reach.
+    """
+    model = _on_meta(config_or_model) if isinstance(config_or_model, GPTConfig) else config_or_model
     c, plan = model.config, model.plan
-    flops_per_token = 6 * model.get_num_params() + 12 * c.n_layer * c.n_head * plan.head_dim * c.block_size
-    return flops_per_token * c.block_size * fwdbwd_per_iter / dt / A100_BF16_FLOPS
+    T = T or c.block_size
+    if T < 1 or (T > c.block_size and c.pos_embedding == 'learned'):
+        raise UserError(f"T={T}: must be at least 1, and with pos_embedding='learned' at most block_size={c.block_size}")
+    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    keys = sum(mean_keys(T, layer.window) for layer in plan.layers)
+    return FlopsPerToken(weights=6 * matrices, attention=12 * plan.n_head * plan.head_dim * keys, classic=_classic(model, T))
+
+
+def _on_meta(config):
+    """The model of `config` without storage: its shapes are what they are, and not worked out here a second time."""
+    from model import GPT
+    with torch.device('meta'):
+        return GPT(config)
+
+
+def mean_keys(T: int, window: int) -> float:
+    """Keys that a query sees, averaged over positions 0..T-1: the mean of min(i + 1, W), where window 0 is no limit.
+
+    Positions below W see 1, 2, ..., W keys and the T - W others W each: (W(W+1)/2 + (T - W)W) / T.
+    """
+    W = min(window or T, T)
+    return (W * (W + 1) / 2 + (T - W) * W) / T
+
+
+def achieved(model, sequences: int, dt: float, T: int = 0) -> float:
+    """Model TFLOP/s of forward and backward over `sequences` sequences of T tokens (0 = block_size) in `dt` seconds."""
+    T = T or model.config.block_size
+    return flops_per_token(model, T).total * T * sequences / dt / 1e12

@@ -1,4 +1,4 @@
-"""What a run says: nanoGPT's log lines, a live progress line on a terminal, metrics.jsonl, Weights & Biases."""
+"""What a run says: nanoGPT's log lines, a live progress line on a terminal, metrics.jsonl; and passes on to trackers."""
 import json
 import os
 import sys
@@ -8,19 +8,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from config.errors import UserError
-
 
 class RunLog:
     """Log lines and metrics of one run; a context manager, so that files and the progress line are closed properly.
 
     metrics.jsonl has one JSON object per logged step: iter, loss (full precision), lr, time_ms, tokens_per_second and,
     where the step was evaluated, train_loss and val_loss. On resume rows from `start_iter` on are dropped: they are
-    written again. `write=False` leaves the file alone.
+    written again. `write=False` leaves the file alone. trackers: from `training.trackers`, closed with the log.
     """
 
-    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, wandb_run=None, write: bool = True):
-        self.path, self.wandb_run = out_dir / 'metrics.jsonl', wandb_run
+    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, trackers=(), write: bool = True):
+        self.path, self.trackers = out_dir / 'metrics.jsonl', trackers
         self.file = self._reopen(start_iter) if write else open(os.devnull, 'w')
         self.console = Console()
         self.progress = Progress(
@@ -37,8 +35,8 @@ class RunLog:
     def __exit__(self, *_):
         self.progress.stop()
         self.file.close()
-        if self.wandb_run is not None:
-            self.wandb_run.finish()
+        for tracker in self.trackers:
+            tracker.close()
 
     def _reopen(self, start_iter):
         kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter] if start_iter else []
@@ -66,12 +64,15 @@ class RunLog:
         fields = {'rate': tokens_per_second} | ({} if loss is None else {'loss': loss})
         self.progress.update(self.task, completed=iter_num + 1, **fields)
 
-    def metrics(self, **row) -> None:
-        self.file.write(json.dumps(row) + '\n')
+    def stepped(self, iter_num: int, evaluated: dict, **row) -> None:
+        """Figures of a logged step, with the losses of an evaluation just before it."""
+        self.file.write(json.dumps({'iter': iter_num, **row, **evaluated}) + '\n')
+        for tracker in self.trackers:
+            tracker.stepped(iter_num, row)
 
-    def wandb(self, **row) -> None:
-        if self.wandb_run is not None:
-            self.wandb_run.log({name.replace('__', '/'): value for name, value in row.items()})
+    def evaluated(self, iter_num: int, row: dict) -> None:
+        for tracker in self.trackers:
+            tracker.evaluated(iter_num, row)
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -83,17 +84,6 @@ def read_metrics(path: Path) -> list[dict]:
         except json.JSONDecodeError:
             break
     return rows
-
-
-def start_wandb(s):
-    """A Weights & Biases run as nanoGPT starts it, or None when `wandb_log` is False."""
-    if not s.wandb_log:
-        return None
-    try:
-        import wandb
-    except ImportError as e:
-        raise UserError('wandb_log=True needs the wandb package: pip install wandb') from e
-    return wandb.init(project=s.wandb_project, name=s.wandb_run_name, config=vars(s))
 
 
 class Pace:

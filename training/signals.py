@@ -1,12 +1,17 @@
 """Ctrl-C and SIGTERM as a request to stop after the current step, so that nothing is lost."""
 import signal
+import time
 
 
 class StopRequest:
-    """Context manager; true once Ctrl-C or SIGTERM came. A second Ctrl-C interrupts at once, as usual."""
+    """Context manager; true once Ctrl-C or SIGTERM came. A second Ctrl-C interrupts at once, as usual.
 
-    def __init__(self):
-        self.name = None
+    repeats: seconds in which further signals count as the same request. torchrun passes Ctrl-C on to processes that may
+    have had it from the terminal already.
+    """
+
+    def __init__(self, repeats: float = 0.0):
+        self.name, self.repeats, self.since = None, repeats, 0.0
         self._previous = {}
 
     def __bool__(self):
@@ -22,6 +27,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number, frame):
-        if self.name is not None:
+        if self.name is None:
+            self.name, self.since = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self.since >= self.repeats:
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name

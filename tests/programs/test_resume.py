@@ -302,7 +302,7 @@ def test_a_failed_save_on_interrupt_leaves_a_checkpoint_to_resume_from(tmp_path,
 def test_a_nanogpt_checkpoint_with_compile_prefixes_resumes(tmp_path, trained):
     """It has neither random numbers nor a data position nor a scaler, and its names carry `_orig_mod.`."""
     checkpoint = load(trained['vanilla'] / 'ckpt.pt')
-    for key in ('rng', 'data_offsets', 'scaler'):
+    for key in ('rng', 'data_rng', 'scaler'):
         del checkpoint[key]
     checkpoint['model'] = {f'_orig_mod.{name}': x for name, x in checkpoint['model'].items()}
     torch.save(checkpoint, tmp_path / 'ckpt.pt')

@@ -117,7 +117,7 @@ def test_train_refuses(refused, tmp_path, settings, named):
     (dict(kv_dtype='int4'), ["'int4'", "'int8'", "'bfloat16'"]),
     (dict(dtype='int8'), ["'int8'", "'float16'"]),
     (dict(device='cuda:9'), ["'cuda:9'", "'cpu'"]),
-    (dict(init_from='gpt2'), ["'gpt2'", "'resume'", "'random'"]),
+    (dict(init_from='gpt3'), ["'gpt3'", "'resume'", "'random'", "'gpt2'", 'folder']),
     (dict(start='aXbY'), ["'X'", "'Y'", 'abcdefghij']),
     (dict(start=''), ["start=''"]),
     (dict(start='FILE:no/such.txt'), ["'FILE:no/such.txt'"]),
@@ -299,17 +299,38 @@ def test_checkpoint_whose_weights_or_shape_do_not_fit(refused, out, main, settin
     (lambda c: c.update(iter_num=-1), ['iter_num', '-1']),
     (lambda c: c.update(best_val_loss='low'), ['best_val_loss', "'low'"]),
     (lambda c: c.update(rng={}), ['rng']),
-    (lambda c: c['rng'].update(torch=torch.zeros(3, dtype=torch.uint8)), ['rng']),
-    (lambda c: c.update(data_offsets=torch.tensor([1, 2, 3, 10 ** 6])), ['data set']),
-    (lambda c: c.update(data_offsets='x'), ['data_offsets']),
+    (lambda c: c['rng'][0].update(torch=torch.zeros(3, dtype=torch.uint8)), ['rng']),
+    (lambda c: c.update(data_rng=torch.zeros(3, dtype=torch.uint8)), ['data_rng']),
+    (lambda c: c.update(data_rng='x'), ['data_rng']),
 ], ids=lambda x: '')
 def test_training_state_that_does_not_fit(refused, out, act, named):
     change(out, act)
     refused(train.main, for_train(out), *named)
 
 
-def test_resume_with_another_block_size(refused, out):
-    refused(train.main, for_train(out, block_size=8), 'block_size=8', 'block_size=16')
+@pytest.mark.parametrize('settings, named', [
+    (dict(block_size=32), ['block_size=32', '16', 'pos_embedding']),
+    (dict(qk_norm=True), ['qk_norm=True', 'from scratch']),
+    (dict(n_kv_head=1), ['n_kv_head=1', 'n_kv_head=0']),
+    (dict(mlp_hidden=7), ['mlp_hidden=7', 'mlp_hidden=0']),
+    (dict(rope_theta_global=5.0), ['rope_theta_global=5.0', "'rope'"]),
+    (dict(layer_pattern='LG'), ['window_size=0']),
+    (dict(kv_share='A'), ["kv_share='A'"]),
+    (dict(block_size=0), ['block_size=0']),
+], ids=str)
+def test_resume_with_settings_that_the_weights_cannot_follow(refused, out, settings, named):
+    refused(train.main, for_train(out, **settings), *named)
+
+
+def test_resume_with_learned_positions_for_rope(refused, tmp_path, trained):
+    shutil.copytree(trained['full'], tmp_path / 'out')
+    refused(train.main, FULL_STACK | dict(out_dir=tmp_path / 'out', init_from='resume', pos_embedding='learned'), "'learned'")
+
+
+def test_resume_with_a_pattern_of_other_owners(refused, tmp_path, trained):
+    shutil.copytree(trained['full'], tmp_path / 'out')
+    refused(train.main, FULL_STACK | dict(out_dir=tmp_path / 'out', init_from='resume', layer_pattern='GGGGGL'),
+            "'GGGGGL'", 'layer 6', "'LLLLLG'")
 
 
 def test_resume_of_another_models_optimizer(refused, out, trained):

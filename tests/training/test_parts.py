@@ -21,9 +21,14 @@ CPU = torch.device('cpu')
 
 
 @pytest.fixture
-def batches(tmp_path):
+def folder(tmp_path):
     write_dataset(tmp_path, {'train': np.arange(100), 'val': 1000 + np.arange(30)}, None)
-    return TokenBatches(tmp_path, 8, 4, CPU)
+    return tmp_path
+
+
+@pytest.fixture
+def batches(folder):
+    return TokenBatches(folder, 8, 4, CPU)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -39,7 +44,7 @@ def test_windows_are_drawn_as_nanogpt_draws_them(batches):
     x, _ = batches.next()
     torch.manual_seed(3)
     expected = torch.randint(100 - 8, (4,))
-    assert torch.equal(x[:, 0], expected) and torch.equal(batches.offsets, expected)
+    assert torch.equal(x[:, 0], expected)
 
 
 def test_the_last_token_is_reached_and_no_window_is_cut(batches):
@@ -47,23 +52,39 @@ def test_the_last_token_is_reached_and_no_window_is_cut(batches):
     assert max(ends) == 99 and min(ends) == 8
 
 
-def test_a_batch_can_be_fetched_again_by_its_offsets(batches):
-    x, y = batches.next()
-    again = batches.at(batches.offsets)
+def test_a_batch_can_be_fetched_again_from_the_state_before_it(batches):
+    batches.next()
+    (x, y), state = batches.next(), batches.state
+    following = batches.next()
+    again = batches.resume(state)
     assert torch.equal(x, again[0]) and torch.equal(y, again[1])
+    assert torch.equal(batches.next()[0], following[0])
 
 
-@pytest.mark.parametrize('offset', [92, -1])
-def test_offsets_outside_the_data_are_refused(batches, offset):
-    with pytest.raises(UserError, match='data set'):
-        batches.at(torch.tensor([0, offset]))
+def test_ranks_share_the_batches_of_one_process(folder):
+    def first(n, **ranks):
+        batches = TokenBatches(folder, 8, 4, torch.device('cpu'), torch.Generator().manual_seed(5), **ranks)
+        return [batches.next()[0] for _ in range(n)]
+    alone = first(6)
+    for rank in range(3):
+        shared = first(2, rank=rank, world_size=3)
+        assert all(torch.equal(x, alone[k * 3 + rank]) for k, x in enumerate(shared))
+
+
+def test_ranks_share_the_evaluation(folder):
+    def windows(**ranks):
+        batches = TokenBatches(folder, 8, 4, torch.device('cpu'), **ranks)
+        return [x for x, _ in batches.evaluation('val', 5, seed=7)]
+    shared = [windows(rank=rank, world_size=2) for rank in range(2)]
+    assert [len(part) for part in shared] == [3, 2]
+    assert all(torch.equal(x, shared[k % 2][k // 2]) for k, x in enumerate(windows()))
 
 
 def test_evaluation_windows_are_always_the_same_and_leave_training_alone(batches):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     first = [x for x, _ in batches.evaluation('val', 3, seed=7)]
-    assert torch.equal(torch.get_rng_state(), before) and batches.offsets is None
+    assert torch.equal(torch.get_rng_state(), before)
     again = [x for x, _ in batches.evaluation('val', 3, seed=7)]
     other = [x for x, _ in batches.evaluation('val', 3, seed=8)]
     assert torch.equal(torch.cat(first), torch.cat(again)) and not torch.equal(torch.cat(first), torch.cat(other))

@@ -1,0 +1,117 @@
+"""The processes that torchrun started for one run; without torchrun there is one."""
+import contextlib
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from config.errors import UserError
+from training.device import pick_device
+
+LONG = timedelta(days=7)  # others wait while rank 0 prepares a data set
+
+
+class Ranks:
+    """This process's place among all of them, and the few things that they must agree on.
+
+    A context manager: joins the process group and leaves it. With one process every method is trivial and nothing of
+    torch.distributed is touched. Only rank 0 prints.
+
+    Args:
+        backend: of gradients, 'nccl' (CUDA) or 'gloo' (CPU); the control messages below always go by gloo.
+        device: as in `pick_device`; 'auto' and 'cuda' become the CUDA device of this process's local rank.
+    Raises:
+        UserError: no such device for this rank, or a backend that cannot serve it.
+    """
+
+    def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
+        self.rank, self.local_rank, self.world_size = (_env(name, default) for name, default in
+                                                       (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+        self.device = pick_device(device) if self.world_size == 1 else self._own_device(device)
+        self.backend = backend
+        if self.world_size > 1 and backend == 'nccl' and self.device.type != 'cuda':
+            if backend_given:
+                raise UserError(f"backend='nccl' needs CUDA, but the device is {str(self.device)!r}: use --backend=gloo")
+            self.backend = 'gloo'
+        self.control = None
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def _own_device(self, name):
+        device = pick_device(name)
+        if device.type == 'mps':
+            raise UserError(f'device={name!r}: several processes cannot share MPS; use --device=cpu')
+        if device.type == 'cuda' and device.index is None:
+            if self.local_rank >= torch.cuda.device_count():
+                raise UserError(f'LOCAL_RANK={self.local_rank}, but there are {torch.cuda.device_count()} CUDA devices: '
+                                'start at most that many processes a node (--nproc_per_node)')
+            device = torch.device('cuda', self.local_rank)
+        if device.type == 'cuda':
+            torch.cuda.set_device(device)
+        return device
+
+    def __enter__(self):
+        if self.world_size > 1:
+            if not dist.is_available():
+                raise UserError('this torch was built without torch.distributed: start train.py with python, not torchrun')
+            if not self.main:
+                sys.stdout = open(os.devnull, 'w')
+            dist.init_process_group(self.backend, device_id=self.device if self.backend == 'nccl' else None)
+            self.control = dist.new_group(backend='gloo', timeout=LONG)
+        return self
+
+    def __exit__(self, kind, *_):
+        # after an error the others may be in the midst of a collective: leave without waiting, torchrun ends them
+        if self.world_size > 1 and kind is None:
+            dist.barrier(group=self.control)
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def main_first(self):
+        """Rank 0 goes through the body while the others wait, then they do: for what must be made once."""
+        if self.world_size > 1 and not self.main:
+            dist.barrier(group=self.control)
+        yield
+        if self.world_size > 1 and self.main:
+            dist.barrier(group=self.control)
+
+    def any(self, flag) -> bool:
+        """Whether it is true on any rank."""
+        return bool(self.sum([float(bool(flag))])[0])
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over the ranks, in float64."""
+        if self.world_size == 1:
+            return values
+        totals = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(totals, group=self.control)
+        return totals.tolist()
+
+    def from_last(self, value: float) -> float:
+        """The value of the last rank, on all ranks."""
+        if self.world_size == 1:
+            return value
+        held = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(held, src=self.world_size - 1, group=self.control)
+        return held.item()
+
+    def gather(self, value) -> list:
+        """The values of all ranks in their order, on rank 0; an empty list on the others."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size if self.main else None
+        dist.gather_object(value, values, dst=0, group=self.control)
+        return values or []
+
+
+def _env(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f'environment variable {name}={text!r}: must be a whole number, as torchrun sets it') from None
