@@ -1,33 +1,51 @@
 """Find a dataset folder by its name, preparing the dataset first when its prepare.py can."""
 
+import ast
+import contextlib
 import difflib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from config.errors import UserError
+from data.tokenfiles import is_prepared
+
+try:
+    import fcntl
+except ImportError:  # Windows: two preparations at once are not kept apart there
+    fcntl = None
 
 DATA_ROOT = Path(__file__).resolve().parent
 
 
 def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
-    """Return the folder `root/name`, which then holds train.bin and val.bin.
+    """Return the folder `root/name`, which then holds the dataset: train.bin or its shards, and val.bin.
 
-    If they are missing, runs `root/name/prepare.py`, i.e. its `main([])` (a nanoGPT-style prepare.py without a
-    main does its work on import). Raises UserError for a name that is no plain folder name, an unknown dataset
-    (listing those that exist), or a preparation that fails.
+    If it is missing, runs `root/name/prepare.py`, i.e. its `main([])` (a nanoGPT-style prepare.py without a main does
+    its work on import); a second process that wants the same dataset waits for the first. A prepare.py with a line
+    `BY_HAND = 'why'` is never run from here.
+    Raises UserError for a name that is no plain folder name, an unknown dataset (listing those that exist), one that
+    is prepared by hand only (saying why, and the command), or a preparation that fails.
     """
     if not name or name in ('.', '..') or any(c in name for c in '/\\\0'):
         raise UserError(f'dataset name {name!r}: allowed is the name of a folder under data/, without path separators')
     root = Path(root)
     folder = root / name
-    if _is_prepared(folder):
+    if is_prepared(folder):
         return folder
-    if not (folder / 'prepare.py').is_file():
+    script = folder / 'prepare.py'
+    if not script.is_file():
         raise UserError(_unknown(name, root))
-    print(f'preparing dataset {name}...', flush=True)
-    _run_prepare(folder / 'prepare.py')
-    if not _is_prepared(folder):
+    why = by_hand(script)
+    if why:
+        raise UserError(f'dataset {name!r} is not prepared, and training does not start that by itself: {why}; run: '
+                        f'python {root.name}/{name}/prepare.py (--help shows its options)')
+    with _one_at_a_time(folder, name):
+        if not is_prepared(folder):
+            print(f'preparing dataset {name}...', flush=True)
+            _run_prepare(script)
+    if not is_prepared(folder):
         raise UserError(f'dataset {name!r}: its prepare.py ended without leaving train.bin and val.bin in its folder')
     return folder
 
@@ -36,11 +54,41 @@ def available_datasets(root: Path = DATA_ROOT) -> list[str]:
     """Names, sorted, of the dataset folders under `root` that are prepared or can prepare themselves."""
     root = Path(root)
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    return sorted(path.name for path in folders if _is_prepared(path) or (path / 'prepare.py').is_file())
+    return sorted(path.name for path in folders if is_prepared(path) or (path / 'prepare.py').is_file())
 
 
-def _is_prepared(folder: Path) -> bool:
-    return (folder / 'train.bin').is_file() and (folder / 'val.bin').is_file()
+def by_hand(script: Path) -> str:
+    """The text that a prepare.py assigns to BY_HAND, '' if it has none; the script is read, not run."""
+    try:
+        tree = ast.parse(Path(script).read_text(encoding='utf-8'))
+    except (OSError, ValueError, SyntaxError):
+        return ''  # running it will say what is wrong with it
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == 'BY_HAND' for t in node.targets):
+            return node.value.value if isinstance(node.value, ast.Constant) else 'it says BY_HAND'
+    return ''
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock on preparing `folder`; it belongs to the open file, so that a dead process leaves none behind."""
+    if fcntl is None:
+        yield
+        return
+    try:
+        file = open(folder / '.prepare.lock', 'a')
+    except OSError as error:
+        raise UserError(f'dataset {name!r} is not prepared, and its folder {str(folder)!r} cannot be written to: '
+                        f'{error.strerror}') from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f'waiting for another process that prepares dataset {name}...', flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def _unknown(name: str, root: Path) -> str:

