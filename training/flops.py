@@ -47,7 +47,7 @@ def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
         classic    6N + 12*L*H*D*T: nanoGPT's, every layer seeing all T keys; N has norms and biases, but not wpe
 
     Six is two forward and four backward (gradients of the input and of the weight cost as much each as the forward pass);
-    twelve is the same six for the scores q k^T and for the sum over the values, 2*H*D multiply-adds for every key seen.
+    twelve is the same six twice, for the H*D products that a key seen costs in the scores and again in the sum over values.
     The number of key/value heads is not in it: fewer heads make K and V cheaper to compute and store, not to read.
     Looking up wte and wpe is no arithmetic; norms, biases, GELU and softmax are left out, as usual.
 

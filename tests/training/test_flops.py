@@ -1,0 +1,87 @@
+"""FLOPs: worked out by hand, summed over actual masks, and counted by torch itself; nanoGPT's formula beside them."""
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention.masks import dense_mask
+from config.errors import UserError
+from model import GPT, GPTConfig
+from tests.helpers.models import FULL_STACK
+from training.flops import A100_BF16_FLOPS, achieved, estimate_mfu, flops_per_token, mean_keys
+
+VANILLA = dict(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=4)
+
+
+def test_vanilla_by_hand():
+    per_layer = 4 * 12 + 4 * 4 + 4 * 16 + 16 * 4  # c_attn, c_proj, c_fc, c_proj
+    flops = flops_per_token(GPT(GPTConfig(**VANILLA)))
+    assert flops.weights == 6 * (2 * per_layer + 11 * 4)
+    # queries see 1 to 8 keys, 4.5 on average; 2 heads of 2, scores and values, forward and twice that backward
+    assert flops.attention == 2 * 4.5 * (2 * 2) * 2 * 2 * 3
+    assert flops.total == flops.weights + flops.attention
+
+
+def test_grouped_heads_windows_and_readers_by_hand():
+    # 4 layers, 4 query heads of 3 with 2 key/value heads; layers 1 and 3 read the K/V of 0 and 2; W = 2, one in two global
+    config = GPTConfig(block_size=4, vocab_size=7, n_layer=4, n_head=4, head_dim=3, n_embd=5, n_kv_head=2, mlp_hidden=9,
+                       layer_pattern='LLGG', kv_share='AABB', window_size=2, pos_embedding='learned')
+    owner, reader, rest = 5 * (4 + 2 * 2) * 3, 5 * 4 * 3, 4 * 3 * 5 + 2 * 5 * 9
+    flops = flops_per_token(config)
+    assert flops.weights == 6 * (2 * owner + 2 * reader + 4 * rest + 7 * 5)
+    keys = 2 * (1 + 2 + 2 + 2) / 4 + 2 * (1 + 2 + 3 + 4) / 4
+    assert flops.attention == 12 * 4 * 3 * keys
+
+
+@pytest.mark.parametrize('T', [1, 2, 5, 16, 33])
+@pytest.mark.parametrize('window', [0, 1, 2, 5, 16, 40])
+def test_mean_keys_is_the_mean_over_the_mask(T, window):
+    assert mean_keys(T, window) == pytest.approx(dense_mask(T, T, window).sum().item() / T, rel=1e-12)
+
+
+@pytest.mark.parametrize('T', [3, 64, 200])
+def test_attention_is_what_the_masks_of_all_layers_say(T):
+    config = GPTConfig(**FULL_STACK)
+    model = GPT(config)
+    seen = sum(dense_mask(T, T, layer.window).sum().item() for layer in model.plan.layers)
+    forward = 2 * 2 * config.n_head * config.head_dim * seen  # scores and values, a multiplication and an addition each
+    assert flops_per_token(model, T).attention * T == pytest.approx(3 * forward, rel=1e-12)
+
+
+@pytest.mark.parametrize('settings', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
+def test_matrix_products_are_what_torch_counts(settings):
+    model, idx = GPT(GPTConfig(**settings)), torch.zeros(3, 8, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(idx, idx)[1].backward()
+    counted = counter.get_flop_counts()['Global']
+    linear = sum(n for op, n in counted.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert linear == flops_per_token(model, 8).weights * idx.numel()
+
+
+def test_a_config_counts_as_its_model_and_draws_nothing():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    flops = flops_per_token(GPTConfig(**FULL_STACK), 50)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert flops == flops_per_token(GPT(GPTConfig(**FULL_STACK)), 50)
+
+
+def test_the_classic_figure_is_nanogpts():
+    model = GPT(GPTConfig(**VANILLA))
+    N = sum(p.numel() for p in model.parameters()) - 8 * 4
+    assert flops_per_token(model).classic == 6 * N + 12 * 2 * 2 * 2 * 8
+    assert estimate_mfu(model, 3, 0.5) == pytest.approx(flops_per_token(model).classic * 8 * 3 / 0.5 / A100_BF16_FLOPS)
+    # GPT-2 124M at T=1024: nanoGPT's 12 L H D T counts twice the keys that causal queries see
+    flops = flops_per_token(GPTConfig())
+    assert flops.total / flops.classic == pytest.approx(0.934, abs=0.001)
+
+
+def test_the_rate_is_of_whole_sequences():
+    model = GPT(GPTConfig(**FULL_STACK))
+    assert achieved(model, 5, 0.25) == pytest.approx(flops_per_token(model, 64).total * 64 * 5 / 0.25 / 1e12)
+    assert achieved(model, 5, 0.25, T=10) == pytest.approx(flops_per_token(model, 10).total * 10 * 5 / 0.25 / 1e12)
+
+
+@pytest.mark.parametrize('T', [-1, 9])
+def test_lengths_that_cannot_be(T):
+    with pytest.raises(UserError, match=f'T={T}.*block_size=8'):
+        flops_per_token(GPT(GPTConfig(**VANILLA)), T)
