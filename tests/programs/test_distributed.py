@@ -1,0 +1,101 @@
+"""train.py on several processes: the same losses as one with the same global batch, one set of files, one voice."""
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.programs.support import FULL_STACK, LAUNCH, ROOT, VANILLA, flags, load, losses, metrics
+
+SIX_STEPS = dict(gradient_accumulation_steps=4, max_iters=5, eval_interval=3, eval_iters=3)
+
+
+def start(data_root, n, out_dir, config=VANILLA, **overrides):
+    """train.py on `n` processes: under torchrun, or as it is for one."""
+    command = [sys.executable, '-c', LAUNCH.format('train'), str(data_root), *flags(dict(config, out_dir=out_dir) | overrides)]
+    if n > 1:
+        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}', '--no-python',
+                   *command]
+    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT), PYTHONUNBUFFERED='1')
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def run(*args, **overrides):
+    process = start(*args, **overrides)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    return out
+
+
+def assert_same_losses(a, b):
+    assert [row['iter'] for row in a] == [row['iter'] for row in b]
+    for name in ('loss', 'train_loss', 'val_loss'):
+        pairs = [(x[name], y[name]) for x, y in zip(a, b) if name in x]
+        assert pairs and max(abs(x - y) for x, y in pairs) < 1e-5
+
+
+@pytest.mark.parametrize('config', [VANILLA, dict(FULL_STACK, checkpoint_blocks=True)], ids=['vanilla', 'full stack'])
+def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(tmp_path, data_root, config):
+    run(data_root, 1, tmp_path / 'one', config, **SIX_STEPS)
+    out = run(data_root, 2, tmp_path / 'two', config, **SIX_STEPS)
+    assert_same_losses(metrics(tmp_path / 'one'), metrics(tmp_path / 'two'))
+    one, two = load(tmp_path / 'one' / 'ckpt.pt'), load(tmp_path / 'two' / 'ckpt.pt')
+    assert max((one['model'][name] - x).abs().max() for name, x in two['model'].items()) < 1e-5
+    assert torch.equal(one['data_rng'], two['data_rng']) and len(two['rng']) == 2
+    assert out.count('step 0:') == out.count('iter 0:') == out.count('tokens per iteration') == 1  # rank 1 is silent
+    assert 'tokens per iteration will be: 256' in out  # 4 micro-batches of 4 sequences of 16
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root):
+    run(data_root, 1, tmp_path / 'whole', **SIX_STEPS)
+    run(data_root, 2, tmp_path / 'parts', **SIX_STEPS | dict(max_iters=3))
+    run(data_root, 1, tmp_path / 'parts', init_from='resume', **SIX_STEPS)
+    assert_same_losses(metrics(tmp_path / 'whole'), metrics(tmp_path / 'parts'))
+
+
+def test_dropout_differs_between_ranks_and_resumes_exactly(tmp_path, data_root):
+    settings = SIX_STEPS | dict(dropout=0.3)
+    run(data_root, 2, tmp_path / 'whole', **settings)
+    run(data_root, 2, tmp_path / 'parts', **settings | dict(max_iters=3))
+    states = load(tmp_path / 'parts' / 'ckpt.pt')['rng']
+    assert not torch.equal(states[0]['torch'], states[1]['torch'])
+    run(data_root, 2, tmp_path / 'parts', init_from='resume', **settings)
+    assert losses(tmp_path / 'whole') == losses(tmp_path / 'parts')
+
+
+def test_sigterm_to_torchrun_saves_once(tmp_path, data_root):
+    process = start(data_root, 2, tmp_path, **SIX_STEPS | dict(max_iters=100000))
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith('iter 4:'):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest, _ = process.communicate(timeout=120)
+    saved = re.findall(r'SIGTERM: saved iteration (\d+)', ''.join(seen) + rest)
+    assert len(saved) == 1 and int(saved[0]) == load(tmp_path / 'ckpt.pt')['iter_num'] >= 5
+    assert not list(tmp_path.glob('.*.tmp'))
+
+
+@pytest.mark.parametrize('settings, named', [
+    (dict(gradient_accumulation_steps=3), ['gradient_accumulation_steps=3', '2 processes']),
+    (dict(backend='nccl'), ["'nccl'", 'gloo']),
+    (dict(backend='mpi'), ["'mpi'", "'gloo'"]),
+])
+def test_wrong_settings_end_all_processes(tmp_path, data_root, settings, named):
+    process = start(data_root, 2, tmp_path / 'out', **settings)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0 and not (tmp_path / 'out').exists()
+    line = next(line for line in err.splitlines() if 'error:' in line)
+    assert all(text in line for text in named)
+
+
+def test_a_wrong_environment_is_named(tmp_path, data_root, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', 'two')
+    process = start(data_root, 1, tmp_path / 'out')
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and err.strip() == "error: environment variable WORLD_SIZE='two': must be a whole number, " \
+        'as torchrun sets it'
