@@ -1,15 +1,15 @@
-"""Sample from a trained model through its KV cache, and report what that cache costs.
+r"""Sample from a trained model through its KV cache, and report what that cache costs.
 
     python sample.py config/train_mqa_local.py                          # what `train.py` with that config wrote
     python sample.py --out_dir=out --start="ROMEO:" --num_samples=2 --temperature=0
     python sample.py config/train_gpt2_mqa_local.py --init_from=random --dataset=shakespeare_works   # without training
+    python sample.py --out_dir=out --prompts=questions.txt --parallel=8 --stop=$'\n\n'    # many, each to its first empty line
     python sample.py config/train_mqa_local.py --json=True              # ends with the report as one JSON line
     python sample.py --help
 """
 import difflib
 import json
 import platform
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -25,12 +25,17 @@ from config.schema import MODEL
 from data.datasets import DATA_ROOT, available_datasets, ensure_dataset
 from data.tokenfiles import read_meta
 from data.tokenizer import load_tokenizer
-from inference.generate import cache_length, recomputes, token_stream
+from inference.generate import Generation, cache_length, recomputes
+from inference.prompts import encode_prompts, read_prompts
 from inference.sampler import Sampler, sample_generators
+from inference.stopping import SampleText, parse_stops
+from inference.timings import Timings
 from kv.report import account, print_report
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights
-from training.device import check_seed, pick_device, pick_dtype, synchronize
+from training.device import check_seed, pick_device, pick_dtype
+
+RULE = '-' * 15  # printed after each sample, as in nanoGPT
 
 
 def load_model(s, device):
@@ -80,60 +85,44 @@ def load_dataset_tokenizer(dataset: str, vocab_size: int):
     return tokenizer
 
 
-def read_prompt(start: str) -> str:
-    """The prompt itself, or the contents of FILE:path."""
-    if not start.startswith('FILE:'):
-        return start
+def generate_batch(s, model, tokenizer, prompts, generators, stops, cache, timings):
+    """A sample of each of `prompts` (token ids) through an empty cache: a single one is streamed as it is made, several
+    are printed when all are done."""
+    samples = [SampleText(tokenizer.stream(), stops) for _ in prompts]
+    stream = len(samples) == 1
+    if stream:
+        print(tokenizer.decode(prompts[0]), end='', flush=True)
+    stamps, start = [], time.perf_counter()
+    generation = Generation(model, prompts, s.max_new_tokens, Sampler(s.temperature, s.top_k, s.top_p, generators), cache)
     try:
-        return Path(start[5:]).read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f'start={start!r}: cannot be read as UTF-8 text: {e}') from e
-
-
-class Timings:
-    """Seconds to the first token and per further token, one entry per batch of samples."""
-
-    def __init__(self, device):
-        self.device, self.first, self.further, self.tokens = device, [], [], 0
-
-    def record(self, start: float, stamps: list[float], rows: int) -> None:
-        self.first.append(stamps[0] - start)
-        if len(stamps) > 1:
-            self.further.append((stamps[-1] - stamps[0]) / (len(stamps) - 1))
-        self.tokens += rows * len(stamps)
-        self.seconds = getattr(self, 'seconds', 0.0) + stamps[-1] - start
-
-    def summary(self) -> dict:
-        """Medians over the batches; tokens_per_second over everything, prefill included."""
-        return {'ttft_ms': statistics.median(self.first) * 1e3,
-                'tpot_ms': statistics.median(self.further) * 1e3 if self.further else None,
-                'tokens_per_second': self.tokens / self.seconds}
-
-
-def generate_batch(s, model, tokenizer, prompt_ids, generators, cache, timings):
-    """One batch of samples through an empty cache: a single one is streamed as it is made, several printed when done."""
-    rows = len(generators)
-    idx = torch.tensor([prompt_ids] * rows, device=model.device)
-    sampler = Sampler(s.temperature, s.top_k, s.top_p, generators)
-    stream = token_stream(model, idx, s.max_new_tokens, sampler, cache)
-    if rows == 1:
-        decode = tokenizer.stream()
-        print(tokenizer.decode(prompt_ids), end='', flush=True)
-    steps, stamps, start = [], [], time.perf_counter()
-    if rows == 1:
-        for token in stream:
-            print(decode(token.item()), end='', flush=True)  # .item() waits for the device: the clock below is right
+        for tokens in track(generation, 'sampling', s.max_new_tokens, console=Console(stderr=True), transient=True,
+                            disable=stream or not sys.stderr.isatty()):
+            for row, token in enumerate(tokens.flatten().tolist()):  # waits for the device: the clock below is right
+                piece = samples[row].add(token)
+                if samples[row].stopped:
+                    generation.finish(row)
+                if stream:
+                    print(piece, end='', flush=True)
             stamps.append(time.perf_counter())
-        print(decode.end() + '\n---------------', flush=True)
-    else:
-        for token in track(stream, 'sampling', s.max_new_tokens, console=Console(stderr=True), transient=True,
-                           disable=not sys.stderr.isatty()):
-            steps.append(token)
-            synchronize(model.device)
-            stamps.append(time.perf_counter())
-        for ids in torch.cat(steps, dim=1).tolist():
-            print(tokenizer.decode(prompt_ids + ids) + '\n---------------')
-    timings.record(start, stamps, rows)
+    finally:  # also when interrupted, the text held back is part of what there is
+        ends = [sample.end() for sample in samples]
+        if stream:
+            print(ends[0], end='', flush=True)
+    for ids, sample in zip(prompts, samples):
+        print(('' if stream else tokenizer.decode(ids) + sample.text) + f'\n{RULE}', flush=True)
+    timings.record(start, stamps, sum(sample.n_tokens for sample in samples))
+
+
+def note_what_is_special(s, model, tokenizer, stops, n_prompt):
+    """Say beforehand what a user may not expect."""
+    if recomputes(model, n_prompt, s.max_new_tokens):
+        print(f'Note: learned positions end at block_size={model.config.block_size}; tokens past it are made by full '
+              'recomputation over the last block_size tokens, exactly as nanoGPT does (slow)')
+    for stop in stops:
+        try:
+            tokenizer.encode(stop)
+        except UserError:
+            print(f"Note: the stop text {stop!r} cannot come up: the model's alphabet lacks a character of it")
 
 
 def check(s):
@@ -145,38 +134,38 @@ def check(s):
     check_seed(s.seed)
     if not 0.0 < s.top_p <= 1.0:
         raise UserError(f'top_p={s.top_p}: must be above 0 and at most 1')
+    if s.prompts and 'start' in s.given:
+        raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are both given: leave one of them out')
 
 
 def main(argv=None):
     s = configurator.parse('sample', argv, usage=__doc__)
     check(s)
-    prompt = read_prompt(s.start)
+    stops, texts = parse_stops(s.stop), read_prompts(s.start, s.prompts)
     device = pick_device(s.device)
     model, dataset = load_model(s, device)
     tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size)
-    prompt_ids = tokenizer.encode(prompt)
-    if not prompt_ids:
-        raise UserError(f'start={s.start!r}: the prompt has no tokens; give at least one character')
-    generators = sample_generators(s.seed, 0, s.num_samples, device)  # before anything else draws
+    prompts = [ids for ids in encode_prompts(tokenizer, texts) for _ in range(s.num_samples)]  # one per sample
+    generators = sample_generators(s.seed, 0, len(prompts), device)  # before anything else draws
     model.to(device, pick_dtype(s.dtype, device))
     if s.compile:
         for block in model.transformer.h:  # not the attention: it would be compiled anew as the cache grows
             block.mlp.compile()
-    if recomputes(model, len(prompt_ids), s.max_new_tokens):
-        print(f'Note: learned positions end at block_size={model.config.block_size}; tokens past it are made by full '
-              'recomputation over the last block_size tokens, exactly as nanoGPT does (slow)')
+    longest = max(map(len, prompts))
+    note_what_is_special(s, model, tokenizer, stops, longest)
 
-    timings, cache = Timings(device), None
-    for k in range(0, s.num_samples, s.parallel):
-        rows = generators[k:k + s.parallel]
-        if cache is None or cache.batch_size != len(rows):  # the last batch may be smaller
+    timings, cache = Timings(), None
+    for k in range(0, len(prompts), s.parallel):
+        batch = slice(k, k + s.parallel)
+        rows = len(prompts[batch])
+        if cache is None or cache.batch_size != rows:  # the last batch may be smaller
             cache = None  # freed before the next is allocated
-            cache = model.new_cache(len(rows), cache_length(model, len(prompt_ids), s.max_new_tokens), s.kv_dtype)
+            cache = model.new_cache(rows, cache_length(model, longest, s.max_new_tokens), s.kv_dtype)
         cache.reset()
-        generate_batch(s, model, tokenizer, prompt_ids, rows, cache, timings)
+        generate_batch(s, model, tokenizer, prompts[batch], generators[batch], stops, cache, timings)
         if k == 0:
             figures = account(model.plan, cache.batch_size, cache.max_seq_len, cache.kv_dtype, allocated=cache.nbytes)
-    figures |= timings.summary() | {'num_samples': s.num_samples, 'prompt_tokens': len(prompt_ids),
+    figures |= timings.summary() | {'num_samples': s.num_samples, 'prompts': len(texts), 'prompt_tokens': longest,
                                     'new_tokens': s.max_new_tokens, 'device': device_name(device),
                                     'threads': torch.get_num_threads(), 'torch': torch.__version__,
                                     'weights': str(model.lm_head.weight.dtype).removeprefix('torch.')}
@@ -193,8 +182,9 @@ def device_name(device) -> str:
 def show_report(figures):
     console = Console()
     print_report(figures, console, f"\nKV cache, as allocated for {figures['batch']} x {figures['max_seq_len']:,} tokens")
+    up_to = 'up to ' if figures['prompts'] > 1 else ''
     tpot = f"{figures['tpot_ms']:.2f} ms" if figures['tpot_ms'] is not None else '-'
-    console.print(f"TTFT {figures['ttft_ms']:.1f} ms ({figures['prompt_tokens']} prompt tokens), TPOT {tpot}, "
+    console.print(f"TTFT {figures['ttft_ms']:.1f} ms ({up_to}{figures['prompt_tokens']} prompt tokens), TPOT {tpot}, "
                   f"{figures['tokens_per_second']:,.1f} tokens/s\n"
                   f"at batch {figures['batch']} on {figures['device']}, "
                   f"{figures['threads']} threads, weights {figures['weights']}", highlight=False)

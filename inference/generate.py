@@ -1,54 +1,146 @@
-"""The generation loop: prefill once, then a token at a time through the cache."""
+"""The generation loop: prefill once, then a token at a time through the cache; prompts may differ in length."""
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from config.errors import UserError
 from inference.sampler import Sampler
 
 
 def cache_length(model, n_prompt: int, max_new_tokens: int) -> int:
-    """Positions a cache needs for this generation; with learned positions never more than block_size."""
+    """Positions a cache needs for this generation; with learned positions never more than block_size.
+
+    n_prompt: tokens of the (longest) prompt.
+    """
     total = n_prompt + max_new_tokens
     return total if model.rotary is not None else min(total, model.config.block_size)
 
 
 def recomputes(model, n_prompt: int, max_new_tokens: int) -> bool:
-    """Whether tokens past block_size will be made by full recomputation (learned positions only, see `token_stream`)."""
+    """Whether tokens past block_size will be made by full recomputation (learned positions only, see `Generation`)."""
     return model.rotary is None and n_prompt + max_new_tokens - 1 > model.config.block_size
 
 
-@torch.inference_mode()
-def token_stream(model, idx: torch.Tensor, max_new_tokens: int, sampler: Sampler, cache=None):
-    """Yield the next tokens, (B, 1) each time, `max_new_tokens` times.
+class Generation:
+    """The next tokens of a batch of prompts, an iterator over (B, 1) tensors:
+
+        generation = Generation(model, [[15496], [995, 11, 314]], 100, Sampler(0.8), stop_tokens=(50256,))
+        for tokens in generation:
+            if row_has_said_enough(tokens[1]):
+                generation.finish(1)
+
+    It ends after `max_new_tokens`, or when all rows are finished: by a stop token, which is the last one they give, or by
+    `finish`. Each row gets the tokens that its prompt would get alone. Rows that are finished are fed all the same while
+    others go on, so that rows of one length stay of one length (which is the fast way through the cache), and a row's
+    random numbers do not depend on when another is finished; what comes out of them is their last token again.
 
     With learned positions nanoGPT crops to the last block_size tokens and numbers them from 0 again at every step, which
-    changes every cached key: there, and only there, each token is made by a full forward, exactly as nanoGPT does.
+    changes every cached key: past block_size, and only there, each token of a row is made by a full forward, exactly as
+    nanoGPT does, while shorter rows go on through the cache.
 
     Args:
-        idx: (B, t) prompt, t >= 1.
-        cache: an empty cache of at least `cache_length` positions; made here if None.
+        prompts: (B, t) tensor, or a list of B lists (or 1-D tensors) of token ids; each at least one token.
+        max_new_tokens: per row.
+        cache: an empty cache of B rows and at least `cache_length` positions; made here if None.
+        stop_tokens: ids that finish the row they are drawn in.
+    Raises:
+        UserError: no prompt, one without tokens, a stop token outside of the vocabulary.
     """
-    if idx.size(1) == 0:
-        raise UserError('the prompt has no tokens: give at least one')
-    model.eval()
-    limit = model.config.block_size if model.rotary is None else None
-    if cache is None and (limit is None or idx.size(1) <= limit):
-        cache = model.new_cache(idx.size(0), cache_length(model, idx.size(1), max_new_tokens))
-    new = idx
-    for _ in range(max_new_tokens):
-        if limit is None or idx.size(1) <= limit:
-            logits, _ = model(new, cache=cache)
+
+    def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None, stop_tokens=()):
+        self.model, self.sampler, self.max_new_tokens = model.eval(), sampler, max_new_tokens
+        self.prompts = [torch.as_tensor(p, dtype=torch.int64, device=model.device) for p in prompts]  # B of (t_b,)
+        self.prompt_lens = [p.numel() for p in self.prompts]  # on the host: a step must not wait for the device
+        self.stop_tokens = _checked(stop_tokens, model.config.vocab_size)
+        if not self.prompts:
+            raise UserError('there is no prompt: give at least one')
+        for p in self.prompts:
+            if p.dim() != 1:
+                raise UserError(f'prompts are a (B, t) tensor or a list of lists of ids; one has shape {tuple(p.shape)}')
+        if 0 in self.prompt_lens:
+            which = f' ({self.prompt_lens.index(0)})' if len(self.prompts) > 1 else ''
+            raise UserError(f'the prompt{which} has no tokens: give at least one')
+        self.limit = model.config.block_size if model.rotary is None else None
+        if cache is None and any(self._fits(n) for n in self.prompt_lens):
+            cache = model.new_cache(len(self.prompts), cache_length(model, max(self.prompt_lens), max_new_tokens))
+        self.cache = cache
+        self.finished = [False] * len(self.prompts)
+        self.made = []                                                        # one (B, 1) per step
+        self.last = torch.stack([p[-1:] for p in self.prompts])               # (B, 1)
+
+    def finish(self, row: int) -> None:
+        """This row needs no more tokens."""
+        self.finished[row] = True
+
+    def __iter__(self):
+        return self
+
+    @torch.inference_mode()
+    def __next__(self) -> torch.Tensor:
+        if len(self.made) >= self.max_new_tokens or all(self.finished):
+            raise StopIteration
+        logits = self._logits()
+        new = self.sampler(logits if logits.dtype == torch.float64 else logits.float())
+        if any(self.finished):
+            new = new.where(~torch.tensor(self.finished, device=new.device)[:, None], self.last)
+        if self.stop_tokens:
+            for row, token in enumerate(new.flatten().tolist()):
+                self.finished[row] |= token in self.stop_tokens
+        self.last = new
+        self.made.append(new)
+        return new
+
+    def _fits(self, n: int) -> bool:
+        return self.limit is None or n <= self.limit
+
+    def _logits(self) -> torch.Tensor:
+        """(B, V): of the next token of each row; those of finished rows may mean nothing."""
+        lengths = [n + len(self.made) for n in self.prompt_lens]
+        cached = [self._fits(n) for n in lengths]
+        if all(cached):
+            return self._from_cache(cached)
+        going_on = [row for row, done in enumerate(self.finished) if not done]
+        beyond = [row for row in going_on if not cached[row]]
+        logits = None
+        if any(cached[row] for row in going_on):
+            logits = self._from_cache(cached)
+        if beyond:
+            recomputed = self.model(torch.stack([self._context(row) for row in beyond]))[0][:, -1]
+            logits = recomputed.new_zeros(len(lengths), recomputed.size(1)) if logits is None else logits
+            logits[beyond] = recomputed
+        return logits
+
+    def _from_cache(self, cached: list[bool]) -> torch.Tensor:
+        """(B, V) after appending the prompts (padded on the right), or each row's last token, to the rows in `cached`."""
+        if self.made:
+            idx, lens = self.last, [int(c) for c in cached]
         else:
-            logits, _ = model(idx[:, -limit:])
-        new = sampler(logits[:, -1].float() if logits.dtype != torch.float64 else logits[:, -1])
-        idx = torch.cat([idx, new], dim=1)
-        yield new
+            idx = pad_sequence([p if c else p[:0] for p, c in zip(self.prompts, cached)], batch_first=True)
+            lens = [n if c else 0 for n, c in zip(self.prompt_lens, cached)]
+        return self.model(idx, cache=self.cache, lens=lens)[0][:, -1]
+
+    def _context(self, row: int) -> torch.Tensor:
+        """(block_size,): the last tokens of a row that is longer than that."""
+        made = [step[row] for step in self.made[-self.limit:]]
+        return torch.cat([self.prompts[row], *made])[-self.limit:]
 
 
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None) -> torch.Tensor:
-    """nanoGPT's `generate`, cached: idx (B, t) -> (B, t + max_new_tokens), drawn from the global generator."""
+def _checked(stop_tokens, vocab_size: int) -> frozenset[int]:
+    stop_tokens = frozenset(int(token) for token in stop_tokens)
+    for token in stop_tokens:
+        if not 0 <= token < vocab_size:
+            raise UserError(f'stop token {token}: the model has tokens 0 to {vocab_size - 1}')
+    return stop_tokens
+
+
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, stop_tokens=()) -> torch.Tensor:
+    """nanoGPT's `generate`, cached: idx (B, t) -> (B, t + n), drawn from the global generator.
+
+    n is max_new_tokens; with stop tokens it may be less, when all rows have ended on one. A row that ends before others
+    is filled up with the stop token it ended on; the others draw what they would without stop tokens.
+    """
     training = model.training
     try:
-        new = list(token_stream(model, idx, max_new_tokens, Sampler(temperature, top_k or 0)))
+        new = list(Generation(model, idx, max_new_tokens, Sampler(temperature, top_k or 0), stop_tokens=stop_tokens))
     finally:
         model.train(training)
     return torch.cat([idx, *new], dim=1)

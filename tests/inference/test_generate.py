@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from inference.generate import cache_length, generate, recomputes, token_stream
+from inference.generate import Generation, cache_length, generate, recomputes
 from inference.sampler import Sampler
 from model import GPT, GPTConfig
 
@@ -56,7 +56,7 @@ def seeded(n):
 
 
 def cached(model, idx, n, sampler):
-    return torch.cat([idx, *token_stream(model, idx, n, sampler)], dim=1)
+    return torch.cat([idx, *Generation(model, idx, n, sampler)], dim=1)
 
 
 LENGTHS = pytest.mark.parametrize('n_prompt, n_new', [(1, 10), (4, 20), (7, 40), (23, 3), (24, 2), (40, 12)])
@@ -135,7 +135,7 @@ def test_a_model_may_be_trained_after_it_generated(kind, n_new):
 
 
 def test_tokens_come_one_at_a_time_and_no_more_than_asked():
-    stream = token_stream(sharp_model(FULL_STACK), prompt(2, 3), 4, Sampler(0))
+    stream = Generation(sharp_model(FULL_STACK), prompt(2, 3), 4, Sampler(0))
     assert next(stream).shape == (2, 1) and len(list(stream)) == 3
 
 
@@ -149,7 +149,7 @@ def test_the_model_is_fed_the_prompt_once_and_then_a_token_at_a_time(kind, promp
         fed.append(idx.size(1))
         return plain(self, idx, **kw)
     monkeypatch.setattr(GPT, 'forward', forward)
-    list(token_stream(sharp_model(kind), prompt(1, prompt_length), 10, Sampler(0)))
+    list(Generation(sharp_model(kind), prompt(1, prompt_length), 10, Sampler(0)))
     assert fed == lengths
 
 
@@ -167,4 +167,4 @@ def test_recomputation_begins_with_the_first_token_past_block_size():
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(UserError, match='no tokens'):
-        list(token_stream(sharp_model(FULL_STACK), prompt(1, 3)[:, :0], 4, Sampler(0)))
+        list(Generation(sharp_model(FULL_STACK), prompt(1, 3)[:, :0], 4, Sampler(0)))

@@ -1,0 +1,26 @@
+"""How long a batch took to its first token and per further one."""
+import statistics
+
+
+class Timings:
+    """One entry per batch of samples: seconds to the first token (TTFT) and per further step (TPOT)."""
+
+    def __init__(self):
+        self.first, self.further, self.tokens, self.seconds = [], [], 0, 0.0
+
+    def record(self, start: float, stamps: list[float], tokens: int) -> None:
+        """A batch that began at `start` and had a token for each row at each of `stamps`, on one clock, in seconds.
+
+        tokens: those that belong to a sample; a row that has ended and is waiting for the others makes none.
+        """
+        self.first.append(stamps[0] - start)
+        if len(stamps) > 1:
+            self.further.append((stamps[-1] - stamps[0]) / (len(stamps) - 1))
+        self.tokens += tokens
+        self.seconds += stamps[-1] - start
+
+    def summary(self) -> dict:
+        """Medians over the batches; tokens_per_second over everything, prefill included."""
+        return {'ttft_ms': statistics.median(self.first) * 1e3,
+                'tpot_ms': statistics.median(self.further) * 1e3 if self.further else None,
+                'tokens_per_second': self.tokens / self.seconds, 'tokens': self.tokens}
