@@ -1,0 +1,122 @@
+"""bench.py: nanoGPT's lines, one line and one JSON document more, a profiler trace, and no download started by it."""
+import json
+import re
+
+import pytest
+import torch
+
+import bench
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from tests.programs.support import ALPHABET, FULL_STACK, flags, make_tiny
+from training.flops import flops_per_token
+
+TINY = dict(dataset='tiny', device='cpu', compile=False, n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=3)
+MEMORY = ('n_layer', 'n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'pos_embedding', 'qk_norm')
+SMALL = TINY | {name: FULL_STACK[name] for name in MEMORY}
+
+
+@pytest.fixture(autouse=True)
+def _in_tiny_data(monkeypatch, data_root, tmp_path):
+    monkeypatch.setattr(bench, 'DATA_ROOT', data_root)
+    monkeypatch.chdir(tmp_path)
+
+
+def run_bench(capsys, settings=TINY, **overrides):
+    """The lines after the settings are echoed."""
+    capsys.readouterr()
+    bench.main(flags(settings | overrides))
+    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith('Overriding')]
+
+
+def losses(lines):
+    return [float(line.split()[-1]) for line in lines if re.fullmatch(r'\d+/\d+ loss: \d+\.\d{4}', line)]
+
+
+@pytest.mark.parametrize('settings', [TINY, SMALL], ids=['vanilla', 'full stack'])
+def test_output_is_nanogpts_and_one_line_more(capsys, settings):
+    *lines, time_line, flops_line = run_bench(capsys, settings)
+    steps = [line for line in lines if '/' in line]
+    assert [line.split()[0] for line in steps] == [f'{k}/10' for k in range(10)] + [f'{k}/20' for k in range(20)]
+    assert len(losses(lines)) == 30
+    assert re.fullmatch(r'time per iteration: \d+\.\d{4}ms, MFU: \d+\.\d{2}%', time_line)
+    assert re.fullmatch(r'counting only the keys each query sees: \d+\.\d{3} model TFLOP/s; [\d,]+ tokens/s', flops_line)
+
+
+def test_it_trains_on_the_data_set_and_without_dropout(capsys):
+    real = losses(run_bench(capsys))
+    assert real[0] == pytest.approx(torch.tensor(float(len(ALPHABET))).log().item(), abs=0.3)  # its alphabet, untrained
+    assert losses(run_bench(capsys, dropout=0.9)) == real  # the seed's, again; dropout is forced to 0
+
+
+def test_one_random_batch_needs_no_data_and_is_learnt(capsys):
+    random = losses(run_bench(capsys, real_data=False, dataset='nowhere', n_embd=8, block_size=4))
+    assert random[0] == pytest.approx(10.83, abs=0.1)  # log 50304
+    assert all(after < before for before, after in zip(random, random[1:]))
+
+
+def test_json_is_the_last_line(capsys):
+    *lines, last = run_bench(capsys, SMALL, json=True)
+    figures = json.loads(last)
+    assert (figures['mode'], figures['dtype'], figures['threads']) == ('train', 'float32', torch.get_num_threads())
+    assert (figures['batch_size'], figures['block_size'], figures['window_size']) == (3, 16, 4)
+    assert figures['torch'] == torch.__version__ and 'cpu' in figures['device'] and figures['real_data'] is True
+    ms = figures['step_ms']
+    assert len(ms) == 20 and figures['min_ms'] == min(ms) <= figures['median_ms'] <= max(ms) == figures['max_ms']
+    assert figures['mean_ms'] == pytest.approx(sum(ms) / 20)
+    assert f"time per iteration: {figures['mean_ms']:.4f}ms" in lines[-2]
+    assert figures['tokens_per_second'] == pytest.approx(3 * 16 / figures['mean_ms'] * 1000)
+    config = GPTConfig(vocab_size=len(ALPHABET), bias=False, n_head=2, n_embd=16, block_size=16,
+                       **{name: FULL_STACK[name] for name in MEMORY})
+    per_token = flops_per_token(config).total
+    assert figures['model_tflops_per_second'] == pytest.approx(per_token * figures['tokens_per_second'] / 1e12)
+    assert figures['mfu'] > figures['model_tflops_per_second'] / 312  # nanoGPT's counts keys that no query sees
+
+
+def test_bfloat16_and_float16_run(capsys):
+    for dtype in ('bfloat16', 'float16'):
+        assert json.loads(run_bench(capsys, dtype=dtype, json=True)[-1])['dtype'] == dtype
+
+
+def test_a_profile_is_a_table_and_a_trace(capsys, tmp_path):
+    lines = run_bench(capsys, profile=True, json=True)
+    assert json.loads(lines[-1])['trace'] == 'bench_log'
+    trace, = (tmp_path / 'bench_log').iterdir()
+    assert trace.name.endswith('.pt.trace.json')  # what TensorBoard's plugin looks for
+    names = {event['name'] for event in json.loads(trace.read_text())['traceEvents']}
+    assert 'aten::mm' in names and {f'ProfilerStep#{k}' for k in range(10, 15)} <= names  # nanoGPT's schedule: 5, 5, 5
+    assert len(losses(lines)) == 15 and not any('time per iteration' in line for line in lines)
+    assert any('aten::mm' in line for line in lines) and any('Self CPU' in line for line in lines)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('settings, named', [
+    (dict(mode='dance'), ["mode='dance'", "'train'"]), (dict(batch_size=0), ['batch_size=0']),
+    (dict(device='abacus'), ["device='abacus'", "'cpu'"]), (dict(seed=2 ** 64), ['seed=']),
+    (dict(block_size=0), ['block_size=0']), (dict(block_size=3000), ['2000 tokens', 'block_size=3000']),
+    (dict(dataset='nowhere'), ["'nowhere'", 'choose one of tiny', '--real_data=False']),
+    (dict(dataset=''), ["dataset=''", '--real_data=False']), (dict(dataset='../data/tiny'), ['--real_data=False']),
+    (dict(max_iters=3), ["'max_iters'"]),
+], ids=str)
+def test_bad_settings(settings, named):
+    with pytest.raises(UserError) as caught:
+        bench.main(flags(TINY | settings))
+    assert '\n' not in str(caught.value)
+    for text in named:
+        assert text in str(caught.value)
+
+
+def test_a_data_set_is_not_prepared_by_a_benchmark(tmp_path, monkeypatch):
+    make_tiny(tmp_path)
+    (tmp_path / 'tiny' / 'train.bin').unlink()
+    (tmp_path / 'tiny' / 'prepare.py').write_text('raise SystemError("it was run")\n')
+    monkeypatch.setattr(bench, 'DATA_ROOT', tmp_path)
+    with pytest.raises(UserError, match=r"'tiny'.*python data/tiny/prepare.py.*--real_data=False"):
+        bench.main(flags(TINY))
+
+
+def test_a_trace_that_cannot_be_written(tmp_path):
+    (tmp_path / 'bench_log').write_text('a file')
+    with pytest.raises(UserError, match='bench_log/.*exists'):
+        bench.main(flags(TINY | dict(profile=True)))
