@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow data kv recall compare clean
+.PHONY: help demo test test-slow data kv recall compare nanogpt clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -18,6 +18,10 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+$(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-test.txt
+	@touch $@
+
 demo: $(VENV)/.installed  ## train the default config on Shakespeare, sample from it, report its KV cache (about 5 minutes on 2 cores)
 	$(BIN)/python train.py config/train_mqa_local.py
 	$(BIN)/python sample.py config/train_mqa_local.py --num_samples=2 --max_new_tokens=255 --temperature=0.6
@@ -25,10 +29,10 @@ demo: $(VENV)/.installed  ## train the default config on Shakespeare, sample fro
 data: $(VENV)/.installed  ## fetch and prepare the Shakespeare data set
 	$(BIN)/python data/shakespeare_works/prepare.py
 
-test: $(VENV)/.installed  ## the tests, without the slow ones
+test: $(VENV)/.installed-test  ## the tests, without the slow ones
 	$(BIN)/python -m pytest -q -m 'not slow'
 
-test-slow: data  ## the tests marked slow (prepares the data set)
+test-slow: data $(VENV)/.installed-test  ## the tests marked slow (prepares the data set)
 	$(BIN)/python -m pytest -q -m slow
 
 kv: $(VENV)/.installed  ## the KV figures of GPT-2's shape in README
@@ -41,6 +45,9 @@ recall: $(VENV)/.installed  ## the recall probe behind the default layer order (
 
 compare: $(VENV)/.installed  ## full stack, vanilla and RoPE MHA, three seeds each (about 45 minutes on 2 cores; finished runs are kept)
 	$(BIN)/python scripts/compare.py
+
+nanogpt: $(VENV)/.installed-test  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
+	$(BIN)/python scripts/nanogpt_parity.py $(NANOGPT)
 
 clean:  ## remove the environment and what training wrote
 	rm -rf $(VENV) out-mqa-local
