@@ -5,11 +5,11 @@ import numpy as np
 import torch
 
 from config.errors import UserError
-from data.tokenfiles import open_tokens
+from data.tokenfiles import open_split
 
 
 class TokenBatches:
-    """Random windows of `block_size` tokens out of `train.bin` and `val.bin`.
+    """Random windows of `block_size` tokens out of a data set's token files, in shards or not.
 
     Training windows are drawn as nanoGPT draws them: one `torch.randint` a micro-batch, in order. With several processes
     each of them draws the windows of all and takes every `world_size`-th micro-batch, so that what a run trains on does
@@ -29,9 +29,9 @@ class TokenBatches:
         self.rank, self.world_size = rank, world_size
         self.tokens = {}
         for split in ('train', 'val'):
-            tokens = open_tokens(Path(folder) / f'{split}.bin')
+            tokens = open_split(Path(folder), split)
             if len(tokens) <= block_size:
-                raise UserError(f'{Path(folder).name}/{split}.bin has {len(tokens)} tokens: more than '
+                raise UserError(f'{Path(folder).name}: {split}.bin has {len(tokens)} tokens, more than '
                                 f'block_size={block_size} are needed')
             self.tokens[split] = tokens
         self.state = self.generator.get_state()
@@ -60,7 +60,7 @@ class TokenBatches:
 
     def _windows(self, split, offsets):
         tokens = self.tokens[split]
-        rows = torch.from_numpy(np.stack([tokens[i:i + self.block_size + 1] for i in offsets.tolist()]).astype(np.int64))
+        rows = torch.from_numpy(np.stack([tokens.window(i, self.block_size + 1) for i in offsets.tolist()]).astype(np.int64))
         x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         if self.device.type == 'cuda':  # pinned, so that the copy overlaps with compute
             return tuple(a.pin_memory().to(self.device, non_blocking=True) for a in (x, y))
