@@ -18,7 +18,10 @@ KINDS = pytest.mark.parametrize('kind', ['vanilla', 'full'])
 
 def texts(capsys, folder, **settings):
     """The samples, prompt included."""
-    out = run_sample(capsys, out_dir=folder, report=False, **settings)
+    return samples_in(run_sample(capsys, out_dir=folder, report=False, **settings))
+
+
+def samples_in(out):
     body = out[out.index('meta.pkl...\n') + len('meta.pkl...\n'):]
     body = body[body.index('\n') + 1:] if body.startswith('Note:') else body
     *samples, rest = body.split(f'\n{RULE}\n')
