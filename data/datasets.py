@@ -41,7 +41,7 @@ def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
     if why:
         raise UserError(f'dataset {name!r} is not prepared, and training does not start that by itself: {why}; run: '
                         f'python {root.name}/{name}/prepare.py (--help shows its options)')
-    with _one_at_a_time(folder, name):
+    with one_at_a_time(folder):
         if not is_prepared(folder):
             print(f'preparing dataset {name}...', flush=True)
             _run_prepare(script)
@@ -70,7 +70,7 @@ def by_hand(script: Path) -> str:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path, name: str) -> Iterator[None]:
+def one_at_a_time(folder: Path) -> Iterator[None]:
     """Hold the lock on preparing `folder`; it belongs to the open file, so that a dead process leaves none behind."""
     if fcntl is None:
         yield
@@ -78,13 +78,12 @@ def _one_at_a_time(folder: Path, name: str) -> Iterator[None]:
     try:
         file = open(folder / '.prepare.lock', 'a')
     except OSError as error:
-        raise UserError(f'dataset {name!r} is not prepared, and its folder {str(folder)!r} cannot be written to: '
-                        f'{error.strerror}') from None
+        raise UserError(f'cannot prepare a dataset in {str(folder)!r}: {error.strerror}') from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f'waiting for another process that prepares dataset {name}...', flush=True)
+            print(f'waiting for another process that prepares dataset {folder.name}...', flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             pass  # a file system without locks

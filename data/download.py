@@ -3,6 +3,7 @@
 What arrives is used only when its sha256 is the expected one. A failure leaves nothing behind.
 """
 
+import contextlib
 import hashlib
 import http.client
 import os
@@ -33,7 +34,6 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '', timeout: float = TI
     if not url.startswith('https://'):
         raise UserError(f'cannot fetch {url!r}: allowed are https URLs')
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         found = _download(url, part, timeout)
         if found != sha256:
             raise UserError(f'{url} gave a file with sha256 {found}; allowed is {sha256}{advice}')
@@ -101,8 +101,12 @@ def _download(url: str, part: Path, timeout: float) -> str:
     console = Console(stderr=True)
     columns = TextColumn('{task.description}'), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     digest = hashlib.sha256()
-    with urllib.request.urlopen(url, timeout=timeout) as response, open(part, 'wb') as file, \
-            Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with contextlib.ExitStack() as stack:
+        response = stack.enter_context(urllib.request.urlopen(url, timeout=timeout))
+        part.parent.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context(open(part, 'wb'))
+        bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        progress = stack.enter_context(bar)
         if not response.geturl().startswith('https://'):
             raise ValueError(f'it was redirected to {response.geturl()}, which is not https')
         length = response.headers.get('Content-Length', '')

@@ -90,7 +90,8 @@ class TokenWriter:
             done = self.tokens.get(split, 0)
             sharded = self.shard_tokens and split == 'train'
             if split not in self._open:
-                self._begin(split, f'{split}_{done // self.shard_tokens:05d}.bin' if sharded else f'{split}.bin')
+                name = f'{split}_{done // self.shard_tokens:05d}.bin' if sharded else f'{split}.bin'
+                self._open[split] = self._new_file(name)
             room = self.shard_tokens - done % self.shard_tokens if sharded else ids.size
             part, ids = ids[:room], ids[room:]
             self._open[split].write(part.tobytes())
@@ -132,17 +133,17 @@ class TokenWriter:
         finally:  # also after KeyboardInterrupt; files already published are no longer temporary
             self.discard()
 
-    def _begin(self, split: str, name: str) -> None:
-        self._open[split] = self._new_file(name)
-
     def _finish(self, split: str) -> None:
         with self._open.pop(split) as file:
             _sync(file)
 
     def _new_file(self, name: str) -> BinaryIO:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._temporary[name] = self.folder / f'.{name}.{os.getpid()}.tmp'  # noted first: never left behind
+        self._temporary[name] = self._temporary_path(name)  # noted first, so that it cannot be left behind
         return open(self._temporary[name], 'wb')
+
+    def _temporary_path(self, name: str) -> Path:
+        return self.folder / f'.{name}.{os.getpid()}.tmp'
 
     def _retire_old(self) -> None:
         """Remove what the new files do not replace, the marker first; then the dataset is incomplete for a moment."""

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from config.errors import UserError
+from data.gpt2_bpe import END_OF_TEXT, gpt2_encoding
 
 UNKNOWN = '\ufffd'  # what an id outside the vocabulary decodes to (models pad GPT-2's 50,257 ids to 50,304)
-END_OF_TEXT = '<|endoftext|>'
 
 
 class TextStream(Protocol):
@@ -58,11 +58,11 @@ class CharTokenizer:
 class GPT2Tokenizer:
     """GPT-2's byte pair encoding by tiktoken. `encoding` is a ready `tiktoken.Encoding` to use instead of 'gpt2'.
 
-    UserError if tiktoken is not installed, or its vocabulary neither cached nor reachable.
+    UserError if tiktoken is not installed, or GPT-2's vocabulary neither cached nor reachable (see gpt2_bpe.py).
     """
 
     def __init__(self, encoding: Any = None):
-        self.encoding = _gpt2_encoding() if encoding is None else encoding
+        self.encoding = gpt2_encoding() if encoding is None else encoding
         self.vocab_size: int = self.encoding.n_vocab
 
     def encode(self, text: str) -> list[int]:
@@ -105,16 +105,3 @@ class _ByteStream:
 
     def end(self) -> str:
         return self.decoder.decode(b'', final=True)
-
-
-def _gpt2_encoding() -> Any:
-    try:
-        import tiktoken
-    except ImportError:
-        raise UserError("GPT-2's tokenizer needs tiktoken: `pip install tiktoken` "
-                        '(its vocabulary is downloaded on first use)') from None
-    try:
-        return tiktoken.get_encoding('gpt2')
-    except Exception as error:  # noqa: BLE001  requests', urllib3's and the file system's errors have no common base
-        raise UserError(f"tiktoken cannot get GPT-2's vocabulary ({type(error).__name__}): it is downloaded on first "
-                        'use; connect once, or set TIKTOKEN_CACHE_DIR to a folder that has it') from None

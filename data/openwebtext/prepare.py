@@ -1,0 +1,29 @@
+"""Prepare the openwebtext dataset: 8 million web pages, an open copy of what GPT-2 was trained on; GPT-2 BPE.
+
+    python data/openwebtext/prepare.py                             # 9 billion tokens: 18 GB of shards, hours
+    python data/openwebtext/prepare.py --max_tokens=100_000_000    # the first 100 million
+    python data/openwebtext/prepare.py --from dump.jsonl           # from a copy you have
+
+Streamed from the Hugging Face hub (pip install datasets) into train_00000.bin, ... and val.bin; it needs no room for
+the raw text. Ctrl-C keeps what is done, and the same command goes on. One document in 2,000 is for validation, by
+a hash of its text: about as many as nanoGPT's (4.4 million tokens), but not the same ones. Document order is the hub's.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
+
+from configurator import run_program
+from data.stream import arguments, prepare
+
+BY_HAND = 'it is 9 billion tokens, 18 GB on disk and hours of streaming from the Hugging Face hub'
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Make the dataset as the module's docstring says. UserError if the documents cannot be had."""
+    prepare(arguments(__doc__, __file__).parse_args(argv), 'Skylion007/openwebtext')
+
+
+if __name__ == '__main__':
+    run_program(main)

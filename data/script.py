@@ -1,0 +1,42 @@
+"""What the prepare.py scripts share: a command line whose errors are one line."""
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from config.errors import UserError
+
+
+class Arguments(argparse.ArgumentParser):
+    """A script's command line: `--help` prints the script's docstring, bad input raises UserError."""
+
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def out(self, script: str) -> None:
+        """Add --out, the folder to write to; by default that of the script, whose `__file__` is given."""
+        self.add_argument('--out', type=Path, metavar='DIR', default=Path(script).resolve().parent,
+                          help='where to write (default: the folder of this script)')
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for anything it cannot make sense of."""
+        raise UserError(f'{message} (--help lists what is allowed)')
+
+
+def fraction(text: str) -> float:
+    """For argparse: a share strictly between 0 and 1. ValueError otherwise."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise ValueError
+    return value
+
+
+def whole(text: str) -> int:
+    """For argparse: a positive whole number, underscores allowed (10_000_000). ValueError otherwise."""
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+fraction.__name__, whole.__name__ = 'share between 0 and 1', 'positive whole number'  # as argparse's errors call them

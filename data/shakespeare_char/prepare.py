@@ -1,0 +1,42 @@
+"""Prepare the shakespeare_char dataset: nanoGPT's tiny Shakespeare, character by character.
+
+    python data/shakespeare_char/prepare.py                # downloads input.txt (1.1 MB) unless it is there
+    python data/shakespeare_char/prepare.py --input=FILE   # from a file you have: that one, or any UTF-8 text
+    python data/shakespeare_char/prepare.py --out=DIR      # write train.bin, val.bin, meta.pkl somewhere else
+
+The ids are nanoGPT's: the characters in sorted order. Of tiny Shakespeare train has 1,003,854 tokens and val 111,540, and
+the vocabulary is 65.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
+
+from configurator import run_program
+from data.encode import alphabet_meta, char_encoder
+from data.script import Arguments
+from data.tinyshakespeare import halves, read_text
+from data.tokenfiles import write_dataset
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Make the dataset as the module's docstring says. UserError if there is no text, or it cannot be used."""
+    parser = Arguments(__doc__)
+    parser.add_argument('--input', type=Path, metavar='FILE', help='the text, instead of the download')
+    parser.out(__file__)
+    args = parser.parse_args(argv)
+    text = read_text(args.out, args.input, 'data/shakespeare_char/prepare.py')
+    meta = alphabet_meta(text)
+    print(f'length of dataset in characters: {len(text):,}')
+    print('all the unique characters:', ''.join(meta['stoi']))
+    print(f'vocab size: {meta["vocab_size"]:,}')
+    encode = char_encoder(meta['stoi'])
+    splits = {name: encode(part) for name, part in halves(text).items()}
+    write_dataset(args.out, splits, meta)
+    for name, ids in splits.items():
+        print(f'{name} has {len(ids):,} tokens')
+
+
+if __name__ == '__main__':
+    run_program(main)

@@ -1,0 +1,47 @@
+"""Prepare a dataset from text files of your own.
+
+    python data/text/prepare.py --input=book.txt                           # one file, or several
+    python data/text/prepare.py --input ~/src/project --glob='*.py' --tokenizer=gpt2 --name=mycode
+
+writes data/text/ (or data/NAME/), which train.py knows as --dataset=text (or NAME).
+
+Which files: those given, and in folders given the ones whose name matches --glob, at any depth, without hidden ones (.git).
+They must be UTF-8; files that are not, that hold a zero byte, or that are empty are skipped, counted and named. Line ends
+become \\n. The order is that of --input, and in a folder that of the paths.
+The split: of one file the last --val of its characters. Of several files whole ones, in an order drawn from a hash of their
+paths, each that still fits into the share --val of all characters (the smallest file, if none fits).
+What follows each file: with --tokenizer=gpt2 the token <|endoftext|> (50256); with char the end of its last line, if it
+lacks one, and two empty lines. Nothing is added to a single file.
+With char, every character of the files gets an id, in sorted order (meta.pkl); with gpt2 there is no meta.pkl.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
+
+from configurator import run_program
+from data.datasets import DATA_ROOT
+from data.script import Arguments, fraction
+from data.textfiles import check_name, find_files, prepare, scan, split
+
+BY_HAND = 'it is made from files of your own, which --input names'
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Make the dataset as the module's docstring says. UserError for files or options that give none."""
+    parser = Arguments(__doc__)
+    parser.add_argument('--input', type=Path, nargs='+', required=True, metavar='PATH', help='files and folders')
+    parser.add_argument('--glob', default='*', metavar='PATTERN', help="which files of folders, e.g. '*.py' (default: all)")
+    parser.add_argument('--tokenizer', choices=('char', 'gpt2'), default='char', help='(default: char)')
+    parser.add_argument('--val', type=fraction, default=0.1, metavar='SHARE', help='share held out (default: 0.1)')
+    parser.add_argument('--name', default='text', help='the folder under data/ to write to (default: text)')
+    args = parser.parse_args(argv)
+    folder = check_name(args.name, DATA_ROOT)
+    texts, alphabet = scan(find_files(args.input, args.glob), args.tokenizer)
+    prepare(folder, split(texts, args.val), alphabet if args.tokenizer == 'char' else None)
+    print(f'train with: python train.py --dataset={args.name}')
+
+
+if __name__ == '__main__':
+    run_program(main)
