@@ -46,7 +46,7 @@ recall: $(VENV)/.installed  ## the recall probe behind the default layer order (
 compare: $(VENV)/.installed  ## full stack, vanilla and RoPE MHA, three seeds each (about 45 minutes on 2 cores; finished runs are kept)
 	$(BIN)/python scripts/compare.py
 
-nanogpt: $(VENV)/.installed-test  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
+nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
 	$(BIN)/python scripts/nanogpt_parity.py $(NANOGPT)
 
 clean:  ## remove the environment and what training wrote

@@ -1,0 +1,64 @@
+"""What goes to Weights & Biases and to TensorBoard."""
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from config.errors import UserError
+from tests.programs.support import VANILLA, metrics, run_train
+
+
+class FakeWandB:
+    def __init__(self):
+        self.rows, self.finished = [], False
+
+    def init(self, **kwargs):
+        self.kwargs = kwargs
+        return SimpleNamespace(log=self.rows.append, finish=lambda: setattr(self, 'finished', True))
+
+
+def scalars(out_dir):
+    events = EventAccumulator(str(out_dir / 'tensorboard'))
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()['scalars']}
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch, tmp_path):
+    import train
+    from tests.programs.support import make_tiny
+    make_tiny(tmp_path / 'data')
+    monkeypatch.setattr(train, 'DATA_ROOT', tmp_path / 'data')
+
+
+def test_wandb_gets_nanogpts_rows(tmp_path, monkeypatch):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, 'wandb', fake)
+    run_train(tmp_path / 'out', wandb_log=True, wandb_project='p', wandb_run_name='r', max_iters=12)
+    assert fake.kwargs['project'] == 'p' and fake.kwargs['name'] == 'r' and fake.kwargs['config']['n_embd'] == 16
+    assert [row['iter'] for row in fake.rows] == [0, 10, 12] and fake.finished
+    assert all(row.keys() == {'iter', 'train/loss', 'val/loss', 'lr', 'mfu'} for row in fake.rows)
+    evaluated = [row['val_loss'] for row in metrics(tmp_path / 'out') if 'val_loss' in row]
+    assert [row['val/loss'] for row in fake.rows] == evaluated
+
+
+def test_tensorboard_gets_evaluations_and_steps(tmp_path):
+    rows = run_train(tmp_path / 'out', tensorboard_log=True, max_iters=12).rows
+    found = scalars(tmp_path / 'out')
+    assert found.keys() == {'train/loss', 'val/loss', 'lr', 'mfu', 'step/loss', 'step/lr', 'step/tokens_per_second'}
+    assert found['step/loss'] == [(row['iter'], pytest.approx(row['loss'], rel=1e-6)) for row in rows]
+    assert [step for step, _ in found['val/loss']] == [0, 10, 12]
+
+
+def test_tensorboard_of_a_resumed_run_has_each_step_once(tmp_path):
+    run_train(tmp_path / 'out', tensorboard_log=True, max_iters=12)  # the checkpoint stands at 12, the log ends there
+    run_train(tmp_path / 'out', tensorboard_log=True, max_iters=14, init_from='resume')
+    assert [step for step, _ in scalars(tmp_path / 'out')['step/loss']] == list(range(15))
+
+
+@pytest.mark.parametrize('package, key', [('wandb', 'wandb_log'), ('torch.utils.tensorboard', 'tensorboard_log')])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, package, key):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"pip install {key.removesuffix('_log')}"):
+        run_train(tmp_path / 'out', VANILLA, **{key: True})
