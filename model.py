@@ -279,10 +279,11 @@ class GPT(nn.Module):
             wpe = self.transformer.wpe
             wpe.weight, wpe.num_embeddings = nn.Parameter(wpe.weight.detach()[:block_size].clone()), block_size
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """idx (B, t) -> (B, t + max_new_tokens), drawn from the global RNG as in nanoGPT; see `inference.generate`."""
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, *, stop_tokens=()):
+        """idx (B, t) -> (B, t + max_new_tokens), drawn from the global RNG as in nanoGPT; less where all rows have ended on
+        one of `stop_tokens`. See `inference.generate`."""
         from inference.generate import generate
-        return generate(self, idx, max_new_tokens, temperature, top_k)
+        return generate(self, idx, max_new_tokens, temperature, top_k, stop_tokens)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         """AdamW with nanoGPT's two groups (matrices decay, vectors do not); see `training.optim`."""

@@ -1,0 +1,62 @@
+"""The rest of nanoGPT's model API: cropping, generating with stop tokens."""
+import pytest
+import torch
+
+from config.gpt_config import GPTConfig
+from tests.helpers.models import FULL_STACK, VOCAB, full_logits, max_gap, random_model, tokens
+
+VANILLA = dict(block_size=16, vocab_size=VOCAB, n_layer=2, n_head=4, n_embd=8)
+
+
+@pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
+def test_cropping_leaves_short_sequences_alone(config):
+    model, idx = random_model(GPTConfig(**config)), tokens(2, 6)
+    before, size = full_logits(model, idx), model.get_num_params(non_embedding=False)
+    model.crop_block_size(6)
+    assert torch.equal(full_logits(model, idx), before)
+    assert model.config.block_size == 6 and model.config.n_layer == config['n_layer']
+    learned = 'layer_pattern' not in config
+    assert size - model.get_num_params(non_embedding=False) == (10 * 8 if learned else 0)
+    assert not learned or model.state_dict()['transformer.wpe.weight'].shape == (6, 8)
+    loss = model.train()(idx, idx)[1]
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_after_cropping_positions_end_there():
+    model = random_model(GPTConfig(**VANILLA))
+    model.crop_block_size(6)
+    with pytest.raises(ValueError, match='block_size=6'):
+        model(tokens(1, 7))
+    with pytest.raises(ValueError, match='block_size=6'):
+        model.new_cache(1, 7)
+    assert model.new_cache(1, 6).nbytes == 6 * 2 * 2 * 8 * 8  # tokens, layers, K and V, width, bytes
+
+
+@pytest.mark.parametrize('block_size', [0, -1, 17])
+def test_cropping_only_shrinks(block_size):
+    model = random_model(GPTConfig(**VANILLA))
+    with pytest.raises(ValueError, match=f'block_size={block_size}: .*1 to 16'):
+        model.crop_block_size(block_size)
+    assert model.config.block_size == 16
+
+
+def test_generate_ends_rows_at_stop_tokens():
+    model, idx = random_model(GPTConfig(**VANILLA)), tokens(3, 4)
+    plain = model.generate(idx, 12, top_k=1)
+    stop = int(plain[0, 6])
+    stopped = model.generate(idx, 12, top_k=1, stop_tokens=(stop,))
+    for row, full in zip(stopped.tolist(), plain.tolist()):
+        end = full.index(stop, 4) + 1 if stop in full[4:] else len(full)
+        assert row[:end] == full[:len(row)][:end] and set(row[end:]) <= {stop}
+
+
+def test_cropped_logits_are_those_of_a_model_made_short():
+    long = random_model(GPTConfig(**VANILLA))
+    short = random_model(GPTConfig(**VANILLA | dict(block_size=5)))
+    state = long.state_dict()
+    short.load_state_dict(state | {'transformer.wpe.weight': state['transformer.wpe.weight'][:5]})
+    long.crop_block_size(5)
+    idx = tokens(2, 5, seed=3)
+    assert max_gap(full_logits(long, idx), full_logits(short, idx)) == 0
+    assert torch.equal(long.generate(idx[:, :3], 9, top_k=1), short.generate(idx[:, :3], 9, top_k=1))
