@@ -25,7 +25,7 @@ TORCH_DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': 
 class KVView:
     """What the queries of one step attend over, for the owner of a slot and its readers alike.
 
-    k, v: (B, Hkv, S, D). Where all rows are equally long they are in order and the tags are None (see
+    k, v: (B, Hkv, S, D). Where all rows held equally many tokens they are in order and the tags are None (see
     `attention.cached_attention`); else q_pos (B, t) and k_pos (B, S) say which position each is, -1 or less for none.
     """
     k: torch.Tensor
@@ -159,9 +159,7 @@ def _append_uniform(store: KVStore, slot: Slot, k, v, step: Step) -> KVView:
     if t == 1:  # what this overwrites is just outside the window; with all W keys visible their order does not matter
         store.write(start % capacity, k, v)
         return KVView(*store.decode(*store.read(0, min(start + 1, capacity))))
-    held = min(start, slot.window - 1)
-    pieces = [store.read(a, b) for a, b in _ring_spans(start - held, held, capacity)]
-    view = KVView(*store.decode(*store.cat(pieces + [(k, v)])))  # a copy, so the ring may be written now
+    view = _chunk_view(store, slot, k, v, start)
     kept = min(t, capacity)
     offset = t - kept
     for a, b in _ring_spans(start + offset, kept, capacity):
@@ -180,8 +178,32 @@ def _ring_spans(position: int, n: int, capacity: int) -> list[tuple[int, int]]:
     return [(a, capacity), (0, a + n - capacity)]
 
 
+def _chunk_view(store: KVStore, slot: Slot, k, v, start: int) -> KVView:
+    """What a chunk at `start` of every row sees, in order, before it is written: the held keys in reach, then itself."""
+    held = min(start, slot.window - 1) if slot.window else start
+    pieces = [store.read(a, b) for a, b in _ring_spans(start - held, held, store.capacity)]
+    return KVView(*store.decode(*store.cat(pieces + [(k, v)])))  # a copy, so the storage may be written now
+
+
 def _append_ragged(store: KVStore, slot: Slot, k, v, step: Step) -> KVView:
-    """Rows of different lengths: attend over (storage + chunk) by position tags, then write."""
+    """Rows of different lengths, or that append differently many tokens: attend first, then write row by row."""
+    if step.t > 1 and len(set(step.starts)) == 1:  # such as prompts: padding stands behind all that its row's queries see
+        view = _chunk_view(store, slot, k, v, step.starts[0])
+    else:
+        view = _tagged_view(store, slot, k, v, step)
+    rows, indices, tokens = [], [], []
+    for row, (start, n) in enumerate(zip(step.starts, step.lens)):
+        kept = range(n - min(n, store.capacity), n)
+        rows += [row] * len(kept)
+        indices += [(start + j) % store.capacity for j in kept]
+        tokens += kept
+    if rows:
+        store.scatter(*(torch.tensor(x, device=store.device) for x in (rows, indices, tokens)), k, v)
+    return view
+
+
+def _tagged_view(store: KVStore, slot: Slot, k, v, step: Step) -> KVView:
+    """Storage and chunk with the position of every query and key."""
     device, t = store.device, step.t
     read = store.capacity if slot.window else max(step.starts)
     k_all, v_all = store.decode(*store.cat([store.read(0, read), (k, v)]))  # (B, Hkv, read + t, D)
@@ -194,13 +216,4 @@ def _append_ragged(store: KVStore, slot: Slot, k, v, step: Step) -> KVView:
     lens = torch.tensor(step.lens, device=device)[:, None]
     q_pos = starts + new                                                    # (B, t)
     k_pos = torch.cat([held, q_pos.where(new < lens, -1)], dim=1)           # (B, read + t)
-
-    rows, indices, tokens = [], [], []
-    for row, (start, n) in enumerate(zip(step.starts, step.lens)):
-        kept = range(n - min(n, store.capacity), n)
-        rows += [row] * len(kept)
-        indices += [(start + j) % store.capacity for j in kept]
-        tokens += kept
-    if rows:
-        store.scatter(*(torch.tensor(x, device=device) for x in (rows, indices, tokens)), k, v)
     return KVView(k_all, v_all, q_pos, k_pos)
