@@ -75,7 +75,7 @@ class Run:
         self.trained = self.compiled
         if self.ranks.world_size > 1:
             self.trained = torch.nn.parallel.DistributedDataParallel(
-                self.compiled, device_ids=[self.device] if self.device.type == 'cuda' else None, broadcast_buffers=False)
+                self.compiled, device_ids=[self.device] if self.device.type == 'cuda' else None)
 
     def _model(self, saved, meta, folder):
         """The model to start from, and whether it was given settings that its weights were not trained with."""
