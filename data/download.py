@@ -43,7 +43,8 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '', timeout: float = TI
             raise
         raise UserError(f'cannot fetch {url} to {str(path)!r}: {_reason(error)}{advice}') from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is gone after success, and may never have been there
+            part.unlink()
 
 
 def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:

@@ -6,6 +6,7 @@ has the same 50,256 ranks (whisper/assets/gpt2.tiktoken); it comes from wherever
 """
 
 import base64
+import contextlib
 import hashlib
 import io
 import os
@@ -109,10 +110,8 @@ def _fetch(why: str) -> bytes:
     except OSError as error:
         print(f'cannot keep it in {str(folder)!r} ({error.strerror}); set NANOKV_CACHE to a folder of yours', file=sys.stderr)
     finally:
-        try:
-            part.unlink(missing_ok=True)
-        except OSError:  # e.g. NANOKV_CACHE is a file
-            pass
+        with contextlib.suppress(OSError):  # it is gone after success, and may never have been there
+            part.unlink()
     return ranks
 
 

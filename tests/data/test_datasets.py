@@ -1,11 +1,16 @@
 """Finding datasets by name, preparing them, and refusing names that are none."""
 
+import fcntl
+import subprocess
+import sys
 import textwrap
+import threading
+import time
 
 import pytest
 
 from config.errors import UserError
-from data.datasets import DATA_ROOT, available_datasets, ensure_dataset
+from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 
 
 def make(root, name, *, prepared=False, prepare=None):
@@ -84,6 +89,92 @@ def test_names_that_are_paths_are_refused(tmp_path, name):
         ensure_dataset(name, tmp_path / 'a')
 
 
+def test_shards_are_a_prepared_dataset(tmp_path):
+    folder = make(tmp_path, 'big', prepare='raise SystemExit("was run")')
+    for name in ('train_00000.bin', 'train_00001.bin', 'val.bin'):
+        (folder / name).write_bytes(b'ok')
+    assert ensure_dataset('big', tmp_path) == folder and available_datasets(tmp_path) == ['big']
+    (folder / 'train_00000.bin').unlink()
+    with pytest.raises(SystemExit, match='was run'):
+        ensure_dataset('big', tmp_path)
+
+
+@pytest.mark.parametrize('line, words', [("BY_HAND = 'it is 9 TB'", 'it is 9 TB'), ("BY_HAND = 'it is ' '9 TB'", 'it is 9 TB'),
+                                         ("BY_HAND = str(1)", 'BY_HAND')])
+def test_by_hand_is_not_run_but_explained(tmp_path, line, words):
+    folder = make(tmp_path, 'huge', prepare=f'raise SystemExit("was run")\n{line}')
+    with pytest.raises(UserError) as caught:
+        ensure_dataset('huge', tmp_path)
+    message = str(caught.value)
+    assert words in message and f'python {tmp_path.name}/huge/prepare.py' in message and '\n' not in message
+    make(tmp_path, 'done', prepared=True, prepare=line)
+    assert ensure_dataset('done', tmp_path) == tmp_path / 'done'
+    assert by_hand(folder / 'nothing.py') == ''
+
+
+SLOW = """
+    import time
+    from pathlib import Path
+    here = Path(__file__).parent
+    def main(argv):
+        with open(here / 'runs', 'a') as file:
+            file.write('x')
+        time.sleep(0.5)
+        for name in ('val.bin', 'train.bin'):
+            (here / name).write_bytes(b'ok')
+"""
+
+
+def in_another_process(root, name):
+    program = (f'import sys, pathlib; sys.path.insert(0, {str(DATA_ROOT.parent)!r}); '
+               f'from data.datasets import ensure_dataset; ensure_dataset({name!r}, pathlib.Path({str(root)!r}))')
+    return subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_prepare_once(tmp_path):
+    folder = make(tmp_path, 'slow', prepare=SLOW)
+    outputs = [process.communicate(timeout=60)[0] for process in [in_another_process(tmp_path, 'slow') for _ in range(2)]]
+    assert (folder / 'runs').read_text() == 'x'
+    assert sorted(outputs) == ['preparing dataset slow...\n', 'waiting for another process that prepares dataset slow...\n']
+
+
+def test_a_lock_that_is_held_is_waited_for(tmp_path, capsys):
+    folder = make(tmp_path, 'fresh', prepare=WRITE)
+    lock = open(folder / '.prepare.lock', 'w')
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    threading.Timer(0.3, lock.close).start()
+    start = time.monotonic()
+    ensure_dataset('fresh', tmp_path)
+    assert time.monotonic() - start > 0.2 and 'waiting for another process' in capsys.readouterr().out
+
+
+def test_the_lock_of_a_dead_process_does_not_block(tmp_path):
+    folder = make(tmp_path, 'slow', prepare=SLOW.replace('0.5', '60'))
+    process = in_another_process(tmp_path, 'slow')
+    for _ in range(600):
+        if (folder / 'runs').exists():
+            break
+        time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    assert (folder / '.prepare.lock').exists()
+    (folder / 'prepare.py').write_text(textwrap.dedent(WRITE))
+    assert ensure_dataset('slow', tmp_path) == folder
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    folder = make(tmp_path, 'fixed', prepare=WRITE)
+    (folder / '.prepare.lock').mkdir()
+    with pytest.raises(UserError, match='fixed'):
+        ensure_dataset('fixed', tmp_path)
+
+
 def test_shipped_datasets():
-    assert 'shakespeare_works' in available_datasets(DATA_ROOT)
+    assert {'shakespeare_works', 'shakespeare_char', 'shakespeare', 'text', 'openwebtext',
+            'fineweb_edu'} <= set(available_datasets(DATA_ROOT))
+    assert {name for name in available_datasets(DATA_ROOT) if by_hand(DATA_ROOT / name / 'prepare.py')} >= {
+        'text', 'openwebtext', 'fineweb_edu'}
+    assert '--input' in by_hand(DATA_ROOT / 'text' / 'prepare.py')
+    assert '18 GB' in by_hand(DATA_ROOT / 'openwebtext' / 'prepare.py')
+    assert by_hand(DATA_ROOT / 'shakespeare_char' / 'prepare.py') == ''
     assert 'recall' not in available_datasets(DATA_ROOT)

@@ -1,0 +1,54 @@
+"""No test of the data room reaches the network, or the user's cache; a tiny encoding stands in for GPT-2's."""
+
+import base64
+import importlib.util
+import urllib.error
+import urllib.request
+
+import pytest
+
+from config.errors import UserError
+from data import gpt2_bpe
+from data.datasets import DATA_ROOT
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path_factory):
+    tiktoken = pytest.importorskip('tiktoken')
+
+    def refuse(error):
+        def call(*args, **kwargs):
+            raise error
+        return call
+
+    monkeypatch.setenv('NANOKV_CACHE', str(tmp_path_factory.mktemp('cache')))
+    monkeypatch.setattr(urllib.request, 'urlopen', refuse(urllib.error.URLError('no network in tests')))
+    monkeypatch.setattr(tiktoken, 'get_encoding', refuse(ConnectionError('no network in tests')))
+    monkeypatch.setattr(gpt2_bpe, 'fetch_sdist', refuse(UserError('no network in tests')))
+
+
+@pytest.fixture(scope='session')
+def tiny_ranks():
+    """A .tiktoken file: the 256 bytes and four merges, so that <|endoftext|> is 260."""
+    tokens = [bytes([i]) for i in range(256)] + [b'he', b' t', b' the', b'\n\n']
+    return b''.join(base64.b64encode(token) + b' %d\n' % rank for rank, token in enumerate(tokens))
+
+
+@pytest.fixture
+def tiny(tiny_ranks, monkeypatch):
+    """The tiny encoding, which every module that asks for GPT-2's then gets."""
+    encoding = gpt2_bpe.encoding_of(tiny_ranks)
+    for module in ('data.gpt2_bpe', 'data.stream', 'data.textfiles', 'data.tokenizer'):
+        monkeypatch.setattr(f'{module}.gpt2_encoding', lambda: encoding)
+    return encoding
+
+
+@pytest.fixture
+def load_prepare():
+    """A function from the name of a shipped dataset to its prepare.py as a module."""
+    def load(name):
+        spec = importlib.util.spec_from_file_location(f'{name}_prepare', DATA_ROOT / name / 'prepare.py')
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    return load

@@ -1,0 +1,119 @@
+"""GPT-2's vocabulary: cache, tiktoken, pip, in that order; never a wrong one, never a hang. Fake ranks, no network."""
+
+import hashlib
+import io
+import tarfile
+import threading
+import time
+
+import pytest
+import tiktoken
+
+from config.errors import UserError
+from data import gpt2_bpe
+from data.gpt2_bpe import cache_folder, encode_text, encoding_of, gpt2_encoding
+from data.tokenizer import GPT2Tokenizer
+
+
+def sdist_of(files):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode='w:gz') as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def source(monkeypatch, tiny_ranks):
+    """A source distribution with the tiny ranks, whose hashes the module expects; yields the list of fetches."""
+    sdist = sdist_of({'openai_whisper-1/whisper/assets/multilingual.tiktoken': b'other',
+                      'openai_whisper-1/whisper/assets/gpt2.tiktoken': tiny_ranks})
+    fetched = []
+    monkeypatch.setattr(gpt2_bpe, 'RANKS_SHA256', hashlib.sha256(tiny_ranks).hexdigest())
+    monkeypatch.setattr(gpt2_bpe, 'fetch_sdist', lambda *args: fetched.append(args) or sdist)
+    return fetched
+
+
+def test_tiktokens_own_comes_first_and_is_not_kept(source, monkeypatch, tiny_ranks):
+    encoding = encoding_of(tiny_ranks)
+    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: encoding if name == 'gpt2' else None)
+    assert gpt2_encoding() is encoding and source == [] and list(cache_folder().iterdir()) == []
+
+
+def test_other_source_is_fetched_once_and_cached(source, tiny_ranks, capsys):
+    encoding = gpt2_encoding()
+    assert encoding.n_vocab == 261 and encoding.eot_token == 260
+    assert encoding.encode_ordinary('the  the\n\n') == [ord('t'), 256, ord(' '), 258, 259]
+    (requirement, sha256, hint), = source
+    assert requirement == 'openai-whisper==20250625' and sha256 == gpt2_bpe.SDIST_SHA256 and 'TIKTOKEN_CACHE_DIR' in hint
+    assert (cache_folder() / 'gpt2.tiktoken').read_bytes() == tiny_ranks and len(list(cache_folder().iterdir())) == 1
+    captured = capsys.readouterr()
+    assert captured.out == '' and 'ConnectionError' in captured.err  # stdout belongs to samples and JSON
+    assert gpt2_encoding().encode('the') == encoding.encode('the') and len(source) == 1
+
+
+def test_damaged_cache_is_fetched_again(source, tiny_ranks):
+    path = cache_folder() / 'gpt2.tiktoken'
+    path.write_bytes(tiny_ranks[:-20])
+    assert gpt2_encoding().n_vocab == 261 and len(source) == 1 and path.read_bytes() == tiny_ranks
+
+
+def test_cache_that_cannot_be_written_is_said_and_done_without(source, monkeypatch, tmp_path, capsys):
+    (tmp_path / 'file').write_text('')
+    monkeypatch.setenv('NANOKV_CACHE', str(tmp_path / 'file'))
+    assert gpt2_encoding().n_vocab == 261
+    assert 'NANOKV_CACHE' in capsys.readouterr().err and (tmp_path / 'file').read_text() == ''
+
+
+@pytest.mark.parametrize('files, words', [
+    ({'openai_whisper-1/README.md': b'x'}, 'has no whisper/assets/gpt2.tiktoken'),
+    ({'openai_whisper-1/whisper/assets/gpt2.tiktoken': b'x'}, 'sha256'),
+    ({'whisper/assets/gpt2.tiktoken': b'x', '/evil/whisper/assets/gpt2.tiktoken': b'x'}, 'has no'),
+])
+def test_wrong_content_is_refused_and_not_kept(source, monkeypatch, files, words):
+    monkeypatch.setattr(gpt2_bpe, 'fetch_sdist', lambda *args: sdist_of(files))
+    with pytest.raises(UserError, match=words):
+        gpt2_encoding()
+    assert list(cache_folder().iterdir()) == []
+
+
+def test_no_source_at_all_is_one_line():
+    with pytest.raises(UserError) as caught:
+        gpt2_encoding()
+    assert '\n' not in str(caught.value)
+
+
+def test_a_download_that_hangs_is_given_up(source, monkeypatch, capsys):
+    hang = threading.Event()
+    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: hang.wait(60))
+    monkeypatch.setattr(gpt2_bpe, 'WAIT', 0.1)
+    start = time.monotonic()
+    assert gpt2_encoding().n_vocab == 261
+    assert time.monotonic() - start < 10 and 'TimeoutError' in capsys.readouterr().err and gpt2_bpe.WAIT <= 60
+    hang.set()
+
+
+def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv('NANOKV_CACHE', str(tmp_path / 'own'))
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+    assert cache_folder() == tmp_path / 'own'
+    monkeypatch.delenv('NANOKV_CACHE')
+    assert cache_folder() == tmp_path / 'xdg' / 'nanokv'
+    monkeypatch.delenv('XDG_CACHE_HOME')
+    monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+    assert cache_folder() == tmp_path / 'home' / '.cache' / 'nanokv'
+
+
+def test_round_trip_and_special_token(tiny):
+    tokenizer = GPT2Tokenizer()
+    for text in ('', 'the theme\n\n', 'hé €uro 🙂\t\x00', '<|endoftext|>'):
+        ids = encode_text(tiny, text)
+        assert ids.dtype.name == 'uint16' and tokenizer.decode(ids) == text and 260 not in ids
+    assert tokenizer.encode('a<|endoftext|>') == [ord('a'), 260]
+
+
+def test_runs_of_blanks_longer_than_tiktoken_can_take(tiny):
+    text = 'a' + ' ' * 2_500_000 + 'b' + '\n' * 100_001
+    assert tiny.decode(encode_text(tiny, text).tolist()) == text
