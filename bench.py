@@ -107,7 +107,7 @@ def profile(step) -> None:
         for k in range(15):
             print(f'{k}/15 loss: {step():.4f}', flush=True)
             profiler.step()
-    slowest = f'self_{"cuda" if cuda else "cpu"}_time_total'
+    slowest = f'self_{"device" if cuda else "cpu"}_time_total'
     print(profiler.key_averages().table(sort_by=slowest, row_limit=15, max_name_column_width=40))
     print(f'trace written to {TRACES}/')
 

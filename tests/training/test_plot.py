@@ -1,0 +1,169 @@
+"""The plot of metrics.jsonl: its curves are the file's, the picture is written, and what is refused is said in one line."""
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from config.errors import UserError
+from training import plot
+from training.plot import X_LABELS, draw, loss_range, read_run, running_mean, short_names, unit_of
+
+PNG = b'\x89PNG\r\n\x1a\n'
+
+
+def rows(n=60, every=1, **changes):
+    """A run that logs every `every` iterations and evaluates every 20: 100 tokens and half a second an iteration."""
+    for it in range(0, n + 1, every):
+        row = dict(iter=it, loss=2 + math.exp(-it / 9), lr=1e-3, time_ms=500.0, tokens_per_second=200.0) | changes
+        yield row | (dict(train_loss=2.0, val_loss=2.1 + math.exp(-it / 9)) if it % 20 == 0 else {})
+
+
+def write(folder, lines):
+    folder.mkdir(exist_ok=True)
+    (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return str(folder)
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write(tmp_path / 'out', rows())
+
+
+def refused(argv, *named):
+    with pytest.raises(UserError) as caught:
+        plot.main(argv)
+    assert '\n' not in str(caught.value)
+    for text in named:
+        assert text in str(caught.value), str(caught.value)
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('every', [1, 10])
+def test_x_counts_what_was_spent_before_each_loss(tmp_path, every):
+    run = read_run(write(tmp_path / 'out', rows(every=every)))
+    assert run.x['iter'].tolist() == list(range(0, 61, every))
+    assert run.x['tokens'].tolist() == [100 * it for it in range(0, 61, every)]
+    assert run.x['time'].tolist() == [0.5 * it for it in range(0, 61, every)]
+
+
+def test_what_was_not_logged_or_is_not_finite_is_a_gap(tmp_path):
+    lines = list(rows(3)) + [dict(iter=4, loss=math.nan), dict(iter=5, loss=math.inf, lr=None)]
+    run = read_run(write(tmp_path / 'out', lines))
+    assert np.isnan(run.loss).tolist() == [False] * 4 + [True] * 2
+    assert np.isnan(run.val_loss).tolist() == [False] + [True] * 5
+    assert np.isnan(run.lr).tolist() == [False] * 4 + [True] * 2
+
+
+def test_a_last_line_cut_short_is_left_out(out, tmp_path):
+    path = tmp_path / 'out' / 'metrics.jsonl'
+    path.write_text(path.read_text()[:-9])
+    assert len(read_run(out).loss) == 60
+
+
+@pytest.mark.parametrize('n', [1, 2, 3, 5, 100])
+def test_running_mean_is_the_mean_of_the_neighbours(n):
+    y = np.array([5.0, 1.0, math.nan, 4.0, 8.0, 2.0])
+    wanted = [np.nanmean(y[max(0, i - (n - 1) // 2):i + n // 2 + 1]) if n > 1 else y[i] for i in range(6)]
+    np.testing.assert_allclose(running_mean(y, n), wanted)
+
+
+def test_the_plunge_of_the_first_iterations_does_not_set_the_scale(out):
+    run = read_run(out)
+    low, high = loss_range([(run.x['iter'], run.loss, run)])
+    assert low == np.nanmin(run.loss) and 2.5 < high < 2.7  # the first loss is 3.0
+    first = read_run(out)
+    first.val_loss[1:] = first.loss[1:] = math.nan  # nothing later: then it counts after all
+    assert loss_range([(first.x['iter'], first.loss, first)]) == (3.0, 3.1)
+
+
+def test_units_and_names():
+    assert unit_of('tokens', 3e6) == (' (millions)', 1e6) and unit_of('tokens', 1.5e6) == (' (thousands)', 1e3)
+    assert unit_of('time', 0.0) == (' (seconds)', 1.0) and unit_of('time', 7200) == (' (hours)', 3600.0)
+    assert short_names(['a/x', 'b/y/']) == ['x', 'y'] and short_names(['a/x', 'b/x', 'c']) == ['a/x', 'b/x', 'c']
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('x', X_LABELS)
+@pytest.mark.parametrize('log_y', [False, True])
+def test_every_axis_can_be_drawn(out, tmp_path, x, log_y):
+    draw([read_run(out)] * 9, tmp_path / 'a.png', x, smooth=3, log_y=log_y)
+    assert (tmp_path / 'a.png').read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize('lines', [
+    [dict(iter=0, loss=2.0)], [dict(iter=0, loss=2.0, lr=1e-3), dict(iter=1, loss=2.0, lr=1e-3)],
+    [dict(iter=0, val_loss=2.0)], [dict(iter=0, loss=math.nan), dict(iter=1, loss=math.nan)],
+    [dict(iter=5, loss=-1.0), dict(iter=6, loss=3.0)]], ids=str)
+@pytest.mark.filterwarnings('error')
+def test_sparse_runs_can_be_drawn(tmp_path, monkeypatch, capsys, lines):
+    monkeypatch.chdir(tmp_path)
+    for flags in ([], ['--log_y']):
+        plot.main([write(tmp_path / 'a$b$', lines), '--out=b', *flags])
+        assert (tmp_path / 'b.png').read_bytes().startswith(PNG)  # a name without a suffix gets one
+    assert 'wrote b.png' in capsys.readouterr().out
+
+
+def test_the_table_has_the_last_and_the_best_validation_loss(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = list(rows())
+    lines[20]['val_loss'], lines[60]['val_loss'] = 1.25, 1.5
+    plot.main([write(tmp_path / 'one', lines), write(tmp_path / 'two', [dict(iter=0, loss=3.0)])])
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ['one', '60', f'{lines[60]["loss"]:.4f}', '1.5000', '1.2500', '20', '200'] in printed
+    assert ['two', '0', '3.0000', '-', '-', '-', '-'] in printed
+    assert (tmp_path / 'loss.png').read_bytes().startswith(PNG)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+def test_folders_without_metrics(out, tmp_path):
+    refused(['nowhere'], "'nowhere'")
+    (tmp_path / 'empty').mkdir()
+    refused([out, 'empty'], "'empty'", 'metrics.jsonl')
+    write(tmp_path / 'empty', [])
+    refused(['empty'], 'empty/metrics.jsonl', 'nothing was logged')
+
+
+@pytest.mark.parametrize('text', ['[1]\n', '{"iter": "a"}\n', '{"loss": 1}\n', '{"iter": 0, "loss": [1]}\n', '7\n', b'\xff\n'])
+def test_files_that_are_no_metrics(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / 'out', [])
+    (tmp_path / 'out' / 'metrics.jsonl').write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(['out'], 'out/metrics.jsonl')
+
+
+def test_an_axis_that_was_not_logged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / 'out', [dict(iter=0, loss=1.0)])
+    refused(['out', '--x=tokens'], 'tokens_per_second', '--x=iter')
+
+
+@pytest.mark.parametrize('path', ['no/such/folder.png', 'loss.abacus', 'out'])
+def test_outputs_that_cannot_be_written(out, tmp_path, path):
+    (tmp_path / 'out.png').mkdir()
+    refused([out, f'--out={path}'], f'cannot write {path}')
+    assert not (tmp_path / path).is_file()
+
+
+def test_matplotlib_missing(out, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    refused([out], 'pip install matplotlib')
+
+
+@pytest.mark.parametrize('argv', [['--smoth=3'], ['--smooth=x'], ['--smooth=-1'], ['--x=day'], []])
+def test_unknown_options(out, argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plot.main([out, *argv] if argv else [])
+    assert stop.value.code == 2 and 'error:' in capsys.readouterr().err
+
+
+def test_as_a_program_it_exits_with_2_and_one_line():
+    done = subprocess.run([sys.executable, '-m', 'training.plot', 'nowhere'], capture_output=True, text=True,
+                          cwd=plot.Path(plot.__file__).parents[1])
+    assert done.returncode == 2 and done.stderr.startswith('error: no folder') and done.stderr.count('\n') == 1

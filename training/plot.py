@@ -1,0 +1,248 @@
+"""Draw the losses of one or more runs from the metrics.jsonl that train.py writes.
+
+    python -m training.plot out-mqa-local                                # writes loss.png
+    python -m training.plot out-vanilla out-mqa-local --out=compare.png --x=tokens
+    python -m training.plot out --smooth=50 --log_y
+
+Above: the training loss as logged (faint) and its running mean (thin); dots are validation losses. Below: the learning
+rate. A small table on the terminal has the last and the best validation loss of each run.
+"""
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from config.errors import UserError
+from configurator import run_program
+from training.log import read_metrics
+
+# Okabe and Ito's colours, which colour-blind people tell apart (https://jfly.uni-koeln.de/color/); no yellow on white
+COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
+MOST_FAINT = 3  # runs whose losses are also drawn as logged: with more of them that is only fog
+DASHES = ('-', '--', ':', '-.')  # for the eighth run and further
+X_LABELS = {'iter': 'iteration', 'tokens': 'training tokens', 'time': 'training time without evaluations'}
+
+
+@dataclass
+class Run:
+    """One run's curves, all float64 of one length, a value per logged iteration; what was not logged is NaN.
+
+    x has 'iter', 'tokens' and 'time' (seconds), of the moment the loss was measured.
+    """
+    name: str
+    x: dict[str, np.ndarray]
+    loss: np.ndarray
+    val_loss: np.ndarray
+    lr: np.ndarray
+    tokens_per_second: np.ndarray
+
+
+def read_run(folder: str) -> Run:
+    """The curves in `folder`/metrics.jsonl. Raises UserError when there are none."""
+    path = Path(folder) / 'metrics.jsonl'
+    if not Path(folder).is_dir():
+        raise UserError(f'no folder {folder!r}: give the out_dir of a run')
+    if not path.is_file():
+        raise UserError(f'no metrics.jsonl in {folder!r}: train.py writes it there; give the out_dir of a run')
+    try:
+        rows = read_metrics(path)
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'{path} cannot be read: {e}') from e
+    if not rows:
+        raise UserError(f'{path} has no complete line: nothing was logged yet')
+    columns = {name: _column(rows, name, path)
+               for name in ('iter', 'loss', 'val_loss', 'lr', 'time_ms', 'tokens_per_second')}
+    if np.isnan(columns['iter']).any():
+        raise UserError(f'{path}: line {int(np.isnan(columns["iter"]).argmax()) + 1} has no iter')
+    seconds = columns.pop('time_ms') / 1000  # of one step, averaged since the line before
+    x = {'iter': columns.pop('iter')}
+    x['time'] = _total(x['iter'], seconds)
+    x['tokens'] = _total(x['iter'], np.round(seconds * columns['tokens_per_second']))
+    return Run(name=folder, x=x, **columns)
+
+
+def _column(rows, name, path):
+    try:
+        column = np.array([math.nan if row.get(name) is None else float(row[name]) for row in rows])
+        return np.where(np.isfinite(column), column, math.nan)
+    except (AttributeError, TypeError, ValueError) as e:
+        raise UserError(f'{path} is not a metrics.jsonl of train.py: {name} is not a number in every line') from e
+
+
+def _total(iters, per_step):
+    """Sum of `per_step` over the steps before each logged one; the steps since the line before cost what this one did."""
+    return np.cumsum(np.diff(iters, prepend=0) * per_step)
+
+
+def running_mean(y: np.ndarray, n: int) -> np.ndarray:
+    """Mean over the `n` values around each (those that there are, at the ends); NaN are left out."""
+    known = ~np.isnan(y)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, y, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    i = np.arange(len(y))
+    low, high = np.maximum(i - (n - 1) // 2, 0), np.minimum(i + n // 2 + 1, len(y))
+    with np.errstate(invalid='ignore', divide='ignore'):
+        return (sums[high] - sums[low]) / (counts[high] - counts[low])
+
+
+# -- the figure -------------------------------------------------------------------------------------------------------
+
+STYLE = {'font.size': 9, 'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': '#e8e8e8',
+         'grid.linewidth': 0.6, 'axes.axisbelow': True, 'axes.edgecolor': '#888888', 'xtick.color': '#444444',
+         'ytick.color': '#444444', 'legend.frameon': False}
+
+
+def draw(runs: list[Run], path: Path, x: str = 'iter', smooth: int = 0, log_y: bool = False) -> None:
+    """Write the figure. smooth: values in the running mean; 0 = a fiftieth of a run.
+
+    Raises:
+        UserError: matplotlib is missing, `path` cannot be written (or has a suffix that matplotlib does not know), or a
+            run did not log what `x` needs.
+    """
+    try:
+        import matplotlib
+    except ImportError as e:
+        raise UserError('plotting needs the matplotlib package: pip install matplotlib') from e
+    matplotlib.use('Agg')  # no display needed
+    from matplotlib import pyplot as plt
+    for run in runs:
+        if np.isnan(run.x[x]).any():
+            raise UserError(f'{run.name}: its metrics.jsonl has lines without time_ms or tokens_per_second: use --x=iter')
+    unit, scale = unit_of(x, max(run.x[x].max() for run in runs))
+    curves = [(run.x[x] / scale, running_mean(run.loss, smooth or max(1, len(run.loss) // 50)), run) for run in runs]
+    rows = 1 + any((~np.isnan(run.lr)).any() for run in runs)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(rows, sharex=True, squeeze=False, figsize=(8, 5), layout='constrained',
+                                    height_ratios=[5, 1][:rows])
+        try:
+            _draw_losses(axes[0, 0], curves, log_y)
+            if rows == 2:
+                _draw_rates(axes[1, 0], curves)
+            axes[-1, 0].set_xlabel(X_LABELS[x] + unit)
+            axes[-1, 0].xaxis.set_major_formatter(lambda value, _: f'{value:,g}')
+            figure.savefig(path, dpi=150)
+        except (OSError, ValueError) as e:
+            raise UserError(f'cannot write {path}: {e}') from e
+        finally:
+            plt.close(figure)
+
+
+def _style(k):
+    return dict(color=COLOURS[k % len(COLOURS)], linestyle=DASHES[k // len(COLOURS) % len(DASHES)])
+
+
+def _draw_losses(axis, curves, log_y):
+    names = [name.replace('$', r'\$') for name in short_names([run.name for _, _, run in curves])]  # $ starts a formula
+    faint = len(curves) <= MOST_FAINT
+    for k, (x, mean, run) in enumerate(curves):
+        evaluated = ~np.isnan(run.val_loss)
+        label = f'{names[k]} ({np.nanmin(run.val_loss):.4f})' if evaluated.any() else names[k]
+        if faint:
+            axis.plot(x, run.loss, color=COLOURS[k % len(COLOURS)], alpha=0.25, linewidth=0.6, zorder=1)
+        axis.plot(x, mean, linewidth=1.1, alpha=0.65, zorder=2, **_style(k))
+        axis.plot(x[evaluated], run.val_loss[evaluated], linewidth=1.6, marker='o', markersize=4.5, markeredgecolor='white',
+                  markeredgewidth=0.7, zorder=3, label=label, **_style(k))
+    low, high = loss_range(curves)
+    log_y = log_y and low > 0
+    if log_y:
+        axis.set_yscale('log')
+        _plain_log_ticks(axis, narrow=high < 4 * low)
+    if high > low:
+        margin = (high / low) ** 0.05 if log_y else 0.05 * (high - low)
+        axis.set_ylim((low / margin, high * margin) if log_y else (low - margin, high + margin))
+    axis.set_ylabel('loss (nats per token)')
+    axis.set_title(('faint: training loss as logged    ' if faint else '') + 'thin: running mean of the training loss    '
+                   'dots: validation loss', loc='left', fontsize=8, color='#666666')
+    axis.legend(loc='upper right', title='run (best validation loss)', title_fontsize=8, fontsize=8, alignment='left')
+
+
+def loss_range(curves) -> tuple[float, float]:
+    """Lowest and highest loss worth seeing: running means and validation, without the plunge in the first 8% of the x axis,
+    which would squeeze everything after it into a strip."""
+    start = 0.08 * max(x.max() for x, _, _ in curves)
+    for first in (start, 0.0):
+        seen = np.concatenate([y[(x >= first) & ~np.isnan(y)] for x, mean, run in curves for y in (mean, run.val_loss)])
+        if len(seen):
+            return float(seen.min()), float(seen.max())
+    return 0.0, 1.0
+
+
+def _plain_log_ticks(axis, narrow):
+    """2, 3, 5, not 2 x 10^0; every few tenths where all losses lie within a factor of four (`narrow`)."""
+    from matplotlib import ticker
+    axis.yaxis.set_major_locator(ticker.MaxNLocator(7) if narrow else ticker.LogLocator(subs=(1, 2, 3, 5)))
+    axis.yaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
+    axis.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def _draw_rates(axis, curves):
+    for k, (x, _, run) in enumerate(curves):
+        axis.plot(x, run.lr, linewidth=1.2, **_style(k))
+    axis.set_ylabel('learning rate')
+    axis.set_ylim(bottom=0)
+    axis.ticklabel_format(axis='y', style='sci', scilimits=(-2, 3), useMathText=True)
+
+
+def unit_of(x: str, highest: float) -> tuple[str, float]:
+    """What the x axis counts in, as words for its label and as a divisor."""
+    units = {'iter': [('', 1.0)], 'tokens': [(' (billions)', 1e9), (' (millions)', 1e6), (' (thousands)', 1e3), ('', 1.0)],
+             'time': [(' (hours)', 3600.0), (' (minutes)', 60.0), (' (seconds)', 1.0)]}[x]
+    return next((unit for unit in units if highest >= 2 * unit[1]), units[-1])
+
+
+def short_names(folders: list[str]) -> list[str]:
+    """The last part of each path, or all of it where two runs would be called the same."""
+    names = [Path(folder).resolve().name for folder in folders]
+    return [folder if names.count(name) > 1 else name for folder, name in zip(folders, names)]
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+def table(runs: list[Run]) -> Table:
+    """Of each run: how far it came, the last logged training loss, and the last and the best validation loss."""
+    out = Table(box=None, header_style='bold', pad_edge=False)
+    out.add_column('run', overflow='fold')
+    for title in ('iterations', 'train', 'val', 'best val', 'at', 'tokens/s'):
+        out.add_column(title, justify='right', no_wrap=True)
+    for run, name in zip(runs, short_names([run.name for run in runs])):
+        known = np.flatnonzero(~np.isnan(run.val_loss))
+        best = known[run.val_loss[known].argmin()] if len(known) else None
+        rates = run.tokens_per_second[~np.isnan(run.tokens_per_second)]
+        out.add_row(Text(name), f"{run.x['iter'][-1]:,.0f}", _number(run.loss[~np.isnan(run.loss)][-1:]),
+                    _number(run.val_loss[known[-1:]]), *(('-', '-') if best is None else
+                    (f'{run.val_loss[best]:.4f}', f"{run.x['iter'][best]:,.0f}")),
+                    f'{np.median(rates):,.0f}' if len(rates) else '-')
+    return out
+
+
+def _number(values):
+    return f'{values[0]:.4f}' if len(values) else '-'
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog='python -m training.plot', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='folder with a metrics.jsonl, written by train.py')
+    parser.add_argument('--out', default='loss.png', metavar='FILE', help='figure to write (.png, .svg or .pdf; loss.png)')
+    parser.add_argument('--x', default='iter', choices=tuple(X_LABELS), help='what the x axis counts (iter)')
+    parser.add_argument('--smooth', default=0, type=int, metavar='N',
+                        help='logged values in the running mean of the training loss (a fiftieth of the run)')
+    parser.add_argument('--log_y', action='store_true', help='logarithmic loss axis')
+    args = parser.parse_args(argv)
+    if args.smooth < 0:
+        parser.error(f'argument --smooth: {args.smooth}: must be 1 or more')
+    runs = [read_run(folder) for folder in args.out_dirs]
+    path = Path(args.out)
+    path = path if path.suffix else path.with_name(path.name + '.png')
+    draw(runs, path, args.x, args.smooth, args.log_y)
+    Console().print(table(runs))
+    print(f'wrote {path}')
+
+
+if __name__ == '__main__':
+    run_program(main)
