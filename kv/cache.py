@@ -186,11 +186,20 @@ def _chunk_view(store: KVStore, slot: Slot, k, v, start: int) -> KVView:
 
 
 def _append_ragged(store: KVStore, slot: Slot, k, v, step: Step) -> KVView:
-    """Rows of different lengths, or that append differently many tokens: attend first, then write row by row."""
-    if step.t > 1 and len(set(step.starts)) == 1:  # such as prompts: padding stands behind all that its row's queries see
+    """Rows of different lengths, or that append differently many tokens."""
+    if step.t == 1:  # as in `_append_uniform`, what this overwrites is just outside the window
+        _write_rows(store, k, v, step)
+        return _tagged_view(store, slot, step)
+    if len(set(step.starts)) == 1:  # such as prompts: padding stands behind all that its row's queries see
         view = _chunk_view(store, slot, k, v, step.starts[0])
     else:
-        view = _tagged_view(store, slot, k, v, step)
+        view = _tagged_view(store, slot, step, (k, v))
+    _write_rows(store, k, v, step)
+    return view
+
+
+def _write_rows(store: KVStore, k, v, step: Step) -> None:
+    """The first lens[b] tokens of row b, or the last of them that a ring keeps."""
     rows, indices, tokens = [], [], []
     for row, (start, n) in enumerate(zip(step.starts, step.lens)):
         kept = range(n - min(n, store.capacity), n)
@@ -199,21 +208,20 @@ def _append_ragged(store: KVStore, slot: Slot, k, v, step: Step) -> KVView:
         tokens += kept
     if rows:
         store.scatter(*(torch.tensor(x, device=store.device) for x in (rows, indices, tokens)), k, v)
-    return view
 
 
-def _tagged_view(store: KVStore, slot: Slot, k, v, step: Step) -> KVView:
-    """Storage and chunk with the position of every query and key."""
-    device, t = store.device, step.t
-    read = store.capacity if slot.window else max(step.starts)
-    k_all, v_all = store.decode(*store.cat([store.read(0, read), (k, v)]))  # (B, Hkv, read + t, D)
-
-    starts = torch.tensor(step.starts, device=device)[:, None]
-    index = torch.arange(read, device=device)[None]
-    # the highest position below `starts` that lives at `index`; negative where nothing does
-    held = starts - 1 - (starts - 1 - index) % store.capacity if slot.window else index.where(index < starts, -1)
-    new = torch.arange(t, device=device)[None]
-    lens = torch.tensor(step.lens, device=device)[:, None]
-    q_pos = starts + new                                                    # (B, t)
-    k_pos = torch.cat([held, q_pos.where(new < lens, -1)], dim=1)           # (B, read + t)
-    return KVView(k_all, v_all, q_pos, k_pos)
+def _tagged_view(store: KVStore, slot: Slot, step: Step, chunk=None) -> KVView:
+    """The storage with the position of every query and key; then `chunk`, if this step's K, V are not yet written."""
+    device = store.device
+    held = step.starts if chunk else [start + n for start, n in zip(step.starts, step.lens)]
+    read = store.capacity if slot.window else max(*held, 1)
+    index, ends = torch.arange(read, device=device)[None], torch.tensor(held, device=device)[:, None]
+    # the highest position below `ends` that lives at `index`; negative where nothing does
+    k_pos = ends - 1 - (ends - 1 - index) % store.capacity if slot.window else index.where(index < ends, -1)
+    q_pos = step.positions(device)                                          # (B, t)
+    stored = store.read(0, read)
+    if chunk:
+        real = torch.arange(step.t, device=device)[None] < torch.tensor(step.lens, device=device)[:, None]
+        k_pos = torch.cat([k_pos, q_pos.where(real, -1)], dim=1)            # (B, read + t)
+        stored = store.cat([stored, chunk])
+    return KVView(*store.decode(*stored), q_pos, k_pos)
