@@ -24,7 +24,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from data.datasets import DATA_ROOT, available_datasets, ensure_dataset
-from data.tokenfiles import read_meta
+from data.tokenfiles import is_prepared, read_meta
 from model import GPT
 from training.batches import TokenBatches
 from training.device import autocast, check_seed, pick_device, pick_dtype, synchronize
@@ -37,7 +37,7 @@ TRACES = Path('bench_log')  # in the working directory
 def prepared(dataset: str) -> Path:
     """The folder of a data set that has its token files: a benchmark starts no download."""
     folder = DATA_ROOT / dataset
-    if (folder / 'train.bin').is_file() and (folder / 'val.bin').is_file():
+    if is_prepared(folder):
         return ensure_dataset(dataset, DATA_ROOT)  # which only checks the name then
     remedy = f'prepare it with python data/{dataset}/prepare.py'
     if not (dataset and (folder / 'prepare.py').is_file()):

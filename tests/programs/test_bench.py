@@ -89,6 +89,13 @@ def test_a_profile_is_a_table_and_a_trace(capsys, tmp_path):
     assert any('aten::mm' in line for line in lines) and any('Self CPU' in line for line in lines)
 
 
+def test_shards_are_a_prepared_data_set_too(capsys, tmp_path, monkeypatch):
+    make_tiny(tmp_path)
+    (tmp_path / 'tiny' / 'train.bin').rename(tmp_path / 'tiny' / 'train_00000.bin')
+    monkeypatch.setattr(bench, 'DATA_ROOT', tmp_path)
+    assert len(losses(run_bench(capsys))) == 30
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('settings, named', [
