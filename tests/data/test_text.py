@@ -1,0 +1,188 @@
+"""Datasets of one's own files: which files, which split, what lies between them, and what is refused."""
+
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+
+from config.errors import UserError
+from data import encode, textfiles
+from data.datasets import DATA_ROOT, ensure_dataset
+from data.textfiles import check_name, find_files, scan, split
+from data.tokenfiles import open_tokens, read_meta
+from data.tokenizer import CharTokenizer
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """Where datasets are written to, instead of data/."""
+    (tmp_path / 'data').mkdir()
+    return tmp_path / 'data'
+
+
+@pytest.fixture
+def run(load_prepare, root, monkeypatch):
+    """Run prepare.py with arguments, and return the texts of the splits of the dataset of that name."""
+    def run(*argv, name='text', tokenizer=None):
+        prepare = load_prepare('text')
+        monkeypatch.setattr(prepare, 'DATA_ROOT', root)
+        prepare.main([str(arg) for arg in argv] + ([f'--name={name}'] if name != 'text' else []))
+        meta = read_meta(root / name)
+        decode = tokenizer or CharTokenizer(meta['stoi'], meta['itos']).decode
+        return tuple(decode(open_tokens(root / name / f'{part}.bin').tolist()) for part in ('train', 'val'))
+    return run
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder of 40 texts in subfolders, and what is to be left out."""
+    folder = tmp_path / 'files'
+    for i in range(40):
+        path = folder / f'{"ab"[i % 2]}' / f'{i:02d}.txt'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'text {i} ' + 'x' * 100 + '\n' * (i % 3))
+    (folder / '.git').mkdir()
+    (folder / '.git' / 'config.txt').write_text('HIDDEN')
+    (folder / 'other.py').write_text('OTHER')
+    (folder / 'binary.txt').write_bytes(b'\0\1BINARY')
+    (folder / 'latin.txt').write_bytes('caf\xe9'.encode('latin-1'))
+    (folder / 'empty.txt').write_text('')
+    return folder
+
+
+def test_one_file_is_cut_at_its_tail_and_taken_as_it_is(run, tmp_path, capsys):
+    text = 'Some text,\nof one file. ' * 10
+    (tmp_path / 'book.txt').write_text(text)
+    assert run('--input', tmp_path / 'book.txt') == (text[:216], text[216:])
+    assert run('--input', tmp_path / 'book.txt', '--val=0.5') == (text[:120], text[120:])
+    out = capsys.readouterr().out
+    assert 'train has 216 tokens\nval has 24 tokens\n' in out and '--dataset=text' in out
+
+
+def test_blocks_of_any_size_give_the_same_dataset(run, tmp_path, monkeypatch, tiny):
+    (tmp_path / 'book.txt').write_text('Some  text,\r\n of thé file. ' * 10)
+    expected = run('--input', tmp_path / 'book.txt')
+    bpe = run('--input', tmp_path / 'book.txt', '--tokenizer=gpt2', tokenizer=list)
+    for size in (1, 5, 64):
+        monkeypatch.setattr(encode.read_blocks, '__defaults__', (size,))
+        assert run('--input', tmp_path / 'book.txt') == expected
+        assert run('--input', tmp_path / 'book.txt', '--tokenizer=gpt2', tokenizer=list) == bpe
+
+
+def test_whole_files_are_held_out_and_parted(run, files, capsys):
+    train, val = run('--input', files, '--glob=*.txt', '--val=0.125', name='mine')
+    parts = [[text.strip() for text in part.split('\n\n\n')[:-1]] for part in (train, val)]
+    assert all(part.endswith('x\n\n\n') or part.endswith('x\n\n\n\n') for part in (train, val))
+    assert sorted(line for part in parts for line in part) == sorted(f'text {i} ' + 'x' * 100 for i in range(40))
+    assert len(parts[1]) == 4  # a fifth one would be more than an eighth of the characters
+    in_order = [part.split()[1] for part in parts[0]]
+    assert in_order == sorted(in_order, key=lambda i: (int(i) % 2, int(i))), 'a/ before b/, each by name'
+    err = capsys.readouterr().err
+    assert err.startswith('skipped 3 of 43 files') and err.count('\n') == 1
+    assert all(word in err for word in ('binary.txt', 'zero bytes', 'latin.txt', 'not UTF-8', 'empty.txt', 'it is empty'))
+
+
+def test_the_split_is_the_same_every_time_and_wherever_the_folder_is(run, files, tmp_path):
+    first = run('--input', files, '--glob=*.txt')
+    files.rename(tmp_path / 'elsewhere')
+    assert run('--input', tmp_path / 'elsewhere', '--glob=*.txt') == first
+
+
+def test_end_of_text_follows_each_file_in_bpe(run, files, tiny):
+    train, val = run('--input', files, '--glob=*.txt', '--val=0.125', '--tokenizer=gpt2', tokenizer=list)
+    assert train.count(260) == 36 and val.count(260) == 4 and train[-1] == val[-1] == 260
+    assert tiny.decode(train[:train.index(260)]) == 'text 0 ' + 'x' * 100
+
+
+def test_several_inputs_each_file_once_and_given_files_whatever_their_name(run, files, tmp_path, capsys):
+    train, val = run('--input', files / 'other.py', files / 'a', files / 'a' / '00.txt', '--glob=*.txt', '--val=0.2')
+    assert train.startswith('OTHER\n\n\ntext 0') or 'OTHER' in val
+    assert (train + val).count('text 0 ') == 1 and 'text 1 ' not in train + val
+    assert [key for _, key in find_files([files], 'a/*.txt')] == [f'a/{i:02d}.txt' for i in range(0, 40, 2)]
+
+
+def test_few_files_of_unlike_size_leave_some_for_each_side(tmp_path):
+    for name, size in (('a', 1000), ('b', 900), ('c', 800)):
+        (tmp_path / name).write_text('x' * size)
+    texts, alphabet = scan(find_files([tmp_path], '*'))
+    parts = split(texts, 0.1)
+    assert [text.key for text in parts['val']] == ['c'] and [text.key for text in parts['train']] == ['a', 'b']
+    assert alphabet == {'x'}
+
+
+@pytest.mark.parametrize('argv, words', [
+    (['--input=missing'], "'missing' does not exist"),
+    (['--input=FILES', '--glob=*.zzz'], r"matches --glob='\*.zzz'"),
+    (['--input=FILES/binary.txt'], 'none of 1 files is text'),
+    (['--input=FILES/empty.txt'], 'none of 1 files is text'),
+    (['--input=FILES/tiny.txt'], 'too little text: 10 characters leave 9 for train and 1 for val'),
+    (['--input=FILES', '--val=0'], "--val.*'0'"), (['--input=FILES', '--val=1'], "--val.*'1'"),
+    (['--input=FILES', '--val=nan'], "--val.*'nan'"), (['--input=FILES', '--val=x'], "--val.*'x'"),
+    (['--input=FILES', '--tokenizer=bert'], 'char.*gpt2'), ([], '--input'),
+    (['--input=FILES', '--name=../evil'], "'../evil'"), (['--input=FILES', '--name='], "name ''"),
+    (['--input=FILES', '--name=shipped'], 'comes with nanoKV'), (['--input=FILES', '--name=file'], 'is a file'),
+])
+def test_refusals_leave_nothing(run, root, files, argv, words):
+    (files / 'tiny.txt').write_text('0123456789')
+    (root / 'shipped').mkdir()
+    (root / 'shipped' / 'prepare.py').write_text('')
+    (root / 'file').write_text('')
+    with pytest.raises(UserError, match=words) as caught:
+        run(*[arg.replace('FILES', str(files)) for arg in argv])
+    assert '\n' not in str(caught.value)
+    assert sorted(path.name for path in root.rglob('*')) == ['file', 'prepare.py', 'shipped']
+
+
+def test_no_shipped_dataset_can_be_overwritten():
+    for name in ('shakespeare_works', 'shakespeare_char', 'shakespeare', 'openwebtext', 'fineweb_edu', 'recall'):
+        with pytest.raises(UserError):
+            check_name(name, DATA_ROOT)
+    assert check_name('text', DATA_ROOT) == DATA_ROOT / 'text'
+
+
+def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(run, root, tmp_path, monkeypatch):
+    path = tmp_path / 'book.txt'
+    path.write_text('old text, ' * 10)
+    old = run('--input', path)
+    real = textfiles.split
+
+    def split_then_change(*args):
+        parts = real(*args)
+        path.write_text('old text, ' * 11)
+        return parts
+
+    monkeypatch.setattr(textfiles, 'split', split_then_change)  # prepare.py imports it when it is loaded
+    with pytest.raises(UserError, match='changed while it was read'):
+        run('--input', path)
+    assert open_tokens(root / 'text' / 'train.bin').size == len(old[0]) == 90
+    assert sorted(p.name for p in (root / 'text').iterdir()) == ['meta.pkl', 'train.bin', 'val.bin']
+
+
+def test_memory_does_not_grow_with_the_files(root, tmp_path):
+    with open(tmp_path / 'big.txt', 'w') as file:
+        for i in range(100_000):
+            file.write(f'{i:>99}\n')  # 10 MB
+    tracemalloc.start()
+    try:
+        parts = split(scan(find_files([tmp_path / 'big.txt'], '*'))[0], 0.1)
+        textfiles.prepare(root / 'text', parts, set(' 0123456789\n'))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 25_000_000  # a block of a million characters has ids of 4 and 8 bytes on its way
+    assert open_tokens(root / 'text' / 'train.bin').size == 9_000_000
+
+
+def test_training_on_it_unprepared_says_how_to_prepare_it(tmp_path):
+    (tmp_path / 'text').mkdir()
+    (tmp_path / 'text' / 'prepare.py').write_text((DATA_ROOT / 'text' / 'prepare.py').read_text())
+    with pytest.raises(UserError, match='--input names; run: python .*/text/prepare.py'):
+        ensure_dataset('text', tmp_path)
+
+
+def test_script_from_another_folder_exits_2(tmp_path):
+    done = subprocess.run([sys.executable, str(DATA_ROOT / 'text' / 'prepare.py'), '--input', 'nothing', '--name=zz_test'],
+                          cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: input 'nothing'") and done.stderr.count('\n') == 1
+    assert not (DATA_ROOT / 'zz_test').exists()
