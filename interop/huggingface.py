@@ -105,16 +105,16 @@ def _download(model_type):
             except Exception:
                 path = hub.hf_hub_download(repo, name)
         except Exception as e:  # network libraries raise nearly anything
-            raise UserError(f'{name} of {repo} cannot be had from the Hugging Face hub ({_reason(e)}): check the '
-                            'connection; or, without one, save the model elsewhere with transformers\' save_pretrained '
+            raise UserError(f'{name} of {repo} cannot be had from the Hugging Face hub ({_reason(e.__cause__ or e)}): check '
+                            'the connection; or, without one, save the model elsewhere with transformers\' save_pretrained '
                             'and give that folder in place of its name') from e
     return Path(path).parent
 
 
 def _reason(error):
-    """Its kind and its first line (the rest is about tracking numbers and tokens)."""
+    """Its kind and its first sentence (the rest is about request numbers and tokens)."""
     lines = str(error).strip().splitlines() or ['']
-    return f'{type(error).__name__}: {lines[0][:150]}'
+    return f"{type(error).__name__}: {lines[0].split('. ')[0][:150]}"
 
 
 def _read_json(path):
@@ -196,7 +196,7 @@ def _config(raw, path):
 
 def _load(config, tensors, folder, untied):
     """The model of `config` with `tensors` (see `_open`) in it; `untied`: the file must have an lm_head of its own."""
-    with torch.device('meta'):  # no storage yet, and so no random numbers: for GPT-2 XL they would take half a minute
+    with torch.device('meta'):  # no storage yet, and so no random numbers: GPT-2 XL's would be 1.6 billion
         model = GPT(config)
     wanted = {name.removeprefix('transformer.'): p for name, p in model.named_parameters()}  # the tied weight once, as wte
     _check_tensors(wanted, tensors, folder, untied)

@@ -195,7 +195,7 @@ def test_a_name_is_fetched_from_the_hub_as_safetensors(good, monkeypatch, capsys
 
 def test_without_the_hub_the_way_around_is_named(monkeypatch):
     def download(*_, **__):
-        raise ConnectionError('Name or service not known\nand many more lines')
+        raise FileNotFoundError('try again. And so on') from ConnectionError('Name or service not known\nand more lines')
     hub(monkeypatch, download)
     refused('gpt2', 'config.json of openai-community/gpt2', 'Name or service not known', 'folder', 'save_pretrained')
 
