@@ -47,7 +47,7 @@ def load_model(s, device):
     checkpoint = load_checkpoint(path) if s.init_from == 'resume' else None
     torch.manual_seed(s.seed)
     if s.init_from not in ('resume', 'random'):
-        model, dataset = GPT.from_pretrained(s.init_from, dict(dropout=0.0)), ''
+        model, dataset = GPT.from_pretrained(s.init_from, dict(dropout=0.0)), s.dataset * ('dataset' in s.given)
     elif checkpoint is None:
         meta = read_meta(known_dataset(s.dataset))
         vocab_size = meta['vocab_size'] if meta else 50304

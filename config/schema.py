@@ -92,7 +92,7 @@ SAMPLE = _keys(
     ('json', False, 'end with one JSON document on the last line'),
 ) + DEVICE + _keys(
     ('compile', False, 'torch.compile the MLPs'),
-    ('dataset', 'shakespeare_works', "with init_from='random': data set whose alphabet is used"),
+    ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
 ) + MODEL
 
 KV = _keys(

@@ -85,7 +85,8 @@ def table(rows: list[dict]) -> str:
     for name in RUNS:
         for r in (r for r in rows if r['run'] == name):
             first = f"{dict(map(tuple, r['evaluations']))[2000]:.4f}" if r['from'] else '-'
-            lines.append(f"| {name} | {r['from'] or '-'} | {r['seed']} | {r['steps']:,} | {r['B']} | {r['T']} | {first} | {r['val_loss']:.4f} |")
+            lines.append(f"| {name} | {r['from'] or '-'} | {r['seed']} | {r['steps']:,} | {r['B']} | {r['T']} | {first} | "
+                         f"{r['val_loss']:.4f} |")
     return '\n'.join(lines) + '\n'
 
 
