@@ -94,18 +94,12 @@ class Generation:
 
     def _logits(self) -> torch.Tensor:
         """(B, V): of the next token of each row; those of finished rows may mean nothing."""
-        lengths = [n + len(self.made) for n in self.prompt_lens]
-        cached = [self._fits(n) for n in lengths]
-        if all(cached):
-            return self._from_cache(cached)
-        going_on = [row for row, done in enumerate(self.finished) if not done]
-        beyond = [row for row in going_on if not cached[row]]
-        logits = None
-        if any(cached[row] for row in going_on):
-            logits = self._from_cache(cached)
+        cached = [self._fits(n + len(self.made)) for n in self.prompt_lens]
+        beyond = [row for row, done in enumerate(self.finished) if not (done or cached[row])]
+        logits = self._from_cache(cached) if any(cached) else None
         if beyond:
             recomputed = self.model(torch.stack([self._context(row) for row in beyond]))[0][:, -1]
-            logits = recomputed.new_zeros(len(lengths), recomputed.size(1)) if logits is None else logits
+            logits = recomputed.new_zeros(len(cached), recomputed.size(1)) if logits is None else logits
             logits[beyond] = recomputed
         return logits
 

@@ -10,7 +10,7 @@ from model import GPT
 from tests.inference.test_generate import FULL_STACK, KINDS, VANILLA, prompt, seeded, sharp_model, uncached
 
 RAGGED_LOCAL = dict(FULL_STACK, layer_pattern='LG', kv_share='', share_global_kv=False, n_layer=3, window_size=4)
-LENGTHS = pytest.mark.parametrize('lengths', [(1, 9, 4), (3, 3, 3), (2, 30, 24, 11), (25, 1), (40, 33), (23, 24, 25)], ids=str)
+LENGTHS = pytest.mark.parametrize('lengths', [(1, 9, 4), (3, 3, 3), (2, 30, 11), (40, 33), (23, 24, 25)], ids=str)
 
 
 def prompts_of(lengths):
@@ -39,8 +39,8 @@ def feeds(monkeypatch):
 @pytest.mark.parametrize('sampler', [(0, 0), (1.3, 8)], ids=['greedy', 'sampled'])
 def test_each_prompt_gets_the_tokens_it_gets_alone(kind, lengths, sampler):
     model, prompts = sharp_model(kind), prompts_of(lengths)
-    tokens = torch.cat(list(Generation(model, prompts, 30, Sampler(*sampler, generators=seeded(len(prompts))))), dim=1)
-    assert torch.equal(tokens, alone(model, prompts, 30, sampler))
+    tokens = torch.cat(list(Generation(model, prompts, 20, Sampler(*sampler, generators=seeded(len(prompts))))), dim=1)
+    assert torch.equal(tokens, alone(model, prompts, 20, sampler))
 
 
 def test_lists_and_tensors_are_prompts_alike():
