@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -270,6 +271,13 @@ def _start_worker(encoding: Any, share: float) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent ends the pool in order
     _worker = encoding, share
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would otherwise wait for work for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _work(texts: list[str]) -> Tokens:

@@ -306,7 +306,8 @@ if __name__ == '__main__':
 """
 
 
-def test_ctrl_c_ends_all_processes_and_keeps_the_progress(tmp_path, dump, tiny_ranks):
+@pytest.mark.parametrize('kill', [False, True])
+def test_the_end_of_one_process_ends_all_and_keeps_the_progress(tmp_path, dump, tiny_ranks, kill):
     (tmp_path / 'tiny.tiktoken').write_bytes(tiny_ranks)
     (tmp_path / 'program.py').write_text(PROGRAM.format(root=str(DATA_ROOT.parent)))
     process = subprocess.Popen([sys.executable, 'program.py'], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
@@ -316,9 +317,13 @@ def test_ctrl_c_ends_all_processes_and_keeps_the_progress(tmp_path, dump, tiny_r
         if state.exists() or process.poll() is not None:
             break
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as the terminal does it: to the workers too
-    err = process.communicate(timeout=60)[1]
-    assert process.returncode == 130 and err.rstrip().endswith('interrupted') and 'Traceback' not in err, err
+    if kill:
+        process.kill()
+        process.communicate(timeout=60)
+    else:
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C, as the terminal does it: to the workers too
+        err = process.communicate(timeout=60)[1]
+        assert process.returncode == 130 and err.rstrip().endswith('interrupted') and 'Traceback' not in err, err
     assert state.exists() and not (tmp_path / 'out' / 'train_00000.bin').exists()
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # multiprocessing's own helper ends a moment after its parent
