@@ -11,7 +11,6 @@ nanoGPT's (every query sees every key, against an A100's 312 TFLOP/s); the line 
 (`training/flops.py`). With --json=True the last line of output is one JSON document.
 """
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from data.datasets import DATA_ROOT, available_datasets, ensure_dataset
 from data.tokenfiles import is_prepared, read_meta
 from model import GPT
 from training.batches import TokenBatches
-from training.device import autocast, check_seed, pick_device, pick_dtype, synchronize
+from training.device import autocast, check_seed, device_name, pick_device, pick_dtype, synchronize
 from training.flops import achieved
 
 BURN_IN, TIMED = 10, 20
@@ -135,10 +134,6 @@ def bench_train(s) -> dict:
     ms = [1000 * x for x in seconds]
     summary = {'mean_ms': 1000 * mean, 'median_ms': statistics.median(ms), 'min_ms': min(ms), 'max_ms': max(ms)}
     return figures | summary | {'tokens_per_second': rate, 'mfu': mfu, 'model_tflops_per_second': tflops, 'step_ms': ms}
-
-
-def device_name(device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type} ({platform.machine()})'
 
 
 MODES = {'train': bench_train}

@@ -9,7 +9,6 @@ r"""Sample from a trained model through its KV cache, and report what that cache
 """
 import difflib
 import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -33,7 +32,7 @@ from inference.timings import Timings
 from kv.report import account, print_report
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights
-from training.device import check_seed, pick_device, pick_dtype
+from training.device import check_seed, device_name, pick_device, pick_dtype
 
 RULE = '-' * 15  # printed after each sample, as in nanoGPT
 
@@ -173,10 +172,6 @@ def main(argv=None):
         show_report(figures)
     if s.json:
         print(json.dumps(figures))
-
-
-def device_name(device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type} ({platform.machine()})'
 
 
 def show_report(figures):

@@ -1,5 +1,6 @@
 """Which device and arithmetic a run uses."""
 import contextlib
+import platform
 
 import torch
 
@@ -48,6 +49,11 @@ def autocast(device: torch.device, dtype: torch.dtype):
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.type, dtype=dtype)
+
+
+def device_name(device: torch.device) -> str:
+    """For reports: the GPU's name, or the processor's kind."""
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type} ({platform.machine()})'
 
 
 def synchronize(device: torch.device) -> None:
