@@ -108,11 +108,14 @@ def test_a_row_ends_on_its_first_stop_token_and_the_others_go_on_as_before(kind,
 
 
 @KINDS
-def test_rows_may_be_finished_from_outside(kind):
+@pytest.mark.parametrize('stop_tokens', [False, True])
+def test_rows_may_be_finished_from_outside(kind, stop_tokens):
     """At once, later, and all: the stream ends with the last; the others are not disturbed."""
     model, prompts = sharp_model(kind), prompts_of((4, 23, 2))
     whole = alone(model, prompts, 20, (0, 0))
-    generation = Generation(model, prompts, 20, Sampler(0))
+    unseen = set(range(23)) - set(torch.cat([whole.flatten(), *prompts]).tolist())
+    generation = Generation(model, prompts, 20, Sampler(0), stop_tokens=unseen if stop_tokens else ())
+    assert unseen
     generation.finish(2)
     tokens = []
     for k, new in enumerate(generation):
