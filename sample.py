@@ -21,7 +21,7 @@ import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from data.datasets import DATA_ROOT, available_datasets, ensure_dataset
+from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import read_meta
 from data.tokenizer import load_tokenizer
 from inference.generate import Generation, cache_length, recomputes
@@ -60,9 +60,11 @@ def load_model(s, device):
 
 
 def known_dataset(name: str) -> Path:
-    """Its folder, prepared if need be. One that is nowhere to be found means GPT-2 BPE, unless it looks misspelt."""
+    """Its folder, prepared if need be. One that is nowhere to be found, or is too large to be prepared for its alphabet
+    alone, means GPT-2 BPE, unless it looks misspelt."""
     folder = DATA_ROOT / name
-    if not (folder / 'meta.pkl').is_file() and difflib.get_close_matches(name, available_datasets(DATA_ROOT), n=1):
+    if not ((folder / 'meta.pkl').is_file() or by_hand(folder / 'prepare.py')) and difflib.get_close_matches(
+            name, available_datasets(DATA_ROOT), n=1):
         ensure_dataset(name, DATA_ROOT)
     return folder
 
