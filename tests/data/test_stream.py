@@ -11,6 +11,7 @@ import time
 import types
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from config.errors import UserError
@@ -268,10 +269,7 @@ def test_without_the_package_datasets(monkeypatch, run, tmp_path):
 
 
 def test_parquet_and_json_through_the_real_package(tmp_path, dump):
-    pytest.importorskip('datasets')
-    parquet = pytest.importorskip('pyarrow.parquet')
-    import pyarrow
-    parquet.write_table(pyarrow.table({'text': DOCUMENTS, 'id': range(400)}), tmp_path / 'dump.parquet')
+    pyarrow.parquet.write_table(pyarrow.table({'text': DOCUMENTS, 'id': range(400)}), tmp_path / 'dump.parquet')
     assert list(hub_documents('json', data_files=str(dump))) == DOCUMENTS
     assert list(file_documents([tmp_path / 'dump.parquet'], 7)) == DOCUMENTS[7:]
 

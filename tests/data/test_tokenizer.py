@@ -3,11 +3,11 @@
 import builtins
 
 import pytest
+import tiktoken
 
 from config.errors import UserError
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, load_tokenizer
 
-tiktoken = pytest.importorskip('tiktoken')
 TEXT = 'hé €uro 🙂 ok'
 
 
