@@ -78,7 +78,7 @@ def table(rows: list[dict]) -> str:
     one = rows[0]
     lines = ['# A vanilla checkpoint finetuned into RoPE', '',
              f"shakespeare_char, nanoGPT's CPU recipe (4 layers, 4 heads, width 128, 768 tokens a step), {one['dtype']}, "
-             f"{one['hardware']}, torch {one['torch']}. Validation loss in nats per character over the whole split. The last "
+             f"{one['hardware']}, torch {one['torch']}. Validation loss in nats per character over the whole split. "
              'The first evaluation is on 20 sampled batches. Made by `python scripts/rope_finetune.py`.', '',
              '| run | goes on from | seed | steps in all | B | T | first evaluation after the change | validation loss |',
              '|---|---|---|---|---|---|---|---|']
