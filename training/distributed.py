@@ -61,7 +61,12 @@ class Ranks:
                 raise UserError('this torch was built without torch.distributed: start train.py with python, not torchrun')
             if not self.main:
                 sys.stdout = open(os.devnull, 'w')
-            dist.init_process_group(self.backend, device_id=self.device if self.backend == 'nccl' else None)
+            try:
+                dist.init_process_group(self.backend, device_id=self.device if self.backend == 'nccl' else None)
+            except (ValueError, RuntimeError) as e:
+                reason = ' '.join(str(e).split())[:200]
+                raise UserError(f'the {self.world_size} processes (WORLD_SIZE) cannot be joined: {reason}; start them with '
+                                'torchrun, which sets MASTER_ADDR, MASTER_PORT and the ranks') from e
             self.control = dist.new_group(backend='gloo', timeout=LONG)
         return self
 

@@ -99,3 +99,12 @@ def test_a_wrong_environment_is_named(tmp_path, data_root, monkeypatch):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2 and err.strip() == "error: environment variable WORLD_SIZE='two': must be a whole number, " \
         'as torchrun sets it'
+
+
+def test_processes_that_torchrun_did_not_start_are_told_to(tmp_path, data_root, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.delenv('MASTER_ADDR', raising=False)
+    process = start(data_root, 1, tmp_path / 'out')
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and err.startswith('error: the 2 processes') and 'torchrun' in err
+    assert len(err.splitlines()) == 1
