@@ -31,20 +31,22 @@ from inference.stopping import SampleText, parse_stops
 from inference.timings import Timings
 from kv.report import account, print_report
 from model import GPT
-from training.checkpoint import config_of, load_checkpoint, load_weights
+from training.checkpoint import config_of, load_checkpoint, load_weights, tokens_id
 from training.device import check_seed, device_name, pick_device, pick_dtype
 
 RULE = '-' * 15  # printed after each sample, as in nanoGPT
 
 
-def load_model(s, device):
-    """The model (in eval mode, on the CPU) and its data set's name, from a checkpoint, GPT-2 or with random weights.
+def load_model(s):
+    """The model (in eval mode, on the CPU), its data set's name and what its ids stand for if that is known (`tokens_id`);
+    from a checkpoint, GPT-2 or with random weights.
 
     The global generator is seeded just before the model is built and used by nothing else: sample 0 goes on from there.
     """
     path = Path(s.out_dir) / 'ckpt.pt'
     checkpoint = load_checkpoint(path) if s.init_from == 'resume' else None
     torch.manual_seed(s.seed)
+    known = ''
     if s.init_from not in ('resume', 'random'):
         model, dataset = GPT.from_pretrained(s.init_from, dict(dropout=0.0)), s.dataset * ('dataset' in s.given)
     elif checkpoint is None:
@@ -53,10 +55,10 @@ def load_model(s, device):
         dataset = s.dataset
         model = GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL}))
     else:
-        dataset = checkpoint['config'].get('dataset', '')
+        dataset, known = checkpoint['config'].get('dataset', ''), checkpoint.get('tokens', '')
         model = GPT(config_of(checkpoint, path, dropout=0.0))
         load_weights(model, checkpoint, path)
-    return model.eval(), dataset
+    return model.eval(), dataset, known
 
 
 def known_dataset(name: str) -> Path:
@@ -69,8 +71,11 @@ def known_dataset(name: str) -> Path:
     return folder
 
 
-def load_dataset_tokenizer(dataset: str, vocab_size: int):
-    """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE where it has none."""
+def load_dataset_tokenizer(dataset: str, vocab_size: int, known: str = ''):
+    """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE where it has none.
+
+    known: the `tokens_id` of then; '' for checkpoints that do not say it (nanoGPT's).
+    """
     if any(c in dataset for c in '/\\\0'):
         raise UserError(f'dataset={dataset!r} is not the name of a folder under data/')
     path = DATA_ROOT / dataset / 'meta.pkl'
@@ -80,9 +85,9 @@ def load_dataset_tokenizer(dataset: str, vocab_size: int):
                         f'missing: run python data/{dataset}/prepare.py')
     print('No meta.pkl found, assuming GPT-2 encodings...' if meta is None else f'Loading meta from {path}...')
     tokenizer = load_tokenizer(meta)
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(f'data/{dataset} has {tokenizer.vocab_size} tokens and the model {vocab_size}: '
-                        'the data set was prepared anew since the model was trained')
+    if tokenizer.vocab_size > vocab_size or known not in ('', tokens_id(meta)):
+        raise UserError(f'data/{dataset} has {tokenizer.vocab_size} tokens that are not those of the model (it has '
+                        f'{vocab_size}): the data set was prepared anew since the model was trained; prepare it as it was')
     return tokenizer
 
 
@@ -141,13 +146,15 @@ def check(s):
 
 def main(argv=None):
     s = configurator.parse('sample', argv, usage=__doc__)
+    if s.prompts and 'num_samples' not in s.given:
+        s.num_samples = 1
     check(s)
     stops, texts = parse_stops(s.stop), read_prompts(s.start, s.prompts)
     device = pick_device(s.device)
-    model, dataset = load_model(s, device)
-    tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size)
-    prompts = [ids for ids in encode_prompts(tokenizer, texts) for _ in range(s.num_samples)]  # one per sample
-    generators = sample_generators(s.seed, 0, len(prompts), device)  # before anything else draws
+    model, dataset, known = load_model(s)
+    tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size, known)
+    prompts = encode_prompts(tokenizer, texts)
+    first = sample_generators(s.seed, 0, 1, device)  # before anything else draws
     model.to(device, pick_dtype(s.dtype, device))
     if s.compile:
         for block in model.transformer.h:  # not the attention: it would be compiled anew as the cache grows
@@ -156,14 +163,16 @@ def main(argv=None):
     note_what_is_special(s, model, tokenizer, stops, longest)
 
     timings, cache = Timings(), None
-    for k in range(0, len(prompts), s.parallel):
-        batch = slice(k, k + s.parallel)
-        rows = len(prompts[batch])
+    total = len(prompts) * s.num_samples
+    for k in range(0, total, s.parallel):
+        batch = [prompts[i // s.num_samples] for i in range(k, min(k + s.parallel, total))]
+        rows = len(batch)
+        generators = first * (k == 0) + sample_generators(s.seed, max(k, 1), rows - (k == 0), device)
         if cache is None or cache.batch_size != rows:  # the last batch may be smaller
             cache = None  # freed before the next is allocated
             cache = model.new_cache(rows, cache_length(model, longest, s.max_new_tokens), s.kv_dtype)
         cache.reset()
-        generate_batch(s, model, tokenizer, prompts[batch], generators[batch], stops, cache, timings)
+        generate_batch(s, model, tokenizer, batch, generators, stops, cache, timings)
         if k == 0:
             figures = account(model.plan, cache.batch_size, cache.max_seq_len, cache.kv_dtype, allocated=cache.nbytes)
     figures |= timings.summary() | {'num_samples': s.num_samples, 'prompts': len(texts), 'prompt_tokens': longest,

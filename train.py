@@ -52,7 +52,9 @@ class Run:
         saved = ckpt.load_checkpoint(self.path) if s.init_from == 'resume' else None
         with ranks.main_first():
             folder = ensure_dataset(s.dataset, DATA_ROOT)
-        self.model, changed = self._model(saved, read_meta(folder), folder)
+        meta = read_meta(folder)
+        self.tokens = ckpt.tokens_id(meta)
+        self.model, changed = self._model(saved, meta, folder)
         self.batches = TokenBatches(folder, s.block_size, s.batch_size, self.device, torch.Generator(), ranks.rank,
                                     ranks.world_size)
         self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
@@ -95,7 +97,7 @@ class Run:
             print(f'Initializing from OpenAI GPT-2 weights: {s.init_from}')
             model, origin = GPT.from_pretrained(s.init_from, dict(dropout=s.dropout)), s.init_from
             old = model.config
-        config = self._settle(old, meta, origin)
+        config = self._settle(old, meta, origin, (saved or {}).get('tokens', ''))
         changes = differences(old, config)
         for change in changes:
             print(change)
@@ -107,13 +109,13 @@ class Run:
             ckpt.load_weights(model, saved, origin)
         return model, bool(changes)
 
-    def _settle(self, old, meta, origin):
+    def _settle(self, old, meta, origin, known):
         """The shape of a model that is not new: its own, but for the settings that were given and that it can follow."""
         config = adapted_config(old, {key.name: getattr(self.s, key.name) for key in MODEL if key.name in self.s.given})
         vocab_size = 50257 if meta is None else meta['vocab_size']
-        if vocab_size > config.vocab_size:
-            raise UserError(f'dataset {self.s.dataset!r} has vocab_size={vocab_size}, but {origin} {config.vocab_size}: '
-                            'go on with the data set it was trained on')
+        if vocab_size > config.vocab_size or known not in ('', self.tokens):
+            raise UserError(f'dataset {self.s.dataset!r} has {vocab_size} tokens that are not those of {origin} (it has '
+                            f'{config.vocab_size}): go on with the data set it was trained on, prepared as it was')
         if self.s.init_from != 'resume' and meta is not None:
             print(f"Note: dataset {self.s.dataset!r} has an alphabet of its own, which GPT-2's weights know nothing of")
         for key in MODEL:
@@ -157,7 +159,8 @@ class Run:
             'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
             'best_val_loss': self.best_val_loss, 'config': vars(self.s),
             # beyond nanoGPT's keys: what an exact resume needs
-            'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state, 'holds_best': holds_best})
+            'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state, 'holds_best': holds_best,
+            'tokens': self.tokens})  # and this, against ids that came to mean something else
 
     @torch.no_grad()
     def evaluate(self, stop):

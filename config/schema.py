@@ -78,7 +78,7 @@ SAMPLE = _keys(
 ) + RUN + _keys(
     ('start', '\n', "prompt, or 'FILE:path' of a text file to use as one"),
     ('prompts', '', "file with many prompts in place of start: one a line, or in a .jsonl file one JSON string a line"),
-    ('num_samples', 10, 'samples to draw of each prompt'),
+    ('num_samples', 10, 'samples to draw of each prompt (of many prompts 1, if not given)'),
     ('parallel', 1, 'samples decoded together in one batch (each still draws its own random numbers)'),
     ('max_new_tokens', 500, 'tokens to generate per sample'),
     ('stop', '', "end a sample where this text, or one of a list, comes up (it is not printed): "

@@ -43,7 +43,7 @@ class Generation:
         cache: an empty cache of B rows and at least `cache_length` positions; made here if None.
         stop_tokens: ids that finish the row they are drawn in.
     Raises:
-        UserError: no prompt, one without tokens, a stop token outside of the vocabulary.
+        UserError: no prompt, one without tokens or with ids outside of the vocabulary, such a stop token.
     """
 
     def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None, stop_tokens=()):
@@ -59,6 +59,9 @@ class Generation:
         if 0 in self.prompt_lens:
             which = f' ({self.prompt_lens.index(0)})' if len(self.prompts) > 1 else ''
             raise UserError(f'the prompt{which} has no tokens: give at least one')
+        low, high = (int(x) for x in torch.cat(self.prompts).aminmax())
+        if low < 0 or high >= model.config.vocab_size:
+            raise UserError(f'the prompts have ids from {low} to {high}: the model has tokens 0 to {model.config.vocab_size - 1}')
         self.limit = model.config.block_size if model.rotary is None else None
         if cache is None and any(self._fits(n) for n in self.prompt_lens):
             cache = model.new_cache(len(self.prompts), cache_length(model, max(self.prompt_lens), max_new_tokens))

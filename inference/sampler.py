@@ -26,7 +26,7 @@ class Sampler:
         if self.generators is None:
             return torch.multinomial(probs, num_samples=1)
         return torch.cat([torch.multinomial(row[None], num_samples=1, generator=g)
-                          for row, g in zip(probs, self.generators)])
+                          for row, g in zip(probs, self.generators, strict=True)])
 
     def _restricted(self, logits):
         if self.top_k:

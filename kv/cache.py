@@ -65,10 +65,14 @@ class KVCache:
         return torch.tensor(self._lengths)
 
     def reset(self, rows=None) -> None:
-        """Rows (all, if None) hold nothing again. Their memory stays allocated; other rows are untouched."""
-        for row in range(self.batch_size) if rows is None else rows:
-            self._lengths[int(row)] = 0
-        if rows is None:
+        """Rows (all, if None; else their numbers) hold nothing again. Their memory stays allocated; others are untouched."""
+        rows = range(self.batch_size) if rows is None else torch.as_tensor(rows).tolist()
+        for row in rows:
+            if type(row) is not int or not 0 <= row < self.batch_size:
+                raise UserError(f'reset: row {row!r}, but rows are numbered from 0 to {self.batch_size - 1}')
+        for row in rows:
+            self._lengths[row] = 0
+        if len(set(rows)) == self.batch_size:
             self._step, self._views = None, {}
 
     def fill_(self, length: int) -> 'KVCache':
@@ -221,7 +225,6 @@ def _tagged_view(store: KVStore, slot: Slot, step: Step, chunk=None) -> KVView:
     q_pos = step.positions(device)                                          # (B, t)
     stored = store.read(0, read)
     if chunk:
-        real = torch.arange(step.t, device=device)[None] < torch.tensor(step.lens, device=device)[:, None]
-        k_pos = torch.cat([k_pos, q_pos.where(real, -1)], dim=1)            # (B, read + t)
+        k_pos = torch.cat([k_pos, q_pos], dim=1)  # (B, read + t); padding stands behind all that its row's queries see
         stored = store.cat([stored, chunk])
     return KVView(*store.decode(*stored), q_pos, k_pos)

@@ -1,6 +1,7 @@
 """Checkpoints on disk: nanoGPT's keys, written whole or not at all, read without running anything."""
 import contextlib
 import dataclasses
+import hashlib
 import os
 import random
 from pathlib import Path
@@ -86,6 +87,14 @@ def load_weights(model, checkpoint: dict, path: Path) -> None:
         if have[name].shape != x.shape:
             raise UserError(f'checkpoint {path}: {name} is {tuple(have[name].shape)}, model_args say {tuple(x.shape)}')
     model.load_state_dict(have)
+
+
+def tokens_id(meta: dict | None) -> str:
+    """What the ids of a data set with this meta.pkl stand for: 'gpt2', or a hash of its alphabet. A model is of use with
+    no other."""
+    if meta is None or 'stoi' not in meta:
+        return 'gpt2'
+    return 'sha256:' + hashlib.sha256(repr(sorted(meta['stoi'].items())).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -175,6 +175,16 @@ def test_reset_touches_no_other_row():
     assert all(map(torch.equal, held_by(cache, 0) + held_by(cache, 2), before))
 
 
+@pytest.mark.parametrize('rows', [[3], [-1], [True, False, True], [0, 7]])
+def test_reset_of_rows_that_are_none(rows):
+    model = random_model(GPTConfig(**FULL_STACK))
+    cache = model.new_cache(3, 16)
+    model(tokens(3, 4), cache=cache)
+    with pytest.raises(ValueError, match='0 to 2'):
+        cache.reset(rows)
+    assert cache.lengths.tolist() == [4, 4, 4]
+
+
 def test_reset_without_rows_empties_the_whole_cache():
     model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 12)
     cache = model.new_cache(2, 12)

@@ -53,6 +53,11 @@ def test_what_shares_a_batch_changes_no_text(capsys, trained, prompts_file, fp64
     assert len(one) == 5 * n and all(text.startswith(LINES[k // n]) for k, text in enumerate(one))
 
 
+def test_one_sample_of_each_prompt_unless_told_otherwise(capsys, trained, prompts_file):
+    sample.main(flags(dict(out_dir=trained['full'], device='cpu', prompts=prompts_file('ab\ncd\n'), max_new_tokens=2)))
+    assert capsys.readouterr().out.count('---------------') == 2
+
+
 @KINDS
 def test_sample_k_of_prompt_p_draws_from_generator_p_times_num_samples_plus_k(capsys, trained, prompts_file, fp64, kind):
     """So equal prompts get different samples, the first prompt those it gets as `start`, and these are all there are."""

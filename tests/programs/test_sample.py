@@ -60,6 +60,13 @@ def test_batching_samples_changes_no_text(capsys, trained, kind, settings):
         assert len(set(one)) == 4
 
 
+def test_top_p_and_top_k_leave_only_the_likeliest(capsys, trained):
+    greedy = texts(capsys, trained['full'], temperature=0)
+    for restriction in (dict(top_p=1e-9), dict(top_k=1)):
+        assert texts(capsys, trained['full'], temperature=1.3, **restriction) == greedy
+    assert texts(capsys, trained['full'], temperature=1.3) != greedy
+
+
 def test_sample_k_is_the_same_however_many_are_drawn(capsys, trained):
     five = texts(capsys, trained['full'], num_samples=5)
     assert texts(capsys, trained['full'], num_samples=2) == five[:2]

@@ -32,7 +32,7 @@ def test_the_text_ends_before_the_first_stop_text(capsys, trained, kind, paralle
 
 def test_a_stop_text_in_the_prompt_does_not_count(capsys, trained):
     text, = texts(capsys, trained['full'], start='abcdab', max_new_tokens=3, stop='cd', temperature=0)
-    assert text.startswith('abcdab') and len(text) == 9 - 2 * ('cd' in text[6:])
+    assert text == texts(capsys, trained['full'], start='abcdab', max_new_tokens=3, temperature=0)[0] and len(text) == 9
     # nor one that begins in the prompt
     whole, = texts(capsys, trained['full'], start='abc', max_new_tokens=1, temperature=0)
     assert texts(capsys, trained['full'], start='abc', max_new_tokens=1, temperature=0, stop=whole[2:]) == [whole]

@@ -10,7 +10,8 @@ import torch
 import sample
 import train
 from config.errors import UserError
-from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, flags, load
+from data.tokenfiles import write_dataset
+from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, flags, load, tiny_tokens
 
 
 def files_under(*folders):
@@ -338,6 +339,24 @@ def test_resume_of_another_models_optimizer(refused, out, trained):
     other = load(trained['full'] / 'ckpt.pt')
     change(out, lambda c: c.update(optimizer=other['optimizer']))
     refused(train.main, for_train(out), 'optimizer')
+
+
+def reprepare(data_root, meta):
+    """The same token files, of which the ids now stand for something else."""
+    write_dataset(data_root / 'tiny', {'train': tiny_tokens(2000), 'val': tiny_tokens(400)}, meta)
+
+
+def test_a_data_set_whose_ids_came_to_mean_something_else(refused, out, own_data_root):
+    letters = ALPHABET.upper()
+    reprepare(own_data_root, {'vocab_size': len(letters), 'stoi': {c: i for i, c in enumerate(letters)},
+                              'itos': dict(enumerate(letters))})
+    refused(train.main, for_train(out), "'tiny'", 'not those')
+    refused(sample.main, for_sample(out, start='AB'), 'data/tiny', 'prepared anew')
+
+
+def test_a_data_set_that_became_bpe(refused, out, own_data_root):
+    reprepare(own_data_root, {'vocab_size': len(ALPHABET)})
+    refused(train.main, for_train(out), "'tiny'", 'not those')
 
 
 def test_good_checkpoints_pass(out, own_data_root, trained, tmp_path):
