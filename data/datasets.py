@@ -1,20 +1,15 @@
 """Find a dataset folder by its name, preparing the dataset first when its prepare.py can."""
 
 import ast
-import contextlib
 import difflib
 import importlib.util
+import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from config.errors import UserError
+from data.making.lock import one_at_a_time
 from data.tokenfiles import is_prepared
-
-try:
-    import fcntl
-except ImportError:  # Windows: two preparations at once are not kept apart there
-    fcntl = None
 
 DATA_ROOT = Path(__file__).resolve().parent
 
@@ -35,7 +30,7 @@ def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
     if is_prepared(folder):
         return folder
     script = folder / 'prepare.py'
-    if not script.is_file():
+    if not os.path.isfile(script):
         raise UserError(_unknown(name, root))
     why = by_hand(script)
     if why:
@@ -64,30 +59,10 @@ def by_hand(script: Path) -> str:
     except (OSError, ValueError, SyntaxError):
         return ''  # running it will say what is wrong with it
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == 'BY_HAND' for t in node.targets):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == 'BY_HAND' for target in targets):
             return node.value.value if isinstance(node.value, ast.Constant) else 'it says BY_HAND'
     return ''
-
-
-@contextlib.contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold the lock on preparing `folder`; it belongs to the open file, so that a dead process leaves none behind."""
-    if fcntl is None:
-        yield
-        return
-    try:
-        file = open(folder / '.prepare.lock', 'a')
-    except OSError as error:
-        raise UserError(f'cannot prepare a dataset in {str(folder)!r}: {error.strerror}') from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f'waiting for another process that prepares dataset {folder.name}...', flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks
-        yield
 
 
 def _unknown(name: str, root: Path) -> str:

@@ -1,7 +1,8 @@
 """GPT-2's byte pair encoding: tiktoken's own download, or the same ranks out of a PyPI source distribution.
 
 tiktoken fetches the vocabulary from one host. Where that host is not reachable, the openai-whisper source distribution
-has the same 50,256 ranks (whisper/assets/gpt2.tiktoken); it comes from wherever pip takes its packages. They are kept in
+has the same 50,256 ranks (whisper/assets/gpt2.tiktoken); it comes from wherever pip takes its packages (pip itself, while
+downloading a source distribution, runs its build code for metadata, after checking the same hash). They are kept in
 ~/.cache/nanokv (in $XDG_CACHE_HOME/nanokv or $NANOKV_CACHE if set), and checked at every load.
 """
 

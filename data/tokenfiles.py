@@ -1,8 +1,9 @@
-"""Read and write nanoGPT token files: train.bin and val.bin (raw little-endian uint16 ids, no header) and meta.pkl.
+"""Read nanoGPT's token files: train.bin and val.bin (raw little-endian uint16 ids, no header) and meta.pkl.
 
 A big train split may lie in shards train_00000.bin, train_00001.bin, ... instead of train.bin.
 
 meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a GPT-2 BPE dataset has none.
+making/writer.py writes them.
 """
 
 import bisect
@@ -12,7 +13,7 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,141 +24,10 @@ MAX_ID = 65535
 MAX_META_BYTES = 64 * 2**20  # the largest honest meta.pkl (65,536 entries) is a few MB
 
 
-def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None) -> None:
-    """Write `<split>.bin` for every split, and meta.pkl unless `meta` is None, so that an interruption is harmless.
-
-    splits: split name ('train', 'val', ...) -> 1-D array of integer token ids in 0..65535.
-    For tokens that do not fit into memory, and for what an interruption leaves, see TokenWriter.
-    Raises UserError for a bad split name or meta, an empty split, or ids that do not fit uint16 or meta's vocab_size.
-    """
-    writer = TokenWriter(folder, meta)
-    for name, ids in splits.items():
-        if np.size(ids) == 0:
-            raise UserError(f'split {name!r} is empty; allowed is at least one token id')
-        writer.check(name, ids)  # all of them, before anything is written
-    with writer:
-        for name, ids in splits.items():
-            writer.add(name, ids)
-
-
-class TokenWriter:
-    """Writes a dataset whose tokens arrive in arrays; memory is bounded by the largest array.
-
-        with TokenWriter(folder, meta, shard_tokens=100_000_000) as out:
-            for ids in arrays:
-                out.add('train', ids)
-
-    meta: what meta.pkl shall hold, None for no meta.pkl (GPT-2 BPE).
-    shard_tokens: 0 writes train.bin; else train_00000.bin, train_00001.bin, ... of exactly so many tokens, the last one
-        of what is left. Other splits are always one file.
-
-    Everything is written under temporary names. Leaving the `with` block publishes it; leaving it by an exception
-    removes it, and an older dataset in `folder` stays whole. The file that marks a dataset complete (train.bin or
-    train_00000.bin) appears last, and the old one goes first, so that old and new never mix.
-    Raises UserError for a bad meta or shard size, from add() for ids or split names that are not allowed, and on
-    publishing when there are no train tokens.
-    """
-
-    def __init__(self, folder: Path, meta: dict | None = None, shard_tokens: int = 0):
-        self.folder, self.meta, self.shard_tokens = Path(folder), meta, shard_tokens
-        problem = '' if meta is None else _meta_problem(meta)
-        if problem:
-            raise UserError(f'meta for {str(folder)!r}: {problem}')
-        if type(shard_tokens) is not int or shard_tokens < 0:
-            raise UserError(f'shard_tokens={shard_tokens!r}; allowed is a positive whole number, or 0 for one file')
-        self.max_id = MAX_ID if meta is None else min(MAX_ID, meta['vocab_size'] - 1)
-        self.tokens: dict[str, int] = {}  # split -> tokens added so far
-        self._temporary: dict[str, Path] = {}  # final name -> temporary file
-        self._open: dict[str, BinaryIO] = {}  # split -> the file being written
-
-    def check(self, split: str, ids: np.ndarray) -> np.ndarray:
-        """`ids` as uint16. UserError for a bad split name, or anything but a 1-D array of integers that fit."""
-        ids = np.asarray(ids)
-        if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9_-]*', split) or re.search(r'_\d+$', split):
-            raise UserError(f'split name {split!r}: allowed are letters, digits, "_" and "-", no number at the end')
-        if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
-            raise UserError(f'split {split!r} has shape {ids.shape} and dtype {ids.dtype}; '
-                            'allowed is a 1-D array of integers')
-        low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
-        if low < 0 or high > self.max_id:
-            raise UserError(f'split {split!r} has token id {low if low < 0 else high}; allowed are 0 to {self.max_id}')
-        return ids.astype(TOKEN_DTYPE, copy=False)
-
-    def add(self, split: str, ids: np.ndarray) -> None:
-        """Append `ids`, a 1-D array of integers in 0..65535 (and below meta's vocab_size), to a split; see check()."""
-        ids = self.check(split, ids)
-        while ids.size:
-            done = self.tokens.get(split, 0)
-            sharded = self.shard_tokens and split == 'train'
-            if split not in self._open:
-                name = f'{split}_{done // self.shard_tokens:05d}.bin' if sharded else f'{split}.bin'
-                self._open[split] = self._new_file(name)
-            room = self.shard_tokens - done % self.shard_tokens if sharded else ids.size
-            part, ids = ids[:room], ids[room:]
-            self._open[split].write(part.tobytes())
-            self.tokens[split] = done + part.size
-            if part.size == room and sharded:
-                self._finish(split)
-
-    def publish(self) -> None:
-        """Make the files the dataset; called on leaving the `with` block."""
-        for split in list(self._open):
-            self._finish(split)
-        if not self.tokens.get('train'):
-            raise UserError(f'no train tokens for {str(self.folder)!r}; allowed is at least one')
-        if self.meta is not None:
-            with self._new_file('meta.pkl') as file:
-                pickle.dump(self.meta, file)
-                _sync(file)
-        self._retire_old()
-        for name in sorted(self._temporary, key=lambda name: (_is_marker(name), name)):
-            os.replace(self._temporary[name], self.folder / name)
-            del self._temporary[name]
-
-    def discard(self) -> None:
-        """Remove what was written and not published."""
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
-        for path in self._temporary.values():
-            path.unlink(missing_ok=True)
-        self._temporary.clear()
-
-    def __enter__(self) -> 'TokenWriter':
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            if kind is None:
-                self.publish()
-        finally:  # also after KeyboardInterrupt; files already published are no longer temporary
-            self.discard()
-
-    def _finish(self, split: str) -> None:
-        with self._open.pop(split) as file:
-            _sync(file)
-
-    def _new_file(self, name: str) -> BinaryIO:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._temporary[name] = self._temporary_path(name)  # noted first, so that it cannot be left behind
-        return open(self._temporary[name], 'wb')
-
-    def _temporary_path(self, name: str) -> Path:
-        return self.folder / f'.{name}.{os.getpid()}.tmp'
-
-    def _retire_old(self) -> None:
-        """Remove what the new files do not replace, the marker first; then the dataset is incomplete for a moment."""
-        old = [path for split in self.tokens for path in split_files(self.folder, split)]
-        for path in sorted(old, key=lambda path: not _is_marker(path.name)):
-            if path.name not in self._temporary or path.name.startswith('train'):
-                path.unlink(missing_ok=True)
-        if self.meta is None:
-            (self.folder / 'meta.pkl').unlink(missing_ok=True)  # else a stale alphabet would decode the new ids
-
-
 def is_prepared(folder: Path) -> bool:
     """Whether `folder` holds a complete dataset: train.bin or train_00000.bin, and likewise val."""
-    return all(any((Path(folder) / f'{split}{end}').is_file() for end in ('.bin', '_00000.bin')) for split in ('train', 'val'))
+    return all(any(os.path.isfile(Path(folder) / f'{split}{end}') for end in ('.bin', '_00000.bin'))  # no error, whatever it is
+               for split in ('train', 'val'))
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
@@ -258,35 +128,14 @@ def read_meta(folder: Path) -> dict | None:
     except Exception as error:  # noqa: BLE001  a damaged pickle can raise nearly anything
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
         raise UserError(f'cannot read {str(path)!r}: {reason}; allowed is a pickle of plain dict, str, int') from None
-    problem = _meta_problem(meta)
+    problem = meta_problem(meta)
     if problem:
         raise UserError(f'{str(path)!r} is not a valid meta.pkl: {problem}')
     known = ('vocab_size', 'stoi', 'itos')
     return {key: value for key, value in meta.items() if isinstance(key, str) and (key in known or _is_plain(value))}
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds no object of any class: code can only run from a pickle through find_class."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f'it asks for {module}.{name}')
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _is_marker(name: str) -> bool:
-    """Whether the file `name` marks a dataset complete: the last to appear, the first to go."""
-    return name in ('train.bin', 'train_00000.bin')
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in (str, int)
-
-
-def _meta_problem(meta: Any) -> str:
+def meta_problem(meta: Any) -> str:
     """What is wrong with an unpickled meta, in one line; '' if nothing."""
     if type(meta) is not dict:
         return f'it holds a {type(meta).__name__}, not a dict'
@@ -308,3 +157,14 @@ def _meta_problem(meta: Any) -> str:
     if any(type(i) is not int for i in itos):
         return 'itos must map int to str'
     return ''
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds no object of any class: code can only run from a pickle through find_class."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f'it asks for {module}.{name}')
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (str, int)

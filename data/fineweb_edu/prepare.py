@@ -5,9 +5,9 @@
     python data/fineweb_edu/prepare.py --sample=sample-100BT       # another configuration of HuggingFaceFW/fineweb-edu
     python data/fineweb_edu/prepare.py --from dump.jsonl           # from a copy you have
 
-Streamed from the Hugging Face hub (pip install datasets) into train_00000.bin, ... and val.bin; it needs no room for
-the raw text. Ctrl-C keeps what is done, and the same command goes on. One document in 2,000 is for validation, by
-a hash of its text (5 million tokens of 10 billion). Document order is the hub's.
+Streamed from the Hugging Face hub (pip install 'datasets>=4') into train_00000.bin, ... and val.bin; it needs no room for
+the raw text. Ctrl-C keeps what is done, and the same command goes on; --restart discards it. One document in 2,000 is for
+validation, by a hash of its text (5 million tokens of 10 billion). Document order is the hub's.
 """
 
 import sys
@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
 
 from configurator import run_program
-from data.stream import arguments, prepare
+from data.making.stream import arguments, prepare
 
 BY_HAND = 'it is 10 billion tokens, 20 GB on disk and hours of streaming from the Hugging Face hub'
 

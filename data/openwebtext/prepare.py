@@ -4,9 +4,10 @@
     python data/openwebtext/prepare.py --max_tokens=100_000_000    # the first 100 million
     python data/openwebtext/prepare.py --from dump.jsonl           # from a copy you have
 
-Streamed from the Hugging Face hub (pip install datasets) into train_00000.bin, ... and val.bin; it needs no room for
-the raw text. Ctrl-C keeps what is done, and the same command goes on. One document in 2,000 is for validation, by
-a hash of its text: about as many as nanoGPT's (4.4 million tokens), but not the same ones. Document order is the hub's.
+Streamed from the Hugging Face hub (pip install 'datasets>=4') into train_00000.bin, ... and val.bin; it needs no room for
+the raw text. Ctrl-C keeps what is done, and the same command goes on; --restart discards it. One document in 2,000 is for
+validation, by a hash of its text: about as many as nanoGPT's (4.4 million tokens), but not the same ones. Document order is
+the hub's.
 """
 
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
 
 from configurator import run_program
-from data.stream import arguments, prepare
+from data.making.stream import arguments, prepare
 
 BY_HAND = 'it is 9 billion tokens, 18 GB on disk and hours of streaming from the Hugging Face hub'
 

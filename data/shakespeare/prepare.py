@@ -8,29 +8,24 @@ The ids are nanoGPT's: of tiny Shakespeare train has 301,966 tokens and val 36,0
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
 
 from configurator import run_program
 from data.gpt2_bpe import encode_text, gpt2_encoding
-from data.script import Arguments
-from data.tinyshakespeare import halves, read_text
-from data.tokenfiles import write_dataset
+from data.making import tinyshakespeare
 
 
 def main(argv: list[str] | None = None) -> None:
     """Make the dataset as the module's docstring says. UserError if there is no text or no vocabulary to be had."""
-    parser = Arguments(__doc__)
-    parser.add_argument('--input', type=Path, metavar='FILE', help='the text, instead of the download')
-    parser.out(__file__)
-    args = parser.parse_args(argv)
-    text = read_text(args.out, args.input, 'data/shakespeare/prepare.py')
-    encoding = gpt2_encoding()
-    splits = {name: encode_text(encoding, part) for name, part in halves(text).items()}
-    write_dataset(args.out, splits, None)
-    for name, ids in splits.items():
-        print(f'{name} has {len(ids):,} tokens')
+    tinyshakespeare.prepare(__doc__, __file__, argv, encoder)
+
+
+def encoder(text: str) -> tuple:
+    """GPT-2's encoding, whatever the text; no meta.pkl."""
+    return partial(encode_text, gpt2_encoding()), None
 
 
 if __name__ == '__main__':

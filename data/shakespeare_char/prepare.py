@@ -14,28 +14,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
 
 from configurator import run_program
-from data.encode import alphabet_meta, char_encoder
-from data.script import Arguments
-from data.tinyshakespeare import halves, read_text
-from data.tokenfiles import write_dataset
+from data.long_texts import alphabet_meta, char_encoder
+from data.making import tinyshakespeare
 
 
 def main(argv: list[str] | None = None) -> None:
     """Make the dataset as the module's docstring says. UserError if there is no text, or it cannot be used."""
-    parser = Arguments(__doc__)
-    parser.add_argument('--input', type=Path, metavar='FILE', help='the text, instead of the download')
-    parser.out(__file__)
-    args = parser.parse_args(argv)
-    text = read_text(args.out, args.input, 'data/shakespeare_char/prepare.py')
+    tinyshakespeare.prepare(__doc__, __file__, argv, encoder)
+
+
+def encoder(text: str) -> tuple:
+    """The characters of `text`, and the meta.pkl that lists them. Prints what nanoGPT prints."""
     meta = alphabet_meta(text)
     print(f'length of dataset in characters: {len(text):,}')
     print('all the unique characters:', ''.join(meta['stoi']))
     print(f'vocab size: {meta["vocab_size"]:,}')
-    encode = char_encoder(meta['stoi'])
-    splits = {name: encode(part) for name, part in halves(text).items()}
-    write_dataset(args.out, splits, meta)
-    for name, ids in splits.items():
-        print(f'{name} has {len(ids):,} tokens')
+    return char_encoder(meta['stoi']), meta
 
 
 if __name__ == '__main__':

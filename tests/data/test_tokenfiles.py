@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
-from data import tokenfiles
-from data.tokenfiles import open_tokens, read_meta, write_dataset
+from data.making.writer import write_dataset
+from data.tokenfiles import open_tokens, read_meta
 
 META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
 SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
@@ -56,47 +56,6 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
 def test_split_name_cannot_leave_the_folder(tmp_path):
     with pytest.raises(UserError):
         write_dataset(tmp_path / 'd', {'../evil': np.array([1])}, None)
-
-
-def fail_on_call(monkeypatch, name, number, error):
-    """Make the number-th call of os.<name> raise."""
-    real, calls = getattr(os, name), []
-
-    def wrapper(*args):
-        calls.append(args)
-        if len(calls) == number:
-            raise error
-        return real(*args)
-
-    monkeypatch.setattr(tokenfiles.os, name, wrapper)
-
-
-MOMENTS = [('fsync', 1), ('fsync', 3), ('replace', 1), ('replace', 2), ('replace', 3)]
-
-
-@pytest.mark.parametrize('function, number', MOMENTS)
-@pytest.mark.parametrize('error', [KeyboardInterrupt(), OSError('disk full')])
-def test_interruption_never_looks_complete(tmp_path, monkeypatch, function, number, error):
-    fail_on_call(monkeypatch, function, number, error)
-    with pytest.raises(type(error)):
-        write_dataset(tmp_path, SPLITS, META)
-    names = {p.name for p in tmp_path.iterdir()}
-    assert 'train.bin' not in names
-    assert names <= {'meta.pkl', 'val.bin'}, 'temporary files were left'
-
-
-def test_interrupted_rewrite_keeps_or_unmarks_the_old_dataset(tmp_path, monkeypatch):
-    write_dataset(tmp_path, SPLITS, META)
-    with monkeypatch.context() as patch:
-        fail_on_call(patch, 'fsync', 3, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            write_dataset(tmp_path, {'train': np.array([7]), 'val': np.array([8])}, {'vocab_size': 9})
-    assert open_tokens(tmp_path / 'train.bin').tolist() == [0, 1, 2, 1] and read_meta(tmp_path) == META
-    with monkeypatch.context() as patch:
-        fail_on_call(patch, 'replace', 2, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            write_dataset(tmp_path, {'train': np.array([7]), 'val': np.array([8])}, {'vocab_size': 9})
-    assert not (tmp_path / 'train.bin').exists(), 'old train.bin beside new meta.pkl'
 
 
 def test_rewriting_without_meta_removes_the_old_alphabet(tmp_path):

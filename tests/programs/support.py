@@ -12,7 +12,7 @@ import torch
 
 import sample
 import train
-from data.tokenfiles import write_dataset
+from data.making.writer import write_dataset
 
 ROOT = Path(train.__file__).resolve().parent
 ALPHABET = '\n abcdefghij'

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from data.tokenfiles import write_dataset
+from data.making.writer import write_dataset
 from model import GPT, GPTConfig
 from training.batches import TokenBatches
 from training.checkpoint import rng_state, save_checkpoint, set_rng_state

@@ -11,8 +11,8 @@ from email.message import Message
 import pytest
 
 from config.errors import UserError
-from data import tinyshakespeare
 from data.datasets import DATA_ROOT
+from data.making import tinyshakespeare
 from data.tokenfiles import open_tokens, read_meta
 
 TEXT = 'First Citizen:\nthe end, the end!\n\n' * 3 + 'Z'

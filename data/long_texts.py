@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,27 +9,11 @@ import numpy as np
 from config.errors import UserError
 from data.gpt2_bpe import encode_text
 
-BLOCK = 1 << 20  # characters read at a time
 LONGEST_PIECE = 1 << 24  # a text without any blank is cut after so many characters, which may change a token there
 
 # GPT-2 splits text into words before it merges bytes, and a blank that follows something visible always starts a new
 # word: text cut just before such a blank gives the same ids as the whole.
 WORD_BREAK = re.compile(r'(?<=\S)(?=[ \n])')
-
-
-def read_blocks(path: Path, block: int = BLOCK) -> Iterator[str]:
-    """The text of a UTF-8 file in pieces of at most `block` characters; line ends become '\\n', a byte order mark goes.
-
-    UserError if the file cannot be read or is not UTF-8 (perhaps only after some pieces).
-    """
-    try:
-        with open(path, encoding='utf-8-sig') as file:
-            while text := file.read(block):
-                yield text
-    except UnicodeDecodeError as error:
-        raise UserError(f'{str(path)!r} is not UTF-8 text ({error.reason})') from None
-    except OSError as error:
-        raise UserError(f'cannot read {str(path)!r}: {error.strerror}') from None
 
 
 def alphabet_meta(characters: Iterable[str]) -> dict:

@@ -7,9 +7,9 @@ import tracemalloc
 import pytest
 
 from config.errors import UserError
-from data import encode, textfiles
 from data.datasets import DATA_ROOT, ensure_dataset
-from data.textfiles import check_name, find_files, scan, split
+from data.making import textfiles
+from data.making.textfiles import check_name, find_files, read_blocks, scan, split
 from data.tokenfiles import open_tokens, read_meta
 from data.tokenizer import CharTokenizer
 
@@ -65,9 +65,20 @@ def test_blocks_of_any_size_give_the_same_dataset(run, tmp_path, monkeypatch, ti
     expected = run('--input', tmp_path / 'book.txt')
     bpe = run('--input', tmp_path / 'book.txt', '--tokenizer=gpt2', tokenizer=list)
     for size in (1, 5, 64):
-        monkeypatch.setattr(encode.read_blocks, '__defaults__', (size,))
+        monkeypatch.setattr(textfiles.read_blocks, '__defaults__', (size,))
         assert run('--input', tmp_path / 'book.txt') == expected
         assert run('--input', tmp_path / 'book.txt', '--tokenizer=gpt2', tokenizer=list) == bpe
+
+
+def test_read_blocks(tmp_path):
+    path = tmp_path / 'f'
+    path.write_bytes('\ufeffé\r\nb\rc'.encode())
+    assert list(read_blocks(path, 2)) == ['é\n', 'b\n', 'c']
+    path.write_bytes(b'ab\xff')
+    with pytest.raises(UserError, match='not UTF-8'):
+        list(read_blocks(path))
+    with pytest.raises(UserError, match='cannot read'):
+        list(read_blocks(tmp_path))
 
 
 def test_whole_files_are_held_out_and_parted(run, files, capsys):

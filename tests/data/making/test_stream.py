@@ -15,9 +15,9 @@ import pyarrow.parquet
 import pytest
 
 from config.errors import UserError
-from data import stream
 from data.datasets import DATA_ROOT, ensure_dataset
-from data.stream import batches, encode_batch, encoded, file_documents, held_out, hub_documents
+from data.making import stream
+from data.making.stream import batches, encode_batch, encoded, file_documents, held_out, hub_documents
 from data.tokenfiles import open_split
 
 DOCUMENTS = [f'the document number {i}, ' * (1 + i % 5) for i in range(400)]
@@ -159,8 +159,8 @@ def test_other_options_start_afresh_and_leave_nothing_of_before(run, monkeypatch
 
 
 @pytest.mark.parametrize('damage', [
-    lambda out: (out / '.stream-state.tmp').write_text('{'), lambda out: (out / '.stream-state.tmp').write_text('[]'),
-    lambda out: (out / '.train_00000.bin.stream.tmp').write_bytes(b'ab'), lambda out: (out / '.val.bin.stream.tmp').unlink()])
+    lambda out: (out / '.state.tmp').write_text('{'), lambda out: (out / '.state.tmp').write_text('[]'),
+    lambda out: (out / '.train_00000.bin.tmp').write_bytes(b'ab'), lambda out: (out / '.val.bin.tmp').unlink()])
 def test_damaged_progress_starts_afresh(run, monkeypatch, tmp_path, damage):
     monkeypatch.setattr(batches, '__defaults__', (500,))
     monkeypatch.setattr(stream, 'CHECKPOINT', 1000)
@@ -219,7 +219,7 @@ class Rows(list):
 
 
 def fake_hub(monkeypatch, load_dataset):
-    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(load_dataset=load_dataset, __version__='4.0.0'))
 
 
 @pytest.mark.parametrize('name, config, sample', [('openwebtext', None, []), ('fineweb_edu', 'sample-10BT', []),
@@ -285,7 +285,8 @@ def test_training_does_not_start_it(tmp_path):
 PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
-from data import gpt2_bpe, stream
+from data import gpt2_bpe
+from data.making import stream
 from configurator import run_program
 if __name__ == '__main__':
     encoding = gpt2_bpe.encoding_of(open('tiny.tiktoken', 'rb').read())
@@ -310,7 +311,7 @@ def test_the_end_of_one_process_ends_all_and_keeps_the_progress(tmp_path, dump, 
     (tmp_path / 'program.py').write_text(PROGRAM.format(root=str(DATA_ROOT.parent)))
     process = subprocess.Popen([sys.executable, 'program.py'], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
-    state = tmp_path / 'out' / '.stream-state.tmp'
+    state = tmp_path / 'out' / '.state.tmp'
     for _ in range(600):
         if state.exists() or process.poll() is not None:
             break

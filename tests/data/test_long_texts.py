@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.encode import alphabet_meta, bpe_arrays, char_encoder, read_blocks
+from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
 
 TEXT = "The  theme\n\n the\tend,\r\n  it's  \n x\x1c the\u2003he 'll\n\n\n" * 3
 
@@ -28,7 +28,7 @@ def test_bpe_of_any_text_cut_anywhere(tiny):
 
 
 def test_a_text_without_blanks_does_not_pile_up(tiny, monkeypatch):
-    monkeypatch.setattr('data.encode.LONGEST_PIECE', 1000)
+    monkeypatch.setattr('data.long_texts.LONGEST_PIECE', 1000)
     arrays = list(bpe_arrays(tiny, ['x' * 300] * 20))
     assert len(arrays) == 5 and tiny.decode(np.concatenate(arrays).tolist()) == 'x' * 6000
 
@@ -53,14 +53,3 @@ def test_alphabet_must_fit_uint16():
         alphabet_meta(map(chr, range(65537)))
     with pytest.raises(UserError):
         alphabet_meta('')
-
-
-def test_read_blocks(tmp_path):
-    path = tmp_path / 'f'
-    path.write_bytes('\ufeffé\r\nb\rc'.encode())
-    assert list(read_blocks(path, 2)) == ['é\n', 'b\n', 'c']
-    path.write_bytes(b'ab\xff')
-    with pytest.raises(UserError, match='not UTF-8'):
-        list(read_blocks(path))
-    with pytest.raises(UserError, match='cannot read'):
-        list(read_blocks(tmp_path))

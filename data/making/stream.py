@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config.errors import UserError
-from data.datasets import one_at_a_time
 from data.gpt2_bpe import encode_text, gpt2_encoding
-from data.resume import ResumableWriter
-from data.script import Arguments, fraction, whole
+from data.making.resume import ResumableWriter
+from data.making.script import Arguments, fraction, whole
 
 BATCH = 1 << 20  # characters that a process encodes at a time
+KINDS = ('.jsonl', '.txt', '.parquet')
 CHECKPOINT = 20_000_000  # tokens after which progress is made safe against an interruption
 
 
@@ -55,6 +55,7 @@ def arguments(doc: str, script: str) -> Arguments:
                         help='tokens of a train file (default: 100,000,000, which are 200 MB)')
     parser.add_argument('--workers', type=whole, default=max(1, (os.cpu_count() or 2) - 1), metavar='N',
                         help='processes that encode (default: one per core but one)')
+    parser.add_argument('--restart', action='store_true', help='discard the progress of an interrupted preparation')
     parser.out(script)
     return parser
 
@@ -62,29 +63,45 @@ def arguments(doc: str, script: str) -> Arguments:
 def prepare(args: Any, path: str, config: str | None = None) -> None:
     """Make the dataset that the command line `args` (see arguments()) asks for, of `config` of the hub's dataset `path`.
 
-    Ctrl-C keeps what was done, and the same command goes on from there. UserError if the documents cannot be had.
+    Ctrl-C keeps what was done, and the same command goes on from there; so does one with another --max_tokens, if that is
+    not reached yet. UserError if the documents cannot be had, or other settings have progress in args.out (but for
+    args.restart).
     """
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.files:
-        source, key = lambda skip: file_documents(args.files, skip), [str(file.resolve()) for file in args.files]
-    else:
-        source, key = lambda skip: hub_documents(path, config, skip), [path, config]
+    source, name = _source(args.files, path, config)
+    key = {'source': name, 'val': args.val, 'shard_tokens': args.shard_tokens, 'max_tokens': args.max_tokens}
     encoding = gpt2_encoding()
-    with one_at_a_time(args.out):
-        out = ResumableWriter(args.out, args.shard_tokens, {'source': key, 'val': args.val, 'shard': args.shard_tokens,
-                                                            'max': args.max_tokens})
-        if out.documents:
-            print(f'going on after {out.documents:,} documents, {sum(out.tokens.values()):,} tokens', file=sys.stderr)
-        try:
-            with out:
-                write(out, source, encoding, args)
-        except BaseException:
-            if out.saved:
-                print(f'kept {out.documents:,} documents in {str(args.out)!r}: the same command goes on from there',
-                      file=sys.stderr)
-            raise
-    for name in ('train', 'val'):
-        print(f'{name} has {out.tokens[name]:,} tokens')
+    if args.restart:
+        next(iter(source(0)), None)  # what cannot be had shall discard nothing
+    with ResumableWriter(args.out, args.shard_tokens, key, args.restart) as out:
+        if out.finished:
+            print(f'finished what was interrupted at its end, after {out.documents:,} documents', file=sys.stderr)
+        else:
+            _write(out, source, encoding, args)
+    for split in ('train', 'val'):
+        print(f'{split} has {out.tokens[split]:,} tokens')
+
+
+def _source(files: list[Path] | None, path: str, config: str | None) -> tuple[Callable[[int], Iterable[str]], list]:
+    """(a function from the number to skip to the documents, what identifies them). UserError if they cannot be had."""
+    if not files:
+        load_dataset()
+        return lambda skip: hub_documents(path, config, skip), [path, config]
+    check_files(files)
+    # a file that grew or was cut is another one; its time is left out, so that a copy of it will do
+    return lambda skip: file_documents(files, skip), [[str(file.resolve()), file.stat().st_size] for file in files]
+
+
+def _write(out: ResumableWriter, source: Callable[[int], Iterable[str]], encoding: Any, args: Any) -> None:
+    """write(), saying on stderr where it starts, and on an exception what it keeps."""
+    if out.documents:
+        print(f'going on after {out.documents:,} documents, {sum(out.tokens.values()):,} tokens', file=sys.stderr)
+    try:
+        write(out, source, encoding, args)
+    except BaseException:
+        if out.saved:
+            print(f'kept {out.documents:,} documents in {str(args.out)!r}: the same command goes on from there',
+                  file=sys.stderr)
+        raise
 
 
 def write(out: ResumableWriter, source: Callable[[int], Iterable[str]], encoding: Any, args: Any) -> None:
@@ -109,13 +126,13 @@ def write(out: ResumableWriter, source: Callable[[int], Iterable[str]], encoding
     report.end()
     for name in ('train', 'val'):
         if not out.tokens.get(name):
-            out.saved = False  # going on would not help
+            out.forget()  # going on would not help
             raise UserError(f'none of {documents:,} documents is for {name} with --val={args.val}; allowed are more '
                             'documents or another share')
 
 
 def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[str]]:
-    """Documents in lists of at least so many characters (but the last one); empty documents are left out."""
+    """Documents in lists of at least so many characters (but the last one), the empty ones too: skipping counts them."""
     batch, size = [], 0
     for text in documents:
         batch.append(text)
@@ -167,18 +184,41 @@ def encoded(texts: Iterable[list[str]], encoding: Any, share: float, workers: in
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def check_files(files: list[Path]) -> None:
+    """UserError for a file of another kind than KINDS, and for one that is missing or cannot be read."""
+    for path in files:
+        if path.suffix not in KINDS:
+            raise UserError(f'{str(path)!r}: allowed are {", ".join(KINDS[:-1])} and {KINDS[-1]} files')
+        if not os.path.isfile(path):
+            raise UserError(f'no file {str(path)!r}')
+        if not os.access(path, os.R_OK):
+            raise UserError(f'cannot read {str(path)!r}: no permission')
+    if any(path.suffix == '.parquet' for path in files):
+        load_dataset()
+
+
 def file_documents(files: list[Path], skip: int = 0) -> Iterator[str]:
     """The documents of .jsonl, .txt and .parquet files in turn, without the first `skip`.
 
     UserError for another kind of file, and for one that is missing or not what its name says.
     """
-    for path in files:
-        if path.suffix not in ('.jsonl', '.txt', '.parquet'):
-            raise UserError(f'{str(path)!r}: allowed are .jsonl, .txt and .parquet files')
-        if not path.is_file():
-            raise UserError(f'no file {str(path)!r}')
-    readers = {'.jsonl': _json_lines, '.txt': _lines, '.parquet': _parquet}
+    check_files(files)
+    readers = dict(zip(KINDS, (_json_lines, _lines, _parquet)))
     return itertools.islice(itertools.chain.from_iterable(readers[path.suffix](path) for path in files), skip, None)
+
+
+def load_dataset() -> Callable:
+    """datasets.load_dataset. UserError unless the package is there in version 4 or newer: older ones run programs that lie
+    in the hub's repositories, or ask whether they may."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("this needs the package datasets: `pip install 'datasets>=4'` (or --from=FILE.jsonl)") from None
+    major = datasets.__version__.partition('.')[0]
+    if not major.isdigit() or int(major) < 4:
+        raise UserError(f'this needs the package datasets in version 4 or newer, and {datasets.__version__} is installed: '
+                        "`pip install -U 'datasets>=4'` (or --from=FILE.jsonl)")
+    return datasets.load_dataset
 
 
 def hub_documents(path: str, config: str | None = None, skip: int = 0, **options: Any) -> Iterator[str]:
@@ -186,17 +226,14 @@ def hub_documents(path: str, config: str | None = None, skip: int = 0, **options
 
     options: more arguments of datasets.load_dataset, e.g. data_files for path='json' or 'parquet'.
     """
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError('this needs the package datasets: `pip install datasets` (or --from=FILE)') from None
+    load = load_dataset()
     try:
         try:
-            rows = load_dataset(path, config, split='train', streaming=True, **options)
-        except RuntimeError as error:
+            rows = load(path, config, split='train', streaming=True, **options)
+        except RuntimeError as error:  # the repository has a program instead of files: the hub's own conversion will do
             if 'scripts' not in str(error):
                 raise
-            rows = load_dataset(path, config, split='train', streaming=True, revision='refs/convert/parquet')
+            rows = load(path, config, split='train', streaming=True, revision='refs/convert/parquet')
         for row in rows.skip(skip) if skip else rows:
             text = row['text']
             yield text if isinstance(text, str) else ''  # counted, so that skipping stays right

@@ -1,0 +1,53 @@
+"""nanoGPT's tiny Shakespeare, the 1.1 MB that its shakespeare_char and shakespeare data sets are made of."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from config.errors import UserError
+from data.download import fetch
+from data.making.script import Arguments
+from data.making.textfiles import read_blocks
+from data.making.writer import write_dataset
+
+URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
+SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
+
+
+def prepare(doc: str, script: str, argv: list[str] | None,
+            encoder: Callable[[str], tuple[Callable[[str], np.ndarray], dict | None]]) -> None:
+    """The main of a prepare.py, whose docstring and `__file__` are given: nanoGPT's split of the text (the first 90% of
+    the characters are train, the rest val), in tokens.
+
+    encoder: from the whole text to (the function that encodes a part of it, what meta.pkl shall hold).
+    """
+    parser = Arguments(doc)
+    parser.add_argument('--input', type=Path, metavar='FILE', help='the text, instead of the download')
+    parser.out(script)
+    args = parser.parse_args(argv)
+    text = read_text(args.out, args.input, f'data/{Path(script).resolve().parent.name}/prepare.py')
+    encode, meta = encoder(text)
+    cut = int(len(text) * 0.9)
+    splits = {'train': encode(text[:cut]), 'val': encode(text[cut:])}
+    write_dataset(args.out, splits, meta)
+    for name, ids in splits.items():
+        print(f'{name} has {len(ids):,} tokens')
+
+
+def read_text(folder: Path, given: Path | None, script: str) -> str:
+    """The text to prepare: of the file `given`, else of `folder`/input.txt, which is downloaded if it is not there.
+
+    Only the download must be tiny Shakespeare to the byte (sha256); other texts are the user's own affair.
+    script: the name of the prepare.py, for the advice in errors. UserError if there is no text to be had.
+    """
+    path = given
+    if path is None:
+        path = Path(folder) / 'input.txt'
+        if not os.path.isfile(path):
+            fetch(URL, path, SHA256, f'give the file, or any other text: python {script} --input=FILE')
+    text = ''.join(read_blocks(path))
+    if len(text) < 20:
+        raise UserError(f'{str(path)!r} has {len(text)} characters; allowed are at least 20, to train on and to validate')
+    return text
