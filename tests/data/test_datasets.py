@@ -70,6 +70,23 @@ def test_prepare_that_leaves_nothing_is_an_error(tmp_path):
         ensure_dataset('lazy', tmp_path)
 
 
+def test_the_writer_of_a_prepare_takes_the_lock_that_is_held_already(tmp_path):
+    folder = make(tmp_path, 'written', prepare="""
+        from pathlib import Path
+        import numpy as np
+        from data.making.writer import write_dataset
+        def main(argv):
+            write_dataset(Path(__file__).parent, {'train': np.array([1]), 'val': np.array([2])}, None)
+    """)
+    assert ensure_dataset('written', tmp_path) == folder
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ['prepare.py', 'train.bin', 'val.bin']
+
+
+def test_a_name_that_no_file_system_takes_is_unknown(tmp_path):
+    with pytest.raises(UserError, match='no dataset'):
+        ensure_dataset('x' * 300, tmp_path)
+
+
 def test_unknown_name_lists_and_suggests(tmp_path):
     make(tmp_path, 'shakespeare_works', prepare=WRITE)
     make(tmp_path, 'mine', prepared=True)
@@ -100,7 +117,7 @@ def test_shards_are_a_prepared_dataset(tmp_path):
 
 
 @pytest.mark.parametrize('line, words', [("BY_HAND = 'it is 9 TB'", 'it is 9 TB'), ("BY_HAND = 'it is ' '9 TB'", 'it is 9 TB'),
-                                         ("BY_HAND = str(1)", 'BY_HAND')])
+                                         ("BY_HAND: str = 'it is 9 TB'", 'it is 9 TB'), ("BY_HAND = str(1)", 'BY_HAND')])
 def test_by_hand_is_not_run_but_explained(tmp_path, line, words):
     folder = make(tmp_path, 'huge', prepare=f'raise SystemExit("was run")\n{line}')
     with pytest.raises(UserError) as caught:

@@ -1,9 +1,11 @@
 """Streamed datasets: documents in order whatever the number of processes, a split by hash, shards, and resuming."""
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +18,9 @@ import pytest
 
 from config.errors import UserError
 from data.datasets import DATA_ROOT, ensure_dataset
-from data.making import stream
+from data.making import journal, stream
 from data.making.stream import batches, encode_batch, encoded, file_documents, held_out, hub_documents
+from data.making.writer import write_dataset
 from data.tokenfiles import open_split
 
 DOCUMENTS = [f'the document number {i}, ' * (1 + i % 5) for i in range(400)]
@@ -145,17 +148,162 @@ def test_interrupted_and_resumed_is_byte_for_byte_the_same(run, monkeypatch, tmp
     assert 0 < asked[0] <= n and f'going on after {asked[0]} documents' in capsys.readouterr().err
 
 
-def test_other_options_start_afresh_and_leave_nothing_of_before(run, monkeypatch, tmp_path):
+@pytest.fixture
+def small(monkeypatch):
+    """Small batches and frequent checkpoints."""
     monkeypatch.setattr(batches, '__defaults__', (500,))
     monkeypatch.setattr(stream, 'CHECKPOINT', 1000)
-    whole = run('--shard_tokens=4000')
-    mend = interrupt_after(monkeypatch, 300)
+
+
+def interrupted(run, monkeypatch, *options, n=300):
+    """Press Ctrl-C at document n."""
+    mend = interrupt_after(monkeypatch, n)
     with pytest.raises(KeyboardInterrupt):
-        run('--shard_tokens=500')
-    now = contents(tmp_path / 'out')
-    assert {name: now.get(name) for name in whole} == whole, 'the older dataset stays whole'
+        run(*options)
     mend()
-    assert run('--shard_tokens=4000') == whole
+
+
+@pytest.mark.parametrize('options, words', [
+    (['--shard_tokens=4000'], ['shard_tokens=500', 'shard_tokens=4000']), (['--val=0.2'], ['val=0.1', 'val=0.2']),
+    (['--from', 'OTHER'], ['dump.jsonl', 'other.jsonl']), (['--max_tokens=900'], ['max_tokens=None', 'max_tokens=900'])])
+def test_progress_of_other_settings_is_refused_not_lost(run, small, monkeypatch, tmp_path, dump, options, words):
+    (tmp_path / 'other.jsonl').write_bytes(dump.read_bytes())
+    options = [option.replace('OTHER', str(tmp_path / 'other.jsonl')) for option in options]
+    whole = run('--shard_tokens=500')
+    interrupted(run, monkeypatch, '--shard_tokens=500')
+    before = contents(tmp_path / 'out')
+    assert {name: before[name] for name in whole} == whole, 'the older dataset stays whole'
+    with pytest.raises(UserError) as caught:
+        run('--shard_tokens=500', *options)
+    assert all(word in str(caught.value) for word in [*words, '--restart']) and '\n' not in str(caught.value)
+    assert contents(tmp_path / 'out') == before
+    with pytest.raises(UserError, match='no file'):
+        run('--shard_tokens=500', '--restart', source=tmp_path / 'missing.jsonl')
+    assert contents(tmp_path / 'out') == before
+    result = run('--shard_tokens=500', *options, '--restart')
+    assert not [name for name in result if name.endswith('.tmp')]
+    for path in (tmp_path / 'out').iterdir():
+        path.unlink()
+    assert run('--shard_tokens=500', *options) == result
+
+
+def test_a_restart_that_finds_no_documents_discards_nothing(run, small, monkeypatch, tmp_path):
+    interrupted(run, monkeypatch)
+    before = contents(tmp_path / 'out')
+
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError('no hub')
+
+    fake_hub(monkeypatch, load_dataset)
+    with pytest.raises(UserError, match='no hub'):
+        run('--restart', source=None)
+    assert contents(tmp_path / 'out') == before
+
+
+def test_another_writer_refuses_the_progress_too(run, small, monkeypatch, tmp_path):
+    interrupted(run, monkeypatch)
+    before = contents(tmp_path / 'out')
+    with pytest.raises(UserError, match='progress of another preparation'):
+        write_dataset(tmp_path / 'out', {'train': np.array([1])}, None)
+    assert contents(tmp_path / 'out') == before
+
+
+@pytest.mark.parametrize('first, second', [(['--max_tokens=6_000'], ['--max_tokens=8_000']), (['--max_tokens=8_000'], []),
+                                           ([], ['--max_tokens=8_000'])])
+def test_max_tokens_may_change_between_resumes(run, small, monkeypatch, tmp_path, capsys, first, second):
+    whole = run(*second)
+    for path in (tmp_path / 'out').iterdir():
+        path.unlink()
+    interrupted(run, monkeypatch, *first, n=80)
+    assert run(*second) == whole and 'going on after' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('grow', [True, False])
+def test_a_file_that_changed_its_size_is_another_source(run, small, monkeypatch, tmp_path, dump, grow):
+    interrupted(run, monkeypatch)
+    before, text = contents(tmp_path / 'out'), dump.read_text()
+    dump.write_text(text + text if grow else text[:len(text) // 2])
+    with pytest.raises(UserError, match=f'source=.*{len(text)}.*--restart'):
+        run()
+    assert contents(tmp_path / 'out') == before
+
+
+@pytest.mark.parametrize('kill', [False, True])
+@pytest.mark.parametrize('name', ['replace', 'unlink'])
+def test_interrupted_while_it_is_published(run, small, monkeypatch, tmp_path, capsys, kill, name):
+    """Ctrl-C comes too late; after a kill the same command finishes the work without reading a document."""
+    options = ['--shard_tokens=2000', '--max_tokens=5_000']
+    whole = run(*options)
+    shutil.rmtree(tmp_path / 'out')
+
+    class Kill(BaseException):
+        pass
+
+    begun = []
+    for number in range(1, 20):
+        with pytest.MonkeyPatch.context() as patch:
+            real, calls = getattr(os, name), []
+
+            def at(path, *args, real=real, calls=calls, number=number):
+                if 'publish' in journal.read_state(tmp_path / 'out'):
+                    calls.append(path)
+                    if len(calls) == number:
+                        begun.append(number)
+                        raise Kill if kill else KeyboardInterrupt
+                return real(path, *args)
+
+            patch.setattr(os, name, at)
+            try:
+                assert run(*options) == whole
+            except KeyboardInterrupt:
+                assert not kill and contents(tmp_path / 'out') == whole
+            except Kill:
+                patch.undo()
+                capsys.readouterr()
+                with pytest.MonkeyPatch.context() as second:
+                    second.setattr(stream, 'write', None)
+                    assert run(*options) == whole
+                assert 'finished what was interrupted' in capsys.readouterr().err
+        shutil.rmtree(tmp_path / 'out')
+        if number not in begun:
+            break
+    assert begun == list(range(1, len(begun) + 1)) and len(begun) >= (len(whole) if name == 'replace' else 1)
+
+
+def test_published_by_another_command_first_then_its_own(run, small, monkeypatch, tmp_path):
+    whole = run('--shard_tokens=4000', '--max_tokens=9_000')
+    real = journal.finish
+
+    def broken(folder):
+        if journal.read_state(folder):
+            raise OSError(5, 'Input/output error')
+        return real(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, 'finish', broken)
+        with pytest.raises(UserError, match='Input/output error; run the same command again'):
+            run('--shard_tokens=4000')
+    interrupted(run, monkeypatch, '--shard_tokens=500', n=5)  # without a checkpoint
+    everything = contents(tmp_path / 'out')
+    assert len(everything) > len(whole) and not [name for name in everything if name.endswith('.tmp')]
+    assert run('--shard_tokens=4000') == everything
+
+
+def test_the_lock_is_held_from_the_first_document_to_the_last(run, monkeypatch, tmp_path):
+    seen, real = [], stream.file_documents
+
+    def watch(files, skip):
+        for text in real(files, skip):
+            with open(tmp_path / 'out' / '.prepare.lock') as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    seen.append('locked')
+            yield text
+
+    monkeypatch.setattr(stream, 'file_documents', watch)
+    run()
+    assert seen == ['locked'] * 400
 
 
 @pytest.mark.parametrize('damage', [
@@ -194,7 +342,9 @@ def test_bad_dumps(run, tmp_path, name, content, words):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=words) as caught:
         run(source=tmp_path / name)
-    assert '\n' not in str(caught.value) and contents(tmp_path / 'out') == {}
+    assert '\n' not in str(caught.value)
+    if (tmp_path / 'out').exists():
+        assert contents(tmp_path / 'out') == {} and content is not None and name != 'x.csv'
 
 
 @pytest.mark.parametrize('option', ['--val=0', '--val=2', '--max_tokens=0', '--shard_tokens=-5', '--workers=0', '--workers=x',
@@ -263,9 +413,22 @@ def test_hub_that_fails_is_one_line(monkeypatch, error, words):
 
 def test_without_the_package_datasets(monkeypatch, run, tmp_path):
     monkeypatch.setitem(sys.modules, 'datasets', None)
-    with pytest.raises(UserError, match='pip install datasets'):
+    for source in (None, tmp_path / 'dump.parquet'):
+        (tmp_path / 'dump.parquet').write_bytes(b'')
+        with pytest.raises(UserError, match="pip install 'datasets>=4'"):
+            run(source=source)
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('version', ['2.18.0', '3.6.0', '0.0.1.dev0', 'unknown'])
+def test_an_old_package_datasets_is_refused(monkeypatch, run, tmp_path, version):
+    """Versions before 4 run programs that lie in the hub's repositories, or ask on the terminal whether they may."""
+    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(load_dataset=None, __version__=version))
+    with pytest.raises(UserError, match=f"{version} is installed.*pip install -U 'datasets>=4'"):
         run(source=None)
-    assert contents(tmp_path / 'out') == {}
+    with pytest.raises(UserError, match=version):
+        list(hub_documents('x/y'))
+    assert not (tmp_path / 'out').exists()
 
 
 def test_parquet_and_json_through_the_real_package(tmp_path, dump):
@@ -286,7 +449,7 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
 from data import gpt2_bpe
-from data.making import stream
+from data.making import journal, stream
 from configurator import run_program
 if __name__ == '__main__':
     encoding = gpt2_bpe.encoding_of(open('tiny.tiktoken', 'rb').read())

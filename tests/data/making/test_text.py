@@ -1,15 +1,21 @@
 """Datasets of one's own files: which files, which split, what lies between them, and what is refused."""
 
+import json
+import os
+import shutil
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from config.errors import UserError
 from data.datasets import DATA_ROOT, ensure_dataset
 from data.making import textfiles
 from data.making.textfiles import check_name, find_files, read_blocks, scan, split
+from data.making.writer import write_dataset
 from data.tokenfiles import open_tokens, read_meta
 from data.tokenizer import CharTokenizer
 
@@ -113,13 +119,90 @@ def test_several_inputs_each_file_once_and_given_files_whatever_their_name(run, 
     assert [key for _, key in find_files([files], 'a/*.txt')] == [f'a/{i:02d}.txt' for i in range(0, 40, 2)]
 
 
-def test_few_files_of_unlike_size_leave_some_for_each_side(tmp_path):
-    for name, size in (('a', 1000), ('b', 900), ('c', 800)):
-        (tmp_path / name).write_text('x' * size)
-    texts, alphabet = scan(find_files([tmp_path], '*'))
-    parts = split(texts, 0.1)
-    assert [text.key for text in parts['val']] == ['c'] and [text.key for text in parts['train']] == ['a', 'b']
-    assert alphabet == {'x'}
+def parts_of(tmp_path, sizes, share):
+    """{'train': [(name, start, end)], 'val': ...} for files of these sizes."""
+    shutil.rmtree(tmp_path / 'sizes', ignore_errors=True)
+    (tmp_path / 'sizes').mkdir()
+    for name, size in sizes.items():
+        (tmp_path / 'sizes' / name).write_text('x' * size)
+    parts = split(scan(find_files([tmp_path / 'sizes'], '*'))[0], share)
+    assert sorted(i for part in parts['train'] + parts['val'] for i in range(part.start, part.end)) == sorted(
+        i for size in sizes.values() for i in range(size)), 'every character once'
+    return {name: [(part.key, part.start, part.end) for part in parts[name]] for name in parts}
+
+
+def test_the_tail_of_the_largest_file_where_whole_files_are_too_little(tmp_path):
+    assert parts_of(tmp_path, {'LICENSE': 27, 'book': 30_000}, 0.1) == {
+        'train': [('LICENSE', 0, 27), ('book', 0, 26_997)], 'val': [('book', 26_997, 30_000)]}
+    assert parts_of(tmp_path, {'a': 1000, 'b': 900, 'c': 800}, 0.1) == {
+        'train': [('a', 0, 730), ('b', 0, 900), ('c', 0, 800)], 'val': [('a', 730, 1000)]}
+    assert parts_of(tmp_path, {'a': 160, 'b': 900, 'c': 800}, 0.1)['val'] == [('a', 0, 160)], 'more than half of 186'
+    assert parts_of(tmp_path, {'a': 80, 'b': 900, 'c': 800}, 0.1)['val'] == [('b', 722, 900)], 'less than half of 178'
+    assert parts_of(tmp_path, {'a': 50, 'b': 51}, 0.95)['val'] != [], 'the largest is smaller than what is wanted'
+
+
+def test_a_large_file_beside_a_small_one_trains_and_validates(run, tmp_path):
+    (tmp_path / 'f').mkdir()
+    (tmp_path / 'f' / 'LICENSE').write_text('free')
+    (tmp_path / 'f' / 'book.txt').write_text('0123456789' * 20)
+    train, val = run('--input', tmp_path / 'f')
+    assert train == 'free\n\n\n' + ('0123456789' * 20)[:-21] + '\n\n\n' and val == ('0123456789' * 20)[-21:] + '\n\n\n'
+
+
+def test_a_dataset_of_other_origin_is_only_replaced_when_asked_to(run, root, tmp_path):
+    (tmp_path / 'book.txt').write_text('Some text. ' * 10)
+    for name, file in (('mine', 'train.bin'), ('shards', 'train_00000.bin'), ('text', 'val.bin'), ('alphabet', 'meta.pkl')):
+        (root / name).mkdir()
+        (root / name / file).write_bytes(b'mine')
+        with pytest.raises(UserError, match=f"'{file}', which this program did not make.*--overwrite"):
+            run('--input', tmp_path / 'book.txt', name=name)
+        assert [path.name for path in (root / name).iterdir()] == [file] and (root / name / file).read_bytes() == b'mine'
+        (root / name / 'source.json').write_text('{"made_by": "something else"}')
+        with pytest.raises(UserError, match='--overwrite'):
+            run('--input', tmp_path / 'book.txt', name=name)
+    train, _ = run('--input', tmp_path / 'book.txt', '--overwrite', name='mine')
+    assert run('--input', tmp_path / 'book.txt', name='mine')[0] == train, 'again, without being asked'
+    assert json.loads((root / 'mine' / 'source.json').read_text()) == {
+        'made_by': 'data/text/prepare.py', 'input': [str(tmp_path / 'book.txt')], 'glob': '*', 'tokenizer': 'char', 'val': 0.1}
+    write_dataset(root / 'mine', {'train': np.array([1]), 'val': np.array([1])}, None)
+    assert not (root / 'mine' / 'source.json').exists(), 'another program made it now'
+    (root / 'notes').mkdir()
+    (root / 'notes' / 'README').write_text('a folder without a dataset')
+    run('--input', tmp_path / 'book.txt', name='notes')
+
+
+def test_source_json_is_not_for_git():
+    done = subprocess.run(['git', 'check-ignore', '-q', 'data/mine/source.json'], cwd=DATA_ROOT.parent, check=False)
+    assert done.returncode in (0, 128)  # 128: no checkout
+
+
+def test_hidden_files_are_left_out_and_links_are_no_second_copies(tmp_path, monkeypatch):
+    folder = tmp_path / 'files'
+    (folder / '.git').mkdir(parents=True)
+    for name in ('a.txt', '.b.txt', '.git/c.txt'):
+        (folder / name).write_text(name)
+    (folder / 'z.txt').symlink_to(folder / 'a.txt')
+    (tmp_path / 'link').symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    for inputs in ([folder], [folder, tmp_path / 'link'], [folder, folder / 'z.txt'], [folder, Path('files/a.txt')]):
+        assert [key for _, key in find_files(inputs, '*')] == ['a.txt']
+    assert [key for _, key in find_files([folder / '.b.txt'], '*')] == ['.b.txt'], 'unless it is named'
+
+
+def test_folders_that_cannot_be_read_are_counted(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'f' / 'locked').mkdir(parents=True)
+    (tmp_path / 'f' / 'a.txt').write_text('a')
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith('locked'):
+            raise PermissionError(13, 'Permission denied', str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, 'scandir', scandir)
+    assert [key for _, key in find_files([tmp_path / 'f'], '*')] == ['a.txt']
+    err = capsys.readouterr().err
+    assert err.startswith('skipped 1 folders') and 'locked' in err and 'Permission denied' in err and err.count('\n') == 1
 
 
 @pytest.mark.parametrize('argv, words', [
@@ -132,17 +215,22 @@ def test_few_files_of_unlike_size_leave_some_for_each_side(tmp_path):
     (['--input=FILES', '--val=nan'], "--val.*'nan'"), (['--input=FILES', '--val=x'], "--val.*'x'"),
     (['--input=FILES', '--tokenizer=bert'], 'char.*gpt2'), ([], '--input'),
     (['--input=FILES', '--name=../evil'], "'../evil'"), (['--input=FILES', '--name='], "name ''"),
-    (['--input=FILES', '--name=shipped'], 'comes with nanoKV'), (['--input=FILES', '--name=file'], 'is a file'),
+    (['--input=FILES', '--name=shipped'], "program of its own, 'prepare.py'"),
+    (['--input=FILES', '--name=shipped', '--overwrite'], 'program of its own'),
+    (['--input=FILES', '--name=file'], 'is no folder'),
+    (['--input=FILES', '--name=link'], 'is no folder'), (['--input=FILES', f'--name={"x" * 300}'], 'up to 100 letters'),
+    ([f'--input={"x" * 300}'], 'does not exist'),
 ])
 def test_refusals_leave_nothing(run, root, files, argv, words):
     (files / 'tiny.txt').write_text('0123456789')
     (root / 'shipped').mkdir()
     (root / 'shipped' / 'prepare.py').write_text('')
     (root / 'file').write_text('')
+    (root / 'link').symlink_to(root / 'nowhere')
     with pytest.raises(UserError, match=words) as caught:
         run(*[arg.replace('FILES', str(files)) for arg in argv])
     assert '\n' not in str(caught.value)
-    assert sorted(path.name for path in root.rglob('*')) == ['file', 'prepare.py', 'shipped']
+    assert sorted(path.name for path in root.rglob('*')) == ['file', 'link', 'prepare.py', 'shipped']
 
 
 def test_no_shipped_dataset_can_be_overwritten():
@@ -167,7 +255,7 @@ def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(r
     with pytest.raises(UserError, match='changed while it was read'):
         run('--input', path)
     assert open_tokens(root / 'text' / 'train.bin').size == len(old[0]) == 90
-    assert sorted(p.name for p in (root / 'text').iterdir()) == ['meta.pkl', 'train.bin', 'val.bin']
+    assert sorted(p.name for p in (root / 'text').iterdir()) == ['meta.pkl', 'source.json', 'train.bin', 'val.bin']
 
 
 def test_memory_does_not_grow_with_the_files(root, tmp_path):
