@@ -78,7 +78,7 @@ def publish(folder: Path, names: list[str], old: list[str], state: dict[str, Any
 
     state: more to note meanwhile. Ctrl-C comes too late once names are changing: it is raised when that is done.
     """
-    names = sorted(names, key=lambda name: (name in MARKERS, name))
+    names = sorted(names, key=lambda name: (name in MARKERS, name != 'source.json', name))  # whose files these are comes first
     retire = sorted((name for name in old if name in MARKERS or name not in names), key=lambda name: name not in MARKERS)
     try:
         write_state(folder, {**state, 'publish': names, 'retire': retire})

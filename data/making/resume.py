@@ -70,14 +70,15 @@ class ResumableWriter(TokenWriter):
             self.forget()
             super()._begin(finished)
         else:
-            self._check(state['key'], state.get('tokens'))
-            self._go_on(state)
+            sizes = self._sizes(state)
+            self._check(state['key'], state['tokens'].get('train', 0) if sizes else 0)
+            self._go_on(state, sizes)
 
-    def _check(self, key: Any, tokens: Any) -> None:
-        """UserError if progress of the settings `key` cannot become a dataset of ours."""
+    def _check(self, key: Any, done: int) -> None:
+        """UserError if progress of the settings `key`, with so many train tokens, cannot become a dataset of ours."""
         others = key if isinstance(key, dict) else {}
         differ = [name for name in self.key if name != 'max_tokens' and self.key[name] != others.get(name)]
-        limit, done = self.key.get('max_tokens'), tokens.get('train', 0) if isinstance(tokens, dict) else 0
+        limit = self.key.get('max_tokens')
         there = here = ''
         if differ:
             there, here = (', '.join(f'{name}={key.get(name)}'[:300] for name in differ) for key in (others, self.key))
@@ -87,8 +88,7 @@ class ResumableWriter(TokenWriter):
             raise UserError(f'{str(self.folder)!r} holds the progress of a preparation with {there}; this one has {here}: '
                             'go on with those settings, or discard the progress with --restart')
 
-    def _go_on(self, state: dict[str, Any]) -> None:
-        sizes = self._sizes(state)
+    def _go_on(self, state: dict[str, Any], sizes: dict[Path, int]) -> None:
         if not sizes:
             print(f'the progress in {str(self.folder)!r} is damaged: starting afresh', file=sys.stderr)
             self.forget()

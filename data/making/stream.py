@@ -74,7 +74,7 @@ def prepare(args: Any, path: str, config: str | None = None) -> None:
         next(iter(source(0)), None)  # what cannot be had shall discard nothing
     with ResumableWriter(args.out, args.shard_tokens, key, args.restart) as out:
         if out.finished:
-            print(f'finished what was interrupted at its end, after {out.documents:,} documents', file=sys.stderr)
+            print('all had been encoded: finished what was interrupted', file=sys.stderr)
         else:
             _write(out, source, encoding, args)
     for split in ('train', 'val'):

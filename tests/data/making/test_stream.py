@@ -306,8 +306,13 @@ def test_the_lock_is_held_from_the_first_document_to_the_last(run, monkeypatch, 
     assert seen == ['locked'] * 400
 
 
+def edit(state, **changes):
+    state.write_text(json.dumps({**json.loads(state.read_text()), **changes}))
+
+
 @pytest.mark.parametrize('damage', [
     lambda out: (out / '.state.tmp').write_text('{'), lambda out: (out / '.state.tmp').write_text('[]'),
+    lambda out: edit(out / '.state.tmp', tokens={'train': 'x'}), lambda out: edit(out / '.state.tmp', documents=None),
     lambda out: (out / '.train_00000.bin.tmp').write_bytes(b'ab'), lambda out: (out / '.val.bin.tmp').unlink()])
 def test_damaged_progress_starts_afresh(run, monkeypatch, tmp_path, damage):
     monkeypatch.setattr(batches, '__defaults__', (500,))
@@ -317,11 +322,11 @@ def test_damaged_progress_starts_afresh(run, monkeypatch, tmp_path, damage):
         run('--shard_tokens=4000')
     mend()
     damage(tmp_path / 'out')
-    files = run('--shard_tokens=4000')
+    files = run('--shard_tokens=4000', '--max_tokens=20_000')
     assert not [name for name in files if name.endswith('.tmp')]
     for path in (tmp_path / 'out').iterdir():
         path.unlink()
-    assert run('--shard_tokens=4000') == files
+    assert run('--shard_tokens=4000', '--max_tokens=20_000') == files
 
 
 def test_without_a_checkpoint_an_interruption_leaves_nothing(run, monkeypatch, tmp_path):

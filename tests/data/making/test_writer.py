@@ -257,6 +257,16 @@ def test_an_error_at_any_moment_is_one_line_and_the_next_run_mends_it(tmp_path, 
     assert contents(folder) == new
 
 
+def test_whose_files_they_are_is_known_first_and_the_marker_last(tmp_path, monkeypatch):
+    real, order = os.replace, []
+    monkeypatch.setattr(os, 'replace', lambda old, new: order.append(new.name) or real(old, new))
+    with TokenWriter(tmp_path, META, 2, source={'made_by': 'me'}) as out:
+        out.add('train', np.array([1] * 5))
+        out.add('val', np.array([1]))
+    assert order == ['.state.tmp', 'source.json', 'meta.pkl', 'train_00001.bin', 'train_00002.bin', 'val.bin',
+                     'train_00000.bin']
+
+
 def test_what_a_killed_preparation_left_is_removed(tmp_path):
     for name in ('.train.bin.tmp', '.val.bin.1234.tmp', '.meta.pkl.tmp', '.train_00003.bin.tmp', '.new-state.tmp'):
         (tmp_path / name).write_bytes(b'ab')
