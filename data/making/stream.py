@@ -172,7 +172,8 @@ def encoded(texts: Iterable[list[str]], encoding: Any, share: float, workers: in
     pending: deque = deque()
     try:
         for batch in texts:
-            pending.append(pool.submit(_work, batch))
+            with _without_ctrl_c():
+                pending.append(pool.submit(_work, batch))  # which may start a process
             if len(pending) >= 2 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -299,6 +300,19 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _parquet(path: Path) -> Iterator[str]:
     return hub_documents('parquet', data_files=str(path))
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Hold Ctrl-C back. Processes inherit that: it cannot break one in the midst of its start, before _start_worker."""
+    if not hasattr(signal, 'pthread_sigmask'):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _worker: tuple = ()  # in a worker process: the encoding, the share held out

@@ -496,3 +496,18 @@ def test_the_end_of_one_process_ends_all_and_keeps_the_progress(tmp_path, dump, 
         for _ in range(100):  # multiprocessing's own helper ends a moment after its parent
             os.killpg(process.pid, 0)
             time.sleep(0.1)
+
+
+def test_ctrl_c_while_processes_start_is_no_traceback(tmp_path, dump, tiny_ranks):
+    (tmp_path / 'tiny.tiktoken').write_bytes(tiny_ranks)
+    slow_start = "import time\nif __name__ != '__main__':\n    open('starting', 'w').close()\n    time.sleep(1)\n"
+    (tmp_path / 'program.py').write_text(slow_start + PROGRAM.format(root=str(DATA_ROOT.parent)))
+    process = subprocess.Popen([sys.executable, 'program.py'], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    for _ in range(600):
+        if (tmp_path / 'starting').exists() or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and err == 'interrupted\n'
