@@ -8,6 +8,7 @@ An argument without '--' is a config file: plain Python assignments, run with th
 import ast
 import difflib
 import math
+import numbers
 import symtable
 import sys
 from pathlib import Path
@@ -70,8 +71,10 @@ def help_text(program: str, usage: str = '') -> str:
 def coerce(key: Key, value, where: str):
     """`value` as the type of the key's default (an int will do for a float), checked against its choices."""
     wanted = type(key.default)
-    if wanted is float and type(value) is int and abs(value) < 2 ** 1023:
-        value = float(value)
+    if wanted is float and not isinstance(value, bool) and isinstance(value, numbers.Real) and abs(value) < 2 ** 1023:
+        value = float(value)  # an int, a NumPy number
+    if wanted is int and not isinstance(value, bool) and isinstance(value, numbers.Real) and value == value // 1:
+        value = int(value)    # 1e4
     if type(value) is not wanted:
         raise UserError(f'{where}: {key.name}={value!r} is {type(value).__name__}, but {key.name} takes '
                         f'{_type_words(wanted)} (default {key.default!r})')
@@ -134,6 +137,7 @@ def _run_file(arg, path, text, values, keys):
     try:
         names = symtable.symtable(text, str(path), 'exec').get_symbols()
         assigned = {name.get_name() for name in names if name.is_assigned()}  # also those that repeat a default
+        imported = {name.get_name() for name in names if name.is_imported()}
         exec(compile(text, str(path), 'exec'), namespace)  # the user's own file, as in nanoGPT
     except Exception as e:
         line = e.lineno if isinstance(e, SyntaxError) else _line_in(e, str(path))
@@ -142,10 +146,12 @@ def _run_file(arg, path, text, values, keys):
     for name, value in namespace.items():
         if name.startswith('_') or (name in values and name not in assigned and value is values[name]):
             continue
+        if name in imported or callable(value) or isinstance(value, ModuleType):
+            continue
         if name in ALL_KEYS:
             if name in keys and not _meant_for_another(keys[name], value):
                 changed[name] = coerce(keys[name], value, arg)
-        elif not (callable(value) or isinstance(value, ModuleType)):
+        else:
             raise UserError(_unknown(name, ALL_KEYS, arg) + '; start helper names with an underscore')
     return changed
 

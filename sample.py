@@ -83,7 +83,7 @@ def load_dataset_tokenizer(dataset: str, vocab_size: int, known: str = ''):
     if meta is None and vocab_size < 50257:
         raise UserError(f'the model has {vocab_size} tokens, but data/{dataset}/meta.pkl, which says what they are, is '
                         f'missing: run python data/{dataset}/prepare.py')
-    print('No meta.pkl found, assuming GPT-2 encodings...' if meta is None else f'Loading meta from {path}...')
+    print('No meta.pkl found, assuming GPT-2 encodings...' if meta is None else f'Loading meta from data/{dataset}/meta.pkl...')
     tokenizer = load_tokenizer(meta)
     if tokenizer.vocab_size > vocab_size or known not in ('', tokens_id(meta)):
         raise UserError(f'data/{dataset} has {tokenizer.vocab_size} tokens that are not those of the model (it has '

@@ -30,7 +30,7 @@ from training.distributed import Ranks
 from training.log import Pace, RunLog
 from training.optim import learning_rate_at
 from training.signals import StopRequest
-from training.trackers import open_trackers
+from training.trackers import check_packages, open_trackers
 
 
 class Run:
@@ -46,6 +46,7 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
         self.holds_best = False  # whether ckpt.pt is this run's evaluated best, not only the latest
+        self.owns_file = False   # whether ckpt.pt, if there is one, is of this run: another's is kept beside
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
 
@@ -82,12 +83,12 @@ class Run:
     def _model(self, saved, meta, folder):
         """The model to start from, and whether it was given settings that its weights were not trained with."""
         s = self.s
+        if meta is not None:
+            print(f"found vocab_size = {meta['vocab_size']} (inside data/{s.dataset}/meta.pkl)")
         if s.init_from == 'scratch':
             print('Initializing a new model from scratch')
             if meta is None:
                 print('defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)')
-            else:
-                print(f"found vocab_size = {meta['vocab_size']} (inside {folder / 'meta.pkl'})")
             vocab_size = 50304 if meta is None else meta['vocab_size']
             return GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})), False
         if saved:
@@ -102,15 +103,17 @@ class Run:
         for change in changes:
             print(change)
         if saved or changes:
-            saved = saved if saved else {'model': model.state_dict()}
-            with ckpt.restoring(origin, 'optimizer'):
-                adapt(saved, old, config)
+            weights = saved or {'model': model.state_dict()}
+            adapt(weights, old, config, origin)
             model = GPT(config)
-            ckpt.load_weights(model, saved, origin)
+            ckpt.load_weights(model, weights, origin)
         return model, bool(changes)
 
     def _settle(self, old, meta, origin, known):
-        """The shape of a model that is not new: its own, but for the settings that were given and that it can follow."""
+        """The shape of a model that is not new: its own, but for the settings that were given and that it can follow.
+
+        The settings of this run become that shape, so that its checkpoints tell the truth.
+        """
         config = adapted_config(old, {key.name: getattr(self.s, key.name) for key in MODEL if key.name in self.s.given})
         vocab_size = 50257 if meta is None else meta['vocab_size']
         if vocab_size > config.vocab_size or known not in ('', self.tokens):
@@ -135,9 +138,9 @@ class Run:
             with ckpt.restoring(self.path, 'scaler'):
                 self.scaler.load_state_dict(saved['scaler'])
         self.iter_num = saved['iter_num']
-        if not changed:  # a model with other settings is to be judged anew
+        if not changed:  # a model with other settings is to be judged anew, and does not take the place of its origin
             self.best_val_loss = torch.as_tensor(saved['best_val_loss'])
-            self.holds_best = saved.get('holds_best', True)
+            self.holds_best, self.owns_file = saved.get('holds_best', True), True
         with ckpt.restoring(self.path, 'rng'):  # nanoGPT keeps neither random numbers nor the data position
             states = saved.get('rng', [])
             if type(states) is not list:
@@ -153,7 +156,9 @@ class Run:
         states = self.ranks.gather(ckpt.rng_state())
         if not self.ranks.main:
             return
-        self.out_dir.mkdir(parents=True, exist_ok=True)
+        if not self.owns_file and self.path.is_file():
+            print(f"{self.path} was there before this run: kept as {ckpt.keep_beside(self.path, 'ckpt_old.pt')}")
+        self.owns_file = True
         ckpt.save_checkpoint(self.path, {
             'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
             'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
@@ -215,6 +220,8 @@ def train(run, log, stop):
         if run.iter_num % s.eval_interval == 0 or run.iter_num == s.max_iters or s.eval_only:
             log.doing('evaluating')
             losses = run.evaluate(stop)
+            if losses is None and s.eval_only:
+                return
             if losses is None:
                 break
             log.line(f"step {run.iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
@@ -256,20 +263,10 @@ def keep_best(run, log, val_loss):
 def stop_cleanly(run, log, stop):
     """Save where the run stands. Where ckpt.pt was the best so far rather than the latest, it is kept beside it."""
     if run.ranks.main and run.holds_best and not run.s.always_save_checkpoint and run.path.is_file():
-        log.line(f'the best checkpoint so far is kept as {keep_beside(run.path)}')
+        log.line(f"the best checkpoint so far is kept as {ckpt.keep_beside(run.path, 'ckpt_best.pt')}")
     run.save(holds_best=False)
-    log.line(f'{stop.name}: saved iteration {run.iter_num} to {run.path}; go on with --init_from=resume')
-
-
-def keep_beside(path):
-    """Give the file a second name, ckpt_best.pt; `path` stays until its successor takes its name."""
-    best = path.with_name('ckpt_best.pt')
-    best.unlink(missing_ok=True)
-    try:
-        os.link(path, best)
-    except OSError:  # a file system without hard links
-        path.replace(best)
-    return best
+    why = stop.name or 'another process was stopped'
+    log.line(f'{why}: saved iteration {run.iter_num} to {run.path}; go on with --init_from=resume')
 
 
 def check(s):
@@ -297,10 +294,19 @@ def main(argv=None):
         if s.gradient_accumulation_steps % ranks.world_size:
             raise UserError(f'gradient_accumulation_steps={s.gradient_accumulation_steps} is not a multiple of the '
                             f'{ranks.world_size} processes that share it (WORLD_SIZE)')
-        print(f'tokens per iteration will be: {s.gradient_accumulation_steps * s.batch_size * s.block_size:,}')
+        if s.init_from == 'scratch':
+            print_tokens(s)
+        if ranks.main:
+            check_packages(s)
         run = Run(s, ranks)
+        if s.init_from != 'scratch':
+            print_tokens(s)  # only now is its block_size known
         with StopRequest(repeats=0.0 if ranks.world_size == 1 else 5.0) as stop, open_log(run) as log:
             train(run, log, stop)
+
+
+def print_tokens(s):
+    print(f'tokens per iteration will be: {s.gradient_accumulation_steps * s.batch_size * s.block_size:,}')
 
 
 def open_log(run):

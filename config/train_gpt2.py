@@ -1,6 +1,6 @@
 # GPT-2 (124M) as nanoGPT trains it: vanilla, context 1024, on OpenWebText.
 #   python train.py config/train_gpt2.py
-out_dir = 'out-gpt2'
+out_dir = 'out'
 dataset = 'openwebtext'
 
 # 12 sequences * 1024 tokens * 40 micro-batches = 491,520 tokens per iteration

@@ -61,7 +61,8 @@ class Generation:
             raise UserError(f'the prompt{which} has no tokens: give at least one')
         low, high = (int(x) for x in torch.cat(self.prompts).aminmax())
         if low < 0 or high >= model.config.vocab_size:
-            raise UserError(f'the prompts have ids from {low} to {high}: the model has tokens 0 to {model.config.vocab_size - 1}')
+            raise UserError(f'the prompts have ids from {low} to {high}: the model has tokens 0 to '
+                            f'{model.config.vocab_size - 1}')
         self.limit = model.config.block_size if model.rotary is None else None
         if cache is None and any(self._fits(n) for n in self.prompt_lens):
             cache = model.new_cache(len(self.prompts), cache_length(model, max(self.prompt_lens), max_new_tokens))

@@ -1,10 +1,13 @@
 """Give a checkpoint other settings, where its weights allow it: a shorter or longer context, RoPE, other windows."""
 import dataclasses
 
+import torch
+
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
 from kv.plan import plan_kv
+from training.checkpoint import restoring
 
 NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')  # nanoGPT takes them from the checkpoint whatever the config says
 FREE = ('dropout', 'window_size', 'layer_pattern', 'rope_theta', 'rope_theta_global', 'gelu', 'kv_quant_train')
@@ -21,7 +24,8 @@ def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
     Raises:
         UserError: anything else that differs; positions that do not exist; an invalid combination.
     """
-    changes = {name: value for name, value in wanted.items() if value != getattr(old, name) and name not in NANOGPT_KEPT}
+    changes = {name: value for name, value in wanted.items() if name not in NANOGPT_KEPT
+               and _meaning(old, name, value) != _meaning(old, name, getattr(old, name))}
     if changes.get('pos_embedding') == 'learned':
         raise UserError("pos_embedding='learned': the checkpoint has RoPE, and so no position embeddings to go on with; "
                         "leave pos_embedding='rope'")
@@ -35,26 +39,38 @@ def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
     if new.pos_embedding == 'learned' and new.block_size > old.block_size:
         raise UserError(f"block_size={new.block_size}: pos_embedding='learned' has positions up to {old.block_size}; for a "
                         'longer context finetune with --pos_embedding=rope as well')
-    for before, after in zip(plan_kv(old).layers, plan_kv(new).layers):
-        if before.owns != after.owns:
-            has = 'has' if before.owns else 'has no'
-            raise UserError(f'layer_pattern={new.layer_pattern!r}, but layer {before.index} of the checkpoint {has} K/V '
-                            f'projections of its own, trained with layer_pattern={old.layer_pattern!r}, '
-                            f'kv_share={old.kv_share!r}: give a pattern with the same owners')
+    before, after = plan_kv(old), plan_kv(new)
+    for old_layer, new_layer in zip(before.layers, after.layers):
+        was, now = before.slots[old_layer.slot].owner, after.slots[new_layer.slot].owner
+        if was != now:
+            raise UserError(f'layer_pattern={new.layer_pattern!r} would have layer {old_layer.index} use the K/V of layer '
+                            f'{now}, but it was trained with those of layer {was} (layer_pattern={old.layer_pattern!r}, '
+                            f'kv_share={old.kv_share!r}): give a pattern that shares alike')
     return new
 
 
-def adapt(saved: dict, old: GPTConfig, new: GPTConfig) -> None:
-    """Make the checkpoint `saved` (in place) one of `new` = `adapted_config(old, ...)`: weights, moments, model_args."""
+def _meaning(config: GPTConfig, name: str, value):
+    """The value that 0 stands for in these keys."""
+    defaults = {'n_kv_head': config.n_head, 'head_dim': config.n_embd // config.n_head, 'mlp_hidden': 4 * config.n_embd}
+    return value or defaults.get(name, value)
+
+
+def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
+    """Make the checkpoint `saved` (in place) one of `new` = `adapted_config(old, ...)`: weights, moments, model_args.
+
+    Raises:
+        UserError: an optimizer state that is no such thing; `origin` says whose. Missing weights are left to load_weights.
+    """
     saved['model_args'] = model_args(new)
-    if old.pos_embedding != 'learned':
+    if old.pos_embedding != 'learned' or (new.pos_embedding, new.block_size) == (old.pos_embedding, old.block_size):
         return
     crop = None if new.pos_embedding == 'rope' else new.block_size
-    weight = saved['model'].pop(WPE)
-    if crop is not None:
+    weight = saved['model'].pop(WPE, None)
+    if crop is not None and torch.is_tensor(weight):
         saved['model'][WPE] = weight[:crop].clone()
     if saved.get('optimizer'):
-        _adapt_moments(saved['optimizer'], crop)
+        with restoring(origin, 'optimizer'):
+            _adapt_moments(saved['optimizer'], crop)
 
 
 def _adapt_moments(optimizer: dict, crop: int | None) -> None:

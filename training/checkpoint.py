@@ -22,9 +22,10 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
         UserError: the folder cannot be written to, or is full. The previous checkpoint is still whole then.
     """
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-    for stale in path.parent.glob(f'.{path.name}.*.tmp'):  # of a run that was killed while writing
-        stale.unlink(missing_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for stale in path.parent.glob(f'.{path.name}.*.tmp'):  # of a run that was killed while writing
+            stale.unlink(missing_ok=True)
         with open(temporary, 'wb') as f:
             torch.save(checkpoint, f)
             f.flush()
@@ -33,7 +34,19 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
     except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
         raise UserError(f'cannot write checkpoint {path}: {e}') from e
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_file():
+            temporary.unlink()
+
+
+def keep_beside(path: Path, name: str) -> Path:
+    """Give the file at `path` a second name in its folder; `path` stays until its successor takes its name."""
+    kept = path.with_name(name)
+    kept.unlink(missing_ok=True)
+    try:
+        os.link(path, kept)
+    except OSError:  # a file system without hard links
+        path.replace(kept)
+    return kept
 
 
 def load_checkpoint(path: Path, device='cpu') -> dict:
@@ -110,8 +123,12 @@ def restoring(path: Path, key: str):
 
 
 def load_optimizer(optimizer, state: dict) -> None:
-    """`load_state_dict`, and the shapes, which torch leaves to the first step (a crash where that is fused)."""
-    optimizer.load_state_dict(state)
+    """`load_state_dict`, and the shapes, which torch leaves to the first step (a crash where that is fused).
+
+    How the update is computed (`fused`) stays as it is here: the checkpoint may come from another kind of device.
+    """
+    fused = optimizer.param_groups[0].get('fused')
+    optimizer.load_state_dict({**state, 'param_groups': [{**group, 'fused': fused} for group in state['param_groups']]})
     for group in optimizer.param_groups:
         for p in group['params']:
             moments = optimizer.state[p]

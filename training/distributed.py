@@ -21,7 +21,7 @@ class Ranks:
 
     Args:
         backend: of gradients, 'nccl' (CUDA) or 'gloo' (CPU); the control messages below always go by gloo.
-        device: as in `pick_device`; 'auto' and 'cuda' become the CUDA device of this process's local rank.
+        device: as in `pick_device`; with several processes any CUDA device means that of this process's local rank.
     Raises:
         UserError: no such device for this rank, or a backend that cannot serve it.
     """
@@ -29,6 +29,9 @@ class Ranks:
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
         self.rank, self.local_rank, self.world_size = (_env(name, default) for name, default in
                                                        (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(f'RANK={self.rank} and WORLD_SIZE={self.world_size} in the environment: ranks are numbered from 0 '
+                            'to WORLD_SIZE - 1, as torchrun sets them')
         self.device = pick_device(device) if self.world_size == 1 else self._own_device(device)
         self.backend = backend
         if self.world_size > 1 and backend == 'nccl' and self.device.type != 'cuda':
@@ -46,12 +49,11 @@ class Ranks:
         device = pick_device(name)
         if device.type == 'mps':
             raise UserError(f'device={name!r}: several processes cannot share MPS; use --device=cpu')
-        if device.type == 'cuda' and device.index is None:
+        if device.type == 'cuda':
             if self.local_rank >= torch.cuda.device_count():
                 raise UserError(f'LOCAL_RANK={self.local_rank}, but there are {torch.cuda.device_count()} CUDA devices: '
                                 'start at most that many processes a node (--nproc_per_node)')
             device = torch.device('cuda', self.local_rank)
-        if device.type == 'cuda':
             torch.cuda.set_device(device)
         return device
 

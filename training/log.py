@@ -14,7 +14,9 @@ class RunLog:
 
     metrics.jsonl has one JSON object per logged step: iter, loss (full precision), lr, time_ms, tokens_per_second and,
     where the step was evaluated, train_loss and val_loss. On resume rows from `start_iter` on are dropped: they are
-    written again. `write=False` leaves the file alone. trackers: from `training.trackers`, closed with the log.
+    written again. A new run keeps the file of the one before as metrics_old.jsonl.
+
+    trackers: from `training.trackers`, closed with the log. write: False leaves metrics.jsonl alone.
     """
 
     def __init__(self, out_dir: Path, start_iter: int, max_iters: int, trackers=(), write: bool = True):
@@ -24,7 +26,8 @@ class RunLog:
         self.progress = Progress(
             TextColumn('[bold]{task.description:10}'), BarColumn(bar_width=None), MofNCompleteColumn(),
             TextColumn('loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s  ETA'), TimeRemainingColumn(),
-            console=self.console, transient=True, disable=not self.console.is_terminal, speed_estimate_period=60)
+            console=self.console, transient=True, speed_estimate_period=60,
+            disable=not (self.console.is_terminal and sys.stdout.isatty()))  # FORCE_COLOR makes rich believe in pipes
         self.task = self.progress.add_task('training', total=max_iters + 1, completed=start_iter,
                                            loss=float('nan'), rate=0.0)
 
@@ -40,9 +43,14 @@ class RunLog:
 
     def _reopen(self, start_iter):
         kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter] if start_iter else []
+        if not start_iter and self.path.is_file() and self.path.stat().st_size:
+            os.replace(self.path, self.path.with_name('metrics_old.jsonl'))  # of the run that was here before
         temporary = self.path.with_suffix('.tmp')
-        temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
-        os.replace(temporary, self.path)
+        try:
+            temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
+            os.replace(temporary, self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
         return open(self.path, 'a', buffering=1)
 
     def line(self, text: str) -> None:
@@ -76,13 +84,16 @@ class RunLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line cut short by a crash is left out."""
+    """The rows of a metrics.jsonl, up to the first line that is none (a crash may cut the last one short)."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors='replace').splitlines() if path.is_file() else []:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             break
+        if type(row) is not dict or type(row.get('iter')) is not int:
+            break
+        rows.append(row)
     return rows
 
 

@@ -29,8 +29,8 @@ X_LABELS = {'iter': 'iteration', 'tokens': 'training tokens', 'time': 'training 
 
 
 @dataclass
-class Run:
-    """One run's curves, all float64 of one length, a value per logged iteration; what was not logged is NaN.
+class Curves:
+    """Those of one run, all float64 of one length, a value per logged iteration; what was not logged is NaN.
 
     x has 'iter', 'tokens' and 'time' (seconds), of the moment the loss was measured.
     """
@@ -42,7 +42,7 @@ class Run:
     tokens_per_second: np.ndarray
 
 
-def read_run(folder: str) -> Run:
+def read_run(folder: str) -> Curves:
     """The curves in `folder`/metrics.jsonl. Raises UserError when there are none."""
     path = Path(folder) / 'metrics.jsonl'
     if not Path(folder).is_dir():
@@ -63,7 +63,7 @@ def read_run(folder: str) -> Run:
     x = {'iter': columns.pop('iter')}
     x['time'] = _total(x['iter'], seconds)
     x['tokens'] = _total(x['iter'], np.round(seconds * columns['tokens_per_second']))
-    return Run(name=folder, x=x, **columns)
+    return Curves(name=folder, x=x, **columns)
 
 
 def _column(rows, name, path):
@@ -97,7 +97,7 @@ STYLE = {'font.size': 9, 'axes.spines.top': False, 'axes.spines.right': False, '
          'ytick.color': '#444444', 'legend.frameon': False}
 
 
-def draw(runs: list[Run], path: Path, x: str = 'iter', smooth: int = 0, log_y: bool = False) -> None:
+def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0, log_y: bool = False) -> None:
     """Write the figure. smooth: values in the running mean; 0 = a fiftieth of a run.
 
     Raises:
@@ -203,7 +203,7 @@ def short_names(folders: list[str]) -> list[str]:
 
 # -- the program ------------------------------------------------------------------------------------------------------
 
-def table(runs: list[Run]) -> Table:
+def table(runs: list[Curves]) -> Table:
     """Of each run: how far it came, the last logged training loss, and the last and the best validation loss."""
     out = Table(box=None, header_style='bold', pad_edge=False)
     out.add_column('run', overflow='fold')

@@ -1,20 +1,33 @@
 """Where else a run's figures go: Weights & Biases, TensorBoard. Both optional."""
+import importlib
 from pathlib import Path
 
 from config.errors import UserError
 
 
+def check_packages(s) -> None:
+    """Raises UserError for a package that the settings need and that is not installed."""
+    for wanted, module, package in ((s.wandb_log, 'wandb', 'wandb'),
+                                    (s.tensorboard_log, 'torch.utils.tensorboard', 'tensorboard')):
+        try:
+            wanted and importlib.import_module(module)
+        except ImportError as e:
+            raise UserError(f'{package}_log=True needs the {package} package: pip install {package}') from e
+
+
 def open_trackers(s, out_dir: Path, start_iter: int) -> list:
-    """The trackers that the settings ask for. On resume what TensorBoard has from `start_iter` on is replaced.
+    """The trackers that the settings ask for. What TensorBoard has from `start_iter` on is replaced, unless the run only
+    evaluates.
 
     Raises:
-        UserError: a package that is not installed.
+        UserError: a package that is not installed; Weights & Biases cannot start.
     """
+    check_packages(s)
     trackers = []
     if s.wandb_log:
         trackers.append(WandB(s))
     if s.tensorboard_log:
-        trackers.append(TensorBoard(out_dir / 'tensorboard', start_iter))
+        trackers.append(TensorBoard(out_dir / 'tensorboard', None if s.eval_only else start_iter))
     return trackers
 
 
@@ -22,11 +35,13 @@ class WandB:
     """As nanoGPT does it: one row at each evaluation, with iter, train/loss, val/loss, lr and mfu."""
 
     def __init__(self, s):
+        import wandb
         try:
-            import wandb
-        except ImportError as e:
-            raise UserError('wandb_log=True needs the wandb package: pip install wandb') from e
-        self.run = wandb.init(project=s.wandb_project, name=s.wandb_run_name, config=vars(s))
+            self.run = wandb.init(project=s.wandb_project, name=s.wandb_run_name, config=vars(s))
+        except Exception as e:  # noqa: BLE001  its errors have no base of their own
+            reason = ' '.join(str(e).split())[:300]
+            raise UserError(f'wandb_log=True, but Weights & Biases cannot start: {reason}; `wandb login`, or set '
+                            'WANDB_MODE=offline') from e
 
     def evaluated(self, iter_num: int, row: dict) -> None:
         self.run.log({'iter': iter_num, **row})
@@ -44,12 +59,9 @@ class TensorBoard:
     See them with `tensorboard --logdir OUT_DIR`.
     """
 
-    def __init__(self, folder: Path, start_iter: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as e:
-            raise UserError('tensorboard_log=True needs the tensorboard package: pip install tensorboard') from e
-        self.writer = SummaryWriter(folder, purge_step=start_iter or None)
+    def __init__(self, folder: Path, purge_from: int | None):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(folder, purge_step=purge_from)
 
     def evaluated(self, iter_num: int, row: dict) -> None:
         for name, value in row.items():

@@ -65,6 +65,7 @@ def test_later_settings_of_a_file_may_use_earlier_ones_flags_and_defaults(file):
 @pytest.mark.parametrize('flag, key, value', [
     ('--dropout=0', 'dropout', 0.0),
     ('--learning_rate=1e-3', 'learning_rate', 1e-3),
+    ('--max_iters=1e4', 'max_iters', 10000),
     ('--bias=True', 'bias', True),
     ('--dtype="float32"', 'dtype', 'float32'),
     ("--out_dir='a b'", 'out_dir', 'a b'),
@@ -95,11 +96,30 @@ def test_an_int_does_for_a_float_in_a_file_too(file):
     assert value == 0.0 and type(value) is float
 
 
+def test_numbers_of_numpy_will_do_in_a_file(file):
+    s = parse(file('import numpy as np\nlearning_rate = np.float64(0.5)\nmax_iters = np.int64(7)\nbatch_size = 1e1'))
+    assert (s.learning_rate, s.max_iters, s.batch_size) == (0.5, 7, 10)
+    assert [type(x) for x in (s.learning_rate, s.max_iters, s.batch_size)] == [float, int, int]
+
+
+@pytest.mark.parametrize('program', PROGRAMS)
+def test_imports_and_functions_named_like_a_key_are_not_meant(file, program):
+    path = file('import json\nfrom math import pi\ndef report(): pass\ndef stop(): pass\nlearning_rate = pi / 1000')
+    s = parse(path, program=program)
+    assert not {'json', 'report', 'stop'} & s.given
+
+
+def test_given_are_the_keys_that_were_set_also_to_their_default(file):
+    path = file("gelu = 'exact'\nif True:\n    n_layer = 12\n_width = 64\nn_embd = 2 * _width")
+    s = parse('--dropout=0', path)
+    assert s.given == {'gelu', 'n_layer', 'n_embd', 'dropout'} and 'given' not in vars(s)
+
+
 @pytest.mark.parametrize('name, value, words', [
     ('batch_size', '1.5', 'a whole number'), ('batch_size', 'abc', 'a whole number'),
     ('batch_size', 'True', 'a whole number'), ('batch_size', '', 'a whole number'),
     ('dropout', 'abc', 'a number'), ('dropout', 'False', 'a number'),
-    ('bias', '1', 'True or False'), ('bias', 'yes', 'True or False'), ('max_iters', '1000.0', 'a whole number'),
+    ('bias', '1', 'True or False'), ('bias', 'yes', 'True or False'), ('max_iters', '1000.5', 'a whole number'),
     ('learning_rate', '1' + '0' * 400, 'number'), ('learning_rate', '[1]', 'a number'),
 ])
 def test_value_of_another_type_names_key_value_and_what_is_taken(name, value, words):

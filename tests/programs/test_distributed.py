@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -13,6 +14,19 @@ from tests.programs.support import FULL_STACK, LAUNCH, ROOT, VANILLA, flags, loa
 SIX_STEPS = dict(gradient_accumulation_steps=4, max_iters=5, eval_interval=3, eval_iters=3)
 
 
+started = []
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_running():
+    yield
+    while started:
+        process = started.pop()
+        if process.poll() is None:  # a test that failed: torchrun ends its processes
+            process.terminate()
+            process.communicate(timeout=60)
+
+
 def start(data_root, n, out_dir, config=VANILLA, **overrides):
     """train.py on `n` processes: under torchrun, or as it is for one."""
     command = [sys.executable, '-c', LAUNCH.format('train'), str(data_root), *flags(dict(config, out_dir=out_dir) | overrides)]
@@ -20,7 +34,8 @@ def start(data_root, n, out_dir, config=VANILLA, **overrides):
         command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}', '--no-python',
                    *command]
     env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT), PYTHONUNBUFFERED='1')
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+    return started[-1]
 
 
 def run(*args, **overrides):
@@ -80,6 +95,31 @@ def test_sigterm_to_torchrun_saves_once(tmp_path, data_root):
     assert not list(tmp_path.glob('.*.tmp'))
 
 
+@pytest.mark.parametrize('during', ['training', 'evaluation'])
+def test_a_signal_to_one_process_stops_all(tmp_path, data_root, during):
+    """The other must not wait for it in the next gradient or loss."""
+    settings = dict(eval_iters=6000) if during == 'evaluation' else dict(eval_interval=10 ** 6)
+    process = start(data_root, 2, tmp_path, **SIX_STEPS | dict(max_iters=100000) | settings)
+    for line in process.stdout:
+        if line.startswith('using fused' if during == 'evaluation' else 'iter 4:'):
+            break
+    time.sleep(2 if during == 'evaluation' else 0)
+    children = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(max(map(int, children)), signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    saved = re.findall(r'(another process was stopped|SIGTERM): saved iteration (\d+)', out)
+    assert len(saved) == 1 and int(saved[0][1]) == load(tmp_path / 'ckpt.pt')['iter_num']
+    assert (saved[0][1] == '0') == (during == 'evaluation')
+
+
+def test_evaluating_alone_is_shared_and_writes_nothing(tmp_path, data_root):
+    settings = SIX_STEPS | dict(eval_only=True, eval_iters=1)  # fewer batches than processes
+    one, two = (run(data_root, n, tmp_path / 'out', **settings) for n in (1, 2))
+    lines = [re.findall(r'^step 0:.*', out, re.M) for out in (one, two)]
+    assert lines[0] == lines[1] and len(lines[0]) == 1 and not list((tmp_path / 'out').iterdir())
+
+
 @pytest.mark.parametrize('settings, named', [
     (dict(gradient_accumulation_steps=3), ['gradient_accumulation_steps=3', '2 processes']),
     (dict(backend='nccl'), ["'nccl'", 'gloo']),
@@ -99,6 +139,13 @@ def test_a_wrong_environment_is_named(tmp_path, data_root, monkeypatch):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2 and err.strip() == "error: environment variable WORLD_SIZE='two': must be a whole number, " \
         'as torchrun sets it'
+
+
+def test_a_rank_outside_of_the_world_is_named(tmp_path, data_root, monkeypatch):
+    monkeypatch.setenv('RANK', '1')
+    process = start(data_root, 1, tmp_path / 'out')
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and err.startswith('error: RANK=1 and WORLD_SIZE=1') and len(err.splitlines()) == 1
 
 
 def test_processes_that_torchrun_did_not_start_are_told_to(tmp_path, data_root, monkeypatch):

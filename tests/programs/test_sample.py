@@ -39,7 +39,7 @@ def test_each_sample_is_prompt_and_text_then_fifteen_dashes(capsys, trained, kin
     assert len(samples) == 3 and all(text.startswith('ab') and len(text) == 12 for text in samples)
     assert set(''.join(samples)) <= set(ALPHABET)
     out = run_sample(capsys, out_dir=trained[kind], num_samples=2)
-    assert f'Loading meta from {data_root}/tiny/meta.pkl...' in out.splitlines()
+    assert 'Loading meta from data/tiny/meta.pkl...' in out.splitlines()
 
 
 def test_the_prompt_may_come_from_a_file(capsys, trained, tmp_path):

@@ -57,8 +57,29 @@ def test_tensorboard_of_a_resumed_run_has_each_step_once(tmp_path):
     assert [step for step, _ in scalars(tmp_path / 'out')['step/loss']] == list(range(15))
 
 
+def test_tensorboard_of_a_new_run_in_the_same_folder_replaces_the_old(tmp_path):
+    run_train(tmp_path / 'out', tensorboard_log=True, max_iters=12)
+    run_train(tmp_path / 'out', tensorboard_log=True, max_iters=7)
+    assert [step for step, _ in scalars(tmp_path / 'out')['step/loss']] == list(range(8))
+
+
+def test_evaluating_alone_cuts_nothing_from_tensorboard(tmp_path):
+    run_train(tmp_path / 'out', tensorboard_log=True, max_iters=12)
+    run_train(tmp_path / 'out', tensorboard_log=True, init_from='resume', eval_only=True)
+    assert [step for step, _ in scalars(tmp_path / 'out')['step/loss']] == list(range(13))
+
+
+def test_wandb_that_cannot_start_is_one_line(tmp_path, monkeypatch):
+    def init(**_):
+        raise RuntimeError('no API key\nconfigured')
+    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(init=init))
+    with pytest.raises(UserError, match='no API key configured.*WANDB_MODE=offline'):
+        run_train(tmp_path / 'out', wandb_log=True)
+
+
 @pytest.mark.parametrize('package, key', [('wandb', 'wandb_log'), ('torch.utils.tensorboard', 'tensorboard_log')])
 def test_a_missing_package_is_named(tmp_path, monkeypatch, package, key):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=f"pip install {key.removesuffix('_log')}"):
         run_train(tmp_path / 'out', VANILLA, **{key: True})
+    assert not (tmp_path / 'out').exists()

@@ -1,0 +1,91 @@
+"""Checkpoints taken to other settings: which may change, and exactly which tensors follow."""
+import copy
+
+import pytest
+import torch
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig, model_args
+from model import GPT
+from training.adapt import adapt, adapted_config, differences
+from training.checkpoint import load_optimizer
+
+SHAPE = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=8)
+
+
+def checkpoint(config):
+    """A model's weights and its optimizer's state after two steps, as train.py saves them."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95), 'cpu')
+    for _ in range(2):
+        idx = torch.randint(11, (3, 16))
+        model(idx, idx)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'model_args': model_args(config)}
+
+
+def states(saved):
+    """Name -> AdamW's state of that parameter, found through a model and an optimizer made from the checkpoint."""
+    model = GPT(GPTConfig(**saved['model_args']))
+    model.load_state_dict(saved['model'])
+    optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95), 'cpu')
+    load_optimizer(optimizer, saved['optimizer'])
+    return {name: optimizer.state[p] for name, p in model.named_parameters()}
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in ('step', 'exp_avg', 'exp_avg_sq'))
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('wanted', [dict(block_size=5), dict(pos_embedding='rope'), dict(gelu='tanh')], ids=str)
+def test_every_parameter_keeps_its_weights_and_moments(bias, wanted):
+    old = GPTConfig(**SHAPE, bias=bias)
+    saved = checkpoint(old)
+    before, after = copy.deepcopy(saved), saved
+    new = adapted_config(old, wanted)
+    adapt(after, old, new, 'here')
+    was, now = states(before), states(after)
+    assert was.keys() - now.keys() == ({'transformer.wpe.weight'} if 'pos_embedding' in wanted else set())
+    for name, state in now.items():
+        if name == 'transformer.wpe.weight' and 'block_size' in wanted:
+            assert torch.equal(after['model'][name], before['model'][name][:5])
+            assert all(torch.equal(state[part], was[name][part][:5]) for part in ('exp_avg', 'exp_avg_sq'))
+            assert torch.equal(state['step'], was[name]['step'])
+        else:
+            assert same(state, was[name]) and torch.equal(after['model'][name], before['model'][name]), name
+    assert after['model_args'] == model_args(new)
+
+
+def test_weights_without_an_optimizer_follow_too():
+    old = GPTConfig(**SHAPE)
+    saved = {'model': GPT(old).state_dict()}
+    adapt(saved, old, adapted_config(old, dict(block_size=3)), 'here')
+    assert saved['model']['transformer.wpe.weight'].shape == (3, 8)
+
+
+@pytest.mark.parametrize('wanted', [dict(n_kv_head=2), dict(head_dim=4), dict(mlp_hidden=32), dict(n_layer=7, bias=False)],
+                         ids=str)
+def test_what_means_the_same_is_no_change(wanted):
+    old = GPTConfig(**SHAPE)
+    assert adapted_config(old, wanted) == old and differences(old, adapted_config(old, wanted)) == []
+
+
+@pytest.mark.parametrize('wanted, named', [
+    (dict(n_kv_head=1), 'n_kv_head=1'), (dict(head_dim=2), 'head_dim=2'), (dict(mlp_hidden=31), 'mlp_hidden=31'),
+    (dict(qk_norm=True), 'qk_norm=True'), (dict(kv_share='A'), "kv_share='A'"), (dict(block_size=17), 'block_size=17'),
+    (dict(layer_pattern='L'), 'window_size=0'), (dict(rope_theta_global=3.0), 'rope_theta_global=3.0'),
+    (dict(share_global_kv=True), 'share_global_kv=True'),
+])
+def test_what_weights_cannot_follow_is_named(wanted, named):
+    with pytest.raises(UserError, match=named):
+        adapted_config(GPTConfig(**SHAPE), wanted)
+
+
+def test_an_optimizer_state_that_is_none_is_named():
+    old = GPTConfig(**SHAPE)
+    saved = checkpoint(old) | {'optimizer': {'state': 5}}
+    with pytest.raises(UserError, match='there.*optimizer'):
+        adapt(saved, old, adapted_config(old, dict(block_size=3)), 'there')
