@@ -10,7 +10,7 @@ import torch
 import sample
 import train
 from config.errors import UserError
-from data.tokenfiles import write_dataset
+from data.making.writer import write_dataset
 from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, flags, load, tiny_tokens
 
 
