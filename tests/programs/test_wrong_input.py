@@ -335,6 +335,7 @@ def test_resume_with_a_pattern_of_other_owners(refused, tmp_path, trained):
             "'GGGGGL'", 'layer 2', "'LLLLLG'")
 
 
+@pytest.mark.filterwarnings('ignore:layer_pattern')
 def test_resume_with_a_pattern_of_the_same_owners_that_shares_otherwise(refused, tmp_path, own_data_root):
     """Layers 0 and 1 own in both, but layer 3 would read layer 0's K/V in place of layer 1's."""
     config = VANILLA | dict(n_layer=4, layer_pattern='LGLG', kv_share='', share_global_kv=True, window_size=4,
