@@ -1,4 +1,4 @@
-"""Token files: round trip, refusals, interruption, and pickles that try to run code."""
+"""Token files: round trip, refusals, windows over shards, and pickles that try to run code."""
 
 import os
 import pickle
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
-from data.making.writer import write_dataset
-from data.tokenfiles import open_tokens, read_meta
+from data.making.writer import TokenWriter, write_dataset
+from data.tokenfiles import open_split, open_tokens, read_meta
 
 META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
 SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
@@ -119,3 +119,60 @@ def test_nanogpt_guarantees_only_vocab_size(tmp_path):
     assert read_meta(tmp_path) is None
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 5, 'source': 'x', 'unused': [1.5]}))
     assert read_meta(tmp_path) == {'vocab_size': 5, 'source': 'x'}
+
+
+def write_shards(folder, tokens, size=0):
+    with TokenWriter(folder, None, size) as out:
+        out.add('train', np.arange(tokens))
+
+
+def test_windows_outside_are_refused_not_cut(tmp_path):
+    write_shards(tmp_path, 10, 4)
+    data = open_split(tmp_path, 'train')
+    for start, n in [(-1, 2), (9, 2), (11, 0), (0, -1), (0, 11)]:
+        with pytest.raises(IndexError):
+            data.window(start, n)
+
+
+def test_a_window_of_one_file_is_a_view_of_the_map(tmp_path):
+    write_shards(tmp_path, 10)
+    data = open_split(tmp_path, 'train')
+    window = data.window(2, 3)
+    assert type(window) is np.ndarray and not window.flags.owndata and not window.flags.writeable
+    assert np.shares_memory(window, data.window(0, 10))
+
+
+def test_only_what_is_read_is_mapped(tmp_path):
+    write_shards(tmp_path, 300, 1)
+    data = open_split(tmp_path, 'train')
+    before = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else None
+    assert data.window(150, 3).tolist() == [150, 151, 152]
+    if before is None:
+        pytest.skip('no /proc to count file descriptors in')
+    assert len(os.listdir('/proc/self/fd')) - before == 3
+    data.window(0, 300)
+    assert len(os.listdir('/proc/self/fd')) - before <= data.MAX_MAPPED + 3
+
+
+def test_numeric_order_needs_no_leading_zeros(tmp_path):
+    for number in (0, 1, 2, 10, 9, 8, 7, 6, 5, 4, 3):
+        np.array([number], dtype='<u2').tofile(tmp_path / f'train_{number}.bin')
+    np.array([9], dtype='<u2').tofile(tmp_path / 'train_backup.bin')  # no shard
+    assert open_split(tmp_path, 'train').window(0, 11).tolist() == list(range(11))
+
+
+@pytest.mark.parametrize('damage, words', [
+    (lambda d: (d / 'train_00001.bin').unlink(), ['train_00001.bin', 'train_00002.bin']),
+    (lambda d: (d / 'train_00000.bin').unlink(), ['train_00000.bin']),
+    (lambda d: (d / 'train_00002.bin').write_bytes(b''), ['train_00002.bin', '0 bytes']),
+    (lambda d: (d / 'train_00001.bin').write_bytes(b'abc'), ['train_00001.bin', '3 bytes']),
+    (lambda d: (d / 'train.bin').write_bytes(b'ab'), ['train.bin', 'train_00000.bin']),
+    (lambda d: (d / 'train_1.bin').write_bytes(b'ab'), ['train_1.bin', 'train_00001.bin', 'same number']),
+    (lambda d: [path.unlink() for path in d.glob('train*')], ['train.bin', 'prepare.py']),
+])
+def test_damaged_shards_are_named(tmp_path, damage, words):
+    write_shards(tmp_path, 10, 4)
+    damage(tmp_path)
+    with pytest.raises(UserError) as caught:
+        open_split(tmp_path, 'train')
+    assert all(word in str(caught.value) for word in words) and '\n' not in str(caught.value)

@@ -88,6 +88,19 @@ def test_bad_input_leaves_nothing(name, content, words, load_prepare, tiny, tmp_
 
 
 @pytest.mark.parametrize('name', SCRIPTS)
+@pytest.mark.parametrize('out', ['given.txt', 'given.txt/sub', '/proc/nanokv', 'x' * 300, 'link', 'folder'])
+def test_out_that_cannot_be_is_one_line(name, out, load_prepare, tiny, text_file, tmp_path):
+    (tmp_path / 'link').symlink_to('nowhere')
+    (tmp_path / 'folder' / 'train.bin').mkdir(parents=True)
+    before = sorted(tmp_path.rglob('*'))
+    with pytest.raises(UserError, match=out) as caught:
+        load_prepare(name).main([f'--input={text_file}', f'--out={tmp_path / out}'])
+    assert '\n' not in str(caught.value) and sorted(tmp_path.rglob('*')) == before and text_file.read_text() == TEXT
+    with pytest.raises(UserError):
+        load_prepare(name).main([f'--out={tmp_path / out}'])
+
+
+@pytest.mark.parametrize('name', SCRIPTS)
 def test_offline_says_what_to_do(name, load_prepare, tmp_path):
     with pytest.raises(UserError, match=f'no network in tests.*python data/{name}/prepare.py --input=FILE'):
         load_prepare(name).main([f'--out={tmp_path / "out"}'])
