@@ -238,12 +238,13 @@ def test_without_a_checkpoint_an_interruption_leaves_nothing(run, monkeypatch, t
 
 
 PROGRAM = """
-import sys
+import signal, sys
 sys.path.insert(0, {root!r})
 from data import gpt2_bpe
 from data.making import journal, stream
 from configurator import run_program
 if __name__ == '__main__':
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run where it is ignored, as after `nohup`
     encoding = gpt2_bpe.encoding_of(open('tiny.tiktoken', 'rb').read())
     stream.gpt2_encoding = lambda: encoding
     stream.CHECKPOINT = 1000
