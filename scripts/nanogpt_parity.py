@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from config.errors import UserError
-from configurator import run_program
+from configurator import parse, run_program
 from data.datasets import DATA_ROOT, ensure_dataset
 from data.tokenfiles import open_tokens
 from model import GPT
@@ -147,8 +147,9 @@ def speed(sides: Sides, rounds: int = 7, steps: int = 150) -> dict:
             _, output = sides.train(name, 'speed', *SHORT, *NO_DRAWS[name], f'--max_iters={steps}', '--eval_interval=10000')
             times[name].append(statistics.median(float(ms) for it, _, ms in STEP.findall(output) if int(it) >= 30))
     ratios = [a / b for a, b in zip(times['nanoGPT'], times['ours'])]
+    tokens = setting()['B'] * setting()['T']
     return {'rounds': rounds, 'steps': steps, 'step_ms': times,
-            'tokens_per_second': {name: 12 * 64 / statistics.median(ms) * 1e3 for name, ms in times.items()},
+            'tokens_per_second': {name: tokens / statistics.median(ms) * 1e3 for name, ms in times.items()},
             'ratio': {'median': statistics.median(ratios), 'min': min(ratios), 'max': max(ratios)}}
 
 
@@ -165,12 +166,19 @@ def recipe(sides: Sides) -> dict:
 PARTS = {'curves': curves, 'exchange': exchange, 'speed': speed, 'recipe': recipe}
 
 
+def setting() -> dict:
+    """The shape that all parts share; W=0 is no window."""
+    s = parse('train', RECIPE, echo=False)
+    return {'dataset': s.dataset, 'dtype': 'float32', 'B': s.batch_size, 'T': s.block_size, 'W': s.window_size,
+            'n_layer': s.n_layer, 'n_head': s.n_head, 'n_embd': s.n_embd}
+
+
 def table(found: dict) -> str:
     """The Markdown page made from the parts."""
     any_part = next(iter(found.values()))
     lines = ['# nanoGPT beside ours', '',
-             f"nanoGPT {any_part['nanogpt']}; shakespeare_char, {any_part['hardware']}, {any_part['threads']} threads, "
-             f"torch {any_part['torch']}, float32, B=12, T=64, 4 layers, 4 heads, width 128. "
+             'nanoGPT {nanogpt}; {dataset}, {hardware}, {threads} threads, torch {torch}, {dtype}, B={B}, T={T}, no windows, '
+             '{n_layer} layers, {n_head} heads, width {n_embd}. '.format(**any_part) +
              'Made by `python scripts/nanogpt_parity.py NANOGPT_FOLDER`.', '', '| what | figure |', '|---|---|']
     if 'curves' in found:
         c = found['curves']
@@ -213,7 +221,7 @@ def main(argv=None):
             sides = Sides(args.nanogpt, Path(work))
             for part in args.parts:
                 found = {'nanogpt': commit, 'hardware': f'{os.cpu_count()} CPU cores ({platform.machine()})',
-                         'threads': torch.get_num_threads(), 'torch': torch.__version__} | PARTS[part](sides)
+                         'threads': torch.get_num_threads(), 'torch': torch.__version__} | setting() | PARTS[part](sides)
                 (RESULTS / f'{part}.json').write_text(json.dumps(found, indent=1) + '\n')
     found = {part: json.loads((RESULTS / f'{part}.json').read_text()) for part in PARTS if (RESULTS / f'{part}.json').is_file()}
     if not found:
