@@ -10,6 +10,7 @@ import torch
 import sample
 import train
 from config.errors import UserError
+from configurator import run_program
 from data.making.writer import write_dataset
 from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, flags, load, tiny_tokens
 
@@ -19,14 +20,16 @@ def files_under(*folders):
 
 
 @pytest.fixture
-def refused(tmp_path, own_data_root):
-    """Run a program that must refuse: the message is one line with all of `named`, and no file was touched."""
+def refused(tmp_path, own_data_root, capsys):
+    """Run a program that must refuse: exit status 2, one line on stderr with all of `named`, and no file was touched."""
     def check(main, settings, *named):
         before = files_under(tmp_path)
-        with pytest.raises(UserError) as caught:
-            main(flags(settings))
-        message = str(caught.value)
-        assert '\n' not in message and len(message) < 1000
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            run_program(lambda: main(flags(settings)))
+        message = capsys.readouterr().err
+        assert caught.value.code == 2 and message.startswith('error: ')
+        assert message.count('\n') == 1 and message.endswith('\n') and len(message) < 1000
         for text in named:
             assert str(text) in message, message
         assert files_under(tmp_path) == before
