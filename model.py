@@ -77,8 +77,8 @@ class CausalSelfAttention(nn.Module):
         if cache is None:
             y = causal_attention(q, *kv, self.layer.window, self.dropout if self.training else 0.0)
         else:
-            view = cache.append(self.layer.slot, *kv) if self.layer.owns else cache.view(self.layer.slot, self.layer.index)
-            y = cached_attention(q, view.k, view.v, self.layer.window, view.q_pos, view.k_pos)
+            view = cache.append(self.layer.slot, *kv) if self.layer.owns else cache.view(self.layer.slot)
+            y = cached_attention(q, view, self.layer.window)
         y = y.transpose(1, 2).reshape(B, t, -1)                                          # (B, t, H * D)
         return self.resid_dropout(self.c_proj(y)), kv
 
@@ -167,7 +167,7 @@ class GPT(nn.Module):
     def device(self):
         return self.lm_head.weight.device
 
-    def forward(self, idx, targets=None, *, cache: KVCache | None = None, lens=None, all_logits=False):
+    def forward(self, idx, targets=None, *, cache: KVCache | None = None, lens=None, rows=None, all_logits=False):
         """Logits and loss, as in nanoGPT; with a cache, of tokens appended behind what it holds.
 
         Args:
@@ -175,6 +175,7 @@ class GPT(nn.Module):
             targets: (B, t), -1 = ignored; then logits are (B, t, V) and loss is the mean cross-entropy. Not with a cache.
             cache: from `new_cache`; any t >= 1.
             lens: with a cache, row b appends only its first lens[b] tokens (0 = untouched; its logits mean nothing).
+            rows: with a cache, the numbers of the cache rows that the B rows of idx are; None = all of them, in order.
             all_logits: (B, t, V) also without targets; otherwise (B, 1, V), of each row's last token.
         Raises:
             UserError (a ValueError): a sequence longer than block_size with learned positions, or than the cache holds.
@@ -184,9 +185,10 @@ class GPT(nn.Module):
             raise UserError('idx has no tokens (t=0): give at least one')
         if cache is not None and (targets is not None or self.training):
             raise UserError('a cache is for inference: call model.eval(), and give no targets')
-        if cache is None and lens is not None:
-            raise UserError(f'lens={list(lens)} says how many tokens rows append to a cache, but there is no cache')
-        step = None if cache is None else self._begin(cache, B, t, lens)
+        for name, given in (('lens', lens), ('rows', rows)):
+            if cache is None and given is not None:
+                raise UserError(f'{name}={list(given)} is about the rows of a cache, but there is no cache')
+        step = None if cache is None else self._begin(cache, B, t, lens, rows)
         x, rope = self._embed(idx, step)
         kvs = {}  # slot -> K, V of its owner, for the layers that read them
         for block, layer in zip(self.transformer.h, self.plan.layers):
@@ -205,16 +207,18 @@ class GPT(nn.Module):
             x = x[:, -1:] if step is None or step.uniform else self._last(x, step)
         return self.lm_head(x), None
 
-    def _begin(self, cache, B, t, lens):
-        if B != cache.batch_size:
+    def _begin(self, cache, B, t, lens, rows):
+        if rows is None and B != cache.batch_size:
             raise UserError(f'idx has {B} rows and the cache has batch_size={cache.batch_size}')
-        return cache.begin(t, lens)
+        if rows is not None and B != len(rows):
+            raise UserError(f'idx has {B} rows and rows={list(rows)} names {len(rows)}')
+        return cache.begin(t, lens, rows)
 
     def _embed(self, idx, step):
         """(B, t, C) token (+ position) embeddings, and the rotary tables of this step by kind of layer."""
         t, end = idx.size(1), idx.size(1) if step is None else step.end
         start = end - t
-        positions = step.positions(idx.device) if step is not None and not step.uniform else None
+        positions = step.positions() if step is not None and not step.uniform else None
         x = self.transformer.wte(idx)  # (B, t, C)
         if self.rotary is not None:
             dtype = self.lm_head.weight.dtype

@@ -1,53 +1,87 @@
-"""Attention of a few new tokens over what a cache holds: prefill in chunks, and decode one token at a time."""
+"""Attention of a few new tokens over what a cache holds: prefill in chunks, and decode one token at a time.
+
+Stored K and V that are not in the compute dtype (int8) are decoded a tile at a time and the tiles joined by their
+log-sum-exp, as FlashAttention and flash-decoding do (Dao et al. 2022, 2023): no decoded copy of a cache ever exists.
+"""
 import torch
 import torch.nn.functional as F
 
 from attention.causal import causal_attention
 from attention.heads import fold_heads, unfold_heads
-from attention.local import blockwise_local_attention, masked_attention
+from attention.local import blockwise_local_attention
 from attention.masks import in_window
+from attention.paged import paged_attention
+from attention.softmax import PartialSoftmax, scores_dtype, tile_scores
+from kv.view import KVView
 
 
-def cached_attention(q, k, v, window: int = 0, q_pos=None, k_pos=None) -> torch.Tensor:
-    """Attention of t new queries over S keys, the new tokens' own among them.
+def cached_attention(q, view: KVView, window: int = 0) -> torch.Tensor:
+    """Attention of t new queries over what a cache holds, the new tokens' own K/V among it.
 
     Args:
-        q: (B, H, t, D). k, v: (B, Hkv, S, D).
+        q: (B, H, t, D).
+        view: from `KVCache.append` or `view`; K and V (B, Hkv, S, D) as they are stored.
         window: 0 (global) or the sliding window.
-        q_pos, k_pos: None when every row holds equally many tokens; the keys are then in order and the last t are the
-            queries' own, except at t = 1, where any order will do and every key given is seen. For rows of different
-            lengths (B, t) and (B, S): the position of each query and key, negative for a key that is not there.
     Returns:
         (B, H, t, D).
     """
-    if k_pos is not None:
-        mask = in_window(q_pos[:, :, None], k_pos[:, None, :], window) & (k_pos >= 0)[:, None, :]  # (B, t, S)
-        return _folded_attention(q, k, v, mask)
-    if q.size(2) > 1:
-        return _chunk_attention(q, k, v, window)
-    return _folded_attention(q, k, v, None)
+    if view.pages is not None:
+        return paged_attention(q, view)
+    t, S = q.size(2), view.k[0].size(2)
+    in_order = view.k_pos is None and t > 1
+    if in_order and window:
+        return blockwise_local_attention(q, *view.decoded(q.dtype), window)  # S <= window - 1 + t
+    if in_order and S == t:
+        return causal_attention(q, *view.decoded(q.dtype))
+    if view.k_pos is None and t == 1:
+        mask = None
+    else:
+        key = ('mask', window, t, S)
+        if key not in view.memo:
+            view.memo[key] = _mask(q, view, window)
+        mask = view.memo[key]
+    rows = fold_heads(q, view.k[0].size(1))                                 # (B, Hkv, H/Hkv * t, D)
+    attend = _attend_stored if view.is_stored_as(q.dtype) else _attend_tiles
+    return unfold_heads(attend(rows, view, mask), q.size(1))
 
 
-def _chunk_attention(q, k, v, window):
-    if window:
-        return blockwise_local_attention(q, k, v, window)
-    if q.size(2) == k.size(2):
-        return causal_attention(q, k, v)
-    return masked_attention(q, k, v, window=0)
+def _mask(q, view, window) -> torch.Tensor:
+    """(B or 1, 1, H/Hkv * t, S) bool, True = seen; one row stands for all query heads where t is 1."""
+    t, S = q.size(2), view.k[0].size(2)
+    if view.k_pos is None:
+        q_pos, k_pos = (torch.arange(a, S, device=q.device)[None] for a in (S - t, 0))
+    else:
+        q_pos, k_pos = view.q_pos, view.k_pos
+    mask = in_window(q_pos[:, :, None], k_pos[:, None, :], window) & (k_pos >= 0)[:, None, :]
+    group = q.size(1) // view.k[0].size(1)
+    return mask[:, None] if t == 1 else mask[:, None].repeat(1, 1, group, 1)
 
 
-def _folded_attention(q, k, v, mask):
-    """The query heads of one KV head as rows of one matrix: reads K and V once, whatever the number of heads."""
-    n_kv_head = k.size(1)
-    rows = fold_heads(q, n_kv_head)                                        # (B, Hkv, H/Hkv * t, D)
-    if q.dtype in (torch.bfloat16, torch.float16):
+def _attend_stored(rows, view, mask):
+    """K and V as they lie: read once, whatever the number of query heads. rows (B, Hkv, R, D) -> the same shape."""
+    k, v = view.k[0], view.v[0]
+    if rows.dtype in (torch.bfloat16, torch.float16):
         if mask is None:  # SDPA keeps the scores in float32, which a half-precision GEMM would round
-            return unfold_heads(F.scaled_dot_product_attention(rows, k, v), q.size(1))
-        rows, k = rows.float(), k.float()
-    scores = (rows * q.size(-1) ** -0.5) @ k.transpose(2, 3)               # (B, Hkv, H/Hkv * t, S)
+            return F.scaled_dot_product_attention(rows, k, v)
+        return _attend_tiles(rows, view, mask)
+    scores = (rows * rows.size(-1) ** -0.5) @ k.transpose(2, 3)             # (B, Hkv, R, S)
     if mask is not None:
-        group = q.size(1) // n_kv_head
-        mask = mask[:, None].repeat(1, 1, group, 1)                        # (B, 1, H/Hkv * t, S)
         # finite, so that a padded query, which sees nothing, gives garbage that is never read instead of NaN
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return unfold_heads(scores.softmax(-1).to(v.dtype) @ v, q.size(1))
+    return scores.softmax(-1) @ v
+
+
+def _attend_tiles(rows, view, mask):
+    """K and V decoded a tile at a time. rows (B, Hkv, R, D) -> the same shape."""
+    output_dtype, dtype, S = rows.dtype, scores_dtype(rows.dtype), view.k[0].size(2)
+    rows, out, partial = rows.to(dtype) * rows.size(-1) ** -0.5, [], None
+    for tile in view.tiles():
+        scores = tile_scores(rows[slice(*tile.rows)], tile, dtype)          # (b, Hkv, R, s)
+        if mask is not None:
+            m = mask[slice(*tile.rows)] if mask.size(0) > 1 else mask
+            scores = scores.masked_fill(~m[..., slice(*tile.keys)], torch.finfo(dtype).min)
+        partial = PartialSoftmax.of(scores, tile) if partial is None else partial.join(PartialSoftmax.of(scores, tile))
+        if tile.keys[1] == S:
+            out.append(partial.result())
+            partial = None
+    return torch.cat(out).to(output_dtype)

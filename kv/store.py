@@ -1,26 +1,35 @@
-"""Storage of one slot: K and V in the cache's own dtype, int8 with its scales included; slices in, slices out."""
+"""Storage of one slot: K and V in the cache's own dtype, int8 with its scales included. What each kind of slot does when
+tokens are appended is in `kv/slots.py` (contiguous, ring) and `kv/paged.py`."""
 import torch
 
-from kv.quant import dequantize_int8, quantize_int8
+from kv.quant import quantize_int8
+from kv.view import Encoded
 
 
 class KVStore:
-    """(B, Hkv, capacity, D) of K and of V.
+    """(rows, Hkv, capacity, D) of K and of V; `rows` are sequences, or pages of a pool.
 
-    Encoded K or V is a tuple of tensors that share their first three dimensions: (values,) or, for int8,
-    (values, scales (B, Hkv, capacity, 1)).
+    On a CPU the memory of K lies as (rows, Hkv, D, capacity): a decode step multiplies queries by K transposed, and so
+    finds it in the order in which a GEMM reads fastest (results/cpu/). `k` is a transposed view of it: nothing else
+    depends on how it lies.
     """
 
-    def __init__(self, batch_size, n_kv_head, capacity, head_dim, dtype, compute_dtype, device):
+    def __init__(self, rows, n_kv_head, capacity, head_dim, dtype, compute_dtype, device):
         self.capacity, self.dtype, self.compute_dtype, self.device = capacity, dtype, compute_dtype, device
+        shape = (rows, n_kv_head, capacity)
+        # SDPA, which attends over half precision, wants the last dimension contiguous
+        transposed = self.device.type == 'cpu' and dtype not in (torch.bfloat16, torch.float16)
+        self.k = self._allocate(shape, head_dim, transposed)
+        self.v = self._allocate(shape, head_dim, False)
 
-        def allocate():
-            shape = (batch_size, n_kv_head, capacity)
-            values = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-            if dtype == torch.int8:
-                return values, torch.zeros(*shape, 1, dtype=torch.float16, device=device)
-            return (values,)
-        self.k, self.v = allocate(), allocate()
+    def _allocate(self, shape, head_dim, transposed) -> Encoded:
+        if transposed:
+            values = torch.zeros(*shape[:2], head_dim, shape[2], dtype=self.dtype, device=self.device).transpose(2, 3)
+        else:
+            values = torch.zeros(*shape, head_dim, dtype=self.dtype, device=self.device)
+        if self.dtype == torch.int8:
+            return values, torch.zeros(*shape, 1, dtype=torch.float16, device=self.device)
+        return (values,)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -30,46 +39,46 @@ class KVStore:
     def nbytes(self) -> int:
         return sum(x.untyped_storage().nbytes() for x in self.tensors)
 
-    def encode(self, k, v):
+    def encode(self, k, v) -> tuple[Encoded, Encoded]:
         """Computed K, V (B, Hkv, t, D) as they are stored. What is attended is always what is stored, so that logits do
         not depend on how a sequence was cut into chunks."""
         if self.dtype == torch.int8:
             return quantize_int8(k), quantize_int8(v)
         return (k.to(self.dtype),), (v.to(self.dtype),)
 
-    def decode(self, k, v):
-        """Stored K, V back in the compute dtype (a copy only where the dtypes differ)."""
-        if self.dtype == torch.int8:
-            return dequantize_int8(*k, self.compute_dtype), dequantize_int8(*v, self.compute_dtype)
-        return k[0].to(self.compute_dtype), v[0].to(self.compute_dtype)
+    def read(self, rows, start: int, end: int) -> tuple[Encoded, Encoded]:
+        """Encoded K, V of `rows` (a slice or index tensor) at indices start .. end - 1; views where rows is a slice."""
+        return tuple(tuple(x[rows, :, start:end] for x in kv) for kv in (self.k, self.v))
 
-    def read(self, start: int, end: int):
-        """Encoded K, V at indices start .. end - 1, as views."""
-        return self.cut(self.k, self.v, start, end)
-
-    def write(self, start: int, k, v) -> None:
+    def write(self, rows, start: int, k: Encoded, v: Encoded) -> None:
         """Encoded K, V to the indices from `start` on."""
         for stored, new in zip(self.tensors, k + v):
-            stored[:, :, start:start + new.size(2)] = new
+            stored[rows, :, start:start + new.size(2)] = new
 
-    def scatter(self, rows, indices, tokens, k, v) -> None:
-        """stored[rows[n], :, indices[n]] = new[rows[n], :, tokens[n]] for all n."""
+    def scatter(self, rows, indices, new_rows, tokens, k: Encoded, v: Encoded) -> None:
+        """stored[rows[n], :, indices[n]] = new[new_rows[n], :, tokens[n]] for all n."""
         for stored, new in zip(self.tensors, k + v):
-            stored[rows, :, indices] = new[rows, :, tokens]
+            stored[rows, :, indices] = new[new_rows, :, tokens]
 
-    @staticmethod
-    def cut(k, v, start: int, end: int):
-        return tuple(tuple(x[:, :, start:end] for x in kv) for kv in (k, v))
-
-    @staticmethod
-    def cat(pieces):
-        """Encoded (K, V) pairs one after another."""
-        return tuple(tuple(torch.cat(parts, dim=2) for parts in zip(*kv)) for kv in zip(*pieces))
+    def copy_row(self, source: int, target: int) -> None:
+        for x in self.tensors:
+            x[target] = x[source]
 
     def fill_random_(self, chunk: int = 256) -> None:
         """Normal random K/V everywhere, a slice at a time so that no second copy of the cache ever exists."""
-        B, n_kv_head, _, head_dim = self.k[0].shape
+        rows, n_kv_head, _, head_dim = self.k[0].shape
         for start in range(0, self.capacity, chunk):
-            shape = (B, n_kv_head, min(chunk, self.capacity - start), head_dim)
-            k, v = (torch.randn(shape, dtype=self.compute_dtype, device=self.device) for _ in 'kv')
-            self.write(start, *self.encode(k, v))
+            for first in range(0, rows, chunk):
+                last = min(first + chunk, rows)
+                shape = (last - first, n_kv_head, min(chunk, self.capacity - start), head_dim)
+                k, v = (torch.randn(shape, dtype=self.compute_dtype, device=self.device) for _ in 'kv')
+                self.write(slice(first, last), start, *self.encode(k, v))
+
+
+def cut(k: Encoded, v: Encoded, start: int, end: int) -> tuple[Encoded, Encoded]:
+    return tuple(tuple(x[:, :, start:end] for x in kv) for kv in (k, v))
+
+
+def cat(pieces: list[tuple[Encoded, Encoded]]) -> tuple[Encoded, Encoded]:
+    """Encoded (K, V) pairs one after another."""
+    return tuple(tuple(torch.cat(parts, dim=2) for parts in zip(*kv)) for kv in zip(*pieces))

@@ -1,11 +1,13 @@
 """Attention of new queries over what a cache holds, against dense attention in float64."""
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attention.cached import cached_attention
 from attention.heads import fold_heads, unfold_heads
+from kv.quant import dequantize_int8, quantize_int8
+from kv.view import KVView
 from tests.helpers.reference import dense_attention
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
@@ -17,32 +19,57 @@ def qkv(t, n_keys, heads=(4, 2), batch=2, dtype=torch.float64, seed=0):
     return tuple((torch.randn(s, generator=g, dtype=torch.float64) * 1.4).to(dtype) for s in shapes)
 
 
+def attend(q, k, v, window=0, q_pos=None, k_pos=None):
+    return cached_attention(q, KVView((k,), (v,), q_pos, k_pos), window)
+
+
+def attend_int8(q, k, v, window=0, q_pos=None, k_pos=None):
+    return cached_attention(q, KVView(quantize_int8(k), quantize_int8(v), q_pos, k_pos), window)
+
+
+def rounded(x):
+    return dequantize_int8(*quantize_int8(x), torch.float64)
+
+
+# how K and V are stored -> (attention over them so stored, what the dense reference must be given)
+STORED = pytest.mark.parametrize('attend, held', [(attend, lambda x: x), (attend_int8, rounded)], ids=['float64', 'int8'])
+
+
+@pytest.fixture(params=[1, 30, 100, 2 ** 18])
+def tile(request, monkeypatch):
+    """Elements of K per tile: a position at a time, several, whole rows, everything."""
+    monkeypatch.setattr(KVView.tiles, '__defaults__', (request.param,))
+
+
 def gap(a, b):
     assert a.shape == b.shape
     return (a - b).abs().max().item()
 
 
-@settings(max_examples=80)
-@given(t=st.integers(2, 90), held=st.integers(0, 60), heads=st.sampled_from(HEADS),
+@STORED
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(t=st.integers(2, 90), n_held=st.integers(0, 60), heads=st.sampled_from(HEADS),
        window=st.sampled_from([0, 1, 2, 5, 32, 33, 200]))
-def test_chunks_over_keys_in_order(t, held, heads, window):
-    held = min(held, window - 1) if window else held
-    inputs = qkv(t, held + t, heads)
-    assert gap(cached_attention(*inputs, window), dense_attention(*inputs, window)) < 1e-12
+def test_chunks_over_keys_in_order(tile, attend, held, t, n_held, heads, window):
+    n_held = min(n_held, window - 1) if window else n_held
+    q, k, v = qkv(t, n_held + t, heads)
+    assert gap(attend(q, k, v, window), dense_attention(q, held(k), held(v), window)) < 1e-12
 
 
+@STORED
 @pytest.mark.parametrize('heads', HEADS)
 @pytest.mark.parametrize('window, n_keys', [(0, 1), (0, 37), (5, 5), (5, 3)])
-def test_one_token_sees_every_key_in_any_order(heads, window, n_keys):
+def test_one_token_sees_every_key_in_any_order(tile, attend, held, heads, window, n_keys):
     q, k, v = qkv(1, n_keys, heads)
     shuffled = torch.randperm(n_keys, generator=torch.Generator().manual_seed(1))
-    expected = dense_attention(q, k, v)
-    assert gap(cached_attention(q, k[:, :, shuffled], v[:, :, shuffled], window), expected) < 1e-12
+    expected = dense_attention(q, held(k), held(v))
+    assert gap(attend(q, k[:, :, shuffled], v[:, :, shuffled], window), expected) < 1e-12
 
 
-@settings(max_examples=40)
+@STORED
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), t=st.integers(1, 6), window=st.sampled_from([0, 1, 3, 8]), heads=st.sampled_from(HEADS))
-def test_ragged_rows_by_position_tags(data, t, window, heads):
+def test_ragged_rows_by_position_tags(tile, attend, held, data, t, window, heads):
     """Each row's keys are shuffled among keys that are not there; its answer is that of the row alone."""
     lengths = data.draw(st.lists(st.integers(t, 20), min_size=2, max_size=3))
     B, S = len(lengths), 24
@@ -52,15 +79,16 @@ def test_ragged_rows_by_position_tags(data, t, window, heads):
     places = [data.draw(st.permutations(range(S)))[:n] for n in lengths]
     for b, place in enumerate(places):
         k_pos[b, list(place)] = torch.arange(lengths[b])
-    y = cached_attention(q, k, v, window, q_pos, k_pos)
+    y = attend(q, k, v, window, q_pos, k_pos)
     for b, place in enumerate(places):
-        alone = dense_attention(q[b:b + 1], k[b:b + 1, :, list(place)], v[b:b + 1, :, list(place)], window)
+        alone = dense_attention(q[b:b + 1], *(held(x[b:b + 1, :, list(place)]) for x in (k, v)), window)
         assert gap(y[b:b + 1], alone) < 1e-12
 
 
-def test_a_query_that_sees_nothing_is_finite():
+@STORED
+def test_a_query_that_sees_nothing_is_finite(tile, attend, held):
     q, k, v = qkv(1, 3, batch=1)
-    y = cached_attention(q, k, v, 2, torch.tensor([[0]]), torch.tensor([[-1, -1, -5]]))
+    y = attend(q, k, v, 2, torch.tensor([[0]]), torch.tensor([[-1, -1, -5]]))
     assert y.isfinite().all()
 
 

@@ -1,9 +1,11 @@
 """What happens inside one step of a cache: failures midway, decoded copies, misuse."""
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from kv.cache import KVCache
+from kv.view import KVView
 from tests.helpers.models import FULL_STACK, feed, full_logits, max_gap, random_model, tokens
 
 
@@ -21,20 +23,32 @@ def test_a_step_that_failed_midway_is_not_built_upon(monkeypatch):
     assert max_gap(feed(model, cache, idx, [9, 11]), full_logits(model, idx)) < 1e-9
 
 
-def test_decoded_copies_live_only_until_their_last_reader(monkeypatch):
-    """An int8 cache is expanded a slot at a time: what the first period read is gone when the second is under way."""
-    config = GPTConfig(**FULL_STACK | dict(n_layer=12))
-    model, alive = random_model(config), []
-    cache = model.new_cache(1, 16, 'int8')
-    plain = KVCache.append
+class LargestFloat(TorchDispatchMode):
+    """Elements of the largest floating-point tensor that any operation gave."""
+    largest = 0
 
-    def append(self, *args):
-        alive.append(sorted(self._views))
-        return plain(self, *args)
-    monkeypatch.setattr(KVCache, 'append', append)
-    feed(model, cache, tokens(1, 7), [7])
-    # slots: 0 (layers 0 1), 1 (2 3 4), 2 (5 11, global), 3 (6 7), 4 (8 9 10)
-    assert alive == [[], [], [], [2], [2]]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.largest = max(self.largest, x.numel())
+        return out
+
+
+@pytest.mark.parametrize('t', [1, 3])
+@pytest.mark.parametrize('ragged', [False, True])
+def test_an_int8_cache_is_decoded_a_tile_at_a_time(monkeypatch, t, ragged):
+    """No operation gives a decoded copy of a slot: floats are small beside what the global slot holds."""
+    monkeypatch.setattr(KVView.tiles, '__defaults__', (256,))
+    model = random_model(GPTConfig(**FULL_STACK | dict(block_size=1024)))
+    cache = model.new_cache(4, 1000, 'int8').fill_(990)
+    if ragged:
+        cache.reset([1])
+        model(tokens(4, 9), cache=cache, lens=[0, 9, 0, 0])
+    with LargestFloat() as floats, torch.no_grad():
+        model(tokens(4, t), cache=cache)
+    held = 4 * 990 * model.plan.head_dim  # elements of K in the global slot
+    assert 256 <= floats.largest <= held / 5
 
 
 def test_lens_without_a_cache_is_refused():

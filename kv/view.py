@@ -1,0 +1,86 @@
+"""What the queries of one step attend over, as attention gets it from a cache: stored K and V, still encoded."""
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from kv.quant import dequantize_int8
+
+# Stored K or V: (values,) or, in int8, (values, scales); they share their first three dimensions.
+Encoded = tuple[torch.Tensor, ...]
+
+# Elements of K (and as many of V) that are decoded at a time: 1 MB of float32, which stays in a core's L2 cache.
+TILE = 2 ** 18
+
+
+def decode(x: Encoded, dtype: torch.dtype) -> torch.Tensor:
+    """Stored K or V in `dtype` (a copy only where the dtypes differ)."""
+    return dequantize_int8(*x, dtype) if len(x) == 2 else x[0].to(dtype)
+
+
+@dataclass
+class Tile:
+    """A piece of a view: rows[0] to rows[1] of the step, and of their keys the indices keys[0] to keys[1].
+
+    k, v: (b, Hkv, s, D) in the stored dtype. k_scale, v_scale: (b, Hkv, s, 1), or None where there are none.
+    """
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+@dataclass
+class PageList:
+    """Where the keys of the rows of a step are in a pool of pages, for steps of one token.
+
+    Entry e says: the page ids[e] holds positions first[e] .. first[e] + page_size - 1 of the step's row rows[e]. Pages
+    stand in the order of the pool; `runs` are (a, b, lo): entries a to b are the pages from lo on, all of them.
+
+    rows, first, ids: (n,) int64. lengths: (B,) int64, keys that each row sees.
+    """
+    ids: torch.Tensor
+    rows: torch.Tensor
+    first: torch.Tensor
+    lengths: torch.Tensor
+    runs: list[tuple[int, int, int]]
+
+
+@dataclass
+class KVView:
+    """What the queries of one step attend over, for the owner of a slot and its readers alike.
+
+    k, v: encoded, (B, Hkv, S, D); with `pages` the pools (n_pages, Hkv, page_size, D) that they point into.
+    q_pos, k_pos: None where every key is seen as far as causality and window allow: the keys are then in order and the
+        last t are the queries' own, except at t = 1, where any order will do. Else (B, t) and (B, S): the position of
+        each query and key, negative for a key that is not there.
+    memo: shared by all slots of this kind in the step, for what attention makes from the tags (masks).
+    """
+    k: Encoded
+    v: Encoded
+    q_pos: torch.Tensor | None = None
+    k_pos: torch.Tensor | None = None
+    pages: PageList | None = None
+    memo: dict = field(default_factory=dict)
+
+    def is_stored_as(self, dtype: torch.dtype) -> bool:
+        """Whether K and V can be attended over as they lie, without a decoded copy."""
+        return self.k[0].dtype == dtype
+
+    def decoded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of K and V in `dtype`: for what is short (a window, a chunk)."""
+        return decode(self.k, dtype), decode(self.v, dtype)
+
+    def tiles(self, size: int = TILE) -> Iterator[Tile]:
+        """Pieces of at most `size` elements of K (at least one position): whole rows where they fit, else parts of one
+        row. So that a decoded copy of more than a tile never exists."""
+        B, n_kv_head, S, D = self.k[0].shape
+        n_keys = min(S, max(1, size // (n_kv_head * D)))
+        n_rows = max(1, size // (n_kv_head * D * S)) if n_keys == S else 1
+        for row in range(0, B, n_rows):
+            for key in range(0, S, n_keys):
+                rows, keys = (row, min(row + n_rows, B)), (key, min(key + n_keys, S))
+                k, v = (tuple(x[slice(*rows), :, slice(*keys)] for x in kv) for kv in (self.k, self.v))
+                yield Tile(rows, keys, k[0], v[0], *((k[1], v[1]) if len(k) == 2 else (None, None)))
