@@ -1,148 +1,40 @@
-"""Time what the model does, without the rest of training: nanoGPT's bench.py, and room for other modes.
+"""Time what the model does: training steps as nanoGPT's bench.py, tokens out of the cache, prompts into it.
 
     python bench.py --real_data=False                                      # GPT-2 124M's shape, one random batch
     python bench.py config/train_mqa_local.py --dataset=shakespeare_works  # a config's shape, windows of its data set
     python bench.py --real_data=False --compile=False --batch_size=4 --block_size=256 --json=True
     python bench.py --real_data=False --profile=True                       # trace for chrome://tracing or TensorBoard
+
+    python bench.py config/train_gpt2_mqa_local.py --mode=decode --batch_sizes=1,4,16 --contexts=1024,4096
+    python bench.py config/train_gpt2_mqa_local.py --mode=decode --batch_sizes=16 --contexts=4096 --against=vanilla
+    python bench.py config/train_gpt2_mqa_local.py --mode=decode --contexts=4096 --budget=1GB --against=vanilla
+    python bench.py --mode=decode --batch_sizes=1,16 --contexts=960 --against=hf       # transformers, same vanilla weights
+    python bench.py --mode=decode --contexts=960 --steps=8 --against=nanogpt --nanogpt=FOLDER
+    python bench.py config/train_gpt2_mqa_local.py --mode=prefill --contexts=1024,8192 --prefill_chunk=1024
     python bench.py --help
 
-A step is forward, backward and AdamW update of one batch, without dropout: 10 to warm up, then 20 on the clock. MFU is
-nanoGPT's (every query sees every key, against an A100's 312 TFLOP/s); the line below it counts what the model asks for
-(`training/flops.py`). With --json=True the last line of output is one JSON document.
+train: a step is forward, backward and AdamW update of one batch, without dropout (benchmarks/train.py).
+decode: time per output token (TPOT), greedy, from caches that hold `contexts` tokens; bytes stored and read, and how
+much of the measured memory bandwidth that is (benchmarks/decode.py). prefill: time to first token (TTFT).
+Weights are random, in the settings' shape. Two sides alternate in one run: ratios are medians over pairs of rounds.
+With --json=True the last line of output is one JSON document; `python -m benchmarks.table` makes a page from saved ones.
 """
+import importlib
 import json
-import statistics
-import time
-from pathlib import Path
-
-import torch
-from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
 
 import configurator
-from config.errors import UserError
-from config.gpt_config import GPTConfig
-from config.schema import MODEL
-from data.datasets import DATA_ROOT, available_datasets, ensure_dataset
-from data.tokenfiles import is_prepared, read_meta
-from model import GPT
-from training.batches import TokenBatches
-from training.device import autocast, check_seed, device_name, pick_device, pick_dtype, synchronize
-from training.flops import achieved
-
-BURN_IN, TIMED = 10, 20
-TRACES = Path('bench_log')  # in the working directory
-
-
-def prepared(dataset: str) -> Path:
-    """The folder of a data set that has its token files: a benchmark starts no download."""
-    folder = DATA_ROOT / dataset
-    if is_prepared(folder):
-        return ensure_dataset(dataset, DATA_ROOT)  # which only checks the name then
-    remedy = f'prepare it with python data/{dataset}/prepare.py'
-    if not (dataset and (folder / 'prepare.py').is_file()):
-        remedy = f"choose one of {', '.join(available_datasets(DATA_ROOT)) or 'none'}"
-    raise UserError(f'dataset={dataset!r} is not prepared: {remedy}, or time random tokens with --real_data=False')
-
-
-class TrainStep:
-    """One step of training, ready to be called: a model in the settings' shape, its optimizer and its batches."""
-
-    def __init__(self, s):
-        self.device = pick_device(s.device)
-        self.dtype = pick_dtype(s.dtype, self.device)
-        torch.manual_seed(s.seed)
-        torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
-        folder = prepared(s.dataset) if s.real_data else DATA_ROOT / s.dataset
-        vocab_size = (read_meta(folder) or {'vocab_size': 50304})['vocab_size']
-        shape = {key.name: getattr(s, key.name) for key in MODEL} | {'dropout': 0.0}  # as in nanoGPT
-        self.model = GPT(GPTConfig(vocab_size=vocab_size, **shape)).to(self.device)
-        if s.real_data:
-            self.next_batch = TokenBatches(folder, s.block_size, s.batch_size, self.device).next
-        else:
-            batch = torch.randint(vocab_size, (2, s.batch_size, s.block_size), device=self.device)
-            self.next_batch = lambda: tuple(batch)
-        print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
-        self.optimizer = self.model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), self.device.type)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        if s.compile:
-            print('Compiling model...')
-            self.model.prepare(s.block_size)
-        self.compiled = torch.compile(self.model) if s.compile else self.model
-        self.batch = self.next_batch()
-
-    def __call__(self) -> float:
-        """The batch's loss, read last: whoever has it knows that the device is done."""
-        with autocast(self.device, self.dtype):
-            loss = self.compiled(*self.batch)[1]
-        self.batch = self.next_batch()  # fetched while the device is busy
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return loss.item()
-
-
-def run_steps(step, n: int) -> list[float]:
-    """Seconds of each of `n` steps."""
-    synchronize(step.device)
-    stamps = [time.perf_counter()]
-    for k in range(n):
-        loss = step()
-        stamps.append(time.perf_counter())
-        print(f'{k}/{n} loss: {loss:.4f}', flush=True)
-    return [after - before for before, after in zip(stamps, stamps[1:])]
-
-
-def profile(step) -> None:
-    """nanoGPT's schedule: 5 steps unobserved, 5 to warm the profiler up, 5 recorded. Leaves a trace and prints a table."""
-    try:
-        TRACES.mkdir(exist_ok=True)
-    except OSError as e:
-        raise UserError(f'{TRACES}/ cannot be made in the working directory, for the trace: {e.strerror}') from e
-    cuda = step.device.type == 'cuda'
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    with torch.profiler.profile(activities=activities, schedule=schedule(wait=5, warmup=5, active=5, repeat=1), with_flops=True,
-                                on_trace_ready=tensorboard_trace_handler(str(TRACES), worker_name='bench')) as profiler:
-        for k in range(15):
-            print(f'{k}/15 loss: {step():.4f}', flush=True)
-            profiler.step()
-    slowest = f'self_{"device" if cuda else "cpu"}_time_total'
-    print(profiler.key_averages().table(sort_by=slowest, row_limit=15, max_name_column_width=40))
-    print(f'trace written to {TRACES}/')
-
-
-def bench_train(s) -> dict:
-    """Time (or profile) training steps; returns what --json prints."""
-    if s.batch_size < 1:
-        raise UserError(f'batch_size={s.batch_size}: must be at least 1')
-    step = TrainStep(s)
-    model = step.model
-    figures = {'device': device_name(step.device), 'threads': torch.get_num_threads(), 'torch': torch.__version__,
-               'dtype': str(step.dtype).removeprefix('torch.'), 'params': model.get_num_params()}
-    figures |= {name: getattr(s, name) for name in ('mode', 'compile', 'batch_size', 'block_size', 'window_size',
-                                                    'layer_pattern', 'n_kv_head', 'real_data')}
-    if s.profile:
-        profile(step)
-        return figures | {'trace': str(TRACES)}
-    run_steps(step, BURN_IN)
-    seconds = run_steps(step, TIMED)
-    mean = statistics.mean(seconds)
-    mfu, tflops = model.estimate_mfu(s.batch_size, mean), achieved(model, s.batch_size, mean)
-    rate = s.batch_size * s.block_size / mean
-    print(f'time per iteration: {mean * 1000:.4f}ms, MFU: {mfu * 100:.2f}%')
-    print(f'counting only the keys each query sees: {tflops:.3f} model TFLOP/s; {rate:,.0f} tokens/s')
-    ms = [1000 * x for x in seconds]
-    summary = {'mean_ms': 1000 * mean, 'median_ms': statistics.median(ms), 'min_ms': min(ms), 'max_ms': max(ms)}
-    return figures | summary | {'tokens_per_second': rate, 'mfu': mfu, 'model_tflops_per_second': tflops, 'step_ms': ms}
-
-
-MODES = {'train': bench_train}
+from benchmarks.saving import check_target, write_json
+from data.datasets import DATA_ROOT
+from training.device import check_seed
 
 
 def main(argv=None):
     s = configurator.parse('bench', argv, usage=__doc__)
     check_seed(s.seed)
-    figures = MODES[s.mode](s)
+    check_target(s.save)  # before minutes of measuring
+    figures = importlib.import_module(f'benchmarks.{s.mode}').run(s, DATA_ROOT)  # each mode is a module of its name
+    if s.save:
+        write_json(s.save, figures)
     if s.json:
         print(json.dumps(figures))
 

@@ -103,14 +103,29 @@ KV = _keys(
 ) + MODEL
 
 BENCH = _keys(
-    ('mode', 'train', "what to time: 'train' (forward, backward, update)", ('train',)),
-    ('batch_size', 12, 'sequences in a step'),
-    ('real_data', True, 'windows of the data set; False: one fixed random batch'),
-    ('dataset', 'openwebtext', 'folder under data/ with its token files'),
+    ('mode', 'train', "what to time: 'train' (forward, backward, update), 'decode' (tokens out of a filled cache), 'prefill' "
+     "(a prompt's first token)", ('train', 'decode', 'prefill')),
+    ('against', '', "mode decode: also time, in turns, 'vanilla' (GPT-2's memory in the same shape, in our code; mode prefill "
+     "too), 'hf' (transformers' generate) or 'nanogpt' (its generate), the last two with the same vanilla weights",
+     ('', 'vanilla', 'hf', 'nanogpt')),
+    ('batch_sizes', '1', "modes decode and prefill: sequences at once, a list as '1,4,16'"),
+    ('contexts', '512', "modes decode and prefill: tokens held when the first timed token is made, a list as '1024,4096'; "
+     'tokens of the prompt, with mode prefill or against hf or nanogpt; length of the whole sequences, with budget'),
+    ('steps', 16, 'mode decode: tokens timed in a round'),
+    ('repeats', 5, 'modes decode and prefill: timed rounds, at least 5, after one to warm up; figures are their medians'),
+    ('kv_dtype', 'auto', "modes decode and prefill: storage of the KV cache; 'auto' = the compute dtype",
+     ('auto', 'float32', 'bfloat16', 'float16', 'int8')),
+    ('prefill_chunk', 0, 'mode prefill: tokens appended at a time; 0 = the whole prompt'),
+    ('budget', '', "mode decode: KV memory, as '1GB'; in place of batch_sizes, as many sequences as fit"),
+    ('nanogpt', '', 'mode decode against nanogpt: folder of a nanoGPT checkout'),
+    ('save', '', 'also write the JSON document to this file'),
+    ('batch_size', 12, 'mode train: sequences in a step'),
+    ('real_data', True, 'mode train: windows of the data set; False: one fixed random batch'),
+    ('dataset', 'openwebtext', 'folder under data/ with its token files, which say the vocabulary (50304 without)'),
     ('seed', 1337, 'seed of every random number'),
 ) + DEVICE + _keys(
-    ('compile', True, 'torch.compile the model'),
-    ('profile', False, 'run the torch profiler in place of the clock; writes a trace to bench_log/'),
+    ('compile', True, 'mode train: torch.compile the model'),
+    ('profile', False, 'mode train: run the torch profiler in place of the clock; writes a trace to bench_log/'),
     ('json', False, 'end with one JSON document on the last line'),
 ) + MODEL
 

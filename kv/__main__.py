@@ -6,27 +6,14 @@
     python -m kv --help
 """
 import json
-import re
-from decimal import Decimal
 
 import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
+from config.sizes import parse_bytes
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account, dtype_table, fitting, print_report
-
-UNITS = {'': 1, 'B': 1, 'KB': 10 ** 3, 'MB': 10 ** 6, 'GB': 10 ** 9, 'TB': 10 ** 12,
-         'KIB': 2 ** 10, 'MIB': 2 ** 20, 'GIB': 2 ** 30, 'TIB': 2 ** 40}
-
-
-def parse_bytes(text: str) -> int:
-    """'1GB' -> 1_000_000_000, '512MiB' -> 536_870_912, '4096' -> 4096."""
-    match = re.fullmatch(r'\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*', text)
-    n = int(Decimal(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0  # Decimal: not a byte lost to rounding
-    if n < 1:
-        raise UserError(f"budget={text!r}: a number of bytes is needed, as '1GB', '512MiB' or '4096'")
-    return n
 
 
 def main(argv=None):

@@ -1,0 +1,150 @@
+"""The figures of a document as tables: columns and rows of text, which the terminal and the Markdown page both show."""
+from dataclasses import dataclass, field
+
+FASTER = 'ours faster, x'  # column: tokens/s of ours over those of the side in the row
+
+
+@dataclass
+class Grid:
+    """A table of text. `left` columns are words, the others numbers."""
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    left: tuple[str, ...] = ('side',)
+
+
+def spread(figures: dict, form: str, factor: float = 1.0) -> str:
+    """'29.1 (28.8-31.0)': median, min and max."""
+    median, low, high = (format(figures[name] * factor, form) for name in ('median', 'min', 'max'))
+    return f'{median} ({low}-{high})'
+
+
+def megabytes(n: float) -> str:
+    """Decimal ones: 4_831_838_208 -> '4,831.84'."""
+    return f'{n / 1e6:,.2f}'
+
+
+def each_side(document):
+    """(cell, name of the side, its figures), in order."""
+    for cell in document['cells']:
+        for name, side in cell['sides'].items():
+            yield cell, name, side
+
+
+def faster(cell: dict, name: str, of: str) -> str:
+    """How many times faster ours is than this side, as text; of ours itself, nothing."""
+    ratio = cell['ratios'][of].get(name)
+    return '' if ratio is None else spread(ratio, '.2f')
+
+
+def times(document) -> Grid:
+    """Of decoding."""
+    grid = Grid('time per output token, median (min-max)', ('context', 'B', 'side', 'TPOT, ms', 'tokens/s', FASTER))
+    for cell, name, side in each_side(document):
+        grid.rows.append((f"{cell['context']:,}", f"{side['batch']:,}", name, spread(side['tpot_ms'], '.1f'),
+                          f"{side['tokens_per_second']['median']:,.1f}", faster(cell, name, 'tokens_per_second')))
+    return grid
+
+
+def bytes_read(document) -> Grid:
+    """Of decoding."""
+    grid = Grid('MB held, and read per step; share of the bandwidth measured in the same rounds',
+                ('context', 'B', 'side', 'K/V held', 'K/V read', 'weights read', 'GB/s', 'share, %'))
+    for cell, name, side in each_side(document):
+        grid.rows.append((f"{cell['context']:,}", f"{side['batch']:,}", name, megabytes(side['kv_bytes']),
+                          megabytes(side['kv_read_bytes_per_step']), megabytes(side['weight_read_bytes_per_step']),
+                          f"{side['read_bytes_per_second']['median'] / 1e9:.1f}", spread(side['bandwidth_share'], '.0f', 100)))
+    return grid
+
+
+def capacities(document) -> Grid:
+    """Of decoding with a budget."""
+    grid = Grid(f"sequences within {document['budget']:,} bytes of K/V, allocated",
+                ('context', 'side', 'sequences', 'bytes', 'with one more', 'ours holds, x'))
+    for cell in document['cells']:
+        for name, found in cell['capacity'].items():
+            more = '' if name == 'ours' else f"{cell['capacity']['ours']['sequences'] / found['sequences']:.1f}"
+            grid.rows.append((f"{cell['context']:,}", name, f"{found['sequences']:,}", f"{found['kv_bytes']:,}",
+                              f"{found['kv_bytes_of_one_more']:,}", more))
+    return grid
+
+
+def generations(document) -> Grid:
+    """Of decoding against other programs."""
+    star = '; *: the faster of its caches' if document['against'] == 'hf' else ''
+    grid = Grid(f'generations with the same weights and prompts, median (min-max){star}',
+                ('prompt', 'B', 'side', 'TTFT, ms', 'TPOT, ms', 'tokens/s', FASTER, 'equal rows'),
+                left=('side', 'equal rows'))
+    for cell, name, side in each_side(document):
+        fastest = '*' * (cell['fastest'] == name and len(cell['sides']) > 2)
+        equal = f"{side['rows_equal']} of {side['rows']}" if 'rows' in side else ''
+        grid.rows.append((f"{cell['context']:,}", f"{side['batch']:,}", name + fastest, f"{side['ttft_ms']['median']:.0f}",
+                          spread(side['tpot_ms'], '.1f'), f"{side['tokens_per_second']['median']:,.1f}",
+                          faster(cell, name, 'tokens_per_second'), equal))
+    return grid
+
+
+def prefills(document) -> Grid:
+    """Of prompts."""
+    chunk = document['prefill_chunk']
+    pieces = f'{chunk:,} tokens at a time' if chunk else 'in one piece'
+    grid = Grid(f'time to first token, median (min-max); prompts {pieces}',
+                ('prompt', 'B', 'side', 'TTFT, ms', 'tokens/s', 'K/V, MB', FASTER))
+    for cell, name, side in each_side(document):
+        grid.rows.append((f"{cell['context']:,}", f"{side['batch']:,}", name, spread(side['ttft_ms'], '.1f'),
+                          f"{side['tokens_per_second']['median']:,.0f}", megabytes(side['kv_bytes']),
+                          faster(cell, name, 'ttft')))
+    return grid
+
+
+def decode_grids(document) -> list[Grid]:
+    if document['against'] in ('hf', 'nanogpt'):
+        return [generations(document)]
+    budgeted = [capacities(document)] if document['budget'] else []
+    return budgeted + [times(document), bytes_read(document)]
+
+
+GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)]}  # mode -> document -> its tables
+
+
+def heading(document) -> list[str]:
+    """Lines on hardware, versions, dtypes, rounds and models."""
+    against = f" against {document['against']}" if document['against'] else ''
+    transformers = f", transformers {document['transformers']}" if 'transformers' in document else ''
+    steps = f" of {document['steps']} steps" if 'steps' in document else ''
+    lines = [f"{document['mode']}{against}: {document['device']}, {document['threads']} threads ({document['processor']})",
+             f"torch {document['torch']}{transformers}, weights {document['dtype']}, K/V {document['kv_dtype']}; "
+             f"{document['repeats']} rounds{steps}, after one to warm up"]
+    lines += [f'{name}: {describe(model)}' for name, model in document['models'].items()]
+    if 'bandwidth' in document:
+        found = document['bandwidth']
+        lines.append(f"bandwidth: {spread(found['bytes_per_second'], '.1f', 1e-9)} GB/s, {found['kernel']}, "
+                     f"{found['buffer_bytes'] / 2 ** 20:,.0f} MiB of float32")
+    return lines
+
+
+def describe(model: dict) -> str:
+    """A model in a line: shape, heads, layers that remember what, parameters."""
+    kv_heads = model['n_kv_head'] or model['n_head']
+    text = (f"{model['n_layer']} layers of {model['n_embd']}, {model['n_head']} heads ({kv_heads} for K/V), "
+            f"{model['layer_pattern']}")
+    text += f"/{model['kv_share']}" * bool(model['kv_share']) + ', global tied' * model['share_global_kv']
+    return text + f", W={model['window_size'] or '-'}, {model['pos_embedding']}, {model['params'] / 1e6:,.1f}M parameters"
+
+
+def show(document) -> None:
+    """Everything, to standard output; 100 columns are enough (and taken, where it is no terminal)."""
+    from rich.console import Console
+    from rich.table import Table
+    console = Console()
+    console = console if console.is_terminal else Console(width=100)
+    for line in heading(document):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    for grid in GRIDS[document['mode']](document):
+        console.print(f'\n[bold]{grid.title}[/bold]', highlight=False, soft_wrap=True)
+        table = Table(box=None, pad_edge=False, header_style='bold')
+        for name in grid.columns:
+            table.add_column(name, justify='left' if name in grid.left else 'right', no_wrap=name == 'side')
+        for row in grid.rows:
+            table.add_row(*row)
+        console.print(table)
