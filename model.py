@@ -24,6 +24,7 @@ from attention.rope import RotaryTable, apply_rope
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from kv.cache import KVCache
+from kv.paged import PAGE_SIZE, PagedKVCache
 from kv.plan import GLOBAL, LOCAL, Layer, plan_kv
 from kv.quant import fake_quantize_int8
 
@@ -42,6 +43,28 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
+class Linear(nn.Linear):
+    """nn.Linear, by another road for the few rows of a decode step on a CPU.
+
+    There float32 GEMMs read a weight at memory speed for up to 3 rows and at half of it from 4 on. As a batch of products
+    with `CHUNK` of its rows each (views: nothing is copied but the result) 4 to 15 rows run at up to twice the speed;
+    `python bench.py --mode=decode` measures it (results/cpu/).
+    """
+    CHUNK, ROWS = 64, range(4, 16)
+
+    def forward(self, x):
+        n_rows, w = x.numel() // x.size(-1), self.weight
+        if not (n_rows in self.ROWS and w.dtype == torch.float32 and w.device.type == 'cpu' and w.size(0) >= self.CHUNK
+                and not torch.compiler.is_compiling() and type(w) is nn.Parameter and not torch.is_grad_enabled()):
+            return super().forward(x)
+        whole = w.size(0) - w.size(0) % self.CHUNK
+        y = x.reshape(n_rows, -1) @ w[:whole].view(-1, self.CHUNK, w.size(1)).transpose(1, 2)  # (chunks, rows, CHUNK)
+        y = y.transpose(0, 1).reshape(n_rows, whole)
+        if whole < w.size(0):
+            y = torch.cat([y, F.linear(x.reshape(n_rows, -1), w[whole:])], dim=1)
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
+
+
 class CausalSelfAttention(nn.Module):
     """Attention of one layer. An owner computes K and V; a layer that reads another's KV has only the query rows."""
 
@@ -50,8 +73,8 @@ class CausalSelfAttention(nn.Module):
         self.layer, self.n_head, self.n_kv_head, self.head_dim = layer, config.n_head, n_kv_head, config.resolved_head_dim
         self.dropout, self.kv_quant_train = config.dropout, config.kv_quant_train
         n_rows = (self.n_head + (2 * n_kv_head if layer.owns else 0)) * self.head_dim
-        self.c_attn = nn.Linear(config.n_embd, n_rows, bias=config.bias)  # rows q | k | v
-        self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, n_rows, bias=config.bias)  # rows q | k | v
+        self.c_proj = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
@@ -93,9 +116,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.resolved_mlp_hidden, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, config.resolved_mlp_hidden, bias=config.bias)
         self.gelu = nn.GELU(approximate='tanh' if config.gelu == 'tanh' else 'none')
-        self.c_proj = nn.Linear(config.resolved_mlp_hidden, config.n_embd, bias=config.bias)
+        self.c_proj = Linear(config.resolved_mlp_hidden, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -138,7 +161,7 @@ class GPT(nn.Module):
             h=nn.ModuleList([Block(config, layer, self.plan.n_kv_head) for layer in self.plan.layers]),
             ln_f=LayerNorm(config.n_embd, bias=config.bias),
         ))
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # https://paperswithcode.com/method/weight-tying
         theta = {LOCAL: config.rope_theta, GLOBAL: config.rope_theta_global or config.rope_theta}
         self.rotary = {kind: RotaryTable(self.plan.head_dim, base) for kind, base in theta.items()} if rope else None
@@ -247,10 +270,12 @@ class GPT(nn.Module):
             for window in {layer.window for layer in self.plan.layers if 0 < layer.window < n_positions}:
                 block_mask(n_positions, window, self.device)
 
-    def new_cache(self, batch_size: int, max_seq_len: int, kv_dtype: str = 'auto') -> KVCache:
+    def new_cache(self, batch_size: int, max_seq_len: int, kv_dtype: str = 'auto', *, n_pages: int = 0,
+                  page_size: int = PAGE_SIZE) -> KVCache:
         """An empty cache for `batch_size` sequences of up to `max_seq_len` tokens.
 
         kv_dtype: 'auto' (that of the parameters), 'float32', 'bfloat16', 'float16' or 'int8'.
+        n_pages: global slots share a pool of so many pages of `page_size` positions (`kv.paged`); 0 = contiguous ones.
 
         Raises:
             UserError (a ValueError): max_seq_len over block_size with learned positions; an unknown kv_dtype.
@@ -260,7 +285,10 @@ class GPT(nn.Module):
                             "for which pos_embedding='learned' has positions")
         dtype = self.lm_head.weight.dtype
         kv_dtype = str(dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype
-        return KVCache(self.plan, batch_size, max_seq_len, kv_dtype, dtype, self.device)
+        kinds = dict(kv_dtype=kv_dtype, compute_dtype=dtype, device=self.device)
+        if n_pages:
+            return PagedKVCache(self.plan, batch_size, max_seq_len, n_pages, page_size, **kinds)
+        return KVCache(self.plan, batch_size, max_seq_len, **kinds)
 
     @classmethod
     def from_pretrained(cls, model_type, override_args=None):

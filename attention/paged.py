@@ -15,9 +15,12 @@ def paged_attention(q, view: KVView) -> torch.Tensor:
     pages, n_kv_head = view.pages, view.k[0].size(1)
     dtype = scores_dtype(q.dtype)
     rows = fold_heads(q, n_kv_head).to(dtype) * q.size(-1) ** -0.5         # (B, Hkv, G, D)
-    parts = [_attend_pages(rows, view, *piece) for piece in _pieces(view)]
+    if not pages.runs:
+        return torch.zeros_like(q)
+    parts = [_attend_pages(rows, view, *piece) for piece in _pieces(view, dtype)]
     top, total, values = (torch.cat([getattr(p, name) for p in parts]) for name in ('top', 'total', 'values'))
-    highest = torch.full_like(rows[..., :1], torch.finfo(dtype).min).index_reduce_(0, pages.rows, top, 'amax')
+    highest = torch.full_like(rows[..., :1], torch.finfo(dtype).min).scatter_reduce_(
+        0, pages.rows.view(-1, 1, 1, 1).expand_as(top), top, 'amax')
     weight = (top - highest[pages.rows]).exp_()                            # (entries, Hkv, G, 1)
     total = torch.zeros_like(highest).index_add_(0, pages.rows, total * weight)
     values = torch.zeros_like(rows).index_add_(0, pages.rows, values * weight)
@@ -25,11 +28,11 @@ def paged_attention(q, view: KVView) -> torch.Tensor:
     return unfold_heads(y.to(q.dtype), q.size(1))
 
 
-def _pieces(view):
+def _pieces(view, dtype):
     """(first entry, last entry, what picks their pages out of the pool), of about a tile each: slices of the pool where
     the pages are neighbours in it, so that nothing is copied; index tensors elsewhere."""
     _, n_kv_head, page_size, D = view.k[0].shape
-    stored = view.is_stored_as(scores_dtype(view.k[0].dtype))
+    stored = view.is_stored_as(dtype)
     most = max(1, TILE // (n_kv_head * page_size * D))
     for a, b, lo in view.pages.runs:
         size = b - a if lo is not None and stored else most                # as they lie in the pool, no tile is needed

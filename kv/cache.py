@@ -32,7 +32,7 @@ class KVCache:
         if kv_dtype not in TORCH_DTYPES:
             raise UserError(f"kv_dtype={kv_dtype!r}: allowed are {', '.join(map(repr, TORCH_DTYPES))} or 'auto'")
         self.plan, self.batch_size, self.max_seq_len, self.kv_dtype = plan, batch_size, max_seq_len, kv_dtype
-        self.compute_dtype, self.device = compute_dtype, torch.device(device)
+        self.torch_dtype, self.compute_dtype, self.device = TORCH_DTYPES[kv_dtype], compute_dtype, torch.device(device)
         self.stores = [self._new_slot(slot) for slot in plan.slots]
         self._lengths = [0] * batch_size
         self._step = None   # the tokens now being appended
@@ -40,7 +40,7 @@ class KVCache:
 
     def _new_slot(self, slot: Slot) -> KVStore:
         shape = (self.batch_size, self.plan.n_kv_head, slot.capacity(self.max_seq_len), self.plan.head_dim)
-        kind = (TORCH_DTYPES[self.kv_dtype], self.compute_dtype, self.device)
+        kind = (self.torch_dtype, self.compute_dtype, self.device)
         return RingSlot(slot.window, *shape, *kind) if slot.kind == LOCAL else ContiguousSlot(*shape, *kind)
 
     @property

@@ -8,6 +8,7 @@ The idea is PagedAttention's (Kwon et al. 2023, vLLM): a short conversation hold
 those pages once. A page with several holders is copied before one of them writes to it.
 """
 import heapq
+from collections import Counter
 
 from config.errors import UserError
 
@@ -40,9 +41,12 @@ class PageTable:
         """Pages that a row of `n_tokens` holds."""
         return -(-n_tokens // self.page_size)
 
-    def missing(self, row: int, held: int, length: int) -> int:
-        """Free pages that `extend` with the same arguments takes."""
-        return max(0, self.pages_for(length) - len(self.rows[row])) + len(self._shared(row, held, length))
+    def missing(self, jobs: list[tuple[int, int, int]]) -> int:
+        """Free pages that `extend(row, held, length)` takes for all of `jobs`, one after another."""
+        new = sum(max(0, self.pages_for(length) - len(self.rows[row])) for row, held, length in jobs)
+        writers = Counter(self.rows[row][place] for row, held, length in jobs for place in self._shared(row, held, length))
+        # of those who hold a page, the last to write to it need not copy it
+        return new + sum(min(n, self.refs[page] - 1) for page, n in writers.items())
 
     def extend(self, row: int, held: int, length: int) -> list[tuple[int, int]]:
         """Give `row`, which holds `held` tokens, pages of its own for positions held .. length - 1.
@@ -52,7 +56,7 @@ class PageTable:
         Raises:
             OutOfPages: and nothing has changed.
         """
-        needed = self.missing(row, held, length)
+        needed = self.missing([(row, held, length)])
         if needed > self.n_free:
             raise OutOfPages(f'row {row} needs {needed} more pages of {self.page_size} positions to hold {length} tokens: '
                              f'{self.n_free} of {self.n_pages} are free')

@@ -70,6 +70,15 @@ class KVPlan:
         """Bytes of the whole cache; equal, to the byte, to what `kv.cache.KVCache` allocates."""
         return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots)
 
+    def page_nbytes(self, page_size: int, kv_dtype: str) -> int:
+        """Bytes of a page: `page_size` positions in every global slot."""
+        n_global = sum(slot.kind == GLOBAL for slot in self.slots)
+        return n_global * page_size * self.position_nbytes(kv_dtype)
+
+    def rings_nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
+        """Bytes of all local slots; with pages for the global ones, `kv.paged.PagedKVCache` allocates these and those."""
+        return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots if slot.kind == LOCAL)
+
     def vanilla(self) -> 'KVPlan':
         """The plan of GPT-2 in the same shape: every layer global, every head with K/V of its own."""
         n_layer = len(self.layers)
