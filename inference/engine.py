@@ -1,0 +1,250 @@
+"""The batching engine: many requests through one paged cache, each joining and leaving when it is ready.
+
+    engine = Engine(model, max_batch_size=16, max_seq_len=1024, kv_dtype='int8', tokenizer=tokenizer)
+    for completion in engine.generate(['To be', 'Once more'], SamplingParams(max_new_tokens=50, seed=1)):
+        print(completion.text)
+
+    for event in engine.stream(prompts, params):          # as tokens come, of all requests
+        print(event.index, event.text, event.completion)
+
+What a request gets does not depend on the others (up to the rounding of GEMMs of another batch size): its random numbers
+come from its own seed, and when pages run out it may wait, but then goes on as before.
+"""
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from config.errors import UserError
+from inference.params import Completion, SamplingParams, TokenLogprob
+from inference.sampler import SampleRow, sample_rows
+from inference.scheduler import Request, Scheduler
+from inference.stopping import SampleText
+from kv.paged import PAGE_SIZE
+
+PREFILL_CHUNK = 256
+
+
+@dataclass
+class Event:
+    """One token of a request, or its end.
+
+    index: of the request, in the order of submission. token: -1 where there is none (an error, cancelled). text: the
+    further text that is now certain. completion: only in the last event of a request.
+    """
+    index: int
+    token: int
+    text: str = ''
+    logprob: TokenLogprob | None = None
+    completion: Completion | None = None
+
+
+class _Job:
+    """What the engine knows of a request beside its place: clock, sampler, text."""
+
+    def __init__(self, request: Request, tokenizer, now: float):
+        self.request, self.submitted, self.first = request, now, None
+        self.sampling = SampleRow(request.params, request.prompt)
+        self.text = SampleText(tokenizer.stream(), request.params.stop) if tokenizer else None
+        self.logprobs = [] if request.params.logprobs >= 0 else None
+
+
+class Engine:
+    """Continuous batching over a fixed number of rows.
+
+    Args:
+        model: a GPT; it is put into eval mode.
+        max_batch_size: rows: requests that run at once.
+        max_seq_len: most positions of a request (prompt and generated); 0 = the model's block_size.
+        kv_dtype: as in `model.new_cache`.
+        kv_budget: bytes of KV memory for all; 0 = enough for every row at max_seq_len. Rings of the local slots are
+            allocated for every row, the rest of the budget is pages of global slots, held by who needs them.
+        page_size: positions of a page.
+        prefill_chunk: most prompt tokens that are computed between two decode steps.
+        tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None = token ids only.
+    Raises:
+        UserError: sizes below 1, a budget that cannot hold one page beside the rings, what `new_cache` refuses.
+    """
+
+    def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *, kv_budget: int = 0,
+                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, tokenizer=None, scheduler=Scheduler):
+        if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
+            raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, page_size={page_size}: '
+                            'must be at least 1')
+        self.model, self.tokenizer = model.eval(), tokenizer
+        max_seq_len = max_seq_len or model.config.block_size
+        n_pages = self._n_pages(max_batch_size, max_seq_len, kv_dtype, kv_budget, page_size)
+        self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, n_pages=n_pages, page_size=page_size)
+        self.scheduler = scheduler(self.cache, prefill_chunk)
+        self.jobs: dict[int, _Job] = {}  # of requests that have not ended, by their number
+        self._refused: list[Event] = []
+        self._submitted = 0
+
+    def _n_pages(self, rows, max_seq_len, kv_dtype, budget, page_size):
+        full, plan = rows * -(-max_seq_len // page_size), self.model.plan
+        kv_dtype = str(self.model.lm_head.weight.dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype
+        page, rings = plan.page_nbytes(page_size, kv_dtype), plan.rings_nbytes(rows, max_seq_len, kv_dtype)
+        if not budget:
+            return full
+        if budget < rings + page:
+            raise UserError(f'kv_budget={budget:,} bytes: the windows of max_batch_size={rows} rows take {rings:,} and a page '
+                            f'of {page_size} positions {page:,}: give at least {rings + page:,}, or fewer rows')
+        return min(full, (budget - rings) // page) if page else full
+
+    @property
+    def n_unfinished(self) -> int:
+        return len(self.jobs) + len(self._refused)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: str | list[int], params: SamplingParams | None = None) -> int:
+        """Queue a request; its index. One that can never run ends with an error in the next `step`, and disturbs no other."""
+        index, params = self._submitted, params or SamplingParams()
+        self._submitted += 1
+        ids = []
+        try:
+            ids = self._ids(prompt)
+            self._check(ids, params)
+        except UserError as e:
+            self._refused.append(Event(index, -1, completion=Completion(ids, [], '', 'error', str(e), seconds=0.0)))
+            return index
+        request = Request(index, ids, params)
+        self.jobs[index] = _Job(request, self.tokenizer, time.perf_counter())
+        self.scheduler.add(request)
+        return index
+
+    def cancel(self, index: int) -> Event | None:
+        """End a request where it is; None if it has ended already."""
+        job = self.jobs.get(index)
+        return self._end(job, 'cancelled') if job else None
+
+    def _ids(self, prompt):
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UserError('the prompt is text, and the engine has no tokenizer: give token ids')
+            return self.tokenizer.encode(prompt)
+        return torch.as_tensor(prompt).tolist() if isinstance(prompt, torch.Tensor) else [int(token) for token in prompt]
+
+    def _check(self, ids, params):
+        vocab_size = self.model.config.vocab_size
+        if not ids:
+            raise UserError('the prompt has no tokens: give at least one')
+        for what, tokens in (('the prompt has token', ids), ('stop token', params.stop_tokens)):
+            wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise UserError(f'{what} {wrong}: the model has tokens 0 to {vocab_size - 1}')
+        if params.stop and self.tokenizer is None:
+            raise UserError(f'stop={params.stop!r}: stop texts need an engine with a tokenizer')
+        self.scheduler.check(len(ids), params.max_new_tokens)
+
+    # -- running them -------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts, params=None, on_event: Callable[[Event], None] | None = None) -> list[Completion]:
+        """A completion for each of `prompts` (texts or lists of ids), in their order.
+
+        params: one `SamplingParams` for all, or one for each. on_event: called with each event as it comes.
+        """
+        completions = {}
+        for event in self.stream(prompts, params):
+            if on_event:
+                on_event(event)
+            if event.completion:
+                completions[event.index] = event.completion
+        return [completions[index] for index in sorted(completions)]
+
+    def stream(self, prompts, params=None) -> Iterator[Event]:
+        """The events of `prompts` as they come, with `index` counting from 0 here. Requests that were submitted otherwise
+        go on beside them, unseen. Left early, what has not ended is cancelled."""
+        prompts = list(prompts)
+        params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise UserError(f'{len(params)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each')
+        first = self._submitted
+        mine = {self.submit(prompt, p) for prompt, p in zip(prompts, params)}
+        try:
+            while mine:
+                for event in self.step():
+                    if event.index not in mine:
+                        continue
+                    if event.completion:
+                        mine.discard(event.index)
+                    event.index -= first
+                    yield event
+        finally:
+            for index in mine:
+                self.cancel(index)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """One step: chunks of prompts, then one token for each request that decodes. Whatever interrupts it (Ctrl-C, no
+        memory), no request is lost: those that were running are computed anew by the next one."""
+        events, self._refused = self._refused, []
+        try:
+            work = self.scheduler.schedule()
+            for chunks in work.prefill:
+                events += self._forward(chunks, [request.row for request, _ in chunks])
+            decoding = [(request, 1) for request in work.decode if request.row >= 0]
+            if decoding:
+                events += self._decode(decoding)
+        except BaseException:
+            self._refused = [e for e in events if e.completion] + self._refused
+            self.cache.reset()  # a step was left half-written
+            for request in sorted(self.scheduler.running, key=lambda r: -r.number):
+                self.scheduler.preempt(request)
+            raise
+        return events
+
+    def _decode(self, decoding):
+        """Rows that prefill in between take part without a token: so the rows are one slice."""
+        by_row = {request.row: (request, n) for request, n in decoding}
+        rows = range(max(by_row) + 1)
+        return self._forward([by_row.get(row, (None, 0)) for row in rows], list(rows))
+
+    def _forward(self, parts, rows) -> list[Event]:
+        """parts: [(request or None, tokens)] for `rows`; draws a token for each whose tokens are all in the cache then."""
+        width = max(n for _, n in parts)
+        ids = [(request.next_tokens(n) if n else []) + [0] * (width - n) for request, n in parts]
+        idx = torch.tensor(ids).to(self.model.device, non_blocking=True)
+        logits = self.model(idx, cache=self.cache, lens=[n for _, n in parts], rows=rows)[0][:, -1]
+        drawing = []
+        for b, (request, n) in enumerate(parts):
+            if n:
+                request.held += n
+                if request.pending == 0:
+                    drawing.append((b, self.jobs[request.number]))
+        if not drawing:
+            return []
+        if len(drawing) < len(parts):
+            logits = logits[[b for b, _ in drawing]]
+        drawn = sample_rows(logits, [job.sampling for _, job in drawing])
+        return [self._take(job, token, logprob)  # tolist() waits for the device: what is timed is there
+                for (_, job), token, logprob in zip(drawing, drawn.tokens.tolist(), drawn.logprobs)]
+
+    def _take(self, job, token, logprob) -> Event:
+        """The drawn token becomes part of the text, which may end with it."""
+        request = job.request
+        if token < 0:
+            return self._end(job, 'error', f'the logits of token {len(request.tokens)} are not finite (NaN or inf)')
+        job.first = job.first or time.perf_counter()
+        request.tokens.append(token)
+        job.sampling.append(token)
+        if job.logprobs is not None:
+            job.logprobs.append(logprob)
+        is_stop = token in request.params.stop_tokens
+        text = job.text.add(token) if job.text and not is_stop else ''
+        if is_stop or (job.text and job.text.stopped):
+            return self._end(job, 'stop', token=token, text=text, logprob=logprob)
+        if len(request.tokens) == request.params.max_new_tokens:
+            return self._end(job, 'length', token=token, text=text, logprob=logprob)
+        return Event(request.number, token, text, logprob)
+
+    def _end(self, job, reason, error='', token=-1, text='', logprob=None) -> Event:
+        request, now = job.request, time.perf_counter()
+        self.scheduler.finish(request)
+        del self.jobs[request.number]
+        if job.text:
+            text += job.text.end()
+        completion = Completion(request.prompt, request.tokens, job.text.text if job.text else '', reason, error, job.logprobs,
+                                job.first and job.first - job.submitted, now - job.submitted)
+        return Event(request.number, token, text, logprob, completion)

@@ -1,0 +1,153 @@
+"""Which requests run, in which rows, and what each step of the engine computes. Pure Python: no tensors, no model.
+
+    waiting   [r7, r8, ...]           first come, first served
+    running   row  0   1   2   3      always the first rows, so that a decode step takes them as one slice: when a request
+                   r2  r6  r1  r5     leaves, the last row moves into its place
+
+A request is *prefilling* while more than its last token is not yet in the cache, then *decoding*. Each step decodes one
+token for all that decode, and prefills at most `prefill_chunk` tokens beside it, so that a long prompt does not stall the
+others (chunked prefill, Agrawal et al. 2023, Sarathi; iteration-level scheduling, Yu et al. 2022, Orca). When pages run out,
+the request that was admitted last gives its own back and waits again; it is recomputed later and goes on as before.
+"""
+from collections import deque
+from dataclasses import dataclass, field
+
+from config.errors import UserError
+from inference.params import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, what is asked of it, and how far it has come. `number`: in the order of submission."""
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    tokens: list[int] = field(default_factory=list)  # generated
+    held: int = 0                                    # tokens (of prompt, then generated) that the cache has
+    row: int = -1                                    # -1 = not running
+    preempted: int = 0                               # times that it had to give its pages back
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the cache lacks; 1 while decoding: the token drawn last."""
+        return self.length - self.held
+
+    @property
+    def decoding(self) -> bool:
+        return self.held > 0 and self.pending == 1
+
+    def next_tokens(self, n: int) -> list[int]:
+        """The first n of those that the cache lacks."""
+        if self.held >= len(self.prompt):
+            return self.tokens[self.held - len(self.prompt):][:n]
+        return (self.prompt[self.held:self.held + n] + self.tokens)[:n]
+
+
+@dataclass
+class Work:
+    """One step: forward passes over chunks of prompts, each [(request, tokens)], then one over all of `decode`."""
+    prefill: list[list[tuple[Request, int]]]
+    decode: list[Request]
+
+
+class Scheduler:
+    """Decides; the cache (a `kv.paged.PagedKVCache`, or in tests its bookkeeping alone) has the rows and pages.
+
+    Args:
+        cache: with `batch_size`, `max_seq_len`, `table` and the methods `reset`, `move` and `reserve`.
+        prefill_chunk: most prompt tokens that a step computes, padding included.
+    """
+
+    def __init__(self, cache, prefill_chunk: int):
+        if prefill_chunk < 1:
+            raise UserError(f'prefill_chunk={prefill_chunk}: must be at least 1')
+        self.cache, self.prefill_chunk = cache, prefill_chunk
+        self.waiting, self.running = deque(), []
+
+    def check(self, n_prompt: int, max_new_tokens: int) -> None:
+        """UserError if such a request could never run."""
+        positions, table = n_prompt + max_new_tokens - 1, self.cache.table  # the last token drawn is never fed
+        asked = f'{n_prompt} prompt tokens and max_new_tokens={max_new_tokens} take {positions:,} positions'
+        if positions > self.cache.max_seq_len:
+            raise UserError(f'{asked}, and max_seq_len is {self.cache.max_seq_len:,}')
+        if table.pages_for(positions) > table.n_pages:
+            raise UserError(f'{asked}, and the KV memory holds {table.n_pages * table.page_size:,}: '
+                            'more than any request may have')
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Work:
+        """What the next step computes. Rows and pages for it are taken."""
+        decode = self._keep_decoding()
+        self._admit()
+        return Work(self._chunks(), decode)
+
+    def finish(self, request: Request) -> None:
+        """It needs no more tokens, wherever it is now. Its row and pages are free."""
+        if request.row < 0:
+            self.waiting = deque(r for r in self.waiting if r is not request)
+        else:
+            self._leave(request)
+
+    def preempt(self, request: Request) -> None:
+        """A running request waits again, before all others, and will be computed anew."""
+        self._leave(request)
+        request.held = 0
+        request.preempted += 1
+        self.waiting.appendleft(request)
+
+    def _keep_decoding(self) -> list[Request]:
+        """All that decode, after pages for their next token were found for each: who came first is served first."""
+        for request in sorted((r for r in self.running if r.decoding), key=lambda r: r.number):
+            while request.row >= 0:
+                if self.cache.table.missing([(request.row, request.held, request.length)]) <= self.cache.table.n_free:
+                    self.cache.reserve(request.row, request.length)
+                    break
+                self.preempt(max(self.running, key=lambda r: r.number))
+        return [r for r in self.running if r.decoding]
+
+    def _admit(self) -> None:
+        table = self.cache.table
+        while self.waiting and len(self.running) < self.cache.batch_size:
+            request = self.waiting[0]
+            # one page more than it needs now, so that those who decode are not stopped by who has just come
+            if table.n_free < table.pages_for(request.length) + (len(self.running) > 0):
+                return
+            self.waiting.popleft()
+            request.row = len(self.running)
+            self.running.append(request)
+            self.cache.reserve(request.row, request.length)
+
+    def _chunks(self) -> list[list[tuple[Request, int]]]:
+        """Prompts that fit are computed together, if they begin; else one chunk of one prompt a pass."""
+        room, passes, together = self.prefill_chunk, [], []
+        for request in sorted((r for r in self.running if not r.decoding), key=lambda r: r.number):
+            if request.held or request.pending > self.prefill_chunk:
+                n = min(request.pending, room)
+                if n == 0:
+                    break
+                passes.append([(request, n)])
+                room -= n
+                continue
+            widest = max([n for _, n in together] + [request.pending])
+            padded = widest * (len(together) + 1) - sum(max(n for _, n in together) for _ in together)
+            if padded > room:
+                break
+            together.append((request, request.pending))
+            room -= padded
+        return passes + [together] * bool(together)
+
+    def _leave(self, request: Request) -> None:
+        row, last = request.row, self.running[-1]
+        self.cache.reset([row])
+        self.running[row] = last
+        self.running.pop()
+        if last is not request:
+            self.cache.move(last.row, row)
+            last.row = row
+        request.row = -1
