@@ -136,9 +136,7 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
     """
     if logits.dim() != 2 or logits.size(0) != len(rows):
         raise ValueError(f'logits of shape {tuple(logits.shape)} for {len(rows)} rows')
-    device = logits.device
-    raw = logits.cpu() if device.type == 'mps' else logits  # which has no float64
-    raw = raw if raw.dtype in (torch.float32, torch.float64) else raw.float()
+    raw = _readable(logits)
     scores = _penalised(raw, rows)
     tokens = _argmax(scores)
     finite = scores.gather(1, tokens[:, None]).isfinite()[:, 0].tolist()  # argmax takes a NaN if there is one, else +inf
@@ -150,7 +148,23 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
             members = scores if len(group) == len(rows) else scores[group]
             tokens[group] = _draw(members, [rows[b].params for b in group], [uniform[b] for b in group])
     tokens[bad] = -1
-    return Drawn(tokens.to(device), _logprobs(raw, tokens, rows, bad), bad)
+    return Drawn(tokens.to(logits.device), _logprobs(raw, tokens, rows, bad), bad)
+
+
+@torch.no_grad()
+def probabilities(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+    """(B, V) float64: the distributions that `sample_rows` draws from, row by row (NaN for a bad row)."""
+    scores = _penalised(_readable(logits), rows)
+    probs = torch.zeros(scores.shape, dtype=torch.float64, device=scores.device)
+    for b, row in enumerate(rows):
+        if not scores[b].max().isfinite():
+            probs[b] = torch.nan
+        elif row.params.temperature == 0:
+            probs[b, _argmax(scores[b:b + 1])] = 1
+        else:
+            weights, ids = _restricted(scores[b:b + 1], [row.params])
+            probs[b, slice(None) if ids is None else ids[0]] = weights[0] / weights.sum()
+    return probs
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> np.ndarray:
@@ -168,6 +182,12 @@ def uniforms(seeds: list[int], positions: list[int]) -> np.ndarray:
         philox.state = state
         bits[i] = philox.random_raw()
     return (bits >> np.uint64(11)) * 2.0 ** -53
+
+
+def _readable(logits):
+    """On a device that has float64 (MPS has not), in float32 or float64, which NumPy has too."""
+    logits = logits.detach().cpu() if logits.device.type == 'mps' else logits.detach()
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
 def _penalised(scores, rows):
@@ -196,11 +216,22 @@ def _groups(drawing, rows, n_vocab):
 
 
 def _draw(scores, params, uniform):
-    """(R, V) finite-topped scores and R parameters and numbers -> (R,) token ids."""
-    columns = np.array([(p.temperature, p.top_p if p.top_p < 1 else np.inf, p.min_p, u) for p, u in zip(params, uniform)])
-    temperature, top_p, min_p, u = torch.from_numpy(columns).to(scores.device).T[:, :, None].unbind()  # (R, 1) each
+    """(R, V) scores, their parameters and R uniform numbers -> (R,) token ids."""
+    weights, ids = _restricted(scores, params)
+    cumulative = weights.cumsum_(-1)
+    u = torch.from_numpy(np.array(uniform)).to(scores.device)[:, None]
+    # u <= 1 - 2**-53, so u * total rounds to less than the total: a token of weight above 0 is found, and no other
+    drawn = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp(max=weights.size(1) - 1)
+    return (drawn if ids is None else ids.gather(1, drawn))[:, 0]
+
+
+def _restricted(scores, params):
+    """(R, n) float64, n >= 1: probabilities relative to the likeliest token's, 0 where not kept; and the ids (R, n), in
+    order, or None for all V. The rows are of one of `_groups`, without bad ones."""
+    temperature, top_p, min_p = torch.from_numpy(np.array(
+        [(p.temperature, p.top_p if p.top_p < 1 else np.inf, p.min_p) for p in params])).to(scores.device).T[..., None]
     ids = None
-    if params[0].top_k and params[0].top_k < scores.size(1):
+    if 0 < params[0].top_k < scores.size(1):
         scores, ids = _candidates(scores, [p.top_k for p in params])
     weights = _weights(scores, temperature)
     if any(p.top_p < 1 for p in params):
@@ -211,15 +242,12 @@ def _draw(scores, params, uniform):
         weights.masked_fill_(scores < lowest, 0)
     if any(p.min_p for p in params):
         weights.masked_fill_(weights < min_p, 0)
-    cumulative = weights.cumsum_(-1)
-    # u <= 1 - 2**-53, so u * total rounds to less than the total: a token of weight above 0 is found, and no other
-    drawn = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp(max=scores.size(1) - 1)
-    return (drawn if ids is None else ids.gather(1, drawn))[:, 0]
+    return weights, ids
 
 
 def _weights(scores, temperature):
     """Probabilities relative to the likeliest token's, (R, n) float64: exact enough, and never more than 1."""
-    return scores.double().sub_(scores.amax(-1, keepdim=True)).div_(temperature).exp_()
+    return scores.to(torch.float64, copy=True).sub_(scores.amax(-1, keepdim=True)).div_(temperature).exp_()
 
 
 def _candidates(scores, top_k):
@@ -279,5 +307,5 @@ def _at_least(scores, lowest):
 def _sorted(scores):
     """(R, n) in falling order."""
     if _on_cpu(scores):
-        return torch.from_numpy(np.ascontiguousarray(np.sort(scores.numpy(), axis=-1)[:, ::-1]))
+        return torch.from_numpy(np.sort(scores.numpy(), axis=-1)[:, ::-1].copy())
     return scores.sort(-1, descending=True).values
