@@ -122,7 +122,7 @@ def _json_string(where: str, line: str) -> str:
 
 
 def _json_object(line: str) -> dict:
-    """What the line says, as a dict that has a prompt."""
+    """What the line says, as a dict."""
     try:
         given = json.loads(line, object_pairs_hook=_no_key_twice, parse_constant=_no_constant, parse_float=_finite)
     except UserError:
@@ -132,7 +132,7 @@ def _json_object(line: str) -> dict:
         raise UserError(f'{shown(line)} is not JSON ({reason}): write a string, "like\\nthis", or an object, '
                         '{"prompt": "like this", "temperature": 0.8}') from e
     given = {'prompt': given} if isinstance(given, str) else given
-    if not isinstance(given, dict) or 'prompt' not in given:
+    if not isinstance(given, dict):
         raise UserError(f'{shown(line)}: must be a JSON string, or an object with "prompt"')
     return given
 
@@ -147,6 +147,8 @@ def _id(given: dict):
 
 def _prompt(given: dict) -> str:
     """Taken out of `given`."""
+    if 'prompt' not in given:
+        raise UserError(f'{shown(given)}: must have "prompt", the text to go on from')
     prompt = given.pop('prompt')
     if not isinstance(prompt, str) or not prompt or has_surrogate(prompt):
         raise UserError(f'prompt={shown(prompt)}: must be a text of at least one character, without half a surrogate pair')
