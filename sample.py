@@ -3,11 +3,13 @@ r"""Sample from a trained model through its KV cache, and report what that cache
     python sample.py config/train_mqa_local.py                          # what `train.py` with that config wrote
     python sample.py --out_dir=out --start="ROMEO:" --num_samples=2 --temperature=0
     python sample.py config/train_gpt2_mqa_local.py --init_from=random --dataset=shakespeare_works   # without training
-    python sample.py --out_dir=out --prompts=questions.txt --parallel=8 --stop=$'\n\n'    # many, each to its first empty line
+    python sample.py --out_dir=out --prompts=questions.txt --stop=$'\n\n' > answers.jsonl    # many, to the first empty line
     python sample.py config/train_mqa_local.py --json=True              # ends with the report as one JSON line
     python sample.py --help
 """
+import contextlib
 import difflib
+import io
 import json
 import sys
 import time
@@ -24,17 +26,22 @@ from config.schema import MODEL
 from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import read_meta
 from data.tokenizer import load_tokenizer
+from inference.engine import Engine
 from inference.generate import Generation, cache_length, recomputes
-from inference.prompts import encode_prompts, read_prompts
+from inference.many import complete, json_lines
+from inference.params import SamplingParams
+from inference.prompts import encode_prompts, encode_requests, read_prompts, read_requests
 from inference.sampler import Sampler, sample_generators
 from inference.stopping import SampleText, parse_stops
 from inference.timings import Timings
-from kv.report import account, print_report
+from kv.__main__ import parse_bytes
+from kv.report import account, nice_bytes, print_report
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights, tokens_id
 from training.device import check_seed, device_name, pick_device, pick_dtype
 
 RULE = '-' * 15  # printed after each sample, as in nanoGPT
+ROWS = 16        # of the engine, unless `parallel` says otherwise
 
 
 def load_model(s):
@@ -140,45 +147,110 @@ def check(s):
     check_seed(s.seed)
     if not 0.0 < s.top_p <= 1.0:
         raise UserError(f'top_p={s.top_p}: must be above 0 and at most 1')
+    for name in ('min_p', 'repetition_penalty', 'logprobs', 'kv_budget'):
+        if name in s.given and not s.prompts:
+            raise UserError(f'{name}={getattr(s, name)!r} is for many prompts: give a file of them with --prompts')
     if s.prompts and 'start' in s.given:
         raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are both given: leave one of them out')
 
 
-def main(argv=None):
-    s = configurator.parse('sample', argv, usage=__doc__)
+def parse(argv):
+    """The settings. What the parser prints goes where the program's own words go: with `prompts` stdout is for answers."""
+    echoed, s = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(echoed):
+            s = configurator.parse('sample', argv, usage=__doc__)
+    finally:
+        print(echoed.getvalue(), end='', file=sys.stderr if s and s.prompts else sys.stdout)
     if s.prompts and 'num_samples' not in s.given:
         s.num_samples = 1
     check(s)
-    stops, texts = parse_stops(s.stop), read_prompts(s.start, s.prompts)
+    return s
+
+
+def main(argv=None):
+    s = parse(argv)
+    if not s.prompts:
+        return sample_start(s)
+    answers = json_lines(sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr):
+        sample_prompts(s, answers)
+
+
+def load_all(s, texts):
+    """The model on its device, in its dtype, and its tokenizer; `texts()` is called before anything slow, and the first
+    sample's generator is made before anything else draws."""
     device = pick_device(s.device)
+    texts = texts()
     model, dataset, known = load_model(s)
     tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size, known)
-    prompts = encode_prompts(tokenizer, texts)
-    first = sample_generators(s.seed, 0, 1, device)  # before anything else draws
+    first = sample_generators(s.seed, 0, 1, device)
     model.to(device, pick_dtype(s.dtype, device))
     if s.compile:
         for block in model.transformer.h:  # not the attention: it would be compiled anew as the cache grows
             block.mlp.compile()
-    longest = max(map(len, prompts))
-    note_what_is_special(s, model, tokenizer, stops, longest)
+    return model, tokenizer, texts, first
+
+
+def sample_prompts(s, write):
+    """The prompts of a file through the batching engine; each answer is given to `write`."""
+    defaults = SamplingParams(s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.seed,
+                              stop=parse_stops(s.stop), logprobs=s.logprobs)
+    model, tokenizer, lines, _ = load_all(s, lambda: read_requests(s.prompts, defaults))
+    lines, ids = encode_requests(tokenizer, lines)
+    good = [line for line in lines if not line.error]
+    # what the longest takes; one that takes more than there are learned positions is refused by itself
+    longest = max([len(i) + line.params.max_new_tokens for line, i in zip(lines, ids) if not line.error], default=1)
+    max_seq_len = longest if model.rotary is not None else min(longest, model.config.block_size)
+    rows = s.parallel if 'parallel' in s.given else min(ROWS, max(1, len(good) * s.num_samples))
+    engine = Engine(model, rows, max_seq_len, s.kv_dtype, kv_budget=parse_bytes(s.kv_budget) if s.kv_budget else 0,
+                    tokenizer=tokenizer)
+    figures = complete(engine, lines, ids, s.num_samples, s.seed, write)
+    figures |= {'batch': rows, 'max_seq_len': max_seq_len, 'kv_dtype': engine.cache.kv_dtype,
+                'kv_bytes': engine.cache.nbytes, 'kv_bytes_counted': 'allocated',
+                'kv_bytes_vanilla': model.plan.vanilla().nbytes(rows, max_seq_len, engine.cache.kv_dtype),
+                'kv_bytes_vanilla_bf16': model.plan.vanilla().nbytes(rows, max_seq_len, 'bfloat16')} | machine(model)
+    if s.report:
+        show_engine_report(figures)
+    if s.json:
+        write(figures)
+
+
+def machine(model) -> dict:
+    return {'device': device_name(model.device), 'threads': torch.get_num_threads(), 'torch': torch.__version__,
+            'weights': str(model.lm_head.weight.dtype).removeprefix('torch.')}
+
+
+def show_engine_report(f):
+    Console(stderr=True).print(
+        f"\n{f['requests']:,} requests ({f['failed']:,} failed), {f['prompt_tokens']:,} prompt tokens, {f['tokens']:,} generated "
+        f"in {f['seconds']:.1f} s: {f['tokens_per_second']:,.1f} tokens/s\n"
+        f"KV memory of {f['batch']} rows of up to {f['max_seq_len']:,} tokens in {f['kv_dtype']}: {nice_bytes(f['kv_bytes'])} "
+        f"allocated, at most {nice_bytes(f['kv_held_peak'])} held\nvanilla GPT-2 would allocate "
+        f"{nice_bytes(f['kv_bytes_vanilla'])} in {f['kv_dtype']}, {nice_bytes(f['kv_bytes_vanilla_bf16'])} in bfloat16\n"
+        f"on {f['device']}, {f['threads']} threads, weights {f['weights']}", highlight=False, soft_wrap=True)
+
+
+def sample_start(s):
+    """Samples of one prompt, streamed or in batches of `parallel`, as nanoGPT would draw them."""
+    stops = parse_stops(s.stop)
+    model, tokenizer, texts, first = load_all(s, lambda: read_prompts(s.start, ''))
+    [prompt] = encode_prompts(tokenizer, texts)
+    note_what_is_special(s, model, tokenizer, stops, len(prompt))
 
     timings, cache = Timings(), None
-    total = len(prompts) * s.num_samples
-    for k in range(0, total, s.parallel):
-        batch = [prompts[i // s.num_samples] for i in range(k, min(k + s.parallel, total))]
-        rows = len(batch)
-        generators = first * (k == 0) + sample_generators(s.seed, max(k, 1), rows - (k == 0), device)
+    for k in range(0, s.num_samples, s.parallel):
+        rows = min(s.parallel, s.num_samples - k)
+        generators = first * (k == 0) + sample_generators(s.seed, max(k, 1), rows - (k == 0), model.device)
         if cache is None or cache.batch_size != rows:  # the last batch may be smaller
             cache = None  # freed before the next is allocated
-            cache = model.new_cache(rows, cache_length(model, longest, s.max_new_tokens), s.kv_dtype)
+            cache = model.new_cache(rows, cache_length(model, len(prompt), s.max_new_tokens), s.kv_dtype)
         cache.reset()
-        generate_batch(s, model, tokenizer, batch, generators, stops, cache, timings)
+        generate_batch(s, model, tokenizer, [prompt] * rows, generators, stops, cache, timings)
         if k == 0:
             figures = account(model.plan, cache.batch_size, cache.max_seq_len, cache.kv_dtype, allocated=cache.nbytes)
-    figures |= timings.summary() | {'num_samples': s.num_samples, 'prompts': len(texts), 'prompt_tokens': longest,
-                                    'new_tokens': s.max_new_tokens, 'device': device_name(device),
-                                    'threads': torch.get_num_threads(), 'torch': torch.__version__,
-                                    'weights': str(model.lm_head.weight.dtype).removeprefix('torch.')}
+    figures |= timings.summary() | {'num_samples': s.num_samples, 'prompt_tokens': len(prompt),
+                                    'new_tokens': s.max_new_tokens} | machine(model)
     if s.report:
         show_report(figures)
     if s.json:
@@ -188,9 +260,8 @@ def main(argv=None):
 def show_report(figures):
     console = Console()
     print_report(figures, console, f"\nKV cache, as allocated for {figures['batch']} x {figures['max_seq_len']:,} tokens")
-    up_to = 'up to ' if figures['prompts'] > 1 else ''
     tpot = f"{figures['tpot_ms']:.2f} ms" if figures['tpot_ms'] is not None else '-'
-    console.print(f"TTFT {figures['ttft_ms']:.1f} ms ({up_to}{figures['prompt_tokens']} prompt tokens), TPOT {tpot}, "
+    console.print(f"TTFT {figures['ttft_ms']:.1f} ms ({figures['prompt_tokens']} prompt tokens), TPOT {tpot}, "
                   f"{figures['tokens_per_second']:,.1f} tokens/s\n"
                   f"at batch {figures['batch']} on {figures['device']}, "
                   f"{figures['threads']} threads, weights {figures['weights']}", highlight=False)

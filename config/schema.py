@@ -77,17 +77,23 @@ SAMPLE = _keys(
      ('resume', 'random') + GPT2_TYPES, GPT2_FOLDER),
 ) + RUN + _keys(
     ('start', '\n', "prompt, or 'FILE:path' of a text file to use as one"),
-    ('prompts', '', "file with many prompts in place of start: one a line, or in a .jsonl file one JSON string a line"),
+    ('prompts', '', "file with many prompts in place of start: one a line, or in a .jsonl file one JSON string or object a "
+     'line ({"prompt": "To be", "id": 7, "temperature": 0.5}); the answers are JSON lines on stdout'),
     ('num_samples', 10, 'samples to draw of each prompt (of many prompts 1, if not given)'),
-    ('parallel', 1, 'samples decoded together in one batch (each still draws its own random numbers)'),
+    ('parallel', 1, 'samples decoded together in one batch (of many prompts up to 16, if not given); each draws random '
+     'numbers of its own'),
     ('max_new_tokens', 500, 'tokens to generate per sample'),
     ('stop', '', "end a sample where this text, or one of a list, comes up (it is not printed): "
      "\"['\\n\\n', '<|endoftext|>']\""),
     ('temperature', 0.8, 'divides the logits: below 1 likelier, above 1 wilder, 0 = greedy'),
     ('top_k', 200, 'draw only from the k likeliest tokens; 0 = all'),
     ('top_p', 1.0, 'draw only from the likeliest tokens that together have this probability; 1 = all'),
+    ('min_p', 0.0, 'with prompts: draw only from tokens with this share of the likeliest one\'s probability; 0 = all'),
+    ('repetition_penalty', 1.0, 'with prompts: above 1, tokens already in prompt or text get less likely'),
+    ('logprobs', -1, "with prompts: 0 = give each token's log-probability, k = also those of the k likeliest; -1 = none"),
     ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype",
      ('auto', 'float32', 'bfloat16', 'float16', 'int8')),
+    ('kv_budget', '', "with prompts: KV memory for all, as '1GB'; '' = enough for every row at its longest"),
     ('report', True, 'print the KV-cache report after the samples'),
     ('json', False, 'end with one JSON document on the last line'),
 ) + DEVICE + _keys(

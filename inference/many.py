@@ -1,0 +1,86 @@
+"""Many prompts from a file through the batching engine: JSON lines in, JSON lines out."""
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from inference.engine import Engine
+from inference.params import Completion, sample_seed
+from inference.prompts import PromptLine
+
+
+def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_samples: int, seed: int,
+             write: Callable[[dict], None]) -> dict:
+    """`num_samples` completions of each line, each given to `write` as a dict, in the order of the lines.
+
+    A line that sets no seed gets numbers of its own, made from `seed` and its place; sample k of a line is drawn with
+    `sample_seed(its seed, k)`. A line with an error, in the file or in what it asks, becomes an answer that says so.
+    When interrupted, what is complete has been written.
+
+    Returns:
+        {'requests', 'failed', 'prompt_tokens', 'tokens', 'seconds', 'tokens_per_second', 'kv_held_peak'}.
+    """
+    work = [(n, k) for n in range(len(lines)) for k in range(num_samples)]
+    params = [replace(lines[n].params, seed=_seed(lines[n], n * num_samples, k, seed)) for n, k in work]
+    good = [i for i, (n, _) in enumerate(work) if not lines[n].error]
+    done: dict[int, Completion] = {i: Completion([], [], '', 'error', lines[n].error) for i, (n, _) in enumerate(work)
+                                   if lines[n].error}
+    written, peak, tokens, start = 0, 0, 0, time.perf_counter()
+    # prompts are strings of ids here; what the engine refuses comes back as its completion
+    stream = engine.stream([ids[work[i][0]] for i in good], [params[i] for i in good])
+    try:
+        with _progress() as bar:
+            task = bar.add_task('completing', total=len(work), completed=len(done), rate='')
+            for event in stream:
+                peak, tokens = max(peak, engine.cache.held_nbytes), tokens + (event.token >= 0)
+                if event.completion:
+                    done[good[event.index]] = event.completion
+                    rate = f'{tokens / (time.perf_counter() - start):,.0f} tokens/s'
+                    bar.update(task, completed=len(done), rate=rate)
+                while written in done:  # those before it wait no longer
+                    n, k = work[written]
+                    write(_answer(lines[n], k, params[written], done[written]))
+                    written += 1
+    finally:
+        stream.close()
+        for i in sorted(i for i in done if i >= written):
+            write(_answer(lines[work[i][0]], work[i][1], params[i], done[i]))
+    seconds = time.perf_counter() - start
+    return {'requests': len(work), 'failed': sum(c.finish_reason == 'error' for c in done.values()),
+            'prompt_tokens': sum(len(c.prompt_tokens) for c in done.values()), 'tokens': tokens, 'seconds': seconds,
+            'tokens_per_second': tokens / seconds, 'kv_held_peak': peak}
+
+
+def _seed(line: PromptLine, first: int, k: int, seed: int) -> int:
+    return sample_seed(line.params.seed, k) if 'seed' in line.given else sample_seed(seed, first + k)
+
+
+def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
+    answer = {'line': line.line_number} | ({} if line.id is None else {'id': line.id}) | {
+        'sample': k, 'prompt': line.prompt, 'text': completion.text, 'finish_reason': completion.finish_reason,
+        'prompt_tokens': len(completion.prompt_tokens), 'tokens': len(completion.tokens), 'seed': params.seed}
+    if completion.error:
+        answer['error'] = completion.error
+    if completion.ttft_s is not None:
+        answer |= {'ttft_s': round(completion.ttft_s, 4), 'seconds': round(completion.seconds, 4)}
+    if completion.logprobs is not None:
+        answer['logprobs'] = [entry.as_json() for entry in completion.logprobs]
+    return answer
+
+
+def _progress() -> Progress:
+    columns = TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(), TextColumn('{task.fields[rate]}')
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True,
+                    disable=not sys.stderr.isatty())
+
+
+def json_lines(stream) -> Callable[[dict], None]:
+    """Writes dicts to `stream`, one a line, at once."""
+    def write(answer):
+        stream.write(json.dumps(answer, ensure_ascii=False) + '\n')
+        stream.flush()
+    return write
