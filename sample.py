@@ -23,6 +23,7 @@ import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
+from config.sizes import parse_bytes
 from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import read_meta
 from data.tokenizer import load_tokenizer
@@ -34,7 +35,6 @@ from inference.prompts import encode_prompts, encode_requests, read_prompts, rea
 from inference.sampler import Sampler, sample_generators
 from inference.stopping import SampleText, parse_stops
 from inference.timings import Timings
-from kv.__main__ import parse_bytes
 from kv.report import account, nice_bytes, print_report
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights, tokens_id

@@ -97,6 +97,20 @@ def prefills(document) -> Grid:
     return grid
 
 
+def served(document) -> Grid:
+    """Of serving requests."""
+    lengths = document['output_lengths']
+    grid = Grid(f"{document['requests']} requests of {min(lengths)} to {max(lengths)} new tokens ({sum(lengths):,} in all), "
+                'median (min-max)', ('prompt', 'rows', 'side', 'tokens/s', 'first token, ms', 'K/V held, MB', FASTER, 'equal texts'),
+                left=('side', 'equal texts'))
+    for cell, name, side in each_side(document):
+        equal = f"{side['rows_equal']} of {side['rows']}" if 'rows' in side else ''
+        grid.rows.append((f"{cell['context']:,}", f"{side['batch']:,}", name, spread(side['tokens_per_second'], ',.1f'),
+                          f"{side['ttft_ms']['median']:,.0f}", megabytes(side['kv_held_bytes']),
+                          faster(cell, name, 'tokens_per_second'), equal))
+    return grid
+
+
 def decode_grids(document) -> list[Grid]:
     if document['against'] in ('hf', 'nanogpt'):
         return [generations(document)]
@@ -104,7 +118,8 @@ def decode_grids(document) -> list[Grid]:
     return budgeted + [times(document), bytes_read(document)]
 
 
-GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)]}  # mode -> document -> its tables
+# mode -> document -> its tables
+GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)], 'serve': lambda document: [served(document)]}
 
 
 def heading(document) -> list[str]:

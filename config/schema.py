@@ -110,7 +110,8 @@ KV = _keys(
 
 BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (forward, backward, update), 'decode' (tokens out of a filled cache), 'prefill' "
-     "(a prompt's first token)", ('train', 'decode', 'prefill')),
+     "(a prompt's first token), 'serve' (many requests, continuous batching against static)",
+     ('train', 'decode', 'prefill', 'serve')),
     ('against', '', "mode decode: also time, in turns, 'vanilla' (GPT-2's memory in the same shape, in our code; mode prefill "
      "too), 'hf' (transformers' generate) or 'nanogpt' (its generate), the last two with the same vanilla weights",
      ('', 'vanilla', 'hf', 'nanogpt')),
@@ -121,7 +122,9 @@ BENCH = _keys(
     ('repeats', 5, 'modes decode and prefill: timed rounds, at least 5, after one to warm up; figures are their medians'),
     ('kv_dtype', 'auto', "modes decode and prefill: storage of the KV cache; 'auto' = the compute dtype",
      ('auto', 'float32', 'bfloat16', 'float16', 'int8')),
-    ('prefill_chunk', 0, 'mode prefill: tokens appended at a time; 0 = the whole prompt'),
+    ('prefill_chunk', 0, "mode prefill: tokens appended at a time; 0 = the whole prompt (mode serve: the engine's default)"),
+    ('requests', 64, 'mode serve: requests, all there from the start; contexts are their prompts, batch_sizes the rows'),
+    ('output_lengths', '16,256', 'mode serve: shortest and longest of the new tokens of a request, log-uniform between'),
     ('budget', '', "mode decode: KV memory, as '1GB'; in place of batch_sizes, as many sequences as fit"),
     ('nanogpt', '', 'mode decode against nanogpt: folder of a nanoGPT checkout'),
     ('save', '', 'also write the JSON document to this file'),
