@@ -1,0 +1,215 @@
+"""Who holds which page: the bookkeeping beside a naive model that knows each row's pages by what is written in them."""
+import copy
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from config.errors import UserError
+from kv.pages import OutOfPages, PageTable
+
+N_ROWS = 4
+ROW = st.integers(0, N_ROWS - 1)
+
+
+class Pages(RuleBasedStateMachine):
+    """Rows write, fork, move and release at will. `text[r]` is what row r wrote; `memory` is the pages' contents, changed
+    only as the table says. If some row could write into another's page, its text would not be found in its pages."""
+
+    @initialize(n_pages=st.integers(1, 14), page_size=st.sampled_from([1, 2, 3, 7]))
+    def start(self, n_pages, page_size):
+        self.table = PageTable(N_ROWS, n_pages, page_size)
+        self.memory = [[None] * page_size for _ in range(n_pages)]
+        self.text = [[] for _ in range(N_ROWS)]
+        self.reserved = [0] * N_ROWS  # positions that a row has pages for, beyond its text
+        self.count = 0
+        self.seen = {}                # version -> rows at that version
+
+    # -- rules --------------------------------------------------------------------------------------------------------
+
+    def state(self):
+        return copy.deepcopy((self.table.rows, self.table.refs, sorted(self.table._free), self.table.n_free, self.table.version))
+
+    def free(self):
+        return [page for page in range(self.table.n_pages) if not any(page in pages for pages in self.table.rows)]
+
+    def holders(self, page):
+        return sum(page in pages for pages in self.table.rows)
+
+    def extend(self, row, length):
+        """`PageTable.extend` as a cache uses it; returns the free pages that it took."""
+        held, before, free = len(self.text[row]), copy.deepcopy(self.table.rows), self.free()
+        first = held // self.table.page_size
+        shared = [page for page in before[row][first:self.table.pages_for(length)] if self.holders(page) > 1]
+        copies = self.table.extend(row, held, length)
+        assert [a for a, _ in copies] == (shared if length > held else [])
+        for source, target in copies:
+            assert target in free
+            self.memory[target] = list(self.memory[source])
+        taken = [page for page in self.table.rows[row] if page not in before[row]]
+        assert sorted(taken) == free[:len(taken)]                           # the lowest, whatever was freed when
+        assert self.table.rows[row][:first] == before[row][:first]          # what is not written stays shared
+        assert all(self.table.rows[r] == before[r] for r in range(N_ROWS) if r != row)
+        self.reserved[row] = max(self.reserved[row], length)
+        assert len(self.table.rows[row]) == self.table.pages_for(self.reserved[row])
+        return len(taken)
+
+    def write(self, row, n):
+        for position in range(len(self.text[row]), len(self.text[row]) + n):
+            self.count += 1
+            place, offset = divmod(position, self.table.page_size)
+            page = self.table.rows[row][place]
+            assert self.table.refs[page] == 1
+            self.memory[page][offset] = self.count
+            self.text[row].append(self.count)
+
+    @rule(row=ROW, n=st.integers(0, 12), ahead=st.sampled_from([0, 0, 0, 1, 5]))
+    def append(self, row, n, ahead):
+        length = len(self.text[row]) + n + ahead
+        before = self.state()
+        needed = self.table.missing([(row, len(self.text[row]), length)])
+        if needed > self.table.n_free:
+            with pytest.raises(OutOfPages, match=f'row {row} needs {needed} .* {self.table.n_free} of {self.table.n_pages}'):
+                self.table.extend(row, len(self.text[row]), length)
+            assert self.state() == before
+            return
+        assert self.extend(row, length) == needed
+        self.write(row, n)
+
+    @rule(rows=st.permutations(range(N_ROWS)), ns=st.lists(st.integers(0, 9), min_size=1, max_size=N_ROWS))
+    def append_several(self, rows, ns):
+        """`missing` counts a whole step beforehand: writers of one shared page copy it but for the last of its holders."""
+        jobs = [(row, len(self.text[row]), len(self.text[row]) + n) for row, n in zip(rows, ns)]
+        before = self.state()
+        needed = self.table.missing(jobs)
+        assert self.state() == before
+        if needed <= self.table.n_free:
+            assert sum(self.extend(row, length) for row, _, length in jobs) == needed
+            for row, held, length in jobs:
+                self.write(row, length - held)
+            return
+        with pytest.raises(OutOfPages):  # so many are really needed: step by step they run out, too
+            for row, held, length in copy.deepcopy(jobs):
+                self.extend(row, length)
+                self.write(row, length - held)
+
+    @rule(source=ROW, to=ROW)
+    def fork(self, source, to):
+        before = self.state()
+        if self.table.rows[to]:
+            with pytest.raises(UserError, match=f'row {to} .*release'):
+                self.table.fork(source, to)
+            assert self.state() == before
+        elif source != to:
+            self.table.fork(source, to)
+            assert self.table.rows[to] == self.table.rows[source]
+            assert self.table.rows[to] is not self.table.rows[source]
+            self.text[to], self.reserved[to] = list(self.text[source]), self.reserved[source]
+
+    @rule(source=ROW, to=ROW)
+    def move(self, source, to):
+        before, held = self.table.rows[source], set(sum(self.table.rows, []))
+        freed = self.table.move(source, to)
+        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])))
+        assert self.table.rows[to] == before
+        if source != to:
+            self.text[to], self.text[source] = self.text[source], []
+            self.reserved[to], self.reserved[source] = self.reserved[source], 0
+
+    @rule(row=ROW)
+    def release(self, row):
+        held = set(sum(self.table.rows, []))
+        freed = self.table.release(row)
+        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])))
+        assert self.table.rows[row] == []
+        self.text[row], self.reserved[row] = [], 0
+
+    @precondition(lambda self: self.table.n_free < self.table.n_pages)
+    @rule()
+    def release_all(self):
+        for row in range(N_ROWS):
+            self.release(row)
+        assert self.table.n_free == self.table.n_pages
+
+    # -- invariants ---------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def a_page_is_free_or_held_by_as_many_rows_as_it_has_references(self):
+        assert self.table.refs == [self.holders(page) for page in range(self.table.n_pages)]
+        assert sorted(self.table._free) == self.free()
+        assert self.table.n_free == len(self.free())
+
+    @invariant()
+    def a_row_holds_each_page_once_and_as_many_as_it_needs(self):
+        for row, pages in enumerate(self.table.rows):
+            assert len(set(pages)) == len(pages) == self.table.pages_for(self.reserved[row])
+            assert len(self.text[row]) <= self.reserved[row] or not self.text[row]
+
+    @invariant()
+    def every_row_finds_in_its_pages_what_it_wrote(self):
+        for pages, text in zip(self.table.rows, self.text):
+            assert [token for page in pages for token in self.memory[page]][:len(text)] == text
+
+    @invariant()
+    def a_version_stands_for_one_state_of_the_rows(self):
+        assert self.seen.setdefault(self.table.version, copy.deepcopy(self.table.rows)) == self.table.rows
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=150, stateful_step_count=30)
+
+
+def test_two_writers_of_one_shared_page_copy_it_once():
+    table = PageTable(3, 4, 4)
+    table.extend(0, 0, 6)
+    table.fork(0, 1)
+    assert table.missing([(0, 6, 7)]) == table.missing([(1, 6, 7)]) == table.missing([(0, 6, 7), (1, 6, 7)]) == 1
+    table.fork(0, 2)
+    assert table.missing([(row, 6, 7) for row in range(3)]) == 2
+    assert table.missing([(row, 6, 9) for row in range(3)]) == 5
+    assert table.extend(2, 6, 7) == [(1, 2)]
+    assert table.extend(0, 6, 7) == [(1, 3)]
+    assert table.extend(1, 6, 7) == []
+    assert table.rows == [[0, 3], [0, 1], [0, 2]] and table.n_free == 0
+
+
+def test_a_fork_that_ends_with_its_page_is_continued_without_a_copy():
+    table = PageTable(2, 3, 4)
+    table.extend(0, 0, 4)
+    table.fork(0, 1)
+    assert table.extend(0, 4, 5) == table.extend(1, 4, 5) == []
+    assert table.rows == [[0, 1], [0, 2]]
+
+
+def test_the_lowest_page_is_taken_first_whatever_order_they_were_freed_in():
+    table = PageTable(4, 8, 1)
+    for row in range(4):
+        table.extend(row, 0, 2)
+    for row in (2, 0, 1):
+        table.release(row)
+    table.extend(0, 0, 5)
+    assert table.rows[0] == [0, 1, 2, 3, 4]
+
+
+def test_nothing_to_write_takes_nothing_and_keeps_the_version():
+    table = PageTable(2, 4, 4)
+    table.extend(0, 0, 6)
+    table.fork(0, 1)
+    version = table.version
+    assert table.extend(1, 6, 6) == table.extend(1, 6, 3) == []
+    assert table.missing([]) == table.missing([(1, 6, 6)]) == 0
+    assert table.version == version
+    table.move(1, 1)
+    assert table.rows[1] == [0, 1]
+
+
+@pytest.mark.parametrize('sizes', [(0, 4, 4), (2, 0, 4), (2, 4, 0), (2, 4, -1)])
+def test_a_table_of_nothing_is_refused(sizes):
+    with pytest.raises(UserError, match='n_rows=.*n_pages=.*page_size='):
+        PageTable(*sizes)
+
+
+@pytest.mark.parametrize('page_size, n_tokens, n_pages', [(4, 0, 0), (4, 1, 1), (4, 4, 1), (4, 5, 2), (1, 3, 3), (64, 64, 1)])
+def test_pages_for(page_size, n_tokens, n_pages):
+    assert PageTable(1, 1, page_size).pages_for(n_tokens) == n_pages
