@@ -127,9 +127,9 @@ def heading(document) -> list[str]:
     against = f" against {document['against']}" if document['against'] else ''
     transformers = f", transformers {document['transformers']}" if 'transformers' in document else ''
     steps = f" of {document['steps']} steps" if 'steps' in document else ''
-    lines = [f"{document['mode']}{against}: {document['device']}, {document['threads']} threads ({document['processor']})",
-             f"torch {document['torch']}{transformers}, weights {document['dtype']}, K/V {document['kv_dtype']}; "
-             f"{document['repeats']} rounds{steps}, after one to warm up"]
+    lines = [f"{document['mode']}{against}; {document['repeats']} rounds{steps}, after one to warm up",
+             f"{document['device']}, {document['threads']} threads; {document['processor']}",
+             f"torch {document['torch']}{transformers}; weights {document['dtype']}, K/V {document['kv_dtype']}"]
     lines += [f'{name}: {describe(model)}' for name, model in document['models'].items()]
     if 'bandwidth' in document:
         found = document['bandwidth']
@@ -141,10 +141,10 @@ def heading(document) -> list[str]:
 def describe(model: dict) -> str:
     """A model in a line: shape, heads, layers that remember what, parameters."""
     kv_heads = model['n_kv_head'] or model['n_head']
-    text = (f"{model['n_layer']} layers of {model['n_embd']}, {model['n_head']} heads ({kv_heads} for K/V), "
+    text = (f"{model['n_layer']} layers of {model['n_embd']}, {model['n_head']} heads ({kv_heads} K/V), "
             f"{model['layer_pattern']}")
-    text += f"/{model['kv_share']}" * bool(model['kv_share']) + ', global tied' * model['share_global_kv']
-    return text + f", W={model['window_size'] or '-'}, {model['pos_embedding']}, {model['params'] / 1e6:,.1f}M parameters"
+    text += f"/{model['kv_share']}" * bool(model['kv_share']) + ', G tied' * model['share_global_kv']
+    return text + f", W={model['window_size'] or '-'}, {model['pos_embedding']}, {model['params'] / 1e6:,.1f}M params"
 
 
 def show(document) -> None:
