@@ -13,10 +13,11 @@ def paged_attention(q, view: KVView) -> torch.Tensor:
     q: (B, H, 1, D); view: with `pages`. Returns (B, H, 1, D); of rows that hold nothing, zeros.
     """
     pages, n_kv_head = view.pages, view.k[0].size(1)
-    dtype = scores_dtype(q.dtype)
-    rows = fold_heads(q, n_kv_head).to(dtype) * q.size(-1) ** -0.5         # (B, Hkv, G, D)
     if not pages.runs:
         return torch.zeros_like(q)
+    dtype = scores_dtype(q.dtype)
+    rows = fold_heads(q, n_kv_head).to(dtype) * q.size(-1) ** -0.5         # (B, Hkv, G, D)
+    rows = torch.cat([rows, torch.zeros_like(rows[:1])])                   # pages of others belong to row B
     parts = [_attend_pages(rows, view, *piece) for piece in _pieces(view, dtype)]
     top, total, values = (torch.cat([getattr(p, name) for p in parts]) for name in ('top', 'total', 'values'))
     highest = torch.full_like(rows[..., :1], torch.finfo(dtype).min).scatter_reduce_(
@@ -24,7 +25,7 @@ def paged_attention(q, view: KVView) -> torch.Tensor:
     weight = (top - highest[pages.rows]).exp_()                            # (entries, Hkv, G, 1)
     total = torch.zeros_like(highest).index_add_(0, pages.rows, total * weight)
     values = torch.zeros_like(rows).index_add_(0, pages.rows, values * weight)
-    y = values / total.clamp(min=torch.finfo(dtype).tiny)
+    y = (values / total.clamp(min=torch.finfo(dtype).tiny))[:-1]
     return unfold_heads(y.to(q.dtype), q.size(1))
 
 

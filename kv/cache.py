@@ -44,6 +44,11 @@ class KVCache:
         return RingSlot(slot.window, *shape, *kind) if slot.kind == LOCAL else ContiguousSlot(*shape, *kind)
 
     @property
+    def row_stores(self) -> list[KVStore]:
+        """The stores whose rows are those of the cache."""
+        return self.stores
+
+    @property
     def nbytes(self) -> int:
         """Bytes of K/V storage and scales, counted from the live tensors."""
         return sum(store.nbytes for store in self.stores)
@@ -56,8 +61,7 @@ class KVCache:
     def reset(self, rows=None) -> None:
         """Rows (all, if None; else their numbers) hold nothing again. Their memory stays allocated; others are untouched."""
         rows = self._checked('reset', range(self.batch_size) if rows is None else torch.as_tensor(rows).tolist())
-        for row in rows:
-            self._lengths[row] = 0
+        self._forget(rows)
         if len(set(rows)) == self.batch_size:
             self._step, self._views = None, {}
 
@@ -66,15 +70,30 @@ class KVCache:
         self._checked('move', [source, target])
         if source == target:
             return
-        for store in self.stores:
-            store.move(source, target)
-        self._lengths[target], self._lengths[source] = self._lengths[source], 0
+        for store in self.row_stores:
+            store.copy_row(source, target)
+        self._lengths[target] = self._lengths[source]
+        self._forget([source])
+
+    def _forget(self, rows: list[int]) -> None:
+        """Rows hold nothing. What they held stays in memory, behind masks, until it is overwritten; but a masked key counts
+        for 0 times its value, so if that were NaN, one bad request would spoil those that get its row after it. A step
+        that failed midway has written beyond the lengths."""
+        written = dict(zip(self._step.rows, self._step.ends)) if self._step else {}
+        end = max((max(self._lengths[row], written.get(row, 0)) for row in rows), default=0)
+        for row in rows:
+            self._lengths[row] = 0
+        if end:
+            for store in self.row_stores:
+                store.zero_values(rows, end)
 
     def fill_(self, length: int) -> 'KVCache':
         """As if every row held `length` tokens, with random K/V: for benchmarks and capacity tests."""
         if not 0 <= length <= self.max_seq_len:
             raise UserError(f'fill_({length}): the cache holds at most max_seq_len={self.max_seq_len} tokens')
         self.reset()
+        every_row = list(range(self.batch_size))
+        self._make_room(Step(length, [length] * self.batch_size, [0] * self.batch_size, every_row, self.device))
         for store in self.stores:
             store.fill_random_()
         self._lengths = [length] * self.batch_size

@@ -20,7 +20,6 @@ from kv.view import KVView, PageList
 PAGE_SIZE = 64
 # Pages of others that a piece of the pool may have among those of a step, before its own are gathered instead.
 MOST_FOREIGN = 0.25
-BEYOND = 2 ** 62  # a position that no row reaches
 
 
 class PagedSlot(KVStore):
@@ -41,7 +40,11 @@ class PagedSlot(KVStore):
         if held == 0:  # padding stands behind all that its row's queries see
             view = KVView(k, v, memo=memo)
         else:
-            view = KVView(*cat([self._gather(step, held), (k, v)]), *self._tags(step, held), memo=memo)
+            tags, stored = self._tags(step, held), self._gather(step, held)
+            if tags:  # what a row does not hold may be NaN of another's, and masked it counts for 0 times that
+                for x in stored[1]:
+                    x.masked_fill_(tags[1][:, None, :held, None] < 0, 0)
+            view = KVView(*cat([stored, (k, v)]), *tags, memo=memo)
         self._write(k, v, step)
         return view
 
@@ -81,9 +84,6 @@ class PagedSlot(KVStore):
             return step.positions(), torch.cat([index.where(index < starts, -1), step.positions()], dim=1)
         return step.memo('paged tags', tags)
 
-    def move(self, source: int, target: int) -> None:
-        """The table says whose the pages are."""
-
 
 def _entries(table: PageTable, rows: list[int]):
     """[(page, row of the step, its first position)] in the order of the pool, and their runs (see `PageList`); where
@@ -93,13 +93,13 @@ def _entries(table: PageTable, rows: list[int]):
     first_holders, others = [], []
     for entry in entries:
         (others if first_holders and first_holders[-1][0] == entry[0] else first_holders).append(entry)
-    ordered, runs = _runs(first_holders)
+    ordered, runs = _runs(first_holders, nobody=len(rows))
     if others:
         runs.append((len(ordered), len(ordered) + len(others), None))
     return ordered + others, runs
 
 
-def _runs(entries):
+def _runs(entries, nobody):
     """The entries, and runs of them (see `PageList`): one slice of the pool where pages of others in between are few."""
     if not entries:
         return [], []
@@ -108,8 +108,7 @@ def _runs(entries):
         return entries, [(0, len(entries), None)]
     filled = dict.fromkeys(range(lo, hi))
     filled |= {entry[0]: entry for entry in entries}
-    # a page of others stands in as one of row 0 beyond all that it sees
-    return [entry or (page, 0, BEYOND) for page, entry in filled.items()], [(0, hi - lo, lo)]
+    return [entry or (page, nobody, 0) for page, entry in filled.items()], [(0, hi - lo, lo)]
 
 
 class PagedKVCache(KVCache):
@@ -131,12 +130,16 @@ class PagedKVCache(KVCache):
     def _new_slot(self, slot: Slot) -> KVStore:
         if slot.kind != GLOBAL:
             return super()._new_slot(slot)
-        return PagedSlot(self.table, self._list_pages, self.table.n_pages, self.plan.n_kv_head, self.table.page_size, self.plan.head_dim,
-                         self.torch_dtype, self.compute_dtype, self.device)
+        shape = (self.table.n_pages, self.plan.n_kv_head, self.table.page_size, self.plan.head_dim)
+        return PagedSlot(self.table, self._list_pages, *shape, self.torch_dtype, self.compute_dtype, self.device)
 
     @property
     def pools(self) -> list[PagedSlot]:
         return [store for store in self.stores if isinstance(store, PagedSlot)]
+
+    @property
+    def row_stores(self) -> list[KVStore]:
+        return [store for store in self.stores if not isinstance(store, PagedSlot)]
 
     @property
     def held_nbytes(self) -> int:
@@ -148,12 +151,11 @@ class PagedKVCache(KVCache):
         """Rows hold nothing again, and their pages are free unless others hold them."""
         rows = range(self.batch_size) if rows is None else torch.as_tensor(rows).tolist()
         super().reset(rows)
-        for row in rows:
-            self.table.release(row)
+        self._clean([page for row in rows for page in self.table.release(row)])
 
     def move(self, source: int, target: int) -> None:
         super().move(source, target)
-        self.table.move(source, target)
+        self._clean(self.table.move(source, target))
 
     def fork(self, source: int, target: int) -> None:
         """`target`, which must hold nothing, holds what `source` does: its pages are shared until one of them writes to
@@ -162,20 +164,16 @@ class PagedKVCache(KVCache):
         if self._lengths[target]:
             raise UserError(f'fork: row {target} holds {self._lengths[target]} tokens; reset it first')
         self.table.fork(source, target)
-        for store in self.stores:
-            if not isinstance(store, PagedSlot):
-                store.copy_row(source, target)
+        for store in self.row_stores:
+            store.copy_row(source, target)
         self._lengths[target] = self._lengths[source]
-
-    def fill_(self, length: int) -> 'PagedKVCache':
-        super().fill_(length)
-        for row in range(self.batch_size):
-            self.table.extend(row, 0, length)
-        return self
 
     def reserve(self, row: int, length: int) -> None:
         """Take the pages for the first `length` tokens of `row` now. OutOfPages: and nothing has changed."""
-        self._copy_pages(self.table.extend(row, self._lengths[row], length))
+        self._checked('reserve', [row])
+        if length > self.max_seq_len:
+            raise UserError(f'reserve: {length} tokens for row {row}: the cache has max_seq_len={self.max_seq_len}')
+        self._take_pages([(row, self._lengths[row], length)])
 
     def _list_pages(self, step: Step) -> PageList:
         """The pages of a step of one token."""
@@ -185,18 +183,26 @@ class PagedKVCache(KVCache):
             entries, runs = _entries(self.table, rows)
             self._listed = key, (torch.tensor(entries, dtype=torch.int64, device=self.device).view(-1, 3).unbind(1), runs)
         indices, runs = self._listed[1]
-        return PageList(*indices, torch.tensor(step.ends, device=self.device), runs)
+        return PageList(*indices, torch.tensor(step.ends + [0], device=self.device), runs)
 
     def _make_room(self, step: Step) -> None:
-        jobs = [(row, start, end) for row, start, end in zip(step.rows, step.starts, step.ends) if end > start]
+        self._take_pages([job for job in zip(step.rows, step.starts, step.ends) if job[1] < job[2]])
+
+    def _take_pages(self, jobs: list[tuple[int, int, int]]) -> None:
+        """Pages for each (row, tokens held, tokens to be held), or OutOfPages and nothing has changed."""
+        if not self.pools:  # a model of local layers alone has nothing to put into them
+            return
         needed = self.table.missing(jobs)
         if needed > self.table.n_free:
-            raise OutOfPages(f'this step needs {needed} more pages of {self.table.page_size} positions: '
+            raise OutOfPages(f'{needed} more pages of {self.table.page_size} positions are needed: '
                              f'{self.table.n_free} of {self.table.n_pages} are free')
         for job in jobs:
-            self._copy_pages(self.table.extend(*job))
+            for source, target in self.table.extend(*job):
+                for pool in self.pools:
+                    pool.copy_row(source, target)
 
-    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
-        for source, target in copies:
+    def _clean(self, freed: list[int]) -> None:
+        """Who takes one of these pages reads all of it, with weight 0 what it has not written: see `KVCache._forget`."""
+        if freed:
             for pool in self.pools:
-                pool.copy_row(source, target)
+                pool.zero_values(freed, self.table.page_size)

@@ -42,7 +42,7 @@ class PageTable:
         return -(-n_tokens // self.page_size)
 
     def missing(self, jobs: list[tuple[int, int, int]]) -> int:
-        """Free pages that `extend(row, held, length)` takes for all of `jobs`, one after another."""
+        """Free pages that `extend(row, held, length)` takes for all of `jobs`, one after another, each of another row."""
         new = sum(max(0, self.pages_for(length) - len(self.rows[row])) for row, held, length in jobs)
         writers = Counter(self.rows[row][place] for row, held, length in jobs for place in self._shared(row, held, length))
         # of those who hold a page, the last to write to it need not copy it
@@ -81,20 +81,22 @@ class PageTable:
         self.rows[target] = list(self.rows[source])
         self.version += 1
 
-    def move(self, source: int, target: int) -> None:
-        """What `source` holds belongs to `target`, whose own pages are released."""
+    def move(self, source: int, target: int) -> list[int]:
+        """What `source` holds belongs to `target`, whose own pages are released. Returns those that are free now."""
         if source == target:
-            return
-        self.release(target)
+            return []
+        freed = self.release(target)
         self.rows[source], self.rows[target] = [], self.rows[source]
         self.version += 1
+        return freed
 
-    def release(self, row: int) -> None:
-        """`row` holds nothing; pages that nobody else holds are free again."""
-        for page in self.rows[row]:
+    def release(self, row: int) -> list[int]:
+        """`row` holds nothing; pages that nobody else holds are free again. Returns these."""
+        pages, self.rows[row] = self.rows[row], []
+        for page in pages:
             self._drop(page)
-        self.rows[row] = []
         self.version += 1
+        return [page for page in pages if not self.refs[page]]
 
     def _shared(self, row, held, length) -> list[int]:
         """Places in the row's list of pages that will be written and that others hold too."""

@@ -41,9 +41,6 @@ class ContiguousSlot(KVStore):
         rows, new_rows, tokens, positions = step.write_indices(self.capacity)
         self.scatter(rows, positions, new_rows, tokens, k, v)
 
-    def move(self, source: int, target: int) -> None:
-        self.copy_row(source, target)
-
 
 class RingSlot(KVStore):
     """The last `capacity` positions of every row, position p at index p % capacity: a local slot.
@@ -114,9 +111,6 @@ class RingSlot(KVStore):
         if a + n <= self.capacity:
             return [(a, a + n)]
         return [(a, self.capacity), (0, a + n - self.capacity)]
-
-    def move(self, source: int, target: int) -> None:
-        self.copy_row(source, target)
 
 
 def _decode_tags(step: Step, read: int, visible: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

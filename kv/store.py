@@ -64,6 +64,12 @@ class KVStore:
         for x in self.tensors:
             x[target] = x[source]
 
+    def zero_values(self, rows: list[int], end: int) -> None:
+        """V of `rows` at indices below `end` is zero, so that who reads it with weight 0 gets 0, which 0 * NaN is not.
+        K may stay: a mask takes the place of scores, whatever they are."""
+        for x in self.v:
+            x[rows, :, :end] = 0
+
     def fill_random_(self, chunk: int = 256) -> None:
         """Normal random K/V everywhere, a slice at a time so that no second copy of the cache ever exists."""
         rows, n_kv_head, _, head_dim = self.k[0].shape

@@ -37,15 +37,17 @@ class PageList:
     """Where the keys of the rows of a step are in a pool of pages, for steps of one token.
 
     Entry e says: the page ids[e] holds positions first[e] .. first[e] + page_size - 1 of the step's row rows[e]. Pages
-    stand in the order of the pool; `runs` are (a, b, lo): entries a to b are the pages from lo on, all of them.
+    stand in the order of the pool; `runs` are (a, b, lo): entries a to b are the pages from lo on, all of them; lo is None
+    where they are any pages. A page of others within a run belongs to row B, which nobody reads: what it holds, NaN
+    even, touches nobody.
 
-    rows, first, ids: (n,) int64. lengths: (B,) int64, keys that each row sees.
+    rows, first, ids: (n,) int64. lengths: (B + 1,) int64, keys that each row sees; 0 of row B.
     """
     ids: torch.Tensor
     rows: torch.Tensor
     first: torch.Tensor
     lengths: torch.Tensor
-    runs: list[tuple[int, int, int]]
+    runs: list[tuple[int, int, int | None]]
 
 
 @dataclass
