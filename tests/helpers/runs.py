@@ -1,0 +1,82 @@
+"""A cache beside the texts of its rows: whatever is done to it, every step must equal a full forward of each row's text."""
+import torch
+from hypothesis import strategies as st
+
+from tests.helpers.models import VOCAB, full_logits, max_gap, random_model
+
+BAD = VOCAB - 1  # a token whose embedding is NaN: its row is NaN from then on. No other row may be, nor the next in its place
+
+
+class Run:
+    """`text[r]`: the tokens that row r should hold. Rows that hold BAD are not compared."""
+
+    def __init__(self, config, batch, room, kv_dtype='auto', dtype=torch.float64, bound=1e-9, **paging):
+        self.model = random_model(config, dtype)
+        with torch.no_grad():
+            self.model.transformer.wte.weight[BAD] = torch.nan
+        self.cache = self.model.new_cache(batch, room, kv_dtype, **paging)
+        self.text, self.room, self.bound = [[] for _ in range(batch)], room, bound
+        self.generator = torch.Generator().manual_seed(1)
+
+    def step(self, lens, rows=None, bad=(), t=None):
+        """The rows (all, if None) append lens[b] random tokens of t; in those of `bad` the first is BAD."""
+        rows_ = range(len(self.text)) if rows is None else rows
+        idx = torch.randint(BAD, (len(lens), t or max(*lens, 1)), generator=self.generator)
+        for b, row in enumerate(rows_):
+            if row in bad:
+                idx[b, 0] = BAD
+        with torch.no_grad():
+            logits = self.model(idx, cache=self.cache, lens=lens, rows=rows, all_logits=True)[0]
+        for b, row in enumerate(rows_):
+            self.text[row] += idx[b, :lens[b]].tolist()
+        assert self.cache.lengths.tolist() == [len(text) for text in self.text]
+        self.compare(logits, lens, rows_)
+
+    def compare(self, logits, lens, rows):
+        compared = [(b, self.text[row], n) for b, (row, n) in enumerate(zip(rows, lens)) if n and BAD not in self.text[row]]
+        if not compared:
+            return
+        longest = max(len(text) for _, text, _ in compared)
+        full = full_logits(self.model, torch.tensor([text + [0] * (longest - len(text)) for _, text, _ in compared]))
+        for (b, text, n), alone in zip(compared, full):
+            assert max_gap(logits[b, :n, :BAD], alone[len(text) - n:len(text), :BAD]) < self.bound
+
+    def reset(self, *rows):
+        self.cache.reset(list(rows))
+        for row in rows:
+            self.text[row] = []
+
+    def fork(self, source, target):
+        self.cache.fork(source, target)
+        self.text[target] = list(self.text[source])
+
+    def move(self, source, target):
+        self.cache.move(source, target)
+        if source != target:
+            self.text[target], self.text[source] = self.text[source], []
+
+    def anything(self, data, can_fork=False, n_steps=(4, 10)):
+        """Steps of any shape over any rows in any order, some of them NaN, and between them resets, moves and forks."""
+        numbers = range(len(self.text))
+        row = st.sampled_from(numbers)
+        for _ in range(data.draw(st.integers(*n_steps))):
+            rows = data.draw(st.none() | st.permutations(numbers).flatmap(
+                lambda order: st.integers(1, len(order)).map(lambda n: list(order)[:n])))
+            t = data.draw(st.sampled_from([1, 1, 1, 2, 3, 7, 13]))
+            ragged = data.draw(st.booleans())
+            lens = []
+            for r in numbers if rows is None else rows:
+                n = min(t, self.room - len(self.text[r]))
+                lens.append(data.draw(st.sampled_from([0, n]) | st.integers(0, n)) if ragged else n)
+            bad = [r for r in numbers if data.draw(st.integers(0, 9)) == 0]
+            self.step(lens, rows, bad, t)
+            change = data.draw(st.sampled_from(['none', 'none', 'reset', 'move'] + ['fork', 'fork'] * can_fork))
+            if change == 'reset':
+                self.reset(*data.draw(st.lists(row, max_size=3)))
+            elif change == 'move':
+                self.move(data.draw(row), data.draw(row))
+            elif change == 'fork':
+                source, target = data.draw(row), data.draw(row)
+                if source != target:
+                    self.reset(target)
+                    self.fork(source, target)

@@ -1,0 +1,172 @@
+"""A step over some rows of a cache, in any order; rows that are moved; and NaN, which stays where it arose."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from tests.helpers.models import FULL_STACK, configs, feed, max_gap, random_model, tokens
+from tests.helpers.runs import Run
+
+pytestmark = pytest.mark.filterwarnings('ignore:layer_pattern')
+STACK = GPTConfig(**FULL_STACK)
+# contiguous, and paged with a pool that is never short
+KINDS = pytest.mark.parametrize('paging', [{}, dict(n_pages=100, page_size=3)], ids=['contiguous', 'paged'])
+
+
+def past_two_wraps(config):
+    return 2 * max(config.window_size, 4) + 9
+
+
+@settings(max_examples=60)
+@given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8)), batch=st.integers(1, 4))
+def test_any_steps_over_any_rows_equal_each_row_alone(data, config, batch):
+    Run(config, batch, past_two_wraps(config)).anything(data)
+
+
+@settings(max_examples=25)
+@given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train='int8'), batch=st.integers(2, 4))
+def test_any_steps_over_any_rows_of_an_int8_cache(data, config, batch):
+    Run(config, batch, past_two_wraps(config), kv_dtype='int8').anything(data)
+
+
+@settings(max_examples=15)
+@given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8)), batch=st.integers(2, 4))
+def test_any_steps_over_any_rows_in_float32(data, config, batch):
+    Run(config, batch, past_two_wraps(config), dtype=torch.float32, bound=1e-4).anything(data)
+
+
+@KINDS
+@pytest.mark.parametrize('rows', [[0], [3], [1, 2], [2, 1], [3, 0], [0, 2, 3], [3, 1, 0], [3, 2, 1, 0], [0, 1, 2, 3]])
+@pytest.mark.parametrize('t', [1, 4])
+def test_a_step_over_some_rows_touches_no_other(paging, rows, t):
+    run = Run(STACK, 4, 40, **paging)
+    run.step([7, 12, 12, 12])
+    lengths = run.cache.lengths.clone()
+    run.step([t] * len(rows), rows)
+    for row in range(4):
+        assert run.cache.lengths[row] == lengths[row] + t * (row in rows)
+    run.step([1] * 4)
+    run.step([3] * 4)
+
+
+@KINDS
+def test_lens_go_with_the_rows_that_are_named(paging):
+    run = Run(STACK, 4, 40, **paging)
+    run.step([5, 3, 0], rows=[3, 0, 1])
+    run.step([1, 0], rows=[1, 3])
+    run.step([0, 1], rows=[0, 3])
+    run.step([0, 0], rows=[2, 1])
+    run.step([9, 2, 1, 9], rows=[2, 0, 3, 1])
+    assert run.cache.lengths.tolist() == [5, 10, 9, 7]
+
+
+@KINDS
+@pytest.mark.parametrize('n_rows, rows, named', [
+    (2, [1, 1], r'\[1, 1\].*once'), (1, [3], 'row 3.*0 to 2'), (1, [-1], 'row -1.*0 to 2'), (1, [True], 'row True.*0 to 2'),
+    (1, [0.0], 'row 0.0.*0 to 2'), (2, [0], r'2 rows.*\[0\]'), (1, [0, 1], r'1 rows.*\[0, 1\]'), (0, [], r'\[\].*at least one'),
+])
+def test_rows_that_are_none_or_too_many_are_refused_before_anything_is_written(paging, n_rows, rows, named):
+    run = Run(STACK, 3, 20, **paging)
+    run.step([4, 4, 4])
+    with pytest.raises(UserError, match=named):
+        run.model(tokens(n_rows, 2), cache=run.cache, rows=rows)
+    run.step([1, 1, 1])
+
+
+def test_a_full_row_is_named_by_its_number_in_the_cache():
+    run = Run(STACK, 3, 20)
+    run.step([4, 19, 4])
+    with pytest.raises(UserError, match='row 1 holds 19 tokens and 2'):
+        run.model(tokens(2, 2), cache=run.cache, rows=[2, 1])
+    run.step([1, 2], rows=[1, 2])
+
+
+def test_rows_without_a_cache_are_refused():
+    with pytest.raises(UserError, match=r'rows=\[0\]'):
+        random_model(STACK)(tokens(1, 4), rows=[0])
+
+
+# -- move -------------------------------------------------------------------------------------------------------------
+
+@KINDS
+def test_a_moved_row_goes_on_and_its_old_place_is_empty(paging):
+    run = Run(STACK, 3, 40, **paging)
+    run.step([17, 4, 23])
+    run.move(2, 0)
+    assert run.cache.lengths.tolist() == [23, 4, 0]
+    run.step([1, 2, 3])
+    run.move(1, 2)
+    run.step([5, 1, 1])
+    run.move(1, 1)
+    run.step([1, 1, 1])
+
+
+@KINDS
+@pytest.mark.parametrize('source, target', [(0, 3), (-1, 0), (3, 0), (0, True)])
+def test_a_move_of_rows_that_are_none_is_refused(paging, source, target):
+    run = Run(STACK, 3, 20, **paging)
+    run.step([3, 3, 3])
+    with pytest.raises(UserError, match='move: row .*0 to 2'):
+        run.cache.move(source, target)
+    run.step([1, 1, 1])
+
+
+# -- NaN --------------------------------------------------------------------------------------------------------------
+
+@KINDS
+@pytest.mark.parametrize('config', [
+    FULL_STACK, dict(FULL_STACK, layer_pattern='G', kv_share='', n_layer=2), dict(FULL_STACK, layer_pattern='L', kv_share=''),
+], ids=['full stack', 'global', 'local'])
+@pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
+@pytest.mark.parametrize('left', ['reset', 'reset all', 'moved away', 'moved over'])
+def test_who_follows_on_a_row_that_was_nan_is_not(paging, config, kv_dtype, left):
+    """A masked key has weight 0, and 0 * NaN is NaN: what a row held may not be there for the next one."""
+    run = Run(GPTConfig(**config, kv_quant_train='int8' if kv_dtype == 'int8' else ''), 3, 40, kv_dtype, **paging)
+    run.step([23, 9, 17], bad=[0])
+    if left == 'reset':
+        run.reset(0)
+    elif left == 'reset all':
+        run.reset(0, 1, 2)
+    elif left == 'moved away':
+        run.move(0, 1)
+    else:
+        run.move(1, 0)
+    for lens in ([2, 1, 1], [1, 1, 1], [1, 0, 1], [3, 3, 2], [1, 1, 1], [6, 1, 6], [1, 1, 1]):
+        run.step(lens)
+
+
+@KINDS
+def test_a_step_that_failed_midway_leaves_no_nan_beyond_the_lengths(paging, monkeypatch):
+    run = Run(STACK, 2, 40, **paging)
+    run.step([4, 4])
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(run.model.transformer.h[-1], 'forward', lambda *_: (_ for _ in ()).throw(MemoryError()))
+        run.step([9, 9], bad=[0, 1])
+    run.reset(1)
+    run.reset(0, 1)
+    for lens in ([2, 1], [1, 1], [3, 4], [1, 1]):
+        run.step(lens)
+
+
+def test_a_row_is_emptied_no_further_than_it_was_written():
+    """Memory that was never touched is not touched by a reset either: the system has not even given it."""
+    cache = random_model(STACK).new_cache(2, 40)
+    for store in cache.stores:
+        store.fill_random_()
+    random = [store.v[0].clone() for store in cache.stores]
+    feed(cache=cache, model=random_model(STACK), idx=tokens(2, 3), chunks=[3])
+    cache.reset([1])
+    for store, before in zip(cache.stores, random):
+        assert torch.equal(store.v[0][:, :, 3:], before[:, :, 3:])
+        assert store.v[0][0, :, :3].abs().min() > 0 == store.v[0][1, :, :3].abs().max()
+
+
+def test_values_beside_those_of_a_reset_row_stay():
+    run = Run(STACK, 3, 40)
+    run.step([9, 12, 9])
+    before = [x[[0, 2]].clone() for store in run.cache.stores for x in store.tensors]
+    run.reset(1)
+    after = [x[[0, 2]] for store in run.cache.stores for x in store.tensors]
+    assert all(max_gap(a, b) == 0 for a, b in zip(after, before))
