@@ -101,7 +101,8 @@ def served(document) -> Grid:
     """Of serving requests."""
     lengths = document['output_lengths']
     grid = Grid(f"{document['requests']} requests of {min(lengths)} to {max(lengths)} new tokens ({sum(lengths):,} in all), "
-                'median (min-max)', ('prompt', 'rows', 'side', 'tokens/s', 'first token, ms', 'K/V held, MB', FASTER, 'equal texts'),
+                'median (min-max)',
+                ('prompt', 'rows', 'side', 'tokens/s', 'first token, ms', 'K/V held, MB', FASTER, 'equal texts'),
                 left=('side', 'equal texts'))
     for cell, name, side in each_side(document):
         equal = f"{side['rows_equal']} of {side['rows']}" if 'rows' in side else ''
