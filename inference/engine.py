@@ -10,14 +10,17 @@
 What a request gets does not depend on the others (up to the rounding of GEMMs of another batch size): its random numbers
 come from its own seed, and when pages run out it may wait, but then goes on as before.
 """
+import operator
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 
 import torch
 
 from config.errors import UserError
-from inference.params import Completion, SamplingParams, TokenLogprob
+from inference.params import Completion, SamplingParams, TokenLogprob, shown
 from inference.sampler import SampleRow, sample_rows
 from inference.scheduler import Request, Scheduler
 from inference.stopping import SampleText
@@ -77,8 +80,9 @@ class Engine:
         n_pages = self._n_pages(max_batch_size, max_seq_len, kv_dtype, kv_budget, page_size)
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, n_pages=n_pages, page_size=page_size)
         self.scheduler = scheduler(self.cache, prefill_chunk)
-        self.jobs: dict[int, _Job] = {}  # of requests that have not ended, by their number
-        self._refused: list[Event] = []
+        self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by their number
+        self._undelivered: list[Event] = []          # the next step gives them
+        self._inboxes: dict[int, deque[Event]] = {}  # of requests that a stream awaits, by their number
         self._submitted = 0
 
     def _n_pages(self, rows, max_seq_len, kv_dtype, budget, page_size):
@@ -94,7 +98,8 @@ class Engine:
 
     @property
     def n_unfinished(self) -> int:
-        return len(self.jobs) + len(self._refused)
+        """Requests whose last event is still to come."""
+        return len(self.jobs) + sum(event.completion is not None for event in self._undelivered)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -107,7 +112,7 @@ class Engine:
             ids = self._ids(prompt)
             self._check(ids, params)
         except UserError as e:
-            self._refused.append(Event(index, -1, completion=Completion(ids, [], '', 'error', str(e), seconds=0.0)))
+            self._undelivered.append(Event(index, -1, completion=Completion(ids, [], '', 'error', str(e), seconds=0.0)))
             return index
         request = Request(index, ids, params)
         self.jobs[index] = _Job(request, self.tokenizer, time.perf_counter())
@@ -115,16 +120,24 @@ class Engine:
         return index
 
     def cancel(self, index: int) -> Event | None:
-        """End a request where it is; None if it has ended already."""
+        """End a request where it is. Its last event, which the next step or its stream gives too; None if it has ended
+        already."""
         job = self.jobs.get(index)
-        return self._end(job, 'cancelled') if job else None
+        if job is None:
+            return None
+        event = self._end(job, 'cancelled')
+        self._undelivered.append(event)
+        return event
 
     def _ids(self, prompt):
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UserError('the prompt is text, and the engine has no tokenizer: give token ids')
             return self.tokenizer.encode(prompt)
-        return torch.as_tensor(prompt).tolist() if isinstance(prompt, torch.Tensor) else [int(token) for token in prompt]
+        try:
+            return [operator.index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
+        except TypeError:
+            raise UserError(f'prompt={shown(prompt)}: must be a text or a list of token ids') from None
 
     def _check(self, ids, params):
         vocab_size = self.model.config.vocab_size
@@ -146,11 +159,12 @@ class Engine:
         params: one `SamplingParams` for all, or one for each. on_event: called with each event as it comes.
         """
         completions = {}
-        for event in self.stream(prompts, params):
-            if on_event:
-                on_event(event)
-            if event.completion:
-                completions[event.index] = event.completion
+        with closing(self.stream(prompts, params)) as events:  # also when `on_event` fails
+            for event in events:
+                if on_event:
+                    on_event(event)
+                if event.completion:
+                    completions[event.index] = event.completion
         return [completions[index] for index in sorted(completions)]
 
     def stream(self, prompts, params=None) -> Iterator[Event]:
@@ -160,26 +174,37 @@ class Engine:
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
             raise UserError(f'{len(params)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each')
-        first = self._submitted
-        mine = {self.submit(prompt, p) for prompt, p in zip(prompts, params)}
+        first, inbox, left = self._submitted, deque(), len(prompts)
         try:
-            while mine:
-                for event in self.step():
-                    if event.index not in mine:
-                        continue
-                    if event.completion:
-                        mine.discard(event.index)
-                    event.index -= first
-                    yield event
+            for prompt, p in zip(prompts, params):
+                self._inboxes[self.submit(prompt, p)] = inbox
+            while left:
+                while not inbox:
+                    self.step()
+                event = inbox.popleft()
+                left -= event.completion is not None
+                yield replace(event, index=event.index - first)
         finally:
-            for index in mine:
+            for index in [index for index, its in self._inboxes.items() if its is inbox]:
                 self.cancel(index)
+                del self._inboxes[index]
+            self._undelivered = [event for event in self._undelivered if not first <= event.index < first + len(prompts)]
 
-    @torch.inference_mode()
     def step(self) -> list[Event]:
         """One step: chunks of prompts, then one token for each request that decodes. Whatever interrupts it (Ctrl-C, no
-        memory), no request is lost: those that were running are computed anew by the next one."""
-        events, self._refused = self._refused, []
+        memory), no request is lost: those that were running are computed anew by the next one, and what was drawn comes
+        out of it.
+
+        Returns the events of all requests but those of a `stream`, which gives them itself.
+        """
+        events = []
+        for event in self._step():
+            self._inboxes.get(event.index, events).append(event)
+        return events
+
+    @torch.inference_mode()
+    def _step(self) -> list[Event]:
+        events, self._undelivered = self._undelivered, []
         try:
             work = self.scheduler.schedule()
             for chunks in work.prefill:
@@ -188,7 +213,7 @@ class Engine:
             if decoding:
                 events += self._decode(decoding)
         except BaseException:
-            self._refused = [e for e in events if e.completion] + self._refused
+            self._undelivered = events + self._undelivered
             self.cache.reset()  # a step was left half-written
             for request in sorted(self.scheduler.running, key=lambda r: -r.number):
                 self.scheduler.preempt(request)
