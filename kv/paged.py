@@ -181,7 +181,8 @@ class PagedKVCache(KVCache):
         key = self.table.version, rows
         if self._listed[0] != key:
             entries, runs = _entries(self.table, rows)
-            self._listed = key, (torch.tensor(entries, dtype=torch.int64, device=self.device).view(-1, 3).unbind(1), runs)
+            with torch.inference_mode(False):  # what is kept must serve a step that records a graph, too
+                self._listed = key, (torch.tensor(entries, dtype=torch.int64, device=self.device).view(-1, 3).unbind(1), runs)
         indices, runs = self._listed[1]
         return PageList(*indices, torch.tensor(step.ends + [0], device=self.device), runs)
 
