@@ -29,7 +29,7 @@ class Pages(RuleBasedStateMachine):
     # -- rules --------------------------------------------------------------------------------------------------------
 
     def state(self):
-        return copy.deepcopy((self.table.rows, self.table.refs, sorted(self.table._free), self.table.n_free, self.table.version))
+        return copy.deepcopy((self.table.rows, self.table.refs, sorted(self.table._free), self.table.version))
 
     def free(self):
         return [page for page in range(self.table.n_pages) if not any(page in pages for pages in self.table.rows)]

@@ -19,13 +19,13 @@ def past_two_wraps(config):
     return 2 * max(config.window_size, 4) + 9
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8)), batch=st.integers(1, 4))
 def test_any_steps_over_any_rows_equal_each_row_alone(data, config, batch):
     Run(config, batch, past_two_wraps(config)).anything(data)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train='int8'), batch=st.integers(2, 4))
 def test_any_steps_over_any_rows_of_an_int8_cache(data, config, batch):
     Run(config, batch, past_two_wraps(config), kv_dtype='int8').anything(data)

@@ -1,0 +1,183 @@
+"""Decode over pages, against dense attention of each row over its own keys in float64."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attention.paged
+from attention.cached import cached_attention
+from attention.paged import paged_attention
+from kv.paged import MOST_FOREIGN, _entries
+from kv.pages import PageTable
+from kv.quant import dequantize_int8, quantize_int8
+from kv.view import KVView, PageList
+from tests.helpers.reference import dense_attention
+
+HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
+D = 6
+
+
+class Pool:
+    """Rows in pages, everything in the pool that no row of the step may see NaN or inf: other rows' pages and free ones."""
+
+    def __init__(self, lengths, page_size, n_pages, heads=(4, 2), dtype=torch.float64, spoiled=torch.nan, extend=None):
+        self.heads, self.page_size, self.lengths = heads, page_size, list(lengths)
+        self.table = PageTable(len(lengths), n_pages, page_size)
+        for row, n in extend or [(row, n) for row, n in enumerate(lengths)]:
+            self.table.extend(row, 0, n)
+        g = torch.Generator().manual_seed(0)
+        self.k, self.v = (torch.randn(n_pages, heads[1], page_size, D, generator=g, dtype=torch.float64).to(dtype) * 1.4
+                          for _ in 'kv')
+        self.q = torch.randn(len(lengths), heads[0], 1, D, generator=g, dtype=torch.float64).to(dtype) * 1.4
+        self.spoiled = spoiled
+
+    def listed(self, rows):
+        entries, runs = _entries(self.table, [row if self.lengths[row] else None for row in rows])
+        columns = torch.tensor(entries, dtype=torch.int64).view(-1, 3).unbind(1)
+        return PageList(*columns, torch.tensor([self.lengths[row] for row in rows] + [0]), runs)
+
+    def attend(self, rows, attend=paged_attention):
+        """int8 in the form of pairs of values and scales; the spoiled pages have NaN scales."""
+        held = {page for row in rows for page in self.table.rows[row]}
+        others = [page for page in range(self.table.n_pages) if page not in held]
+        k, v = self.stored()
+        for x in k + v:
+            if x.is_floating_point():
+                x[others] = self.spoiled
+        return attend(self.q[list(rows)], KVView(k, v, pages=self.listed(rows)))
+
+    def stored(self):
+        return (self.k.clone(),), (self.v.clone(),)
+
+    def read(self):
+        return self.k, self.v
+
+    def alone(self, row):
+        n, pages = self.lengths[row], self.table.rows[row]
+        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[None, :, :n] for x in self.read())
+        return dense_attention(self.q[row:row + 1], k, v)
+
+    def check(self, rows, bound=1e-12):
+        y = self.attend(rows)
+        assert y.shape == (len(rows), self.heads[0], 1, D) and y.dtype == self.q.dtype
+        for b, row in enumerate(rows):
+            expected = self.alone(row) if self.lengths[row] else torch.zeros(1, self.heads[0], 1, D)
+            assert (y[b:b + 1].double() - expected).abs().max() < bound
+
+
+class Int8Pool(Pool):
+
+    def stored(self):
+        return quantize_int8(self.k), quantize_int8(self.v)
+
+    def read(self):
+        return tuple(dequantize_int8(*x, torch.float64) for x in self.stored())
+
+
+KINDS = pytest.mark.parametrize('kind', [Pool, Int8Pool], ids=['float64', 'int8'])
+
+
+@KINDS
+@settings(max_examples=60)
+@given(data=st.data(), page_size=st.sampled_from([1, 2, 3, 7, 64]), heads=st.sampled_from(HEADS),
+       spoiled=st.sampled_from([torch.nan, torch.inf]), tile=st.sampled_from([1, 50, 2 ** 18]))
+def test_any_rows_over_any_pages(kind, data, page_size, heads, spoiled, tile):
+    """Rows grow in turns, so that their pages interleave; some hold nothing, some share pages."""
+    batch = data.draw(st.integers(1, 5))
+    pool = kind([0] * batch, page_size, 60, heads, spoiled=spoiled)
+    for _ in range(data.draw(st.integers(1, 8))):
+        row, n = data.draw(st.integers(0, batch - 1)), data.draw(st.integers(1, 9))
+        pool.table.extend(row, pool.lengths[row], pool.lengths[row] + n)
+        pool.lengths[row] += n
+    source, target = data.draw(st.permutations(range(batch)))[:2] if batch > 1 else (0, 0)
+    if not pool.lengths[target]:
+        pool.table.fork(source, target)
+        pool.lengths[target] = pool.lengths[source]
+    rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, unique=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.paged, 'TILE', tile)
+        pool.check(rows)
+
+
+@KINDS
+@pytest.mark.parametrize('n_others, one_slice', [(1, True), (2, True), (3, False)])
+def test_few_foreign_pages_are_read_over_and_many_gone_around(kind, n_others, one_slice):
+    """Row 0: 8 pages, with those of row 1 among them."""
+    pool = kind([16, 2 * n_others], 2, 20, extend=[(0, 6), (1, 2 * n_others)])
+    pool.table.extend(0, 6, 16)
+    assert (n_others <= MOST_FOREIGN * 8) == one_slice
+    listed = pool.listed([0])
+    assert listed.runs == ([(0, 8 + n_others, 0)] if one_slice else [(0, 8, None)])
+    assert listed.ids.tolist() == [page for page in range(8 + n_others) if one_slice or page in pool.table.rows[0]]
+    pool.check([0])
+
+
+@KINDS
+def test_a_slice_need_not_begin_at_page_0(kind):
+    pool = kind([5, 9, 4], 2, 20)
+    listed = pool.listed([1])
+    assert listed.runs == [(0, 5, 3)] and listed.ids.tolist() == [3, 4, 5, 6, 7]
+    pool.check([1])
+    pool.check([2, 1])
+
+
+@KINDS
+def test_pages_of_several_rows_are_attended_for_each(kind):
+    pool = kind([7, 0, 0, 3], 2, 20)
+    for target in (2, 1):
+        pool.table.fork(0, target)
+        pool.lengths[target] = 7
+    assert pool.table.extend(2, 7, 8) == [(3, 6)]
+    pool.lengths[2] = 8
+    pool.v[6] = 5.0
+    listed = pool.listed([0, 1, 2])  # pages 0 1 2 3 6; then 0 1 2 twice more and 3 once; 4 and 5 are row 3's
+    assert listed.runs == [(0, 5, None), (5, 12, None)]
+    assert listed.ids.tolist() == [0, 1, 2, 3, 6, 0, 0, 1, 1, 2, 2, 3]
+    for rows in ([0, 1, 2], [2, 1], [1, 3], [0], [3, 2, 1, 0]):
+        pool.check(rows)
+
+
+def test_each_page_of_each_row_is_listed_once():
+    table = PageTable(4, 30, 2)
+    for row, n in [(0, 5), (1, 4), (0, 9), (2, 3)]:
+        table.extend(row, 2 * len(table.rows[row]), n)
+    table.fork(0, 3)
+    for rows in ([0, 1, 2, 3], [3, 1], [2, None, 0], [None, 1, None, 2], [None]):
+        entries, runs = _entries(table, rows)
+        own = [(page, b, first) for page, b, first in entries if b < len(rows)]
+        assert sorted(own) == sorted((page, b, 2 * place) for b, row in enumerate(rows) if row is not None
+                                     for place, page in enumerate(table.rows[row]))
+        edges = [0, *(b for _, b, _ in runs)]
+        assert [a for a, _, _ in runs] == edges[:-1] and edges[-1] == len(entries)
+        for a, b, lo in runs:
+            assert lo is None or [page for page, _, _ in entries[a:b]] == list(range(lo, lo + b - a))
+
+
+@KINDS
+def test_reserved_pages_behind_a_row_are_not_seen(kind):
+    pool = kind([5], 2, 20, extend=[(0, 17)])
+    pool.check([0])
+
+
+def test_rows_that_hold_nothing_get_zeros():
+    pool = Pool([0, 0, 0], 4, 5)
+    assert torch.equal(pool.attend([0, 2]), torch.zeros(2, 4, 1, D, dtype=torch.float64))
+    pool = Pool([0, 9, 0], 4, 5)
+    y = pool.attend([2, 1, 0])
+    assert not y[0].any() and not y[2].any() and y[1].any()
+
+
+@pytest.mark.parametrize('dtype, bound', [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_other_dtypes(dtype, bound):
+    Pool([11, 3, 20], 4, 12, dtype=dtype).check([0, 1, 2], bound)
+
+
+def test_large_scores_do_not_overflow():
+    pool = Pool([11, 3, 20], 4, 12)
+    pool.q *= 1e4
+    pool.check([0, 1, 2], 1e-9)
+
+
+def test_cached_attention_goes_by_pages_where_a_view_has_them():
+    pool = Pool([11, 3], 4, 12)
+    assert torch.equal(pool.attend([0, 1], cached_attention), pool.attend([0, 1]))
