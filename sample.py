@@ -35,6 +35,7 @@ from inference.prompts import encode_prompts, encode_requests, read_prompts, rea
 from inference.sampler import Sampler, sample_generators
 from inference.stopping import SampleText, parse_stops
 from inference.timings import Timings
+from inference.weights import compile_for_decode, quantize_weights, weights_dtype
 from kv.report import account, nice_bytes, print_report
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights, tokens_id
@@ -185,10 +186,9 @@ def load_all(s, texts):
     model, dataset, known = load_model(s)
     tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size, known)
     first = sample_generators(s.seed, 0, 1, device)
-    model.to(device, pick_dtype(s.dtype, device))
+    model = quantize_weights(model.to(device, pick_dtype(s.dtype, device)), s.weight_dtype)
     if s.compile:
-        for block in model.transformer.h:  # not the attention: it would be compiled anew as the cache grows
-            block.mlp.compile()
+        compile_for_decode(model)
     return model, tokenizer, texts, first
 
 
@@ -218,7 +218,7 @@ def sample_prompts(s, write):
 
 def machine(model) -> dict:
     return {'device': device_name(model.device), 'threads': torch.get_num_threads(), 'torch': torch.__version__,
-            'weights': str(model.lm_head.weight.dtype).removeprefix('torch.')}
+            'weights': weights_dtype(model)}
 
 
 def show_engine_report(f):

@@ -12,6 +12,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from data.tokenfiles import read_meta
+from inference.weights import compile_for_decode, quantize_weights, weights_dtype
 from model import GPT
 from training.device import device_name, pick_device, pick_dtype
 
@@ -70,7 +71,10 @@ def check_length(config: GPTConfig, contexts: list[int], further: int = 0) -> No
 def build(config: GPTConfig, s) -> GPT:
     """A model with random weights, in eval mode, parameters in the settings' dtype."""
     device = pick_device(s.device)
-    return GPT(config).to(device, pick_dtype(s.dtype, device)).eval()
+    model = quantize_weights(GPT(config).to(device, pick_dtype(s.dtype, device)).eval(), s.weight_dtype)
+    if s.compile and 'compile' in s.given:
+        compile_for_decode(model)
+    return model
 
 
 def make_cache(model, batch: int, max_seq_len: int, kv_dtype: str):
@@ -110,7 +114,7 @@ def facts(s, models: dict[str, GPT]) -> dict:
     given = [f'--{name}={getattr(s, name)}' for name in vars(s) if name in s.given and name not in ('save', 'json')]
     return {'mode': s.mode, 'against': s.against, 'command': shlex.join(['python', 'bench.py', *given]),
             'device': device_name(model.device), 'processor': processor(), 'threads': torch.get_num_threads(),
-            'torch': torch.__version__, 'dtype': str(model.lm_head.weight.dtype).removeprefix('torch.'),
+            'torch': torch.__version__, 'dtype': weights_dtype(model), 'compile': s.compile and 'compile' in s.given,
             'kv_dtype': stored_dtype(model, s.kv_dtype), 'seed': s.seed, 'repeats': s.repeats,
             'models': {name: shape(m) for name, m in models.items()}}
 

@@ -28,6 +28,10 @@ def _model_keys(**defaults):
 GPT2_TYPES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # OpenAI's weights on the Hugging Face hub
 GPT2_FOLDER = "a Hugging Face GPT-2 (config.json and *.safetensors)"
 
+WEIGHTS = _keys(
+    ('weight_dtype', 'auto', "storage of the matrices: 'auto' = dtype, 'int8' = by torchao (pays with compile and bfloat16)",
+     ('auto', 'int8')),
+)
 RUN = _keys(
     ('out_dir', 'out', 'folder of the checkpoint (ckpt.pt) and metrics.jsonl'),
     ('seed', 1337, 'seed of every random number'),
@@ -96,7 +100,7 @@ SAMPLE = _keys(
     ('kv_budget', '', "with prompts: KV memory for all, as '1GB'; '' = enough for every row at its longest"),
     ('report', True, 'print the KV-cache report after the samples'),
     ('json', False, 'end with one JSON document on the last line'),
-) + DEVICE + _keys(
+) + DEVICE + WEIGHTS + _keys(
     ('compile', False, 'torch.compile the MLPs'),
     ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
 ) + MODEL
@@ -132,8 +136,8 @@ BENCH = _keys(
     ('real_data', True, 'mode train: windows of the data set; False: one fixed random batch'),
     ('dataset', 'openwebtext', 'folder under data/ with its token files, which say the vocabulary (50304 without)'),
     ('seed', 1337, 'seed of every random number'),
-) + DEVICE + _keys(
-    ('compile', True, 'mode train: torch.compile the model'),
+) + DEVICE + WEIGHTS + _keys(
+    ('compile', True, 'torch.compile: in mode train the model, in others its MLPs, and only if given'),
     ('profile', False, 'mode train: run the torch profiler in place of the clock; writes a trace to bench_log/'),
     ('json', False, 'end with one JSON document on the last line'),
 ) + MODEL

@@ -68,6 +68,7 @@ class Generation:
             cache = model.new_cache(len(self.prompts), cache_length(model, max(self.prompt_lens), max_new_tokens))
         self.cache = cache
         self.finished = [False] * len(self.prompts)
+        self.checked = False
         self.made = []                                                        # one (B, 1) per step
         self.last = torch.stack([p[-1:] for p in self.prompts])               # (B, 1)
 
@@ -83,7 +84,12 @@ class Generation:
         if len(self.made) >= self.max_new_tokens or all(self.finished):
             raise StopIteration
         logits = self._logits()
-        new = self.sampler(logits if logits.dtype == torch.float64 else logits.float())
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if not self.checked:  # once: a model that is broken is so from the start, and looking makes the device wait
+            self.checked = True
+            if logits.isnan().any():
+                raise UserError('the model gives NaN logits for the prompt: its weights have diverged, or overflow in this dtype')
+        new = self.sampler(logits)
         if any(self.finished):
             new = new.where(~torch.tensor(self.finished, device=new.device)[:, None], self.last)
         if self.stop_tokens:

@@ -1,0 +1,56 @@
+"""Weights stored in less than the compute dtype, for inference."""
+import logging
+import warnings
+
+from torch import nn
+
+from config.errors import UserError
+
+COMPILED_INT8_WIDTH = 64
+
+
+def quantize_weights(model, weight_dtype: str):
+    """The model with the matrices of its Linear layers stored as `weight_dtype`, in place; returned.
+
+    'auto' leaves them as they are. 'int8': symmetric, one scale per output row, by torchao; computed in the model's dtype.
+    The embedding stays as it is (only the rows of a step are read); lm_head, tied to it until now, gets int8 values of
+    its own. Half the memory of bfloat16, and it pays in time only where torch.compile fuses the conversion into the
+    product: compile it, and in bfloat16 (results/cpu/).
+
+    Raises:
+        UserError: torchao is not installed.
+    """
+    if weight_dtype == 'auto':
+        return model
+    logging.getLogger('torchao').setLevel(logging.ERROR)  # it tells of kernels that it has not been built with
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as e:
+        raise UserError("weight_dtype='int8' needs the torchao package: pip install -e '.[int8]'") from e
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def weights_dtype(model) -> str:
+    """'float32', 'bfloat16', ... or 'int8 (computed in bfloat16)'."""
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    dtype = str(weight.dtype).removeprefix('torch.')
+    return f'int8 (computed in {dtype})' if type(weight) is not nn.Parameter else dtype
+
+
+def compile_for_decode(model) -> None:
+    """torch.compile what of a decode step keeps its shapes: the MLPs, in place. Not the attention: it would be compiled anew
+    as the cache grows.
+
+    Raises:
+        UserError: int8 weights of a width for which torch's compiled product crashes or gives NaN (seen in 2.13 on a CPU).
+    """
+    c = model.config
+    if 'int8' in weights_dtype(model) and (c.n_embd % COMPILED_INT8_WIDTH or c.resolved_mlp_hidden % COMPILED_INT8_WIDTH):
+        raise UserError(f"compile=True with weight_dtype='int8' needs n_embd={c.n_embd} and the MLP's width "
+                        f"{c.resolved_mlp_hidden} to be multiples of {COMPILED_INT8_WIDTH}: torch's compiled int8 products "
+                        'are wrong for others; leave out one of the two')
+    for block in model.transformer.h:
+        block.mlp.compile()
