@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow data kv recall compare nanogpt clean
+.PHONY: help demo test test-slow data kv recall compare quantization nanogpt clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 # the stamp changes when what is to be installed does
 $(VENV)/.installed: requirements.txt pyproject.toml
@@ -45,6 +45,9 @@ recall: $(VENV)/.installed  ## the recall probe behind the default layer order (
 
 compare: $(VENV)/.installed  ## full stack, vanilla and RoPE MHA, three seeds each (about 45 minutes on 2 cores; finished runs are kept)
 	$(BIN)/python scripts/compare.py
+
+quantization: $(VENV)/.installed  ## what int8 and int4 caches cost in loss (over half an hour on 2 cores; finished runs are kept)
+	$(BIN)/python scripts/quantization.py
 
 nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
 	$(BIN)/python scripts/nanogpt_parity.py $(NANOGPT)
