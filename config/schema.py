@@ -108,6 +108,8 @@ SAMPLE = _keys(
 KV = _keys(
     ('max_seq_len', 0, 'sequence length to budget for; 0 = block_size'),
     ('batch', 1, 'sequences held at once'),
+    ('kv_dtype', 'bfloat16', 'storage that the slots are listed in; the comparison has all of them',
+     ('float32', 'bfloat16', 'float16', 'int8')),
     ('budget', '', "KV memory, as '1GB' or '512MiB': also say how many sequences fit"),
     ('json', False, 'end with one JSON document on the last line'),
 ) + MODEL

@@ -133,3 +133,16 @@ def test_bad_input_as_a_program_is_one_line_and_status_2():
     assert done.returncode == 2
     assert done.stdout == ''
     assert len(done.stderr.splitlines()) == 1 and "'lots'" in done.stderr
+
+
+def test_the_slots_and_the_last_line_are_in_the_asked_dtype(capsys):
+    main([*FLAGS, '--max_seq_len=8192', '--budget=1GB', '--kv_dtype=int8'])
+    out = capsys.readouterr().out
+    fit, vanilla = (10 ** 9 // plan.nbytes(1, 8192, 'int8') for plan in (PLAN, PLAN.vanilla()))
+    assert 'KV plan in int8' in out and f"{PLAN.nbytes(1, 8192, 'int8'):,}" in out
+    assert f'holds {fit} conversations of 8,192 tokens in int8; vanilla GPT-2 of this shape {vanilla}' in out
+
+
+def test_an_unknown_kv_dtype_is_refused():
+    with pytest.raises(UserError, match="kv_dtype='int4'.*'int8'"):
+        main([*FLAGS, '--kv_dtype=int4'])
