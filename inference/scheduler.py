@@ -32,6 +32,11 @@ class Request:
         return len(self.prompt) + len(self.tokens)
 
     @property
+    def most(self) -> int:
+        """Positions that it may come to hold; the last token drawn is never fed."""
+        return len(self.prompt) + self.params.max_new_tokens - 1
+
+    @property
     def pending(self) -> int:
         """Tokens that the cache lacks; 1 while decoding: the token drawn last."""
         return self.length - self.held
@@ -115,8 +120,9 @@ class Scheduler:
         table = self.cache.table
         while self.waiting and len(self.running) < self.cache.batch_size:
             request = self.waiting[0]
-            # one page more than it needs now, so that those who decode are not stopped by who has just come
-            if table.n_free < table.pages_for(request.length) + (len(self.running) > 0):
+            # one page more than it needs now, if those who run may need it: who has just come must not stop them
+            spare = any(table.pages_for(r.most) > len(table.rows[r.row]) for r in self.running)
+            if table.n_free < table.pages_for(request.length) + spare:
                 return
             self.waiting.popleft()
             request.row = len(self.running)

@@ -238,6 +238,15 @@ def test_admission_keeps_a_page_spare_for_those_who_run():
     assert [r.row for r in both] == [0, 1]
 
 
+def test_no_page_is_kept_spare_that_nobody_can_need():
+    """With memory for all rows in full, the last row stayed empty as long as requests held a page each."""
+    s = Simulation(batch_size=3, max_seq_len=8, n_pages=6, page_size=4)
+    for n_prompt, max_new_tokens in ((5, 4), (8, 1), (5, 4)):
+        s.add(n_prompt, max_new_tokens)
+    s.scheduler.schedule()
+    assert len(s.scheduler.running) == 3
+
+
 def test_a_long_request_at_the_head_is_not_overtaken():
     """Else, as long as short ones come, it would never start."""
     s = Simulation(batch_size=4, n_pages=5, page_size=4, prefill_chunk=100)
