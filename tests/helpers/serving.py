@@ -1,0 +1,121 @@
+"""What tests of the batching engine share: tiny models, requests drawn at random, and what each must get."""
+import functools
+
+import torch
+from hypothesis import strategies as st
+
+from data.tokenizer import CharTokenizer
+from inference.engine import Engine
+from inference.params import SamplingParams
+from inference.sampler import SampleRow, sample_rows
+from model import GPT, GPTConfig
+from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model
+
+SMALL = dict(n_head=2, n_embd=16, block_size=64, vocab_size=VOCAB)
+KINDS = {
+    'full stack': FULL_STACK,
+    'vanilla': dict(SMALL, n_layer=2),  # learned positions
+    'unshared': dict(SMALL, n_layer=3, layer_pattern='LG', window_size=6, pos_embedding='rope', n_kv_head=1),
+    'all local': dict(SMALL, n_layer=2, layer_pattern='L', window_size=7, pos_embedding='rope', qk_norm=True),
+}
+ALPHABET = 'abcdefghijklmnopqrstuvw'
+TOKENIZER = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
+
+
+@functools.cache
+def model_of(kind: str) -> GPT:
+    """In float64, where the size of a batch changes no token. Its final weights are small, so that samples vary."""
+    model = random_model(GPTConfig(**KINDS[kind]))
+    with torch.no_grad():
+        model.lm_head.weight *= 0.5
+    return model
+
+
+def prompt(n, seed=0) -> list[int]:
+    return torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def needed(requests) -> int:
+    """Positions of the longest of [(prompt, params)]; the last token drawn is not held."""
+    return max(len(ids) + params.max_new_tokens - 1 for ids, params in requests)
+
+
+def budget_for(model, rows, max_seq_len, n_pages, page_size, kv_dtype='float64') -> int:
+    plan = model.plan
+    return plan.rings_nbytes(rows, max_seq_len, kv_dtype) + n_pages * plan.page_nbytes(page_size, kv_dtype)
+
+
+def assert_as_full_forwards_say(model, completion, params):
+    """Token t is what `sample_rows` draws from the logits of a full forward over all before it; the end is where it must be."""
+    tokens, n_prompt = completion.tokens, len(completion.prompt_tokens)
+    logits = full_logits(model, torch.tensor([completion.prompt_tokens + tokens[:-1]]))[0, n_prompt - 1:]
+    row, ends = SampleRow(params, completion.prompt_tokens), []
+    for t, token in enumerate(tokens):
+        drawn = sample_rows(logits[t:t + 1], [row])
+        assert drawn.tokens.tolist() == [token], f'token {t} of {tokens}'
+        row.append(token)
+        ends.append(token in params.stop_tokens)
+    assert True not in ends[:-1] and len(tokens) <= params.max_new_tokens
+    assert completion.finish_reason == ('stop' if ends[-1] else 'length') and completion.error == ''
+    assert ends[-1] or len(tokens) == params.max_new_tokens
+    assert (completion.logprobs is None) == (params.logprobs < 0)
+    assert completion.logprobs is None or len(completion.logprobs) == len(tokens)
+    for entry, token, expected in zip(completion.logprobs or [], tokens, logits.log_softmax(-1)):
+        assert entry.token == token and abs(entry.logprob - expected[token]) < 1e-9
+        likeliest = expected.topk(max(params.logprobs, 0)).values.tolist()
+        assert len(entry.top) == len(likeliest) and all(
+            abs(lp - expected[i]) < 1e-9 and abs(lp - best) < 1e-9 for (i, lp), best in zip(entry.top, likeliest))
+
+
+def alone(model, ids, params, **kinds):
+    """The completion by an engine of one row that has nothing else to do."""
+    params_len = (len(ids) if not isinstance(ids, str) else len(TOKENIZER.encode(ids))) + params.max_new_tokens
+    [completion] = Engine(model, 1, min(params_len, model.config.block_size), **kinds).generate([ids], params)
+    return completion
+
+
+def said(completion):
+    """What must not depend on other requests (but for log-probabilities in their last bits)."""
+    return completion.prompt_tokens, completion.tokens, completion.text, completion.finish_reason, completion.error
+
+
+def assert_same(a, b):
+    assert said(a) == said(b)
+    for x, y in zip(a.logprobs or [], b.logprobs or [], strict=True):
+        assert x.token == y.token and abs(x.logprob - y.logprob) < 1e-9
+
+
+def assert_idle(engine):
+    """Nothing runs, waits or is held."""
+    table = engine.cache.table
+    assert engine.n_unfinished == 0 and engine.step() == [] and not engine.jobs and not engine._inboxes
+    assert not engine.scheduler.running and not engine.scheduler.waiting
+    assert table.n_free == table.n_pages and engine.cache.lengths.tolist() == [0] * engine.cache.batch_size
+
+
+@st.composite
+def params(draw, most_new=12, **fixed):
+    return SamplingParams(**dict(
+        max_new_tokens=draw(st.integers(1, most_new)), temperature=draw(st.sampled_from([0, 0.7, 1.5])),
+        top_k=draw(st.sampled_from([0, 0, 4])), top_p=draw(st.sampled_from([1.0, 0.8])),
+        min_p=draw(st.sampled_from([0.0, 0.05])), repetition_penalty=draw(st.sampled_from([1.0, 1.4])),
+        seed=draw(st.integers(0, 99)), stop_tokens=draw(st.sampled_from([(), (), (3, 8, 11)])),
+        logprobs=draw(st.sampled_from([-1, 0, 2]))) | fixed)
+
+
+@st.composite
+def requests(draw, most=6, longest=25, **fixed):
+    """[(prompt, params)]"""
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=most))
+    return [(prompt(n, seed=draw(st.integers(0, 9))), draw(params(**fixed))) for n in lengths]
+
+
+@st.composite
+def engines(draw, model, wanted, **fixed):
+    """An engine that can just run the longest of `wanted`, often with pages for little more."""
+    rows, page_size = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 4, 16]))
+    max_seq_len, kv_dtype = needed(wanted), fixed.get('kv_dtype', 'float64')
+    least = -(-max_seq_len // page_size)
+    n_pages = least + draw(st.sampled_from([0, 1, least // 2, 3 * least]))
+    return Engine(model, rows, max_seq_len, page_size=page_size, prefill_chunk=draw(st.sampled_from([1, 2, 5, 8, 30, 256])),
+                  kv_budget=budget_for(model, rows, max_seq_len, n_pages, page_size, kv_dtype), **fixed)
