@@ -74,8 +74,8 @@ class HuggingFace:
 
     def __init__(self, hf_model, prompt, steps: int, cache: str | None):
         self.model, self.prompt = hf_model, prompt
-        # no end of text: every row makes all its tokens
-        self.options = dict(max_new_tokens=steps, do_sample=False, eos_token_id=None, pad_token_id=0,
+        # the model's config knows no end of text: every row makes all its tokens
+        self.options = dict(max_new_tokens=steps, do_sample=False, pad_token_id=0,
                             attention_mask=torch.ones_like(prompt), **({'cache_implementation': cache} if cache else {}))
 
     @torch.inference_mode()

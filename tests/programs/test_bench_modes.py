@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import bandwidth, report, table
+from benchmarks import bandwidth, generation, report, table
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.plan import plan_kv
@@ -91,6 +91,7 @@ def test_decode_alone_and_in_int8(capsys):
 def test_decode_within_a_budget(capsys):
     found, lines = run_bench(capsys, SMALL, mode='decode', against='vanilla', budget='50kB', contexts='24,20')
     plan = plan_of(SMALL)
+    assert found['models']['vanilla']['block_size'] == SHAPE['block_size']  # the contexts are shorter
     for cell in found['cells']:
         T = cell['context']
         assert (cell['held'], cell['max_seq_len']) == (T - 3, T)  # full when the last timed token is in
@@ -117,7 +118,8 @@ def test_against_transformers(capsys):
     pytest.importorskip('transformers')
     found, lines = run_bench(capsys, VANILLA, mode='decode', against='hf', batch_sizes='2', gelu='tanh')
     cell, = found['cells']
-    assert list(cell['sides']) == ['ours', 'hf dynamic', 'hf static'] and cell['fastest'] != 'ours'
+    assert list(cell['sides']) == ['ours', 'hf dynamic', 'hf static']
+    assert cell['fastest'] == min(('hf dynamic', 'hf static'), key=lambda name: cell['sides'][name]['tpot_ms']['median'])
     assert found['max_logit_difference'] < 1e-4 and found['activation_function'] == 'gelu_new'
     assert found['models']['ours']['bias'] is True
     for name in ('hf dynamic', 'hf static'):
@@ -127,6 +129,20 @@ def test_against_transformers(capsys):
             times = zip(side[field]['each'], cell['sides']['ours'][field]['each'])
             assert cell['ratios'][ratio][name]['each'] == pytest.approx([a / b for a, b in times])
     assert sum('*' in line for line in lines) == 2  # the title, the faster cache
+
+
+def test_nothing_is_timed_where_the_logits_differ(monkeypatch):
+    pytest.importorskip('transformers')
+    build = generation.hugging_face
+
+    def slightly_wrong(ours):
+        model = build(ours)
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.bias += 0.1
+        return model
+    monkeypatch.setattr(generation, 'hugging_face', slightly_wrong)
+    with pytest.raises(UserError, match="against='hf'.* logits that differ by"):
+        bench.main(flags(VANILLA | dict(mode='decode', against='hf')))
 
 
 def test_against_nanogpt(capsys, tmp_path):
