@@ -59,11 +59,16 @@ def over_seeds(rows, form: str) -> dict:
             'v_error': statistics.mean(x['v_error'] for x in some), 'bytes': some[0]['bytes_per_position']}
 
 
-def offered(rows) -> str | None:
-    """The smallest int4 format (of K and V both) whose worst change over the seeds is within LIMIT; None if none is."""
+def within(x: dict) -> bool:
+    """Whether the worst seed of a format (from `over_seeds`) is within LIMIT by two standard errors."""
+    return abs(x['worst']) + 2 * x['se'] <= LIMIT
+
+
+def both_int4(rows) -> dict[str, dict]:
+    """The formats with K and V both in int4, over the seeds of `rows`, smallest first, at equal bytes the better first."""
     forms = [form for form in rows[0]['formats'] if form.startswith('int4') and 'only' not in form]
-    good = [form for form in forms if abs(over_seeds(rows, form)['worst']) <= LIMIT]
-    return min(good, key=lambda form: (over_seeds(rows, form)['bytes'], over_seeds(rows, form)['change']), default=None)
+    return dict(sorted(((form, over_seeds(rows, form)) for form in forms), key=lambda item: (item[1]['bytes'],
+                                                                                             abs(item[1]['worst']))))
 
 
 # -- the parts ------------------------------------------------------------------------------------------------------------
@@ -83,25 +88,40 @@ def head(rows) -> list[str]:
         lines.append(f'- int8, trained without rounding: largest change of loss {verdict(int8_change(without))}.')
     if of(rows, 'qat'):
         lines.append(f"- int8, trained with rounding: largest change {verdict(int8_change(of(rows, 'qat')))}.")
-    for run in ('plain', 'head64'):
-        if of(rows, run):
-            lines.append(int4_finding(of(rows, run)))
+    for finding in (scale_finding, int4_finding):
+        lines += [finding(of(rows, run)) for run in ('plain', 'head64') if of(rows, run)]
     lines.append('- These models are small and briefly trained. Larger ones are known to grow outlier channels, in K above '
                  'all: what is said here of int4 need not hold for them.')
     return lines
 
 
+def scale_finding(rows) -> str:
+    """Why fp16, in errors: changes of loss are too small to tell these formats apart."""
+    exact, fp16 = over_seeds(rows, 'int8, fp32 scales'), over_seeds(rows, 'int8')
+
+    def more(form):
+        x = over_seeds(rows, form)
+        return ' and '.join(f'{x[part] / exact[part] - 1:+.1%}' for part in ('k_error', 'v_error'))
+    return (f"- int8 scales, head_dim {rows[0]['head_dim']}: against fp32 scales ({exact['bytes']:g} bytes a position) the "
+            f"errors of K and V grow by {more('int8')} with fp16 ({fp16['bytes']:g} bytes), {more('int8, bf16 scales')} with "
+            f"bf16; rounded late, by {more('int8, fp16 scales rounded late')} and {more('int8, bf16 scales rounded late')}; with "
+            f"one scale a tensor by {more('int8, one fp32 scale a tensor')}.")
+
+
 def int4_finding(rows) -> str:
-    D, Hkv = rows[0]['head_dim'], rows[0]['n_kv_head']
-    best, int8 = offered(rows), bytes_per_position(Format(), Format(), Hkv, D)
-    if best:
-        x = over_seeds(rows, best)
-        return (f"- int4, head_dim {D}: worth offering; {best} changes the loss by {verdict(x['worst'])}, at {x['bytes']:.0f} "
-                f"bytes a position against int8's {int8:.0f} ({int8 / x['bytes']:.2f}x smaller).")
-    forms = [form for form in rows[0]['formats'] if form.startswith('int4') and 'only' not in form]
-    least = min(forms, key=lambda form: abs(over_seeds(rows, form)['worst']))
-    return (f"- int4, head_dim {D}: not worth offering; the best, {least}, changes the loss by "
-            f"{verdict(over_seeds(rows, least)['worst'])}.")
+    """What the smallest int4 format that is within LIMIT saves, and what those that are smaller still would cost."""
+    D, Hkv, forms = rows[0]['head_dim'], rows[0]['n_kv_head'], both_int4(rows)
+    int8 = bytes_per_position(Format(), Format(), Hkv, D)
+
+    def said(form):
+        x = forms[form]
+        return (f"{form.removeprefix('int4 ')}: {nats(x['worst'], x['se'])}, {x['bytes']:g} bytes a position "
+                f"({int8 / x['bytes']:.2f}x smaller than int8)")
+    good = next((form for form, x in forms.items() if within(x)), None)
+    smaller = list(forms)[:list(forms).index(good)] if good else list(forms)
+    begin = f'- int4, head_dim {D}, K and V both (worst seed): '
+    found = f'within {LIMIT} by two standard errors is {said(good)}' if good else f'no format is within {LIMIT}'
+    return begin + found + (f"; not so are {'; '.join(map(said, smaller))}." if smaller else '.')
 
 
 def caches(rows) -> list[str]:
