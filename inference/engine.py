@@ -84,6 +84,7 @@ class Engine:
         self._undelivered: list[Event] = []          # the next step gives them
         self._inboxes: dict[int, deque[Event]] = {}  # of requests that a stream awaits, by their number
         self._submitted = 0
+        self.held_peak = 0  # most bytes of KV memory that were held at once, see `PagedKVCache.held_nbytes`
 
     def _n_pages(self, rows, max_seq_len, kv_dtype, budget, page_size):
         full, plan = rows * -(-max_seq_len // page_size), self.model.plan
@@ -207,6 +208,7 @@ class Engine:
         events, self._undelivered = self._undelivered, []
         try:
             work = self.scheduler.schedule()
+            self.held_peak = max(self.held_peak, self.cache.held_nbytes)
             for chunks in work.prefill:
                 events += self._forward(chunks, [request.row for request, _ in chunks])
             decoding = [(request, 1) for request in work.decode if request.row >= 0]

@@ -29,14 +29,14 @@ def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_
     good = [i for i, (n, _) in enumerate(work) if not lines[n].error]
     done: dict[int, Completion] = {i: Completion([], [], '', 'error', lines[n].error) for i, (n, _) in enumerate(work)
                                    if lines[n].error}
-    written, peak, tokens, start = 0, 0, 0, time.perf_counter()
+    written, tokens, start = 0, 0, time.perf_counter()
     # prompts are strings of ids here; what the engine refuses comes back as its completion
     stream = engine.stream([ids[work[i][0]] for i in good], [params[i] for i in good])
     try:
         with _progress() as bar:
             task = bar.add_task('completing', total=len(work), completed=len(done), rate='')
             for event in stream:
-                peak, tokens = max(peak, engine.cache.held_nbytes), tokens + (event.token >= 0)
+                tokens += event.token >= 0
                 if event.completion:
                     done[good[event.index]] = event.completion
                     rate = f'{tokens / (time.perf_counter() - start):,.0f} tokens/s'
@@ -52,7 +52,7 @@ def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_
     seconds = time.perf_counter() - start
     return {'requests': len(work), 'failed': sum(c.finish_reason == 'error' for c in done.values()),
             'prompt_tokens': sum(len(c.prompt_tokens) for c in done.values()), 'tokens': tokens, 'seconds': seconds,
-            'tokens_per_second': tokens / seconds, 'kv_held_peak': peak}
+            'tokens_per_second': tokens / seconds, 'kv_held_peak': engine.held_peak}
 
 
 def _seed(line: PromptLine, first: int, k: int, seed: int) -> int:
@@ -79,8 +79,10 @@ def _progress() -> Progress:
 
 
 def json_lines(stream) -> Callable[[dict], None]:
-    """Writes dicts to `stream`, one a line, at once."""
+    """Writes dicts to `stream`, one a line, at once. What is not ASCII stays as it is where the stream can take all of it."""
+    everything = (getattr(stream, 'encoding', None) or '').lower().replace('-', '').startswith('utf')
+
     def write(answer):
-        stream.write(json.dumps(answer, ensure_ascii=False) + '\n')
+        stream.write(json.dumps(answer, ensure_ascii=not everything) + '\n')
         stream.flush()
     return write
