@@ -5,6 +5,7 @@ from config.errors import UserError
 from scripts.kv_formats import Format, bytes_per_position
 
 LIMIT = 0.01  # nats: what a format that is offered may cost
+GAIN = 1.5    # and how many times smaller than int8 it must be
 SAME = ('dataset', 'B', 'T', 'W', 'steps', 'dtype', 'windows', 'tokens', 'torch', 'hardware')  # of all runs on one page
 WORDS = {'plain': 'trained without rounding', 'qat': "kv_quant_train='int8'",
          'head64': '2 heads of 64 (`--n_head=2`), without rounding'}
@@ -88,11 +89,28 @@ def head(rows) -> list[str]:
         lines.append(f'- int8, trained without rounding: largest change of loss {verdict(int8_change(without))}.')
     if of(rows, 'qat'):
         lines.append(f"- int8, trained with rounding: largest change {verdict(int8_change(of(rows, 'qat')))}.")
+    lines += training_finding(rows)
     for finding in (scale_finding, int4_finding):
         lines += [finding(of(rows, run)) for run in ('plain', 'head64') if of(rows, run)]
     lines.append('- These models are small and briefly trained. Larger ones are known to grow outlier channels, in K above '
                  'all: what is said here of int4 need not hold for them.')
     return lines
+
+
+def as_trained(rows) -> dict[int, float]:
+    """seed -> how much higher the loss of a model trained (and judged) with rounding is than that of one without."""
+    plain = {r['seed']: r['caches']['float32']['loss'] for r in of(rows, 'plain')}
+    return {r['seed']: r['rounded_forward_loss'] - plain[r['seed']] for r in of(rows, 'qat') if r['seed'] in plain}
+
+
+def training_finding(rows) -> list[str]:
+    changes = as_trained(rows)
+    if not changes:
+        return []
+    return [f"- Training with rounding changes the loss by {', '.join(map(nats, changes.values()))} "
+            f"(seeds {', '.join(map(str, changes))}; for how far apart seeds lie anyway see `results/compare`). Whether it "
+            f"costs anything {len(changes)} seeds do not settle; what it could gain is what int8 costs those trained without: "
+            f"{nats(int8_change(of(rows, 'plain')))} at most."]
 
 
 def scale_finding(rows) -> str:
@@ -102,10 +120,11 @@ def scale_finding(rows) -> str:
     def more(form):
         x = over_seeds(rows, form)
         return ' and '.join(f'{x[part] / exact[part] - 1:+.1%}' for part in ('k_error', 'v_error'))
+    late = [more(f'int8, {dtype} scales rounded late') for dtype in ('fp16', 'bf16')]
     return (f"- int8 scales, head_dim {rows[0]['head_dim']}: against fp32 scales ({exact['bytes']:g} bytes a position) the "
             f"errors of K and V grow by {more('int8')} with fp16 ({fp16['bytes']:g} bytes), {more('int8, bf16 scales')} with "
-            f"bf16; rounded late, by {more('int8, fp16 scales rounded late')} and {more('int8, bf16 scales rounded late')}; with "
-            f"one scale a tensor by {more('int8, one fp32 scale a tensor')}.")
+            f"bf16; rounded late, by {late[0]} with fp16, {late[1]} with bf16; with one scale "
+            f"a tensor by {more('int8, one fp32 scale a tensor')}.")
 
 
 def int4_finding(rows) -> str:
@@ -119,7 +138,8 @@ def int4_finding(rows) -> str:
                 f"({int8 / x['bytes']:.2f}x smaller than int8)")
     good = next((form for form, x in forms.items() if within(x)), None)
     smaller = list(forms)[:list(forms).index(good)] if good else list(forms)
-    begin = f'- int4, head_dim {D}, K and V both (worst seed): '
+    worth = 'worth offering' if good and int8 / forms[good]['bytes'] >= GAIN else 'not worth offering'
+    begin = f'- int4, head_dim {D}, K and V both (worst of {len(rows)} seeds): {worth}; '
     found = f'within {LIMIT} by two standard errors is {said(good)}' if good else f'no format is within {LIMIT}'
     return begin + found + (f"; not so are {'; '.join(map(said, smaller))}." if smaller else '.')
 
