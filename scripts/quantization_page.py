@@ -139,7 +139,7 @@ def int4_finding(rows) -> str:
     good = next((form for form, x in forms.items() if within(x)), None)
     smaller = list(forms)[:list(forms).index(good)] if good else list(forms)
     worth = 'worth offering' if good and int8 / forms[good]['bytes'] >= GAIN else 'not worth offering'
-    begin = f'- int4, head_dim {D}, K and V both (worst of {len(rows)} seeds): {worth}; '
+    begin = f'- int4, head_dim {D}, K and V both (worst seed of {len(rows)}): {worth}; '
     found = f'within {LIMIT} by two standard errors is {said(good)}' if good else f'no format is within {LIMIT}'
     return begin + found + (f"; not so are {'; '.join(map(said, smaller))}." if smaller else '.')
 

@@ -187,7 +187,8 @@ def test_findings_follow_from_the_figures(tiny):
         assert words in next(line for line in quantization_page.head([row]) if line.startswith('- int8'))
     for form in row['formats'].values():
         form.update(change=0.02, se=0.001)
-    assert 'not worth offering; no format is within 0.01; not so are symmetric, groups of 16: +0.02' in quantization_page.int4_finding([row])
+    found = quantization_page.int4_finding([row])
+    assert 'not worth offering; no format is within 0.01; not so are symmetric, groups of 16: +0.02' in found
     row['formats']['int4 asymmetric, groups of 16']['change'] = 0.0079
     found = quantization_page.int4_finding([row, copy.deepcopy(row)])
     assert ': worth offering; within 0.01' in found
