@@ -11,8 +11,10 @@ import contextlib
 import difflib
 import io
 import json
+import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -198,13 +200,14 @@ def sample_prompts(s, write):
                               stop=parse_stops(s.stop), logprobs=s.logprobs)
     model, tokenizer, lines, _ = load_all(s, lambda: read_requests(s.prompts, defaults))
     lines, ids = encode_requests(tokenizer, lines)
+    budget = parse_bytes(s.kv_budget) if s.kv_budget else memory_of(model.device) // 2
+    lines = [too_large(model, line, len(i), budget, s.kv_dtype) for line, i in zip(lines, ids)]
     good = [line for line in lines if not line.error]
     # what the longest takes; one that takes more than there are learned positions is refused by itself
     longest = max([len(i) + line.params.max_new_tokens for line, i in zip(lines, ids) if not line.error], default=1)
     max_seq_len = longest if model.rotary is not None else min(longest, model.config.block_size)
     rows = s.parallel if 'parallel' in s.given else min(ROWS, max(1, len(good) * s.num_samples))
-    engine = Engine(model, rows, max_seq_len, s.kv_dtype, kv_budget=parse_bytes(s.kv_budget) if s.kv_budget else 0,
-                    tokenizer=tokenizer)
+    engine = Engine(model, rows, max_seq_len, s.kv_dtype, kv_budget=budget, tokenizer=tokenizer)
     figures = complete(engine, lines, ids, s.num_samples, s.seed, write)
     figures |= {'batch': rows, 'max_seq_len': max_seq_len, 'kv_dtype': engine.cache.kv_dtype,
                 'kv_bytes': engine.cache.nbytes, 'kv_bytes_counted': 'allocated',
@@ -216,6 +219,23 @@ def sample_prompts(s, write):
         write(figures)
 
 
+def too_large(model, line, n_prompt, budget, kv_dtype):
+    """The line, with an error if it alone needs more than `budget` bytes: else the cache would be as large as that."""
+    n = n_prompt + line.params.max_new_tokens
+    needed = model.plan.nbytes(1, n, str(model.lm_head.weight.dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype)
+    if line.error or needed <= budget or (model.rotary is None and n > model.config.block_size):
+        return line
+    return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and max_new_tokens={line.params.max_new_tokens} need '
+                               f'{nice_bytes(needed)} of KV memory, and there is {nice_bytes(budget)}')
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes in all, free ones on a GPU; KV memory takes at most half of it, unless `kv_budget` says otherwise."""
+    if device.type == 'cuda':
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') if hasattr(os, 'sysconf') else 2 ** 35
+
+
 def machine(model) -> dict:
     return {'device': device_name(model.device), 'threads': torch.get_num_threads(), 'torch': torch.__version__,
             'weights': weights_dtype(model)}
@@ -223,8 +243,8 @@ def machine(model) -> dict:
 
 def show_engine_report(f):
     Console(stderr=True).print(
-        f"\n{f['requests']:,} requests ({f['failed']:,} failed), {f['prompt_tokens']:,} prompt tokens, {f['tokens']:,} generated "
-        f"in {f['seconds']:.1f} s: {f['tokens_per_second']:,.1f} tokens/s\n"
+        f"\n{f['requests']:,} requests ({f['failed']:,} failed), {f['prompt_tokens']:,} prompt tokens, {f['tokens']:,} "
+        f"generated in {f['seconds']:.1f} s: {f['tokens_per_second']:,.1f} tokens/s\n"
         f"KV memory of {f['batch']} rows of up to {f['max_seq_len']:,} tokens in {f['kv_dtype']}: {nice_bytes(f['kv_bytes'])} "
         f"allocated, at most {nice_bytes(f['kv_held_peak'])} held\nvanilla GPT-2 would allocate "
         f"{nice_bytes(f['kv_bytes_vanilla'])} in {f['kv_dtype']}, {nice_bytes(f['kv_bytes_vanilla_bf16'])} in bfloat16\n"
