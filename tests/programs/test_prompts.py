@@ -1,5 +1,6 @@
-"""sample.py --prompts: many prompts, each its own samples, whatever shares a batch; and what is no file of prompts."""
+"""sample.py --prompts: a file of requests in, a line of JSON for each out, whatever shares a batch; nothing else on stdout."""
 import json
+import signal
 
 import pytest
 import torch
@@ -7,11 +8,13 @@ import torch
 import sample
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
+from inference.engine import Engine
 from inference.prompts import encode_prompts, read_prompts
-from tests.programs.support import ALPHABET, flags, load
-from tests.programs.test_sample import KINDS, samples_in, texts
+from tests.programs.support import ALPHABET, flags, load, start_program
+from tests.programs.test_sample import KINDS, RULE
 
 LINES = ['ab', 'abcdefghij', 'c', 'jihgfedcbaabcdefghijab', 'ef gh']
+SHORT = [line for line in LINES if len(line) < 16]  # what a model with 16 learned positions can go on from
 
 
 @pytest.fixture
@@ -29,83 +32,151 @@ def fp64(monkeypatch):
     monkeypatch.setattr(sample, 'pick_dtype', lambda *_: torch.float64)
 
 
-def run_many(capsys, folder, path, **settings):
-    """sample.py's standard output for a file of prompts."""
-    capsys.readouterr()
-    sample.main(flags(dict(out_dir=folder, device='cpu', prompts=path, max_new_tokens=20, num_samples=1) | settings))
-    return capsys.readouterr().out
+@pytest.fixture
+def many(capsys):
+    """The answers for a file of prompts. Every line of stdout must be one, and of the settings' echo there is none."""
+    def run(folder, path, **settings):
+        capsys.readouterr()
+        sample.main(flags(dict(out_dir=folder, device='cpu', prompts=path, max_new_tokens=6, report=False) | settings))
+        out, run.err = capsys.readouterr()
+        assert out.endswith('\n') and RULE not in out
+        return [json.loads(line) for line in out.removesuffix('\n').split('\n')]
+    return run
 
 
-def many(*args, **settings):
-    return samples_in(run_many(*args, report=False, **settings))
+def texts(answers):
+    return [answer['text'] for answer in answers]
 
 
-# -- the samples ------------------------------------------------------------------------------------------------------
+# -- the answers ------------------------------------------------------------------------------------------------------
 
 @KINDS
-@pytest.mark.parametrize('settings', [dict(), dict(temperature=0), dict(num_samples=3, top_k=4), dict(stop='cd')], ids=str)
-def test_what_shares_a_batch_changes_no_text(capsys, trained, prompts_file, fp64, kind, settings):
+@pytest.mark.parametrize('settings', [dict(), dict(temperature=0), dict(num_samples=3, top_k=4), dict(stop='cd'),
+                                      dict(min_p=0.1, repetition_penalty=1.5, logprobs=1), dict(kv_dtype='int8')], ids=str)
+def test_what_shares_a_batch_changes_no_text(many, trained, prompts_file, fp64, kind, settings):
     path = prompts_file('\n'.join(LINES))
-    one = many(capsys, trained[kind], path, **settings)
-    for parallel in (2, 8):
-        assert many(capsys, trained[kind], path, parallel=parallel, **settings) == one
+    one = many(trained[kind], path, parallel=1, **settings)
+    for more in (dict(), dict(parallel=2), dict(parallel=2, kv_budget='40kB')):
+        assert texts(many(trained[kind], path, **more, **settings)) == texts(one)
     n = settings.get('num_samples', 1)
-    assert len(one) == 5 * n and all(text.startswith(LINES[k // n]) for k, text in enumerate(one))
-
-
-def test_one_sample_of_each_prompt_unless_told_otherwise(capsys, trained, prompts_file):
-    sample.main(flags(dict(out_dir=trained['full'], device='cpu', prompts=prompts_file('ab\ncd\n'), max_new_tokens=2)))
-    assert capsys.readouterr().out.count('---------------') == 2
+    assert [(a['line'], a['sample']) for a in one] == [(line, k) for line in range(1, 6) for k in range(n)]
+    assert [a['finish_reason'] == 'error' for a in one] == [kind == 'vanilla' and a['line'] == 4 for a in one]
+    assert [a['prompt'] for a in one] == [line for line in LINES for _ in range(n)]
 
 
 @KINDS
-def test_sample_k_of_prompt_p_draws_from_generator_p_times_num_samples_plus_k(capsys, trained, prompts_file, fp64, kind):
-    """So equal prompts get different samples, the first prompt those it gets as `start`, and these are all there are."""
-    same = many(capsys, trained[kind], prompts_file('ab\n' * 3), num_samples=2)
-    assert same == texts(capsys, trained[kind], start='ab', num_samples=6, max_new_tokens=20) and len(set(same)) == 6
-
-
-@KINDS
-def test_each_prompt_gets_what_full_forwards_give_it_alone(capsys, trained, prompts_file, fp64, kind):
+def test_each_prompt_gets_what_full_forwards_give_it_alone(many, trained, prompts_file, fp64, kind):
     checkpoint = load(trained[kind] / 'ckpt.pt')
     model = sample.GPT(sample.GPTConfig(**checkpoint['model_args']))
     model.load_state_dict(checkpoint['model'])
     model.double().eval()
-    expected = []
-    for line in LINES:
+    lines, expected = LINES if kind == 'full' else SHORT, []
+    for line in lines:
         idx = torch.tensor([[ALPHABET.index(c) for c in line]])
         with torch.no_grad():
-            for _ in range(20):
-                seen = idx if kind == 'full' else idx[:, -16:]
-                idx = torch.cat([idx, model(seen)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
-        expected.append(''.join(ALPHABET[i] for i in idx[0]))
-    assert many(capsys, trained[kind], prompts_file('\n'.join(LINES)), parallel=8, temperature=0) == expected
+            for _ in range(6):
+                idx = torch.cat([idx, model(idx)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
+        expected.append(''.join(ALPHABET[i] for i in idx[0])[len(line):])
+    assert texts(many(trained[kind], prompts_file('\n'.join(lines)), temperature=0)) == expected
 
 
-def test_prompts_of_a_jsonl_file_may_have_several_lines(capsys, trained, prompts_file):
-    path = prompts_file('"a\\nb"\n\n "cd" \n', 'prompts.jsonl')
-    assert [text[:-1] for text in many(capsys, trained['full'], path, max_new_tokens=1)] == ['a\nb', 'cd']
-    assert read_prompts('', str(path)) == [(f"prompts='{path}', line 1", 'a\nb'), (f"prompts='{path}', line 3", 'cd')]
+def test_one_sample_of_each_prompt_unless_told_otherwise(many, trained, prompts_file):
+    path = prompts_file('ab\ncd\n')
+    assert len(many(trained['full'], path)) == 2 and len(many(trained['full'], path, num_samples=5)) == 10
 
 
-def test_the_report_is_of_a_cache_for_the_longest_prompt(capsys, trained, prompts_file):
-    path = prompts_file('\n'.join(LINES))
-    f = json.loads(run_many(capsys, trained['full'], path, parallel=3, max_new_tokens=7, json=True).splitlines()[-1])
-    assert (f['batch'], f['max_seq_len'], f['prompts'], f['prompt_tokens'], f['tokens']) == (3, 22 + 7, 5, 22, 35)
-    assert f['slots'][2]['shape'] == [3, 1, 29, 8] and f['kv_bytes'] == sum(slot['bytes'] for slot in f['slots'])
-    assert '(up to 22 prompt tokens)' in run_many(capsys, trained['full'], path)
-    assert 'as allocated for 3 x 16 tokens' in run_many(capsys, trained['vanilla'], path, parallel=3)  # block_size
+def test_equal_prompts_get_different_samples_and_seeds_say_which(many, trained, prompts_file):
+    settings = dict(num_samples=2, max_new_tokens=20)
+    same = many(trained['full'], prompts_file('ab\n' * 3), **settings)
+    assert len(set(texts(same))) == 6
+    assert texts(many(trained['full'], prompts_file('ab\n' * 3), **settings)) == texts(same)
+    assert not set(texts(many(trained['full'], prompts_file('ab\n' * 3), seed=1, **settings))) & set(texts(same))
+    again = ''.join(json.dumps({'prompt': 'ab', 'seed': a['seed']}) + '\n' for a in same[::-1])
+    assert texts(many(trained['full'], prompts_file(again, 'p.jsonl'), max_new_tokens=20)) == texts(same)[::-1]
 
 
-def test_one_longest_prompt_past_block_size_is_said_and_done(capsys, trained, prompts_file):
-    out = run_many(capsys, trained['vanilla'], prompts_file('\n'.join(LINES)), max_new_tokens=1, parallel=9)
-    assert 'block_size=16' in out and out.count('\n---------------\n') == 5
+def test_lines_with_settings_of_their_own(many, trained, prompts_file):
+    """What the command line says holds where a line says nothing; wrong lines are answered where they stand."""
+    path = prompts_file('"a\\nb"\n\n{"prompt": "cd", "id": "x", "max_new_tokens": 3, "logprobs": 0}\n{"prompt": "aXb"}\n[5\n'
+                        '{"prompt": "ab", "temperature": -1, "id": 7}\n"ab"', 'p.jsonl')
+    a, cd, unknown, broken, negative, last = many(trained['full'], path, max_new_tokens=5)
+    assert (a['line'], a['prompt'], a['tokens'], a['finish_reason']) == (1, 'a\nb', 5, 'length') and 'id' not in a
+    assert (cd['line'], cd['id'], cd['tokens'], len(cd['logprobs'])) == (3, 'x', 3, 3) and 'logprobs' not in a
+    assert [x['line'] for x in (unknown, broken, negative, last)] == [4, 5, 6, 7] and last['tokens'] == 5
+    for answer, named in ((unknown, "'X'"), (broken, 'not JSON'), (negative, 'temperature=-1')):
+        assert answer['finish_reason'] == 'error' and named in answer['error'] and f"line {answer['line']}" in answer['error']
+    assert negative['id'] == 7
 
 
-def test_a_file_with_one_prompt_is_that_prompt(capsys, trained, prompts_file):
-    assert many(capsys, trained['full'], prompts_file('abc\n')) == texts(
-        capsys, trained['full'], start='abc', max_new_tokens=20)
+@KINDS
+def test_one_that_is_too_long_stops_no_other(many, trained, prompts_file, monkeypatch, kind):
+    """A line could ask for more positions than there is memory for all, or than a number can say."""
+    monkeypatch.setattr(sample, 'memory_of', lambda device: 200_000)
+    lines = ['"ab"'] + [f'{{"prompt": "ab", "max_new_tokens": {n}}}' for n in (40_000, 10 ** 11, 10 ** 25)] + ['"cd"']
+    good, *bad, last = many(trained[kind], prompts_file('\n'.join(lines), 'p.jsonl'))
+    assert good['tokens'] == last['tokens'] == 6
+    for answer, named in zip(bad, ('40000', '1' + '0' * 11, '1' + '0' * 25)):
+        assert answer['finish_reason'] == 'error' and f'max_new_tokens={named}' in answer['error']
+        assert ('100 kB' if kind == 'full' else 'max_seq_len is 16') in answer['error']
 
+
+# -- what goes where --------------------------------------------------------------------------------------------------
+
+def test_stdout_has_answers_and_figures_and_stderr_all_else(many, trained, prompts_file):
+    *answers, f = many(trained['full'], prompts_file('\n'.join(LINES)), parallel=3, max_new_tokens=7, json=True, report=True)
+    assert len(answers) == 5
+    assert (f['batch'], f['max_seq_len'], f['requests'], f['failed']) == (3, 22 + 7, 5, 0)
+    assert (f['prompt_tokens'], f['tokens'], f['kv_dtype'], f['weights']) == (40, 35, 'float32', 'float32')
+    per_position = 2 * 8 * 4  # K and V, 8 wide, float32; three rings of 4 a row, and a page of 64 of the global slot
+    assert f['kv_bytes'] == f['kv_held_peak'] == 3 * (3 * 4 + 64) * per_position
+    assert f['kv_bytes_vanilla'] == 2 * f['kv_bytes_vanilla_bf16'] == 3 * 29 * 7 * 2 * per_position
+    for said in ('Overriding: max_new_tokens = 7', 'meta.pkl', '5 requests (0 failed)', '35 generated', '3 rows'):
+        assert said in many.err, many.err
+
+
+def test_json_is_the_last_line_also_without_report(many, trained, prompts_file):
+    assert many(trained['full'], prompts_file('a\nb'), json=True)[-1]['requests'] == 2
+    assert 'requests' not in many.err
+    assert many(trained['full'], prompts_file('5', 'p.jsonl'), json=True)[-1]['failed'] == 1
+
+
+def test_ctrl_c_leaves_what_is_complete(capsys, trained, prompts_file, monkeypatch):
+    plain, n_steps = Engine.step, []
+
+    def step(engine):
+        n_steps.append(1)
+        if len(n_steps) == 10:
+            raise KeyboardInterrupt
+        return plain(engine)
+    monkeypatch.setattr(Engine, 'step', step)
+    path = prompts_file('"ab"\n{"prompt": "ab", "max_new_tokens": 50}\n"cd"\n5', 'p.jsonl')
+    with pytest.raises(KeyboardInterrupt):
+        sample.main(flags(dict(out_dir=trained['full'], device='cpu', prompts=path, max_new_tokens=6)))
+    assert [json.loads(line)['line'] for line in capsys.readouterr().out.splitlines()] == [1, 3, 4]
+
+
+def test_ctrl_c_of_the_program_itself(trained, prompts_file, data_root):
+    path = prompts_file('"ab"\n' + '{"prompt": "ab", "max_new_tokens": 1000000}\n' * 2, 'p.jsonl')
+    process = start_program('sample', *flags(dict(out_dir=trained['full'], device='cpu', prompts=path, max_new_tokens=3)),
+                            data_root=data_root)
+    assert json.loads(process.stdout.readline())['tokens'] == 3
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=120)
+    assert (process.returncode, rest) == (130, '') and err.endswith('interrupted\n') and 'Traceback' not in err
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(trained, prompts_file, data_root):
+    """As in `sample.py --prompts=FILE | head -1`."""
+    path = prompts_file('"ab"\n' * 5 + '{"prompt": "ab", "max_new_tokens": 2000}\n' + '"ab"\n' * 50, 'p.jsonl')
+    process = start_program('sample', *flags(dict(out_dir=trained['full'], device='cpu', prompts=path, max_new_tokens=3,
+                                                  parallel=2)), data_root=data_root)
+    assert json.loads(process.stdout.readline())['line'] == 1
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=120) in (1, 120) and 'Traceback' not in err and 'Broken' not in err
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('content, expected', [
     ('a\n\n  \nb c \n', ['a', 'b c ']), ('a\r\nb\r\n', ['a', 'b']), ('\ufeffa\nb', ['a', 'b']),
@@ -127,7 +198,7 @@ def refused(capsys, trained, tmp_path):
         for text in named:
             assert str(text) in message, message
         assert {p: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()} == before
-        assert '-----' not in capsys.readouterr().out
+        assert '{' not in capsys.readouterr().out
     return check
 
 
@@ -136,23 +207,51 @@ def refused(capsys, trained, tmp_path):
     (' \n\n', 'p.txt', ['no prompts']),
     ('\n', 'p.jsonl', ['no prompts']),
     (b'a\ncaf\xe9\n', 'p.txt', ['UTF-8']),
-    ('ab\n\naXb\n', 'p.txt', ['line 3', "'X'", ALPHABET.strip()]),
-    ('"ab"\nab\n', 'p.jsonl', ['line 2', "'ab'", 'JSON string']),
-    ('"ab"\n\n["ab"]\n', 'p.JSONL', ['line 3', '["ab"]', 'JSON string']),
-    ('5\n', 'p.jsonl', ['line 1', "'5'", 'JSON string']),
-    ('"ab"\n""\n', 'p.jsonl', ['line 2', 'no tokens']),
-    ('"a\\ud800"\n', 'p.jsonl', ['line 1', 'ud800']),
-    ('[' * 100_000, 'p.jsonl', ['line 1', 'JSON string']),
-    ('"ab', 'p.jsonl', ['line 1', 'JSON string']),
 ], ids=lambda x: ascii(x)[:30])
 def test_a_file_that_is_not_one_of_prompts(refused, prompts_file, content, name, named):
     path = prompts_file(content, name)
     refused(path, *named, prompts=path)
 
 
+@pytest.mark.parametrize('content, name, number, named', [
+    ('ab\n\naXb\n', 'p.txt', 3, ["'X'", ALPHABET.strip()]),
+    ('"ab"\nab\n', 'p.jsonl', 2, ["'ab'", 'JSON']),
+    ('"ab"\n\n["ab"]\n', 'p.JSONL', 3, ['["ab"]', 'JSON string']),
+    ('"ab"\n5\n', 'p.jsonl', 2, ["'5'", 'JSON string']),
+    ('"ab"\n""\n', 'p.jsonl', 2, ['at least one character']),
+    ('"ab"\n"a\\ud800"\n', 'p.jsonl', 2, ['ud800']),
+    ('"ab"\n' + '[' * 100_000, 'p.jsonl', 2, ['JSON']),
+    ('"ab"\n"ab', 'p.jsonl', 2, ['JSON']),
+    ('"ab"\n{"prompt": "ab", "max_tokens": 5}', 'p.jsonl', 2, ['max_tokens', 'max_new_tokens']),
+], ids=lambda x: ascii(x)[:30])
+def test_a_line_that_is_no_prompt_is_named_and_the_others_run(many, trained, prompts_file, content, name, number, named):
+    path = prompts_file(content, name)
+    good, bad = many(trained['full'], path)
+    assert (good['line'], good['tokens'], bad['line'], bad['finish_reason']) == (1, 6, number, 'error')
+    assert len(bad['error']) < 1000 and '\n' not in bad['error']
+    assert all(text in bad['error'] for text in [f"prompts='{path}', line {number}: ", *named])
+
+
 @pytest.mark.parametrize('path', ['no/such.txt', '.', 'a\0b'])
 def test_a_file_that_cannot_be_read(refused, path):
     refused(repr(path), 'cannot be read', prompts=path)
+
+
+@pytest.mark.parametrize('settings, named', [
+    (dict(min_p=1.0), 'min_p=1.0'), (dict(min_p=-0.1), 'min_p=-0.1'), (dict(repetition_penalty=0), 'repetition_penalty=0'),
+    (dict(logprobs=-2), 'logprobs=-2'), (dict(kv_budget='1kB'), 'kv_budget=1,000 '), (dict(kv_budget='much'), "'much'"),
+    (dict(parallel=0), 'parallel=0'), (dict(num_samples=0), 'num_samples=0'), (dict(top_p=0), 'top_p=0'),
+    (dict(stop="['']"), 'at least one character')], ids=str)
+def test_settings_that_are_wrong_for_all(refused, prompts_file, settings, named):
+    refused(named, prompts=prompts_file('a'), **settings)
+
+
+@pytest.mark.parametrize('settings', [dict(min_p=0.1), dict(repetition_penalty=1.2), dict(logprobs=1), dict(kv_budget='1GB')],
+                         ids=str)
+def test_settings_that_only_many_prompts_have(refused, settings):
+    """Not quietly passed over, where nanoGPT's way of drawing does without them."""
+    [(name, value)] = settings.items()
+    refused(f'{name}={value!r}', '--prompts', start='ab', **settings)
 
 
 def test_start_and_prompts_together(trained, prompts_file):
@@ -169,8 +268,3 @@ def test_a_long_start_is_not_all_repeated_in_the_message():
     with pytest.raises(UserError) as caught:
         encode_prompts(tokenizer, read_prompts('a' * 5000 + 'b', ''))
     assert "'b'" in str(caught.value) and len(str(caught.value)) < 500
-
-
-def test_json_is_the_last_line_also_with_prompts(capsys, trained, prompts_file):
-    out = run_many(capsys, trained['full'], prompts_file('a\nb'), json=True, report=False)
-    assert json.loads(out.splitlines()[-1])['prompts'] == 2

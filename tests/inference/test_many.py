@@ -1,0 +1,182 @@
+"""Files of requests through the engine: answers in the order of the lines, seeds, mistakes, interruptions (in float64)."""
+import io
+import json
+
+import pytest
+
+from inference.engine import Engine
+from inference.many import complete, json_lines
+from inference.params import SamplingParams, sample_seed
+from inference.prompts import encode_requests, read_requests
+from tests.helpers.serving import TOKENIZER, alone, assert_idle, budget_for, model_of
+
+DEFAULTS = SamplingParams(10, temperature=1.2)
+FILE = ['"abc"', '{"prompt": "de", "max_new_tokens": 25, "id": "long"}', '{"prompt": "f"', '',
+        '{"prompt": "ghi", "seed": 5, "id": 0}', '{"prompt": "aXb", "id": "x"}', '{"prompt": "jk", "stop": ["a", "b", "c"]}',
+        '{"prompt": "l", "max_new_tokens": 90}', '{"prompt": "m", "logprobs": 2, "temperature": 0, "id": null}',
+        '{"prompt": "abc", "temprature": 1}', '"abc"']
+
+
+@pytest.fixture
+def answers(tmp_path):
+    """What is written for a file of these lines, and the figures."""
+    def run(lines, num_samples=1, seed=7, rows=3, write=None, **engine):
+        path = tmp_path / 'many.jsonl'
+        path.write_text('\n'.join(lines))
+        requests, ids = encode_requests(TOKENIZER, read_requests(str(path), DEFAULTS))
+        engine = Engine(model_of('full stack'), rows, 60, tokenizer=TOKENIZER, page_size=4, **engine)
+        written = []
+        figures = complete(engine, requests, ids, num_samples, seed, write or written.append)
+        assert_idle(engine)
+        return written, figures
+    return run
+
+
+def without_clocks(answers):
+    """Nor the last bits of log-probabilities."""
+    def rounded(x):
+        if isinstance(x, dict):
+            return {key: rounded(value) for key, value in x.items() if key not in ('ttft_s', 'seconds')}
+        return [rounded(y) for y in x] if isinstance(x, list) else round(x, 9) if isinstance(x, float) else x
+    return rounded(list(answers))
+
+
+def test_every_line_is_answered_in_order_whatever_is_wrong_with_others(answers):
+    written, figures = answers(FILE)
+    assert [a['line'] for a in written] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]  # blank ones are passed over
+    assert [a['finish_reason'] for a in written] == [
+        'length', 'length', 'error', 'length', 'error', 'stop', 'error', 'length', 'error', 'length']
+    assert [a.get('id', '-') for a in written] == ['-', 'long', '-', 0, 'x', '-', '-', '-', '-', '-']
+    errors = {a['line']: a['error'] for a in written if 'error' in a}
+    assert errors.keys() == {3, 6, 8, 10} and all(f'line {n}: ' in errors[n] for n in (3, 6, 10))
+    assert 'not JSON' in errors[3] and "'X'" in errors[6] and 'max_seq_len is 60' in errors[8] and 'temprature' in errors[10]
+    for a in written:
+        assert ('ttft_s' in a) == ('seconds' in a) == ('error' not in a)
+        assert a['prompt'] == ('' if a['line'] in errors and a['line'] != 8 else a['prompt']) and a['sample'] == 0
+    done = [a for a in written if 'error' not in a]
+    assert all(a['tokens'] == len(a['text']) for a in done if a['finish_reason'] == 'length')
+    assert figures['requests'] == 10 and figures['failed'] == 4
+    assert figures['tokens'] == sum(a['tokens'] for a in written)
+    assert figures['prompt_tokens'] == sum(a['prompt_tokens'] for a in written) and figures['tokens_per_second'] > 0
+    greedy, = (a for a in done if a['line'] == 9)
+    assert len(greedy['logprobs']) == 10 and all(
+        e['token'] == e['top'][0]['token'] and len(e['top']) == 2 and e['logprob'] == e['top'][0]['logprob']
+        for e in greedy['logprobs']) and 'logprobs' not in done[0]
+    json.dumps(written, allow_nan=False)
+
+
+def test_an_answer_says_all_that_is_needed_to_draw_it_again(answers):
+    """Each text is that of its prompt and the seed in its answer, alone; the cut before a stop text included."""
+    for a in answers(FILE, num_samples=2)[0]:
+        if 'error' not in a:
+            asked = json.loads(FILE[a['line'] - 1])
+            asked = asked if isinstance(asked, dict) else {'prompt': asked}
+            params = SamplingParams.from_dict({k: v for k, v in asked.items() if k not in ('prompt', 'id', 'seed')}
+                                              | {'seed': a['seed']}, DEFAULTS)
+            assert a['text'] == alone(model_of('full stack'), a['prompt'], params, tokenizer=TOKENIZER).text
+
+
+@pytest.mark.parametrize('settings', [dict(rows=1), dict(rows=8), dict(prefill_chunk=2), dict(rows=2, kv_budget=12)], ids=str)
+@pytest.mark.parametrize('num_samples', [1, 3])
+def test_rows_chunks_and_memory_change_no_answer(answers, settings, num_samples):
+    if 'kv_budget' in settings:
+        settings = settings | dict(kv_budget=budget_for(model_of('full stack'), settings['rows'], 60, settings['kv_budget'], 4))
+    expected, got = answers(FILE, num_samples)[0], answers(FILE, num_samples, **settings)[0]
+    assert without_clocks(got) == without_clocks(expected)
+    assert [a['sample'] for a in got] == list(range(num_samples)) * 10
+
+
+def test_equal_prompts_get_texts_of_their_own_and_other_seeds_others(answers):
+    drawn = [a['text'] for seed in (1, 2) for a in answers(['"abc"'] * 4, 3, seed)[0]]
+    assert len(set(drawn)) == 24
+    assert [a['text'] for a in answers(['"abc"'] * 4, 3, 1)[0]] == drawn[:12]
+
+
+def test_seeds_without_one_go_by_place_and_sample(answers):
+    """So that other numbers of samples, or of lines behind, change none of those before."""
+    seeds = [a['seed'] for a in answers(['"a"', '"b"', '{"prompt": "c", "seed": 40}'], 2, 9)[0]]
+    assert seeds == [9, sample_seed(9, 1), sample_seed(9, 2), sample_seed(9, 3), 40, sample_seed(40, 1)]
+
+
+def test_a_line_with_a_seed_is_the_same_wherever_it_stands(answers):
+    line = '{"prompt": "abc", "seed": 7, "max_new_tokens": 20}'
+    first, last = answers([line, '"b"'], 2, seed=1)[0], answers(['"a"', '"b"', '5', line], 2, seed=2)[0]
+    assert [a['text'] for a in first[:2]] == [a['text'] for a in last[-2:]] and first[0]['text'] != first[1]['text']
+
+
+def test_lines_that_are_all_wrong(answers):
+    """No request at all reaches the engine, and every line is still answered."""
+    written, figures = answers(['5', '{}', 'x'], 2)
+    assert [(a['line'], a['sample'], a['finish_reason']) for a in written] == [
+        (n, k, 'error') for n in (1, 2, 3) for k in (0, 1)]
+    assert (figures['requests'], figures['failed'], figures['tokens']) == (6, 6, 0)
+
+
+def test_an_answer_is_written_as_soon_as_those_before_it_are(answers):
+    """A line that waits for a long one before it comes right after it, not at the end."""
+    seen, calls = [], Engine.step
+
+    def write(answer):
+        seen.append((answer['line'], n_steps[0]))
+    n_steps = [0]
+
+    def step(engine):
+        n_steps[0] += 1
+        return calls(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, 'step', step)
+        answers(['"a"', '{"prompt": "b", "max_new_tokens": 20}', '"c"', '{"prompt": "d", "max_new_tokens": 40}'], rows=4,
+                write=write)
+    at = dict(seen)
+    assert [line for line, _ in seen] == [1, 2, 3, 4] and at[1] == 10 and at[2] == at[3] == 20 and at[4] == 40
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
+def test_interrupted_what_is_complete_has_been_written(answers, monkeypatch, error):
+    """Also what only waited for its turn: here lines 1, 5 and 7 are done and 2 is not."""
+    plain, n_steps, written = Engine.step, [0], []
+
+    def step(engine):
+        n_steps[0] += 1
+        if n_steps[0] == 15:
+            raise error
+        return plain(engine)
+    monkeypatch.setattr(Engine, 'step', step)
+    with pytest.raises(error):
+        answers(FILE, rows=3, write=written.append)
+    assert [a['line'] for a in written] == [1, 3, 5, 6, 7, 8, 10]
+    monkeypatch.setattr(Engine, 'step', plain)
+    whole = {a['line']: a for a in answers(FILE, rows=3)[0]}
+    assert without_clocks(written) == without_clocks(whole[a['line']] for a in written)
+
+
+def test_a_reader_that_goes_away_ends_it(answers):
+    written = []
+
+    def write(answer):
+        if len(written) == 1:
+            raise BrokenPipeError
+        written.append(answer)
+    with pytest.raises(BrokenPipeError):
+        answers(FILE, write=write)
+    assert [a['line'] for a in written] == [1]
+
+
+def test_the_peak_of_memory_is_that_of_pages_in_use(answers):
+    """One token each: all have ended when the first step is over, and yet they have held pages."""
+    model = model_of('full stack')
+    rings, page = model.plan.rings_nbytes(3, 60, 'float64'), model.plan.page_nbytes(4, 'float64')
+    one_token = '{"prompt": "abcdef", "max_new_tokens": 1}'
+    assert answers([one_token] * 3)[1]['kv_held_peak'] == rings + 3 * 2 * page
+    assert answers([one_token] * 9)[1]['kv_held_peak'] == rings + 3 * 2 * page
+
+
+@pytest.mark.parametrize('encoding, shown', [('utf-8', 'é☃'), ('ascii', '\\u00e9\\u2603'), ('latin-1', '\\u00e9\\u2603')])
+def test_answers_are_lines_of_json_in_whatever_stdout_can_take(encoding, shown):
+    raw = io.BytesIO()
+    write = json_lines(io.TextIOWrapper(raw, encoding=encoding, newline=''))
+    for text in ('é☃', 'two\nlines\u2028'):
+        write({'text': text})
+    lines = raw.getvalue().decode(encoding).split('\n')  # at once: nothing is left in a buffer
+    assert shown in lines[0] and [json.loads(line)['text'] for line in lines[:2]] == ['é☃', 'two\nlines\u2028']
+    assert lines[2:] == ['']
