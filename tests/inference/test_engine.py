@@ -200,6 +200,15 @@ def test_a_stop_text_of_the_very_last_token_is_a_stop():
     assert (completion.text, completion.finish_reason) == (text[:n], 'stop')
 
 
+def test_what_was_held_back_comes_with_the_last_event():
+    """The end of a text may look like the beginning of a stop text; when no more comes, it is text."""
+    model, params = model_of('full stack'), dict(max_new_tokens=8, seed=5, temperature=1.5)
+    text = alone(model, 'abc', SamplingParams(**params), tokenizer=TOKENIZER).text
+    engine = Engine(model, 1, 20, tokenizer=TOKENIZER)
+    *before, last = engine.stream(['abc'], SamplingParams(stop=(text[-2:] + 'a',), **params))
+    assert last.text == text[-2:] and last.completion.text == text == ''.join(e.text for e in before) + last.text
+
+
 def test_without_a_tokenizer_there_are_tokens_but_no_texts():
     [event] = Engine(model_of('vanilla'), 1).stream([torch.tensor([1, 2])], SamplingParams(1))
     assert event.text == event.completion.text == '' and event.token == event.completion.tokens[0]
