@@ -26,8 +26,10 @@ def answers(tmp_path):
         requests, ids = encode_requests(TOKENIZER, read_requests(str(path), DEFAULTS))
         engine = Engine(model_of('full stack'), rows, 60, tokenizer=TOKENIZER, page_size=4, **engine)
         written = []
-        figures = complete(engine, requests, ids, num_samples, seed, write or written.append)
-        assert_idle(engine)
+        try:
+            figures = complete(engine, requests, ids, num_samples, seed, write or written.append)
+        finally:  # whatever ended it
+            assert_idle(engine)
         return written, figures
     return run
 
