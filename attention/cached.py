@@ -64,10 +64,13 @@ def _attend_stored(rows, view, mask):
         if mask is None:  # SDPA keeps the scores in float32, which a half-precision GEMM would round
             return F.scaled_dot_product_attention(rows, k, v)
         return _attend_tiles(rows, view, mask)
+    if mask is None:  # nothing but the two products: a decode step feels every call
+        q, k, v = (x.flatten(0, 1) for x in (rows, k, v))                   # (B * Hkv, R or S, D)
+        scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=rows.size(-1) ** -0.5)
+        return torch.bmm(scores.softmax(-1), v).view_as(rows)
     scores = (rows * rows.size(-1) ** -0.5) @ k.transpose(2, 3)             # (B, Hkv, R, S)
-    if mask is not None:
-        # finite, so that a padded query, which sees nothing, gives garbage that is never read instead of NaN
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    # finite, so that a padded query, which sees nothing, gives garbage that is never read instead of NaN
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(-1) @ v
 
 

@@ -11,15 +11,15 @@ class RotaryTable:
 
     def __init__(self, head_dim: int, theta: float):
         self.head_dim, self.theta = head_dim, theta
-        self._tables = {}  # (device, dtype) -> (cos, sin), each (positions, D/2)
+        self._tables = {}  # (device, dtype) -> (cos, sin), each (positions, D)
 
     def __call__(self, start: int, end: int, device, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each (end - start, D/2), for positions start to end - 1, in the table dtype of a `dtype` model."""
+        """cos and sin, each (end - start, D), for positions start to end - 1, in the table dtype of a `dtype` model."""
         cos, sin = self._tables_for(end, torch.device(device), dtype)
         return cos[start:end], sin[start:end]
 
     def at(self, positions: torch.Tensor, end: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each (B, 1, t, D/2), for `positions` (B, t), all below `end` (known on the host)."""
+        """cos and sin, each (B, 1, t, D), for `positions` (B, t), all below `end` (known on the host)."""
         cos, sin = self._tables_for(end, positions.device, dtype)
         return cos[positions][:, None], sin[positions][:, None]
 
@@ -36,13 +36,15 @@ class RotaryTable:
     def _build(self, n, device, dtype):
         d = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
         angles = torch.arange(n, dtype=torch.float64)[:, None] * self.theta ** (-d / self.head_dim)
-        return tuple(f(angles).to(device, dtype) for f in (torch.cos, torch.sin))
+        cos, sin = torch.cos(angles), torch.sin(angles)
+        # as wide as a head, with the signs of `apply_rope` in them
+        return torch.cat([cos, cos], dim=-1).to(device, dtype), torch.cat([-sin, sin], dim=-1).to(device, dtype)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (d, d + D/2) of x (B, h, t, D) by tables that broadcast to (B, h, t, D/2).
+    """Rotate pairs (d, d + D/2) of x (B, h, t, D) by tables that broadcast to it: (a, b) -> (a cos - b sin, b cos + a sin).
 
     Computed in the tables' dtype (float32 or float64), returned in x's.
     """
-    a, b = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    wide = x.to(cos.dtype)
+    return torch.addcmul(wide * cos, wide.roll(x.size(-1) // 2, -1), sin).to(x.dtype)

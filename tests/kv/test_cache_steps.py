@@ -41,6 +41,7 @@ def test_an_int8_cache_is_decoded_a_tile_at_a_time(monkeypatch, t, ragged):
     """No operation gives a decoded copy of a slot: floats are small beside what the global slot holds."""
     monkeypatch.setattr(KVView.tiles, '__defaults__', (256,))
     model = random_model(GPTConfig(**FULL_STACK | dict(block_size=1024)))
+    model.prepare(1000)  # rotary tables are no part of the step
     cache = model.new_cache(4, 1000, 'int8').fill_(990)
     if ragged:
         cache.reset([1])
