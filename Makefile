@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow data kv recall compare quantization nanogpt clean
+.PHONY: help demo test test-slow data kv recall compare quantization bench-cpu nanogpt clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,6 +48,10 @@ compare: $(VENV)/.installed  ## full stack, vanilla and RoPE MHA, three seeds ea
 
 quantization: $(VENV)/.installed  ## what int8 and int4 caches cost in loss (over half an hour on 2 cores; finished runs are kept)
 	$(BIN)/python scripts/quantization.py
+
+bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU (about an hour; finished runs are kept)
+	$(BIN)/python scripts/decode_parts.py
+	$(BIN)/python scripts/bench_cpu.py
 
 nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
 	$(BIN)/python scripts/nanogpt_parity.py $(NANOGPT)

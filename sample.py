@@ -37,7 +37,7 @@ from inference.prompts import encode_prompts, encode_requests, read_prompts, rea
 from inference.sampler import Sampler, sample_generators
 from inference.stopping import SampleText, parse_stops
 from inference.timings import Timings
-from inference.weights import compile_for_decode, quantize_weights, weights_dtype
+from inference.weights import compile_for_decode, pack_weights, quantize_weights, weights_dtype
 from kv.report import account, nice_bytes, print_report
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights, tokens_id
@@ -258,6 +258,7 @@ def sample_start(s):
     [prompt] = encode_prompts(tokenizer, texts)
     note_what_is_special(s, model, tokenizer, stops, len(prompt))
 
+    pack_weights(model, min(s.parallel, s.num_samples))
     timings, cache = Timings(), None
     for k in range(0, s.num_samples, s.parallel):
         rows = min(s.parallel, s.num_samples - k)

@@ -30,6 +30,7 @@ from benchmarks.setting import (
 from benchmarks.traffic import kv_read_per_step, weight_read_bytes
 from config.errors import UserError
 from config.sizes import parse_bytes
+from inference.weights import pack_weights
 from training.device import synchronize
 
 
@@ -43,6 +44,7 @@ class DecodeRound:
 
     @torch.inference_mode()
     def __call__(self) -> float:
+        pack_weights(self.model, self.cache.batch_size)
         self.cache.fill_(self.held)
         tokens = self.first                                                   # (B, 1)
         synchronize(self.model.device)

@@ -15,6 +15,7 @@ from benchmarks import clock
 from benchmarks.setting import make_cache
 from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS
+from inference.weights import pack_weights
 from interop.huggingface import TRANSPOSED
 from kv.plan import plan_kv
 from training.device import synchronize
@@ -42,6 +43,7 @@ class Ours:
     def __init__(self, model, prompt, steps: int):
         self.model, self.prompt, self.steps = model, prompt, steps
         self.cache = make_cache(model, prompt.size(0), prompt.size(1) + steps, 'auto')
+        pack_weights(model, prompt.size(0))
 
     @torch.inference_mode()
     def __call__(self) -> Generated:

@@ -26,6 +26,7 @@ from inference.generate import Generation
 from inference.params import SamplingParams
 from inference.sampler import Sampler
 from inference.scheduler import Scheduler
+from inference.weights import pack_weights
 from training.device import synchronize
 
 
@@ -74,6 +75,7 @@ class StaticRound:
         self.model, self.prompts, self.lengths = model, prompts, lengths
         self.rows = min(rows, len(prompts))
         self.cache = model.new_cache(self.rows, max(map(len, prompts)) + max(lengths), s.kv_dtype)
+        pack_weights(model, self.rows)  # as the engine does
 
     def __call__(self) -> Served:
         start, firsts, tokens = clock.now(), [], []

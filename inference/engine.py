@@ -24,6 +24,7 @@ from inference.params import Completion, SamplingParams, TokenLogprob, shown
 from inference.sampler import SampleRow, sample_rows
 from inference.scheduler import Request, Scheduler
 from inference.stopping import SampleText
+from inference.weights import pack_weights
 from kv.paged import PAGE_SIZE
 
 PREFILL_CHUNK = 256
@@ -65,13 +66,16 @@ class Engine:
             allocated for every row, the rest of the budget is pages of global slots, held by who needs them.
         page_size: positions of a page.
         prefill_chunk: most prompt tokens that are computed between two decode steps.
+        pack: on a CPU in float32, keep a second copy of the weights that larger batches read faster
+            (`inference.weights.pack_weights`).
         tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None = token ids only.
     Raises:
         UserError: sizes below 1, a budget that cannot hold one page beside the rings, what `new_cache` refuses.
     """
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *, kv_budget: int = 0,
-                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, tokenizer=None, scheduler=Scheduler):
+                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, tokenizer=None,
+                 scheduler=Scheduler):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, page_size={page_size}: '
                             'must be at least 1')
@@ -80,6 +84,8 @@ class Engine:
         n_pages = self._n_pages(max_batch_size, max_seq_len, kv_dtype, kv_budget, page_size)
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, n_pages=n_pages, page_size=page_size)
         self.scheduler = scheduler(self.cache, prefill_chunk)
+        if pack:
+            pack_weights(model, max_batch_size)
         self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by their number
         self._undelivered: list[Event] = []          # the next step gives them
         self._inboxes: dict[int, deque[Event]] = {}  # of requests that a stream awaits, by their number

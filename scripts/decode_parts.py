@@ -1,0 +1,107 @@
+"""Why a decode step on a CPU is built as it is: the parts it could be built from, timed in turns, in GPT-2 124M's shape.
+
+    python scripts/decode_parts.py            # results/cpu/parts/ (about two minutes; leave it alone)
+    python scripts/decode_parts.py --table
+
+Products of 1 to 32 rows with all the weights of a step, as `F.linear` and by chunks of 64 weight rows (`model.Linear`); and
+attention of one token over K laid out by position or transposed (`kv.store.KVStore`). Bytes read over time, random float32.
+"""
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.bandwidth import Bandwidth
+from benchmarks.setting import processor
+from model import Linear
+
+RESULTS = Path(__file__).resolve().parents[1] / 'results' / 'cpu' / 'parts'
+SHAPES = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]  # of a layer of GPT-2 124M: c_attn, c_proj, c_fc, c_proj
+ROWS = (1, 2, 3, 4, 6, 8, 12, 15, 16, 24, 32)
+ATTENTION = [(16, 12, 12, 4096), (4, 12, 12, 16384), (16, 12, 1, 4096), (4, 12, 1, 16384)]  # B, H, Hkv, S; D = 64
+ROUNDS = 7
+
+
+def alternate(sides: dict) -> dict[str, float]:
+    """Median seconds of each, in turns, after a round to warm up."""
+    found = {name: [] for name in sides}
+    for k in range(1 + ROUNDS):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            run()
+            found[name] += [time.perf_counter() - start] * (k > 0)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def products() -> list[dict]:
+    """GB/s of a step's products, by number of rows."""
+    layers = [Linear(n_in, n_out, bias=False) for _ in range(12) for n_out, n_in in SHAPES] + [Linear(768, 50304, bias=False)]
+    n_bytes = sum(layer.weight.nbytes for layer in layers)
+    rows = []
+    for n in ROWS:
+        x = {width: torch.randn(n, width) for width in (768, 3072)}
+        seconds = alternate({'linear': lambda x=x: [F.linear(x[m.in_features], m.weight) for m in layers],
+                             'chunks': lambda x=x: [m._in_chunks(x[m.in_features]) for m in layers]})
+        rows.append({'rows': n, **{name: n_bytes / s / 1e9 for name, s in seconds.items()}})
+    return rows
+
+
+def attention() -> list[dict]:
+    """GB/s of softmax(q K^T) V, by the layout of K."""
+    rows = []
+    for B, H, n_kv_head, S in ATTENTION:
+        shape, n_layer = (B, n_kv_head, S, 64), 2
+        q = torch.randn(B, n_kv_head, H // n_kv_head, 64)
+        v = [torch.randn(shape) for _ in range(n_layer)]
+        layouts = {'by position': [torch.randn(shape) for _ in range(n_layer)],
+                   'transposed': [torch.randn(B, n_kv_head, 64, S).transpose(2, 3) for _ in range(n_layer)]}
+        seconds = alternate({name: lambda k=k: [(q @ k[i].transpose(2, 3)).softmax(-1) @ v[i] for i in range(n_layer)]
+                             for name, k in layouts.items()})
+        n_bytes = 2 * n_layer * v[0].nbytes
+        rows.append({'B': B, 'H': H, 'n_kv_head': n_kv_head, 'S': S, **{name: n_bytes / s / 1e9 for name, s in seconds.items()}})
+    return rows
+
+
+def table(found: dict) -> str:
+    """Markdown."""
+    lines = ['# Parts of a decode step', '',
+             f"`python scripts/decode_parts.py`: {found['processor']}, {found['threads']} threads, torch {found['torch']}, float32, "
+             f"GB/s of weights or K/V read, medians of {found['rounds']} rounds; reading alone: {found['bandwidth']:.1f} GB/s "
+             f"({found['kernel']}).", '',
+             'All products of a step in the shape of GPT-2 124M (494 MB of weights), by rows of the batch:', '',
+             '| rows | ' + ' | '.join(str(r['rows']) for r in found['products']) + ' |', '|---' * (len(found['products']) + 1) + '|']
+    for name in ('linear', 'chunks'):
+        lines.append(f'| {name} | ' + ' | '.join(f'{r[name]:.1f}' for r in found['products']) + ' |')
+    lines += ['', 'Attention of one token per row, head_dim 64, by the layout of K in memory:', '',
+              '| B | H | Hkv | S | by position | transposed |', '|---' * 6 + '|']
+    lines += [f"| {r['B']} | {r['H']} | {r['n_kv_head']} | {r['S']:,} | {r['by position']:.1f} | {r['transposed']:.1f} |"
+              for r in found['attention']]
+    return '\n'.join(lines) + '\n'
+
+
+@torch.inference_mode()
+def main():
+    if '--help' in sys.argv or '-h' in sys.argv:
+        return print(__doc__.strip())
+    path = RESULTS / 'parts.json'
+    if '--table' not in sys.argv:
+        torch.manual_seed(1)
+        bandwidth = Bandwidth(torch.device('cpu'))
+        found = {'processor': processor(), 'threads': torch.get_num_threads(), 'torch': torch.__version__, 'dtype': 'float32',
+                 'rounds': ROUNDS, 'products': products(), 'attention': attention(), 'bandwidth': bandwidth() / 1e9,
+                 'kernel': bandwidth.kernel}
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
+    page = table(json.loads(path.read_text(encoding='utf-8')))
+    (RESULTS / 'README.md').write_text(page, encoding='utf-8')
+    print(page)
+
+
+if __name__ == '__main__':
+    main()
