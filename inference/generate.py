@@ -88,7 +88,8 @@ class Generation:
         if not self.checked:  # once: a model that is broken is so from the start, and looking makes the device wait
             self.checked = True
             if logits.isnan().any():
-                raise UserError('the model gives NaN logits for the prompt: its weights have diverged, or overflow in this dtype')
+                raise UserError('the model gives NaN logits for the prompt: its weights have diverged, or overflow in this '
+                                'dtype')
         new = self.sampler(logits)
         if any(self.finished):
             new = new.where(~torch.tensor(self.finished, device=new.device)[:, None], self.last)

@@ -76,8 +76,8 @@ def pack_weights(model, n_rows: int) -> bool:
     try:
         for layer in layers:
             layer.packed = n_rows, torch.ops.mkl._mkl_reorder_linear_weight(layer.weight.detach(), n_rows)
-        x = torch.randn(n_rows, layers[0].in_features)
-        good = torch.allclose(layers[0](x), torch.nn.functional.linear(x, layers[0].weight, layers[0].bias), atol=1e-3, rtol=1e-3)
+        first, x = layers[0], torch.randn(n_rows, layers[0].in_features)
+        good = torch.allclose(first(x), nn.functional.linear(x, first.weight, first.bias), atol=1e-3, rtol=1e-3)
     except (AttributeError, RuntimeError):
         good = False
     if not good:

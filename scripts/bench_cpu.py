@@ -49,8 +49,8 @@ def main(names: list[str]) -> int:
         command = [sys.executable, 'bench.py', *BENCHES[name].split(), '--device=cpu', f'--save={RESULTS / name}.json']
         subprocess.run(command, cwd=ROOT, check=True)
     made = [str(RESULTS / f'{name}.json') for name in BENCHES if (RESULTS / f'{name}.json').exists()]
-    page = subprocess.run([sys.executable, '-m', 'benchmarks.table', *made], cwd=ROOT, check=True, capture_output=True, text=True,
-                          env=os.environ | {'PYTHONIOENCODING': 'utf-8'})
+    page = subprocess.run([sys.executable, '-m', 'benchmarks.table', *made], cwd=ROOT, check=True, stdout=subprocess.PIPE,
+                          encoding='utf-8', env=os.environ | {'PYTHONIOENCODING': 'utf-8'})
     (RESULTS / 'README.md').write_text(page.stdout, encoding='utf-8')
     return 0
 

@@ -6,6 +6,7 @@
 Products of 1 to 32 rows with all the weights of a step, as `F.linear` and by chunks of 64 weight rows (`model.Linear`); and
 attention of one token over K laid out by position or transposed (`kv.store.KVStore`). Bytes read over time, random float32.
 """
+import functools
 import json
 import statistics
 import sys
@@ -52,6 +53,11 @@ def products() -> list[dict]:
     return rows
 
 
+def attend(q, k, v):
+    """Each layer's: q (B, Hkv, H / Hkv, D), k and v lists of (B, Hkv, S, D)."""
+    return [(q @ k.transpose(2, 3)).softmax(-1) @ v for k, v in zip(k, v)]
+
+
 def attention() -> list[dict]:
     """GB/s of softmax(q K^T) V, by the layout of K."""
     rows = []
@@ -61,21 +67,22 @@ def attention() -> list[dict]:
         v = [torch.randn(shape) for _ in range(n_layer)]
         layouts = {'by position': [torch.randn(shape) for _ in range(n_layer)],
                    'transposed': [torch.randn(B, n_kv_head, 64, S).transpose(2, 3) for _ in range(n_layer)]}
-        seconds = alternate({name: lambda k=k: [(q @ k[i].transpose(2, 3)).softmax(-1) @ v[i] for i in range(n_layer)]
-                             for name, k in layouts.items()})
+        seconds = alternate({name: functools.partial(attend, q, k, v) for name, k in layouts.items()})
         n_bytes = 2 * n_layer * v[0].nbytes
-        rows.append({'B': B, 'H': H, 'n_kv_head': n_kv_head, 'S': S, **{name: n_bytes / s / 1e9 for name, s in seconds.items()}})
+        rows.append({'B': B, 'H': H, 'n_kv_head': n_kv_head, 'S': S})
+        rows[-1] |= {name: n_bytes / s / 1e9 for name, s in seconds.items()}
     return rows
 
 
 def table(found: dict) -> str:
     """Markdown."""
     lines = ['# Parts of a decode step', '',
-             f"`python scripts/decode_parts.py`: {found['processor']}, {found['threads']} threads, torch {found['torch']}, float32, "
-             f"GB/s of weights or K/V read, medians of {found['rounds']} rounds; reading alone: {found['bandwidth']:.1f} GB/s "
-             f"({found['kernel']}).", '',
+             f"`python scripts/decode_parts.py`: {found['processor']}, {found['threads']} threads, torch {found['torch']}, "
+             f"float32, GB/s of weights or K/V read, medians of {found['rounds']} rounds; reading alone: "
+             f"{found['bandwidth']:.1f} GB/s ({found['kernel']}).", '',
              'All products of a step in the shape of GPT-2 124M (494 MB of weights), by rows of the batch:', '',
-             '| rows | ' + ' | '.join(str(r['rows']) for r in found['products']) + ' |', '|---' * (len(found['products']) + 1) + '|']
+             '| rows | ' + ' | '.join(str(r['rows']) for r in found['products']) + ' |',
+             '|---' * (len(found['products']) + 1) + '|']
     for name in ('linear', 'chunks'):
         lines.append(f'| {name} | ' + ' | '.join(f'{r[name]:.1f}' for r in found['products']) + ' |')
     lines += ['', 'Attention of one token per row, head_dim 64, by the layout of K in memory:', '',

@@ -55,8 +55,8 @@ def test_the_static_engine_admits_only_when_all_have_left():
 def test_all_sides_give_each_request_its_tokens(n_requests, rows):
     model, lengths = random_model(GPTConfig(**FULL_STACK)), [3, 9, 1, 14, 5, 2, 8][:n_requests]
     prompts = [[n, n + 1, 3] for n in range(n_requests)]
-    sides = [serve.EngineRound(model, prompts, lengths, rows, SETTINGS), serve.StaticRound(model, prompts, lengths, rows, SETTINGS),
-             serve.EngineRound(model, prompts, lengths, rows, SETTINGS, serve.StaticScheduler)]
+    asked = model, prompts, lengths, rows, SETTINGS
+    sides = [serve.EngineRound(*asked), serve.StaticRound(*asked), serve.EngineRound(*asked, serve.StaticScheduler)]
     for _ in range(2):  # what is kept between rounds does no harm
         served = [side() for side in sides]
         assert served[0].tokens == served[1].tokens == served[2].tokens
@@ -83,7 +83,8 @@ def test_ratios_are_of_whole_rounds_and_texts_are_compared(monkeypatch):
     monkeypatch.setattr(serve, 'same_texts', lambda *args: compared.append(args[-1]) or {'rows_equal': 2, 'rows': 2})
     monkeypatch.setattr(serve, 'random_tokens', lambda model, n, t: torch.zeros(n, t, dtype=torch.int64))
     cell = serve.measure(None, [4, 6], 2, 3, SETTINGS)
-    assert {name: r['median'] for name, r in cell['ratios']['tokens_per_second'].items()} == {'static': 1.5, 'static engine': 2.5}
+    ratios = cell['ratios']['tokens_per_second']
+    assert {name: r['median'] for name, r in ratios.items()} == {'static': 1.5, 'static engine': 2.5}
     assert {name: side['tokens_per_second']['median'] for name, side in cell['sides'].items()} == {
         'ours': 5.0, 'static': pytest.approx(10 / 3), 'static engine': 2.0}
     assert cell['sides']['ours']['ttft_ms']['median'] == 1250 and cell['sides']['ours']['kv_held_bytes'] == 60

@@ -48,7 +48,8 @@ def test_int8_weights_in_cache_and_engine_equal_their_own_full_forward(kv_dtype)
     if kv_dtype == 'auto':
         assert done.tokens == greedy
         for n in range(20):  # also without any cache
-            assert full_logits(model, torch.cat([idx, torch.tensor([greedy[:n]], dtype=torch.int64)], 1))[0, -1].argmax() == greedy[n]
+            text = torch.cat([idx, torch.tensor([greedy[:n]], dtype=torch.int64)], dim=1)
+            assert full_logits(model, text)[0, -1].argmax() == greedy[n]
     else:
         assert len(done.tokens) == 20 and done.finish_reason == 'length'
 

@@ -18,8 +18,9 @@ def test_few_rows_equal_a_plain_linear(monkeypatch, shape, n_out, bias):
     assert y.shape == expected.shape and y.is_contiguous() and (y - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize('n_rows, n_out, dtype', [(2, 64, torch.float32), (3, 64, torch.float32), (16, 64, torch.float32), (8, 63, torch.float32),
-                                                  (8, 64, torch.float64), (1, 64, torch.float32), (8, 64, torch.bfloat16)])
+@pytest.mark.parametrize('n_rows, n_out, dtype', [
+    (1, 64, torch.float32), (2, 64, torch.float32), (3, 64, torch.float32), (16, 64, torch.float32), (8, 63, torch.float32),
+    (8, 64, torch.float64), (8, 64, torch.bfloat16)])
 def test_others_take_the_plain_road(monkeypatch, n_rows, n_out, dtype):
     layer, taken = Linear(24, n_out).to(dtype), []
     monkeypatch.setattr(nn.Linear, 'forward', lambda self, x: taken.append(x.shape))
