@@ -51,27 +51,36 @@ class Linear(nn.Linear):
     `inference.weights.pack_weights` has left a copy of the weight in MKL's own order, more rows gain as much.
     """
     CHUNK, CHUNKED_ROWS = 64, range(4, 16)
-    packed = None  # (number of rows it is made for, the weight in that order)
+    packed = None  # (number of rows it is made for, the weight in that order, the weight and its version when it was made)
 
     def forward(self, x):
+        if torch.compiler.is_compiling() or x.dtype != torch.float32 or not self._plain_on_cpu():
+            return super().forward(x)  # first: where it is compiled, the number of rows may be no number
         n_rows = x.numel() // x.size(-1)
-        if self.packed and self.packed[0] // 2 < n_rows <= self.packed[0] and self._plain_on_cpu():
+        if self.packed and self.packed[0] // 2 < n_rows <= self.packed[0] and self._packed_is_current():
             return self._by_packed(x.reshape(n_rows, -1)).view(*x.shape[:-1], -1)
-        if n_rows not in self.CHUNKED_ROWS or self.out_features < self.CHUNK or not self._plain_on_cpu():
+        if n_rows not in self.CHUNKED_ROWS or self.out_features < self.CHUNK:
             return super().forward(x)
         y = self._in_chunks(x.reshape(n_rows, -1)).view(*x.shape[:-1], -1)
         return y if self.bias is None else y.add_(self.bias)
 
+    def _packed_is_current(self):
+        """Not where the weight has been changed, in place or for another, since it was packed."""
+        return self.packed[2] is self.weight and self.packed[3] == self.weight._version
+
+    def __getstate__(self):  # the packed weight can be neither copied nor saved
+        return {name: value for name, value in self.__dict__.items() if name != 'packed'}
+
     def _by_packed(self, x):
         """x (rows, n_in) -> (rows, n_out); rows are filled up to the number that the packed weight is for."""
-        n_rows, (wanted, packed) = x.size(0), self.packed
+        n_rows, (wanted, packed, *_) = x.size(0), self.packed
         x = x if n_rows == wanted else F.pad(x, (0, 0, 0, wanted - n_rows))
         return torch.ops.mkl._mkl_linear(x, packed, self.weight, self.bias, wanted)[:n_rows]
 
     def _plain_on_cpu(self):
         w = self.weight
         return (type(w) is nn.Parameter and w.dtype == torch.float32 and w.device.type == 'cpu'
-                and not torch.is_grad_enabled() and not torch.compiler.is_compiling())
+                and not torch.is_grad_enabled())
 
     def _in_chunks(self, x):
         """x (rows, n_in) -> (rows, n_out)"""
@@ -226,7 +235,12 @@ class GPT(nn.Module):
             if cache is None and given is not None:
                 raise UserError(f'{name}={list(given)} is about the rows of a cache, but there is no cache')
         step = None if cache is None else self._begin(cache, B, t, lens, rows)
-        x, rope = self._embed(idx, step)
+        try:
+            x, rope = self._embed(idx, step)
+        except Exception:  # such as an id outside of the vocabulary: nothing has been written yet
+            if cache is not None:
+                cache.abandon()
+            raise
         kvs = {}  # slot -> K, V of its owner, for the layers that read them
         for block, layer in zip(self.transformer.h, self.plan.layers):
             args = (x, rope.get(layer.kind), kvs.get(layer.slot), cache)
@@ -297,12 +311,14 @@ class GPT(nn.Module):
         if self.rotary is None and max_seq_len > self.config.block_size:
             raise UserError(f'max_seq_len={max_seq_len} is more than block_size={self.config.block_size}, '
                             "for which pos_embedding='learned' has positions")
-        dtype = self.lm_head.weight.dtype
-        kv_dtype = str(dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype
-        kinds = dict(kv_dtype=kv_dtype, compute_dtype=dtype, device=self.device)
+        kinds = dict(kv_dtype=self.resolved_kv_dtype(kv_dtype), compute_dtype=self.lm_head.weight.dtype, device=self.device)
         if n_pages:
             return PagedKVCache(self.plan, batch_size, max_seq_len, n_pages, page_size, **kinds)
         return KVCache(self.plan, batch_size, max_seq_len, **kinds)
+
+    def resolved_kv_dtype(self, kv_dtype: str) -> str:
+        """What 'auto' stands for: the dtype of the parameters."""
+        return str(self.lm_head.weight.dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype
 
     @classmethod
     def from_pretrained(cls, model_type, override_args=None):

@@ -11,10 +11,8 @@ import contextlib
 import difflib
 import io
 import json
-import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,13 +23,12 @@ import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from config.sizes import parse_bytes
+from config.sizes import parse_bytes, physical_memory
 from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import read_meta
 from data.tokenizer import load_tokenizer
-from inference.engine import Engine
 from inference.generate import Generation, cache_length, recomputes
-from inference.many import complete, json_lines
+from inference.many import complete, fitted, json_lines, make_engine
 from inference.params import SamplingParams
 from inference.prompts import encode_prompts, encode_requests, read_prompts, read_requests
 from inference.sampler import Sampler, sample_generators
@@ -44,7 +41,6 @@ from training.checkpoint import config_of, load_checkpoint, load_weights, tokens
 from training.device import check_seed, device_name, pick_device, pick_dtype
 
 RULE = '-' * 15  # printed after each sample, as in nanoGPT
-ROWS = 16        # of the engine, unless `parallel` says otherwise
 
 
 def load_model(s):
@@ -198,16 +194,16 @@ def sample_prompts(s, write):
     """The prompts of a file through the batching engine; each answer is given to `write`."""
     defaults = SamplingParams(s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.seed,
                               stop=parse_stops(s.stop), logprobs=s.logprobs)
+    budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
     model, tokenizer, lines, _ = load_all(s, lambda: read_requests(s.prompts, defaults))
     lines, ids = encode_requests(tokenizer, lines)
-    budget = parse_bytes(s.kv_budget) if s.kv_budget else memory_of(model.device) // 2
-    lines = [too_large(model, line, len(i), budget, s.kv_dtype) for line, i in zip(lines, ids)]
-    good = [line for line in lines if not line.error]
-    # what the longest takes; one that takes more than there are learned positions is refused by itself
-    longest = max([len(i) + line.params.max_new_tokens for line, i in zip(lines, ids) if not line.error], default=1)
-    max_seq_len = longest if model.rotary is not None else min(longest, model.config.block_size)
-    rows = s.parallel if 'parallel' in s.given else min(ROWS, max(1, len(good) * s.num_samples))
-    engine = Engine(model, rows, max_seq_len, s.kv_dtype, kv_budget=budget, tokenizer=tokenizer)
+    asked, budget = lines, budget or memory_of(model.device) // 2
+    lines = fitted(model, lines, ids, budget, s.kv_dtype, shorten='max_new_tokens' not in s.given)
+    if any(a.params != b.params for a, b in zip(asked, lines)):
+        print(f'Note: learned positions end at block_size={model.config.block_size}; texts end there')
+    engine = make_engine(model, tokenizer, lines, ids, s.num_samples, s.parallel * ('parallel' in s.given), budget,
+                         s.kv_dtype, s.pack)
+    rows, max_seq_len = engine.cache.batch_size, engine.cache.max_seq_len
     figures = complete(engine, lines, ids, s.num_samples, s.seed, write)
     figures |= {'batch': rows, 'max_seq_len': max_seq_len, 'kv_dtype': engine.cache.kv_dtype,
                 'kv_bytes': engine.cache.nbytes, 'kv_bytes_counted': 'allocated',
@@ -219,21 +215,9 @@ def sample_prompts(s, write):
         write(figures)
 
 
-def too_large(model, line, n_prompt, budget, kv_dtype):
-    """The line, with an error if it alone needs more than `budget` bytes: else the cache would be as large as that."""
-    n = n_prompt + line.params.max_new_tokens
-    needed = model.plan.nbytes(1, n, str(model.lm_head.weight.dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype)
-    if line.error or needed <= budget or (model.rotary is None and n > model.config.block_size):
-        return line
-    return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and max_new_tokens={line.params.max_new_tokens} need '
-                               f'{nice_bytes(needed)} of KV memory, and there is {nice_bytes(budget)}')
-
-
 def memory_of(device: torch.device) -> int:
     """Bytes in all, free ones on a GPU; KV memory takes at most half of it, unless `kv_budget` says otherwise."""
-    if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') if hasattr(os, 'sysconf') else 2 ** 35
+    return torch.cuda.mem_get_info(device)[0] if device.type == 'cuda' else physical_memory() or 2 ** 35
 
 
 def machine(model) -> dict:
@@ -258,7 +242,8 @@ def sample_start(s):
     [prompt] = encode_prompts(tokenizer, texts)
     note_what_is_special(s, model, tokenizer, stops, len(prompt))
 
-    pack_weights(model, min(s.parallel, s.num_samples))
+    if s.pack:
+        pack_weights(model, min(s.parallel, s.num_samples))
     timings, cache = Timings(), None
     for k in range(0, s.num_samples, s.parallel):
         rows = min(s.parallel, s.num_samples - k)

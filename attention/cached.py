@@ -25,6 +25,9 @@ def cached_attention(q, view: KVView, window: int = 0) -> torch.Tensor:
     Returns:
         (B, H, t, D).
     """
+    if torch.is_autocast_enabled(q.device.type):  # the scores are at least float32 here, whatever it would make of them
+        with torch.autocast(q.device.type, enabled=False):
+            return cached_attention(q, view, window)
     if view.pages is not None:
         return paged_attention(q, view)
     t, S = q.size(2), view.k[0].size(2)

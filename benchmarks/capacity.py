@@ -1,6 +1,6 @@
 """How many sequences a budget of KV memory holds: caches are allocated to find out, the plan's arithmetic only says where
 to begin."""
-from benchmarks.setting import make_cache, stored_dtype
+from benchmarks.setting import make_cache
 from config.errors import UserError
 
 
@@ -14,7 +14,7 @@ def most_sequences(model, budget: int, max_seq_len: int, kv_dtype: str, text: st
     def allocated(batch: int) -> int:
         return make_cache(model, batch, max_seq_len, kv_dtype).nbytes  # and freed again
 
-    batch = max(budget // model.plan.nbytes(1, max_seq_len, stored_dtype(model, kv_dtype)), 1)
+    batch = max(budget // model.plan.nbytes(1, max_seq_len, model.resolved_kv_dtype(kv_dtype)), 1)
     while batch > 1 and allocated(batch) > budget:
         batch -= 1
     held = allocated(batch)

@@ -37,14 +37,15 @@ from training.device import synchronize
 class DecodeRound:
     """Call it for the seconds per token (of all rows together) of one round."""
 
-    def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str):
-        self.model, self.held, self.steps = model, held, steps
+    def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str, pack: bool):
+        self.model, self.held, self.steps, self.pack = model, held, steps, pack
         self.cache = make_cache(model, batch, max_seq_len, kv_dtype)
         self.first = random_tokens(model, batch, 1)
 
     @torch.inference_mode()
     def __call__(self) -> float:
-        pack_weights(self.model, self.cache.batch_size)
+        if self.pack:
+            pack_weights(self.model, self.cache.batch_size)  # of the same model another side may have another batch
         self.cache.fill_(self.held)
         tokens = self.first                                                   # (B, 1)
         synchronize(self.model.device)
@@ -100,7 +101,7 @@ def checked_budget(s, contexts) -> int:
 def measure(models, cell, batches, s, bandwidth, rates) -> dict:
     """Figures of each side and the ratios between them; adds the bandwidths measured meanwhile to `rates`."""
     held, max_seq_len = cell['held'], cell['max_seq_len']
-    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, s.kv_dtype)
+    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, s.kv_dtype, s.pack)
               for name, model in models.items()}
     title = f"context {cell['context']}, batch {' and '.join(map(str, dict.fromkeys(batches.values())))}"
     found = clock.alternate({'bandwidth': bandwidth} | rounds, s.repeats, title)

@@ -40,10 +40,11 @@ class Generated:
 class Ours:
     """`model` through its cache: the prompt in one piece, then token by token."""
 
-    def __init__(self, model, prompt, steps: int):
+    def __init__(self, model, prompt, steps: int, pack: bool = True):
         self.model, self.prompt, self.steps = model, prompt, steps
         self.cache = make_cache(model, prompt.size(0), prompt.size(1) + steps, 'auto')
-        pack_weights(model, prompt.size(0))
+        if pack:
+            pack_weights(model, prompt.size(0))
 
     @torch.inference_mode()
     def __call__(self) -> Generated:

@@ -46,6 +46,9 @@ def check_settings(s) -> None:
         raise UserError(f"budget={s.budget!r}: counts for nothing against={s.against!r}")
     if s.kv_dtype != 'auto':
         raise UserError(f"kv_dtype={s.kv_dtype!r}: against={s.against!r} both store K and V in the compute dtype, 'auto'")
+    if s.weight_dtype != 'auto' or (s.compile and 'compile' in s.given):
+        raise UserError(f"weight_dtype={s.weight_dtype!r}, compile={s.compile}: against={s.against!r} both sides have plain "
+                        'weights, and nothing is compiled')
     if s.nanogpt and s.against != 'nanogpt':
         raise UserError(f"nanogpt={s.nanogpt!r} is a checkout to compare with: it needs against='nanogpt'")
 
@@ -77,7 +80,7 @@ def both(config, s):
 def measure(ours, theirs, batch: int, context: int, s) -> dict:
     """One cell: figures of each side, ratios of ours over each of theirs, and whether the tokens are the same."""
     prompt = random_tokens(ours, batch, context)
-    sides = {'ours': Ours(ours, prompt, s.steps)}
+    sides = {'ours': Ours(ours, prompt, s.steps, s.pack)}
     if s.against == 'hf':
         sides |= {name: HuggingFace(theirs, prompt, s.steps, cache) for name, cache in HF_CACHES.items()}
     else:

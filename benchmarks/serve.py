@@ -19,7 +19,7 @@ import torch
 from benchmarks import clock
 from benchmarks.generation import same_tokens
 from benchmarks.report import show
-from benchmarks.setting import at_least, build, check_length, facts, model_config, numbers, random_tokens
+from benchmarks.setting import MIN_REPEATS, at_least, build, check_length, facts, model_config, numbers, random_tokens
 from config.errors import UserError
 from inference.engine import Engine
 from inference.generate import Generation
@@ -50,18 +50,13 @@ class EngineRound:
 
     def __init__(self, model, prompts, lengths, rows, s, scheduler=Scheduler):
         self.prompts, self.params = prompts, [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
-        self.engine = Engine(model, rows, max(map(len, prompts)) + max(lengths), s.kv_dtype, scheduler=scheduler,
+        self.engine = Engine(model, rows, max(map(len, prompts)) + max(lengths), s.kv_dtype, pack=s.pack, scheduler=scheduler,
                              **({'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}))
 
     def __call__(self) -> Served:
-        held = 0
-
-        def watch(_):
-            nonlocal held
-            held = max(held, self.engine.cache.held_nbytes)
         start = clock.now()
-        done = self.engine.generate(self.prompts, self.params, on_event=watch)
-        return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done], held)
+        done = self.engine.generate(self.prompts, self.params)
+        return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done], self.engine.held_peak)
 
     @property
     def kv_bytes(self):
@@ -75,7 +70,8 @@ class StaticRound:
         self.model, self.prompts, self.lengths = model, prompts, lengths
         self.rows = min(rows, len(prompts))
         self.cache = model.new_cache(self.rows, max(map(len, prompts)) + max(lengths), s.kv_dtype)
-        pack_weights(model, self.rows)  # as the engine does
+        if s.pack:
+            pack_weights(model, self.rows)  # as the engine does
 
     def __call__(self) -> Served:
         start, firsts, tokens = clock.now(), [], []
@@ -99,7 +95,7 @@ class StaticRound:
 
 def run(s, data_root: Path) -> dict:
     """All cells, printed as a table; returns what --json prints."""
-    at_least(s, repeats=5, prefill_chunk=0, requests=1)
+    at_least(s, repeats=MIN_REPEATS, prefill_chunk=0, requests=1)
     for name in ('against', 'budget', 'nanogpt'):
         if getattr(s, name):
             raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='serve'")

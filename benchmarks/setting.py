@@ -11,6 +11,7 @@ from benchmarks.traffic import weight_bytes
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
+from config.sizes import physical_memory
 from data.tokenfiles import read_meta
 from inference.weights import compile_for_decode, quantize_weights, weights_dtype
 from model import GPT
@@ -80,7 +81,7 @@ def build(config: GPTConfig, s) -> GPT:
 def make_cache(model, batch: int, max_seq_len: int, kv_dtype: str):
     """`model.new_cache`, refused where it is larger than the machine's memory (which the system might only notice later,
     by ending the program)."""
-    planned, memory = model.plan.nbytes(batch, max_seq_len, stored_dtype(model, kv_dtype)), physical_memory()
+    planned, memory = model.plan.nbytes(batch, max_seq_len, model.resolved_kv_dtype(kv_dtype)), physical_memory()
     too_large = f'a cache of {batch} x {max_seq_len} tokens takes {planned / 1e9:.1f} GB'
     if model.device.type == 'cpu' and memory and planned > memory:
         raise UserError(f'{too_large}, this machine has {memory / 1e9:.1f} GB of memory: ask for fewer or shorter sequences')
@@ -88,19 +89,6 @@ def make_cache(model, batch: int, max_seq_len: int, kv_dtype: str):
         return model.new_cache(batch, max_seq_len, kv_dtype)
     except (MemoryError, torch.OutOfMemoryError) as e:
         raise UserError(f'{too_large}, which cannot be had: ask for fewer or shorter sequences') from e
-
-
-def stored_dtype(model, kv_dtype: str) -> str:
-    """What 'auto' stands for with this model."""
-    return model.new_cache(1, 1, kv_dtype).kv_dtype
-
-
-def physical_memory() -> int:
-    """Bytes; 0 where the system does not say."""
-    try:
-        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    except (AttributeError, ValueError, OSError):
-        return 0
 
 
 def random_tokens(model, batch: int, t: int) -> torch.Tensor:
@@ -114,8 +102,9 @@ def facts(s, models: dict[str, GPT]) -> dict:
     given = [f'--{name}={getattr(s, name)}' for name in vars(s) if name in s.given and name not in ('save', 'json')]
     return {'mode': s.mode, 'against': s.against, 'command': shlex.join(['python', 'bench.py', *given]),
             'device': device_name(model.device), 'processor': processor(), 'threads': torch.get_num_threads(),
-            'torch': torch.__version__, 'dtype': weights_dtype(model), 'compile': s.compile and 'compile' in s.given,
-            'kv_dtype': stored_dtype(model, s.kv_dtype), 'seed': s.seed, 'repeats': s.repeats,
+            'torch': torch.__version__, 'dtype': weights_dtype(model),
+            'compile': s.compile and 'compile' in s.given, 'pack': s.pack,
+            'kv_dtype': model.resolved_kv_dtype(s.kv_dtype), 'seed': s.seed, 'repeats': s.repeats,
             'models': {name: shape(m) for name, m in models.items()}}
 
 

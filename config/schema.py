@@ -31,6 +31,7 @@ GPT2_FOLDER = "a Hugging Face GPT-2 (config.json and *.safetensors)"
 WEIGHTS = _keys(
     ('weight_dtype', 'auto', "storage of the matrices: 'auto' = dtype, 'int8' = by torchao (pays with compile and bfloat16)",
      ('auto', 'int8')),
+    ('pack', True, 'on a CPU in float32, with 4 to 64 sequences at once: a second copy of the weights, which decodes faster'),
 )
 RUN = _keys(
     ('out_dir', 'out', 'folder of the checkpoint (ckpt.pt) and metrics.jsonl'),
@@ -97,7 +98,8 @@ SAMPLE = _keys(
     ('logprobs', -1, "with prompts: 0 = give each token's log-probability, k = also those of the k likeliest; -1 = none"),
     ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype",
      ('auto', 'float32', 'bfloat16', 'float16', 'int8')),
-    ('kv_budget', '', "with prompts: KV memory for all, as '1GB'; '' = enough for every row at its longest"),
+    ('kv_budget', '', "with prompts: KV memory for all, as '1GB'; '' = enough for every row at its longest, but at most "
+     "half of the machine's"),
     ('report', True, 'print the KV-cache report after the samples'),
     ('json', False, 'end with one JSON document on the last line'),
 ) + DEVICE + WEIGHTS + _keys(
@@ -121,12 +123,12 @@ BENCH = _keys(
     ('against', '', "mode decode: also time, in turns, 'vanilla' (GPT-2's memory in the same shape, in our code; mode prefill "
      "too), 'hf' (transformers' generate) or 'nanogpt' (its generate), the last two with the same vanilla weights",
      ('', 'vanilla', 'hf', 'nanogpt')),
-    ('batch_sizes', '1', "modes decode and prefill: sequences at once, a list as '1,4,16'"),
-    ('contexts', '512', "modes decode and prefill: tokens held when the first timed token is made, a list as '1024,4096'; "
-     'tokens of the prompt, with mode prefill or against hf or nanogpt; length of the whole sequences, with budget'),
+    ('batch_sizes', '1', "modes decode, prefill and serve: sequences at once, a list as '1,4,16'"),
+    ('contexts', '512', "modes decode, prefill and serve: tokens held when the first timed token is made, as '1024,4096'; "
+     'of the prompt, with modes prefill and serve or against hf or nanogpt; length of the whole sequences, with budget'),
     ('steps', 16, 'mode decode: tokens timed in a round'),
-    ('repeats', 5, 'modes decode and prefill: timed rounds, at least 5, after one to warm up; figures are their medians'),
-    ('kv_dtype', 'auto', "modes decode and prefill: storage of the KV cache; 'auto' = the compute dtype",
+    ('repeats', 5, 'modes decode, prefill and serve: timed rounds, at least 5, after one to warm up; figures are medians'),
+    ('kv_dtype', 'auto', "modes decode, prefill and serve: storage of the KV cache; 'auto' = the compute dtype",
      ('auto', 'float32', 'bfloat16', 'float16', 'int8')),
     ('prefill_chunk', 0, "mode prefill: tokens appended at a time; 0 = the whole prompt (mode serve: the engine's default)"),
     ('requests', 64, 'mode serve: requests, all there from the start; contexts are their prompts, batch_sizes the rows'),

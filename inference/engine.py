@@ -48,10 +48,36 @@ class _Job:
     """What the engine knows of a request beside its place: clock, sampler, text."""
 
     def __init__(self, request: Request, tokenizer, now: float):
-        self.request, self.submitted, self.first = request, now, None
-        self.sampling = SampleRow(request.params, request.prompt)
-        self.text = SampleText(tokenizer.stream(), request.params.stop) if tokenizer else None
+        self.request, self.tokenizer, self.submitted, self.first = request, tokenizer, now, None
         self.logprobs = [] if request.params.logprobs >= 0 else None
+        self.told = 0  # tokens of which there has been an event
+        self.restore()
+
+    def restore(self) -> list[str]:
+        """Sampler and text from the tokens that there are, whatever state an interruption left them in; the piece of text of
+        each token."""
+        params, tokens = self.request.params, self.request.tokens
+        self.sampling = SampleRow(params, self.request.prompt + tokens, len(tokens))
+        self.text = SampleText(self.tokenizer.stream(), params.stop) if self.tokenizer else None
+        return [self._piece(token) for token in tokens]
+
+    def _piece(self, token: int) -> str:
+        return self.text.add(token) if self.text and token not in self.request.params.stop_tokens else ''
+
+    def take(self, token: int, logprob) -> str:
+        """The token becomes part of the text; the piece of text that it makes certain."""
+        if self.logprobs is not None:
+            self.logprobs[len(self.request.tokens):] = [logprob]
+        self.request.tokens.append(token)
+        self.sampling.append(token)
+        return self._piece(token)
+
+    def ending(self) -> str:
+        """'stop', 'length', or '' where the text goes on."""
+        params, tokens = self.request.params, self.request.tokens
+        if tokens and (tokens[-1] in params.stop_tokens or (self.text and self.text.stopped)):
+            return 'stop'
+        return 'length' if len(tokens) >= params.max_new_tokens else ''
 
 
 class Engine:
@@ -94,7 +120,7 @@ class Engine:
 
     def _n_pages(self, rows, max_seq_len, kv_dtype, budget, page_size):
         full, plan = rows * -(-max_seq_len // page_size), self.model.plan
-        kv_dtype = str(self.model.lm_head.weight.dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype
+        kv_dtype = self.model.resolved_kv_dtype(kv_dtype)
         page, rings = plan.page_nbytes(page_size, kv_dtype), plan.rings_nbytes(rows, max_seq_len, kv_dtype)
         if not budget:
             return full
@@ -132,9 +158,8 @@ class Engine:
         job = self.jobs.get(index)
         if job is None:
             return None
-        event = self._end(job, 'cancelled')
-        self._undelivered.append(event)
-        return event
+        self._end(job, 'cancelled', self._undelivered)
+        return self._undelivered[-1]
 
     def _ids(self, prompt):
         if isinstance(prompt, str):
@@ -216,25 +241,36 @@ class Engine:
             work = self.scheduler.schedule()
             self.held_peak = max(self.held_peak, self.cache.held_nbytes)
             for chunks in work.prefill:
-                events += self._forward(chunks, [request.row for request, _ in chunks])
+                self._forward(chunks, [request.row for request, _ in chunks], events)
             decoding = [(request, 1) for request in work.decode if request.row >= 0]
             if decoding:
-                events += self._decode(decoding)
+                self._decode(decoding, events)
         except BaseException:
-            self._undelivered = events + self._undelivered
-            self.cache.reset()  # a step was left half-written
-            for request in sorted(self.scheduler.running, key=lambda r: -r.number):
-                self.scheduler.preempt(request)
+            self._recover(events)
             raise
         return events
 
-    def _decode(self, decoding):
+    def _recover(self, events) -> None:
+        """After a fault anywhere in a step: the tokens of each request and the events made so far are what is true; all
+        else is made again from them."""
+        self.cache.reset()  # it may have been left half-written
+        for event in events:
+            if event.completion:
+                self.jobs.pop(event.index, None)
+        self.scheduler.restart([job.request for job in self.jobs.values()])
+        for job in list(self.jobs.values()):
+            pieces, tokens = job.restore(), job.request.tokens
+            for k in range(job.told, len(tokens)):  # drawn, and not yet told
+                self._tell(job, tokens[k], pieces[k], job.logprobs and job.logprobs[k], events, last=k == len(tokens) - 1)
+        self._undelivered = events + self._undelivered
+
+    def _decode(self, decoding, events):
         """Rows that prefill in between take part without a token: so the rows are one slice."""
         by_row = {request.row: (request, n) for request, n in decoding}
         rows = range(max(by_row) + 1)
-        return self._forward([by_row.get(row, (None, 0)) for row in rows], list(rows))
+        self._forward([by_row.get(row, (None, 0)) for row in rows], list(rows), events)
 
-    def _forward(self, parts, rows) -> list[Event]:
+    def _forward(self, parts, rows, events) -> None:
         """parts: [(request or None, tokens)] for `rows`; draws a token for each whose tokens are all in the cache then."""
         width = max(n for _, n in parts)
         ids = [(request.next_tokens(n) if n else []) + [0] * (width - n) for request, n in parts]
@@ -247,37 +283,31 @@ class Engine:
                 if request.pending == 0:
                     drawing.append((b, self.jobs[request.number]))
         if not drawing:
-            return []
+            return
         if len(drawing) < len(parts):
             logits = logits[[b for b, _ in drawing]]
         drawn = sample_rows(logits, [job.sampling for _, job in drawing])
-        return [self._take(job, token, logprob)  # tolist() waits for the device: what is timed is there
-                for (_, job), token, logprob in zip(drawing, drawn.tokens.tolist(), drawn.logprobs)]
+        for (_, job), token, logprob in zip(drawing, drawn.tokens.tolist(), drawn.logprobs):  # tolist() waits for the device
+            if token < 0:
+                n = len(job.request.tokens)
+                self._end(job, 'error', events, f'the logits of token {n} are not finite (NaN or inf)')
+                continue
+            job.first = job.first or time.perf_counter()
+            self._tell(job, token, job.take(token, logprob), logprob, events)
 
-    def _take(self, job, token, logprob) -> Event:
-        """The drawn token becomes part of the text, which may end with it."""
-        request = job.request
-        if token < 0:
-            return self._end(job, 'error', f'the logits of token {len(request.tokens)} are not finite (NaN or inf)')
-        job.first = job.first or time.perf_counter()
-        request.tokens.append(token)
-        job.sampling.append(token)
-        if job.logprobs is not None:
-            job.logprobs.append(logprob)
-        is_stop = token in request.params.stop_tokens
-        text = job.text.add(token) if job.text and not is_stop else ''
-        if is_stop or (job.text and job.text.stopped):
-            return self._end(job, 'stop', token=token, text=text, logprob=logprob)
-        if len(request.tokens) == request.params.max_new_tokens:
-            return self._end(job, 'length', token=token, text=text, logprob=logprob)
-        return Event(request.number, token, text, logprob)
+    def _tell(self, job, token, text, logprob, events, last=True) -> None:
+        """The event of a token that has been taken; with it a request may end."""
+        if last and job.ending():
+            return self._end(job, job.ending(), events, token=token, text=text, logprob=logprob)
+        events.append(Event(job.request.number, token, text, logprob))
+        job.told += 1
 
-    def _end(self, job, reason, error='', token=-1, text='', logprob=None) -> Event:
+    def _end(self, job, reason, events, error='', token=-1, text='', logprob=None) -> None:
         request, now = job.request, time.perf_counter()
-        self.scheduler.finish(request)
-        del self.jobs[request.number]
         if job.text:
             text += job.text.end()
         completion = Completion(request.prompt, request.tokens, job.text.text if job.text else '', reason, error, job.logprobs,
                                 job.first and job.first - job.submitted, now - job.submitted)
-        return Event(request.number, token, text, logprob, completion)
+        events.append(Event(request.number, token, text, logprob, completion))
+        self.jobs.pop(request.number, None)  # from here on it has ended, whatever interrupts
+        self.scheduler.finish(request)

@@ -11,6 +11,55 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from inference.engine import Engine
 from inference.params import Completion, sample_seed
 from inference.prompts import PromptLine
+from kv.paged import PAGE_SIZE
+from kv.report import nice_bytes
+
+ROWS = 16  # requests at once, unless told otherwise
+
+
+def fitted(model, lines: list[PromptLine], ids: list[list[int]], budget: int, kv_dtype: str,
+           shorten: bool) -> list[PromptLine]:
+    """The lines as they can be served; one that cannot has an error.
+
+    budget: bytes of KV memory; a line that alone takes more is refused, else the cache would be made as large as that.
+    shorten: where learned positions end before max_new_tokens, and the line does not say how many it wants, it gets as many
+        as there are positions for.
+    """
+    return [line if line.error else _fitted(model, line, len(i), budget, kv_dtype, shorten) for line, i in zip(lines, ids)]
+
+
+def _fitted(model, line, n_prompt, budget, kv_dtype, shorten):
+    asked, positions = line.params.max_new_tokens, model.config.block_size
+    if model.rotary is None and n_prompt + asked - 1 > positions:  # the last token drawn is never fed
+        room = positions - n_prompt + 1
+        if room < 1 or not shorten or 'max_new_tokens' in line.given:
+            return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and max_new_tokens={asked} are more than '
+                                       f"block_size={positions}, for which pos_embedding='learned' has positions")
+        return replace(line, params=replace(line.params, max_new_tokens=room))
+    needed = model.plan.nbytes(1, n_prompt + asked, model.resolved_kv_dtype(kv_dtype))
+    if needed <= budget:
+        return line
+    return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and max_new_tokens={asked} need '
+                               f'{nice_bytes(needed)} of KV memory, and there is {nice_bytes(budget)}')
+
+
+def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budget: int, kv_dtype: str,
+                pack: bool) -> Engine:
+    """An engine that holds the longest of the lines that have no error.
+
+    rows: requests at once; 0 = up to ROWS, fewer where the requests are, or where the budget cannot hold the windows of all.
+    """
+    lengths = [len(i) + line.params.max_new_tokens for line, i in zip(lines, ids) if not line.error]
+    max_seq_len = max(lengths, default=1)
+    if model.rotary is None:
+        max_seq_len = min(max_seq_len, model.config.block_size)
+    if not rows:
+        dtype = model.resolved_kv_dtype(kv_dtype)
+        rows = min(ROWS, max(1, len(lengths) * num_samples))
+        page = model.plan.page_nbytes(PAGE_SIZE, dtype)
+        while rows > 1 and model.plan.rings_nbytes(rows, max_seq_len, dtype) + page > budget:
+            rows -= 1
+    return Engine(model, rows, max_seq_len, kv_dtype, kv_budget=budget, pack=pack, tokenizer=tokenizer)
 
 
 def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_samples: int, seed: int,
@@ -64,7 +113,8 @@ def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
         'sample': k, 'prompt': line.prompt, 'text': completion.text, 'finish_reason': completion.finish_reason,
         'prompt_tokens': len(completion.prompt_tokens), 'tokens': len(completion.tokens), 'seed': params.seed}
     if completion.error:
-        answer['error'] = completion.error
+        where = '' if completion.error.startswith(line.where) else f'{line.where}: '
+        answer['error'] = where + completion.error
     if completion.ttft_s is not None:
         answer |= {'ttft_s': round(completion.ttft_s, 4), 'seconds': round(completion.seconds, 4)}
     if completion.logprobs is not None:

@@ -9,6 +9,8 @@ import numpy as np
 
 from config.errors import UserError
 
+LARGEST = 2 ** 31 - 1
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -33,7 +35,7 @@ class SamplingParams:
 
     def __post_init__(self):
         put = partial(object.__setattr__, self)  # how a frozen dataclass is given a value
-        for name, low, high in (('max_new_tokens', 1, None), ('top_k', 0, None), ('logprobs', -1, None),
+        for name, low, high in (('max_new_tokens', 1, LARGEST), ('top_k', 0, LARGEST), ('logprobs', -1, LARGEST),
                                 ('seed', -2 ** 63, 2 ** 64 - 1)):
             _check_int(name, getattr(self, name), low, high)
         for name in ('temperature', 'top_p', 'min_p', 'repetition_penalty'):
@@ -44,8 +46,8 @@ class SamplingParams:
             raise UserError(f'top_p={self.top_p}: must be above 0 and at most 1')
         if not 0 <= self.min_p < 1:
             raise UserError(f'min_p={self.min_p}: must be at least 0 and below 1')
-        if not self.repetition_penalty > 0:
-            raise UserError(f'repetition_penalty={self.repetition_penalty}: must be above 0 (1 = off)')
+        if not 1e-3 <= self.repetition_penalty <= 1e3:
+            raise UserError(f'repetition_penalty={self.repetition_penalty}: must be from 0.001 to 1000 (1 = off)')
         put('stop_tokens', _stop_tokens(self.stop_tokens))
         put('stop', _stop_texts(self.stop))
 
@@ -121,11 +123,12 @@ def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_int(name: str, value, low: int, high: int | None):
+def _check_int(name: str, value, low: int, high: int):
     if not _is_int(value):
         raise UserError(f'{name}={shown(value)}: must be an integer')
-    if value < low or (high is not None and value > high):
-        allowed = f'at least {low}' if high is None else 'at least -2**63 and below 2**64'
+    if not low <= value <= high:
+        allowed = f'at least {low:,}' if value < low else f'at most {high:,}'
+        allowed = 'at least -2**63 and below 2**64' if name == 'seed' else allowed
         raise UserError(f'{name}={shown(value)}: must be {allowed}')
 
 

@@ -106,6 +106,14 @@ class Scheduler:
         request.preempted += 1
         self.waiting.appendleft(request)
 
+    def restart(self, requests: list[Request]) -> None:
+        """After a fault midway: `requests`, which are all that have not ended, wait in their order, to be computed anew. The
+        cache must have been reset."""
+        for request in requests:
+            request.preempted += request.row >= 0
+            request.row, request.held = -1, 0
+        self.waiting, self.running = deque(sorted(requests, key=lambda r: r.number)), []
+
     def _keep_decoding(self) -> list[Request]:
         """All that decode, after pages for their next token were found for each: who came first is served first."""
         for request in sorted((r for r in self.running if r.decoding), key=lambda r: r.number):

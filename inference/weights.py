@@ -59,24 +59,30 @@ def compile_for_decode(model) -> None:
         block.mlp.compile()
 
 
+def linears(model) -> list[Linear]:
+    return [m for m in model.modules() if isinstance(m, Linear)]
+
+
 @torch.no_grad()
 def pack_weights(model, n_rows: int) -> bool:
     """Keep a copy of each Linear's weight in the order in which MKL's GEMM reads it for a batch of `n_rows`, for decoding on a
-    CPU in float32; whether it was done. It takes as much memory again as the weights, and about a third off a step of 16 rows
-    (results/cpu/parts/). The copy is not noticed by whoever changes the weights afterwards: pack them again.
+    CPU in float32; whether it was done. It takes as much memory again as the weights; what it gains is in results/cpu/parts/.
+    Once a weight changes, its copy is not used any more.
 
     torch's compiler uses the same operations where it may freeze weights; they are not part of its public interface, so
     where they are missing, or give something else than the plain product, nothing is packed.
     """
-    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    layers = linears(model)
     for layer in layers:
         layer.packed = None
-    if n_rows not in PACKED_ROWS or not all(layer._plain_on_cpu() for layer in layers):
+    if n_rows not in PACKED_ROWS or not all(m._plain_on_cpu() and not m.weight.is_inference() for m in layers):
         return False
     try:
         for layer in layers:
-            layer.packed = n_rows, torch.ops.mkl._mkl_reorder_linear_weight(layer.weight.detach(), n_rows)
-        first, x = layers[0], torch.randn(n_rows, layers[0].in_features)
+            packed = torch.ops.mkl._mkl_reorder_linear_weight(layer.weight.detach(), n_rows)
+            layer.packed = n_rows, packed, layer.weight, layer.weight._version
+        first = layers[0]
+        x = torch.linspace(-1, 1, n_rows * first.in_features).sin().view(n_rows, -1)  # draws no random numbers
         good = torch.allclose(first(x), nn.functional.linear(x, first.weight, first.bias), atol=1e-3, rtol=1e-3)
     except (AttributeError, RuntimeError):
         good = False

@@ -60,7 +60,10 @@ class KVCache:
 
     def reset(self, rows=None) -> None:
         """Rows (all, if None; else their numbers) hold nothing again. Their memory stays allocated; others are untouched."""
-        rows = self._checked('reset', range(self.batch_size) if rows is None else torch.as_tensor(rows).tolist())
+        rows = list(range(self.batch_size)) if rows is None else torch.as_tensor(rows).tolist()
+        if not isinstance(rows, list):
+            raise UserError(f'reset({rows}): rows are a list of numbers, as reset([{rows}])')
+        self._checked('reset', rows)
         self._forget(rows)
         if len(set(rows)) == self.batch_size:
             self._step, self._views = None, {}
@@ -133,6 +136,10 @@ class KVCache:
 
     def _make_room(self, step: Step) -> None:
         """Everything is allocated beforehand here; a paged cache takes pages."""
+
+    def abandon(self) -> None:
+        """Undo `begin`; for a step of which nothing has been written."""
+        self._step = None
 
     def append(self, slot_index: int, k: torch.Tensor, v: torch.Tensor) -> KVView:
         """Write the new K/V (B, Hkv, t, D) of a slot; returns what this step's queries see, readers' too."""

@@ -7,7 +7,8 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The scale is rounded to fp16 *before* the values are divided by it, so its rounding costs no accuracy, only (by the
     clamp) up to 2**-11 of the largest element. The error is at most scale / 2 an element, beside that clamp. Vectors
-    whose largest element is below 127 * 2**-14 = 0.008 have a subnormal scale, and lose relative accuracy.
+    whose largest element is below 127 * 2**-14 = 0.008 have a subnormal scale, and lose relative accuracy; elements beyond
+    127 * 65504 = 8.3e6, infinity too, saturate there. NaN stays NaN.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp(2 ** -24, 65504).to(torch.float16)

@@ -19,8 +19,9 @@ class KVStore:
         shape = (rows, n_kv_head, capacity)
         # SDPA, which attends over half precision, wants the last dimension contiguous
         transposed = self.device.type == 'cpu' and dtype not in (torch.bfloat16, torch.float16)
-        self.k = self._allocate(shape, head_dim, transposed)
-        self.v = self._allocate(shape, head_dim, False)
+        with torch.inference_mode(False):  # an engine made under inference mode must be good outside of it
+            self.k = self._allocate(shape, head_dim, transposed)
+            self.v = self._allocate(shape, head_dim, False)
 
     def _allocate(self, shape, head_dim, transposed) -> Encoded:
         if transposed:

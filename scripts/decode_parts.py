@@ -3,14 +3,14 @@
     python scripts/decode_parts.py            # results/cpu/parts/ (about two minutes; leave it alone)
     python scripts/decode_parts.py --table
 
-Products of 1 to 32 rows with all the weights of a step, as `F.linear` and by chunks of 64 weight rows (`model.Linear`); and
-attention of one token over K laid out by position or transposed (`kv.store.KVStore`). Bytes read over time, random float32.
+Products of 1 to 32 rows with all the weights of a step, as `F.linear`, by chunks of 64 weight rows (`model.Linear`) and
+packed (`inference.weights.pack_weights`); and attention of one token over K laid out by position or transposed
+(`kv.store.KVStore`). Bytes read over time, random float32.
 """
 import functools
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
+from benchmarks import clock
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.setting import processor
+from inference.weights import pack_weights
 from model import Linear
 
 RESULTS = Path(__file__).resolve().parents[1] / 'results' / 'cpu' / 'parts'
@@ -29,26 +31,28 @@ ATTENTION = [(16, 12, 12, 4096), (4, 12, 12, 16384), (16, 12, 1, 4096), (4, 12, 
 ROUNDS = 7
 
 
-def alternate(sides: dict) -> dict[str, float]:
-    """Median seconds of each, in turns, after a round to warm up."""
-    found = {name: [] for name in sides}
-    for k in range(1 + ROUNDS):
-        for name, run in sides.items():
-            start = time.perf_counter()
-            run()
-            found[name] += [time.perf_counter() - start] * (k > 0)
+def seconds_of(sides: dict) -> dict[str, float]:
+    """Median seconds of each, in turns."""
+    def timed(run):
+        start = clock.now()
+        run()
+        return clock.now() - start
+    found = clock.alternate({name: functools.partial(timed, run) for name, run in sides.items()}, ROUNDS, 'parts')
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def products() -> list[dict]:
     """GB/s of a step's products, by number of rows."""
     layers = [Linear(n_in, n_out, bias=False) for _ in range(12) for n_out, n_in in SHAPES] + [Linear(768, 50304, bias=False)]
-    n_bytes = sum(layer.weight.nbytes for layer in layers)
+    model, n_bytes = torch.nn.ModuleList(layers), sum(layer.weight.nbytes for layer in layers)
     rows = []
     for n in ROWS:
         x = {width: torch.randn(n, width) for width in (768, 3072)}
-        seconds = alternate({'linear': lambda x=x: [F.linear(x[m.in_features], m.weight) for m in layers],
-                             'chunks': lambda x=x: [m._in_chunks(x[m.in_features]) for m in layers]})
+        sides = {'linear': lambda x=x: [F.linear(x[m.in_features], m.weight) for m in layers],
+                 'chunks': lambda x=x: [m._in_chunks(x[m.in_features]) for m in layers]}
+        if pack_weights(model, n):
+            sides['packed'] = lambda x=x: [m(x[m.in_features]) for m in layers]
+        seconds = seconds_of(sides)
         rows.append({'rows': n, **{name: n_bytes / s / 1e9 for name, s in seconds.items()}})
     return rows
 
@@ -67,7 +71,7 @@ def attention() -> list[dict]:
         v = [torch.randn(shape) for _ in range(n_layer)]
         layouts = {'by position': [torch.randn(shape) for _ in range(n_layer)],
                    'transposed': [torch.randn(B, n_kv_head, 64, S).transpose(2, 3) for _ in range(n_layer)]}
-        seconds = alternate({name: functools.partial(attend, q, k, v) for name, k in layouts.items()})
+        seconds = seconds_of({name: functools.partial(attend, q, k, v) for name, k in layouts.items()})
         n_bytes = 2 * n_layer * v[0].nbytes
         rows.append({'B': B, 'H': H, 'n_kv_head': n_kv_head, 'S': S})
         rows[-1] |= {name: n_bytes / s / 1e9 for name, s in seconds.items()}
@@ -83,8 +87,8 @@ def table(found: dict) -> str:
              'All products of a step in the shape of GPT-2 124M (494 MB of weights), by rows of the batch:', '',
              '| rows | ' + ' | '.join(str(r['rows']) for r in found['products']) + ' |',
              '|---' * (len(found['products']) + 1) + '|']
-    for name in ('linear', 'chunks'):
-        lines.append(f'| {name} | ' + ' | '.join(f'{r[name]:.1f}' for r in found['products']) + ' |')
+    for name in ('linear', 'chunks', 'packed'):
+        lines.append(f'| {name} | ' + ' | '.join(f'{r[name]:.1f}' if name in r else '' for r in found['products']) + ' |')
     lines += ['', 'Attention of one token per row, head_dim 64, by the layout of K in memory:', '',
               '| B | H | Hkv | S | by position | transposed |', '|---' * 6 + '|']
     lines += [f"| {r['B']} | {r['H']} | {r['n_kv_head']} | {r['S']:,} | {r['by position']:.1f} | {r['transposed']:.1f} |"

@@ -23,7 +23,7 @@ def test_the_largest_batch_that_fits(budget, fit):
 @pytest.mark.parametrize('really, fit', [(150, 6), (100, 10), (50, 20)])
 def test_what_is_allocated_counts_and_not_the_plan(really, fit):
     plan = SimpleNamespace(nbytes=lambda batch, *_: 100 * batch)
-    model = SimpleNamespace(plan=plan, device=torch.device('cpu'),
+    model = SimpleNamespace(plan=plan, device=torch.device('cpu'), resolved_kv_dtype=lambda kv_dtype: 'float32',
                             new_cache=lambda batch, *_: SimpleNamespace(nbytes=really * batch, kv_dtype='float32'))
     assert most_sequences(model, 1000, 40, 'auto', '1kB')['sequences'] == fit
 

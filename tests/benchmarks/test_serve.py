@@ -12,7 +12,7 @@ from inference.params import SamplingParams
 from inference.scheduler import Request
 from tests.helpers.models import FULL_STACK, random_model
 
-SETTINGS = SimpleNamespace(kv_dtype='auto', prefill_chunk=0, repeats=5)
+SETTINGS = SimpleNamespace(kv_dtype='auto', prefill_chunk=0, repeats=5, pack=True)
 
 
 def test_lengths_are_log_uniform_and_the_seeds():

@@ -1,4 +1,6 @@
 """What goes wrong for one request, or in one step, touches nothing else: all others get what they get alone."""
+import pydoc
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +33,7 @@ GOOD = [(prompt(n, seed=n), SamplingParams(new, seed=n, **more)) for n, new, mor
 WRONG = {
     'no tokens': ([], {}, ['no tokens']), 'no text': ('', {}, ['no tokens']),
     'too long': (prompt(38), dict(max_new_tokens=4), ['38 prompt tokens', 'max_new_tokens=4', 'max_seq_len is 40']),
-    'far too long': ([1], dict(max_new_tokens=10 ** 30), ['max_seq_len is 40']),
+    'far too long': ([1], dict(max_new_tokens=10 ** 9), ['max_seq_len is 40']),
     'an id above': ([1, VOCAB], {}, [f'token {VOCAB}', f'0 to {VOCAB - 1}']), 'an id below': ([-1], {}, ['token -1']),
     'a huge id': ([2 ** 80], {}, [f'token {2 ** 80}']), 'a stop token': ([1], dict(stop_tokens=(99,)), ['stop token 99']),
     'a character': ('aXb', {}, ["'X'"]), 'floats': ([1.0, 2.5], {}, ['[1.0, 2.5]', 'list of token ids']),
@@ -219,3 +221,49 @@ def test_an_interrupted_stream_is_cancelled_and_the_engine_may_be_used_again(mon
     monkeypatch.setattr(Engine, '_decode', plain)
     completions = engine.generate([ids for ids, _ in GOOD], [p for _, p in GOOD])
     assert [said(c) for c in completions] == [said(alone(model, ids, params)) for ids, params in GOOD]
+
+
+BOOKKEEPING = ['inference.stopping.SampleText.add', 'inference.sampler.SampleRow.append',
+               'inference.scheduler.Scheduler.finish', 'inference.scheduler.Scheduler._leave',
+               'kv.paged.PagedKVCache.move', 'kv.paged.PagedKVCache.reserve', 'kv.pages.PageTable.extend',
+               'inference.engine.Completion']
+
+
+@pytest.mark.parametrize('before', [True, False], ids=['before', 'after'])
+@pytest.mark.parametrize('name', BOOKKEEPING)
+def test_ctrl_c_amid_the_bookkeeping_loses_and_repeats_nothing(monkeypatch, name, before):
+    """A completion of the same step was lost; a request interrupted on its last token went on for ever."""
+    model = model_of('full stack')
+    reference = [alone(model, ids, params, tokenizer=TOKENIZER) for ids, params in GOOD]
+    module, _, attribute = name.rpartition('.')
+    plain, armed = pydoc.locate(name), dict(n=0, at=0)
+
+    def interrupted(*args, **kwargs):
+        armed['n'] += 1
+        hit = armed['n'] == armed['at']
+        if hit and before:
+            raise KeyboardInterrupt
+        result = plain(*args, **kwargs)
+        if hit:
+            raise KeyboardInterrupt
+        return result
+    monkeypatch.setattr(pydoc.locate(module), attribute, interrupted)
+    for at in (1, 2, 3, 5, 8, 13, 21):
+        engine = Engine(model, 3, 40, page_size=4, prefill_chunk=6, tokenizer=TOKENIZER)
+        for ids, params in GOOD:
+            engine.submit(ids, params)
+        events, failed, armed['n'], armed['at'] = [], 0, 0, at
+        while engine.n_unfinished:
+            try:
+                events += engine.step()
+            except KeyboardInterrupt:
+                failed += 1
+            assert len(events) < 200
+        completions = {e.index: e.completion for e in events if e.completion}
+        assert failed <= 1 and sorted(completions) == [0, 1, 2, 3]
+        for index, expected in enumerate(reference):
+            assert_same(completions[index], expected)
+            mine = [e for e in events if e.index == index]
+            assert [e.token for e in mine] == expected.tokens and ''.join(e.text for e in mine) == expected.text
+        assert_idle(engine)
+    assert armed['n'] > 0

@@ -1,5 +1,7 @@
 """int8 weights: close to the plain ones, smaller, sampled from as ever; where they cannot be had, one line says so."""
 import builtins
+import copy
+import pickle
 
 import pytest
 import torch
@@ -124,3 +126,48 @@ def test_packed_weights_are_left_alone_by_training():
     assert weights.pack_weights(model, 8)
     model.train()(idx, idx)[1].backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize('change', [lambda m, other: m.load_state_dict(other.state_dict()),
+                                    lambda m, other: [setattr(a, 'weight', b.weight) for a, b in zip(
+                                        weights.linears(m), weights.linears(other))]], ids=['in place', 'another tensor'])
+def test_a_changed_weight_is_not_shadowed_by_its_packed_copy(change):
+    model, other = (random_model(GPTConfig(**WIDE), torch.float32, seed) for seed in (0, 1))
+    assert weights.pack_weights(model, 8)
+    change(model, other)
+    idx = tokens(8, 1)
+    hidden = torch.randn(8, 64)
+    with torch.no_grad():
+        for a, b in zip(weights.linears(model), weights.linears(other)):
+            x = hidden if a.in_features == 64 else torch.randn(8, a.in_features)
+            assert (a(x) - torch.nn.functional.linear(x, b.weight, a.bias)).abs().max() < 1e-4
+    assert full_logits(model, idx).isfinite().all()
+
+
+def test_a_model_with_packed_weights_can_be_copied_and_saved(tmp_path):
+    model, idx = random_model(GPTConfig(**WIDE), torch.float32), tokens(8, 1)
+    expected = full_logits(model, idx)
+    assert weights.pack_weights(model, 8)
+    assert torch.equal(full_logits(copy.deepcopy(model), idx), expected)
+    torch.save(model.state_dict(), tmp_path / 'x.pt')
+    pickle.dumps(model.transformer.h[0].mlp)
+
+
+def test_packing_draws_no_random_numbers():
+    torch.manual_seed(5)
+    weights.pack_weights(random_model(GPTConfig(**WIDE), torch.float32), 8)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    random_model(GPTConfig(**WIDE), torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_compiled_mlps_take_any_number_of_rows():
+    """"SymNodeVariable() is not a constant": asked whether it is one of few, a symbolic number of rows breaks the compiler."""
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    mlp = model.transformer.h[0].mlp
+    compiled = torch.compile(mlp, backend='eager')
+    with torch.no_grad():
+        for n_rows in (1, 30, 5, 16):
+            x = torch.randn(n_rows, 1, 64)
+            assert (compiled(x) - mlp(x)).abs().max() < 1e-4

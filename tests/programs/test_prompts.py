@@ -115,9 +115,21 @@ def test_one_that_is_too_long_stops_no_other(many, trained, prompts_file, monkey
     lines = ['"ab"'] + [f'{{"prompt": "ab", "max_new_tokens": {n}}}' for n in (40_000, 10 ** 11, 10 ** 25)] + ['"cd"']
     good, *bad, last = many(trained[kind], prompts_file('\n'.join(lines), 'p.jsonl'))
     assert good['tokens'] == last['tokens'] == 6
-    for answer, named in zip(bad, ('40000', '1' + '0' * 11, '1' + '0' * 25)):
+    reasons = ['100 kB' if kind == 'full' else 'more than block_size=16'] + ['at most 2,147,483,647'] * 2
+    for answer, named, reason in zip(bad, ('40000', '1' + '0' * 11, '1' + '0' * 25), reasons):
         assert answer['finish_reason'] == 'error' and f'max_new_tokens={named}' in answer['error']
-        assert ('100 kB' if kind == 'full' else 'max_seq_len is 16') in answer['error']
+        assert reason in answer['error'] and answer['error'].startswith('prompts=')
+
+
+def test_learned_positions_shorten_texts_unless_they_were_asked_for(trained, prompts_file, capsys):
+    """sample.py's 500 tokens are more than a nanoGPT checkpoint of block_size 256 has positions for: no reason to refuse."""
+    path = prompts_file('"abcd"\n{"prompt": "ab", "max_new_tokens": 30}\n"abcdefghijabcdefghij"', 'p.jsonl')
+    sample.main(flags(dict(out_dir=trained['vanilla'], device='cpu', prompts=path, report=False)))
+    out, err = capsys.readouterr()
+    first, asked, long = map(json.loads, out.splitlines())
+    assert (first['tokens'], first['finish_reason']) == (13, 'length')  # positions 0 to 15, and one token after them
+    assert 'max_new_tokens=30' in asked['error'] and '20 prompt tokens' in long['error']
+    assert 'block_size=16; texts end there' in err
 
 
 # -- what goes where --------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import nanogpt_parity, rope_finetune
+from benchmarks import table
+from scripts import bench_cpu, decode_parts, nanogpt_parity, rope_finetune
 
 ROOT = Path(nanogpt_parity.__file__).resolve().parent.parent
 PARTS = {part: json.loads((nanogpt_parity.RESULTS / f'{part}.json').read_text()) for part in nanogpt_parity.PARTS}
@@ -48,3 +49,50 @@ def test_the_guide_quotes_the_rope_runs():
     quoted = re.search(wanted, prose('docs/from_nanogpt.md')).groups()
     names = ('vanilla', 'into-rope', 'vanilla-more', 'into-rope-T128', 'rope', 'rope-T128')
     assert [float(x) for x in quoted] == [pytest.approx(loss[name], abs=5e-4) for name in names]
+
+
+CPU = ROOT / 'results' / 'cpu'
+
+
+def cpu(name):
+    return json.loads((CPU / f'{name}.json').read_text())
+
+
+def test_the_page_of_cpu_benchmarks_is_made_from_their_json_files():
+    names = [name for name in bench_cpu.BENCHES if (CPU / f'{name}.json').exists()]
+    assert (CPU / 'README.md').read_text() == table.page({name: cpu(name) for name in names})
+    parts = json.loads((CPU / 'parts' / 'parts.json').read_text())
+    assert (CPU / 'parts' / 'README.md').read_text() == decode_parts.table(parts)
+
+
+def test_readme_quotes_the_decode_benchmarks():
+    wanted = r'\| batch (\d+), context ([\d,]+) \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+)x \|'
+    rows = re.findall(wanted, (ROOT / 'README.md').read_text())
+    assert len(rows) >= 6
+    for batch, context, ours, vanilla, ratio in rows:
+        [cell] = [cell for cell in cpu(f'decode-b{batch}')['cells'] if cell['context'] == int(context.replace(',', ''))
+                  and cell['sides']['ours']['batch'] == int(batch)]
+        assert [float(ours), float(vanilla), float(ratio)] == [
+            pytest.approx(cell['sides']['ours']['tpot_ms']['median'], abs=0.06),
+            pytest.approx(cell['sides']['vanilla']['tpot_ms']['median'], abs=0.06),
+            pytest.approx(cell['ratios']['tokens_per_second']['vanilla']['median'], abs=0.06)]
+
+
+def test_readme_quotes_the_budget_the_engine_and_transformers():
+    [cell] = cpu('decode-1GB')['cells']
+    sides = cell['sides']
+    wanted = (r'room for (\d+) sequences against (\d+), and together they make ([\d.]+) times the tokens per second '
+              r'\(([\d.]+) against ([\d.]+)\)')
+    assert [float(x) for x in re.search(wanted, prose('README.md')).groups()] == [
+        sides['ours']['batch'], sides['vanilla']['batch'],
+        pytest.approx(cell['ratios']['tokens_per_second']['vanilla']['median'], abs=0.06),
+        pytest.approx(sides['ours']['tokens_per_second']['median'], abs=0.6),
+        pytest.approx(sides['vanilla']['tokens_per_second']['median'], abs=0.06)]
+    [cell] = cpu('serve')['cells']
+    wanted = r'continuous batching makes ([\d.]+) times the tokens per second of static batches \(([\d.]+) times'
+    assert [float(x) for x in re.search(wanted, prose('README.md')).groups()] == [
+        pytest.approx(cell['ratios']['tokens_per_second'][name]['median'], abs=0.006) for name in ('static', 'static engine')]
+    wanted = r'`generate` of transformers .* ([\d.]+) times its tokens per second at batch 1, ([\d.]+) at batch 16'
+    assert [float(x) for x in re.search(wanted, prose('README.md')).groups()] == [
+        pytest.approx(cell['ratios']['tokens_per_second'][cell['fastest']]['median'], abs=0.06)
+        for cell in cpu('against-hf')['cells']]
