@@ -1,7 +1,8 @@
 """Attention of a few new tokens over what a cache holds: prefill in chunks, and decode one token at a time.
 
 Stored K and V that are not in the compute dtype (int8) are decoded a tile at a time and the tiles joined by their
-log-sum-exp, as FlashAttention and flash-decoding do (Dao et al. 2022, 2023): no decoded copy of a cache ever exists.
+log-sum-exp, as FlashAttention and flash-decoding do (Dao et al. 2022, 2023): no decoded copy of what is held ever exists. (A
+chunk that begins a text, or continues one in a local slot, is decoded at once, with at most a window before it.)
 """
 import torch
 import torch.nn.functional as F
