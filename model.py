@@ -47,7 +47,7 @@ class Linear(nn.Linear):
     """nn.Linear, by other roads for the few rows of a decode step in float32 on a CPU.
 
     There a GEMM reads the weight at memory speed for up to 3 rows and at half of it from 4 on. As a batch of products with
-    `CHUNK` of its rows each (views: nothing is copied but the result) 4 to 15 rows run at up to 1.6 times the speed. Where
+    `CHUNK` of its rows each (views: nothing is copied but the result) 4 to 15 rows run at up to twice the speed. Where
     `inference.weights.pack_weights` has left a copy of the weight in MKL's own order, more rows gain as much.
     """
     CHUNK, CHUNKED_ROWS = 64, range(4, 16)
