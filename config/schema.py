@@ -29,7 +29,7 @@ GPT2_TYPES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # OpenAI's weight
 GPT2_FOLDER = "a Hugging Face GPT-2 (config.json and *.safetensors)"
 
 WEIGHTS = _keys(
-    ('weight_dtype', 'auto', "storage of the matrices: 'auto' = dtype, 'int8' = by torchao (pays with compile and bfloat16)",
+    ('weight_dtype', 'auto', "storage of the matrices: 'auto' = dtype, 'int8' = by torchao: less memory, slower on a CPU",
      ('auto', 'int8')),
     ('pack', True, 'on a CPU in float32, with 4 to 64 sequences at once: a second copy of the weights, which decodes faster'),
 )
