@@ -1,6 +1,7 @@
 """A tiny character data set, tiny configs, and ways to run train.py and sample.py on them, here or as processes."""
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,9 +76,14 @@ def run_sample(capsys, **overrides):
     return capsys.readouterr().out
 
 
+def _heed_ctrl_c():
+    """The tests may run where SIGINT is ignored, as after `nohup`, and a process inherits that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start_program(name, *args, data_root=None):
     """train.py or sample.py as a process of its own, as a shell would start it (or on another data folder)."""
     command = [str(ROOT / f'{name}.py')] if data_root is None else ['-c', LAUNCH.format(name), str(data_root)]
     env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT), PYTHONUNBUFFERED='1')
     return subprocess.Popen([sys.executable, *command, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env=env)
+                            text=True, env=env, preexec_fn=_heed_ctrl_c)
