@@ -92,8 +92,9 @@ def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_
                     bar.update(task, completed=len(done), rate=rate)
                 while written in done:  # those before it wait no longer
                     n, k = work[written]
-                    write(_answer(lines[n], k, params[written], done[written]))
-                    written += 1
+                    answer = _answer(lines[n], k, params[written], done[written])
+                    written += 1  # before it is: an interrupt in between must not write it twice
+                    write(answer)
     finally:
         stream.close()
         for i in sorted(i for i in done if i >= written):
