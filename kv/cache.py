@@ -143,6 +143,9 @@ class KVCache:
 
     def append(self, slot_index: int, k: torch.Tensor, v: torch.Tensor) -> KVView:
         """Write the new K/V (B, Hkv, t, D) of a slot; returns what this step's queries see, readers' too."""
+        if torch.is_autocast_enabled(self.device.type):  # what is stored has dtypes of its own, some that it cannot join
+            with torch.autocast(self.device.type, enabled=False):
+                return self.append(slot_index, k, v)
         # detached: the storage must not hold on to a graph
         view = self._views[slot_index] = self.stores[slot_index].append(k.detach(), v.detach(), self._step)
         return view
