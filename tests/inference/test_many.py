@@ -5,9 +5,10 @@ import json
 import pytest
 
 from inference.engine import Engine
-from inference.many import complete, json_lines
+from inference.many import ROWS, complete, fitted, json_lines, make_engine
 from inference.params import SamplingParams, sample_seed
 from inference.prompts import encode_requests, read_requests
+from kv.paged import PAGE_SIZE
 from tests.helpers.serving import TOKENIZER, alone, assert_idle, budget_for, model_of
 
 DEFAULTS = SamplingParams(10, temperature=1.2)
@@ -182,3 +183,40 @@ def test_answers_are_lines_of_json_in_whatever_stdout_can_take(encoding, shown):
     lines = raw.getvalue().decode(encoding).split('\n')  # at once: nothing is left in a buffer
     assert shown in lines[0] and [json.loads(line)['text'] for line in lines[:2]] == ['é☃', 'two\nlines\u2028']
     assert lines[2:] == ['']
+
+
+# -- an engine for the lines ------------------------------------------------------------------------------------------
+
+def lines_of(tmp_path, *lines, defaults=DEFAULTS):
+    path = tmp_path / 'lines.jsonl'
+    path.write_text('\n'.join(lines))
+    return encode_requests(TOKENIZER, read_requests(str(path), defaults))
+
+
+def test_rows_are_as_many_as_requests_and_fewer_where_the_budget_is_small(tmp_path):
+    model = model_of('full stack')
+    lines, ids = lines_of(tmp_path, '"abc"', '"de"', '{"prompt": "f"')
+    huge = 10 ** 9
+    assert make_engine(model, TOKENIZER, lines, ids, 3, 0, huge, 'auto', True).cache.batch_size == 6  # 2 good lines, 3 samples
+    assert make_engine(model, TOKENIZER, lines, ids, 99, 0, huge, 'auto', True).cache.batch_size == ROWS
+    assert make_engine(model, TOKENIZER, lines, ids, 9, 4, huge, 'auto', True).cache.batch_size == 4
+    page = model.plan.page_nbytes(PAGE_SIZE, 'float64')
+    small = model.plan.rings_nbytes(3, 13, 'float64') + page
+    engine = make_engine(model, TOKENIZER, lines, ids, 9, 0, small, 'auto', True)
+    assert (engine.cache.batch_size, engine.cache.max_seq_len) == (3, 13) and engine.cache.nbytes <= small
+    assert make_engine(model, TOKENIZER, lines, ids, 9, 0, small - 1, 'auto', True).cache.batch_size == 2
+
+
+@pytest.mark.parametrize('shorten', [True, False])
+def test_learned_positions_to_the_last(tmp_path, shorten):
+    """64 positions: a prompt of 3 has room for 62 further tokens, the last of which is never fed."""
+    model = model_of('vanilla')
+    lines, ids = lines_of(tmp_path, '"abc"', '{"prompt": "abc", "max_new_tokens": 62}',
+                          '{"prompt": "abc", "max_new_tokens": 63}', f'"{"a" * 64}"', f'"{"a" * 65}"', defaults=SamplingParams(500))
+    asked, exact, over, full, longer = fitted(model, lines, ids, 10 ** 9, 'auto', shorten)
+    assert (asked.params.max_new_tokens, bool(asked.error)) == ((62, False) if shorten else (500, True))
+    assert not exact.error and 'max_new_tokens=63 are more than block_size=64' in over.error
+    assert (full.params.max_new_tokens == 1) == shorten and longer.error
+    engine = make_engine(model, TOKENIZER, [exact], ids[:1], 1, 0, 10 ** 9, 'auto', True)
+    [done] = engine.generate(ids[:1], exact.params)
+    assert len(done.tokens) == 62 and engine.cache.max_seq_len == 64
