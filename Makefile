@@ -29,8 +29,8 @@ demo: $(VENV)/.installed  ## train the default config on Shakespeare, sample fro
 data: $(VENV)/.installed  ## fetch and prepare the Shakespeare data set
 	$(BIN)/python data/shakespeare_works/prepare.py
 
-test: $(VENV)/.installed-test  ## the tests, without the slow ones
-	$(BIN)/python -m pytest -q -m 'not slow'
+test: $(VENV)/.installed-test  ## the tests, without the slow ones, one process for each core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not slow' -n auto --dist worksteal
 
 test-slow: data $(VENV)/.installed-test  ## the tests marked slow (prepares the data set)
 	$(BIN)/python -m pytest -q -m slow

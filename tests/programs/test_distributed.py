@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +96,16 @@ def test_sigterm_to_torchrun_saves_once(tmp_path, data_root):
     assert not list(tmp_path.glob('.*.tmp'))
 
 
+def wait_until_caught(pid: str, number: int):
+    """Until the process has a handler for the signal: before that, it would end at once."""
+    for _ in range(600):
+        caught = re.search(r'^SigCgt:\s*(\w+)', Path(f'/proc/{pid}/status').read_text(), re.M)[1]
+        if int(caught, 16) >> (number - 1) & 1:
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f'process {pid} never caught signal {number}')
+
+
 @pytest.mark.parametrize('during', ['training', 'evaluation'])
 def test_a_signal_to_one_process_stops_all(tmp_path, data_root, during):
     """The other must not wait for it in the next gradient or loss."""
@@ -103,8 +114,10 @@ def test_a_signal_to_one_process_stops_all(tmp_path, data_root, during):
     for line in process.stdout:
         if line.startswith('using fused' if during == 'evaluation' else 'iter 4:'):
             break
-    time.sleep(2 if during == 'evaluation' else 0)
     children = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    for child in children:
+        wait_until_caught(child, signal.SIGTERM)
+    time.sleep(1 if during == 'evaluation' else 0)
     os.kill(max(map(int, children)), signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
