@@ -54,13 +54,15 @@ class Linear(nn.Linear):
     packed = None  # (number of rows it is made for, the weight in that order, the weight and its version when it was made)
 
     def forward(self, x):
-        if torch.compiler.is_compiling() or x.dtype != torch.float32 or not self._plain_on_cpu():
-            return super().forward(x)  # first: where it is compiled, the number of rows may be no number
+        # in this order: where it is compiled the number of rows may be no number; a single sequence pays for each question
+        if (torch.compiler.is_compiling() or (not self.packed and x.numel() < self.CHUNKED_ROWS[0] * self.in_features)
+                or x.dtype != torch.float32 or not self._plain_on_cpu()):
+            return F.linear(x, self.weight, self.bias)
         n_rows = x.numel() // x.size(-1)
         if self.packed and self.packed[0] // 2 < n_rows <= self.packed[0] and self._packed_is_current():
             return self._by_packed(x.reshape(n_rows, -1)).view(*x.shape[:-1], -1)
         if n_rows not in self.CHUNKED_ROWS or self.out_features < self.CHUNK:
-            return super().forward(x)
+            return F.linear(x, self.weight, self.bias)
         y = self._in_chunks(x.reshape(n_rows, -1)).view(*x.shape[:-1], -1)
         return y if self.bias is None else y.add_(self.bias)
 
