@@ -26,6 +26,8 @@ BENCHES = {
                                            '--compile=True',
     'decode-compiled': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --compile=True',
     'against-hf': '--mode=decode --against=hf --batch_sizes=1,16 --contexts=960 --steps=32',
+    # a checkout of karpathy/nanoGPT in ./nanoGPT
+    'against-nanogpt': '--mode=decode --against=nanogpt --nanogpt=nanoGPT --batch_sizes=1 --contexts=960 --steps=8',
     'prefill-chunked': FULL + 'prefill --against=vanilla --contexts=1024,4096 --prefill_chunk=256',
     'serve': FULL + 'serve --batch_sizes=16 --contexts=64',
 }

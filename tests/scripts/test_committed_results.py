@@ -96,3 +96,6 @@ def test_readme_quotes_the_budget_the_engine_and_transformers():
     assert [float(x) for x in re.search(wanted, prose('README.md')).groups()] == [
         pytest.approx(cell['ratios']['tokens_per_second'][cell['fastest']]['median'], abs=0.06)
         for cell in cpu('against-hf')['cells']]
+    [cell] = cpu('against-nanogpt')['cells']
+    wanted = r"nanoGPT's own `generate`, .*: (\d+) times at batch 1"
+    assert int(re.search(wanted, prose('README.md'))[1]) == round(cell['ratios']['tokens_per_second']['nanogpt']['median'])
