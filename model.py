@@ -10,6 +10,7 @@ layer (window, KV slot, who owns it) comes from the plan (`kv/plan.py`), what at
     logits, _ = model(idx, cache=cache)              # appends idx to the cache; logits of the last position
 """
 import dataclasses
+import functools
 import math
 
 import torch
@@ -27,6 +28,8 @@ from kv.cache import KVCache
 from kv.paged import PAGE_SIZE, PagedKVCache
 from kv.plan import GLOBAL, LOCAL, Layer, plan_kv
 from kv.quant import fake_quantize_int8
+from training.loss import cross_entropy, linear_cross_entropy
+from training.recompute import Recompute
 
 __all__ = ['GPT', 'GPTConfig', 'model_args']
 
@@ -158,11 +161,17 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer, n_kv_head)
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
+        self.recompute_mlp = False
 
     def forward(self, x, rope=None, kv=None, cache=None):
         y, kv = self.attn(self.ln_1(x), rope, kv, cache)
         x = x + y
+        if self.recompute_mlp and self.training:
+            return x + checkpoint(self._normed_mlp, x, use_reentrant=False), kv
         return x + self.mlp(self.ln_2(x)), kv
+
+    def _normed_mlp(self, x):
+        return self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -176,7 +185,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.plan = plan_kv(config)
-        self.checkpoint_blocks = False  # recompute each block in the backward pass instead of keeping its activations
+        self.recompute, self.chunked_loss = Recompute(), False
         rope = config.pos_embedding == 'rope'
         # registration order is nanoGPT's: the optimizer state of a checkpoint is indexed by it
         self.transformer = nn.ModuleDict(dict(
@@ -220,7 +229,8 @@ class GPT(nn.Module):
 
         Args:
             idx: (B, t) int64.
-            targets: (B, t), -1 = ignored; then logits are (B, t, V) and loss is the mean cross-entropy. Not with a cache.
+            targets: (B, t), -1 = ignored; then logits are (B, t, V) and loss is the mean cross-entropy, in float32. Not with
+                a cache. With `chunked_loss`, in training, logits are None (`training.loss`).
             cache: from `new_cache`; any t >= 1.
             lens: with a cache, row b appends only its first lens[b] tokens (0 = untouched; its logits mean nothing).
             rows: with a cache, the numbers of the cache rows that the B rows of idx are; None = all of them, in order.
@@ -243,22 +253,45 @@ class GPT(nn.Module):
             if cache is not None:
                 cache.abandon()
             raise
-        kvs = {}  # slot -> K, V of its owner, for the layers that read them
-        for block, layer in zip(self.transformer.h, self.plan.layers):
-            args = (x, rope.get(layer.kind), kvs.get(layer.slot), cache)
-            if self.checkpoint_blocks and self.training:
-                x, kvs[layer.slot] = checkpoint(block, *args, use_reentrant=False)
-            else:
-                x, kvs[layer.slot] = block(*args)
+        blocks = functools.partial(self._blocks, rope=rope, cache=cache)
+        if self.recompute and self.training:
+            x = self.recompute.run(blocks, len(self.plan.layers), x, {})
+        else:
+            x, _ = blocks(0, len(self.plan.layers), x, {})
         x = self.transformer.ln_f(x)
         if cache is not None:
             cache.commit()
         if targets is not None:
+            if self.chunked_loss and self.training:
+                return None, linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.reshape(-1))
             logits = self.lm_head(x)
-            return logits, F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1), ignore_index=-1)
+            return logits, cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
         if not all_logits:
             x = x[:, -1:] if step is None or step.uniform else self._last(x, step)
         return self.lm_head(x), None
+
+    def _blocks(self, first, last, x, kvs, rope, cache):
+        """The blocks first to last - 1. kvs: slot -> K, V of its owner, for the layers that read them; returns x and all of
+        these that are known now."""
+        kvs = dict(kvs)
+        for block, layer in zip(self.transformer.h[first:last], self.plan.layers[first:last]):
+            x, kvs[layer.slot] = block(x, rope.get(layer.kind), kvs.get(layer.slot), cache)
+        return x, kvs
+
+    def set_recompute(self, policy: str) -> None:
+        """Which activations the backward pass computes again: a policy of `training.recompute`."""
+        self.recompute = Recompute.parse(policy, self.config.n_layer)
+        for block in self.transformer.h:
+            block.recompute_mlp = self.recompute.name == 'mlp'
+
+    @property
+    def checkpoint_blocks(self) -> bool:
+        """The policy 'block', under the name that it had alone."""
+        return self.recompute.name == 'block'
+
+    @checkpoint_blocks.setter
+    def checkpoint_blocks(self, on: bool):
+        self.set_recompute('block' if on else 'none')
 
     def _begin(self, cache, B, t, lens, rows):
         if rows is None and B != cache.batch_size:

@@ -51,8 +51,11 @@ TRAIN = RUN + _keys(
     ('eval_iters', 200, 'batches per split in one evaluation; always the same windows'),
     ('eval_only', False, 'evaluate once and stop'),
     ('always_save_checkpoint', True, 'save after every evaluation, not only when the validation loss improved'),
+    ('checkpoint_interval', 0, 'also save every so many iterations; 0 = at evaluations only'),
+    ('keep_checkpoints', 1, 'how many of the latest checkpoints stay: ckpt.pt, then ckpt_ITERATION.pt'),
     ('init_from', 'scratch', "'scratch', 'resume' from out_dir, or the weights of GPT-2 to finetune",
      ('scratch', 'resume') + GPT2_TYPES, GPT2_FOLDER),
+    ('resume_from', 'ckpt.pt', "with init_from='resume': which checkpoint in out_dir"),
     ('wandb_log', False, 'log to Weights & Biases'),
     ('wandb_project', 'owt', 'its project'),
     ('wandb_run_name', 'gpt2', 'its run name'),
@@ -67,13 +70,20 @@ TRAIN = RUN + _keys(
     ('beta1', 0.9, 'AdamW beta1'),
     ('beta2', 0.95, 'AdamW beta2'),
     ('grad_clip', 1.0, 'clip the gradient norm at this; 0 = never'),
+    ('max_skipped', 20, 'stop after so many iterations in a row with a loss or gradients that are not finite (skipped)'),
     ('decay_lr', True, 'warm up and decay the learning rate (cosine)'),
     ('warmup_iters', 2000, 'iterations of linear warm-up'),
     ('lr_decay_iters', 600000, 'iteration at which min_lr is reached'),
     ('min_lr', 6e-5, 'lowest learning rate'),
-    ('checkpoint_blocks', False, 'activation checkpointing: recompute each block in the backward pass'),
+    ('recompute', 'none', "activations that the backward pass computes again: 'none', 'selective', 'mlp', 'block', 'every:K' "
+     "blocks, 'sqrt', 'offload' (moved to host memory), 'auto' (the fastest of them that fits)"),
+    ('checkpoint_blocks', False, "the same as recompute='block'"),
+    ('chunked_loss', True, 'large logits are computed a chunk at a time, forward and backward, and never held whole'),
+    ('memory_budget', '', "with recompute='auto': memory to fit in, as '8GB'; '' = what is free now"),
+    ('memory_report', False, 'before training: what parameters, gradients, optimizer and activations take'),
     ('backend', 'nccl', "torch.distributed backend under torchrun: 'nccl' (CUDA) or 'gloo' (CPU)", ('nccl', 'gloo')),
 ) + DEVICE + _keys(
+    ('tf32', True, 'on CUDA, float32 products in TF32, as in nanoGPT'),
     ('compile', True, 'torch.compile the model'),
 )
 

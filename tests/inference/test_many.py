@@ -212,7 +212,8 @@ def test_learned_positions_to_the_last(tmp_path, shorten):
     """64 positions: a prompt of 3 has room for 62 further tokens, the last of which is never fed."""
     model = model_of('vanilla')
     lines, ids = lines_of(tmp_path, '"abc"', '{"prompt": "abc", "max_new_tokens": 62}',
-                          '{"prompt": "abc", "max_new_tokens": 63}', f'"{"a" * 64}"', f'"{"a" * 65}"', defaults=SamplingParams(500))
+                          '{"prompt": "abc", "max_new_tokens": 63}', f'"{"a" * 64}"', f'"{"a" * 65}"',
+                          defaults=SamplingParams(500))
     asked, exact, over, full, longer = fitted(model, lines, ids, 10 ** 9, 'auto', shorten)
     assert (asked.params.max_new_tokens, bool(asked.error)) == ((62, False) if shorten else (500, True))
     assert not exact.error and 'max_new_tokens=63 are more than block_size=64' in over.error

@@ -6,8 +6,8 @@ import signal
 import pytest
 import torch
 
-import train
 from tests.programs.support import VANILLA, load, metrics, run_train
+from training.batches import TokenBatches
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def interrupt():
 
 @pytest.fixture
 def interrupted_evaluation(monkeypatch):
-    plain = train.TokenBatches.evaluation
+    plain = TokenBatches.evaluation
 
     def evaluation(batches, *args):
         for batch in plain(batches, *args):
             yield batch
             interrupt()
-    monkeypatch.setattr(train.TokenBatches, 'evaluation', evaluation)
+    monkeypatch.setattr(TokenBatches, 'evaluation', evaluation)
 
 
 @pytest.mark.parametrize('settings', [{}, dict(init_from='resume')], ids=['scratch', 'resume'])

@@ -10,6 +10,7 @@ import torch
 import train
 from config.errors import UserError
 from tests.programs.support import BOTH, FULL_STACK, VANILLA, assert_same_weights, load, losses, metrics, run_train
+from training.batches import TokenBatches
 
 HARD = dict(dropout=0.1, gradient_accumulation_steps=2)  # every random number matters, and so does the data position
 
@@ -167,14 +168,14 @@ def test_signal_handlers_are_put_back(tmp_path, at_step):
 
 
 def test_a_signal_during_an_evaluation_ends_it_without_a_half_mean(tmp_path, capsys, monkeypatch):
-    plain = train.TokenBatches.evaluation
+    plain = TokenBatches.evaluation
 
     def evaluation(batches, split, n, seed):
         if split == 'val':
             os.kill(os.getpid(), signal.SIGINT)
         yield from plain(batches, split, n, seed)
     with monkeypatch.context() as patch:
-        patch.setattr(train.TokenBatches, 'evaluation', evaluation)
+        patch.setattr(TokenBatches, 'evaluation', evaluation)
         run = run_train(tmp_path / 'parts')
     assert load(run.path)['iter_num'] == 0 and losses(tmp_path / 'parts') == []
     assert 'step 0:' not in capsys.readouterr().out

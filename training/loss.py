@@ -1,0 +1,70 @@
+"""The loss of a language model without its logits: (tokens, vocabulary) of them, several times over, take more memory than
+anything else in a step of a small GPT.
+
+Tokens are taken a chunk at a time: logits, loss and gradients of the chunk, and the logits are gone before the next (as in
+Liger Kernel's FusedLinearCrossEntropy, Hsu et al. 2024, and `torch.nn.functional.linear_cross_entropy` of torch 2.13). Nothing
+is computed twice: the gradients are made in the forward pass, and only scaled in the backward pass.
+"""
+import torch
+import torch.nn.functional as F
+
+# Bytes of float32 logits held at a time.
+CHUNK_BYTES = {'cpu': 32 * 2 ** 20, 'cuda': 128 * 2 ** 20}
+MOST_COMPILED = 8  # chunks; a compiled graph has each of them
+
+
+def cross_entropy(logits, targets, ignore_index: int = -1) -> torch.Tensor:
+    """Mean over the targets that are not `ignore_index`, in float32 at least. logits (N, V), targets (N,) int64."""
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, ignore_index=ignore_index)
+
+
+def linear_cross_entropy(x, weight, targets, ignore_index: int = -1) -> torch.Tensor:
+    """Mean cross-entropy of the logits `x @ weight.T`, in float32 whatever autocast says of the product.
+
+    Args:
+        x: (N, C). weight: (V, C). targets: (N,) int64; those that are `ignore_index` do not count (NaN where none do).
+    Raises:
+        RuntimeError: in a second backward pass over it.
+    """
+    device = x.device.type
+    rows = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES['cpu']) // (4 * weight.size(0)))
+    if torch.compiler.is_compiling():
+        rows = max(rows, -(-x.size(0) // MOST_COMPILED))
+    if x.size(0) <= rows:
+        return cross_entropy(F.linear(x, weight), targets, ignore_index)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    with torch.autocast(device, enabled=False):
+        return _Chunked.apply(x, weight, targets, ignore_index, rows, dtype)
+
+
+class _Chunked(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, ignore_index, rows, dtype):
+        w, counted = weight.to(dtype), targets != ignore_index
+        n, targets = counted.sum(), targets.where(counted, 0)[:, None]
+        # in float32 also where the products are not: chunks are added up
+        grad_x, grad_w = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        total = grad_w.new_zeros(())
+        for first in range(0, x.size(0), rows):
+            chunk = slice(first, first + rows)
+            xc = x[chunk].to(dtype)
+            logits = F.linear(xc, w).to(grad_w.dtype)                              # (rows, V)
+            lse = logits.logsumexp(1, keepdim=True)
+            total += (lse - logits.gather(1, targets[chunk]))[counted[chunk]].sum()
+            d = logits.sub_(lse).exp_()                                            # d loss / d logits, times n
+            d.scatter_add_(1, targets[chunk], d.new_full((1, 1), -1.0).expand_as(lse))
+            d = d.mul_(counted[chunk][:, None] / n).to(dtype)
+            grad_x[chunk] = d @ w
+            if dtype == grad_w.dtype:
+                grad_w.addmm_(d.t(), xc)
+            else:
+                grad_w += d.t() @ xc
+        ctx.save_for_backward(grad_x, grad_w.to(weight.dtype))
+        return total / n
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        grad_x, grad_w = ctx.saved_tensors
+        return grad_x * grad, grad_w * grad, None, None, None, None

@@ -1,0 +1,193 @@
+"""One training run: model, optimizer, data position, and what takes them one iteration further."""
+import contextlib
+from pathlib import Path
+
+import torch
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig, model_args
+from config.schema import MODEL
+from data.datasets import ensure_dataset
+from data.tokenfiles import read_meta
+from model import GPT
+from training import checkpoint as ckpt
+from training.adapt import adapt, adapted_config, differences
+from training.batches import TokenBatches
+from training.device import autocast, pick_dtype
+
+
+class Run:
+    """What training goes on with: model, optimizer, scaler, data position and where in the run it stands."""
+
+    def __init__(self, s, ranks, data_root: Path):
+        self.s, self.ranks = s, ranks
+        self.out_dir = Path(s.out_dir)
+        self.path = self.out_dir / 'ckpt.pt'
+        self.device = ranks.device
+        dtype = pick_dtype(s.dtype, self.device)
+        self.autocast = autocast(self.device, dtype)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
+        self.holds_best = False  # whether ckpt.pt is this run's evaluated best, not only the latest
+        self.owns_file = False   # whether ckpt.pt, if there is one, is of this run: another's is kept beside
+        torch.manual_seed(s.seed)
+        torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
+
+        saved = ckpt.load_checkpoint(self.path) if s.init_from == 'resume' else None
+        with ranks.main_first():
+            folder = ensure_dataset(s.dataset, data_root)
+        meta = read_meta(folder)
+        self.tokens = ckpt.tokens_id(meta)
+        self.model, changed = self._model(saved, meta, folder)
+        self.batches = TokenBatches(folder, s.block_size, s.batch_size, self.device, torch.Generator(), ranks.rank,
+                                    ranks.world_size)
+        self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
+        torch.manual_seed(s.seed + ranks.rank)  # dropout
+        self.model.to(self.device)
+        self.model.set_recompute('block' if s.checkpoint_blocks else s.recompute)
+        self.model.chunked_loss = s.chunked_loss
+        print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
+        self.optimizer = self.model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
+                                                         self.device.type)
+        self.batch = self._resume(saved, changed) if saved else self.batches.next()
+        del saved
+        self._compile_and_distribute()
+
+    def _compile_and_distribute(self):
+        self.compiled = self.model
+        if self.s.compile:
+            print('compiling the model... (takes a ~minute)')
+            self.model.prepare(self.s.block_size)
+            self.compiled = torch.compile(self.model)
+        self.trained = self.compiled
+        if self.ranks.world_size > 1:
+            self.trained = torch.nn.parallel.DistributedDataParallel(
+                self.compiled, device_ids=[self.device] if self.device.type == 'cuda' else None)
+
+    def _model(self, saved, meta, folder):
+        """The model to start from, and whether it was given settings that its weights were not trained with."""
+        s = self.s
+        if meta is not None:
+            print(f"found vocab_size = {meta['vocab_size']} (inside data/{s.dataset}/meta.pkl)")
+        if s.init_from == 'scratch':
+            print('Initializing a new model from scratch')
+            if meta is None:
+                print('defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)')
+            vocab_size = 50304 if meta is None else meta['vocab_size']
+            return GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})), False
+        if saved:
+            print(f'Resuming training from {s.out_dir}')
+            model, origin, old = None, self.path, ckpt.config_of(saved, self.path, dropout=s.dropout)
+        else:
+            print(f'Initializing from OpenAI GPT-2 weights: {s.init_from}')
+            model, origin = GPT.from_pretrained(s.init_from, dict(dropout=s.dropout)), s.init_from
+            old = model.config
+        config = self._settle(old, meta, origin, (saved or {}).get('tokens', ''))
+        changes = differences(old, config)
+        for change in changes:
+            print(change)
+        if saved or changes:
+            weights = saved or {'model': model.state_dict()}
+            adapt(weights, old, config, origin)
+            model = GPT(config)
+            ckpt.load_weights(model, weights, origin)
+        return model, bool(changes)
+
+    def _settle(self, old, meta, origin, known):
+        """The shape of a model that is not new: its own, but for the settings that were given and that it can follow.
+
+        The settings of this run become that shape, so that its checkpoints tell the truth.
+        """
+        config = adapted_config(old, {key.name: getattr(self.s, key.name) for key in MODEL if key.name in self.s.given})
+        vocab_size = 50257 if meta is None else meta['vocab_size']
+        if vocab_size > config.vocab_size or known not in ('', self.tokens):
+            raise UserError(f'dataset {self.s.dataset!r} has {vocab_size} tokens that are not those of {origin} (it has '
+                            f'{config.vocab_size}): go on with the data set it was trained on, prepared as it was')
+        if self.s.init_from != 'resume' and meta is not None:
+            print(f"Note: dataset {self.s.dataset!r} has an alphabet of its own, which GPT-2's weights know nothing of")
+        for key in MODEL:
+            kept, asked = getattr(config, key.name), getattr(self.s, key.name)
+            if kept != asked and key.name in self.s.given:
+                print(f'{key.name} = {kept!r}, as in the checkpoint (not {asked!r})')
+            setattr(self.s, key.name, kept)
+        return config
+
+    def _resume(self, saved, changed):
+        """Optimizer, scaler, counters, random numbers; returns the batch that the next iteration was to train on."""
+        with ckpt.restoring(self.path, 'optimizer'):
+            ckpt.load_optimizer(self.optimizer, saved['optimizer'])
+        for group, decay in zip(self.optimizer.param_groups, (self.s.weight_decay, 0.0)):  # today's settings, not the saved
+            group.update(betas=(self.s.beta1, self.s.beta2), weight_decay=decay)
+        if saved.get('scaler'):
+            with ckpt.restoring(self.path, 'scaler'):
+                self.scaler.load_state_dict(saved['scaler'])
+        self.iter_num = saved['iter_num']
+        if not changed:  # a model with other settings is to be judged anew, and does not take the place of its origin
+            self.best_val_loss = torch.as_tensor(saved['best_val_loss'])
+            self.holds_best, self.owns_file = saved.get('holds_best', True), True
+        with ckpt.restoring(self.path, 'rng'):  # nanoGPT keeps neither random numbers nor the data position
+            states = saved.get('rng', [])
+            if type(states) is not list:
+                raise TypeError(f'{type(states).__name__}, not a list')
+            if self.ranks.rank < len(states):
+                ckpt.set_rng_state(states[self.ranks.rank])
+        with ckpt.restoring(self.path, 'data_rng'):
+            return self.batches.resume(saved['data_rng']) if 'data_rng' in saved else self.batches.next()
+
+    def save(self, holds_best: bool):
+        """Write ckpt.pt, from rank 0; all ranks take part, for each has random numbers of its own."""
+        self.holds_best = holds_best
+        states = self.ranks.gather(ckpt.rng_state())
+        if not self.ranks.main:
+            return
+        if not self.owns_file and self.path.is_file():
+            print(f"{self.path} was there before this run: kept as {ckpt.keep_beside(self.path, 'ckpt_old.pt')}")
+        self.owns_file = True
+        ckpt.save_checkpoint(self.path, {
+            'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
+            'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
+            'best_val_loss': self.best_val_loss, 'config': vars(self.s),
+            # beyond nanoGPT's keys: what an exact resume needs
+            'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state, 'holds_best': holds_best,
+            'tokens': self.tokens})  # and this, against ids that came to mean something else
+
+    @torch.no_grad()
+    def evaluate(self, stop):
+        """Mean loss per split over always the same windows, shared out over the ranks; None if a stop was asked for."""
+        self.compiled.eval()
+        means = {}
+        for split in ('train', 'val'):
+            total = count = 0
+            for x, y in self.batches.evaluation(split, self.s.eval_iters, self.s.seed):
+                with self.autocast:
+                    total += self.compiled(x, y)[1].item()
+                count += 1
+                if stop:
+                    break
+            total, count, stopped = self.ranks.sum([total, count, float(bool(stop))])
+            if stopped:
+                return None
+            means[split] = total / count
+        return means
+
+    def step(self):
+        """One iteration: forward and backward over this rank's micro-batches, clip, update. Returns the last one's loss."""
+        self.trained.train()
+        n = self.s.gradient_accumulation_steps // self.ranks.world_size
+        for k in range(n):
+            with self._last_syncs(k == n - 1):
+                with self.autocast:
+                    loss = self.trained(*self.batch)[1] / n
+                self.batch = self.batches.next()  # fetched while the device is busy with the forward pass
+                self.scaler.scale(loss).backward()
+        if self.s.grad_clip != 0.0:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach() * n
+
+    def _last_syncs(self, last):
+        """Gradients are averaged over the ranks once an iteration, in its last backward pass."""
+        return contextlib.nullcontext() if last or self.ranks.world_size == 1 else self.trained.no_sync()
