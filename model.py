@@ -271,12 +271,12 @@ class GPT(nn.Module):
         return self.lm_head(x), None
 
     def _blocks(self, first, last, x, kvs, rope, cache):
-        """The blocks first to last - 1. kvs: slot -> K, V of its owner, for the layers that read them; returns x and all of
-        these that are known now."""
-        kvs = dict(kvs)
-        for block, layer in zip(self.transformer.h[first:last], self.plan.layers[first:last]):
+        """The blocks first to last - 1. kvs: slot -> K, V of its owner, for the layers that read them; returns x and those of
+        them that later blocks read."""
+        layers, kvs = self.plan.layers, dict(kvs)
+        for block, layer in zip(self.transformer.h[first:last], layers[first:last]):
             x, kvs[layer.slot] = block(x, rope.get(layer.kind), kvs.get(layer.slot), cache)
-        return x, kvs
+        return x, {layer.slot: kvs[layer.slot] for layer in layers[last:] if not layer.owns and layer.slot in kvs}
 
     def set_recompute(self, policy: str) -> None:
         """Which activations the backward pass computes again: a policy of `training.recompute`."""
