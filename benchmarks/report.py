@@ -112,6 +112,35 @@ def served(document) -> Grid:
     return grid
 
 
+def trained_lengths(document) -> Grid:
+    """Of training steps by length."""
+    grid = Grid(f"a training step, median (min-max); recompute {document['recompute']}",
+                ('T', 'B', 'side', 'step, ms', 'tokens/s', 'model TFLOP/s', FASTER))
+    for cell, name, side in each_side(document):
+        grid.rows.append((f"{cell['context']:,}", f"{side['batch']:,}", name, spread(side['step_ms'], ',.0f'),
+                          f"{side['tokens_per_second']['median']:,.0f}", f"{side['model_tflops_per_second']['median']:.3f}",
+                          faster(cell, name, 'tokens_per_second')))
+    return grid
+
+
+def policies(document) -> list[Grid]:
+    """Of training steps by recomputation policy."""
+    cell_of = ('model', 'T', 'B', 'policy')
+    times = Grid("a training step by recomputation policy, median (min-max); 'time, x' is that of 'none'",
+                 (*cell_of, 'step, ms', 'tokens/s', 'time, x'), left=('model', 'policy'))
+    memory = Grid("MB that it holds; 'saved' is of the activations of 'none'; gradients against those of 'none'",
+                  (*cell_of, 'activations', 'saved, %', 'logits, loss', 'peak', 'gradients off by'), left=('model', 'policy'))
+    for cell, name, side in each_side(document):
+        of, held = (cell['model'], f"{cell['context']:,}", f"{side['batch']:,}", name), side['memory']
+        ratio = cell['ratios']['step_time'].get(name)
+        times.rows.append((*of, spread(side['step_ms'], ',.0f'), f"{side['tokens_per_second']['median']:,.0f}",
+                           spread(ratio, '.2f') if ratio else ''))
+        memory.rows.append((*of, f"{held['activations'] / 1e6:,.0f}", f"{100 * side['activations_saved']:.1f}",
+                            f"{held['loss_peak'] / 1e6:,.0f}", f"{held['peak'] / 1e6:,.0f}",
+                            f"{side['gradient_difference']:.0e}"))
+    return [times, memory]
+
+
 def decode_grids(document) -> list[Grid]:
     if document['against'] in ('hf', 'nanogpt'):
         return [generations(document)]
@@ -119,8 +148,11 @@ def decode_grids(document) -> list[Grid]:
     return budgeted + [times(document), bytes_read(document)]
 
 
+TRAINING = ('lengths', 'recompute')  # modes
+
 # mode -> document -> its tables
-GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)], 'serve': lambda document: [served(document)]}
+GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)], 'serve': lambda document: [served(document)],
+         'lengths': lambda document: [trained_lengths(document)], 'recompute': policies}
 
 
 def heading(document) -> list[str]:
@@ -128,9 +160,11 @@ def heading(document) -> list[str]:
     against = f" against {document['against']}" if document['against'] else ''
     transformers = f", transformers {document['transformers']}" if 'transformers' in document else ''
     steps = f" of {document['steps']} steps" if 'steps' in document else ''
+    kv = '' if document['mode'] in TRAINING else f", K/V {document['kv_dtype']}"
     lines = [f"{document['mode']}{against}; {document['repeats']} rounds{steps}, after one to warm up",
              f"{document['device']}, {document['threads']} threads; {document['processor']}",
-             f"torch {document['torch']}{transformers}; weights {document['dtype']}, K/V {document['kv_dtype']}"]
+             f"torch {document['torch']}{transformers}; {'arithmetic' if document['mode'] in TRAINING else 'weights'} "
+             f"{document['dtype']}{kv}"]
     lines += [f'{name}: {describe(model)}' for name, model in document['models'].items()]
     if 'bandwidth' in document:
         found = document['bandwidth']

@@ -69,10 +69,10 @@ def check_length(config: GPTConfig, contexts: list[int], further: int = 0) -> No
                         f'{max(config.block_size - further, 0)}, or give a larger --block_size')
 
 
-def build(config: GPTConfig, s) -> GPT:
-    """A model with random weights, in eval mode, parameters in the settings' dtype."""
+def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
+    """A model with random weights, in eval mode, parameters in the settings' dtype or in another."""
     device = pick_device(s.device)
-    model = quantize_weights(GPT(config).to(device, pick_dtype(s.dtype, device)).eval(), s.weight_dtype)
+    model = quantize_weights(GPT(config).to(device, parameters or pick_dtype(s.dtype, device)).eval(), s.weight_dtype)
     if s.compile and 'compile' in s.given:
         compile_for_decode(model)
     return model

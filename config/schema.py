@@ -128,22 +128,28 @@ KV = _keys(
 
 BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (forward, backward, update), 'decode' (tokens out of a filled cache), 'prefill' "
-     "(a prompt's first token), 'serve' (many requests, continuous batching against static)",
-     ('train', 'decode', 'prefill', 'serve')),
-    ('against', '', "mode decode: also time, in turns, 'vanilla' (GPT-2's memory in the same shape, in our code; mode prefill "
-     "too), 'hf' (transformers' generate) or 'nanogpt' (its generate), the last two with the same vanilla weights",
+     "(a prompt's first token), 'serve' (many requests, continuous batching against static), 'recompute' (training steps by "
+     "policy: time and memory), 'lengths' (training steps by length)",
+     ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths')),
+    ('against', '', "mode decode: also time, in turns, 'vanilla' (GPT-2's memory in the same shape, in our code; modes "
+     "prefill, recompute and lengths too), 'hf' (transformers' generate) or 'nanogpt' (its generate), the last two with the "
+     "same vanilla weights",
      ('', 'vanilla', 'hf', 'nanogpt')),
-    ('batch_sizes', '1', "modes decode, prefill and serve: sequences at once, a list as '1,4,16'"),
-    ('contexts', '512', "modes decode, prefill and serve: tokens held when the first timed token is made, as '1024,4096'; "
-     'of the prompt, with modes prefill and serve or against hf or nanogpt; length of the whole sequences, with budget'),
+    ('batch_sizes', '1', "all modes but train: sequences at once, a list as '1,4,16'"),
+    ('contexts', '512', "all modes but train: tokens held when the first timed token is made, as '1024,4096'; "
+     'of the prompt, with modes prefill and serve or against hf or nanogpt; length of the whole sequences, with modes '
+     'recompute and lengths, or a budget'),
     ('steps', 16, 'mode decode: tokens timed in a round'),
-    ('repeats', 5, 'modes decode, prefill and serve: timed rounds, at least 5, after one to warm up; figures are medians'),
+    ('repeats', 5, 'all modes but train: timed rounds, at least 5, after one to warm up; figures are medians'),
     ('kv_dtype', 'auto', "modes decode, prefill and serve: storage of the KV cache; 'auto' = the compute dtype",
      ('auto', 'float32', 'bfloat16', 'float16', 'int8')),
     ('prefill_chunk', 0, "mode prefill: tokens appended at a time; 0 = the whole prompt (mode serve: the engine's default)"),
     ('requests', 64, 'mode serve: requests, all there from the start; contexts are their prompts, batch_sizes the rows'),
     ('output_lengths', '16,256', 'mode serve: shortest and longest of the new tokens of a request, log-uniform between'),
     ('budget', '', "mode decode: KV memory, as '1GB'; in place of batch_sizes, as many sequences as fit"),
+    ('policies', 'none,selective,mlp,block,sqrt', 'mode recompute: the policies to compare, after none'),
+    ('recompute', 'none', 'mode lengths: the policy, as in train.py'),
+    ('chunked_loss', True, 'mode lengths: the loss a chunk at a time'),
     ('nanogpt', '', 'mode decode against nanogpt: folder of a nanoGPT checkout'),
     ('save', '', 'also write the JSON document to this file'),
     ('batch_size', 12, 'mode train: sequences in a step'),
