@@ -279,12 +279,6 @@ def test_a_better_one_after_resuming_takes_its_place(tmp_path, at_step, val_loss
     assert load(tmp_path / 'ckpt_best.pt')['iter_num'] == 8
 
 
-def test_always_saving_keeps_one_checkpoint(tmp_path, at_step):
-    at_step(6, raise_signal(signal.SIGINT))
-    run_train(tmp_path, eval_interval=2)
-    assert not (tmp_path / 'ckpt_best.pt').exists()
-
-
 def test_a_failed_save_on_interrupt_leaves_a_checkpoint_to_resume_from(tmp_path, at_step, val_losses, monkeypatch):
     val_losses[4] = 1.0
     run = run_train(tmp_path, **BEST_ONLY, max_iters=4)
