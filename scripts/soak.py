@@ -156,7 +156,8 @@ def compare(one: Path, other: Path) -> dict:
     rows = [[{k: v for k, v in row.items() if k in COMPARED} for row in read_metrics(d / 'metrics.jsonl')]
             for d in (one, other)]
     differ = sum(a != b for a, b in zip(*rows)) + abs(len(rows[0]) - len(rows[1]))
-    files = [{p.name: (peek(p) or ('', None))[1] for p in d.iterdir() if p.name != 'metrics.jsonl'} for d in (one, other)]
+    # whatever is there, but for a metrics_old.jsonl: of what was killed before its first checkpoint
+    files = [{p.name: (peek(p) or ('', None))[1] for p in d.iterdir() if p.suffix != '.jsonl'} for d in (one, other)]
     saved = [load_checkpoint(d / 'ckpt.pt') for d in (one, other)]
     weights = [[*c['model'].values(), *(m for p in c['optimizer']['state'].values() for m in p.values())] for c in saved]
     return {'rows': len(rows[0]), 'compared': sorted(set().union(*rows[0])), 'rows_that_differ': differ,

@@ -246,6 +246,12 @@ def test_a_cut_checkpoint_is_refused_with_the_others_that_are_whole(tmp_path, sh
     assert (tmp_path / 'ckpt_old.pt').read_bytes() == whole[:int(len(whole) * share)]
 
 
+def test_where_the_named_one_is_missing_the_latest_is_named(tmp_path):
+    run_train(tmp_path, max_iters=6)
+    with pytest.raises(UserError, match=r'no checkpoint at .*/ckpt_best.pt: .*: --resume_from=ckpt.pt \(iteration 6\)$'):
+        run_train(tmp_path, init_from='resume', resume_from='ckpt_best.pt')
+
+
 def test_where_ckpt_is_missing_the_others_are_named_the_newest_first(tmp_path):
     run_train(tmp_path, **FEW, max_iters=6)
     (tmp_path / 'ckpt.pt').unlink()

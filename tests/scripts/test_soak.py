@@ -51,6 +51,7 @@ def verdict(found):
 
 
 def test_runs_that_differ_by_the_clock_alone_are_the_same(two_runs):
+    (two_runs[1] / 'metrics_old.jsonl').write_text('{"iter": 0}\n')  # it was killed before its first checkpoint
     found = soak.compare(*two_runs)
     assert (found['rows'], found['compared'], found['checkpoints']) == (2, ['iter', 'loss', 'lr'], {'ckpt.pt': 2})
     assert verdict(found) and not verdict(found | {'kills': 1}) and not verdict(found | {'most_lost_by_one_kill': 11})
