@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow data kv recall compare quantization bench-cpu nanogpt clean
+.PHONY: help demo test test-slow data kv recall compare quantization bench-cpu soak nanogpt clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -52,6 +52,9 @@ quantization: $(VENV)/.installed  ## what int8 and int4 caches cost in loss (ove
 bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU (about an hour; finished runs are kept)
 	$(BIN)/python scripts/decode_parts.py
 	$(BIN)/python scripts/bench_cpu.py
+
+soak: $(VENV)/.installed  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
+	$(BIN)/python scripts/soak.py
 
 nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
 	$(BIN)/python scripts/nanogpt_parity.py $(NANOGPT)

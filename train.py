@@ -3,6 +3,7 @@
     python train.py config/train_mqa_local.py                    # the demo: Shakespeare, all savings on
     python train.py config/train_mqa_local.py --max_iters=1000 --learning_rate=1e-3
     python train.py config/train_mqa_local.py --init_from=resume # go on from out_dir/ckpt.pt, to the same losses
+    python train.py config/train_mqa_local.py --init_from=resume --resume_from=ckpt_best.pt  # or from another one there
     python train.py config/finetune_shakespeare.py --init_from=gpt2   # from OpenAI's weights
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
     python train.py --help                                       # every key, its default and meaning
@@ -17,7 +18,6 @@ import torch
 import configurator
 from config.errors import UserError
 from data.datasets import DATA_ROOT
-from training import checkpoint as ckpt
 from training.device import check_seed
 from training.distributed import Ranks
 from training.log import Pace, RunLog
@@ -50,6 +50,9 @@ def train(run, log, stop):
             keep_best(run, log, losses['val'])
             log.doing('training')
             pace.restart()
+        if s.checkpoint_interval and run.iter_num % s.checkpoint_interval == 0 and run.iter_num not in (0, run.saved_at):
+            run.save(best=False, say=log.line)
+            pace.restart()
         loss = run.step()
         pace.step()
         if run.iter_num % s.log_interval == 0 or evaluated:
@@ -71,28 +74,29 @@ def train(run, log, stop):
 
 def keep_best(run, log, val_loss):
     """Save if the validation loss improved, or always where asked; never before the first step, as in nanoGPT."""
-    if val_loss < run.best_val_loss or run.s.always_save_checkpoint:
+    improved = val_loss < run.best_val_loss
+    if improved:
         run.best_val_loss = torch.tensor(val_loss)
-        if run.iter_num > 0:
-            run.save(holds_best=True)
-            log.line(f'saving checkpoint to {run.s.out_dir}')
+    if run.iter_num > 0 and (improved or run.s.always_save_checkpoint):
+        run.save(best=bool(improved), say=log.line)
+        log.line(f'saving checkpoint to {run.s.out_dir}')
 
 
 def stop_cleanly(run, log, stop):
-    """Save where the run stands. Where ckpt.pt was the best so far rather than the latest, it is kept beside it."""
-    if run.ranks.main and run.holds_best and not run.s.always_save_checkpoint and run.path.is_file():
-        log.line(f"the best checkpoint so far is kept as {ckpt.keep_beside(run.path, 'ckpt_best.pt')}")
-    run.save(holds_best=False)
+    """Save where the run stands."""
+    run.save(best=False, say=log.line)
     why = stop.name or 'another process was stopped'
     log.line(f'{why}: saved iteration {run.iter_num} to {run.path}; go on with --init_from=resume')
 
 
 def check(s):
     """Settings that only make sense together, refused before anything is loaded or written."""
-    for name in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval', 'eval_iters'):
+    for name in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval', 'eval_iters',
+                 'keep_checkpoints'):
         if getattr(s, name) < 1:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
-    for name in ('max_iters', 'warmup_iters', 'grad_clip', 'weight_decay', 'learning_rate', 'min_lr'):
+    for name in ('max_iters', 'warmup_iters', 'grad_clip', 'weight_decay', 'learning_rate', 'min_lr',
+                 'checkpoint_interval'):
         if getattr(s, name) < 0:
             raise UserError(f'{name}={getattr(s, name)}: must not be negative')
     for name in ('beta1', 'beta2'):
@@ -103,6 +107,11 @@ def check(s):
     if s.recompute == 'offload' and s.compile:
         raise UserError("recompute='offload' moves tensors in ways that torch.compile does not know: give --compile=False")
     check_seed(s.seed)
+    if not s.resume_from.strip('.') or set(s.resume_from) & set('/\\\0'):
+        raise UserError(f'resume_from={s.resume_from!r}: must be the name of a file in out_dir, as ckpt_best.pt')
+    if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
+        raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is {s.init_from!r}: '
+                        'give --init_from=resume too')
     out_dir = Path(s.out_dir)
     blocker = next((p for p in (out_dir, *out_dir.parents) if p.exists()), None)
     if not s.out_dir or (blocker and not blocker.is_dir()):

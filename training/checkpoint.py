@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,38 +16,75 @@ from config.gpt_config import GPTConfig
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int, 'best_val_loss': (torch.Tensor, float), 'config': dict}
 
 
-def save_checkpoint(path: Path, checkpoint: dict) -> None:
+def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -> None:
     """Write to a temporary file beside `path`, flush it to disk, then rename: a crash leaves the old one or the new one.
 
+    before_replace: called when the new file is whole, just before it takes the place of the old one.
     Raises:
         UserError: the folder cannot be written to, or is full. The previous checkpoint is still whole then.
     """
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    temporary, failed = temporary_for(path), []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f'.{path.name}.*.tmp'):  # of a run that was killed while writing
+        for stale in path.parent.glob(f'.{path.stem}*.tmp'):  # of a run that was killed while writing
             stale.unlink(missing_ok=True)
         with open(temporary, 'wb') as f:
-            torch.save(checkpoint, f)
+            torch.save(checkpoint, _Noting(f, failed))
             f.flush()
             os.fsync(f.fileno())
+        before_replace()
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
-        raise UserError(f'cannot write checkpoint {path}: {e}') from e
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as e:
+        raise UserError(f'cannot write checkpoint {path}: {[*failed, e][0]}') from e
     finally:
         if temporary.is_file():
             temporary.unlink()
 
 
-def keep_beside(path: Path, name: str) -> Path:
-    """Give the file at `path` a second name in its folder; `path` stays until its successor takes its name."""
-    kept = path.with_name(name)
-    kept.unlink(missing_ok=True)
+class _Noting:
+    """A file that notes why it could not be written to: torch reports a full disk as an error about positions in it."""
+
+    def __init__(self, file, failed: list):
+        self.file, self.failed = file, failed
+
+    def write(self, data):
+        try:
+            return self.file.write(data)
+        except OSError as e:
+            self.failed.append(e)
+            raise
+
+    def flush(self):
+        self.file.flush()
+
+
+def temporary_for(path: Path) -> Path:
+    """Where this process writes what is to become `path`."""
+    return path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk only when its folder is. Not every system lets a folder be opened or flushed."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def keep_beside(path: Path, kept: Path) -> None:
+    """Give the file at `path` a second name in its folder, in place of what may have it; at no time has neither."""
+    temporary = temporary_for(kept)
     try:
-        os.link(path, kept)
-    except OSError:  # a file system without hard links
-        path.replace(kept)
-    return kept
+        try:
+            os.link(path, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, kept)
+    finally:
+        temporary.unlink(missing_ok=True)  # also where both were the same file already: then a rename does nothing
 
 
 def load_checkpoint(path: Path, device='cpu') -> dict:

@@ -14,6 +14,7 @@ from training import checkpoint as ckpt
 from training.adapt import adapt, adapted_config, differences
 from training.batches import TokenBatches
 from training.device import autocast, pick_dtype
+from training.shelf import Shelf, load_to_resume
 
 
 class Run:
@@ -22,18 +23,19 @@ class Run:
     def __init__(self, s, ranks, data_root: Path):
         self.s, self.ranks = s, ranks
         self.out_dir = Path(s.out_dir)
-        self.path = self.out_dir / 'ckpt.pt'
+        self.shelf = Shelf(self.out_dir, s.keep_checkpoints)
+        self.path, self.origin = self.shelf.path, self.out_dir / s.resume_from
         self.device = ranks.device
         dtype = pick_dtype(s.dtype, self.device)
         self.autocast = autocast(self.device, dtype)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
-        self.holds_best = False  # whether ckpt.pt is this run's evaluated best, not only the latest
-        self.owns_file = False   # whether ckpt.pt, if there is one, is of this run: another's is kept beside
+        self.saved_at = -1       # iteration of the checkpoint that was saved, or gone on from, last
+        self.holds_best = False  # whether that is this run's evaluated best, not only the latest
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
 
-        saved = ckpt.load_checkpoint(self.path) if s.init_from == 'resume' else None
+        saved = load_to_resume(self.origin) if s.init_from == 'resume' else None
         with ranks.main_first():
             folder = ensure_dataset(s.dataset, data_root)
         meta = read_meta(folder)
@@ -76,8 +78,8 @@ class Run:
             vocab_size = 50304 if meta is None else meta['vocab_size']
             return GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})), False
         if saved:
-            print(f'Resuming training from {s.out_dir}')
-            model, origin, old = None, self.path, ckpt.config_of(saved, self.path, dropout=s.dropout)
+            print(f'Resuming training from {s.out_dir if self.origin == self.path else self.origin}')
+            model, origin, old = None, self.origin, ckpt.config_of(saved, self.origin, dropout=s.dropout)
         else:
             print(f'Initializing from OpenAI GPT-2 weights: {s.init_from}')
             model, origin = GPT.from_pretrained(s.init_from, dict(dropout=s.dropout)), s.init_from
@@ -114,42 +116,45 @@ class Run:
 
     def _resume(self, saved, changed):
         """Optimizer, scaler, counters, random numbers; returns the batch that the next iteration was to train on."""
-        with ckpt.restoring(self.path, 'optimizer'):
+        with ckpt.restoring(self.origin, 'optimizer'):
             ckpt.load_optimizer(self.optimizer, saved['optimizer'])
         for group, decay in zip(self.optimizer.param_groups, (self.s.weight_decay, 0.0)):  # today's settings, not the saved
             group.update(betas=(self.s.beta1, self.s.beta2), weight_decay=decay)
         if saved.get('scaler'):
-            with ckpt.restoring(self.path, 'scaler'):
+            with ckpt.restoring(self.origin, 'scaler'):
                 self.scaler.load_state_dict(saved['scaler'])
         self.iter_num = saved['iter_num']
         if not changed:  # a model with other settings is to be judged anew, and does not take the place of its origin
             self.best_val_loss = torch.as_tensor(saved['best_val_loss'])
-            self.holds_best, self.owns_file = saved.get('holds_best', True), True
-        with ckpt.restoring(self.path, 'rng'):  # nanoGPT keeps neither random numbers nor the data position
+            self.holds_best, self.saved_at = bool(saved.get('holds_best', True)), self.iter_num
+            self.shelf.resume(self.origin, saved)
+        with ckpt.restoring(self.origin, 'rng'):  # nanoGPT keeps neither random numbers nor the data position
             states = saved.get('rng', [])
             if type(states) is not list:
                 raise TypeError(f'{type(states).__name__}, not a list')
             if self.ranks.rank < len(states):
                 ckpt.set_rng_state(states[self.ranks.rank])
-        with ckpt.restoring(self.path, 'data_rng'):
+        with ckpt.restoring(self.origin, 'data_rng'):
             return self.batches.resume(saved['data_rng']) if 'data_rng' in saved else self.batches.next()
 
-    def save(self, holds_best: bool):
-        """Write ckpt.pt, from rank 0; all ranks take part, for each has random numbers of its own."""
-        self.holds_best = holds_best
+    def save(self, best: bool, say=print):
+        """Write ckpt.pt, from rank 0; all ranks take part, for each has random numbers of its own.
+
+        best: this state was evaluated, and is better than all before. say: is told which files got another name.
+        Raises:
+            UserError: it cannot be written. What there was before is whole, and named.
+        """
+        self.holds_best = best or (self.holds_best and self.saved_at == self.iter_num)
         states = self.ranks.gather(ckpt.rng_state())
-        if not self.ranks.main:
-            return
-        if not self.owns_file and self.path.is_file():
-            print(f"{self.path} was there before this run: kept as {ckpt.keep_beside(self.path, 'ckpt_old.pt')}")
-        self.owns_file = True
-        ckpt.save_checkpoint(self.path, {
-            'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
-            'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
-            'best_val_loss': self.best_val_loss, 'config': vars(self.s),
-            # beyond nanoGPT's keys: what an exact resume needs
-            'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state, 'holds_best': holds_best,
-            'tokens': self.tokens})  # and this, against ids that came to mean something else
+        if self.ranks.main:
+            self.shelf.save({
+                'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
+                'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
+                'best_val_loss': self.best_val_loss, 'config': vars(self.s),
+                # beyond nanoGPT's keys: what an exact resume needs
+                'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
+                'holds_best': self.holds_best, 'tokens': self.tokens}, say)  # tokens: against ids that came to mean others
+        self.saved_at = self.iter_num
 
     @torch.no_grad()
     def evaluate(self, stop):

@@ -59,6 +59,14 @@ def final_weights(monkeypatch):
     return lambda: dict(kept)
 
 
+@pytest.fixture
+def val_losses(monkeypatch):
+    """Pretended validation losses, by iteration (9 elsewhere)."""
+    values = {}
+    monkeypatch.setattr(train.Run, 'evaluate', lambda run, stop: dict(train=1.0, val=values.get(run.iter_num, 9.0)))
+    return values
+
+
 @pytest.fixture(scope='session')
 def trained(tmp_path_factory, data_root):
     """Folders with a checkpoint of each kind, by name, trained once. Not to be written to."""

@@ -23,6 +23,7 @@ TINY = dict(dataset='tiny', device='cpu', compile=False, n_layer=2, n_head=2, n_
 VANILLA = dict(TINY)
 FULL_STACK = dict(TINY, n_layer=7, n_kv_head=1, layer_pattern='LLLLLG', window_size=4, kv_share='AABBBC',
                   share_global_kv=True, pos_embedding='rope', qk_norm=True)
+HARD = dict(dropout=0.1, gradient_accumulation_steps=2)  # every random number matters, and so does the data position
 BOTH = pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
 # the program, but for the folder that holds its data sets
 LAUNCH = ('import sys, pathlib, configurator, {0} as program; program.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
@@ -57,6 +58,18 @@ def metrics(out_dir) -> list[dict]:
 
 def losses(out_dir) -> list[tuple]:
     return [(row['iter'], row['loss']) for row in metrics(out_dir)]
+
+
+def raise_signal(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+class Died(BaseException):
+    """Stands for kill -9: nothing in the program may catch it."""
+
+
+def die():
+    raise Died
 
 
 def load(path) -> dict:

@@ -75,7 +75,8 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root):
 def test_dropout_differs_between_ranks_and_resumes_exactly(tmp_path, data_root):
     settings = SIX_STEPS | dict(dropout=0.3)
     run(data_root, 2, tmp_path / 'whole', **settings)
-    run(data_root, 2, tmp_path / 'parts', **settings | dict(max_iters=3))
+    run(data_root, 2, tmp_path / 'parts', **settings | dict(max_iters=3, checkpoint_interval=1, keep_checkpoints=2))
+    assert {p.name for p in (tmp_path / 'parts').glob('*.pt')} == {'ckpt.pt', 'ckpt_0000002.pt'}
     states = load(tmp_path / 'parts' / 'ckpt.pt')['rng']
     assert not torch.equal(states[0]['torch'], states[1]['torch'])
     run(data_root, 2, tmp_path / 'parts', init_from='resume', **settings)

@@ -7,24 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-import train
 from config.errors import UserError
-from tests.programs.support import BOTH, FULL_STACK, VANILLA, assert_same_weights, load, losses, metrics, run_train
+from tests.programs.support import (
+    BOTH,
+    FULL_STACK,
+    HARD,
+    VANILLA,
+    Died,
+    assert_same_weights,
+    die,
+    load,
+    losses,
+    metrics,
+    raise_signal,
+    run_train,
+)
 from training.batches import TokenBatches
-
-HARD = dict(dropout=0.1, gradient_accumulation_steps=2)  # every random number matters, and so does the data position
-
-
-def raise_signal(number):
-    return lambda: os.kill(os.getpid(), number)
-
-
-class Died(BaseException):
-    """Stands for kill -9: nothing in the program may catch it."""
-
-
-def die():
-    raise Died
 
 
 @pytest.fixture
@@ -87,8 +85,9 @@ def test_the_loss_scale_goes_on_where_it_stood(tmp_path, monkeypatch, at_step):
     assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
 
 
-def test_with_recomputed_blocks(check_resume):
-    check_resume(FULL_STACK, checkpoint_blocks=True)
+@pytest.mark.parametrize('policy', ['block', 'selective', 'mlp', 'every:3', 'sqrt', 'offload'])
+def test_with_recomputation(check_resume, policy):
+    check_resume(FULL_STACK, recompute=policy)
 
 
 def test_with_grad_clip_off_and_thin_logs(check_resume):
@@ -241,14 +240,6 @@ def test_eval_only_leaves_the_metrics_alone(tmp_path):
 BEST_ONLY = dict(always_save_checkpoint=False, eval_interval=2)
 
 
-@pytest.fixture
-def val_losses(monkeypatch):
-    """Pretended validation losses, by iteration (9 elsewhere)."""
-    values = {}
-    monkeypatch.setattr(train.Run, 'evaluate', lambda run, stop: dict(train=1.0, val=values.get(run.iter_num, 9.0)))
-    return values
-
-
 def test_the_best_so_far_is_kept_beside_what_an_interrupt_saves(tmp_path, at_step, val_losses, capsys):
     val_losses[4] = 1.0
     at_step(6, raise_signal(signal.SIGINT))
@@ -277,12 +268,6 @@ def test_a_better_one_after_resuming_takes_its_place(tmp_path, at_step, val_loss
     at_step(9, raise_signal(signal.SIGINT))
     run_train(tmp_path, **BEST_ONLY, init_from='resume')
     assert load(tmp_path / 'ckpt_best.pt')['iter_num'] == 8
-
-
-def test_always_saving_keeps_one_checkpoint(tmp_path, at_step):
-    at_step(6, raise_signal(signal.SIGINT))
-    run_train(tmp_path, eval_interval=2)
-    assert not (tmp_path / 'ckpt_best.pt').exists()
 
 
 def test_a_failed_save_on_interrupt_leaves_a_checkpoint_to_resume_from(tmp_path, at_step, val_losses, monkeypatch):
