@@ -15,6 +15,9 @@ from model import GPT
 from tests.programs.support import BOTH, FULL_STACK, TINY, VANILLA, assert_same_weights, flags, load, losses, metrics, run_train
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
+# on a CPU in float32: no loss scale, and no peak to take a share of
+ROW = {'iter', 'loss', 'lr', 'time_ms', 'tokens_per_second', 'grad_norm', 'skipped', 'model_tflops_per_second',
+       'memory_bytes', 'memory_peak_bytes', 'memory_share'}
 VANILLA_ARGS = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=False, vocab_size=12, dropout=0.0)
 
 
@@ -53,7 +56,9 @@ def test_metrics_have_every_step_with_full_precision_and_the_evaluations(tmp_pat
     assert [row['iter'] for row in run.rows] == list(range(21))
     for row in run.rows:
         evaluated = {'train_loss', 'val_loss'} if row['iter'] % 10 == 0 else set()
-        assert row.keys() == {'iter', 'loss', 'lr', 'time_ms', 'tokens_per_second'} | evaluated
+        assert row.keys() == ROW | evaluated
+        assert row['grad_norm'] > 0 and row['skipped'] == 0 and row['model_tflops_per_second'] > 0
+        assert 0 < row['memory_bytes'] <= row['memory_peak_bytes'] and 0 < row['memory_share'] < 1
         assert math.isfinite(row['loss'])
     printed = dict(re.findall(r'^iter (\d+): loss (\S+),', capsys.readouterr().out, re.M))
     assert all(printed[str(row['iter'])] == f"{row['loss']:.4f}" for row in run.rows)
