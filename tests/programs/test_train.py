@@ -13,6 +13,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.programs.support import BOTH, FULL_STACK, TINY, VANILLA, assert_same_weights, flags, load, losses, metrics, run_train
+from training.flops import flops_per_token
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 # on a CPU in float32: no loss scale, and no peak to take a share of
@@ -64,6 +65,21 @@ def test_metrics_have_every_step_with_full_precision_and_the_evaluations(tmp_pat
     assert all(printed[str(row['iter'])] == f"{row['loss']:.4f}" for row in run.rows)
     assert sum(row['loss'] != round(row['loss'], 6) for row in run.rows) > 15
     assert run.rows[-1]['loss'] < run.rows[0]['loss'] - 0.3  # it learns
+
+
+def test_mfu_is_of_the_devices_peak_where_that_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr('training.run.peak_tflops', lambda device, dtype: 0.5 if dtype == torch.float32 else None)
+    rows = run_train(tmp_path, FULL_STACK, max_iters=3, gradient_accumulation_steps=2).rows
+    flops = flops_per_token(GPT(GPTConfig(**load(tmp_path / 'ckpt.pt')['model_args']))).total
+    for row in rows:
+        assert row['model_tflops_per_second'] == pytest.approx(flops * row['tokens_per_second'] / 1e12)
+        assert row['mfu'] == pytest.approx(row['model_tflops_per_second'] / 0.5)
+
+
+@pytest.mark.parametrize('tf32, precision', [(True, 'high'), (False, 'highest')])
+def test_tf32_is_a_key(tmp_path, tf32, precision):
+    run_train(tmp_path, max_iters=0, tf32=tf32)
+    assert torch.get_float32_matmul_precision() == precision
 
 
 def test_metrics_say_the_learning_rate_that_was_used(tmp_path):

@@ -216,7 +216,8 @@ def test_where_the_system_says_nothing_there_are_no_figures(monkeypatch):
 
 
 def test_the_peak_is_kilobytes_on_linux_and_bytes_on_macos(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'resource', SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: SimpleNamespace(ru_maxrss=7)))
+    usage = SimpleNamespace(ru_maxrss=7)
+    monkeypatch.setitem(sys.modules, 'resource', SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: usage))
     for platform, peak in (('linux', 7 * 1024), ('darwin', 7)):
         monkeypatch.setattr(sys, 'platform', platform)
         assert memory_use(CPU).peak == peak
