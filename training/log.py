@@ -82,9 +82,9 @@ class RunLog:
     def skipped(self, seen) -> None:
         """A line of its own where iterations were skipped since the last one. seen: `training.update.Updates`."""
         if seen.new:
-            which = f'iteration {seen.latest}' if seen.new == 1 else f'{seen.new} iterations, the last of them {seen.latest},'
+            which = f'iteration {seen.latest}' if seen.new == 1 else f'{seen.new} iterations, the last of them {seen.latest}'
             scale = '' if seen.loss_scale is None else f'; loss scale now {seen.loss_scale:g}'
-            self.line(f'skipped {which} for gradients that are not finite{scale}')
+            self.line(f'skipped {which}: loss or gradients were not finite{scale}')
 
     def doing(self, what: str) -> None:
         """What the progress line says in front: 'training', 'evaluating'."""

@@ -199,7 +199,8 @@ class Run:
     def stop_if_broken(self, loss):
         """Raises UserError where the last `max_skipped` iterations were all skipped. It waits for the device."""
         if self.update.in_row >= self.s.max_skipped:
-            saved = self.path if self.owns_file and self.path.is_file() else None
+            own = self.owns_file or not self.ranks.main  # only rank 0 saves, and knows
+            saved = self.path if own and self.path.is_file() else None
             lr = self.optimizer.param_groups[0]['lr']
             raise UserError(broken(self.update.read(), self.iter_num, loss.item(), lr, self.s, saved))
 

@@ -68,7 +68,7 @@ def test_a_bad_iteration_harms_nothing_and_the_run_goes_on(tmp_path, capsys, poi
     assert all(math.isfinite(row['loss']) for row in rows[5:]) and rows[-1]['loss'] < rows[0]['loss']
     scale = '; loss scale now 32768' if dtype == 'float16' else ''
     told = re.findall('^skipped.*|^iter [45]', capsys.readouterr().out, re.M)
-    assert told == ['iter 4', f'skipped iteration 4 for gradients that are not finite{scale}', 'iter 5']
+    assert told == ['iter 4', f'skipped iteration 4: loss or gradients were not finite{scale}', 'iter 5']
 
 
 def test_with_clipping_off_and_without_a_fused_optimizer(tmp_path, poisoned, monkeypatch):
@@ -105,8 +105,8 @@ def test_thin_logs_tell_of_all_that_were_skipped(tmp_path, capsys, poisoned):
     rows = run_train(tmp_path, max_iters=8, eval_interval=100, log_interval=4).rows
     assert [row['skipped'] for row in rows] == [0, 2, 3]
     assert re.findall('^skipped.*', capsys.readouterr().out, re.M) == [
-        'skipped 2 iterations, the last of them 2, for gradients that are not finite',
-        'skipped iteration 6 for gradients that are not finite']
+        'skipped 2 iterations, the last of them 2: loss or gradients were not finite',
+        'skipped iteration 6: loss or gradients were not finite']
 
 
 @pytest.mark.parametrize('act, what', [(lambda run: bad_gradient(run, math.inf), r'gradient norm is inf \(loss \d\.\d{4}\)'),
@@ -140,7 +140,7 @@ def test_halvings_of_the_first_loss_scale_do_not_end_a_run_but_overflows_without
     rows = metrics(tmp_path)
     assert [row['loss_scale'] for row in rows] == [2.0 ** (15 - it) for it in range(18)]
     assert [row['skipped'] for row in rows] == list(range(1, 19))
-    assert 'skipped iteration 17 for gradients that are not finite; loss scale now 0.25' in capsys.readouterr().out
+    assert 'skipped iteration 17: loss or gradients were not finite; loss scale now 0.25' in capsys.readouterr().out
 
 
 def test_counts_go_on_where_a_run_was_stopped(tmp_path, poisoned):
