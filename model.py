@@ -134,8 +134,8 @@ class CausalSelfAttention(nn.Module):
 
     @staticmethod
     def _positioned(x, norm, rope):
-        """Norm, then RoPE, in x's dtype: autocast would let the norm give float32, and K would not match V."""
-        y = x if norm is None else norm(x).to(x.dtype)
+        """Norm, in the dtype of its weight (float32 under autocast), then RoPE; in x's dtype again, so that K matches V."""
+        y = x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
         return y if rope is None else apply_rope(y, *rope)
 
 

@@ -64,7 +64,10 @@ def train(run, log, stop):
                 mfu = now if mfu == -1.0 else 0.9 * mfu + 0.1 * now
             if run.iter_num % s.log_interval == 0:
                 log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, mfu {mfu * 100:.2f}%')
-            log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000, tokens_per_second=tokens_per_second)
+            seen = run.update.read()
+            log.skipped(seen)
+            log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000, tokens_per_second=tokens_per_second,
+                        **run.figures(seen, dt))
             log.advance(run.iter_num, tokens_per_second, loss)
         run.iter_num += 1
         if run.iter_num > s.max_iters:
@@ -92,7 +95,7 @@ def stop_cleanly(run, log, stop):
 def check(s):
     """Settings that only make sense together, refused before anything is loaded or written."""
     for name in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval', 'eval_iters',
-                 'keep_checkpoints'):
+                 'keep_checkpoints', 'max_skipped'):
         if getattr(s, name) < 1:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
     for name in ('max_iters', 'warmup_iters', 'grad_clip', 'weight_decay', 'learning_rate', 'min_lr',

@@ -1,10 +1,14 @@
-"""Which device and arithmetic a run uses."""
+"""Which device and arithmetic a run uses, and how much of the device's memory."""
 import contextlib
+import os
 import platform
+import sys
+from dataclasses import dataclass
 
 import torch
 
 from config.errors import UserError
+from config.sizes import physical_memory
 
 
 def pick_device(name: str) -> torch.device:
@@ -62,3 +66,43 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == 'mps':
         torch.mps.synchronize()
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes; None where the system does not say. peak: the most at any time so far. total: what there is in all."""
+    used: int | None
+    peak: int | None
+    total: int | None
+
+    @property
+    def share(self) -> float | None:
+        """The peak's, of all that there is."""
+        return self.peak / self.total if self.peak and self.total else None
+
+
+def memory_use(device: torch.device) -> MemoryUse:
+    """What tensors take on a GPU (the caching allocator holds more), or what this process takes of the machine's memory."""
+    if device.type == 'cuda':
+        return MemoryUse(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device),
+                         torch.cuda.mem_get_info(device)[1])
+    if device.type == 'mps':
+        return MemoryUse(torch.mps.current_allocated_memory(), None, torch.mps.recommended_max_memory())
+    return MemoryUse(_resident(), _most_resident(), physical_memory() or None)
+
+
+def _resident():
+    try:
+        with open('/proc/self/statm') as f:
+            return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+    except OSError:  # no Linux
+        return None
+
+
+def _most_resident():
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == 'darwin' else most * 1024  # getrusage(2): bytes there, kilobytes on Linux

@@ -3,6 +3,7 @@
 Notation: N parameters, L layers, H query heads, Hkv key/value heads, D head_dim, C n_embd, F mlp_hidden, V vocab_size,
 T sequence length, W window_size. A multiplication and an addition are two FLOPs.
 """
+import re
 from dataclasses import dataclass
 
 import torch
@@ -88,3 +89,49 @@ def achieved(model, sequences: int, dt: float, T: int = 0) -> float:
     """Model TFLOP/s of forward and backward over `sequences` sequences of T tokens (0 = block_size) in `dt` seconds."""
     T = T or model.config.block_size
     return flops_per_token(model, T).total * T * sequences / dt / 1e12
+
+
+# Dense TFLOP/s at most, with float32 accumulation, from NVIDIA's data sheets and architecture whitepapers (their figures
+# "with sparsity" are twice these). What a line lacks,
+# the hardware lacks.
+# Of a name that torch gives ("NVIDIA A100-SXM4-80GB") the first line counts that is found in it as whole words.
+PEAKS = (
+    ('V100-PCIE', dict(float16=112.0, float32=14.0)),
+    ('V100', dict(float16=125.0, float32=15.7)),
+    ('T4', dict(float16=65.0, float32=8.1)),
+    ('A100', dict(float16=312.0, bfloat16=312.0, tf32=156.0, float32=19.5)),
+    ('A10', dict(float16=125.0, bfloat16=125.0, tf32=62.5, float32=31.2)),
+    ('A40', dict(float16=149.7, bfloat16=149.7, tf32=74.8, float32=37.4)),
+    ('RTX A6000', dict(float16=154.8, bfloat16=154.8, tf32=77.4, float32=38.7)),
+    ('L4', dict(float16=121.0, bfloat16=121.0, tf32=60.0, float32=30.3)),
+    ('L40', dict(float16=181.0, bfloat16=181.0, tf32=90.5, float32=90.5)),
+    ('L40S', dict(float16=362.0, bfloat16=362.0, tf32=183.0, float32=91.6)),
+    ('H100 PCIe', dict(float16=756.0, bfloat16=756.0, tf32=378.0, float32=51.0)),
+    ('H100 NVL', dict(float16=835.0, bfloat16=835.0, tf32=417.5, float32=60.0)),
+    ('H200 NVL', dict(float16=835.0, bfloat16=835.0, tf32=417.5, float32=60.0)),
+    ('H100|H200|GH200', dict(float16=989.4, bfloat16=989.4, tf32=494.7, float32=66.9)),
+    ('B200', dict(float16=2250.0, bfloat16=2250.0, tf32=1125.0, float32=75.0)),
+    ('RTX 3090', dict(float16=71.0, bfloat16=71.0, tf32=35.6, float32=35.6)),
+    ('RTX 4090', dict(float16=165.2, bfloat16=165.2, tf32=82.6, float32=82.6)),
+    ('RTX 5090', dict(float16=209.5, bfloat16=209.5, tf32=104.8, float32=104.8)),
+)
+OTHER_CHIP = r'\bMIG\b|\bLaptop\b|\bMax-Q\b|\bTi\b|\bD\b'  # a part of one, or another one under nearly the same name
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense TFLOP/s that one such device has at most for products in `dtype`; float32 is TF32 where torch may use that.
+
+    None where it is not known, as of every CPU.
+    """
+    return named_peak(torch.cuda.get_device_name(device), dtype) if device.type == 'cuda' else None
+
+
+def named_peak(name: str, dtype: torch.dtype) -> float | None:
+    """`peak_tflops` by the name that torch.cuda.get_device_name gives."""
+    if re.search(OTHER_CHIP, name):
+        return None
+    rates = next((rates for chip, rates in PEAKS if re.search(rf'\b({chip})\b', name)), {})
+    kind = str(dtype).removeprefix('torch.')
+    if kind == 'float32' and torch.get_float32_matmul_precision() != 'highest':
+        return rates.get('tf32', rates.get('float32'))
+    return rates.get(kind)

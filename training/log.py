@@ -1,5 +1,6 @@
 """What a run says: nanoGPT's log lines, a live progress line on a terminal, metrics.jsonl; and passes on to trackers."""
 import json
+import math
 import os
 import sys
 import time
@@ -12,9 +13,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class RunLog:
     """Log lines and metrics of one run; a context manager, so that files and the progress line are closed properly.
 
-    metrics.jsonl has one JSON object per logged step: iter, loss (full precision), lr, time_ms, tokens_per_second and,
-    where the step was evaluated, train_loss and val_loss. On resume rows from `start_iter` on are dropped: they are
-    written again. A new run keeps the file of the one before as metrics_old.jsonl.
+    metrics.jsonl has one JSON object per logged step, in full precision; what is not finite is null there:
+
+        iter, loss, lr              loss of the iteration's last micro-batch, learning rate it was trained with
+        time_ms                     of an iteration, averaged since the row before; evaluations do not count
+        tokens_per_second           of all processes together
+        grad_norm                   of all gradients together, before clipping
+        loss_scale                  where float16 is trained with one
+        skipped                     iterations without an update so far, resumed ones included (`training.update`)
+        model_tflops_per_second     as the model asks for, windows and heads counted (`training.flops.achieved`), all processes
+        mfu                         that as a share of the devices' peak, 0 to 1; only where the peak is known. Not the printed
+                                    one, which is nanoGPT's: every layer as full attention, an A100's peak
+        memory_bytes, memory_peak_bytes, memory_share
+                                    of the device, or on a CPU of the process (`training.device.memory_use`)
+        train_loss, val_loss        where the step was evaluated
+
+    On resume rows from `start_iter` on are dropped: they are written again. A new run keeps the file of the one before as
+    metrics_old.jsonl.
 
     trackers: from `training.trackers`, closed with the log. write: False leaves metrics.jsonl alone.
     """
@@ -64,6 +79,13 @@ class RunLog:
         except BrokenPipeError:
             sys.stdout = open(os.devnull, 'w')
 
+    def skipped(self, seen) -> None:
+        """A line of its own where iterations were skipped since the last one. seen: `training.update.Updates`."""
+        if seen.new:
+            which = f'iteration {seen.latest}' if seen.new == 1 else f'{seen.new} iterations, the last of them {seen.latest}'
+            scale = '' if seen.loss_scale is None else f'; loss scale now {seen.loss_scale:g}'
+            self.line(f'skipped {which}: loss or gradients were not finite{scale}')
+
     def doing(self, what: str) -> None:
         """What the progress line says in front: 'training', 'evaluating'."""
         self.progress.update(self.task, description=what)
@@ -74,7 +96,8 @@ class RunLog:
 
     def stepped(self, iter_num: int, evaluated: dict, **row) -> None:
         """Figures of a logged step, with the losses of an evaluation just before it."""
-        self.file.write(json.dumps({'iter': iter_num, **row, **evaluated}) + '\n')
+        known = {name: value if math.isfinite(value) else None for name, value in {**row, **evaluated}.items()}
+        self.file.write(json.dumps({'iter': iter_num, **known}) + '\n')
         for tracker in self.trackers:
             tracker.stepped(iter_num, row)
 

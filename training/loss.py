@@ -42,7 +42,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index, rows, dtype):
         w, counted = weight.to(dtype), targets != ignore_index
-        n, targets = counted.sum(), targets.where(counted, 0)[:, None]
+        n, counted, targets = counted.sum(), counted[:, None], targets.where(counted, 0)[:, None]
         # in float32 also where the products are not: chunks are added up
         grad_x, grad_w = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         total = grad_w.new_zeros(())
@@ -51,10 +51,10 @@ class _Chunked(torch.autograd.Function):
             xc = x[chunk].to(dtype)
             logits = F.linear(xc, w).to(grad_w.dtype)                              # (rows, V)
             lse = logits.logsumexp(1, keepdim=True)
-            total += (lse - logits.gather(1, targets[chunk]))[counted[chunk]].sum()
+            total += (lse - logits.gather(1, targets[chunk])).where(counted[chunk], 0).sum()  # no shape that depends on data
             d = logits.sub_(lse).exp_()                                            # d loss / d logits, times n
             d.scatter_add_(1, targets[chunk], d.new_full((1, 1), -1.0).expand_as(lse))
-            d = d.mul_(counted[chunk][:, None] / n).to(dtype)
+            d = d.mul_(counted[chunk].to(d.dtype) / n).to(dtype)
             grad_x[chunk] = d @ w
             if dtype == grad_w.dtype:
                 grad_w.addmm_(d.t(), xc)

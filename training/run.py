@@ -13,8 +13,10 @@ from model import GPT
 from training import checkpoint as ckpt
 from training.adapt import adapt, adapted_config, differences
 from training.batches import TokenBatches
-from training.device import autocast, pick_dtype
+from training.device import autocast, memory_use, pick_dtype
+from training.flops import achieved, peak_tflops
 from training.shelf import Shelf, load_to_resume
+from training.update import GuardedUpdate, broken, contagious
 
 
 class Run:
@@ -26,14 +28,14 @@ class Run:
         self.shelf = Shelf(self.out_dir, s.keep_checkpoints)
         self.path, self.origin = self.shelf.path, self.out_dir / s.resume_from
         self.device = ranks.device
-        dtype = pick_dtype(s.dtype, self.device)
-        self.autocast = autocast(self.device, dtype)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        self.dtype = pick_dtype(s.dtype, self.device)
+        self.autocast = autocast(self.device, self.dtype)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
         self.saved_at = -1       # iteration of the checkpoint that was saved, or gone on from, last
         self.holds_best = False  # whether that is this run's evaluated best, not only the latest
         torch.manual_seed(s.seed)
-        torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
+        torch.set_float32_matmul_precision('high' if s.tf32 else 'highest')
 
         saved = load_to_resume(self.origin) if s.init_from == 'resume' else None
         with ranks.main_first():
@@ -51,6 +53,7 @@ class Run:
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         self.optimizer = self.model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
                                                          self.device.type)
+        self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)
         self.batch = self._resume(saved, changed) if saved else self.batches.next()
         del saved
         self._compile_and_distribute()
@@ -124,6 +127,8 @@ class Run:
             with ckpt.restoring(self.origin, 'scaler'):
                 self.scaler.load_state_dict(saved['scaler'])
         self.iter_num = saved['iter_num']
+        with ckpt.restoring(self.origin, 'skipped'):
+            self.update.restore(int(saved.get('skipped', 0)))
         if not changed:  # a model with other settings is to be judged anew, and does not take the place of its origin
             self.best_val_loss = torch.as_tensor(saved['best_val_loss'])
             self.holds_best, self.saved_at = bool(saved.get('holds_best', True)), self.iter_num
@@ -153,7 +158,8 @@ class Run:
                 'best_val_loss': self.best_val_loss, 'config': vars(self.s),
                 # beyond nanoGPT's keys: what an exact resume needs
                 'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
-                'holds_best': self.holds_best, 'tokens': self.tokens}, say)  # tokens: against ids that came to mean others
+                'holds_best': self.holds_best, 'skipped': self.update.skipped,
+                'tokens': self.tokens}, say)  # tokens: against ids that came to mean others
         self.saved_at = self.iter_num
 
     @torch.no_grad()
@@ -176,22 +182,45 @@ class Run:
         return means
 
     def step(self):
-        """One iteration: forward and backward over this rank's micro-batches, clip, update. Returns the last one's loss."""
+        """One iteration: forward and backward over this rank's micro-batches, clip, update. Returns the last one's loss.
+
+        Raises:
+            UserError: too many iterations in a row had nothing finite to step by (`stop_if_broken`).
+        """
         self.trained.train()
         n = self.s.gradient_accumulation_steps // self.ranks.world_size
         for k in range(n):
             with self._last_syncs(k == n - 1):
                 with self.autocast:
-                    loss = self.trained(*self.batch)[1] / n
+                    loss = contagious(self.trained(*self.batch)[1] / n)
                 self.batch = self.batches.next()  # fetched while the device is busy with the forward pass
                 self.scaler.scale(loss).backward()
-        if self.s.grad_clip != 0.0:
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach() * n
+        loss = loss.detach() * n
+        self.update(self.iter_num, loss)
+        if self.device.type == 'cpu' or self.iter_num % self.s.max_skipped == 0:  # elsewhere to look is to wait for the device
+            self.stop_if_broken(loss)
+        return loss
+
+    def stop_if_broken(self, loss):
+        """Raises UserError where the last `max_skipped` iterations were all skipped. It waits for the device."""
+        if self.update.in_row >= self.s.max_skipped:
+            own = self.shelf.latest is not None or not self.ranks.main  # only rank 0 saves, and knows
+            saved = self.path if own and self.path.is_file() else None
+            lr = self.optimizer.param_groups[0]['lr']
+            raise UserError(broken(self.update.read(), self.iter_num, loss.item(), lr, self.s, saved))
+
+    def figures(self, seen, seconds: float) -> dict:
+        """What a logged step tells beside loss and pace: the keys of `RunLog`'s rows from grad_norm on.
+
+        seen: from `GuardedUpdate.read`. seconds: of an iteration.
+        """
+        tflops = achieved(self.model, self.s.batch_size * self.s.gradient_accumulation_steps, seconds)
+        peak = peak_tflops(self.device, self.dtype)
+        memory = memory_use(self.device)
+        row = dict(grad_norm=seen.grad_norm, loss_scale=seen.loss_scale, skipped=seen.skipped, model_tflops_per_second=tflops,
+                   mfu=peak and tflops / (peak * self.ranks.world_size), memory_bytes=memory.used,
+                   memory_peak_bytes=memory.peak, memory_share=memory.share)
+        return {name: value for name, value in row.items() if value is not None}
 
     def _last_syncs(self, last):
         """Gradients are averaged over the ranks once an iteration, in its last backward pass."""

@@ -54,7 +54,7 @@ class WandB:
 
 
 class TensorBoard:
-    """Evaluations under the same names, and loss, lr and tokens_per_second at each logged step, under step/.
+    """Evaluations under the same names, and what metrics.jsonl has of each logged step (`RunLog`), under step/.
 
     See them with `tensorboard --logdir OUT_DIR`.
     """
@@ -68,8 +68,8 @@ class TensorBoard:
             self.writer.add_scalar(name, value, iter_num)
 
     def stepped(self, iter_num: int, row: dict) -> None:
-        for name in ('loss', 'lr', 'tokens_per_second'):
-            self.writer.add_scalar(f'step/{name}', row[name], iter_num)
+        for name, value in row.items():
+            self.writer.add_scalar(f'step/{name}', value, iter_num)
 
     def close(self) -> None:
         self.writer.close()

@@ -10,9 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.programs.support import FULL_STACK, LAUNCH, ROOT, VANILLA, flags, load, losses, metrics
+from tests.programs.support import FULL_STACK, LAUNCH, ROOT, VANILLA, flags, load, losses, metrics, run_train
 
 SIX_STEPS = dict(gradient_accumulation_steps=4, max_iters=5, eval_interval=3, eval_iters=3)
+BAD_LOSS = '''
+import train
+plain = train.Run.step
+def step(run):
+    if run.ranks.rank != 1 or run.iter_num not in (1, 3, 4):
+        return plain(run)
+    calls = []
+    def poison(model, given, out):
+        calls.append(1)
+        return (out[0], out[1] + float("nan")) if len(calls) == 1 else out
+    hook = run.model.register_forward_hook(poison)
+    try:
+        return plain(run)
+    finally:
+        hook.remove()
+train.Run.step = step
+'''  # on one rank, in its first micro-batch alone; the gradients stay finite
 
 
 started = []
@@ -28,9 +45,10 @@ def _leave_nothing_running():
             process.communicate(timeout=60)
 
 
-def start(data_root, n, out_dir, config=VANILLA, **overrides):
-    """train.py on `n` processes: under torchrun, or as it is for one."""
-    command = [sys.executable, '-c', LAUNCH.format('train'), str(data_root), *flags(dict(config, out_dir=out_dir) | overrides)]
+def start(data_root, n, out_dir, config=VANILLA, before='', **overrides):
+    """train.py on `n` processes: under torchrun, or as it is for one. before: code to run first."""
+    settings = dict(config, out_dir=out_dir) | overrides
+    command = [sys.executable, '-c', before + LAUNCH.format('train'), str(data_root), *flags(settings)]
     if n > 1:
         command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}', '--no-python',
                    *command]
@@ -63,6 +81,25 @@ def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(tmp_pat
     assert torch.equal(one['data_rng'], two['data_rng']) and len(two['rng']) == 2
     assert out.count('step 0:') == out.count('iter 0:') == out.count('tokens per iteration') == 1  # rank 1 is silent
     assert 'tokens per iteration will be: 256' in out  # 4 micro-batches of 4 sequences of 16
+
+
+def test_recomputation_and_a_chunked_loss_under_ddp(tmp_path, data_root):
+    """Two processes that keep little against one that keeps all: the same gradients, averaged once an iteration."""
+    run_train(tmp_path / 'plain', **SIX_STEPS, chunked_loss=False)
+    run(data_root, 2, tmp_path / 'little', **SIX_STEPS, recompute='selective',
+        before="import training.loss; training.loss.CHUNK_BYTES = {'cpu': 4 * 12 * 9}\n")
+    assert_same_losses(metrics(tmp_path / 'plain'), metrics(tmp_path / 'little'))
+    norms = [[row['grad_norm'] for row in metrics(tmp_path / name)] for name in ('plain', 'little')]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_a_bad_loss_on_one_of_two_processes_is_skipped_by_both(tmp_path, data_root):
+    """Else one would step and the other not, and their weights would part for good."""
+    process = start(data_root, 2, tmp_path, before=BAD_LOSS, gradient_accumulation_steps=4, max_iters=4, eval_interval=100,
+                    max_skipped=2)
+    _, err = process.communicate(timeout=180)
+    assert [row['skipped'] for row in metrics(tmp_path)] == [0, 1, 1, 2]
+    assert process.returncode != 0 and 'iteration 4: the gradient norm is nan (loss ' in err, err
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root):

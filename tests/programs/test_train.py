@@ -13,8 +13,12 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.programs.support import BOTH, FULL_STACK, TINY, VANILLA, assert_same_weights, flags, load, losses, metrics, run_train
+from training.flops import flops_per_token
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
+# on a CPU in float32: no loss scale, and no peak to take a share of
+ROW = {'iter', 'loss', 'lr', 'time_ms', 'tokens_per_second', 'grad_norm', 'skipped', 'model_tflops_per_second',
+       'memory_bytes', 'memory_peak_bytes', 'memory_share'}
 VANILLA_ARGS = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=False, vocab_size=12, dropout=0.0)
 
 
@@ -53,12 +57,29 @@ def test_metrics_have_every_step_with_full_precision_and_the_evaluations(tmp_pat
     assert [row['iter'] for row in run.rows] == list(range(21))
     for row in run.rows:
         evaluated = {'train_loss', 'val_loss'} if row['iter'] % 10 == 0 else set()
-        assert row.keys() == {'iter', 'loss', 'lr', 'time_ms', 'tokens_per_second'} | evaluated
+        assert row.keys() == ROW | evaluated
+        assert row['grad_norm'] > 0 and row['skipped'] == 0 and row['model_tflops_per_second'] > 0
+        assert 0 < row['memory_bytes'] <= row['memory_peak_bytes'] and 0 < row['memory_share'] < 1
         assert math.isfinite(row['loss'])
     printed = dict(re.findall(r'^iter (\d+): loss (\S+),', capsys.readouterr().out, re.M))
     assert all(printed[str(row['iter'])] == f"{row['loss']:.4f}" for row in run.rows)
     assert sum(row['loss'] != round(row['loss'], 6) for row in run.rows) > 15
     assert run.rows[-1]['loss'] < run.rows[0]['loss'] - 0.3  # it learns
+
+
+def test_mfu_is_of_the_devices_peak_where_that_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr('training.run.peak_tflops', lambda device, dtype: 0.5 if dtype == torch.float32 else None)
+    rows = run_train(tmp_path, FULL_STACK, max_iters=3, gradient_accumulation_steps=2).rows
+    flops = flops_per_token(GPT(GPTConfig(**load(tmp_path / 'ckpt.pt')['model_args']))).total
+    for row in rows:
+        assert row['model_tflops_per_second'] == pytest.approx(flops * row['tokens_per_second'] / 1e12)
+        assert row['mfu'] == pytest.approx(row['model_tflops_per_second'] / 0.5)
+
+
+@pytest.mark.parametrize('tf32, precision', [(True, 'high'), (False, 'highest')])
+def test_tf32_is_a_key(tmp_path, tf32, precision):
+    run_train(tmp_path, max_iters=0, tf32=tf32)
+    assert torch.get_float32_matmul_precision() == precision
 
 
 def test_metrics_say_the_learning_rate_that_was_used(tmp_path):

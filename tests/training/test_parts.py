@@ -1,6 +1,7 @@
 """The parts of a training step by themselves: batches, schedule, optimizer groups, random numbers, signals, device."""
 import random
 import signal
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,11 +9,12 @@ import pytest
 import torch
 
 from config.errors import UserError
+from config.sizes import physical_memory
 from data.making.writer import write_dataset
 from model import GPT, GPTConfig
 from training.batches import TokenBatches
 from training.checkpoint import rng_state, save_checkpoint, set_rng_state
-from training.device import pick_device, pick_dtype
+from training.device import MemoryUse, memory_use, pick_device, pick_dtype
 from training.log import read_metrics
 from training.optim import configure_optimizers, learning_rate_at
 from training.signals import StopRequest
@@ -191,3 +193,31 @@ def test_unusable_devices_are_named_with_the_usable(name):
 
 def test_auto_dtype_is_float32_off_cuda():
     assert pick_dtype('auto', CPU) == torch.float32 and pick_dtype('bfloat16', CPU) == torch.bfloat16
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+def test_memory_of_the_process_is_in_bytes_and_its_peak_stays():
+    before = memory_use(CPU)
+    block = torch.ones(64 * 2 ** 20 // 4)  # 64 MiB, written to
+    during = memory_use(CPU)
+    assert 60 * 2 ** 20 < during.used - before.used < 80 * 2 ** 20
+    del block
+    after = memory_use(CPU)
+    assert after.used < during.used - 60 * 2 ** 20 and after.peak >= during.peak >= during.used * 0.99
+    assert after.share == after.peak / after.total and after.total == physical_memory()
+
+
+def test_where_the_system_says_nothing_there_are_no_figures(monkeypatch):
+    monkeypatch.setattr('training.device.physical_memory', lambda: 0)
+    monkeypatch.setattr('builtins.open', lambda *a: (_ for _ in ()).throw(FileNotFoundError()))
+    monkeypatch.setitem(sys.modules, 'resource', None)
+    assert memory_use(CPU) == MemoryUse(None, None, None) and memory_use(CPU).share is None
+
+
+def test_the_peak_is_kilobytes_on_linux_and_bytes_on_macos(monkeypatch):
+    usage = SimpleNamespace(ru_maxrss=7)
+    monkeypatch.setitem(sys.modules, 'resource', SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: usage))
+    for platform, peak in (('linux', 7 * 1024), ('darwin', 7)):
+        monkeypatch.setattr(sys, 'platform', platform)
+        assert memory_use(CPU).peak == peak

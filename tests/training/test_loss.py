@@ -1,0 +1,137 @@
+"""The loss in chunks is the loss, and its gradients are the gradients."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import training.loss
+from model import GPT, GPTConfig
+from tests.helpers.models import FULL_STACK, tokens
+from training.loss import cross_entropy, linear_cross_entropy
+
+C, V = 16, 37
+ROWS = pytest.mark.parametrize('n', [3, 4, 6, 7, 20])  # three at a time: one chunk, one more, whole ones, a rest
+
+
+@pytest.fixture(autouse=True)
+def three_rows(monkeypatch):
+    """Chunks of 3 rows, but for torch.compile."""
+    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * V * 3})
+
+
+def problem(n, dtype=torch.float64, ignored=()):
+    generator = torch.Generator().manual_seed(n)
+    x, weight = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((n, C), (V, C)))
+    targets = torch.randint(V, (n,), generator=generator)
+    targets[list(ignored)] = -1
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def plain(x, weight, targets):
+    return cross_entropy(F.linear(x, weight), targets)
+
+
+def with_gradients(form, x, weight, targets, factor=1.0):
+    loss = form(x, weight, targets)
+    return loss.detach(), *torch.autograd.grad(loss * factor, (x, weight))
+
+
+def gaps(found, wanted):
+    """Relative, of the loss and of each gradient as a whole."""
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted)]
+
+
+@ROWS
+@pytest.mark.parametrize('dtype, bound', [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=['fp64', 'fp32'])
+@pytest.mark.parametrize('ignored', [(), (0, 1, 2), (1,)], ids=['all', 'without the first chunk', 'without one row'])
+def test_loss_and_gradients(n, dtype, bound, ignored):
+    given = problem(n, dtype, ignored if len(ignored) < n else ())
+    found, wanted = (with_gradients(form, *given, factor=-2.5) for form in (linear_cross_entropy, plain))
+    assert [x.dtype for x in found] == [dtype] * 3 and max(gaps(found, wanted)) < bound
+
+
+def test_it_never_holds_all_logits(monkeypatch):
+    seen, linear = [], F.linear
+    monkeypatch.setattr(training.loss.F, 'linear', lambda x, w: (seen.append(len(x)), linear(x, w))[1])
+    linear_cross_entropy(*problem(20))
+    assert seen == [3] * 6 + [2]
+
+
+@pytest.mark.parametrize('half', [torch.bfloat16, torch.float16], ids=['bf16', 'fp16'])
+@pytest.mark.parametrize('n', [20, 300])
+def test_under_autocast_it_is_as_near_to_the_truth_as_the_plain_form(half, n):
+    given = problem(n, torch.float32, ignored=(2, 5))
+    truth = with_gradients(plain, *given)
+    with torch.autocast('cpu', half):
+        forms = [with_gradients(form, *given) for form in (linear_cross_entropy, plain)]
+    assert [x.dtype for x in forms[0]] == [torch.float32] * 3
+    mine, theirs = (gaps(form, truth) for form in forms)
+    assert max(mine) < 4 * torch.finfo(half).eps
+    assert all(a <= 1.1 * b + 1e-6 for a, b in zip(mine, theirs)), (mine, theirs)
+
+
+def test_where_no_target_counts_it_is_nan_as_torchs():
+    given = problem(7, ignored=range(7))
+    found, wanted = (with_gradients(form, *given) for form in (linear_cross_entropy, plain))
+    assert found[0].isnan() and wanted[0].isnan()
+
+
+def test_extreme_logits_neither_overflow_nor_lose_the_sum():
+    x, weight, targets = problem(7, torch.float32)
+    with torch.no_grad():
+        x.mul_(1e4)
+    truth = with_gradients(plain, x.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), targets)
+    mine, theirs = (gaps(with_gradients(form, x, weight, targets), truth) for form in (linear_cross_entropy, plain))
+    assert truth[0] > 1e5 and max(mine) < max(1e-3, 2 * max(theirs))  # logits of 1e5 are rounded by 0.004
+
+
+@pytest.mark.parametrize('form', [linear_cross_entropy, plain])
+def test_backward_twice_is_refused_unless_the_graph_is_kept(form):
+    x, weight, targets = problem(7)
+    loss = form(x, weight, targets)
+    loss.backward()
+    with pytest.raises(RuntimeError, match='second time'):
+        loss.backward()
+    once = x.grad.clone()
+    x.grad = None
+    loss = form(x, weight, targets)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(x.grad, 2 * once, rtol=1e-12, atol=0)
+
+
+def test_derivatives_of_its_gradients_are_refused_rather_than_wrong():
+    x, weight, targets = problem(7)
+    grad, = torch.autograd.grad(linear_cross_entropy(x, weight, targets), x, create_graph=True)
+    with pytest.raises(RuntimeError, match='does not require grad'):
+        grad.sum().backward()
+
+
+def test_with_a_frozen_weight_and_without_gradients():
+    x, weight, targets = problem(7)
+    wanted = with_gradients(plain, x, weight, targets)
+    loss = linear_cross_entropy(x, weight.detach(), targets)
+    loss.backward()
+    assert max(gaps((loss.detach(), x.grad), wanted)) < 1e-12
+    with torch.no_grad():
+        assert max(gaps([linear_cross_entropy(x, weight, targets)], wanted)) < 1e-12
+
+
+def test_compiled_without_a_break_in_the_graph():
+    given = problem(20)
+    compiled = torch.compile(linear_cross_entropy, backend='aot_eager', fullgraph=True)
+    assert max(gaps(with_gradients(compiled, *given), with_gradients(plain, *given))) < 1e-12
+    torch._dynamo.reset()
+
+
+def test_a_model_whose_embedding_is_its_head_gets_both_gradients():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**FULL_STACK)).double().train()
+    idx, targets = tokens(2, 40), tokens(2, 40, seed=1)
+    targets[0, :7] = -1
+    gradients = []
+    for chunked in (False, True):
+        model.chunked_loss = chunked
+        logits, loss = model(idx, targets)
+        assert (logits is None) == chunked
+        gradients.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+    assert max(gaps(gradients[1], gradients[0])) < 1e-12

@@ -1,0 +1,179 @@
+"""What runs in float32 under autocast: norms, softmax, loss, the residual stream, gradients and the optimizer's state.
+
+On a CPU; each test would fail if what it is about ran in the half type.
+"""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+import training.loss
+from attention import causal_attention
+from model import GPT, GPTConfig
+from tests.helpers.models import FULL_STACK, tokens
+from tests.programs.support import FULL_STACK as FULL_STACK_RUN
+from tests.programs.support import VANILLA, load, make_tiny, run_train
+from training.loss import cross_entropy, linear_cross_entropy
+
+HALF = pytest.mark.parametrize('half', [torch.bfloat16, torch.float16], ids=['bf16', 'fp16'])
+
+
+def autocast(half):
+    return torch.autocast('cpu', half)
+
+
+def rounding(half):
+    """Largest relative error of one rounding."""
+    return torch.finfo(half).eps / 2
+
+
+def observed(model):
+    """(module, input, output) of every norm and block of the next forward passes."""
+    seen = []
+    for module in model.modules():
+        if 'Norm' in type(module).__name__ or type(module).__name__ == 'Block':
+            module.register_forward_hook(lambda m, given, out: seen.append((m, given[0], out)))
+    return seen
+
+
+def normed(module, x):
+    """By the definition, in float64."""
+    x = x.detach().double()
+    if isinstance(module, nn.RMSNorm):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps) * module.weight.double()
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5) * module.weight.double()
+    return y if module.bias is None else y + module.bias.double()
+
+
+@HALF
+@pytest.mark.parametrize('settings', [dict(FULL_STACK, bias=True), dict(FULL_STACK, layer_pattern='G', window_size=0,
+                                                                        kv_share='', qk_norm=False)], ids=['full', 'plain'])
+def test_norms_and_the_residual_stream(half, settings, recwarn):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**settings)).train()
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            nn.init.normal_(p, mean=float(name.endswith('weight')), std=0.3)
+    seen, idx = observed(model), tokens(2, 40)
+    with autocast(half):
+        model(idx, idx)
+    assert len(seen) >= 3 * 7 + 1
+    kinds = {type(module).__name__ for module, _, _ in seen}
+    assert kinds == {'Block', 'LayerNorm'} | ({'RMSNorm'} if settings['qk_norm'] else set())
+    for module, x, out in seen:
+        if type(module).__name__ == 'Block':
+            assert x.dtype == out[0].dtype == torch.float32
+        else:
+            assert x.dtype == out.dtype == torch.float32
+            torch.testing.assert_close(out.detach().double(), normed(module, x), rtol=1e-5, atol=1e-6)
+    assert not [w for w in recwarn if 'Mismatch dtype' in str(w.message)]  # where input and weight differ: a slower road
+
+
+@HALF
+def test_the_half_type_is_used_for_products_and_keys_match_values(half):
+    model, seen = GPT(GPTConfig(**FULL_STACK)).train(), []
+    for block in model.transformer.h:
+        block.attn.register_forward_hook(lambda m, given, out: seen.append((out[0].dtype, *(x.dtype for x in out[1]))))
+        block.mlp.c_fc.register_forward_hook(lambda m, given, out: seen.append((out.dtype,)))
+    with autocast(half):
+        logits, loss = model(tokens(2, 40), tokens(2, 40))
+    assert {dtype for dtypes in seen for dtype in dtypes} == {half} == {logits.dtype}
+    loss.backward()
+    assert loss.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+class SoftmaxTypes(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if 'softmax' in func.__name__:
+            self.seen.append(args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
+@HALF
+@pytest.mark.parametrize('window', [0, 50], ids=['global', 'window'])
+@pytest.mark.parametrize('n_kv_head', [1, 2])
+def test_the_softmax_of_attention(half, window, n_kv_head):
+    """Scores near 60 would be rounded by a quarter in bfloat16, their weights by a fourth."""
+    torch.manual_seed(1)
+    T, D = 200, 16
+    q, k, v = (torch.randn(1, n, T, D) for n in (2, n_kv_head, n_kv_head))
+    q, k, v = (7 * q / q.norm(dim=-1, keepdim=True) * 6).to(half), (k / k.norm(dim=-1, keepdim=True) * 6).to(half), v.to(half)
+    with autocast(half):
+        y = causal_attention(q, k, v, window)
+    wide = [x.double().repeat_interleave(2 // x.size(1), 1) for x in (q, k, v)]
+    scores = wide[0] @ wide[1].transpose(2, 3) / math.sqrt(D)
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or T)), -torch.inf)
+    assert 40 < scores.max() < 70
+    exact = scores.softmax(-1) @ wide[2]
+    assert y.dtype == half
+    # the weights may be rounded once for their product with the values, and the sum once
+    assert (y.double() - exact).abs().max() < 2 * rounding(half) * v.double().abs().max()
+    rough = scores.to(half).double().softmax(-1) @ wide[2]
+    assert (rough - exact).abs().max() > 4 * rounding(half) * v.double().abs().max()  # so the bound above tells them apart
+
+
+@HALF
+def test_the_sum_of_many_small_weights(half):
+    """Added up in bfloat16 it would stop growing at 256 times the smallest."""
+    q, v = torch.zeros(1, 1, 4096, 8, dtype=half), torch.ones(1, 1, 4096, 8, dtype=half)
+    with autocast(half):
+        assert causal_attention(q, q, v).sub(1).abs().max() <= 2 * rounding(half)
+
+
+@HALF
+@pytest.mark.parametrize('window', [0, 20])
+def test_the_softmax_of_attention_with_dropout(half, window):
+    q = torch.randn(1, 2, 64, 8, dtype=half)
+    with autocast(half), SoftmaxTypes() as found:
+        causal_attention(q, q, q, window, dropout_p=0.1)
+    assert found.seen and set(found.seen) == {torch.float32}
+
+
+@HALF
+@pytest.mark.parametrize('chunked', [False, True])
+def test_the_loss_is_the_float32_loss_of_the_half_logits(half, chunked, monkeypatch):
+    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 50 * 16})
+    torch.manual_seed(2)
+    x, weight, targets = torch.randn(100, 24), torch.randn(50, 24), torch.randint(50, (100,))
+    with autocast(half):
+        logits = F.linear(x, weight)
+        loss = linear_cross_entropy(x, weight, targets) if chunked else cross_entropy(logits, targets)
+    wanted = F.cross_entropy(logits.double(), targets)
+    assert logits.dtype == half and loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    in_half = F.cross_entropy(logits, targets)
+    assert abs(in_half.item() - wanted.item()) > 1e-5 * wanted.item()
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    make_tiny(tmp_path / 'data')
+    monkeypatch.setattr(train, 'DATA_ROOT', tmp_path / 'data')
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('config', [VANILLA, FULL_STACK_RUN], ids=['vanilla', 'full stack'])
+def test_training_stays_near_float32_and_keeps_its_state_there(tmp_path, tiny, monkeypatch, config, dtype):
+    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 12 * 16})  # so that the loss is taken in chunks
+    settings = dict(config, max_iters=2, eval_interval=2, gradient_accumulation_steps=2)
+    exact = run_train(tmp_path / 'a', settings, dtype='float32').rows
+    half = run_train(tmp_path / 'b', settings, dtype=dtype).rows
+    for a, b in zip(exact, half):
+        assert a['loss'] == pytest.approx(b['loss'], abs=0.01) and a['loss'] != b['loss'] and b['skipped'] == 0
+        assert a['grad_norm'] == pytest.approx(b['grad_norm'], rel=0.05)  # of the unscaled gradients
+        assert b.get('loss_scale') == (65536.0 if dtype == 'float16' else None) and 'loss_scale' not in a
+    saved = load(tmp_path / 'b' / 'ckpt.pt')
+    assert {x.dtype for x in saved['model'].values()} == {torch.float32}
+    moments = [x for state in saved['optimizer']['state'].values() for x in state.values()]
+    assert moments and {x.dtype for x in moments} == {torch.float32}
+    assert saved['scaler'].get('scale') == (65536.0 if dtype == 'float16' else None)

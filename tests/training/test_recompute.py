@@ -1,0 +1,206 @@
+"""Every recomputation policy trains as none does, and computes again what it says and nothing else."""
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+import training.loss
+import training.offload
+from config.errors import UserError
+from model import GPT, GPTConfig
+from tests.helpers.models import FULL_STACK, VOCAB, tokens
+from tests.programs.support import VANILLA as VANILLA_RUN
+from tests.programs.support import flags
+from training.recompute import ATTENTION, PRODUCTS, Recompute
+
+aten = torch.ops.aten
+POLICIES = ('block', 'every:2', 'sqrt', 'mlp', 'selective', 'offload')
+SMALL = dict(block_size=64, vocab_size=VOCAB, n_layer=4, n_head=4, n_embd=24)
+SHAPES = {'vanilla': SMALL, 'GQA': dict(SMALL, n_kv_head=2, pos_embedding='rope', bias=False), 'full stack': FULL_STACK}
+
+
+@pytest.fixture(autouse=True)
+def _small_enough_to_chunk_and_to_move(monkeypatch):
+    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * VOCAB * 13})
+    monkeypatch.setattr(training.offload, 'SMALLEST', 0)
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """The tensors that came back from host memory."""
+    plain, seen = training.offload._unpack, []
+
+    def unpack(packed):
+        if not torch.is_tensor(packed):
+            seen.append(packed[0])
+        return plain(packed)
+    monkeypatch.setattr(training.offload, '_unpack', unpack)
+    return seen
+
+
+def new_model(shape, policy='none', **settings):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**dict(SHAPES[shape], **settings))).train()
+    model.set_recompute(policy)
+    return model
+
+
+def two_steps(shape, policy, half, accumulation, dropout, chunked):
+    """Losses of all micro-batches, and the parameters after two updates."""
+    model, losses = new_model(shape, policy, dropout=dropout), []
+    model.chunked_loss = chunked
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for k in range(2 * accumulation):
+        with torch.autocast('cpu', torch.bfloat16, enabled=half):
+            loss = model(tokens(1, 40, seed=k), tokens(1, 40, seed=k + 1))[1]
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+        if (k + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, [p.detach() for p in model.parameters()]
+
+
+plain_steps = functools.cache(functools.partial(two_steps, policy='none'))
+
+
+@pytest.mark.parametrize('accumulation, dropout, chunked', [(1, 0.0, False), (4, 0.1, True)])
+@pytest.mark.parametrize('half', [False, True], ids=['fp32', 'bf16'])
+@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('policy', POLICIES)
+def test_two_steps_are_those_without(policy, shape, half, accumulation, dropout, chunked, moved):
+    settings = dict(half=half, accumulation=accumulation, dropout=dropout, chunked=chunked)
+    losses, parameters = plain_steps(shape, **settings)
+    again = two_steps(shape, policy, **settings)
+    assert again[0] == losses
+    assert all(torch.equal(a, b) for a, b in zip(again[1], parameters))
+    assert bool(moved) == (policy == 'offload')
+
+
+# -- what is computed again -------------------------------------------------------------------------------------------
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.n = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n[func] += 1
+        return func(*args, **kwargs or {})
+
+    def of(self, ops):
+        return sum(self.n[op] for op in ops)
+
+
+def work(policy, shape='vanilla'):
+    """Operations of the forward and of the backward pass, and how often each kind of module ran in the whole step."""
+    model, calls = new_model(shape, policy), Counter()
+    for block in model.transformer.h:
+        for name, module in (('block', block), ('c_attn', block.attn.c_attn), ('c_fc', block.mlp.c_fc)):
+            module.register_forward_pre_hook(lambda m, given, name=name: calls.update([name]))
+    with Counted() as forward:
+        loss = model(tokens(2, 40), tokens(2, 40))[1]
+    with Counted() as backward:
+        loss.backward()
+    return forward, backward, calls
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('policy', ('none', *POLICIES))
+def test_what_runs_twice(policy, shape):
+    n = SHAPES[shape]['n_layer']
+    forward, backward, calls = work(policy, shape)
+    twice = {'mlp': {'c_fc'}, 'none': set(), 'offload': set()}.get(policy, {'block', 'c_attn', 'c_fc'})
+    assert calls == {name: n * (1 + (name in twice)) for name in ('block', 'c_attn', 'c_fc')}
+    # selective goes through the modules again, but takes products and attention from what it kept
+    assert backward.of(ATTENTION) == (forward.of(ATTENTION) if policy in ('block', 'every:2', 'sqrt') else 0)
+    assert forward.of(ATTENTION) >= n
+    assert (backward.n[aten.gelu.default] > 0) == (policy not in ('none', 'offload'))
+
+
+def test_selective_computes_no_product_again():
+    backward = {policy: work(policy)[1] for policy in ('none', 'selective', 'mlp', 'block')}
+    products = {policy: counted.of(PRODUCTS) for policy, counted in backward.items()}
+    n = SMALL['n_layer']
+    assert products['selective'] == products['none']
+    # of what a segment ends with the backward pass needs the input alone: c_proj of the MLP is not computed again
+    assert products['mlp'] == products['none'] + n
+    assert products['block'] == products['none'] + 3 * n
+    norms = {policy: counted.n[aten.native_layer_norm.default] for policy, counted in backward.items()}
+    assert norms == {'none': 0, 'selective': 2 * n, 'mlp': n, 'block': 2 * n}
+
+
+def test_evaluation_computes_nothing_again():
+    model = new_model('vanilla', 'block').eval()
+    calls = []
+    model.transformer.h[0].register_forward_pre_hook(lambda *a: calls.append(1))
+    model(tokens(2, 40), tokens(2, 40))[1].backward()
+    assert len(calls) == 1
+
+
+def test_offload_leaves_parameters_and_what_is_small_where_they_are(moved, monkeypatch):
+    model = new_model('vanilla', 'offload')
+    model(tokens(2, 40), tokens(2, 40))[1].backward()
+    own = {p.data_ptr() for p in model.parameters()}
+    everything = len(moved)
+    assert everything >= 10 * SMALL['n_layer'] and not own & {x.data_ptr() for x in moved}
+    moved.clear()
+    monkeypatch.setattr(training.offload, 'SMALLEST', 4 * 2 * 40 * 4 * 24)  # the hidden layer of an MLP, and more
+    model(tokens(2, 40), tokens(2, 40))[1].backward()
+    assert 0 < len(moved) < everything and min(x.nbytes for x in moved) >= 4 * 2 * 40 * 4 * 24
+
+
+# -- with torch.compile -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('policy, shape', [('block', 'vanilla'), ('selective', 'GQA'), ('mlp', 'GQA'), ('sqrt', 'GQA')])
+def test_compiled_without_a_break_in_the_graph(policy, shape):
+    """Through AOTAutograd, whose partitioner decides by the policies' marks; no C++ is compiled."""
+    idx, targets = tokens(2, 40), tokens(2, 40, seed=1)
+    model = new_model(shape, 'none', n_layer=2)
+    loss = model(idx, targets)[1]
+    loss.backward()
+    other = new_model(shape, policy, n_layer=2)
+    other.chunked_loss = policy == 'block'
+    other.prepare(64)
+    compiled = torch.compile(other, backend='aot_eager_decomp_partition', fullgraph=True)
+    again = compiled(idx, targets)[1]
+    again.backward()
+    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
+    for (name, p), q in zip(model.named_parameters(), other.parameters()):
+        assert (p.grad - q.grad).norm() <= 1e-5 * p.grad.norm(), name
+    torch._dynamo.reset()
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name, n_layer, segments', [
+    ('none', 3, ()), ('mlp', 3, ()), ('offload', 3, ()), ('block', 3, ((0, 1), (1, 2), (2, 3))),
+    ('selective', 2, ((0, 1), (1, 2))), ('every:2', 5, ((0, 2), (2, 4), (4, 5))), ('every:5', 5, ((0, 5),)),
+    ('sqrt', 1, ((0, 1),)), ('sqrt', 9, ((0, 3), (3, 6), (6, 9))), ('sqrt', 7, ((0, 3), (3, 6), (6, 7)))])
+def test_segments(name, n_layer, segments):
+    policy = Recompute.parse(name, n_layer)
+    assert policy.segments == segments and bool(policy) == (name != 'none')
+
+
+@pytest.mark.parametrize('name', ['every:0', 'every:5', 'every:x', 'every:', 'every:-1', 'every:1.5'])
+def test_every_needs_a_number_of_blocks(name):
+    with pytest.raises(UserError, match=f"recompute='{name}': K must be a whole number from 1 to n_layer=4"):
+        new_model('vanilla', name)
+
+
+@pytest.mark.parametrize('name', ['blocks', '', 'every', 'Block', 'none:2', 'all'])
+def test_other_names_are_refused_with_those_that_are(name):
+    with pytest.raises(UserError, match=f"recompute='{name}': allowed are 'none', 'selective', 'mlp', 'block', 'sqrt', 'off"):
+        new_model('vanilla', name)
+
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(recompute='offload', compile=True), "recompute='offload' .* torch.compile .* --compile=False"),
+    (dict(checkpoint_blocks=True, recompute='mlp'), "checkpoint_blocks=True means recompute='block', not 'mlp'")])
+def test_settings_that_exclude_each_other(tmp_path, settings, message):
+    with pytest.raises(UserError, match=message):
+        train.main(flags(dict(VANILLA_RUN, out_dir=tmp_path / 'out') | settings))
+    assert not (tmp_path / 'out').exists()
