@@ -88,7 +88,9 @@ def memory_use(device: torch.device) -> MemoryUse:
                          torch.cuda.mem_get_info(device)[1])
     if device.type == 'mps':
         return MemoryUse(torch.mps.current_allocated_memory(), None, torch.mps.recommended_max_memory())
-    return MemoryUse(_resident(), _most_resident(), physical_memory() or None)
+    used, peak = _resident(), _most_resident()
+    # Linux notes the most that there was only now and then: it can lie behind what there is
+    return MemoryUse(used, peak and max(peak, used or 0), physical_memory() or None)
 
 
 def _resident():
