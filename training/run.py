@@ -14,6 +14,7 @@ from training import checkpoint as ckpt
 from training.adapt import adapt, adapted_config, differences
 from training.batches import TokenBatches
 from training.device import autocast, pick_dtype
+from training.memory_plan import choose_policy
 
 
 class Run:
@@ -44,13 +45,18 @@ class Run:
         self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
         torch.manual_seed(s.seed + ranks.rank)  # dropout
         self.model.to(self.device)
-        self.model.set_recompute('block' if s.checkpoint_blocks else s.recompute)
+        policy = 'block' if s.checkpoint_blocks else s.recompute
+        self.model.set_recompute(choose_policy(s, self.model.config, self.device, dtype, ranks.world_size)
+                                 if policy == 'auto' else policy)
         self.model.chunked_loss = s.chunked_loss
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         self.optimizer = self.model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
                                                          self.device.type)
         self.batch = self._resume(saved, changed) if saved else self.batches.next()
         del saved
+        if s.memory_report and ranks.main:
+            from training.memory_table import print_memory_report
+            print_memory_report(self, dtype)
         self._compile_and_distribute()
 
     def _compile_and_distribute(self):
