@@ -9,7 +9,6 @@ Both run the model as it is (eager) and follow its storages (`training.live`). C
 """
 import contextlib
 import functools
-import resource
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -195,6 +194,7 @@ def memory_line(model, optimizer, device: torch.device) -> str:
 
 def peak_resident() -> int:
     """Bytes of this process's memory at its largest. ru_maxrss is in kilobytes, on macOS in bytes."""
+    import resource  # not everywhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 

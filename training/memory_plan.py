@@ -24,7 +24,6 @@ from data.tokenfiles import read_meta
 from kv.report import nice_bytes
 from training.device import pick_device, pick_dtype
 from training.memory import Predictor, free_memory
-from training.recompute import Recompute
 
 FASTEST_FIRST = ('none', 'selective', 'mlp', 'block', 'sqrt')
 USABLE = 0.9  # of what is free: the rest is for what a prediction does not see (kernels' own memory, fragmentation)
@@ -97,7 +96,7 @@ def largest_batch(peak, budget: int, start: int = 1) -> int:
         if best >= most:
             return best
         if over is None:
-            n = min(most, 2 * best) if len(fits) < 2 else most
+            n = min(most, (2 if len(fits) < 2 else 4) * best)  # a small batch's loss is not in chunks: no line to trust far
         else:
             least = best + _steps(budget - under, over[1] - under, over[0] - best)
             n = least if least > best else (best + 1 + most) // 2
@@ -202,9 +201,3 @@ def planned_config(s, data_root: Path) -> GPTConfig:
     """The settings' model; the data set says the vocabulary where it is there already (else GPT-2's, 50304)."""
     meta = read_meta(data_root / os.path.basename(s.dataset))
     return GPTConfig(vocab_size=meta['vocab_size'] if meta else 50304, **{key.name: getattr(s, key.name) for key in MODEL})
-
-
-def check_policy(name: str, n_layer: int) -> None:
-    """Raises UserError for what is no policy, nor 'auto'."""
-    if name != 'auto':
-        Recompute.parse(name, n_layer)

@@ -27,7 +27,8 @@ def print_memory_report(run, dtype: torch.dtype, console: Console | None = None)
         measured = None
     eager = '; compiled, less' if s.compile else ''
     title = f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, recompute={policy!r}{eager}'
-    console.print(_parts_table(predicted, measured, title))
+    console.print(title, style='italic', highlight=False)
+    console.print(_parts_table(predicted, measured))
     if measured is None:
         console.print(f'measured: it does not fit on {run.device}', highlight=False)
     console.print(_kinds_table(predicted, measured), _blocks_table(predicted, measured, run.model.plan.layers))
@@ -45,8 +46,8 @@ def _size(n):
     return '-' if n is None else nice_bytes(n)
 
 
-def _parts_table(predicted, measured, title):
-    table = _table(title, '', 'predicted', 'measured')
+def _parts_table(predicted, measured):
+    table = _table('', '', 'predicted', 'measured')
     for part in PARTS:
         name = {'loss_peak': 'logits and loss', 'optimizer': 'optimizer state'}.get(part, part)
         table.add_row(name, _size(getattr(predicted, part)), _size(measured and getattr(measured, part)),
