@@ -21,6 +21,7 @@ from data.datasets import DATA_ROOT
 from training.device import check_seed
 from training.distributed import Ranks
 from training.log import Pace, RunLog
+from training.memory import memory_line
 from training.optim import learning_rate_at
 from training.run import Run
 from training.signals import StopRequest
@@ -55,6 +56,8 @@ def train(run, log, stop):
             pace.restart()
         loss = run.step()
         pace.step()
+        if run.iter_num == first:
+            log.line(memory_line(run.model, run.optimizer, run.device))
         if run.iter_num % s.log_interval == 0 or evaluated:
             loss = run.ranks.from_last(loss.item())  # waits for the device, so the clock below is right
             dt = pace.read()

@@ -35,7 +35,8 @@ class Policy:
     def memory(self) -> dict:
         """Bytes, by `training.memory`."""
         self.choose()
-        return measure_memory(self.steps.model, self.steps.batch, self.steps.autocast, self.steps.optimizer).as_dict()
+        return measure_memory(self.steps.model, self.steps.batch, autocast=self.steps.autocast,
+                              optimizer=self.steps.optimizer).as_dict()
 
     def gradients(self) -> list[torch.Tensor]:
         self.choose()

@@ -87,6 +87,11 @@ TRAIN = RUN + _keys(
     ('compile', True, 'torch.compile the model'),
 )
 
+MEMORY = _keys(
+    ('budget', '', "memory of the device, as '24GB'; '' = what is free now"),
+    ('json', False, 'end with one JSON document on the last line'),
+) + TRAIN
+
 SAMPLE = _keys(
     ('init_from', 'resume', "'resume' (the checkpoint in out_dir), 'random' weights from a config, or GPT-2's",
      ('resume', 'random') + GPT2_TYPES, GPT2_FOLDER),
@@ -163,7 +168,7 @@ BENCH = _keys(
 ) + MODEL
 
 # program -> its keys, in the order of its --help
-PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'kv': KV}
+PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'kv': KV, 'memory': MEMORY}
 
 # config files are shared: a key of any program may stand in one, and the others pass over it
 ALL_KEYS = {key.name: key for keys in reversed(PROGRAMS.values()) for key in keys}

@@ -28,3 +28,13 @@ def physical_memory() -> int:
         return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     except (AttributeError, ValueError, OSError):
         return 0
+
+
+def available_memory() -> int:
+    """Bytes that programs can still get without swapping: MemAvailable where there is /proc/meminfo, else all that the machine
+    has; 0 where the system says neither."""
+    try:
+        with open('/proc/meminfo') as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith('MemAvailable:'))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return physical_memory()

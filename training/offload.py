@@ -5,22 +5,22 @@ from torch.nn import Parameter
 SMALLEST = 2 ** 16  # bytes; less than this is not worth a copy
 
 
-def offloaded(device: torch.device):
+def offloaded(device: torch.device, streams: bool = True):
     """A context: what the operations inside save for the backward pass lies in host memory until it is needed.
 
     On CUDA the memory is pinned, and the copies out run on a stream of their own, beside the computation. Parameters and
     views of them stay where they are. On a CPU everything is copied all the same, which saves nothing: there, that is for
-    tests.
+    tests. streams: False copies in order, from memory that is not pinned.
     """
-    return torch.autograd.graph.saved_tensors_hooks(_Pack(device), _unpack)
+    return torch.autograd.graph.saved_tensors_hooks(_Pack(device, streams), _unpack)
 
 
 class _Pack:
     """Takes a tensor that autograd is about to save, gives what `_unpack` makes it from again."""
 
-    def __init__(self, device):
+    def __init__(self, device, streams):
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
+        self.stream = torch.cuda.Stream(device) if streams and device.type == 'cuda' else None
 
     def __call__(self, x):
         if x.device != self.device or x.nbytes < SMALLEST or isinstance(x, Parameter) or isinstance(x._base, Parameter):

@@ -15,6 +15,7 @@ from training.adapt import adapt, adapted_config, differences
 from training.batches import TokenBatches
 from training.device import autocast, memory_use, pick_dtype
 from training.flops import achieved, peak_tflops
+from training.memory_plan import choose_policy
 from training.shelf import Shelf, load_to_resume
 from training.update import GuardedUpdate, broken, contagious
 
@@ -48,7 +49,9 @@ class Run:
         self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
         torch.manual_seed(s.seed + ranks.rank)  # dropout
         self.model.to(self.device)
-        self.model.set_recompute('block' if s.checkpoint_blocks else s.recompute)
+        policy = 'block' if s.checkpoint_blocks else s.recompute
+        self.model.set_recompute(choose_policy(s, self.model.config, self.device, self.dtype, ranks.world_size)
+                                 if policy == 'auto' else policy)
         self.model.chunked_loss = s.chunked_loss
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         self.optimizer = self.model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
@@ -56,6 +59,9 @@ class Run:
         self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)
         self.batch = self._resume(saved, changed) if saved else self.batches.next()
         del saved
+        if s.memory_report and ranks.main:
+            from training.memory_table import print_memory_report
+            print_memory_report(self, self.dtype)
         self._compile_and_distribute()
 
     def _compile_and_distribute(self):

@@ -1,0 +1,215 @@
+"""What a training step takes of the device's memory: measured on a real step, or predicted without memory or arithmetic.
+
+    measure(model, (x, y), 'mlp')                  # one forward and backward of this batch
+    predict(config, batch_size=8, policy='mlp')    # the same under FakeTensorMode: tensors without numbers
+
+    python -m training.memory config/train_gpt2.py --budget=24GB   # the largest micro-batch of each policy; see --help
+
+Both run the model as it is (eager) and follow its storages (`training.live`). Compiled code fuses operations and keeps less.
+"""
+import contextlib
+import functools
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import attention.causal
+import training.recompute
+from config.errors import UserError
+from config.sizes import available_memory
+from kv.report import nice_bytes
+from model import GPT
+from training.device import autocast as autocast_for
+from training.live import LOSS, LiveBytes
+from training.offload import offloaded
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one training step.
+
+    activations: kept from the forward pass for the backward, without logits and loss. by_block: of these, each block's;
+    by_kind: by what made them ('norms', 'attention', 'mlp', 'residual stream', 'cast weights': autocast's copies).
+    loss_peak: what lm_head and loss need beside them, forward and until the backward pass has left them.
+    peak: the most at any time, parameters, optimizer state and gradients included. offloaded: activations on the host.
+    flops: of the step (a micro-batch); what is computed again counts again. device: whose kernels these are.
+    """
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss_peak: int
+    peak: int
+    by_block: list = field(default_factory=list)
+    by_kind: dict = field(default_factory=dict)
+    offloaded: int = 0
+    flops: int = 0
+    policy: str = 'none'
+    device: str = 'cpu'
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def measure(model, batch, policy: str | None = None, autocast=None, *, chunked_loss: bool | None = None, optimizer=None,
+            accumulate: bool = False) -> Memory:
+    """Memory of a forward and backward pass over `batch`, which is really done; nothing of it remains.
+
+    Random numbers, gradients, training mode and policy are restored.
+
+    Args:
+        batch: (idx, targets), each (B, T) int64 on the model's device.
+        policy: of `training.recompute`; None = the model's. chunked_loss: None = the model's.
+        autocast: a context for the forward pass; None = float32.
+        optimizer: whose state counts; None, or one that has made no step yet: AdamW's.
+        accumulate: gradients are there already when the step begins, as with gradient accumulation.
+    """
+    was = model.training, model.recompute.name, model.chunked_loss, [p.grad for p in model.parameters()]
+    devices = [model.device] if model.device.type == 'cuda' else []
+    with torch.random.fork_rng(devices, device_type='cuda'):
+        try:
+            model.train()
+            model.set_recompute(was[1] if policy is None else policy)
+            model.chunked_loss = was[2] if chunked_loss is None else chunked_loss
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if accumulate else None
+            return _follow(model, batch, autocast or contextlib.nullcontext(), optimizer, accumulate)
+        finally:
+            model.train(was[0])
+            model.set_recompute(was[1])
+            model.chunked_loss = was[2]
+            for p, grad in zip(model.parameters(), was[3]):
+                p.grad = grad
+
+
+def _follow(model, batch, autocast, optimizer, accumulate):
+    for table in (model.rotary or {}).values():  # they stay, and are no activations
+        table(0, batch[0].size(1), model.device, model.lm_head.weight.dtype)
+    with _plain_flex(), LiveBytes(model) as live:
+        with autocast:
+            loss = model(*batch)[1]
+        kept, offloaded = live.by_label(), live.elsewhere
+        live.begin_backward()
+        loss.backward()
+        del loss
+    by_block, by_kind = Counter(), Counter()
+    for (block, kind), n in kept.items():
+        if kind != LOSS:
+            by_block[block] += n
+            by_kind[kind] += n
+    parameters, gradients, state = state_bytes(model, optimizer)
+    return Memory(parameters, gradients, state, by_kind.total(), live.loss_peak,
+                  parameters + state + max(gradients, live.peak + gradients * accumulate),
+                  [by_block[i] for i in range(len(model.transformer.h))], dict(by_kind), offloaded, live.flops,
+                  model.recompute.name, str(model.device))
+
+
+def state_bytes(model, optimizer=None) -> tuple[int, int, int]:
+    """Bytes of parameters, of their gradients, and of the optimizer's state: its own, or AdamW's where it has none yet."""
+    params = list(model.parameters())
+    parameters = sum(p.nbytes for p in params)
+    gradients = sum(p.nbytes for p in params if p.requires_grad)
+    if optimizer is not None and optimizer.state:
+        held = (x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x))
+        return parameters, gradients, sum(x.nbytes for x in held)
+    return parameters, gradients, 2 * gradients + 4 * sum(p.requires_grad for p in params)  # two averages; the step
+
+
+class Predictor:
+    """A model without numbers, to ask for the memory of steps with different policies and batches.
+
+    device: 'cuda' needs a CUDA device here, for autograd asks for it even then; else the CPU's kernels stand for its, and
+    `device` says so.
+    """
+
+    def __init__(self, config, device='cpu'):
+        self.device = torch.device(device)
+        if self.device.type == 'cuda' and not torch.cuda.is_available():
+            self.device = torch.device('cpu')
+        self.fake = FakeTensorMode()
+        with torch.random.fork_rng([], device_type='cuda'), self.fake, torch.device(self.device):
+            self.model = GPT(config)
+
+    def predict(self, policy: str = 'none', batch_size: int = 1, block_size: int = 0, chunked_loss: bool = True,
+                dtype: torch.dtype = torch.float32, accumulate: bool = False, optimizer=None) -> Memory:
+        """Memory of a step over (batch_size, block_size) tokens, all of them targets; 0 = the config's block_size."""
+        T = block_size or self.model.config.block_size
+        with torch.random.fork_rng([], device_type='cuda'), self.fake, _simple_offload(self.device):
+            x = torch.zeros(batch_size, T, dtype=torch.int64, device=self.device)
+            return measure(self.model, (x, torch.zeros_like(x)), policy, autocast_for(self.device, dtype),
+                           chunked_loss=chunked_loss, accumulate=accumulate, optimizer=optimizer)
+
+
+def predict(config, batch_size: int, block_size: int = 0, policy: str = 'none', chunked_loss: bool = True,
+            dtype: torch.dtype = torch.float32, device='cpu', accumulate: bool = False) -> Memory:
+    """What `measure` would say of a new model of this GPTConfig, without its memory or arithmetic; see `Predictor`.
+
+    Raises:
+        UserError (a ValueError): from the config, its plan or the policy.
+    """
+    return Predictor(config, device).predict(policy, batch_size, block_size, chunked_loss, dtype, accumulate)
+
+
+@contextlib.contextmanager
+def _replaced(module, name, value):
+    was = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, was)
+
+
+def _plain_flex():
+    """FlexAttention is not compiled where a dispatch mode is active, and would hold all scores. SDPA keeps what it keeps: q, k,
+    v, the output and a float32 number for each query."""
+    def stand_in(q, k, v, window):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+    return _replaced(attention.causal, 'flex_local_attention', stand_in)
+
+
+def _simple_offload(device):
+    """Offloading without streams and pinned memory, of which FakeTensorMode knows nothing."""
+    if device.type != 'cuda':
+        return contextlib.nullcontext()
+    return _replaced(training.recompute, 'offloaded', functools.partial(offloaded, streams=False))
+
+
+def memory_line(model, optimizer, device: torch.device) -> str:
+    """One line after a first step: what the live tensors take, and the device's own measure of the most so far."""
+    parameters, gradients, state = state_bytes(model, optimizer)
+    parts = [f'parameters {nice_bytes(parameters)}', f'gradients {nice_bytes(gradients)}', f'optimizer {nice_bytes(state)}']
+    if device.type == 'cuda':
+        peak = torch.cuda.max_memory_allocated(device)
+        parts += [f'activations and all else {nice_bytes(max(0, peak - parameters - gradients - state))}',
+                  f'peak {nice_bytes(peak)}']
+    else:
+        parts.append(f'peak {nice_bytes(peak_resident())} (the whole process)')
+    return 'memory: ' + ', '.join(parts)
+
+
+def peak_resident() -> int:
+    """Bytes of this process's memory at its largest. ru_maxrss is in kilobytes, on macOS in bytes."""
+    import resource  # not everywhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device now (of the host, where it has no memory of its own)."""
+    if device.type == 'cuda':
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, unused
+        return torch.cuda.mem_get_info(device)[0] + held
+    free = available_memory()
+    if not free:
+        raise UserError("this system does not say how much memory is free: give memory_budget, as '8GB'")
+    return free
+
+
+if __name__ == '__main__':
+    import configurator
+    from training.memory_plan import main
+    configurator.run_program(main)
