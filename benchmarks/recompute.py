@@ -6,13 +6,13 @@ is usually computed. Activations are what a forward pass leaves behind for the b
 from pathlib import Path
 
 import torch
-from training.memory import measure as measure_memory
 
 from benchmarks import clock
 from benchmarks.report import show
 from benchmarks.steps import TrainingSteps, training_models
 from config.errors import UserError
 from training.device import pick_dtype
+from training.memory import measure as measure_memory
 from training.recompute import Recompute
 
 WHOLE = 'whole logits'
