@@ -30,7 +30,7 @@ BENCHES = {
     'against-nanogpt': '--mode=decode --against=nanogpt --nanogpt=nanoGPT --batch_sizes=1 --contexts=960 --steps=8',
     'prefill-chunked': FULL + 'prefill --against=vanilla --contexts=1024,4096 --prefill_chunk=256',
     'recompute': FULL + 'recompute --against=vanilla --contexts=1024',
-    'lengths': FULL + 'lengths --against=vanilla --contexts=512,1024,2048,4096,8192',
+    'lengths': FULL + 'lengths --against=vanilla --contexts=256,512,1024,2048,8192',
     'serve': FULL + 'serve --batch_sizes=16 --contexts=64',
 }
 

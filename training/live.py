@@ -109,8 +109,8 @@ class LiveBytes(TorchDispatchMode):
         return self.stack[-1][1] if self.stack else self.default
 
     def _kind(self, x, label):
-        """Weight gradients are not the loss's memory."""
-        return (None, BACKWARD) if self.in_backward and label[1] == LOSS and x.shape == self.head_shape else label
+        """The weight's gradient is not the loss's memory, also where it is made with the loss (`training.loss`)."""
+        return (None, BACKWARD) if label[1] == LOSS and x.shape == self.head_shape else label
 
     @staticmethod
     def _all_selected(x, indices, *_):

@@ -50,16 +50,18 @@ class _Chunked(torch.autograd.Function):
             chunk = slice(first, first + rows)
             xc = x[chunk].to(dtype)
             logits = F.linear(xc, w).to(grad_w.dtype)                              # (rows, V)
-            lse = logits.logsumexp(1, keepdim=True)
-            total += (lse - logits.gather(1, targets[chunk])).where(counted[chunk], 0).sum()  # no shape that depends on data
-            d = logits.sub_(lse).exp_()                                            # d loss / d logits, times n
-            d.scatter_add_(1, targets[chunk], d.new_full((1, 1), -1.0).expand_as(lse))
-            d = d.mul_(counted[chunk].to(d.dtype) / n).to(dtype)
+            most, hit = logits.amax(1, keepdim=True), logits.gather(1, targets[chunk])
+            p = logits.sub_(most).exp_()  # in place from here on: the chunk's logits are the only (rows, V) there is
+            norm, share = p.sum(1, keepdim=True), counted[chunk].to(p.dtype) / n
+            # `where`: no shape that depends on data
+            total += (most + norm.log() - hit).where(counted[chunk], 0).sum()
+            d = p.mul_(share / norm).scatter_add_(1, targets[chunk], -share).to(dtype)   # d loss / d logits
             grad_x[chunk] = d @ w
             if dtype == grad_w.dtype:
                 grad_w.addmm_(d.t(), xc)
             else:
                 grad_w += d.t() @ xc
+            del logits, p, d  # not to be there beside those of the next chunk
         ctx.save_for_backward(grad_x, grad_w.to(weight.dtype))
         return total / n
 

@@ -24,7 +24,7 @@ from config.sizes import available_memory
 from kv.report import nice_bytes
 from model import GPT
 from training.device import autocast as autocast_for
-from training.live import LOSS, LiveBytes
+from training.live import BACKWARD, LOSS, LiveBytes
 from training.offload import offloaded
 
 
@@ -98,7 +98,7 @@ def _follow(model, batch, autocast, optimizer, accumulate):
         del loss
     by_block, by_kind = Counter(), Counter()
     for (block, kind), n in kept.items():
-        if kind != LOSS:
+        if kind not in (LOSS, BACKWARD):  # the chunked loss makes lm_head's gradient with the loss
             by_block[block] += n
             by_kind[kind] += n
     parameters, gradients, state = state_bytes(model, optimizer)
