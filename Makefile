@@ -52,6 +52,7 @@ quantization: $(VENV)/.installed  ## what int8 and int4 caches cost in loss (ove
 bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU (about an hour; finished runs are kept)
 	$(BIN)/python scripts/decode_parts.py
 	$(BIN)/python scripts/bench_cpu.py
+	$(BIN)/python scripts/loss_forms.py
 
 soak: $(VENV)/.installed  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
 	$(BIN)/python scripts/soak.py

@@ -280,7 +280,7 @@ class GPT(nn.Module):
 
     def set_recompute(self, policy: str) -> None:
         """Which activations the backward pass computes again: a policy of `training.recompute`."""
-        self.recompute = Recompute.parse(policy, self.config.n_layer)
+        self.recompute = Recompute.parse(policy, self.config.n_layer, self.config.dropout > 0)
         for block in self.transformer.h:
             block.recompute_mlp = self.recompute.name == 'mlp'
 

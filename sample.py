@@ -37,8 +37,9 @@ from inference.timings import Timings
 from inference.weights import compile_for_decode, pack_weights, quantize_weights, weights_dtype
 from kv.report import account, nice_bytes, print_report
 from model import GPT
-from training.checkpoint import config_of, load_checkpoint, load_weights, tokens_id
+from training.checkpoint import config_of, load_weights, tokens_id
 from training.device import check_seed, device_name, pick_device, pick_dtype
+from training.shelf import checkpoint_in, load_to_resume
 
 RULE = '-' * 15  # printed after each sample, as in nanoGPT
 
@@ -49,8 +50,8 @@ def load_model(s):
 
     The global generator is seeded just before the model is built and used by nothing else: sample 0 goes on from there.
     """
-    path = Path(s.out_dir) / 'ckpt.pt'
-    checkpoint = load_checkpoint(path) if s.init_from == 'resume' else None
+    path = checkpoint_in(s.out_dir, s.resume_from)
+    checkpoint = load_to_resume(path) if s.init_from == 'resume' else None
     torch.manual_seed(s.seed)
     known = ''
     if s.init_from not in ('resume', 'random'):

@@ -24,6 +24,7 @@ from training.log import Pace, RunLog
 from training.memory import memory_line
 from training.optim import learning_rate_at
 from training.run import Run
+from training.shelf import checkpoint_in
 from training.signals import StopRequest
 from training.trackers import check_packages, open_trackers
 
@@ -113,8 +114,7 @@ def check(s):
     if s.recompute == 'offload' and s.compile:
         raise UserError("recompute='offload' moves tensors in ways that torch.compile does not know: give --compile=False")
     check_seed(s.seed)
-    if not s.resume_from.strip('.') or set(s.resume_from) & set('/\\\0'):
-        raise UserError(f'resume_from={s.resume_from!r}: must be the name of a file in out_dir, as ckpt_best.pt')
+    checkpoint_in(s.out_dir, s.resume_from)
     if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
         raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is {s.init_from!r}: '
                         'give --init_from=resume too')

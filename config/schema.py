@@ -95,6 +95,7 @@ MEMORY = _keys(
 SAMPLE = _keys(
     ('init_from', 'resume', "'resume' (the checkpoint in out_dir), 'random' weights from a config, or GPT-2's",
      ('resume', 'random') + GPT2_TYPES, GPT2_FOLDER),
+    ('resume_from', 'ckpt.pt', "with init_from='resume': which checkpoint in out_dir, as ckpt_best.pt"),
 ) + RUN + _keys(
     ('start', '\n', "prompt, or 'FILE:path' of a text file to use as one"),
     ('prompts', '', "file with many prompts in place of start: one a line, or in a .jsonl file one JSON string or object a "

@@ -92,9 +92,8 @@ def achieved(model, sequences: int, dt: float, T: int = 0) -> float:
 
 
 # Dense TFLOP/s at most, with float32 accumulation, from NVIDIA's data sheets and architecture whitepapers (their figures
-# "with sparsity" are twice these). What a line lacks,
-# the hardware lacks.
-# Of a name that torch gives ("NVIDIA A100-SXM4-80GB") the first line counts that is found in it as whole words.
+# "with sparsity" are twice these). What a line lacks, the hardware lacks. Of a name that torch gives
+# ("NVIDIA A100-SXM4-80GB") the first line counts that is found in it as whole words.
 PEAKS = (
     ('V100-PCIE', dict(float16=112.0, float32=14.0)),
     ('V100', dict(float16=125.0, float32=15.7)),

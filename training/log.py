@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from config.errors import UserError
+
 
 class RunLog:
     """Log lines and metrics of one run; a context manager, so that files and the progress line are closed properly.
@@ -95,9 +97,17 @@ class RunLog:
         self.progress.update(self.task, completed=iter_num + 1, **fields)
 
     def stepped(self, iter_num: int, evaluated: dict, **row) -> None:
-        """Figures of a logged step, with the losses of an evaluation just before it."""
+        """Figures of a logged step, with the losses of an evaluation just before it.
+
+        Raises:
+            UserError: metrics.jsonl cannot be written to, as on a full disk.
+        """
         known = {name: value if math.isfinite(value) else None for name, value in {**row, **evaluated}.items()}
-        self.file.write(json.dumps({'iter': iter_num, **known}) + '\n')
+        try:
+            self.file.write(json.dumps({'iter': iter_num, **known}) + '\n')
+        except OSError as e:
+            raise UserError(f'cannot write to {self.path} at iteration {iter_num}: {e.strerror or e}; go on from the latest '
+                            'checkpoint with --init_from=resume') from e
         for tracker in self.trackers:
             tracker.stepped(iter_num, row)
 

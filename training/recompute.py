@@ -36,23 +36,25 @@ class Recompute:
     """A policy for a model of `n_layer` blocks; `parse` makes it from its name. False where nothing is to be done.
 
     segments: (first, last) of the blocks that are computed again together; () where blocks are not.
+    dropout: the model has some, and so the outputs of its MLPs are computed again unless they are kept.
     """
     name: str = 'none'
     segments: tuple[tuple[int, int], ...] = ()
+    dropout: bool = False
 
     @classmethod
-    def parse(cls, name: str, n_layer: int) -> 'Recompute':
+    def parse(cls, name: str, n_layer: int, dropout: bool = False) -> 'Recompute':
         """Raises UserError: no such policy, or K is not from 1 to n_layer."""
         kind, colon, number = name.partition(':')
         if kind == 'every' and colon:
             if not number.isdecimal() or not 1 <= int(number) <= n_layer:
                 raise UserError(f'recompute={name!r}: K must be a whole number from 1 to n_layer={n_layer}')
-            return cls(name, _segments(n_layer, int(number)))
+            return cls(name, _segments(n_layer, int(number)), dropout)
         if name not in NAMES:
             raise UserError(f"recompute={name!r}: allowed are {', '.join(map(repr, NAMES))}, 'every:K', and in train.py 'auto'")
         if name in ('block', 'selective'):
-            return cls(name, _segments(n_layer, 1))
-        return cls(name, _segments(n_layer, math.isqrt(n_layer - 1) + 1) if name == 'sqrt' else ())
+            return cls(name, _segments(n_layer, 1), dropout)
+        return cls(name, _segments(n_layer, math.isqrt(n_layer - 1) + 1) if name == 'sqrt' else (), dropout)
 
     def __bool__(self):
         return self.name != 'none'
@@ -63,8 +65,10 @@ class Recompute:
         if self.name == 'offload':
             with offloaded(x.device):
                 return blocks(0, n_layer, x, kvs)[0]
-        context = {'context_fn': functools.partial(create_selective_checkpoint_contexts, _selected)} \
-            if self.name == 'selective' else {}
+        context = {}
+        if self.name == 'selective':
+            kept = _selected_before_dropout if self.dropout else _selected
+            context = {'context_fn': functools.partial(create_selective_checkpoint_contexts, kept)}
         for first, last in self.segments:
             x, kvs = checkpoint(blocks, first, last, x, kvs, use_reentrant=False, **context)
         return x if self.segments else blocks(0, n_layer, x, kvs)[0]
@@ -79,7 +83,12 @@ def _selected(context, op, *args, **kwargs):
     next block keeps anyway, and the recomputation ends before it."""
     if op in ATTENTION or isinstance(op, torch._ops.HigherOrderOperator) and op.name().startswith('flex_attention'):
         return CheckpointPolicy.MUST_SAVE
-    if op in PRODUCTS:
+    if op in PRODUCTS:  # mm(x, w) or addmm(bias, x, w)
         inner, outer = args[-2].size(-1), args[-1].size(-1)
         return CheckpointPolicy.PREFER_RECOMPUTE if inner > outer else CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selected_before_dropout(context, op, *args, **kwargs):
+    """All products: behind that output of the MLP there is a dropout, up to which everything is computed again."""
+    return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else _selected(context, op, *args, **kwargs)

@@ -16,7 +16,7 @@ from training.batches import TokenBatches
 from training.device import autocast, memory_use, pick_dtype
 from training.flops import achieved, peak_tflops
 from training.memory_plan import choose_policy
-from training.shelf import Shelf, load_to_resume
+from training.shelf import Shelf, checkpoint_in, load_to_resume
 from training.update import GuardedUpdate, broken, contagious
 
 
@@ -27,7 +27,7 @@ class Run:
         self.s, self.ranks = s, ranks
         self.out_dir = Path(s.out_dir)
         self.shelf = Shelf(self.out_dir, s.keep_checkpoints)
-        self.path, self.origin = self.shelf.path, self.out_dir / s.resume_from
+        self.path, self.origin = self.shelf.path, checkpoint_in(s.out_dir, s.resume_from)
         self.device = ranks.device
         self.dtype = pick_dtype(s.dtype, self.device)
         self.autocast = autocast(self.device, self.dtype)

@@ -148,6 +148,13 @@ def peek(path: Path) -> tuple[str, int] | None:
         return None
 
 
+def checkpoint_in(out_dir: str, name: str) -> Path:
+    """The file that `resume_from` means. Raises UserError: it is no plain name."""
+    if not name.strip('.') or set(name) & set('/\\\0'):
+        raise UserError(f'resume_from={name!r}: must be the name of a file in out_dir, as ckpt_best.pt')
+    return Path(out_dir) / name
+
+
 def load_to_resume(path: Path) -> dict:
     """`load_checkpoint`; where that fails, the error names the other checkpoints in the folder.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import table
-from scripts import bench_cpu, decode_parts, nanogpt_parity, rope_finetune
+from scripts import bench_cpu, decode_parts, loss_forms, nanogpt_parity, rope_finetune
 
 ROOT = Path(nanogpt_parity.__file__).resolve().parent.parent
 PARTS = {part: json.loads((nanogpt_parity.RESULTS / f'{part}.json').read_text()) for part in nanogpt_parity.PARTS}
@@ -63,6 +63,7 @@ def test_the_page_of_cpu_benchmarks_is_made_from_their_json_files():
     assert (CPU / 'README.md').read_text() == table.page({name: cpu(name) for name in names})
     parts = json.loads((CPU / 'parts' / 'parts.json').read_text())
     assert (CPU / 'parts' / 'README.md').read_text() == decode_parts.table(parts)
+    assert (CPU / 'loss' / 'README.md').read_text() == loss_forms.table(json.loads((CPU / 'loss' / 'loss.json').read_text()))
 
 
 def test_readme_quotes_the_decode_benchmarks():
@@ -99,3 +100,20 @@ def test_readme_quotes_the_budget_the_engine_and_transformers():
     [cell] = cpu('against-nanogpt')['cells']
     wanted = r"nanoGPT's own `generate`, .*: (\d+) times at batch 1"
     assert int(re.search(wanted, prose('README.md'))[1]) == round(cell['ratios']['tokens_per_second']['nanogpt']['median'])
+
+
+def test_readme_quotes_the_recomputation_policies_and_the_soak():
+    cells = {cell['model']: cell for cell in cpu('recompute')['cells']}
+    rows = re.findall(r'\| `(\w+)` \| (\d+)% \| ([\d.]+)x \| (\d+)% \| ([\d.]+)x \|', (ROOT / 'README.md').read_text())
+    assert [row[0] for row in rows] == ['selective', 'mlp', 'block', 'sqrt']
+    for policy, *figures in rows:
+        for cell, saved, time in zip((cells['ours'], cells['vanilla']), figures[::2], figures[1::2]):
+            assert int(saved) == round(100 * cell['sides'][policy]['activations_saved'])
+            assert float(time) == pytest.approx(cell['ratios']['step_time'][policy]['median'], abs=0.006)
+            assert cell['sides'][policy]['gradient_difference'] == 0
+    whole, chunked = map(int, re.search(r'at most from (\d+) to (\d+) MB', prose('README.md')).groups())
+    for cell in cells.values():
+        assert [round(cell['sides'][name]['memory']['loss_peak'] / 1e6) for name in ('whole logits', 'none')] == [whole, chunked]
+    soak = cpu('soak')
+    assert (soak['kills'], soak['kills_inside_checkpoint_writing'], soak['rows_that_differ']) == (20, 10, 0)
+    assert 'killed 20 times, ten of them while it wrote a checkpoint' in prose('README.md')
