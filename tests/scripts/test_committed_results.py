@@ -113,7 +113,8 @@ def test_readme_quotes_the_recomputation_policies_and_the_soak():
             assert cell['sides'][policy]['gradient_difference'] == 0
     whole, chunked = map(int, re.search(r'at most from (\d+) to (\d+) MB', prose('README.md')).groups())
     for cell in cells.values():
-        assert [round(cell['sides'][name]['memory']['loss_peak'] / 1e6) for name in ('whole logits', 'none')] == [whole, chunked]
+        peaks = [cell['sides'][name]['memory']['loss_peak'] for name in ('whole logits', 'none')]
+        assert [round(n / 1e6) for n in peaks] == [whole, chunked]
     soak = cpu('soak')
     assert (soak['kills'], soak['kills_inside_checkpoint_writing'], soak['rows_that_differ']) == (20, 10, 0)
     assert 'killed 20 times, ten of them while it wrote a checkpoint' in prose('README.md')
