@@ -230,7 +230,7 @@ class GPT(nn.Module):
         Args:
             idx: (B, t) int64.
             targets: (B, t), -1 = ignored; then logits are (B, t, V) and loss is the mean cross-entropy, in float32. Not with
-                a cache. With `chunked_loss`, in training, logits are None (`training.loss`).
+                a cache. With `chunked_loss` set, logits are None (`training.loss`).
             cache: from `new_cache`; any t >= 1.
             lens: with a cache, row b appends only its first lens[b] tokens (0 = untouched; its logits mean nothing).
             rows: with a cache, the numbers of the cache rows that the B rows of idx are; None = all of them, in order.
@@ -262,7 +262,7 @@ class GPT(nn.Module):
         if cache is not None:
             cache.commit()
         if targets is not None:
-            if self.chunked_loss and self.training:
+            if self.chunked_loss:
                 return None, linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.reshape(-1))
             logits = self.lm_head(x)
             return logits, cross_entropy(logits.flatten(0, 1), targets.reshape(-1))

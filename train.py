@@ -152,7 +152,8 @@ def open_log(run):
         if run.ranks.main:
             run.out_dir.mkdir(parents=True, exist_ok=True)
         trackers = open_trackers(s, run.out_dir, run.iter_num) if run.ranks.main else []
-        return RunLog(run.out_dir, run.iter_num, s.max_iters, trackers, write=writes)
+        return RunLog(run.out_dir, run.iter_num, s.max_iters, trackers, write=writes,
+                      keep_old=s.resume_from != 'ckpt.pt')  # which may drop rows that another checkpoint goes with
     except OSError as e:
         raise UserError(f'out_dir={s.out_dir!r} cannot be written to: {e}') from e
 

@@ -99,6 +99,14 @@ class Ranks:
         dist.all_reduce(totals, group=self.control)
         return totals.tolist()
 
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        if self.world_size == 1:
+            return value
+        held = torch.tensor([value])
+        dist.all_reduce(held, op=dist.ReduceOp.MIN, group=self.control)
+        return int(held)
+
     def from_last(self, value: float) -> float:
         """The value of the last rank, on all ranks."""
         if self.world_size == 1:

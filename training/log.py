@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -33,12 +34,14 @@ class RunLog:
     On resume rows from `start_iter` on are dropped: they are written again. A new run keeps the file of the one before as
     metrics_old.jsonl.
 
-    trackers: from `training.trackers`, closed with the log. write: False leaves metrics.jsonl alone.
+    trackers: from `training.trackers`, closed with the log. write: False leaves metrics.jsonl alone. keep_old:
+    a copy of metrics.jsonl as it is becomes metrics_old.jsonl first.
     """
 
-    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, trackers=(), write: bool = True):
+    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, trackers=(), write: bool = True,
+                 keep_old: bool = False):
         self.path, self.trackers = out_dir / 'metrics.jsonl', trackers
-        self.file = self._reopen(start_iter) if write else open(os.devnull, 'w')
+        self.file = self._reopen(start_iter, keep_old) if write else open(os.devnull, 'w')
         self.console = Console()
         self.progress = Progress(
             TextColumn('[bold]{task.description:10}'), BarColumn(bar_width=None), MofNCompleteColumn(),
@@ -58,9 +61,11 @@ class RunLog:
         for tracker in self.trackers:
             tracker.close()
 
-    def _reopen(self, start_iter):
+    def _reopen(self, start_iter, keep_old):
         kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter] if start_iter else []
-        if not start_iter and self.path.is_file() and self.path.stat().st_size:
+        if keep_old and self.path.is_file():
+            shutil.copy2(self.path, self.path.with_name('metrics_old.jsonl'))
+        elif not start_iter and self.path.is_file() and self.path.stat().st_size:
             os.replace(self.path, self.path.with_name('metrics_old.jsonl'))  # of the run that was here before
         temporary = self.path.with_suffix('.tmp')
         try:

@@ -34,39 +34,44 @@ def linear_cross_entropy(x, weight, targets, ignore_index: int = -1) -> torch.Te
         return cross_entropy(F.linear(x, weight), targets, ignore_index)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     with torch.autocast(device, enabled=False):
-        return _Chunked.apply(x, weight, targets, ignore_index, rows, dtype)
+        return _Chunked.apply(x, weight, targets, ignore_index, rows, dtype, torch.is_grad_enabled())
 
 
 class _Chunked(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index, rows, dtype):
+    def forward(ctx, x, weight, targets, ignore_index, rows, dtype, differentiated):
         w, counted = weight.to(dtype), targets != ignore_index
         n, counted, targets = counted.sum(), counted[:, None], targets.where(counted, 0)[:, None]
         # in float32 also where the products are not: chunks are added up
-        grad_x, grad_w = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        total = grad_w.new_zeros(())
+        full = torch.promote_types(weight.dtype, torch.float32)
+        total = x.new_zeros((), dtype=full)
+        if differentiated:
+            grad_x, grad_w = torch.empty_like(x, dtype=full), torch.zeros_like(weight, dtype=full)
         for first in range(0, x.size(0), rows):
             chunk = slice(first, first + rows)
             xc = x[chunk].to(dtype)
-            logits = F.linear(xc, w).to(grad_w.dtype)                              # (rows, V)
+            logits = F.linear(xc, w).to(full)                                      # (rows, V)
             most, hit = logits.amax(1, keepdim=True), logits.gather(1, targets[chunk])
             p = logits.sub_(most).exp_()  # in place from here on: the chunk's logits are the only (rows, V) there is
-            norm, share = p.sum(1, keepdim=True), counted[chunk].to(p.dtype) / n
+            norm, counts = p.sum(1, keepdim=True), counted[chunk].to(full)
             # `where`: no shape that depends on data
             total += (most + norm.log() - hit).where(counted[chunk], 0).sum()
-            d = p.mul_(share / norm).scatter_add_(1, targets[chunk], -share).to(dtype)   # d loss / d logits
-            grad_x[chunk] = d @ w
-            if dtype == grad_w.dtype:
-                grad_w.addmm_(d.t(), xc)
-            else:
-                grad_w += d.t() @ xc
-            del logits, p, d  # not to be there beside those of the next chunk
-        ctx.save_for_backward(grad_x, grad_w.to(weight.dtype))
+            if differentiated:  # d loss / d logits, but for 1 / n: float16 would lose most of it below its smallest number
+                d = p.mul_(counts / norm).scatter_add_(1, targets[chunk], -counts).to(dtype)
+                grad_x[chunk] = (d @ w).to(full)
+                if dtype == full:
+                    grad_w.addmm_(d.t(), xc)
+                else:
+                    grad_w += d.t() @ xc
+                del d
+            del logits, p  # not to be there beside those of the next chunk
+        if differentiated:
+            ctx.save_for_backward(grad_x.div_(n).to(x.dtype), grad_w.div_(n).to(weight.dtype))
         return total / n
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
-        return grad_x * grad, grad_w * grad, None, None, None, None
+        return grad_x * grad, grad_w * grad, None, None, None, None, None

@@ -9,7 +9,6 @@ Both run the model as it is (eager) and follow its storages (`training.live`). C
 """
 import contextlib
 import functools
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
@@ -24,6 +23,7 @@ from config.sizes import available_memory
 from kv.report import nice_bytes
 from model import GPT
 from training.device import autocast as autocast_for
+from training.device import memory_use
 from training.live import BACKWARD, LOSS, LiveBytes
 from training.offload import offloaded
 
@@ -183,19 +183,13 @@ def memory_line(model, optimizer, device: torch.device) -> str:
     """One line after a first step: what the live tensors take, and the device's own measure of the most so far."""
     parameters, gradients, state = state_bytes(model, optimizer)
     parts = [f'parameters {nice_bytes(parameters)}', f'gradients {nice_bytes(gradients)}', f'optimizer {nice_bytes(state)}']
+    peak = memory_use(device).peak
     if device.type == 'cuda':
-        peak = torch.cuda.max_memory_allocated(device)
         parts += [f'activations and all else {nice_bytes(max(0, peak - parameters - gradients - state))}',
                   f'peak {nice_bytes(peak)}']
-    else:
-        parts.append(f'peak {nice_bytes(peak_resident())} (the whole process)')
+    elif peak is not None:
+        parts.append(f'peak {nice_bytes(peak)} (the whole process)')
     return 'memory: ' + ', '.join(parts)
-
-
-def peak_resident() -> int:
-    """Bytes of this process's memory at its largest. ru_maxrss is in kilobytes, on macOS in bytes."""
-    import resource  # not everywhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 
 def free_memory(device: torch.device) -> int:

@@ -107,8 +107,11 @@ def _steps(room, rise, run):
     return LARGEST if rise <= 0 else room * run // rise
 
 
-def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1) -> str:
+def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
+                  least=lambda value: value) -> str:
     """What recompute='auto' stands for: the fastest policy whose predicted peak fits `memory_budget`; says which, and why.
+
+    least: of what each process finds free, so that all choose alike.
 
     Raises:
         UserError: none fits, with the least that is needed; a memory_budget that is no size.
@@ -117,8 +120,8 @@ def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_process
     if s.memory_budget:
         budget, words = parse_bytes(s.memory_budget, 'memory_budget'), f'memory_budget={s.memory_budget}'
     else:
-        here = plans.memory('none').parameters + free_memory(device) // (n_processes if device.type == 'cpu' else 1)
-        budget = int(USABLE * here)
+        free = least(free_memory(device)) // (n_processes if device.type == 'cpu' else 1)
+        budget = int(USABLE * (plans.memory('none').parameters + free))
         words = f'{nice_bytes(budget)}, {USABLE:.0%} of what is free'
     for policy in plans.policies:
         peak = plans.memory(policy).peak
@@ -157,6 +160,8 @@ def main(argv=None):
             raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
     device, dtype = planned_device(s)
     config = planned_config(s, DATA_ROOT)
+    if not s.budget and device.type == 'cuda' and not torch.cuda.is_available():
+        raise UserError('there is no CUDA device here to ask what is free: say what it has, as --budget=8GB')
     budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
     console = Console()
     with console.status('predicting'):

@@ -24,7 +24,7 @@ class _Pack:
 
     def __call__(self, x):
         if x.device != self.device or x.nbytes < SMALLEST or isinstance(x, Parameter) or isinstance(x._base, Parameter):
-            return x
+            return x if isinstance(x, Parameter) else x.detach()  # x itself would be kept by its own graph
         held = torch.empty_like(x, device='cpu', pin_memory=self.stream is not None, requires_grad=False)
         if self.stream is None:
             return held.copy_(x.detach()), x.device, None

@@ -50,7 +50,7 @@ class Run:
         torch.manual_seed(s.seed + ranks.rank)  # dropout
         self.model.to(self.device)
         policy = 'block' if s.checkpoint_blocks else s.recompute
-        self.model.set_recompute(choose_policy(s, self.model.config, self.device, self.dtype, ranks.world_size)
+        self.model.set_recompute(choose_policy(s, self.model.config, self.device, self.dtype, ranks.world_size, ranks.least)
                                  if policy == 'auto' else policy)
         self.model.chunked_loss = s.chunked_loss
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
@@ -211,7 +211,8 @@ class Run:
         """Raises UserError where the last `max_skipped` iterations were all skipped. It waits for the device."""
         if self.update.in_row >= self.s.max_skipped:
             own = self.shelf.latest is not None or not self.ranks.main  # only rank 0 saves, and knows
-            saved = self.path if own and self.path.is_file() else None
+            files = [self.path] * own + [self.origin] * (self.s.init_from == 'resume')
+            saved = next((path for path in files if path.is_file()), None)
             lr = self.optimizer.param_groups[0]['lr']
             raise UserError(broken(self.update.read(), self.iter_num, loss.item(), lr, self.s, saved))
 

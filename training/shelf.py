@@ -35,7 +35,8 @@ class Shelf:
 
     def resume(self, origin: Path, saved: dict) -> None:
         """The run goes on from the checkpoint `saved`, which is the file `origin`."""
-        self.run, self.start, self.origin = _run_of(saved), saved['iter_num'], origin
+        # one that tells no run, such as nanoGPT's, is this run's; others like it may be anybody's
+        self.run, self.start, self.origin = _run_of(saved) or self.run, saved['iter_num'], origin
         self.best = origin if saved.get('holds_best', True) else None
         self.latest = self.start if origin == self.path else None
 
@@ -86,7 +87,8 @@ class Shelf:
     def _settle(self, lines):
         """Before the first save: what is not this run's, or ahead of where it was resumed, steps aside."""
         found = peek(self.path)
-        self.latest = found[1] if self._owns(found) else None
+        if self.origin != self.path:
+            self.latest = found[1] if self._owns(found) else None
         if self.latest is None and self.path.is_file():
             kept = _free_name(self.path)
             keep_beside(self.path, kept)  # and not renamed: there is a ckpt.pt at any time

@@ -75,12 +75,13 @@ def test_a_full_disk_tells_a_run_without_a_checkpoint_that_there_is_none(tmp_pat
 def test_a_full_disk_tells_a_run_that_went_on_from_another_where_to_go_on(tmp_path, monkeypatch):
     run_train(tmp_path, checkpoint_interval=2, keep_checkpoints=3, max_iters=6)
     files = {p.name: p.read_bytes() for p in tmp_path.glob('*.pt')}
+    metrics_before = (tmp_path / 'metrics.jsonl').read_bytes()
     full_after(monkeypatch, 1)
     with pytest.raises(UserError, match='ckpt_0000002.pt of iteration 2 is kept, go on with --init_from=resume '
                                         '--resume_from=ckpt_0000002.pt$'):
         run_train(tmp_path, init_from='resume', resume_from='ckpt_0000002.pt', checkpoint_interval=2)
     assert {p.name: p.read_bytes() for p in tmp_path.glob('*')} == files | {
-        'metrics.jsonl': (tmp_path / 'metrics.jsonl').read_bytes()}
+        'metrics.jsonl': (tmp_path / 'metrics.jsonl').read_bytes(), 'metrics_old.jsonl': metrics_before}
 
 
 def test_a_full_disk_renames_and_deletes_nothing(tmp_path, monkeypatch, val_losses):

@@ -219,6 +219,29 @@ def test_going_on_from_an_old_run_keeps_it(tmp_path):
     assert (tmp_path / 'ckpt_old.pt').read_bytes() == before
 
 
+def test_going_on_from_a_file_that_tells_no_run_takes_no_other_such_file_for_its_own(tmp_path):
+    """Such as nanoGPT's, and what somebody put beside it."""
+    run_train(tmp_path, max_iters=6)
+    checkpoint = load(tmp_path / 'ckpt.pt')
+    del checkpoint['run']
+    for name, iteration in (('ckpt.pt', 6), ('ckpt_best.pt', 3), ('ckpt_0000001.pt', 1), ('ckpt_0000002.pt', 2)):
+        torch.save(checkpoint | dict(iter_num=iteration, holds_best=False), tmp_path / name)
+    others = {name: (tmp_path / name).read_bytes() for name in ('ckpt_best.pt', 'ckpt_0000001.pt', 'ckpt_0000002.pt')}
+    run_train(tmp_path, **FEW | dict(keep_checkpoints=2), max_iters=12, init_from='resume')
+    held = [p.read_bytes() for p in tmp_path.glob('*.pt')]
+    assert all(content in held for content in others.values())
+    assert kept(tmp_path)['ckpt.pt'] == 12 and 'ckpt_old.pt' not in kept(tmp_path)
+
+
+def test_metrics_are_kept_where_an_earlier_checkpoint_is_gone_on_from(tmp_path, at_step):
+    run_train(tmp_path, **FEW, max_iters=8)
+    before = (tmp_path / 'metrics.jsonl').read_bytes()
+    at_step(4, die)
+    with pytest.raises(Died):
+        run_train(tmp_path, **FEW, max_iters=8, init_from='resume', resume_from='ckpt_0000004.pt')
+    assert (tmp_path / 'metrics_old.jsonl').read_bytes() == before
+
+
 def test_evaluating_the_best_alone_writes_nothing(tmp_path, val_losses, capsys):
     val_losses[4] = 1.0
     run_train(tmp_path, eval_interval=4, max_iters=8)

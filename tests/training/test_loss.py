@@ -2,6 +2,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import training.loss
 from model import GPT, GPTConfig
@@ -135,3 +137,42 @@ def test_a_model_whose_embedding_is_its_head_gets_both_gradients():
         assert (logits is None) == chunked
         gradients.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
     assert max(gaps(gradients[1], gradients[0])) < 1e-12
+
+
+def test_float16_keeps_small_gradients_for_the_loss_scale():
+    """Of a large vocabulary most gradients are below what float16 can hold, until the loss is scaled."""
+    torch.manual_seed(0)
+    x, w, y = torch.randn(600, 16), 0.02 * torch.randn(10000, 16), torch.randint(50, (600,))  # rows from 50 on are no target
+    found = {}
+    for form in ('truth', 'whole', 'chunked'):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        with torch.autocast('cpu', torch.float16, enabled=form != 'truth'):
+            if form == 'chunked':
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setitem(training.loss.CHUNK_BYTES, 'cpu', 40000 * 100)
+                    value = linear_cross_entropy(a, b, y)
+            else:
+                value = cross_entropy(F.linear(a, b), y)
+        (65536.0 * value).backward()
+        found[form] = a.grad, b.grad[50:]
+    for whole, chunked, truth in zip(found['whole'], found['chunked'], found['truth']):
+        assert (chunked - truth).norm() < 2 * (whole - truth).norm() < 1e-2 * truth.norm()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_without_gradients_it_is_the_same_loss_and_no_gradient_is_made(monkeypatch, dtype):
+    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 4 * 37 * 10)
+    x, w, y = torch.randn(45, 8), torch.nn.Parameter(torch.randn(37, 8)), torch.randint(37, (45,))
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            made.extend(tuple(t.shape) for t in tree_leaves(out) if torch.is_tensor(t))
+            return out
+    with torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.bfloat16):
+        differentiated = linear_cross_entropy(x, w, y)
+        with torch.no_grad(), Watch():
+            value = linear_cross_entropy(x, w, y)
+    assert torch.equal(value, differentiated) and not value.requires_grad
+    assert (45, 37) not in made and (10, 37) in made and made.count((37, 8)) <= (dtype == torch.bfloat16)
