@@ -206,3 +206,15 @@ def test_settings_that_exclude_each_other(tmp_path, settings, message):
     with pytest.raises(UserError, match=message):
         train.main(flags(dict(VANILLA_RUN, out_dir=tmp_path / 'out') | settings))
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_segments_hand_on_only_the_k_and_v_that_later_blocks_read(shape, monkeypatch):
+    model, handed = new_model(shape, 'block'), []
+    plain, layers = model._blocks, model.plan.layers
+    monkeypatch.setattr(model, '_blocks', lambda first, last, x, kvs, **rest: (handed.append((first, set(kvs))),
+                                                                               plain(first, last, x, kvs, **rest))[1])
+    model(tokens(2, 40), tokens(2, 40))
+    read = [{later.slot for later in layers[i:] if not later.owns and later.slot in {layer.slot for layer in layers[:i]}}
+            for i in range(len(layers))]
+    assert handed == list(enumerate(read))
