@@ -7,15 +7,14 @@ import torch.nn.functional as F
 from attention.heads import fold_heads, unfold_heads
 from attention.masks import block_mask, dense_mask
 
-# below this, many tiny blocks cost more than the few keys they save
-MIN_BLOCK = 32
+MIN_BLOCK = 32  # below this, many tiny blocks cost more than the few keys they save
 
 
 def blockwise_local_attention(q, k, v, window: int, dropout_p: float = 0.0) -> torch.Tensor:
-    """Exact sliding-window attention by blocks: each block of queries against its own block of keys and the one before.
+    """Exact sliding-window attention by blocks: each block of queries against the span of keys that it can see.
 
-        keys      . . . . | . . . . | . . . .      block = max(window, MIN_BLOCK) queries
-        block 2           [ span: 2 blocks  ]      inside it the mask is the same for every block but the first
+        keys      . . | . . | . . | . . | . .      window = 4, blocks of 2 queries
+        block 3         [     span      ]          inside it the mask is the same for every block behind the first window
 
     Args:
         q: (B, H, t, D). k, v: (B, Hkv, S, D) with S >= t; the last t keys are those of the queries' own positions, the
@@ -25,14 +24,22 @@ def blockwise_local_attention(q, k, v, window: int, dropout_p: float = 0.0) -> t
     Returns:
         (B, H, t, D).
     """
-    t, block = q.size(2), max(window, MIN_BLOCK)
-    prefix = k.size(2) - t
-    head = min(block, t)
+    t, prefix = q.size(2), k.size(2) - q.size(2)
+    block = _block_size(window, q.size(1) // k.size(1))
+    back = -(-(window - 1) // block) * block  # whole blocks that hold the window - 1 keys before a block
+    head = min(max(back, block), t)
     first = masked_attention(q[:, :, :head], k[:, :, :prefix + head], v[:, :, :prefix + head], window, dropout_p)
-    if t <= block:
+    if t <= head:
         return first
-    rest = _attend_blocks(q, k[:, :, prefix:], v[:, :, prefix:], window, block, dropout_p)
+    start = head - back
+    rest = _attend_blocks(q[:, :, head:], k[:, :, prefix + start:], v[:, :, prefix + start:], window, block, dropout_p)
     return torch.cat([first, rest], dim=2)
+
+
+def _block_size(window: int, group: int) -> int:
+    """Queries of a block. Small blocks waste fewer products (a span is window + block keys), but the gradient of K and V is
+    first made span by span, window / block times their size: `group` query heads to a KV head pay for as much."""
+    return max(MIN_BLOCK, window // (group + 1))
 
 
 def masked_attention(q, k, v, window: int, dropout_p: float = 0.0) -> torch.Tensor:
@@ -46,22 +53,22 @@ def masked_attention(q, k, v, window: int, dropout_p: float = 0.0) -> torch.Tens
 
 
 def _attend_blocks(q, k, v, window, block, dropout_p):
-    """All blocks but the first, as a batch. q (B, H, t, D), k, v (B, Hkv, t, D) -> (B, H, t - block, D)"""
+    """Blocks of queries that all have `back` keys before them. q (B, H, t, D), k, v (B, Hkv, back + t, D) -> as q.
+
+    A batch of B * Hkv with the blocks as its heads, because spans of K and V are then views that overlap, not copies.
+    """
     B, H, t, D = q.shape
+    n_kv_head, back = k.size(1), k.size(2) - t
     n = -(-t // block)  # blocks, the last one padded
     pad = (0, 0, 0, n * block - t)
     q, k, v = (F.pad(x, pad) if pad[3] else x for x in (q, k, v))
-    q = q[:, :, block:].reshape(B, H, n - 1, block, D).transpose(1, 2).flatten(0, 1)  # (B*(n-1), H, block, D)
-    k, v = (_spans(x, n, block) for x in (k, v))                                      # (B*(n-1), Hkv, 2*block, D)
-    y = masked_attention(q, k, v, window, dropout_p)  # padded queries see at least themselves: no NaN, and they are cut off
-    y = y.view(B, n - 1, H, block, D).transpose(1, 2).reshape(B, H, (n - 1) * block, D)
-    return y[:, :, :t - block]
-
-
-def _spans(x, n, block):
-    """(B, Hkv, n*block, D) -> (B*(n-1), Hkv, 2*block, D): each block but the first, behind the one before it."""
-    x = x.unflatten(2, (n, block))
-    return torch.cat([x[:, :, :-1], x[:, :, 1:]], dim=3).transpose(1, 2).flatten(0, 1)
+    q = q.reshape(B * n_kv_head, H // n_kv_head, n, block, D).transpose(1, 2)        # (B*Hkv, n, H/Hkv, block, D)
+    k, v = (x.reshape(B * n_kv_head, -1, D).unfold(1, back + block, block).transpose(2, 3) for x in (k, v))
+    mask = dense_mask(block, back + block, window, q.device).repeat(H // n_kv_head, 1)
+    # padded queries see at least themselves: no NaN, and they are cut off
+    y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask, dropout_p=dropout_p)
+    y = y.view(B * n_kv_head, n, H // n_kv_head, block, D).transpose(1, 2).reshape(B, H, n * block, D)
+    return y[:, :, :t]
 
 
 @functools.cache
