@@ -28,11 +28,12 @@ def blockwise_local_attention(q, k, v, window: int, dropout_p: float = 0.0) -> t
     block = _block_size(window, q.size(1) // k.size(1))
     back = -(-(window - 1) // block) * block  # whole blocks that hold the window - 1 keys before a block
     head = min(max(back, block), t)
-    first = masked_attention(q[:, :, :head], k[:, :, :prefix + head], v[:, :, :prefix + head], window, dropout_p)
+    q, later = q.split([head, t - head], dim=2)
+    first = masked_attention(q, k[:, :, :prefix + head], v[:, :, :prefix + head], window, dropout_p)
     if t <= head:
         return first
     start = head - back
-    rest = _attend_blocks(q[:, :, head:], k[:, :, prefix + start:], v[:, :, prefix + start:], window, block, dropout_p)
+    rest = _attend_blocks(later, k[:, :, prefix + start:], v[:, :, prefix + start:], window, block, dropout_p)
     return torch.cat([first, rest], dim=2)
 
 
