@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from attention import cached_attention, causal_attention
 from attention.causal import suits_flex
 from attention.masks import block_mask
-from attention.rope import RotaryTable, apply_rope
+from attention.qk import norm_and_rotate
+from attention.rope import RotaryTable
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from kv.cache import KVCache
@@ -117,9 +118,9 @@ class CausalSelfAttention(nn.Module):
         """
         B, t, _ = x.shape
         q, *kv_rows = self.c_attn(x).view(B, t, -1, self.head_dim).transpose(1, 2).split(self.rows, dim=1)
-        q = self._positioned(q, self.q_norm, rope)                                       # (B, H, t, D)
+        q = norm_and_rotate(q, self.q_norm, rope)                                          # (B, H, t, D)
         if self.layer.owns:
-            k, v = self._positioned(kv_rows[0], self.k_norm, rope), kv_rows[1]           # (B, Hkv, t, D)
+            k, v = norm_and_rotate(kv_rows[0], self.k_norm, rope), kv_rows[1]              # (B, Hkv, t, D)
             if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
                 k, v = fake_quantize_int8(k), fake_quantize_int8(v)
             kv = k, v
@@ -131,12 +132,6 @@ class CausalSelfAttention(nn.Module):
         y = y.transpose(1, 2).reshape(B, t, -1)                                          # (B, t, H * D)
         y = self.c_proj(y)
         return self.resid_dropout(y) if self.training else y, kv
-
-    @staticmethod
-    def _positioned(x, norm, rope):
-        """Norm, in the dtype of its weight (float32 under autocast), then RoPE; in x's dtype again, so that K matches V."""
-        y = x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
-        return y if rope is None else apply_rope(y, *rope)
 
 
 class MLP(nn.Module):

@@ -2,6 +2,7 @@
 import torch
 import torch.nn.functional as F
 
+from attention.heads import expand_heads
 from attention.local import blockwise_local_attention, flex_local_attention
 
 
@@ -22,8 +23,10 @@ def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0) -> torch.
         (B, H, T, D).
     """
     if window == 0 or q.size(2) <= window:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p,
-                                              enable_gqa=q.size(1) != k.size(1))
+        gqa = q.size(1) != k.size(1)
+        if gqa and q.device.type == 'cpu':  # there SDPA would copy K and V for all heads, where one KV head takes a view
+            k, v, gqa = expand_heads(k, q.size(1)), expand_heads(v, q.size(1)), False
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p, enable_gqa=gqa)
     if suits_flex(q.device, q.dtype, q.size(-1), dropout_p):
         return flex_local_attention(q, k, v, window)
     return blockwise_local_attention(q, k, v, window, dropout_p)

@@ -12,3 +12,9 @@ def unfold_heads(y: torch.Tensor, n_head: int) -> torch.Tensor:
     """(B, Hkv, H/Hkv * t, D) -> (B, H, t, D), the inverse of `fold_heads`."""
     B, n_kv_head, rows, D = y.shape
     return y.reshape(B, n_head, rows * n_kv_head // n_head, D)
+
+
+def expand_heads(x: torch.Tensor, n_head: int) -> torch.Tensor:
+    """K or V (B, Hkv, S, D) -> (B, H, S, D): each head for all query heads that share it; with one KV head a view."""
+    B, n_kv_head, S, D = x.shape
+    return x[:, :, None].expand(B, n_kv_head, n_head // n_kv_head, S, D).flatten(1, 2)
