@@ -90,7 +90,8 @@ def _allowed(key: Key) -> str:
 
 
 def _type_words(wanted: type) -> str:
-    return {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text'}[wanted]
+    return {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
+            dict: 'a dict, as {\'name\': value}'}[wanted]
 
 
 def _flag(arg: str, keys: dict[str, Key]):

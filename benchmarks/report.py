@@ -1,16 +1,7 @@
 """The figures of a document as tables: columns and rows of text, which the terminal and the Markdown page both show."""
-from dataclasses import dataclass, field
+from benchmarks.grid import Grid
 
 FASTER = 'ours faster, x'  # column: tokens/s of ours over those of the side in the row
-
-
-@dataclass
-class Grid:
-    """A table of text. `left` columns are words, the others numbers."""
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    left: tuple[str, ...] = ('side',)
 
 
 def spread(figures: dict, form: str, factor: float = 1.0) -> str:
@@ -185,16 +176,9 @@ def describe(model: dict) -> str:
 def show(document) -> None:
     """Everything, to standard output; 100 columns are enough (and taken, where it is no terminal)."""
     from rich.console import Console
-    from rich.table import Table
     console = Console()
     console = console if console.is_terminal else Console(width=100)
     for line in heading(document):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     for grid in GRIDS[document['mode']](document):
-        console.print(f'\n[bold]{grid.title}[/bold]', highlight=False, soft_wrap=True)
-        table = Table(box=None, pad_edge=False, header_style='bold')
-        for name in grid.columns:
-            table.add_column(name, justify='left' if name in grid.left else 'right', no_wrap=name == 'side')
-        for row in grid.rows:
-            table.add_row(*row)
-        console.print(table)
+        grid.print(console)

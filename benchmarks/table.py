@@ -27,9 +27,7 @@ def section(name: str, document: dict) -> str:
     """The tables of one file."""
     lines = [f'## {name}', '', f"`{document['command']}`", '', *(f'- {line}' for line in heading(document)), '']
     for grid in GRIDS[document['mode']](document):
-        lines += [grid.title + ':', '', '| ' + ' | '.join(grid.columns) + ' |',
-                  '|' + '|'.join('---' if column in grid.left else '---:' for column in grid.columns) + '|',
-                  *('| ' + ' | '.join(row) + ' |' for row in grid.rows), '']
+        lines += [grid.title + ':', '', grid.markdown(), '']
     return '\n'.join(lines)
 
 

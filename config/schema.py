@@ -9,7 +9,7 @@ from config.gpt_config import GPTConfig
 class Key:
     """One setting. Its type is the type of its default, so a default is never None."""
     name: str
-    default: bool | int | float | str
+    default: bool | int | float | str | dict
     meaning: str
     choices: tuple = ()
     folder: str = ''  # what an existing folder, given in place of one of the choices, must be
@@ -25,6 +25,7 @@ def _model_keys(**defaults):
                  for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
 
 
+KV_DTYPES = ('auto', 'float32', 'bfloat16', 'float16', 'int8')
 GPT2_TYPES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # OpenAI's weights on the Hugging Face hub
 GPT2_FOLDER = "a Hugging Face GPT-2 (config.json and *.safetensors)"
 
@@ -61,6 +62,8 @@ TRAIN = RUN + _keys(
     ('wandb_run_name', 'gpt2', 'its run name'),
     ('tensorboard_log', False, 'log to TensorBoard, in out_dir/tensorboard'),
     ('dataset', 'openwebtext', 'folder under data/; prepared on first use where its prepare.py can'),
+    ('recall_task', 'distances=7,30,100', "dataset='recall': how far back to copy from, one marker each, and other fields of "
+     'data/recall/lags.py, as length=40'),
     ('gradient_accumulation_steps', 5 * 8, 'micro-batches per iteration, all processes together'),
     ('batch_size', 12, 'sequences in a micro-batch'),
 ) + MODEL + _keys(
@@ -113,7 +116,7 @@ SAMPLE = _keys(
     ('repetition_penalty', 1.0, 'with prompts: above 1, tokens already in prompt or text get less likely'),
     ('logprobs', -1, "with prompts: 0 = give each token's log-probability, k = also those of the k likeliest; -1 = none"),
     ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype",
-     ('auto', 'float32', 'bfloat16', 'float16', 'int8')),
+     KV_DTYPES),
     ('kv_budget', '', "with prompts: KV memory for all, as '1GB'; '' = enough for every row at its longest, but at most "
      "half of the machine's"),
     ('report', True, 'print the KV-cache report after the samples'),
@@ -148,7 +151,7 @@ BENCH = _keys(
     ('steps', 16, 'mode decode: tokens timed in a round'),
     ('repeats', 5, 'all modes but train: timed rounds, at least 5, after one to warm up; figures are medians'),
     ('kv_dtype', 'auto', "modes decode, prefill and serve: storage of the KV cache; 'auto' = the compute dtype",
-     ('auto', 'float32', 'bfloat16', 'float16', 'int8')),
+     KV_DTYPES),
     ('prefill_chunk', 0, "mode prefill: tokens appended at a time; 0 = the whole prompt (mode serve: the engine's default)"),
     ('requests', 64, 'mode serve: requests, all there from the start; contexts are their prompts, batch_sizes the rows'),
     ('output_lengths', '16,256', 'mode serve: shortest and longest of the new tokens of a request, log-uniform between'),
@@ -168,8 +171,35 @@ BENCH = _keys(
     ('json', False, 'end with one JSON document on the last line'),
 ) + MODEL
 
+ABLATE = _keys(
+    ('name', '', 'of the ladder; by default that of its config, without "ablate_"'),
+    ('folder', '', "where results go, and what is trained in its folder runs/; '' = results/NAME"),
+    ('base', '', 'training config that the first row starts from'),
+    ('rows', {}, 'the ladder: name -> what changes against the row above, keys of train.py, kv_dtype or at_inference'),
+    ('side_rows', {}, 'alternatives: name -> (name of the row it departs from, what changes)'),
+    ('seeds', '1,2,3', 'seeds that each row of the ladder is trained with'),
+    ('side_seeds', '', "those of side rows; '' = the same"),
+    ('only', '', "train no other rows than these: names with commas between; a '+' in front may be left out"),
+    ('jobs', 1, 'runs that train at the same time, on each device'),
+    ('devices', '', "where to train, as 'cuda:0,cuda:1'; '' = device"),
+    ('eval_windows', 0, 'windows of the validation split that the trained models are judged on; 0 = all that do not overlap'),
+    ('recall', '', "another ladder of the same rows, trained to recall: its folder, beside this one's"),
+    ('speed', True, 'measure decoding, prefill and training speed of every row, when all are trained'),
+    ('contexts', '256,1024,4096', 'tokens held when decoding is timed, and lengths that KV bytes are given for'),
+    ('batch_sizes', '1,16', 'sequences at once when decoding is timed'),
+    ('shape', {}, "settings of the model whose speed is measured, where the trained one's is not meant, as dict(n_layer=12)"),
+    ('repeats', 5, 'timed rounds, at least 5, after one to warm up'),
+    ('dry_run', False, 'only say what would be trained'),
+    ('report_only', False, 'train and measure nothing, make the report from the results that there are'),
+    ('json', False, 'end with one JSON document on the last line'),
+)
+# what a ladder's config and command line may set for all rows
+ABLATE_ALL = ABLATE + tuple(key for key in TRAIN if key.name not in (
+    'seed', 'out_dir', 'init_from', 'resume_from', 'eval_only', 'backend', 'memory_report'))
+
 # program -> its keys, in the order of its --help
-PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'kv': KV, 'memory': MEMORY}
+PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'kv': KV, 'memory': MEMORY,
+            'ablate': ABLATE_ALL, 'convert': MODEL}
 
 # config files are shared: a key of any program may stand in one, and the others pass over it
 ALL_KEYS = {key.name: key for keys in reversed(PROGRAMS.values()) for key in keys}

@@ -8,10 +8,9 @@ where a cache would store them: `rounded` puts another rounding in the place of 
 """
 import contextlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 import model as model_module
 
@@ -122,49 +121,7 @@ def rounded(k: Format, v: Format):
         raise RuntimeError(f'the model rounded {calls} tensors, where it was to round K and V in turn')
 
 
-def with_rounding(model, on: bool):
-    """The same weights in a model that rounds K and V to int8 in its forward pass, or does not."""
-    config = replace(model.config, kv_quant_train='int8' if on else '')
-    twin = model_module.GPT(config).to(model.lm_head.weight.dtype).eval()
-    twin.load_state_dict(model.state_dict())
-    return twin
-
-
 # -- what a model says of windows of text ---------------------------------------------------------------------------------
-
-def spread_windows(tokens, T: int, n: int) -> torch.Tensor:
-    """(n, T + 1) int64: n windows (fewer if the split is short) spread evenly over `tokens`, whose targets do not overlap."""
-    n = min(n, (len(tokens) - 1) // T)
-    starts = [i * (len(tokens) - 1 - T) // max(n - 1, 1) for i in range(n)]
-    return torch.stack([torch.from_numpy(tokens[i:i + T + 1].astype('int64')) for i in starts])
-
-
-def forward(model):
-    """idx -> logits of the plain forward pass."""
-    return lambda idx: model(idx, all_logits=True)[0]
-
-
-def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
-    """idx -> logits by way of a cache: a prompt of `first` tokens, then the rest appended in chunks, as they stand."""
-    def logits(idx):
-        B, T = idx.shape
-        cache = model.new_cache(B, T, kv_dtype)
-        ends = [0, *range(min(first, T), T, chunk), T]
-        return torch.cat([model(idx[:, a:b], cache=cache, all_logits=True)[0] for a, b in zip(ends, ends[1:])], dim=1)
-    return logits
-
-
-@torch.inference_mode()
-def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean loss of each window in nats (n,) float64, and the likeliest next token at each position (n, T)."""
-    losses, choices = [], []
-    for rows in windows.split(batch_size):
-        logits = logits_of(rows[:, :-1])
-        nats = F.cross_entropy(logits.double().flatten(0, 1), rows[:, 1:].flatten(), reduction='none')
-        losses.append(nats.view(len(rows), -1).mean(1))
-        choices.append(logits.argmax(-1))
-    return torch.cat(losses), torch.cat(choices)
-
 
 def paired(losses: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     """Mean of the differences by window, and its standard error: windows differ far more than formats do."""

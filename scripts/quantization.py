@@ -25,10 +25,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ablation.evaluate import forward, judge, spread_windows, through_cache, with_rounding
 from config.errors import UserError
 from configurator import parse, run_program
 from data.datasets import ensure_dataset
-from data.tokenfiles import open_tokens
+from data.tokenfiles import open_split
 from model import GPT
 from scripts import kv_formats as kf
 from scripts.quantization_page import page
@@ -124,15 +125,16 @@ def trained(name: str, seed: int):
 
 def measure_caches(model, windows) -> tuple[dict, dict]:
     """Loss and choices through a cache of each dtype, and how they differ from float32's; the raw losses by window too."""
-    judged = {kind: kf.judge(kf.through_cache(model, kind, FIRST, CHUNK), windows, BATCH) for kind in KV_DTYPES}
-    reference, choices = judged['float32']
+    judged = {kind: judge(through_cache(model, kind, FIRST, CHUNK), windows, BATCH) for kind in KV_DTYPES}
+    reference, choices = judged['float32'].by_window, judged['float32'].choices
     rows = {}
-    for kind, (losses, top) in judged.items():
+    for kind, found in judged.items():
+        losses, top = found.by_window, found.choices
         change, se = kf.paired(losses, reference)
         rows[kind] = {'loss': losses.mean().item(), 'change': change, 'se': se,
                       'top1': (top == choices).double().mean().item(),
                       'kv_bytes': model.new_cache(1, windows.size(1) - 1, kind).nbytes}
-    return rows, {kind: losses for kind, (losses, _) in judged.items()}
+    return rows, {kind: found.by_window for kind, found in judged.items()}
 
 
 def measure_greedy(model, windows) -> dict:
@@ -148,10 +150,10 @@ def measure_greedy(model, windows) -> dict:
 
 def measure_formats(model, windows, formats: dict, reference, tick=lambda: None) -> tuple[dict, dict]:
     """Loss with each of `formats` against `reference` (losses by window), errors of K and V, bytes per position of a slot."""
-    rounding, plan, rows, raw = kf.with_rounding(model, True), model.plan, {}, {}
+    rounding, plan, rows, raw = with_rounding(model, True), model.plan, {}, {}
     for name, (k, v) in formats.items():
         with kf.rounded(k, v) as errors:
-            raw[name], _ = kf.judge(kf.forward(rounding), windows, BATCH)
+            raw[name] = judge(forward(rounding), windows, BATCH).by_window
         change, se = kf.paired(raw[name], reference)
         rows[name] = {'change': change, 'se': se, 'k_error': errors.relative('k'), 'v_error': errors.relative('v'),
                       'bytes_per_position': kf.bytes_per_position(k, v, plan.n_kv_head, plan.head_dim)}
@@ -164,8 +166,8 @@ def measure(model, name: str, windows, tick=lambda what: None) -> dict:
     tick('caches')
     caches, raw = measure_caches(model, windows)
     tick('forward')
-    plain, _ = kf.judge(kf.forward(model), windows, BATCH)
-    own, _ = kf.judge(kf.forward(kf.with_rounding(model, True)), windows, BATCH)
+    plain = judge(forward(model), windows, BATCH).by_window
+    own = judge(forward(with_rounding(model, True)), windows, BATCH).by_window
     tick('greedy')
     greedy = measure_greedy(model, windows)
     all_formats = name != 'qat'
@@ -190,7 +192,7 @@ def gap(a, b) -> dict:
 def run(name: str, seed: int, tick=lambda what: None) -> dict:
     """Measure one trained run."""
     model, s = trained(name, seed)
-    windows = kf.spread_windows(open_tokens(ensure_dataset(s.dataset) / 'val.bin'), s.block_size, WINDOWS)
+    windows = spread_windows(open_split(ensure_dataset(s.dataset), 'val'), s.block_size, WINDOWS)
     return {'run': name, 'seed': seed, 'dataset': s.dataset, 'steps': s.max_iters, 'B': s.batch_size, 'T': s.block_size,
             'W': s.window_size, 'n_head': s.n_head, 'n_kv_head': model.plan.n_kv_head, 'head_dim': model.plan.head_dim,
             'windows': len(windows), 'tokens': windows[:, 1:].numel(), 'first': FIRST, 'chunk': CHUNK, 'eval_B': BATCH,

@@ -1,11 +1,15 @@
-"""Batches of windows from token files."""
+"""Batches: windows from token files, or sequences of a synthetic task made as they are needed."""
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from config.errors import UserError
-from data.tokenfiles import open_split
+from data.datasets import ensure_dataset
+from data.recall.lags import MarkedCopyTask, read_task
+from data.tokenfiles import open_split, read_meta
+
+RECALL = 'recall'  # the data set whose batches are made by `data.recall`
 
 
 class TokenBatches:
@@ -61,7 +65,58 @@ class TokenBatches:
     def _windows(self, split, offsets):
         tokens = self.tokens[split]
         rows = torch.from_numpy(np.stack([tokens.window(i, self.block_size + 1) for i in offsets.tolist()]).astype(np.int64))
-        x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        if self.device.type == 'cuda':  # pinned, so that the copy overlaps with compute
-            return tuple(a.pin_memory().to(self.device, non_blocking=True) for a in (x, y))
-        return x.to(self.device), y.to(self.device)
+        return on_device((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), self.device)
+
+
+class TaskBatches:
+    """Sequences of a task of `data.recall`, new ones in every batch; targets are -1 where nothing is asked. Otherwise as
+    `TokenBatches`: in order, the same for any number of processes, one ahead, gone on with from a former `state`."""
+
+    def __init__(self, task: MarkedCopyTask, batch_size: int, device: torch.device, generator: torch.Generator,
+                 rank: int = 0, world_size: int = 1):
+        self.task, self.batch_size, self.device, self.generator = task, batch_size, device, generator
+        self.rank, self.world_size = rank, world_size
+        self.state = generator.get_state()
+
+    def next(self):
+        """(x, y), each (batch_size, block_size) int64."""
+        self.state = self.generator.get_state()
+        seeds = torch.randint(2 ** 62, (self.world_size,), generator=self.generator)
+        return self._made((seeds[self.rank].item(),))
+
+    def resume(self, state: torch.Tensor):
+        """Set the generator to a former `state`, and hand out the batch that was drawn from there."""
+        self.generator.set_state(state)
+        return self.next()
+
+    def evaluation(self, split: str, n_batches: int, seed: int):
+        """`n_batches` batches, the same at every call with this seed and split."""
+        for k in range(self.rank, n_batches, self.world_size):
+            yield self._made((seed, ('train', 'val').index(split), k))
+
+    def _made(self, seeds):
+        x, y, _ = self.task.batch(np.random.default_rng(seeds), self.batch_size)
+        return on_device((torch.from_numpy(x), torch.from_numpy(y)), self.device)
+
+
+def on_device(tensors, device):
+    """CPU tensors there; for CUDA pinned, so that the copy overlaps with compute."""
+    if device.type == 'cuda':
+        return tuple(a.pin_memory().to(device, non_blocking=True) for a in tensors)
+    return tuple(a.to(device) for a in tensors)
+
+
+def open_meta(s, data_root: Path) -> dict | None:
+    """What is known of the settings' data set before its files are opened, as `data.tokenfiles.read_meta`; it is prepared
+    if need be."""
+    if s.dataset == RECALL:
+        return {'vocab_size': read_task(s.recall_task, s.block_size).vocab_size, RECALL: s.recall_task}
+    return read_meta(ensure_dataset(s.dataset, data_root))
+
+
+def open_batches(s, data_root: Path, device: torch.device, generator: torch.Generator, rank: int = 0, world_size: int = 1):
+    """The settings' batches, for one of `world_size` processes."""
+    share = (s.batch_size, device, generator, rank, world_size)
+    if s.dataset == RECALL:
+        return TaskBatches(read_task(s.recall_task, s.block_size), *share)
+    return TokenBatches(data_root / s.dataset, s.block_size, *share)

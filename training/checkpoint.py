@@ -143,6 +143,8 @@ def load_weights(model, checkpoint: dict, path: Path) -> None:
 def tokens_id(meta: dict | None) -> str:
     """What the ids of a data set with this meta.pkl stand for: 'gpt2', or a hash of its alphabet. A model is of use with
     no other."""
+    if meta is not None and 'recall' in meta:
+        return f"recall: {meta['recall']}"
     if meta is None or 'stoi' not in meta:
         return 'gpt2'
     return 'sha256:' + hashlib.sha256(repr(sorted(meta['stoi'].items())).encode()).hexdigest()

@@ -7,12 +7,10 @@ import torch
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
-from data.datasets import ensure_dataset
-from data.tokenfiles import read_meta
 from model import GPT
 from training import checkpoint as ckpt
 from training.adapt import adapt, adapted_config, differences
-from training.batches import TokenBatches
+from training.batches import RECALL, open_batches, open_meta
 from training.device import autocast, memory_use, pick_dtype
 from training.flops import achieved, peak_tflops
 from training.memory_plan import choose_policy
@@ -40,12 +38,10 @@ class Run:
 
         saved = load_to_resume(self.origin) if s.init_from == 'resume' else None
         with ranks.main_first():
-            folder = ensure_dataset(s.dataset, data_root)
-        meta = read_meta(folder)
+            meta = open_meta(s, data_root)
         self.tokens = ckpt.tokens_id(meta)
-        self.model, changed = self._model(saved, meta, folder)
-        self.batches = TokenBatches(folder, s.block_size, s.batch_size, self.device, torch.Generator(), ranks.rank,
-                                    ranks.world_size)
+        self.model, changed = self._model(saved, meta)
+        self.batches = open_batches(s, data_root, self.device, torch.Generator(), ranks.rank, ranks.world_size)
         self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
         torch.manual_seed(s.seed + ranks.rank)  # dropout
         self.model.to(self.device)
@@ -75,11 +71,12 @@ class Run:
             self.trained = torch.nn.parallel.DistributedDataParallel(
                 self.compiled, device_ids=[self.device] if self.device.type == 'cuda' else None)
 
-    def _model(self, saved, meta, folder):
+    def _model(self, saved, meta):
         """The model to start from, and whether it was given settings that its weights were not trained with."""
         s = self.s
         if meta is not None:
-            print(f"found vocab_size = {meta['vocab_size']} (inside data/{s.dataset}/meta.pkl)")
+            print(f"found vocab_size = {meta['vocab_size']} (" +
+                  ('of recall_task)' if RECALL in meta else f'inside data/{s.dataset}/meta.pkl)'))
         if s.init_from == 'scratch':
             print('Initializing a new model from scratch')
             if meta is None:

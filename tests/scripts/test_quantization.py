@@ -7,10 +7,10 @@ import sys
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
+from ablation.evaluate import forward, judge, through_cache, with_rounding
 from config.errors import UserError
 from kv.plan import plan_kv
 from kv.quant import fake_quantize_int8
@@ -111,27 +111,11 @@ def test_paired_is_the_mean_and_its_standard_error():
     assert se == pytest.approx(math.sqrt((0 + 0.04 + 0.04 + 0) / 3) / 2)
 
 
-@pytest.mark.parametrize('length, n, wanted', [(101, 3, [0, 40, 80]), (101, 50, [0, 20, 40, 60, 80]), (21, 3, [0])])
-def test_windows_are_spread_and_do_not_overlap(length, n, wanted):
-    windows = kf.spread_windows(np.arange(length, dtype=np.uint16), 20, n)
-    assert windows.shape[1] == 21 and windows[:, 0].tolist() == wanted
-
-
 def test_agreement_by_hand():
     a = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
     b = torch.tensor([[1, 2, 9, 4], [1, 2, 3, 4]])
     assert kf.agreement(b, a) == {'equal': 7 / 8, 'equal_at': [1, 1, 0.5, 1], 'equal_up_to': [1, 1, 0.5, 0.5],
                                   'common_prefix': 3}
-
-
-def test_through_the_cache_is_the_forward_pass(tiny):
-    model, windows = tiny
-    a, top = kf.judge(kf.forward(model), windows, 2)
-    for first, chunk in ((4, 3), (16, 1), (30, 5)):
-        b, same = kf.judge(kf.through_cache(model, 'float32', first, chunk), windows, 5)
-        assert torch.allclose(a, b, atol=1e-5) and torch.equal(top, same)
-    with torch.no_grad():
-        assert a.mean().item() == pytest.approx(model(windows[:, :-1], windows[:, 1:])[1].item(), abs=1e-5)
 
 
 def test_greedy_texts_are_those_of_generate(tiny):
@@ -143,22 +127,22 @@ def test_greedy_texts_are_those_of_generate(tiny):
 
 def test_a_format_takes_the_place_of_int8_in_the_forward_pass(tiny):
     model, windows = tiny
-    rounding = kf.with_rounding(model, True)
-    int8, _ = kf.judge(kf.through_cache(model, 'int8', 4, 3), windows)
+    rounding = with_rounding(model, True)
+    int8 = judge(through_cache(model, 'int8', 4, 3), windows).by_window
     with kf.rounded(kf.Format(), kf.Format()) as errors:
-        same, _ = kf.judge(kf.forward(rounding), windows)
+        same = judge(forward(rounding), windows).by_window
     assert torch.allclose(same, int8, atol=1e-5)
     assert 0.001 < errors.relative('k') < 0.01 and 0.001 < errors.relative('v') < 0.01
     with kf.rounded(kf.Format(bits=4), kf.Format()) as errors:
-        kf.judge(kf.forward(rounding), windows)
+        judge(forward(rounding), windows)
     assert 0.05 < errors.relative('k') < 0.2 and errors.relative('v') < 0.01
-    assert torch.equal(kf.judge(kf.forward(rounding), windows)[0], kf.judge(kf.forward(rounding), windows)[0])
+    assert torch.equal(judge(forward(rounding), windows).by_window, judge(forward(rounding), windows).by_window)
 
 
 def test_a_model_that_does_not_round_is_noticed(tiny):
     model, windows = tiny
     with pytest.raises(RuntimeError, match='rounded 0 tensors'), kf.rounded(kf.Format(), kf.Format()):
-        kf.judge(kf.forward(model), windows)
+        judge(forward(model), windows)
 
 
 def row_of(name, seed, tiny) -> dict:

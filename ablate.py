@@ -1,0 +1,129 @@
+"""Train a ladder of models, each one change from the one above, and show side by side what each saving costs and buys.
+
+    python ablate.py config/ablate_smoke.py                    # all of it in two minutes, on a tiny model
+    python ablate.py config/ablate_shakespeare.py --dry_run=True   # the runs, and which of them are to be done
+    python ablate.py config/ablate_shakespeare.py --jobs=2     # two runs at a time
+    python ablate.py config/ablate_shakespeare.py --only='MQA' --seeds=1
+    python ablate.py config/ablate_gpt2.py --devices=cuda:0,cuda:1
+    python ablate.py config/ablate_shakespeare.py --report_only=True
+    python ablate.py --help
+
+Writes results/NAME: report.md, report.html, pictures, results.json, and a JSON file for each row and seed. Finished runs are
+not repeated, not even on another machine, if their files are there. Ctrl-C loses nothing: runs that train save where they
+stand, and the same command goes on from there. How to write a ladder of your own: ablation/ladder.py
+"""
+import json
+import sys
+
+import configurator
+from ablation import cost
+from ablation.jobs import ROOT, Job, run_jobs
+from ablation.ladder import Ladder, read_ladder
+from ablation.report import show, write_report
+from ablation.results import Results, read_json, write_whole
+from ablation.summary import recall_of, summarize
+from config.errors import UserError
+from training.device import pick_device
+
+
+def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dict[tuple, Job]:
+    """(row, seed) -> a job, for each training that some row still needs. argv: this program's, for the measuring."""
+    wanted = [(row, seed) for row in ladder.rows.values() for seed in ladder.seeds(row)
+              if not results.read(row, seed) and (not only or row.name in only)]
+    wanted.sort(key=lambda run: (run[0].side, ladder.seeds(run[0]).index(run[1])))  # the whole ladder with one seed first
+    runs = dict.fromkeys((ladder.trainer(row), seed) for row, seed in wanted)
+    return {run: job(ladder, results, *run, argv) for run in runs}
+
+
+def job(ladder, results, row, seed, argv) -> Job:
+    """Train, then judge. row: the one that the training is named after."""
+    out_dir = results.out_dir(row, seed)
+    train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}']
+    if (out_dir / 'ckpt.pt').is_file():
+        train.append('--init_from=resume')
+    measure = ['-m', 'ablation.measure', row.name, str(seed), *argv]
+    return Job(f'{row.name}, seed {seed}', [train, measure], out_dir, ladder.settings(row).max_iters)
+
+
+def train_all(ladder, results, argv, only) -> int:
+    """Every run that is not done; returns how many failed."""
+    s = ladder.s
+    if s.jobs < 1:
+        raise UserError(f'jobs={s.jobs}: must be at least 1')
+    devices = [name.strip() for name in (s.devices or s.device).split(',')]
+    for name in devices:
+        pick_device(name)
+    jobs, failed = jobs_of(ladder, results, argv, only), []
+
+    def ended(job, error):
+        if error:
+            failed.append(job)
+            results.write_failure(*next(run for run, other in jobs.items() if other is job), error)
+    if jobs:
+        run_jobs(list(jobs.values()), devices, s.jobs, ended)
+    return len(failed)
+
+
+def chosen(ladder) -> set:
+    """The rows that `only` names."""
+    names = {row.name.lstrip('+ ').lower(): row.name for row in ladder.rows.values()}
+    wanted = [name.strip() for name in ladder.s.only.split(',')] if ladder.s.only else []
+    for name in wanted:
+        if name.lstrip('+ ').lower() not in names:
+            raise UserError(f"only={ladder.s.only!r}: there is no row {name!r}; there are {', '.join(map(repr, ladder.rows))}")
+    return {names[name.lstrip('+ ').lower()] for name in wanted}
+
+
+def measured_speed(ladder, results, measure: bool) -> dict | None:
+    """The speed of all rows, measured now unless that was done; None if it was not and is not wanted."""
+    path = results.folder / 'speed.json'
+    found = read_json(path)
+    if not ladder.s.speed:
+        return None
+    speed = cost.Speed(ladder)
+    if found and found['fingerprint'] == speed.fingerprint:
+        return found | {'side_of': speed.side_of}
+    if not measure:
+        return None
+    found = speed.measure()
+    write_whole(path, json.dumps(found, indent=1) + '\n')
+    return found
+
+
+def summary_of(ladder, results, measure: bool) -> dict:
+    contexts = cost.numbers('contexts', ladder.s.contexts)
+    return summarize(ladder, results, measured_speed(ladder, results, measure), recall_of(ladder, results.folder),
+                     lambda row: cost.kv_bytes(ladder, row, contexts))
+
+
+def list_runs(ladder, results, only) -> None:
+    """What there is and what is to be done."""
+    for row in ladder.rows.values():
+        done = [seed for seed in ladder.seeds(row) if results.read(row, seed)]
+        todo = [seed for seed in ladder.seeds(row) if seed not in done] if not only or row.name in only else []
+        trainer = ladder.trainer(row)
+        how = f'weights of {trainer.name!r}' if trainer is not row else f'{ladder.settings(row).max_iters:,} iterations'
+        print(f"{row.name}: seeds done {done or '-'}, to do {todo or '-'} ({how})")
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    s, ladder = read_ladder(argv, usage=__doc__)
+    results, only = Results(ladder), chosen(ladder)
+    if s.dry_run:
+        list_runs(ladder, results, only)
+        return
+    failed = 0 if s.report_only else train_all(ladder, results, argv, only)
+    whole = all(results.read(row, seed) for row in ladder.rows.values() for seed in ladder.seeds(row))
+    summary = summary_of(ladder, results, measure=whole and not s.report_only)
+    write_report(summary, results.folder)
+    show(summary)
+    print(f'\nreport: {results.folder / "report.html"}')
+    if s.json:
+        print(json.dumps(summary))
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == '__main__':
+    configurator.run_program(main)

@@ -1,0 +1,77 @@
+"""What a trained model says of fixed windows of text: by the training forward pass, and through a cache as it would sample."""
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from model import GPT
+
+
+@dataclass
+class Judgement:
+    """Of n windows of T targets: loss in nats summed over windows by position, each window's mean, the likeliest tokens."""
+    by_position: torch.Tensor  # (T,) float64, mean over the windows
+    by_window: torch.Tensor    # (n,) float64, mean over the positions
+    choices: torch.Tensor      # (n, T) int64
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.by_window.mean().item()
+
+
+def spread_windows(tokens, T: int, n: int = 0) -> torch.Tensor:
+    """(n, T + 1) int64: n windows (fewer if the split is short; 0 = as many as there are) spread evenly over `tokens`
+    (a `data.tokenfiles.TokenSplit`), whose targets do not overlap."""
+    most = (len(tokens) - 1) // T
+    n = min(n, most) if n else most
+    starts = [i * (len(tokens) - 1 - T) // max(n - 1, 1) for i in range(n)]
+    return torch.stack([torch.from_numpy(tokens.window(i, T + 1).astype('int64')) for i in starts])
+
+
+def forward(model):
+    """idx -> logits of the plain forward pass."""
+    return lambda idx: model(idx, all_logits=True)[0]
+
+
+def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
+    """idx -> logits by way of a cache: a prompt of `first` tokens, then the rest appended in chunks, as they stand."""
+    def logits(idx):
+        B, T = idx.shape
+        cache = model.new_cache(B, T, kv_dtype)
+        ends = [0, *range(min(first, T), T, chunk), T]
+        return torch.cat([model(idx[:, a:b], cache=cache, all_logits=True)[0] for a, b in zip(ends, ends[1:])], dim=1)
+    return logits
+
+
+@torch.inference_mode()
+def judge(logits_of, windows: torch.Tensor, batch_size: int = 16, tick=lambda: None) -> Judgement:
+    """windows (n, T + 1). tick: called after every batch."""
+    by_position, by_window, choices = torch.zeros(windows.size(1) - 1, dtype=torch.float64), [], []
+    for rows in windows.split(batch_size):
+        logits = logits_of(rows[:, :-1])
+        nats = F.cross_entropy(logits.double().flatten(0, 1), rows[:, 1:].flatten(), reduction='none').view(len(rows), -1)
+        by_position += nats.sum(0).cpu()
+        by_window.append(nats.mean(1).cpu())
+        choices.append(logits.argmax(-1).cpu())
+        tick()
+    return Judgement(by_position / len(windows), torch.cat(by_window), torch.cat(choices))
+
+
+def with_rounding(model, on: bool):
+    """The same weights in a model that rounds K and V to int8 in its forward pass, or does not."""
+    config = dataclasses.replace(model.config, kv_quant_train='int8' if on else '')
+    twin = GPT(config).to(model.device, model.lm_head.weight.dtype).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def n_bytes(tokenizer, windows: torch.Tensor) -> int:
+    """UTF-8 bytes of the windows' targets."""
+    return sum(len(tokenizer.decode(row[1:].tolist()).encode()) for row in windows)
+
+
+def bits_per_byte(nats_per_token: float, n_tokens: int, n_bytes: int) -> float:
+    return nats_per_token * n_tokens / n_bytes / math.log(2)

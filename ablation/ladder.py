@@ -1,0 +1,217 @@
+"""A ladder: rows that each change one thing, read from a config and checked before anything is trained.
+
+    base = 'config/train_vanilla.py'                       # what the first row trains with
+    rows = {                                               # each row builds on the one above it
+        'vanilla GPT-2': {},
+        '+ RoPE': dict(pos_embedding='rope'),
+        '+ int8 KV': dict(kv_dtype='int8'),                # at inference: the weights of the row above
+    }
+    side_rows = {                                          # alternatives: each names the row that it departs from
+        'MQA': ('+ RoPE', dict(n_kv_head=1)),
+    }
+
+A row changes keys of train.py, and two of its own:
+    kv_dtype       storage of the cache that the row is judged through: 'auto', 'float32', 'bfloat16', 'float16', 'int8'
+    at_inference   model settings that change after training only, such as dict(share_global_kv=True): shows the mismatch
+mlp_hidden='match' widens or narrows the MLPs to as many parameters as the first row has.
+"""
+import dataclasses
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import configurator
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from config.schema import ABLATE, KV_DTYPES, MODEL
+from data.datasets import DATA_ROOT
+from kv.plan import plan_kv
+from model import GPT
+from training.batches import open_meta
+
+OWN = ('kv_dtype', 'at_inference')  # a row's keys that train.py does not have
+# keys of train.py that say where a run is and what it prints, not what it computes
+PLACE = ('out_dir', 'init_from', 'resume_from', 'device', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard_log',
+         'keep_checkpoints', 'checkpoint_interval', 'log_interval', 'memory_report', 'memory_budget', 'eval_only', 'backend',
+         'always_save_checkpoint', 'eval_interval', 'eval_iters')
+MATCH = 'match'
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. `above` is the row that it departs from ('' for the first), `changes` what it changes there; `train`,
+    `kv_dtype` and `at_inference` add up all changes from the first row on."""
+    name: str
+    above: str
+    side: bool
+    changes: dict = field(hash=False)
+    train: dict = field(hash=False)
+    kv_dtype: str = 'auto'
+    at_inference: dict = field(default_factory=dict, hash=False)
+
+    @property
+    def slug(self) -> str:
+        """The row's name as a file name: '+ KV shared by 2/3' -> 'kv-shared-by-2-3'."""
+        return re.sub(r'[^a-z0-9.]+', '-', self.name.lower()).strip('-')
+
+
+class Ladder:
+    """The rows of one config, with what they share.
+
+    Args:
+        s: the settings of program 'ablate'.
+    Raises:
+        UserError: a row that names no row, changes nothing or something that there is not, or makes no model.
+    """
+
+    def __init__(self, s):
+        self.s = s
+        if not s.base or not s.rows:
+            raise UserError("a ladder needs base='config/....py' and rows={name: changes}: "
+                            'see config/ablate_shakespeare.py')
+        mine = {key.name for key in ABLATE}
+        self.common = {name: getattr(s, name) for name in sorted(s.given) if name not in mine}
+        self.rows: dict[str, Row] = {}
+        self._settings, self._vocab_sizes = {}, {}
+        above = ''
+        for name, changes in s.rows.items():
+            self._add(name, above, changes, side=False)
+            above = name
+        for name, entry in s.side_rows.items():
+            if not (isinstance(entry, tuple | list) and len(entry) == 2):
+                raise UserError(f'side_rows[{name!r}]={entry!r}: must be (name of the row it departs from, changes)')
+            if entry[0] not in self.rows:
+                raise UserError(f"side_rows[{name!r}]: there is no row {entry[0]!r} before it; there are "
+                                f"{', '.join(map(repr, self.rows))}")
+            self._add(name, *entry, side=True)
+        self.first = next(iter(self.rows))
+        self._check_slugs()
+
+    def _add(self, name, above, changes, side):
+        if not isinstance(changes, dict) or name in self.rows:
+            raise UserError(f'row {name!r}: ' + ('is there twice' if name in self.rows else
+                                                 f'changes must be a dict, not {changes!r}'))
+        if not changes and above:
+            raise UserError(f'row {name!r} changes nothing against {above!r}')
+        before = self.rows.get(above)
+        train = dict(before.train if before else {}) | {k: v for k, v in changes.items() if k not in OWN}
+        kv_dtype = changes.get('kv_dtype', before.kv_dtype if before else 'auto')
+        if kv_dtype not in KV_DTYPES:
+            raise UserError(f"row {name!r}: kv_dtype={kv_dtype!r}: allowed are {', '.join(map(repr, KV_DTYPES))}")
+        at_inference = dict(before.at_inference if before else {}) | changes.get('at_inference', {})
+        self.rows[name] = Row(name, above, side, changes, train, kv_dtype, at_inference)
+
+    def _check_slugs(self):
+        seen = {}
+        for row in self.rows.values():
+            if not row.slug or row.slug in seen:
+                raise UserError(f'row {row.name!r}: ' + (f'its file name would be that of {seen[row.slug]!r}' if row.slug
+                                                         else 'needs a name with letters or digits'))
+            seen[row.slug] = row.name
+
+    def check(self) -> None:
+        """Every row's settings and model, so that a mistake in the last row shows before the first is trained."""
+        for row in self.rows.values():
+            try:
+                plan_kv(self.trained_config(row))
+                plan_kv(self.config(row))
+            except (UserError, ValueError, TypeError) as e:
+                raise UserError(f'row {row.name!r}: {e}') from e
+
+    def seeds(self, row: Row) -> list[int]:
+        """Side rows have seeds of their own, if there are any."""
+        return whole_numbers('side_seeds', self.s.side_seeds) if row.side and self.s.side_seeds else \
+            whole_numbers('seeds', self.s.seeds)
+
+    def above(self, row: Row) -> Row | None:
+        return self.rows.get(row.above)
+
+    # -- what a row trains ------------------------------------------------------------------------------------------------
+
+    def arguments(self, row: Row, seed: int | None = None) -> list[str]:
+        """train.py's command line, without the folder."""
+        changes = self.common | row.train
+        if changes.get('mlp_hidden') == MATCH:
+            changes['mlp_hidden'] = self._matching_mlp(row)
+        return self._flags(changes) + ([] if seed is None else [f'--seed={seed}'])
+
+    def settings(self, row: Row):
+        """train.py's settings; the seed is that of none of its runs."""
+        if row.name not in self._settings:
+            self._settings[row.name] = configurator.parse('train', self.arguments(row), echo=False)
+        return self._settings[row.name]
+
+    def training(self, row: Row) -> str:
+        """Rows with the same one are judged on the same weights: a digest of every setting that the weights depend on."""
+        what = {name: value for name, value in vars(self.settings(row)).items() if name not in PLACE and name != 'seed'}
+        return digest(what)
+
+    def fingerprint(self, row: Row) -> str:
+        """Of all that a row's figures depend on: results with another one are of another row."""
+        return digest([self.training(row), row.kv_dtype, row.at_inference, self.s.eval_windows])
+
+    def trainer(self, row: Row) -> Row:
+        """The first row with the same weights: runs carry its name."""
+        return next(other for other in self.rows.values() if self.training(other) == self.training(row))
+
+    def _flags(self, changes) -> list[str]:
+        return [self.s.base, *(f'--{name}={value}' for name, value in changes.items())]
+
+    def _matching_mlp(self, row) -> int:
+        """The multiple of 8 at which the parameters come closest to the first row's (positions not counted)."""
+        changes = self.common | row.train
+        flags = [self._flags(changes | {'mlp_hidden': width}) for width in (8, 16)]
+        one, two = (parameters(self._config_of(configurator.parse('train', some, echo=False))) for some in flags)
+        target = parameters(self.trained_config(self.rows[self.first]))
+        return 8 * max(1, round((target - one) / (two - one)) + 1)
+
+    # -- the models -------------------------------------------------------------------------------------------------------
+
+    def trained_config(self, row: Row) -> GPTConfig:
+        """The model that is trained."""
+        return self._config_of(self.settings(row))
+
+    def config(self, row: Row) -> GPTConfig:
+        """The model as it is used: without dropout, and with what changes after training."""
+        return dataclasses.replace(self.trained_config(row), dropout=0.0, **row.at_inference)
+
+    def _config_of(self, s) -> GPTConfig:
+        data = s.dataset, s.recall_task
+        if data not in self._vocab_sizes:
+            meta = open_meta(s, DATA_ROOT)
+            self._vocab_sizes[data] = 50304 if meta is None else meta['vocab_size']
+        return GPTConfig(vocab_size=self._vocab_sizes[data], **{key.name: getattr(s, key.name) for key in MODEL})
+
+
+def digest(what) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parameters(config: GPTConfig) -> int:
+    """Of the model, positions not counted; nothing is allocated."""
+    with torch.device('meta'):
+        return GPT(config).get_num_params()
+
+
+def whole_numbers(name: str, text: str) -> list[int]:
+    """'1,2,3' -> [1, 2, 3]. Raises UserError for anything else."""
+    try:
+        return [int(piece) for piece in text.split(',')]
+    except ValueError:
+        raise UserError(f"{name}={text!r}: must be whole numbers with commas between, as '1,2,3'") from None
+
+
+def read_ladder(argv: list[str], usage: str = '', echo: bool = True):
+    """(settings, ladder) from the command line of ablate.py, checked."""
+    s = configurator.parse('ablate', argv, usage=usage, echo=echo)
+    s.name = s.name or next((Path(arg).stem.removeprefix('ablate_') for arg in argv if not arg.startswith('-')), '')
+    if not re.fullmatch(r'[A-Za-z0-9_.-]+', s.name) or s.name.startswith('.'):
+        raise UserError(f'name={s.name!r}: must be letters, digits, - _ and dots, for it names folders')
+    ladder = Ladder(s)
+    ladder.check()
+    return s, ladder
+

@@ -1,0 +1,203 @@
+"""The pictures of a report, for light and for dark pages."""
+import io
+from pathlib import Path
+
+from config.errors import UserError
+
+# name -> what it shows; the order is that of the report
+TITLES = {
+    'pareto': 'Validation loss over KV bytes per token: down and to the left is better',
+    'curves': 'Validation loss while training: mean of the seeds, shaded from the lowest to the highest',
+    'positions': 'Validation loss by position in the window',
+    'recall': 'Recall over distance',
+    'decode': 'Time per output token over tokens held',
+    'kv': 'KV bytes of one sequence over its length',
+}
+LIGHT = {'figure.facecolor': 'white', 'axes.facecolor': 'white', 'text.color': '#1f2328', 'axes.labelcolor': '#1f2328',
+         'axes.edgecolor': '#8c959f', 'xtick.color': '#57606a', 'ytick.color': '#57606a', 'grid.color': '#d0d7de'}
+DARK = {'figure.facecolor': '#0d1117', 'axes.facecolor': '#0d1117', 'text.color': '#e6edf3', 'axes.labelcolor': '#e6edf3',
+        'axes.edgecolor': '#6e7681', 'xtick.color': '#9da7b1', 'ytick.color': '#9da7b1', 'grid.color': '#30363d'}
+COMMON = {'font.size': 10, 'axes.grid': True, 'grid.linewidth': 0.6, 'axes.spines.top': False, 'axes.spines.right': False,
+          'legend.frameon': False, 'legend.fontsize': 8.5, 'figure.dpi': 110, 'savefig.bbox': 'tight', 'lines.linewidth': 1.6}
+
+
+def pyplot():
+    """matplotlib's, without a display.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as e:
+        raise UserError("the report's pictures need matplotlib: pip install -e '.[plot]'") from e
+    matplotlib.use('Agg')
+    from matplotlib import pyplot as plt
+    return plt
+
+
+def draw_all(summary: dict, dark: bool = False) -> dict[str, bytes]:
+    """name of TITLES -> PNG; those there is nothing to draw for are left out."""
+    plt = pyplot()
+    made = {}
+    with plt.rc_context(COMMON | (DARK if dark else LIGHT)):
+        for name in TITLES:
+            figure, axis = plt.subplots(figsize=(7.2, 4.4))
+            try:
+                if DRAWN[name](axis, summary, Colors(summary, plt, dark)):
+                    file = io.BytesIO()
+                    figure.savefig(file, format='png', metadata={'Software': None})
+                    made[name] = file.getvalue()
+            finally:
+                plt.close(figure)
+    return made
+
+
+def write_all(summary: dict, folder: Path) -> None:
+    """The light ones as files."""
+    for name, png in draw_all(summary).items():
+        (folder / f'{name}.png').write_bytes(png)
+
+
+class Colors:
+    """A color for every row: the ladder's go through a scale from the first to the last, side rows are grey."""
+
+    def __init__(self, summary, plt, dark):
+        ladder = [row['name'] for row in summary['rows'] if not row['side']]
+        scale, low, high = plt.get_cmap('plasma' if dark else 'viridis'), *((0.25, 0.98) if dark else (0.0, 0.88))
+        self.of_row = {name: scale(low + (high - low) * i / max(len(ladder) - 1, 1)) for i, name in enumerate(ladder)}
+        self.side = '#8b949e'
+
+    def __call__(self, row):
+        return self.of_row.get(row['name'], self.side)
+
+
+def lines_of(summary, key):
+    """Rows to draw as lines: the ladder's, with what there is to draw. Those that share their weights are drawn once."""
+    seen, rows = set(), []
+    for row in summary['rows']:
+        if row['side'] or not row.get(key) or (key in ('curve', 'evaluations') and row['trained_as'] in seen):
+            continue
+        seen.add(row.get('trained_as'))
+        rows.append(row)
+    return rows
+
+
+def legend(axis):
+    """Beside the picture, so that it never covers a line."""
+    axis.legend(loc='center left', bbox_to_anchor=(1.01, 0.5))
+
+
+def pareto(axis, summary, color):
+    rows = [row for row in summary['rows'] if 'val_loss' in row]
+    for row in rows:
+        x, y = row['kv']['bytes_per_token'], row['val_loss']
+        axis.errorbar(x, y['mean'], yerr=y['sd'] or 0, fmt='o' if not row['side'] else 's', color=color(row), capsize=2,
+                      markersize=6 if not row['side'] else 4)
+    axis.set_xscale('log')
+    axis.set_xlabel('KV bytes per token')
+    axis.set_ylabel('validation loss, nats per token')
+    if rows:
+        losses = [row['val_loss']['mean'] for row in rows]
+        low, high = min(losses), max(losses)
+        axis.set_ylim(low - 0.06 * (high - low) - 1e-3, high + 0.06 * (high - low) + 1e-3)
+        place_labels(axis, [(row['kv']['bytes_per_token'], row['val_loss']['mean'], row['name'], color(row)) for row in rows])
+    return bool(rows)
+
+
+def place_labels(axis, points):
+    """Names beside their points, in a column at the right of the picture, each joined to its point by a thin line."""
+    ordered = sorted(points, key=lambda p: -p[1])
+    n = len(ordered)
+    for k, (x, y, text, tint) in enumerate(ordered):
+        axis.annotate(text, (x, y), xytext=(1.03, 1 - (k + 0.5) / n), textcoords='axes fraction', fontsize=8, va='center',
+                      annotation_clip=False, arrowprops=dict(arrowstyle='-', color=tint, lw=0.6, alpha=0.6, shrinkB=3))
+
+
+def curves(axis, summary, color):
+    rows = lines_of(summary, 'evaluations')
+    for row in rows:
+        c = row['evaluations']
+        if len(c['iterations']) < 2:
+            continue
+        axis.plot(c['iterations'], c['mean'], color=color(row), label=row['name'])
+        axis.fill_between(c['iterations'], c['low'], c['high'], color=color(row), alpha=0.2, linewidth=0)
+    if not axis.lines:
+        return False
+    settled = [y for row in rows for i, y in zip(row['evaluations']['iterations'], row['evaluations']['mean'])
+               if i >= 0.1 * row['iterations']]
+    low, high = min(settled), max(settled)
+    axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))  # the drop of the first steps would flatten the rest
+    axis.set_xlabel('iteration')
+    axis.set_ylabel('validation loss, nats per token')
+    legend(axis)
+    return True
+
+
+def positions(axis, summary, color):
+    rows = lines_of(summary, 'loss_by_position')
+    for row in rows:
+        losses = row['loss_by_position']
+        step = max(1, len(losses) // 32)
+        means = [sum(losses[i:i + step]) / len(losses[i:i + step]) for i in range(0, len(losses), step)]
+        axis.plot([i * step + (step - 1) / 2 for i in range(len(means))], means, color=color(row), label=row['name'])
+    if rows:
+        axis.set_xlabel('position in the window')
+        axis.set_ylabel('validation loss, nats per token')
+        legend(axis)
+    return bool(rows)
+
+
+def recall(axis, summary, color):
+    rows = [row for row in summary['rows'] if row.get('recall')]
+    for row in rows:
+        accuracy = row['recall']['accuracy']
+        axis.plot([int(d) for d in accuracy], [100 * a['mean'] for a in accuracy.values()], color=color(row), label=row['name'],
+                  marker='o', markersize=4, linestyle=':' if row['side'] else '-')
+    if rows:
+        axis.set_xlabel('distance, tokens')
+        axis.set_ylabel('copied right, %')
+        axis.set_ylim(-3, 103)
+        if rows[0]['recall'].get('local_reach'):
+            axis.axvline(rows[0]['recall']['local_reach'], color=color.side, linewidth=1, linestyle='--')
+            axis.text(rows[0]['recall']['local_reach'], 50, ' local reach', fontsize=8, color=color.side)
+        legend(axis)
+    return bool(rows)
+
+
+def decode(axis, summary, color):
+    rows = lines_of(summary, 'speed')
+    batches = sorted({cell['batch'] for row in rows for cell in row['speed'] if cell['kind'] == 'decode'})
+    if not batches:
+        return False
+    for row in rows:
+        cells = [cell for cell in row['speed'] if cell['kind'] == 'decode' and cell['batch'] == batches[-1]]
+        axis.plot([c['context'] for c in cells], [c['tpot_ms']['median'] for c in cells], color=color(row), label=row['name'],
+                  marker='o', markersize=4)
+    log_axes(axis)
+    axis.set_xlabel('tokens held')
+    axis.set_ylabel(f'ms per token, {batches[-1]} sequences at once')
+    legend(axis)
+    return True
+
+
+def kv(axis, summary, color):
+    rows = [row for row in summary['rows'] if not row['side']]
+    for row in rows:
+        at = row['kv']['at']
+        axis.plot([int(n) for n in at], [a['bytes'] for a in at.values()], color=color(row), label=row['name'], marker='o',
+                  markersize=4)
+    log_axes(axis)
+    axis.set_xlabel('tokens')
+    axis.set_ylabel('KV bytes of one sequence')
+    legend(axis)
+    return bool(rows)
+
+
+def log_axes(axis):
+    axis.set_xscale('log', base=2)
+    axis.set_yscale('log')
+    axis.xaxis.set_major_formatter(lambda x, _: f'{x:,.0f}')
+
+
+DRAWN = {'pareto': pareto, 'curves': curves, 'positions': positions, 'recall': recall, 'decode': decode, 'kv': kv}

@@ -1,0 +1,51 @@
+"""results.json, report.md, report.html and the pictures, made from what was measured; and the terminal's table."""
+import json
+
+from rich.console import Console
+
+from ablation import tables
+from ablation.page import page, title
+from ablation.pictures import TITLES, write_all
+from ablation.results import write_whole
+
+
+def write_report(summary: dict, folder) -> None:
+    """All files.
+
+    Raises:
+        UserError: matplotlib is missing, or a file cannot be written.
+    """
+    write_whole(folder / 'results.json', json.dumps(summary, indent=1) + '\n')
+    write_all(summary, folder)
+    write_whole(folder / 'report.md', markdown(summary, [name for name in TITLES if (folder / f'{name}.png').is_file()]))
+    write_whole(folder / 'report.html', page(summary))
+
+
+def markdown(summary: dict, pictures: list[str]) -> str:
+    """report.md. pictures: names of those that lie beside it."""
+    lines = [f'# {title(summary)}', '', tables.facts_line(summary), '',
+             'Made by `python ablate.py` from the JSON files here. A row is one change from the row above it, side rows (from '
+             f"...) from the one they name. KV bytes count {summary['rows'][0]['kv']['dtype']} where a row names no storage of "
+             "its own, and are compared with vanilla GPT-2 in bfloat16; they were allocated, and equal the plan's arithmetic.",
+             '']
+    missing = [f"- **{row['name']}**: {text}" for row in summary['rows'] if (text := tables.status(row))]
+    lines += [*missing, ''] if missing else []
+    for grid in tables.grids(summary):
+        lines += [grid.title + '.', '', grid.markdown(), '']
+    for name in pictures:
+        lines += [f'![{TITLES[name]}]({name}.png)', '']
+    lines += ['## Rows', '']
+    lines += [f"- **{row['name']}**: {tables.changed(row)}  \n  `{row['command']}`" for row in summary['rows']]
+    return '\n'.join(lines) + '\n'
+
+
+def show(summary: dict) -> None:
+    """The same tables on the terminal."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=150)
+    console.print(tables.facts_line(summary), highlight=False, markup=False, soft_wrap=True)
+    for row in summary['rows']:
+        if text := tables.status(row):
+            console.print(f"{row['name']}: {text}", style='red', highlight=False, markup=False)
+    for grid in tables.grids(summary):
+        grid.print(console)

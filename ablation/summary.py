@@ -1,0 +1,124 @@
+"""From measured runs to one document: means, spreads and paired differences with confidence intervals (results.json)."""
+import math
+import statistics
+import warnings
+
+from ablation.results import read_json
+
+# two-sided 95% quantiles of Student's t for 1, 2, ... 30 degrees of freedom; beyond, the normal one
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
+        2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+NORMAL_95 = 1.960
+
+
+def mean_sd(values) -> dict:
+    """Mean and sample standard deviation (None of a single value), and the values."""
+    values = list(values)
+    return {'mean': statistics.fmean(values), 'sd': statistics.stdev(values) if len(values) > 1 else None, 'each': values}
+
+
+def paired_difference(ours: dict, others: dict) -> dict | None:
+    """Mean of ours - others over the keys (seeds) that both have, with half the width of its 95% confidence interval (None
+    where one pair is all there is). Runs of one seed saw the same batches in the same order, so pairs vary less than runs."""
+    both = sorted(ours.keys() & others.keys())
+    if not both:
+        return None
+    each = [ours[key] - others[key] for key in both]
+    n = len(each)
+    half = None
+    if n > 1:
+        quantile = T_95[n - 2] if n - 2 < len(T_95) else NORMAL_95
+        half = quantile * statistics.stdev(each) / math.sqrt(n)
+    return {'mean': statistics.fmean(each), 'half_95': half, 'seeds': both, 'each': each}
+
+
+def mean_curve(curves: list[list]) -> dict:
+    """Loss curves [[iteration, loss], ...] of several seeds as one: mean, lowest and highest at the iterations all have."""
+    by_iteration = [dict(map(tuple, curve)) for curve in curves]
+    common = sorted(set.intersection(*(set(c) for c in by_iteration)))
+    at = [[c[i] for c in by_iteration] for i in common]
+    return {'iterations': common, 'mean': [statistics.fmean(x) for x in at], 'low': [min(x) for x in at],
+            'high': [max(x) for x in at]}
+
+
+def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -> dict:
+    """Everything that the report shows. kv_of: row -> figures of its bytes."""
+    measured = {row.name: {seed: found for seed in ladder.seeds(row) if (found := results.read(row, seed))}
+                for row in ladder.rows.values()}
+    rows = [summarize_row(ladder, results, row, measured, speed, recall) | {'kv': kv_of(row)} for row in ladder.rows.values()]
+    return {'name': ladder.s.name, 'base': ladder.s.base, 'first': ladder.first, 'rows': rows,
+            'facts': facts(measured), 'speed': speed, 'recall_ladder': ladder.s.recall}
+
+
+def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
+    """One row, with what is missing told: `seeds_missing`, and `failed` by seed."""
+    found, wanted = measured[row.name], ladder.seeds(row)
+    failed = {seed: error for seed in wanted if seed not in found and (error := results.failed(row, seed))}
+    config = ladder.config(row)
+    out = {'name': row.name, 'slug': row.slug, 'side': row.side, 'above': row.above, 'changes': row.changes,
+           'kv_dtype': row.kv_dtype, 'seeds': sorted(found), 'seeds_missing': sorted(set(wanted) - set(found)),
+           'failed': failed, 'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
+           'command': ' '.join(['python', 'train.py', *ladder.arguments(row)])}
+    if found:
+        one = next(iter(found.values()))
+        out |= {'params': one['params'], 'params_all': one['params_all'], 'learning_rate': one['settings']['learning_rate'],
+                'tokens': one['training']['tokens'], 'iterations': one['training']['iterations'],
+                'trained_as': one['trained_as'], 'curve': mean_curve([f['training']['curve'] for f in found.values()])}
+    if found and 'recall' in one:
+        out['recall'] = recall_of_row([f['recall'] for f in found.values()])
+    elif found:
+        losses = {seed: f['val_loss'] for seed, f in found.items()}
+        out |= {'val_loss': mean_sd(losses.values()),
+                'val_loss_forward': mean_sd(f['val_loss_forward'] for f in found.values()),
+                'cache_minus_forward_largest': max(f['cache_minus_forward_largest'] for f in found.values()),
+                'bits_per_byte': mean_sd(f['bits_per_byte'] for f in found.values()),
+                'loss_by_position': [statistics.fmean(x) for x in zip(*(f['loss_by_position'] for f in found.values()))],
+                'evaluations': mean_curve([[[i, val] for i, _, val in f['training']['evaluations']] for f in found.values()])}
+        for name, other in (('above', row.above), ('first', ladder.first)):
+            if other and other != row.name:
+                out[f'against_{name}'] = paired_difference(losses, {s: f['val_loss'] for s, f in measured[other].items()})
+    if speed:
+        key = speed['side_of'].get(row.name)
+        out['speed'] = [figures_of(cell, key) for cell in speed['cells']] if key else []
+    if recall and row.name in recall:
+        out['recall'] = recall[row.name]
+    return out
+
+
+def recall_of_row(runs: list[dict]) -> dict:
+    """Accuracy by distance over the seeds."""
+    return {'accuracy': {distance: mean_sd(run['accuracy'][distance] for run in runs) for distance in runs[0]['accuracy']},
+            'local_reach': runs[0]['local_reach'], 'rows': runs[0]['rows'], 'seeds': len(runs)}
+
+
+def recall_of(ladder, folder) -> dict | None:
+    """row -> its recall, from the results of the ladder that `recall` names, which lie beside `folder`; None without
+    any.
+    """
+    if not ladder.s.recall:
+        return None
+    path = folder.parent / ladder.s.recall / 'results.json'
+    found = read_json(path)
+    if found is None:
+        warnings.warn(f'recall={ladder.s.recall!r}: {path} is not there; run that ladder first', stacklevel=2)
+        return None
+    return {row['name']: row['recall'] for row in found['rows'] if 'recall' in row}
+
+
+def figures_of(cell: dict, key: str) -> dict:
+    """What a cell of the speed measurement says of one side."""
+    return {name: value[key] if isinstance(value, dict) else value for name, value in cell.items()
+            if not isinstance(value, dict) or key in value}
+
+
+def facts(measured) -> dict:
+    """What all runs have in common (a set of several where they differ), which figures mean nothing without."""
+    runs = [found for by_seed in measured.values() for found in by_seed.values()]
+    names = {'dataset': lambda r: r['settings']['dataset'], 'dtype': lambda r: r['dtype'],
+             'B': lambda r: r['settings']['batch_size'] * r['settings']['gradient_accumulation_steps'],
+             'T': lambda r: r['settings']['block_size'], 'iterations': lambda r: r['training']['iterations'],
+             'tokens': lambda r: r['training']['tokens'], 'hardware': lambda r: r['hardware'], 'torch': lambda r: r['torch'],
+             }
+    if runs and 'windows' in runs[0]:
+        names |= {'val_windows': lambda r: r['windows'], 'val_tokens': lambda r: r['tokens']}
+    return {name: sorted({of(run) for run in runs}) for name, of in names.items()}

@@ -1,0 +1,141 @@
+"""A summary (ablation/summary.py) as tables, which the terminal, report.md and report.html all show."""
+from benchmarks.grid import Grid
+from kv.report import nice_bytes
+
+MISSING = '-'
+
+
+def label(row: dict) -> str:
+    """The name of a row; of a side row, also what it departs from."""
+    return f"{row['name']} (from {row['above']})" if row['side'] else row['name']
+
+
+def plus_minus(found: dict | None, form: str = '.4f') -> str:
+    """'+0.0123 ±0.0045': a paired difference and half of its 95% interval; of a single pair, '+0.0123 (1 seed)'."""
+    if not found:
+        return MISSING
+    mean = format(found['mean'], '+' + form)
+    return f'{mean} (1 seed)' if found['half_95'] is None else f"{mean} ±{format(found['half_95'], form)}"
+
+
+def mean_sd(found: dict | None, form: str = '.4f') -> str:
+    """'1.7718 (0.0029)': mean and standard deviation."""
+    if not found:
+        return MISSING
+    return format(found['mean'], form) + (f" ({format(found['sd'], form)})" if found['sd'] is not None else '')
+
+
+def status(row: dict) -> str:
+    """What keeps a row from being whole; '' = nothing."""
+    parts = [f'failed with seed {seed}: {error}' for seed, error in row['failed'].items()]
+    waiting = [seed for seed in row['seeds_missing'] if seed not in row['failed']]
+    if waiting:
+        parts.append(f"not trained with seed{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}")
+    return '; '.join(parts)
+
+
+def headline(summary: dict) -> Grid:
+    """Each row in a line: size, what it remembers, how well it predicts."""
+    grid = Grid('The ladder: validation loss in nats per token, mean over seeds (sd); differences are paired by seed, ± half '
+                f"of a 95% interval; KV bytes at T={summary['rows'][0]['kv']['T']:,}",
+                ('row', 'parameters', 'KV bytes/token', 'smaller', 'val loss', 'bits/byte', 'against above',
+                 f"against {summary['first']}", 'seeds'), left=('row',))
+    for row in summary['rows']:
+        kv = row['kv']
+        grid.rows.append((label(row), f"{row['params']:,}" if 'params' in row else MISSING,
+                          f"{kv['bytes_per_token']:,.0f}", f"{kv['smaller']:.1f}x", mean_sd(row.get('val_loss')),
+                          f"{row['bits_per_byte']['mean']:.3f}" if 'bits_per_byte' in row else MISSING,
+                          plus_minus(row.get('against_above')), plus_minus(row.get('against_first')),
+                          str(len(row['seeds'])) if not row['failed'] else f"{len(row['seeds'])}, failed {len(row['failed'])}"))
+    return grid
+
+
+def bytes_held(summary: dict) -> Grid:
+    """KV bytes of one sequence by its length, and how many fit into a gigabyte."""
+    lengths = list(summary['rows'][0]['kv']['at'])
+    grid = Grid('KV cache of one sequence by its length, and sequences to a GB (10^9 bytes) at the longest; allocated',
+                ('row', 'stored as', *(f'T={int(n):,}' for n in lengths), 'sequences/GB'), left=('row', 'stored as'))
+    for row in summary['rows']:
+        at = row['kv']['at']
+        grid.rows.append((label(row), row['kv']['dtype'], *(nice_bytes(at[n]['bytes']) for n in lengths),
+                          f"{at[lengths[-1]]['sequences_per_GB']:,}"))
+    return grid
+
+
+def speeds(summary: dict) -> Grid | None:
+    """Decoding and prefill."""
+    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] != 'train']
+    if not cells:
+        return None
+    heads = [f"{'TTFT' if cell['kind'] == 'prefill' else 'TPOT'} {cell['context']:,}"
+             + (f" B={cell['batch']}" if cell['kind'] == 'decode' else '') for cell in cells]
+    grid = Grid('Time to first token (TTFT, by length of the prompt) and per output token (TPOT, by tokens held and sequences '
+                'at once) in ms, median', ('row', *heads), left=('row',))
+    for row in summary['rows']:
+        by = {(cell['kind'], cell['context'], cell['batch']): cell for cell in row.get('speed') or []}
+        found = [by.get((cell['kind'], cell['context'], cell['batch'])) for cell in cells]
+        times = [(c.get('tpot_ms') or c.get('ttft_ms'))['median'] if c else None for c in found]
+        grid.rows.append((label(row), *(MISSING if x is None else f'{x:.1f}' for x in times)))
+    return grid
+
+
+def training(summary: dict) -> Grid | None:
+    """Training steps."""
+    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] == 'train']
+    if not cells:
+        return None
+    grid = Grid(f"Training: tokens/s at B={cells[0]['batch']} x T={cells[0]['context']:,}, median; activations kept for the "
+                'backward pass, and the most memory in a step, MB (predicted)',
+                ('row', 'tokens/s', 'activations', 'peak'), left=('row',))
+    for row in summary['rows']:
+        cell = next((c for c in row.get('speed') or [] if c['kind'] == 'train'), None)
+        figures = [MISSING] * 3 if not cell else [f"{cell['tokens_per_second']['median']:,.0f}",
+                                                  f"{cell['memory']['activations'] / 1e6:,.0f}",
+                                                  f"{cell['memory']['peak'] / 1e6:,.0f}"]
+        grid.rows.append((label(row), *figures))
+    return grid
+
+
+def recalls(summary: dict) -> Grid | None:
+    """Accuracy by distance."""
+    found = [row for row in summary['rows'] if row.get('recall')]
+    if not found:
+        return None
+    distances = list(found[0]['recall']['accuracy'])
+    of = f" (ladder {summary['recall_ladder']!r})" * bool(summary['recall_ladder'])
+    reach = found[-1]['recall']['local_reach']
+    grid = Grid(f'Recall{of}: tokens copied right from so many positions back, %, mean over seeds (sd); local layers alone '
+                f'reach {reach}',
+                ('row', *(f'{int(d):,} back' for d in distances), 'seeds'), left=('row',))
+    for row in found:
+        accuracy = row['recall']['accuracy']
+        percent = [{name: None if accuracy[d][name] is None else 100 * accuracy[d][name] for name in ('mean', 'sd')}
+                   for d in distances]
+        grid.rows.append((label(row), *(mean_sd(p, '.1f') for p in percent), str(row['recall']['seeds'])))
+    return grid
+
+
+def grids(summary: dict) -> list[Grid]:
+    """All tables that there is something for."""
+    text = any('val_loss' in row for row in summary['rows']) or not any(row.get('recall') for row in summary['rows'])
+    made = [headline(summary) if text else None, recalls(summary), bytes_held(summary), speeds(summary), training(summary)]
+    return [grid for grid in made if grid]
+
+
+def changed(row: dict) -> str:
+    """'pos_embedding=rope': what a row changes."""
+    return ', '.join(f'{name}={value!r}' for name, value in row['changes'].items()) or 'as the base config'
+
+
+def facts_line(summary: dict) -> str:
+    """Data, size of the runs, hardware and versions in one line."""
+    f = summary['facts']
+
+    def each(name, form='{}'):
+        return ' or '.join(form.format(x) for x in f[name])
+    if not f['dataset']:
+        return 'Nothing was measured yet.'
+    return (f"{each('dataset')}, {each('iterations', '{:,}')} iterations of B={each('B')} x T={each('T')} "
+            f"({each('tokens', '{:,}')} tokens), {each('dtype')}, {each('hardware')}, torch {each('torch')}"
+            + (f"; validation on {each('val_windows', '{:,}')} windows ({each('val_tokens', '{:,}')} tokens), through the "
+               'cache.' if 'val_windows' in f else '.'))

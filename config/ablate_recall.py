@@ -1,0 +1,15 @@
+# The rows of config/ablate_shakespeare.py on a task that needs memory: copy from inside the window, beyond it, and beyond
+# what all local layers together reach, 10 * (8 - 1) = 70 positions.
+#   python ablate.py config/ablate_recall.py --jobs=2
+import config.ablate_shakespeare as _text
+
+base = 'config/train_recall.py'
+rows = {**_text.rows, '+ window': dict(layer_pattern='LLLLLG', window_size=8)}
+seeds = '1,2,3'
+side_seeds = '1'
+side_rows = {name: _text.side_rows[name] for name in (
+    'global first: GLLLLL/ABBCCC', 'global first, untied', 'untied', 'tied at inference only')}
+side_rows['local layers only'] = ('+ KV shared by 2/3', dict(layer_pattern='LLLLL', kv_share='AABBB'))  # control: cannot
+
+speed = False
+contexts = '160'

@@ -1,0 +1,47 @@
+# From GPT-2 to the full stack, one change at a time, at the demo's size: loss, recall, KV bytes, speed.
+#   python ablate.py config/ablate_shakespeare.py --jobs=2      # about 40 runs: several hours on 2 CPU cores
+#   python ablate.py config/ablate_shakespeare.py --dry_run=True
+base = 'config/train_vanilla.py'
+
+max_iters = 1000
+lr_decay_iters = 1000
+warmup_iters = 100
+eval_interval = 100
+checkpoint_interval = 100
+
+seeds = '1,2,3'
+rows = {
+    'vanilla GPT-2': {},
+    '+ RoPE': dict(pos_embedding='rope'),
+    '+ qk_norm': dict(qk_norm=True),                              # the strongest baseline with all of the memory
+    '+ GQA': dict(n_kv_head=2),                                   # four query heads to a K/V head
+    '+ MQA': dict(n_kv_head=1),
+    '+ window': dict(layer_pattern='LLLLLG', window_size=64),     # one layer in six sees everything
+    '+ KV shared by 2/3': dict(kv_share='AABBBC'),
+    '+ global KV tied': dict(share_global_kv=True),
+    '+ wider MLP': dict(mlp_hidden='match'),                      # what was saved in K and V, spent on the MLPs
+    '+ int8 KV': dict(kv_dtype='int8'),                           # the same weights, read through an int8 cache
+    '+ int8 in training': dict(kv_quant_train='int8'),
+}
+
+# one change from the full stack (or from another row) each, with one seed
+side_seeds = '1'
+_FULL = '+ wider MLP'
+side_rows = {
+    'global first: GLLLLL/ABBCCC': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC')),
+    'global first, untied': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC', share_global_kv=False)),
+    'untied': (_FULL, dict(share_global_kv=False)),
+    'tied at inference only': ('+ KV shared by 2/3', dict(at_inference=dict(share_global_kv=True))),
+    'window T/8': (_FULL, dict(window_size=32)),
+    'window T/2': (_FULL, dict(window_size=128)),
+    'shared by 2': (_FULL, dict(kv_share='AABBCD')),              # two, two and one layer to a local cache
+    'shared by 5': (_FULL, dict(kv_share='AAAAAB')),
+}
+# the learning rate of the key rows, halved and doubled
+for _row in ('vanilla GPT-2', '+ qk_norm', _FULL):
+    for _lr in (3e-3, 1.2e-2):
+        side_rows[f"{_row.lstrip('+ ')}, learning rate {_lr:g}"] = (_row, dict(learning_rate=_lr, min_lr=_lr / 10))
+
+recall = 'recall'
+contexts = '256,1024,4096,16384'
+batch_sizes = '1,16'

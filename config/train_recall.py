@@ -1,0 +1,26 @@
+# Copying random tokens from marked distances: whether a model can see that far back (data/recall/lags.py).
+#   python train.py config/train_recall.py
+#   python ablate.py config/ablate_recall.py       # rows that remember less and less
+out_dir = 'out-recall'
+dataset = 'recall'
+recall_task = 'distances=7,30,100 length=40'
+
+n_layer = 12
+n_head = 8
+n_embd = 64
+block_size = 160
+gelu = 'tanh'
+
+batch_size = 32
+gradient_accumulation_steps = 1
+max_iters = 1000
+lr_decay_iters = 1000
+warmup_iters = 100
+learning_rate = 2e-3
+min_lr = 2e-4
+beta2 = 0.98
+weight_decay = 0.01
+eval_interval = 100
+eval_iters = 4
+log_interval = 10
+compile = False

@@ -1,0 +1,126 @@
+"""ablate.py, whole: it trains what is not done, judges it, goes on after a stop, tells of failures, and writes its report."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ablate
+from ablation.ladder import read_ladder
+from ablation.results import Results
+
+LADDER = '''
+base = 'config/train_recall.py'
+n_layer = 2
+n_embd = 16
+n_head = 2
+block_size = 32
+batch_size = 4
+recall_task = 'distances=4,12'
+max_iters = 12
+lr_decay_iters = 12
+warmup_iters = 2
+eval_interval = 6
+eval_iters = 1
+log_interval = 1
+rows = {
+    'MHA': dict(pos_embedding='rope'),
+    '+ MQA': dict(n_kv_head=1),
+    '+ int8 KV': dict(kv_dtype='int8'),
+}
+seeds = '1'
+speed = False
+contexts = '32,64'
+'''
+
+
+@pytest.fixture
+def ladder(tmp_path):
+    """(arguments of ablate.py, folder of the results)."""
+    path = tmp_path / 'ablate_mine.py'
+    path.write_text(LADDER)
+    return [str(path), f'--folder={tmp_path / "results"}', '--device=cpu'], tmp_path / 'results'
+
+
+def test_a_ladder_is_trained_judged_and_reported_once(ladder, capsys, tmp_path):
+    argv, folder = ladder
+    ablate.main([*argv, '--jobs=2', '--json=True'])
+    out = capsys.readouterr().out
+    summary = json.loads(out.splitlines()[-1])
+    assert [row['name'] for row in summary['rows']] == ['MHA', '+ MQA', '+ int8 KV']
+    assert all(row['seeds'] == [1] and not row['failed'] and 0 <= row['recall']['accuracy']['4']['mean'] <= 1
+               for row in summary['rows'])
+    assert summary['rows'][2]['trained_as'] == '+ MQA' and len(list((folder / 'runs').iterdir())) == 2
+    # 2 layers of K and V, 2 or 1 heads of 8, in bfloat16; then in int8 with scales of 2 bytes
+    assert [row['kv']['bytes_per_token'] for row in summary['rows']] == [128, 64, 40]
+    assert [row['kv']['at']['64']['bytes'] for row in summary['rows']] == [8192, 4096, 2560]
+    assert 'Recall' in out and '+ int8 KV' in out
+    page = (folder / 'report.html').read_text()
+    assert page.count('data:image/png;base64,') == 2 * len(list(folder.glob('*.png'))) >= 2 and 'http' not in page.split('<h2>Rows')[0]
+    assert all(text in (folder / 'report.md').read_text() for text in ('| + MQA |', '![', 'python train.py config/train_recall.py'))
+    assert json.loads((folder / 'results.json').read_text()) == summary
+
+    before = {path: path.stat().st_mtime_ns for path in folder.glob('measured/*')}
+    assert len(before) == 3
+    ablate.main(argv)
+    assert {path: path.stat().st_mtime_ns for path in folder.glob('measured/*')} == before
+    assert "seeds done [1], to do -" in _said(capsys, lambda: ablate.main([*argv, '--dry_run=True']))
+    assert "seeds done -, to do [1]" in _said(capsys, lambda: ablate.main([*argv, '--dry_run=True', '--max_iters=13']))
+
+
+def _said(capsys, call):
+    capsys.readouterr()
+    call()
+    return capsys.readouterr().out
+
+
+def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
+    """Its settings are fine until they meet the data."""
+    argv, folder = ladder
+    Path(argv[0]).write_text(LADDER.replace("'+ MQA':", "'+ odd': dict(learning_rate=1e30, max_skipped=1),\n    '+ MQA':")
+                             .replace("dict(n_kv_head=1)", "dict(n_kv_head=1, learning_rate=1e-3, max_skipped=20)"))
+    with pytest.raises(SystemExit) as end:
+        ablate.main([*argv, '--jobs=2'])
+    assert end.value.code == 1
+    out = capsys.readouterr()
+    summary = json.loads((folder / 'results.json').read_text())
+    odd, fine = (next(row for row in summary['rows'] if row['name'] == name) for name in ('+ odd', '+ MQA'))
+    assert fine['seeds'] == [1] and odd['seeds'] == [] and odd['failed']['1'].startswith('iteration 1: the loss is nan')
+    assert '+ odd, seed 1: failed' in out.err and '+ odd: failed with seed 1' in out.out
+    assert '+ odd' in (folder / 'report.md').read_text() and 'failed with seed 1' in (folder / 'report.html').read_text()
+    argv.append('--report_only=True')  # which remembers
+    assert '+ odd: failed with seed 1' in _said(capsys, lambda: ablate.main(argv))
+
+
+def test_rows_can_be_chosen(ladder, capsys):
+    argv, folder = ladder
+    ablate.main([*argv, '--only=mha'])
+    assert [path.name for path in folder.glob('measured/*')] == ['mha-seed1.json']
+    assert 'not trained with seed 1' in capsys.readouterr().out
+
+
+def test_stopped_by_ctrl_c_it_goes_on_where_it_was(ladder):
+    argv, folder = ladder
+    argv += ['--max_iters=4000', '--lr_decay_iters=4000', '--eval_interval=4000', '--only=MHA', '--jobs=1']
+    command = [sys.executable, ablate.__file__, *argv]
+    _, rows = read_ladder(argv, echo=False)
+    run = Results(rows).out_dir(rows.rows['MHA'], 1)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    deadline = time.time() + 120
+    while not (run / 'metrics.jsonl').exists() or len((run / 'metrics.jsonl').read_text().splitlines()) < 20:
+        assert process.poll() is None and time.time() < deadline, process.stdout.read()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, out
+    assert 'saved iteration' in (run / 'train.log').read_text() and (run / 'ckpt.pt').is_file()
+    reached = len((run / 'metrics.jsonl').read_text().splitlines())
+    assert not list(folder.glob('measured/*')) and 20 <= reached < 4000
+
+    jobs = ablate.jobs_of(rows, Results(rows), argv, {'MHA'})
+    (train_command, _), = (job.commands for job in jobs.values())
+    assert '--init_from=resume' in train_command

@@ -1,0 +1,68 @@
+"""Losses over fixed windows: the same by the forward pass and through the cache, by position and by window."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ablation.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
+from data.making.writer import write_dataset
+from data.tokenfiles import open_split
+from data.tokenizer import CharTokenizer
+from model import GPT, GPTConfig
+
+TINY = dict(block_size=16, vocab_size=13, n_layer=3, n_head=2, n_embd=32, n_kv_head=1, layer_pattern='LLG', kv_share='AAB',
+            window_size=5, pos_embedding='rope', qk_norm=True)
+
+
+@pytest.fixture
+def tiny():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**TINY)).eval()
+    for p in model.parameters():  # larger than at the start of training, so that what is remembered matters
+        p.data.mul_(4)
+    return model, torch.randint(13, (5, 17))
+
+
+@pytest.mark.parametrize('length, n, wanted', [(101, 3, [0, 40, 80]), (101, 50, [0, 20, 40, 60, 80]), (21, 3, [0]),
+                                               (101, 0, [0, 20, 40, 60, 80]), (110, 0, [0, 22, 44, 66, 89])])
+def test_windows_are_spread_and_do_not_overlap(length, n, wanted, tmp_path):
+    write_dataset(tmp_path / 'd', {'train': np.arange(2), 'val': np.arange(length)}, {'vocab_size': length})
+    windows = spread_windows(open_split(tmp_path / 'd', 'val'), 20, n)
+    assert windows.shape[1] == 21 and windows[:, 0].tolist() == wanted
+
+
+def test_through_the_cache_is_the_forward_pass(tiny):
+    model, windows = tiny
+    a = judge(forward(model), windows, 2)
+    for first, chunk in ((4, 3), (16, 1), (30, 5)):
+        b = judge(through_cache(model, 'float32', first, chunk), windows, 5)
+        assert torch.allclose(a.by_window, b.by_window, atol=1e-5) and torch.equal(a.choices, b.choices)
+        assert torch.allclose(a.by_position, b.by_position, atol=1e-5)
+    with torch.no_grad():
+        assert a.loss == pytest.approx(model(windows[:, :-1], windows[:, 1:])[1].item(), abs=1e-5)
+    assert a.by_position.shape == (16,) and a.by_position.mean().item() == pytest.approx(a.loss, abs=1e-9)
+
+
+def test_a_position_has_the_mean_over_windows_of_its_own_target(tiny):
+    model, windows = tiny
+    judged = judge(forward(model), windows, 2)
+    with torch.no_grad():
+        logits = model(windows[:, :-1], all_logits=True)[0].double().log_softmax(-1)
+    for position in (0, 7, 15):
+        wanted = -logits[:, position].gather(1, windows[:, position + 1, None]).mean().item()
+        assert judged.by_position[position].item() == pytest.approx(wanted, abs=1e-9)
+
+
+def test_the_int8_cache_is_the_forward_pass_that_rounds(tiny):
+    model, windows = tiny
+    a = judge(forward(with_rounding(model, True)), windows)
+    b = judge(through_cache(model, 'int8', 4, 3), windows)
+    assert torch.allclose(a.by_window, b.by_window, atol=1e-5)
+    assert not torch.allclose(a.by_window, judge(forward(model), windows).by_window, atol=1e-5)
+
+
+def test_bytes_are_those_of_the_targets_in_utf8():
+    tokenizer = CharTokenizer({'a': 0, 'é': 1, '€': 2}, {0: 'a', 1: 'é', 2: '€'})
+    assert n_bytes(tokenizer, torch.tensor([[2, 0, 1], [0, 2, 2]])) == (1 + 2) + (3 + 3)
+    assert bits_per_byte(math.log(2), 10, 20) == pytest.approx(0.5)

@@ -1,0 +1,95 @@
+"""Conversion to a smaller memory: what is pooled, what is dropped, what is refused; and training goes on from it."""
+import dataclasses
+
+import pytest
+import torch
+
+from config.errors import UserError
+from interop import convert
+from interop.convert import convert_weights
+from model import GPT, GPTConfig
+from tests.helpers.models import full_logits
+
+MHA = GPTConfig(block_size=24, vocab_size=13, n_layer=4, n_head=4, n_embd=32, bias=True, pos_embedding='rope', qk_norm=True)
+IDX = torch.randint(13, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(config, seed=0):
+    torch.manual_seed(seed)
+    model = GPT(config).double().eval()
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def converted(model, **changes):
+    new = dataclasses.replace(model.config, **changes)
+    out = GPT(new).double().eval()
+    out.load_state_dict(convert_weights(model.state_dict(), model.config, new))
+    return out
+
+
+def test_heads_that_were_alike_become_one_without_any_change():
+    model = model_of(MHA)
+    for block in model.transformer.h:
+        for rows in (block.attn.c_attn.weight.data, block.attn.c_attn.bias.data):
+            k, v = rows[32:64].view(4, 8, -1), rows[64:].view(4, 8, -1)
+            k[2:], v[2:] = k[2].clone(), v[2].clone()
+            k[:2], v[:2] = k[0].clone(), v[0].clone()
+    assert (full_logits(converted(model, n_kv_head=2), IDX) - full_logits(model, IDX)).abs().max() < 1e-10
+    assert (full_logits(converted(model, n_kv_head=1), IDX) - full_logits(model, IDX)).abs().max() > 1e-3
+
+
+def test_heads_become_their_mean():
+    model = model_of(MHA)
+    weight = model.transformer.h[1].attn.c_attn.weight.data
+    new = converted(model, n_kv_head=2).transformer.h[1].attn.c_attn.weight.data
+    assert torch.equal(new[:32], weight[:32])
+    assert torch.allclose(new[32:40], (weight[32:40] + weight[40:48]) / 2) and new.shape == (32 + 2 * 16, 32)
+    assert torch.allclose(new[56:64], (weight[80:88] + weight[88:96]) / 2)
+
+
+def test_layers_that_share_read_the_first_ones_keys_and_values():
+    """Where the second layer had the same input and the same K/V as the first, nothing changes."""
+    model = model_of(MHA)
+    first = model.transformer.h[0]
+    for name in ('attn.c_proj', 'mlp.c_proj'):  # layer 0 adds nothing to the stream
+        for p in first.get_submodule(name).parameters():
+            p.data.zero_()
+    second = model.transformer.h[1]
+    second.ln_1.load_state_dict(first.ln_1.state_dict())
+    second.attn.k_norm.load_state_dict(first.attn.k_norm.state_dict())
+    for own, other in zip(second.attn.c_attn.parameters(), first.attn.c_attn.parameters()):
+        own.data[32:] = other.data[32:]
+    shared = converted(model, layer_pattern='LLLG', kv_share='AABC', window_size=24)
+    assert [layer.owns for layer in shared.plan.layers] == [True, False, True, True]
+    assert 'transformer.h.1.attn.k_norm.weight' not in shared.state_dict()
+    assert (full_logits(shared, IDX) - full_logits(model, IDX)).abs().max() < 1e-10
+
+
+def test_windows_change_no_weight():
+    model = model_of(MHA)
+    local = converted(model, layer_pattern='LLLG', window_size=5)
+    assert all(torch.equal(a, b) for a, b in zip(local.parameters(), model.parameters(), strict=True))
+    assert (full_logits(local, IDX) - full_logits(model, IDX)).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize('old, new, named', [
+    ({}, {'n_kv_head': 1, 'mlp_hidden': 64}, 'mlp_hidden=64'),
+    ({}, {'qk_norm': False}, 'qk_norm=False'),
+    ({'n_kv_head': 2}, {'n_kv_head': 4}, 'n_kv_head=4: the 2 K/V heads'),
+    ({'layer_pattern': 'LLLG', 'kv_share': 'AABC', 'window_size': 5}, {'kv_share': ''}, 'layer 1 .* those of layer 0')])
+def test_what_cannot_be_is_named(old, new, named):
+    model = model_of(dataclasses.replace(MHA, **old))
+    with pytest.raises(UserError, match=named):
+        converted(model, **new)
+
+
+@pytest.mark.parametrize('argv, named', [([], 'give the folder'), (['out'], 'give the folder'), (['out', '--n_kv_head=1'], 'give'),
+                                         (['no/such', 'new'], 'nothing to change'),
+                                         (['no/such', 'new', '--n_kv_head=1'], 'no/such')])
+def test_wrong_commands_are_named(argv, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=named):
+        convert.main(argv)
+    assert not (tmp_path / 'new').exists()
