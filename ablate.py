@@ -14,6 +14,7 @@ stand, and the same command goes on from there. How to write a ladder of your ow
 """
 import json
 import sys
+import warnings
 
 import configurator
 from ablation import cost
@@ -109,6 +110,7 @@ def list_runs(ladder, results, only) -> None:
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     s, ladder = read_ladder(argv, usage=__doc__)
+    warnings.filterwarnings('ignore', 'layer_pattern=')  # told when the row trains
     results, only = Results(ladder), chosen(ladder)
     if s.dry_run:
         list_runs(ladder, results, only)

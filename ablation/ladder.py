@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,8 +118,10 @@ class Ladder:
         """Every row's settings and model, so that a mistake in the last row shows before the first is trained."""
         for row in self.rows.values():
             try:
-                plan_kv(self.trained_config(row))
-                plan_kv(self.config(row))
+                with warnings.catch_warnings():  # a row may well be there to show what is warned of
+                    warnings.simplefilter('ignore')
+                    plan_kv(self.trained_config(row))
+                    plan_kv(self.config(row))
             except (UserError, ValueError, TypeError) as e:
                 raise UserError(f'row {row.name!r}: {e}') from e
 

@@ -89,29 +89,43 @@ def legend(axis):
 
 
 def pareto(axis, summary, color):
+    """Rows are numbered, for their names would cover one another. Where some are far off, a second panel shows the others."""
     rows = [row for row in summary['rows'] if 'val_loss' in row]
-    for row in rows:
-        x, y = row['kv']['bytes_per_token'], row['val_loss']
-        axis.errorbar(x, y['mean'], yerr=y['sd'] or 0, fmt='o' if not row['side'] else 's', color=color(row), capsize=2,
-                      markersize=6 if not row['side'] else 4)
-    axis.set_xscale('log')
-    axis.set_xlabel('KV bytes per token')
+    if not rows:
+        return False
+    near = without_outliers(rows)
+    panels = [(axis, rows)]
+    if len(near) < len(rows):
+        axis.figure.set_size_inches(10.4, 4.6)
+        axis.set_position([0.07, 0.12, 0.3, 0.8])
+        panels.append((axis.figure.add_axes([0.45, 0.12, 0.52, 0.8]), near))
+    numbers = {row['name']: k for k, row in enumerate(rows, 1)}
+    for panel, shown in panels:
+        for row in shown:
+            x, y = row['kv']['bytes_per_token'], row['val_loss']
+            panel.errorbar(x, y['mean'], yerr=y['sd'] or 0, fmt='s' if row['side'] else 'o', color=color(row), capsize=2,
+                           markersize=4 if row['side'] else 6, label=f"{numbers[row['name']]}  {row['name']}")
+            if panel is panels[-1][0] or row not in near:
+                panel.annotate(str(numbers[row['name']]), (x, y['mean']), xytext=(5, 4), textcoords='offset points', fontsize=8)
+        panel.set_xscale('log')
+        panel.xaxis.set_major_formatter(lambda x, _: f'{x:,.0f}')
+        panel.xaxis.set_minor_formatter(lambda x, _: f'{x:,.0f}' if str(x)[0] in '25' else '')
+        panel.tick_params(axis='x', which='both', labelsize=8)
+        panel.set_xlabel('KV bytes per token')
     axis.set_ylabel('validation loss, nats per token')
-    if rows:
-        losses = [row['val_loss']['mean'] for row in rows]
-        low, high = min(losses), max(losses)
-        axis.set_ylim(low - 0.06 * (high - low) - 1e-3, high + 0.06 * (high - low) + 1e-3)
-        place_labels(axis, [(row['kv']['bytes_per_token'], row['val_loss']['mean'], row['name'], color(row)) for row in rows])
-    return bool(rows)
+    handles, names = axis.get_legend_handles_labels()
+    panels[-1][0].legend(handles, names, loc='center left', bbox_to_anchor=(1.01, 0.5), fontsize=7.5)
+    return True
 
 
-def place_labels(axis, points):
-    """Names beside their points, in a column at the right of the picture, each joined to its point by a thin line."""
-    ordered = sorted(points, key=lambda p: -p[1])
-    n = len(ordered)
-    for k, (x, y, text, tint) in enumerate(ordered):
-        axis.annotate(text, (x, y), xytext=(1.03, 1 - (k + 0.5) / n), textcoords='axes fraction', fontsize=8, va='center',
-                      annotation_clip=False, arrowprops=dict(arrowstyle='-', color=tint, lw=0.6, alpha=0.6, shrinkB=3))
+def without_outliers(rows: list[dict]) -> list[dict]:
+    """The rows without the worst few, where these lie so far off that the others would look alike beside them."""
+    losses = sorted(row['val_loss']['mean'] for row in rows)
+    for n_off in range(1, len(losses) // 4 + 1):
+        near, off = losses[:-n_off], losses[-n_off]
+        if off - near[-1] >= 2 * (near[-1] - near[0]):
+            return [row for row in rows if row['val_loss']['mean'] < off]
+    return rows
 
 
 def curves(axis, summary, color):

@@ -42,6 +42,7 @@ RUNS = {
     'train_vanilla-lr2e-3': ['--learning_rate=2e-3', '--min_lr=2e-4'],
 }
 SEEDS = [1, 2, 3]
+STEPS = ['--max_iters=700', '--lr_decay_iters=700', '--warmup_iters=70', '--eval_interval=350']  # longer than the demo
 MAIN = ('train_vanilla', 'train_rope_mha', 'train_mqa_local')
 SAME = ('dataset', 'B', 'T', 'steps', 'dtype', 'val_tokens')  # what all runs of one table have in common
 
@@ -60,7 +61,8 @@ def whole_split_loss(model, tokens, block_size, batch_size=16) -> float:
 def run(name: str, seed: int) -> dict:
     """Train one config with one seed and measure it."""
     out_dir = RESULTS / 'runs' / f'{name}-seed{seed}'
-    settings = [str(ROOT / 'config' / f"{name.split('-')[0]}.py"), *RUNS[name], f'--seed={seed}', f'--out_dir={out_dir}']
+    config = ROOT / 'config' / f"{name.split('-')[0]}.py"
+    settings = [str(config), *STEPS, *RUNS[name], f'--seed={seed}', f'--out_dir={out_dir}']
     command = [sys.executable, str(ROOT / 'train.py'), *settings, '--device=cpu']
     if (out_dir / 'ckpt.pt').is_file():
         command.append('--init_from=resume')

@@ -12,10 +12,7 @@ import argparse
 import json
 import os
 import platform
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -26,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ablation.evaluate import forward, judge, spread_windows, through_cache, with_rounding
+from ablation.jobs import Job, run_jobs
 from config.errors import UserError
 from configurator import parse, run_program
 from data.datasets import ensure_dataset
@@ -34,10 +32,10 @@ from model import GPT
 from scripts import kv_formats as kf
 from scripts.quantization_page import page
 from training.checkpoint import config_of, load_checkpoint, load_weights
-from training.log import read_metrics
 
 RESULTS = ROOT / 'results' / 'quantization'
 CONFIG = 'config/train_mqa_local.py'
+STEPS = ['--max_iters=700', '--lr_decay_iters=700', '--warmup_iters=70', '--eval_interval=350']  # longer than the demo
 # run -> what it changes in the demo config
 RUNS = {
     'plain': [],
@@ -59,18 +57,16 @@ def out_dir(name: str, seed: int) -> Path:
 
 
 def settings(name: str, seed: int) -> list[str]:
-    return [str(ROOT / CONFIG), *RUNS[name], f'--seed={seed}', f'--out_dir={out_dir(name, seed)}', '--device=cpu']
+    return [str(ROOT / CONFIG), *STEPS, *RUNS[name], f'--seed={seed}', f'--out_dir={out_dir(name, seed)}']
 
 
-def start_training(name: str, seed: int, threads: int) -> subprocess.Popen:
-    """train.py in a session of its own, so that Ctrl-C reaches it once, from here; its output goes to train.log."""
-    command = [sys.executable, str(ROOT / 'train.py'), *settings(name, seed)]
+def training(name: str, seed: int) -> Job:
+    """train.py as a process, from the start or from where it stands."""
+    command = [str(ROOT / 'train.py'), *settings(name, seed)]
     if (out_dir(name, seed) / 'ckpt.pt').is_file():
         command.append('--init_from=resume')
-    out_dir(name, seed).mkdir(parents=True, exist_ok=True)
-    with open(out_dir(name, seed) / 'train.log', 'a') as log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                                env=os.environ | {'OMP_NUM_THREADS': str(threads)})
+    iterations = parse('train', settings(name, seed), echo=False).max_iters
+    return Job(f'{name}-seed{seed}', [command], out_dir(name, seed), iterations)
 
 
 def is_trained(name: str, seed: int) -> bool:
@@ -81,29 +77,10 @@ def is_trained(name: str, seed: int) -> bool:
 
 def train_all(runs: list[tuple[str, int]], jobs: int) -> None:
     """Train `runs`, `jobs` at a time, each with its share of the cores."""
-    waiting, running = [run for run in runs if not is_trained(*run)], {}
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    with progress() as bars:
-        tasks = {run: bars.add_task('training {}-seed{}'.format(*run), start=False,
-                                    total=parse('train', settings(*run), echo=False).max_iters) for run in waiting}
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    running[waiting[0]] = start_training(*waiting[0], threads)
-                    bars.start_task(tasks[waiting.pop(0)])
-                for run, process in list(running.items()):
-                    rows = read_metrics(out_dir(*run) / 'metrics.jsonl')
-                    bars.update(tasks[run], completed=rows[-1]['iter'] if rows else 0)
-                    if process.poll() is not None:
-                        del running[run]
-                        if process.returncode:
-                            raise UserError(f"training {run[0]} with seed {run[1]} failed: see {out_dir(*run) / 'train.log'}")
-                time.sleep(0.5)
-        finally:  # nothing is running here unless something went wrong, or Ctrl-C was pressed: they save and stop
-            for process in running.values():
-                process.send_signal(signal.SIGINT)
-            for process in running.values():
-                process.wait()
+    def ended(job, error):
+        if error:
+            raise UserError(f"training {job.name} failed: {error} (see {job.out_dir / 'train.log'})")
+    run_jobs([training(*run) for run in runs if not is_trained(*run)], ['cpu'], jobs, ended)
 
 
 def trained(name: str, seed: int):

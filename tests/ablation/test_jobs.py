@@ -1,4 +1,4 @@
-"""Jobs at the same time: commands follow one another, a failure stops nothing else, what ends the program stops all in order."""
+"""Jobs at the same time: commands follow one another, a failure stops nothing else, Ctrl-C stops all in good order."""
 import json
 import time
 
@@ -37,15 +37,16 @@ def test_commands_follow_one_another_and_a_failure_is_told_and_stops_nothing_els
             job('silent', 'import os; os._exit(3)'),
             job('last', touch('one'))]
     run_jobs(jobs, ['cpu'], 2, lambda job, error: ended.update({job.name: error}))
-    assert ended == {'good': '', 'bad': 'error: no such thing', 'silent': 'it ended with status 3', 'last': ''}
+    assert ended == {'good': '', 'bad': 'no such thing', 'silent': 'it ended with status 3', 'last': ''}
     assert (tmp_path / 'good/two').exists() and (tmp_path / 'last/one').exists() and not (tmp_path / 'bad/never').exists()
     assert 'so far' in (tmp_path / 'bad/train.log').read_text()
     told = capfd.readouterr().err
-    assert 'bad: failed: error: no such thing' in told and 'last: done' in told and '4 of 4' in told
+    assert 'bad: failed: no such thing' in told and 'last: done' in told and '4 of 4' in told
 
 
 def test_as_many_at_once_as_asked_for_on_each_device(job, tmp_path):
-    code = 'import time, sys, pathlib; a = time.time(); time.sleep(1.5); pathlib.Path(sys.argv[1], "t").write_text(f"{a} {time.time()}")'
+    code = ('import time, sys, pathlib; a = time.time(); time.sleep(1.5); '
+            'pathlib.Path(sys.argv[1], "t").write_text(f"{a} {time.time()}")')
     jobs = [job(str(k), code, device=False) for k in range(4)]
     run_jobs(jobs, ['cpu', 'cpu'], 1)
     spans = [tuple(map(float, (tmp_path / str(k) / 't').read_text().split())) for k in range(4)]

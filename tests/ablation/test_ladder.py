@@ -1,8 +1,10 @@
 """Ladders: rows add up from the one above, mistakes are named before anything is trained, equal trainings are found."""
 import pytest
 
+from ablation import ladder as ladder_module
 from ablation.ladder import Row, parameters, read_ladder
 from config.errors import UserError
+from kv.plan import plan_kv
 
 CONFIG = '''
 base = 'config/train_recall.py'
@@ -114,3 +116,26 @@ def test_seeds(ladder_of):
 
 def test_a_name_for_files():
     assert Row('+ KV shared by 2/3', '', False, {}, {}).slug == 'kv-shared-by-2-3'
+
+
+@pytest.mark.parametrize('name', ['ablate_shakespeare', 'ablate_recall', 'ablate_smoke', 'ablate_gpt2'])
+def test_shipped_ladders_make_models(name, monkeypatch):
+    """Whatever their data sets, which need not be prepared here."""
+    monkeypatch.setattr(ladder_module, 'open_meta', lambda s, root: {'vocab_size': 65})
+    ladder = read_ladder([f'config/{name}.py'], echo=False)[1]
+    names = [row.name for row in ladder.rows.values() if not row.side]
+    assert names[0] == 'vanilla GPT-2' and ladder.rows[names[-1]].kv_dtype == 'int8'
+    plan = plan_kv(ladder.config(ladder.rows[names[-1]]))
+    assert plan.vanilla().nbytes(1, 1024, 'bfloat16') > 10 * plan.nbytes(1, 1024, 'int8')
+
+
+def test_the_shakespeare_ladder_is_as_small_as_it_says(monkeypatch):
+    """70 times at T, against vanilla in bfloat16; every row of the other ladder is there too."""
+    monkeypatch.setattr(ladder_module, 'open_meta', lambda s, root: {'vocab_size': 65})
+    text, recall = (read_ladder([f'config/ablate_{name}.py'], echo=False)[1] for name in ('shakespeare', 'recall'))
+    config = text.config(text.rows['+ int8 KV'])
+    plan = plan_kv(config)
+    assert config.n_layer == 12 and config.n_head == 8
+    assert plan.vanilla().nbytes(1, config.block_size, 'bfloat16') / plan.nbytes(1, config.block_size, 'int8') >= 70
+    assert [name for name, row in recall.rows.items() if not row.side] == [n for n, row in text.rows.items() if not row.side]
+    assert abs(parameters(config) / parameters(text.config(text.rows['+ qk_norm'])) - 1) < 0.003

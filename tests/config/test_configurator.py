@@ -292,7 +292,7 @@ def test_nanogpts_keys_keep_their_defaults(program, keys):
 
 def test_no_default_is_none_and_no_key_comes_twice():
     for keys in PROGRAMS.values():
-        assert all(type(key.default) in (bool, int, float, str) for key in keys)
+        assert all(type(key.default) in (bool, int, float, str, dict) for key in keys)
         assert len({key.name for key in keys}) == len(keys)
 
 

@@ -85,7 +85,8 @@ def test_what_cannot_be_is_named(old, new, named):
         converted(model, **new)
 
 
-@pytest.mark.parametrize('argv, named', [([], 'give the folder'), (['out'], 'give the folder'), (['out', '--n_kv_head=1'], 'give'),
+@pytest.mark.parametrize('argv, named', [([], 'give the folder'), (['out'], 'give the folder'),
+                                         (['out', '--n_kv_head=1'], 'give'),
                                          (['no/such', 'new'], 'nothing to change'),
                                          (['no/such', 'new', '--n_kv_head=1'], 'no/such')])
 def test_wrong_commands_are_named(argv, named, tmp_path, monkeypatch):

@@ -2,15 +2,13 @@
 import copy
 import json
 import math
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ablation.evaluate import forward, judge, through_cache, with_rounding
+from ablation.jobs import Job
 from config.errors import UserError
 from kv.plan import plan_kv
 from kv.quant import fake_quantize_int8
@@ -228,56 +226,38 @@ def test_an_interrupted_measurement_leaves_the_finished_ones(script, monkeypatch
 
 @pytest.fixture
 def processes(tmp_path, monkeypatch):
-    """What stands in for train.py: `processes(text)` sets the Python that each run is; returns those started."""
-    started = []
-    monkeypatch.setattr(quantization, 'RESULTS', tmp_path)
+    """What stands in for train.py: `processes(text)` sets the Python that each run is; returns those asked for."""
+    asked = []
     monkeypatch.setattr(quantization, 'is_trained', lambda name, seed: seed == 9)
 
     def set_to(text):
-        def start(name, seed, threads):
-            command = [sys.executable, '-c', text, str(tmp_path / f'{name}{seed}')]
-            started.append((name, seed, subprocess.Popen(command, start_new_session=True)))
-            return started[-1][2]
-        monkeypatch.setattr(quantization, 'start_training', start)
-        return started
+        def training(name, seed):
+            asked.append((name, seed))
+            return Job(f'{name}-seed{seed}', [['-c', text, name]], tmp_path / f'{name}{seed}', 1)
+        monkeypatch.setattr(quantization, 'training', training)
+        return asked
     return set_to
 
 
 def test_what_is_not_trained_yet_is(processes):
-    started = processes('pass')
+    asked = processes('pass')
     quantization.train_all([('plain', 1), ('plain', 9), ('qat', 1), ('qat', 2)], 2)
-    assert [run[:2] for run in started] == [('plain', 1), ('qat', 1), ('qat', 2)]
+    assert asked == [('plain', 1), ('qat', 1), ('qat', 2)]
 
 
-def test_a_run_that_fails_ends_the_others_in_good_order(processes):
-    processes("import sys; sys.exit('plain' in sys.argv[1])")
-    with pytest.raises(UserError, match=r'training plain with seed 2 failed: see .*plain-seed2/train.log'):
+def test_a_run_that_fails_ends_it_all(processes):
+    processes("import sys; sys.exit('plain' in sys.argv[1] and 'out of luck')")
+    with pytest.raises(UserError, match=r'training plain-seed2 failed: out of luck \(see .*plain2/train.log\)'):
         quantization.train_all([('qat', 1), ('plain', 2)], 1)
 
 
-def test_ctrl_c_lets_runs_save_before_they_end(processes, tmp_path, monkeypatch):
-    started = processes("""
-import pathlib, signal, sys, time
-def save(*_):
-    time.sleep(0.2)
-    path.with_suffix('.saved').touch()
-    sys.exit()
-path = pathlib.Path(sys.argv[1])
-signal.signal(signal.SIGINT, save)
-path.touch()
-while True:
-    time.sleep(0.05)
-""")
-
-    def press_once_all_run(seconds, sleep=time.sleep):
-        sleep(0.05)
-        if all((tmp_path / name).exists() for name in ('plain1', 'qat1')):
-            raise KeyboardInterrupt
-    monkeypatch.setattr(quantization.time, 'sleep', press_once_all_run)
-    with pytest.raises(KeyboardInterrupt):
-        quantization.train_all([('plain', 1), ('qat', 1)], 2)
-    assert all((tmp_path / f'{name}.saved').exists() for name in ('plain1', 'qat1'))
-    assert [process.returncode for *_, process in started] == [0, 0]
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantization, 'RESULTS', tmp_path)
+    assert '--init_from=resume' not in quantization.training('qat', 3).commands[0]
+    quantization.out_dir('qat', 3).mkdir(parents=True)
+    (quantization.out_dir('qat', 3) / 'ckpt.pt').touch()
+    job = quantization.training('qat', 3)
+    assert '--init_from=resume' in job.commands[0] and '--kv_quant_train=int8' in job.commands[0] and job.iterations == 700
 
 
 @pytest.mark.parametrize('argv', [['--runs', 'plane'], ['--seeds', 'x'], ['--jobs', '0']], ids=' '.join)
