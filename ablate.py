@@ -40,10 +40,13 @@ def job(ladder, results, row, seed, argv) -> Job:
     """Train, then judge. row: the one that the training is named after."""
     out_dir = results.out_dir(row, seed)
     train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}']
-    if (out_dir / 'ckpt.pt').is_file():
+    commands = [train, ['-m', 'ablation.measure', row.name, str(seed), *argv]]
+    begun = (out_dir / 'ckpt.pt').is_file()
+    if begun or row.converted_from:
         train.append('--init_from=resume')
-    measure = ['-m', 'ablation.measure', row.name, str(seed), *argv]
-    return Job(f'{row.name}, seed {seed}', [train, measure], out_dir, ladder.settings(row).max_iters)
+    if row.converted_from and not begun:
+        commands.insert(0, ['-m', 'ablation.convert', row.name, str(seed), *argv])
+    return Job(f'{row.name}, seed {seed}', commands, out_dir, ladder.settings(row).max_iters)
 
 
 def train_all(ladder, results, argv, only) -> int:
@@ -54,14 +57,17 @@ def train_all(ladder, results, argv, only) -> int:
     devices = [name.strip() for name in (s.devices or s.device).split(',')]
     for name in devices:
         pick_device(name)
-    jobs, failed = jobs_of(ladder, results, argv, only), []
+    failed = []
 
     def ended(job, error):
         if error:
             failed.append(job)
             results.write_failure(*next(run for run, other in jobs.items() if other is job), error)
-    if jobs:
-        run_jobs(list(jobs.values()), devices, s.jobs, ended)
+    for converted in (False, True):  # those that begin with another row's weights when these are there
+        jobs = jobs_of(ladder, results, argv, only)
+        jobs = {run: jobs[run] for run in jobs if bool(run[0].converted_from) == converted}
+        if jobs:
+            run_jobs(list(jobs.values()), devices, s.jobs, ended)
     return len(failed)
 
 

@@ -19,7 +19,7 @@ POLL = 0.5  # seconds
 
 @dataclass
 class Job:
-    """Commands that follow one another, on one device; the first trains.
+    """Commands that follow one another, on one device: one of them trains, the last may measure.
 
     name: shown while it runs. commands: argument lists, for this Python. out_dir: of the training, whose metrics.jsonl tells
     how far it is, and whose train.log gets the output. iterations: until it is trained.
@@ -131,7 +131,7 @@ class _Bars:
     def update(self, job):
         done = min(job.iteration(), job.iterations)
         self.progress.update(self.tasks[id(job)], completed=done,
-                             description=f'  {job.name}' + ': measuring' * (job.stage > 0))
+                             description=f'  {job.name}' + ': measuring' * (0 < job.stage == len(job.commands) - 1))
         self.progress.advance(self.all, done - self.seen[id(job)])
         self.seen[id(job)] = done
 

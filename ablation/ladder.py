@@ -10,9 +10,10 @@
         'MQA': ('+ RoPE', dict(n_kv_head=1)),
     }
 
-A row changes keys of train.py, and two of its own:
+A row changes keys of train.py, and three of its own:
     kv_dtype       storage of the cache that the row is judged through: 'auto', 'float32', 'bfloat16', 'float16', 'int8'
     at_inference   model settings that change after training only, such as dict(share_global_kv=True): shows the mismatch
+    converted_from name of a row whose trained weights are converted (interop/convert.py) to this one's, to be trained on
 mlp_hidden='match' widens or narrows the MLPs to as many parameters as the first row has.
 """
 import dataclasses
@@ -34,7 +35,7 @@ from kv.plan import plan_kv
 from model import GPT
 from training.batches import open_meta
 
-OWN = ('kv_dtype', 'at_inference')  # a row's keys that train.py does not have
+OWN = ('kv_dtype', 'at_inference', 'converted_from')  # a row's keys that train.py does not have
 # keys of train.py that say where a run is and what it prints, not what it computes
 PLACE = ('out_dir', 'init_from', 'resume_from', 'device', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard_log',
          'keep_checkpoints', 'checkpoint_interval', 'log_interval', 'memory_report', 'memory_budget', 'eval_only', 'backend',
@@ -53,6 +54,7 @@ class Row:
     train: dict = field(hash=False)
     kv_dtype: str = 'auto'
     at_inference: dict = field(default_factory=dict, hash=False)
+    converted_from: str = ''
 
     @property
     def slug(self) -> str:
@@ -104,7 +106,11 @@ class Ladder:
         if kv_dtype not in KV_DTYPES:
             raise UserError(f"row {name!r}: kv_dtype={kv_dtype!r}: allowed are {', '.join(map(repr, KV_DTYPES))}")
         at_inference = dict(before.at_inference if before else {}) | changes.get('at_inference', {})
-        self.rows[name] = Row(name, above, side, changes, train, kv_dtype, at_inference)
+        origin = changes.get('converted_from', '')
+        if origin and origin not in self.rows:
+            raise UserError(f"row {name!r}: converted_from={origin!r}: there is no such row before it; there are "
+                            f"{', '.join(map(repr, self.rows))}")
+        self.rows[name] = Row(name, above, side, changes, train, kv_dtype, at_inference, origin)
 
     def _check_slugs(self):
         seen = {}
@@ -151,7 +157,7 @@ class Ladder:
     def training(self, row: Row) -> str:
         """Rows with the same one are judged on the same weights: a digest of every setting that the weights depend on."""
         what = {name: value for name, value in vars(self.settings(row)).items() if name not in PLACE and name != 'seed'}
-        return digest(what)
+        return digest([what, self.training(self.rows[row.converted_from])] if row.converted_from else what)
 
     def fingerprint(self, row: Row) -> str:
         """Of all that a row's figures depend on: results with another one are of another row."""

@@ -8,6 +8,7 @@ from config.errors import UserError
 TITLES = {
     'pareto': 'Validation loss over KV bytes per token: down and to the left is better',
     'curves': 'Validation loss while training: mean of the seeds, shaded from the lowest to the highest',
+    'recovery': 'Converted weights that are trained on: what they came from, dashed, and the same memory from scratch, dotted',
     'positions': 'Validation loss by position in the window',
     'recall': 'Recall over distance',
     'decode': 'Time per output token over tokens held',
@@ -148,6 +149,27 @@ def curves(axis, summary, color):
     return True
 
 
+def recovery(axis, summary, color):
+    by_name = {row['name']: row for row in summary['rows']}
+    rows = [row for row in summary['rows'] if row['converted_from'] and row.get('evaluations')]
+    for k, row in enumerate(rows):
+        tint = f'C{k}'
+        axis.plot(row['evaluations']['iterations'], row['evaluations']['mean'], color=tint, label=row['name'], marker='.')
+        for other, style in ((row['converted_from'], '--'), (row['above'], ':')):
+            found = by_name[other].get('evaluations')
+            if found and found['mean']:
+                axis.axhline(found['mean'][-1], color=tint if style == ':' else color.side, linestyle=style, linewidth=1,
+                             label=f"{other} ({by_name[other]['iterations']:,} iterations)")
+    if rows:
+        axis.set_yscale('log')
+        axis.yaxis.set_major_formatter(lambda y, _: f'{y:.2f}')
+        axis.yaxis.set_minor_formatter(lambda y, _: f'{y:.2f}')
+        axis.set_xlabel('iteration after the conversion')
+        axis.set_ylabel('validation loss, nats per token')
+        legend(axis)
+    return bool(rows)
+
+
 def positions(axis, summary, color):
     rows = lines_of(summary, 'loss_by_position')
     for row in rows:
@@ -214,4 +236,5 @@ def log_axes(axis):
     axis.xaxis.set_major_formatter(lambda x, _: f'{x:,.0f}')
 
 
-DRAWN = {'pareto': pareto, 'curves': curves, 'positions': positions, 'recall': recall, 'decode': decode, 'kv': kv}
+DRAWN = {'pareto': pareto, 'curves': curves, 'recovery': recovery, 'positions': positions, 'recall': recall, 'decode': decode,
+         'kv': kv}

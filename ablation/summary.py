@@ -56,6 +56,7 @@ def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
     failed = {seed: error for seed in wanted if seed not in found and (error := results.failed(row, seed))}
     config = ladder.config(row)
     out = {'name': row.name, 'slug': row.slug, 'side': row.side, 'above': row.above, 'changes': row.changes,
+           'converted_from': row.converted_from,
            'kv_dtype': row.kv_dtype, 'seeds': sorted(found), 'seeds_missing': sorted(set(wanted) - set(found)),
            'failed': failed, 'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
            'command': ' '.join(['python', 'train.py', *ladder.arguments(row)])}

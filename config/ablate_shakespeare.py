@@ -37,6 +37,13 @@ side_rows = {
     'shared by 2': (_FULL, dict(kv_share='AABBCD')),              # two, two and one layer to a local cache
     'shared by 5': (_FULL, dict(kv_share='AAAAAB')),
 }
+# uptraining: trained weights of the strongest baseline, converted, with a tenth of the steps (GQA, Ainslie et al. 2023)
+_SHORT = dict(converted_from='+ qk_norm', max_iters=100, lr_decay_iters=100, warmup_iters=10, learning_rate=3e-3, min_lr=3e-4,
+              eval_interval=10)
+side_rows |= {
+    'uptrained to MQA': ('+ MQA', _SHORT),
+    'uptrained to all but wider MLP': ('+ global KV tied', _SHORT),
+}
 # the learning rate of the key rows, halved and doubled
 for _row in ('vanilla GPT-2', '+ qk_norm', _FULL):
     for _lr in (3e-3, 1.2e-2):

@@ -126,3 +126,17 @@ def test_stopped_by_ctrl_c_it_goes_on_where_it_was(ladder):
     jobs = ablate.jobs_of(rows, Results(rows), argv, {'MHA'})
     (train_command, _), = (job.commands for job in jobs.values())
     assert '--init_from=resume' in train_command
+
+
+def test_a_row_may_begin_with_the_converted_weights_of_another(ladder, capsys):
+    argv, folder = ladder
+    Path(argv[0]).write_text(LADDER + "side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4))}\n")
+    ablate.main([*argv, '--jobs=2', '--eval_interval=2'])
+    summary = json.loads((folder / 'results.json').read_text())
+    row = summary['rows'][3]
+    assert row['seeds'] == [1] and row['iterations'] == 4 and row['kv']['bytes_per_token'] == 64
+    found = json.loads((folder / 'measured' / 'converted-seed1.json').read_text())
+    scratch = json.loads((folder / 'measured' / 'mqa-seed1.json').read_text())
+    assert found['training']['curve'][0][0] == 0 and found['training']['curve'][0] != scratch['training']['curve'][0]
+    log = next(folder.glob('runs/converted-*/train.log')).read_text()
+    assert 'Resuming training from' in log and 'measuring converted' in log
