@@ -217,7 +217,7 @@ def whole_numbers(name: str, text: str) -> list[int]:
 def read_ladder(argv: list[str], usage: str = '', echo: bool = True):
     """(settings, ladder) from the command line of ablate.py, checked."""
     s = configurator.parse('ablate', argv, usage=usage, echo=echo)
-    s.name = s.name or next((Path(arg).stem.removeprefix('ablate_') for arg in argv if not arg.startswith('-')), '')
+    s.name = s.name or next((Path(arg).stem for arg in argv if not arg.startswith('-')), '')
     if not re.fullmatch(r'[A-Za-z0-9_.-]+', s.name) or s.name.startswith('.'):
         raise UserError(f'name={s.name!r}: must be letters, digits, - _ and dots, for it names folders')
     ladder = Ladder(s)

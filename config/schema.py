@@ -172,7 +172,7 @@ BENCH = _keys(
 ) + MODEL
 
 ABLATE = _keys(
-    ('name', '', 'of the ladder; by default that of its config, without "ablate_"'),
+    ('name', '', 'of the ladder; by default that of its config file'),
     ('folder', '', "where results go, and what is trained in its folder runs/; '' = results/NAME"),
     ('base', '', 'training config that the first row starts from'),
     ('rows', {}, 'the ladder: name -> what changes against the row above, keys of train.py, kv_dtype or at_inference'),

@@ -45,7 +45,7 @@ def test_rows_add_up(ladder_of):
     assert ladder.rows['+ MQA'].above == '+ RoPE' and ladder.rows['vanilla GPT-2'].above == ''
     assert ladder.config(ladder.rows['shared']).kv_share == 'AAB' and ladder.config(ladder.rows['+ MQA']).layer_pattern == 'G'
     assert ladder.rows['+ int8 in training'].kv_dtype == 'int8'
-    assert ladder.s.name == 'mine'
+    assert ladder.s.name == 'ablate_mine'
 
 
 def test_rows_with_the_same_weights_share_a_training(ladder_of):
