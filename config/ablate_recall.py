@@ -1,10 +1,10 @@
 # The rows of config/ablate_shakespeare.py on a task that needs memory: copy from inside the window, beyond it, and beyond
-# what all local layers together reach, 10 * (8 - 1) = 70 positions.
+# what all local layers together reach, 10 * (4 - 1) = 30 positions.
 #   python ablate.py config/ablate_recall.py --jobs=2
 import config.ablate_shakespeare as _text
 
 base = 'config/train_recall.py'
-rows = {**_text.rows, '+ window': dict(layer_pattern='LLLLLG', window_size=8)}
+rows = {**_text.rows, '+ window': dict(layer_pattern='LLLLLG', window_size=4)}
 seeds = '1,2,3'
 side_seeds = '1'
 side_rows = {name: _text.side_rows[name] for name in (
@@ -12,4 +12,4 @@ side_rows = {name: _text.side_rows[name] for name in (
 side_rows['local layers only'] = ('+ KV shared by 2/3', dict(layer_pattern='LLLLL', kv_share='AABBB'))  # control: cannot
 
 speed = False
-contexts = '160'
+contexts = '96'

@@ -3,18 +3,18 @@
 #   python ablate.py config/ablate_recall.py       # rows that remember less and less
 out_dir = 'out-recall'
 dataset = 'recall'
-recall_task = 'distances=7,30,100 length=40'
+recall_task = 'distances=3,16,47 length=40'
 
 n_layer = 12
-n_head = 8
+n_head = 4
 n_embd = 64
-block_size = 160
+block_size = 96
 gelu = 'tanh'
 
 batch_size = 32
 gradient_accumulation_steps = 1
-max_iters = 1000
-lr_decay_iters = 1000
+max_iters = 1500
+lr_decay_iters = 1500
 warmup_iters = 100
 learning_rate = 2e-3
 min_lr = 2e-4
