@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow data kv recall compare quantization bench-cpu soak nanogpt clean
+.PHONY: help demo test test-slow data kv recall compare quantization bench-cpu ablate ablate-smoke soak nanogpt clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -53,6 +53,13 @@ bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU
 	$(BIN)/python scripts/decode_parts.py
 	$(BIN)/python scripts/bench_cpu.py
 	$(BIN)/python scripts/loss_forms.py
+
+ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with its report (about a minute on 2 cores)
+	$(BIN)/python ablate.py config/ablate_smoke.py
+
+ablate: $(VENV)/.installed-test data  ## from vanilla GPT-2 to the full stack, and recall (many hours on 2 cores; finished runs are kept)
+	$(BIN)/python ablate.py config/ablate_recall.py --jobs=2
+	$(BIN)/python ablate.py config/ablate_shakespeare.py --jobs=2
 
 soak: $(VENV)/.installed  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
 	$(BIN)/python scripts/soak.py

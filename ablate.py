@@ -20,6 +20,7 @@ import configurator
 from ablation import cost
 from ablation.jobs import ROOT, Job, run_jobs
 from ablation.ladder import Ladder, read_ladder
+from ablation.pictures import pyplot
 from ablation.report import show, write_report
 from ablation.results import Results, read_json, write_whole
 from ablation.summary import recall_of, summarize
@@ -118,6 +119,8 @@ def main(argv=None):
     s, ladder = read_ladder(argv, usage=__doc__)
     warnings.filterwarnings('ignore', 'layer_pattern=')  # told when the row trains
     results, only = Results(ladder), chosen(ladder)
+    if s.pictures:
+        pyplot()  # missing, it is to be known now, not when all is trained
     if s.dry_run:
         list_runs(ladder, results, only)
         return

@@ -31,7 +31,7 @@ def pyplot():
     try:
         import matplotlib
     except ImportError as e:
-        raise UserError("the report's pictures need matplotlib: pip install -e '.[plot]'") from e
+        raise UserError("the report's pictures need matplotlib: pip install -e '.[plot]' (or give --pictures=False)") from e
     matplotlib.use('Agg')
     from matplotlib import pyplot as plt
     return plt
@@ -39,6 +39,8 @@ def pyplot():
 
 def draw_all(summary: dict, dark: bool = False) -> dict[str, bytes]:
     """name of TITLES -> PNG; those there is nothing to draw for are left out."""
+    if not summary['pictures']:
+        return {}
     plt = pyplot()
     made = {}
     with plt.rc_context(COMMON | (DARK if dark else LIGHT)):
@@ -54,10 +56,14 @@ def draw_all(summary: dict, dark: bool = False) -> dict[str, bytes]:
     return made
 
 
-def write_all(summary: dict, folder: Path) -> None:
-    """The light ones as files."""
-    for name, png in draw_all(summary).items():
+def write_all(summary: dict, folder: Path) -> list[str]:
+    """The light ones as files, in the place of those of a former report. Returns their names."""
+    drawn = draw_all(summary)
+    for name in TITLES:
+        (folder / f'{name}.png').unlink(missing_ok=True)
+    for name, png in drawn.items():
         (folder / f'{name}.png').write_bytes(png)
+    return list(drawn)
 
 
 class Colors:

@@ -16,8 +16,7 @@ def write_report(summary: dict, folder) -> None:
         UserError: matplotlib is missing, or a file cannot be written.
     """
     write_whole(folder / 'results.json', json.dumps(summary, indent=1) + '\n')
-    write_all(summary, folder)
-    write_whole(folder / 'report.md', markdown(summary, [name for name in TITLES if (folder / f'{name}.png').is_file()]))
+    write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder)))
     write_whole(folder / 'report.html', page(summary))
 
 

@@ -46,7 +46,7 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
     measured = {row.name: {seed: found for seed in ladder.seeds(row) if (found := results.read(row, seed))}
                 for row in ladder.rows.values()}
     rows = [summarize_row(ladder, results, row, measured, speed, recall) | {'kv': kv_of(row)} for row in ladder.rows.values()]
-    return {'name': ladder.s.name, 'base': ladder.s.base, 'first': ladder.first, 'rows': rows,
+    return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base, 'first': ladder.first, 'rows': rows,
             'facts': facts(measured), 'speed': speed, 'recall_ladder': ladder.s.recall}
 
 

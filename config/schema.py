@@ -189,6 +189,7 @@ ABLATE = _keys(
     ('batch_sizes', '1,16', 'sequences at once when decoding is timed'),
     ('shape', {}, "settings of the model whose speed is measured, where the trained one's is not meant, as dict(n_layer=12)"),
     ('repeats', 5, 'timed rounds, at least 5, after one to warm up'),
+    ('pictures', True, 'draw the pictures of the report, for which matplotlib is needed'),
     ('dry_run', False, 'only say what would be trained'),
     ('report_only', False, 'train and measure nothing, make the report from the results that there are'),
     ('json', False, 'end with one JSON document on the last line'),
