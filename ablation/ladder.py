@@ -92,6 +92,9 @@ class Ladder:
                                 f"{', '.join(map(repr, self.rows))}")
             self._add(name, *entry, side=True)
         self.first = next(iter(self.rows))
+        self.baseline = s.baseline or self.first
+        if self.baseline not in self.rows:
+            raise UserError(f"baseline={s.baseline!r}: there is no such row; there are {', '.join(map(repr, self.rows))}")
         self._check_slugs()
 
     def _add(self, name, above, changes, side):

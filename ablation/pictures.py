@@ -8,6 +8,7 @@ from config.errors import UserError
 TITLES = {
     'pareto': 'Validation loss over KV bytes per token: down and to the left is better',
     'curves': 'Validation loss while training: mean of the seeds, shaded from the lowest to the highest',
+    'gaps': 'Validation loss while training, less that of the baseline: mean of the seeds, shaded from lowest to highest',
     'recovery': 'Converted weights that are trained on: what they came from, dashed, and the same memory from scratch, dotted',
     'positions': 'Validation loss by position in the window',
     'recall': 'Recall over distance',
@@ -155,6 +156,23 @@ def curves(axis, summary, color):
     return True
 
 
+def gaps(axis, summary, color):
+    rows = [row for row in lines_of(summary, 'gap') if row['name'] != summary['baseline'] and not row['converted_from']]
+    baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
+    rows = [row for row in rows if len(row['gap']) > 1 and row['iterations'] == baseline['iterations']]
+    rows = without_outliers(rows)  # they would flatten the rest
+    for row in rows:
+        iterations, mean, low, high = zip(*[point for point in row['gap'] if point[0] >= 0.1 * row['iterations']])
+        axis.plot(iterations, mean, color=color(row), label=row['name'])
+        axis.fill_between(iterations, low, high, color=color(row), alpha=0.2, linewidth=0)
+    if rows:
+        axis.axhline(0, color=color.side, linewidth=1)
+        axis.set_xlabel('iteration')
+        axis.set_ylabel(f"nats per token above {summary['baseline'].lstrip('+ ')}")
+        legend(axis)
+    return bool(rows)
+
+
 def recovery(axis, summary, color):
     by_name = {row['name']: row for row in summary['rows']}
     rows = [row for row in summary['rows'] if row['converted_from'] and row.get('evaluations')]
@@ -242,5 +260,5 @@ def log_axes(axis):
     axis.xaxis.set_major_formatter(lambda x, _: f'{x:,.0f}')
 
 
-DRAWN = {'pareto': pareto, 'curves': curves, 'recovery': recovery, 'positions': positions, 'recall': recall, 'decode': decode,
-         'kv': kv}
+DRAWN = {'pareto': pareto, 'curves': curves, 'gaps': gaps, 'recovery': recovery, 'positions': positions, 'recall': recall,
+         'decode': decode, 'kv': kv}

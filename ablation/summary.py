@@ -41,12 +41,26 @@ def mean_curve(curves: list[list]) -> dict:
             'high': [max(x) for x in at]}
 
 
+def gap_curve(ours: dict, others: dict) -> list:
+    """[[iteration, mean difference of the validation losses, lowest, highest], ...] over the seeds that both have, at the
+    iterations at which all were evaluated: on the same windows."""
+    both = sorted(ours.keys() & others.keys())
+    curves = [{i: val for i, _, val in run['training']['evaluations']} for seed in both for run in (ours[seed], others[seed])]
+    common = sorted(set.intersection(*map(set, curves))) if curves else []
+    found = []
+    for i in common:
+        each = [a[i] - b[i] for a, b in zip(curves[::2], curves[1::2])]
+        found.append([i, statistics.fmean(each), min(each), max(each)])
+    return found
+
+
 def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -> dict:
     """Everything that the report shows. kv_of: row -> figures of its bytes."""
     measured = {row.name: {seed: found for seed in ladder.seeds(row) if (found := results.read(row, seed))}
                 for row in ladder.rows.values()}
     rows = [summarize_row(ladder, results, row, measured, speed, recall) | {'kv': kv_of(row)} for row in ladder.rows.values()]
-    return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base, 'first': ladder.first, 'rows': rows,
+    return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base, 'first': ladder.first,
+            'baseline': ladder.baseline, 'rows': rows,
             'facts': facts(measured), 'speed': speed, 'recall_ladder': ladder.s.recall}
 
 
@@ -75,9 +89,10 @@ def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
                 'bits_per_byte': mean_sd(f['bits_per_byte'] for f in found.values()),
                 'loss_by_position': [statistics.fmean(x) for x in zip(*(f['loss_by_position'] for f in found.values()))],
                 'evaluations': mean_curve([[[i, val] for i, _, val in f['training']['evaluations']] for f in found.values()])}
-        for name, other in (('above', row.above), ('first', ladder.first)):
+        for name, other in (('above', row.above), ('first', ladder.first), ('baseline', ladder.baseline)):
             if other and other != row.name:
                 out[f'against_{name}'] = paired_difference(losses, {s: f['val_loss'] for s, f in measured[other].items()})
+        out['gap'] = gap_curve(found, measured[ladder.baseline])
     if speed:
         key = speed['side_of'].get(row.name)
         out['speed'] = [figures_of(cell, key) for cell in speed['cells']] if key else []

@@ -36,16 +36,18 @@ def status(row: dict) -> str:
 
 def headline(summary: dict) -> Grid:
     """Each row in a line: size, what it remembers, how well it predicts."""
+    others = {'first': summary['first'], 'baseline': summary['baseline']}
+    others = dict(list(others.items())[:len(set(others.values()))])
     grid = Grid('The ladder: validation loss in nats per token, mean over seeds (sd); differences are paired by seed, ± half '
                 f"of a 95% interval; KV bytes at T={summary['rows'][0]['kv']['T']:,}",
                 ('row', 'parameters', 'KV bytes/token', 'smaller', 'val loss', 'bits/byte', 'against above',
-                 f"against {summary['first']}", 'seeds'), left=('row',))
+                 *(f'against {name}' for name in others.values()), 'seeds'), left=('row',))
     for row in summary['rows']:
         kv = row['kv']
         grid.rows.append((label(row), f"{row['params']:,}" if 'params' in row else MISSING,
                           f"{kv['bytes_per_token']:,.0f}", f"{kv['smaller']:.1f}x", mean_sd(row.get('val_loss')),
                           f"{row['bits_per_byte']['mean']:.3f}" if 'bits_per_byte' in row else MISSING,
-                          plus_minus(row.get('against_above')), plus_minus(row.get('against_first')),
+                          *(plus_minus(row.get(f'against_{name}')) for name in ('above', *others)),
                           str(len(row['seeds'])) if not row['failed'] else f"{len(row['seeds'])}, failed {len(row['failed'])}"))
     return grid
 

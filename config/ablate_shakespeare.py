@@ -49,6 +49,7 @@ for _row in ('vanilla GPT-2', '+ qk_norm', _FULL):
     for _lr in (3e-3, 1.2e-2):
         side_rows[f"{_row.lstrip('+ ')}, learning rate {_lr:g}"] = (_row, dict(learning_rate=_lr, min_lr=_lr / 10))
 
+baseline = '+ qk_norm'
 recall = 'ablate_recall'
 contexts = '256,1024,4096,16384'
 batch_sizes = '1,16'

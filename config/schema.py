@@ -177,6 +177,7 @@ ABLATE = _keys(
     ('base', '', 'training config that the first row starts from'),
     ('rows', {}, 'the ladder: name -> what changes against the row above, keys of train.py, kv_dtype or at_inference'),
     ('side_rows', {}, 'alternatives: name -> (name of the row it departs from, what changes)'),
+    ('baseline', '', "the row that all are compared with, beside the first and the one above: the best with all of the memory"),
     ('seeds', '1,2,3', 'seeds that each row of the ladder is trained with'),
     ('side_seeds', '', "those of side rows; '' = the same"),
     ('only', '', "train no other rows than these: names with commas between; a '+' in front may be left out"),

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from ablation.summary import mean_curve, mean_sd, paired_difference
+from ablation.summary import gap_curve, mean_curve, mean_sd, paired_difference
 
 
 def test_mean_and_sample_standard_deviation():
@@ -34,3 +34,12 @@ def test_the_interval_widens_with_few_seeds(n, t):
 def test_curves_meet_at_the_iterations_that_all_have():
     found = mean_curve([[[0, 4.0], [10, 2.0], [20, 1.0]], [[0, 6.0], [10, 3.0]]])
     assert found == {'iterations': [0, 10], 'mean': [5.0, 2.5], 'low': [4.0, 2.0], 'high': [6.0, 3.0]}
+
+
+def test_the_gap_while_training_pairs_seeds_and_iterations():
+    def run(*values):
+        return {'training': {'evaluations': [[i, 9.0, v] for i, v in values]}}
+    ours = {1: run((0, 4.0), (10, 2.0), (20, 1.0)), 2: run((0, 4.0), (10, 2.5)), 7: run((0, 0.0), (10, 0.0))}
+    others = {1: run((0, 4.0), (10, 1.0)), 2: run((0, 3.0), (10, 2.0), (20, 1.0))}
+    assert gap_curve(ours, others) == [[0, 0.5, 0.0, 1.0], [10, 0.75, 0.5, 1.0]]
+    assert gap_curve(ours, {}) == []

@@ -1,0 +1,19 @@
+# The key rows of config/ablate_shakespeare.py, trained six times as long: does the gap between them close or open?
+#   python ablate.py config/ablate_long.py --jobs=2
+base = 'config/train_rope_mha.py'
+
+max_iters = 6000
+lr_decay_iters = 6000
+warmup_iters = 100
+eval_interval = 250
+checkpoint_interval = 250
+
+seeds = '1'
+rows = {
+    'RoPE + qk_norm MHA': {},
+    'full stack': dict(n_kv_head=1, layer_pattern='LLLLLG', window_size=64, kv_share='AABBBC', share_global_kv=True,
+                       mlp_hidden='match'),
+    '+ int8 KV': dict(kv_dtype='int8'),
+}
+speed = False
+contexts = '256'
