@@ -29,11 +29,11 @@ import torch
 import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from config.schema import ABLATE, KV_DTYPES, MODEL
+from config.schema import ABLATE, KV_DTYPES, MODEL, TRAIN
 from data.datasets import DATA_ROOT
 from kv.plan import plan_kv
 from model import GPT
-from training.batches import open_meta
+from training.batches import RECALL, open_meta
 
 OWN = ('kv_dtype', 'at_inference', 'converted_from')  # a row's keys that train.py does not have
 # keys of train.py that say where a run is and what it prints, not what it computes
@@ -158,9 +158,17 @@ class Ladder:
         return self._settings[row.name]
 
     def training(self, row: Row) -> str:
-        """Rows with the same one are judged on the same weights: a digest of every setting that the weights depend on."""
-        what = {name: value for name, value in vars(self.settings(row)).items() if name not in PLACE and name != 'seed'}
+        """Rows with the same one are judged on the same weights: a digest of every setting that the weights depend on and that
+        is not the default, so that it stays as it is when train.py gets another key."""
+        default = {key.name: key.default for key in TRAIN}
+        what = {name: value for name, value in self.weighty(row).items() if value != default[name]}
         return digest([what, self.training(self.rows[row.converted_from])] if row.converted_from else what)
+
+    def weighty(self, row: Row) -> dict:
+        """The settings that the weights depend on, but for the seed."""
+        s = vars(self.settings(row))
+        return {name: value for name, value in s.items() if name not in PLACE and name != 'seed'
+                and (name != 'recall_task' or s['dataset'] == RECALL)}
 
     def fingerprint(self, row: Row) -> str:
         """Of all that a row's figures depend on: results with another one are of another row."""

@@ -46,7 +46,11 @@ class Results:
     def read(self, row, seed: int) -> dict | None:
         """What was measured; None if nothing was, or with other settings than the row has now."""
         found = read_json(self.path(row, seed))
-        return found if found and found.get('fingerprint') == self.ladder.fingerprint(row) else None
+        if not isinstance(found, dict) or found.get('fingerprint') != self.ladder.fingerprint(row):
+            return None
+        before = found.get('settings', {})  # a default may have become another since
+        same = all(before[name] == value for name, value in self.ladder.weighty(row).items() if name in before)
+        return found if same else None
 
     def failed(self, row, seed: int) -> str:
         """What went wrong; '' = nothing."""
