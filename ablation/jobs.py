@@ -1,4 +1,5 @@
 """Runs that train at the same time, each a process of its own that can be stopped and gone on with."""
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,14 +62,14 @@ def environment(threads: int) -> dict:
 def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1, on_end=lambda job, error: None) -> None:
     """Run `jobs`, `at_once` on each device; one that fails does not keep the others from running.
 
-    Ctrl-C, or anything else that ends this, lets the running ones save where they stand first.
+    Ctrl-C, SIGTERM, or anything else that ends this, lets the running ones save where they stand first.
 
     on_end: called with each job that is done, and what went wrong ('' = nothing), in this thread.
     """
     waiting, running = deque(jobs), []
     free = [device for _ in range(at_once) for device in devices]
     threads = max(1, (os.cpu_count() or 1) // len(free))
-    with _Bars(jobs) as bars:
+    with _Bars(jobs) as bars, _sigterm_raises():
         try:
             while waiting or running:
                 while waiting and free:
@@ -94,9 +95,21 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1, on_end=lambd
                 time.sleep(POLL if running else 0)
         finally:  # nothing is running here unless something went wrong, or Ctrl-C was pressed
             for job in running:
-                job.process.send_signal(signal.SIGINT)
+                job.process.terminate()  # not SIGINT, which programs ignore that were started in the background
             for job in running:
                 job.process.wait()
+
+
+@contextlib.contextmanager
+def _sigterm_raises():
+    """SIGTERM, like Ctrl-C, leaves by way of an exception."""
+    def leave(*_):
+        raise SystemExit(128 + signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Bars:

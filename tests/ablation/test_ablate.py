@@ -105,7 +105,8 @@ def test_rows_can_be_chosen(ladder, capsys):
     assert 'not trained with seed 1' in capsys.readouterr().out
 
 
-def test_stopped_by_ctrl_c_it_goes_on_where_it_was(ladder):
+@pytest.mark.parametrize('sent, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=['Ctrl-C', 'SIGTERM'])
+def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
     argv, folder = ladder
     argv += ['--max_iters=4000', '--lr_decay_iters=4000', '--eval_interval=4000', '--only=MHA', '--jobs=1']
     command = [sys.executable, ablate.__file__, *argv]
@@ -116,9 +117,9 @@ def test_stopped_by_ctrl_c_it_goes_on_where_it_was(ladder):
     while not (run / 'metrics.jsonl').exists() or len((run / 'metrics.jsonl').read_text().splitlines()) < 20:
         assert process.poll() is None and time.time() < deadline, process.stdout.read()
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    os.kill(process.pid, sent)
     out, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, out
+    assert process.returncode == status, out
     assert 'saved iteration' in (run / 'train.log').read_text() and (run / 'ckpt.pt').is_file()
     reached = len((run / 'metrics.jsonl').read_text().splitlines())
     assert not list(folder.glob('measured/*')) and 20 <= reached < 4000

@@ -11,7 +11,7 @@ import pathlib, signal, sys, time
 def stop(*_):
     pathlib.Path(sys.argv[1], 'stopped').touch()
     sys.exit()
-signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
 pathlib.Path(sys.argv[1], 'started').touch()
 time.sleep(60)
 '''
