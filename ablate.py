@@ -19,11 +19,12 @@ import warnings
 import configurator
 from ablation import cost
 from ablation.jobs import ROOT, Job, run_jobs
-from ablation.ladder import Ladder, read_ladder
+from ablation.ladder import Ladder, read_ladder, slug_of
 from ablation.pictures import pyplot
 from ablation.report import show, write_report
-from ablation.results import Results, read_json, write_whole
+from ablation.results import Results, alone_in, read_json, write_whole
 from ablation.summary import recall_of, summarize
+from benchmarks.setting import numbers
 from config.errors import UserError
 from training.device import pick_device
 
@@ -40,7 +41,7 @@ def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dic
 def job(ladder, results, row, seed, argv) -> Job:
     """Train, then judge. row: the one that the training is named after."""
     out_dir = results.out_dir(row, seed)
-    train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}']
+    train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}', '--always_save_checkpoint=True']
     commands = [train, ['-m', 'ablation.measure', row.name, str(seed), *argv]]
     begun = (out_dir / 'ckpt.pt').is_file()
     if begun or row.converted_from:
@@ -53,8 +54,6 @@ def job(ladder, results, row, seed, argv) -> Job:
 def train_all(ladder, results, argv, only) -> int:
     """Every run that is not done; returns how many failed."""
     s = ladder.s
-    if s.jobs < 1:
-        raise UserError(f'jobs={s.jobs}: must be at least 1')
     devices = [name.strip() for name in (s.devices or s.device).split(',')]
     for name in devices:
         pick_device(name)
@@ -64,9 +63,9 @@ def train_all(ladder, results, argv, only) -> int:
         if error:
             failed.append(job)
             results.write_failure(*next(run for run, other in jobs.items() if other is job), error)
-    for converted in (False, True):  # those that begin with another row's weights when these are there
-        jobs = jobs_of(ladder, results, argv, only)
-        jobs = {run: jobs[run] for run in jobs if bool(run[0].converted_from) == converted}
+    depths = {ladder.depth(row) for row in ladder.rows.values()}
+    for depth in sorted(depths):  # those that begin with another row's weights when these are there
+        jobs = {run: job for run, job in jobs_of(ladder, results, argv, only).items() if ladder.depth(run[0]) == depth}
         if jobs:
             run_jobs(list(jobs.values()), devices, s.jobs, ended)
     return len(failed)
@@ -74,12 +73,15 @@ def train_all(ladder, results, argv, only) -> int:
 
 def chosen(ladder) -> set:
     """The rows that `only` names."""
-    names = {row.name.lstrip('+ ').lower(): row.name for row in ladder.rows.values()}
-    wanted = [name.strip() for name in ladder.s.only.split(',')] if ladder.s.only else []
+    slugs = {row.slug: row.name for row in ladder.rows.values()}
+    only = ladder.s.only
+    if slug_of(only) in slugs:  # names may have commas in them
+        return {slugs[slug_of(only)]}
+    wanted = only.split(',') if only else []
     for name in wanted:
-        if name.lstrip('+ ').lower() not in names:
-            raise UserError(f"only={ladder.s.only!r}: there is no row {name!r}; there are {', '.join(map(repr, ladder.rows))}")
-    return {names[name.lstrip('+ ').lower()] for name in wanted}
+        if slug_of(name) not in slugs:
+            raise UserError(f"only={only!r}: there is no row {name.strip()!r}; there are {', '.join(map(repr, ladder.rows))}")
+    return {slugs[slug_of(name)] for name in wanted}
 
 
 def measured_speed(ladder, results, measure: bool) -> dict | None:
@@ -90,7 +92,7 @@ def measured_speed(ladder, results, measure: bool) -> dict | None:
         return None
     speed = cost.Speed(ladder)
     if found and found['fingerprint'] == speed.fingerprint:
-        return found | {'side_of': speed.side_of}
+        return found | {'decodes_as': speed.decodes_as, 'trains_as': speed.trains_as}
     if not measure:
         return None
     found = speed.measure()
@@ -99,7 +101,7 @@ def measured_speed(ladder, results, measure: bool) -> dict | None:
 
 
 def summary_of(ladder, results, measure: bool) -> dict:
-    contexts = cost.numbers('contexts', ladder.s.contexts)
+    contexts = numbers('contexts', ladder.s.contexts)
     return summarize(ladder, results, measured_speed(ladder, results, measure), recall_of(ladder, results.folder),
                      lambda row: cost.kv_bytes(ladder, row, contexts))
 
@@ -124,9 +126,14 @@ def main(argv=None):
     if s.dry_run:
         list_runs(ladder, results, only)
         return
-    failed = 0 if s.report_only else train_all(ladder, results, argv, only)
-    whole = all(results.read(row, seed) for row in ladder.rows.values() for seed in ladder.seeds(row))
-    summary = summary_of(ladder, results, measure=whole and not s.report_only)
+    failed = 0
+    if not s.report_only:
+        with alone_in(results.folder):
+            failed = train_all(ladder, results, argv, only)
+            write_report(summary_of(ladder, results, measure=False), results.folder)  # what there is, should the rest go wrong
+            summary = summary_of(ladder, results, measure=not only)
+    else:
+        summary = summary_of(ladder, results, measure=False)
     write_report(summary, results.folder)
     show(summary)
     print(f'\nreport: {results.folder / "report.html"}')

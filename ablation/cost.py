@@ -9,6 +9,7 @@ from benchmarks.decode import DecodeRound
 from benchmarks.prefill import PrefillRound
 from benchmarks.setting import MIN_REPEATS, at_least, numbers, processor
 from benchmarks.steps import TrainingSteps
+from config.errors import UserError
 from kv.cache import KVCache
 from kv.plan import plan_kv
 from model import GPT
@@ -26,12 +27,12 @@ def counted_dtype(row) -> str:
 
 
 def kv_bytes(ladder, row, lengths: list[int]) -> dict:
-    """Allocated by the cache for one sequence, at the lengths given and at the row's block_size; beside vanilla GPT-2's in
+    """Allocated by the cache for one sequence, at the lengths given and at every row's block_size; beside vanilla GPT-2's in
     the same shape. A cache is made to count them, the plan's arithmetic must agree."""
     config = ladder.config(row)
     plan, dtype, T = plan_kv(config), counted_dtype(row), config.block_size
     at = {}
-    for n in sorted({T, *lengths}):
+    for n in sorted({*lengths, *(ladder.config(other).block_size for other in ladder.rows.values())}):
         held = KVCache(plan, 1, n, dtype).nbytes
         if held != plan.nbytes(1, n, dtype):
             raise RuntimeError(f'row {row.name!r}: a cache of {n} tokens takes {held} bytes, the plan says '
@@ -42,7 +43,7 @@ def kv_bytes(ladder, row, lengths: list[int]) -> dict:
 
 
 class Speed:
-    """Times of all rows, in turns. Rows that run the same code share a side.
+    """Times of all rows, in turns. Rows that run the same code share a side: `decodes_as` and `trains_as` say which.
 
     Args:
         ladder: whose settings say contexts, batch sizes, device and, in `shape`, another size of the models.
@@ -52,67 +53,79 @@ class Speed:
         s = self.s = ladder.s
         at_least(s, repeats=MIN_REPEATS)
         self.contexts, self.batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
-        self.device = pick_device(s.device)
-        self.dtype = pick_dtype(s.dtype, self.device)
-        self.sides, self.side_of = {}, {}  # digest -> (config, kv_dtype); row -> digest
+        self.device = pick_device((s.devices or s.device).split(',')[0].strip())
+        self.dtype = pick_dtype(ladder.settings(ladder.rows[ladder.first]).dtype, self.device)
+        self.decoders, self.trainers, self.decodes_as, self.trains_as = {}, {}, {}, {}
         for row in ladder.rows.values():
-            config = dataclasses.replace(ladder.config(row), kv_quant_train='', **s.shape)
-            key = digest([dataclasses.asdict(config), row.kv_dtype])
-            self.sides.setdefault(key, (config, row.kv_dtype))
-            self.side_of[row.name] = key
-        first = ladder.settings(ladder.rows[ladder.first])
-        self.train_batch, self.train_T = first.batch_size, s.shape.get('block_size', first.block_size)
+            config = dataclasses.replace(ladder.config(row, s.shape), kv_quant_train='')
+            key = self.decodes_as[row.name] = digest([dataclasses.asdict(config), row.kv_dtype])
+            self.decoders[key] = config, row.kv_dtype
+            trained, settings = ladder.trained_config(row, s.shape), ladder.settings(row, s.shape)
+            how = {name: getattr(settings, name) for name in ('batch_size', 'recompute', 'chunked_loss')}
+            key = self.trains_as[row.name] = digest([dataclasses.asdict(trained), how])
+            self.trainers[key] = trained, how
+
+    def facts(self) -> dict:
+        """What the figures mean nothing without."""
+        return {'device': device_name(self.device), 'processor': processor(), 'threads': torch.get_num_threads(),
+                'torch': torch.__version__, 'dtype': str(self.dtype).removeprefix('torch.'), 'steps': STEPS,
+                'repeats': self.s.repeats, 'shape': self.s.shape}
 
     @property
     def fingerprint(self) -> str:
-        return digest([sorted(self.sides), self.contexts, self.batches, self.train_batch, self.s.repeats])
+        return digest([sorted(self.decoders), sorted(self.trainers), self.contexts, self.batches, self.facts()])
 
     def measure(self) -> dict:
-        """Every figure, and what it means nothing without."""
-        torch.manual_seed(self.s.seed if hasattr(self.s, 'seed') else 0)
-        document = {'fingerprint': self.fingerprint, 'device': device_name(self.device), 'processor': processor(),
-                    'threads': torch.get_num_threads(), 'torch': torch.__version__,
-                    'dtype': str(self.dtype).removeprefix('torch.'), 'steps': STEPS, 'repeats': self.s.repeats,
-                    'shape': self.s.shape, 'side_of': self.side_of, 'cells': []}
+        """Every figure. A measurement that fails (a cache larger than the memory) is told in its place."""
+        torch.manual_seed(0)
+        document = self.facts() | {'fingerprint': self.fingerprint, 'decodes_as': self.decodes_as, 'trains_as': self.trains_as,
+                                   'cells': []}
         longest = max(self.contexts) + STEPS
         models = {}
-        for key, (config, _) in self.sides.items():
+        for key, (config, _) in self.decoders.items():
             longer = dataclasses.replace(config, block_size=max(config.block_size, longest))
             models[key] = GPT(longer).to(self.device, self.dtype).eval()
         for context in self.contexts:
-            document['cells'] += [self._decode(models, context, batch) for batch in self.batches]
-            document['cells'].append(self._prefill(models, context))
-        document['cells'].append(self._train())
+            for batch in self.batches:
+                document['cells'].append(self._cell('decode', context, batch, self._decode, models))
+            document['cells'].append(self._cell('prefill', context, 1, self._prefill, models))
+        del models
+        document['cells'].append(self._cell('train', 0, 0, self._train))
         return document
+
+    def _cell(self, kind, context, batch, measure, *args):
+        cell = {'kind': kind, 'context': context, 'batch': batch}
+        try:
+            return cell | measure(*args, context, batch)
+        except (UserError, MemoryError, torch.OutOfMemoryError) as e:
+            return cell | {'error': ' '.join(str(e).split()) or type(e).__name__}
 
     def _decode(self, models, context, batch):
         """Caches are made and freed in every round, so that there is one at a time."""
         def side(key):
-            return lambda: DecodeRound(models[key], batch, context, context + STEPS, STEPS, self.sides[key][1], True)()
+            return lambda: DecodeRound(models[key], batch, context, context + STEPS, STEPS, self.decoders[key][1], True)()
         found = clock.alternate({key: side(key) for key in models}, self.s.repeats, f'decoding at {context}, batch {batch}')
-        return {'kind': 'decode', 'context': context, 'batch': batch,
-                'tpot_ms': {key: clock.summary(1000 * x for x in each) for key, each in found.items()}}
+        return {'tpot_ms': {key: clock.summary(1000 * x for x in each) for key, each in found.items()}}
 
-    def _prefill(self, models, context):
+    def _prefill(self, models, context, batch):
         def side(key):
-            return lambda: PrefillRound(models[key], 1, context, 0, self.sides[key][1])()
+            return lambda: PrefillRound(models[key], batch, context, 0, self.decoders[key][1])()
         found = clock.alternate({key: side(key) for key in models}, self.s.repeats, f'prompts of {context}')
-        return {'kind': 'prefill', 'context': context, 'batch': 1,
-                'ttft_ms': {key: clock.summary(1000 * x for x in each) for key, each in found.items()}}
+        return {'ttft_ms': {key: clock.summary(1000 * x for x in each) for key, each in found.items()}}
 
-    def _train(self):
-        """A forward and backward pass and an update at the length and batch that the rows train with."""
-        batch, T = self.train_batch, self.train_T
-        shapes = {}  # configs that train alike, whatever their caches store
-        for key, (config, _) in self.sides.items():
-            shapes.setdefault(digest(dataclasses.asdict(config)), (config, []))[1].append(key)
-        sides = {keys[0]: TrainingSteps(GPT(config).to(self.device), batch, T, self.dtype) for config, keys in shapes.values()}
-        found = clock.alternate(sides, self.s.repeats, f'training steps of {batch} x {T}')
-        cell = {'kind': 'train', 'context': T, 'batch': batch, 'tokens_per_second': {}, 'memory': {}}
-        for config, keys in shapes.values():
-            rate = clock.summary(batch * T / x for x in found[keys[0]])
-            memory = predict(config, batch).as_dict()
-            for key in keys:
-                cell['tokens_per_second'][key] = rate
-                cell['memory'][key] = {name: memory[name] for name in ('activations', 'peak')}
+    def _train(self, context, batch):
+        """Forward, backward and update, at the batch and length that each row trains with."""
+        sides = {}
+        for key, (config, how) in self.trainers.items():
+            model = GPT(config).to(self.device)
+            model.set_recompute(how['recompute'] if how['recompute'] != 'auto' else 'none')
+            model.chunked_loss = how['chunked_loss']
+            sides[key] = TrainingSteps(model, how['batch_size'], config.block_size, self.dtype)
+        found = clock.alternate(sides, self.s.repeats, 'training steps')
+        cell = {'tokens_per_second': {}, 'memory': {}}
+        for key, (config, how) in self.trainers.items():
+            cell['tokens_per_second'][key] = clock.summary(how['batch_size'] * config.block_size / x for x in found[key])
+            memory = predict(config, how['batch_size'], 0, sides[key].model.recompute.name, how['chunked_loss'], self.dtype,
+                             str(self.device)).as_dict()
+            cell['memory'][key] = {name: memory[name] for name in ('activations', 'peak')}
         return cell

@@ -47,16 +47,15 @@ def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
 
 
 @torch.inference_mode()
-def judge(logits_of, windows: torch.Tensor, batch_size: int = 16, tick=lambda: None) -> Judgement:
-    """windows (n, T + 1). tick: called after every batch."""
+def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
+    """windows (n, T + 1), on the model's device."""
     by_position, by_window, choices = torch.zeros(windows.size(1) - 1, dtype=torch.float64), [], []
     for rows in windows.split(batch_size):
         logits = logits_of(rows[:, :-1])
-        nats = F.cross_entropy(logits.double().flatten(0, 1), rows[:, 1:].flatten(), reduction='none').view(len(rows), -1)
+        nats = torch.stack([F.cross_entropy(one.double(), y, reduction='none') for one, y in zip(logits, rows[:, 1:])])  # (b, T)
         by_position += nats.sum(0).cpu()
         by_window.append(nats.mean(1).cpu())
         choices.append(logits.argmax(-1).cpu())
-        tick()
     return Judgement(by_position / len(windows), torch.cat(by_window), torch.cat(choices))
 
 

@@ -32,6 +32,7 @@ class Job:
     device: str = ''
     process: subprocess.Popen | None = field(default=None, repr=False)
     stage: int = 0
+    said: int = 0  # where in train.log the running command's output begins
 
     def start(self, threads: int) -> None:
         """In a session of its own, so that Ctrl-C reaches it once, from here."""
@@ -39,6 +40,7 @@ class Job:
         command = [sys.executable, *self.commands[self.stage]]
         command += [f'--device={self.device}'] * bool(self.device)
         with open(self.out_dir / 'train.log', 'a') as log:
+            self.said = log.tell()
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                             start_new_session=True, env=environment(threads))
 
@@ -47,16 +49,27 @@ class Job:
         rows = read_metrics(self.out_dir / 'metrics.jsonl')
         return rows[-1]['iter'] if rows else 0
 
-    def last_words(self) -> str:
-        """The last line of its output that is not empty: of a failed run, what went wrong."""
-        lines = (self.out_dir / 'train.log').read_text(errors='replace').splitlines()
-        return next((line.strip().removeprefix('error: ') for line in reversed(lines) if line.strip()), '')
+    def what_went_wrong(self) -> str:
+        """Of a command that ended: '' if nothing did, else the last line of its output, or the signal that killed it."""
+        status = self.process.returncode
+        if status == 0:
+            return ''
+        if status < 0:
+            name = signal.Signals(-status).name
+            return f'killed by {name}' + ' (was there too little memory?)' * (name == 'SIGKILL')
+        lines = (self.out_dir / 'train.log').read_bytes()[self.said:].decode(errors='replace').splitlines()
+        return next((line.strip().removeprefix('error: ') for line in reversed(lines) if line.strip()), f'status {status}')
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def environment(threads: int) -> dict:
-    """Of a job: modules are found wherever it is started from."""
+    """Of a job: modules are found wherever it is started from. A number of threads that the user has set stays."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
-    return os.environ | {'OMP_NUM_THREADS': str(threads), 'PYTHONPATH': path}
+    return {'OMP_NUM_THREADS': str(threads)} | os.environ | {'PYTHONPATH': path}
 
 
 def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1, on_end=lambda job, error: None) -> None:
@@ -68,7 +81,7 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1, on_end=lambd
     """
     waiting, running = deque(jobs), []
     free = [device for _ in range(at_once) for device in devices]
-    threads = max(1, (os.cpu_count() or 1) // len(free))
+    threads = max(1, cores() // len(free))
     with _Bars(jobs) as bars, _sigterm_raises():
         try:
             while waiting or running:
@@ -89,7 +102,7 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1, on_end=lambd
                         continue
                     running.remove(job)
                     free.append(job.device)
-                    error = '' if status == 0 else job.last_words() or f'it ended with status {status}'
+                    error = job.what_went_wrong()
                     bars.ended(job, error)
                     on_end(job, error)
                 time.sleep(POLL if running else 0)
@@ -102,14 +115,16 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1, on_end=lambd
 
 @contextlib.contextmanager
 def _sigterm_raises():
-    """SIGTERM, like Ctrl-C, leaves by way of an exception."""
-    def leave(*_):
-        raise SystemExit(128 + signal.SIGTERM)
-    before = signal.signal(signal.SIGTERM, leave)
+    """SIGTERM and SIGHUP, like Ctrl-C, leave by way of an exception."""
+    def leave(number, _):
+        raise SystemExit(128 + number)
+    which = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, 'SIGHUP') else [])]  # the latter: its terminal was closed
+    before = {number: signal.signal(number, leave) for number in which}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Bars:
@@ -118,7 +133,8 @@ class _Bars:
     def __init__(self, jobs):
         self.console = Console(stderr=True)
         self.quiet = not self.console.is_terminal
-        self.progress = Progress(TextColumn('{task.description:40.40}'), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        self.progress = Progress(TextColumn('{task.description:40.40}', markup=False), BarColumn(),
+                                 MofNCompleteColumn(), TimeElapsedColumn(),
                                  TextColumn('ETA'), TimeRemainingColumn(elapsed_when_finished=True), console=self.console,
                                  disable=self.quiet, speed_estimate_period=600)
         done = sum(min(job.iteration(), job.iterations) for job in jobs)

@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shlex
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,17 +28,23 @@ from pathlib import Path
 import torch
 
 import configurator
+from benchmarks.setting import MIN_REPEATS, at_least, numbers
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import ABLATE, KV_DTYPES, MODEL, TRAIN
 from data.datasets import DATA_ROOT
+from data.tokenfiles import open_split
+from interop.convert import MEMORY, check_conversion
 from kv.plan import plan_kv
 from model import GPT
 from training.batches import RECALL, open_meta
+from training.checkpoint import tokens_id
 
+OWN_AT_INFERENCE = {'kv_dtype', 'at_inference'}
 OWN = ('kv_dtype', 'at_inference', 'converted_from')  # a row's keys that train.py does not have
 # keys of train.py that say where a run is and what it prints, not what it computes
-PLACE = ('out_dir', 'init_from', 'resume_from', 'device', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard_log',
+PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_loss', 'recompute', 'checkpoint_blocks',
+          'device', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard_log',
          'keep_checkpoints', 'checkpoint_interval', 'log_interval', 'memory_report', 'memory_budget', 'eval_only', 'backend',
          'always_save_checkpoint', 'eval_interval', 'eval_iters')
 MATCH = 'match'
@@ -59,7 +66,11 @@ class Row:
     @property
     def slug(self) -> str:
         """The row's name as a file name: '+ KV shared by 2/3' -> 'kv-shared-by-2-3'."""
-        return re.sub(r'[^a-z0-9.]+', '-', self.name.lower()).strip('-')
+        return slug_of(self.name)
+
+
+def slug_of(name: str) -> str:
+    return re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')
 
 
 class Ladder:
@@ -98,76 +109,113 @@ class Ladder:
         self._check_slugs()
 
     def _add(self, name, above, changes, side):
-        if not isinstance(changes, dict) or name in self.rows:
-            raise UserError(f'row {name!r}: ' + ('is there twice' if name in self.rows else
-                                                 f'changes must be a dict, not {changes!r}'))
-        if not changes and above:
-            raise UserError(f'row {name!r} changes nothing against {above!r}')
         before = self.rows.get(above)
+        self._check_changes(name, above, changes)
         train = dict(before.train if before else {}) | {k: v for k, v in changes.items() if k not in OWN}
         kv_dtype = changes.get('kv_dtype', before.kv_dtype if before else 'auto')
         if kv_dtype not in KV_DTYPES:
             raise UserError(f"row {name!r}: kv_dtype={kv_dtype!r}: allowed are {', '.join(map(repr, KV_DTYPES))}")
         at_inference = dict(before.at_inference if before else {}) | changes.get('at_inference', {})
-        origin = changes.get('converted_from', '')
+        origin = changes.get('converted_from', before.converted_from if before else '')
+        if before and before.converted_from and 'converted_from' not in changes and changes.keys() - OWN_AT_INFERENCE:
+            raise UserError(f"row {name!r} is to be trained, but {above!r} above it begins with the weights of {origin!r}: say "
+                            f"converted_from={origin!r} here too, or converted_from='' for training from scratch")
         if origin and origin not in self.rows:
             raise UserError(f"row {name!r}: converted_from={origin!r}: there is no such row before it; there are "
                             f"{', '.join(map(repr, self.rows))}")
         self.rows[name] = Row(name, above, side, changes, train, kv_dtype, at_inference, origin)
+
+    def _check_changes(self, name, above, changes):
+        if not isinstance(name, str) or name in self.rows:
+            raise UserError(f'row {name!r}: ' + ('is there twice' if name in self.rows else 'a name must be text'))
+        if not isinstance(changes, dict) or not isinstance(changes.get('at_inference', {}), dict):
+            raise UserError(f"row {name!r}: {'at_inference' if isinstance(changes, dict) else 'changes'} must be a dict, "
+                            f"not {changes.get('at_inference') if isinstance(changes, dict) else changes!r}")
+        if not changes and above:
+            raise UserError(f'row {name!r} changes nothing against {above!r}')
+        for key in changes:
+            if key in (*PLACE, 'dataset', 'init_from') and key not in ('eval_interval', 'eval_iters', 'recompute'):
+                raise UserError(f'row {name!r}: {key} is the same for all rows: set it in the ladder or its base config')
+        if changes.get('mlp_hidden') == MATCH and not above:
+            raise UserError(f"row {name!r}: mlp_hidden='match' matches the first row, which this is")
 
     def _check_slugs(self):
         seen = {}
         for row in self.rows.values():
             if not row.slug or row.slug in seen:
                 raise UserError(f'row {row.name!r}: ' + (f'its file name would be that of {seen[row.slug]!r}' if row.slug
-                                                         else 'needs a name with letters or digits'))
+                                                         else 'needs a name with letters (of ASCII) or digits'))
             seen[row.slug] = row.name
 
     def check(self) -> None:
         """Every row's settings and model, so that a mistake in the last row shows before the first is trained."""
+        s = self.s
+        at_least(s, jobs=1, eval_windows=0, **({'repeats': MIN_REPEATS} if s.speed else {}))
+        numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
         for row in self.rows.values():
             try:
                 with warnings.catch_warnings():  # a row may well be there to show what is warned of
                     warnings.simplefilter('ignore')
                     plan_kv(self.trained_config(row))
+                    plan_kv(self.config(row, s.shape))
                     plan_kv(self.config(row))
+                    if row.at_inference:
+                        check_conversion(self.trained_config(row), self.config(row))
+                    if row.converted_from:
+                        self._check_origin(row)
             except (UserError, ValueError, TypeError) as e:
                 raise UserError(f'row {row.name!r}: {e}') from e
+
+    def _check_origin(self, row):
+        origin = self.rows[row.converted_from]
+        check_conversion(self.trained_config(origin), self.trained_config(row))
+        lacking = [seed for seed in self.seeds(row) if seed not in self.seeds(origin)]
+        if lacking:
+            raise UserError(f'seeds {lacking}: {origin.name!r}, whose weights it begins with, is not trained with them')
 
     def seeds(self, row: Row) -> list[int]:
         """Side rows have seeds of their own, if there are any."""
         return whole_numbers('side_seeds', self.s.side_seeds) if row.side and self.s.side_seeds else \
             whole_numbers('seeds', self.s.seeds)
 
-    def above(self, row: Row) -> Row | None:
-        return self.rows.get(row.above)
+    def depth(self, row: Row) -> int:
+        """How many conversions its weights have behind them."""
+        return 1 + self.depth(self.rows[row.converted_from]) if row.converted_from else 0
 
     # -- what a row trains ------------------------------------------------------------------------------------------------
 
     def arguments(self, row: Row, seed: int | None = None) -> list[str]:
         """train.py's command line, without the folder."""
-        changes = self.common | row.train
-        if changes.get('mlp_hidden') == MATCH:
-            changes['mlp_hidden'] = self._matching_mlp(row)
-        return self._flags(changes) + ([] if seed is None else [f'--seed={seed}'])
+        return self._flags(row, {}) + ([] if seed is None else [f'--seed={seed}', f'--data_seed={seed}'])
 
-    def settings(self, row: Row):
-        """train.py's settings; the seed is that of none of its runs."""
-        if row.name not in self._settings:
-            self._settings[row.name] = configurator.parse('train', self.arguments(row), echo=False)
-        return self._settings[row.name]
+    def command(self, row: Row, seed: int) -> str:
+        """What trains it, for people."""
+        train = shlex.join(['python', 'train.py', *self.arguments(row, seed)])
+        if not row.converted_from:
+            return train
+        memory = {name: getattr(self.trained_config(row), name) for name in MEMORY}
+        convert = shlex.join(['python', '-m', 'interop.convert', 'FROM', 'TO', *(f'--{k}={v}' for k, v in memory.items())])
+        return f'{convert} && {train} --out_dir=TO --init_from=resume'
+
+    def settings(self, row: Row, shape: dict | None = None):
+        """train.py's settings, in another `shape` of the model if one is given; the seed is that of none of its runs."""
+        key = row.name, json.dumps(shape or {}, sort_keys=True)
+        if key not in self._settings:
+            self._settings[key] = configurator.parse('train', self._flags(row, shape or {}), echo=False)
+        return self._settings[key]
 
     def training(self, row: Row) -> str:
         """Rows with the same one are judged on the same weights: a digest of every setting that the weights depend on and that
         is not the default, so that it stays as it is when train.py gets another key."""
         default = {key.name: key.default for key in TRAIN}
         what = {name: value for name, value in self.weighty(row).items() if value != default[name]}
+        what['data'] = self._data_id(self.settings(row))
         return digest([what, self.training(self.rows[row.converted_from])] if row.converted_from else what)
 
     def weighty(self, row: Row) -> dict:
         """The settings that the weights depend on, but for the seed."""
         s = vars(self.settings(row))
-        return {name: value for name, value in s.items() if name not in PLACE and name != 'seed'
+        return {name: value for name, value in s.items() if name not in PLACE
                 and (name != 'recall_task' or s['dataset'] == RECALL)}
 
     def fingerprint(self, row: Row) -> str:
@@ -178,26 +226,33 @@ class Ladder:
         """The first row with the same weights: runs carry its name."""
         return next(other for other in self.rows.values() if self.training(other) == self.training(row))
 
-    def _flags(self, changes) -> list[str]:
+    def _flags(self, row, shape) -> list[str]:
+        changes = self.common | row.train | shape
+        if changes.get('mlp_hidden') == MATCH:
+            changes['mlp_hidden'] = self._matching_mlp(row, shape)
         return [self.s.base, *(f'--{name}={value}' for name, value in changes.items())]
 
-    def _matching_mlp(self, row) -> int:
+    def _matching_mlp(self, row, shape) -> int:
         """The multiple of 8 at which the parameters come closest to the first row's (positions not counted)."""
-        changes = self.common | row.train
-        flags = [self._flags(changes | {'mlp_hidden': width}) for width in (8, 16)]
-        one, two = (parameters(self._config_of(configurator.parse('train', some, echo=False))) for some in flags)
-        target = parameters(self.trained_config(self.rows[self.first]))
+        one, two = (parameters(self.trained_config(row, shape | {'mlp_hidden': width})) for width in (8, 16))
+        target = parameters(self.trained_config(self.rows[self.first], shape))
         return 8 * max(1, round((target - one) / (two - one)) + 1)
+
+    def _data_id(self, s) -> str:
+        """Which tokens a run sees: prepared anew from other text, a data set is another one."""
+        if s.dataset == RECALL:
+            return RECALL
+        return f"{tokens_id(open_meta(s, DATA_ROOT))}, {len(open_split(DATA_ROOT / s.dataset, 'train')):,} tokens"
 
     # -- the models -------------------------------------------------------------------------------------------------------
 
-    def trained_config(self, row: Row) -> GPTConfig:
+    def trained_config(self, row: Row, shape: dict | None = None) -> GPTConfig:
         """The model that is trained."""
-        return self._config_of(self.settings(row))
+        return self._config_of(self.settings(row, shape))
 
-    def config(self, row: Row) -> GPTConfig:
+    def config(self, row: Row, shape: dict | None = None) -> GPTConfig:
         """The model as it is used: without dropout, and with what changes after training."""
-        return dataclasses.replace(self.trained_config(row), dropout=0.0, **row.at_inference)
+        return dataclasses.replace(self.trained_config(row, shape), dropout=0.0, **row.at_inference)
 
     def _config_of(self, s) -> GPTConfig:
         data = s.dataset, s.recall_task

@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from training.device import device_name, pick_device, pick_dtype
 from training.log import read_metrics
 
 AGREE = 1e-4  # nats: how far rounding may take the mean loss of a window through the cache from the forward pass
-BATCH = 16    # windows judged at once
+BATCH, MOST_LOGITS = 16, 2 ** 26  # windows judged at once, and the logits that they may have
 RECALL_ROWS, RECALL_SEED = 256, 10_000  # sequences judged for each distance, which training does not draw
 
 
@@ -55,8 +56,10 @@ def losses(model, row, windows, tokenizer) -> dict:
     kv_dtype = model.resolved_kv_dtype(row.kv_dtype)
     T = windows.size(1) - 1
     first, chunk = max(1, T // 4), max(1, T // 16)
-    plain = judge(forward(with_rounding(model, kv_dtype == 'int8')), windows, BATCH)
-    cached = judge(through_cache(with_rounding(model, False), kv_dtype, first, chunk), windows, BATCH)
+    # a model that rounds in its forward pass does so for any cache that would not do it
+    batch = max(1, min(BATCH, MOST_LOGITS // (T * model.config.vocab_size)))
+    plain = judge(forward(with_rounding(model, True) if kv_dtype == 'int8' else model), windows, batch)
+    cached = judge(through_cache(model, kv_dtype, first, chunk), windows, batch)
     apart = (plain.by_window - cached.by_window).abs().max().item()
     exact = kv_dtype in ('int8', str(model.lm_head.weight.dtype).removeprefix('torch.'))
     if exact and not apart <= AGREE:
@@ -74,7 +77,8 @@ def training_figures(out_dir: Path, s) -> dict:
     it down: ablation/cost.py measures)."""
     rows = read_metrics(out_dir / 'metrics.jsonl')
     evaluated = [[row['iter'], row['train_loss'], row['val_loss']] for row in rows if 'val_loss' in row]
-    return {'curve': [[row['iter'], round(row['loss'], 5)] for row in rows], 'evaluations': evaluated,
+    curve = [[row['iter'], None if row['loss'] is None else round(row['loss'], 5)] for row in rows]  # None: not finite
+    return {'curve': curve, 'evaluations': evaluated,
             'seconds_per_iteration': statistics.median(row['time_ms'] for row in rows) / 1000,
             'memory_peak_bytes': max((row.get('memory_peak_bytes', 0) for row in rows), default=0),
             'skipped': rows[-1].get('skipped', 0), 'iterations': s.max_iters,
@@ -83,10 +87,11 @@ def training_figures(out_dir: Path, s) -> dict:
 
 def recall(model, row, task, rows: int = RECALL_ROWS) -> dict:
     """Share of the tokens copied right (the likeliest is the one), by distance, through the row's cache."""
-    logits_of = through_cache(with_rounding(model, False), model.resolved_kv_dtype(row.kv_dtype), task.block_size // 2, 16)
+    logits_of = through_cache(model, model.resolved_kv_dtype(row.kv_dtype), task.block_size // 2, 16)
     accuracy = {}
     for distance in task.distances:
-        x, y, _ = (torch.from_numpy(a) for a in task.batch(np.random.default_rng((RECALL_SEED, distance)), rows, distance))
+        rng = np.random.default_rng((RECALL_SEED, distance))
+        x, y, _ = (torch.from_numpy(a).to(model.device) for a in task.batch(rng, rows, distance))
         with torch.inference_mode():
             choices = torch.cat([logits_of(some).argmax(-1) for some in x.split(BATCH)])
         accuracy[distance] = (choices == y)[y >= 0].float().mean().item()
@@ -97,16 +102,16 @@ def recall(model, row, task, rows: int = RECALL_ROWS) -> dict:
 def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     """One row with one seed."""
     s = ladder.settings(row)
-    model = trained_model(ladder, row, saved, path)
+    device = pick_device(s.device)
+    model = trained_model(ladder, row, saved, path).to(device)
     if s.dataset == RECALL:
         judged = {'recall': recall(model, row, read_task(s.recall_task, s.block_size))}
     else:
         folder = ensure_dataset(s.dataset)
-        windows = spread_windows(open_split(folder, 'val'), s.block_size, ladder.s.eval_windows)
+        windows = spread_windows(open_split(folder, 'val'), s.block_size, ladder.s.eval_windows).to(device)
         judged = losses(model, row, windows, load_tokenizer(read_meta(folder)))
-    device = pick_device(s.device)
     return {'row': row.name, 'seed': seed, 'fingerprint': ladder.fingerprint(row), 'trained_as': ladder.trainer(row).name,
-            'command': ' '.join(['python', 'train.py', *ladder.arguments(row, seed)]),
+            'command': ladder.command(row, seed),
             'params': model.get_num_params(), 'params_all': model.get_num_params(non_embedding=False), **judged,
             'training': training_figures(path.parent, s), 'settings': vars(s) | {'seed': seed, 'out_dir': '', 'device': ''},
             'dtype': str(pick_dtype(s.dtype, device)).removeprefix('torch.'),
@@ -122,10 +127,18 @@ def main(argv=None):
     wanted = ladder.settings(trained).max_iters
     if saved['iter_num'] != wanted:
         raise UserError(f"{path} stands at iteration {saved['iter_num']} of {wanted}: run ablate.py again to go on")
+    failures = []
     for row in ladder.rows.values():
         if ladder.training(row) == ladder.training(trained) and int(seed) in ladder.seeds(row):
             print(f'measuring {row.name}, seed {seed}', flush=True)
-            results.write(row, int(seed), measure(ladder, row, int(seed), saved, path))
+            try:
+                results.write(row, int(seed), measure(ladder, row, int(seed), saved, path))
+            except Exception as e:  # the other rows with these weights may well be fine
+                traceback.print_exc()
+                failures.append(f'measuring {row.name}: {type(e).__name__}: {e}')
+                results.write_failure(row, int(seed), failures[-1])
+    if failures:
+        raise UserError('; '.join(failures))
 
 
 if __name__ == '__main__':

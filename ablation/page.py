@@ -28,12 +28,12 @@ figure { margin: 0 } figure img { max-width: 100%; height: auto; display: block 
 @media (max-width: 40rem) { body { padding: 1rem .75rem 3rem }
         td:first-child, th:first-child { min-width: 6.5rem; max-width: 9rem } }
 '''
-# numbers are read from the start of a cell: '1.7718 (0.0029)', '+0.01 ±0.02', '48.0x', '1,572,864', '32.8 KB'
+# numbers are read from the start of a cell: '1.7718 (0.0029)', '+0.01 ±0.02', '48.0x', '1,572,864', '32.8 kB'
 SCRIPT = '''
-const scale = { B: 1, KB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12 };
+const scale = { B: 1, kB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12 };
 function value(cell) {
   const text = cell.textContent.trim().replaceAll(",", "");
-  const found = text.match(/^([+-]?[0-9.]+)x?(?: ([KMGT]?B)\\b)?/);
+  const found = text.match(/^([+-]?[0-9.]+)x?(?: ([kMGT]?B)\\b)?/);
   return found ? parseFloat(found[1]) * (scale[found[2]] || 1) : null;
 }
 for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => {

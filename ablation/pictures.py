@@ -2,6 +2,7 @@
 import io
 from pathlib import Path
 
+from ablation.tables import local_reach
 from config.errors import UserError
 
 # name -> what it shows; the order is that of the report
@@ -218,9 +219,9 @@ def recall(axis, summary, color):
         axis.set_xlabel('distance, tokens')
         axis.set_ylabel('copied right, %')
         axis.set_ylim(-3, 103)
-        if rows[0]['recall'].get('local_reach'):
-            axis.axvline(rows[0]['recall']['local_reach'], color=color.side, linewidth=1, linestyle='--')
-            axis.text(rows[0]['recall']['local_reach'], 50, ' local reach', fontsize=8, color=color.side)
+        if reach := local_reach(rows):
+            axis.axvline(reach, color=color.side, linewidth=1, linestyle='--')
+            axis.text(reach, 50, ' local reach', fontsize=8, color=color.side)
         legend(axis)
     return bool(rows)
 

@@ -1,4 +1,5 @@
 """Where a ladder's results lie: one JSON file for each row and seed, so that a ladder can go on anywhere."""
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,27 @@ def write_whole(path: Path, text: str) -> None:
         raise UserError(f'{path} cannot be written: {e}') from e
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path):
+    """No second program works in `folder` meanwhile (where the system has such locks).
+
+    Raises:
+        UserError: one does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(folder / '.lock', 'w') as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise UserError(f'another ablate.py is at work in {folder}: wait for it, or give another --folder') from e
+        yield
 
 
 class Results:
@@ -54,9 +76,11 @@ class Results:
 
     def failed(self, row, seed: int) -> str:
         """What went wrong; '' = nothing."""
-        trainer = self.ladder.trainer(row)
-        found = read_json(self.failure_path(trainer, seed))
-        return found['error'] if found and found.get('training') == self.ladder.training(row) else ''
+        for each in (row, self.ladder.trainer(row)):
+            found = read_json(self.failure_path(each, seed))
+            if found and found.get('training') == self.ladder.training(row):
+                return found['error']
+        return ''
 
     def write(self, row, seed: int, found: dict) -> None:
         write_whole(self.path(row, seed), json.dumps(found, indent=1) + '\n')

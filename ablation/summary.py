@@ -34,7 +34,7 @@ def paired_difference(ours: dict, others: dict) -> dict | None:
 
 def mean_curve(curves: list[list]) -> dict:
     """Loss curves [[iteration, loss], ...] of several seeds as one: mean, lowest and highest at the iterations all have."""
-    by_iteration = [dict(map(tuple, curve)) for curve in curves]
+    by_iteration = [{i: loss for i, loss in curve if loss is not None} for curve in curves]
     common = sorted(set.intersection(*(set(c) for c in by_iteration)))
     at = [[c[i] for c in by_iteration] for i in common]
     return {'iterations': common, 'mean': [statistics.fmean(x) for x in at], 'low': [min(x) for x in at],
@@ -45,7 +45,7 @@ def gap_curve(ours: dict, others: dict) -> list:
     """[[iteration, mean difference of the validation losses, lowest, highest], ...] over the seeds that both have, at the
     iterations at which all were evaluated: on the same windows."""
     both = sorted(ours.keys() & others.keys())
-    curves = [{i: val for i, _, val in run['training']['evaluations']} for seed in both for run in (ours[seed], others[seed])]
+    curves = [{i: val for i, _, val in run['training']['evaluations'] if val is not None} for seed in both for run in (ours[seed], others[seed])]
     common = sorted(set.intersection(*map(set, curves))) if curves else []
     found = []
     for i in common:
@@ -73,7 +73,7 @@ def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
            'converted_from': row.converted_from,
            'kv_dtype': row.kv_dtype, 'seeds': sorted(found), 'seeds_missing': sorted(set(wanted) - set(found)),
            'failed': failed, 'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
-           'command': ' '.join(['python', 'train.py', *ladder.arguments(row)])}
+           'command': ladder.command(row, wanted[0])}
     if found:
         one = next(iter(found.values()))
         out |= {'params': one['params'], 'params_all': one['params_all'], 'learning_rate': one['settings']['learning_rate'],
@@ -94,8 +94,9 @@ def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
                 out[f'against_{name}'] = paired_difference(losses, {s: f['val_loss'] for s, f in measured[other].items()})
         out['gap'] = gap_curve(found, measured[ladder.baseline])
     if speed:
-        key = speed['side_of'].get(row.name)
-        out['speed'] = [figures_of(cell, key) for cell in speed['cells']] if key else []
+        keys = {'train': speed['trains_as'][row.name]}
+        out['speed'] = [figures_of(cell, keys.get(cell['kind'], speed['decodes_as'][row.name])) for cell in speed['cells']
+                        if 'error' not in cell]
     if recall and row.name in recall:
         out['recall'] = recall[row.name]
     return out

@@ -64,15 +64,22 @@ def bytes_held(summary: dict) -> Grid:
     return grid
 
 
+def where(speed: dict) -> str:
+    """On what it was measured."""
+    shape = ''.join(f', {name}={value}' for name, value in speed['shape'].items())
+    return f"{speed['device']}, {speed['processor']}, {speed['threads']} threads, {speed['dtype']}, torch {speed['torch']}{shape}"
+
+
 def speeds(summary: dict) -> Grid | None:
     """Decoding and prefill."""
-    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] != 'train']
+    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] != 'train' and 'error' not in cell]
     if not cells:
         return None
     heads = [f"{'TTFT' if cell['kind'] == 'prefill' else 'TPOT'} {cell['context']:,}"
              + (f" B={cell['batch']}" if cell['kind'] == 'decode' else '') for cell in cells]
-    grid = Grid('Time to first token (TTFT, by length of the prompt) and per output token (TPOT, by tokens held and sequences '
-                'at once) in ms, median', ('row', *heads), left=('row',))
+    grid = Grid('Speed: time to first token (TTFT, by length of the prompt) and per output token (TPOT, by tokens held and '
+                f"sequences at once) in ms, median; random weights; {where(summary['speed'])}",
+                ('row', *heads), left=('row',))
     for row in summary['rows']:
         by = {(cell['kind'], cell['context'], cell['batch']): cell for cell in row.get('speed') or []}
         found = [by.get((cell['kind'], cell['context'], cell['batch'])) for cell in cells]
@@ -83,11 +90,11 @@ def speeds(summary: dict) -> Grid | None:
 
 def training(summary: dict) -> Grid | None:
     """Training steps."""
-    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] == 'train']
+    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] == 'train' and 'error' not in cell]
     if not cells:
         return None
-    grid = Grid(f"Training: tokens/s at B={cells[0]['batch']} x T={cells[0]['context']:,}, median; activations kept for the "
-                'backward pass, and the most memory in a step, MB (predicted)',
+    grid = Grid('Training: tokens/s, median; activations kept for the backward pass, and the most memory in a step, MB '
+                f"(predicted); {where(summary['speed'])}",
                 ('row', 'tokens/s', 'activations', 'peak'), left=('row',))
     for row in summary['rows']:
         cell = next((c for c in row.get('speed') or [] if c['kind'] == 'train'), None)
@@ -98,6 +105,11 @@ def training(summary: dict) -> Grid | None:
     return grid
 
 
+def local_reach(rows: list[dict]) -> int:
+    """How far back the local layers of the ladder's rows see at most, all together; 0 = there are none."""
+    return max((row['recall']['local_reach'] for row in rows if row.get('recall') and not row['side']), default=0)
+
+
 def recalls(summary: dict) -> Grid | None:
     """Accuracy by distance."""
     found = [row for row in summary['rows'] if row.get('recall')]
@@ -105,7 +117,7 @@ def recalls(summary: dict) -> Grid | None:
         return None
     distances = list(found[0]['recall']['accuracy'])
     of = f" (ladder {summary['recall_ladder']!r})" * bool(summary['recall_ladder'])
-    reach = found[-1]['recall']['local_reach']
+    reach = local_reach(found)
     grid = Grid(f'Recall{of}: tokens copied right from so many positions back, %, mean over seeds (sd); local layers alone '
                 f'reach {reach}',
                 ('row', *(f'{int(d):,} back' for d in distances), 'seeds'), left=('row',))

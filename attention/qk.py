@@ -29,7 +29,7 @@ class _NormAndRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps, cos, sin):
-        wide = x.to(weight.dtype)
+        wide = x.to(_at_least_float32(weight.dtype))
         r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()  # (B, h, t, 1)
         ctx.save_for_backward(x, weight, r, cos, sin)
         return rotate((wide * r).mul_(weight).to(x.dtype).to(cos.dtype), cos, sin).to(x.dtype)
@@ -38,10 +38,14 @@ class _NormAndRotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, r, cos, sin = ctx.saved_tensors
-        u = rotate_back(grad.to(cos.dtype), cos, sin).to(weight.dtype)  # of z * w
-        z = x.to(weight.dtype) * r
+        dtype = _at_least_float32(weight.dtype)
+        u = rotate_back(grad.to(cos.dtype), cos, sin).to(dtype)  # of z * w
+        z = x.to(dtype) * r
         uz = u * z
-        of_weight = uz.sum((0, 1, 2))
-        mean = (uz @ weight).div_(x.size(-1))[..., None]
+        mean = (uz @ weight.to(dtype)).div_(x.size(-1))[..., None]
         of_x = u.mul_(weight).addcmul_(z, mean, value=-1).mul_(r)
-        return of_x.to(x.dtype), of_weight, None, None, None
+        return of_x.to(x.dtype), uz.sum((0, 1, 2)).to(weight.dtype), None, None, None
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -12,17 +12,19 @@ class Grid:
 
     def markdown(self) -> str:
         """The table without its title, lines without a newline at the end."""
-        return '\n'.join(['| ' + ' | '.join(self.columns) + ' |',
-                          '|' + '|'.join('---' if column in self.left else '---:' for column in self.columns) + '|',
-                          *('| ' + ' | '.join(row) + ' |' for row in self.rows)])
+        def line(cells):
+            return '| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |'
+        ruler = '|' + '|'.join('---' if column in self.left else '---:' for column in self.columns) + '|'
+        return '\n'.join([line(self.columns), ruler, *map(line, self.rows)])
 
     def print(self, console) -> None:
         """Title and table, on a rich Console."""
         from rich.table import Table
-        console.print(f'\n[bold]{self.title}[/bold]', highlight=False, soft_wrap=True)
+        from rich.text import Text
+        console.print(Text(f'\n{self.title}', style='bold'), soft_wrap=True)
         table = Table(box=None, pad_edge=False, header_style='bold')
         for name in self.columns:
-            table.add_column(name, justify='left' if name in self.left else 'right', no_wrap=name in self.left[:1])
+            table.add_column(Text(name), justify='left' if name in self.left else 'right', no_wrap=name in self.left[:1])
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         console.print(table)

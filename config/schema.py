@@ -74,6 +74,7 @@ TRAIN = RUN + _keys(
     ('beta2', 0.95, 'AdamW beta2'),
     ('grad_clip', 1.0, 'clip the gradient norm at this; 0 = never'),
     ('max_skipped', 20, 'stop after so many iterations in a row with a loss or gradients that are not finite (skipped)'),
+    ('data_seed', -1, 'seed of the order of training batches alone; -1 = seed, after the weights are drawn, as in nanoGPT'),
     ('decay_lr', True, 'warm up and decay the learning rate (cosine)'),
     ('warmup_iters', 2000, 'iterations of linear warm-up'),
     ('lr_decay_iters', 600000, 'iteration at which min_lr is reached'),

@@ -37,14 +37,11 @@ def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
     Raises:
         UserError: another setting differs, K/V heads cannot be pooled evenly, or a layer is to own K and V that it has none of.
     """
-    _check(old, new)
+    check_conversion(old, new)
     before, after = plan_kv(old), plan_kv(new)
     D, out = before.head_dim, dict(weights)
     for was, now in zip(before.layers, after.layers):
         prefix = f'transformer.h.{now.index}.attn.'
-        if now.owns and not was.owns:
-            raise UserError(f'layer {now.index} is to have K and V of its own, but was trained to use those of layer '
-                            f'{before.slots[was.slot].owner}: sharing can be added, not undone')
         for name in ('c_attn.weight', 'c_attn.bias'):
             rows = weights.get(prefix + name)
             if rows is not None and was.owns:
@@ -62,14 +59,20 @@ def _pooled(rows: torch.Tensor, n_before: int, n_after: int) -> torch.Tensor:
     return rows.view(n_after, n_before // n_after, D, *rows.shape[1:]).mean(1).flatten(0, 1)
 
 
-def _check(old, new):
+def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
+    """Raises UserError where the weights of `old` cannot become those of `new`."""
     for f in dataclasses.fields(GPTConfig):
         if f.name not in MEMORY and f.name != 'dropout' and getattr(old, f.name) != getattr(new, f.name):
             raise UserError(f'{f.name}={getattr(new, f.name)!r}, but the weights have {f.name}={getattr(old, f.name)!r}: a '
                             f'conversion can change {", ".join(MEMORY)}')
-    before, after = plan_kv(old).n_kv_head, plan_kv(new).n_kv_head
-    if before % after:
-        raise UserError(f'n_kv_head={after}: the {before} K/V heads of the weights cannot be pooled into so many evenly')
+    before, after = plan_kv(old), plan_kv(new)
+    if before.n_kv_head % after.n_kv_head:
+        raise UserError(f'n_kv_head={after.n_kv_head}: the {before.n_kv_head} K/V heads of the weights cannot be pooled into '
+                        'so many evenly')
+    for was, now in zip(before.layers, after.layers):
+        if now.owns and not was.owns:
+            raise UserError(f'layer {now.index} is to have K and V of its own, but was trained to use those of layer '
+                            f'{before.slots[was.slot].owner}: sharing can be added, not undone')
 
 
 def convert_checkpoint(source: Path, changes: dict) -> dict:

@@ -43,6 +43,8 @@ class Run:
         self.model, changed = self._model(saved, meta)
         self.batches = open_batches(s, data_root, self.device, torch.Generator(), ranks.rank, ranks.world_size)
         self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
+        if s.data_seed >= 0:
+            self.batches.generator.manual_seed(s.data_seed)
         torch.manual_seed(s.seed + ranks.rank)  # dropout
         self.model.to(self.device)
         policy = 'block' if s.checkpoint_blocks else s.recompute
