@@ -75,6 +75,7 @@ def train(run, log, stop):
             log.advance(run.iter_num, tokens_per_second, loss)
         run.iter_num += 1
         if run.iter_num > s.max_iters:
+            log.skipped(run.update.read())  # in a run resumed beyond max_iters the last iteration is not logged
             return
     stop_cleanly(run, log, stop)
 
@@ -90,7 +91,8 @@ def keep_best(run, log, val_loss):
 
 
 def stop_cleanly(run, log, stop):
-    """Save where the run stands."""
+    """Tell of what was skipped since the last logged iteration, and save where the run stands."""
+    log.skipped(run.update.read())
     run.save(best=False, say=log.line)
     why = stop.name or 'another process was stopped'
     log.line(f'{why}: saved iteration {run.iter_num} to {run.path}; go on with --init_from=resume')

@@ -52,7 +52,7 @@ def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
     by_position, by_window, choices = torch.zeros(windows.size(1) - 1, dtype=torch.float64), [], []
     for rows in windows.split(batch_size):
         logits = logits_of(rows[:, :-1])
-        nats = torch.stack([F.cross_entropy(one.double(), y, reduction='none') for one, y in zip(logits, rows[:, 1:])])  # (b, T)
+        nats = torch.stack([F.cross_entropy(one.double(), y, reduction='none') for one, y in zip(logits, rows[:, 1:])])
         by_position += nats.sum(0).cpu()
         by_window.append(nats.mean(1).cpu())
         choices.append(logits.argmax(-1).cpu())

@@ -45,7 +45,8 @@ def gap_curve(ours: dict, others: dict) -> list:
     """[[iteration, mean difference of the validation losses, lowest, highest], ...] over the seeds that both have, at the
     iterations at which all were evaluated: on the same windows."""
     both = sorted(ours.keys() & others.keys())
-    curves = [{i: val for i, _, val in run['training']['evaluations'] if val is not None} for seed in both for run in (ours[seed], others[seed])]
+    runs = [run for seed in both for run in (ours[seed], others[seed])]
+    curves = [{i: val for i, _, val in run['training']['evaluations'] if val is not None} for run in runs]
     common = sorted(set.intersection(*map(set, curves))) if curves else []
     found = []
     for i in common:

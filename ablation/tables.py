@@ -67,7 +67,8 @@ def bytes_held(summary: dict) -> Grid:
 def where(speed: dict) -> str:
     """On what it was measured."""
     shape = ''.join(f', {name}={value}' for name, value in speed['shape'].items())
-    return f"{speed['device']}, {speed['processor']}, {speed['threads']} threads, {speed['dtype']}, torch {speed['torch']}{shape}"
+    return (f"{speed['device']}, {speed['processor']}, {speed['threads']} threads, {speed['dtype']}, "
+            f"torch {speed['torch']}{shape}")
 
 
 def speeds(summary: dict) -> Grid | None:

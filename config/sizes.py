@@ -2,6 +2,7 @@
 import os
 import re
 from decimal import Decimal
+from pathlib import Path
 
 from config.errors import UserError
 
@@ -30,11 +31,52 @@ def physical_memory() -> int:
         return 0
 
 
-def available_memory() -> int:
+def available_memory(root: Path = Path('/')) -> int:
     """Bytes that programs can still get without swapping: MemAvailable where there is /proc/meminfo, else all that the machine
-    has; 0 where the system says neither."""
+    has; on Linux no more than the control groups of this process, as a container's, have left. 0 where the system says
+    nothing. root: the folder that has proc/ and sys/.
+    """
     try:
-        with open('/proc/meminfo') as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith('MemAvailable:'))
+        lines = (root / 'proc/meminfo').read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith('MemAvailable:'))
     except (OSError, StopIteration, ValueError, IndexError):
-        return physical_memory()
+        free = physical_memory()
+    known = [n for n in (free, *(_left_in(*group) for group in _memory_groups(root))) if n]
+    return min(known, default=0)
+
+
+# a control group's files, of version 2 and 1: its limit, its use, and what part of it in memory.stat the kernel gives up
+V2 = ('memory.max', 'memory.current', 'inactive_file')
+V1 = ('memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file')
+
+
+def _memory_groups(root):
+    """(folder, V2 or V1) of this process's control group and of those around it, whose limits hold for it too. Not all exist:
+    in a container the path may be the host's, and its own group is then what is mounted."""
+    mounted = {'': (root / 'sys/fs/cgroup', V2), 'memory': (root / 'sys/fs/cgroup/memory', V1)}
+    groups = set(mounted.values())
+    try:
+        entries = [line.split(':', 2) for line in (root / 'proc/self/cgroup').read_text().splitlines()]
+    except OSError:
+        entries = []
+    for _, kinds, path in (entry for entry in entries if len(entry) == 3):
+        for kind in {*kinds.split(',')} & mounted.keys():
+            folder, files = mounted[kind]
+            inner = Path(path.lstrip('/'))
+            groups |= {(folder / part, files) for part in (inner, *inner.parents)}
+    return groups
+
+
+def _left_in(folder, files):
+    """Bytes that a group may still take, at least 1; None where it has no limit, which version 1 writes as nearly 2^63."""
+    limit, used, cache = files
+    try:
+        most, now = int((folder / limit).read_text()), int((folder / used).read_text())
+    except (OSError, ValueError):  # no such group, or 'max'
+        return None
+    try:
+        stat = dict(line.split() for line in (folder / 'memory.stat').read_text().splitlines())
+        now -= int(stat.get(cache, 0))
+    except (OSError, ValueError):
+        pass
+    return max(1, most - now) if most < 2 ** 60 else None

@@ -75,14 +75,19 @@ def _sync_folder(folder: Path) -> None:
 
 
 def keep_beside(path: Path, kept: Path) -> None:
-    """Give the file at `path` a second name in its folder, in place of what may have it; at no time has neither."""
+    """Give the file at `path` a second name in its folder, in place of what may have it; at no time has neither. Where it has
+    to be a copy, that is whole and on disk before it takes the name."""
     temporary = temporary_for(kept)
     try:
         try:
             os.link(path, temporary)
         except OSError:  # a file system without hard links
-            shutil.copyfile(path, temporary)
+            with open(path, 'rb') as source, open(temporary, 'wb') as f:
+                shutil.copyfileobj(source, f, 2 ** 20)
+                f.flush()
+                os.fsync(f.fileno())
         os.replace(temporary, kept)
+        _sync_folder(kept.parent)
     finally:
         temporary.unlink(missing_ok=True)  # also where both were the same file already: then a rename does nothing
 

@@ -13,6 +13,11 @@ CHUNK_BYTES = {'cpu': 32 * 2 ** 20, 'cuda': 128 * 2 ** 20}
 MOST_COMPILED = 8  # chunks; a compiled graph has each of them
 
 
+def rows_at_a_time(vocab_size: int, device: str) -> int:
+    """Tokens whose logits are held at a time on this type of device; a loss over more of them is in chunks."""
+    return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES['cpu']) // (4 * vocab_size))
+
+
 def cross_entropy(logits, targets, ignore_index: int = -1) -> torch.Tensor:
     """Mean over the targets that are not `ignore_index`, in float32 at least. logits (N, V), targets (N,) int64."""
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, ignore_index=ignore_index)
@@ -27,7 +32,7 @@ def linear_cross_entropy(x, weight, targets, ignore_index: int = -1) -> torch.Te
         RuntimeError: in a second backward pass over it.
     """
     device = x.device.type
-    rows = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES['cpu']) // (4 * weight.size(0)))
+    rows = rows_at_a_time(weight.size(0), device)
     if torch.compiler.is_compiling():
         rows = max(rows, -(-x.size(0) // MOST_COMPILED))
     if x.size(0) <= rows:

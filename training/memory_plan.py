@@ -23,6 +23,7 @@ from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from kv.report import nice_bytes
 from training.device import pick_device, pick_dtype
+from training.loss import rows_at_a_time
 from training.memory import Predictor, free_memory
 
 FASTEST_FIRST = ('none', 'selective', 'mlp', 'block', 'sqrt')
@@ -39,6 +40,9 @@ class Plans:
         self.accumulate = s.gradient_accumulation_steps // n_processes > 1
         self.distributed = n_processes > 1
         self.policies = FASTEST_FIRST + ('offload',) * (device.type == 'cuda' == self.predictor.device.type and not s.compile)
+        self.whole = 0  # sequences up to which logits are whole; 0 where nothing changes with their number
+        if s.chunked_loss:
+            self.whole = rows_at_a_time(config.vocab_size, self.predictor.device.type) // s.block_size
         self.made = {}
 
     def memory(self, policy: str, batch_size: int = 0):
@@ -64,20 +68,27 @@ class Plans:
             rows.append({'policy': policy, 'activations': m.activations, 'offloaded': m.offloaded, 'peak': m.peak,
                          'recomputed': self.recomputed(policy)})
             if budget:
-                n = largest_batch(lambda b, policy=policy: self.memory(policy, b).peak, budget, self.s.batch_size)
+                n = largest_batch(lambda b, policy=policy: self.memory(policy, b).peak, budget, self.s.batch_size, self.whole)
                 rows[-1] |= {'fits': m.peak <= budget, 'largest_batch': n,
                              'largest_peak': self.memory(policy, n).peak if n else None}
         return rows
 
 
-def largest_batch(peak, budget: int, start: int = 1) -> int:
-    """The largest n from 1 on with peak(n) <= budget, 0 if there is none.
+def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
+    """The largest n from 1 on with peak(n) <= budget, 0 if there is none. Below it there may be some that do not fit: from n =
+    `whole` to the next the peak may fall, as logits are no longer whole but in chunks.
 
-    peak: number of sequences -> bytes. It is the largest of a few growing, straight functions (one for each moment of a step
-    that may be the worst), so it is convex: between two points it lies below the line through them, beyond them above. Two
-    or three questions about it are enough.
+    peak: number of sequences -> bytes. On either side of `whole` it is the largest of a few growing, straight functions (one
+    for each moment of a step that may be the worst), so it is convex: between two points it lies below the line through them,
+    beyond them above. Two or three questions about it are enough.
     """
-    fits, over, n = [], None, start
+    sides = [(whole + 1, LARGEST), (1, min(whole, LARGEST))]
+    return next((n for low, high in sides if low <= high and (n := _largest_between(low, high, peak, budget, start))), 0)
+
+
+def _largest_between(low, high, peak, budget, start):
+    """The largest n from `low` to `high` that fits, 0 if there is none; peak is convex there."""
+    fits, over, n = [], None, min(max(low, start), high)
     while True:
         p = peak(n)
         if p <= budget:
@@ -85,18 +96,18 @@ def largest_batch(peak, budget: int, start: int = 1) -> int:
         else:
             over = n, p
         if not fits:
-            if n == 1:
+            if n == low:
                 return 0
-            n = 1
+            n = low
             continue
         best, under = fits[-1]
-        most = over[0] - 1 if over else LARGEST
+        most = over[0] - 1 if over else high
         if len(fits) == 2:
             most = min(most, best + _steps(budget - under, under - fits[0][1], best - fits[0][0]))
         if best >= most:
             return best
         if over is None:
-            n = min(most, (2 if len(fits) < 2 else 4) * best)  # a small batch's loss is not in chunks: no line to trust far
+            n = min(most, (2 if len(fits) < 2 else 4) * best)  # a large batch is long to ask about: chunks
         else:
             least = best + _steps(budget - under, over[1] - under, over[0] - best)
             n = least if least > best else (best + 1 + most) // 2

@@ -4,10 +4,12 @@
     python -m training.plot out-vanilla out-mqa-local --out=compare.png --x=tokens
     python -m training.plot out --smooth=50 --log_y
 
-Above: the training loss as logged (faint) and its running mean (thin); dots are validation losses. Below: the learning
-rate. A small table on the terminal has the last and the best validation loss of each run.
+Above: the training loss as logged (faint) and its running mean (thin); dots are validation losses. Below, where they were
+logged: the gradient norm before clipping, drawn like the training loss, and the learning rate. A small table on the terminal
+has the last and the best validation loss of each run.
 """
 import argparse
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,7 @@ class Curves:
     loss: np.ndarray
     val_loss: np.ndarray
     lr: np.ndarray
+    grad_norm: np.ndarray
     tokens_per_second: np.ndarray
 
 
@@ -56,7 +59,7 @@ def read_run(folder: str) -> Curves:
     if not rows:
         raise UserError(f'{path} has no complete line: nothing was logged yet')
     columns = {name: _column(rows, name, path)
-               for name in ('iter', 'loss', 'val_loss', 'lr', 'time_ms', 'tokens_per_second')}
+               for name in ('iter', 'loss', 'val_loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_second')}
     if np.isnan(columns['iter']).any():
         raise UserError(f'{path}: line {int(np.isnan(columns["iter"]).argmax()) + 1} has no iter')
     seconds = columns.pop('time_ms') / 1000  # of one step, averaged since the line before
@@ -114,15 +117,16 @@ def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0, log_y
         if np.isnan(run.x[x]).any():
             raise UserError(f'{run.name}: its metrics.jsonl has lines without time_ms or tokens_per_second: use --x=iter')
     unit, scale = unit_of(x, max(run.x[x].max() for run in runs))
-    curves = [(run.x[x] / scale, running_mean(run.loss, smooth or max(1, len(run.loss) // 50)), run) for run in runs]
-    rows = 1 + any((~np.isnan(run.lr)).any() for run in runs)
+    curves = [(run.x[x] / scale, running_mean(run.loss, _width(run, smooth)), run) for run in runs]
+    below = [panel for name, panel in (('grad_norm', functools.partial(_draw_norms, smooth=smooth)), ('lr', _draw_rates))
+             if any((~np.isnan(getattr(run, name))).any() for run in runs)]
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(rows, sharex=True, squeeze=False, figsize=(8, 5), layout='constrained',
-                                    height_ratios=[5, 1][:rows])
+        figure, axes = plt.subplots(1 + len(below), sharex=True, squeeze=False, figsize=(8, 4.2 + 0.8 * len(below)),
+                                    layout='constrained', height_ratios=[5] + [1] * len(below))
         try:
             _draw_losses(axes[0, 0], curves, log_y)
-            if rows == 2:
-                _draw_rates(axes[1, 0], curves)
+            for axis, panel in zip(axes[1:, 0], below):
+                panel(axis, curves)
             axes[-1, 0].set_xlabel(X_LABELS[x] + unit)
             axes[-1, 0].xaxis.set_major_formatter(lambda value, _: f'{value:,g}')
             figure.savefig(path, dpi=150)
@@ -130,6 +134,10 @@ def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0, log_y
             raise UserError(f'cannot write {path}: {e}') from e
         finally:
             plt.close(figure)
+
+
+def _width(run, smooth):
+    return smooth or max(1, len(run.loss) // 50)
 
 
 def _style(k):
@@ -172,12 +180,26 @@ def loss_range(curves) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _plain_log_ticks(axis, narrow):
-    """2, 3, 5, not 2 x 10^0; every few tenths where all losses lie within a factor of four (`narrow`)."""
+def _plain_log_ticks(axis, narrow, most=7, subs=(1, 2, 3, 5)):
+    """2, 3, 5, not 2 x 10^0; at most `most` even steps where all values lie within a factor of four (`narrow`)."""
     from matplotlib import ticker
-    axis.yaxis.set_major_locator(ticker.MaxNLocator(7) if narrow else ticker.LogLocator(subs=(1, 2, 3, 5)))
+    axis.yaxis.set_major_locator(ticker.MaxNLocator(most) if narrow else ticker.LogLocator(subs=subs))
     axis.yaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
     axis.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def _draw_norms(axis, curves, smooth):
+    """Logarithmic, for a spike is many times what is usual; a norm of 0 has no place there."""
+    for k, (x, _, run) in enumerate(curves):
+        norm = np.where(run.grad_norm > 0, run.grad_norm, math.nan)
+        if len(curves) <= MOST_FAINT:
+            axis.plot(x, norm, color=COLOURS[k % len(COLOURS)], alpha=0.25, linewidth=0.6)
+        axis.plot(x, running_mean(norm, _width(run, smooth)), linewidth=1.1, alpha=0.65, **_style(k))
+    low, high = axis.dataLim.intervaly
+    if 0 < low <= high < math.inf:
+        axis.set_yscale('log')
+        _plain_log_ticks(axis, high < 4 * low, most=3, subs=(1, 3) if high < 30 * low else (1,))
+    axis.set_ylabel('grad norm')
 
 
 def _draw_rates(axis, curves):

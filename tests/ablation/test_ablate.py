@@ -83,8 +83,8 @@ def _said(capsys, call):
 def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
     """Its settings are fine until they meet the data."""
     argv, folder = ladder
-    Path(argv[0]).write_text(LADDER.replace("'+ MQA':", "'+ odd': dict(learning_rate=1e30, max_skipped=1),\n    '+ MQA':")
-                             .replace("dict(n_kv_head=1)", "dict(n_kv_head=1, learning_rate=1e-3, max_skipped=20)"))
+    Path(argv[0]).write_text(LADDER.replace("'+ MQA':", "'+ odd': dict(learning_rate=1e30),\n    '+ MQA':")
+                             .replace("dict(n_kv_head=1)", "dict(n_kv_head=1, learning_rate=1e-3)") + 'max_skipped = 1\n')
     with pytest.raises(SystemExit) as end:
         ablate.main([*argv, '--jobs=2'])
     assert end.value.code == 1

@@ -37,7 +37,7 @@ def test_commands_follow_one_another_and_a_failure_is_told_and_stops_nothing_els
             job('silent', 'import os; os._exit(3)'),
             job('last', touch('one'))]
     run_jobs(jobs, ['cpu'], 2, lambda job, error: ended.update({job.name: error}))
-    assert ended == {'good': '', 'bad': 'no such thing', 'silent': 'it ended with status 3', 'last': ''}
+    assert ended == {'good': '', 'bad': 'no such thing', 'silent': 'status 3', 'last': ''}
     assert (tmp_path / 'good/two').exists() and (tmp_path / 'last/one').exists() and not (tmp_path / 'bad/never').exists()
     assert 'so far' in (tmp_path / 'bad/train.log').read_text()
     told = capfd.readouterr().err

@@ -1,4 +1,5 @@
 """Writing a checkpoint where it cannot be done: one clear line, the one before still whole, nothing else left behind."""
+import errno
 import os
 import signal
 import stat
@@ -159,7 +160,7 @@ def test_killed_at_any_rename_there_is_a_ckpt_to_go_on_from(tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         run_train(tmp_path, **settings | dict(max_iters=2))
         if not links:
-            patch.setattr(os, 'link', lambda *_: (_ for _ in ()).throw(OSError('no links')))
+            patch.setattr(os, 'link', no_links)
         patch.setattr(os, 'replace', killed)
         with pytest.raises(Died):
             run_train(tmp_path, **settings, init_from='resume')
@@ -175,6 +176,44 @@ def test_what_a_kill_left_half_written_goes_with_the_next_save(tmp_path):
     (tmp_path / '.other.pt.99.tmp').write_bytes(b'not ours')
     save_checkpoint(tmp_path / 'ckpt.pt', {'a': 1})
     assert {p.name for p in tmp_path.iterdir()} == {'ckpt.pt', '.other.pt.99.tmp'}
+
+
+def no_links(*_):
+    raise OSError('a file system without hard links')
+
+
+def test_a_copy_is_whole_and_on_disk_before_it_takes_the_name(tmp_path, monkeypatch):
+    (tmp_path / 'a').write_bytes(bytes(range(256)) * 5000)
+    (tmp_path / 'b').write_text('the one before')
+    fsync, replace, done = os.fsync, os.replace, []
+
+    def synced(number):
+        fsync(number)
+        status = os.fstat(number)
+        done.append('folder' if stat.S_ISDIR(status.st_mode) else (status.st_ino, status.st_size))
+
+    def renamed(old, new):
+        done.append(('renamed', os.stat(old).st_ino))
+        replace(old, new)
+    for name, stand_in in (('link', no_links), ('fsync', synced), ('replace', renamed)):
+        monkeypatch.setattr(os, name, stand_in)
+    keep_beside(tmp_path / 'a', tmp_path / 'b')
+    copy = (tmp_path / 'b').stat().st_ino
+    assert done == [(copy, 256 * 5000), ('renamed', copy), 'folder']
+    assert (tmp_path / 'b').read_bytes() == (tmp_path / 'a').read_bytes() and not (tmp_path / 'b').samefile(tmp_path / 'a')
+    assert {p.name for p in tmp_path.iterdir()} == {'a', 'b'}
+
+
+def test_a_copy_that_cannot_be_finished_leaves_the_one_before(tmp_path, monkeypatch):
+    def full(number):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+    (tmp_path / 'a').write_text('new')
+    (tmp_path / 'b').write_text('the one before')
+    monkeypatch.setattr(os, 'link', no_links)
+    monkeypatch.setattr(os, 'fsync', full)
+    with pytest.raises(OSError, match='No space left'):
+        keep_beside(tmp_path / 'a', tmp_path / 'b')
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {'a': 'new', 'b': 'the one before'}
 
 
 def test_a_second_name_for_the_same_file_again_leaves_nothing_behind(tmp_path):

@@ -96,8 +96,35 @@ def test_every_axis_can_be_drawn(out, tmp_path, x, log_y):
     assert (tmp_path / 'a.png').read_bytes().startswith(PNG)
 
 
+@pytest.fixture
+def panels(monkeypatch):
+    """The axes of each figure that is drawn: label of y -> lines, as (x, y)."""
+    from matplotlib import pyplot
+    seen, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, 'close', lambda figure: (seen.append(
+        {axis.get_ylabel(): [line.get_data() for line in axis.lines] for axis in figure.axes}), close(figure)))
+    return seen
+
+
+def test_norms_have_a_panel_where_they_were_logged(tmp_path, monkeypatch, panels):
+    monkeypatch.chdir(tmp_path)
+    norms = [1.0, None, 4.0, 0.0, 2.0]  # one iteration skipped, and one without a gradient
+    write(tmp_path / 'with', [row | dict(grad_norm=norm) for row, norm in zip(rows(4), norms)])
+    write(tmp_path / 'without', rows(4))
+    plot.main(['with', 'without', '--smooth=3'])
+    plot.main(['without'])
+    assert [list(drawn) for drawn in panels] == [['loss (nats per token)', 'grad norm', 'learning rate'],
+                                                ['loss (nats per token)', 'learning rate']]
+    (x, logged), (_, mean), *others = panels[0]['grad norm']
+    np.testing.assert_array_equal(x, range(5))
+    np.testing.assert_array_equal(logged, [1.0, math.nan, 4.0, math.nan, 2.0])
+    np.testing.assert_array_equal(mean, [1.0, 2.5, 4.0, 3.0, 2.0])
+    assert len(others) == 2 and all(np.isnan(y).all() for _, y in others)
+
+
 @pytest.mark.parametrize('lines', [
     [dict(iter=0, loss=2.0)], [dict(iter=0, loss=2.0, lr=1e-3), dict(iter=1, loss=2.0, lr=1e-3)],
+    [dict(iter=0, loss=2.0, grad_norm=0.0)], [dict(iter=0, loss=2.0, grad_norm=5.0)],
     [dict(iter=0, val_loss=2.0)], [dict(iter=0, loss=math.nan), dict(iter=1, loss=math.nan)],
     [dict(iter=5, loss=-1.0), dict(iter=6, loss=3.0)]], ids=str)
 @pytest.mark.filterwarnings('error')

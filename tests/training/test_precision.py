@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import model as model_module
 import train
 import training.loss
 from attention import causal_attention
+from attention.rope import apply_rope
 from model import GPT, GPTConfig
 from tests.helpers.models import FULL_STACK, tokens
 from tests.programs.support import FULL_STACK as FULL_STACK_RUN
@@ -64,7 +66,7 @@ def test_norms_and_the_residual_stream(half, settings, recwarn):
         model(idx, idx)
     assert len(seen) >= 3 * 7 + 1
     kinds = {type(module).__name__ for module, _, _ in seen}
-    assert kinds == {'Block', 'LayerNorm'} | ({'RMSNorm'} if settings['qk_norm'] else set())
+    assert kinds == {'Block', 'LayerNorm'}
     for module, x, out in seen:
         if type(module).__name__ == 'Block':
             assert x.dtype == out[0].dtype == torch.float32
@@ -72,6 +74,27 @@ def test_norms_and_the_residual_stream(half, settings, recwarn):
             assert x.dtype == out.dtype == torch.float32
             torch.testing.assert_close(out.detach().double(), normed(module, x), rtol=1e-5, atol=1e-6)
     assert not [w for w in recwarn if 'Mismatch dtype' in str(w.message)]  # where input and weight differ: a slower road
+
+
+@HALF
+def test_queries_and_keys_are_normed_and_turned_in_float32(half, monkeypatch):
+    """What comes out differs from float64's by the half type's rounding, before and after RoPE, and no more."""
+    seen, plain = [], model_module.norm_and_rotate
+
+    def spy(x, norm, rope):
+        seen.append((x.detach(), norm, rope, plain(x, norm, rope)))
+        return seen[-1][-1]
+    monkeypatch.setattr(model_module, 'norm_and_rotate', spy)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**FULL_STACK)).train()
+    with autocast(half):
+        model(tokens(2, 40), tokens(2, 40))
+    assert len(seen) > 7
+    for x, norm, rope, y in seen:
+        assert x.dtype == y.dtype == half and norm.weight.dtype == torch.float32
+        wanted = apply_rope(normed(norm, x), *(table.double() for table in rope))
+        size = wanted.abs().amax(-1, keepdim=True)
+        assert ((y.detach().double() - wanted).abs() <= 4 * rounding(half) * size).all()
 
 
 @HALF
