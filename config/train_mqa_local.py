@@ -1,4 +1,4 @@
-# The demo: a character-level Shakespeare GPT with every saving on, in about 4 minutes on 2 CPU cores.
+# The demo: a character-level Shakespeare GPT with every saving on, in about 3 minutes on 2 CPU cores.
 #   python train.py config/train_mqa_local.py
 #   python sample.py config/train_mqa_local.py
 out_dir = 'out-mqa-local'
@@ -23,13 +23,13 @@ mlp_hidden = 632           # 512 and what the smaller K/V projections save: as m
 
 batch_size = 8
 gradient_accumulation_steps = 1
-max_iters = 500
-lr_decay_iters = 500
-warmup_iters = 50
+max_iters = 400
+lr_decay_iters = 400
+warmup_iters = 40
 learning_rate = 6e-3
 min_lr = 6e-4
 beta2 = 0.99
-eval_interval = 250
+eval_interval = 200
 eval_iters = 20
 log_interval = 10
 compile = False            # compiling takes longer than it saves here

@@ -19,13 +19,13 @@ qk_norm = True
 
 batch_size = 8
 gradient_accumulation_steps = 1
-max_iters = 500
-lr_decay_iters = 500
-warmup_iters = 50
+max_iters = 400
+lr_decay_iters = 400
+warmup_iters = 40
 learning_rate = 6e-3
 min_lr = 6e-4
 beta2 = 0.99
-eval_interval = 250
+eval_interval = 200
 eval_iters = 20
 log_interval = 10
 compile = False            # compiling takes longer than it saves here

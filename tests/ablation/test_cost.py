@@ -1,0 +1,91 @@
+"""What rows cost: bytes are allocated, sides are the models that rows are, a measurement that fails is told."""
+import json
+
+import pytest
+
+from ablation import cost, tables
+from ablation.ladder import read_ladder
+from ablation.results import Results
+from ablation.summary import summarize
+from config.errors import UserError
+from tests.ablation.test_ladder import CONFIG
+
+SMALL = ['--contexts=16,100', '--batch_sizes=2', '--batch_size=2', '--device=cpu']
+
+
+@pytest.fixture
+def ladder_of(tmp_path):
+    def read(*flags, text=CONFIG):
+        (tmp_path / 'ablate_mine.py').write_text(text)
+        return read_ladder([str(tmp_path / 'ablate_mine.py'), f'--folder={tmp_path}', *SMALL, *flags], echo=False)[1]
+    return read
+
+
+def test_bytes_by_hand(ladder_of):
+    """3 layers of 32 wide, 4 heads of 8, T=64, W=8: MHA 3 x 2 x 4 x 8 elements a position."""
+    ladder = ladder_of()
+    of = {name: cost.kv_bytes(ladder, row, [16]) for name, row in ladder.rows.items()}
+    assert of['vanilla GPT-2']['at'][16]['bytes'] == 16 * 3 * 2 * 32 * 2
+    assert of['+ MQA']['smaller'] == 4 and of['+ MQA']['bytes_per_token'] == 3 * 2 * 8 * 2
+    assert of['+ windows']['at'][64]['bytes'] == (64 + 2 * 8) * 2 * 8 * 2
+    assert of['+ int8 KV']['at'][64]['bytes'] == (64 + 2 * 8) * 2 * (8 + 2) and of['+ int8 KV']['dtype'] == 'int8'
+    assert of['tied later']['at'][64]['bytes'] == (64 + 8) * 2 * 8 * 2
+    assert of['+ MQA']['at'][64]['sequences_per_GB'] == 10 ** 9 // (64 * 96)
+
+
+def test_rows_share_a_side_where_they_run_the_same_code_alone(ladder_of):
+    speed = cost.Speed(ladder_of())
+    decodes, trains = speed.decodes_as, speed.trains_as
+    assert decodes['+ int8 KV'] == decodes['+ int8 in training'] != decodes['+ wider MLP']
+    assert trains['+ int8 KV'] == trains['+ wider MLP'] != trains['+ int8 in training']
+    assert decodes['tied later'] == decodes['shared'] and trains['tied later'] == trains['+ windows'] != trains['shared']
+
+
+def test_speed_is_measured_for_every_row_and_shown(ladder_of, monkeypatch, capsys):
+    ladder = ladder_of()
+    speed = cost.Speed(ladder).measure()
+    assert [cell['kind'] for cell in speed['cells']] == ['decode', 'prefill', 'decode', 'prefill', 'train']
+    results = Results(ladder)
+    summary = summarize(ladder, results, speed, None, lambda row: cost.kv_bytes(ladder, row, [16]))
+    grids = {grid.title.split(':')[0]: grid for grid in tables.grids(summary)}
+    assert {'Speed', 'Training'} <= grids.keys() and 'float32' in grids['Speed'].title
+    for title in ('Speed', 'Training'):
+        assert len(grids[title].rows) == len(ladder.rows)
+        assert all(float(cell.replace(',', '')) >= 0 for row in grids[title].rows for cell in row[1:])
+    json.dumps(summary)
+    activations = dict(zip(ladder.rows, (row[2] for row in grids['Training'].rows)))
+    assert activations['+ int8 KV'] == activations['+ wider MLP']
+
+
+def test_what_does_not_fit_is_told_and_the_rest_is_measured(ladder_of, monkeypatch):
+    plain = cost.DecodeRound
+
+    def too_large(model, batch, *args):
+        if args[0] == 100:
+            raise UserError('a cache of 100 tokens takes too much')
+        return plain(model, batch, *args)
+    monkeypatch.setattr(cost, 'DecodeRound', too_large)
+    cells = cost.Speed(ladder_of()).measure()['cells']
+    assert [cell.get('error', '')[:7] for cell in cells] == ['', '', 'a cache', '', '']
+
+
+def test_figures_of_other_settings_do_not_count(ladder_of):
+    prints = [cost.Speed(ladder_of(*flags)).fingerprint for flags in (
+        [], [], ['--dtype=bfloat16'], ['--contexts=16'], ['--batch_size=3'], ['--repeats=6'],
+        ["--shape={'n_embd': 64}"], ['--recompute=block'])]
+    assert prints[0] == prints[1] and len(set(prints[1:])) == len(prints) - 1
+
+
+def test_another_shape_matches_its_parameters_anew(ladder_of):
+    ladder = ladder_of("--shape={'n_embd': 64}")
+    row = ladder.rows['+ wider MLP']
+    assert ladder.config(row).n_embd == 32 and ladder.config(row, ladder.s.shape).n_embd == 64
+    assert ladder.config(row, ladder.s.shape).mlp_hidden > 256 > ladder.config(row).mlp_hidden > 128
+
+
+@pytest.mark.parametrize('flags, named', [
+    (['--repeats=1'], 'repeats=1'), (['--contexts=abc'], "contexts='abc'"), (['--eval_windows=-1'], 'eval_windows=-1'),
+    (['--jobs=0'], 'jobs=0'), (["--shape={'n_layers': 3}"], 'n_layers'), (['--shape=3'], 'shape=3')])
+def test_mistakes_are_named_before_anything_is_trained(ladder_of, flags, named):
+    with pytest.raises(UserError, match=named):
+        ladder_of(*flags)
