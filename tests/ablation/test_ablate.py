@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 import ablate
+from ablation import convert
 from ablation.ladder import read_ladder
-from ablation.results import Results
+from ablation.results import Results, alone_in
+from config.errors import UserError
+from interop.convert import convert_weights
+from training.checkpoint import load_checkpoint, save_checkpoint
 
 LADDER = '''
 base = 'config/train_recall.py'
@@ -108,7 +112,7 @@ def test_rows_can_be_chosen(ladder, capsys):
 @pytest.mark.parametrize('sent, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=['Ctrl-C', 'SIGTERM'])
 def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
     argv, folder = ladder
-    argv += ['--max_iters=4000', '--lr_decay_iters=4000', '--eval_interval=4000', '--only=MHA', '--jobs=1']
+    argv += ['--max_iters=700', '--lr_decay_iters=700', '--eval_interval=700', '--only=MHA', '--jobs=1']
     command = [sys.executable, ablate.__file__, *argv]
     _, rows = read_ladder(argv, echo=False)
     run = Results(rows).out_dir(rows.rows['MHA'], 1)
@@ -122,22 +126,50 @@ def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
     assert process.returncode == status, out
     assert 'saved iteration' in (run / 'train.log').read_text() and (run / 'ckpt.pt').is_file()
     reached = len((run / 'metrics.jsonl').read_text().splitlines())
-    assert not list(folder.glob('measured/*')) and 20 <= reached < 4000
+    assert not list(folder.glob('measured/*')) and 20 <= reached < 701
 
-    jobs = ablate.jobs_of(rows, Results(rows), argv, {'MHA'})
-    (train_command, _), = (job.commands for job in jobs.values())
-    assert '--init_from=resume' in train_command
+    ablate.main(argv)
+    assert 'Resuming training from' in (run / 'train.log').read_text()
+    iterations = [json.loads(line)['iter'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
+    assert iterations == list(range(701)) and [path.name for path in folder.glob('measured/*')] == ['mha-seed1.json']
 
 
 def test_a_row_may_begin_with_the_converted_weights_of_another(ladder, capsys):
     argv, folder = ladder
     Path(argv[0]).write_text(LADDER + "side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4))}\n")
-    ablate.main([*argv, '--jobs=2', '--eval_interval=2'])
-    summary = json.loads((folder / 'results.json').read_text())
-    row = summary['rows'][3]
-    assert row['seeds'] == [1] and row['iterations'] == 4 and row['kv']['bytes_per_token'] == 64
-    found = json.loads((folder / 'measured' / 'converted-seed1.json').read_text())
-    scratch = json.loads((folder / 'measured' / 'mqa-seed1.json').read_text())
-    assert found['training']['curve'][0][0] == 0 and found['training']['curve'][0] != scratch['training']['curve'][0]
-    log = next(folder.glob('runs/converted-*/train.log')).read_text()
-    assert 'Resuming training from' in log and 'measuring converted' in log
+    with pytest.raises(UserError, match="begins with the weights of 'MHA', seed 1, which are not trained yet"):
+        convert.main(['converted', '1', *argv])
+    ablate.main([*argv, '--only=MHA'])
+    rows = read_ladder(argv, echo=False)[1]
+    origin, row = rows.rows['MHA'], rows.rows['converted']
+    origin_path, path = (Results(rows).out_dir(each, 1) / 'ckpt.pt' for each in (origin, row))
+    convert.main(['converted', '1', *argv])
+    trained, begun = load_checkpoint(origin_path), load_checkpoint(path)
+    wanted = convert_weights(trained['model'], rows.trained_config(origin), rows.trained_config(row))
+    assert begun['iter_num'] == 0 and begun['model'].keys() == wanted.keys()
+    assert all((begun['model'][name] == wanted[name]).all() for name in wanted)
+
+    save_checkpoint(origin_path, trained | {'iter_num': 3})  # as if it had been stopped midway
+    with pytest.raises(UserError, match='trained elsewhere: delete .*mha-seed1.json'):
+        convert.main(['converted', '1', *argv])
+    save_checkpoint(origin_path, trained)
+    ablate.main([*argv, '--only=converted'])
+    found = json.loads((folder / 'results.json').read_text())['rows'][3]
+    assert found['seeds'] == [1] and found['iterations'] == 4 and found['kv']['bytes_per_token'] == 64
+    assert found['command'].count('python') == 2 and '--init_from=resume' in found['command']
+
+
+def test_a_second_one_in_the_same_folder_is_refused(ladder):
+    argv, folder = ladder
+    with alone_in(folder), pytest.raises(UserError, match='another ablate.py is at work'):
+        ablate.main(argv)
+
+
+def test_without_matplotlib_it_says_so_before_it_trains(ladder, monkeypatch, capsys):
+    argv, folder = ladder
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    with pytest.raises(UserError, match=r"need matplotlib: pip install .*--pictures=False"):
+        ablate.main(argv)
+    assert not folder.exists()
+    ablate.main([*argv, '--pictures=False', '--report_only=True'])
+    assert (folder / 'report.html').is_file() and not list(folder.glob('*.png'))

@@ -139,3 +139,40 @@ def test_the_shakespeare_ladder_is_as_small_as_it_says(monkeypatch):
     assert plan.vanilla().nbytes(1, config.block_size, 'bfloat16') / plan.nbytes(1, config.block_size, 'int8') >= 70
     assert [name for name, row in recall.rows.items() if not row.side] == [n for n, row in text.rows.items() if not row.side]
     assert abs(parameters(config) / parameters(text.config(text.rows['+ qk_norm'])) - 1) < 0.003
+
+
+@pytest.mark.parametrize('was, now, named', [
+    ("dict(n_kv_head=1)", "dict(seed=5)", r"row '\+ MQA': seed is the same for all rows"),
+    ("dict(n_kv_head=1)", "dict(init_from='gpt2')", r"row '\+ MQA': init_from is the same"),
+    ("dict(n_kv_head=1)", "dict(dataset='text')", r"row '\+ MQA': dataset is the same"),
+    ("dict(at_inference=dict(kv_share='AAB'))", "dict(at_inference=1)", "row 'tied later': at_inference must be a dict"),
+    ("dict(at_inference=dict(kv_share='AAB'))", "dict(at_inference=dict(qk_norm=True))", "row 'tied later': qk_norm=True"),
+    ("'vanilla GPT-2': {}", "'vanilla GPT-2': dict(mlp_hidden='match')", 'matches the first row, which this is'),
+    ("dict(n_kv_head=1)", "dict(n_kv_head=1, converted_from='MHA')", r"row '\+ MQA': converted_from='MHA': there is no such"),
+    ("dict(kv_share='AAB'))", "dict(converted_from='vanilla GPT-2'))", "row 'shared': pos_embedding='rope'"),
+    ("    '+ RoPE'", "    5", 'row 5: a name must be text'),
+    ("    '+ RoPE'", "    'ладья'", "needs a name with letters"),
+])
+def test_rows_that_would_be_judged_on_the_wrong_weights_are_refused(ladder_of, was, now, named):
+    assert was in CONFIG
+    with pytest.raises(UserError, match=named):
+        ladder_of(CONFIG.replace(was, now, 1))
+
+
+def test_a_row_read_otherwise_has_the_converted_weights_of_the_row_above(ladder_of):
+    text = CONFIG.replace("dict(n_kv_head=1),", "dict(n_kv_head=1, converted_from='+ RoPE'),\n    'x': dict(kv_dtype='int8'),\n"
+                          "    'y': dict(max_iters=9, converted_from=''),")
+    ladder = ladder_of(text)
+    rows = ladder.rows
+    assert ladder.trainer(rows['x']) is rows['+ MQA'] and ladder.depth(rows['x']) == 1
+    assert ladder.depth(rows['y']) == 0 and ladder.training(rows['y']) != ladder.training(rows['x'])
+    with pytest.raises(UserError, match="row 'y' is to be trained, but 'x' above it begins with the weights of"):
+        ladder_of(text.replace(", converted_from=''", ''))
+    late = "    'late': ('+ MQA', dict(converted_from='+ RoPE', max_iters=5)),\n    'shared': ('+ windows',"
+    with pytest.raises(UserError, match=r"seeds \[4\]: '\+ RoPE', whose weights it begins with"):
+        ladder_of(CONFIG.replace("    'shared': ('+ windows',", late), '--side_seeds=4')
+
+
+def test_the_batches_of_a_run_are_those_of_its_seed(ladder_of):
+    ladder = ladder_of()
+    assert ladder.arguments(ladder.rows['+ MQA'], 3)[-2:] == ['--seed=3', '--data_seed=3']
