@@ -85,7 +85,7 @@ def lines_of(summary, key):
     """Rows to draw as lines: the ladder's, with what there is to draw. Those that share their weights are drawn once."""
     seen, rows = set(), []
     for row in summary['rows']:
-        if row['side'] or not row.get(key) or (key in ('curve', 'evaluations') and row['trained_as'] in seen):
+        if row['side'] or not row.get(key) or (key in ('evaluations', 'gap') and row['trained_as'] in seen):
             continue
         seen.add(row.get('trained_as'))
         rows.append(row)
