@@ -54,7 +54,7 @@ bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU
 	$(BIN)/python scripts/bench_cpu.py
 	$(BIN)/python scripts/loss_forms.py
 
-ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with its report (about a minute on 2 cores)
+ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with its report (a minute or two on 2 cores)
 	$(BIN)/python ablate.py config/ablate_smoke.py
 
 ablate: $(VENV)/.installed-test data  ## from vanilla GPT-2 to the full stack, and recall (many hours on 2 cores; finished runs are kept)

@@ -118,9 +118,9 @@ class CausalSelfAttention(nn.Module):
         """
         B, t, _ = x.shape
         q, *kv_rows = self.c_attn(x).view(B, t, -1, self.head_dim).transpose(1, 2).split(self.rows, dim=1)
-        q = norm_and_rotate(q, self.q_norm, rope)                                          # (B, H, t, D)
+        q = norm_and_rotate(q, self.q_norm, rope)                                        # (B, H, t, D)
         if self.layer.owns:
-            k, v = norm_and_rotate(kv_rows[0], self.k_norm, rope), kv_rows[1]              # (B, Hkv, t, D)
+            k, v = norm_and_rotate(kv_rows[0], self.k_norm, rope), kv_rows[1]            # (B, Hkv, t, D)
             if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
                 k, v = fake_quantize_int8(k), fake_quantize_int8(v)
             kv = k, v

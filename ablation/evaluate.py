@@ -11,7 +11,7 @@ from model import GPT
 
 @dataclass
 class Judgement:
-    """Of n windows of T targets: loss in nats summed over windows by position, each window's mean, the likeliest tokens."""
+    """Of n windows of T targets: mean loss in nats by position and by window, and the likeliest tokens."""
     by_position: torch.Tensor  # (T,) float64, mean over the windows
     by_window: torch.Tensor    # (n,) float64, mean over the positions
     choices: torch.Tensor      # (n, T) int64
