@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from attention import cached_attention, causal_attention
 from attention.causal import suits_flex
 from attention.masks import block_mask
-from attention.qk import norm_and_rotate
+from attention.qk import norm_and_rotate, suits_write_qkv, write_qkv
 from attention.rope import RotaryTable
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
@@ -29,6 +29,7 @@ from kv.cache import KVCache
 from kv.paged import PAGE_SIZE, PagedKVCache
 from kv.plan import GLOBAL, LOCAL, Layer, plan_kv
 from kv.quant import fake_quantize_int8
+from kv.static import StaticCache
 from training.loss import cross_entropy, linear_cross_entropy
 from training.recompute import Recompute
 
@@ -117,7 +118,12 @@ class CausalSelfAttention(nn.Module):
         rope: (cos, sin) for these positions, or None. kv: the owner's K, V, in layers that do not own theirs.
         """
         B, t, _ = x.shape
-        q, *kv_rows = self.c_attn(x).view(B, t, -1, self.head_dim).transpose(1, 2).split(self.rows, dim=1)
+        qkv = self.c_attn(x).view(B, t, -1, self.head_dim)                               # heads of q | k | v
+        if isinstance(cache, StaticCache) and suits_write_qkv(qkv, cache, self.kv_quant_train):
+            target = cache.target(self.layer.slot) if self.layer.owns else None
+            q = write_qkv(qkv, self.n_head, self.q_norm, self.k_norm, rope, target)
+            return self._projected(cached_attention(q, cache.view(self.layer.slot), self.layer.window)), None
+        q, *kv_rows = qkv.transpose(1, 2).split(self.rows, dim=1)
         q = norm_and_rotate(q, self.q_norm, rope)                                        # (B, H, t, D)
         if self.layer.owns:
             k, v = norm_and_rotate(kv_rows[0], self.k_norm, rope), kv_rows[1]            # (B, Hkv, t, D)
@@ -129,9 +135,12 @@ class CausalSelfAttention(nn.Module):
         else:
             view = cache.append(self.layer.slot, *kv) if self.layer.owns else cache.view(self.layer.slot)
             y = cached_attention(q, view, self.layer.window)
-        y = y.transpose(1, 2).reshape(B, t, -1)                                          # (B, t, H * D)
-        y = self.c_proj(y)
-        return self.resid_dropout(y) if self.training else y, kv
+        return self._projected(y), kv
+
+    def _projected(self, y):
+        """y (B, H, t, D) -> (B, t, C)."""
+        y = self.c_proj(y.transpose(1, 2).flatten(2))
+        return self.resid_dropout(y) if self.training else y
 
 
 class MLP(nn.Module):
@@ -262,7 +271,7 @@ class GPT(nn.Module):
             logits = self.lm_head(x)
             return logits, cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
         if not all_logits:
-            x = x[:, -1:] if step is None or step.uniform else self._last(x, step)
+            x = x[:, -1:] if step is None or step.uniform or step.t == 1 else self._last(x, step)
         return self.lm_head(x), None
 
     def _blocks(self, first, last, x, kvs, rope, cache):

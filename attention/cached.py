@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from attention.causal import causal_attention
 from attention.heads import fold_heads, unfold_heads
+from attention.kernels import usable
 from attention.local import blockwise_local_attention
 from attention.masks import in_window
 from attention.paged import paged_attention
@@ -32,12 +33,17 @@ def cached_attention(q, view: KVView, window: int = 0) -> torch.Tensor:
     if view.pages is not None:
         return paged_attention(q, view)
     t, S = q.size(2), view.k[0].size(2)
-    in_order = view.k_pos is None and t > 1
+    in_order = view.k_pos is None and view.seen is None and t > 1
+    if in_order and S == t:
+        return causal_attention(q, *view.decoded(q.dtype), window)
+    if suits_kernel(q, view):
+        return kernel_attention(q, view, window)
+    if view.table is not None:
+        view = view.gathered()
+        S = view.k[0].size(2)
     if in_order and window:
         return blockwise_local_attention(q, *view.decoded(q.dtype), window)  # S <= window - 1 + t
-    if in_order and S == t:
-        return causal_attention(q, *view.decoded(q.dtype))
-    if view.k_pos is None and t == 1:
+    if view.k_pos is None and view.seen is None and t == 1:
         mask = None
     else:
         key = ('mask', window, t, S)
@@ -49,14 +55,28 @@ def cached_attention(q, view: KVView, window: int = 0) -> torch.Tensor:
     return unfold_heads(attend(rows, view, mask), q.size(1))
 
 
+def suits_kernel(q, view: KVView) -> bool:
+    """Whether the Triton kernel serves: not for float64."""
+    return usable(q.device) and torch.float64 not in (q.dtype, view.k[0].dtype)
+
+
+def kernel_attention(q, view: KVView, window: int) -> torch.Tensor:
+    from attention.kernels.decode import stored_attention  # where Triton is not installed, nobody gets here
+    return stored_attention(q, view.k, view.v, seen=view.seen, table=view.table, q_pos=view.q_pos, k_pos=view.k_pos,
+                            window=window if q.size(2) > 1 or view.k_pos is not None else 0)
+
+
 def _mask(q, view, window) -> torch.Tensor:
     """(B or 1, 1, H/Hkv * t, S) bool, True = seen; one row stands for all query heads where t is 1."""
     t, S = q.size(2), view.k[0].size(2)
-    if view.k_pos is None:
-        q_pos, k_pos = (torch.arange(a, S, device=q.device)[None] for a in (S - t, 0))
+    if view.seen is not None:
+        last = (view.seen[:, None] - t + torch.arange(t, device=q.device))[..., None]
+        mask = torch.arange(S, device=q.device) <= last
     else:
         q_pos, k_pos = view.q_pos, view.k_pos
-    mask = in_window(q_pos[:, :, None], k_pos[:, None, :], window) & (k_pos >= 0)[:, None, :]
+        if k_pos is None:
+            q_pos, k_pos = (torch.arange(a, S, device=q.device)[None] for a in (S - t, 0))
+        mask = in_window(q_pos[:, :, None], k_pos[:, None, :], window) & (k_pos >= 0)[:, None, :]
     group = q.size(1) // view.k[0].size(1)
     return mask[:, None] if t == 1 else mask[:, None].repeat(1, 1, group, 1)
 

@@ -3,6 +3,7 @@ their own, which keeps only the input and one number a head vector."""
 import torch
 from torch.autograd.function import once_differentiable
 
+from attention.kernels import usable
 from attention.rope import apply_rope, rotate, rotate_back
 
 
@@ -22,6 +23,20 @@ def norm_and_rotate(x: torch.Tensor, norm: torch.nn.RMSNorm | None, rope=None) -
         return _NormAndRotate.apply(x, norm.weight, norm.eps, *rope)
     y = norm(x.to(norm.weight.dtype)).to(x.dtype)
     return y if rope is None else apply_rope(y, *rope)
+
+
+def suits_write_qkv(qkv: torch.Tensor, cache, kv_quant_train: str) -> bool:
+    """Whether `write_qkv` serves for a static step: on CUDA, or wherever the Triton kernels do. What is rounded to int8 but not
+    stored so (`kv_quant_train` with another cache) is not its work, nor is float64."""
+    rounds_only = kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
+    return usable(qkv.device) and qkv.size(-1) % 2 == 0 and not rounds_only and 'float64' not in (
+        cache.kv_dtype, str(qkv.dtype).removeprefix('torch.'))
+
+
+def write_qkv(qkv, n_head, q_norm, k_norm, rope, target) -> torch.Tensor:
+    """See `attention.kernels.qkv`: queries (B, H, t, D), while K and V go to their `target`."""
+    from attention.kernels import qkv as kernel  # where Triton is not installed, nobody gets here
+    return kernel.write_qkv(qkv, n_head, q_norm, k_norm, rope, target)
 
 
 class _NormAndRotate(torch.autograd.Function):

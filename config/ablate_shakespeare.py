@@ -44,10 +44,10 @@ side_rows |= {
     'uptrained to MQA': ('+ MQA', _SHORT),
     'uptrained to all but wider MLP': ('+ global KV tied', _SHORT),
 }
-# the learning rate of the key rows, halved and doubled
-for _row in ('vanilla GPT-2', '+ qk_norm', _FULL):
-    for _lr in (3e-3, 1.2e-2):
-        side_rows[f"{_row.lstrip('+ ')}, learning rate {_lr:g}"] = (_row, dict(learning_rate=_lr, min_lr=_lr / 10))
+# other learning rates for the key rows; vanilla GPT-2 wants a lower one
+for _row, _rates in (('vanilla GPT-2', (1.5e-3, 3e-3)), ('+ qk_norm', (3e-3, 1.2e-2)), (_FULL, (3e-3, 1.2e-2))):
+    for _lr in _rates:
+        side_rows[f"{_row.lstrip('+ ')} at learning rate {_lr:g}"] = (_row, dict(learning_rate=_lr, min_lr=_lr / 10))
 
 baseline = '+ qk_norm'
 recall = 'ablate_recall'

@@ -137,6 +137,11 @@ class KVCache:
     def _make_room(self, step: Step) -> None:
         """Everything is allocated beforehand here; a paged cache takes pages."""
 
+    def advance(self, rows: list[int]) -> None:
+        """These rows hold one token more: what a static step (`kv.static`) has written."""
+        for row in self._checked('advance', rows):
+            self._lengths[row] += 1
+
     def abandon(self) -> None:
         """Undo `begin`; for a step of which nothing has been written."""
         self._step = None

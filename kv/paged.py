@@ -29,9 +29,18 @@ class PagedSlot(KVStore):
         super().__init__(*args)
         self.table, self.list_pages = table, list_pages
 
+    @property
+    def by_table(self) -> bool:
+        """Whether attention is told a table of pages, as the Triton kernel wants it, or, on a CPU, a list in their order."""
+        return self.device.type == 'cuda'
+
     def append(self, k, v, step: Step) -> KVView:
         """Write the new K, V (B, Hkv, t, D) of a step, whose pages have been taken; what its queries see."""
         k, v = self.encode(k, v)
+        if self.by_table and max(step.starts) > 0:  # (a prompt that begins is attended over as it came)
+            self._write(k, v, step)
+            seen = step.memo('seen', lambda: torch.tensor([start + step.t for start in step.starts], device=self.device))
+            return KVView(self.k, self.v, seen, step.memo('table', lambda: self._table(step)), memo=step.memo('masks', dict))
         if step.t == 1:
             self._write(k, v, step)
             return KVView(self.k, self.v, pages=step.memo('pages', lambda: self.list_pages(step)))
@@ -43,8 +52,8 @@ class PagedSlot(KVStore):
             tags, stored = self._tags(step, held), self._gather(step, held)
             if tags:  # what a row does not hold may be NaN of another's, and masked it counts for 0 times that
                 for x in stored[1]:
-                    x.masked_fill_(tags[1][:, None, :held, None] < 0, 0)
-            view = KVView(*cat([stored, (k, v)]), *tags, memo=memo)
+                    x.masked_fill_(tags['k_pos'][:, None, :held, None] < 0, 0)
+            view = KVView(*cat([stored, (k, v)]), **tags, memo=memo)
         self._write(k, v, step)
         return view
 
@@ -61,6 +70,12 @@ class PagedSlot(KVStore):
         _, rows, tokens, positions = step.write_indices(max(step.t, 1))
         return torch.tensor(ids, dtype=torch.int64, device=self.device), positions % size, rows, tokens
 
+    def _table(self, step) -> torch.Tensor:
+        """(B, n) int32: the pages of the step's rows, filled up with 0."""
+        rows = [self.table.rows[row] for row in step.rows]
+        width = max(1, *map(len, rows))
+        return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32, device=self.device)
+
     def _gather(self, step, n: int):
         """K, V of the step's rows at positions 0 .. n - 1, as stored; a copy."""
         def ids():
@@ -74,14 +89,15 @@ class PagedSlot(KVStore):
         return tuple(tuple(gather(x) for x in kv) for kv in (self.k, self.v))
 
     def _tags(self, step, held):
-        """None where every row holds as much: the keys are in order. Else (B, t) and (B, held + t) positions."""
+        """Nothing where every row holds as much: the keys are in order. Else (B, t) and (B, held + t) positions."""
         if len(set(step.starts)) == 1:
-            return ()
+            return {}
 
         def tags():
             index = torch.arange(held, device=self.device)[None]
             starts = torch.tensor(step.starts, device=self.device)[:, None]
-            return step.positions(), torch.cat([index.where(index < starts, -1), step.positions()], dim=1)
+            k_pos = torch.cat([index.where(index < starts, -1), step.positions()], dim=1)
+            return dict(q_pos=step.positions(), k_pos=k_pos)
         return step.memo('paged tags', tags)
 
 

@@ -29,12 +29,12 @@ class ContiguousSlot(KVStore):
                           memo=step.memo('contiguous masks', dict))
         elif step.t > 1:
             held = self.read(step.select, 0, max(*step.starts, 1))
-            view = KVView(*cat([held, (k, v)]), *step.memo('contiguous', lambda: _tags(step, max(*step.starts, 1))))
+            view = KVView(*cat([held, (k, v)]), **step.memo('contiguous', lambda: _tags(step, max(*step.starts, 1))))
         self._write_ragged(k, v, step)
         if step.t == 1:
             read = min(-(-max(*step.ends, 1) // BUCKET) * BUCKET, self.capacity)
-            tags = step.memo('contiguous', lambda: _decode_tags(step, read, step.ends))
-            view = KVView(*self.read(step.select, 0, read), *tags, memo=step.memo('contiguous masks', dict))
+            seen = step.memo('seen', lambda: torch.tensor(step.ends, device=self.device))
+            view = KVView(*self.read(step.select, 0, read), seen, memo=step.memo('contiguous masks', dict))
         return view
 
     def _write_ragged(self, k, v, step):
@@ -73,9 +73,9 @@ class RingSlot(KVStore):
         if all(end >= self.capacity for n, end in zip(step.lens, step.ends) if n):  # of the others nothing is asked
             return KVView(*self.read(step.select, 0, self.capacity))
         read = min(max(*step.ends, 1), self.capacity)
-        tags = step.memo(('ring', self.capacity), lambda: _decode_tags(
-            step, read, [min(end, self.capacity) for end in step.ends]))
-        return KVView(*self.read(step.select, 0, read), *tags, memo=step.memo(('ring masks', self.capacity), dict))
+        seen = step.memo(('seen', self.capacity), lambda: torch.tensor(
+            [min(end, self.capacity) for end in step.ends], device=self.device))
+        return KVView(*self.read(step.select, 0, read), seen, memo=step.memo(('ring masks', self.capacity), dict))
 
     def _chunk_view(self, k, v, step):
         """What a chunk at the same place of every row sees, in order: the held keys in reach, then itself."""
@@ -87,7 +87,7 @@ class RingSlot(KVStore):
     def _tagged_view(self, k, v, step):
         held = self.read(step.select, 0, self.capacity)
         tags = step.memo(('ring', self.capacity), lambda: _tags(step, self.capacity, ring=True))
-        return KVView(*cat([held, (k, v)]), *tags, memo=step.memo(('ring masks', self.capacity), dict))
+        return KVView(*cat([held, (k, v)]), **tags, memo=step.memo(('ring masks', self.capacity), dict))
 
     def _write_chunk(self, k, v, step):
         if not step.uniform:
@@ -113,19 +113,11 @@ class RingSlot(KVStore):
         return [(a, self.capacity), (0, a + n - self.capacity)]
 
 
-def _decode_tags(step: Step, read: int, visible: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """q_pos (B, 1) and k_pos (B, read) of a step of one token: of row b the first visible[b] indices are seen, whatever
-    positions they hold, so they are all tagged 0, like the query; the others -1."""
-    visible = torch.tensor(visible, device=step.device)[:, None]
-    k_pos = -(torch.arange(read, device=step.device)[None] >= visible).long()
-    return torch.zeros_like(visible), k_pos
-
-
-def _tags(step: Step, read: int, ring: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _tags(step: Step, read: int, ring: bool = False) -> dict[str, torch.Tensor]:
     """q_pos (B, t) and k_pos (B, read + t) of stored indices 0 .. read - 1, then of a chunk that is not yet written."""
     index = torch.arange(read, device=step.device)[None]
     ends = torch.tensor(step.starts, device=step.device)[:, None]
     # the highest position below `ends` that lives at `index`; negative where nothing does
     k_pos = ends - 1 - (ends - 1 - index) % read if ring else index.where(index < ends, -1)
     q_pos = step.positions()
-    return q_pos, torch.cat([k_pos, q_pos], dim=1)  # padding stands behind all that its row's queries see
+    return dict(q_pos=q_pos, k_pos=torch.cat([k_pos, q_pos], dim=1))  # padding stands behind all that its row's queries see

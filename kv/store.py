@@ -1,9 +1,23 @@
 """Storage of one slot: K and V in the cache's own dtype, int8 with its scales included. What each kind of slot does when
 tokens are appended is in `kv/slots.py` (contiguous, ring) and `kv/paged.py`."""
+from dataclasses import dataclass
+
 import torch
 
 from kv.quant import quantize_int8
 from kv.view import Encoded
+
+
+@dataclass
+class Target:
+    """Where the new tokens of a step go: token j of row b to index places[b, j] of `rows[b, j]`, or nowhere if that is below 0.
+
+    k, v: the whole storage, encoded. rows, places: (B, t) int64.
+    """
+    k: Encoded
+    v: Encoded
+    rows: torch.Tensor
+    places: torch.Tensor
 
 
 class KVStore:
@@ -60,6 +74,19 @@ class KVStore:
         """stored[rows[n], :, indices[n]] = new[new_rows[n], :, tokens[n]] for all n."""
         for stored, new in zip(self.tensors, k + v):
             stored[rows, :, indices] = new[new_rows, :, tokens]
+
+    def put(self, target: Target, k: Encoded, v: Encoded, own_rows: bool) -> None:
+        """Encoded K, V (B, Hkv, t, D) to their target. own_rows: no two rows of the step share one of the storage; then shapes
+        do not depend on which tokens are written."""
+        rows, places = target.rows, target.places
+        held, of_b = (slice(None), slice(None)), torch.arange(rows.size(0), device=rows.device)[:, None].expand_as(rows)
+        token = torch.arange(rows.size(1), device=rows.device).expand_as(rows)
+        if not own_rows:
+            held = places >= 0
+        rows, places, of_b, token = rows[held], places[held], of_b[held], token[held]
+        for stored, new in zip(self.tensors, k + v):
+            there = rows, slice(None), places.clamp(min=0)
+            stored[there] = torch.where((places >= 0)[..., None, None], new[of_b, :, token], stored[there])
 
     def copy_row(self, source: int, target: int) -> None:
         for x in self.tensors:

@@ -1,6 +1,6 @@
 """What the queries of one step attend over, as attention gets it from a cache: stored K and V, still encoded."""
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -54,14 +54,19 @@ class PageList:
 class KVView:
     """What the queries of one step attend over, for the owner of a slot and its readers alike.
 
-    k, v: encoded, (B, Hkv, S, D); with `pages` the pools (n_pages, Hkv, page_size, D) that they point into.
-    q_pos, k_pos: None where every key is seen as far as causality and window allow: the keys are then in order and the
-        last t are the queries' own, except at t = 1, where any order will do. Else (B, t) and (B, S): the position of
-        each query and key, negative for a key that is not there.
+    k, v: encoded, (B, Hkv, S, D); with `pages` or `table` the pools (n_pages, Hkv, page_size, D) that they point into.
+    Which keys a query sees, as far as causality and window allow (at t = 1 of a slot the cache gives only keys in reach):
+        (nothing)      all: they are in order and the last t are the queries' own; at t = 1 any order will do
+        seen           (B,): the same of the first seen[b] of row b, so that its token j stands at seen[b] - t + j
+        q_pos, k_pos   (B, t) and (B, S): the position of each query and key, negative for a key that is not there
+        pages          those of a list of pages of the pools (t = 1)
+    table: (B, n) int32, with `seen`: k and v are pools, and row b's keys lie in the pages table[b], in order.
     memo: shared by all slots of this kind in the step, for what attention makes from the tags (masks).
     """
     k: Encoded
     v: Encoded
+    seen: torch.Tensor | None = None
+    table: torch.Tensor | None = None
     q_pos: torch.Tensor | None = None
     k_pos: torch.Tensor | None = None
     pages: PageList | None = None
@@ -70,6 +75,12 @@ class KVView:
     def is_stored_as(self, dtype: torch.dtype) -> bool:
         """Whether K and V can be attended over as they lie, without a decoded copy."""
         return self.k[0].dtype == dtype
+
+    def gathered(self) -> 'KVView':
+        """The same with the pages of `table` copied together, (B, Hkv, n * page_size, D), as they are stored."""
+        def gather(x):
+            return x[self.table.long()].transpose(1, 2).flatten(2, 3)
+        return replace(self, k=tuple(map(gather, self.k)), v=tuple(map(gather, self.v)), table=None)
 
     def decoded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """All of K and V in `dtype`: for what is short (a window, a chunk)."""

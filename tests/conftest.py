@@ -4,9 +4,22 @@ import os
 # before torch is imported, and for the programs that tests start: on tiny models a second thread only waits
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
+import pytest  # noqa: E402
+import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+if not torch.cuda.is_available():  # Triton reads it when it is imported, which torch does late
+    os.environ.setdefault('TRITON_INTERPRET', '1')
 
 COMMON = dict(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.register_profile('default', derandomize=True, **COMMON)
 settings.register_profile('explore', max_examples=1000, **COMMON)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
+
+
+def pytest_collection_modifyitems(items):
+    """What is marked `gpu` runs where there is one."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker('gpu'):
+                item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))

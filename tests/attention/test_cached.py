@@ -20,11 +20,11 @@ def qkv(t, n_keys, heads=(4, 2), batch=2, dtype=torch.float64, seed=0):
 
 
 def attend(q, k, v, window=0, q_pos=None, k_pos=None):
-    return cached_attention(q, KVView((k,), (v,), q_pos, k_pos), window)
+    return cached_attention(q, KVView((k,), (v,), q_pos=q_pos, k_pos=k_pos), window)
 
 
 def attend_int8(q, k, v, window=0, q_pos=None, k_pos=None):
-    return cached_attention(q, KVView(quantize_int8(k), quantize_int8(v), q_pos, k_pos), window)
+    return cached_attention(q, KVView(quantize_int8(k), quantize_int8(v), q_pos=q_pos, k_pos=k_pos), window)
 
 
 def rounded(x):

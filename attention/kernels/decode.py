@@ -1,0 +1,197 @@
+"""Attention of a few new tokens over stored K and V: split over the keys, all query heads of a K/V head in one block.
+
+What is stored is read once and as it lies, int8 with its scales included: decoded copies live in registers only. The keys of a
+row are split over several programs, whose parts are joined by their log-sum-exp (flash-decoding, Dao et al. 2023). The rows
+of a block are the query heads of one K/V head times the new tokens, in any ratio: 12 heads over 1 fill 12 of 16 rows.
+
+    program   split 0     split 1     split 2         a row that holds 11 keys, 3 splits of whole blocks of 2 keys
+    keys      0 1 2 3     4 5 6 7     8 9 10          -> (output, log-sum-exp) of each -> `_join`
+
+Letters: B rows, H query heads, Hkv K/V heads, G = H / Hkv, t new tokens, R = G * t, S keys, D head_dim.
+"""
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.heads import fold_heads, unfold_heads
+from attention.kernels import INTERPRETING
+from kv.view import Encoded
+
+MAX_ROWS = 64          # of a block of queries; where R is more, several programs read the same keys
+MIN_SPLIT = 128        # keys: shorter parts cost more than they bring
+PROGRAMS_PER_SM = 4    # what the splits aim at
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit(do_not_specialize=['S', 'R', 'n_splits', 'window', 'table_width'])
+def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
+           scale, S, R, T, n_kv_head, n_splits, window, page_size, table_width,
+           kb, kh, ks, kd, vb, vh, vs, cb, ch, cs,  # strides of K (rows, heads, keys, D), V and the scales
+           D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+           SCALES: tl.constexpr, COUNTED: tl.constexpr, PAGED: tl.constexpr, TAGGED: tl.constexpr, ORDERED: tl.constexpr,
+           WINDOWED: tl.constexpr, INT8_DOT: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
+    """One block of query rows over one split of a row's keys. `scale` has log2(e) in it: weights are powers of 2."""
+    n_blocks = tl.cdiv(R, BLOCK_M)
+    block, rest = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
+    split, bh = rest % n_splits, (rest // n_splits).to(tl.int64)
+    b, h = bh // n_kv_head, bh % n_kv_head
+    r = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    of_row, of_d = r < R, d < D
+    q = tl.load(Q + bh * R * D + r[:, None] * D + d[None, :], mask=of_row[:, None] & of_d[None, :], other=0)
+    if INT8_DOT:  # one scale a row, as K has one a key
+        q_scale = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1) / 127, 1e-30)
+        q = q.to(tl.float32) / q_scale[:, None]
+        q = ((q + 12582912.0) - 12582912.0).to(tl.int8)  # rounds to the nearest: 1.5 * 2**23 leaves no fraction
+    else:
+        q = q.to(QK)
+    n = tl.load(SEEN + b).to(tl.int32) if COUNTED else S
+    if TAGGED:
+        q_at = tl.load(Q_POS + b * T + r % T, mask=of_row, other=0).to(tl.int32)
+    else:
+        q_at = n - T + r % T                                               # the last T keys are the queries' own
+
+    first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED and not TAGGED else 0
+    length = tl.cdiv(tl.cdiv(n - first, n_splits), BLOCK_N) * BLOCK_N
+    lo = first + split * length
+    hi = tl.minimum(lo + length, tl.minimum(n, S))                          # padding of a ragged chunk may count past the end
+    top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(lo, hi, BLOCK_N):
+        i = start + tl.arange(0, BLOCK_N)
+        held = i < hi
+        if PAGED:
+            page = tl.load(TABLE + b * table_width + i // page_size, mask=held, other=0).to(tl.int64)
+            place = (i % page_size).to(tl.int64)
+        else:
+            page, place = b, i.to(tl.int64)
+        if TAGGED:
+            k_at = tl.load(K_POS + b * S + i, mask=held, other=-1).to(tl.int32)
+            held = held & (k_at >= 0)
+        else:
+            k_at = i
+        from_k, from_v = page * kb + h * kh + place * ks, page * vb + h * vh + place * vs
+        from_scale = page * cb + h * ch + place * cs
+        some = held[:, None] & of_d[None, :]
+        k = tl.load(K + from_k[:, None] + d[None, :] * kd, mask=some, other=0)
+        if INT8_DOT:
+            s = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
+        else:
+            s = tl.dot(q, tl.trans(k.to(QK)), input_precision=PRECISION)
+        if SCALES:
+            s *= tl.load(K_SCALE + from_scale, mask=held, other=0).to(tl.float32)[None, :]
+        seen = held[None, :]
+        if ORDERED:
+            back = q_at[:, None] - k_at[None, :]
+            seen = seen & (back >= 0)
+            if WINDOWED:
+                seen = seen & (back < window)
+        s = tl.where(seen, s * scale, float('-inf'))
+
+        new_top = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new_top == float('-inf'), 0.0, new_top)            # of a row that has seen nothing yet
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(p, 1)
+        acc *= fade[:, None]
+        v = tl.load(V + from_v[:, None] + d[None, :], mask=some, other=0)
+        if SCALES:  # the weights take the scales, relative to their largest so that half precision can hold them
+            of_v = tl.load(V_SCALE + from_scale, mask=held, other=0).to(tl.float32)
+            largest = tl.maximum(tl.max(of_v, 0), 1e-30)
+            acc += tl.dot((p * (of_v / largest)[None, :]).to(PV), v.to(PV), input_precision=PRECISION) * largest
+        else:
+            acc += tl.dot(p.to(PV), v.to(PV), input_precision=PRECISION)
+        top = new_top
+
+    some = of_row[:, None] & of_d[None, :]
+    y = acc / tl.maximum(total, 1e-30)[:, None]
+    part = (bh * n_splits + split) * R
+    tl.store(OUT + (part + r[:, None]) * D + d[None, :], y.to(OUT.dtype.element_ty), mask=some)
+    tl.store(LSE + part + r, top + tl.log2(tl.maximum(total, 1e-30)), mask=of_row)
+
+
+@triton.jit
+def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The parts of one query row as one."""
+    r, bh = tl.program_id(0) % R, tl.program_id(0).to(tl.int64) // R
+    part, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    at = (bh * n_splits + part) * R + r
+    lse = tl.load(LSE + at, mask=part < n_splits, other=float('-inf'))
+    top = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(top == float('-inf'), 0.0, top))
+    some = (weight > 0)[:, None] & (d < D)[None, :]                        # empty splits: whatever lies there is not looked at
+    y = tl.sum(tl.load(PART + at[:, None] * D + d[None, :], mask=some, other=0) * weight[:, None], 0)
+    y = y / tl.maximum(tl.sum(weight, 0), 1e-30)
+    tl.store(OUT + (bh * R + r) * D + d, y.to(OUT.dtype.element_ty), mask=d < D)
+
+
+def _arithmetic(q: torch.dtype, stored: torch.dtype) -> tuple:
+    """What the two products are taken in, and with what precision where that is float32 (not tf32)."""
+    wide = torch.promote_types(q, q if stored == torch.int8 else stored)
+    if wide == torch.float32 or (INTERPRETING and wide == torch.bfloat16):  # the interpreter multiplies bfloat16 wrongly
+        return tl.float32, tl.float32, 'ieee'
+    kind = tl.bfloat16 if wide == torch.bfloat16 else tl.float16
+    return kind, tl.float16 if stored == torch.int8 else kind, None        # all of int8 fits into float16
+
+
+@functools.cache
+def _n_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == 'cuda' else 1
+
+
+def splits(n_programs: int, S: int, device: torch.device) -> int:
+    """Parts of the keys that fill the device, where one part would make `n_programs`; none shorter than MIN_SPLIT."""
+    return max(1, min(PROGRAMS_PER_SM * _n_processors(device) // n_programs, triton.cdiv(S, MIN_SPLIT)))
+
+
+def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, table=None, q_pos=None, k_pos=None, window: int = 0,
+                     n_splits: int = 0, int8_dot: bool = False) -> torch.Tensor:
+    """Attention of t new tokens over K and V as they are stored. Which keys a query sees is said in one of three ways:
+
+        (nothing)      keys are in order and the last t are the queries' own; at t = 1 all are seen, in any order
+        seen (B,)      the same of the first seen[b] keys of row b; 0 = none, which gives zeros. Row b's token j stands at
+                       seen[b] - t + j: of a padded chunk, count the padding too
+        q_pos, k_pos   (B, t) and (B, S): positions, in any order; a key below 0 is not there
+
+    Args:
+        q: (B, H, t, D) float32, bfloat16 or float16.
+        k, v: (B, Hkv, S, D), and where that is int8 their scales (B, Hkv, S, 1). With `table` (B, n) int32 they are pools of
+            pages (n_pages, Hkv, page_size, D), of which row b holds table[b] in order; give `seen` then.
+        window: keys that a query sees, itself included; 0 = no limit. Not with `seen` at t = 1, where all that is given counts.
+        n_splits: parts of a row's keys; 0 = as many as fill the device.
+        int8_dot: with int8 keys, round q to int8 too and multiply integers (the values are still multiplied in float16).
+    Returns:
+        (B, H, t, D).
+    Raises:
+        ValueError: an unknown combination of dtypes.
+    """
+    B, H, t, D = q.shape
+    n_kv_head, S = k[0].size(1), k[0].size(2) if table is None else table.size(1) * k[0].size(2)
+    rows = fold_heads(q, n_kv_head).contiguous()                           # (B, Hkv, R, D)
+    R, scales, out = rows.size(2), len(k) == 2, torch.empty_like(rows)
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k[0].dtype == torch.float64:
+        raise ValueError(f'q of {q.dtype} and K of {k[0].dtype}: the kernel takes float32, bfloat16 and float16, K also int8')
+    block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(R)))
+    block_n = 64 if D <= 128 else 32
+    n_blocks = triton.cdiv(R, block_m)
+    n_splits = n_splits or splits(B * n_kv_head * n_blocks, S, q.device)
+    part = out if n_splits == 1 else rows.new_empty(B * n_kv_head, n_splits, R, D, dtype=torch.float32)
+    lse = rows.new_empty(B * n_kv_head, n_splits, R, dtype=torch.float32)
+    qk, pv, precision = _arithmetic(q.dtype, k[0].dtype)
+    tagged = k_pos is not None
+    place = (q_pos.contiguous(), k_pos.contiguous()) if tagged else (None, None)
+    block_d = max(32 if int8_dot else 16, triton.next_power_of_2(D))
+    _split[(n_blocks * n_splits * B * n_kv_head,)](
+        rows, k[0], v[0], *((k[1], v[1]) if scales else (None, None)), seen, table, *place, part, lse,
+        D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, window, k[0].size(2), 0 if table is None else table.size(1),
+        *k[0].stride(), *v[0].stride()[:3], *(k[1].stride()[:3] if scales else (0, 0, 0)),
+        D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, SCALES=scales, COUNTED=seen is not None,
+        PAGED=table is not None, TAGGED=tagged, ORDERED=tagged or t > 1, WINDOWED=window > 0 and (tagged or t > 1),
+        INT8_DOT=int8_dot and scales, QK=qk, PV=pv, PRECISION=precision, num_warps=4, num_stages=3)
+    if n_splits > 1:
+        _join[(B * n_kv_head * R,)](part, lse, out, R, n_splits, D=D, BLOCK_D=block_d,
+                                    BLOCK_S=triton.next_power_of_2(n_splits), num_warps=1)
+    return unfold_heads(out, H)

@@ -1,0 +1,108 @@
+"""One decode step, from tokens to logits, captured as a CUDA graph and replayed: a small model's step is otherwise bound by
+the time that launching its hundred kernels takes.
+
+    decode = CapturedDecode(model, cache)
+    logits = decode(tokens, lengths)        # (n, 1) ids, tokens that each row holds -> (n, V); nothing waits for the device
+
+A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is on the device
+(`kv.static`): nothing is captured or compiled anew as they grow. On other devices the same step is simply called.
+"""
+import torch
+
+from attention.kernels import usable
+from config.errors import UserError
+from kv.static import StaticCache
+
+WARM_UP = 3  # calls before the capture: what is compiled, allocated or looked up once must not happen in it
+
+
+def suits_capture(model) -> bool:
+    """Whether captured decode is the fast way here: on CUDA, with the Triton kernels."""
+    return model.device.type == 'cuda' and usable(model.device) and model.lm_head.weight.dtype != torch.float64
+
+
+class CapturedDecode:
+    """Decode steps over the first rows of `cache`.
+
+    Args:
+        model: in eval mode; its weights may change in place only.
+        cache: a `KVCache`, contiguous or paged.
+        compiled: `torch.compile` the step too, which fuses what lies between the matrix products; takes minutes per size.
+    """
+
+    def __init__(self, model, cache, compiled: bool = False):
+        self.model, self.cache, self.compiled = model, cache, compiled
+        self._steps = {}   # number of rows -> _Step
+        self._pool = None  # memory that all graphs share: one runs at a time
+
+    @torch.inference_mode()
+    def __call__(self, tokens: torch.Tensor, lengths: list[int | None]) -> torch.Tensor:
+        """Append tokens (n, 1) to rows 0 .. n - 1, which hold `lengths` tokens (None: takes no part, its logits mean nothing).
+
+        Returns:
+            (n, V) logits, overwritten by the next call.
+        Raises:
+            UserError: a row that is full, or that holds another number of tokens.
+        """
+        n, held = len(lengths), self.cache.lengths.tolist()
+        for row, length in enumerate(lengths):
+            if length is not None and length != held[row]:
+                raise UserError(f'row {row} holds {held[row]} tokens, not {length}')
+        step = self._step_for(n)
+        step.static.set(lengths)
+        step.tokens[:n].copy_(tokens, non_blocking=True)
+        logits = step.run()
+        self.cache.advance([row for row, length in enumerate(lengths) if length is not None])
+        return logits[:n]
+
+    def prepare(self, *sizes: int) -> None:
+        """Capture the graphs for these numbers of rows now."""
+        with torch.inference_mode():
+            for n in sizes:
+                self._step_for(n)
+
+    def _step_for(self, n):
+        size = min(1 << (n - 1).bit_length(), self.cache.batch_size)
+        if size not in self._steps:
+            step = _Step(self.model, self.cache, size, self.compiled)
+            if self.model.device.type == 'cuda':
+                self._pool = step.capture(self._pool)
+            self._steps[size] = step
+        return self._steps[size]
+
+
+class _Step:
+    """The step of one number of rows, with the tensors that it reads and writes."""
+
+    def __init__(self, model, cache, size, compiled):
+        self.model, self.static = model, StaticCache(cache, size)
+        with torch.inference_mode(False):
+            self.tokens = torch.zeros(size, 1, dtype=torch.int64, device=model.device)
+        self.call = torch.compile(self._logits, fullgraph=True, dynamic=False) if compiled else self._logits
+        self.graph = None
+
+    def _logits(self, tokens):
+        return self.model(tokens, cache=self.static)[0][:, -1]
+
+    def capture(self, pool):
+        """Calls without a row that takes part, which write nothing, then the capture; returns its memory pool."""
+        self.static.set([])
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self.call(self.tokens)
+        torch.cuda.current_stream().wait_stream(side)
+        # the graph has the addresses of these: a table that grows is another tensor
+        self.kept = [dict(table._tables) for table in (self.model.rotary or {}).values()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self.logits = self.call(self.tokens)
+        self.graph = graph
+        return graph.pool()
+
+    def run(self):
+        if self.graph is None:
+            return self.call(self.tokens)
+        self.graph.replay()
+        return self.logits

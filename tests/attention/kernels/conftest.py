@@ -1,0 +1,15 @@
+import pytest
+import torch
+
+from attention.kernels import INTERPRETING, wanted
+
+pytest.importorskip('triton')
+
+
+@pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+def device(request):
+    """Where kernels run: in Triton's interpreter on machines without a GPU, on the GPU of those that have one."""
+    if request.param == 'cpu' and not INTERPRETING:
+        pytest.skip('interpreted where there is no GPU')
+    with wanted(True):
+        yield torch.device(request.param)

@@ -1,0 +1,191 @@
+"""The attention kernel against dense attention in float64, for everything that a cache can hand it."""
+import math
+
+import pytest
+import torch
+
+from attention.kernels.decode import splits, stored_attention
+from kv.quant import dequantize_int8, quantize_int8
+
+# what half-precision weights and outputs may cost; in float32 nothing but the order of sums
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def stored(shape, dtype, device, seed=0, spread=1.0):
+    """K or V as a cache holds it, and its values in float64."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
+    if dtype == torch.int8:
+        values, scale = quantize_int8(x)
+        return (values.to(device), scale.to(device)), dequantize_int8(values, scale, torch.float64)
+    return (x.to(device, dtype),), x.to(dtype).double()
+
+
+def dense(q, k, v, seen):
+    """float64; seen (B, t, S) bool. Rows that see nothing give zeros."""
+    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    scores = (q.double() @ k.transpose(2, 3) / math.sqrt(q.size(-1))).masked_fill(~seen[:, None], -math.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+def queries(B, H, t, D, dtype, device, seed=9):
+    q = torch.randn(B, t, H, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return q.transpose(1, 2).to(device), q.transpose(1, 2)  # as the model gives it: not contiguous
+
+
+def off(y, expected):
+    return (y.double().cpu() - expected).abs().max().item()
+
+
+@pytest.mark.parametrize('H, n_kv_head', [(12, 1), (4, 4), (6, 2), (24, 1)])
+@pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
+def test_one_token_over_all_keys(device, H, n_kv_head, kv_dtype):
+    q, q_cpu = queries(2, H, 1, 16, torch.float32, device)
+    k, k64 = stored((2, n_kv_head, 71, 16), kv_dtype, device, 1)
+    v, v64 = stored((2, n_kv_head, 71, 16), kv_dtype, device, 2)
+    expected = dense(q_cpu, k64, v64, torch.ones(2, 1, 71, dtype=torch.bool))
+    for n_splits in (1, 3):
+        assert off(stored_attention(q, k, v, n_splits=n_splits), expected) < 2e-5
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('kv_dtype', [None, torch.int8, torch.float32])
+def test_half_precision(device, dtype, kv_dtype):
+    q, q_cpu = queries(2, 6, 1, 64, dtype, device)
+    k, k64 = stored((2, 2, 200, 64), kv_dtype or dtype, device, 1)
+    v, v64 = stored((2, 2, 200, 64), kv_dtype or dtype, device, 2)
+    y = stored_attention(q, k, v, n_splits=2)
+    assert y.dtype == dtype
+    assert off(y, dense(q_cpu, k64, v64, torch.ones(2, 1, 200, dtype=torch.bool))) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize('spread', [1e-5, 1e-2, 300.0])
+def test_int8_values_of_any_size_in_half_precision(device, spread):
+    """Weights times scales would be subnormal in float16, or overflow, were they not relative to the largest scale."""
+    q, q_cpu = queries(1, 4, 1, 32, torch.float16, device)
+    k, k64 = stored((1, 1, 100, 32), torch.int8, device, 1)
+    v, v64 = stored((1, 1, 100, 32), torch.int8, device, 2, spread)
+    expected = dense(q_cpu, k64, v64, torch.ones(1, 1, 100, dtype=torch.bool))
+    y = stored_attention(q.float(), k, v)
+    assert off(y, expected) < 2e-5 * spread
+    assert off(stored_attention(q, k, v), expected) < 3e-3 * max(spread, 2e-5)  # the output's own smallest step
+
+
+@pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
+def test_rows_of_different_lengths(device, kv_dtype):
+    """Whatever stands behind a row's keys, NaN even, touches nothing; a row without keys gives zeros."""
+    lengths = torch.tensor([40, 0, 1, 33])
+    q, q_cpu = queries(4, 4, 1, 16, torch.float32, device)
+    k, k64 = stored((4, 2, 40, 16), kv_dtype, device, 1)
+    v, v64 = stored((4, 2, 40, 16), kv_dtype, device, 2)
+    for b, n in enumerate(lengths):
+        for x in (k, v):
+            x[-1][b, :, n:] = torch.nan  # the scales, where it is int8
+    seen = torch.arange(40) < lengths[:, None, None]
+    for n_splits in (1, 4):
+        y = stored_attention(q, k, v, seen=lengths.to(device, torch.int32), n_splits=n_splits)
+        assert off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
+        assert not y[1].any()
+
+
+@pytest.mark.parametrize('t, window', [(5, 0), (5, 7), (16, 3), (40, 20)])
+@pytest.mark.parametrize('H, n_kv_head', [(12, 1), (4, 4)])
+def test_chunks_in_order(device, t, window, H, n_kv_head):
+    """The last t of 40 keys are the queries' own."""
+    q, q_cpu = queries(2, H, t, 16, torch.float32, device)
+    k, k64 = stored((2, n_kv_head, 40, 16), torch.int8, device, 1)
+    v, v64 = stored((2, n_kv_head, 40, 16), torch.int8, device, 2)
+    back = torch.arange(40 - t, 40)[:, None] - torch.arange(40)
+    seen = (back >= 0) & (back < (window or 99))
+    for n_splits in (1, 2) if t < 40 else (1,):  # the interpreter takes a second for each 100 rows to be joined
+        y = stored_attention(q, k, v, window=window, n_splits=n_splits)
+        assert off(y, dense(q_cpu, k64, v64, seen.expand(2, t, 40))) < 2e-5
+
+
+def test_chunks_of_different_lengths(device):
+    """Rows that held 3, 30 and 0 tokens append 4, of the last row only 2: its padding counts, and gives anything."""
+    held, t = torch.tensor([3, 30, 0]), 4
+    q, q_cpu = queries(3, 6, t, 16, torch.float32, device)
+    k, k64 = stored((3, 2, 34, 16), torch.float32, device, 1)
+    v, v64 = stored((3, 2, 34, 16), torch.float32, device, 2)
+    seen = torch.arange(34) <= (held[:, None] + torch.arange(t))[..., None]
+    y = stored_attention(q, k, v, seen=(held + t).to(device), n_splits=2)
+    expected = dense(q_cpu, k64, v64, seen)
+    assert off(y[:2], expected[:2]) < 2e-5
+    assert off(y[2, :, :2], expected[2, :, :2]) < 2e-5
+
+
+@pytest.mark.parametrize('window', [0, 6])
+def test_positions_in_any_order(device, window):
+    """A ring with a chunk behind it: positions as they come, -1 where nothing is held."""
+    k_pos = torch.tensor([[8, 9, 2, 3, 4, 5, 6, 7, 10, 11, 12], [0, 1, 2, -1, -1, -1, -1, -1, 3, 4, 5]])
+    q_pos = torch.tensor([[10, 11, 12], [3, 4, 5]])
+    q, q_cpu = queries(2, 4, 3, 16, torch.float32, device)
+    k, k64 = stored((2, 1, 11, 16), torch.int8, device, 1)
+    v, v64 = stored((2, 1, 11, 16), torch.int8, device, 2)
+    v[1][1, :, 3:8] = torch.nan
+    back = q_pos[:, :, None] - k_pos[:, None]
+    seen = (back >= 0) & (back < (window or 99)) & (k_pos >= 0)[:, None]
+    y = stored_attention(q, k, v, q_pos=q_pos.to(device), k_pos=k_pos.to(device), window=window)
+    assert off(y, dense(q_cpu, k64, v64.nan_to_num(), seen)) < 2e-5
+
+
+@pytest.mark.parametrize('t', [1, 3])
+@pytest.mark.parametrize('page_size', [4, 16])
+@pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
+def test_pages(device, t, page_size, kv_dtype):
+    """Rows of 37, 3 and 20 keys in pages anywhere in the pool."""
+    lengths = torch.tensor([37, 3, 20])
+    n_pages = -(-37 // page_size)
+    pages = torch.randperm(3 * n_pages + 2, generator=torch.Generator().manual_seed(3))
+    table = pages[:3 * n_pages].view(3, n_pages)
+    q, q_cpu = queries(3, 6, t, 16, torch.float32, device)
+    k, k64 = stored((len(pages), 2, page_size, 16), kv_dtype, device, 1)
+    v, v64 = stored((len(pages), 2, page_size, 16), kv_dtype, device, 2)
+    k64, v64 = (x[table].transpose(1, 2).flatten(2, 3) for x in (k64, v64))              # (B, Hkv, n_pages * page_size, D)
+    seen = torch.arange(k64.size(2)) <= (lengths[:, None] - t + torch.arange(t))[..., None]
+    for n_splits in (1, 3):
+        y = stored_attention(q, k, v, table=table.to(device, torch.int32), seen=lengths.to(device), n_splits=n_splits)
+        assert off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
+
+
+@pytest.mark.parametrize('D', [8, 16, 48, 80, 128, 256])
+def test_any_head_dim(device, D):
+    q, q_cpu = queries(1, 3, 2, D, torch.float32, device)
+    k, k64 = stored((1, 1, 50, D), torch.float32, device, 1)
+    v, v64 = stored((1, 1, 50, D), torch.float32, device, 2)
+    seen = torch.ones(2, 50, dtype=torch.bool).tril(48)[None]
+    assert off(stored_attention(q, k, v), dense(q_cpu, k64, v64, seen)) < 2e-5
+
+
+def test_storage_in_any_layout(device):
+    """On a CPU the cache keeps K transposed, and a view of it begins anywhere."""
+    q, q_cpu = queries(2, 4, 1, 16, torch.float32, device)
+    k = torch.randn(3, 2, 16, 60).transpose(2, 3)[1:, :, 10:50]
+    v = torch.randn(3, 2, 60, 16)[1:, :, 10:50]
+    y = stored_attention(q, (k.to(device),), (v.to(device),), n_splits=2)
+    assert off(y, dense(q_cpu, k.double(), v.double(), torch.ones(2, 1, 40, dtype=torch.bool))) < 2e-5
+
+
+def test_int8_products(device):
+    """Queries rounded to int8 too: what that costs is about what rounding the keys does."""
+    q, q_cpu = queries(2, 12, 1, 64, torch.float32, device)
+    k, k64 = stored((2, 1, 300, 64), torch.int8, device, 1)
+    v, v64 = stored((2, 1, 300, 64), torch.int8, device, 2)
+    everything = torch.ones(2, 1, 300, dtype=torch.bool)
+    scale = q_cpu.abs().amax(-1, keepdim=True) / 127  # in float32, while those of `quantize_int8` are float16
+    of_rounded = dense((q_cpu / scale).round() * scale.double(), k64, v64, everything)
+    y = stored_attention(q, k, v, int8_dot=True, n_splits=2)
+    assert off(y, of_rounded) < 2e-5
+    assert 1e-5 < off(y, dense(q_cpu, k64, v64, everything)) < 1e-2
+
+
+def test_no_split_is_short():
+    cpu = torch.device('cpu')
+    assert splits(1, 100, cpu) == 1
+    assert splits(1, 10 ** 6, cpu) == 4 and splits(100, 10 ** 6, cpu) == 1
+
+
+def test_float64_is_refused(device):
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match='float64'):
+        stored_attention(q, (q,), (q,))

@@ -1,0 +1,89 @@
+"""QK-norm, RoPE, int8 and the write in one kernel, against the same in plain torch."""
+import pytest
+import torch
+
+from attention.kernels.qkv import write_qkv
+from attention.qk import norm_and_rotate
+from attention.rope import RotaryTable
+from kv.quant import quantize_int8
+from kv.store import KVStore, Target
+
+B, t, H, HKV, D, CAPACITY = 3, 2, 4, 2, 12, 9
+ROWS, PLACES = [[0, 0], [2, 2], [3, 1]], [[4, 5], [-1, -1], [0, -1]]  # the second token of row 2 goes nowhere
+
+
+def written(device, dtype, kv_dtype, norm, rope, seed=0):
+    """(queries, store) by the kernel and (queries, K, V) by torch; K and V encoded."""
+    generator = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(B, t, H + 2 * HKV, D, generator=generator).to(device, dtype)
+    norms = [torch.nn.RMSNorm(D, eps=1e-6).to(device, dtype) if norm else None for _ in 'qk']
+    for n in filter(None, norms):
+        n.weight.data = torch.randn(D, generator=generator).to(device, dtype)
+    positions = torch.tensor([[7, 8], [0, 1], [30, 31]], device=device)
+    table = RotaryTable(D, 50.0).at(positions, 32, dtype) if rope else None
+    store = KVStore(4, HKV, CAPACITY, D, kv_dtype, dtype, device)
+    store.fill_random_()
+    before = [x.clone() for x in store.tensors]
+    target = Target(store.k, store.v, torch.tensor(ROWS, device=device), torch.tensor(PLACES, device=device))
+    with torch.no_grad():
+        q = write_qkv(qkv, H, *norms, table, target)
+        q_rows, k, v = qkv.transpose(1, 2).split([H, HKV, HKV], dim=1)
+        expected = norm_and_rotate(q_rows, norms[0], table), *store.encode(norm_and_rotate(k, norms[1], table), v)
+    return q, store, before, expected
+
+
+@pytest.mark.parametrize('norm', [False, True])
+@pytest.mark.parametrize('rope', [False, True])
+@pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8, torch.float16])
+def test_is_what_torch_does(device, norm, rope, kv_dtype):
+    q, store, before, (expected, k, v) = written(device, torch.float32, kv_dtype, norm, rope)
+    assert (q - expected).abs().max() < 1e-6
+    for stored, was, new in zip(store.tensors, before, k + v):
+        for b, j in [(0, 0), (0, 1), (2, 0)]:
+            was[ROWS[b][j], :, PLACES[b][j]] = new[b, :, j]
+        off = (stored.double() - was.double()).abs()
+        # to the last bit, but where a sum in another order has moved a value over the edge of two roundings
+        step = {torch.int8: 1, torch.float16: was.double().abs() * 2 ** -10, torch.float32: 1e-6}[stored.dtype]
+        assert (off <= step).all() and (off > 1e-6).float().mean() < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """Only on a GPU: the interpreter has no bfloat16."""
+    q, store, before, (expected, k, v) = written(torch.device('cuda'), dtype, torch.int8, True, True)
+    assert (q - expected).abs().max() <= expected.abs().max() * 2 ** -7
+    for b, j in [(0, 0), (0, 1), (2, 0)]:
+        values, scale = (x[ROWS[b][j], :, PLACES[b][j]].float() for x in store.k)
+        assert (values * scale - (k[0] * k[1])[b, :, j]).abs().max() <= 2 * scale.max()
+
+
+def test_a_layer_without_k_and_v(device):
+    qkv = torch.randn(2, 1, H, D, device=device)
+    rope = RotaryTable(D, 50.0)(5, 6, device, torch.float32)
+    norm = torch.nn.RMSNorm(D, eps=1e-6).to(device)
+    with torch.no_grad():
+        expected = norm_and_rotate(qkv.transpose(1, 2), norm, rope)
+    assert (write_qkv(qkv, H, norm, None, rope) - expected).abs().max() < 1e-6
+    assert torch.equal(write_qkv(qkv, H), qkv.transpose(1, 2))
+
+
+@pytest.mark.parametrize('size', [0.0, 1e-9, 1e9, float('inf'), float('nan')])
+def test_extreme_values_are_stored_as_quantize_int8_would(device, size):
+    qkv = torch.randn(1, 1, 3, D, device=device)
+    qkv[..., 2, :] = qkv[..., 2, :].sign() if size else 0.0
+    qkv[..., 2, 1] = size
+    store = KVStore(1, 1, 1, D, torch.int8, torch.float32, device)
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    write_qkv(qkv, 1, target=Target(store.k, store.v, zero, zero))
+    values, scale = quantize_int8(qkv[0, 0, 2].cpu())
+    assert torch.equal(store.v[1].flatten().cpu(), scale) or scale.isnan().all() and store.v[1].isnan().all()
+    if scale.isfinite().all():
+        assert torch.equal(store.v[0].flatten().cpu(), values)
+
+
+def test_what_it_cannot_read(device):
+    with pytest.raises(ValueError, match='contiguous'):
+        write_qkv(torch.randn(2, 3, 1, 8, device=device).transpose(0, 1), 1)
+    with pytest.raises(ValueError, match='even'):
+        write_qkv(torch.randn(2, 1, 3, 7, device=device), 1)

@@ -1,0 +1,129 @@
+"""Static decode steps, plain, compiled, through interpreted kernels, captured on a GPU: all give what an ordinary one does."""
+import pytest
+import torch
+import torch._dynamo.testing
+
+from attention.kernels import INTERPRETING, wanted
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from inference.captured import CapturedDecode, suits_capture
+from kv.static import StaticCache
+from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
+
+MODELS = {
+    'full stack': FULL_STACK,
+    'learned positions': dict(n_layer=3, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB, layer_pattern='LG',
+                              window_size=5, bias=True),
+    'int8 in training': FULL_STACK | dict(kv_quant_train='int8'),
+    'local only': dict(n_layer=2, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB, layer_pattern='L', window_size=4),
+}
+interpreted = pytest.mark.skipif(not INTERPRETING, reason='interpreted where there is no GPU')
+HOW = [pytest.param('plain', 'cpu'), pytest.param('kernels', 'cpu', marks=interpreted),
+       pytest.param('captured', 'cuda', marks=pytest.mark.gpu)]
+
+
+def new_cache(model, kv_dtype, paged):
+    cache = model.new_cache(3, 40, kv_dtype, **(dict(n_pages=30, page_size=4) if paged else {}))
+    model(tokens(3, 11).to(model.device), cache=cache, lens=[11, 2, 7])
+    return cache
+
+
+def run(model, kv_dtype, paged, how, n_steps):
+    """Steps in which rows now and then sit out; the largest difference of their logits."""
+    usual, captured = (new_cache(model, kv_dtype, paged) for _ in 'ab')
+    decode, idx, worst = CapturedDecode(model, captured), tokens(3, 40, seed=1).to(model.device), 0.0
+    for k in range(n_steps):
+        part = [1, int(k % 3 > 0), int(k % 4 > 0)]
+        held = captured.lengths.tolist()
+        step_tokens = idx[torch.arange(3), held][:, None]
+        expected = model(step_tokens, cache=usual, lens=part)[0][:, -1]
+        for row in range(3) if paged else []:
+            captured.reserve(row, held[row] + part[row])
+        with wanted(how == 'kernels' or how == 'captured'):
+            logits = decode(step_tokens, [n if p else None for n, p in zip(held, part)])
+        on = [row for row in range(3) if part[row]]
+        worst = max(worst, max_gap(logits[on], expected[on]))
+        assert torch.equal(usual.lengths, captured.lengths)
+    return worst
+
+
+@pytest.mark.parametrize('how, device', HOW)
+@pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
+@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
+@pytest.mark.parametrize('name', MODELS)
+@torch.inference_mode()
+def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
+    model = random_model(GPTConfig(**MODELS[name]), torch.float32).to(device)
+    # other kernels may move a value over the edge between two int8 steps, which later layers feel
+    bound = 1e-4 if kv_dtype == 'float32' or how == 'plain' else 1e-3
+    assert run(model, kv_dtype, paged, how, n_steps=2 if how == 'kernels' else 12) < bound
+
+
+@torch.inference_mode()
+def test_in_float64_to_the_last_digits():
+    model = random_model(GPTConfig(**FULL_STACK))
+    assert run(model, 'auto', False, 'plain', 20) < 1e-9
+    assert run(model, 'auto', True, 'plain', 20) < 1e-9
+
+
+@torch.inference_mode()
+def test_is_one_graph_that_lengths_do_not_change():
+    """What a capture needs: nothing depends on numbers of the host."""
+    torch._dynamo.reset()
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    cache = new_cache(model, 'int8', paged=False)
+    static, idx = StaticCache(cache, 3), tokens(3, 40, seed=1)
+    counts = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(lambda ids: model(ids, cache=static)[0], fullgraph=True, backend=counts)
+    usual = new_cache(model, 'int8', paged=False)
+    for _ in range(8):
+        ids = idx[torch.arange(3), cache.lengths][:, None]
+        static.set(cache.lengths.tolist())
+        assert max_gap(step(ids), model(ids, cache=usual)[0]) < 1e-4
+        cache.advance([0, 1, 2])
+    assert counts.frame_count == 1
+
+
+@torch.inference_mode()
+def test_fewer_rows_than_the_cache_has():
+    model = random_model(GPTConfig(**FULL_STACK))
+    usual, captured = (new_cache(model, 'auto', False) for _ in 'ab')
+    decode = CapturedDecode(model, captured)
+    for n in (1, 2, 3):
+        held, ids = captured.lengths.tolist()[:n], tokens(n, 1, seed=n)
+        expected = model(ids, cache=usual, lens=[1] * n, rows=list(range(n)))[0][:, -1]
+        assert max_gap(decode(ids, held), expected) < 1e-9
+    assert sorted(decode._steps) == [1, 2, 3]  # of 4 rows there are only 3
+
+
+@torch.inference_mode()
+def test_what_cannot_be():
+    model = random_model(GPTConfig(**FULL_STACK))
+    cache = new_cache(model, 'auto', False)
+    decode = CapturedDecode(model, cache)
+    with pytest.raises(UserError, match='row 1 holds 2 tokens, not 5'):
+        decode(tokens(2, 1), [11, 5])
+    cache.fill_(40)
+    with pytest.raises(UserError, match='max_seq_len=40'):
+        decode(tokens(3, 1), [40, 40, 40])
+    with pytest.raises(UserError, match='one token a row'):
+        model(tokens(3, 2), cache=StaticCache(cache, 3))
+    with pytest.raises(UserError, match='row 3'):
+        cache.advance([3])
+    assert not suits_capture(model)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_graph_keeps_what_it_reads():
+    """A longer sequence grows the rotary tables; the graphs go on with those that they were captured with."""
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32).cuda()
+    assert suits_capture(model)
+    usual, captured = (new_cache(model, 'float32', False) for _ in 'ab')
+    decode = CapturedDecode(model, captured)
+    decode.prepare(1, 3)
+    model(tokens(1, 3000).cuda())
+    for k in range(5):
+        ids = tokens(3, 1, seed=k).cuda()
+        expected = model(ids, cache=usual)[0][:, -1]
+        assert max_gap(decode(ids, captured.lengths.tolist()), expected) < 1e-4
