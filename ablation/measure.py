@@ -30,7 +30,9 @@ from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.device import device_name, pick_device, pick_dtype
 from training.log import read_metrics
 
-AGREE = 1e-4  # nats: how far rounding may take the mean loss of a window through the cache from the forward pass
+# nats: how far rounding may take the mean loss of a window through the cache from the forward pass (of n windows together, that
+# over the root of n). In int8, a sum in another order may put a value over the edge to the next step, which later layers feel.
+AGREE, AGREE_INT8 = 1e-4, 2e-3
 BATCH, MOST_LOGITS = 16, 2 ** 26  # windows judged at once, and the logits that they may have
 RECALL_ROWS, RECALL_SEED = 256, 10_000  # sequences judged for each distance, which training does not draw
 
@@ -60,11 +62,13 @@ def losses(model, row, windows, tokenizer) -> dict:
     batch = max(1, min(BATCH, MOST_LOGITS // (T * model.config.vocab_size)))
     plain = judge(forward(with_rounding(model, True) if kv_dtype == 'int8' else model), windows, batch)
     cached = judge(through_cache(model, kv_dtype, first, chunk), windows, batch)
-    apart = (plain.by_window - cached.by_window).abs().max().item()
+    apart, apart_all = (plain.by_window - cached.by_window).abs().max().item(), abs(plain.loss - cached.loss)
     exact = kv_dtype in ('int8', str(model.lm_head.weight.dtype).removeprefix('torch.'))
-    if exact and not apart <= AGREE:
+    bound = AGREE_INT8 if kv_dtype == 'int8' else AGREE
+    if exact and not (apart <= bound and apart_all <= bound / len(windows) ** 0.5):
         raise RuntimeError(f'row {row.name!r}: the loss through the cache is not that of the forward pass: a window differs by '
-                           f'{apart:.1e} nats, {AGREE:.0e} would be rounding')
+                           f'{apart:.1e} nats, all {len(windows)} together by {apart_all:.1e}; {bound:.0e} a window would be '
+                           'rounding')
     tokens, size = windows[:, 1:].numel(), n_bytes(tokenizer, windows)
     return {'val_loss': cached.loss, 'val_loss_forward': plain.loss, 'cache_minus_forward_largest': apart,
             'bits_per_byte': bits_per_byte(cached.loss, tokens, size), 'perplexity': math.exp(cached.loss),

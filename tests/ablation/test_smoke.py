@@ -21,7 +21,7 @@ def test_the_smoke_ladder(tmp_path):
     assert len(rows) == 5 and all(row['seeds'] == [1, 2] and not row['failed'] for row in rows.values())
     for row in rows.values():
         assert 1.5 < row['val_loss']['mean'] < 4 and row['val_loss']['sd'] > 0
-        assert row['cache_minus_forward_largest'] < 1e-4
+        assert row['cache_minus_forward_largest'] < (2e-3 if row['name'] == '+ int8 KV' else 1e-4)
         assert row['bits_per_byte']['mean'] == pytest.approx(row['val_loss']['mean'] / 0.693147, rel=0.01)  # a byte a character
         assert len(row['loss_by_position']) == 64 and row['evaluations']['iterations'] == [0, 20, 40, 60]
         assert [cell['kind'] for cell in row['speed']] == ['decode', 'decode', 'prefill'] * 2 + ['train']
