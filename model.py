@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention import cached_attention, causal_attention
-from attention.causal import suits_flex
+from attention.backends import BACKENDS, choose
 from attention.masks import block_mask
 from attention.qk import norm_and_rotate, suits_write_qkv, write_qkv
 from attention.rope import RotaryTable
@@ -104,7 +104,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: Layer, n_kv_head: int):
         super().__init__()
         self.layer, self.n_head, self.n_kv_head, self.head_dim = layer, config.n_head, n_kv_head, config.resolved_head_dim
-        self.dropout, self.kv_quant_train = config.dropout, config.kv_quant_train
+        self.dropout, self.kv_quant_train, self.backend = config.dropout, config.kv_quant_train, 'auto'
         self.rows = [self.n_head] + [n_kv_head] * 2 * layer.owns  # heads of q | k | v among the rows of c_attn
         self.c_attn = Linear(config.n_embd, sum(self.rows) * self.head_dim, bias=config.bias)
         self.c_proj = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
@@ -131,7 +131,7 @@ class CausalSelfAttention(nn.Module):
                 k, v = fake_quantize_int8(k), fake_quantize_int8(v)
             kv = k, v
         if cache is None:
-            y = causal_attention(q, *kv, self.layer.window, self.dropout if self.training else 0.0)
+            y = causal_attention(q, *kv, self.layer.window, self.dropout if self.training else 0.0, self.backend)
         else:
             view = cache.append(self.layer.slot, *kv) if self.layer.owns else cache.view(self.layer.slot)
             y = cached_attention(q, view, self.layer.window)
@@ -289,6 +289,18 @@ class GPT(nn.Module):
             block.recompute_mlp = self.recompute.name == 'mlp'
 
     @property
+    def attention_backend(self) -> str:
+        """What computes attention over whole sequences: one of `attention.backends.BACKENDS`."""
+        return self.transformer.h[0].attn.backend
+
+    @attention_backend.setter
+    def attention_backend(self, name: str):
+        if name not in BACKENDS:
+            raise UserError(f"attention_backend={name!r}: allowed are {', '.join(map(repr, BACKENDS))}")
+        for block in self.transformer.h:
+            block.attn.backend = name
+
+    @property
     def checkpoint_blocks(self) -> bool:
         """The policy 'block', under the name that it had alone."""
         return self.recompute.name == 'block'
@@ -333,9 +345,10 @@ class GPT(nn.Module):
         dtype = self.lm_head.weight.dtype
         for table in (self.rotary or {}).values():
             table(0, n_positions, self.device, dtype)
-        if suits_flex(self.device, dtype, self.plan.head_dim, dropout_p=0.0):  # evaluation has none, whatever training does
-            for window in {layer.window for layer in self.plan.layers if 0 < layer.window < n_positions}:
-                block_mask(n_positions, window, self.device)
+        for layer in self.plan.layers:
+            # without dropout: evaluation has none, whatever training does
+            if choose(layer.kind, self.attention_backend, self.device, dtype, self.plan.head_dim) == 'flex':
+                block_mask(n_positions, min(layer.window or n_positions, n_positions), self.device)
 
     def new_cache(self, batch_size: int, max_seq_len: int, kv_dtype: str = 'auto', *, n_pages: int = 0,
                   page_size: int = PAGE_SIZE) -> KVCache:

@@ -42,6 +42,9 @@ DEVICE = _keys(
     ('device', 'auto', "where to run: 'auto' (CUDA, else MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'"),
     ('dtype', 'auto', "arithmetic: 'auto' is bfloat16 on CUDA that has it (else float16), float32 elsewhere",
      ('auto', 'float32', 'bfloat16', 'float16')),
+    ('attention_backend', 'auto', "attention over whole sequences: 'sdpa' (torch's, in blocks where there is a window), 'flex' "
+     "(FlexAttention, on CUDA), 'flash_attn' (the package), 'math' (slow, to compare with), 'auto' = the fastest of them that "
+     'can', ('auto', 'sdpa', 'flex', 'flash_attn', 'math')),
 )
 # GPT-2's biases are off by default in nanoGPT's train.py, while GPTConfig has them on
 MODEL = _model_keys(bias=False)

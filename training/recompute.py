@@ -81,7 +81,7 @@ def _segments(n_layer, size):
 def _selected(context, op, *args, **kwargs):
     """What 'selective' keeps. Not what narrows the hidden layer of an MLP: its output is of the size of the block's, which the
     next block keeps anyway, and the recomputation ends before it."""
-    if op in ATTENTION or isinstance(op, torch._ops.HigherOrderOperator) and op.name().startswith('flex_attention'):
+    if op in ATTENTION or op.name().startswith(('flex_attention', 'flash_attn::')):  # the latter is the package's
         return CheckpointPolicy.MUST_SAVE
     if op in PRODUCTS:  # mm(x, w) or addmm(bias, x, w)
         inner, outer = args[-2].size(-1), args[-1].size(-1)

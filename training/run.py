@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from attention.backends import describe
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
@@ -51,6 +52,8 @@ class Run:
         self.model.set_recompute(choose_policy(s, self.model.config, self.device, self.dtype, ranks.world_size, ranks.least)
                                  if policy == 'auto' else policy)
         self.model.chunked_loss = s.chunked_loss
+        self.model.attention_backend = s.attention_backend
+        print(describe(self.model, self.dtype, self.model.config.dropout))
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         self.optimizer = self.model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
                                                          self.device.type)

@@ -2,8 +2,7 @@
 import pytest
 import torch
 
-import attention.causal
-import model as model_module
+from attention.backends import PREFERRED
 from model import GPT, GPTConfig
 
 
@@ -17,8 +16,9 @@ def test_forward_is_one_graph_and_equals_eager(monkeypatch, flex):
     with torch.no_grad():
         eager, _ = model(idx, all_logits=True)
         if flex:
-            for module in (attention.causal, model_module):
-                monkeypatch.setattr(module, 'suits_flex', lambda *_, **__: True)
+            monkeypatch.setitem(PREFERRED, 'local', ('flex',))
+            monkeypatch.setattr('attention.backends.obstacle', lambda *_: '')
+            monkeypatch.setitem(PREFERRED, 'global', ('sdpa',))
         model.prepare(64)
         compiled, _ = torch.compile(model, fullgraph=True, backend='aot_eager')(idx, all_logits=True)
     assert (compiled - eager).abs().max() < 1e-6

@@ -78,8 +78,9 @@ elif kind == 'write':
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kind, kv_dtype, D', [
-    ('decode', 'int8', 64), ('decode', 'bfloat16', 64), ('decode', 'float32', 64), ('int8_dot', 'int8', 64), ('decode', 'int8', 16),
-    ('pages', 'int8', 128), ('chunk', 'int8', 64), ('tags', 'int8', 64), ('write', 'int8', 64), ('write', 'bfloat16', 80)])
+    ('decode', 'int8', 64), ('decode', 'bfloat16', 64), ('decode', 'float32', 64), ('int8_dot', 'int8', 64),
+    ('decode', 'int8', 16), ('pages', 'int8', 128), ('chunk', 'int8', 64), ('tags', 'int8', 64), ('write', 'int8', 64),
+    ('write', 'bfloat16', 80)])
 def test_compiles(kind, kv_dtype, D, tmp_path, monkeypatch):
     pytest.importorskip('triton')
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)  # compiled, not interpreted

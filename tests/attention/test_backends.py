@@ -1,0 +1,133 @@
+"""The registry of attention backends: what serves where, what is refused, and that each computes the same."""
+
+import pytest
+import torch
+
+from attention import backends
+from attention.backends import choose, describe
+from attention.causal import causal_attention
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from model import GPT
+from tests.helpers.models import FULL_STACK
+from tests.helpers.reference import dense_attention
+
+CPU, CUDA = torch.device('cpu'), torch.device('cuda')
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """A flash-attn package of a version, whose function notes how it was called."""
+    def install(version):
+        calls = []
+
+        def flash_attn_func(q, k, v, **how):
+            calls.append((q.shape, k.shape, how))
+            return (q, None) if version == 4 else q
+        make = {2: backends._version_2, 4: backends._version_4}[version]
+        monkeypatch.setattr(backends, 'FLASH_ATTN_VERSION', version)
+        monkeypatch.setattr(backends, '_flash_attn', make(flash_attn_func))
+        return calls
+    monkeypatch.setattr(backends, 'FLASH_ATTN_VERSION', 0)
+    return install
+
+
+def test_what_auto_takes(flash):
+    assert (choose('global', 'auto', CPU, torch.float32, 64), choose('local', 'auto', CPU, BF16, 64)) == ('sdpa', 'sdpa')
+    assert (choose('global', 'auto', CUDA, BF16, 64), choose('local', 'auto', CUDA, BF16, 64)) == ('sdpa', 'flex')
+    assert choose('local', 'auto', CUDA, BF16, 64, dropout_p=0.1) == 'sdpa'
+    assert choose('local', 'auto', CUDA, torch.float64, 64) == choose('local', 'auto', CUDA, BF16, 8) == 'sdpa'
+    flash(2)
+    assert (choose('global', 'auto', CUDA, BF16, 64), choose('local', 'auto', CUDA, BF16, 64)) == ('flash_attn', 'flex')
+    assert choose('local', 'auto', CUDA, BF16, 64, dropout_p=0.1) == 'flash_attn'
+    assert choose('global', 'auto', CUDA, torch.float32, 64) == choose('global', 'auto', CUDA, BF16, 512) == 'sdpa'
+    flash(4)
+    assert choose('global', 'auto', CUDA, BF16, 64, dropout_p=0.1) == 'sdpa'
+
+
+@pytest.mark.parametrize('wish, device, dtype, dropout_p, version, why', [
+    ('flex', CPU, BF16, 0.0, 0, "runs on CUDA, not on device='cpu'"), ('flash_attn', CPU, BF16, 0.0, 2, 'runs on CUDA'),
+    ('flex', CUDA, BF16, 0.1, 0, 'no dropout'), ('flex', CUDA, torch.float64, 0.0, 0, 'float64'),
+    ('flash_attn', CUDA, BF16, 0.0, 0, 'pip install flash-attn'), ('flash_attn', CUDA, torch.float32, 0.0, 2, 'dtype float32'),
+    ('flash_attn', CUDA, BF16, 0.1, 4, 'no dropout in version 4'), ('fastest', CPU, BF16, 0.0, 0, "'auto', 'sdpa'")])
+def test_a_wish_that_cannot_be_met_is_an_error(flash, wish, device, dtype, dropout_p, version, why):
+    if version:
+        flash(version)
+    with pytest.raises(UserError, match=f'attention_backend={wish!r}.*{why}'):
+        choose('local', wish, device, dtype, 64, dropout_p)
+
+
+@pytest.mark.parametrize('window', [0, 1, 7, 40, 100])
+@pytest.mark.parametrize('backend', ['auto', 'sdpa', 'math'])
+def test_each_computes_the_same(backend, window):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 40, 8, generator=g, dtype=torch.float64) for h in (6, 2, 2))
+    y = causal_attention(q, k, v, window, backend=backend)
+    assert (y - dense_attention(q, k, v, window)).abs().max() < 1e-12
+
+
+def test_math_in_half_precision_and_with_dropout():
+    q = torch.randn(1, 1, 300, 8, generator=torch.Generator().manual_seed(0))
+    y = causal_attention(q.bfloat16(), q.bfloat16(), q.bfloat16(), backend='math')
+    assert y.dtype == BF16 and (y - dense_attention(*[q.bfloat16()] * 3)).abs().max() < 2e-2
+    torch.manual_seed(0)
+    ones = torch.ones_like(q)
+    kept = causal_attention(ones, ones, ones, 50, dropout_p=0.5, backend='math')[0, 0, 60:, 0]  # of 50 weights of 1/50, doubled
+    assert kept.std() > 0.05 and abs(kept.mean() - 1) < 0.05
+
+
+@pytest.mark.parametrize('version, whole', [(2, (-1, -1)), (4, (None, None))])
+def test_how_the_flash_attn_package_is_called(flash, monkeypatch, version, whole):
+    calls = flash(version)
+    monkeypatch.setattr('attention.causal.choose', lambda *_: 'flash_attn')
+    q, k = torch.randn(2, 6, 40, 16, dtype=BF16), torch.randn(2, 2, 40, 16, dtype=BF16)
+    for window in (0, 8, 64):
+        assert torch.equal(causal_attention(q, k, k, window, backend='flash_attn'), q)
+    assert [(q_shape, k_shape) for q_shape, k_shape, _ in calls] == [((2, 40, 6, 16), (2, 40, 2, 16))] * 3
+    assert [how['window_size'] for *_, how in calls] == [whole, (7, 0), whole] and all(how['causal'] for *_, how in calls)
+
+
+def test_one_that_cannot_be_imported(flash, monkeypatch):
+    flash(2)
+    monkeypatch.setattr(backends, '_flash_attn', None)
+    with pytest.raises(UserError, match='flash-attn package cannot be imported'):
+        backends.load_flash_attn()
+
+
+def test_of_a_model():
+    model = GPT(GPTConfig(**FULL_STACK))
+    assert describe(model, torch.float32, 0.0) == 'attention: global layers sdpa, local layers sdpa'
+    idx = torch.arange(20)[None]
+    expected = model(idx)[0]
+    model.attention_backend = 'math'
+    assert describe(model, torch.float32, 0.0) == 'attention: global layers math, local layers math'
+    assert (model(idx)[0] - expected).abs().max() < 1e-5
+    with pytest.raises(UserError, match="attention_backend='magic'"):
+        model.attention_backend = 'magic'
+    model.attention_backend = 'flex'
+    with pytest.raises(UserError, match='runs on CUDA'):
+        model(idx)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('T, window', [(256, 64), (300, 100), (129, 0), (1000, 37)])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('backend', ['auto', 'sdpa', 'flex', 'flash_attn', 'math'])
+def test_values_and_gradients_on_a_gpu(backend, dtype, T, window):
+    if backends.obstacle(backend, CUDA, dtype, 64, 0.0) and backend != 'auto':
+        pytest.skip(backends.obstacle(backend, CUDA, dtype, 64, 0.0))
+    g = torch.Generator().manual_seed(0)
+    x = [torch.randn(2, h, T, 64, generator=g) for h in (6, 2, 2)]
+    leaves = [a.to('cuda', dtype).requires_grad_() for a in x]
+    exact = [a.detach().cpu().double().requires_grad_() for a in leaves]
+    upstream = torch.randn(2, 6, T, 64, generator=g)
+    if backend == 'flash_attn':
+        backends.load_flash_attn()
+    y, expected = causal_attention(*leaves, window, backend=backend), dense_attention(*exact, window)
+    y.backward(upstream.to('cuda', dtype))
+    expected.backward(upstream.double())
+    bound = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}[dtype]  # float32: FlexAttention may use TF32
+    assert (y.cpu().double() - expected).abs().max() < bound
+    for leaf, want in zip(leaves, exact):
+        assert (leaf.grad.cpu().double() - want.grad).abs().max() < bound * want.grad.abs().max()

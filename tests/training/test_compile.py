@@ -1,0 +1,47 @@
+"""The whole training step is one graph, whatever is computed again, and is not compiled anew from step to step."""
+import pytest
+import torch
+import torch._dynamo
+
+from model import GPT, GPTConfig
+
+CONFIG = dict(block_size=48, vocab_size=78, n_layer=4, n_head=4, n_embd=32, n_kv_head=1, layer_pattern='LLG', kv_share='AAB',
+              share_global_kv=True, window_size=16, pos_embedding='rope', qk_norm=True, bias=False)
+
+
+def train(model, call, steps=3):
+    """Losses and the last gradients of some steps of plain SGD."""
+    losses = []
+    for k in range(steps):
+        x, y = torch.randint(78, (2, 2, 48), generator=torch.Generator().manual_seed(k))
+        model.zero_grad()
+        loss = call(x, y)[1]
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        losses.append(loss.item())
+    return losses, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('autocast', [False, True], ids=['float32', 'bfloat16'])
+@pytest.mark.parametrize('chunked_loss', [False, True], ids=['logits', 'chunks'])
+@pytest.mark.parametrize('policy', ['none', 'selective', 'mlp', 'block', 'sqrt', 'every:3'])
+def test_training_is_one_graph(policy, chunked_loss, autocast, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, 'error_on_recompile', True)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(**CONFIG))
+        model.chunked_loss = chunked_loss
+        model.set_recompute(policy)
+        model.prepare(48)
+        call = torch.compile(model, fullgraph=True, backend='aot_eager') if compiled else model
+        with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+            found.append(train(model, call))
+    (losses, gradients), (expected_losses, expected) = found
+    assert losses == pytest.approx(expected_losses, abs=2e-3 if autocast else 1e-5)
+    bound = max(g.abs().max() for g in expected) * (0.05 if autocast else 1e-4)
+    assert all((g - e).abs().max() < bound for g, e in zip(gradients, expected))
