@@ -30,6 +30,7 @@ from benchmarks.setting import (
 from benchmarks.traffic import kv_read_per_step, weight_read_bytes
 from config.errors import UserError
 from config.sizes import parse_bytes
+from inference.captured import captured_decode
 from inference.weights import pack_weights
 from training.device import synchronize
 
@@ -47,11 +48,15 @@ class DecodeRound:
         if self.pack:
             pack_weights(self.model, self.cache.batch_size)  # of the same model another side may have another batch
         self.cache.fill_(self.held)
+        decode = captured_decode(self.model, self.cache)
+        if decode:
+            decode.prepare(self.cache.batch_size)
         tokens = self.first                                                   # (B, 1)
         synchronize(self.model.device)
         start = clock.now()
         for _ in range(self.steps):
-            tokens = self.model(tokens, cache=self.cache)[0][:, -1].argmax(-1, keepdim=True)
+            logits = decode(tokens) if decode else self.model(tokens, cache=self.cache)[0][:, -1]
+            tokens = logits.argmax(-1, keepdim=True)
         synchronize(self.model.device)
         return (clock.now() - start) / self.steps
 

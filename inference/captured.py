@@ -1,16 +1,17 @@
 """One decode step, from tokens to logits, captured as a CUDA graph and replayed: a small model's step is otherwise bound by
 the time that launching its hundred kernels takes.
 
-    decode = CapturedDecode(model, cache)
-    logits = decode(tokens, lengths)        # (n, 1) ids, tokens that each row holds -> (n, V); nothing waits for the device
+    decode = captured_decode(model, cache) or plain
+    logits = decode(tokens)                 # (n, 1) ids, one for each of the first n rows -> (n, V); nothing waits for the device
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is on the device
 (`kv.static`): nothing is captured or compiled anew as they grow. On other devices the same step is simply called.
 """
+import weakref
+
 import torch
 
 from attention.kernels import usable
-from config.errors import UserError
 from kv.static import StaticCache
 
 WARM_UP = 3  # calls before the capture: what is compiled, allocated or looked up once must not happen in it
@@ -19,6 +20,19 @@ WARM_UP = 3  # calls before the capture: what is compiled, allocated or looked u
 def suits_capture(model) -> bool:
     """Whether captured decode is the fast way here: on CUDA, with the Triton kernels."""
     return model.device.type == 'cuda' and usable(model.device) and model.lm_head.weight.dtype != torch.float64
+
+
+_of_caches = weakref.WeakKeyDictionary()  # cache -> its CapturedDecode: graphs are worth keeping as long as the storage lives
+
+
+def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
+    """The captured decode of this cache, made once; None where it would not be the fast way."""
+    if not suits_capture(model):
+        return None
+    found = _of_caches.get(cache)
+    if found is None or found.model is not model or found.compiled != compiled:
+        found = _of_caches[cache] = CapturedDecode(model, cache, compiled)
+    return found
 
 
 class CapturedDecode:
@@ -36,23 +50,22 @@ class CapturedDecode:
         self._pool = None  # memory that all graphs share: one runs at a time
 
     @torch.inference_mode()
-    def __call__(self, tokens: torch.Tensor, lengths: list[int | None]) -> torch.Tensor:
-        """Append tokens (n, 1) to rows 0 .. n - 1, which hold `lengths` tokens (None: takes no part, its logits mean nothing).
+    def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
+        """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the others' logits mean nothing.
 
         Returns:
             (n, V) logits, overwritten by the next call.
         Raises:
-            UserError: a row that is full, or that holds another number of tokens.
+            UserError: a row that is full.
         """
-        n, held = len(lengths), self.cache.lengths.tolist()
-        for row, length in enumerate(lengths):
-            if length is not None and length != held[row]:
-                raise UserError(f'row {row} holds {held[row]} tokens, not {length}')
+        n = len(tokens)
+        rows = [row for row in range(n) if lens is None or lens[row]]
+        held = self.cache.lengths.tolist()
         step = self._step_for(n)
-        step.static.set(lengths)
+        step.static.set([held[row] if lens is None or lens[row] else None for row in range(n)])
         step.tokens[:n].copy_(tokens, non_blocking=True)
         logits = step.run()
-        self.cache.advance([row for row, length in enumerate(lengths) if length is not None])
+        self.cache.advance(rows)
         return logits[:n]
 
     def prepare(self, *sizes: int) -> None:

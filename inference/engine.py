@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from config.errors import UserError
+from inference.captured import captured_decode
 from inference.params import Completion, SamplingParams, TokenLogprob, shown
 from inference.sampler import SampleRow, sample_rows
 from inference.scheduler import Request, Scheduler
@@ -94,14 +95,15 @@ class Engine:
         prefill_chunk: most prompt tokens that are computed between two decode steps.
         pack: on a CPU in float32, keep a second copy of the weights that larger batches read faster
             (`inference.weights.pack_weights`).
+        captured: on CUDA, decode steps are replayed from graphs (`inference.captured`).
         tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None = token ids only.
     Raises:
         UserError: sizes below 1, a budget that cannot hold one page beside the rings, what `new_cache` refuses.
     """
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *, kv_budget: int = 0,
-                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, tokenizer=None,
-                 scheduler=Scheduler):
+                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, captured: bool = True,
+                 tokenizer=None, scheduler=Scheduler):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, page_size={page_size}: '
                             'must be at least 1')
@@ -112,6 +114,7 @@ class Engine:
         self.scheduler = scheduler(self.cache, prefill_chunk)
         if pack:
             pack_weights(model, max_batch_size)
+        self.captured = captured_decode(model, self.cache) if captured else None
         self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by their number
         self._undelivered: list[Event] = []          # the next step gives them
         self._inboxes: dict[int, deque[Event]] = {}  # of requests that a stream awaits, by their number
@@ -267,15 +270,21 @@ class Engine:
     def _decode(self, decoding, events):
         """Rows that prefill in between take part without a token: so the rows are one slice."""
         by_row = {request.row: (request, n) for request, n in decoding}
-        rows = range(max(by_row) + 1)
-        self._forward([by_row.get(row, (None, 0)) for row in rows], list(rows), events)
+        parts = [by_row.get(row, (None, 0)) for row in range(max(by_row) + 1)]
+        if not self.captured:
+            return self._forward(parts, list(range(len(parts))), events)
+        ids = torch.tensor([request.next_tokens(1) if n else [0] for request, n in parts])
+        self._draw(parts, self.captured(ids.to(self.model.device, non_blocking=True), [n for _, n in parts]), events)
 
     def _forward(self, parts, rows, events) -> None:
-        """parts: [(request or None, tokens)] for `rows`; draws a token for each whose tokens are all in the cache then."""
+        """parts: [(request or None, tokens)] for `rows`, which are appended to the cache."""
         width = max(n for _, n in parts)
         ids = [(request.next_tokens(n) if n else []) + [0] * (width - n) for request, n in parts]
         idx = torch.tensor(ids).to(self.model.device, non_blocking=True)
-        logits = self.model(idx, cache=self.cache, lens=[n for _, n in parts], rows=rows)[0][:, -1]
+        self._draw(parts, self.model(idx, cache=self.cache, lens=[n for _, n in parts], rows=rows)[0][:, -1], events)
+
+    def _draw(self, parts, logits, events) -> None:
+        """The tokens of `parts` are in the cache; draws one for each request that lacks no more."""
         drawing = []
         for b, (request, n) in enumerate(parts):
             if n:

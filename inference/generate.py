@@ -3,7 +3,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from config.errors import UserError
+from inference.captured import captured_decode
 from inference.sampler import Sampler
+
+WORTH_CAPTURING = 32  # tokens: the capture takes as long as some dozens of plain steps
 
 
 def cache_length(model, n_prompt: int, max_new_tokens: int) -> int:
@@ -42,11 +45,12 @@ class Generation:
         max_new_tokens: per row.
         cache: an empty cache of B rows and at least `cache_length` positions; made here if None.
         stop_tokens: ids that finish the row they are drawn in.
+        captured: where that is the fast way (on CUDA), steps are replayed from a graph (`inference.captured`).
     Raises:
         UserError: no prompt, one without tokens or with ids outside of the vocabulary, such a stop token.
     """
 
-    def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None, stop_tokens=()):
+    def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None, stop_tokens=(), captured: bool = True):
         self.model, self.sampler, self.max_new_tokens = model.eval(), sampler, max_new_tokens
         self.prompts = [torch.as_tensor(p, dtype=torch.int64, device=model.device) for p in prompts]  # B of (t_b,)
         self.prompt_lens = [p.numel() for p in self.prompts]  # on the host: a step must not wait for the device
@@ -67,6 +71,8 @@ class Generation:
         if cache is None and any(self._fits(n) for n in self.prompt_lens):
             cache = model.new_cache(len(self.prompts), cache_length(model, max(self.prompt_lens), max_new_tokens))
         self.cache = cache
+        worth_it = captured and cache is not None and max_new_tokens >= WORTH_CAPTURING
+        self.decode = captured_decode(model, cache) if worth_it else None
         self.finished = [False] * len(self.prompts)
         self.checked = False
         self.made = []                                                        # one (B, 1) per step
@@ -118,6 +124,8 @@ class Generation:
         """(B, V) after appending the prompts (padded on the right), or each row's last token, to the rows in `cached`."""
         if self.made:
             idx, lens = self.last, [int(c) for c in cached]
+            if self.decode:
+                return self.decode(idx, lens)
         else:
             idx = pad_sequence([p if c else p[:0] for p, c in zip(self.prompts, cached)], batch_first=True)
             lens = [n if c else 0 for n, c in zip(self.prompt_lens, cached)]

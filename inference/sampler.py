@@ -37,9 +37,8 @@ class Sampler:
             return logits.argmax(-1, keepdim=True)
         probs = F.softmax(self._restricted(logits / self.temperature), dim=-1)
         if self.generators is None:
-            return torch.multinomial(probs, num_samples=1)
-        return torch.cat([torch.multinomial(row[None], num_samples=1, generator=g)
-                          for row, g in zip(probs, self.generators, strict=True)])
+            return drawn(probs)
+        return torch.cat([drawn(row[None], g) for row, g in zip(probs, self.generators, strict=True)])
 
     def _restricted(self, logits):
         if self.top_k:
@@ -51,6 +50,19 @@ class Sampler:
             beyond = probs.cumsum(-1) - probs >= self.top_p  # what comes before it has that probability already
             logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
         return logits
+
+
+def drawn(probs: torch.Tensor, generator=None) -> torch.Tensor:
+    """(B, V) probabilities -> (B, 1) ids, as `torch.multinomial`."""
+    if probs.device.type == 'cpu':
+        return torch.multinomial(probs, num_samples=1, generator=generator)
+    return drawn_without_waiting(probs, generator)
+
+
+def drawn_without_waiting(probs: torch.Tensor, generator=None) -> torch.Tensor:
+    """What `torch.multinomial` draws, from the same random numbers, but without its look at the probabilities, for which it
+    waits for the device."""
+    return (probs / torch.empty_like(probs).exponential_(1, generator=generator)).argmax(-1, keepdim=True)
 
 
 def sample_generators(seed: int, first: int, count: int, device: torch.device) -> list[torch.Generator]:

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from inference.sampler import Sampler, sample_generators
+from inference.sampler import Sampler, drawn_without_waiting, sample_generators
 
 CPU = torch.device('cpu')
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
@@ -158,3 +158,12 @@ def test_later_samples_depend_on_seed_and_k_alone():
 @pytest.mark.parametrize('seed', [-1, 0, 2 ** 63, 2 ** 64 - 1, -2 ** 63])
 def test_every_seed_that_torch_takes_works(seed):
     assert len(generators(0, 3, seed)) == 3
+
+
+def test_the_draw_that_does_not_wait_is_multinomials():
+    probs = torch.rand(5, 100, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    for seed in range(20):
+        generators = [torch.Generator().manual_seed(seed) for _ in 'ab']
+        expected = torch.multinomial(probs, num_samples=1, generator=generators[0])
+        assert torch.equal(drawn_without_waiting(probs, generators[1]), expected)
+        assert torch.equal(*(g.get_state() for g in generators))
