@@ -4,7 +4,6 @@ import statistics
 import torch
 
 from benchmarks import clock
-from training.device import synchronize
 
 BUFFER_BYTES = 512 * 2 ** 20  # far more than any cache between memory and processor holds
 PASSES = 3                    # per measurement; their median counts
@@ -48,8 +47,6 @@ class Bandwidth:
 
     def _pass(self, kernel) -> float:
         moved = self.buffer.nbytes * (2 if self.device.type == 'cuda' else 1)
-        synchronize(self.device)
-        start = clock.now()
-        kernel()
-        synchronize(self.device)
-        return moved / (clock.now() - start)
+        with clock.Stopwatch(self.device) as watch:
+            kernel()
+        return moved / watch.seconds

@@ -3,10 +3,37 @@ import statistics
 import sys
 import time
 
+import torch
 from rich.console import Console
 from rich.progress import track
 
+from training.device import synchronize
+
 now = time.perf_counter  # seconds
+
+
+class Stopwatch:
+    """Seconds that a device works on what is done inside of `with`: by CUDA events there, else by the clock."""
+
+    def __init__(self, device):
+        self.device, self.seconds = device, None
+
+    def __enter__(self):
+        synchronize(self.device)
+        self.start = self._stamp()
+        return self
+
+    def __exit__(self, *_):
+        end = self._stamp()
+        synchronize(self.device)
+        self.seconds = self.start.elapsed_time(end) / 1000 if self.device.type == 'cuda' else now() - self.start
+
+    def _stamp(self):
+        if self.device.type != 'cuda':
+            return now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def alternate(sides: dict, rounds: int, title: str) -> dict[str, list]:

@@ -32,14 +32,14 @@ from config.errors import UserError
 from config.sizes import parse_bytes
 from inference.captured import captured_decode
 from inference.weights import pack_weights
-from training.device import synchronize
 
 
 class DecodeRound:
     """Call it for the seconds per token (of all rows together) of one round."""
 
-    def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str, pack: bool):
-        self.model, self.held, self.steps, self.pack = model, held, steps, pack
+    def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str, pack: bool,
+                 compiled: bool = False):
+        self.model, self.held, self.steps, self.pack, self.compiled = model, held, steps, pack, compiled
         self.cache = make_cache(model, batch, max_seq_len, kv_dtype)
         self.first = random_tokens(model, batch, 1)
 
@@ -48,17 +48,15 @@ class DecodeRound:
         if self.pack:
             pack_weights(self.model, self.cache.batch_size)  # of the same model another side may have another batch
         self.cache.fill_(self.held)
-        decode = captured_decode(self.model, self.cache)
+        decode = captured_decode(self.model, self.cache, self.compiled)
         if decode:
             decode.prepare(self.cache.batch_size)
         tokens = self.first                                                   # (B, 1)
-        synchronize(self.model.device)
-        start = clock.now()
-        for _ in range(self.steps):
-            logits = decode(tokens) if decode else self.model(tokens, cache=self.cache)[0][:, -1]
-            tokens = logits.argmax(-1, keepdim=True)
-        synchronize(self.model.device)
-        return (clock.now() - start) / self.steps
+        with clock.Stopwatch(self.model.device) as watch:
+            for _ in range(self.steps):
+                logits = decode(tokens) if decode else self.model(tokens, cache=self.cache)[0][:, -1]
+                tokens = logits.argmax(-1, keepdim=True)
+        return watch.seconds / self.steps
 
 
 def run(s, data_root: Path) -> dict:
@@ -106,7 +104,8 @@ def checked_budget(s, contexts) -> int:
 def measure(models, cell, batches, s, bandwidth, rates) -> dict:
     """Figures of each side and the ratios between them; adds the bandwidths measured meanwhile to `rates`."""
     held, max_seq_len = cell['held'], cell['max_seq_len']
-    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, s.kv_dtype, s.pack)
+    compiled = s.compile and 'compile' in s.given
+    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, s.kv_dtype, s.pack, compiled)
               for name, model in models.items()}
     title = f"context {cell['context']}, batch {' and '.join(map(str, dict.fromkeys(batches.values())))}"
     found = clock.alternate({'bandwidth': bandwidth} | rounds, s.repeats, title)

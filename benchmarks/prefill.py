@@ -18,7 +18,6 @@ from benchmarks.setting import (
     vanilla_config,
 )
 from config.errors import UserError
-from training.device import synchronize
 
 
 class PrefillRound:
@@ -32,13 +31,11 @@ class PrefillRound:
     @torch.inference_mode()
     def __call__(self) -> float:
         self.cache.reset()
-        synchronize(self.model.device)
-        start = clock.now()
-        for piece in self.prompts.split(self.chunk, dim=1):
-            logits = self.model(piece, cache=self.cache)[0]                   # (B, 1, V): of the last token alone
-        logits[:, -1].argmax(-1)
-        synchronize(self.model.device)
-        return clock.now() - start
+        with clock.Stopwatch(self.model.device) as watch:
+            for piece in self.prompts.split(self.chunk, dim=1):
+                logits = self.model(piece, cache=self.cache)[0]               # (B, 1, V): of the last token alone
+            logits[:, -1].argmax(-1)
+        return watch.seconds
 
 
 def run(s, data_root: Path) -> dict:

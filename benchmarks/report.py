@@ -132,6 +132,30 @@ def policies(document) -> list[Grid]:
     return [times, memory]
 
 
+def kernel_grids(document) -> list[Grid]:
+    """Of the GPU kernels."""
+    H, n_kv_head, D = document['heads']
+    found, form = document['rates'], f'{H} query heads over {n_kv_head} of {D}'
+    decode = Grid(f"attention of one token a row, {form}; share of a copy's {found['copy_bytes_per_second'] / 1e9:,.0f} GB/s, "
+                  'error relative to the largest value', ('keys', 'B', 'side', 'us', 'GB/s', 'share, %', 'error'))
+    training = Grid(f"attention of one sequence, {form}, W={document['window_size']}",
+                    ('T', 'side', 'forward, us', 'and backward, us'))
+    write = Grid('QK-norm, RoPE, int8 and write, one token a row', ('B', 'side', 'us'))
+    for cell in document['decode']:
+        for name, side in cell['sides'].items():
+            figures = ('', '', '', side['failed']) if 'failed' in side else (
+                spread(side['ms'], ',.1f', 1000), f"{side['bytes_per_second'] / 1e9:,.0f}", f"{side['share'] * 100:.0f}",
+                f"{side['error']:.0e}")
+            decode.rows.append((f"{cell['context']:,}", f"{cell['batch']:,}", name, *figures))
+    for cell in document['training']:
+        for name, side in cell['sides'].items():
+            figures = [spread(side[key], ',.0f', 1000) for key in ('forward_ms', 'ms') if key in side] or ['', side['failed']]
+            training.rows.append((f"{cell['context']:,}", name, *figures))
+    for cell in document['write']:
+        write.rows += [(f"{cell['batch']:,}", name, spread(side['ms'], ',.1f', 1000)) for name, side in cell['sides'].items()]
+    return [decode, training, write]
+
+
 def decode_grids(document) -> list[Grid]:
     if document['against'] in ('hf', 'nanogpt'):
         return [generations(document)]
@@ -139,11 +163,11 @@ def decode_grids(document) -> list[Grid]:
     return budgeted + [times(document), bytes_read(document)]
 
 
-TRAINING = ('lengths', 'recompute')  # modes
+WITHOUT_CACHE = ('lengths', 'recompute', 'kernels')  # modes
 
 # mode -> document -> its tables
 GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)], 'serve': lambda document: [served(document)],
-         'lengths': lambda document: [trained_lengths(document)], 'recompute': policies}
+         'lengths': lambda document: [trained_lengths(document)], 'recompute': policies, 'kernels': kernel_grids}
 
 
 def heading(document) -> list[str]:
@@ -151,10 +175,10 @@ def heading(document) -> list[str]:
     against = f" against {document['against']}" if document['against'] else ''
     transformers = f", transformers {document['transformers']}" if 'transformers' in document else ''
     steps = f" of {document['steps']} steps" if 'steps' in document else ''
-    kv = '' if document['mode'] in TRAINING else f", K/V {document['kv_dtype']}"
+    kv = '' if document['mode'] in WITHOUT_CACHE else f", K/V {document['kv_dtype']}"
     lines = [f"{document['mode']}{against}; {document['repeats']} rounds{steps}, after one to warm up",
              f"{document['device']}, {document['threads']} threads; {document['processor']}",
-             f"torch {document['torch']}{transformers}; {'arithmetic' if document['mode'] in TRAINING else 'weights'} "
+             f"torch {document['torch']}{transformers}; {'arithmetic' if document['mode'] in WITHOUT_CACHE else 'weights'} "
              f"{document['dtype']}{kv}"]
     lines += [f'{name}: {describe(model)}' for name, model in document['models'].items()]
     if 'bandwidth' in document:

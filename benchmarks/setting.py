@@ -13,6 +13,7 @@ from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import physical_memory
 from data.tokenfiles import read_meta
+from inference.captured import suits_capture
 from inference.weights import compile_for_decode, quantize_weights, weights_dtype
 from model import GPT
 from training.device import device_name, pick_device, pick_dtype
@@ -73,7 +74,7 @@ def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
     """A model with random weights, in eval mode, parameters in the settings' dtype or in another."""
     device = pick_device(s.device)
     model = quantize_weights(GPT(config).to(device, parameters or pick_dtype(s.dtype, device)).eval(), s.weight_dtype)
-    if s.compile and 'compile' in s.given:
+    if s.compile and 'compile' in s.given and not suits_capture(model):  # there the whole step is compiled
         compile_for_decode(model)
     return model
 
@@ -99,13 +100,18 @@ def random_tokens(model, batch: int, t: int) -> torch.Tensor:
 def facts(s, models: dict[str, GPT]) -> dict:
     """What a figure means nothing without: command, hardware, versions, dtypes, the models' shapes."""
     model = next(iter(models.values()))
+    return run_facts(s, model.device) | {
+        'dtype': weights_dtype(model), 'captured': suits_capture(model), 'compile': s.compile and 'compile' in s.given,
+        'pack': s.pack,
+        'kv_dtype': model.resolved_kv_dtype(s.kv_dtype), 'models': {name: shape(m) for name, m in models.items()}}
+
+
+def run_facts(s, device: torch.device) -> dict:
+    """Those that need no model."""
     given = [f'--{name}={getattr(s, name)}' for name in vars(s) if name in s.given and name not in ('save', 'json')]
     return {'mode': s.mode, 'against': s.against, 'command': shlex.join(['python', 'bench.py', *given]),
-            'device': device_name(model.device), 'processor': processor(), 'threads': torch.get_num_threads(),
-            'torch': torch.__version__, 'dtype': weights_dtype(model),
-            'compile': s.compile and 'compile' in s.given, 'pack': s.pack,
-            'kv_dtype': model.resolved_kv_dtype(s.kv_dtype), 'seed': s.seed, 'repeats': s.repeats,
-            'models': {name: shape(m) for name, m in models.items()}}
+            'device': device_name(device), 'processor': processor(), 'threads': torch.get_num_threads(),
+            'torch': torch.__version__, 'seed': s.seed, 'repeats': s.repeats}
 
 
 def shape(model) -> dict:

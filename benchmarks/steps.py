@@ -18,7 +18,7 @@ from benchmarks.setting import (
     vanilla_config,
 )
 from config.errors import UserError
-from training.device import autocast, pick_dtype, synchronize
+from training.device import autocast, pick_dtype
 
 
 def training_models(s, data_root: Path):
@@ -58,14 +58,12 @@ class TrainingSteps:
             model.device.type, enabled=dtype == torch.float16)
 
     def __call__(self) -> float:
-        synchronize(self.model.device)
-        start = clock.now()
-        self.backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        synchronize(self.model.device)
-        return clock.now() - start
+        with clock.Stopwatch(self.model.device) as watch:
+            self.backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+        return watch.seconds
 
     def backward(self) -> None:
         """Forward and backward; gradients are left in the parameters."""

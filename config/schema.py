@@ -142,8 +142,8 @@ KV = _keys(
 BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (forward, backward, update), 'decode' (tokens out of a filled cache), 'prefill' "
      "(a prompt's first token), 'serve' (many requests, continuous batching against static), 'recompute' (training steps by "
-     "policy: time and memory), 'lengths' (training steps by length)",
-     ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths')),
+     "policy: time and memory), 'lengths' (training steps by length), 'kernels' (on CUDA: attention and the K/V write alone)",
+     ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels')),
     ('against', '', "mode decode: also time, in turns, 'vanilla' (GPT-2's memory in the same shape, in our code; modes "
      "prefill, recompute and lengths too), 'hf' (transformers' generate) or 'nanogpt' (its generate), the last two with the "
      "same vanilla weights",
@@ -163,6 +163,7 @@ BENCH = _keys(
     ('policies', 'none,selective,mlp,block,sqrt', 'mode recompute: the policies to compare, after none'),
     ('recompute', 'none', 'mode lengths: the policy, as in train.py'),
     ('chunked_loss', True, 'mode lengths: the loss a chunk at a time'),
+    ('tune', False, 'mode kernels: other layouts of the decode kernel too'),
     ('nanogpt', '', 'mode decode against nanogpt: folder of a nanoGPT checkout'),
     ('save', '', 'also write the JSON document to this file'),
     ('batch_size', 12, 'mode train: sequences in a step'),

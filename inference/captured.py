@@ -2,7 +2,7 @@
 the time that launching its hundred kernels takes.
 
     decode = captured_decode(model, cache) or plain
-    logits = decode(tokens)                 # (n, 1) ids, one for each of the first n rows -> (n, V); nothing waits for the device
+    logits = decode(tokens)                 # (n, 1) ids for the first n rows -> (n, V); nothing waits for the device
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is on the device
 (`kv.static`): nothing is captured or compiled anew as they grow. On other devices the same step is simply called.

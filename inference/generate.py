@@ -50,7 +50,8 @@ class Generation:
         UserError: no prompt, one without tokens or with ids outside of the vocabulary, such a stop token.
     """
 
-    def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None, stop_tokens=(), captured: bool = True):
+    def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None, stop_tokens=(),
+                 captured: bool = True):
         self.model, self.sampler, self.max_new_tokens = model.eval(), sampler, max_new_tokens
         self.prompts = [torch.as_tensor(p, dtype=torch.int64, device=model.device) for p in prompts]  # B of (t_b,)
         self.prompt_lens = [p.numel() for p in self.prompts]  # on the host: a step must not wait for the device

@@ -10,6 +10,7 @@ of a block are the query heads of one K/V head times the new tokens, in any rati
 Letters: B rows, H query heads, Hkv K/V heads, G = H / Hkv, t new tokens, R = G * t, S keys, D head_dim.
 """
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,6 +24,21 @@ MAX_ROWS = 64          # of a block of queries; where R is more, several program
 MIN_SPLIT = 128        # keys: shorter parts cost more than they bring
 PROGRAMS_PER_SM = 4    # what the splits aim at
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a launch is laid out; none of it changes what is computed. `bench.py --mode=kernels` compares some.
+
+    block_n: keys taken at a time; 0 = 64, or 32 for heads over 128. n_splits: parts of a row's keys; 0 = as many as fill the
+    device. int8_dot: with int8 keys, round q to int8 too and multiply integers (values are multiplied in float16 all the
+    same): the one that changes results, by about what rounding the keys did.
+    """
+    block_n: int = 0
+    n_splits: int = 0
+    num_warps: int = 4
+    num_stages: int = 3
+    int8_dot: bool = False
 
 
 @triton.jit(do_not_specialize=['S', 'R', 'n_splits', 'window', 'table_width'])
@@ -148,7 +164,7 @@ def splits(n_programs: int, S: int, device: torch.device) -> int:
 
 
 def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, table=None, q_pos=None, k_pos=None, window: int = 0,
-                     n_splits: int = 0, int8_dot: bool = False) -> torch.Tensor:
+                     tuning: Tuning = Tuning()) -> torch.Tensor:  # noqa: B008 (frozen)
     """Attention of t new tokens over K and V as they are stored. Which keys a query sees is said in one of three ways:
 
         (nothing)      keys are in order and the last t are the queries' own; at t = 1 all are seen, in any order
@@ -161,8 +177,6 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
         k, v: (B, Hkv, S, D), and where that is int8 their scales (B, Hkv, S, 1). With `table` (B, n) int32 they are pools of
             pages (n_pages, Hkv, page_size, D), of which row b holds table[b] in order; give `seen` then.
         window: keys that a query sees, itself included; 0 = no limit. Not with `seen` at t = 1, where all that is given counts.
-        n_splits: parts of a row's keys; 0 = as many as fill the device.
-        int8_dot: with int8 keys, round q to int8 too and multiply integers (the values are still multiplied in float16).
     Returns:
         (B, H, t, D).
     Raises:
@@ -175,14 +189,15 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k[0].dtype == torch.float64:
         raise ValueError(f'q of {q.dtype} and K of {k[0].dtype}: the kernel takes float32, bfloat16 and float16, K also int8')
     block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(R)))
-    block_n = 64 if D <= 128 else 32
+    block_n = tuning.block_n or (64 if D <= 128 else 32)
     n_blocks = triton.cdiv(R, block_m)
-    n_splits = n_splits or splits(B * n_kv_head * n_blocks, S, q.device)
+    n_splits = tuning.n_splits or splits(B * n_kv_head * n_blocks, S, q.device)
     part = out if n_splits == 1 else rows.new_empty(B * n_kv_head, n_splits, R, D, dtype=torch.float32)
     lse = rows.new_empty(B * n_kv_head, n_splits, R, dtype=torch.float32)
     qk, pv, precision = _arithmetic(q.dtype, k[0].dtype)
     tagged = k_pos is not None
     place = (q_pos.contiguous(), k_pos.contiguous()) if tagged else (None, None)
+    int8_dot = tuning.int8_dot and scales
     block_d = max(32 if int8_dot else 16, triton.next_power_of_2(D))
     _split[(n_blocks * n_splits * B * n_kv_head,)](
         rows, k[0], v[0], *((k[1], v[1]) if scales else (None, None)), seen, table, *place, part, lse,
@@ -190,7 +205,7 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
         *k[0].stride(), *v[0].stride()[:3], *(k[1].stride()[:3] if scales else (0, 0, 0)),
         D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, SCALES=scales, COUNTED=seen is not None,
         PAGED=table is not None, TAGGED=tagged, ORDERED=tagged or t > 1, WINDOWED=window > 0 and (tagged or t > 1),
-        INT8_DOT=int8_dot and scales, QK=qk, PV=pv, PRECISION=precision, num_warps=4, num_stages=3)
+        INT8_DOT=int8_dot, QK=qk, PV=pv, PRECISION=precision, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
     if n_splits > 1:
         _join[(B * n_kv_head * R,)](part, lse, out, R, n_splits, D=D, BLOCK_D=block_d,
                                     BLOCK_S=triton.next_power_of_2(n_splits), num_warps=1)

@@ -59,15 +59,16 @@ store = KVStore(B, HKV, S, D, kv_dtype, dtype, torch.device('cpu'))
 store.k = store._allocate((B, HKV, S), D, False)  # as on a GPU
 q, numbers = torch.zeros(B, H, 1, D, dtype=dtype), torch.zeros(B, 1, dtype=torch.int64)
 if kind == 'decode':
-    decode.stored_attention(q, store.k, store.v, seen=numbers[:, 0], n_splits=4)
+    decode.stored_attention(q, store.k, store.v, seen=numbers[:, 0], tuning=decode.Tuning(n_splits=4))
 elif kind == 'int8_dot':
-    decode.stored_attention(q, store.k, store.v, seen=numbers[:, 0], n_splits=4, int8_dot=True)
+    decode.stored_attention(q, store.k, store.v, seen=numbers[:, 0], tuning=decode.Tuning(n_splits=4, int8_dot=True))
 elif kind == 'pages':
-    decode.stored_attention(q, store.k, store.v, seen=numbers[:, 0], table=numbers.int(), n_splits=1)
+    decode.stored_attention(q, store.k, store.v, seen=numbers[:, 0], table=numbers.int(), tuning=decode.Tuning(n_splits=1))
 elif kind == 'chunk':
-    decode.stored_attention(q.expand(B, H, 5, D), store.k, store.v, window=7, n_splits=2)
+    decode.stored_attention(q.expand(B, H, 5, D), store.k, store.v, window=7, tuning=decode.Tuning(n_splits=2))
 elif kind == 'tags':
-    decode.stored_attention(q, store.k, store.v, q_pos=numbers, k_pos=numbers.expand(B, S), window=7, n_splits=2)
+    decode.stored_attention(q, store.k, store.v, q_pos=numbers, k_pos=numbers.expand(B, S), window=7,
+                            tuning=decode.Tuning(n_splits=2))
 elif kind == 'write':
     norm, table = torch.nn.RMSNorm(D, eps=1e-6, dtype=dtype), torch.zeros(B, 1, 1, D)
     qkv.write_qkv(torch.zeros(B, 1, H + 2 * HKV, D, dtype=dtype), H, norm, norm, (table, table),

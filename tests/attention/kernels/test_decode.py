@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from attention.kernels.decode import splits, stored_attention
+from attention.kernels.decode import Tuning, splits, stored_attention
 from kv.quant import dequantize_int8, quantize_int8
 
 # what half-precision weights and outputs may cost; in float32 nothing but the order of sums
@@ -44,7 +44,7 @@ def test_one_token_over_all_keys(device, H, n_kv_head, kv_dtype):
     v, v64 = stored((2, n_kv_head, 71, 16), kv_dtype, device, 2)
     expected = dense(q_cpu, k64, v64, torch.ones(2, 1, 71, dtype=torch.bool))
     for n_splits in (1, 3):
-        assert off(stored_attention(q, k, v, n_splits=n_splits), expected) < 2e-5
+        assert off(stored_attention(q, k, v, tuning=Tuning(n_splits=n_splits)), expected) < 2e-5
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
@@ -53,7 +53,7 @@ def test_half_precision(device, dtype, kv_dtype):
     q, q_cpu = queries(2, 6, 1, 64, dtype, device)
     k, k64 = stored((2, 2, 200, 64), kv_dtype or dtype, device, 1)
     v, v64 = stored((2, 2, 200, 64), kv_dtype or dtype, device, 2)
-    y = stored_attention(q, k, v, n_splits=2)
+    y = stored_attention(q, k, v, tuning=Tuning(n_splits=2))
     assert y.dtype == dtype
     assert off(y, dense(q_cpu, k64, v64, torch.ones(2, 1, 200, dtype=torch.bool))) < TOLERANCE[dtype]
 
@@ -82,7 +82,7 @@ def test_rows_of_different_lengths(device, kv_dtype):
             x[-1][b, :, n:] = torch.nan  # the scales, where it is int8
     seen = torch.arange(40) < lengths[:, None, None]
     for n_splits in (1, 4):
-        y = stored_attention(q, k, v, seen=lengths.to(device, torch.int32), n_splits=n_splits)
+        y = stored_attention(q, k, v, seen=lengths.to(device, torch.int32), tuning=Tuning(n_splits=n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
         assert not y[1].any()
 
@@ -97,7 +97,7 @@ def test_chunks_in_order(device, t, window, H, n_kv_head):
     back = torch.arange(40 - t, 40)[:, None] - torch.arange(40)
     seen = (back >= 0) & (back < (window or 99))
     for n_splits in (1, 2) if t < 40 else (1,):  # the interpreter takes a second for each 100 rows to be joined
-        y = stored_attention(q, k, v, window=window, n_splits=n_splits)
+        y = stored_attention(q, k, v, window=window, tuning=Tuning(n_splits=n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen.expand(2, t, 40))) < 2e-5
 
 
@@ -108,7 +108,7 @@ def test_chunks_of_different_lengths(device):
     k, k64 = stored((3, 2, 34, 16), torch.float32, device, 1)
     v, v64 = stored((3, 2, 34, 16), torch.float32, device, 2)
     seen = torch.arange(34) <= (held[:, None] + torch.arange(t))[..., None]
-    y = stored_attention(q, k, v, seen=(held + t).to(device), n_splits=2)
+    y = stored_attention(q, k, v, seen=(held + t).to(device), tuning=Tuning(n_splits=2))
     expected = dense(q_cpu, k64, v64, seen)
     assert off(y[:2], expected[:2]) < 2e-5
     assert off(y[2, :, :2], expected[2, :, :2]) < 2e-5
@@ -144,7 +144,8 @@ def test_pages(device, t, page_size, kv_dtype):
     k64, v64 = (x[table].transpose(1, 2).flatten(2, 3) for x in (k64, v64))              # (B, Hkv, n_pages * page_size, D)
     seen = torch.arange(k64.size(2)) <= (lengths[:, None] - t + torch.arange(t))[..., None]
     for n_splits in (1, 3):
-        y = stored_attention(q, k, v, table=table.to(device, torch.int32), seen=lengths.to(device), n_splits=n_splits)
+        y = stored_attention(q, k, v, table=table.to(device, torch.int32), seen=lengths.to(device),
+                             tuning=Tuning(n_splits=n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
 
 
@@ -162,7 +163,7 @@ def test_storage_in_any_layout(device):
     q, q_cpu = queries(2, 4, 1, 16, torch.float32, device)
     k = torch.randn(3, 2, 16, 60).transpose(2, 3)[1:, :, 10:50]
     v = torch.randn(3, 2, 60, 16)[1:, :, 10:50]
-    y = stored_attention(q, (k.to(device),), (v.to(device),), n_splits=2)
+    y = stored_attention(q, (k.to(device),), (v.to(device),), tuning=Tuning(n_splits=2))
     assert off(y, dense(q_cpu, k.double(), v.double(), torch.ones(2, 1, 40, dtype=torch.bool))) < 2e-5
 
 
@@ -174,7 +175,7 @@ def test_int8_products(device):
     everything = torch.ones(2, 1, 300, dtype=torch.bool)
     scale = q_cpu.abs().amax(-1, keepdim=True) / 127  # in float32, while those of `quantize_int8` are float16
     of_rounded = dense((q_cpu / scale).round() * scale.double(), k64, v64, everything)
-    y = stored_attention(q, k, v, int8_dot=True, n_splits=2)
+    y = stored_attention(q, k, v, tuning=Tuning(n_splits=2, int8_dot=True))
     assert off(y, of_rounded) < 2e-5
     assert 1e-5 < off(y, dense(q_cpu, k64, v64, everything)) < 1e-2
 

@@ -1,0 +1,187 @@
+"""--mode=kernels: attention of decode steps, attention of training, and the K/V write, each alone, on CUDA.
+
+Triton's own clock times them (CUDA events, the L2 cache emptied before every call), and what they reach is held against
+what the device does in the same run: bytes per second of a device-to-device copy, FLOP/s of a large bfloat16 product.
+Results are compared with attention in float64 before anything is timed.
+
+    batch_sizes, contexts   decode: rows, and keys that each holds; training: sequences are as long as the contexts
+    n_head, n_kv_head, head_dim, window_size, dtype: as in the config
+"""
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from attention.backends import obstacle
+from attention.causal import causal_attention
+from attention.heads import fold_heads, unfold_heads
+from attention.kernels import usable
+from attention.qk import norm_and_rotate
+from attention.rope import RotaryTable
+from benchmarks import clock
+from benchmarks.report import show
+from benchmarks.setting import at_least, numbers, run_facts
+from config.errors import UserError
+from kv.store import KVStore, Target
+from kv.view import decode
+from training.device import pick_device, pick_dtype
+
+PRODUCT = 8192         # rows and columns of the bfloat16 product
+CHECKED_ROWS = 2       # of a batch, compared with float64
+MOST_BYTES = 8 * 2 ** 30
+TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k) for n in (32, 64, 128) for w in (2, 4, 8) for k in (2, 3, 4)]
+
+
+def milliseconds(call, device, grad_to_none=None) -> dict:
+    """Median, min and max over the calls of about a tenth of a second."""
+    if device.type != 'cuda':  # where the kernels are interpreted there is nothing to be timed: to try the mode out
+        start = clock.now()
+        call()
+        return clock.summary([1000 * (clock.now() - start)])
+    from triton.testing import do_bench
+    each = do_bench(call, grad_to_none=grad_to_none, return_mode='all')
+    return {name: value for name, value in clock.summary(each).items() if name != 'each'}
+
+
+def run(s, data_root: Path) -> dict:
+    """All tables, printed; returns what --json prints."""
+    device = pick_device(s.device)
+    if not usable(device):
+        raise UserError(f"mode='kernels' times the Triton kernels: it needs CUDA and the triton package (device={s.device!r})")
+    at_least(s, repeats=1)
+    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
+    dtype = pick_dtype(s.dtype, device)
+    head_dim, n_kv_head = s.head_dim or s.n_embd // s.n_head, s.n_kv_head or s.n_head
+    torch.manual_seed(s.seed)
+    import triton
+    document = run_facts(s, device) | {
+        'triton': triton.__version__, 'dtype': str(dtype).removeprefix('torch.'), 'models': {},
+        'heads': [s.n_head, n_kv_head, head_dim], 'window_size': s.window_size, 'rates': rates(device, dtype)}
+    shape = s.n_head, n_kv_head, head_dim, dtype, device
+    document['decode'] = [decode_cell(shape, batch, context, s.tune, document['rates'])
+                          for context in contexts for batch in batches]
+    document['training'] = [training_cell(shape, context, s.window_size) for context in contexts]
+    document['write'] = [write_cell(shape, batch) for batch in batches]
+    show(document)
+    return document
+
+
+def rates(device, dtype) -> dict:
+    """Bytes per second (read and written) of a copy, FLOP/s of a product in `dtype`."""
+    n, side = (2 ** 28, PRODUCT) if device.type == 'cuda' else (2 ** 16, 64)
+    source = torch.randn(n, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in 'ab')
+    copy, product = milliseconds(lambda: target.copy_(source), device), milliseconds(lambda: a @ b, device)
+    return {'copy_bytes_per_second': 2 * source.nbytes / copy['median'] * 1000,
+            'product_flops': 2 * side ** 3 / product['median'] * 1000}
+
+
+# -- decode: one token a row over stored keys -------------------------------------------------------------------------
+
+def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> dict:
+    """Every way to attend over `context` keys of `batch` rows: time, bytes per second, error."""
+    from attention.kernels.decode import Tuning, stored_attention
+    H, n_kv_head, D, dtype, device = shape
+    if batch * n_kv_head * context * D * dtype.itemsize * 2 > MOST_BYTES:
+        return {'context': context, 'batch': batch, 'sides': {}}
+    q = torch.randn(batch, 1, H, D, device=device, dtype=dtype).transpose(1, 2)
+    stores = {name: KVStore(batch, n_kv_head, context, D, kind, dtype, device)
+              for name, kind in (('int8', torch.int8), ('plain', dtype))}
+    for store in stores.values():
+        store.fill_random_()
+    int8, plain = ((store.k, store.v) for store in stores.values())
+    sides = {'kernel, int8': (lambda: stored_attention(q, *int8), 'int8'),
+             'kernel, int8 products': (lambda: stored_attention(q, *int8, tuning=Tuning(int8_dot=True)), 'int8'),
+             'kernel': (lambda: stored_attention(q, *plain), 'plain')}
+    k, v = plain[0][0], plain[1][0]
+    sides['SDPA'] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=H != n_kv_head), 'plain'
+    sides['SDPA, heads folded'] = lambda: F.scaled_dot_product_attention(fold_heads(q, n_kv_head), k, v), 'plain'
+    if device.type == 'cuda':
+        flex = torch.compile(torch.nn.attention.flex_attention.flex_attention, dynamic=False)
+        sides['FlexAttention'] = lambda: flex(q, k, v, enable_gqa=H != n_kv_head), 'plain'
+    if tune:
+        for how in TUNINGS:
+            name = 'int8, ' + ' '.join(f'{key}={value}' for key, value in how.items())
+            sides[name] = (lambda how=how: stored_attention(q, *int8, tuning=Tuning(**how)), 'int8')
+    found = {name: attempt(call, device, q, stores[kind], device_rates) for name, (call, kind) in sides.items()}
+    return {'context': context, 'batch': batch, 'sides': found}
+
+
+def attempt(call, device, q, store, device_rates) -> dict:
+    """Time and error of one way, or why it cannot be."""
+    try:
+        with torch.inference_mode():
+            y = call()
+            error = decode_error(y, q, store)
+            ms = milliseconds(call, device)
+    except Exception as e:  # one layout that does not fit must not end the run
+        return {'failed': f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'}
+    rate = store.nbytes / ms['median'] * 1000
+    return {'ms': ms, 'bytes': store.nbytes, 'bytes_per_second': rate, 'share': rate / device_rates['copy_bytes_per_second'],
+            'error': error}
+
+
+def decode_error(y, q, store) -> float:
+    """Largest difference from attention in float64 over the same stored values, relative to its largest value."""
+    n = CHECKED_ROWS
+    k, v = (decode(tuple(x[:n] for x in kv), torch.float64) for kv in (store.k, store.v))
+    rows = fold_heads(q[:n].double(), k.size(1))
+    exact = unfold_heads((rows @ k.transpose(2, 3) * q.size(-1) ** -0.5).softmax(-1) @ v, q.size(1))
+    return ((y[:n].reshape_as(exact).double() - exact).abs().max() / exact.abs().max()).item()
+
+
+# -- training: whole sequences, forward and backward ------------------------------------------------------------------
+
+def training_cell(shape, T: int, window: int) -> dict:
+    """Local attention by each backend, and full causal attention, forward and backward, batch 1."""
+    H, n_kv_head, D, dtype, device = shape
+    leaves = [torch.randn(1, h, T, D, device=device, dtype=dtype, requires_grad=True) for h in (H, n_kv_head, n_kv_head)]
+    upstream, sides = torch.randn(1, H, T, D, device=device, dtype=dtype), {}
+    for name in ('sdpa', 'flex', 'flash_attn'):
+        for w in dict.fromkeys((0, window if window < T else 0)):
+            if obstacle(name, device, dtype, D, 0.0):
+                continue
+            sides[f"{name}, {f'W={w}' if w else 'full'}"] = training_times(name, leaves, w, upstream)
+    return {'context': T, 'sides': sides}
+
+
+def training_times(backend, leaves, window, upstream) -> dict:
+    if backend == 'flash_attn':
+        from attention.backends import load_flash_attn
+        load_flash_attn()
+
+    def both():
+        causal_attention(*leaves, window, backend=backend).backward(upstream)
+
+    def forward():
+        with torch.no_grad():
+            causal_attention(*leaves, window, backend=backend)
+    try:
+        device = upstream.device
+        return {'forward_ms': milliseconds(forward, device), 'ms': milliseconds(both, device, grad_to_none=leaves)}
+    except Exception as e:
+        return {'failed': f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'}
+
+
+# -- the write: QK-norm, RoPE, int8 and the store ---------------------------------------------------------------------
+
+def write_cell(shape, batch: int) -> dict:
+    """One decode step's queries and K/V of one layer, by the kernel and by plain torch."""
+    from attention.kernels.qkv import write_qkv
+    H, n_kv_head, D, dtype, device = shape
+    qkv = torch.randn(batch, 1, H + 2 * n_kv_head, D, device=device, dtype=dtype)
+    norms = [torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype) for _ in 'qk']
+    positions = torch.arange(batch, device=device)[:, None]
+    rope = RotaryTable(D, 10000.0).at(positions, max(256, batch), dtype)
+    store = KVStore(batch, n_kv_head, 64, D, torch.int8, dtype, device)
+    target = Target(store.k, store.v, positions, positions % 64)
+
+    def plain():
+        q, k, v = qkv.transpose(1, 2).split([H, n_kv_head, n_kv_head], dim=1)
+        norm_and_rotate(q, norms[0], rope)
+        store.put(target, *store.encode(norm_and_rotate(k, norms[1], rope), v), own_rows=True)
+    with torch.inference_mode():
+        return {'batch': batch, 'sides': {
+            'kernel': {'ms': milliseconds(lambda: write_qkv(qkv, H, *norms, rope, target), device)},
+            'plain torch': {'ms': milliseconds(plain, device)}}}
