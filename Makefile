@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow data kv recall compare quantization bench-cpu ablate ablate-smoke soak nanogpt clean
+.PHONY: help demo test test-slow data kv recall compare quantization bench-cpu ablate ablate-smoke soak nanogpt gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -66,6 +66,9 @@ soak: $(VENV)/.installed  ## training killed 20 times at any moment, against tra
 
 nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
 	$(BIN)/python scripts/nanogpt_parity.py $(NANOGPT)
+
+gpu-check: $(VENV)/.installed-test  ## check and measure everything on a CUDA GPU (make gpu-check PART=tests|kernels|decode|train|ablate)
+	PYTHON=$(BIN)/python scripts/gpu_check.sh --part=$(PART)
 
 clean:  ## remove the environment and what training wrote
 	rm -rf $(VENV) out-mqa-local

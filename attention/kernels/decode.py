@@ -153,6 +153,7 @@ def _arithmetic(q: torch.dtype, stored: torch.dtype) -> tuple:
     return kind, tl.float16 if stored == torch.int8 else kind, None        # all of int8 fits into float16
 
 
+@torch.compiler.assume_constant_result  # where a step is compiled, a number and no call
 @functools.cache
 def _n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == 'cuda' else 1
