@@ -78,15 +78,15 @@ def _compiled_flex_attention():
     return torch.compile(flex_attention)
 
 
-def flex_local_attention(q, k, v, window: int, compiled: bool = True) -> torch.Tensor:
+def flex_local_attention(q, k, v, window: int, compiled: bool = True, kernel_options=None) -> torch.Tensor:
     """Sliding-window self-attention by FlexAttention (CUDA; no dropout there). Shapes as in `causal_attention`.
 
     `compiled=False` runs FlexAttention's eager form, which is how this path is tested on a CPU (forward only: it has
-    no backward there in torch 2.11 to 2.15).
+    no backward there in torch 2.11 to 2.15). kernel_options: FlexAttention's own, as {'BACKEND': 'FLASH'}.
     """
     if compiled and not torch.compiler.is_compiling():
         flex = _compiled_flex_attention()
     else:  # where the whole model is being compiled, this is compiled with it
         from torch.nn.attention.flex_attention import flex_attention as flex
     mask = block_mask(q.size(2), window, q.device)
-    return flex(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))
+    return flex(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1), kernel_options=kernel_options)

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from attention.backends import obstacle
+from attention.backends import load_flash_attn, obstacle
 from attention.causal import causal_attention
 from attention.heads import fold_heads, unfold_heads
 from attention.kernels import usable
+from attention.local import flex_local_attention
 from attention.qk import norm_and_rotate
 from attention.rope import RotaryTable
 from benchmarks import clock
@@ -29,6 +30,7 @@ from training.device import pick_device, pick_dtype
 PRODUCT = 8192         # rows and columns of the bfloat16 product
 CHECKED_ROWS = 2       # of a batch, compared with float64
 MOST_BYTES = 8 * 2 ** 30
+FLASH = {'BACKEND': 'FLASH'}
 TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k) for n in (32, 64, 128) for w in (2, 4, 8) for k in (2, 3, 4)]
 
 
@@ -143,21 +145,26 @@ def training_cell(shape, T: int, window: int) -> dict:
             if obstacle(name, device, dtype, D, 0.0):
                 continue
             sides[f"{name}, {f'W={w}' if w else 'full'}"] = training_times(name, leaves, w, upstream)
+    if device.type == 'cuda' and 0 < window < T:  # experimental, with flash-attn-4: fails where that is not installed
+        sides[f'flex with its FLASH backend, W={window}'] = training_times('flex', leaves, window, upstream, FLASH)
     return {'context': T, 'sides': sides}
 
 
-def training_times(backend, leaves, window, upstream) -> dict:
-    if backend == 'flash_attn':
-        from attention.backends import load_flash_attn
-        load_flash_attn()
+def training_times(backend, leaves, window, upstream, kernel_options=None) -> dict:
+    def attend():
+        if kernel_options:
+            return flex_local_attention(*leaves, window, kernel_options=kernel_options)
+        return causal_attention(*leaves, window, backend=backend)
 
     def both():
-        causal_attention(*leaves, window, backend=backend).backward(upstream)
+        attend().backward(upstream)
 
     def forward():
         with torch.no_grad():
-            causal_attention(*leaves, window, backend=backend)
+            attend()
     try:
+        if backend == 'flash_attn':
+            load_flash_attn()
         device = upstream.device
         return {'forward_ms': milliseconds(forward, device), 'ms': milliseconds(both, device, grad_to_none=leaves)}
     except Exception as e:

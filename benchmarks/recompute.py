@@ -38,6 +38,15 @@ class Policy:
         return measure_memory(self.steps.model, self.steps.batch, autocast=self.steps.autocast,
                               optimizer=self.steps.optimizer).as_dict()
 
+    def allocated_peak(self) -> int | None:
+        """Most bytes of a step by the CUDA allocator's own count; None on other devices."""
+        if self.steps.model.device.type != 'cuda':
+            return None
+        self.choose()
+        torch.cuda.reset_peak_memory_stats(self.steps.model.device)
+        self.steps()
+        return torch.cuda.max_memory_allocated(self.steps.model.device)
+
     def gradients(self) -> list[torch.Tensor]:
         self.choose()
         self.steps.backward()
@@ -68,7 +77,7 @@ def measure(model_name, model, names, batch, context, s) -> dict:
     off = {name: difference(policy.gradients(), truth) for name, policy in policies.items()}
     del truth
     found = clock.alternate(policies, s.repeats, f'{model_name}: sequences of {context}, batch {batch}')
-    held = {name: policy.memory() for name, policy in policies.items()}
+    held = {name: policy.memory() | {'allocated_peak': policy.allocated_peak()} for name, policy in policies.items()}
     sides = {name: {'batch': batch, 'step_ms': clock.summary(1000 * x for x in seconds),
                     'tokens_per_second': clock.summary(batch * context / x for x in seconds), 'memory': held[name],
                     'gradient_difference': off[name],

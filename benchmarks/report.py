@@ -119,8 +119,10 @@ def policies(document) -> list[Grid]:
     cell_of = ('model', 'T', 'B', 'policy')
     times = Grid("a training step by recomputation policy, median (min-max); 'time, x' is that of 'none'",
                  (*cell_of, 'step, ms', 'tokens/s', 'time, x'), left=('model', 'policy'))
-    memory = Grid("MB that it holds; 'saved' is of the activations of 'none'; gradients against those of 'none'",
-                  (*cell_of, 'activations', 'saved, %', 'logits, loss', 'peak', 'gradients off by'), left=('model', 'policy'))
+    memory = Grid("MB that it holds; 'saved' is of the activations of 'none', 'allocator' the peak on CUDA; gradients against "
+                  "those of 'none'",
+                  (*cell_of, 'activations', 'saved, %', 'logits, loss', 'peak', 'allocator', 'gradients off by'),
+                  left=('model', 'policy'))
     for cell, name, side in each_side(document):
         of, held = (cell['model'], f"{cell['context']:,}", f"{side['batch']:,}", name), side['memory']
         ratio = cell['ratios']['step_time'].get(name)
@@ -128,6 +130,7 @@ def policies(document) -> list[Grid]:
                            spread(ratio, '.2f') if ratio else ''))
         memory.rows.append((*of, f"{held['activations'] / 1e6:,.0f}", f"{100 * side['activations_saved']:.1f}",
                             f"{held['loss_peak'] / 1e6:,.0f}", f"{held['peak'] / 1e6:,.0f}",
+                            f"{held['allocated_peak'] / 1e6:,.0f}" if held.get('allocated_peak') else '-',
                             f"{side['gradient_difference']:.0e}"))
     return [times, memory]
 

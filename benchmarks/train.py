@@ -1,7 +1,8 @@
 """--mode=train: a step is forward, backward and AdamW update of one batch, without dropout.
 
-10 steps warm up, then 20 are on the clock. MFU is nanoGPT's (every query sees every key, against an A100's 312 TFLOP/s);
-the line below it counts what the model asks for (`training/flops.py`).
+10 steps warm up, then 20 are on the clock; with against='nanogpt' as many of nanoGPT's own model, 4 at a time in turns. MFU
+is nanoGPT's (every query sees every key, against an A100's 312 TFLOP/s); the line below it counts what the model asks for
+(`training/flops.py`).
 """
 import statistics
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
 
+from benchmarks import clock
+from benchmarks.engines import check_vanilla, nanogpt
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
@@ -20,7 +23,7 @@ from training.batches import TokenBatches
 from training.device import autocast, device_name, pick_device, pick_dtype, synchronize
 from training.flops import achieved
 
-BURN_IN, TIMED = 10, 20
+BURN_IN, TIMED, IN_TURN = 10, 20, 4
 TRACES = Path('bench_log')  # in the working directory
 
 
@@ -36,9 +39,12 @@ def prepared(dataset: str, data_root: Path) -> Path:
 
 
 class TrainStep:
-    """One step of training, ready to be called: a model in the settings' shape, its optimizer and its batches."""
+    """One step of training, ready to be called: a model in the settings' shape, its optimizer and its batches.
 
-    def __init__(self, s, data_root: Path):
+    theirs: the model is nanoGPT's own, from its checkout, with the same weights.
+    """
+
+    def __init__(self, s, data_root: Path, theirs: bool = False):
         self.device = pick_device(s.device)
         self.dtype = pick_dtype(s.dtype, self.device)
         torch.manual_seed(s.seed)
@@ -46,7 +52,11 @@ class TrainStep:
         folder = prepared(s.dataset, data_root) if s.real_data else data_root / s.dataset
         vocab_size = (read_meta(folder) or {'vocab_size': 50304})['vocab_size']
         shape = {key.name: getattr(s, key.name) for key in MODEL} | {'dropout': 0.0}  # as in nanoGPT
-        self.model = GPT(GPTConfig(vocab_size=vocab_size, **shape)).to(self.device)
+        self.model = GPT(GPTConfig(vocab_size=vocab_size, **shape))
+        if theirs:
+            check_vanilla(self.model.config, 'nanogpt')
+            self.model = nanogpt(self.model, s.nanogpt).train()
+        self.model.to(self.device)
         if s.real_data:
             self.next_batch = TokenBatches(folder, s.block_size, s.batch_size, self.device).next
         else:
@@ -57,7 +67,8 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         if s.compile:
             print('Compiling model...')
-            self.model.prepare(s.block_size)
+            if not theirs:
+                self.model.prepare(s.block_size)
         self.compiled = torch.compile(self.model) if s.compile else self.model
         self.batch = self.next_batch()
 
@@ -84,6 +95,26 @@ def run_steps(step, n: int) -> list[float]:
     return [after - before for before, after in zip(stamps, stamps[1:])]
 
 
+def in_turns(ours, theirs) -> tuple[list[float], list[float]]:
+    """Seconds of TIMED steps of each, IN_TURN at a time."""
+    run_steps(theirs, BURN_IN)
+    found = [], []
+    for _ in range(TIMED // IN_TURN):
+        for step, seconds in zip((ours, theirs), found):
+            seconds += run_steps(step, IN_TURN)
+    return found
+
+
+def compared(ours, theirs, s) -> dict:
+    """How many times nanoGPT's tokens per second ours makes: the median over the turns, with the smallest and the largest."""
+    turns = [slice(k, k + IN_TURN) for k in range(0, TIMED, IN_TURN)]
+    ratio = clock.summary(sum(theirs[turn]) / sum(ours[turn]) for turn in turns)
+    rate = s.batch_size * s.block_size / statistics.mean(theirs)
+    print(f"nanoGPT: {1000 * statistics.mean(theirs):.4f}ms, {rate:,.0f} tokens/s; ours makes {ratio['median']:.2f} times its "
+          f"tokens/s ({ratio['min']:.2f}-{ratio['max']:.2f})")
+    return {'against': s.against, 'nanogpt_tokens_per_second': rate, 'faster': ratio}
+
+
 def profile(step) -> None:
     """nanoGPT's schedule: 5 steps unobserved, 5 to warm the profiler up, 5 recorded. Leaves a trace and prints a table."""
     try:
@@ -104,8 +135,8 @@ def profile(step) -> None:
 
 def run(s, data_root: Path) -> dict:
     """Time (or profile) training steps; returns what --json prints."""
-    if s.against:
-        raise UserError(f"against={s.against!r}: mode='train' is compared with nothing; leave it out")
+    if s.against not in ('', 'nanogpt') or (s.against and s.profile):
+        raise UserError(f"against={s.against!r}: mode='train' is compared with 'nanogpt' alone, and not under the profiler")
     if s.batch_size < 1:
         raise UserError(f'batch_size={s.batch_size}: must be at least 1')
     step = TrainStep(s, data_root)
@@ -118,7 +149,11 @@ def run(s, data_root: Path) -> dict:
         profile(step)
         return figures | {'trace': str(TRACES)}
     run_steps(step, BURN_IN)
-    seconds = run_steps(step, TIMED)
+    if s.against:
+        seconds, theirs = in_turns(step, TrainStep(s, data_root, theirs=True))
+        figures |= compared(seconds, theirs, s)
+    else:
+        seconds = run_steps(step, TIMED)
     mean = statistics.mean(seconds)
     mfu, tflops = model.estimate_mfu(s.batch_size, mean), achieved(model, s.batch_size, mean)
     rate = s.batch_size * s.block_size / mean

@@ -146,7 +146,7 @@ BENCH = _keys(
      ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels')),
     ('against', '', "mode decode: also time, in turns, 'vanilla' (GPT-2's memory in the same shape, in our code; modes "
      "prefill, recompute and lengths too), 'hf' (transformers' generate) or 'nanogpt' (its generate), the last two with the "
-     "same vanilla weights",
+     "same vanilla weights; mode train: 'nanogpt'",
      ('', 'vanilla', 'hf', 'nanogpt')),
     ('batch_sizes', '1', "all modes but train: sequences at once, a list as '1,4,16'"),
     ('contexts', '512', "all modes but train: tokens held when the first timed token is made, as '1024,4096'; "
@@ -164,7 +164,7 @@ BENCH = _keys(
     ('recompute', 'none', 'mode lengths: the policy, as in train.py'),
     ('chunked_loss', True, 'mode lengths: the loss a chunk at a time'),
     ('tune', False, 'mode kernels: other layouts of the decode kernel too'),
-    ('nanogpt', '', 'mode decode against nanogpt: folder of a nanoGPT checkout'),
+    ('nanogpt', '', 'modes decode and train against nanogpt: folder of a nanoGPT checkout'),
     ('save', '', 'also write the JSON document to this file'),
     ('batch_size', 12, 'mode train: sequences in a step'),
     ('real_data', True, 'mode train: windows of the data set; False: one fixed random batch'),

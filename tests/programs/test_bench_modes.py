@@ -153,6 +153,18 @@ def test_against_nanogpt(capsys, tmp_path):
     assert not any('says something' in line for line in lines)
 
 
+def test_training_against_nanogpt(capsys, tmp_path):
+    (tmp_path / 'nano').mkdir()
+    (tmp_path / 'nano' / 'model.py').write_text(NANOGPT)
+    found, lines = run_bench(capsys, VANILLA, mode='train', against='nanogpt', nanogpt='nano', batch_size=2)
+    assert sum(line.startswith('19/20') or line.startswith('3/4 ') for line in lines) == 10  # five turns of each
+    assert found['faster']['min'] <= found['faster']['median'] <= found['faster']['max'] and 'times its tokens/s' in lines[-3]
+    with pytest.raises(UserError, match="against='vanilla'.*mode='train' is compared with 'nanogpt' alone"):
+        bench.main(flags(VANILLA | dict(mode='train', against='vanilla')))
+    with pytest.raises(UserError, match='qk_norm=True'):
+        bench.main(flags(VANILLA | dict(mode='train', against='nanogpt', nanogpt='nano', qk_norm=True)))
+
+
 def test_saved_files_become_the_page(capsys, tmp_path):
     runs = dict(decode=dict(mode='decode', against='vanilla'), budget=dict(mode='decode', budget='50kB'),
                 prompts=dict(mode='prefill'))
