@@ -17,7 +17,9 @@ checkpoint_interval = 200
 log_interval = 10
 
 seeds = '1'
-rows = {**_small.rows, '+ GQA': dict(n_kv_head=3), '+ window': dict(layer_pattern='LLLLLG', window_size=256)}
+rows = {name: change for name, change in _small.rows.items() if change != _small.rows['+ wider heads and MLP']}
+rows['+ window'] = dict(layer_pattern='LLLLLG', window_size=256)
+rows |= {'+ wider MLP': dict(mlp_hidden='match'), '+ int8 KV': rows.pop('+ int8 KV')}  # heads of 64 are wide enough
 
 eval_windows = 512
 contexts = '1024,4096,16384,32768'
