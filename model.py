@@ -202,7 +202,8 @@ class GPT(nn.Module):
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # https://paperswithcode.com/method/weight-tying
         theta = {LOCAL: config.rope_theta, GLOBAL: config.rope_theta_global or config.rope_theta}
-        self.rotary = {kind: RotaryTable(self.plan.head_dim, base) for kind, base in theta.items()} if rope else None
+        tables = {base: RotaryTable(self.plan.head_dim, base) for base in theta.values()}
+        self.rotary = {kind: tables[base] for kind, base in theta.items()} if rope else None
 
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections are scaled down, per the GPT-2 paper
@@ -324,9 +325,9 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx)  # (B, t, C)
         if self.rotary is not None:
             dtype = self.lm_head.weight.dtype
-            rope = {kind: table(start, end, idx.device, dtype) if positions is None else table.at(positions, end, dtype)
-                    for kind, table in self.rotary.items()}
-            return self.transformer.drop(x), rope
+            made = {table: table(start, end, idx.device, dtype) if positions is None else table.at(positions, end, dtype)
+                    for table in self.rotary.values()}
+            return self.transformer.drop(x), {kind: made[table] for kind, table in self.rotary.items()}
         if end > self.config.block_size and (step is None or step.uniform):
             raise UserError(f'a sequence of {end} tokens is longer than block_size={self.config.block_size}, '
                             "for which pos_embedding='learned' has positions")

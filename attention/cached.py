@@ -35,7 +35,8 @@ def cached_attention(q, view: KVView, window: int = 0) -> torch.Tensor:
     t, S = q.size(2), view.k[0].size(2)
     in_order = view.k_pos is None and view.seen is None and t > 1
     if in_order and S == t:
-        return causal_attention(q, *view.decoded(q.dtype), window)
+        # exact blocks where there is a window: prompts have every length, for each of which FlexAttention would make a mask
+        return causal_attention(q, *view.decoded(q.dtype), window, backend='sdpa')
     if suits_kernel(q, view):
         return kernel_attention(q, view, window)
     if view.table is not None:

@@ -153,6 +153,6 @@ def figures(runs, side, n_tokens: int, rows: int) -> dict:
 
 def same_texts(model, prompts, ours, theirs, name) -> dict:
     """How many requests have equal tokens; see `generation.same_tokens` for where they may differ."""
-    equal = [same_tokens(model, *(torch.tensor([x]) for x in three), name)['rows_equal']
+    equal = [same_tokens(model, *(torch.tensor([x], device=model.device) for x in three), name)['rows_equal']
              for three in zip(prompts, ours, theirs, strict=True)]
     return {'rows_equal': sum(equal), 'rows': len(equal)}

@@ -7,12 +7,12 @@ dataset = 'text'
 
 batch_size = 32
 gradient_accumulation_steps = 1       # 32,768 tokens an iteration
-max_iters = 300
-lr_decay_iters = 300
-warmup_iters = 30
+max_iters = 200
+lr_decay_iters = 200
+warmup_iters = 20
 learning_rate = 1e-3
 min_lr = 1e-4
-eval_interval = 150
+eval_interval = 100
 eval_iters = 10
 log_interval = 10
 
@@ -26,6 +26,6 @@ rows = {
 }
 baseline = '+ RoPE, qk_norm'
 
-eval_windows = 128
+eval_windows = 32
 contexts = '1024,8192'
 batch_sizes = '1,64'

@@ -7,11 +7,12 @@ the time that launching its hundred kernels takes.
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is on the device
 (`kv.static`): nothing is captured or compiled anew as they grow. On other devices the same step is simply called.
 """
-import weakref
+import gc
 
 import torch
 
 from attention.kernels import usable
+from kv.paged import PagedKVCache
 from kv.static import StaticCache
 
 WARM_UP = 3  # calls before the capture: what is compiled, allocated or looked up once must not happen in it
@@ -22,16 +23,20 @@ def suits_capture(model) -> bool:
     return model.device.type == 'cuda' and usable(model.device) and model.lm_head.weight.dtype != torch.float64
 
 
-_of_caches = weakref.WeakKeyDictionary()  # cache -> its CapturedDecode: graphs are worth keeping as long as the storage lives
+def can_be_captured(model, cache) -> bool:
+    """Not where pages are written by plain torch (K and V rounded to int8 but stored otherwise, an odd head_dim), which asks
+    the device how many there are."""
+    rounds_only = model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
+    return not isinstance(cache, PagedKVCache) or not (rounds_only or model.plan.head_dim % 2)
 
 
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
-    """The captured decode of this cache, made once; None where it would not be the fast way."""
-    if not suits_capture(model):
+    """The captured decode of this cache, made once and kept with it; None where it would not be the fast way, or cannot be."""
+    if not suits_capture(model) or not can_be_captured(model, cache):
         return None
-    found = _of_caches.get(cache)
+    found = getattr(cache, 'captured', None)
     if found is None or found.model is not model or found.compiled != compiled:
-        found = _of_caches[cache] = CapturedDecode(model, cache, compiled)
+        found = cache.captured = CapturedDecode(model, cache, compiled)
     return found
 
 
@@ -108,6 +113,7 @@ class _Step:
         torch.cuda.current_stream().wait_stream(side)
         # the graph has the addresses of these: a table that grows is another tensor
         self.kept = [dict(table._tables) for table in (self.model.rotary or {}).values()]
+        gc.collect()  # an old graph must not be destroyed while another is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self.logits = self.call(self.tokens)

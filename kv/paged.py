@@ -71,10 +71,10 @@ class PagedSlot(KVStore):
         return torch.tensor(ids, dtype=torch.int64, device=self.device), positions % size, rows, tokens
 
     def _table(self, step) -> torch.Tensor:
-        """(B, n) int32: the pages of the step's rows, filled up with 0."""
+        """(B, n) int32: the pages of the step's rows, filled up with -1."""
         rows = [self.table.rows[row] for row in step.rows]
         width = max(1, *map(len, rows))
-        return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32, device=self.device)
+        return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32, device=self.device)
 
     def _gather(self, step, n: int):
         """K, V of the step's rows at positions 0 .. n - 1, as stored; a copy."""

@@ -61,7 +61,7 @@ class StaticCache:
         self.positions.copy_(_on_host(held, torch.int64, self.positions)[:, None], non_blocking=True)
         if self.table is not None and self._table_of != self.cache.table.version:
             width = self.table.size(1)
-            pages = [(row + [0] * width)[:width] for row in self.cache.table.rows[:self.batch_size]]
+            pages = [(row + [-1] * width)[:width] for row in self.cache.table.rows[:self.batch_size]]
             self.table.copy_(_on_host(pages, torch.int32, self.table), non_blocking=True)
             self._table_of = self.cache.table.version
 

@@ -60,7 +60,7 @@ class KVView:
         seen           (B,): the same of the first seen[b] of row b, so that its token j stands at seen[b] - t + j
         q_pos, k_pos   (B, t) and (B, S): the position of each query and key, negative for a key that is not there
         pages          those of a list of pages of the pools (t = 1)
-    table: (B, n) int32, with `seen`: k and v are pools, and row b's keys lie in the pages table[b], in order.
+    table: (B, n) int32, with `seen`: k and v are pools, and row b's keys lie in the pages table[b], in order; -1 = none.
     memo: shared by all slots of this kind in the step, for what attention makes from the tags (masks).
     """
     k: Encoded
@@ -77,9 +77,11 @@ class KVView:
         return self.k[0].dtype == dtype
 
     def gathered(self) -> 'KVView':
-        """The same with the pages of `table` copied together, (B, Hkv, n * page_size, D), as they are stored."""
+        """The same with the pages of `table` copied together, (B, Hkv, n * page_size, D), as they are stored; zeros where a row
+        has no page."""
         def gather(x):
-            return x[self.table.long()].transpose(1, 2).flatten(2, 3)
+            pages = x[self.table.clamp(min=0).long()]                          # (B, n, Hkv, page_size, D)
+            return pages.masked_fill((self.table < 0)[..., None, None, None], 0).transpose(1, 2).flatten(2, 3)
         return replace(self, k=tuple(map(gather, self.k)), v=tuple(map(gather, self.v)), table=None)
 
     def decoded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,12 +30,12 @@ BENCH = {
         'decode-b64': f'{FULL} --mode=decode --against=vanilla --batch_sizes=64 --contexts=8192 --steps=32',
         'decode-b64-int8': f'{FULL} --mode=decode --against=vanilla --batch_sizes=64,256 --contexts=8192 --steps=32 '
                            '--kv_dtype=int8',
-        'decode-b1-compiled': f'{FULL} --mode=decode --batch_sizes=1 --contexts=1024 --steps=128 --compile=True',
         'decode-1B': f'{FULL} --mode=decode --n_layer=24 --n_head=16 --n_embd=2048 --mlp_hidden=0 --batch_sizes=1,16 '
                      '--contexts=1024 --steps=64',
         'decode-b16': f'{FULL} --mode=decode --against=vanilla --batch_sizes=16 --contexts=1024,8192,32768 --steps=32',
         'serve': f'{FULL} --mode=serve --batch_sizes=64 --contexts=256 --requests=256',
-        'prefill': f'{FULL} --mode=prefill --against=vanilla --batch_sizes=1,8 --contexts=1024,8192'},
+        'prefill': f'{FULL} --mode=prefill --against=vanilla --batch_sizes=1,8 --contexts=1024,8192',
+        'decode-b1-compiled': f'{FULL} --mode=decode --batch_sizes=1 --contexts=1024 --steps=128 --compile=True'},
     'train': {
         'train-vanilla-1024': '--mode=train --real_data=False --block_size=1024 --batch_size=16',
         'train-full-1024': f'{FULL} --mode=train --real_data=False --block_size=1024 --batch_size=16',
@@ -89,7 +89,11 @@ def versions() -> dict:
     except ImportError:
         found = None
     gpu = torch.cuda.is_available()
-    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    try:
+        git = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True)
+        commit = git.stdout.strip()
+    except OSError:  # no git
+        commit = ''
     return {'python': platform.python_version(), 'torch': torch.__version__, 'triton': found, 'cuda': torch.version.cuda,
             'device': torch.cuda.get_device_name() if gpu else None,
             'capability': '.'.join(map(str, torch.cuda.get_device_capability())) if gpu else None,

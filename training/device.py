@@ -26,6 +26,8 @@ def pick_device(name: str) -> torch.device:
         if device.type == 'meta':
             raise ValueError('it holds no numbers')
         torch.empty(0, device=device)
+        if device.type == 'cuda' and device.index is not None:
+            torch.cuda.set_device(device)  # where kernels are launched and graphs captured
     except (RuntimeError, AssertionError, ValueError) as e:
         usable = ['cpu'] + ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
         raise UserError(f"device={name!r} cannot be used here; usable are 'auto', "

@@ -9,7 +9,6 @@ of a block are the query heads of one K/V head times the new tokens, in any rati
 
 Letters: B rows, H query heads, Hkv K/V heads, G = H / Hkv, t new tokens, R = G * t, S keys, D head_dim.
 """
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +19,10 @@ from attention.heads import fold_heads, unfold_heads
 from attention.kernels import INTERPRETING
 from kv.view import Encoded
 
-MAX_ROWS = 64          # of a block of queries; where R is more, several programs read the same keys
-MIN_SPLIT = 128        # keys: shorter parts cost more than they bring
-PROGRAMS_PER_SM = 4    # what the splits aim at
+MAX_ROWS = 64          # of a block of queries (16 in float32); where R is more, several programs read the same keys
+MIN_SPLIT = 256        # keys: shorter parts cost more than they bring
+MAX_SPLITS = 64        # which `_join` holds at once
+WARPS_PER_SM = 16      # what the splits aim at
 LOG2_E = 1.4426950408889634
 
 
@@ -30,9 +30,9 @@ LOG2_E = 1.4426950408889634
 class Tuning:
     """How a launch is laid out; none of it changes what is computed. `bench.py --mode=kernels` compares some.
 
-    block_n: keys taken at a time; 0 = 64, or 32 for heads over 128. n_splits: parts of a row's keys; 0 = as many as fill the
-    device. int8_dot: with int8 keys, round q to int8 too and multiply integers (values are multiplied in float16 all the
-    same): the one that changes results, by about what rounding the keys did.
+    block_n: keys taken at a time; 0 = 64 (of int8 128, of heads over 128 32), and no more than a page. n_splits: parts of a
+    row's keys; 0 = as many as fill the device. int8_dot: with int8 keys, round q to int8 too and multiply integers (values
+    are multiplied in float16 all the same): the one that changes results, by about what rounding the keys did.
     """
     block_n: int = 0
     n_splits: int = 0
@@ -46,8 +46,9 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
            scale, S, R, T, n_kv_head, n_splits, window, page_size, table_width,
            kb, kh, ks, kd, vb, vh, vs, cb, ch, cs,  # strides of K (rows, heads, keys, D), V and the scales
            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-           SCALES: tl.constexpr, COUNTED: tl.constexpr, PAGED: tl.constexpr, TAGGED: tl.constexpr, ORDERED: tl.constexpr,
-           WINDOWED: tl.constexpr, INT8_DOT: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
+           SCALES: tl.constexpr, COUNTED: tl.constexpr, PAGED: tl.constexpr, ONE_PAGE: tl.constexpr, PAIRS: tl.constexpr,
+           TAGGED: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr, INT8_DOT: tl.constexpr,
+           QK: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
     """One block of query rows over one split of a row's keys. `scale` has log2(e) in it: weights are powers of 2."""
     n_blocks = tl.cdiv(R, BLOCK_M)
     block, rest = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
@@ -59,7 +60,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
     q = tl.load(Q + bh * R * D + r[:, None] * D + d[None, :], mask=of_row[:, None] & of_d[None, :], other=0)
     if INT8_DOT:  # one scale a row, as K has one a key
         q_scale = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1) / 127, 1e-30)
-        q = q.to(tl.float32) / q_scale[:, None]
+        q = tl.math.div_rn(q.to(tl.float32), q_scale[:, None] + tl.zeros_like(q.to(tl.float32)))
         q = ((q + 12582912.0) - 12582912.0).to(tl.int8)  # rounds to the nearest: 1.5 * 2**23 leaves no fraction
     else:
         q = q.to(QK)
@@ -79,9 +80,14 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
     for start in range(lo, hi, BLOCK_N):
         i = start + tl.arange(0, BLOCK_N)
         held = i < hi
-        if PAGED:
-            page = tl.load(TABLE + b * table_width + i // page_size, mask=held, other=0).to(tl.int64)
+        if PAGED and ONE_PAGE:  # blocks begin where pages do, or within one
+            page = tl.load(TABLE + b * table_width + start // page_size).to(tl.int64)
+            place = (start % page_size + tl.arange(0, BLOCK_N)).to(tl.int64)
+            held = held & (page + i >= i)
+        elif PAGED:
+            page = tl.load(TABLE + b * table_width + i // page_size, mask=held, other=-1).to(tl.int64)
             place = (i % page_size).to(tl.int64)
+            held = held & (page >= 0)  # what padding would see behind a row's pages
         else:
             page, place = b, i.to(tl.int64)
         if TAGGED:
@@ -97,8 +103,13 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
             s = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
         else:
             s = tl.dot(q, tl.trans(k.to(QK)), input_precision=PRECISION)
-        if SCALES:
-            s *= tl.load(K_SCALE + from_scale, mask=held, other=0).to(tl.float32)[None, :]
+        if SCALES:  # two at a time, or else the loads are too narrow to run ahead; what is too much is not looked at
+            wanted = held
+            if PAIRS and not TAGGED:
+                wanted = i // 2 * 2 < hi
+                if PAGED:
+                    wanted = wanted & (page + i >= i)
+            s *= tl.load(K_SCALE + from_scale, mask=wanted, other=0).to(tl.float32)[None, :]
         seen = held[None, :]
         if ORDERED:
             back = q_at[:, None] - k_at[None, :]
@@ -115,9 +126,10 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
         acc *= fade[:, None]
         v = tl.load(V + from_v[:, None] + d[None, :], mask=some, other=0)
         if SCALES:  # the weights take the scales, relative to their largest so that half precision can hold them
-            of_v = tl.load(V_SCALE + from_scale, mask=held, other=0).to(tl.float32)
-            largest = tl.maximum(tl.max(of_v, 0), 1e-30)
-            acc += tl.dot((p * (of_v / largest)[None, :]).to(PV), v.to(PV), input_precision=PRECISION) * largest
+            of_v = tl.load(V_SCALE + from_scale, mask=wanted, other=0).to(tl.float32)
+            of_v = tl.where(held, of_v, 0.0)[None, :]
+            largest = tl.maximum(tl.max(of_v, 1), 1e-30)[:, None]
+            acc += tl.dot((p * (of_v / largest)).to(PV), v.to(PV), input_precision=PRECISION) * largest
         else:
             acc += tl.dot(p.to(PV), v.to(PV), input_precision=PRECISION)
         top = new_top
@@ -126,7 +138,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
     y = acc / tl.maximum(total, 1e-30)[:, None]
     part = (bh * n_splits + split) * R
     tl.store(OUT + (part + r[:, None]) * D + d[None, :], y.to(OUT.dtype.element_ty), mask=some)
-    tl.store(LSE + part + r, top + tl.log2(tl.maximum(total, 1e-30)), mask=of_row)
+    lse = tl.where(total == total, top + tl.log2(tl.maximum(total, 1e-30)), float('nan'))  # a maximum may overlook NaN
+    tl.store(LSE + part + r, lse, mask=of_row)
 
 
 @triton.jit
@@ -138,7 +151,7 @@ def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr, B
     lse = tl.load(LSE + at, mask=part < n_splits, other=float('-inf'))
     top = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(top == float('-inf'), 0.0, top))
-    some = (weight > 0)[:, None] & (d < D)[None, :]                        # empty splits: whatever lies there is not looked at
+    some = ((weight > 0) | (weight != weight))[:, None] & (d < D)[None, :]  # of empty splits nothing is looked at
     y = tl.sum(tl.load(PART + at[:, None] * D + d[None, :], mask=some, other=0) * weight[:, None], 0)
     y = y / tl.maximum(tl.sum(weight, 0), 1e-30)
     tl.store(OUT + (bh * R + r) * D + d, y.to(OUT.dtype.element_ty), mask=d < D)
@@ -153,15 +166,23 @@ def _arithmetic(q: torch.dtype, stored: torch.dtype) -> tuple:
     return kind, tl.float16 if stored == torch.int8 else kind, None        # all of int8 fits into float16
 
 
-@torch.compiler.assume_constant_result  # where a step is compiled, a number and no call
-@functools.cache
 def _n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == 'cuda' else 1
 
 
-def splits(n_programs: int, S: int, device: torch.device) -> int:
+def _blocks(R: int, D: int, stored: torch.dtype, precision, page_size: int, tuning: Tuning) -> tuple[int, int]:
+    """Query rows and keys of a block."""
+    most = 16 if precision else MAX_ROWS  # without tensor cores more rows do not fit into registers
+    block_n = tuning.block_n or (32 if D > 128 else 128 if stored == torch.int8 and not precision else 64)
+    if page_size in (16, 32, 64):
+        block_n = min(block_n, page_size)
+    return min(most, max(16, triton.next_power_of_2(R))), block_n
+
+
+def splits(n_programs: int, S: int, num_warps: int, device: torch.device) -> int:
     """Parts of the keys that fill the device, where one part would make `n_programs`; none shorter than MIN_SPLIT."""
-    return max(1, min(PROGRAMS_PER_SM * _n_processors(device) // n_programs, triton.cdiv(S, MIN_SPLIT)))
+    wanted = WARPS_PER_SM // num_warps * _n_processors(device) // n_programs
+    return max(1, min(wanted, triton.cdiv(S, MIN_SPLIT), MAX_SPLITS))
 
 
 def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, table=None, q_pos=None, k_pos=None, window: int = 0,
@@ -189,25 +210,26 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
     R, scales, out = rows.size(2), len(k) == 2, torch.empty_like(rows)
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k[0].dtype == torch.float64:
         raise ValueError(f'q of {q.dtype} and K of {k[0].dtype}: the kernel takes float32, bfloat16 and float16, K also int8')
-    block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(R)))
-    block_n = tuning.block_n or (64 if D <= 128 else 32)
+    qk, pv, precision = _arithmetic(q.dtype, k[0].dtype)
+    page_size = 1 if table is None else k[0].size(2)
+    block_m, block_n = _blocks(R, D, k[0].dtype, precision, page_size if table is not None else 0, tuning)
     n_blocks = triton.cdiv(R, block_m)
-    n_splits = tuning.n_splits or splits(B * n_kv_head * n_blocks, S, q.device)
+    n_splits = tuning.n_splits or splits(B * n_kv_head * n_blocks, S, tuning.num_warps, q.device)
     part = out if n_splits == 1 else rows.new_empty(B * n_kv_head, n_splits, R, D, dtype=torch.float32)
     lse = rows.new_empty(B * n_kv_head, n_splits, R, dtype=torch.float32)
-    qk, pv, precision = _arithmetic(q.dtype, k[0].dtype)
     tagged = k_pos is not None
     place = (q_pos.contiguous(), k_pos.contiguous()) if tagged else (None, None)
     int8_dot = tuning.int8_dot and scales
     block_d = max(32 if int8_dot else 16, triton.next_power_of_2(D))
     _split[(n_blocks * n_splits * B * n_kv_head,)](
         rows, k[0], v[0], *((k[1], v[1]) if scales else (None, None)), seen, table, *place, part, lse,
-        D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, window, k[0].size(2), 0 if table is None else table.size(1),
+        D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, window, page_size, 0 if table is None else table.size(1),
         *k[0].stride(), *v[0].stride()[:3], *(k[1].stride()[:3] if scales else (0, 0, 0)),
         D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, SCALES=scales, COUNTED=seen is not None,
-        PAGED=table is not None, TAGGED=tagged, ORDERED=tagged or t > 1, WINDOWED=window > 0 and (tagged or t > 1),
-        INT8_DOT=int8_dot, QK=qk, PV=pv, PRECISION=precision, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+        PAGED=table is not None, ONE_PAGE=page_size % block_n == 0, PAIRS=scales and k[1].stride(1) % 2 == 0,
+        TAGGED=tagged, ORDERED=tagged or t > 1, WINDOWED=window > 0 and (tagged or t > 1), INT8_DOT=int8_dot,
+        QK=qk, PV=pv, PRECISION=precision, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
     if n_splits > 1:
         _join[(B * n_kv_head * R,)](part, lse, out, R, n_splits, D=D, BLOCK_D=block_d,
-                                    BLOCK_S=triton.next_power_of_2(n_splits), num_warps=1)
+                                    BLOCK_S=triton.next_power_of_2(n_splits), num_warps=4 if n_splits > 8 else 1)
     return unfold_heads(out, H)

@@ -182,11 +182,36 @@ def test_int8_products(device):
 
 def test_no_split_is_short():
     cpu = torch.device('cpu')
-    assert splits(1, 100, cpu) == 1
-    assert splits(1, 10 ** 6, cpu) == 4 and splits(100, 10 ** 6, cpu) == 1
+    assert splits(1, 100, 4, cpu) == 1
+    assert splits(1, 10 ** 6, 4, cpu) == 4 and splits(1, 10 ** 6, 1, cpu) == 16 and splits(100, 10 ** 6, 4, cpu) == 1
 
 
 def test_float64_is_refused(device):
     q = torch.zeros(1, 1, 1, 16, dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match='float64'):
         stored_attention(q, (q,), (q,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_long_chunks_in_half_precision(dtype):
+    """Blocks of 64 query rows, which take other tensor cores than those of 16."""
+    q, q_cpu = queries(2, 12, 64, 64, dtype, 'cuda')
+    k, k64 = stored((2, 1, 300, 64), torch.int8, 'cuda', 1)
+    v, v64 = stored((2, 1, 300, 64), torch.int8, 'cuda', 2)
+    back = torch.arange(300 - 64, 300)[:, None] - torch.arange(300)
+    for window in (0, 50):
+        seen = (back >= 0) & (back < (window or 999))
+        y = stored_attention(q, k, v, window=window)
+        assert off(y, dense(q_cpu, k64, v64, seen.expand(2, 64, 300))) < TOLERANCE[dtype]
+
+
+def test_nan_is_not_lost(device):
+    """A request whose queries are NaN must be seen to be broken, also where its keys are split."""
+    q, _ = queries(2, 4, 1, 16, torch.float32, device)
+    q[1] = torch.nan
+    k, _ = stored((2, 1, 300, 16), torch.int8, device, 1)
+    v, _ = stored((2, 1, 300, 16), torch.int8, device, 2)
+    for n_splits in (1, 2):
+        y = stored_attention(q, k, v, tuning=Tuning(n_splits=n_splits))
+        assert y[1].isnan().all() and y[0].isfinite().all()

@@ -37,14 +37,15 @@ def written(device, dtype, kv_dtype, norm, rope, seed=0):
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8, torch.float16])
 def test_is_what_torch_does(device, norm, rope, kv_dtype):
     q, store, before, (expected, k, v) = written(device, torch.float32, kv_dtype, norm, rope)
-    assert (q - expected).abs().max() < 1e-6
+    assert (q - expected).abs().max() < 2e-6 * expected.abs().max()
     for stored, was, new in zip(store.tensors, before, k + v):
         for b, j in [(0, 0), (0, 1), (2, 0)]:
             was[ROWS[b][j], :, PLACES[b][j]] = new[b, :, j]
         off = (stored.double() - was.double()).abs()
         # to the last bit, but where a sum in another order has moved a value over the edge of two roundings
-        step = {torch.int8: 1, torch.float16: was.double().abs() * 2 ** -10, torch.float32: 1e-6}[stored.dtype]
-        assert (off <= step).all() and (off > 1e-6).float().mean() < 0.02
+        few = 2e-6 * was.double().abs().max().item()
+        step = {torch.int8: 1, torch.float16: was.double().abs() * 2 ** -10, torch.float32: few}[stored.dtype]
+        assert (off <= step).all() and (off > few).float().mean() < 0.02
 
 
 @pytest.mark.gpu
@@ -52,7 +53,7 @@ def test_is_what_torch_does(device, norm, rope, kv_dtype):
 def test_half_precision(dtype):
     """Only on a GPU: the interpreter has no bfloat16."""
     q, store, before, (expected, k, v) = written(torch.device('cuda'), dtype, torch.int8, True, True)
-    assert (q - expected).abs().max() <= expected.abs().max() * 2 ** -7
+    assert (q - expected).abs().max() <= expected.abs().max() * 2 ** -6
     for b, j in [(0, 0), (0, 1), (2, 0)]:
         values, scale = (x[ROWS[b][j], :, PLACES[b][j]].float() for x in store.k)
         assert (values * scale - (k[0] * k[1])[b, :, j]).abs().max() <= 2 * scale.max()
@@ -64,7 +65,7 @@ def test_a_layer_without_k_and_v(device):
     norm = torch.nn.RMSNorm(D, eps=1e-6).to(device)
     with torch.no_grad():
         expected = norm_and_rotate(qkv.transpose(1, 2), norm, rope)
-    assert (write_qkv(qkv, H, norm, None, rope) - expected).abs().max() < 1e-6
+    assert (write_qkv(qkv, H, norm, None, rope) - expected).abs().max() < 2e-6 * expected.abs().max()
     assert torch.equal(write_qkv(qkv, H), qkv.transpose(1, 2))
 
 
