@@ -90,7 +90,7 @@ def training_figures(out_dir: Path, s) -> dict:
 
 
 def recall(model, row, task, rows: int = RECALL_ROWS) -> dict:
-    """Share of the tokens copied right (the likeliest is the one), by distance, through the row's cache."""
+    """Share of the tokens named right (the likeliest is the one), by distance, through the row's cache."""
     logits_of = through_cache(model, model.resolved_kv_dtype(row.kv_dtype), task.block_size // 2, 16)
     accuracy = {}
     for distance in task.distances:

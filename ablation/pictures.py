@@ -217,7 +217,7 @@ def recall(axis, summary, color):
                   marker='o', markersize=4, linestyle=':' if row['side'] else '-')
     if rows:
         axis.set_xlabel('distance, tokens')
-        axis.set_ylabel('copied right, %')
+        axis.set_ylabel('named right, %')
         axis.set_ylim(-3, 103)
         if reach := local_reach(rows):
             axis.axvline(reach, color=color.side, linewidth=1, linestyle='--')

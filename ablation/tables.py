@@ -119,7 +119,7 @@ def recalls(summary: dict) -> Grid | None:
     distances = list(found[0]['recall']['accuracy'])
     of = f" (ladder {summary['recall_ladder']!r})" * bool(summary['recall_ladder'])
     reach = local_reach(found)
-    grid = Grid(f'Recall{of}: tokens copied right from so many positions back, %, mean over seeds (sd); local layers alone '
+    grid = Grid(f'Recall{of}: tokens named right from so many positions back, %, mean over seeds (sd); local layers alone '
                 f'reach {reach}',
                 ('row', *(f'{int(d):,} back' for d in distances), 'seeds'), left=('row',))
     for row in found:

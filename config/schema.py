@@ -65,8 +65,8 @@ TRAIN = RUN + _keys(
     ('wandb_run_name', 'gpt2', 'its run name'),
     ('tensorboard_log', False, 'log to TensorBoard, in out_dir/tensorboard'),
     ('dataset', 'openwebtext', 'folder under data/; prepared on first use where its prepare.py can'),
-    ('recall_task', 'distances=3,16,47', "dataset='recall': how far back to copy from, one marker each, and other fields of "
-     'data/recall/lags.py, as length=40'),
+    ('recall_task', 'distances=3,16,47', "dataset='recall': how far back answers stand, a marker for each, and other fields of "
+     'data/recall/lags.py, as n_tokens=32'),
     ('gradient_accumulation_steps', 5 * 8, 'micro-batches per iteration, all processes together'),
     ('batch_size', 12, 'sequences in a micro-batch'),
 ) + MODEL + _keys(

@@ -1,9 +1,9 @@
-# Copying random tokens from marked distances: whether a model can see that far back (data/recall/lags.py).
+# Looking up random tokens at marked distances: whether a model can see that far back (data/recall/lags.py).
 #   python train.py config/train_recall.py
 #   python ablate.py config/ablate_recall.py       # rows that remember less and less
 out_dir = 'out-recall'
 dataset = 'recall'
-recall_task = 'distances=3,16,47 length=40'
+recall_task = 'distances=3,16,47'
 
 n_layer = 12
 n_head = 4

@@ -6,7 +6,7 @@ import torch
 
 from config.errors import UserError
 from data.datasets import ensure_dataset
-from data.recall.lags import MarkedCopyTask, read_task
+from data.recall.lags import LagTask, read_task
 from data.tokenfiles import open_split, read_meta
 
 RECALL = 'recall'  # the data set whose batches are made by `data.recall`
@@ -72,7 +72,7 @@ class TaskBatches:
     """Sequences of a task of `data.recall`, new ones in every batch; targets are -1 where nothing is asked. Otherwise as
     `TokenBatches`: in order, the same for any number of processes, one ahead, gone on with from a former `state`."""
 
-    def __init__(self, task: MarkedCopyTask, batch_size: int, device: torch.device, generator: torch.Generator,
+    def __init__(self, task: LagTask, batch_size: int, device: torch.device, generator: torch.Generator,
                  rank: int = 0, world_size: int = 1):
         self.task, self.batch_size, self.device, self.generator = task, batch_size, device, generator
         self.rank, self.world_size = rank, world_size

@@ -1,4 +1,4 @@
-"""Copying from marked distances: the task of the recall ladders, quickly learned where the answer can be seen at all."""
+"""Looking up tokens at marked distances: the task of the recall ladders, soon learned where the answer can be seen at all."""
 from dataclasses import dataclass
 
 import numpy as np
@@ -6,75 +6,66 @@ import numpy as np
 from config.errors import UserError
 from data.recall.task import IGNORE
 
+QUERIES = 1 / 3  # share of the positions that ask; the others are what is asked for
+
 
 @dataclass(frozen=True)
-class MarkedCopyTask:
-    """Sequences with a marker and a string of distinct tokens, and both again later; the marker says how much later.
+class LagTask:
+    """Random tokens, and among them queries: each is a marker that says how far back its answer stands.
 
-        x         . . M a b c d . . . . . . . M a b c d .       M one of the markers, . filler
-        y         - - - - - - - - - - - - - - a b c d - -       - is -1: not scored
-        distance                                ^ from the query to the token that answers it, the same for the whole string
+        x         a b c d e P f g Q h        P, Q markers: P asks for the token 3 back, Q for the one 7 back
+        y         - - - - - c - - b -        - is -1: not scored
+        distance            3     7
 
-    One marker for each distance: what is asked is whether the model can see that far, not whether it can search (plain
-    attention learns this task in a few hundred steps, and searching over random distances not in thousands, at this size).
-    Ids: n_tokens string tokens, a marker for each of `distances`, then n_filler fillers.
-    Raises UserError for settings that leave no room.
+    What is asked is whether the model can see that far, not whether it can search: a query knows where its answer stands from
+    itself alone, so that one attention head for each distance is enough, and nothing but the token there tells the answer.
+    (Harder tasks, as copying strings from marked distances or searching for a key, stay out of the reach even of plain
+    attention for a thousand steps and more at the size of these models.)
+    Ids: n_tokens tokens, then a marker for each of `distances`. Raises UserError for settings that leave no room.
     """
 
     block_size: int               # T, positions in a sequence
     distances: tuple[int, ...]    # positions from a query back to its answer
-    n_tokens: int = 64            # alphabet of the strings
-    length: int = 40              # tokens in a string, fewer where the distance is shorter
-    n_filler: int = 16            # alphabet of filler
+    n_tokens: int = 64
 
     @property
     def vocab_size(self) -> int:
-        """String tokens, markers and fillers."""
-        return self.n_tokens + len(self.distances) + self.n_filler
+        """Tokens and markers."""
+        return self.n_tokens + len(self.distances)
 
     def __post_init__(self) -> None:
-        for name in ('block_size', 'n_tokens', 'length', 'n_filler'):
+        for name in ('block_size', 'n_tokens'):
             if getattr(self, name) < 1:
                 raise UserError(f'recall: {name}={getattr(self, name)}; allowed is 1 or more')
         if not self.distances or min(self.distances) < 1 or len(set(self.distances)) < len(self.distances):
             raise UserError(f'recall: distances={self.distances}; needed are one or more different ones, each 1 or more')
-        if self.length > self.n_tokens:
-            raise UserError(f'recall: length={self.length} needs as many different tokens; n_tokens={self.n_tokens}')
-        for distance in self.distances:
-            if self._room(distance) < 1:
-                raise UserError(f'recall: a string of {self._length(distance)} tokens and distance {distance} do not fit into '
-                                f'block_size={self.block_size}')
-
-    def _length(self, distance: int) -> int:
-        return min(self.length, distance)  # the second marker stands behind the first string
-
-    def _room(self, distance: int) -> int:
-        """Positions at which the first marker may stand."""
-        return self.block_size - distance - 1 - self._length(distance)
+        if max(self.distances) >= self.block_size:
+            raise UserError(f'recall: distance {max(self.distances)} does not fit into block_size={self.block_size}')
 
     def batch(self, rng: np.random.Generator, batch_size: int, distance: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw `batch_size` sequences: x, y, distance, each int64 of shape (B, T). distance: of all rows; 0 = any."""
-        B, T = batch_size, self.block_size
-        known = np.array(self.distances)
-        which = rng.integers(len(known), size=B) if not distance else np.full(B, self.distances.index(distance))
-        distances = known[which]
-        lengths = np.minimum(self.length, distances)
-        first = (rng.random(B) * (T - distances - 1 - lengths)).astype(np.int64)
-        strings = rng.random((B, self.n_tokens)).argsort(axis=1)[:, :self.length]                      # distinct in a row
-        tokens = self.n_tokens + len(known) + rng.integers(self.n_filler, size=(B, T + 1))              # T+1: a last answer
-        y = np.full((B, T), IGNORE, dtype=np.int64)
-        back = np.zeros((B, T), dtype=np.int64)
-        row, offset = np.nonzero(np.arange(self.length) < lengths[:, None])  # of every token of every string
-        for marker in (first, first + distances + 1):
-            tokens[np.arange(B), marker] = self.n_tokens + which
-            tokens[row, marker[row] + 1 + offset] = strings[row, offset]
-        asked = (first + distances + 1)[row] + offset  # the position before each copied token
-        y[row, asked], back[row, asked] = strings[row, offset], distances[row]
-        return tokens[:, :T].astype(np.int64), y, back
+        """Draw `batch_size` sequences: x, y, distance (0 = nothing is asked), each int64 of shape (B, T).
+
+        distance: of all queries; 0 = any.
+        """
+        B, T, known = batch_size, self.block_size, np.array(self.distances)
+        asked = rng.random((B, T)) < QUERIES
+        source = np.arange(T)[:, None] - known                                                      # (T, n distances)
+        found = (source >= 0) & ~asked[:, source.clip(0)]                                           # a token stands there
+        if distance:
+            found &= known == distance
+        which = (rng.random(found.shape) * found).argmax(-1)                                        # one of those, at random
+        asked &= found.any(-1)
+        x = rng.integers(self.n_tokens, size=(B, T), dtype=np.int64)
+        y, back = np.full_like(x, IGNORE), np.zeros_like(x)
+        row, at = np.nonzero(asked)
+        back[row, at] = known[which[row, at]]
+        y[row, at] = x[row, at - back[row, at]]
+        x[row, at] = self.n_tokens + which[row, at]
+        return x, y, back
 
 
-def read_task(text: str, block_size: int) -> MarkedCopyTask:
-    """'distances=7,30,100 length=40' -> the task, for sequences of `block_size`.
+def read_task(text: str, block_size: int) -> LagTask:
+    """'distances=7,30,100 n_tokens=32' -> the task, for sequences of `block_size`.
 
     Raises:
         UserError: an unknown name, or something that is no number.
@@ -82,8 +73,8 @@ def read_task(text: str, block_size: int) -> MarkedCopyTask:
     given = {}
     for word in text.split():
         name, _, value = word.partition('=')
-        if name not in ('distances', 'n_tokens', 'length', 'n_filler'):
-            raise UserError(f"recall_task={text!r}: {word!r} is none of distances=7,30 n_tokens=64 length=40 n_filler=16")
+        if name not in ('distances', 'n_tokens'):
+            raise UserError(f"recall_task={text!r}: {word!r} is none of distances=7,30 n_tokens=64")
         try:
             numbers = tuple(int(piece) for piece in value.split(','))
         except ValueError:
@@ -91,4 +82,4 @@ def read_task(text: str, block_size: int) -> MarkedCopyTask:
         given[name] = numbers if name == 'distances' else numbers[0]
     if 'distances' not in given:
         raise UserError(f"recall_task={text!r}: needs distances, as 'distances=7,30,100'")
-    return MarkedCopyTask(block_size, **given)
+    return LagTask(block_size, **given)

@@ -8,7 +8,7 @@ import torch
 from ablation import measure
 from ablation.ladder import read_ladder
 from config.errors import UserError
-from data.recall.lags import MarkedCopyTask
+from data.recall.lags import LagTask
 from data.tokenizer import CharTokenizer
 from kv.cache import KVCache
 from model import GPT
@@ -82,14 +82,14 @@ def test_recall_counts_what_is_asked_alone(ladder, saved, monkeypatch):
     """A model that always names the right token, or never, or at one distance."""
     row = ladder.rows['+ windows']
     model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
-    task = MarkedCopyTask(64, (7, 20))
+    task = LagTask(64, (7, 20))
 
     def oracle(right_at):
         def logits_of(idx):
             out = torch.zeros(*idx.shape, task.vocab_size)
             for distance in task.distances:
                 answer = torch.roll(idx, distance, dims=1)
-                if distance in right_at and all((idx == 64 + task.distances.index(distance)).sum(1) == 2):
+                if distance in right_at and (idx == 64 + task.distances.index(distance)).any(1).all():
                     out.scatter_(2, answer[..., None], 1.0)
             return out
         return lambda *args: logits_of

@@ -79,7 +79,7 @@ def test_a_run_of_the_cpu_goes_on_here(tmp_path):
 
 def test_one_process_under_torchrun(tmp_path, data_root):
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=1', 'train.py',
-               *flags(VANILLA | dict(dataset='recall', recall_task='distances=3 length=4', block_size=20, device='cuda',
+               *flags(VANILLA | dict(dataset='recall', recall_task='distances=3', block_size=20, device='cuda',
                                      out_dir=tmp_path, max_iters=5))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'})
     assert done.returncode == 0, done.stderr
