@@ -13,9 +13,9 @@ gelu = 'tanh'
 
 batch_size = 32
 gradient_accumulation_steps = 1
-max_iters = 1500
-lr_decay_iters = 1500
-warmup_iters = 100
+max_iters = 400
+lr_decay_iters = 400
+warmup_iters = 50
 learning_rate = 2e-3
 min_lr = 2e-4
 beta2 = 0.98
