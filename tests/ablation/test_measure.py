@@ -47,7 +47,7 @@ def test_a_row_is_judged_through_a_cache_of_its_own_storage(ladder, saved):
     half = measure.losses(model, SimpleNamespace(name='x', kv_dtype='bfloat16'), windows(), TOKENIZER)
     assert plain['cache_minus_forward_largest'] < 1e-5
     assert plain['val_loss'] == pytest.approx(plain['val_loss_forward'], abs=1e-6)
-    assert int8['cache_minus_forward_largest'] < 1e-5 and 0 < abs(int8['val_loss'] - plain['val_loss']) < 0.02
+    assert int8['cache_minus_forward_largest'] < measure.AGREE_INT8 and 0 < abs(int8['val_loss'] - plain['val_loss']) < 0.02
     assert 0 < half['cache_minus_forward_largest'] < 0.1  # another storage than the forward pass has: told, not refused
     assert plain['bytes'] == plain['tokens'] == 6 * 64 and len(plain['loss_by_position']) == 64
 

@@ -177,9 +177,11 @@ def test_sample(tmp_path, capsys):
     dict(mode='decode', against='vanilla', contexts='30', batch_sizes='1,3', steps=4), dict(mode='prefill', contexts='30'),
     dict(mode='decode', contexts='30', steps=4, compile=True), dict(mode='decode', contexts='30', steps=4, kv_dtype='int8'),
     dict(mode='serve', contexts='8', batch_sizes='2', requests=4, output_lengths='2,8'), dict(mode='lengths', contexts='32'),
-    dict(mode='recompute', contexts='32', policies='none,block,offload'), dict(mode='train', real_data=False),
+    dict(mode='recompute', contexts='32', policies='none,block,offload'), dict(mode='train', real_data=False, compile=True),
+    dict(mode='train', real_data=False, compile=False, profile=True, device='cuda:0'),
     dict(mode='kernels', contexts='64', batch_sizes='2', window_size=16, tune=True)], ids=lambda s: s['mode'])
-def test_bench(capsys, monkeypatch, settings):
+def test_bench(capsys, monkeypatch, settings, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bandwidth, 'BUFFER_BYTES', 2 ** 24)
     monkeypatch.setattr(kernels, 'TUNINGS', kernels.TUNINGS[:3])
     base = FULL_STACK | BIG | dict(window_size=16)
@@ -187,7 +189,7 @@ def test_bench(capsys, monkeypatch, settings):
                                            'layer_pattern', 'kv_share', 'share_global_kv', 'pos_embedding', 'qk_norm')}
     bench.main(flags(shape | dict(device='cuda', dtype='bfloat16', json=True) | settings))
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert document['device'] == torch.cuda.get_device_name()
+    assert document['device'] == torch.cuda.get_device_name() or 'trace' in document
     if settings['mode'] == 'recompute':
         peaks = {name: side['memory']['allocated_peak'] for name, side in document['cells'][0]['sides'].items()}
         assert peaks['block'] <= peaks['none'] and all(peaks.values())
@@ -195,3 +197,12 @@ def test_bench(capsys, monkeypatch, settings):
         for name, side in document['decode'][0]['sides'].items():
             assert 'failed' in side or side['error'] < 5e-2, name
         assert 'failed' not in document['decode'][0]['sides']['kernel, int8']
+
+
+def test_a_ladder(tmp_path):
+    command = [sys.executable, 'ablate.py', 'config/ablate_smoke.py', f'--folder={tmp_path}', '--device=cuda', '--json=True',
+               '--pictures=False']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])['rows']
+    assert all(row['seeds'] == [1, 2] and not row['failed'] for row in rows)

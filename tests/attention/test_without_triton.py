@@ -1,0 +1,38 @@
+"""Neither Triton nor flash-attn is needed: without them everything imports, and a CPU does what it does with them."""
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = '''
+import importlib, pkgutil, sys
+sys.modules['triton'] = sys.modules['flash_attn'] = None  # importing them is an ImportError now
+import torch
+import ablation, attention, benchmarks, config, data, inference, interop, kv, training
+only_kernels = {'attention.kernels.decode', 'attention.kernels.qkv'}
+for package in (ablation, attention, benchmarks, config, inference, interop, kv, training):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
+        ladders_and_mains = module.name.startswith('config.') or module.name.endswith('__main__')
+        if not ladders_and_mains and module.name not in only_kernels:
+            importlib.import_module(module.name)
+import bench, sample, train, ablate
+from attention.backends import choose
+from attention.kernels import usable
+from inference.engine import Engine
+from inference.params import SamplingParams
+from model import GPT, GPTConfig
+
+cpu, cuda = torch.device('cpu'), torch.device('cuda')
+assert not usable(cpu)
+assert choose('global', 'auto', cuda, torch.bfloat16, 64) == 'sdpa'
+model = GPT(GPTConfig(block_size=32, vocab_size=20, n_layer=2, n_head=2, n_embd=16, layer_pattern='LG', window_size=4,
+                      pos_embedding='rope'))
+model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long))[1].backward()
+print(len(Engine(model, 2, 32, 'int8').generate([[1, 2], [3]], SamplingParams(max_new_tokens=9))[0].tokens))
+'''
+
+
+def test_everything_imports_and_runs():
+    done = subprocess.run([sys.executable, '-c', PROGRAM], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ['9']
