@@ -190,6 +190,7 @@ class GPT(nn.Module):
         self.config = config
         self.plan = plan_kv(config)
         self.recompute, self.chunked_loss = Recompute(), False
+        self.captured = True  # decode steps are replayed as CUDA graphs where they can be (inference/captured.py)
         rope = config.pos_embedding == 'rope'
         # registration order is nanoGPT's: the optimizer state of a checkpoint is indexed by it
         self.transformer = nn.ModuleDict(dict(

@@ -186,6 +186,7 @@ def load_all(s, texts):
     tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size, known)
     first = sample_generators(s.seed, 0, 1, device)
     model = quantize_weights(model.to(device, pick_dtype(s.dtype, device)), s.weight_dtype)
+    model.captured = s.captured
     if s.compile:
         compile_for_decode(model)
     return model, tokenizer, texts, first

@@ -15,6 +15,7 @@ from benchmarks import clock
 from benchmarks.setting import make_cache
 from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS
+from inference.captured import captured_decode
 from inference.weights import pack_weights
 from interop.huggingface import TRANSPOSED
 from kv.plan import plan_kv
@@ -43,6 +44,9 @@ class Ours:
     def __init__(self, model, prompt, steps: int, pack: bool = True):
         self.model, self.prompt, self.steps = model, prompt, steps
         self.cache = make_cache(model, prompt.size(0), prompt.size(1) + steps, 'auto')
+        self.decode = captured_decode(model, self.cache)
+        if self.decode:
+            self.decode.prepare(prompt.size(0))
         if pack:
             pack_weights(model, prompt.size(0))
 
@@ -52,7 +56,9 @@ class Ours:
         synchronize(self.model.device)
         start, stamps, tokens = clock.now(), [], [self.prompt]
         for j in range(self.steps):
-            tokens.append(self.model(tokens[-1], cache=self.cache)[0][:, -1].argmax(-1, keepdim=True))
+            by_graph = self.decode and j > 0
+            logits = self.decode(tokens[-1]) if by_graph else self.model(tokens[-1], cache=self.cache)[0][:, -1]
+            tokens.append(logits.argmax(-1, keepdim=True))
             if j in (0, self.steps - 1):
                 synchronize(self.model.device)
                 stamps.append(clock.now())

@@ -74,6 +74,7 @@ def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
     """A model with random weights, in eval mode, parameters in the settings' dtype or in another."""
     device = pick_device(s.device)
     model = quantize_weights(GPT(config).to(device, parameters or pick_dtype(s.dtype, device)).eval(), s.weight_dtype)
+    model.captured = s.captured
     if s.compile and 'compile' in s.given and not suits_capture(model):  # there the whole step is compiled
         compile_for_decode(model)
     return model

@@ -33,6 +33,7 @@ WEIGHTS = _keys(
     ('weight_dtype', 'auto', "storage of the matrices: 'auto' = dtype, 'int8' = by torchao: less memory, slower on a CPU",
      ('auto', 'int8')),
     ('pack', True, 'on a CPU in float32, with 4 to 64 sequences at once: a second copy of the weights, which decodes faster'),
+    ('captured', True, 'on CUDA: decode steps are captured as CUDA graphs and replayed'),
 )
 RUN = _keys(
     ('out_dir', 'out', 'folder of the checkpoint (ckpt.pt) and metrics.jsonl'),

@@ -19,8 +19,9 @@ WARM_UP = 3  # calls before the capture: what is compiled, allocated or looked u
 
 
 def suits_capture(model) -> bool:
-    """Whether captured decode is the fast way here: on CUDA, with the Triton kernels."""
-    return model.device.type == 'cuda' and usable(model.device) and model.lm_head.weight.dtype != torch.float64
+    """Whether captured decode is the fast way here: on CUDA, with the Triton kernels, unless `model.captured` is False."""
+    return (model.captured and model.device.type == 'cuda' and usable(model.device)
+            and model.lm_head.weight.dtype != torch.float64)
 
 
 def can_be_captured(model, cache) -> bool:

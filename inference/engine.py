@@ -95,15 +95,14 @@ class Engine:
         prefill_chunk: most prompt tokens that are computed between two decode steps.
         pack: on a CPU in float32, keep a second copy of the weights that larger batches read faster
             (`inference.weights.pack_weights`).
-        captured: on CUDA, decode steps are replayed from graphs (`inference.captured`).
         tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None = token ids only.
     Raises:
         UserError: sizes below 1, a budget that cannot hold one page beside the rings, what `new_cache` refuses.
     """
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *, kv_budget: int = 0,
-                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, captured: bool = True,
-                 tokenizer=None, scheduler=Scheduler):
+                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, tokenizer=None,
+                 scheduler=Scheduler):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, page_size={page_size}: '
                             'must be at least 1')
@@ -114,7 +113,7 @@ class Engine:
         self.scheduler = scheduler(self.cache, prefill_chunk)
         if pack:
             pack_weights(model, max_batch_size)
-        self.captured = captured_decode(model, self.cache) if captured else None
+        self.captured = captured_decode(model, self.cache)
         self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by their number
         self._undelivered: list[Event] = []          # the next step gives them
         self._inboxes: dict[int, deque[Event]] = {}  # of requests that a stream awaits, by their number

@@ -45,13 +45,11 @@ class Generation:
         max_new_tokens: per row.
         cache: an empty cache of B rows and at least `cache_length` positions; made here if None.
         stop_tokens: ids that finish the row they are drawn in.
-        captured: where that is the fast way (on CUDA), steps are replayed from a graph (`inference.captured`).
     Raises:
         UserError: no prompt, one without tokens or with ids outside of the vocabulary, such a stop token.
     """
 
-    def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None, stop_tokens=(),
-                 captured: bool = True):
+    def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None, stop_tokens=()):
         self.model, self.sampler, self.max_new_tokens = model.eval(), sampler, max_new_tokens
         self.prompts = [torch.as_tensor(p, dtype=torch.int64, device=model.device) for p in prompts]  # B of (t_b,)
         self.prompt_lens = [p.numel() for p in self.prompts]  # on the host: a step must not wait for the device
@@ -72,7 +70,7 @@ class Generation:
         if cache is None and any(self._fits(n) for n in self.prompt_lens):
             cache = model.new_cache(len(self.prompts), cache_length(model, max(self.prompt_lens), max_new_tokens))
         self.cache = cache
-        worth_it = captured and cache is not None and max_new_tokens >= WORTH_CAPTURING
+        worth_it = cache is not None and max_new_tokens >= WORTH_CAPTURING
         self.decode = captured_decode(model, cache) if worth_it else None
         self.finished = [False] * len(self.prompts)
         self.checked = False

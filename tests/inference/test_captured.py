@@ -144,7 +144,7 @@ def test_a_graph_keeps_what_it_reads():
 @pytest.fixture
 def everywhere(monkeypatch):
     """As if captured decode were the fast way here too: its steps are then simply called."""
-    monkeypatch.setattr('inference.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr('inference.captured.suits_capture', lambda model: model.captured)
 
 
 def test_one_for_each_cache(everywhere):
@@ -167,7 +167,9 @@ def test_what_asks_the_device_is_not_captured(everywhere):
 def test_a_generation_draws_the_same_tokens(name, everywhere):
     model = random_model(GPTConfig(**MODELS[name] | dict(block_size=30)))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    plain, captured = (Generation(model, prompts, 40, Sampler(temperature=0), captured=on) for on in (False, True))
+    captured = Generation(model, prompts, 40, Sampler(temperature=0))
+    model.captured = False
+    plain = Generation(model, prompts, 40, Sampler(temperature=0))
     assert captured.decode and not plain.decode
     captured.finish(1)
     plain.finish(1)
@@ -180,7 +182,8 @@ def test_the_engine_gives_the_same_texts(everywhere):
     params = [SamplingParams(max_new_tokens=5 + 3 * k, temperature=0.8, seed=k) for k in range(9)]
     texts = []
     for on in (False, True):
-        engine = Engine(model, 4, 48, captured=on, page_size=8, prefill_chunk=8, kv_budget=40_000)
+        model.captured = on
+        engine = Engine(model, 4, 48, page_size=8, prefill_chunk=8, kv_budget=40_000)
         texts.append([completion.tokens for completion in engine.generate(prompts, params)])
         assert bool(engine.captured) == on
     assert texts[0] == texts[1]

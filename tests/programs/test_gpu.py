@@ -105,9 +105,10 @@ def test_generations_are_those_of_the_cpu(kv_dtype):
     """In float32 by the kernels and captured steps; the likeliest token leads by far in these models."""
     model, prompts = random_model(GPTConfig(**MODEL), torch.float32), [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
-    def greedy(model, **how):
+    def greedy(model, captured=True):
+        model.captured = captured
         cache = model.new_cache(3, 60, kv_dtype)
-        generation = Generation(model, prompts, 50, Sampler(temperature=0), cache, **how)
+        generation = Generation(model, prompts, 50, Sampler(temperature=0), cache)
         return torch.cat(list(generation), dim=1).cpu(), generation
     expected, _ = greedy(model)
     model.cuda()
