@@ -14,6 +14,8 @@
     python bench.py config/train_gpt2_mqa_local.py --mode=serve --batch_sizes=16 --contexts=64 --requests=64
     python bench.py config/train_gpt2_mqa_local.py --mode=recompute --contexts=1024 --against=vanilla
     python bench.py config/train_gpt2_mqa_local.py --mode=lengths --contexts=1024,8192 --against=vanilla
+    python bench.py --real_data=False --against=nanogpt --nanogpt=FOLDER             # training steps, in turns with nanoGPT's
+    python bench.py config/train_gpt2_mqa_local.py --mode=kernels --batch_sizes=256 --contexts=8192     # on CUDA
     python bench.py --help
 
 train: a step is forward, backward and AdamW update of one batch, without dropout (benchmarks/train.py).
@@ -21,6 +23,7 @@ decode: time per output token (TPOT), greedy, from caches that hold `contexts` t
 much of the measured memory bandwidth that is (benchmarks/decode.py). prefill: time to first token (TTFT).
 serve: many requests of different lengths, continuous batching against static (benchmarks/serve.py).
 recompute: training steps, time and memory by recomputation policy; lengths: training steps by length of the sequences.
+kernels: attention of decode and of training, and the K/V write, each alone, on CUDA (benchmarks/kernels.py).
 Weights are random, in the settings' shape. Two sides alternate in one run: ratios are medians over pairs of rounds.
 With --json=True the last line of output is one JSON document; `python -m benchmarks.table` makes a page from saved ones.
 """

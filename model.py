@@ -349,7 +349,8 @@ class GPT(nn.Module):
             table(0, n_positions, self.device, dtype)
         for layer in self.plan.layers:
             # without dropout: evaluation has none, whatever training does
-            if choose(layer.kind, self.attention_backend, self.device, dtype, self.plan.head_dim) == 'flex':
+            if (self.attention_backend in ('auto', 'flex')
+                    and choose(layer.kind, self.attention_backend, self.device, dtype, self.plan.head_dim) == 'flex'):
                 block_mask(n_positions, min(layer.window or n_positions, n_positions), self.device)
 
     def new_cache(self, batch_size: int, max_seq_len: int, kv_dtype: str = 'auto', *, n_pages: int = 0,

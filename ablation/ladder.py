@@ -44,7 +44,7 @@ OWN_AT_INFERENCE = {'kv_dtype', 'at_inference'}
 OWN = ('kv_dtype', 'at_inference', 'converted_from')  # a row's keys that train.py does not have
 # keys of train.py that say where a run is and what it prints, not what it computes
 PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_loss', 'recompute', 'checkpoint_blocks',
-         'device', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard_log',
+         'device', 'attention_backend', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard_log',
          'keep_checkpoints', 'checkpoint_interval', 'log_interval', 'memory_report', 'memory_budget', 'eval_only', 'backend',
          'always_save_checkpoint', 'eval_interval', 'eval_iters')
 MATCH = 'match'

@@ -160,15 +160,21 @@ def hugging_face(ours):
     return model.eval()
 
 
+def check_checkout(folder: str) -> Path:
+    """The model.py of nanoGPT's checkout; UserError where there is none."""
+    path = Path(folder) / 'model.py'
+    if not folder or not path.is_file():
+        raise UserError(f"nanogpt={folder!r}: against='nanogpt' needs the folder of a nanoGPT checkout, with its model.py")
+    return path
+
+
 def nanogpt(ours, folder: str):
     """nanoGPT's own GPT, from its checkout in `folder`, with the weights of `ours`, in eval mode.
 
     Raises:
         UserError: no nanoGPT there.
     """
-    path = Path(folder) / 'model.py'
-    if not folder or not path.is_file():
-        raise UserError(f"nanogpt={folder!r}: against='nanogpt' needs the folder of a nanoGPT checkout, with its model.py")
+    path = check_checkout(folder)
     spec = importlib.util.spec_from_file_location('nanogpt_model', path)
     module = importlib.util.module_from_spec(spec)
     sys.modules['nanogpt_model'] = module  # dataclasses look it up

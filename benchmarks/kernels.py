@@ -1,7 +1,7 @@
 """--mode=kernels: attention of decode steps, attention of training, and the K/V write, each alone, on CUDA.
 
 Triton's own clock times them (CUDA events, the L2 cache emptied before every call), and what they reach is held against
-what the device does in the same run: bytes per second of a device-to-device copy, FLOP/s of a large bfloat16 product.
+what the device does in the same run: bytes per second of a device-to-device copy, FLOP/s of a large product in its dtype.
 Results are compared with attention in float64 before anything is timed.
 
     batch_sizes, contexts   decode: rows, and keys that each holds; training: sequences are as long as the contexts
@@ -21,13 +21,13 @@ from attention.qk import norm_and_rotate
 from attention.rope import RotaryTable
 from benchmarks import clock
 from benchmarks.report import show
-from benchmarks.setting import at_least, numbers, run_facts
+from benchmarks.setting import numbers, run_facts
 from config.errors import UserError
 from kv.store import KVStore, Target
 from kv.view import decode
 from training.device import pick_device, pick_dtype
 
-PRODUCT = 8192         # rows and columns of the bfloat16 product
+PRODUCT = 8192         # rows and columns of the product
 CHECKED_ROWS = 2       # of a batch, compared with float64
 MOST_BYTES = 8 * 2 ** 30
 FLASH = {'BACKEND': 'FLASH'}
@@ -64,7 +64,9 @@ def run(s, data_root: Path) -> dict:
     device = pick_device(s.device)
     if not usable(device):
         raise UserError(f"mode='kernels' times the Triton kernels: it needs CUDA and the triton package (device={s.device!r})")
-    at_least(s, repeats=1)
+    for name in ('against', 'budget', 'nanogpt'):
+        if getattr(s, name):
+            raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='kernels'")
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
     dtype = pick_dtype(s.dtype, device)
     head_dim, n_kv_head = s.head_dim or s.n_embd // s.n_head, s.n_kv_head or s.n_head
@@ -100,7 +102,7 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
     from attention.kernels.decode import Tuning, stored_attention
     H, n_kv_head, D, dtype, device = shape
     if batch * n_kv_head * context * D * dtype.itemsize * 2 > MOST_BYTES:
-        return {'context': context, 'batch': batch, 'sides': {}}
+        return {'context': context, 'batch': batch, 'sides': {'(all)': {'failed': f'K and V of over {MOST_BYTES:,} bytes'}}}
     q = torch.randn(batch, 1, H, D, device=device, dtype=dtype).transpose(1, 2)
     stores = {name: KVStore(batch, n_kv_head, context, D, kind, dtype, device)
               for name, kind in (('int8', torch.int8), ('plain', dtype))}

@@ -179,7 +179,8 @@ def heading(document) -> list[str]:
     transformers = f", transformers {document['transformers']}" if 'transformers' in document else ''
     steps = f" of {document['steps']} steps" if 'steps' in document else ''
     kv = '' if document['mode'] in WITHOUT_CACHE else f", K/V {document['kv_dtype']}"
-    lines = [f"{document['mode']}{against}; {document['repeats']} rounds{steps}, after one to warm up",
+    rounds = '' if document['mode'] == 'kernels' else f"; {document['repeats']} rounds{steps}, after one to warm up"
+    lines = [f"{document['mode']}{against}{rounds}",
              f"{document['device']}, {document['threads']} threads; {document['processor']}",
              f"torch {document['torch']}{transformers}; {'arithmetic' if document['mode'] in WITHOUT_CACHE else 'weights'} "
              f"{document['dtype']}{kv}"]

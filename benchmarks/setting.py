@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from attention.backends import describe
 from benchmarks.traffic import weight_bytes
 from config.errors import UserError
 from config.gpt_config import GPTConfig
@@ -74,8 +75,10 @@ def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
     """A model with random weights, in eval mode, parameters in the settings' dtype or in another."""
     device = pick_device(s.device)
     model = quantize_weights(GPT(config).to(device, parameters or pick_dtype(s.dtype, device)).eval(), s.weight_dtype)
-    model.captured = s.captured
-    if s.compile and 'compile' in s.given and not suits_capture(model):  # there the whole step is compiled
+    model.captured, model.attention_backend = s.captured, s.attention_backend
+    describe(model, pick_dtype(s.dtype, device), dropout_p=0.0)  # a backend that cannot serve is refused
+    whole_step = s.mode == 'decode' and suits_capture(model)  # that is compiled then
+    if s.compile and 'compile' in s.given and not whole_step:
         compile_for_decode(model)
     return model
 

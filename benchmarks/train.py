@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
 
+from attention.backends import describe
 from benchmarks import clock
-from benchmarks.engines import check_vanilla, nanogpt
+from benchmarks.engines import check_checkout, check_vanilla, nanogpt
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
@@ -57,6 +58,9 @@ class TrainStep:
             check_vanilla(self.model.config, 'nanogpt')
             self.model = nanogpt(self.model, s.nanogpt).train()
         self.model.to(self.device)
+        if not theirs:
+            self.model.attention_backend = s.attention_backend
+            print(describe(self.model, self.dtype, dropout_p=0.0))
         if s.real_data:
             self.next_batch = TokenBatches(folder, s.block_size, s.batch_size, self.device).next
         else:
@@ -137,6 +141,10 @@ def run(s, data_root: Path) -> dict:
     """Time (or profile) training steps; returns what --json prints."""
     if s.against not in ('', 'nanogpt') or (s.against and s.profile):
         raise UserError(f"against={s.against!r}: mode='train' is compared with 'nanogpt' alone, and not under the profiler")
+    if s.nanogpt and not s.against:
+        raise UserError(f"nanogpt={s.nanogpt!r} is a checkout to compare with: it needs against='nanogpt'")
+    if s.against:
+        check_checkout(s.nanogpt)
     if s.batch_size < 1:
         raise UserError(f'batch_size={s.batch_size}: must be at least 1')
     step = TrainStep(s, data_root)

@@ -33,7 +33,7 @@ WEIGHTS = _keys(
     ('weight_dtype', 'auto', "storage of the matrices: 'auto' = dtype, 'int8' = by torchao: less memory, slower on a CPU",
      ('auto', 'int8')),
     ('pack', True, 'on a CPU in float32, with 4 to 64 sequences at once: a second copy of the weights, which decodes faster'),
-    ('captured', True, 'on CUDA: decode steps are captured as CUDA graphs and replayed'),
+    ('captured', True, 'on CUDA: decode steps (of 32 tokens and more) are captured as CUDA graphs and replayed'),
 )
 RUN = _keys(
     ('out_dir', 'out', 'folder of the checkpoint (ckpt.pt) and metrics.jsonl'),
@@ -43,9 +43,11 @@ DEVICE = _keys(
     ('device', 'auto', "where to run: 'auto' (CUDA, else MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'"),
     ('dtype', 'auto', "arithmetic: 'auto' is bfloat16 on CUDA that has it (else float16), float32 elsewhere",
      ('auto', 'float32', 'bfloat16', 'float16')),
+)
+ATTENTION = _keys(
     ('attention_backend', 'auto', "attention over whole sequences: 'sdpa' (torch's, in blocks where there is a window), 'flex' "
-     "(FlexAttention, on CUDA), 'flash_attn' (the package), 'math' (slow, to compare with), 'auto' = the fastest of them that "
-     'can', ('auto', 'sdpa', 'flex', 'flash_attn', 'math')),
+     "(FlexAttention, on CUDA), 'flash_attn' (the package), 'math' (slow, to compare with), 'auto' = of flash_attn, flex and "
+     'sdpa the first that can (docs/gpu.md)', ('auto', 'sdpa', 'flex', 'flash_attn', 'math')),
 )
 # GPT-2's biases are off by default in nanoGPT's train.py, while GPTConfig has them on
 MODEL = _model_keys(bias=False)
@@ -90,7 +92,7 @@ TRAIN = RUN + _keys(
     ('memory_budget', '', "with recompute='auto': memory to fit in, as '8GB'; '' = what is free now"),
     ('memory_report', False, 'before training: what parameters, gradients, optimizer and activations take'),
     ('backend', 'nccl', "torch.distributed backend under torchrun: 'nccl' (CUDA) or 'gloo' (CPU)", ('nccl', 'gloo')),
-) + DEVICE + _keys(
+) + DEVICE + ATTENTION + _keys(
     ('tf32', True, 'on CUDA, float32 products in TF32, as in nanoGPT'),
     ('compile', True, 'torch.compile the model'),
 )
@@ -154,7 +156,7 @@ BENCH = _keys(
      'of the prompt, with modes prefill and serve or against hf or nanogpt; length of the whole sequences, with modes '
      'recompute and lengths, or a budget'),
     ('steps', 16, 'mode decode: tokens timed in a round'),
-    ('repeats', 5, 'all modes but train: timed rounds, at least 5, after one to warm up; figures are medians'),
+    ('repeats', 5, 'all modes but train and kernels: timed rounds, at least 5, after one to warm up; figures are medians'),
     ('kv_dtype', 'auto', "modes decode, prefill and serve: storage of the KV cache; 'auto' = the compute dtype",
      KV_DTYPES),
     ('prefill_chunk', 0, "mode prefill: tokens appended at a time; 0 = the whole prompt (mode serve: the engine's default)"),
@@ -171,7 +173,7 @@ BENCH = _keys(
     ('real_data', True, 'mode train: windows of the data set; False: one fixed random batch'),
     ('dataset', 'openwebtext', 'folder under data/ with its token files, which say the vocabulary (50304 without)'),
     ('seed', 1337, 'seed of every random number'),
-) + DEVICE + WEIGHTS + _keys(
+) + DEVICE + ATTENTION + WEIGHTS + _keys(
     ('compile', True, 'torch.compile: in mode train the model, in others its MLPs, and only if given'),
     ('profile', False, 'mode train: run the torch profiler in place of the clock; writes a trace to bench_log/'),
     ('json', False, 'end with one JSON document on the last line'),

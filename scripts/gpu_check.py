@@ -5,8 +5,10 @@ what it has. `--list` names the commands.
 """
 import argparse
 import json
+import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 FULL = 'config/train_gpt2_mqa_local.py'                       # GPT-2 124M's shape with every saving on, as many parameters
 LIMIT = 520                                                   # seconds a part
+LEAST = 10                                                    # seconds in which a command is worth beginning
+GRACE = 10                                                    # seconds that it has to write what it knows
 BENCH = {
     'kernels': {
         'kernels-mqa': f'{FULL} --mode=kernels --n_kv_head=1 --window_size=512 --batch_sizes=256 --contexts=8192 --tune=True',
@@ -62,7 +66,7 @@ class Part:
     def run(self, name: str, *args: str) -> bool:
         """One command of Python in the checkout; whether it went well."""
         left = self.end - time.monotonic()
-        if left < 10:
+        if left < LEAST:
             self.done[name] = 'not run: the time was up'
             return False
         print(f'== {name}: {shlex.join(args)}', flush=True)
@@ -70,15 +74,31 @@ class Part:
         with open(self.log, 'a', encoding='utf-8') as log:
             log.write(f'\n== {name}: {shlex.join(args)}\n')
             log.flush()
+            process = subprocess.Popen([sys.executable, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                                       start_new_session=True)
             try:
-                done = subprocess.run([sys.executable, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=left)
-                self.done[name] = 'ok' if done.returncode == 0 else f'failed with status {done.returncode}'
+                code = process.wait(left)
+                self.done[name] = 'ok' if code == 0 else f'failed with status {code}'
             except subprocess.TimeoutExpired:
                 self.done[name] = f'stopped after {left:.0f} s: the time was up'
+            finally:
+                end(process)
         print(f'   {self.done[name]}, {time.monotonic() - start:.0f} s', flush=True)
         if self.done[name] != 'ok':
             print('\n'.join(self.log.read_text(encoding='utf-8', errors='replace').splitlines()[-25:]), flush=True)
         return self.done[name] == 'ok'
+
+
+def end(process) -> None:
+    """The command and all that it has started: asked first (pytest then writes its report), then killed."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(GRACE)
+        except (ProcessLookupError, PermissionError):
+            return
+        except subprocess.TimeoutExpired:
+            pass
 
 
 def versions() -> dict:

@@ -37,6 +37,8 @@ class Plans:
     def __init__(self, s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1, optimizer=None):
         self.s, self.dtype, self.optimizer = s, dtype, optimizer
         self.predictor = Predictor(config, device)
+        if s.attention_backend in ('math', 'sdpa'):  # the others keep as much as what is chosen by itself
+            self.predictor.model.attention_backend = s.attention_backend
         self.accumulate = s.gradient_accumulation_steps // n_processes > 1
         self.distributed = n_processes > 1
         self.policies = FASTEST_FIRST + ('offload',) * (device.type == 'cuda' == self.predictor.device.type and not s.compile)

@@ -28,11 +28,11 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a launch is laid out; none of it changes what is computed. `bench.py --mode=kernels` compares some.
+    """How a launch is laid out; none of it but `int8_dot` changes what is computed. `bench.py --mode=kernels` compares some.
 
     block_n: keys taken at a time; 0 = 64 (of int8 128, of heads over 128 32), and no more than a page. n_splits: parts of a
     row's keys; 0 = as many as fill the device. int8_dot: with int8 keys, round q to int8 too and multiply integers (values
-    are multiplied in float16 all the same): the one that changes results, by about what rounding the keys did.
+    are multiplied in float16 all the same), which costs about what rounding the keys did.
     """
     block_n: int = 0
     n_splits: int = 0

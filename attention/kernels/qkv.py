@@ -1,7 +1,7 @@
 """From the rows that a layer computes to its queries and to stored K and V, in one kernel: QK-norm, RoPE, int8, the write.
 
 One program takes one head of one token, so that a decode step needs one launch a layer for all that happens between the
-first matrix product and attention. Its twin: `attention.qk.norm_and_rotate`, `kv.quant.quantize_int8`, `KVStore.scatter`.
+first matrix product and attention. Its twin: `attention.qk.norm_and_rotate`, `kv.quant.quantize_int8`, `KVStore.put`.
 """
 import torch
 import triton

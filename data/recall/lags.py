@@ -79,6 +79,8 @@ def read_task(text: str, block_size: int) -> LagTask:
             numbers = tuple(int(piece) for piece in value.split(','))
         except ValueError:
             raise UserError(f'recall_task={text!r}: {word!r}: {value!r} is no whole number') from None
+        if name != 'distances' and len(numbers) > 1:
+            raise UserError(f'recall_task={text!r}: {word!r} is one number')
         given[name] = numbers if name == 'distances' else numbers[0]
     if 'distances' not in given:
         raise UserError(f"recall_task={text!r}: needs distances, as 'distances=7,30,100'")

@@ -108,6 +108,8 @@ def test_of_a_model():
     model.attention_backend = 'flex'
     with pytest.raises(UserError, match='runs on CUDA'):
         model(idx)
+    model.attention_backend = 'flash_attn'
+    model.prepare(20)  # which has no dtype of autocast's to judge by, and nothing to build
 
 
 @pytest.mark.gpu

@@ -9,13 +9,13 @@ from attention.kernels import INTERPRETING, wanted
 from benchmarks import kernels
 from config.errors import UserError
 
-pytest.importorskip('triton')
 SHAPE = ['--mode=kernels', '--n_head=4', '--n_kv_head=1', '--n_embd=64', '--window_size=16', '--contexts=20,40',
          '--batch_sizes=2', '--dtype=float32', '--json=True']
 
 
 @pytest.mark.skipif(not INTERPRETING, reason='interpreted where there is no GPU')
 def test_every_cell_and_its_error(capsys, tmp_path):
+    pytest.importorskip('triton')
     with wanted(True):
         bench.main([*SHAPE, '--device=cpu', f'--save={tmp_path}/kernels.json'])
     out = capsys.readouterr().out

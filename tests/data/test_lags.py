@@ -53,7 +53,7 @@ def test_a_task_is_read(text, wanted):
 
 @pytest.mark.parametrize('text, named', [('', 'distances'), ('distances=', "''"), ('distances=7,x', 'x'), ('lag=7', 'lag=7'),
                                          ('distances=0', '0'), ('distances=7,7', '7, 7'), ('distances=96', '96'),
-                                         ('distances=7 n_tokens=0', 'n_tokens=0')])
+                                         ('distances=7 n_tokens=0', 'n_tokens=0'), ('distances=7 n_tokens=3,4', 'one number')])
 def test_impossible_settings_are_refused(text, named):
     with pytest.raises(UserError, match=named.replace('.', r'\.')):
         read_task(text, 96)

@@ -2,6 +2,7 @@
 import gc
 import statistics
 import weakref
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ MODELS = {
     'int8 in training': FULL_STACK | dict(kv_quant_train='int8'),
     'local only': dict(n_layer=2, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB, layer_pattern='L', window_size=4),
 }
-interpreted = pytest.mark.skipif(not INTERPRETING, reason='interpreted where there is no GPU')
+interpreted = pytest.mark.skipif(not INTERPRETING or find_spec('triton') is None, reason='interpreted where there is no GPU')
 HOW = [pytest.param('plain', 'cpu'), pytest.param('kernels', 'cpu', marks=interpreted),
        pytest.param('captured', 'cuda', marks=pytest.mark.gpu)]
 

@@ -3,6 +3,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,20 @@ def test_a_command_that_fails_and_one_that_has_no_time(tmp_path, capsys):
     assert 'fine' in (tmp_path / 'tests.log').read_text()
 
 
-def test_a_command_that_takes_too_long(tmp_path):
-    part = gpu_check.Part('tests', tmp_path, limit=10.5)
-    assert not part.run('endless', '-c', 'import time; time.sleep(60)')
-    assert part.done['endless'].startswith('stopped after 10 s')
+def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, 'LEAST', 0.1)
+    monkeypatch.setattr(gpu_check, 'GRACE', 5)
+    part = gpu_check.Part('tests', tmp_path, limit=3)
+    program = ('import subprocess, sys, time; p = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]); '
+               'print(p.pid, flush=True); time.sleep(60)')
+    assert not part.run('endless', '-c', program)
+    assert part.done['endless'].startswith('stopped after 3 s')
+    child = int((tmp_path / 'tests.log').read_text().splitlines()[2])
+    for _ in range(50):
+        if not Path(f'/proc/{child}').exists() or 'zombie' in Path(f'/proc/{child}/status').read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError('its child still runs')
 
 
 def test_the_page(tmp_path):

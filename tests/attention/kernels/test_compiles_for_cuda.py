@@ -1,8 +1,11 @@
 """The kernels compile for an H100-class GPU, with the arguments that a decode step gives them: needs no GPU, only Triton."""
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = '''
 import sys
@@ -87,7 +90,7 @@ def test_compiles(kind, kv_dtype, D, tmp_path, monkeypatch):
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)  # compiled, not interpreted
     monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
     monkeypatch.setenv('TRITON_DEFAULT_FP_FUSION', '1')
-    done = subprocess.run([sys.executable, '-c', PROGRAM, kind, kv_dtype, str(D)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', PROGRAM, kind, kv_dtype, str(D)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     if kind == 'write':
