@@ -5,7 +5,7 @@ the time that launching its hundred kernels takes.
     logits = decode(tokens)                 # (n, 1) ids for the first n rows -> (n, V); nothing waits for the device
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is on the device
-(`kv.static`): nothing is captured or compiled anew as they grow. (On other devices `CapturedDecode` only calls the step: for tests.)
+(`kv.static`): nothing is captured or compiled anew as they grow. (Elsewhere `CapturedDecode` only calls the step: for tests.)
 """
 import gc
 
