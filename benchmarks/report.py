@@ -119,9 +119,9 @@ def policies(document) -> list[Grid]:
     cell_of = ('model', 'T', 'B', 'policy')
     times = Grid("a training step by recomputation policy, median (min-max); 'time, x' is that of 'none'",
                  (*cell_of, 'step, ms', 'tokens/s', 'time, x'), left=('model', 'policy'))
-    memory = Grid("MB that it holds; 'saved' is of the activations of 'none', 'allocator' the peak on CUDA; gradients against "
-                  "those of 'none'",
-                  (*cell_of, 'activations', 'saved, %', 'logits, loss', 'peak', 'allocator', 'gradients off by'),
+    on_cuda = any(side['memory'].get('allocated_peak') for _, _, side in each_side(document))
+    memory = Grid("MB that it holds; 'saved' is of the activations of 'none'; gradients against those of 'none'",
+                  (*cell_of, 'activations', 'saved, %', 'logits, loss', 'peak', *['allocator'] * on_cuda, 'gradients off by'),
                   left=('model', 'policy'))
     for cell, name, side in each_side(document):
         of, held = (cell['model'], f"{cell['context']:,}", f"{side['batch']:,}", name), side['memory']
@@ -130,7 +130,7 @@ def policies(document) -> list[Grid]:
                            spread(ratio, '.2f') if ratio else ''))
         memory.rows.append((*of, f"{held['activations'] / 1e6:,.0f}", f"{100 * side['activations_saved']:.1f}",
                             f"{held['loss_peak'] / 1e6:,.0f}", f"{held['peak'] / 1e6:,.0f}",
-                            f"{held['allocated_peak'] / 1e6:,.0f}" if held.get('allocated_peak') else '-',
+                            *[f"{(held.get('allocated_peak') or 0) / 1e6:,.0f}"] * on_cuda,
                             f"{side['gradient_difference']:.0e}"))
     return [times, memory]
 
