@@ -28,8 +28,9 @@ def train(model, call, autocast, steps=3):
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('policy, chunked_loss, autocast', [
     ('none', False, False), ('selective', True, True),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (  # half a minute
-        ('none', True, True), ('mlp', False, False), ('block', True, False), ('sqrt', True, False), ('every:3', False, False)))])
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ('none', True, True), ('mlp', False, False), ('block', True, False), ('sqrt', True, False),
+        ('every:3', False, False)))])
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_training_is_one_graph(policy, chunked_loss, autocast):
     torch._dynamo.reset()
