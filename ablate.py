@@ -33,7 +33,13 @@ def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dic
     """(row, seed) -> a job, for each training that some row still needs. argv: this program's, for the measuring."""
     wanted = [(row, seed) for row in ladder.rows.values() for seed in ladder.seeds(row)
               if not results.read(row, seed) and (not only or row.name in only)]
-    wanted.sort(key=lambda run: (run[0].side, ladder.seeds(run[0]).index(run[1])))  # the whole ladder with one seed first
+    for row, seed in list(wanted):
+        while row.converted_from:  # the weights it begins with may be of a row or a seed that was not asked for
+            row = ladder.rows[row.converted_from]
+            if not results.read(row, seed):
+                wanted.append((row, seed))
+    place = {row.name: {seed: i for i, seed in enumerate(ladder.seeds(row))} for row in ladder.rows.values()}
+    wanted.sort(key=lambda run: (run[0].side, place[run[0].name].get(run[1], 0)))  # the whole ladder with one seed first
     runs = dict.fromkeys((ladder.trainer(row), seed) for row, seed in wanted)
     return {run: job(ladder, results, *run, argv) for run in runs}
 

@@ -133,7 +133,8 @@ def main(argv=None):
         raise UserError(f"{path} stands at iteration {saved['iter_num']} of {wanted}: run ablate.py again to go on")
     failures = []
     for row in ladder.rows.values():
-        if ladder.training(row) == ladder.training(trained) and int(seed) in ladder.seeds(row):
+        asked = row is trained or int(seed) in ladder.seeds(row)  # or trained for the sake of rows that begin with its weights
+        if asked and ladder.training(row) == ladder.training(trained):
             print(f'measuring {row.name}, seed {seed}', flush=True)
             try:
                 results.write(row, int(seed), measure(ladder, row, int(seed), saved, path))

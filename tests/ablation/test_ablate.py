@@ -136,10 +136,16 @@ def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
 
 def test_a_row_may_begin_with_the_converted_weights_of_another(ladder, capsys):
     argv, folder = ladder
-    Path(argv[0]).write_text(LADDER + "side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4))}\n")
+    converted = "side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4))}\nside_seeds = '1'\n"
+    Path(argv[0]).write_text(LADDER + converted)
     with pytest.raises(UserError, match="begins with the weights of 'MHA', seed 1, which are not trained yet"):
         convert.main(['converted', '1', *argv])
-    ablate.main([*argv, '--only=MHA'])
+    ablate.main([*argv, '--only=converted', '--seeds=2'])  # MHA is trained for it, though not asked for
+    assert {path.name for path in folder.glob('measured/*')} == {'mha-seed1.json', 'converted-seed1.json'}
+    found = json.loads((folder / 'results.json').read_text())['rows'][3]
+    assert found['seeds'] == [1] and found['iterations'] == 4 and found['kv']['bytes_per_token'] == 64
+    assert found['command'].count('python') == 2 and '--init_from=resume' in found['command']
+
     rows = read_ladder(argv, echo=False)[1]
     origin, row = rows.rows['MHA'], rows.rows['converted']
     origin_path, path = (Results(rows).out_dir(each, 1) / 'ckpt.pt' for each in (origin, row))
@@ -148,15 +154,26 @@ def test_a_row_may_begin_with_the_converted_weights_of_another(ladder, capsys):
     wanted = convert_weights(trained['model'], rows.trained_config(origin), rows.trained_config(row))
     assert begun['iter_num'] == 0 and begun['model'].keys() == wanted.keys()
     assert all((begun['model'][name] == wanted[name]).all() for name in wanted)
-
     save_checkpoint(origin_path, trained | {'iter_num': 3})  # as if it had been stopped midway
     with pytest.raises(UserError, match='trained elsewhere: delete .*mha-seed1.json'):
         convert.main(['converted', '1', *argv])
-    save_checkpoint(origin_path, trained)
-    ablate.main([*argv, '--only=converted'])
-    found = json.loads((folder / 'results.json').read_text())['rows'][3]
-    assert found['seeds'] == [1] and found['iterations'] == 4 and found['kv']['bytes_per_token'] == 64
-    assert found['command'].count('python') == 2 and '--init_from=resume' in found['command']
+
+
+@pytest.mark.parametrize('flags, wanted', [
+    (['--seeds=2'], [('MHA', 2), ('+ MQA', 2), ('MHA', 3), ('converted', 3), ('again', 3)]),
+    (['--seeds=3'], [('MHA', 3), ('+ MQA', 3), ('converted', 3), ('again', 3)]),
+    (['--only=again'], [('MHA', 3), ('converted', 3), ('again', 3)]),
+    (['--only=+ MQA'], [('+ MQA', 1)]),
+])
+def test_what_a_row_begins_with_is_trained_for_it(ladder, flags, wanted):
+    argv, _ = ladder
+    converted = ("side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4)), "
+                 "'again': ('+ MQA', dict(converted_from='converted', max_iters=2))}\nside_seeds = '3'\n")
+    Path(argv[0]).write_text(LADDER + converted)
+    argv += flags
+    _, rows = read_ladder(argv, echo=False)
+    runs = ablate.jobs_of(rows, Results(rows), argv, ablate.chosen(rows))
+    assert sorted((row.name, seed) for row, seed in runs) == sorted(wanted)
 
 
 def test_a_second_one_in_the_same_folder_is_refused(ladder):

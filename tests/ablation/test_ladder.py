@@ -168,9 +168,6 @@ def test_a_row_read_otherwise_has_the_converted_weights_of_the_row_above(ladder_
     assert ladder.depth(rows['y']) == 0 and ladder.training(rows['y']) != ladder.training(rows['x'])
     with pytest.raises(UserError, match="row 'y' is to be trained, but 'x' above it begins with the weights of"):
         ladder_of(text.replace(", converted_from=''", ''))
-    late = "    'late': ('+ MQA', dict(converted_from='+ RoPE', max_iters=5)),\n    'shared': ('+ windows',"
-    with pytest.raises(UserError, match=r"seeds \[4\]: '\+ RoPE', whose weights it begins with"):
-        ladder_of(CONFIG.replace("    'shared': ('+ windows',", late), '--side_seeds=4')
 
 
 def test_the_batches_of_a_run_are_those_of_its_seed(ladder_of):
