@@ -3,7 +3,7 @@
     python scripts/decode_parts.py            # results/cpu/parts/ (about two minutes; leave it alone)
     python scripts/decode_parts.py --table
 
-Products of 1 to 32 rows with all the weights of a step, as `F.linear`, by chunks of 64 weight rows (`model.Linear`) and
+Products of 1 to 32 rows with all the weights of a step, as `F.linear`, by chunks of 64 weight rows (`inference.linear`) and
 packed (`inference.weights.pack_weights`); and attention of one token over K laid out by position or transposed
 (`kv.store.KVStore`). Bytes read over time, random float32.
 """
@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from benchmarks import clock
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.setting import processor
+from inference.linear import Linear
 from inference.weights import pack_weights
-from model import Linear
 
 RESULTS = Path(__file__).resolve().parents[1] / 'results' / 'cpu' / 'parts'
 SHAPES = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]  # of a layer of GPT-2 124M: c_attn, c_proj, c_fc, c_proj

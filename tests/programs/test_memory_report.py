@@ -29,8 +29,8 @@ def test_every_run_says_once_what_it_takes(tmp_path, capsys):
     run_train(tmp_path, max_iters=3, eval_interval=2)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('memory: ')]
     assert len(lines) == 1
-    assert re.fullmatch(r'memory: parameters 26.7 kB, gradients 26.7 kB, optimizer 53.4 kB, peak [\d.]+ [MG]B \(the whole process\)',
-                        lines[0])
+    assert re.fullmatch(r'memory: parameters 26.7 kB, gradients 26.7 kB, optimizer 53.4 kB, '
+                        r'peak [\d.]+ [MG]B \(the whole process\)', lines[0])
 
 
 @pytest.mark.parametrize('budget, policy', [('400KB', 'selective'), ('300KB', 'block')])

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from model import Linear
+from inference.linear import Linear
 
 
 def chunked(monkeypatch) -> list:
