@@ -41,6 +41,57 @@ class Tuning:
     int8_dot: bool = False
 
 
+@triton.jit
+def _rounded(q):
+    """q in int8 with one scale a row, as K has one a key."""
+    q = q.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(q), 1) / 127, 1e-30)
+    q = tl.math.div_rn(q, scale[:, None] + tl.zeros_like(q))
+    return ((q + 12582912.0) - 12582912.0).to(tl.int8), scale  # rounds to the nearest: 1.5 * 2**23 leaves no fraction
+
+
+@triton.jit
+def _places(start, hi, b, S, TABLE, table_width, page_size, K_POS, BLOCK_N: tl.constexpr, PAGED: tl.constexpr,
+            ONE_PAGE: tl.constexpr, TAGGED: tl.constexpr, PAIRS: tl.constexpr):
+    """Of the keys start to start + BLOCK_N - 1 of row b: page (or row) and place where they lie, position, which are there, and
+    of which the scales are read."""
+    i = start + tl.arange(0, BLOCK_N)
+    held = i < hi
+    if PAGED and ONE_PAGE:  # blocks begin where pages do, or within one
+        page = tl.load(TABLE + b * table_width + start // page_size).to(tl.int64)
+        place = (start % page_size + tl.arange(0, BLOCK_N)).to(tl.int64)
+        held = held & (page + i >= i)
+    elif PAGED:
+        page = tl.load(TABLE + b * table_width + i // page_size, mask=held, other=-1).to(tl.int64)
+        place = (i % page_size).to(tl.int64)
+        held = held & (page >= 0)  # what padding would see behind a row's pages
+    else:
+        page, place = b, i.to(tl.int64)
+    if TAGGED:
+        k_at = tl.load(K_POS + b * S + i, mask=held, other=-1).to(tl.int32)
+        held = held & (k_at >= 0)
+    else:
+        k_at = i
+    wanted = held
+    if PAIRS and not TAGGED:  # two scales at a time, or else the loads are too narrow to run ahead; one may be read in vain
+        wanted = i // 2 * 2 < hi
+        if PAGED:
+            wanted = wanted & (page + i >= i)
+    return page, place, k_at, held, wanted
+
+
+@triton.jit
+def _weighted(p, v, of_v, held, SCALES: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
+    """Weights p (BLOCK_M, BLOCK_N) times values, as they are stored with the scales of_v."""
+    if SCALES:  # the weights take the scales, relative to their largest so that half precision can hold them
+        of_v = tl.where(held, of_v.to(tl.float32), 0.0)[None, :]
+        largest = tl.maximum(tl.max(of_v, 1), 1e-30)[:, None]
+        y = tl.dot((p * (of_v / largest)).to(PV), v.to(PV), input_precision=PRECISION) * largest
+    else:
+        y = tl.dot(p.to(PV), v.to(PV), input_precision=PRECISION)
+    return y
+
+
 @triton.jit(do_not_specialize=['S', 'R', 'n_splits', 'window', 'table_width'])
 def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
            scale, S, R, T, n_kv_head, n_splits, window, page_size, table_width,
@@ -58,10 +109,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
     d = tl.arange(0, BLOCK_D)
     of_row, of_d = r < R, d < D
     q = tl.load(Q + bh * R * D + r[:, None] * D + d[None, :], mask=of_row[:, None] & of_d[None, :], other=0)
-    if INT8_DOT:  # one scale a row, as K has one a key
-        q_scale = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1) / 127, 1e-30)
-        q = tl.math.div_rn(q.to(tl.float32), q_scale[:, None] + tl.zeros_like(q.to(tl.float32)))
-        q = ((q + 12582912.0) - 12582912.0).to(tl.int8)  # rounds to the nearest: 1.5 * 2**23 leaves no fraction
+    if INT8_DOT:
+        q, q_scale = _rounded(q)
     else:
         q = q.to(QK)
     n = tl.load(SEEN + b).to(tl.int32) if COUNTED else S
@@ -78,23 +127,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(lo, hi, BLOCK_N):
-        i = start + tl.arange(0, BLOCK_N)
-        held = i < hi
-        if PAGED and ONE_PAGE:  # blocks begin where pages do, or within one
-            page = tl.load(TABLE + b * table_width + start // page_size).to(tl.int64)
-            place = (start % page_size + tl.arange(0, BLOCK_N)).to(tl.int64)
-            held = held & (page + i >= i)
-        elif PAGED:
-            page = tl.load(TABLE + b * table_width + i // page_size, mask=held, other=-1).to(tl.int64)
-            place = (i % page_size).to(tl.int64)
-            held = held & (page >= 0)  # what padding would see behind a row's pages
-        else:
-            page, place = b, i.to(tl.int64)
-        if TAGGED:
-            k_at = tl.load(K_POS + b * S + i, mask=held, other=-1).to(tl.int32)
-            held = held & (k_at >= 0)
-        else:
-            k_at = i
+        page, place, k_at, held, wanted = _places(start, hi, b, S, TABLE, table_width, page_size, K_POS, BLOCK_N, PAGED, ONE_PAGE,
+                                                  TAGGED, PAIRS)
         from_k, from_v = page * kb + h * kh + place * ks, page * vb + h * vh + place * vs
         from_scale = page * cb + h * ch + place * cs
         some = held[:, None] & of_d[None, :]
@@ -103,12 +137,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
             s = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
         else:
             s = tl.dot(q, tl.trans(k.to(QK)), input_precision=PRECISION)
-        if SCALES:  # two at a time, or else the loads are too narrow to run ahead; what is too much is not looked at
-            wanted = held
-            if PAIRS and not TAGGED:
-                wanted = i // 2 * 2 < hi
-                if PAGED:
-                    wanted = wanted & (page + i >= i)
+        if SCALES:
             s *= tl.load(K_SCALE + from_scale, mask=wanted, other=0).to(tl.float32)[None, :]
         seen = held[None, :]
         if ORDERED:
@@ -125,13 +154,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
         total = total * fade + tl.sum(p, 1)
         acc *= fade[:, None]
         v = tl.load(V + from_v[:, None] + d[None, :], mask=some, other=0)
-        if SCALES:  # the weights take the scales, relative to their largest so that half precision can hold them
-            of_v = tl.load(V_SCALE + from_scale, mask=wanted, other=0).to(tl.float32)
-            of_v = tl.where(held, of_v, 0.0)[None, :]
-            largest = tl.maximum(tl.max(of_v, 1), 1e-30)[:, None]
-            acc += tl.dot((p * (of_v / largest)).to(PV), v.to(PV), input_precision=PRECISION) * largest
-        else:
-            acc += tl.dot(p.to(PV), v.to(PV), input_precision=PRECISION)
+        of_v = tl.load(V_SCALE + from_scale, mask=wanted, other=0) if SCALES else None
+        acc += _weighted(p, v, of_v, held, SCALES, PV, PRECISION)
         top = new_top
 
     some = of_row[:, None] & of_d[None, :]
