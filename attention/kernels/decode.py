@@ -127,8 +127,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(lo, hi, BLOCK_N):
-        page, place, k_at, held, wanted = _places(start, hi, b, S, TABLE, table_width, page_size, K_POS, BLOCK_N, PAGED, ONE_PAGE,
-                                                  TAGGED, PAIRS)
+        page, place, k_at, held, wanted = _places(start, hi, b, S, TABLE, table_width, page_size, K_POS,
+                                                  BLOCK_N, PAGED, ONE_PAGE, TAGGED, PAIRS)
         from_k, from_v = page * kb + h * kh + place * ks, page * vb + h * vh + place * vs
         from_scale = page * cb + h * ch + place * cs
         some = held[:, None] & of_d[None, :]

@@ -109,7 +109,8 @@ def test_rows_can_be_chosen(ladder, capsys):
     assert 'not trained with seed 1' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('sent, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=['Ctrl-C', 'SIGTERM'])
+@pytest.mark.parametrize('sent, status', [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+                         ids=['Ctrl-C', 'SIGTERM'])
 def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
     argv, folder = ladder
     argv += ['--max_iters=700', '--lr_decay_iters=700', '--eval_interval=700', '--only=MHA', '--jobs=1']

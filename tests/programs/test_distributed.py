@@ -71,7 +71,8 @@ def assert_same_losses(a, b):
         assert pairs and max(abs(x - y) for x, y in pairs) < 1e-5
 
 
-@pytest.mark.parametrize('config', [VANILLA, dict(FULL_STACK, checkpoint_blocks=True)], ids=['vanilla', 'full stack'])
+@pytest.mark.parametrize('config', [pytest.param(VANILLA, marks=pytest.mark.slow), dict(FULL_STACK, checkpoint_blocks=True)],
+                         ids=['vanilla', 'full stack'])
 def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(tmp_path, data_root, config):
     run(data_root, 1, tmp_path / 'one', config, **SIX_STEPS)
     out = run(data_root, 2, tmp_path / 'two', config, **SIX_STEPS)
@@ -93,6 +94,7 @@ def test_recomputation_and_a_chunked_loss_under_ddp(tmp_path, data_root):
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_bad_loss_on_one_of_two_processes_is_skipped_by_both(tmp_path, data_root):
     """Else one would step and the other not, and their weights would part for good."""
     process = start(data_root, 2, tmp_path, before=BAD_LOSS, gradient_accumulation_steps=4, max_iters=4, eval_interval=100,
@@ -102,6 +104,7 @@ def test_a_bad_loss_on_one_of_two_processes_is_skipped_by_both(tmp_path, data_ro
     assert process.returncode != 0 and 'iteration 4: the gradient norm is nan (loss ' in err, err
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root):
     run(data_root, 1, tmp_path / 'whole', **SIX_STEPS)
     run(data_root, 2, tmp_path / 'parts', **SIX_STEPS | dict(max_iters=3))
@@ -109,6 +112,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root):
     assert_same_losses(metrics(tmp_path / 'whole'), metrics(tmp_path / 'parts'))
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_ranks_and_resumes_exactly(tmp_path, data_root):
     settings = SIX_STEPS | dict(dropout=0.3)
     run(data_root, 2, tmp_path / 'whole', **settings)
@@ -144,7 +148,7 @@ def wait_until_caught(pid: str, number: int):
     raise TimeoutError(f'process {pid} never caught signal {number}')
 
 
-@pytest.mark.parametrize('during', ['training', 'evaluation'])
+@pytest.mark.parametrize('during', ['training', pytest.param('evaluation', marks=pytest.mark.slow)])
 def test_a_signal_to_one_process_stops_all(tmp_path, data_root, during):
     """The other must not wait for it in the next gradient or loss."""
     settings = dict(eval_iters=6000) if during == 'evaluation' else dict(eval_interval=10 ** 6)
@@ -164,6 +168,7 @@ def test_a_signal_to_one_process_stops_all(tmp_path, data_root, during):
     assert (saved[0][1] == '0') == (during == 'evaluation')
 
 
+@pytest.mark.slow
 def test_evaluating_alone_is_shared_and_writes_nothing(tmp_path, data_root):
     settings = SIX_STEPS | dict(eval_only=True, eval_iters=1)  # fewer batches than processes
     one, two = (run(data_root, n, tmp_path / 'out', **settings) for n in (1, 2))
@@ -173,8 +178,8 @@ def test_evaluating_alone_is_shared_and_writes_nothing(tmp_path, data_root):
 
 @pytest.mark.parametrize('settings, named', [
     (dict(gradient_accumulation_steps=3), ['gradient_accumulation_steps=3', '2 processes']),
-    (dict(backend='nccl'), ["'nccl'", 'gloo']),
-    (dict(backend='mpi'), ["'mpi'", "'gloo'"]),
+    pytest.param(dict(backend='nccl'), ["'nccl'", 'gloo'], marks=pytest.mark.slow),
+    pytest.param(dict(backend='mpi'), ["'mpi'", "'gloo'"], marks=pytest.mark.slow),
 ])
 def test_wrong_settings_end_all_processes(tmp_path, data_root, settings, named):
     process = start(data_root, 2, tmp_path / 'out', **settings)

@@ -85,7 +85,8 @@ def test_the_loss_scale_goes_on_where_it_stood(tmp_path, monkeypatch, at_step):
     assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
 
 
-@pytest.mark.parametrize('policy', ['block', 'selective', 'mlp', 'every:3', 'sqrt', 'offload'])
+@pytest.mark.parametrize('policy', ['block', 'offload', *(pytest.param(policy, marks=pytest.mark.slow)
+                                                        for policy in ('selective', 'mlp', 'every:3', 'sqrt'))])
 def test_with_recomputation(check_resume, policy):
     check_resume(FULL_STACK, recompute=policy)
 

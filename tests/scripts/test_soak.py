@@ -27,6 +27,7 @@ def left_alone_here(monkeypatch):
     monkeypatch.setattr(soak, 'trained', trained)
 
 
+@pytest.mark.slow
 def test_a_short_soak(tmp_path, monkeypatch, capsys, left_alone_here):
     monkeypatch.setattr(soak, 'SETTINGS', soak.SETTINGS | SMALL)
     monkeypatch.setattr(soak, 'SPAN', 10.0)  # so that kills come after their limit of iterations, and find checkpoints
