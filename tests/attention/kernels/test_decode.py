@@ -130,9 +130,9 @@ def test_positions_in_any_order(device, window):
 
 
 @pytest.mark.parametrize('t', [1, 3])
-@pytest.mark.parametrize('page_size', [4, 16])
+@pytest.mark.parametrize('page_size, block_n', [(4, 0), (16, 0), (32, 16)])
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
-def test_pages(device, t, page_size, kv_dtype):
+def test_pages(device, t, page_size, block_n, kv_dtype):
     """Rows of 37, 3 and 20 keys in pages anywhere in the pool."""
     lengths = torch.tensor([37, 3, 20])
     n_pages = -(-37 // page_size)
@@ -145,8 +145,23 @@ def test_pages(device, t, page_size, kv_dtype):
     seen = torch.arange(k64.size(2)) <= (lengths[:, None] - t + torch.arange(t))[..., None]
     for n_splits in (1, 3):
         y = stored_attention(q, k, v, table=table.to(device, torch.int32), seen=lengths.to(device),
-                             tuning=Tuning(n_splits=n_splits))
+                             tuning=Tuning(block_n, n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
+
+
+@pytest.mark.parametrize('page_size', [4, 16])
+def test_padding_that_counts_past_the_pages_of_a_row_looks_at_none(device, page_size):
+    """Page -1 would be what lies before the pool: it must not even be weighed with 0."""
+    q, q_cpu = queries(2, 4, 8, 16, torch.float32, device)
+    k, k64 = stored((4, 1, page_size, 16), torch.int8, device, 1)
+    v, v64 = stored((4, 1, page_size, 16), torch.int8, device, 2)
+    v[1][0] = torch.nan
+    k, v = (tuple(x[1:] for x in kv) for kv in (k, v))
+    table = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32, device=device)
+    seen = torch.tensor([2 * page_size, page_size + 3], device=device)  # of row 1, the last 3 tokens are padding
+    y = stored_attention(q, k, v, table=table, seen=seen)[1, :, :-3]
+    order = torch.arange(page_size) <= page_size - 5 + torch.arange(5)[:, None]
+    assert off(y, dense(q_cpu[1:, :, :5], k64[3:], v64[3:], order[None])[0]) < 2e-5
 
 
 @pytest.mark.parametrize('D', [8, 16, 48, 80, 128, 256])
