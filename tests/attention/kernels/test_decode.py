@@ -101,6 +101,31 @@ def test_chunks_in_order(device, t, window, H, n_kv_head):
         assert off(y, dense(q_cpu, k64, v64, seen.expand(2, t, 40))) < 2e-5
 
 
+def test_a_window_that_begins_in_the_middle_of_the_keys(device):
+    """Blocks of keys before what the first query sees are left out, and none after."""
+    q, q_cpu = queries(1, 4, 9, 16, torch.float32, device)
+    k, k64 = stored((1, 1, 100, 16), torch.int8, device, 1)
+    v, v64 = stored((1, 1, 100, 16), torch.int8, device, 2)
+    for window in range(10, 30, 3):  # the first query, at 91, sees keys from 92 - window on
+        back = torch.arange(91, 100)[:, None] - torch.arange(100)
+        expected = dense(q_cpu, k64, v64, ((back >= 0) & (back < window))[None])
+        for n_splits in (1, 2):
+            assert off(stored_attention(q, k, v, window=window, tuning=Tuning(16, n_splits)), expected) < 2e-5
+
+
+@pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
+def test_padding_that_counts_past_the_keys_looks_at_none(device, kv_dtype):
+    """A row of 10 keys whose chunk of 4 has 2 tokens of padding: what lies behind, NaN even, is not weighed with 0."""
+    q, q_cpu = queries(1, 4, 4, 16, torch.float32, device)
+    k, k64 = stored((1, 1, 12, 16), kv_dtype, device, 1)
+    v, v64 = stored((1, 1, 12, 16), kv_dtype, device, 2)
+    v[-1][:, :, 10:] = torch.nan
+    k, v, k64, v64 = tuple(x[:, :, :10] for x in k), tuple(x[:, :, :10] for x in v), k64[:, :, :10], v64[:, :, :10]
+    y = stored_attention(q, k, v, seen=torch.tensor([12], device=device))[:, :, :2]
+    order = torch.arange(10) <= 8 + torch.arange(2)[:, None]
+    assert off(y, dense(q_cpu[:, :, :2], k64, v64, order[None])) < 2e-5
+
+
 def test_chunks_of_different_lengths(device):
     """Rows that held 3, 30 and 0 tokens append 4, of the last row only 2: its padding counts, and gives anything."""
     held, t = torch.tensor([3, 30, 0]), 4
@@ -150,12 +175,13 @@ def test_pages(device, t, page_size, block_n, kv_dtype):
 
 
 @pytest.mark.parametrize('page_size', [4, 16])
-def test_padding_that_counts_past_the_pages_of_a_row_looks_at_none(device, page_size):
+@pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
+def test_padding_that_counts_past_the_pages_of_a_row_looks_at_none(device, page_size, kv_dtype):
     """Page -1 would be what lies before the pool: it must not even be weighed with 0."""
     q, q_cpu = queries(2, 4, 8, 16, torch.float32, device)
-    k, k64 = stored((4, 1, page_size, 16), torch.int8, device, 1)
-    v, v64 = stored((4, 1, page_size, 16), torch.int8, device, 2)
-    v[1][0] = torch.nan
+    k, k64 = stored((4, 1, page_size, 16), kv_dtype, device, 1)
+    v, v64 = stored((4, 1, page_size, 16), kv_dtype, device, 2)
+    v[-1][0] = torch.nan
     k, v = (tuple(x[1:] for x in kv) for kv in (k, v))
     table = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32, device=device)
     seen = torch.tensor([2 * page_size, page_size + 3], device=device)  # of row 1, the last 3 tokens are padding
