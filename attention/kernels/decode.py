@@ -175,7 +175,7 @@ def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr, B
     lse = tl.load(LSE + at, mask=part < n_splits, other=float('-inf'))
     top = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(top == float('-inf'), 0.0, top))
-    some = ((weight > 0) | (weight != weight))[:, None] & (d < D)[None, :]  # of empty splits nothing is looked at
+    some = (weight > 0)[:, None] & (d < D)[None, :]  # of empty splits nothing is looked at
     y = tl.sum(tl.load(PART + at[:, None] * D + d[None, :], mask=some, other=0) * weight[:, None], 0)
     y = y / tl.maximum(tl.sum(weight, 0), 1e-30)
     tl.store(OUT + (bh * R + r) * D + d, y.to(OUT.dtype.element_ty), mask=d < D)

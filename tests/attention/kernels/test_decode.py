@@ -154,6 +154,16 @@ def test_positions_in_any_order(device, window):
     assert off(y, dense(q_cpu, k64, v64.nan_to_num(), seen)) < 2e-5
 
 
+def test_a_block_of_keys_that_nobody_sees(device):
+    q, q_cpu = queries(1, 2, 2, 16, torch.float32, device)
+    k, k64 = stored((1, 1, 40, 16), torch.float32, device, 1)
+    v, v64 = stored((1, 1, 40, 16), torch.float32, device, 2)
+    k_pos = torch.cat([torch.full((35,), -1), torch.arange(5)])[None]
+    y = stored_attention(q, k, v, q_pos=torch.tensor([[3, 4]], device=device), k_pos=k_pos.to(device), tuning=Tuning(16, 1))
+    seen = (k_pos >= 0) & (k_pos <= torch.tensor([[3], [4]]))
+    assert off(y, dense(q_cpu, k64, v64, seen[None])) < 2e-5
+
+
 @pytest.mark.parametrize('t', [1, 3])
 @pytest.mark.parametrize('page_size, block_n', [(4, 0), (16, 0), (32, 16)])
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
