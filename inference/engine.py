@@ -27,6 +27,7 @@ from inference.scheduler import Request, Scheduler
 from inference.stopping import SampleText
 from inference.weights import pack_weights
 from kv.paged import PAGE_SIZE
+from kv.prefix import PrefixStore
 
 PREFILL_CHUNK = 256
 
@@ -95,14 +96,16 @@ class Engine:
         prefill_chunk: most prompt tokens that are computed between two decode steps.
         pack: on a CPU in float32, keep a second copy of the weights that larger batches read faster
             (`inference.weights.pack_weights`).
+        prefix_budget: bytes of host memory for what earlier requests have computed (`kv.prefix`), of which later ones that
+            begin alike take over what they can; 0 = every request computes its whole prompt.
         tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None = token ids only.
     Raises:
         UserError: sizes below 1, a budget that cannot hold one page beside the rings, what `new_cache` refuses.
     """
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *, kv_budget: int = 0,
-                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, tokenizer=None,
-                 scheduler=Scheduler):
+                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, prefix_budget: int = 0,
+                 tokenizer=None, scheduler=Scheduler):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, page_size={page_size}: '
                             'must be at least 1')
@@ -110,7 +113,8 @@ class Engine:
         max_seq_len = max_seq_len or model.config.block_size
         n_pages = self._n_pages(max_batch_size, max_seq_len, kv_dtype, kv_budget, page_size)
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, n_pages=n_pages, page_size=page_size)
-        self.scheduler = scheduler(self.cache, prefill_chunk)
+        self.prefix = PrefixStore(self.cache, prefix_budget) if prefix_budget else None
+        self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix)
         if pack:
             pack_weights(model, max_batch_size)
         self.captured = captured_decode(model, self.cache)
@@ -256,6 +260,8 @@ class Engine:
         """After a fault anywhere in a step: the tokens of each request and the events made so far are what is true; all
         else is made again from them."""
         self.cache.reset()  # it may have been left half-written
+        if self.prefix:
+            self.prefix.recover()
         for event in events:
             if event.completion:
                 self.jobs.pop(event.index, None)
@@ -287,7 +293,7 @@ class Engine:
         drawing = []
         for b, (request, n) in enumerate(parts):
             if n:
-                request.held += n
+                self.scheduler.fed(request, n)
                 if request.pending == 0:
                     drawing.append((b, self.jobs[request.number]))
         if not drawing:
@@ -315,7 +321,7 @@ class Engine:
         if job.text:
             text += job.text.end()
         completion = Completion(request.prompt, request.tokens, job.text.text if job.text else '', reason, error, job.logprobs,
-                                job.first and job.first - job.submitted, now - job.submitted)
+                                job.first and job.first - job.submitted, now - job.submitted, max(0, request.found))
         events.append(Event(request.number, token, text, logprob, completion))
         self.jobs.pop(request.number, None)  # from here on it has ended, whatever interrupts
         self.scheduler.finish(request)

@@ -92,6 +92,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None  # one per token, if they were asked for
     ttft_s: float | None = None                 # from submission to the first token; None = there was none
     seconds: float | None = None                # from submission to the end
+    n_cached: int = 0                           # prompt tokens that an earlier request had computed (`prefix_budget`)
 
     FINISH_REASONS = ('length', 'stop', 'error', 'cancelled')
 

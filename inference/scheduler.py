@@ -26,6 +26,9 @@ class Request:
     held: int = 0                                    # tokens (of prompt, then generated) that the cache has
     row: int = -1                                    # -1 = not running
     preempted: int = 0                               # times that it had to give its pages back
+    tip: object = None                               # of a prefix store: the newest block that it has in it
+    stops: list[int] = field(default_factory=list)   # lengths at which a chunk of it is to end, for that store
+    found: int = -1                                  # tokens that it took over from there when it first ran
 
     @property
     def length(self) -> int:
@@ -65,12 +68,13 @@ class Scheduler:
     Args:
         cache: with `batch_size`, `max_seq_len`, `table` and the methods `reset`, `move` and `reserve`.
         prefill_chunk: most prompt tokens that a step computes, padding included.
+        prefix: a `kv.prefix.PrefixStore` of that cache, or None: requests take over from it what they begin with.
     """
 
-    def __init__(self, cache, prefill_chunk: int):
+    def __init__(self, cache, prefill_chunk: int, prefix=None):
         if prefill_chunk < 1:
             raise UserError(f'prefill_chunk={prefill_chunk}: must be at least 1')
-        self.cache, self.prefill_chunk = cache, prefill_chunk
+        self.cache, self.prefill_chunk, self.prefix = cache, prefill_chunk, prefix
         self.waiting, self.running = deque(), []
 
     def check(self, n_prompt: int, max_new_tokens: int) -> None:
@@ -99,6 +103,12 @@ class Scheduler:
         else:
             self._leave(request)
 
+    def fed(self, request: Request, n: int) -> None:
+        """The cache holds n more of its tokens."""
+        request.held += n
+        if self.prefix and request.held // self.prefix.size > request.tip.depth:
+            request.tip = self.prefix.extend(request.row, request.tip, request.prompt + request.tokens)
+
     def preempt(self, request: Request) -> None:
         """A running request waits again, before all others, and will be computed anew."""
         self._leave(request)
@@ -111,14 +121,14 @@ class Scheduler:
         cache must have been reset."""
         for request in requests:
             request.preempted += request.row >= 0
-            request.row, request.held = -1, 0
+            request.row, request.held, request.tip = -1, 0, None
         self.waiting, self.running = deque(sorted(requests, key=lambda r: r.number)), []
 
     def _keep_decoding(self) -> list[Request]:
         """All that decode, after pages for their next token were found for each: who came first is served first."""
         for request in sorted((r for r in self.running if r.decoding), key=lambda r: r.number):
             while request.row >= 0:
-                if self.cache.table.missing([(request.row, request.held, request.length)]) <= self.cache.table.n_free:
+                if self.cache.table.missing([(request.row, request.held, request.length)]) <= self.cache.table.n_available:
                     self.cache.reserve(request.row, request.length)
                     break
                 self.preempt(max(self.running, key=lambda r: r.number))
@@ -130,23 +140,33 @@ class Scheduler:
             request = self.waiting[0]
             # one page more than it needs now, if those who run may need it: who has just come must not stop them
             spare = any(table.pages_for(r.most) > len(table.rows[r.row]) for r in self.running)
-            if table.n_free < table.pages_for(request.length) + spare:
+            available, needed, hit = table.n_available, table.pages_for(request.length) + spare, None
+            if self.prefix:
+                hit = self.prefix.match(request.prompt + request.tokens)
+                available, needed = self.prefix.n_available(hit.blocks), needed - hit.n_resident
+            if available < needed:
                 return
             self.waiting.popleft()
             request.row = len(self.running)
             self.running.append(request)
+            if hit:
+                request.tip = self.prefix.restore(request.row, hit)
+                request.held, request.stops = self.cache.held(request.row), self.prefix.stops(hit, request.length)
+                if request.found < 0:  # else it was told before, and comes back after it had to leave
+                    request.found = request.held
+                    self.prefix.stats.count(request.length, request.held)
             self.cache.reserve(request.row, request.length)
 
     def _chunks(self) -> list[list[tuple[Request, int]]]:
         """Prompts that fit are computed together, if they begin; else one chunk of one prompt a pass."""
         room, passes, together = self.prefill_chunk, [], []
         for request in sorted((r for r in self.running if not r.decoding), key=lambda r: r.number):
-            if request.held or request.pending > self.prefill_chunk:
-                n = min(request.pending, room)
-                if n == 0:
+            if request.held or request.pending > self.prefill_chunk or request.stops:
+                if room == 0:
                     break
-                passes.append([(request, n)])
-                room -= n
+                pieces = self._pieces(request, min(request.pending, room))
+                passes += [[(request, n)] for n in pieces]
+                room -= sum(pieces)
                 continue
             widest = max([n for _, n in together] + [request.pending])
             padded = widest * (len(together) + 1) - sum(max(n for _, n in together) for _ in together)
@@ -156,9 +176,18 @@ class Scheduler:
             room -= padded
         return passes + [together] * bool(together)
 
+    @staticmethod
+    def _pieces(request, n) -> list[int]:
+        """The next n tokens of a request, cut where chunks of it are to end."""
+        ends = [stop for stop in request.stops if request.held < stop < request.held + n] + [request.held + n]
+        return [end - start for start, end in zip([request.held, *ends], ends)]
+
     def _leave(self, request: Request) -> None:
         row, last = request.row, self.running[-1]
         self.cache.reset([row])
+        if self.prefix:
+            self.prefix.release(request.tip)
+            request.tip = None
         self.running[row] = last
         self.running.pop()
         if last is not request:

@@ -58,6 +58,10 @@ class KVCache:
         """(B,) int64 on the CPU: tokens held per row."""
         return torch.tensor(self._lengths)
 
+    def held(self, row: int) -> int:
+        """Tokens that a row holds."""
+        return self._lengths[row]
+
     def reset(self, rows=None) -> None:
         """Rows (all, if None; else their numbers) hold nothing again. Their memory stays allocated; others are untouched."""
         rows = list(range(self.batch_size)) if rows is None else torch.as_tensor(rows).tolist()

@@ -11,7 +11,7 @@ import torch
 
 from config.errors import UserError
 from kv.cache import KVCache
-from kv.pages import OutOfPages, PageTable
+from kv.pages import PageTable
 from kv.plan import GLOBAL, KVPlan, Slot
 from kv.step import Step
 from kv.store import KVStore, cat
@@ -161,7 +161,7 @@ class PagedKVCache(KVCache):
     def held_nbytes(self) -> int:
         """Bytes of the pages that rows hold, each counted once, and of all rings."""
         pools = sum(store.nbytes for store in self.pools)
-        return self.nbytes - pools // self.table.n_pages * self.table.n_free
+        return self.nbytes - pools // self.table.n_pages * self.table.n_available
 
     def reset(self, rows=None) -> None:
         """Rows hold nothing again, and their pages are free unless others hold them."""
@@ -183,6 +183,20 @@ class PagedKVCache(KVCache):
         for store in self.row_stores:
             store.copy_row(source, target)
         self._lengths[target] = self._lengths[source]
+
+    def adopt(self, row: int, pages: list[int], length: int) -> None:
+        """`row`, which must hold nothing, holds `length` tokens in these pages, as others may too; its rings are to be filled."""
+        self._checked('adopt', [row])
+        if self._lengths[row] or length > self.max_seq_len:
+            raise UserError(f'adopt: row {row} holds {self._lengths[row]} tokens, and {length} are given to it: it must hold '
+                            f'none, and at most max_seq_len={self.max_seq_len} then')
+        self.table.adopt(row, pages)
+        self._lengths[row] = length
+
+    def give_back(self, page: int) -> None:
+        """A page that was kept beyond its rows is free, unless a row holds it."""
+        if self.table.let_go(page):
+            self._clean([page])
 
     def reserve(self, row: int, length: int) -> None:
         """Take the pages for the first `length` tokens of `row` now. OutOfPages: and nothing has changed."""
@@ -210,9 +224,7 @@ class PagedKVCache(KVCache):
         if not self.pools:  # a model of local layers alone has nothing to put into them
             return
         needed = self.table.missing(jobs)
-        if needed > self.table.n_free:
-            raise OutOfPages(f'{needed} more pages of {self.table.page_size} positions are needed: '
-                             f'{self.table.n_free} of {self.table.n_pages} are free')
+        self.table.make_free(needed, f'{needed} more pages of {self.table.page_size} positions are needed')
         for job in jobs:
             for source, target in self.table.extend(*job):
                 for pool in self.pools:

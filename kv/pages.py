@@ -3,6 +3,9 @@
     page_size = 4       row 0 holds 6 tokens   pages [0, 1]      page  0 1 2 3 4 5
                         row 1 holds 5 tokens   pages [2, 4]      refs  1 1 1 0 1 0
 
+Beside rows, a prefix store (`kv.prefix`) may keep pages: what a row has written stays there for others that begin alike. A
+page that is only kept is *idle*: when free ones run out, the store gives idle ones back (`reclaim`).
+
 One table serves all global slots: they grow alike, so page 4 of every slot's pool belongs to the same row and positions.
 The idea is PagedAttention's (Kwon et al. 2023, vLLM): a short conversation holds few bytes, and rows that begin alike hold
 those pages once. A page with several holders is copied before one of them writes to it.
@@ -20,7 +23,8 @@ class OutOfPages(UserError):
 class PageTable:
     """The pages of `n_rows` rows, out of a pool of `n_pages`, each of `page_size` positions.
 
-    rows[r]: the pages of row r, in the order of its positions. refs[p]: rows that hold page p; 0 = free.
+    rows[r]: the pages of row r, in the order of its positions. refs[p]: rows that hold page p, and one more where it is kept;
+    0 = free. kept: pages that a store keeps. reclaim: called with a number of pages that it is to free, of the idle ones.
     version: changes whenever a row's pages do, so that what was made from the table can be kept until then.
     """
 
@@ -31,11 +35,17 @@ class PageTable:
         self.rows = [[] for _ in range(n_rows)]
         self.refs = [0] * n_pages
         self._free = list(range(n_pages))  # a heap: the lowest page first, so that what is held stays close together
+        self.kept, self.n_idle, self.reclaim = set(), 0, None
         self.version = 0
 
     @property
     def n_free(self) -> int:
         return len(self._free)
+
+    @property
+    def n_available(self) -> int:
+        """Pages that can be taken: free ones, and idle ones, which are given back for it."""
+        return len(self._free) + self.n_idle
 
     def pages_for(self, n_tokens: int) -> int:
         """Pages that a row of `n_tokens` holds."""
@@ -57,9 +67,7 @@ class PageTable:
             OutOfPages: and nothing has changed.
         """
         needed = self.missing([(row, held, length)])
-        if needed > self.n_free:
-            raise OutOfPages(f'row {row} needs {needed} more pages of {self.page_size} positions to hold {length} tokens: '
-                             f'{self.n_free} of {self.n_pages} are free')
+        self.make_free(needed, f'row {row} needs {needed} more pages of {self.page_size} positions to hold {length} tokens')
         if not needed:
             return []
         pages, copies = self.rows[row], []
@@ -72,14 +80,52 @@ class PageTable:
         self.version += 1
         return copies
 
+    def make_free(self, n: int, why: str) -> None:
+        """At least n pages are free afterwards.
+
+        Raises:
+            OutOfPages: there are not so many, idle ones included; the message begins with `why`.
+        """
+        if n > self.n_available:
+            raise OutOfPages(f'{why}: {self.n_available} of {self.n_pages} are free')
+        if n > self.n_free:
+            self.reclaim(n - self.n_free)
+
     def fork(self, source: int, target: int) -> None:
         """`target` holds what `source` holds, page by page the same. It must hold nothing."""
-        if self.rows[target]:
-            raise UserError(f'fork: row {target} holds {len(self.rows[target])} pages; release it first')
-        for page in self.rows[source]:
+        self.adopt(target, self.rows[source])
+
+    def adopt(self, row: int, pages: list[int]) -> None:
+        """`row`, which must hold nothing, holds these pages too."""
+        if self.rows[row]:
+            raise UserError(f'row {row} holds {len(self.rows[row])} pages; release it first')
+        for page in pages:
+            self.n_idle -= page in self.kept and self.refs[page] == 1
             self.refs[page] += 1
-        self.rows[target] = list(self.rows[source])
+        self.rows[row] = list(pages)
         self.version += 1
+
+    # -- pages that a store keeps -------------------------------------------------------------------------------------
+
+    def keep(self, page: int) -> None:
+        """A page that some row holds stays when the row leaves."""
+        if page not in self.kept:
+            self.kept.add(page)
+            self.refs[page] += 1
+
+    def take_kept(self) -> int:
+        """A free page, kept from now on, and idle."""
+        page = self._take()
+        self.kept.add(page)
+        self.n_idle += 1
+        return page
+
+    def let_go(self, page: int) -> bool:
+        """No longer keep a page; whether it is free now."""
+        self.kept.remove(page)
+        self.n_idle -= self.refs[page] == 1
+        self._drop(page)
+        return not self.refs[page]
 
     def move(self, source: int, target: int) -> list[int]:
         """What `source` holds belongs to `target`, whose own pages are released. Returns those that are free now."""
@@ -98,6 +144,15 @@ class PageTable:
         self.version += 1
         return [page for page in pages if not self.refs[page]]
 
+    def rebuild(self, kept: set[int]) -> None:
+        """After a fault midway: references and free pages as rows and `kept` say."""
+        self.kept, self.refs = set(kept), [0] * self.n_pages
+        for page in [*kept, *(page for pages in self.rows for page in pages)]:
+            self.refs[page] += 1
+        self._free = [page for page, n in enumerate(self.refs) if not n]
+        self.n_idle = sum(self.refs[page] == 1 for page in kept)
+        self.version += 1
+
     def _shared(self, row, held, length) -> list[int]:
         """Places in the row's list of pages that will be written and that others hold too."""
         if length <= held:
@@ -115,3 +170,4 @@ class PageTable:
         self.refs[page] -= 1
         if self.refs[page] == 0:
             heapq.heappush(self._free, page)
+        self.n_idle += self.refs[page] == 1 and page in self.kept

@@ -81,7 +81,7 @@ class RingSlot(KVStore):
         """What a chunk at the same place of every row sees, in order: the held keys in reach, then itself."""
         start = step.starts[0]
         held = min(start, self.window - 1)
-        pieces = [self.read(step.select, a, b) for a, b in self._spans(start - held, held)]
+        pieces = [self.read(step.select, a, b) for a, b in self.spans(start - held, held)]
         return KVView(*cat(pieces + [(k, v)])) if pieces else KVView(k, v)
 
     def _tagged_view(self, k, v, step):
@@ -94,7 +94,7 @@ class RingSlot(KVStore):
             return self._scatter(k, v, step)
         kept = min(step.t, self.capacity)
         offset = step.t - kept
-        for a, b in self._spans(step.starts[0] + offset, kept):
+        for a, b in self.spans(step.starts[0] + offset, kept):
             self.write(step.select, a, *cut(k, v, offset, offset + b - a))
             offset += b - a
 
@@ -103,7 +103,7 @@ class RingSlot(KVStore):
         indices = step.memo(('ring indices', self.capacity), lambda: positions % self.capacity)
         self.scatter(rows, indices, new_rows, tokens, k, v)
 
-    def _spans(self, position: int, n: int) -> list[tuple[int, int]]:
+    def spans(self, position: int, n: int) -> list[tuple[int, int]]:
         """Index ranges that hold positions position .. position + n - 1, in order (n <= capacity)."""
         if n == 0:
             return []

@@ -1,0 +1,369 @@
+"""What was said before, kept for whoever begins alike: a tree of blocks of tokens with their K and V.
+
+    root ── "To be, o" ── "r not to" ── " be"...          a block is a page of tokens; its key is a hash chained over all
+                      └── "r else w"                      blocks before it, and its tokens are compared on every hit
+
+A new request takes over the longest path of blocks that its tokens begin with, and computes only the rest. That is easy for
+global slots, of which a block has a page. A local slot is a ring, and a ring that has wrapped cannot be rewound: to go on at a
+boundary, the W - 1 positions before it must have been copied while they were there. So the blocks also have *local parts*, and
+a hit ends at the deepest boundary before which they are whole (an *anchor*).
+
+Most boundaries need not be anchors. Behind the newest one, anchors are kept at distances that about double, so that a text
+that departs from an old one x tokens before its end is computed anew from at most about 2 x before it; and where the tree
+branches. Local parts that no anchor needs are dropped (`prune=False` keeps all).
+
+Pages stay in the pool of the cache while there is room, shared with the rows that read them; when a row needs them, those
+least recently used are copied to the host's memory. When that is over its budget, leaves go, least recently used first.
+
+Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed blocks (vLLM), the same for
+conversations between turns (Character.AI, "Optimizing AI Inference", 2024).
+"""
+import hashlib
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kv.blocks import BlockCopier
+from kv.paged import PagedKVCache
+from kv.pages import OutOfPages
+
+OVERHEAD = 600  # bytes that Python takes for a block beside its buffers and tokens (measured: tests/kv/test_prefix.py)
+
+
+def chained_hash(before: bytes, tokens: bytes) -> bytes:
+    """The key of a block after the block with the key `before`."""
+    return hashlib.blake2b(before + tokens, digest_size=16).digest()
+
+
+class Block:
+    """`size` tokens after those of `parent`, and what remembers them.
+
+    page: where its global K, V are in the pools, -1 = not there. copy: the same on the host, or None. local: the last n_local
+    positions of its local K, V, or None. anchor: a row can go on behind it. users: requests whose newest block it is. used:
+    when it was last of use. depth: blocks from the root on, itself included.
+    """
+    __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local', 'anchor', 'users', 'used')
+
+    def __init__(self, key: bytes, tokens: bytes, parent: 'Block | None'):
+        self.key, self.tokens, self.parent, self.children = key, tokens, parent, {}
+        self.depth = parent.depth + 1 if parent else 0
+        self.page, self.copy, self.local, self.n_local, self.anchor, self.users, self.used = -1, None, None, 0, False, 0, 0
+
+    def path(self) -> 'list[Block]':
+        """From the first block on, itself included; the root is none."""
+        found, block = [], self
+        while block.parent:
+            found.append(block)
+            block = block.parent
+        return found[::-1]
+
+
+@dataclass
+class Hit:
+    """What a request need not compute. known: blocks that are there, whether or not a row can go on behind them."""
+    blocks: list[Block]
+    known: int
+
+    @property
+    def n_resident(self) -> int:
+        """Pages that are in the pool already."""
+        return sum(block.page >= 0 for block in self.blocks)
+
+
+@dataclass
+class PrefixStats:
+    """Counts since the store was made. looked_up, found: tokens of requests, and those of them that were taken over."""
+    requests: int = 0
+    looked_up: int = 0
+    found: int = 0
+    copied_out: int = 0
+    copied_in: int = 0
+    evicted: int = 0
+
+    def count(self, looked_up: int, found: int) -> None:
+        """One more request."""
+        self.requests, self.looked_up, self.found = self.requests + 1, self.looked_up + looked_up, self.found + found
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of tokens that need not be computed."""
+        return self.found / max(1, self.looked_up)
+
+
+@dataclass
+class PrefixStore:
+    """The tree for one cache, whose page size is that of the blocks.
+
+    Args:
+        cache: it makes room in its pools from the store's pages.
+        budget: bytes of host memory for copies, local parts and bookkeeping; what requests now use is kept even so.
+        prune: drop local parts that no anchor needs.
+        hash_block: (key of the block before, bytes of the tokens) -> key.
+    """
+    cache: PagedKVCache
+    budget: int
+    prune: bool = True
+    hash_block: object = chained_hash
+    stats: PrefixStats = field(default_factory=PrefixStats)
+
+    def __post_init__(self):
+        self.table, self.copier = self.cache.table, BlockCopier(self.cache)
+        self.size, self.reach = self.table.page_size, max(0, self.copier.window - 1)
+        self.root, self.index, self.nbytes = Block(b'', b'', None), {}, 0
+        self._clock, self._serial, self._leaves, self._wanted = itertools.count(1), itertools.count(), [], set()
+        self.table.reclaim = self.reclaim
+
+    # -- looking up ---------------------------------------------------------------------------------------------------
+
+    def match(self, tokens: list[int]) -> Hit:
+        """What there is of the beginning of `tokens`; never all of it, as the last one's logits are wanted."""
+        packed, path, block = self._packed(tokens), [], self.root
+        for i in range((len(tokens) - 1) // self.size):
+            block = self._child(block, packed, i)
+            if block is None:
+                break
+            path.append(block)
+        n = len(path)
+        while n and not self._whole(path[:n]):
+            n -= 1
+        return Hit(path[:n], len(path))
+
+    def stops(self, hit: Hit, length: int) -> list[int]:
+        """Where chunks of a request of `length` tokens should end, so that there will be anchors: where it leaves what is
+        known, as others may too, and at its last boundary. (Without pruning, before windows are overwritten.)"""
+        start, last = len(hit.blocks) * self.size, length // self.size * self.size
+        step = last if self.prune or not self.reach else max(1, self.copier.window // self.size) * self.size
+        stops = {hit.known * self.size, last, *range(start + step, last, step or 1)}
+        return sorted(stop for stop in stops if start < stop <= length)
+
+    def restore(self, row: int, hit: Hit) -> Block:
+        """The row, which must hold nothing, holds the tokens of the hit. Returns its newest block, for `extend` and `release`.
+
+        Raises:
+            OutOfPages: the pool has no room for pages that are on the host; the row holds nothing.
+        """
+        tip = hit.blocks[-1] if hit.blocks else self.root
+        if self.cache.pools:
+            self._to_pool(hit.blocks)
+        self.cache.adopt(row, [block.page for block in hit.blocks] if self.cache.pools else [], tip.depth * self.size)
+        for block, _ in reversed(list(self._window(hit.blocks))):  # what is too much of the first, the last overwrite
+            self.copier.put_local(row, block.depth * self.size, block.n_local, block.local)
+        tip.users += 1
+        self._touch(tip)
+        return tip
+
+    def _to_pool(self, blocks):
+        missing = [block for block in blocks if block.page < 0]
+        if len(missing) > self.n_available(blocks):
+            raise OutOfPages(f'{len(missing)} pages of {self.size} positions are to be restored: {self.n_available(blocks)} of '
+                             f'{self.table.n_pages} are free')
+        self._wanted = set(blocks)  # room is not to be made of these
+        if len(missing) > self.table.n_free:
+            self.reclaim(len(missing) - self.table.n_free)
+        self._wanted = set()
+        for block in missing:
+            page = self.table.take_kept()
+            self.copier.put_page(page, block.copy)
+            block.page = page
+            self.stats.copied_in += 1
+
+    def n_available(self, blocks: list[Block]) -> int:
+        """Pages that can be taken beside those of `blocks`."""
+        return self.table.n_available - sum(block.page >= 0 and self.table.refs[block.page] == 1 for block in blocks)
+
+    def _packed(self, tokens) -> bytes:
+        return np.asarray(tokens, dtype=np.int32).tobytes()
+
+    def _piece(self, packed, i) -> bytes:
+        return packed[4 * self.size * i:4 * self.size * (i + 1)]
+
+    def _child(self, block, packed, i) -> Block | None:
+        """The block that follows with these tokens. Another with the same key, by chance or malice, is not it."""
+        piece = self._piece(packed, i)
+        found = self.index.get(self.hash_block(block.key, piece))
+        return found if found is not None and found.parent is block and found.tokens == piece else None
+
+    def _whole(self, path) -> bool:
+        """Whether the local parts at the end of a path have all that a row needs to go on."""
+        return all(block.n_local >= n for block, n in self._window(path))
+
+    def _window(self, path):
+        """Blocks at the end of a path with the positions needed of each, the last first."""
+        for behind, block in enumerate(reversed(path)):
+            n = min(self.size, self.reach - behind * self.size)
+            if n <= 0:
+                return
+            yield block, n
+
+    # -- growing ------------------------------------------------------------------------------------------------------
+
+    def extend(self, row: int, tip: Block, tokens: list[int]) -> Block:
+        """Keep the whole blocks of a row beyond its newest one. tokens: all that it holds. Returns its newest block.
+
+        Call it whenever the row has come to hold a multiple of `size`, which makes that an anchor, and at its end.
+        """
+        held = self.cache.held(row)
+        if held // self.size > tip.depth:
+            packed = self._packed(tokens[:held])
+            for i in range(tip.depth, held // self.size):
+                block = self._child(tip, packed, i) or self._new(tip, packed, i)
+                if block is None:
+                    return tip  # another block has this key: nothing behind it can be found
+                if block.page < 0 and self.cache.pools:
+                    self.table.keep(self.table.rows[row][i])
+                    block.page = self.table.rows[row][i]
+                block.users, tip.users = block.users + 1, tip.users - 1
+                tip = block
+            self._touch(tip)
+        if held == tip.depth * self.size and tip.depth and not tip.anchor:
+            self._make_anchor(row, tip)
+            self._shrink()
+        return tip
+
+    def _new(self, parent, packed, i) -> Block | None:
+        piece = self._piece(packed, i)
+        key = self.hash_block(parent.key, piece)
+        if key in self.index:
+            return None
+        block = Block(key, piece, parent)
+        self.nbytes += OVERHEAD + len(piece)
+        parent.children[key] = self.index[key] = block
+        return block
+
+    def _make_anchor(self, row, tip) -> None:
+        window = list(self._window(tip.path()))
+        reach = {block: min(self.size, self.copier.n_in_reach(row, block.depth * self.size)) for block, _ in window}
+        if any(max(reach[block], block.n_local) < n for block, n in window):
+            return  # a part has been overwritten
+        for block, n in window:
+            if block.n_local < n:
+                self._drop_local(block)
+                block.local = self.copier.local(row, block.depth * self.size, reach[block])
+                block.n_local = reach[block]
+                self.nbytes += block.local.numel()
+        tip.anchor = True
+        if self.prune:
+            self._thin(tip)
+
+    def _thin(self, tip) -> None:
+        """Of the anchors before this one keep those whose distances about double, and where the tree branches."""
+        last, before = 0, [block for block in reversed(tip.path()[:-1]) if block.anchor]
+        for block, farther in itertools.zip_longest(before, before[1:], fillvalue=self.root):
+            distance, next_distance = tip.depth - block.depth, tip.depth - farther.depth
+            if len(block.children) < 2 and last and next_distance <= 2 * last:
+                block.anchor = False
+                self._trim(block)
+            else:
+                last = distance
+
+    def _trim(self, anchor) -> None:
+        """Local parts that were for this anchor, where no other needs them."""
+        for block, _ in self._window(anchor.path()):
+            if block.local is not None and not self._needed(block):
+                self._drop_local(block)
+
+    def _needed(self, block) -> bool:
+        """Whether the window of some anchor, itself or behind, has this block in it."""
+        level, n = [block], self.reach
+        while level and n > 0:
+            if any(each.anchor for each in level):
+                return True
+            level, n = [child for each in level for child in each.children.values()], n - self.size
+        return False
+
+    def _drop_local(self, block) -> None:
+        if block.local is not None:
+            self.nbytes -= block.local.numel()
+            block.local, block.n_local = None, 0
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def release(self, tip: Block) -> None:
+        """A request that had this newest block has ended or waits again; call it after its row has been reset."""
+        tip.users -= 1
+        self._touch(tip)
+        self._shrink()
+
+    def _touch(self, tip) -> None:
+        now = next(self._clock)
+        for block in tip.path():
+            block.used = now
+        self._offer(tip)
+
+    def _offer(self, block) -> None:
+        """It may be evicted, should it be a leaf that nobody uses when its turn comes."""
+        if block.parent and not block.children and not block.users:
+            heapq.heappush(self._leaves, (block.used, next(self._serial), block))
+        if len(self._leaves) > 2 * len(self.index) + 1000:  # most of them are of the past
+            self._leaves = [entry for entry in self._leaves if self._evictable(*entry)]
+            heapq.heapify(self._leaves)
+
+    def _evictable(self, used, _, block) -> bool:
+        return block.used == used and self.index.get(block.key) is block and not block.children and not block.users
+
+    def reclaim(self, n: int) -> None:
+        """Free n pages that only the store holds, the least recently used: their contents go to the host."""
+        idle = [block for block in self.index.values()
+                if block.page >= 0 and self.table.refs[block.page] == 1 and block not in self._wanted]
+        for block in heapq.nsmallest(n, idle, key=lambda block: (block.used, -block.depth)):
+            if block.copy is None:
+                block.copy = self.copier.page(block.page)
+                self.nbytes += block.copy.numel()
+                self.stats.copied_out += 1
+            self._leave_pool(block)
+        self._shrink()
+
+    def _leave_pool(self, block) -> None:
+        page, block.page = block.page, -1
+        if page >= 0:
+            self.cache.give_back(page)
+
+    def _shrink(self) -> None:
+        """Within the budget again, as far as nobody uses what is there."""
+        if self.nbytes > self.budget:
+            for block in sorted((b for b in self.index.values() if b.copy is not None and b.page >= 0), key=lambda b: b.used):
+                self.nbytes -= block.copy.numel()  # the pool has it, too
+                block.copy = None
+                if self.nbytes <= self.budget:
+                    return
+        while self.nbytes > self.budget and self._leaves:
+            entry = heapq.heappop(self._leaves)
+            if self._evictable(*entry):
+                self._evict(entry[-1])
+
+    def _evict(self, block) -> None:
+        """Remove a leaf, and what before it is of no use without it: no row can go on behind a block after the last anchor."""
+        while True:
+            parent = block.parent
+            del parent.children[block.key], self.index[block.key]
+            self._leave_pool(block)
+            self._drop_local(block)
+            self.nbytes -= OVERHEAD + len(block.tokens) + (0 if block.copy is None else block.copy.numel())
+            self.stats.evicted += 1
+            if block.anchor:
+                self._trim_path(parent)
+            block = parent
+            if not block.parent or block.children or block.users or block.anchor or not self.reach:
+                self._offer(block)
+                return
+
+    def _trim_path(self, block) -> None:
+        for each, _ in self._window(block.path()):
+            if each.local is not None and not self._needed(each):
+                self._drop_local(each)
+
+    def recover(self) -> None:
+        """After a fault anywhere, when the cache has been reset: no request runs, and of what is kept the tree is the truth."""
+        self.index, self.nbytes, self._leaves, self._wanted, level = {}, 0, [], set(), [self.root]
+        while level:
+            block = level.pop()
+            level += block.children.values()
+            block.users = 0
+            if block.parent:
+                self.index[block.key] = block
+                self.nbytes += OVERHEAD + len(block.tokens) + sum(x.numel() for x in (block.copy, block.local) if x is not None)
+                self._offer(block)
+        self.table.rebuild({block.page for block in self.index.values() if block.page >= 0})
+        self._shrink()

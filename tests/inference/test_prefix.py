@@ -1,0 +1,152 @@
+"""Requests that take over what earlier ones have computed: every text is what it would be without that."""
+import pydoc
+import random
+
+import pytest
+
+from inference.engine import Engine
+from inference.params import SamplingParams
+from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
+
+SIZE = 4
+
+
+def engine_of(kind, budget=10 ** 9, n_pages=0, **more):
+    model = model_of(kind)
+    kv_budget = budget_for(model, 3, 60, n_pages, SIZE, more.get('kv_dtype', 'float64')) if n_pages else 0
+    return Engine(model, 3, 60, page_size=SIZE, prefill_chunk=12, prefix_budget=budget, kv_budget=kv_budget, tokenizer=TOKENIZER,
+                  **more)
+
+
+def assert_nothing_leaked(engine):
+    """With no request left: all rows are empty, and every page is free or the store's alone."""
+    table, store = engine.cache.table, engine.prefix
+    assert not any(table.rows) and engine.cache.lengths.sum() == 0
+    assert table.n_free + table.n_idle == table.n_pages and not any(block.users for block in store.index.values())
+    assert table.kept == {block.page for block in store.index.values() if block.page >= 0} and store.nbytes <= store.budget
+
+
+def conversation(random, said, turn):
+    """The next prompt: one of earlier texts goes on, is edited or repeated, or a new one begins."""
+    old, new = random.choice(said), prompt(random.randint(1, 9), seed=turn)
+    text = random.choice([old + new, old + new, old[:random.randint(1, len(old))] + new, old, prompt(random.randint(1, 20), turn)])
+    return text[-48:] if random.random() < 0.1 else text[:48]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kv_dtype, budget, n_pages', [('float64', 10 ** 9, 0), ('float64', 20_000, 24), ('int8', 9_000, 24)])
+def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages):
+    """Three at a time, with little memory too; in float64, where no rounding differs."""
+    engine, draw, said = engine_of(kind, budget, n_pages, kv_dtype=kv_dtype), random.Random(kind), [prompt(5, seed=1)]
+    for turn in range(6):
+        prompts = [conversation(draw, said, 3 * turn + i) for i in range(3)]
+        params = [SamplingParams(draw.randint(1, 11), seed=turn, logprobs=0) for _ in prompts]
+        for ids, p, completion in zip(prompts, params, engine.generate(prompts, params)):
+            assert_same(completion, alone(model_of(kind), ids, p, kv_dtype=kv_dtype, tokenizer=TOKENIZER))
+            said.append(ids + completion.tokens)
+    assert_nothing_leaked(engine)
+    stats = engine.prefix.stats
+    assert stats.requests == 18 and 0 < stats.found < stats.looked_up < sum(map(len, said[1:]))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_conversation_computes_only_what_is_new(kind):
+    """Turn after turn; the same prompt again computes no more than its last block."""
+    engine, text = engine_of(kind), prompt(13)
+    for n in (5, 1, 4, 8, 2):
+        [completion] = engine.generate([text], SamplingParams(n, seed=n))
+        held = len(text) + len(completion.tokens) - 1  # the last token drawn is never fed
+        [again] = engine.generate([text], SamplingParams(n, seed=n))
+        assert again.tokens == completion.tokens and again.n_cached == (len(text) - 1) // SIZE * SIZE
+        text = text + completion.tokens + prompt(3, seed=n)
+        assert engine.prefix.match(text).blocks[-1].depth == held // SIZE
+
+
+def test_samples_of_one_prompt_share_it():
+    engine, ids = engine_of('full stack'), prompt(25)
+    first = engine.submit(ids, SamplingParams(20, seed=0))
+    while not engine.jobs[first].request.decoding:
+        engine.step()
+    others = [engine.submit(ids, SamplingParams(5, seed=seed)) for seed in (1, 2)]
+    engine.step()
+    rows = [engine.jobs[index].request.row for index in (first, *others)]
+    assert len({tuple(engine.cache.table.rows[row][:6]) for row in rows}) == 1
+    done = {event.index: event.completion for _ in range(30) for event in engine.step() if event.completion}
+    for seed, index in enumerate((first, *others)):
+        assert_same(done[index], alone(model_of('full stack'), ids, SamplingParams(20 if not seed else 5, seed=seed),
+                                       tokenizer=TOKENIZER))
+        assert done[index].n_cached == (24 if seed else 0)
+    assert_nothing_leaked(engine)
+
+
+def test_cancelled_at_any_moment_nothing_is_leaked():
+    for steps in range(12):
+        engine = engine_of('full stack')
+        engine.generate([prompt(20)], SamplingParams(3, seed=0))
+        for ids in (prompt(20) + prompt(25, seed=1), prompt(40, seed=2)):
+            engine.submit(ids, SamplingParams(4, seed=0))
+        for _ in range(steps):
+            engine.step()
+        for index in list(engine.jobs):
+            engine.cancel(index)
+        assert_nothing_leaked(engine)
+
+
+BOOKKEEPING = ['kv.prefix.PrefixStore.extend', 'kv.prefix.PrefixStore.restore', 'kv.prefix.PrefixStore.release',
+               'kv.prefix.PrefixStore._evict', 'kv.prefix.PrefixStore._make_anchor', 'kv.prefix.PrefixStore._leave_pool',
+               'kv.prefix.PrefixStore._new', 'kv.pages.PageTable.keep', 'kv.pages.PageTable.let_go', 'kv.pages.PageTable.adopt',
+               'kv.pages.PageTable.take_kept', 'kv.blocks.BlockCopier.put_page', 'kv.blocks.BlockCopier.page']
+
+
+@pytest.mark.parametrize('name', BOOKKEEPING)
+def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name):
+    """What is kept may become less; nothing that is served is wrong, and no page is lost."""
+    model, ids = model_of('full stack'), [prompt(20), prompt(20) + prompt(11, seed=1), prompt(33, seed=2)] * 2
+    params = [SamplingParams(6, seed=seed) for seed in range(6)]
+    expected = [alone(model, *request, tokenizer=TOKENIZER) for request in zip(ids, params)]
+    module, _, attribute = name.rpartition('.')
+    plain, calls = pydoc.locate(name), iter(range(1, 10 ** 6))
+    times = {2: 'before', 3: 'after', 5: 'before', 8: 'after'}
+
+    def interrupted(*args, **kwargs):
+        when = times.get(next(calls))
+        if when == 'before':
+            raise KeyboardInterrupt
+        result = plain(*args, **kwargs)
+        if when == 'after':
+            raise KeyboardInterrupt
+        return result
+    monkeypatch.setattr(pydoc.locate(module), attribute, interrupted)
+    engine, done, failed = engine_of('full stack', 12_000 if attribute == '_evict' else 10 ** 9, 17), {}, 0
+    for request in zip(ids, params):
+        engine.submit(*request)
+    while engine.n_unfinished:
+        try:
+            done |= {event.index: event.completion for event in engine.step() if event.completion}
+        except KeyboardInterrupt:
+            failed += 1
+        assert failed < 5
+    assert failed and sorted(done) == list(range(6))
+    for index, completion in enumerate(expected):
+        assert_same(done[index], completion)
+    assert_nothing_leaked(engine)
+
+
+def test_a_forced_collision_changes_no_text(monkeypatch):
+    engine = engine_of('full stack')
+    engine.prefix.hash_block = lambda before, tokens: tokens[:4]
+    for seed in range(6):
+        ids, params = prompt(9, seed=seed % 2) * 2 + prompt(5, seed=seed), SamplingParams(7, seed=seed)
+        [completion] = engine.generate([ids], params)
+        assert_same(completion, alone(model_of('full stack'), ids, params, tokenizer=TOKENIZER))
+    assert_nothing_leaked(engine)
+
+
+@pytest.mark.parametrize('budget', [1, 700, 3_000])
+def test_a_store_smaller_than_one_conversation(budget):
+    engine = engine_of('full stack', budget)
+    for seed in range(4):
+        ids, params = prompt(40), SamplingParams(8, seed=seed)
+        [completion] = engine.generate([ids], params)
+        assert_same(completion, alone(model_of('full stack'), ids, params, tokenizer=TOKENIZER))
+        assert_nothing_leaked(engine)

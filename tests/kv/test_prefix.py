@@ -1,0 +1,279 @@
+"""The prefix store beside rows whose K and V are made from the very tokens before them, so that what is restored can be told."""
+import hashlib
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.gpt_config import GPTConfig
+from kv.paged import PagedKVCache
+from kv.pages import OutOfPages
+from kv.plan import plan_kv
+from kv.prefix import OVERHEAD, Block, PrefixStore
+from kv.slots import RingSlot
+
+SIZE, LONGEST = 4, 60
+SHAPES = {
+    'global and local': dict(layer_pattern='LLG', window_size=6),
+    'window of a block': dict(layer_pattern='LG', window_size=SIZE + 1),
+    'window below a block': dict(layer_pattern='LG', window_size=2),
+    'a long window': dict(layer_pattern='LG', window_size=19),
+    'a window of one': dict(layer_pattern='LG', window_size=1),
+    'all global': dict(layer_pattern='G'),
+    'all local': dict(layer_pattern='L', window_size=6),
+}
+
+
+class World:
+    """A cache of 3 rows with a store, and what each row has been fed."""
+
+    def __init__(self, shape='global and local', budget=10 ** 9, n_pages=45, kv_dtype='float32', **store):
+        config = GPTConfig(n_layer=3, n_head=2, n_embd=8, n_kv_head=1, block_size=LONGEST, vocab_size=64, pos_embedding='rope',
+                           **SHAPES[shape])
+        self.cache = PagedKVCache(plan_kv(config), 3, LONGEST, n_pages, SIZE, kv_dtype=kv_dtype)
+        self.store = PrefixStore(self.cache, budget, **store)
+        self.texts, self.tips = [[], [], []], [None] * 3
+
+    def kv(self, slot, tokens, first):
+        """K (1, 1, n, 4) of the tokens from `first` on: numbers that depend on all before."""
+        numbers = [int.from_bytes(hashlib.blake2b(bytes(tokens[:p + 1]), digest_size=2).digest(), 'big') + slot
+                   for p in range(first, len(tokens))]
+        return torch.tensor(numbers, dtype=torch.float32)[None, None, :, None] * torch.tensor([1.0, -0.5, 0.25, 1e-3])
+
+    def begin(self, row, tokens):
+        """The row takes over what it can of `tokens`, and is then fed the rest; returns how much it took over."""
+        hit = self.store.match(tokens)
+        stops = self.store.stops(hit, len(tokens))
+        self.tips[row] = self.store.restore(row, hit)
+        found = self.cache.held(row)
+        assert found == len(hit.blocks) * SIZE < len(tokens)
+        self.texts[row] = list(tokens[:found])
+        self.check(row)
+        for stop in [*stops, len(tokens)]:
+            self.feed(row, tokens[self.cache.held(row):stop])
+        return found
+
+    def feed(self, row, tokens):
+        if not tokens:
+            return
+        held, text = self.cache.held(row), self.texts[row] + list(tokens)
+        self.cache.begin(len(tokens), rows=[row])
+        for slot in range(len(self.cache.stores)):
+            k = self.kv(slot, text, held)
+            self.cache.append(slot, k, -k)
+        self.cache.commit()
+        self.texts[row] = text
+        self.tips[row] = self.store.extend(row, self.tips[row], text)
+
+    def end(self, row):
+        self.cache.reset([row])
+        self.store.release(self.tips[row])
+        self.texts[row], self.tips[row] = [], None
+
+    def check(self, row):
+        """Every key and value that a later token can see."""
+        text, held = self.texts[row], len(self.texts[row])
+        for i, store in enumerate(self.cache.stores):
+            k = self.kv(i, text, 0)
+            expected = [x for kv in store.encode(k, -k) for x in kv]
+            ring = isinstance(store, RingSlot)
+            for p in range(max(0, held - store.window + 1) if ring else 0, held):
+                index = (row, p % store.capacity) if ring else (self.cache.table.rows[row][p // SIZE], p % SIZE)
+                for x, wanted in zip(store.tensors, expected):
+                    assert torch.equal(x[index[0], :, index[1]], wanted[0, :, p]), f'slot {i}, position {p} of {held}'
+
+    def consistent(self):
+        store, table = self.store, self.cache.table
+        blocks = list(store.index.values())
+        assert store.nbytes == sum(OVERHEAD + len(b.tokens) + sum(x.numel() for x in (b.copy, b.local) if x is not None)
+                                   for b in blocks)
+        assert table.kept == {b.page for b in blocks if b.page >= 0} and len(table.kept) == sum(b.page >= 0 for b in blocks)
+        assert table.n_idle == sum(table.refs[page] == 1 for page in table.kept)
+        assert table.refs == [sum(page in row for row in table.rows) + (page in table.kept) for page in range(table.n_pages)]
+        for block in blocks:
+            assert block.parent.children[block.key] is block and block.users == sum(tip is block for tip in self.tips)
+            assert not self.cache.pools or block.page >= 0 or block.copy is not None
+            assert not block.anchor or store._whole(block.path())
+            assert (block.local is None) == (block.n_local == 0) and (not store.prune or block.local is None or store._needed(block))
+        if not any(self.texts):
+            assert store.nbytes <= store.budget
+
+
+TOKENS = st.integers(0, 2)
+TURN = st.tuples(st.sampled_from(['append', 'edit', 'fork', 'repeat', 'new']), st.integers(0, 10 ** 6), st.integers(1, 25),
+                 st.integers(0, 9), st.booleans())
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+@settings(max_examples=25)
+@given(turns=st.lists(TURN, min_size=1, max_size=14), budget=st.sampled_from([0, 2000, 8000, 10 ** 9]),
+       n_pages=st.sampled_from([20, 45]), kv_dtype=st.sampled_from(['float32', 'int8']), prune=st.booleans())
+def test_what_is_restored_is_what_was_there(shape, turns, budget, n_pages, kv_dtype, prune):
+    """Texts that go on, are edited, fork, are repeated; rows overlap; pages run out, leaves are evicted."""
+    world, said = World(shape, budget, n_pages, kv_dtype, prune=prune), [[1, 2, 0, 1]]
+    for kind, pick, n, more, stay in turns:
+        old = said[pick % len(said)]
+        new = [(pick >> i) % 3 for i in range(n)]
+        text = {'append': old + new, 'edit': old[:pick % len(old)] + new, 'fork': old[:len(old) // 2] + new[:5],
+                'repeat': old, 'new': new}[kind][:LONGEST - 10]
+        row = next((row for row in range(3) if not world.texts[row]), None)
+        if row is None:
+            row = pick % 3
+            world.end(row)
+        try:
+            world.begin(row, text)
+            for token in new[:more]:
+                world.feed(row, [token])
+        except OutOfPages:
+            world.end(row)
+        else:
+            world.check(row)
+            said.append(list(world.texts[row]))
+            if not stay:
+                world.end(row)
+        world.consistent()
+    for row in range(3):
+        if world.texts[row]:
+            world.end(row)
+    world.consistent()
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_a_text_that_goes_on_pays_only_for_what_is_new(shape):
+    """However few tokens are appended, and even if none is."""
+    world, text = World(shape), []
+    for n in [23, 1, 1, 2, 5, 1, 9, 0, 0, 3]:
+        text = text + [i % 3 for i in range(n)]
+        had = world.begin(0, text)
+        assert had == (0 if n == 23 else (len(text) - max(n, 1)) // SIZE * SIZE), (len(text), n)
+        world.end(0)
+
+
+def test_rows_share_what_is_still_being_written():
+    world, text = World(), list(range(30))
+    world.begin(0, text)
+    assert world.begin(1, text[:29] + [50]) == 28 and world.begin(2, text[:28] + [51]) == 28
+    table = world.cache.table
+    assert table.rows[0][:7] == table.rows[1][:7] == table.rows[2][:7] and table.refs[table.rows[0][0]] == 4
+    for row in range(3):
+        world.check(row)
+
+
+def test_a_text_edited_anywhere_is_taken_over_up_to_about_twice_as_far_back():
+    text = [i * i % 61 for i in range(60)]
+    for x in range(1, 56):
+        world = World()
+        world.begin(0, text[:8])  # as a conversation does: by and by
+        for token in text[8:]:
+            world.feed(0, [token])
+        world.end(0)
+        found = world.begin(0, text[:60 - x] + [62])
+        assert found >= 60 - 2 * x - 2 * SIZE, (x, found)
+
+
+def test_local_parts_are_few_when_pruned():
+    text = [i * i % 61 for i in range(60)]
+    sizes = {}
+    for prune in (True, False):
+        world = World('all local', prune=prune)
+        for n in range(8, 60, 2):
+            world.begin(0, text[:n])
+            world.end(0)
+        assert len(world.store.index) == 14
+        sizes[prune] = sum(block.local is not None for block in world.store.index.values())
+    assert sizes[False] == 14 and sizes[True] < 11
+
+
+def test_where_others_leave_it_a_prefix_becomes_an_anchor():
+    """The third that begins alike takes over all that is common."""
+    world, system = World(), [i * i % 61 for i in range(20)]
+    found = []
+    for user in (1, 2, 3, 4):
+        found.append(world.begin(0, system + [user] * 30))
+        world.end(0)
+    assert found[0] == 0 and found[2:] == [20, 20]
+
+
+def test_pages_leave_for_the_host_when_rows_need_them_and_come_back():
+    world, texts = World(n_pages=12), [[i] * 30 for i in (1, 2, 3)]
+    for text in texts:
+        world.begin(0, text)
+        world.end(0)
+    stats = world.store.stats
+    assert stats.copied_out == 7 + 8 - 12 + 7 and stats.copied_in == 0
+    assert world.begin(0, texts[0]) == 28 and stats.copied_in == 7
+    world.check(0)
+    world.consistent()
+
+
+@pytest.mark.parametrize('hash_block', [lambda before, tokens: b'same', lambda before, tokens: tokens[:1],
+                                        lambda before, tokens: tokens])
+def test_a_collision_serves_nobody_what_is_anothers(hash_block):
+    world = World(hash_block=hash_block)
+    texts = [[1] * 12 + [2] * 12, [2] * 24, [1] * 24, [2] * 12 + [1] * 12] * 2
+    for text in texts:
+        world.begin(0, text)
+        world.check(0)
+        world.end(0)
+        world.consistent()
+
+
+def test_the_least_recently_used_leaves_go_first():
+    world = World('all global', budget=10 ** 9)
+    for token in (1, 2, 3):
+        world.begin(0, [token] * 21)
+        world.end(0)
+    world.begin(0, [1] * 21)
+    world.end(0)
+    world.store.budget = world.store.nbytes - 1
+    world.begin(0, [4])
+    world.end(0)
+    assert [len(world.store.match([token] * 21).blocks) for token in (1, 2, 3)] == [5, 4, 5]
+    world.store.budget = 6 * (OVERHEAD + 4 * SIZE)
+    world.begin(0, [4])
+    world.end(0)
+    assert [len(world.store.match([token] * 21).blocks) for token in (1, 2, 3)] == [5, 0, 1]
+
+
+def test_a_store_smaller_than_a_dialogue_keeps_what_fits_and_disturbs_nothing():
+    world = World('all global', budget=3 * (OVERHEAD + 4 * SIZE))
+    for _ in range(3):
+        found = world.begin(0, [1] * 40)
+        world.check(0)
+        world.end(0)
+        world.consistent()
+    assert found == 12
+
+
+def test_no_room_for_what_is_restored():
+    world = World('all global', n_pages=10)
+    world.begin(0, [1] * 30)
+    world.end(0)
+    world.begin(1, [2] * 38)  # the first one's pages go to the host
+    with pytest.raises(OutOfPages, match='pages of 4 positions are to be restored'):
+        world.store.restore(0, world.store.match([1] * 30))
+    assert world.cache.held(0) == 0 and world.cache.table.rows[0] == []
+    world.consistent()
+
+
+def test_after_a_fault_the_tree_is_the_truth():
+    world = World()
+    world.begin(0, list(range(30)))
+    world.begin(1, list(range(20)))
+    world.cache.table.refs[5] += 3  # as an interruption may leave it
+    world.store.nbytes = -7
+    world.cache.reset()
+    world.store.recover()
+    world.texts, world.tips = [[], [], []], [None] * 3
+    world.consistent()
+    assert world.begin(2, list(range(30))) == 28
+    world.check(2)
+
+
+def test_the_overhead_is_about_what_python_takes():
+    block = Block(b'k' * 16, b't' * 256, Block(b'', b'', None))
+    parts = [block, block.key, block.tokens, block.children, 1.0, 12345, 123456, 1234567]
+    took = sum(map(sys.getsizeof, parts)) - 256
+    assert took < OVERHEAD < 2 * took + 200, took
