@@ -185,7 +185,7 @@ class PagedKVCache(KVCache):
         self._lengths[target] = self._lengths[source]
 
     def adopt(self, row: int, pages: list[int], length: int) -> None:
-        """`row`, which must hold nothing, holds `length` tokens in these pages, as others may too; its rings are to be filled."""
+        """`row`, which must hold nothing, holds `length` tokens in these pages, as others may; its rings are to be filled."""
         self._checked('adopt', [row])
         if self._lengths[row] or length > self.max_seq_len:
             raise UserError(f'adopt: row {row} holds {self._lengths[row]} tokens, and {length} are given to it: it must hold '

@@ -3,11 +3,13 @@ import gc
 import statistics
 import weakref
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo.testing
 
+import inference.captured as captured_module
 from attention.kernels import INTERPRETING, wanted
 from config.errors import UserError
 from config.gpt_config import GPTConfig
@@ -188,3 +190,25 @@ def test_the_engine_gives_the_same_texts(everywhere):
         texts.append([completion.tokens for completion in engine.generate(prompts, params)])
         assert bool(engine.captured) == on
     assert texts[0] == texts[1]
+
+
+def test_where_it_suits(monkeypatch):
+    """On CUDA, unless the model says no; nothing is asked of the device."""
+    weights = SimpleNamespace(weight=torch.zeros(1))
+    model = SimpleNamespace(captured=True, device=torch.device('cuda'), lm_head=weights)
+    monkeypatch.setattr(captured_module, 'usable', lambda device: device.type == 'cuda')
+    assert suits_capture(model)
+    for name, value in (('captured', False), ('device', torch.device('cpu')),
+                        ('lm_head', SimpleNamespace(weight=torch.zeros(1, dtype=torch.float64)))):
+        assert not suits_capture(SimpleNamespace(**vars(model) | {name: value})), name
+
+
+def test_it_is_kept_with_the_cache_that_it_was_made_for(monkeypatch):
+    monkeypatch.setattr(captured_module, 'suits_capture', lambda model: True)
+    model, other = (random_model(GPTConfig(**FULL_STACK), torch.float32) for _ in 'ab')
+    cache = model.new_cache(2, 20)
+    found = captured_decode(model, cache)
+    assert captured_decode(model, cache) is found and captured_decode(model, model.new_cache(2, 20)) is not found
+    assert captured_decode(other, cache).model is other
+    compiled = captured_decode(other, cache, compiled=True)
+    assert compiled.compiled and captured_decode(other, cache, compiled=True) is compiled

@@ -14,8 +14,8 @@ SIZE = 4
 def engine_of(kind, budget=10 ** 9, n_pages=0, **more):
     model = model_of(kind)
     kv_budget = budget_for(model, 3, 60, n_pages, SIZE, more.get('kv_dtype', 'float64')) if n_pages else 0
-    return Engine(model, 3, 60, page_size=SIZE, prefill_chunk=12, prefix_budget=budget, kv_budget=kv_budget, tokenizer=TOKENIZER,
-                  **more)
+    return Engine(model, 3, 60, page_size=SIZE, prefill_chunk=12, prefix_budget=budget, kv_budget=kv_budget,
+                  tokenizer=TOKENIZER, **more)
 
 
 def assert_nothing_leaked(engine):
@@ -29,7 +29,8 @@ def assert_nothing_leaked(engine):
 def conversation(random, said, turn):
     """The next prompt: one of earlier texts goes on, is edited or repeated, or a new one begins."""
     old, new = random.choice(said), prompt(random.randint(1, 9), seed=turn)
-    text = random.choice([old + new, old + new, old[:random.randint(1, len(old))] + new, old, prompt(random.randint(1, 20), turn)])
+    edited, other = old[:random.randint(1, len(old))] + new, prompt(random.randint(1, 20), turn)
+    text = random.choice([old + new, old + new, edited, old, other])
     return text[-48:] if random.random() < 0.1 else text[:48]
 
 

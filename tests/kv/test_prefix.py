@@ -1,4 +1,4 @@
-"""The prefix store beside rows whose K and V are made from the very tokens before them, so that what is restored can be told."""
+"""The prefix store beside rows whose K and V are made from the tokens before them, so that what is restored can be told."""
 import hashlib
 import sys
 
@@ -96,7 +96,8 @@ class World:
             assert block.parent.children[block.key] is block and block.users == sum(tip is block for tip in self.tips)
             assert not self.cache.pools or block.page >= 0 or block.copy is not None
             assert not block.anchor or store._whole(block.path())
-            assert (block.local is None) == (block.n_local == 0) and (not store.prune or block.local is None or store._needed(block))
+            assert (block.local is None) == (block.n_local == 0)
+            assert block.local is None or not store.prune or store._needed(block)
         if not any(self.texts):
             assert store.nbytes <= store.budget
 
