@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.pages import OutOfPages
+from kv.store import KVStore, Target
 from tests.helpers.models import FULL_STACK, chunkings, configs, feed, full_logits, max_gap, random_model, tokens
 from tests.helpers.runs import Run
 
@@ -327,3 +328,13 @@ def test_pages_that_were_reserved_or_freed_by_a_nan_row_are_clean():
     run.cache.reserve(1, 30)
     for lens in ([1, 1, 1], [1, 1, 1], [2, 9, 0], [1, 1, 1]):
         run.step(lens)
+
+
+def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
+    """Rows that take no part have page -1, which is the last one, or a page that they share."""
+    store = KVStore(4, 1, 2, 3, torch.float32, torch.float32, torch.device('cpu'))
+    k = torch.arange(1.0, 10).view(3, 1, 1, 3)
+    rows, places = torch.tensor([[3], [-1], [3]]), torch.tensor([[0], [-1], [-1]])
+    store.put(Target(store.k, store.v, rows, places), (k,), (-k,), own_rows=False)
+    for x, wanted in ((store.k[0], k[0]), (store.v[0], -k[0])):
+        assert torch.equal(x[3, :, :1], wanted) and x.count_nonzero() == 3
