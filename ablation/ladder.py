@@ -10,10 +10,11 @@
         'MQA': ('+ RoPE', dict(n_kv_head=1)),
     }
 
-A row changes keys of train.py, and three of its own:
+A row changes keys of train.py, and four of its own:
     kv_dtype       storage of the cache that the row is judged through: 'auto', 'float32', 'bfloat16', 'float16', 'int8'
     at_inference   model settings that change after training only, such as dict(share_global_kv=True): shows the mismatch
     converted_from name of a row whose trained weights are converted (interop/convert.py) to this one's, to be trained on
+    seeds          '1,2,3': this row's, whatever those of the others are (not of rows that build on it)
 mlp_hidden='match' widens or narrows the MLPs to as many parameters as the first row has.
 """
 import dataclasses
@@ -40,8 +41,8 @@ from model import GPT
 from training.batches import RECALL, open_meta
 from training.checkpoint import tokens_id
 
-OWN_AT_INFERENCE = {'kv_dtype', 'at_inference'}
-OWN = ('kv_dtype', 'at_inference', 'converted_from')  # a row's keys that train.py does not have
+NOT_TRAINED = {'kv_dtype', 'at_inference', 'seeds'}  # what may change without another training
+OWN = (*NOT_TRAINED, 'converted_from')  # a row's keys that train.py does not have
 # keys of train.py that say where a run is and what it prints, not what it computes
 PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_loss', 'recompute', 'checkpoint_blocks',
          'device', 'attention_backend', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard_log',
@@ -62,6 +63,7 @@ class Row:
     kv_dtype: str = 'auto'
     at_inference: dict = field(default_factory=dict, hash=False)
     converted_from: str = ''
+    seeds: str = ''
 
     @property
     def slug(self) -> str:
@@ -117,13 +119,15 @@ class Ladder:
             raise UserError(f"row {name!r}: kv_dtype={kv_dtype!r}: allowed are {', '.join(map(repr, KV_DTYPES))}")
         at_inference = dict(before.at_inference if before else {}) | changes.get('at_inference', {})
         origin = changes.get('converted_from', before.converted_from if before else '')
-        if before and before.converted_from and 'converted_from' not in changes and changes.keys() - OWN_AT_INFERENCE:
+        if before and before.converted_from and 'converted_from' not in changes and changes.keys() - NOT_TRAINED:
             raise UserError(f"row {name!r} is to be trained, but {above!r} above it begins with the weights of {origin!r}: say "
                             f"converted_from={origin!r} here too, or converted_from='' for training from scratch")
         if origin and origin not in self.rows:
             raise UserError(f"row {name!r}: converted_from={origin!r}: there is no such row before it; there are "
                             f"{', '.join(map(repr, self.rows))}")
-        self.rows[name] = Row(name, above, side, changes, train, kv_dtype, at_inference, origin)
+        changes = dict(changes)
+        seeds = changes.pop('seeds', '')
+        self.rows[name] = Row(name, above, side, changes, train, kv_dtype, at_inference, origin, seeds)
 
     def _check_changes(self, name, above, changes):
         if not isinstance(name, str) or name in self.rows:
@@ -167,7 +171,9 @@ class Ladder:
                 raise UserError(f'row {row.name!r}: {e}') from e
 
     def seeds(self, row: Row) -> list[int]:
-        """Side rows have seeds of their own, if there are any."""
+        """A row's own; those of side rows, if there are any; those of all."""
+        if row.seeds:
+            return whole_numbers(f'row {row.name!r}: seeds', row.seeds)
         return whole_numbers('side_seeds', self.s.side_seeds) if row.side and self.s.side_seeds else \
             whole_numbers('seeds', self.s.seeds)
 

@@ -36,8 +36,8 @@ side_rows = {
     'shared by 2': (_FULL, dict(kv_share='AABBCD')),              # two, two and one layer to a local cache
     'shared by 5': (_FULL, dict(kv_share='AAAAAB')),
     'untied': (_FULL, dict(share_global_kv=False)),
-    'tied at inference only': ('+ KV shared by 2/3', dict(at_inference=dict(share_global_kv=True))),
-    'global first: GLLLLL/ABBCCC': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC')),
+    'tied at inference only': ('+ KV shared by 2/3', dict(at_inference=dict(share_global_kv=True), seeds='1,2,3')),
+    'global first: GLLLLL/ABBCCC': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC', seeds='1,2,3')),
     'global first, untied': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC', share_global_kv=False)),
 }
 # uptraining: trained weights of the strongest baseline, converted, with a tenth of the steps (GQA, Ainslie et al. 2023)

@@ -109,6 +109,10 @@ def test_mistakes_are_named(ladder_of, was, now, named):
 def test_seeds(ladder_of):
     ladder = ladder_of(CONFIG, '--seeds=4,5', '--side_seeds=6')
     assert ladder.seeds(ladder.rows['+ MQA']) == [4, 5] and ladder.seeds(ladder.rows['shared']) == [6]
+    ladder = ladder_of(CONFIG.replace("kv_share='AAB')", "kv_share='AAB', seeds='7,8')", 1), '--seeds=4,5', '--side_seeds=6')
+    assert ladder.seeds(ladder.rows['shared']) == [7, 8] and 'seeds' not in ladder.rows['shared'].changes
+    with pytest.raises(UserError, match="row 'shared': seeds='7 8'"):
+        ladder.seeds(Row('shared', '', True, {}, {}, seeds='7 8'))
     with pytest.raises(UserError, match="seeds='1;2'"):
         ladder = ladder_of(CONFIG, '--seeds=1;2')
         ladder.seeds(ladder.rows['+ MQA'])
