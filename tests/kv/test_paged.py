@@ -8,6 +8,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.pages import OutOfPages
 from kv.store import KVStore, Target
+from kv.view import KVView
 from tests.helpers.models import FULL_STACK, chunkings, configs, feed, full_logits, max_gap, random_model, tokens
 from tests.helpers.runs import Run
 
@@ -338,3 +339,12 @@ def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
     store.put(Target(store.k, store.v, rows, places), (k,), (-k,), own_rows=False)
     for x, wanted in ((store.k[0], k[0]), (store.v[0], -k[0])):
         assert torch.equal(x[3, :, :1], wanted) and x.count_nonzero() == 3
+
+
+def test_where_a_row_has_no_page_nothing_is_gathered():
+    """Not even page 0, whose NaN would outlive a weight of 0."""
+    k = torch.arange(24.0).view(4, 1, 2, 3)
+    k[0] = torch.nan
+    view = KVView((k,), (k,), seen=torch.tensor([3, 2]), table=torch.tensor([[2, 1], [3, -1]], dtype=torch.int32)).gathered()
+    assert torch.equal(view.k[0][:, 0], torch.stack([torch.cat([k[2, 0], k[1, 0]]), torch.cat([k[3, 0], torch.zeros(2, 3)])]))
+    assert view.table is None and view.seen.tolist() == [3, 2]
