@@ -20,6 +20,7 @@ class Pages(RuleBasedStateMachine):
     @initialize(n_pages=st.integers(1, 14), page_size=st.sampled_from([1, 2, 3, 7]))
     def start(self, n_pages, page_size):
         self.table = PageTable(N_ROWS, n_pages, page_size)
+        self.table.reclaim = self.reclaim
         self.memory = [[None] * page_size for _ in range(n_pages)]
         self.text = [[] for _ in range(N_ROWS)]
         self.reserved = [0] * N_ROWS  # positions that a row has pages for, beyond its text
@@ -29,17 +30,25 @@ class Pages(RuleBasedStateMachine):
     # -- rules --------------------------------------------------------------------------------------------------------
 
     def state(self):
-        return copy.deepcopy((self.table.rows, self.table.refs, sorted(self.table._free), self.table.version))
+        return copy.deepcopy((self.table.rows, self.table.refs, sorted(self.table._free), self.table.kept, self.table.version))
 
     def free(self):
-        return [page for page in range(self.table.n_pages) if not any(page in pages for pages in self.table.rows)]
+        return [page for page in range(self.table.n_pages) if not self.holders(page)]
 
     def holders(self, page):
-        return sum(page in pages for pages in self.table.rows)
+        return sum(page in pages for pages in self.table.rows) + (page in self.table.kept)
+
+    def idle(self):
+        return sorted(page for page in self.table.kept if not any(page in pages for pages in self.table.rows))
+
+    def reclaim(self, n):
+        for page in self.idle()[:n]:
+            assert self.table.let_go(page)
 
     def extend(self, row, length):
         """`PageTable.extend` as a cache uses it; returns the free pages that it took."""
         held, before, free = len(self.text[row]), copy.deepcopy(self.table.rows), self.free()
+        free += self.idle()[:max(0, self.table.missing([(row, held, length)]) - len(free))]
         first = held // self.table.page_size
         shared = [page for page in before[row][first:self.table.pages_for(length)] if self.holders(page) > 1]
         copies = self.table.extend(row, held, length)
@@ -48,7 +57,7 @@ class Pages(RuleBasedStateMachine):
             assert target in free
             self.memory[target] = list(self.memory[source])
         taken = [page for page in self.table.rows[row] if page not in before[row]]
-        assert sorted(taken) == free[:len(taken)]                           # the lowest, whatever was freed when
+        assert sorted(taken) == sorted(free)[:len(taken)]                   # the lowest, whatever was freed when
         assert self.table.rows[row][:first] == before[row][:first]          # what is not written stays shared
         assert all(self.table.rows[r] == before[r] for r in range(N_ROWS) if r != row)
         self.reserved[row] = max(self.reserved[row], length)
@@ -69,8 +78,9 @@ class Pages(RuleBasedStateMachine):
         length = len(self.text[row]) + n + ahead
         before = self.state()
         needed = self.table.missing([(row, len(self.text[row]), length)])
-        if needed > self.table.n_free:
-            with pytest.raises(OutOfPages, match=f'row {row} needs {needed} .* {self.table.n_free} of {self.table.n_pages}'):
+        if needed > self.table.n_available:
+            available = f'{self.table.n_available} of {self.table.n_pages}'
+            with pytest.raises(OutOfPages, match=f'row {row} needs {needed} .* {available}'):
                 self.table.extend(row, len(self.text[row]), length)
             assert self.state() == before
             return
@@ -84,7 +94,7 @@ class Pages(RuleBasedStateMachine):
         before = self.state()
         needed = self.table.missing(jobs)
         assert self.state() == before
-        if needed <= self.table.n_free:
+        if needed <= self.table.n_available:
             assert sum(self.extend(row, length) for row, _, length in jobs) == needed
             for row, held, length in jobs:
                 self.write(row, length - held)
@@ -93,6 +103,38 @@ class Pages(RuleBasedStateMachine):
             for row, held, length in copy.deepcopy(jobs):
                 self.extend(row, length)
                 self.write(row, length - held)
+
+    @rule(row=ROW, place=st.integers(0, 3))
+    def keep(self, row, place):
+        if place < len(self.text[row]) // self.table.page_size:
+            self.table.keep(self.table.rows[row][place])
+
+    @rule(pick=st.integers(0, 20))
+    def let_go(self, pick):
+        if self.table.kept:
+            page = sorted(self.table.kept)[pick % len(self.table.kept)]
+            assert self.table.let_go(page) == (not self.holders(page))
+
+    @rule(row=ROW, pick=st.integers(0, 20))
+    def adopt(self, row, pick):
+        """A row that holds nothing takes over a kept page, as one that begins alike would."""
+        if self.table.kept and not self.table.rows[row]:
+            page = sorted(self.table.kept)[pick % len(self.table.kept)]
+            self.table.adopt(row, [page])
+            self.text[row], self.reserved[row] = list(self.memory[page]), self.table.page_size
+
+    @precondition(lambda self: self.table.n_free)
+    @rule()
+    def take_kept(self):
+        page = self.table.take_kept()
+        self.memory[page] = [-1] * self.table.page_size
+
+    @rule()
+    def rebuild(self):
+        before, state = self.table.n_idle, self.state()
+        self.table.refs = [7] * self.table.n_pages
+        self.table.rebuild(set(self.table.kept))
+        assert self.table.n_idle == before and self.state()[:4] == state[:4] and self.table.version > state[4]
 
     @rule(source=ROW, to=ROW)
     def fork(self, source, to):
@@ -111,7 +153,7 @@ class Pages(RuleBasedStateMachine):
     def move(self, source, to):
         before, held = self.table.rows[source], set(sum(self.table.rows, []))
         freed = self.table.move(source, to)
-        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])))
+        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])) - self.table.kept)
         assert self.table.rows[to] == before
         if source != to:
             self.text[to], self.text[source] = self.text[source], []
@@ -121,7 +163,7 @@ class Pages(RuleBasedStateMachine):
     def release(self, row):
         held = set(sum(self.table.rows, []))
         freed = self.table.release(row)
-        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])))
+        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])) - self.table.kept)
         assert self.table.rows[row] == []
         self.text[row], self.reserved[row] = [], 0
 
@@ -130,7 +172,7 @@ class Pages(RuleBasedStateMachine):
     def release_all(self):
         for row in range(N_ROWS):
             self.release(row)
-        assert self.table.n_free == self.table.n_pages
+        assert self.table.n_available == self.table.n_pages
 
     # -- invariants ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +180,7 @@ class Pages(RuleBasedStateMachine):
     def a_page_is_free_or_held_by_as_many_rows_as_it_has_references(self):
         assert self.table.refs == [self.holders(page) for page in range(self.table.n_pages)]
         assert sorted(self.table._free) == self.free()
-        assert self.table.n_free == len(self.free())
+        assert self.table.n_free == len(self.free()) and self.table.n_idle == len(self.idle())
 
     @invariant()
     def a_row_holds_each_page_once_and_as_many_as_it_needs(self):
