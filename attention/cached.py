@@ -64,7 +64,7 @@ def suits_kernel(q, view: KVView) -> bool:
 def kernel_attention(q, view: KVView, window: int) -> torch.Tensor:
     from attention.kernels.decode import stored_attention  # where Triton is not installed, nobody gets here
     return stored_attention(q, view.k, view.v, seen=view.seen, table=view.table, q_pos=view.q_pos, k_pos=view.k_pos,
-                            window=window if q.size(2) > 1 or view.k_pos is not None else 0)
+                            window=window)
 
 
 def _mask(q, view, window) -> torch.Tensor:

@@ -133,6 +133,23 @@ SAMPLE = _keys(
     ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
 ) + MODEL
 
+CHAT = tuple(key for key in SAMPLE if key.name in ('init_from', 'resume_from')) + RUN + _keys(
+    ('user', 'ROMEO', 'the name under which you speak'),
+    ('reply_as', 'JULIET', 'the name under which the model replies'),
+    ('turn', '{name}.\n{text}\n\n', 'how a turn is written; a reply ends where what follows its text comes up'),
+    ('history', '', "file that the conversation is kept in; '' = chat.json in out_dir"),
+    ('max_new_tokens', 300, 'longest reply, in tokens; at most half of max_seq_len'),
+    ('temperature', 0.8, 'divides the logits: below 1 likelier, above 1 wilder, 0 = greedy'),
+    ('top_k', 200, 'draw only from the k likeliest tokens; 0 = all'),
+    ('top_p', 1.0, 'draw only from the likeliest tokens that together have this probability; 1 = all'),
+    ('max_seq_len', 0, 'longest conversation, in tokens; older turns are forgotten; 0 = block_size'),
+    ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype", KV_DTYPES),
+    ('prefix_budget', '256MB', 'host memory for what was computed in earlier turns'),
+) + DEVICE + WEIGHTS + _keys(
+    ('compile', False, 'torch.compile the MLPs'),
+    ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
+) + MODEL
+
 KV = _keys(
     ('max_seq_len', 0, 'sequence length to budget for; 0 = block_size'),
     ('batch', 1, 'sequences held at once'),
@@ -208,7 +225,7 @@ ABLATE_ALL = ABLATE + tuple(key for key in TRAIN if key.name not in (
     'seed', 'out_dir', 'init_from', 'resume_from', 'eval_only', 'backend', 'memory_report'))
 
 # program -> its keys, in the order of its --help
-PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'kv': KV, 'memory': MEMORY,
+PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'kv': KV, 'memory': MEMORY,
             'ablate': ABLATE_ALL, 'convert': MODEL}
 
 # config files are shared: a key of any program may stand in one, and the others pass over it

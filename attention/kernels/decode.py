@@ -222,7 +222,7 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
         q: (B, H, t, D) float32, bfloat16 or float16.
         k, v: (B, Hkv, S, D), and where that is int8 their scales (B, Hkv, S, 1). With `table` (B, n) int32 they are pools of
             pages (n_pages, Hkv, page_size, D), of which row b holds table[b] in order; give `seen` then.
-        window: keys that a query sees, itself included; 0 = no limit. Not with `seen` at t = 1, where all that is given counts.
+        window: keys that a query sees, itself included; 0 = no limit. Without positions at t = 1 all that is given counts.
     Returns:
         (B, H, t, D).
     Raises:

@@ -1,0 +1,168 @@
+r"""Talk with a trained model in the terminal. What was said before is not computed again.
+
+    python chat.py --out_dir=out-mqa-local                           # a dialogue of Shakespeare's: you are ROMEO
+    python chat.py --out_dir=out-mqa-local --user=MACBETH --reply_as=BANQUO --temperature=0.6
+    python chat.py --out_dir=out --turn='{name}:\n{text}\n\n'        # for tiny Shakespeare
+    python chat.py --help
+
+At the prompt, text is your turn, and a line that begins with / a command:
+
+    /retry        another reply to your last turn        /edit TEXT     your last turn as TEXT, and a new reply
+    /undo         forget the last turn and its reply     /fork NAME     go on under a new name, keeping this one
+    /switch NAME  go on with another branch              /branches      which there are
+    /history      all that was said                      /stats         what was computed, what not, and bytes held
+    /help         this list                              /quit          leave (so does Ctrl-D)
+
+Ctrl-C ends a reply where it is. The conversation is kept in a file after every turn, and goes on from there next time.
+"""
+import sys
+from pathlib import Path
+
+import configurator
+from config.errors import UserError
+from config.sizes import parse_bytes
+from inference.dialogue import Dialogue, Template
+from inference.engine import Engine
+from inference.params import SamplingParams, sample_seed
+from kv.report import nice_bytes
+from sample import load_all
+
+
+class Chat:
+    """The conversation, the engine that makes its replies, and what they took."""
+
+    def __init__(self, s, model, tokenizer):
+        self.s, self.path = s, Path(s.history or Path(s.out_dir) / 'chat.json')
+        self.dialogue = Dialogue(tokenizer, Template(s.turn))
+        for name in (s.user, s.reply_as):  # an alphabet may lack some of it: better said now than after the first turn
+            tokenizer.encode(self.dialogue.template.head(name) + self.dialogue.template.end)
+        max_seq_len = s.max_seq_len or model.config.block_size
+        self.longest = min(s.max_new_tokens, max_seq_len // 2)  # the other half is for what was said
+        self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer,
+                             prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget'))
+        self.replies, self.ttft = 0, []
+
+    def reply(self) -> None:
+        """The model's turn, streamed; what it said before Ctrl-C counts."""
+        dialogue, s = self.dialogue, self.s
+        room = self.engine.cache.max_seq_len - self.longest
+        head = len(dialogue.prompt(s.reply_as)) - sum(len(turn.ids) for turn in dialogue.turns)
+        if sum(len(turn.ids) for turn in dialogue.turns) + head > room:
+            n = dialogue.forget(room // 2)  # much at once: what begins otherwise is computed anew
+            print(f'(the {n} oldest turns are forgotten: the conversation is longer than {room:,} tokens)')
+        if not dialogue.turns:
+            raise UserError(f'your turn is longer than half of the {room:,} tokens that the conversation may have')
+        params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p, seed=sample_seed(s.seed, self.replies),
+                                stop=(dialogue.template.end,))
+        self.replies += 1
+        print(dialogue.template.head(s.reply_as), end='', flush=True)
+        index, said, completion = self.engine.submit(dialogue.prompt(s.reply_as), params), '', None
+        while completion is None:
+            try:
+                for event in self.engine.step():
+                    print(event.text, end='', flush=True)
+                    said, completion = said + event.text, event.completion or completion
+            except KeyboardInterrupt:
+                self.engine.cancel(index)
+        print()
+        if completion.error:
+            raise UserError(completion.error)
+        self.ttft.append(completion.ttft_s or 0.0)
+        dialogue.reply(s.reply_as, completion.text, completion.tokens)
+        dialogue.save(self.path)
+
+    def say(self, text: str) -> None:
+        """Your turn, and the reply."""
+        self.dialogue.say(self.s.user, text)
+        try:
+            self.reply()
+        except UserError:
+            if self.dialogue.turns and self.dialogue.turns[-1].name == self.s.user:
+                self.dialogue.turns.pop()
+            raise
+
+    def undo(self) -> str:
+        """Take the last turn of yours back, with what follows; its text, '' if there is none."""
+        turns = self.dialogue.turns
+        while turns:
+            turn = turns.pop()
+            if turn.name == self.s.user:
+                return turn.text
+        return ''
+
+    def command(self, line: str) -> bool:
+        """Obey one; whether to go on."""
+        name, _, rest = line[1:].partition(' ')
+        rest = rest.strip()
+        if name in ('retry', 'edit'):
+            text = self.undo()
+            if not text:
+                raise UserError(f'/{name}: you have said nothing yet')
+            self.say(rest if name == 'edit' and rest else text)
+        elif name in ('undo', 'fork', 'switch'):
+            {'undo': lambda _: self.undo(), 'fork': self.dialogue.fork, 'switch': self.dialogue.switch}[name](rest)
+            self.dialogue.save(self.path)
+            print(f'({len(self.dialogue.turns)} turns on branch {self.dialogue.branch!r})')
+        elif name == 'branches':
+            for branch, turns in self.dialogue.branches.items():
+                print(f"{'*' if branch == self.dialogue.branch else ' '} {branch}: {len(turns)} turns")
+        elif name == 'history':
+            template = self.dialogue.template
+            print(''.join(template.head(turn.name) + turn.text + template.end for turn in self.dialogue.turns), end='')
+        elif name == 'stats':
+            print(self.stats())
+        elif name == 'help':
+            print(__doc__[__doc__.index('At the prompt'):].rstrip())
+        elif name == 'quit':
+            return False
+        else:
+            raise UserError(f'/{name}: no such command; /help lists them')
+        return True
+
+    def stats(self) -> str:
+        """What the store of prefixes has saved so far."""
+        store, stats = self.engine.prefix, self.engine.prefix.stats
+        if not stats.requests:
+            return 'no reply yet'
+        held = store.nbytes + len(store.table.kept) * store.copier.page_nbytes
+        vanilla = self.engine.model.plan.vanilla().position_nbytes('bfloat16') * len(self.engine.model.plan.layers)
+        tokens = len(store.index) * store.size
+        return (f'{stats.requests} replies: {stats.looked_up:,} tokens of prompts, {stats.found:,} of them not computed again '
+                f'({stats.hit_rate:.1%})\ntime to the first token: last {self.ttft[-1] * 1e3:.1f} ms, mean '
+                f'{sum(self.ttft) / len(self.ttft) * 1e3:.1f} ms\nheld between turns: {nice_bytes(held)} for {tokens:,} tokens '
+                f'(vanilla GPT-2 in bfloat16: {nice_bytes(vanilla * tokens)})')
+
+
+def talk(chat) -> None:
+    """Lines from the terminal until its end."""
+    while True:
+        try:
+            line = input(f'{chat.s.user}> ' if sys.stdin.isatty() else '').strip()
+        except KeyboardInterrupt:
+            print('\n(/quit or Ctrl-D leaves)')
+            continue
+        except EOFError:
+            return
+        try:
+            if line.startswith('/'):
+                if not chat.command(line):
+                    return
+            elif line:
+                chat.say(line)
+        except UserError as e:
+            print(f'({e})')
+
+
+def main(argv=None):
+    s = configurator.parse('chat', argv, usage=__doc__)
+    model, tokenizer, *_ = load_all(s, lambda: None)
+    chat = Chat(s, model, tokenizer)
+    if chat.path.is_file():
+        chat.dialogue.load(chat.path)
+        print(f'(going on with {len(chat.dialogue.turns)} turns from {chat.path})')
+    print('(/help lists what you can do)')
+    talk(chat)
+
+
+if __name__ == '__main__':
+    configurator.run_program(main)

@@ -1,0 +1,155 @@
+"""A conversation as a text: turns by a template, their token ids as they were said, branches. No torch here.
+
+    turn = '{name}.\n{text}\n\n'        ROMEO.                 what the model is given: all turns, then the next one up to its
+                                        She speaks.            text; the reply ends where what follows a text comes up
+
+                                        JULIET.
+"""
+import json
+import os
+import string
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from config.errors import UserError
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a turn is written: '{name}' and then '{text}', each once, with something after it that ends the turn.
+
+    Raises:
+        UserError: another form.
+    """
+    turn: str
+
+    def __post_init__(self):
+        try:
+            pieces = list(string.Formatter().parse(self.turn))
+        except ValueError as e:
+            raise UserError(f'turn={self.turn!r}: {e}') from e
+        if [name for _, name, *_ in pieces if name is not None] != ['name', 'text'] or len(pieces) < 3:
+            raise UserError(f"turn={self.turn!r}: must have {{name}} and then {{text}}, each once, and end with something that "
+                            "a text does not have in it, as '{name}:\\n{text}\\n\\n'")
+        object.__setattr__(self, '_pieces', [literal for literal, *_ in pieces])
+
+    def head(self, name: str) -> str:
+        """All before the text."""
+        return self._pieces[0] + name + self._pieces[1]
+
+    @property
+    def end(self) -> str:
+        """All after it."""
+        return self._pieces[2]
+
+
+@dataclass
+class Turn:
+    """Who said what, and the token ids of the whole turn, head and end included."""
+    name: str
+    text: str
+    ids: list[int]
+
+
+@dataclass
+class Dialogue:
+    """Turns on one of several branches.
+
+    tokenizer: as `data.tokenizer`. branches: name -> turns; `branch` is the one that goes on.
+    """
+    tokenizer: object
+    template: Template
+    branches: dict[str, list[Turn]] = field(default_factory=lambda: {'main': []})
+    branch: str = 'main'
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self.branches[self.branch]
+
+    def say(self, name: str, text: str) -> None:
+        """Append a turn.
+
+        Raises:
+            UserError: a text with what ends a turn in it, or with characters that the model does not know.
+        """
+        if self.template.end in text:
+            raise UserError(f'a turn ends at {self.template.end!r}, and this text has it in it')
+        self.turns.append(Turn(name, text, self.tokenizer.encode(self.template.head(name) + text + self.template.end)))
+
+    def prompt(self, name: str) -> list[int]:
+        """Ids of all turns, and of the next one by `name` up to its text."""
+        return [i for turn in self.turns for i in turn.ids] + self.tokenizer.encode(self.template.head(name))
+
+    def reply(self, name: str, text: str, ids: list[int]) -> None:
+        """Append a turn that was generated behind `prompt(name)`: its text, cut at the end of the turn, and its token ids.
+        They are kept as they came if they are what the turn says, so that the cache that has them serves the next one."""
+        head, end = self.tokenizer.encode(self.template.head(name)), self.template.end
+        said = self.tokenizer.decode(ids)
+        if said != text + end:
+            ids = ids + self.tokenizer.encode(end) if said == text else self.tokenizer.encode(text + end)
+        self.turns.append(Turn(name, text, head + ids))
+
+    def forget(self, room: int) -> int:
+        """Drop the oldest turns until the others have at most `room` tokens; how many were dropped."""
+        total, n = sum(len(turn.ids) for turn in self.turns), 0
+        while total > room:
+            total, n = total - len(self.turns[n].ids), n + 1
+        del self.turns[:n]
+        return n
+
+    def fork(self, name: str) -> None:
+        """Go on under a new name; the branch stays as it is."""
+        if not name or name in self.branches:
+            raise UserError(f'there is a branch {name!r} already' if name else 'a branch needs a name')
+        self.branches[name] = list(self.turns)
+        self.branch = name
+
+    def switch(self, name: str) -> None:
+        """Go on with another branch."""
+        if name not in self.branches:
+            raise UserError(f"there is no branch {name!r}; there are {', '.join(map(repr, self.branches))}")
+        self.branch = name
+
+    # -- on disk ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """As JSON, whole or not at all.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch,
+                    'branches': {name: [asdict(turn) for turn in turns] for name, turns in self.branches.items()}}
+        temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+        try:
+            temporary.write_text(json.dumps(document, ensure_ascii=False), encoding='utf-8')
+            os.replace(temporary, path)
+        except OSError as e:
+            raise UserError(f'{path} cannot be written: {e}') from e
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load(self, path: Path) -> None:
+        """What `save` wrote. Ids that the model does not have, or another template, are an error: nothing is loaded.
+
+        Raises:
+            UserError: not such a file.
+        """
+        try:
+            document = json.loads(path.read_text(encoding='utf-8'))
+            if document['version'] != VERSION or document['turn'] != self.template.turn:
+                raise UserError(f"{path} was written with turn={document['turn']!r} (version {document['version']}): give that, "
+                                'or another file for the history')
+            branches = {str(name): [Turn(str(turn['name']), str(turn['text']), [int(i) for i in turn['ids']]) for turn in turns]
+                        for name, turns in document['branches'].items()}
+            branch = document['branch']
+            for turn in (turn for turns in branches.values() for turn in turns):
+                if self.tokenizer.decode(turn.ids) != self.template.head(turn.name) + turn.text + self.template.end:
+                    raise UserError(f'{path} was said by a model with other tokens, or changed: {turn.text[:40]!r}')
+            self.branches, self.branch = branches, branch if branch in branches else next(iter(branches))
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as e:
+            raise UserError(f'{path} is no conversation that can be read: {type(e).__name__}: {e}') from e

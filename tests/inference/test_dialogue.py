@@ -1,0 +1,106 @@
+"""Turns as text and tokens: what a reply is given, what is kept of it, branches, and the file."""
+import json
+
+import pytest
+
+from config.errors import UserError
+from data.tokenizer import CharTokenizer
+from inference.dialogue import Dialogue, Template
+
+LETTERS = 'ABabcdefg .\n'
+TOKENIZER = CharTokenizer({c: i for i, c in enumerate(LETTERS)}, dict(enumerate(LETTERS)))
+
+
+def dialogue():
+    return Dialogue(TOKENIZER, Template('{name}.\n{text}\n\n'))
+
+
+@pytest.mark.parametrize('turn', ['', 'text', '{name}', '{text}\n', '{name}{text}', '{text} {name}\n', '{name} {text} {text}\n',
+                                  '{name} {x} {text}\n', '{name', '{} {text}\n'])
+def test_a_template_that_cannot_be(turn):
+    with pytest.raises(UserError, match='turn='):
+        Template(turn)
+
+
+def test_the_prompt_is_all_turns_and_the_head_of_the_next():
+    d = dialogue()
+    d.say('A', 'abc')
+    assert TOKENIZER.decode(d.prompt('B')) == 'A.\nabc\n\nB.\n'
+    before = d.prompt('B')
+    d.reply('B', 'de', TOKENIZER.encode('de\n\n'))
+    d.say('A', 'f')
+    assert TOKENIZER.decode(d.prompt('B')) == 'A.\nabc\n\nB.\nde\n\nA.\nf\n\nB.\n'
+    assert d.prompt('B')[:len(before) + 4] == before + TOKENIZER.encode('de\n\n')  # as the cache has it
+
+
+@pytest.mark.parametrize('said', ['de\n\n', 'de', 'de\n\nfg', 'de\n'])
+def test_a_reply_says_its_text_however_it_ended(said):
+    d = dialogue()
+    d.say('A', 'abc')
+    d.reply('B', 'de', TOKENIZER.encode(said))
+    assert TOKENIZER.decode(d.turns[-1].ids) == 'B.\nde\n\n'
+
+
+def test_what_cannot_be_said():
+    d = dialogue()
+    with pytest.raises(UserError, match='has it in it'):
+        d.say('A', 'a\n\nb')
+    with pytest.raises(UserError, match='alphabet lacks'):
+        d.say('A', 'x')
+    assert d.turns == []
+
+
+def test_the_oldest_are_forgotten_first():
+    d = dialogue()
+    for text in ('aaa', 'bb', 'c'):
+        d.say('A', text)  # 8, 7 and 6 tokens
+    assert d.forget(21) == 0 and d.forget(13) == 1 and d.forget(12) == 1 and [turn.text for turn in d.turns] == ['c']
+    assert d.forget(0) == 1 and d.turns == []
+
+
+def test_branches_go_on_apart():
+    d = dialogue()
+    d.say('A', 'a')
+    d.fork('other')
+    d.say('A', 'b')
+    d.switch('main')
+    d.say('A', 'c')
+    assert [turn.text for turn in d.turns] == ['a', 'c'] and [turn.text for turn in d.branches['other']] == ['a', 'b']
+    for wrong in ('', 'main', 'other'):
+        with pytest.raises(UserError, match='branch'):
+            d.fork(wrong)
+    with pytest.raises(UserError, match="no branch 'x'; there are 'main', 'other'"):
+        d.switch('x')
+
+
+def test_it_is_read_back_as_it_was(tmp_path):
+    d, again = dialogue(), dialogue()
+    d.say('A', 'abc')
+    d.fork('other')
+    d.reply('B', 'de', TOKENIZER.encode('de\n\n'))
+    d.save(tmp_path / 'chat.json')
+    again.load(tmp_path / 'chat.json')
+    assert again.branches == d.branches and again.branch == 'other'
+    assert [path.name for path in tmp_path.iterdir()] == ['chat.json']
+
+
+@pytest.mark.parametrize('change', [
+    lambda d: 'no json', lambda d: [], lambda d: {}, lambda d: d | {'version': 9}, lambda d: d | {'turn': '{name}:{text}\n'},
+    lambda d: d | {'branches': {}}, lambda d: d | {'branches': {'main': [{'name': 'A'}]}},
+    lambda d: d | {'branches': {'main': [{'name': 'A', 'text': 'abc', 'ids': [1, 2]}]}},
+    lambda d: d | {'branches': {'main': [{'name': 'A', 'text': 'abc', 'ids': 'x'}]}}, lambda d: d | {'branches': 3}])
+def test_another_file_is_refused_and_changes_nothing(tmp_path, change):
+    d = dialogue()
+    d.say('A', 'abc')
+    d.save(tmp_path / 'chat.json')
+    document = change(json.loads((tmp_path / 'chat.json').read_text()))
+    (tmp_path / 'chat.json').write_text(document if document == 'no json' else json.dumps(document))
+    before = [turn.text for turn in d.turns]
+    with pytest.raises(UserError, match='chat.json'):
+        d.load(tmp_path / 'chat.json')
+    assert [turn.text for turn in d.turns] == before
+
+
+def test_where_it_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match='cannot be written'):
+        dialogue().save(tmp_path / 'none' / 'chat.json')

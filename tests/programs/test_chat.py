@@ -1,0 +1,109 @@
+"""chat.py: lines in, replies out; what it computes anew is little, what it keeps survives."""
+import builtins
+import json
+
+import pytest
+
+import chat
+from config.errors import UserError
+from inference.engine import Engine
+from tests.programs.support import flags
+
+NAMES = dict(user='a', reply_as='b', turn='{name}c{text}d', max_new_tokens=20, max_seq_len=200, temperature=1.0, device='cpu')
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys, trained, tmp_path):
+    """`talk(lines, **settings)`: what it prints."""
+    def run(lines, **settings):
+        given = iter(lines)
+
+        def answer(_):
+            line = next(given, None)
+            if line is None:
+                raise EOFError
+            if line is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return line
+        monkeypatch.setattr(builtins, 'input', answer)
+        settings = dict(NAMES, out_dir=trained['full'], history=tmp_path / 'chat.json') | settings
+        capsys.readouterr()
+        chat.main(flags(settings))
+        return capsys.readouterr().out
+    run.turns = lambda branch='main': [(turn['name'], turn['text']) for turn in
+                                       json.loads((tmp_path / 'chat.json').read_text())['branches'][branch]]
+    return run
+
+
+def test_turns_are_replied_to_and_kept(talk):
+    out = talk(['ab', '', KeyboardInterrupt, 'ba', '/stats', '/history'])
+    turns = talk.turns()
+    assert [name for name, _ in turns] == ['a', 'b', 'a', 'b'] and [turns[0][1], turns[2][1]] == ['ab', 'ba']
+    assert ''.join(f'{name}c{text}d' for name, text in turns) in out.splitlines()[-1]
+    assert '2 replies: ' in out and 'held between turns' in out and '(/quit or Ctrl-D leaves)' in out
+    assert all('d' not in text for _, text in turns)
+
+
+def test_it_goes_on_where_it_was(talk):
+    talk(['ab'])
+    first = talk.turns()
+    out = talk(['ba', '/quit', 'never read'])
+    assert '(going on with 2 turns' in out and talk.turns()[:2] == first and len(talk.turns()) == 4
+
+
+def test_replies_are_those_without_a_store(talk, monkeypatch, tmp_path):
+    """Three turns, a retry, an edit: the same texts as when all is computed anew each time."""
+    lines, seen = ['ab', 'ba', '/retry', '/edit bb', 'aa'], {}
+    for budget in (10 ** 8, 0):
+        plain = Engine.__init__
+        monkeypatch.setattr(Engine, '__init__', lambda self, *args, plain=plain, budget=budget, **kinds: plain(
+            self, *args, **kinds | dict(prefix_budget=budget, page_size=8)))
+        (tmp_path / 'chat.json').unlink(missing_ok=True)
+        talk(lines, dtype='float32')
+        monkeypatch.setattr(Engine, '__init__', plain)
+        seen[budget] = talk.turns()
+    assert seen[0] == seen[10 ** 8] and [name for name, _ in seen[0]] == ['a', 'b'] * 3
+
+
+def test_commands(talk):
+    out = talk(['/retry', '/undo', '/stats', 'ab', '/fork x', 'ba', '/branches', '/switch main', '/undo', '/bogus', '/switch y',
+                'no such letters: Q', '/help'])
+    for said in ('(/retry: you have said nothing yet)', 'no reply yet', '* x: 4 turns', '  main: 2 turns',
+                 "(2 turns on branch 'main')", "(0 turns on branch 'main')", '(/bogus: no such command',
+                 "there is no branch 'y'", "alphabet lacks", '/edit TEXT'):
+        assert said in out, said
+    assert talk.turns() == [] and len(talk.turns('x')) == 4
+
+
+def test_edit_takes_the_place_of_the_last_turn(talk):
+    talk(['ab', 'ba', '/edit bb'])
+    assert [text for name, text in talk.turns() if name == 'a'] == ['ab', 'bb']
+
+
+def test_ctrl_c_ends_a_reply_and_keeps_what_was_said(talk, monkeypatch):
+    plain, steps = Engine.step, iter(range(100))
+
+    def step(engine):
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return plain(engine)
+    monkeypatch.setattr(Engine, 'step', step)
+    talk(['ab', 'ba'], temperature=0, max_new_tokens=60)
+    turns = talk.turns()
+    assert len(turns) == 4 and len(turns[1][1]) < 6
+
+
+def test_what_is_longer_than_the_context_is_forgotten(talk):
+    out = talk(['ab' * 5] * 12, max_seq_len=100)
+    assert 'oldest turns are forgotten' in out
+    assert sum(len(f'{name}c{text}d') for name, text in talk.turns()) <= 100
+    assert '(your turn is longer than half of' in talk(['ab' * 60], max_seq_len=100)
+
+
+def test_wrong_settings(talk):
+    with pytest.raises(UserError, match='turn='):
+        talk([], turn='x')
+    with pytest.raises(UserError, match='alphabet lacks'):
+        talk([], user='Q')
+    with pytest.raises(UserError, match='prefix_budget'):
+        talk([], prefix_budget='much')
