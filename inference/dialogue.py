@@ -140,8 +140,8 @@ class Dialogue:
         try:
             document = json.loads(path.read_text(encoding='utf-8'))
             if document['version'] != VERSION or document['turn'] != self.template.turn:
-                raise UserError(f"{path} was written with turn={document['turn']!r} (version {document['version']}): give that, "
-                                'or another file for the history')
+                raise UserError(f"{path} was written with turn={document['turn']!r} (version {document['version']}): give "
+                                'that, or another file for the history')
             branches = {str(name): [Turn(str(turn['name']), str(turn['text']), [int(i) for i in turn['ids']]) for turn in turns]
                         for name, turns in document['branches'].items()}
             branch = document['branch']
