@@ -38,7 +38,9 @@ def test_what_auto_takes(flash):
     assert (choose('global', 'auto', CUDA, BF16, 64), choose('local', 'auto', CUDA, BF16, 64)) == ('sdpa', 'flex')
     assert choose('local', 'auto', CUDA, BF16, 64, dropout_p=0.1) == 'sdpa'
     assert choose('local', 'auto', CUDA, torch.float64, 64) == choose('local', 'auto', CUDA, BF16, 8) == 'sdpa'
+    assert choose('local', 'auto', CUDA, BF16, 15) == 'sdpa' and choose('local', 'auto', CUDA, BF16, 16) == 'flex'
     flash(2)
+    assert choose('global', 'auto', CUDA, BF16, 256) == 'flash_attn' and choose('global', 'auto', CUDA, BF16, 257) == 'sdpa'
     assert (choose('global', 'auto', CUDA, BF16, 64), choose('local', 'auto', CUDA, BF16, 64)) == ('flash_attn', 'flex')
     assert choose('local', 'auto', CUDA, BF16, 64, dropout_p=0.1) == 'flash_attn'
     assert choose('global', 'auto', CUDA, torch.float32, 64) == choose('global', 'auto', CUDA, BF16, 512) == 'sdpa'

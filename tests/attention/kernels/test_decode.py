@@ -4,8 +4,11 @@ import math
 import pytest
 import torch
 
+from attention.cached import suits_kernel
+from attention.kernels import decode, wanted
 from attention.kernels.decode import Tuning, splits, stored_attention
 from kv.quant import dequantize_int8, quantize_int8
+from kv.view import KVView
 
 # what half-precision weights and outputs may cost; in float32 nothing but the order of sums
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -231,10 +234,19 @@ def test_int8_products(device):
     assert 1e-5 < off(y, dense(q_cpu, k64, v64, everything)) < 1e-2
 
 
-def test_no_split_is_short():
+def test_no_split_is_short(monkeypatch):
     cpu = torch.device('cpu')
     assert splits(1, 100, 4, cpu) == 1
     assert splits(1, 10 ** 6, 4, cpu) == 4 and splits(1, 10 ** 6, 1, cpu) == 16 and splits(100, 10 ** 6, 4, cpu) == 1
+    monkeypatch.setattr(decode, '_n_processors', lambda device: 132)
+    assert splits(1, 10 ** 6, 4, cpu) == 64 and splits(256, 8192, 4, cpu) == 2  # no more than can be joined
+
+
+def test_what_it_serves():
+    half, double = (torch.zeros(1, 1, 1, 16, dtype=dtype) for dtype in (torch.float16, torch.float64))
+    with wanted(True):
+        assert [suits_kernel(q, KVView((k,), (k,))) for q in (half, double) for k in (half, double)] == [True] + [False] * 3
+    assert not suits_kernel(half, KVView((half,), (half,)))  # interpreted only where it is wanted
 
 
 def test_float64_is_refused(device):
