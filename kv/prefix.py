@@ -145,12 +145,16 @@ class PrefixStore:
             OutOfPages: the pool has no room for pages that are on the host; the row holds nothing.
         """
         tip = hit.blocks[-1] if hit.blocks else self.root
-        if self.cache.pools:
-            self._to_pool(hit.blocks)
+        tip.users, tip.anchor = tip.users + 1, bool(hit.blocks)  # making room must not take this from us
+        try:
+            if self.cache.pools:
+                self._to_pool(hit.blocks)
+        except OutOfPages:
+            tip.users -= 1
+            raise
         self.cache.adopt(row, [block.page for block in hit.blocks] if self.cache.pools else [], tip.depth * self.size)
         for block, _ in reversed(list(self._window(hit.blocks))):  # what is too much of the first, the last overwrite
             self.copier.put_local(row, block.depth * self.size, block.n_local, block.local)
-        tip.users += 1
         self._touch(tip)
         return tip
 

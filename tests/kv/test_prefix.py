@@ -110,7 +110,7 @@ TURN = st.tuples(st.sampled_from(['append', 'edit', 'fork', 'repeat', 'new']), s
 @pytest.mark.parametrize('shape', SHAPES)
 @settings(max_examples=25)
 @given(turns=st.lists(TURN, min_size=1, max_size=14), budget=st.sampled_from([0, 2000, 8000, 10 ** 9]),
-       n_pages=st.sampled_from([20, 45]), kv_dtype=st.sampled_from(['float32', 'int8']), prune=st.booleans())
+       n_pages=st.sampled_from([15, 20, 45]), kv_dtype=st.sampled_from(['float32', 'int8']), prune=st.booleans())
 def test_what_is_restored_is_what_was_there(shape, turns, budget, n_pages, kv_dtype, prune):
     """Texts that go on, are edited, fork, are repeated; rows overlap; pages run out, leaves are evicted."""
     world, said = World(shape, budget, n_pages, kv_dtype, prune=prune), [[1, 2, 0, 1]]
@@ -246,6 +246,19 @@ def test_a_store_smaller_than_a_dialogue_keeps_what_fits_and_disturbs_nothing():
         world.end(0)
         world.consistent()
     assert found == 12
+
+
+@pytest.mark.parametrize('shape', ['global and local', 'all global'])
+def test_making_room_for_a_text_does_not_take_it_away(shape):
+    """Pages of two texts, of which the pool holds one, under budgets from next to nothing to enough for both."""
+    for budget in range(500, 24_000, 1000):
+        world, texts = World(shape, budget, n_pages=11), [[i * i % 61 for i in range(40)], [i * i % 59 for i in range(40)]]
+        for n in (20, 24, 30, 37, 40):
+            for text in texts:
+                world.begin(0, text[:n])
+                world.check(0)
+                world.end(0)
+                world.consistent()
 
 
 def test_no_room_for_what_is_restored():
