@@ -16,6 +16,7 @@
     python bench.py config/train_gpt2_mqa_local.py --mode=lengths --contexts=1024,8192 --against=vanilla
     python bench.py --real_data=False --against=nanogpt --nanogpt=FOLDER             # training steps, in turns with nanoGPT's
     python bench.py config/train_gpt2_mqa_local.py --mode=kernels --batch_sizes=256 --contexts=8192     # on CUDA
+    python bench.py config/train_gpt2_mqa_local.py --mode=chat --contexts=1024,8192 --kv_dtype=int8 --requests=1000
     python bench.py --help
 
 train: a step is forward, backward and AdamW update of one batch, without dropout (benchmarks/train.py).
@@ -23,6 +24,7 @@ decode: time per output token (TPOT), greedy, from caches that hold `contexts` t
 much of the measured memory bandwidth that is (benchmarks/decode.py). prefill: time to first token (TTFT).
 serve: many requests of different lengths, continuous batching against static (benchmarks/serve.py).
 recompute: training steps, time and memory by recomputation policy; lengths: training steps by length of the sequences.
+chat: conversations whose past is kept: what a store of prefixes finds, holds and saves (benchmarks/chat.py).
 kernels: attention of decode and of training, and the K/V write, each alone, on CUDA (benchmarks/kernels.py).
 Weights are random, in the settings' shape. Two sides alternate in one run: ratios are medians over pairs of rounds.
 With --json=True the last line of output is one JSON document; `python -m benchmarks.table` makes a page from saved ones.

@@ -166,11 +166,37 @@ def decode_grids(document) -> list[Grid]:
     return budgeted + [times(document), bytes_read(document)]
 
 
+def chat_grids(document) -> list[Grid]:
+    """Of conversations."""
+    pruned = {True: 'pruned', False: 'all kept'}
+    workload = Grid(f"{document['requests']:,} requests of {document['dialogues']:,} dialogues of up to "
+                    f"{document['longest']:,} tokens",
+                    ('page', 'local parts', 'of the bytes, %', 'tokens found, %', 'computed a request', 'of',
+                     'MB a dialogue', 'evicted'), left=('local parts',))
+    for cell in document['workload']:
+        workload.rows.append((str(cell['page_size']), pruned[cell['prune']], str(cell['share']),
+                              f"{100 * cell['hit_rate']:.1f}",
+                              f"{cell['computed_per_request']:,.0f}", f"{cell['prompt_tokens_per_request']:,.0f}",
+                              megabytes(cell['held_nbytes'] / cell['dialogues']), f"{cell['evicted']:,}"))
+    size = Grid('bytes kept of one dialogue, everything included, against vanilla GPT-2 in bfloat16',
+                ('page', 'local parts', 'tokens', 'messages', 'MB', 'vanilla, MB', 'smaller, x'), left=('local parts',))
+    for cell in document['bytes']:
+        size.rows.append((str(cell['page_size']), pruned[cell['prune']], f"{cell['tokens']:,}", str(cell['messages']),
+                          megabytes(cell['held_nbytes']), megabytes(cell['vanilla_nbytes']), f"{cell['smaller']:.1f}"))
+    first = Grid(f"time to the first token of a message of {document['message']} tokens, median (min-max)",
+                 ('past', 'side', 'found', 'TTFT, ms', FASTER))
+    for cell, name, side in each_side(document):
+        first.rows.append((f"{cell['context']:,}", name, f"{cell['n_cached']:,}" if name == 'ours' else '',
+                           spread(side['ttft_ms'], ',.1f'), faster(cell, name, 'ttft')))
+    return [workload, size, first]
+
+
 WITHOUT_CACHE = ('lengths', 'recompute', 'kernels')  # modes
 
 # mode -> document -> its tables
 GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)], 'serve': lambda document: [served(document)],
-         'lengths': lambda document: [trained_lengths(document)], 'recompute': policies, 'kernels': kernel_grids}
+         'lengths': lambda document: [trained_lengths(document)], 'recompute': policies, 'kernels': kernel_grids,
+         'chat': chat_grids}
 
 
 def heading(document) -> list[str]:

@@ -162,8 +162,9 @@ KV = _keys(
 BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (forward, backward, update), 'decode' (tokens out of a filled cache), 'prefill' "
      "(a prompt's first token), 'serve' (many requests, continuous batching against static), 'recompute' (training steps by "
-     "policy: time and memory), 'lengths' (training steps by length), 'kernels' (on CUDA: attention and the K/V write alone)",
-     ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels')),
+     "policy: time and memory), 'lengths' (training steps by length), 'kernels' (on CUDA: attention and the K/V write alone), "
+     "'chat' (conversations whose past is kept)",
+     ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels', 'chat')),
     ('against', '', "mode decode: also time, in turns, 'vanilla' (GPT-2's memory in the same shape, in our code; modes "
      "prefill, recompute and lengths too), 'hf' (transformers' generate) or 'nanogpt' (its generate), the last two with the "
      "same vanilla weights; mode train: 'nanogpt'",
@@ -177,7 +178,12 @@ BENCH = _keys(
     ('kv_dtype', 'auto', "modes decode, prefill and serve: storage of the KV cache; 'auto' = the compute dtype",
      KV_DTYPES),
     ('prefill_chunk', 0, "mode prefill: tokens appended at a time; 0 = the whole prompt (mode serve: the engine's default)"),
-    ('requests', 64, 'mode serve: requests, all there from the start; contexts are their prompts, batch_sizes the rows'),
+    ('requests', 64, 'mode serve: requests, all there from the start; contexts are their prompts, batch_sizes the rows; mode '
+     'chat: requests that are counted'),
+    ('dialogues', 64, 'mode chat: how many go on at any time, each of up to the longest of contexts'),
+    ('message', 20, 'mode chat: tokens of the message whose first token is timed'),
+    ('shares', '100,50,25', 'mode chat: sizes of the store, in percent of what all dialogues take'),
+    ('page_sizes', '64', 'mode chat: positions of a page, which is a block of the store'),
     ('output_lengths', '16,256', 'mode serve: shortest and longest of the new tokens of a request, log-uniform between'),
     ('budget', '', "mode decode: KV memory, as '1GB'; in place of batch_sizes, as many sequences as fit"),
     ('policies', 'none,selective,mlp,block,sqrt', 'mode recompute: the policies to compare, after none'),

@@ -250,3 +250,29 @@ def test_pages_are_made_of_documents(tmp_path, text):
         (tmp_path / 'x.json').write_text(text)
     with pytest.raises(UserError, match='x.json'):
         table.main(['x.json'])
+
+
+def test_conversations(capsys):
+    found, lines = run_bench(capsys, SMALL, mode='chat', contexts='64,128', requests=12, dialogues=3, message=5,
+                             page_sizes='4,8', shares='100,30')
+    assert [(cell['page_size'], cell['prune'], cell['share']) for cell in found['workload']] == [
+        (size, prune, share) for size in (4, 8) for prune in (True, False) for share in (100, 30)]
+    for whole, part in zip(found['workload'][::2], found['workload'][1::2]):
+        assert whole['requests'] == part['requests'] == 12 and whole['looked_up'] == part['looked_up']  # the same requests
+        assert whole['evicted'] == 0 < part['evicted'] and whole['hit_rate'] >= part['hit_rate']
+        assert part['held_nbytes'] < 0.5 * whole['held_nbytes']  # pages in the pool are held, too
+        assert whole['found'] + whole['computed_per_request'] * 12 == pytest.approx(whole['looked_up'])
+    assert sum(cell['found'] for cell in found['workload'][::2]) > sum(cell['found'] for cell in found['workload'][1::2])
+    pruned, kept, *_ = found['bytes']
+    assert pruned['held_nbytes'] < kept['held_nbytes'] and pruned['tokens'] == kept['tokens'] > 100
+    assert pruned['vanilla_nbytes'] == plan_of(SMALL).vanilla().nbytes(1, pruned['tokens'], 'bfloat16')
+    assert [(cell['context'], cell['n_cached']) for cell in found['cells']] == [(64, 64), (128, 128)]
+    assert all(cell['sides']['ours']['ttft_ms']['median'] > 0 for cell in found['cells'])
+    assert any('without a store' in line for line in lines) and any('all kept' in line for line in lines)
+
+
+@pytest.mark.parametrize('wrong, named', [(dict(dialogues=0), 'dialogues=0'), (dict(shares='0'), "shares='0'"),
+                                          (dict(budget='1GB'), "budget='1GB'"), (dict(page_sizes='x'), "page_sizes='x'")])
+def test_conversations_that_cannot_be(wrong, named):
+    with pytest.raises(UserError, match=named):
+        bench.main(flags(SMALL | dict(mode='chat') | wrong))

@@ -1,0 +1,152 @@
+"""Conversations that come and go, and what a store of prefixes does for them; without a model, so that thousands can be served.
+
+Users talk in sessions: turns a minute apart, about ten of them, then hours until they are back. Some turns are edited (the last
+message is written anew), some go back to an earlier one and on from there. When a conversation has filled its context, its user
+begins another. The numbers are ours; the mean number of earlier messages, 180, is Character.AI's.
+"""
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kv.paged import PagedKVCache
+from kv.prefix import PrefixStore
+
+THINK_S, AWAY_S, SESSION_TURNS = 60.0, 4 * 3600.0, 10
+EDITED, WENT_BACK, FARTHEST_BACK = 0.05, 0.02, 20  # shares of turns; messages that are gone back at most
+
+
+@dataclass
+class Workload:
+    """Requests in the order of their arrival.
+
+    dialogues: how many are alive at any time. messages: earlier ones that a dialogue has at the start, on average (log-normal).
+    message_tokens: of a message or a reply, on average (log-normal). max_seq_len: of a whole dialogue.
+    """
+    dialogues: int
+    messages: int
+    message_tokens: int
+    max_seq_len: int
+    vocab_size: int = 50257
+    seed: int = 0
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(self.seed)
+        self.texts = [self._history() for _ in range(self.dialogues)]  # of each dialogue, its messages (arrays of ids)
+        self.left = [self._session() for _ in range(self.dialogues)]   # turns until the user leaves
+        self.events = [(self._away() * self.random.random(), i) for i in range(self.dialogues)]
+        heapq.heapify(self.events)
+
+    def next(self) -> tuple[int, list[int], int]:
+        """(dialogue, tokens of the request, tokens of its reply); follow it with `replied`."""
+        now, i = heapq.heappop(self.events)
+        self.left[i] -= 1
+        gap = self.random.exponential(THINK_S)
+        if self.left[i] <= 0:
+            self.left[i], gap = self._session(), self._away()
+        heapq.heappush(self.events, (now + gap, i))
+        kind = self.random.random()
+        if kind < EDITED:
+            del self.texts[i][-2:]
+        elif kind < EDITED + WENT_BACK:
+            back = 2 * int(self.random.integers(1, FARTHEST_BACK // 2 + 1))
+            del self.texts[i][-back:]
+        message, reply = self._message(), len(self._message())
+        if sum(map(len, self.texts[i])) + len(message) + reply > self.max_seq_len:
+            self.texts[i] = []
+        self.texts[i].append(message)
+        return i, np.concatenate(self.texts[i]).tolist(), reply
+
+    def replied(self, dialogue: int, tokens: list[int]) -> None:
+        """The reply is part of the dialogue."""
+        self.texts[dialogue].append(np.array(tokens))
+
+    def tokens(self, n: int) -> list[int]:
+        return self.random.integers(self.vocab_size, size=n).tolist()
+
+    def _history(self):
+        n = int(self.random.lognormal(np.log(self.messages) - 0.25, 0.7)) // 2 * 2 if self.messages else 0
+        messages, room = [self._message() for _ in range(n)], self.max_seq_len // 2
+        while sum(map(len, messages)) > room:
+            del messages[:2]
+        return messages
+
+    def _message(self):
+        n = max(1, int(self.random.lognormal(np.log(self.message_tokens) - 0.125, 0.5)))
+        return self.random.integers(self.vocab_size, size=min(n, self.max_seq_len // 8))
+
+    def _session(self):
+        return int(self.random.geometric(1 / SESSION_TURNS))
+
+    def _away(self):
+        return self.random.exponential(AWAY_S)
+
+
+class Served:
+    """One row of a cache with a store, through which requests go one after another; K and V are random numbers."""
+
+    def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int, prune: bool, chunk: int = 256):
+        n_pages = -(-max_seq_len // page_size) + 1  # no more than a request needs: all else is on the host, and is counted
+        self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages, page_size, kv_dtype=kv_dtype)
+        self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(chunk, page_size)
+        self.kv = torch.randn(1, plan.n_kv_head, self.chunk, plan.head_dim)
+
+    def serve(self, tokens: list[int], reply: list[int]) -> int:
+        """As the engine would; returns how many tokens it need not compute."""
+        store = self.store
+        hit = store.match(tokens)
+        self.tip = store.restore(0, hit)
+        found, stops = self.cache.held(0), store.stops(hit, len(tokens))
+        store.stats.count(len(tokens), found)
+        for stop in [*stops, len(tokens)]:
+            while self.cache.held(0) < stop:
+                self._feed(tokens, min(stop, self.cache.held(0) + self.chunk))
+        said, size = tokens + reply[:-1], store.size  # the last token drawn is never fed
+        while self.cache.held(0) < len(said):
+            self._feed(said, min(len(said), (self.cache.held(0) // size + 1) * size))
+        self.cache.reset([0])
+        store.release(self.tip)
+        return found
+
+    def _feed(self, tokens, end):
+        n = end - self.cache.held(0)
+        k = self.kv[:, :, :n]
+        self.cache.begin(n)
+        for slot in range(len(self.cache.stores)):
+            self.cache.append(slot, k, k)
+        self.cache.commit()
+        self.tip = self.store.extend(0, self.tip, tokens[:end])
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all that is kept: host memory, and pages that have no copy there."""
+        only_in_pool = sum(block.page >= 0 and block.copy is None for block in self.store.index.values())
+        return self.store.nbytes + only_in_pool * self.store.copier.page_nbytes
+
+
+def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype: str, budget: int, prune: bool,
+             watch=lambda requests: requests) -> dict:
+    """Every dialogue is visited until the store has seen all of them; then `n_requests` are counted."""
+    served, seen = Served(plan, workload.max_seq_len, page_size, kv_dtype, budget, prune), set()
+    while len(seen) < workload.dialogues:
+        seen.add(one(served, workload)[0])
+    before = vars(served.store.stats).copy()
+    found = [one(served, workload)[1:] for _ in watch(range(n_requests))]
+    stats = {name: value - before[name] for name, value in vars(served.store.stats).items()}
+    held = sum(sum(map(len, text)) for text in workload.texts)
+    vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
+    return stats | {'page_size': page_size, 'budget': budget, 'prune': prune, 'hit_rate': stats['found'] / stats['looked_up'],
+                    'computed_per_request': sum(n - k for n, k in found) / n_requests,
+                    'prompt_tokens_per_request': sum(n for n, _ in found) / n_requests, 'held_nbytes': served.held_nbytes,
+                    'dialogue_tokens': held, 'dialogues': workload.dialogues, 'vanilla_nbytes': vanilla * held,
+                    'blocks': len(served.store.index)}
+
+
+def one(served: Served, workload: Workload) -> tuple[int, int, int]:
+    """(dialogue, tokens of the request, how many of them were found)."""
+    i, tokens, n_reply = workload.next()
+    reply = workload.tokens(n_reply)
+    found = served.serve(tokens, reply)
+    workload.replied(i, reply)
+    return i, len(tokens), found
