@@ -254,9 +254,9 @@ def test_pages_are_made_of_documents(tmp_path, text):
 
 def test_conversations(capsys):
     found, lines = run_bench(capsys, SMALL, mode='chat', contexts='64,128', requests=12, dialogues=3, message=5,
-                             page_sizes='4,8', shares='100,30')
+                             page_sizes='4,8', shares='100,5')
     assert [(cell['page_size'], cell['prune'], cell['share']) for cell in found['workload']] == [
-        (size, prune, share) for size in (4, 8) for prune in (True, False) for share in (100, 30)]
+        (size, prune, share) for size in (4, 8) for prune in (True, False) for share in (100, 5)]
     for whole, part in zip(found['workload'][::2], found['workload'][1::2]):
         assert whole['requests'] == part['requests'] == 12 and whole['looked_up'] == part['looked_up']  # the same requests
         assert whole['evicted'] == 0 < part['evicted'] and whole['hit_rate'] >= part['hit_rate']
