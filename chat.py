@@ -39,7 +39,7 @@ class Chat:
         max_seq_len = s.max_seq_len or model.config.block_size
         self.longest = min(s.max_new_tokens, max_seq_len // 2)  # the other half is for what was said
         self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer,
-                             prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget'))
+                             prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget'), prefix_folder=s.prefix_folder)
         self.replies, self.ttft = 0, []
 
     def reply(self) -> None:
@@ -161,7 +161,10 @@ def main(argv=None):
         chat.dialogue.load(chat.path)
         print(f'(going on with {len(chat.dialogue.turns)} turns from {chat.path})')
     print('(/help lists what you can do)')
-    talk(chat)
+    try:
+        talk(chat)
+    finally:
+        chat.engine.close()
 
 
 if __name__ == '__main__':

@@ -145,6 +145,7 @@ CHAT = tuple(key for key in SAMPLE if key.name in ('init_from', 'resume_from')) 
     ('max_seq_len', 0, 'longest conversation, in tokens; older turns are forgotten; 0 = block_size'),
     ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype", KV_DTYPES),
     ('prefix_budget', '256MB', 'host memory for what was computed in earlier turns'),
+    ('prefix_folder', '', "folder in which that is kept, too, for the next time; '' = computed anew then"),
 ) + DEVICE + WEIGHTS + _keys(
     ('compile', False, 'torch.compile the MLPs'),
     ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),

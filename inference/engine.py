@@ -28,8 +28,10 @@ from inference.stopping import SampleText
 from inference.weights import pack_weights
 from kv.paged import PAGE_SIZE
 from kv.prefix import PrefixStore
+from kv.prefix_disk import DiskTier, fingerprint
 
 PREFILL_CHUNK = 256
+DISK_BUDGET = 10 ** 11  # bytes of a prefix_folder
 
 
 @dataclass
@@ -98,6 +100,7 @@ class Engine:
             (`inference.weights.pack_weights`).
         prefix_budget: bytes of host memory for what earlier requests have computed (`kv.prefix`), of which later ones that
             begin alike take over what they can; 0 = every request computes its whole prompt.
+        prefix_folder: also on disk: what leaves the host's memory, and at `close` all of it; '' = not.
         tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None = token ids only.
     Raises:
         UserError: sizes below 1, a budget that cannot hold one page beside the rings, what `new_cache` refuses.
@@ -105,7 +108,7 @@ class Engine:
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *, kv_budget: int = 0,
                  page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, prefix_budget: int = 0,
-                 tokenizer=None, scheduler=Scheduler):
+                 prefix_folder: str = '', tokenizer=None, scheduler=Scheduler):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, page_size={page_size}: '
                             'must be at least 1')
@@ -113,7 +116,7 @@ class Engine:
         max_seq_len = max_seq_len or model.config.block_size
         n_pages = self._n_pages(max_batch_size, max_seq_len, kv_dtype, kv_budget, page_size)
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, n_pages=n_pages, page_size=page_size)
-        self.prefix = PrefixStore(self.cache, prefix_budget) if prefix_budget else None
+        self.prefix = self._prefix_store(prefix_budget, prefix_folder)
         self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix)
         if pack:
             pack_weights(model, max_batch_size)
@@ -123,6 +126,21 @@ class Engine:
         self._inboxes: dict[int, deque[Event]] = {}  # of requests that a stream awaits, by their number
         self._submitted = 0
         self.held_peak = 0  # most bytes of KV memory that were held at once, see `PagedKVCache.held_nbytes`
+
+    def _prefix_store(self, budget, folder):
+        if budget < 0 or (folder and not budget):
+            raise UserError(f'prefix_budget={budget}: bytes of host memory are needed' +
+                            ', for a prefix_folder too' * bool(folder))
+        if not budget:
+            return None
+        page_size, kv_dtype = self.cache.table.page_size, self.cache.kv_dtype
+        disk = DiskTier(folder, fingerprint(self.model, kv_dtype, page_size), DISK_BUDGET) if folder else None
+        return PrefixStore(self.cache, budget, disk=disk)
+
+    def close(self) -> None:
+        """What is kept of prefixes is on disk, if it is to be there."""
+        if self.prefix:
+            self.prefix.close()
 
     def _n_pages(self, rows, max_seq_len, kv_dtype, budget, page_size):
         full, plan = rows * -(-max_seq_len // page_size), self.model.plan

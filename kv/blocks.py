@@ -1,13 +1,49 @@
-"""Blocks of tokens outside of a cache: a page of every global slot, or a stretch of every ring, each as one buffer.
+"""Blocks of tokens that a prefix store keeps, and their K and V outside of a cache: a page of every global slot, or a stretch
+of every ring, each as one buffer.
 
 A buffer has the bytes as they are stored (int8 stays int8, with its scales), one tensor after another. On CUDA it is pinned
 memory of the host, and copies do not wait for the device.
 """
+import hashlib
+
 import torch
 
 from config.errors import UserError
 from kv.paged import PagedKVCache
 from kv.slots import RingSlot
+
+OVERHEAD = 600  # bytes that Python takes for a block beside its buffers and tokens (measured: tests/kv/test_prefix.py)
+
+
+def chained_hash(before: bytes, tokens: bytes) -> bytes:
+    """The key of a block after the block with the key `before`."""
+    return hashlib.blake2b(before + tokens, digest_size=16).digest()
+
+
+class Block:
+    """`size` tokens after those of `parent`, and what remembers them.
+
+    page: where its global K, V are in the pools, -1 = not there. copy: the same on the host, or None. local: the last n_local
+    positions of its local K, V, or None. anchor: a row can go on behind it. users: requests whose newest block it is. used:
+    when it was last of use. depth: blocks from the root on, itself included. saved: the n_local that it has on disk, -1 = it
+    is not there.
+    """
+    __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local', 'anchor', 'users', 'used',
+                 'saved')
+
+    def __init__(self, key: bytes, tokens: bytes, parent: 'Block | None'):
+        self.key, self.tokens, self.parent, self.children = key, tokens, parent, {}
+        self.depth = parent.depth + 1 if parent else 0
+        self.page, self.copy, self.local, self.n_local, self.anchor, self.users, self.used = -1, None, None, 0, False, 0, 0
+        self.saved = -1
+
+    def path(self) -> 'list[Block]':
+        """From the first block on, itself included; the root is none."""
+        found, block = [], self
+        while block.parent:
+            found.append(block)
+            block = block.parent
+        return found[::-1]
 
 
 class BlockCopier:

@@ -18,46 +18,16 @@ least recently used are copied to the host's memory. When that is over its budge
 Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed blocks (vLLM), the same for
 conversations between turns (Character.AI, "Optimizing AI Inference", 2024).
 """
-import hashlib
 import heapq
 import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv.blocks import BlockCopier
+from kv.blocks import OVERHEAD, Block, BlockCopier, chained_hash
 from kv.paged import PagedKVCache
 from kv.pages import OutOfPages
-
-OVERHEAD = 600  # bytes that Python takes for a block beside its buffers and tokens (measured: tests/kv/test_prefix.py)
-
-
-def chained_hash(before: bytes, tokens: bytes) -> bytes:
-    """The key of a block after the block with the key `before`."""
-    return hashlib.blake2b(before + tokens, digest_size=16).digest()
-
-
-class Block:
-    """`size` tokens after those of `parent`, and what remembers them.
-
-    page: where its global K, V are in the pools, -1 = not there. copy: the same on the host, or None. local: the last n_local
-    positions of its local K, V, or None. anchor: a row can go on behind it. users: requests whose newest block it is. used:
-    when it was last of use. depth: blocks from the root on, itself included.
-    """
-    __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local', 'anchor', 'users', 'used')
-
-    def __init__(self, key: bytes, tokens: bytes, parent: 'Block | None'):
-        self.key, self.tokens, self.parent, self.children = key, tokens, parent, {}
-        self.depth = parent.depth + 1 if parent else 0
-        self.page, self.copy, self.local, self.n_local, self.anchor, self.users, self.used = -1, None, None, 0, False, 0, 0
-
-    def path(self) -> 'list[Block]':
-        """From the first block on, itself included; the root is none."""
-        found, block = [], self
-        while block.parent:
-            found.append(block)
-            block = block.parent
-        return found[::-1]
+from kv.prefix_disk import DiskTier
 
 
 @dataclass
@@ -101,11 +71,13 @@ class PrefixStore:
         budget: bytes of host memory for copies, local parts and bookkeeping; what requests now use is kept even so.
         prune: drop local parts that no anchor needs.
         hash_block: (key of the block before, bytes of the tokens) -> key.
+        disk: where blocks go that leave the host's memory, and are looked for; None = they are gone.
     """
     cache: PagedKVCache
     budget: int
     prune: bool = True
     hash_block: object = chained_hash
+    disk: DiskTier | None = None
     stats: PrefixStats = field(default_factory=PrefixStats)
 
     def __post_init__(self):
@@ -186,8 +158,26 @@ class PrefixStore:
     def _child(self, block, packed, i) -> Block | None:
         """The block that follows with these tokens. Another with the same key, by chance or malice, is not it."""
         piece = self._piece(packed, i)
-        found = self.index.get(self.hash_block(block.key, piece))
-        return found if found is not None and found.parent is block and found.tokens == piece else None
+        key = self.hash_block(block.key, piece)
+        found = self.index.get(key)
+        if found is None:
+            return self.disk and self._from_disk(block, key, piece)
+        return found if found.parent is block and found.tokens == piece else None
+
+    def _from_disk(self, parent, key, piece) -> Block | None:
+        found = self.disk.read(key, parent.key, piece)
+        if found is None:
+            return None
+        buffers, n_local, anchor = found
+        page, local = buffers.get('page'), buffers.get('local')
+        sizes = self.copier.page_nbytes, self.copier.local_nbytes(n_local)
+        if tuple(0 if x is None else x.numel() for x in (page, local)) != sizes:
+            return None
+        block = self._new(parent, key, piece)
+        block.copy, block.local, block.n_local, block.anchor, block.saved = page, local, n_local, anchor, n_local
+        self.nbytes += sum(sizes)
+        self._offer(block)
+        return block
 
     def _whole(self, path) -> bool:
         """Whether the local parts at the end of a path have all that a row needs to go on."""
@@ -212,9 +202,13 @@ class PrefixStore:
         if held // self.size > tip.depth:
             packed = self._packed(tokens[:held])
             for i in range(tip.depth, held // self.size):
-                block = self._child(tip, packed, i) or self._new(tip, packed, i)
+                block = self._child(tip, packed, i)
                 if block is None:
-                    return tip  # another block has this key: nothing behind it can be found
+                    piece = self._piece(packed, i)
+                    key = self.hash_block(tip.key, piece)
+                    if key in self.index:
+                        return tip  # another block has this key: nothing behind it can be found
+                    block = self._new(tip, key, piece)
                 if block.page < 0 and self.cache.pools:
                     self.table.keep(self.table.rows[row][i])
                     block.page = self.table.rows[row][i]
@@ -226,11 +220,7 @@ class PrefixStore:
             self._shrink()
         return tip
 
-    def _new(self, parent, packed, i) -> Block | None:
-        piece = self._piece(packed, i)
-        key = self.hash_block(parent.key, piece)
-        if key in self.index:
-            return None
+    def _new(self, parent, key, piece) -> Block:
         block = Block(key, piece, parent)
         self.nbytes += OVERHEAD + len(piece)
         parent.children[key] = self.index[key] = block
@@ -341,6 +331,8 @@ class PrefixStore:
         """Remove a leaf, and what before it is of no use without it: no row can go on behind a block after the last anchor."""
         while True:
             parent = block.parent
+            if self.disk:
+                self._to_disk(block)
             del parent.children[block.key], self.index[block.key]
             self._leave_pool(block)
             self._drop_local(block)
@@ -357,6 +349,15 @@ class PrefixStore:
         for each, _ in self._window(block.path()):
             if each.local is not None and not self._needed(each):
                 self._drop_local(each)
+
+    def _to_disk(self, block) -> None:
+        page = self.copier.page(block.page) if block.copy is None and block.page >= 0 else block.copy
+        self.disk.write(block, page)
+
+    def close(self) -> None:
+        """Everything that is kept is on disk, too, if there is one."""
+        for block in sorted(self.index.values(), key=lambda block: block.used) if self.disk else []:
+            self._to_disk(block)
 
     def recover(self) -> None:
         """After a fault anywhere, when the cache has been reset: no request runs, and of what is kept the tree is the truth."""

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.gpt_config import GPTConfig
+from kv.blocks import OVERHEAD, Block
 from kv.paged import PagedKVCache
 from kv.pages import OutOfPages
 from kv.plan import plan_kv
-from kv.prefix import OVERHEAD, Block, PrefixStore
+from kv.prefix import PrefixStore
 from kv.slots import RingSlot
 
 SIZE, LONGEST = 4, 60

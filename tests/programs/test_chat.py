@@ -1,6 +1,7 @@
 """chat.py: lines in, replies out; what it computes anew is little, what it keeps survives."""
 import builtins
 import json
+import re
 
 import pytest
 
@@ -49,6 +50,12 @@ def test_it_goes_on_where_it_was(talk):
     first = talk.turns()
     out = talk(['ba', '/quit', 'never read'])
     assert '(going on with 2 turns' in out and talk.turns()[:2] == first and len(talk.turns()) == 4
+
+
+def test_the_next_time_its_past_is_on_disk(talk, tmp_path):
+    talk(['ab' * 20, '/stats'], prefix_folder=tmp_path / 'prefixes', max_seq_len=400)
+    out = talk(['ba' * 10, '/stats'], prefix_folder=tmp_path / 'prefixes', max_seq_len=400)
+    assert int(re.search(r'1 replies: \d+ tokens of prompts, (\d+) of them', out)[1]) >= 40
 
 
 def test_replies_are_those_without_a_store(talk, monkeypatch, tmp_path):

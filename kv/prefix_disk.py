@@ -1,0 +1,125 @@
+"""Blocks of a prefix store on disk, so that conversations survive a restart: one safetensors file a block.
+
+    FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the block before, n_local, anchor
+
+A fingerprint stands for the weights, the plan and the dtypes: files of another model are never looked at. A file that is
+damaged, or says other tokens than were asked for, counts as missing.
+"""
+import hashlib
+import os
+import warnings
+from pathlib import Path
+
+import torch
+
+from config.errors import UserError
+
+VERSION = 1
+
+
+def fingerprint(model, kv_dtype: str, page_size: int) -> str:
+    """64 hex digits that another model, plan, dtype or page size does not have. Reads all weights once."""
+    digest = hashlib.sha256(repr((VERSION, model.plan, model.config, kv_dtype, page_size)).encode())
+    for name, x in sorted(model.state_dict().items()):
+        for part in _plain(x):
+            part = part.detach().cpu().contiguous()
+            digest.update(repr((name, part.dtype, tuple(part.shape))).encode())
+            digest.update(part.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _plain(x: torch.Tensor) -> list[torch.Tensor]:
+    """What a quantized weight is made of; any other is itself."""
+    if not hasattr(x, '__tensor_flatten__'):
+        return [x]
+    names, _ = x.__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(x, name))]
+
+
+class DiskTier:
+    """Files of one fingerprint in a folder.
+
+    budget: bytes; the files least recently used are deleted above it. nbytes: of the files there are.
+
+    Raises:
+        UserError: the safetensors package is missing, or the folder cannot be made.
+    """
+
+    def __init__(self, folder, fingerprint: str, budget: int):
+        try:
+            import safetensors.torch
+        except ImportError as e:
+            raise UserError("keeping prefixes on disk needs the safetensors package: pip install -e '.[hf]'") from e
+        self.files, self.fingerprint, self.budget = safetensors.torch, fingerprint, budget
+        self.folder = Path(folder) / fingerprint[:32]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            found = sorted((entry.stat().st_mtime, entry.name, entry.stat().st_size) for entry in os.scandir(self.folder)
+                           if entry.name.endswith('.safetensors'))
+        except OSError as e:
+            raise UserError(f'{self.folder} cannot be used: {e}') from e
+        self._sizes = {name: size for _, name, size in found}  # the least recently used first
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def write(self, block, page: torch.Tensor | None) -> None:
+        """A block with the bytes of its page. Where there is no room on the disk it is not kept; a warning says so."""
+        if block.saved == block.n_local:
+            return
+        about = {'fingerprint': self.fingerprint, 'tokens': block.tokens.hex(), 'before': block.parent.key.hex(),
+                 'n_local': str(block.n_local), 'anchor': str(int(block.anchor))}
+        tensors = {name: x for name, x in (('page', page), ('local', block.local)) if x is not None}
+        path = self._path(block.key)
+        temporary = path.with_suffix(f'.{os.getpid()}.tmp')
+        try:
+            if any(x.is_pinned() for x in tensors.values()):
+                torch.cuda.synchronize()  # the copies may be under way
+            self.files.save_file(tensors, temporary, about)
+            os.replace(temporary, path)
+        except Exception as e:  # OSError, or safetensors' own
+            warnings.warn(f'{path} cannot be written, it is not kept: {e}', stacklevel=2)
+            temporary.unlink(missing_ok=True)
+            return
+        block.saved = block.n_local
+        self._sizes.pop(path.name, None)
+        self._sizes[path.name] = path.stat().st_size
+        self._shrink()
+
+    def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int, bool] | None:
+        """({'page': ..., 'local': ...} as far as there are, n_local, anchor) of the block with these tokens behind `before`;
+        None where there is none."""
+        path = self._path(key)
+        if path.name not in self._sizes:
+            return None
+        try:
+            with self._open(path) as file:
+                about = file.metadata() or {}
+                if (about.get('fingerprint'), about.get('tokens'), about.get('before')) != (
+                        self.fingerprint, tokens.hex(), before.hex()):
+                    return None
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+                found = tensors, int(about['n_local']), about['anchor'] == '1'
+            os.utime(path)
+        except Exception as e:  # whatever a damaged file makes of it
+            warnings.warn(f'{path} cannot be read, it counts as missing: {type(e).__name__}: {e}', stacklevel=2)
+            self._sizes.pop(path.name)
+            return None
+        self._sizes[path.name] = self._sizes.pop(path.name)
+        return found
+
+    def _open(self, path):
+        from safetensors import safe_open
+        return safe_open(path, 'pt')
+
+    def _path(self, key: bytes) -> Path:
+        return self.folder / f'{key.hex()}.safetensors'
+
+    def _shrink(self) -> None:
+        total = self.nbytes
+        for name in list(self._sizes):
+            if total <= self.budget:
+                return
+            total -= self._sizes.pop(name)
+            (self.folder / name).unlink(missing_ok=True)
