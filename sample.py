@@ -147,7 +147,7 @@ def check(s):
     check_seed(s.seed)
     if not 0.0 < s.top_p <= 1.0:
         raise UserError(f'top_p={s.top_p}: must be above 0 and at most 1')
-    for name in ('min_p', 'repetition_penalty', 'logprobs', 'kv_budget'):
+    for name in ('min_p', 'repetition_penalty', 'logprobs', 'kv_budget', 'prefix_budget'):
         if name in s.given and not s.prompts:
             raise UserError(f'{name}={getattr(s, name)!r} is for many prompts: give a file of them with --prompts')
     if s.prompts and 'start' in s.given:
@@ -196,7 +196,8 @@ def sample_prompts(s, write):
     """The prompts of a file through the batching engine; each answer is given to `write`."""
     defaults = SamplingParams(s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.seed,
                               stop=parse_stops(s.stop), logprobs=s.logprobs)
-    budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
+    budget, prefixes = (parse_bytes(text, name) if text else 0 for name, text in (
+        ('kv_budget', s.kv_budget), ('prefix_budget', s.prefix_budget)))
     model, tokenizer, lines, _ = load_all(s, lambda: read_requests(s.prompts, defaults))
     lines, ids = encode_requests(tokenizer, lines)
     asked, budget = lines, budget or memory_of(model.device) // 2
@@ -204,7 +205,7 @@ def sample_prompts(s, write):
     if any(a.params != b.params for a, b in zip(asked, lines)):
         print(f'Note: learned positions end at block_size={model.config.block_size}; texts end there')
     engine = make_engine(model, tokenizer, lines, ids, s.num_samples, s.parallel * ('parallel' in s.given), budget,
-                         s.kv_dtype, s.pack)
+                         s.kv_dtype, s.pack, prefixes)
     rows, max_seq_len = engine.cache.batch_size, engine.cache.max_seq_len
     figures = complete(engine, lines, ids, s.num_samples, s.seed, write)
     figures |= {'batch': rows, 'max_seq_len': max_seq_len, 'kv_dtype': engine.cache.kv_dtype,

@@ -126,6 +126,8 @@ SAMPLE = _keys(
      KV_DTYPES),
     ('kv_budget', '', "with prompts: KV memory for all, as '1GB'; '' = enough for every row at its longest, but at most "
      "half of the machine's"),
+    ('prefix_budget', '', "with prompts: host memory for what they begin with alike, which is computed once, as '1GB'; '' = "
+     'none'),
     ('report', True, 'print the KV-cache report after the samples'),
     ('json', False, 'end with one JSON document on the last line'),
 ) + DEVICE + WEIGHTS + _keys(

@@ -44,9 +44,10 @@ def _fitted(model, line, n_prompt, budget, kv_dtype, shorten):
 
 
 def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budget: int, kv_dtype: str,
-                pack: bool) -> Engine:
+                pack: bool, prefix_budget: int = 0) -> Engine:
     """An engine that holds the longest of the lines that have no error.
 
+    prefix_budget: bytes of host memory for what lines begin with alike.
     rows: requests at once; 0 = up to ROWS, fewer where the requests are, or where the budget cannot hold the windows of all.
     """
     lengths = [len(i) + line.params.max_new_tokens for line, i in zip(lines, ids) if not line.error]
@@ -59,7 +60,8 @@ def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budge
         page = model.plan.page_nbytes(PAGE_SIZE, dtype)
         while rows > 1 and model.plan.rings_nbytes(rows, max_seq_len, dtype) + page > budget:
             rows -= 1
-    return Engine(model, rows, max_seq_len, kv_dtype, kv_budget=budget, pack=pack, tokenizer=tokenizer)
+    return Engine(model, rows, max_seq_len, kv_dtype, kv_budget=budget, pack=pack, prefix_budget=prefix_budget,
+                  tokenizer=tokenizer)
 
 
 def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_samples: int, seed: int,
@@ -116,6 +118,8 @@ def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
     if completion.error:
         where = '' if completion.error.startswith(line.where) else f'{line.where}: '
         answer['error'] = where + completion.error
+    if completion.n_cached:
+        answer['cached_tokens'] = completion.n_cached
     if completion.ttft_s is not None:
         answer |= {'ttft_s': round(completion.ttft_s, 4), 'seconds': round(completion.seconds, 4)}
     if completion.logprobs is not None:

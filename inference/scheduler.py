@@ -144,7 +144,7 @@ class Scheduler:
             if self.prefix:
                 hit = self.prefix.match(request.prompt + request.tokens)
                 available, needed = self.prefix.n_available(hit.blocks), needed - hit.n_resident
-            if available < needed:
+            if available < needed or (hit and self._soon_more(request, len(hit.blocks) * self.prefix.size)):
                 return
             self.waiting.popleft()
             request.row = len(self.running)
@@ -156,6 +156,16 @@ class Scheduler:
                     request.found = request.held
                     self.prefix.stats.count(request.length, request.held)
             self.cache.reserve(request.row, request.length)
+
+    def _soon_more(self, request, found) -> bool:
+        """Whether a request that runs is about to compute more of what this one begins with than there is now: such as that of
+        another sample of the same prompt."""
+        mine = request.prompt + request.tokens
+        for other in self.running:
+            its = other.prompt + other.tokens
+            if any(max(found, other.held) < stop < len(mine) and its[:stop] == mine[:stop] for stop in other.stops):
+                return True
+        return False
 
     def _chunks(self) -> list[list[tuple[Request, int]]]:
         """Prompts that fit are computed together, if they begin; else one chunk of one prompt a pass."""

@@ -80,6 +80,17 @@ def test_samples_of_one_prompt_share_it():
     assert_nothing_leaked(engine)
 
 
+def test_samples_that_come_together_wait_for_the_first():
+    engine, ids = engine_of('full stack'), prompt(25)
+    prompts = [ids, ids, ids[:24] + prompt(9, seed=1), ids[:20], prompt(25, seed=2)]
+    params = [SamplingParams(5, seed=seed) for seed in range(5)]
+    done = engine.generate(prompts, params)
+    assert [completion.n_cached for completion in done] == [0, 24, 24, 12, 0]  # the first chunk ends at 12
+    for completion, ids, p in zip(done, prompts, params):
+        assert_same(completion, alone(model_of('full stack'), ids, p, tokenizer=TOKENIZER))
+    assert_nothing_leaked(engine)
+
+
 def test_cancelled_at_any_moment_nothing_is_leaked():
     for steps in range(12):
         engine = engine_of('full stack')

@@ -80,6 +80,14 @@ def test_each_prompt_gets_what_full_forwards_give_it_alone(many, trained, prompt
     assert texts(many(trained[kind], prompts_file('\n'.join(lines)), temperature=0)) == expected
 
 
+def test_what_prompts_begin_with_is_computed_once(many, trained, prompts_file, fp64):
+    begin = 'abcdefghij' * 13
+    path = prompts_file(f'{begin}a\n{begin}a\n{begin}bcd\n')
+    plain, found = (many(trained['full'], path, num_samples=2, **more) for more in ({}, dict(prefix_budget='1MB')))
+    assert texts(plain) == texts(found) and not any('cached_tokens' in answer for answer in plain)
+    assert [answer.get('cached_tokens', 0) for answer in found] == [0] + [128] * 5
+
+
 def test_one_sample_of_each_prompt_unless_told_otherwise(many, trained, prompts_file):
     path = prompts_file('ab\ncd\n')
     assert len(many(trained['full'], path)) == 2 and len(many(trained['full'], path, num_samples=5)) == 10
