@@ -32,6 +32,9 @@ def run(s, data_root: Path) -> dict:
         if getattr(s, name):
             raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='chat'")
     contexts, shares, page_sizes = (numbers(name, getattr(s, name)) for name in ('contexts', 'shares', 'page_sizes'))
+    if max(contexts) < 2 * max(page_sizes):
+        raise UserError(f'contexts={s.contexts!r}: the longest must be at least two pages of page_sizes={s.page_sizes!r}, or '
+                        'nothing is kept')
     config = model_config(s, data_root)
     check_length(config, contexts, s.message)
     torch.manual_seed(s.seed)

@@ -272,7 +272,21 @@ def test_conversations(capsys):
 
 
 @pytest.mark.parametrize('wrong, named', [(dict(dialogues=0), 'dialogues=0'), (dict(shares='0'), "shares='0'"),
-                                          (dict(budget='1GB'), "budget='1GB'"), (dict(page_sizes='x'), "page_sizes='x'")])
+                                          (dict(budget='1GB'), "budget='1GB'"), (dict(contexts='100'), "contexts='100'"),
+                                          (dict(page_sizes='x'), "page_sizes='x'")])
 def test_conversations_that_cannot_be(wrong, named):
     with pytest.raises(UserError, match=named):
         bench.main(flags(SMALL | dict(mode='chat') | wrong))
+
+
+def test_a_picture_of_conversations(capsys, tmp_path):
+    from benchmarks import chat_plot
+    found, _ = run_bench(capsys, SMALL, mode='chat', contexts='32,64', requests=3, dialogues=2, page_sizes=8,
+                         save=tmp_path / 'chat.json')
+    chat_plot.main([str(tmp_path / 'chat.json'), str(tmp_path / 'chat.png')])
+    assert (tmp_path / 'chat.png').read_bytes().startswith(b'\x89PNG')
+    (tmp_path / 'other.json').write_text('{"mode": "train"}')
+    with pytest.raises(UserError, match='other.json is no document'):
+        chat_plot.main([str(tmp_path / 'other.json'), 'x.png'])
+    with pytest.raises(UserError, match='cannot be written'):
+        chat_plot.main([str(tmp_path / 'chat.json'), str(tmp_path / 'none' / 'x.png')])
