@@ -262,6 +262,24 @@ def test_making_room_for_a_text_does_not_take_it_away(shape):
                 world.consistent()
 
 
+def test_a_boundary_that_is_no_anchor_becomes_one_when_it_is_restored():
+    """Or else the local parts before it would go with the anchors that they were for, while room is made."""
+    world, text = World(n_pages=15), [i * i % 61 for i in range(60)]
+    store = world.store
+    world.begin(0, text[:2])
+    for token in text[2:40]:
+        world.feed(0, [token])
+    world.end(0)
+    path = store.match(text[:41]).blocks
+    depth = next(n for n in range(9, 0, -1) if store._whole(path[:n]) and not path[n - 1].anchor)
+    world.begin(0, [50] * 60)  # takes all pages
+    world.end(0)
+    store.budget = 0
+    assert world.begin(1, text[:4 * depth] + [51]) == 4 * depth
+    assert store.stats.evicted > 0
+    world.consistent()
+
+
 def test_no_room_for_what_is_restored():
     world = World('all global', n_pages=10)
     world.begin(0, [1] * 30)
@@ -270,6 +288,7 @@ def test_no_room_for_what_is_restored():
     with pytest.raises(OutOfPages, match='pages of 4 positions are to be restored'):
         world.store.restore(0, world.store.match([1] * 30))
     assert world.cache.held(0) == 0 and world.cache.table.rows[0] == []
+    assert [block.users for block in world.store.index.values() if block.users] == [1]  # that of row 1
     world.consistent()
 
 
