@@ -196,10 +196,18 @@ def test_where_others_leave_it_a_prefix_becomes_an_anchor():
         found.append(world.begin(0, system + [user] * 30))
         world.end(0)
     assert found[0] == 0 and found[2:] == [20, 20]
-    world.begin(0, system + [5])
-    for token in range(1, 38):  # however far one of them goes on
+
+
+def test_where_the_tree_branches_it_stays_an_anchor():
+    """However far one branch goes on, and though there is another anchor shortly before."""
+    world, trunk = World(), [i * i % 61 for i in range(36)]
+    world.begin(0, trunk[:2])
+    for token in trunk[2:]:
         world.feed(0, [token])
-        assert len(world.store.match(system + [6] * 9).blocks) == 5, token
+    world.begin(1, trunk + [1] * 5)
+    for token in range(24):
+        world.feed(0, [token])
+        assert len(world.store.match(trunk + [2] * 5).blocks) == 9, token
 
 
 def test_pages_leave_for_the_host_when_rows_need_them_and_come_back():
