@@ -200,7 +200,7 @@ def test_where_others_leave_it_a_prefix_becomes_an_anchor():
 
 def test_where_the_tree_branches_it_stays_an_anchor():
     """However far one branch goes on, and though there is another anchor shortly before."""
-    world, trunk = World(), [i * i % 61 for i in range(36)]
+    world, trunk = World('window of a block'), [i * i % 61 for i in range(36)]
     world.begin(0, trunk[:2])
     for token in trunk[2:]:
         world.feed(0, [token])
