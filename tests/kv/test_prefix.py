@@ -251,6 +251,23 @@ def test_the_least_recently_used_leaves_go_first():
     assert [len(world.store.match([token] * 21).blocks) for token in (1, 2, 3)] == [5, 0, 1]
 
 
+def test_a_text_is_evicted_from_its_end_anchor_by_anchor():
+    """What is left can be gone on from, and has no local parts that serve nobody."""
+    world, text, depths = World(), [i * i % 61 for i in range(41)], []
+    world.begin(0, text[:2])
+    for token in text[2:]:
+        world.feed(0, [token])
+    world.end(0)
+    while world.store.index:
+        hit = world.store.match(text)
+        assert len(hit.blocks) == hit.known  # nothing behind the last anchor
+        depths.append(hit.known)
+        world.store.budget = world.store.nbytes - 1
+        world.store._shrink()
+        world.consistent()
+    assert depths == [10, 9, 8, 6, 4]
+
+
 def test_a_store_smaller_than_a_dialogue_keeps_what_fits_and_disturbs_nothing():
     world = World('all global', budget=3 * (OVERHEAD + 4 * SIZE))
     for _ in range(3):
