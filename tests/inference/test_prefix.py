@@ -1,4 +1,5 @@
 """Requests that take over what earlier ones have computed: every text is what it would be without that."""
+import copy
 import pydoc
 import random
 
@@ -162,3 +163,22 @@ def test_a_store_smaller_than_one_conversation(budget):
         [completion] = engine.generate([ids], params)
         assert_same(completion, alone(model_of('full stack'), ids, params, tokenizer=TOKENIZER))
         assert_nothing_leaked(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
+def test_on_a_gpu(kv_dtype):
+    """Pinned buffers, pages by table, captured steps: conversations as without a store, also when pages went to the host."""
+    model, sides, text = copy.deepcopy(model_of('full stack')).float().cuda(), [], prompt(9)
+    for budget in (0, 10 ** 9):
+        sides.append(Engine(model, 2, 60, kv_dtype, page_size=SIZE, prefill_chunk=12, prefix_budget=budget,
+                            kv_budget=budget_for(model, 2, 60, 18, SIZE, kv_dtype)))
+    for turn in range(6):
+        prompts, params = [text, prompt(30, seed=turn)], SamplingParams(6, temperature=0)
+        plain, found = (engine.generate(prompts, params) for engine in sides)
+        assert [c.tokens for c in plain] == [c.tokens for c in found]
+        assert found[0].n_cached == (0 if turn == 0 else (len(text) - 3) // SIZE * SIZE)
+        text = text + plain[0].tokens + prompt(2, seed=turn)
+    stats = sides[1].prefix.stats
+    assert stats.copied_out and stats.copied_in
+    assert_nothing_leaked(sides[1])
