@@ -344,7 +344,8 @@ def test_the_overhead_is_about_what_python_takes():
 
 @pytest.mark.parametrize('kv_dtype', ['int8', 'float32'])
 def test_blocks_of_an_odd_number_of_bytes(kv_dtype):
-    config = GPTConfig(n_layer=2, n_head=2, n_embd=10, n_kv_head=1, block_size=30, vocab_size=8, layer_pattern='LG', window_size=6)
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=10, n_kv_head=1, block_size=30, vocab_size=8, layer_pattern='LG',
+                       window_size=6)
     cache = PagedKVCache(plan_kv(config), 2, 30, 8, 3, kv_dtype=kv_dtype)
     for store in cache.stores:
         store.fill_random_()
