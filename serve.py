@@ -40,6 +40,8 @@ def check(s):
     for name, low in (('parallel', 1), ('max_new_tokens', 1), ('max_waiting', 0), ('port', 0), ('grace', 0.0)):
         if getattr(s, name) < low:
             raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
+    if s.port > 65535:  # some systems would take the rest of a division
+        raise UserError(f'port={s.port}: must be at most 65535')
     if s.timeout <= 0:
         raise UserError(f'timeout={s.timeout}: must be above 0 seconds')
 
@@ -97,8 +99,8 @@ def main(argv=None):
         print(f'Note: whoever reaches {s.host} may use this server: NANOKV_API_KEY or --api_key_file asks for a key',
               file=sys.stderr)
     host, port = sock.getsockname()[:2]
-    print(f"Serving {service.model!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)", flush=True)
-    Server(make_app(worker, service, limits, keys), worker, s.grace).run([sock])
+    greeting = f"Serving {service.model!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)"
+    Server(make_app(worker, service, limits, keys), worker, s.grace, greeting).run([sock])
 
 
 if __name__ == '__main__':

@@ -221,22 +221,23 @@ class Answer:
     async def _whole(self):
         while not self.reply.complete:
             await self._documents()
-        await self._start('application/json')
-        await self._send(json.dumps(self.reply.document()), more=False)
+        body = json.dumps(self.reply.document())  # ASCII: a character is a byte
+        await self._start([(b'content-type', b'application/json'), (b'content-length', str(len(body)).encode())])
+        await self._send(body, more=False)
 
     async def _stream(self):
         """Server-sent events. Nothing is sent before the first of the engine, so that what is refused has its status."""
         while not self.reply.complete:
             documents = await self._documents()
             if not self.started:
-                await self._start('text/event-stream')
+                await self._start([(b'content-type', b'text/event-stream'), (b'cache-control', b'no-cache'),
+                                   (b'x-accel-buffering', b'no')])  # nginx: pass each on as it comes
             if documents:
                 await self._say(documents)
         await self._say([*self.reply.last(), '[DONE]'], more=False)
 
-    async def _start(self, kind):
+    async def _start(self, headers):
         self.started = True
-        headers = [(b'content-type', kind.encode()), (b'cache-control', b'no-cache'), (b'x-accel-buffering', b'no')]
         await self.send({'type': 'http.response.start', 'status': 200, 'headers': headers})
 
     async def _say(self, documents, more=True):

@@ -35,12 +35,18 @@ class Server(uvicorn.Server):
         app: the application of `serving.app`.
         worker: its worker, which has been started; it is drained and joined.
         grace: seconds.
+        greeting: printed once it listens.
     """
 
-    def __init__(self, app, worker: Worker, grace: float):
+    def __init__(self, app, worker: Worker, grace: float, greeting: str = ''):
         super().__init__(uvicorn.Config(app, log_level='warning', access_log=False, server_header=False, proxy_headers=False,
                                         lifespan='off', timeout_graceful_shutdown=max(1, round(grace + LAST))))
-        self.worker, self.grace = worker, grace
+        self.worker, self.grace, self.greeting = worker, grace, greeting
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        if self.greeting:
+            print(self.greeting, flush=True)
 
     async def shutdown(self, sockets=None) -> None:
         self.worker.drain(self.grace)

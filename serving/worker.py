@@ -215,9 +215,11 @@ class Worker:
             ticket = self._owners.get(event.index)
             if ticket is not None:  # else it was cancelled
                 items.setdefault(ticket, []).append((ticket.open[event.index], self._seen(ticket, event)))
-        self.metrics.publish(self.engine, self._n_open)  # first: who has an answer may look at once
-        for ticket, its in items.items():
-            self._hand(ticket, its)
+        try:
+            self.metrics.publish(self.engine, self._n_open)  # first: who has an answer may look at once
+        finally:
+            for ticket, its in items.items():
+                self._hand(ticket, its)
 
     def _seen(self, ticket, event: Event) -> Event | Fault:
         """Count it; what its owner is told."""
