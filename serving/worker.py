@@ -64,6 +64,7 @@ class Worker:
         self._wake, self._inbox, self._n_open, self._deadline = threading.Condition(), [], 0, None
         self._owners: dict[int, Ticket] = {}   # by the number of each request that has not ended
         self._refused, self._strikes, self._first = set(), {}, set()
+        self._ended = False
         self._stale = False                    # the engine has events of requests that are nobody's any more
         self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
 
@@ -98,8 +99,9 @@ class Worker:
         """End what has not ended of it; what it held is free before the engine's next step."""
         with self._wake:
             ticket.cancelled = True  # before it has begun: then it never does
-            self._inbox.append((self._drop, ticket))
-            self._wake.notify()
+            if not self._ended:
+                self._inbox.append((self._drop, ticket))
+                self._wake.notify()
 
     def drain(self, grace: float) -> None:
         """Take no more requests; after `grace` seconds those that still run are ended."""
@@ -122,7 +124,7 @@ class Worker:
                 self._step()
         finally:  # also when it dies: nobody must wait for it for ever
             with self._wake:
-                self._deadline = self._deadline or 0.0
+                self._ended, self._deadline = True, self._deadline or 0.0
                 left, self._inbox = self._inbox, []
             for act, ticket in left:
                 if act == self._begin:

@@ -171,8 +171,8 @@ def drop(server, n, at_once):
         for k in range(start, min(n, start + at_once)):
             data = request(dict(prompt='abcdefgh' * (1 + k % 3), max_tokens=30, n=1 + k % 2, stream=k % 4 < 2))
             socks.append(connect(server, data if k % 7 else data[:-5]))
-        for k, sock in enumerate(socks):
-            if k % 5 == 0 and k % 7 and k < 20:
+        for k, sock in enumerate(socks, start):
+            if k % 5 == 0 and k % 7 and k < start + 20:
                 sock.recv(100)  # some wait for the beginning of an answer, or a refusal
             if k % 3 == 0:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # reset
