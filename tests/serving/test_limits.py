@@ -278,6 +278,17 @@ def test_an_event_loop_that_has_ended_is_no_harm(serve, held):
     assert server.client.post(COMPLETIONS, json=dict(prompt='abc')).status_code == 200
 
 
+def test_with_nothing_to_do_no_step_is_made(serve, monkeypatch):
+    steps, plain = [], Engine.step
+    monkeypatch.setattr(Engine, 'step', lambda engine: steps.append(1) or plain(engine))
+    server = serve()
+    for _ in range(2):
+        server.client.post(COMPLETIONS, json=dict(prompt='abc', max_tokens=5))
+        assert_free(server.worker)
+        n = len(steps)
+        assert not server.worker._thread.join(0.2) and len(steps) == n <= 20
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
