@@ -153,6 +153,31 @@ CHAT = tuple(key for key in SAMPLE if key.name in ('init_from', 'resume_from')) 
     ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
 ) + MODEL
 
+SERVE = tuple(key for key in SAMPLE if key.name in ('init_from', 'resume_from')) + RUN + _keys(
+    ('host', '127.0.0.1', "address to listen at: '127.0.0.1' = this machine alone, '0.0.0.0' = whoever can reach it"),
+    ('port', 8000, 'its port; 0 = a free one, which is printed'),
+    ('api_key_file', '', "file with the keys that clients may give, one a line; '' = the environment's NANOKV_API_KEY, else "
+     'none is needed'),
+    ('model_name', '', "what clients call the model; '' = the name of the folder out_dir"),
+    ('user', 'ROMEO', "in conversations, the name of role 'user'"),
+    ('reply_as', 'JULIET', "and of role 'assistant'"),
+    ('turn', '{name}.\n{text}\n\n', 'how a turn is written; a reply ends where what follows its text comes up'),
+    ('max_new_tokens', 256, 'longest answer, in tokens, where a request does not say'),
+    ('parallel', 16, 'requests that run at once'),
+    ('max_seq_len', 0, 'longest prompt and answer together, in tokens; 0 = block_size'),
+    ('max_waiting', 64, 'requests that may wait beside them; more are told to come again (429)'),
+    ('max_body', '1MB', 'largest request'),
+    ('timeout', 300.0, 'seconds after which a request is cancelled (504)'),
+    ('grace', 10.0, 'seconds that running requests have to end, on Ctrl-C or SIGTERM'),
+    ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype", KV_DTYPES),
+    ('kv_budget', '', "KV memory for all, as '1GB'; '' = enough for every row at its longest, but at most half of the "
+     "machine's"),
+    ('prefix_budget', '256MB', "host memory for what earlier requests have computed; '' = each computes its whole prompt"),
+) + DEVICE + WEIGHTS + _keys(
+    ('compile', False, 'torch.compile the MLPs'),
+    ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
+) + MODEL
+
 KV = _keys(
     ('max_seq_len', 0, 'sequence length to budget for; 0 = block_size'),
     ('batch', 1, 'sequences held at once'),
@@ -234,7 +259,7 @@ ABLATE_ALL = ABLATE + tuple(key for key in TRAIN if key.name not in (
     'seed', 'out_dir', 'init_from', 'resume_from', 'eval_only', 'backend', 'memory_report'))
 
 # program -> its keys, in the order of its --help
-PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'kv': KV, 'memory': MEMORY,
+PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'serve': SERVE, 'kv': KV, 'memory': MEMORY,
             'ablate': ABLATE_ALL, 'convert': MODEL}
 
 # config files are shared: a key of any program may stand in one, and the others pass over it

@@ -1,0 +1,107 @@
+r"""Serve a trained model over HTTP, with OpenAI's interface for completions and chat.
+
+    python serve.py --out_dir=out-mqa-local                           # http://127.0.0.1:8000/v1, for this machine alone
+    NANOKV_API_KEY=secret python serve.py --out_dir=out-mqa-local --host=0.0.0.0 --port=8080
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "ROMEO:", "max_tokens": 50}'
+    python serve.py --help
+
+POST /v1/completions and /v1/chat/completions (with stream too), GET /v1/models, /health, /metrics (Prometheus).
+docs/serving.md has the rest. Needs pip install -e '.[serve]'.
+"""
+import os
+import sys
+from pathlib import Path
+
+import configurator
+from config.errors import UserError
+from config.sizes import parse_bytes
+from inference.dialogue import Template
+from inference.engine import Engine
+from sample import load_all, memory_of
+from serving.api import Service
+
+LOOPBACK = ('127.0.0.1', '::1', 'localhost')
+
+
+def parts():
+    """What is made of other people's packages, which not everybody needs."""
+    try:
+        from serving.app import Limits, make_app
+        from serving.metrics import Metrics
+        from serving.server import Server, bind
+    except ModuleNotFoundError as e:
+        if e.name.partition('.')[0] not in ('starlette', 'uvicorn', 'prometheus_client'):
+            raise
+        raise UserError(f"serve.py needs the package {e.name}: pip install -e '.[serve]'") from e
+    return Limits, make_app, Metrics, Server, bind
+
+
+def check(s):
+    for name, low in (('parallel', 1), ('max_new_tokens', 1), ('max_waiting', 0), ('port', 0), ('grace', 0.0)):
+        if getattr(s, name) < low:
+            raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
+    if s.port > 65535:  # some systems would take the rest of a division
+        raise UserError(f'port={s.port}: must be at most 65535')
+    if s.timeout <= 0:
+        raise UserError(f'timeout={s.timeout}: must be above 0 seconds')
+
+
+def read_keys(path: str, environment) -> list[str]:
+    """The keys that let a client in: of a file, or the environment's.
+
+    Raises:
+        UserError: the file cannot be read; either has none in it: an empty variable is an oversight, not an open door.
+    """
+    if path:
+        try:
+            keys = [line.strip() for line in Path(path).read_text(encoding='utf-8').splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f'api_key_file={path!r} cannot be read: {e}') from e
+        if not keys:
+            raise UserError(f'api_key_file={path!r} has no key in it')
+        return keys
+    key = environment.get('NANOKV_API_KEY')
+    if key is not None and not key.strip():
+        raise UserError('NANOKV_API_KEY is set, and empty: give a key, or unset it to serve without')
+    return [] if key is None else [key.strip()]
+
+
+def make_service(s, model, tokenizer):
+    """The engine, and what requests are read for."""
+    template = Template(s.turn)
+    try:
+        for name in (s.user, s.reply_as):
+            tokenizer.encode(template.head(name) + template.end)
+    except UserError as e:
+        print(f'Note: conversations will be refused, by --turn, --user and --reply_as: {e}')
+    budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else memory_of(model.device) // 2
+    engine = Engine(model, s.parallel, s.max_seq_len, s.kv_dtype, kv_budget=budget, pack=s.pack, tokenizer=tokenizer,
+                    prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0)
+    table = engine.cache.table
+    positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
+    name = s.model_name or (Path(s.out_dir).resolve().name if s.init_from == 'resume' else Path(s.init_from).name)
+    return engine, Service(name, tokenizer, positions, s.max_new_tokens, s.parallel + s.max_waiting, template, s.user,
+                           s.reply_as)
+
+
+def main(argv=None):
+    s = configurator.parse('serve', argv, usage=__doc__)
+    check(s)
+    Limits, make_app, Metrics, Server, bind = parts()
+    from serving.worker import Worker
+    keys, limits = read_keys(s.api_key_file, os.environ), Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
+    sock = bind(s.host, s.port)  # before anything slow
+    model, tokenizer, *_ = load_all(s, lambda: None)
+    engine, service = make_service(s, model, tokenizer)
+    worker = Worker(engine, s.max_waiting, Metrics())
+    worker.start()
+    if s.host not in LOOPBACK and not keys:
+        print(f'Note: whoever reaches {s.host} may use this server: NANOKV_API_KEY or --api_key_file asks for a key',
+              file=sys.stderr)
+    host, port = sock.getsockname()[:2]
+    greeting = f"Serving {service.model!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)"
+    Server(make_app(worker, service, limits, keys), worker, s.grace, greeting).run([sock])
+
+
+if __name__ == '__main__':
+    configurator.run_program(main)

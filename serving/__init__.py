@@ -1,0 +1,1 @@
+"""An HTTP server around the batching engine, with OpenAI's interface."""

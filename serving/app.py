@@ -1,0 +1,247 @@
+"""Routes, limits, keys and streams. The engine is behind `worker`; here is only asyncio.
+
+    every route ── Front: key, counting ── Generate: body ── api ── worker.submit ── events ── replies ── client
+"""
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serving import api
+from serving.errors import ApiError, ClientGone
+from serving.replies import ChatReply, Reply
+from serving.worker import Busy, Fault, Stopping, Worker
+
+LAST_WORDS = 1.0  # seconds to tell a client of a time-out that may not be reading
+GONE = object()
+log = logging.getLogger('nanokv.serving')
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_body: bytes. timeout: seconds that a request may take, from its last byte to the last of the answer."""
+    max_body: int
+    timeout: float
+
+
+def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = ()) -> Starlette:
+    """The ASGI application. The worker must have been started; it is not stopped here.
+
+    keys: one of them must come as `Authorization: Bearer KEY`, but for /health; none = everybody is let in.
+    """
+    metrics = worker.metrics
+
+    async def models(request):
+        return _json({'object': 'list', 'data': [_model(service)]})
+
+    async def model(request):
+        if request.path_params['model'] != service.model:
+            raise ApiError(404, f'there is no such model: this server has {service.model!r}', 'model', 'model_not_found')
+        return _json(_model(service))
+
+    async def health(request):
+        return _json({'status': 'ok' if worker.alive else 'stopping'}, 200 if worker.alive else 503)
+
+    async def counters(request):
+        return Response(metrics.text(), media_type=metrics.content_type)
+
+    async def failed(request, error):
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, f'{request.method} {request.url.path}: {error.detail}', headers=error.headers)
+        return _refusal(error if isinstance(error, ApiError) else ApiError(500, 'internal error'))
+    routes = [Route('/v1/completions', Generate(worker, service, limits, api.completion, Reply), methods=['POST']),
+              Route('/v1/chat/completions', Generate(worker, service, limits, api.chat, ChatReply), methods=['POST']),
+              Route('/v1/models', models), Route('/v1/models/{model:path}', model), Route('/health', health),
+              Route('/metrics', counters)]
+    front = Middleware(Front, metrics=metrics, keys=[key.encode() for key in keys],
+                       paths={route.path for route in routes if '{' not in route.path})
+    app = Starlette(routes=routes, middleware=[front],
+                    exception_handlers={HTTPException: failed, ApiError: failed, Exception: failed})
+    app.router.redirect_slashes = False
+    return app
+
+
+def _model(service) -> dict:
+    return {'id': service.model, 'object': 'model', 'created': 0, 'owned_by': 'nanokv'}
+
+
+def _json(document: dict, status: int = 200, headers: dict | None = None) -> Response:
+    return Response(json.dumps(document), status, headers, 'application/json')  # ASCII: half a surrogate pair can be told
+
+
+def _refusal(error: ApiError) -> Response:
+    return _json(error.document(), error.status, error.headers)
+
+
+class Front:
+    """What comes before all routes: the key, and counting."""
+
+    def __init__(self, app, metrics, keys: list[bytes], paths: set[str]):
+        self.app, self.metrics, self.keys, self.paths = app, metrics, keys, paths
+
+    async def __call__(self, scope, receive, send):
+        if scope['type'] != 'http':
+            return await self.app(scope, receive, send)
+        status = 499  # nothing was sent: the client left
+
+        async def counting(message):
+            nonlocal status
+            if message['type'] == 'http.response.start':
+                status = message['status']
+            await send(message)
+        try:
+            if scope['path'] == '/health' or self._may(scope):
+                await self.app(scope, receive, counting)
+            else:
+                error = ApiError(401, 'a key is needed: Authorization: Bearer KEY', code='invalid_api_key',
+                                 headers={'WWW-Authenticate': 'Bearer'})
+                await _refusal(error)(scope, receive, counting)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            route = scope['path'] if scope['path'] in self.paths else 'other'
+            self.metrics.requests.labels(route, str(status)).inc()
+
+    def _may(self, scope) -> bool:
+        if not self.keys:
+            return True
+        given = next((value for name, value in scope['headers'] if name == b'authorization'), b'')
+        scheme, _, key = given.partition(b' ')
+        # all are compared: how long it takes says nothing of which is near
+        return bool(scheme.lower() == b'bearer' and sum(hmac.compare_digest(key.strip(), each) for each in self.keys))
+
+
+class Generate:
+    """One of the two routes that generate. read: document -> Ask; reply: makes its answer."""
+
+    def __init__(self, worker: Worker, service: api.Service, limits: Limits, read: Callable, reply: type[Reply]):
+        self.worker, self.service, self.limits, self.read, self.reply = worker, service, limits, read, reply
+
+    async def __call__(self, scope, receive, send):
+        try:
+            async with asyncio.timeout(self.limits.timeout):
+                body = await self._body(Request(scope, receive))
+        except (ClientGone, ClientDisconnect):
+            return
+        except TimeoutError:
+            raise ApiError(408, f'the request did not come within {self.limits.timeout:g} s') from None
+        ask = await run_in_threadpool(lambda: self.read(_parsed(body), self.service))  # long texts: others go on meanwhile
+        answer = Answer(ask, self.reply(ask, self.service.model, self.service.tokenizer), send)
+        await answer.run(self.worker, receive, self.limits.timeout)
+
+    async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
+        if kind != 'application/json':  # a page that is open in a browser can send others without asking
+            raise ApiError(415, f'content-type is {kind!r}: must be application/json')
+        most, length = self.limits.max_body, request.headers.get('content-length', '0')
+        too_large = ApiError(413, f'the body is larger than {most:,} bytes')
+        if length.isdecimal() and int(length[:20]) > most:
+            raise too_large
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                raise too_large
+        return bytes(body)
+
+
+def _parsed(body: bytes):
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError is one; an int of too many digits
+        raise ApiError(400, f'the body is not JSON: {str(e)[:200]}') from e
+
+
+class Answer:
+    """One request at work: its events from the engine, and whether the client is still there."""
+
+    def __init__(self, ask: api.Ask, reply: Reply, send):
+        self.ask, self.reply, self.send, self.started = ask, reply, send, False
+        self.inbox, self.loop = asyncio.Queue(), asyncio.get_running_loop()
+
+    async def run(self, worker: Worker, receive, timeout: float) -> None:
+        """Raises ApiError where nothing has been sent yet."""
+        ticket, watch = self._submit(worker), asyncio.create_task(self._watch(receive))
+        try:
+            async with asyncio.timeout(timeout):
+                await (self._stream() if self.ask.stream else self._whole())
+        except ClientGone:
+            pass
+        except (TimeoutError, ApiError) as e:
+            error = e if isinstance(e, ApiError) else ApiError(504, f'not done within {timeout:g} s: cancelled')
+            if not self.started:
+                raise error from None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS):
+                    await self._say([error.document()], more=False)
+        finally:
+            watch.cancel()
+            if not self.reply.complete:
+                worker.cancel(ticket)
+
+    def _submit(self, worker):
+        try:
+            return worker.submit(self.ask.choices, lambda items: self.loop.call_soon_threadsafe(self.inbox.put_nowait, items))
+        except Busy:
+            raise ApiError(429, 'too many requests are waiting: try again later', code='too_many_requests',
+                           headers={'Retry-After': '1'}) from None
+        except Stopping:
+            raise ApiError(503, 'the server is stopping', headers={'Retry-After': '5'}) from None
+
+    async def _watch(self, receive):
+        while (await receive())['type'] != 'http.disconnect':
+            pass
+        self.inbox.put_nowait(GONE)
+
+    async def _documents(self):
+        """Those of the next events. Raises what ends the request."""
+        items = await self.inbox.get()
+        batches = [items] + [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
+        if any(batch is GONE for batch in batches):
+            raise ClientGone
+        documents = []
+        for choice, event in (item for batch in batches for item in batch):
+            if isinstance(event, Fault):
+                raise ApiError(event.status, event.message)
+            documents += self.reply.take(choice, event)
+        return documents
+
+    async def _whole(self):
+        while not self.reply.complete:
+            await self._documents()
+        body = json.dumps(self.reply.document())  # ASCII: a character is a byte
+        await self._start([(b'content-type', b'application/json'), (b'content-length', str(len(body)).encode())])
+        await self._send(body, more=False)
+
+    async def _stream(self):
+        """Server-sent events. Nothing is sent before the first of the engine, so that what is refused has its status."""
+        while not self.reply.complete:
+            documents = await self._documents()
+            if not self.started:
+                await self._start([(b'content-type', b'text/event-stream'), (b'cache-control', b'no-cache'),
+                                   (b'x-accel-buffering', b'no')])  # nginx: pass each on as it comes
+            if documents:
+                await self._say(documents)
+        await self._say([*self.reply.last(), '[DONE]'], more=False)
+
+    async def _start(self, headers):
+        self.started = True
+        await self.send({'type': 'http.response.start', 'status': 200, 'headers': headers})
+
+    async def _say(self, documents, more=True):
+        await self._send(''.join(f'data: {d if isinstance(d, str) else json.dumps(d)}\n\n' for d in documents), more)
+
+    async def _send(self, text, more):
+        await self.send({'type': 'http.response.body', 'body': text.encode(), 'more_body': more})

@@ -1,0 +1,113 @@
+"""OpenAI's answer documents, whole and in pieces. No HTTP and no torch here."""
+import secrets
+import time
+
+from inference.engine import Event
+from inference.params import Completion
+from serving.api import Ask
+
+LEAST = -9999.0  # JSON has no -inf
+
+class Reply:
+    """The answer to one request as its events come.
+
+    Args:
+        ask: what was asked.
+        model, tokenizer: named in documents; for log-probabilities, which name tokens by their texts.
+    """
+    prefix, whole, piece = 'cmpl', 'text_completion', 'text_completion'  # of the id, and what documents are called
+
+    def __init__(self, ask: Ask, model: str, tokenizer):
+        self.ask, self.tokenizer = ask, tokenizer
+        self.head = {'id': f'{self.prefix}-{secrets.token_hex(12)}', 'created': int(time.time()), 'model': model}
+        self.completions: list[Completion | None] = [None] * len(ask.params)
+        self._texts = [_Texts(tokenizer) for _ in ask.params]  # of choices whose log-probabilities are given in pieces
+
+    @property
+    def complete(self) -> bool:
+        return None not in self.completions
+
+    def take(self, choice: int, event: Event) -> list[dict]:
+        """An event of a choice; the documents that say it."""
+        if event.completion:
+            self.completions[choice] = event.completion
+        return [self._document(self.piece, [piece], usage=None) for piece in self.pieces(choice, event)]
+
+    def pieces(self, choice, event) -> list[dict]:
+        """What is new, as entries of 'choices'."""
+        reason, logprobs = event.completion and event.completion.finish_reason, None
+        if event.logprob is not None:
+            logprobs = self._texts[choice].logprobs([event.logprob])
+        if not (event.text or reason or logprobs):
+            return []
+        return [{'index': choice, 'text': event.text, 'logprobs': logprobs, 'finish_reason': reason}]
+
+    def last(self) -> list[dict]:
+        """After all events."""
+        return [self._document(self.piece, [], usage=self.usage())] if self.ask.include_usage else []
+
+    def document(self) -> dict:
+        """All of it at once."""
+        return self._document(self.whole, [self.choice(c, completion) for c, completion in enumerate(self.completions)],
+                              usage=self.usage())
+
+    def choice(self, c: int, completion: Completion) -> dict:
+        logprobs = completion.logprobs and _Texts(self.tokenizer).logprobs(completion.logprobs)
+        return {'index': c, 'text': completion.text, 'logprobs': logprobs, 'finish_reason': completion.finish_reason}
+
+    def usage(self) -> dict:
+        """Tokens; each prompt once, and of what the store had, that of its first choice."""
+        prompt, new = sum(map(len, self.ask.prompts)), sum(len(completion.tokens) for completion in self.completions)
+        cached = sum(completion.n_cached for completion in self.completions[::self.ask.n])
+        return {'prompt_tokens': prompt, 'completion_tokens': new, 'total_tokens': prompt + new,
+                'prompt_tokens_details': {'cached_tokens': cached}}
+
+    def _document(self, kind, choices, usage):
+        document = self.head | {'object': kind, 'choices': choices}
+        if usage or self.ask.include_usage:
+            document['usage'] = usage
+        return document
+
+
+class ChatReply(Reply):
+    """The same for conversations."""
+    prefix, whole, piece = 'chatcmpl', 'chat.completion', 'chat.completion.chunk'
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._begun = set()
+
+    def pieces(self, choice, event) -> list[dict]:
+        deltas = []
+        if choice not in self._begun:
+            self._begun.add(choice)
+            deltas.append(({'role': 'assistant', 'content': ''}, None))
+        if event.text:
+            deltas.append(({'content': event.text}, None))
+        if event.completion:
+            deltas.append(({}, event.completion.finish_reason))
+        return [{'index': choice, 'delta': delta, 'logprobs': None, 'finish_reason': reason} for delta, reason in deltas]
+
+    def choice(self, c, completion) -> dict:
+        return {'index': c, 'message': {'role': 'assistant', 'content': completion.text}, 'logprobs': None,
+                'finish_reason': completion.finish_reason}
+
+
+class _Texts:
+    """Log-probabilities with the texts of tokens, and where in the answer each begins."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.stream, self.offset = tokenizer, tokenizer.stream(), 0
+
+    def logprobs(self, entries) -> dict:
+        offsets = []
+        for entry in entries:
+            offsets.append(self.offset)
+            self.offset += len(self.stream(entry.token))
+        return {'tokens': [self.tokenizer.decode([entry.token]) for entry in entries],
+                'token_logprobs': [max(entry.logprob, LEAST) for entry in entries],
+                'top_logprobs': [self._top(entry.top) for entry in entries], 'text_offset': offsets}
+
+    def _top(self, top) -> dict | None:
+        """Of several tokens with one text (bytes that are no character), the likeliest."""
+        return {self.tokenizer.decode([token]): max(logprob, LEAST) for token, logprob in reversed(top)} or None

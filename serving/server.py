@@ -1,0 +1,55 @@
+"""The address, the event loop, and the way to an end: uvicorn around the application."""
+import asyncio
+import socket
+
+import uvicorn
+
+from config.errors import UserError
+from serving.worker import Worker
+
+LAST = 5.0  # seconds after the grace that connections have, then they are cut
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of that address, not yet listening: who connects now is refused, not kept waiting.
+
+    Raises:
+        UserError: it cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
+                                                                flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # at once again after a stop
+        sock.bind(address)
+    except (OSError, OverflowError, UnicodeError) as e:
+        raise UserError(f'host={host!r}, port={port}: cannot listen there: {e}') from e
+    return sock
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGINT or SIGTERM (or `should_exit`): then nobody new is let in, who is there has `grace` seconds to be
+    answered, and then is told that the server stops. A second Ctrl-C ends it at once.
+
+    Args:
+        app: the application of `serving.app`.
+        worker: its worker, which has been started; it is drained and joined.
+        grace: seconds.
+        greeting: printed once it listens.
+    """
+
+    def __init__(self, app, worker: Worker, grace: float, greeting: str = ''):
+        super().__init__(uvicorn.Config(app, log_level='warning', access_log=False, server_header=False, proxy_headers=False,
+                                        lifespan='off', timeout_graceful_shutdown=max(1, round(grace + LAST))))
+        self.worker, self.grace, self.greeting = worker, grace, greeting
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        if self.greeting:
+            print(self.greeting, flush=True)
+
+    async def shutdown(self, sockets=None) -> None:
+        self.worker.drain(self.grace)
+        await super().shutdown(sockets)
+        if not self.force_exit:
+            await asyncio.to_thread(self.worker.join, LAST)  # here: after this the signal may end the process

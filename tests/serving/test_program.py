@@ -1,0 +1,85 @@
+"""serve.py itself: its settings, its keys, and as a process that a signal ends."""
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+import sample
+import serve
+from config.errors import UserError
+from serving.server import bind
+from tests.programs.support import ROOT, TINY, flags, make_tiny
+
+SETTINGS = {name: TINY[name] for name in ('dataset', 'device', 'n_layer', 'n_head', 'n_embd', 'block_size')} | dict(
+    init_from='random', user='a', reply_as='b', turn='{name}c{text}d', port=0)
+LAUNCH = ('import sys, pathlib, configurator, sample, serve; sample.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
+          'configurator.run_program(serve.main)')
+
+
+@pytest.fixture
+def data_root(tmp_path, monkeypatch):
+    make_tiny(tmp_path)
+    monkeypatch.setattr(sample, 'DATA_ROOT', tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize('number, status', [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_it_serves_until_a_signal(data_root, number, status):
+    program = subprocess.Popen([sys.executable, '-c', LAUNCH, str(data_root), *flags(SETTINGS)], cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    try:
+        url = next(found[0] for line in program.stdout if (found := re.search(r'http://127\.0\.0\.1:\d+/v1', line)))
+        document = json.dumps(dict(prompt='abc', max_tokens=3)).encode()
+        asked = urllib.request.Request(url + '/completions', document, {'Content-Type': 'application/json'})
+        answer = json.load(urllib.request.urlopen(asked, timeout=60))
+        assert answer['usage']['completion_tokens'] == 3 and answer['model'] == 'random'
+        program.send_signal(number)
+        _, errors = program.communicate(timeout=60)
+        assert program.returncode == status and errors.strip() in ('', 'interrupted'), errors
+    finally:
+        program.kill()
+        program.communicate()
+
+
+@pytest.mark.parametrize('settings, named', [
+    (dict(parallel=0), 'parallel=0'), (dict(max_new_tokens=0), 'max_new_tokens=0'), (dict(max_waiting=-1), 'max_waiting=-1'),
+    (dict(timeout=0.0), 'timeout=0.0'), (dict(grace=-1.0), 'grace=-1.0'), (dict(max_body='lots'), 'max_body='),
+    (dict(port=70000), 'port=70000'), (dict(host='no such host'), "host='no such host'"), (dict(turn='x'), "turn='x'"),
+    (dict(max_seq_len=17), 'block_size=16'), (dict(kv_budget='1'), 'kv_budget=1'), (dict(prefix_budget='x'), 'prefix_budget'),
+    (dict(api_key_file='/nowhere/keys'), 'api_key_file')], ids=lambda x: str(x)[:30])
+def test_wrong_settings(data_root, settings, named, monkeypatch):
+    monkeypatch.delenv('NANOKV_API_KEY', raising=False)
+    with pytest.raises(UserError) as caught:
+        serve.main(flags(SETTINGS | settings))
+    assert named in str(caught.value)
+
+
+def test_a_port_that_is_taken():
+    with bind('127.0.0.1', 0) as sock:
+        sock.listen()
+        with pytest.raises(UserError, match='cannot listen there'):
+            bind('127.0.0.1', sock.getsockname()[1])
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path):
+    path = tmp_path / 'keys'
+    path.write_text(' one \n\ntwo\n')
+    assert serve.read_keys(str(path), {'NANOKV_API_KEY': 'x'}) == ['one', 'two']
+    assert serve.read_keys('', {'NANOKV_API_KEY': 'x'}) == ['x'] and serve.read_keys('', {}) == []
+    path.write_text('\n')
+    for given in ((str(path), {}), ('', {'NANOKV_API_KEY': ''}), ('', {'NANOKV_API_KEY': ' '})):
+        with pytest.raises(UserError, match='no key in it|set, and empty'):
+            serve.read_keys(*given)
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'serving.app', None)  # as if it were not there
+    monkeypatch.delitem(sys.modules, 'serving.app')
+    monkeypatch.setitem(sys.modules, 'starlette.applications', None)
+    with pytest.raises(UserError, match=re.escape("starlette.applications: pip install -e '.[serve]'")):
+        serve.main(flags(SETTINGS))

@@ -1,0 +1,238 @@
+"""A server at a port: OpenAI's own client, sockets that break, many connections, and the end."""
+import json
+import socket
+import threading
+
+import openai
+import pytest
+
+from inference.params import SamplingParams, sample_seed
+from tests.helpers.serving import TOKENIZER, alone, model_of
+from tests.serving.conftest import assert_free, eventually
+
+MODEL = model_of('full stack')
+MESSAGES = [{'role': 'user', 'content': 'jab'}]
+
+
+def client_of(server, key='none'):
+    return openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key=key, max_retries=0, timeout=60)
+
+
+def expected(text, n=12, **params):
+    return alone(MODEL, text, SamplingParams(n, **params), tokenizer=TOKENIZER)
+
+
+def request(document, path='/v1/completions', **headers) -> bytes:
+    """As it goes over the wire."""
+    body = json.dumps(document).encode()
+    headers = {'Host': 'x', 'Content-Type': 'application/json', 'Content-Length': len(body)} | headers
+    lines = [f'POST {path} HTTP/1.1', *(f'{name}: {value}' for name, value in headers.items())]
+    return '\r\n'.join(lines).encode() + b'\r\n\r\n' + body
+
+
+def connect(server, data: bytes) -> socket.socket:
+    sock = socket.create_connection(('127.0.0.1', server.port), timeout=60)
+    sock.sendall(data)
+    return sock
+
+
+def all_of(sock) -> bytes:
+    data = b''
+    while piece := sock.recv(65536):
+        data += piece
+    sock.close()
+    return data
+
+
+def ask(server) -> int:
+    return int(all_of(connect(server, request(dict(prompt='abc', max_tokens=3), Connection='close'))).split()[1])
+
+
+def test_openais_client_completes(running):
+    server = running(keys=('sesame',))
+    client, said = client_of(server, 'sesame'), expected('abc', 20, seed=1, stop=('q',), logprobs=1)
+    fields = dict(model='tiny', prompt='abc', max_tokens=20, seed=1, stop='q', logprobs=1)
+    whole = client.completions.create(**fields)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (said.text, said.finish_reason)
+    assert whole.usage.completion_tokens == len(said.tokens) and whole.usage.prompt_tokens_details.cached_tokens == 0
+    assert whole.choices[0].logprobs.token_logprobs == pytest.approx([entry.logprob for entry in said.logprobs])
+    *pieces, last = client.completions.create(**fields, n=2, stream=True, stream_options={'include_usage': True})
+    for k in range(2):
+        text = ''.join(choice.text for piece in pieces for choice in piece.choices if choice.index == k)
+        assert text == expected('abc', 20, seed=sample_seed(1, k), stop=('q',)).text
+    assert last.usage.prompt_tokens == 3 and last.choices == []
+    text = client.completions.create(model='tiny', prompt='abc', max_tokens=9, seed=2, extra_body={'top_k': 2, 'min_p': 0.1})
+    assert text.choices[0].text == expected('abc', 9, seed=2, top_k=2, min_p=0.1).text
+    assert [model.id for model in client.models.list()] == ['tiny'] and client.models.retrieve('tiny').id == 'tiny'
+
+
+def test_openais_client_chats(running):
+    client, said = client_of(running()), expected('acjabdbc', 30, seed=1, stop=('d',))
+    fields = dict(model='tiny', messages=MESSAGES, max_tokens=30, seed=1)
+    whole = client.chat.completions.create(**fields)
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (said.text, said.finish_reason)
+    pieces = list(client.chat.completions.create(**fields, stream=True))
+    assert ''.join(piece.choices[0].delta.content or '' for piece in pieces) == said.text
+    assert pieces[-1].choices[0].finish_reason == said.finish_reason
+
+
+def test_openais_client_raises_its_own_errors(running, held):
+    server = running(keys=('sesame',), rows=1, max_waiting=0, timeout=2.0)
+    client = client_of(server, 'sesame')
+    with pytest.raises(openai.AuthenticationError):
+        client_of(server).models.list()
+    with pytest.raises(openai.BadRequestError, match='lacks') as caught:
+        client.completions.create(model='tiny', prompt='Q')
+    assert caught.value.param == 'prompt'
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model='other', prompt='a')
+    first = threading.Thread(target=lambda: pytest.raises(
+        openai.InternalServerError, client.completions.create, model='tiny', prompt='a'))
+    first.start()
+    eventually(lambda: server.worker._n_open == 1)
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model='tiny', prompt='a', stream=True)
+    first.join()
+    held.set()
+    assert_free(server.worker)
+
+
+# -- what comes over the wire -----------------------------------------------------------------------------------------
+
+MALFORMED = [
+    b'GARBAGE\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n',
+    b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n', b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',
+    b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef',
+    b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n',
+    b'GET / HTTP/9.9\r\nHost: x\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nHost : y\r\n\r\n',
+    b'GET /' + b'a' * 100_000 + b' HTTP/1.1\r\nHost: x\r\n\r\n',
+]
+
+
+@pytest.fixture(scope='module')
+def shared():
+    """For tests that leave no trace."""
+    from tests.serving.conftest import Running
+    server = Running(timeout=60.0)
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize('data', MALFORMED, ids=lambda data: repr(data[:40]))
+def test_malformed_http_is_refused_and_closed(shared, data):
+    sock = connect(shared, data)
+    sock.shutdown(socket.SHUT_WR)
+    try:
+        answer = all_of(sock)
+    except ConnectionResetError:
+        answer = b''
+    assert answer == b'' or int(answer.split()[1]) in (400, 404, 411), answer
+    assert ask(shared) == 200
+
+
+def test_a_body_too_large_is_refused_before_it_is_sent(shared):
+    head = request({}, **{'Content-Length': 10 ** 12}).partition(b'\r\n\r\n')[0] + b'\r\n\r\n'
+    sock = connect(shared, head)
+    assert sock.recv(65536).split()[1] == b'413'
+    sock.close()
+    chunk = b'1000\r\n' + b' ' * 0x1000 + b'\r\n'
+    head = head.replace(b'Content-Length: 1000000000000', b'Transfer-Encoding: chunked')
+    sock = connect(shared, head + chunk * 6)
+    assert sock.recv(65536).split()[1] == b'413'
+    sock.close()
+    assert ask(shared) == 200
+
+
+def test_a_body_that_breaks_off(shared):
+    whole = request(dict(prompt='abc'))
+    for cut in (len(whole) - 1, whole.index(b'\r\n\r\n') + 4, 10):
+        connect(shared, whole[:cut]).close()
+    assert ask(shared) == 200
+    assert_free(shared.worker)
+
+
+def test_one_connection_serves_one_request_after_another(shared):
+    sock = connect(shared, request(dict(prompt='abc', seed=1, max_tokens=3)) * 2)  # both at once
+    data = b''
+    while data.count(b'"choices"') < 2 or not data.endswith(b'}'):
+        data += sock.recv(65536)
+    sock.close()
+    text = json.dumps(expected('abc', 3, seed=1).text).encode()
+    assert data.count(b'200 OK') == 2 and data.count(text) == 2
+    assert_free(shared.worker)
+
+
+# -- who leaves -------------------------------------------------------------------------------------------------------
+
+def drop(server, n, at_once):
+    """n connections, of which up to `at_once` are open together: each asks for something long, and leaves."""
+    for start in range(0, n, at_once):
+        socks = []
+        for k in range(start, min(n, start + at_once)):
+            data = request(dict(prompt='abcdefgh' * (1 + k % 3), max_tokens=30, n=1 + k % 2, stream=k % 4 < 2))
+            socks.append(connect(server, data if k % 7 else data[:-5]))
+        for k, sock in enumerate(socks, start):
+            if k % 5 == 0 and k % 7 and k < start + 20:
+                sock.recv(100)  # some wait for the beginning of an answer, or a refusal
+            if k % 3 == 0:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # reset
+            sock.close()
+    eventually(lambda: not server.server.server_state.connections, 'the end of all connections')
+
+
+@pytest.mark.parametrize('n, at_once', [(300, 100), pytest.param(10_000, 200, marks=pytest.mark.slow)])
+def test_connections_that_are_dropped_leave_nothing_behind(running, n, at_once):
+    server = running(rows=4, max_waiting=40, prefix_budget=50_000)
+    drop(server, n, at_once)
+    assert_free(server.worker)
+    eventually(lambda: not server.server.server_state.tasks)
+    said = expected('abc', seed=1)
+    assert client_of(server).completions.create(model='tiny', prompt='abc', seed=1).choices[0].text == said.text
+    counted = [sample for family in server.metrics.registry.collect() for sample in family.samples
+               if sample.name == 'nanokv_requests_total']
+    assert {sample.labels['status'] for sample in counted} <= {'200', '429', '499'} and sum(s.value for s in counted) > n * 0.8
+    assert any(sample.labels['status'] == '499' for sample in counted)
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+def stopping(server):
+    server.server.should_exit = True
+    eventually(lambda: not server.worker.alive, 'the end')
+
+
+def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
+    server = running(grace=60.0)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(ask(server))) for _ in range(3)]
+    [thread.start() for thread in threads]
+    eventually(lambda: server.worker._n_open == 3)
+    stopping(server)
+    with pytest.raises(OSError):
+        connect(server, b'').recv(1)
+    held.set()
+    [thread.join() for thread in threads]
+    server.thread.join(60)
+    assert results == [200] * 3 and not server.worker._thread.is_alive()
+    assert_free(server.worker)
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_at_the_end_who_takes_too_long_is_told(running, monkeypatch, stream):
+    from inference.engine import Engine
+    gate, plain = threading.Semaphore(2), Engine.step
+
+    def step(engine):
+        gate.acquire(timeout=60)
+        return plain(engine)
+    monkeypatch.setattr(Engine, 'step', step)
+    server = running(grace=0.0)
+    sock = connect(server, request(dict(prompt='abc', max_tokens=50, stream=stream)))
+    data = sock.recv(30) if stream else b''
+    eventually(lambda: gate._value == 0)
+    stopping(server)
+    gate.release(1000)
+    data += all_of(sock)
+    assert b'the server is stopping' in data and data.split()[1] == (b'200' if stream else b'503')
+    server.thread.join(60)
+    assert_free(server.worker)
