@@ -92,6 +92,18 @@ def test_samples_that_come_together_wait_for_the_first():
     assert_nothing_leaked(engine)
 
 
+def test_pages_that_only_the_store_has_are_free_for_all():
+    """Nobody has to leave for their sake."""
+    engine = engine_of('full stack', n_pages=15)
+    engine.generate([prompt(40, seed=seed) for seed in range(3)], SamplingParams(2, seed=0))
+    assert engine.cache.table.n_free < 8 <= engine.cache.table.n_idle
+    engine.submit(prompt(9, seed=5), SamplingParams(49, seed=1))
+    while engine.jobs:
+        assert not any(job.request.preempted for job in engine.jobs.values())
+        engine.step()
+    assert_nothing_leaked(engine)
+
+
 def test_cancelled_at_any_moment_nothing_is_leaked():
     for steps in range(12):
         engine = engine_of('full stack')

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from config.errors import UserError
 from inference.engine import Engine
@@ -69,6 +71,19 @@ def test_a_damaged_file_counts_as_missing(tmp_path, damage):
     else:
         with pytest.warns(UserWarning, match='counts as missing'):
             [completion] = again.generate([ids], PARAMS)
+    assert completion.n_cached == 0
+    assert_same(completion, alone(model_of('full stack'), ids, PARAMS, tokenizer=TOKENIZER))
+
+
+def test_a_file_of_another_size_counts_as_missing(tmp_path):
+    engine, ids = engine_of(tmp_path), prompt(40)
+    engine.generate([ids], PARAMS)
+    engine.close()
+    for path in files(tmp_path):
+        with safe_open(path, 'pt') as file:
+            tensors, about = {name: file.get_tensor(name)[:-8].clone() for name in file.keys()}, file.metadata()  # noqa: SIM118
+        save_file(tensors, path, about)
+    [completion] = engine_of(tmp_path).generate([ids], PARAMS)
     assert completion.n_cached == 0
     assert_same(completion, alone(model_of('full stack'), ids, PARAMS, tokenizer=TOKENIZER))
 

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 
 import chat
 from config.errors import UserError
@@ -87,22 +88,33 @@ def test_edit_takes_the_place_of_the_last_turn(talk):
     assert [text for name, text in talk.turns() if name == 'a'] == ['ab', 'bb']
 
 
-def test_ctrl_c_ends_a_reply_and_keeps_what_was_said(talk, monkeypatch):
+def test_ctrl_c_ends_a_reply_and_keeps_what_was_said(talk, monkeypatch, tmp_path):
     plain, steps = Engine.step, iter(range(100))
 
     def step(engine):
-        if next(steps) == 5:
+        if next(steps) == 1:
             raise KeyboardInterrupt
         return plain(engine)
+    settings = dict(turn='{name}e{text}d', temperature=0, max_new_tokens=60)  # of itself it would go on: fghij...
+    whole = talk(['ab'], history=tmp_path / 'other.json', **settings)
     monkeypatch.setattr(Engine, 'step', step)
-    talk(['ab', 'ba'], temperature=0, max_new_tokens=60)
+    talk(['ab', 'ba'], **settings)
     turns = talk.turns()
-    assert len(turns) == 4 and len(turns[1][1]) < 6
+    assert len(turns) == 4 and len(turns[1][1]) == 1 and f'be{turns[1][1]}' in whole and f'be{turns[1][1]}\n' not in whole
+
+
+def test_a_reply_that_fails_takes_its_turn_back(talk, monkeypatch):
+    talk(['ab'])
+    before = talk.turns()
+    plain = Engine._draw
+    monkeypatch.setattr(Engine, '_draw', lambda engine, parts, logits, events: plain(engine, parts, logits * torch.nan, events))
+    out = talk(['ba', '/history'])
+    assert 'not finite' in out and talk.turns() == before and out.splitlines()[-1].count('ac') == 1
 
 
 def test_what_is_longer_than_the_context_is_forgotten(talk):
     out = talk(['ab' * 5] * 12, max_seq_len=100)
-    assert 'oldest turns are forgotten' in out
+    assert 0 < out.count('oldest turns are forgotten') < 6  # much at once, and seldom
     assert sum(len(f'{name}c{text}d') for name, text in talk.turns()) <= 100
     assert '(your turn is longer than half of' in talk(['ab' * 60], max_seq_len=100)
 
