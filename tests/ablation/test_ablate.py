@@ -84,6 +84,7 @@ def _said(capsys, call):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
     """Its settings are fine until they meet the data."""
     argv, folder = ladder
@@ -102,6 +103,7 @@ def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
     assert '+ odd: failed with seed 1' in _said(capsys, lambda: ablate.main(argv))
 
 
+@pytest.mark.slow
 def test_rows_can_be_chosen(ladder, capsys):
     argv, folder = ladder
     ablate.main([*argv, '--only=mha'])

@@ -109,7 +109,7 @@ TURN = st.tuples(st.sampled_from(['append', 'edit', 'fork', 'repeat', 'new']), s
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(turns=st.lists(TURN, min_size=1, max_size=14), budget=st.sampled_from([0, 2000, 8000, 10 ** 9]),
        n_pages=st.sampled_from([15, 20, 45]), kv_dtype=st.sampled_from(['float32', 'int8']), prune=st.booleans())
 def test_what_is_restored_is_what_was_there(shape, turns, budget, n_pages, kv_dtype, prune):

@@ -27,7 +27,8 @@ def data_root(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize('number, status', [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize('number, status', [(signal.SIGINT, 130),
+                                            pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow)])
 def test_it_serves_until_a_signal(data_root, number, status):
     program = subprocess.Popen([sys.executable, '-c', LAUNCH, str(data_root), *flags(SETTINGS)], cwd=ROOT, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
