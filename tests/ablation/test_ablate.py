@@ -119,7 +119,8 @@ def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
     command = [sys.executable, ablate.__file__, *argv]
     _, rows = read_ladder(argv, echo=False)
     run = Results(rows).out_dir(rows.rows['MHA'], 1)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # whatever the tests run under
     deadline = time.time() + 120
     while not (run / 'metrics.jsonl').exists() or len((run / 'metrics.jsonl').read_text().splitlines()) < 20:
         assert process.poll() is None and time.time() < deadline, process.stdout.read()

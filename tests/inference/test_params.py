@@ -144,7 +144,7 @@ def test_a_completion_as_json():
     assert json.loads(json.dumps(done.as_json(), allow_nan=False)) == {
         'prompt_tokens': [1, 2], 'tokens': [3], 'text': 'c', 'finish_reason': 'stop', 'error': '',
         'logprobs': [{'token': 3, 'logprob': -0.5, 'top': [{'token': 3, 'logprob': -0.5}, {'token': 4, 'logprob': -1.5}]}],
-        'ttft_s': 0.1, 'seconds': 0.2}
+        'ttft_s': 0.1, 'seconds': 0.2, 'n_cached': 0}
     failed = Completion([], [], '', 'error', 'no room').as_json()
     assert (failed['logprobs'], failed['ttft_s'], failed['error']) == (None, None, 'no room')
     assert Completion([1], [], '', 'cancelled', logprobs=[]).as_json()['logprobs'] == []
