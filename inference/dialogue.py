@@ -74,8 +74,9 @@ class Dialogue:
         Raises:
             UserError: a text with what ends a turn in it, or with characters that the model does not know.
         """
-        if self.template.end in text:
-            raise UserError(f'a turn ends at {self.template.end!r}, and this text has it in it')
+        end = self.template.end
+        if (text + end).index(end) < len(text):  # also where the text's last characters begin it
+            raise UserError(f'a turn ends at {end!r}, and this text has it in it, or ends with its beginning')
         self.turns.append(Turn(name, text, self.tokenizer.encode(self.template.head(name) + text + self.template.end)))
 
     def prompt(self, name: str) -> list[int]:

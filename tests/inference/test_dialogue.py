@@ -43,8 +43,9 @@ def test_a_reply_says_its_text_however_it_ended(said):
 
 def test_what_cannot_be_said():
     d = dialogue()
-    with pytest.raises(UserError, match='has it in it'):
-        d.say('A', 'a\n\nb')
+    for text in ('a\n\nb', 'a\n', '\n\n'):
+        with pytest.raises(UserError, match='has it in it'):
+            d.say('A', text)
     with pytest.raises(UserError, match='alphabet lacks'):
         d.say('A', 'x')
     assert d.turns == []
