@@ -102,6 +102,11 @@ MEMORY = _keys(
     ('json', False, 'end with one JSON document on the last line'),
 ) + TRAIN
 
+# of the programs that run a trained model: what it is run on, and what it is made of where no checkpoint says that
+RUNNING = DEVICE + WEIGHTS + _keys(
+    ('compile', False, 'torch.compile the MLPs'),
+    ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
+) + MODEL
 SAMPLE = _keys(
     ('init_from', 'resume', "'resume' (the checkpoint in out_dir), 'random' weights from a config, or GPT-2's",
      ('resume', 'random') + GPT2_TYPES, GPT2_FOLDER),
@@ -130,15 +135,14 @@ SAMPLE = _keys(
      'none'),
     ('report', True, 'print the KV-cache report after the samples'),
     ('json', False, 'end with one JSON document on the last line'),
-) + DEVICE + WEIGHTS + _keys(
-    ('compile', False, 'torch.compile the MLPs'),
-    ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
-) + MODEL
+) + RUNNING
 
-CHAT = tuple(key for key in SAMPLE if key.name in ('init_from', 'resume_from')) + RUN + _keys(
-    ('user', 'ROMEO', 'the name under which you speak'),
-    ('reply_as', 'JULIET', 'the name under which the model replies'),
+TALKING = tuple(key for key in SAMPLE if key.name in ('init_from', 'resume_from')) + RUN + _keys(
+    ('user', 'ROMEO', "in conversations, the name under which you speak (role 'user')"),
+    ('reply_as', 'JULIET', "the name under which the model replies (role 'assistant')"),
     ('turn', '{name}.\n{text}\n\n', 'how a turn is written; a reply ends where what follows its text comes up'),
+)
+CHAT = TALKING + _keys(
     ('history', '', "file that the conversation is kept in; '' = chat.json in out_dir"),
     ('max_new_tokens', 300, 'longest reply, in tokens; at most half of max_seq_len'),
     ('temperature', 0.8, 'divides the logits: below 1 likelier, above 1 wilder, 0 = greedy'),
@@ -148,20 +152,14 @@ CHAT = tuple(key for key in SAMPLE if key.name in ('init_from', 'resume_from')) 
     ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype", KV_DTYPES),
     ('prefix_budget', '256MB', 'host memory for what was computed in earlier turns'),
     ('prefix_folder', '', "folder in which that is kept, too, for the next time; '' = computed anew then"),
-) + DEVICE + WEIGHTS + _keys(
-    ('compile', False, 'torch.compile the MLPs'),
-    ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
-) + MODEL
+) + RUNNING
 
-SERVE = tuple(key for key in SAMPLE if key.name in ('init_from', 'resume_from')) + RUN + _keys(
+SERVE = TALKING + _keys(
     ('host', '127.0.0.1', "address to listen at: '127.0.0.1' = this machine alone, '0.0.0.0' = whoever can reach it"),
     ('port', 8000, 'its port; 0 = a free one, which is printed'),
     ('api_key_file', '', "file with the keys that clients may give, one a line; '' = the environment's NANOKV_API_KEY, else "
      'none is needed'),
     ('model_name', '', "what clients call the model; '' = the name of the folder out_dir"),
-    ('user', 'ROMEO', "in conversations, the name of role 'user'"),
-    ('reply_as', 'JULIET', "and of role 'assistant'"),
-    ('turn', '{name}.\n{text}\n\n', 'how a turn is written; a reply ends where what follows its text comes up'),
     ('max_new_tokens', 256, 'longest answer, in tokens, where a request does not say'),
     ('parallel', 16, 'requests that run at once'),
     ('max_seq_len', 0, 'longest prompt and answer together, in tokens; 0 = block_size'),
@@ -173,10 +171,7 @@ SERVE = tuple(key for key in SAMPLE if key.name in ('init_from', 'resume_from'))
     ('kv_budget', '', "KV memory for all, as '1GB'; '' = enough for every row at its longest, but at most half of the "
      "machine's"),
     ('prefix_budget', '256MB', "host memory for what earlier requests have computed; '' = each computes its whole prompt"),
-) + DEVICE + WEIGHTS + _keys(
-    ('compile', False, 'torch.compile the MLPs'),
-    ('dataset', 'shakespeare_works', "where no checkpoint says it: data set whose alphabet is used"),
-) + MODEL
+) + RUNNING
 
 KV = _keys(
     ('max_seq_len', 0, 'sequence length to budget for; 0 = block_size'),
