@@ -76,7 +76,8 @@ def make_service(s, model, tokenizer):
         print(f'Note: conversations will be refused, by --turn, --user and --reply_as: {e}')
     budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else memory_of(model.device) // 2
     engine = Engine(model, s.parallel, s.max_seq_len, s.kv_dtype, kv_budget=budget, pack=s.pack, tokenizer=tokenizer,
-                    prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0)
+                    prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0,
+                    prefix_folder=s.prefix_folder)
     table = engine.cache.table
     positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
     name = s.model_name or (Path(s.out_dir).resolve().name if s.init_from == 'resume' else Path(s.init_from).name)

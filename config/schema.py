@@ -171,6 +171,7 @@ SERVE = TALKING + _keys(
     ('kv_budget', '', "KV memory for all, as '1GB'; '' = enough for every row at its longest, but at most half of the "
      "machine's"),
     ('prefix_budget', '256MB', "host memory for what earlier requests have computed; '' = each computes its whole prompt"),
+    ('prefix_folder', '', "folder in which that is kept, too, for the next start; '' = computed anew then"),
 ) + RUNNING
 
 KV = _keys(

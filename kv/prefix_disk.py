@@ -7,6 +7,7 @@ damaged, or says other tokens than were asked for, counts as missing.
 """
 import hashlib
 import os
+import time
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from config.errors import UserError
 
 VERSION = 1
+ABANDONED = 3600.0  # seconds after which nobody writes to a temporary file any more
 
 
 def fingerprint(model, kv_dtype: str, page_size: int) -> str:
@@ -54,6 +56,9 @@ class DiskTier:
         self.folder = Path(folder) / fingerprint[:32]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob('*.tmp'):
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink(missing_ok=True)
             found = sorted((entry.stat().st_mtime, entry.name, entry.stat().st_size) for entry in os.scandir(self.folder)
                            if entry.name.endswith('.safetensors'))
         except OSError as e:

@@ -1,6 +1,7 @@
 """The address, the event loop, and the way to an end: uvicorn around the application."""
 import asyncio
 import socket
+import time
 
 import uvicorn
 
@@ -51,5 +52,6 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets=None) -> None:
         self.worker.drain(self.grace)
         await super().shutdown(sockets)
-        if not self.force_exit:
-            await asyncio.to_thread(self.worker.join, LAST)  # here: after this the signal may end the process
+        end = time.monotonic() + LAST  # here: after this the signal may end the process
+        while self.worker.running and not self.force_exit and (self.worker.saving or time.monotonic() < end):
+            await asyncio.sleep(0.02)

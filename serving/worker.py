@@ -53,8 +53,10 @@ class Ticket:
 class Worker:
     """The thread around an engine, which nothing else may touch once it has started.
 
+    saving: no request runs any more, and what they have computed goes to disk, which may take a while.
+
     Args:
-        engine: an `inference.engine.Engine`.
+        engine: an `inference.engine.Engine`; it is closed at the end.
         max_waiting: requests of the engine that may be there beside those for which it has rows.
         metrics: a `serving.metrics.Metrics`, told what happens.
     """
@@ -64,7 +66,7 @@ class Worker:
         self._wake, self._inbox, self._n_open, self._deadline = threading.Condition(), [], 0, None
         self._owners: dict[int, Ticket] = {}   # by the number of each request that has not ended
         self._refused, self._strikes, self._first = set(), {}, set()
-        self._ended = False
+        self._ended = self.saving = False
         self._stale = False                    # the engine has events of requests that are nobody's any more
         self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
 
@@ -77,6 +79,11 @@ class Worker:
     def alive(self) -> bool:
         """Whether it takes requests."""
         return self._thread.is_alive() and self._deadline is None
+
+    @property
+    def running(self) -> bool:
+        """Whether its thread has not ended."""
+        return self._thread.is_alive()
 
     def submit(self, asked: list[tuple[list[int], SamplingParams]], deliver: Callable[[list], None]) -> Ticket:
         """Queue a request with its choices. `deliver` is called on the worker's thread, and must not block.
@@ -130,6 +137,14 @@ class Worker:
                 if act == self._begin:
                     self._hand(ticket, [(0, Fault(503, 'the server is stopping'))])
             self._end_all(self._owners)
+            self.saving = True
+            self._close()
+
+    def _close(self):
+        try:
+            self.engine.close()
+        except Exception:
+            log.exception('what earlier requests have computed could not be kept')
 
     def _obey(self) -> bool:
         """Do what was asked for; sleeps while there is nothing to do. Whether to go on."""

@@ -152,3 +152,12 @@ def test_what_is_needed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'safetensors.torch', None)
     with pytest.raises(UserError, match=r"needs the safetensors package: pip install -e '\.\[hf\]'"):
         DiskTier(tmp_path, 'f' * 64, 1)
+
+
+def test_what_an_interrupted_write_left_is_removed(tmp_path):
+    folder = DiskTier(tmp_path, 'f' * 64, 10 ** 9).folder
+    old, new = folder / 'a.1.tmp', folder / 'b.2.tmp'  # the second may be another process's, at work
+    for path in (old, new):
+        path.write_bytes(b'x')
+    os.utime(old, (1, 1))
+    assert DiskTier(tmp_path, 'f' * 64, 10 ** 9).nbytes == 0 and new.exists() and not old.exists()

@@ -55,8 +55,8 @@ TURN = st.tuples(st.sampled_from(['append few', 'append many', 'edit', 'fork', '
 
 @pytest.mark.parametrize('kind', KINDS)
 @settings(max_examples=12)
-@given(turns=st.lists(TURN, min_size=2, max_size=8), budget=st.sampled_from([10 ** 9, 6_000]), n_pages=st.sampled_from([15, 40]),
-       prefill_chunk=st.sampled_from([5, 256]))
+@given(turns=st.lists(TURN, min_size=2, max_size=8), budget=st.sampled_from([10 ** 9, 6_000]),
+       n_pages=st.sampled_from([15, 40]), prefill_chunk=st.sampled_from([5, 256]))
 def test_logits_are_those_of_a_full_forward(kind, turns, budget, n_pages, prefill_chunk):
     engine, said, found = engine_of(kind, budget, n_pages, prefill_chunk), [prompt(9)], 0
     for number, (how, pick, n, new) in enumerate(turns):

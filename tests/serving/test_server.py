@@ -1,5 +1,6 @@
 """A server at a port: OpenAI's own client, sockets that break, many connections, and the end."""
 import json
+import logging
 import socket
 import threading
 
@@ -236,3 +237,38 @@ def test_at_the_end_who_takes_too_long_is_told(running, monkeypatch, stream):
     assert b'the server is stopping' in data and data.split()[1] == (b'200' if stream else b'503')
     server.thread.join(60)
     assert_free(server.worker)
+
+
+def test_after_a_restart_the_past_is_on_disk(running, tmp_path):
+    for cached in (0, 24):
+        server = running(prefix_folder=str(tmp_path), prefix_budget=10 ** 6)
+        answer = client_of(server).completions.create(model='tiny', prompt='abcdefgh' * 3 + 'a' * (cached // 8), seed=1)
+        assert answer.usage.prompt_tokens_details.cached_tokens == cached
+        assert answer.choices[0].text == expected('abcdefgh' * 3 + 'a' * (cached // 8), seed=1).text
+        server.stop()
+
+
+@pytest.mark.parametrize('interrupted', [False, True])
+def test_at_the_end_saving_takes_as_long_as_it_takes_unless_it_is_interrupted(running, monkeypatch, interrupted):
+    monkeypatch.setattr('serving.server.LAST', 0.1)
+    server, saved = running(), threading.Event()
+    monkeypatch.setattr(server.engine, 'close', lambda: saved.wait(60))
+    server.server.should_exit = True
+    eventually(lambda: server.worker.saving)
+    server.thread.join(1)
+    assert server.thread.is_alive()
+    if interrupted:
+        server.server.force_exit = True
+        server.thread.join(60)
+        assert not server.thread.is_alive() and server.worker.running
+    saved.set()
+    server.thread.join(60)
+    eventually(lambda: not server.worker.running)
+
+
+def test_a_disk_that_fails_at_the_end_is_logged(running, monkeypatch, caplog):
+    server = running()
+    monkeypatch.setattr(server.engine, 'close', lambda: 1 / 0)
+    server.stop()
+    [record] = [record for record in caplog.records if record.name == 'nanokv.serving']
+    assert record.levelno == logging.ERROR and 'could not be kept' in record.message
