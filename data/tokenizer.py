@@ -50,6 +50,11 @@ class CharTokenizer:
         """Text of the ids; an id outside the alphabet becomes '\ufffd'."""
         return ''.join(self.itos.get(int(i), UNKNOWN) for i in ids)
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """What an id stands for, in UTF-8; None outside the alphabet."""
+        text = self.itos.get(int(token))
+        return None if text is None else text.encode(errors='replace')
+
     def stream(self) -> TextStream:
         """A decoder for one text that arrives id by id."""
         return _CharStream(self.itos)
@@ -75,9 +80,16 @@ class GPT2Tokenizer:
         stream = self.stream()
         return ''.join([stream(i) for i in ids]) + stream.end()
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """What an id stands for, which need not be whole characters; None outside the vocabulary."""
+        try:
+            return self.encoding.decode_single_token_bytes(int(token))
+        except (KeyError, OverflowError):  # a padding id, a negative id
+            return None
+
     def stream(self) -> TextStream:
         """A decoder for one text that arrives id by id."""
-        return _ByteStream(self.encoding)
+        return _ByteStream(self)
 
 
 class _CharStream:
@@ -92,16 +104,13 @@ class _CharStream:
 
 
 class _ByteStream:
-    def __init__(self, encoding: Any):
-        self.encoding = encoding
+    def __init__(self, tokenizer: GPT2Tokenizer):
+        self.tokenizer = tokenizer
         self.decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
 
     def __call__(self, token: int) -> str:
-        try:
-            data = self.encoding.decode_single_token_bytes(int(token))
-        except (KeyError, OverflowError):  # a padding id, a negative id
-            return self.end() + UNKNOWN
-        return self.decoder.decode(data)
+        data = self.tokenizer.token_bytes(token)
+        return self.end() + UNKNOWN if data is None else self.decoder.decode(data)
 
     def end(self) -> str:
         return self.decoder.decode(b'', final=True)

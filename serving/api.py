@@ -22,9 +22,8 @@ IGNORED = {'user', 'metadata', 'service_tier', 'safety_identifier', 'prompt_cach
 # fields of OpenAI's that are not offered -> what they may be, as it means the same as to leave them out
 NEUTRAL = {'frequency_penalty': (0,), 'presence_penalty': (0,), 'logit_bias': ({},), 'store': (False,)}
 NEUTRAL_COMPLETION = NEUTRAL | {'echo': (False,), 'suffix': ('',), 'best_of': (1,)}
-NEUTRAL_CHAT = NEUTRAL | {'logprobs': (False,), 'top_logprobs': (0,), 'tools': ([],), 'tool_choice': ('none', 'auto'),
-                          'response_format': ({'type': 'text'},), 'modalities': (['text'],),
-                          'parallel_tool_calls': (True, False)}
+NEUTRAL_CHAT = NEUTRAL | {'tools': ([],), 'tool_choice': ('none', 'auto'), 'response_format': ({'type': 'text'},),
+                          'modalities': (['text'],), 'parallel_tool_calls': (True, False)}
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,12 @@ def completion(document: dict, service: Service) -> Ask:
 
 def chat(document: dict, service: Service) -> Ask:
     """The same for /v1/chat/completions: turns by the template, then the head of the reply, which ends where a turn does."""
-    given = _fields(document, COMMON | {'messages'}, NEUTRAL_CHAT, service)
-    return _ask(given, service, [_conversation(given.get('messages'), service)], {}, ends=(service.template.end,))
+    given = _fields(document, COMMON | {'messages', 'logprobs', 'top_logprobs'}, NEUTRAL_CHAT, service)
+    wanted, top = _boolean(given.get('logprobs', False), 'logprobs'), _integer(given, 'top_logprobs', 0, 0, MAX_LOGPROBS)
+    if top and not wanted:
+        raise ApiError(400, f'top_logprobs={top} is for logprobs=true alone', 'top_logprobs')
+    return _ask(given, service, [_conversation(given.get('messages'), service)], {'logprobs': top if wanted else -1},
+                ends=(service.template.end,))
 
 
 def _fields(document, known, neutral, service) -> dict:

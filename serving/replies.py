@@ -8,6 +8,7 @@ from serving.api import Ask
 
 LEAST = -9999.0  # JSON has no -inf
 
+
 class Reply:
     """The answer to one request as its events come.
 
@@ -78,19 +79,29 @@ class ChatReply(Reply):
         self._begun = set()
 
     def pieces(self, choice, event) -> list[dict]:
-        deltas = []
+        deltas, logprobs = [], event.logprob and self._logprobs([event.logprob])
         if choice not in self._begun:
             self._begun.add(choice)
-            deltas.append(({'role': 'assistant', 'content': ''}, None))
-        if event.text:
-            deltas.append(({'content': event.text}, None))
+            deltas.append(({'role': 'assistant', 'content': ''}, None, None))
+        if event.text or logprobs:
+            deltas.append(({'content': event.text}, logprobs, None))
         if event.completion:
-            deltas.append(({}, event.completion.finish_reason))
-        return [{'index': choice, 'delta': delta, 'logprobs': None, 'finish_reason': reason} for delta, reason in deltas]
+            deltas.append(({}, None, event.completion.finish_reason))
+        return [{'index': choice, 'delta': delta, 'logprobs': its, 'finish_reason': reason} for delta, its, reason in deltas]
 
     def choice(self, c, completion) -> dict:
-        return {'index': c, 'message': {'role': 'assistant', 'content': completion.text}, 'logprobs': None,
+        logprobs = None if completion.logprobs is None else self._logprobs(completion.logprobs)
+        return {'index': c, 'message': {'role': 'assistant', 'content': completion.text}, 'logprobs': logprobs,
                 'finish_reason': completion.finish_reason}
+
+    def _logprobs(self, entries) -> dict:
+        content = [self._token(entry.token, entry.logprob) | {'top_logprobs': [self._token(*pair) for pair in entry.top]}
+                   for entry in entries]
+        return {'content': content, 'refusal': None}
+
+    def _token(self, token, logprob) -> dict:
+        data = self.tokenizer.token_bytes(token)
+        return {'token': self.tokenizer.decode([token]), 'logprob': max(logprob, LEAST), 'bytes': data and list(data)}
 
 
 class _Texts:

@@ -64,6 +64,11 @@ def test_bpe_stream_waits_for_whole_characters(bpe):
     assert ''.join(pieces) == TEXT and not any('\ufffd' in piece for piece in pieces)
 
 
+def test_bytes_of_a_token(char, bpe):
+    assert [char.token_bytes(i) for i in (5, 7)] == ['é'.encode(), None]
+    assert [bpe.token_bytes(i) for i in (0xE2, 257, 258, 300, -1)] == [b'\xe2', b'\x82\xac', b'<|endoftext|>', None, None]
+
+
 def test_bpe_streams_are_independent(bpe):
     first, second = bpe.stream(), bpe.stream()
     assert first(0xE2) == '' and second(ord('a')) == 'a' and first(257) == '€'

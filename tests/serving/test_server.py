@@ -77,6 +77,21 @@ def test_openais_client_chats(running):
     assert pieces[-1].choices[0].finish_reason == said.finish_reason
 
 
+def test_openais_client_is_told_the_log_probabilities_of_a_chat(running):
+    client, said = client_of(running()), expected('acjabdbc', 30, seed=1, stop=('d',), logprobs=3)
+    fields = dict(model='tiny', messages=MESSAGES, max_tokens=30, seed=1, logprobs=True, top_logprobs=3)
+    whole = client.chat.completions.create(**fields).choices[0].logprobs.content
+    streamed = [entry for piece in client.chat.completions.create(**fields, stream=True) for choice in piece.choices
+                for entry in (choice.logprobs.content if choice.logprobs else [])]
+    for entries in (whole, streamed):
+        for entry, it in zip(entries, said.logprobs, strict=True):
+            text = TOKENIZER.decode([it.token])
+            assert (entry.token, bytes(entry.bytes)) == (text, text.encode()) and entry.logprob == pytest.approx(it.logprob)
+            assert [top.token for top in entry.top_logprobs] == [TOKENIZER.decode([token]) for token, _ in it.top]
+            assert [top.logprob for top in entry.top_logprobs] == pytest.approx([logprob for _, logprob in it.top])
+    assert client.chat.completions.create(**fields | dict(top_logprobs=0)).choices[0].logprobs.content[0].top_logprobs == []
+
+
 def test_openais_client_raises_its_own_errors(running, held):
     server = running(keys=('sesame',), rows=1, max_waiting=0, timeout=2.0)
     client = client_of(server, 'sesame')
