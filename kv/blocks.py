@@ -1,8 +1,8 @@
 """Blocks of tokens that a prefix store keeps, and their K and V outside of a cache: a page of every global slot, or a stretch
 of every ring, each as one buffer.
 
-A buffer has the bytes as they are stored (int8 stays int8, with its scales), one tensor after another. On CUDA it is pinned
-memory of the host, and copies do not wait for the device.
+A buffer has the bytes as they are stored (int8 stays int8, with its scales), one tensor after another. On CUDA it is gathered
+on the device first, and goes to pinned memory of the host on a stream of its own, while the next step computes.
 """
 import hashlib
 
@@ -13,6 +13,11 @@ from kv.paged import PagedKVCache
 from kv.slots import RingSlot
 
 OVERHEAD = 600  # bytes that Python takes for a block beside its buffers and tokens (measured: tests/kv/test_prefix.py)
+
+
+def taken(buffer: torch.Tensor | None) -> int:
+    """Bytes of memory behind a buffer, which may be more than it has: see `HostCopies`."""
+    return 0 if buffer is None else buffer.untyped_storage().nbytes()
 
 
 def chained_hash(before: bytes, tokens: bytes) -> bytes:
@@ -37,6 +42,11 @@ class Block:
         self.page, self.copy, self.local, self.n_local, self.anchor, self.users, self.used = -1, None, None, 0, False, 0, 0
         self.saved = -1
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the host's memory."""
+        return OVERHEAD + len(self.tokens) + taken(self.copy) + taken(self.local)
+
     def path(self) -> 'list[Block]':
         """From the first block on, itself included; the root is none."""
         found, block = [], self
@@ -44,6 +54,37 @@ class Block:
             found.append(block)
             block = block.parent
         return found[::-1]
+
+
+class HostCopies:
+    """Takes buffers from a device to the host and back, without waiting; where the device is the host, they are what they are.
+
+    Pinned memory comes in powers of two (torch's allocator rounds up), so that is what is asked for, and counts (`taken`).
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device) if device.type == 'cuda' else None
+
+    def out(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A buffer of the host that will hold what this one of the device, (n,) uint8, holds when the work before is done."""
+        if self.stream is None:
+            return buffer
+        host = torch.empty(1 << (buffer.numel() - 1).bit_length(), dtype=torch.uint8, pin_memory=True)[:buffer.numel()]
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(buffer, non_blocking=True)
+        buffer.record_stream(self.stream)
+        return host
+
+    def back(self, host: torch.Tensor) -> torch.Tensor:
+        """A buffer of the device that holds what `out` gave, for work that is queued from now on."""
+        if self.stream is None:
+            return host
+        with torch.cuda.stream(self.stream):  # behind the copies to the host that may be under way
+            buffer = host.to(self.device, non_blocking=True)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        buffer.record_stream(torch.cuda.current_stream(self.device))
+        return buffer
 
 
 class BlockCopier:
@@ -54,7 +95,7 @@ class BlockCopier:
     """
 
     def __init__(self, cache: PagedKVCache):
-        self.cache, self.size, self.pinned = cache, cache.table.page_size, cache.device.type == 'cuda'
+        self.cache, self.size, self.copies = cache, cache.table.page_size, HostCopies(cache.device)
         self.rings = [store for store in cache.stores if isinstance(store, RingSlot)]
         windows = {store.window for store in self.rings} or {0}
         if len(windows) > 1:
@@ -73,15 +114,15 @@ class BlockCopier:
 
     def page(self, page: int) -> torch.Tensor:
         """What a page holds, (page_nbytes,) uint8."""
-        buffer = self._buffer(self.page_nbytes)
+        buffer = torch.empty(self.page_nbytes, dtype=torch.uint8, device=self.cache.device)
         for x, copy in self._parts(buffer, self.cache.pools, self.size):
-            copy.copy_(x[page], non_blocking=True)
-        return buffer
+            copy.copy_(x[page])
+        return self.copies.out(buffer)
 
     def put_page(self, page: int, buffer: torch.Tensor) -> None:
         """The page holds what `page` gave."""
-        for x, copy in self._parts(buffer, self.cache.pools, self.size):
-            x[page].copy_(copy, non_blocking=True)
+        for x, copy in self._parts(self.copies.back(buffer), self.cache.pools, self.size):
+            x[page].copy_(copy)
 
     def n_in_reach(self, row: int, end: int) -> int:
         """How many of the last positions before `end` the rings of a row still hold."""
@@ -90,15 +131,15 @@ class BlockCopier:
 
     def local(self, row: int, end: int, n: int) -> torch.Tensor:
         """The n positions before `end`, of every ring, (local_nbytes(n),) uint8; they must be in reach."""
-        buffer = self._buffer(self.local_nbytes(n))
+        buffer = torch.empty(self.local_nbytes(n), dtype=torch.uint8, device=self.cache.device)
         for x, copy in self._stretch(buffer, row, end, n):
-            copy.copy_(x, non_blocking=True)
-        return buffer
+            copy.copy_(x)
+        return self.copies.out(buffer)
 
     def put_local(self, row: int, end: int, n: int, buffer: torch.Tensor) -> None:
         """The row's rings hold what `local` gave."""
-        for x, copy in self._stretch(buffer, row, end, n):
-            x.copy_(copy, non_blocking=True)
+        for x, copy in self._stretch(self.copies.back(buffer), row, end, n):
+            x.copy_(copy)
 
     def _stretch(self, buffer, row, end, n):
         """Pieces of the rings, which may wrap, with their places in the buffer."""
@@ -118,6 +159,3 @@ class BlockCopier:
             end = at + x.element_size() * shape[0] * shape[1] * shape[2]
             yield x, buffer[at:end].view(x.dtype).view(shape)
             at = end
-
-    def _buffer(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)

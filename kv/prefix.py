@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv.blocks import OVERHEAD, Block, BlockCopier, chained_hash
+from kv.blocks import Block, BlockCopier, chained_hash, taken
 from kv.paged import PagedKVCache
 from kv.pages import OutOfPages
 from kv.prefix_disk import DiskTier
@@ -175,7 +175,7 @@ class PrefixStore:
             return None
         block = self._new(parent, key, piece)
         block.copy, block.local, block.n_local, block.anchor, block.saved = page, local, n_local, anchor, n_local
-        self.nbytes += sum(sizes)
+        self.nbytes += taken(page) + taken(local)
         self._offer(block)
         return block
 
@@ -222,7 +222,7 @@ class PrefixStore:
 
     def _new(self, parent, key, piece) -> Block:
         block = Block(key, piece, parent)
-        self.nbytes += OVERHEAD + len(piece)
+        self.nbytes += block.nbytes
         parent.children[key] = self.index[key] = block
         return block
 
@@ -236,7 +236,7 @@ class PrefixStore:
                 self._drop_local(block)
                 block.local = self.copier.local(row, block.depth * self.size, reach[block])
                 block.n_local = reach[block]
-                self.nbytes += block.local.numel()
+                self.nbytes += taken(block.local)
         tip.anchor = True
         if self.prune:
             self._thin(tip)
@@ -269,7 +269,7 @@ class PrefixStore:
 
     def _drop_local(self, block) -> None:
         if block.local is not None:
-            self.nbytes -= block.local.numel()
+            self.nbytes -= taken(block.local)
             block.local, block.n_local = None, 0
 
     # -- leaving ------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class PrefixStore:
         for block in heapq.nsmallest(n, idle, key=lambda block: (block.used, -block.depth)):
             if block.copy is None:
                 block.copy = self.copier.page(block.page)
-                self.nbytes += block.copy.numel()
+                self.nbytes += taken(block.copy)
                 self.stats.copied_out += 1
             self._leave_pool(block)
         self._shrink()
@@ -318,7 +318,7 @@ class PrefixStore:
         """Within the budget again, as far as nobody uses what is there."""
         if self.nbytes > self.budget:
             for block in sorted((b for b in self.index.values() if b.copy is not None and b.page >= 0), key=lambda b: b.used):
-                self.nbytes -= block.copy.numel()  # the pool has it, too
+                self.nbytes -= taken(block.copy)  # the pool has it, too
                 block.copy = None
                 if self.nbytes <= self.budget:
                     return
@@ -336,7 +336,7 @@ class PrefixStore:
             del parent.children[block.key], self.index[block.key]
             self._leave_pool(block)
             self._drop_local(block)
-            self.nbytes -= OVERHEAD + len(block.tokens) + (0 if block.copy is None else block.copy.numel())
+            self.nbytes -= block.nbytes
             self.stats.evicted += 1
             if block.anchor:
                 self._trim_path(parent)
@@ -368,7 +368,7 @@ class PrefixStore:
             block.users = 0
             if block.parent:
                 self.index[block.key] = block
-                self.nbytes += OVERHEAD + len(block.tokens) + sum(x.numel() for x in (block.copy, block.local) if x is not None)
+                self.nbytes += block.nbytes
                 self._offer(block)
         self.table.rebuild({block.page for block in self.index.values() if block.page >= 0})
         self._shrink()

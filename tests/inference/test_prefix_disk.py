@@ -13,6 +13,7 @@ from config.errors import UserError
 from inference.engine import Engine
 from inference.params import SamplingParams
 from inference.weights import quantize_weights
+from kv.blocks import taken
 from kv.prefix_disk import DiskTier, fingerprint
 from model import GPTConfig
 from tests.helpers.models import random_model
@@ -161,3 +162,27 @@ def test_what_an_interrupted_write_left_is_removed(tmp_path):
         path.write_bytes(b'x')
     os.utime(old, (1, 1))
     assert DiskTier(tmp_path, 'f' * 64, 10 ** 9).nbytes == 0 and new.exists() and not old.exists()
+
+
+def test_buffers_in_more_memory_than_they_need(tmp_path, monkeypatch):
+    """As on CUDA, where pinned memory comes in powers of two: all of it counts, and the disk gets only what is in use."""
+    def out(copies, buffer):
+        return torch.empty(1 << (buffer.numel() - 1).bit_length(), dtype=torch.uint8)[:buffer.numel()].copy_(buffer)
+    plain, budget = engine_of(tmp_path / 'plain', kv_dtype='int8'), 25_000
+    plain.generate([prompt(40)], PARAMS)
+    plain.close()
+    monkeypatch.setattr('kv.blocks.HostCopies.out', out)
+    engine = engine_of(tmp_path / 'rounded', budget=budget, kv_dtype='int8')
+    for seed in (1, 2, 0, 0):
+        ids = prompt(40, seed=seed)
+        [completion] = engine.generate([ids], PARAMS)
+        assert_same(completion, alone(model_of('full stack'), ids, PARAMS, kv_dtype='int8', tokenizer=TOKENIZER))
+    assert completion.n_cached == 36
+    store = engine.prefix
+    assert store.nbytes == sum(block.nbytes for block in store.index.values()) <= budget
+    local = [block.local for block in store.index.values() if block.local is not None]
+    assert local and all(taken(buffer).bit_count() == 1 and taken(buffer) >= buffer.numel() for buffer in local)
+    assert any(taken(buffer) > buffer.numel() for buffer in local)
+    engine.close()
+    sizes = {path.name: path.stat().st_size for path in files(tmp_path / 'rounded')}
+    assert all(sizes[path.name] == path.stat().st_size for path in files(tmp_path / 'plain'))

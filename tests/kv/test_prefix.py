@@ -343,17 +343,19 @@ def test_the_overhead_is_about_what_python_takes():
     assert took < OVERHEAD < 2 * took + 200, took
 
 
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
 @pytest.mark.parametrize('kv_dtype', ['int8', 'float32'])
-def test_blocks_of_an_odd_number_of_bytes(kv_dtype):
+def test_blocks_of_an_odd_number_of_bytes(kv_dtype, device):
     config = GPTConfig(n_layer=2, n_head=2, n_embd=10, n_kv_head=1, block_size=30, vocab_size=8, layer_pattern='LG',
                        window_size=6)
-    cache = PagedKVCache(plan_kv(config), 2, 30, 8, 3, kv_dtype=kv_dtype)
+    cache = PagedKVCache(plan_kv(config), 2, 30, 8, 3, kv_dtype=kv_dtype, device=device)
     for store in cache.stores:
         store.fill_random_()
     copier, rings = BlockCopier(cache), [store for store in cache.stores if isinstance(store, RingSlot)]
     copier.put_page(5, copier.page(2))
     copier.put_local(1, 7, 3, copier.local(0, 7, 3))  # positions 4, 5 and 6, at 4, 5 and 0 of the ring
     assert copier.page(2).numel() == copier.page_nbytes and copier.local(0, 7, 3).numel() == copier.local_nbytes(3)
+    assert copier.page(2).device.type == 'cpu' and copier.page(2).is_pinned() == (device == 'cuda')
     assert all(torch.equal(x[5], x[2]) for store in cache.pools for x in store.tensors)
     assert all(torch.equal(x[1, :, [4, 5, 0]], x[0, :, [4, 5, 0]]) for store in rings for x in store.tensors)
     assert not any(torch.equal(x[1, :, 1:4], x[0, :, 1:4]) for store in rings for x in store.tensors)
