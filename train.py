@@ -22,7 +22,7 @@ from training.device import check_seed
 from training.distributed import Ranks
 from training.log import Pace, RunLog
 from training.memory import memory_line
-from training.optim import learning_rate_at
+from training.optim import cooldown, learning_rate_at, set_learning_rate
 from training.run import Run
 from training.shelf import checkpoint_in
 from training.signals import StopRequest
@@ -34,8 +34,7 @@ def train(run, log, stop):
     s, pace, mfu, first = run.s, Pace(), -1.0, run.iter_num
     while not run.ranks.any(stop):
         lr = learning_rate_at(run.iter_num, s)
-        for group in run.optimizer.param_groups:
-            group['lr'] = lr
+        set_learning_rate(run.optimizer, lr)
         evaluated = {}
         if run.iter_num % s.eval_interval == 0 or run.iter_num == s.max_iters or s.eval_only:
             log.doing('evaluating')
@@ -105,10 +104,13 @@ def check(s):
         if getattr(s, name) < 1:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
     for name in ('max_iters', 'warmup_iters', 'grad_clip', 'weight_decay', 'learning_rate', 'min_lr',
-                 'checkpoint_interval'):
+                 'checkpoint_interval', 'cooldown_iters'):
         if getattr(s, name) < 0:
             raise UserError(f'{name}={getattr(s, name)}: must not be negative')
-    for name in ('beta1', 'beta2'):
+    if s.lr_schedule == 'wsd' and s.decay_lr and s.warmup_iters + cooldown(s) > s.lr_decay_iters:
+        raise UserError(f'warmup_iters={s.warmup_iters} and cooldown_iters={cooldown(s)} are more than '
+                        f'lr_decay_iters={s.lr_decay_iters}')
+    for name in ('beta1', 'beta2', 'muon_momentum'):
         if not 0.0 <= getattr(s, name) < 1.0:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 0 and below 1')
     if s.checkpoint_blocks and s.recompute not in ('none', 'block'):

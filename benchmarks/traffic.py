@@ -7,6 +7,7 @@ B sequences that hold n tokens, the new one included:
              output layer (`wte`, tied) is read in full by that
 """
 from config.errors import UserError
+from kv.parts import tensor_nbytes
 from kv.plan import KVPlan
 
 
@@ -34,22 +35,15 @@ def weight_read_bytes(model, batch: int) -> int:
         if weight is not None and id(weight) not in head:
             embeddings[id(weight)] = min(rows, weight.size(0))
     for x in stored_tensors(model):
-        total += tensor_bytes(x) * embeddings[id(x)] // x.size(0) if id(x) in embeddings else tensor_bytes(x)
+        total += tensor_nbytes(x) * embeddings[id(x)] // x.size(0) if id(x) in embeddings else tensor_nbytes(x)
     return total
 
 
 def weight_bytes(model) -> int:
     """Bytes of all parameters and buffers."""
-    return sum(map(tensor_bytes, stored_tensors(model)))
+    return sum(map(tensor_nbytes, stored_tensors(model)))
 
 
 def stored_tensors(model) -> list:
     """Parameters and buffers (quantized weights may be either), each once."""
     return list({id(x): x for x in (*model.parameters(), *model.buffers())}.values())
-
-
-def tensor_bytes(x) -> int:
-    """A tensor made of others (quantized: values and scales) counts as those."""
-    if hasattr(x, '__tensor_flatten__'):
-        return sum(tensor_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
-    return x.numel() * x.element_size()

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError
+from kv.parts import parts_of
 
 VERSION = 1
 ABANDONED = 3600.0  # seconds after which nobody writes to a temporary file any more
@@ -23,19 +24,11 @@ def fingerprint(model, kv_dtype: str, page_size: int) -> str:
     """64 hex digits that another model, plan, dtype or page size does not have. Reads all weights once."""
     digest = hashlib.sha256(repr((VERSION, model.plan, model.config, kv_dtype, page_size)).encode())
     for name, x in sorted(model.state_dict().items()):
-        for part in _plain(x):
+        for part in parts_of(x):
             part = part.detach().cpu().contiguous()
             digest.update(repr((name, part.dtype, tuple(part.shape))).encode())
             digest.update(part.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _plain(x: torch.Tensor) -> list[torch.Tensor]:
-    """What a quantized weight is made of; any other is itself."""
-    if not hasattr(x, '__tensor_flatten__'):
-        return [x]
-    names, _ = x.__tensor_flatten__()
-    return [part for name in names for part in _plain(getattr(x, name))]
 
 
 class DiskTier:

@@ -74,15 +74,16 @@ def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
 
 
 def _adapt_moments(optimizer: dict, crop: int | None) -> None:
-    """AdamW's state of wpe, the second parameter of the first group (see `configure_optimizers`), cropped or taken out."""
-    state, index = optimizer['state'], 1
+    """AdamW's state of wpe, the second parameter of its first group (see `training.optim`), cropped or taken out."""
+    state, groups = optimizer['state'], optimizer['param_groups']
+    index = next(group['params'][1] for group in groups if 'betas' in group)
     if crop is not None:
         if index in state:
             state[index].update({name: x[:crop].clone() for name, x in state[index].items() if name.startswith('exp_avg')})
         return
     optimizer['state'] = {i - (i > index): s for i, s in state.items() if i != index}
-    for k, group in enumerate(optimizer['param_groups']):
-        group['params'] = [i - (i > index) for i in group['params'] if k > 0 or i != index]
+    for group in groups:
+        group['params'] = [i - (i > index) for i in group['params'] if i != index]
 
 
 def differences(old: GPTConfig, new: GPTConfig) -> list[str]:

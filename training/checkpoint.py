@@ -167,18 +167,44 @@ def restoring(path: Path, key: str):
         raise UserError(f'checkpoint {path}: its {key} does not fit: {type(e).__name__}: {reason}') from e
 
 
+def optimizer_state(optimizer) -> dict:
+    """Its `state_dict`, with what is no plain tensor (torchao's 8-bit averages) in parts, so that it can be read without the
+    package."""
+    state = optimizer.state_dict()
+    return {**state, 'state': {i: {name: _in_parts(x) for name, x in its.items()} for i, its in state['state'].items()}}
+
+
+def _in_parts(x):
+    if not hasattr(x, '__tensor_flatten__'):
+        return x
+    names, about = x.__tensor_flatten__()
+    return {'8bit': {name: getattr(x, name) for name in names}, 'about': about}
+
+
+def _whole(x):
+    if not isinstance(x, dict):
+        return x
+    from torchao.optim.subclass_8bit import OptimState8bit
+    return OptimState8bit.__tensor_unflatten__(x['8bit'], x['about'])
+
+
 def load_optimizer(optimizer, state: dict) -> None:
     """`load_state_dict`, and the shapes, which torch leaves to the first step (a crash where that is fused).
 
-    How the update is computed (`fused`) stays as it is here: the checkpoint may come from another kind of device.
+    The settings of the groups, and how the update is computed (`fused`), stay as they are here: the checkpoint may come from
+    another kind of device. A state without a step in it is of no use, and is left out, whatever optimizer it is of.
     """
-    fused = optimizer.param_groups[0].get('fused')
-    optimizer.load_state_dict({**state, 'param_groups': [{**group, 'fused': fused} for group in state['param_groups']]})
-    for group in optimizer.param_groups:
-        for p in group['params']:
-            moments = optimizer.state[p]
-            if moments and not moments['exp_avg'].shape == moments['exp_avg_sq'].shape == p.shape:
-                raise ValueError(f"a moment is {tuple(moments['exp_avg'].shape)}, its parameter {tuple(p.shape)}")
+    if not state['state']:
+        return
+    saved = state['param_groups']
+    kept = [{name: x for name, x in group.items() if name != 'params'} for group in optimizer.param_groups]
+    groups = [{**group, **own} for group, own in zip(saved, kept)] + saved[len(kept):]
+    whole = {i: {name: _whole(x) for name, x in its.items()} for i, its in state['state'].items()}
+    optimizer.load_state_dict({'state': whole, 'param_groups': groups})
+    for p in (p for group in optimizer.param_groups for p in group['params']):
+        for name, x in optimizer.state[p].items():
+            if name != 'step' and torch.is_tensor(x) and x.shape != p.shape:
+                raise ValueError(f'{name} is {tuple(x.shape)}, its parameter {tuple(p.shape)}')
 
 
 def rng_state() -> dict:

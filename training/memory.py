@@ -20,12 +20,14 @@ import attention.causal
 import training.recompute
 from config.errors import UserError
 from config.sizes import available_memory
+from kv.parts import tensor_nbytes
 from kv.report import nice_bytes
 from model import GPT
 from training.device import autocast as autocast_for
 from training.device import memory_use
 from training.live import BACKWARD, LOSS, LiveBytes
 from training.offload import offloaded
+from training.optim import state_nbytes
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Memory:
         return asdict(self)
 
 
-def measure(model, batch, policy: str | None = None, autocast=None, *, chunked_loss: bool | None = None, optimizer=None,
+def measure(model, batch, policy: str | None = None, autocast=None, *, chunked_loss: bool | None = None, optimizer='adamw',
             accumulate: bool = False) -> Memory:
     """Memory of a forward and backward pass over `batch`, which is really done; nothing of it remains.
 
@@ -65,7 +67,7 @@ def measure(model, batch, policy: str | None = None, autocast=None, *, chunked_l
         batch: (idx, targets), each (B, T) int64 on the model's device.
         policy: of `training.recompute`; None = the model's. chunked_loss: None = the model's.
         autocast: a context for the forward pass; None = float32.
-        optimizer: whose state counts; None, or one that has made no step yet: AdamW's.
+        optimizer: whose state counts, or its name (of `training.optim`) where there is none yet.
         accumulate: gradients are there already when the step begins, as with gradient accumulation.
     """
     was = model.training, model.recompute.name, model.chunked_loss, [p.grad for p in model.parameters()]
@@ -108,15 +110,15 @@ def _follow(model, batch, autocast, optimizer, accumulate):
                   model.recompute.name, str(model.device))
 
 
-def state_bytes(model, optimizer=None) -> tuple[int, int, int]:
-    """Bytes of parameters, of their gradients, and of the optimizer's state: its own, or AdamW's where it has none yet."""
+def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
+    """Bytes of parameters, of their gradients, and of the optimizer's state; of one that is only named, what it will have."""
     params = list(model.parameters())
     parameters = sum(p.nbytes for p in params)
     gradients = sum(p.nbytes for p in params if p.requires_grad)
-    if optimizer is not None and optimizer.state:
+    if not isinstance(optimizer, str) and optimizer.state:
         held = (x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x))
-        return parameters, gradients, sum(x.nbytes for x in held)
-    return parameters, gradients, 2 * gradients + 4 * sum(p.requires_grad for p in params)  # two averages; the step
+        return parameters, gradients, sum(map(tensor_nbytes, held))
+    return parameters, gradients, state_nbytes(model, optimizer if isinstance(optimizer, str) else 'adamw')
 
 
 class Predictor:
@@ -135,7 +137,7 @@ class Predictor:
             self.model = GPT(config)
 
     def predict(self, policy: str = 'none', batch_size: int = 1, block_size: int = 0, chunked_loss: bool = True,
-                dtype: torch.dtype = torch.float32, accumulate: bool = False, optimizer=None) -> Memory:
+                dtype: torch.dtype = torch.float32, accumulate: bool = False, optimizer='adamw') -> Memory:
         """Memory of a step over (batch_size, block_size) tokens, all of them targets; 0 = the config's block_size."""
         T = block_size or self.model.config.block_size
         with torch.random.fork_rng([], device_type='cuda'), self.fake, _simple_offload(self.device):

@@ -35,7 +35,8 @@ class Plans:
     """Predictions for a run's settings `s` (train.py's keys) and a GPTConfig, each made once."""
 
     def __init__(self, s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1, optimizer=None):
-        self.s, self.dtype, self.optimizer = s, dtype, optimizer
+        self.s, self.dtype = s, dtype
+        self.optimizer = optimizer if optimizer and optimizer.state else s.optimizer
         self.predictor = Predictor(config, device)
         if s.attention_backend in ('math', 'sdpa'):  # the others keep as much as what is chosen by itself
             self.predictor.model.attention_backend = s.attention_backend

@@ -22,7 +22,7 @@ def print_memory_report(run, dtype: torch.dtype, console: Console | None = None)
     policy = run.model.recompute.name
     predicted = plans.memory(policy)
     try:
-        measured = measure(run.model, run.batch, autocast=run.autocast, optimizer=run.optimizer, accumulate=plans.accumulate)
+        measured = measure(run.model, run.batch, autocast=run.autocast, optimizer=plans.optimizer, accumulate=plans.accumulate)
     except torch.OutOfMemoryError:
         measured = None
     eager = '; compiled, less' if s.compile else ''

@@ -15,6 +15,7 @@ from training.batches import RECALL, open_batches, open_meta
 from training.device import autocast, memory_use, pick_dtype
 from training.flops import achieved, peak_tflops
 from training.memory_plan import choose_policy
+from training.optim import make_optimizer
 from training.shelf import Shelf, checkpoint_in, load_to_resume
 from training.update import GuardedUpdate, broken, contagious
 
@@ -55,8 +56,7 @@ class Run:
         self.model.attention_backend = s.attention_backend
         print(describe(self.model, self.dtype, self.model.config.dropout))
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
-        self.optimizer = self.model.configure_optimizers(s.weight_decay, s.learning_rate, (s.beta1, s.beta2),
-                                                         self.device.type)
+        self.optimizer = make_optimizer(self.model, s, self.device.type)
         self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)
         self.batch = self._resume(saved, changed) if saved else self.batches.next()
         del saved
@@ -128,9 +128,11 @@ class Run:
     def _resume(self, saved, changed):
         """Optimizer, scaler, counters, random numbers; returns the batch that the next iteration was to train on."""
         with ckpt.restoring(self.origin, 'optimizer'):
+            kind = saved['config'].get('optimizer', 'adamw')
+            if saved['optimizer']['state'] and kind != self.s.optimizer:
+                raise UserError(f'{self.origin} was trained with optimizer={kind!r}, whose averages are of no use to '
+                                f'{self.s.optimizer!r}: go on with --optimizer={kind}')
             ckpt.load_optimizer(self.optimizer, saved['optimizer'])
-        for group, decay in zip(self.optimizer.param_groups, (self.s.weight_decay, 0.0)):  # today's settings, not the saved
-            group.update(betas=(self.s.beta1, self.s.beta2), weight_decay=decay)
         if saved.get('scaler'):
             with ckpt.restoring(self.origin, 'scaler'):
                 self.scaler.load_state_dict(saved['scaler'])
@@ -161,7 +163,7 @@ class Run:
         states = self.ranks.gather(ckpt.rng_state())
         if self.ranks.main:
             self.shelf.save({
-                'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
+                'model': self.model.state_dict(), 'optimizer': ckpt.optimizer_state(self.optimizer),
                 'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
                 'best_val_loss': self.best_val_loss, 'config': vars(self.s),
                 # beyond nanoGPT's keys: what an exact resume needs

@@ -195,7 +195,7 @@ def test_cuda_is_planned_for_without_cuda():
 def test_memory_line(made):
     model = made['vanilla'][0]
     before = memory_use(model.device).peak
-    line = memory_line(model, None, model.device)
+    line = memory_line(model, 'adamw', model.device)
     n = 4 * sum(p.numel() for p in model.parameters())
     assert line.startswith(f'memory: parameters {nice_bytes(n)}, gradients {nice_bytes(n)}, optimizer ')
     peak, unit = re.search(r', peak ([\d,.]+) ([MG])B \(the whole process\)$', line).groups()  # of all tests before, too

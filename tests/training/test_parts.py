@@ -105,7 +105,7 @@ def test_exactly_block_size_tokens_are_too_few_and_one_more_is_enough(tmp_path):
 # -- learning rate ----------------------------------------------------------------------------------------------------
 
 def schedule(it, **changes):
-    s = dict(decay_lr=True, learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110)
+    s = dict(decay_lr=True, lr_schedule='cosine', learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110)
     return learning_rate_at(it, SimpleNamespace(**(s | changes)))
 
 

@@ -1,0 +1,171 @@
+"""Optimizers beside AdamW, what their state takes, and schedules (whole runs: tests/programs/test_optimizers.py)."""
+import copy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from config.errors import UserError
+from model import GPT, GPTConfig
+from training.checkpoint import load_optimizer, optimizer_state
+from training.memory import state_bytes
+from training.optim import cooldown, learning_rate_at, make_optimizer, set_learning_rate
+from training.update import GuardedUpdate
+
+SETTINGS = dict(optimizer='muon', muon_momentum=0.9, weight_decay=0.2, learning_rate=1e-2, beta1=0.8, beta2=0.9)
+EIGHT_BIT = pytest.param('adamw8bit', marks=pytest.mark.slow)  # torch.compile
+
+
+def settings(**changes):
+    return SimpleNamespace(**(SETTINGS | changes))
+
+
+def model_of(bias=True):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=80, block_size=8, bias=bias, n_kv_head=1))
+
+
+def backward(model, seed):
+    idx = torch.randint(80, (2, 9), generator=torch.Generator().manual_seed(seed))
+    model(idx[:, :-1], idx[:, 1:])[1].backward()
+
+
+def step(model, optimizer, seed):
+    backward(model, seed)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# -- which optimizer has what -----------------------------------------------------------------------------------------
+
+def test_muon_has_the_matrices_of_blocks_and_adamw_the_others(capsys):
+    model = model_of()
+    muon, decay, no_decay = make_optimizer(model, settings(), 'cpu').param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group, wanted in ((muon, lambda name, p: p.dim() == 2 and '.h.' in name), (no_decay, lambda name, p: p.dim() == 1),
+                          (decay, lambda name, p: p.dim() == 2 and '.h.' not in name)):
+        assert [names[id(p)] for p in group['params']] == [name for name, p in model.named_parameters() if wanted(name, p)]
+    assert [g['weight_decay'] for g in (muon, decay, no_decay)] == [0.2, 0.2, 0.0]
+    assert muon['momentum'] == 0.9 and muon['adjust_lr_fn'] == 'match_rms_adamw' and decay['betas'] == (0.8, 0.9)
+    assert 'using Muon for 8 matrices of blocks' in capsys.readouterr().out
+
+
+def test_together_they_do_what_each_does_alone():
+    model, twin = model_of(), model_of()
+    optimizer = make_optimizer(model, settings(), 'cpu')
+    matrices = [p for p in twin.transformer.h.parameters() if p.dim() == 2]
+    others = [p for p in twin.parameters() if not any(p is q for q in matrices)]
+    muon = torch.optim.Muon(matrices, lr=3e-3, weight_decay=0.2, momentum=0.9, adjust_lr_fn='match_rms_adamw')
+    adamw = torch.optim.AdamW([dict(params=[p for p in others if p.dim() == 2], weight_decay=0.2),
+                               dict(params=[p for p in others if p.dim() == 1], weight_decay=0.0)], lr=3e-3, betas=(0.8, 0.9))
+    set_learning_rate(optimizer, 3e-3)
+    for seed in range(3):
+        step(model, optimizer, seed)
+        backward(twin, seed)
+        for each in (muon, adamw):
+            each.step()
+            each.zero_grad()
+        assert_equal(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize('name', ['muon', EIGHT_BIT])
+def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(name, tmp_path):
+    model = model_of()
+    optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
+    for seed in range(3):
+        step(model, optimizer, seed)
+    torch.save({'model': model.state_dict(), 'optimizer': optimizer_state(optimizer)}, tmp_path / 'saved.pt')
+    set_learning_rate(optimizer, 5e-3)
+    step(model, optimizer, 3)
+    saved, twin = torch.load(tmp_path / 'saved.pt', weights_only=True), model_of()
+    twin.load_state_dict(saved['model'])
+    other = make_optimizer(twin, settings(optimizer=name, weight_decay=0.2), 'cpu')
+    load_optimizer(other, saved['optimizer'])
+    set_learning_rate(other, 5e-3)
+    step(twin, other, 3)
+    assert_equal(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize('name', ['adamw', 'muon', EIGHT_BIT])
+def test_the_bytes_of_a_state_are_foretold(name):
+    model = model_of()
+    optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
+    foretold = state_bytes(model, name)
+    step(model, optimizer, 0)
+    assert state_bytes(model, optimizer) == foretold
+    whole = state_bytes(model, 'adamw')[2]
+    assert {'adamw': 1, 'muon': 0.45, 'adamw8bit': 0.25}[name] <= foretold[2] / whole < {'adamw': 1.01, 'muon': 0.6,
+                                                                                        'adamw8bit': 0.4}[name]
+
+
+@pytest.mark.parametrize('name', ['muon', EIGHT_BIT])
+def test_a_step_without_finite_gradients_changes_nothing(name):
+    model = model_of()
+    optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
+    update = GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), 1.0, torch.device('cpu'))
+    backward(model, 0)
+    update(0, torch.tensor(1.0))
+    before, state = weights(model), copy.deepcopy(optimizer_state(optimizer)['state'])
+    backward(model, 1)
+    model.lm_head.weight.grad[0, 0] = torch.nan
+    update(1, torch.tensor(1.0))
+    assert update.skipped == 1
+    assert_equal(weights(model), before)
+    assert str(optimizer_state(optimizer)['state']) == str(state)
+
+
+@pytest.mark.parametrize('name', ['adamw', 'muon', EIGHT_BIT])
+def test_clipping_counts_all_gradients_together(name):
+    """What is clipped to a tenth is what gradients of a tenth give."""
+    models, averages = [], []
+    for clip in (True, False):
+        model = model_of()
+        optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
+        backward(model, 0)
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])).item()
+        if not clip:
+            for p in model.parameters():
+                p.grad *= 0.1
+        update = GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), norm / 10 if clip else 0.0,
+                               torch.device('cpu'))
+        update(0, torch.tensor(1.0))
+        assert update.read().grad_norm == pytest.approx(norm if clip else norm / 10, rel=1e-5)
+        models.append(list(model.parameters()))
+        averages.append([optimizer.state[p]['momentum_buffer' if 'momentum_buffer' in optimizer.state[p] else 'exp_avg']
+                         for group in optimizer.param_groups for p in group['params']])
+    for p, q in zip(*(models if name == 'adamw8bit' else averages)):  # Muon itself rounds in bfloat16
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5 if name == 'adamw8bit' else 1e-9)
+
+
+def test_without_torchao_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torchao.optim', None)
+    with pytest.raises(UserError, match=r"needs the torchao package: pip install -e '\.\[int8\]'"):
+        make_optimizer(model_of(), settings(optimizer='adamw8bit'), 'cpu')
+
+
+# -- learning rate ----------------------------------------------------------------------------------------------------
+
+WSD = dict(decay_lr=True, lr_schedule='wsd', learning_rate=1.0, min_lr=0.2, warmup_iters=10, lr_decay_iters=110,
+           cooldown_iters=40)
+
+
+@pytest.mark.parametrize('it, lr', [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (70, 1.0), (71, 0.98), (90, 0.6), (109, 0.22),
+                                    (110, 0.2), (10 ** 6, 0.2)])
+def test_warm_up_stable_decay(it, lr):
+    assert learning_rate_at(it, SimpleNamespace(**WSD)) == pytest.approx(lr, rel=1e-12)
+
+
+def test_the_decay_takes_a_fifth_unless_it_is_said():
+    s = SimpleNamespace(**WSD | dict(cooldown_iters=0))
+    assert cooldown(s) == 22 and learning_rate_at(88, s) == 1.0 > learning_rate_at(89, s)
+    assert cooldown(SimpleNamespace(cooldown_iters=0, lr_decay_iters=3)) == 1
+    assert learning_rate_at(50, SimpleNamespace(**WSD | dict(decay_lr=False))) == 1.0
