@@ -21,6 +21,7 @@ from sample import load_all, memory_of
 from serving.api import Service
 
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')
+LOOPBACK_NAMES = ('127.0.0.1', '[::1]', 'localhost')  # as a client's Host header has them
 
 
 def parts():
@@ -54,7 +55,7 @@ def read_keys(path: str, environment) -> list[str]:
     """
     if path:
         try:
-            keys = [line.strip() for line in Path(path).read_text(encoding='utf-8').splitlines() if line.strip()]
+            keys = [line.strip() for line in Path(path).read_text(encoding='utf-8-sig').splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f'api_key_file={path!r} cannot be read: {e}') from e
         if not keys:
@@ -101,7 +102,8 @@ def main(argv=None):
               file=sys.stderr)
     host, port = sock.getsockname()[:2]
     greeting = f"Serving {service.model!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)"
-    Server(make_app(worker, service, limits, keys), worker, s.grace, greeting).run([sock])
+    hosts = LOOPBACK_NAMES if s.host in LOOPBACK and not keys else ()
+    Server(make_app(worker, service, limits, keys, hosts), worker, s.grace, greeting).run([sock])
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
 """Turn text into token ids and back: the characters of a dataset's meta.pkl, or GPT-2's byte pair encoding."""
 
 import codecs
+import functools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -35,8 +36,13 @@ class CharTokenizer:
         self.stoi, self.itos = stoi, itos
         self.vocab_size = vocab_size or len(stoi)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the characters; UserError names those that the alphabet lacks."""
+    @property
+    def longest(self) -> int:
+        """Most characters that one id stands for."""
+        return 1
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of the characters; UserError names those that the alphabet lacks. special: means nothing here."""
         lacking = [c for c in dict.fromkeys(text) if c not in self.stoi]
         if lacking:
             shown = ', '.join(repr(c) for c in lacking[:10]) + (', ...' if len(lacking) > 10 else '')
@@ -70,10 +76,15 @@ class GPT2Tokenizer:
         self.encoding = gpt2_encoding() if encoding is None else encoding
         self.vocab_size: int = self.encoding.n_vocab
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; '<|endoftext|>' in it is the special token, as in nanoGPT."""
-        special = {END_OF_TEXT} & self.encoding.special_tokens_set
-        return self.encoding.encode(text, allowed_special=special, disallowed_special=())
+    @functools.cached_property
+    def longest(self) -> int:
+        """Most characters that one id stands for (GPT-2's: 128 spaces)."""
+        return max(map(len, [*self.encoding.token_byte_values(), *self.encoding.special_tokens_set]))
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of `text`. special: '<|endoftext|>' in it is the special token, as in nanoGPT; else it is text like any other."""
+        allowed = {END_OF_TEXT} & self.encoding.special_tokens_set if special else set()
+        return self.encoding.encode(text, allowed_special=allowed, disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; an id outside the vocabulary or bytes that are no UTF-8 become '\ufffd'."""

@@ -74,22 +74,34 @@ class Dialogue:
         Raises:
             UserError: a text with what ends a turn in it, or with characters that the model does not know.
         """
-        end = self.template.end
-        if (text + end).index(end) < len(text):  # also where the text's last characters begin it
-            raise UserError(f'a turn ends at {end!r}, and this text has it in it, or ends with its beginning')
-        self.turns.append(Turn(name, text, self.tokenizer.encode(self.template.head(name) + text + self.template.end)))
+        self.turns.append(Turn(name, text, self._encoded(self.checked(name, text))))
+
+    def checked(self, name: str, text: str) -> str:
+        """The turn as it is written.
+
+        Raises:
+            UserError: what ends a turn comes up before its end: in the name, the text, or where they meet the template.
+        """
+        end, turn = self.template.end, self.template.head(name) + text + self.template.end
+        if turn.index(end) < len(turn) - len(end):
+            raise UserError(f'a turn ends at {end!r}, and this one has it before its end: in its text, or where that begins or '
+                            'ends')
+        return turn
+
+    def _encoded(self, text):
+        return self.tokenizer.encode(text, special=False)  # what people say is text, and nothing else
 
     def prompt(self, name: str) -> list[int]:
         """Ids of all turns, and of the next one by `name` up to its text."""
-        return [i for turn in self.turns for i in turn.ids] + self.tokenizer.encode(self.template.head(name))
+        return [i for turn in self.turns for i in turn.ids] + self._encoded(self.template.head(name))
 
     def reply(self, name: str, text: str, ids: list[int]) -> None:
         """Append a turn that was generated behind `prompt(name)`: its text, cut at the end of the turn, and its token ids.
         They are kept as they came if they are what the turn says, so that the cache that has them serves the next one."""
-        head, end = self.tokenizer.encode(self.template.head(name)), self.template.end
+        head, end = self._encoded(self.template.head(name)), self.template.end
         said = self.tokenizer.decode(ids)
         if said != text + end:
-            ids = ids + self.tokenizer.encode(end) if said == text else self.tokenizer.encode(text + end)
+            ids = ids + self._encoded(end) if said == text else self._encoded(text + end)
         self.turns.append(Turn(name, text, head + ids))
 
     def forget(self, room: int) -> int:

@@ -18,7 +18,8 @@ SAMPLING = {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_to
             'top_p': 'top_p', 'top_k': 'top_k', 'min_p': 'min_p', 'repetition_penalty': 'repetition_penalty', 'seed': 'seed',
             'stop': 'stop'}
 COMMON = {*SAMPLING, 'model', 'n', 'stream', 'stream_options'}
-IGNORED = {'user', 'metadata', 'service_tier', 'safety_identifier', 'prompt_cache_key'}  # they change no text
+IGNORED = {'user', 'metadata', 'service_tier', 'safety_identifier', 'prompt_cache_key',
+           'prompt_cache_retention'}  # they change no text
 # fields of OpenAI's that are not offered -> what they may be, as it means the same as to leave them out
 NEUTRAL = {'frequency_penalty': (0,), 'presence_penalty': (0,), 'logit_bias': ({},), 'store': (False,)}
 NEUTRAL_COMPLETION = NEUTRAL | {'echo': (False,), 'suffix': ('',), 'best_of': (1,)}
@@ -153,6 +154,7 @@ def _prompts(value, service) -> list[list[int]]:
 
 def _ids(prompt, service):
     if isinstance(prompt, str):
+        _bounded(len(prompt), service, 'prompt')
         prompt = _encode(lambda: service.tokenizer.encode(_text(prompt, 'prompt')), 'prompt')
     if not isinstance(prompt, list) or not all(type(i) is int for i in prompt):
         raise ApiError(400, f'prompt={shown(prompt)}: must be a text, a list of token ids, or a list of such', 'prompt')
@@ -164,34 +166,64 @@ def _ids(prompt, service):
     return prompt
 
 
+def _bounded(n, service, where):
+    """n characters may be as few tokens as a request may have. To encode more would be for nothing, and take long."""
+    most = service.max_positions * service.tokenizer.longest
+    if n > most:
+        raise ApiError(400, f'{where} has {n:,} characters: {service.max_positions:,} tokens are at most {most:,}', where,
+                       'context_length_exceeded')
+
+
 def _conversation(messages, service) -> list[int]:
     """Ids of the turns up to where the reply begins. Each turn is encoded for itself, so that what was computed for it serves
     again."""
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, f'messages={shown(messages)}: must be a list of at least one message', 'messages')
-    dialogue, start = Dialogue(service.tokenizer, service.template), []
+    dialogue, start, n = Dialogue(service.tokenizer, service.template), [], 0
     for i, message in enumerate(messages):
         where = f'messages[{i}]'
-        if not isinstance(message, dict) or message.keys() - {'role', 'content', 'name'}:
-            raise ApiError(400, f'{where}={shown(message)}: must be an object with role and content (and name)', where)
-        role, text = message.get('role'), _content(message.get('content'), where)
+        role, text, name = _message(message, where, service)
+        if role == 'assistant' and not text:  # a reply that ended where it began is no turn
+            continue
         if role in ('system', 'developer'):
             if dialogue.turns:
                 raise ApiError(400, f'{where}: a {role} message can only come before all others', where)
             text += service.template.end * (not text.endswith(service.template.end))
-            start += _encode(lambda text=text: service.tokenizer.encode(text), where)
-        elif role in ('user', 'assistant'):
-            name = message.get('name') or (service.user if role == 'user' else service.reply_as)
-            if not isinstance(name, str) or has_surrogate(name) or service.template.end in service.template.head(name):
-                raise ApiError(400, f'{where}: name={shown(name)} cannot be the name of a turn', where)
-            _encode(lambda name=name, text=text: dialogue.say(name, text), where)
+            start += _encode(lambda text=text: service.tokenizer.encode(text, special=False), where)
+            n = len(start)
         else:
-            raise ApiError(400, f'{where}: role={shown(role)}: allowed are system, developer, user, assistant', where)
+            _encode(lambda name=name, text=text: dialogue.say(name, text), where)
+            n += len(dialogue.turns[-1].ids)
+        if n > service.max_positions:  # before the others are looked at
+            raise _too_long(n, service)
     ids = start + dialogue.prompt(service.reply_as)
     if len(ids) > service.max_positions:
-        raise ApiError(400, f'the conversation has {len(ids):,} tokens: at most {service.max_positions:,}; leave out its '
-                            'oldest turns', 'messages', 'context_length_exceeded')
+        raise _too_long(len(ids), service)
     return ids
+
+
+def _too_long(n, service):
+    return ApiError(400, f'the conversation has {n:,} tokens: at most {service.max_positions:,}; leave out its oldest turns',
+                    'messages', 'context_length_exceeded')
+
+
+def _message(message, where, service) -> tuple[str, str, str]:
+    """(role, text, name) of one of a conversation; what is null in it is as if left out."""
+    if not isinstance(message, dict) or {key for key, x in message.items() if x is not None} - {'role', 'content', 'name'}:
+        raise ApiError(400, f'{where}={shown(message)}: must be an object with role and content (and name)', where)
+    role, text, end = message.get('role'), _content(message.get('content'), where), service.template.end
+    if role not in ('system', 'developer', 'user', 'assistant'):
+        raise ApiError(400, f'{where}: role={shown(role)}: allowed are system, developer, user, assistant', where)
+    _bounded(len(text), service, where)
+    name = message.get('name')
+    if name is None:
+        name = service.reply_as if role == 'assistant' else service.user
+    elif not isinstance(name, str) or not name.isprintable() or end in service.template.head(name):
+        raise ApiError(400, f'{where}: name={shown(name)} cannot be the name of a turn', where)
+    if role == 'assistant':  # a reply that was cut off within the end of its turn
+        cut = next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
+        text = text[:len(text) - cut]
+    return role, text, name
 
 
 def _content(content, where) -> str:
@@ -212,7 +244,7 @@ def _text(value, where) -> str:
 def _encode(make: Callable, where):
     try:
         return make()
-    except UserError as e:
+    except ValueError as e:  # a UserError, or what the tokenizer cannot take
         raise ApiError(400, str(e), where) from e
 
 

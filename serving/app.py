@@ -7,11 +7,11 @@ import contextlib
 import hmac
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import anyio
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +23,8 @@ from serving.errors import ApiError, ClientGone
 from serving.replies import ChatReply, Reply
 from serving.worker import Busy, Fault, Stopping, Worker
 
+READERS = 2       # requests that are read (parsed, encoded) at once, in threads
+UNREAD = (401, 403, 408, 413, 415)  # of these there may be a body to come, which nobody waits for
 LAST_WORDS = 1.0  # seconds to tell a client of a time-out that may not be reading
 GONE = object()
 log = logging.getLogger('nanokv.serving')
@@ -30,15 +32,18 @@ log = logging.getLogger('nanokv.serving')
 
 @dataclass(frozen=True)
 class Limits:
-    """max_body: bytes. timeout: seconds that a request may take, from its last byte to the last of the answer."""
+    """max_body: bytes. timeout: seconds that a request may take, from its head to the last byte of the answer."""
     max_body: int
     timeout: float
 
 
-def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = ()) -> Starlette:
+def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
+             hosts: Sequence[str] = ()) -> Starlette:
     """The ASGI application. The worker must have been started; it is not stopped here.
 
     keys: one of them must come as `Authorization: Bearer KEY`, but for /health; none = everybody is let in.
+    hosts: names by which the server may be called; none = any. A page in a browser on the same machine can have a name of its
+        own point here (DNS rebinding), and then reads the answers.
     """
     metrics = worker.metrics
 
@@ -64,8 +69,8 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
               Route('/v1/chat/completions', Generate(worker, service, limits, api.chat, ChatReply), methods=['POST']),
               Route('/v1/models', models), Route('/v1/models/{model:path}', model), Route('/health', health),
               Route('/metrics', counters)]
-    front = Middleware(Front, metrics=metrics, keys=[key.encode() for key in keys],
-                       paths={route.path for route in routes if '{' not in route.path})
+    front = Middleware(Front, metrics=metrics, keys=[key.encode(errors='surrogateescape') for key in keys],
+                       hosts=[host.encode() for host in hosts], paths={route.path for route in routes if '{' not in route.path})
     app = Starlette(routes=routes, middleware=[front],
                     exception_handlers={HTTPException: failed, ApiError: failed, Exception: failed})
     app.router.redirect_slashes = False
@@ -81,14 +86,15 @@ def _json(document: dict, status: int = 200, headers: dict | None = None) -> Res
 
 
 def _refusal(error: ApiError) -> Response:
-    return _json(error.document(), error.status, error.headers)
+    close = {'Connection': 'close'} if error.status in UNREAD else {}
+    return _json(error.document(), error.status, error.headers | close)
 
 
 class Front:
     """What comes before all routes: the key, and counting."""
 
-    def __init__(self, app, metrics, keys: list[bytes], paths: set[str]):
-        self.app, self.metrics, self.keys, self.paths = app, metrics, keys, paths
+    def __init__(self, app, metrics, keys: list[bytes], hosts: list[bytes], paths: set[str]):
+        self.app, self.metrics, self.keys, self.hosts, self.paths = app, metrics, keys, hosts, paths
 
     async def __call__(self, scope, receive, send):
         if scope['type'] != 'http':
@@ -101,12 +107,8 @@ class Front:
                 status = message['status']
             await send(message)
         try:
-            if scope['path'] == '/health' or self._may(scope):
-                await self.app(scope, receive, counting)
-            else:
-                error = ApiError(401, 'a key is needed: Authorization: Bearer KEY', code='invalid_api_key',
-                                 headers={'WWW-Authenticate': 'Bearer'})
-                await _refusal(error)(scope, receive, counting)
+            error = self._refused(scope)
+            await (_refusal(error) if error else self.app)(scope, receive, counting)
         except Exception:
             status = 500
             raise
@@ -114,13 +116,17 @@ class Front:
             route = scope['path'] if scope['path'] in self.paths else 'other'
             self.metrics.requests.labels(route, str(status)).inc()
 
-    def _may(self, scope) -> bool:
-        if not self.keys:
-            return True
-        given = next((value for name, value in scope['headers'] if name == b'authorization'), b'')
-        scheme, _, key = given.partition(b' ')
+    def _refused(self, scope) -> ApiError | None:
+        headers = dict(reversed(scope['headers']))  # the first of each name
+        if self.hosts and headers.get(b'host', b'').lower().removesuffix(b':%d' % (scope['server'][1] or 0)) not in self.hosts:
+            return ApiError(403, 'this server is called by another name, as localhost')
+        scheme, _, key = headers.get(b'authorization', b'').partition(b' ')
         # all are compared: how long it takes says nothing of which is near
-        return bool(scheme.lower() == b'bearer' and sum(hmac.compare_digest(key.strip(), each) for each in self.keys))
+        known = scheme.lower() == b'bearer' and sum(hmac.compare_digest(key.strip(), each) for each in self.keys)
+        if known or not self.keys or scope['path'] == '/health':
+            return None
+        return ApiError(401, 'a key is needed: Authorization: Bearer KEY', code='invalid_api_key',
+                        headers={'WWW-Authenticate': 'Bearer'})
 
 
 class Generate:
@@ -128,18 +134,27 @@ class Generate:
 
     def __init__(self, worker: Worker, service: api.Service, limits: Limits, read: Callable, reply: type[Reply]):
         self.worker, self.service, self.limits, self.read, self.reply = worker, service, limits, read, reply
+        self.readers = anyio.CapacityLimiter(READERS)
 
     async def __call__(self, scope, receive, send):
+        deadline = asyncio.get_running_loop().time() + self.limits.timeout
         try:
-            async with asyncio.timeout(self.limits.timeout):
+            async with asyncio.timeout_at(deadline):
                 body = await self._body(Request(scope, receive))
-        except (ClientGone, ClientDisconnect):
+        except ClientDisconnect:
             return
         except TimeoutError:
             raise ApiError(408, f'the request did not come within {self.limits.timeout:g} s') from None
-        ask = await run_in_threadpool(lambda: self.read(_parsed(body), self.service))  # long texts: others go on meanwhile
-        answer = Answer(ask, self.reply(ask, self.service.model, self.service.tokenizer), send)
-        await answer.run(self.worker, receive, self.limits.timeout)
+        with refusing():
+            self.worker.check()  # before it is read, which may take a while
+        await Answer(lambda: self._read(body), send, deadline).run(self.worker, receive, self.limits)
+
+    async def _read(self, body):
+        """(what is asked, its reply), in a thread: others go on meanwhile."""
+        def read():
+            ask = self.read(_parsed(body), self.service)
+            return ask, self.reply(ask, self.service.model, self.service.tokenizer)
+        return await anyio.to_thread.run_sync(read, limiter=self.readers, abandon_on_cancel=True)
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
@@ -164,23 +179,38 @@ def _parsed(body: bytes):
         raise ApiError(400, f'the body is not JSON: {str(e)[:200]}') from e
 
 
-class Answer:
-    """One request at work: its events from the engine, and whether the client is still there."""
+@contextlib.contextmanager
+def refusing():
+    """What the worker does not take is answered."""
+    try:
+        yield
+    except Busy:
+        raise ApiError(429, 'too many requests are waiting: try again later', code='too_many_requests',
+                       headers={'Retry-After': '1'}) from None
+    except Stopping:
+        raise ApiError(503, 'the server is stopping', headers={'Retry-After': '5'}) from None
 
-    def __init__(self, ask: api.Ask, reply: Reply, send):
-        self.ask, self.reply, self.send, self.started = ask, reply, send, False
+
+class Answer:
+    """One request at work: its events from the engine, and whether the client is still there. read: gives what is asked, and
+    the reply to it. deadline: by the loop's clock."""
+
+    def __init__(self, read: Callable[[], Awaitable], send, deadline: float):
+        self.read, self.send, self.deadline = read, send, deadline
+        self.started, self.ticket, self.reply = False, None, None
         self.inbox, self.loop = asyncio.Queue(), asyncio.get_running_loop()
 
-    async def run(self, worker: Worker, receive, timeout: float) -> None:
+    async def run(self, worker: Worker, receive, limits: Limits) -> None:
         """Raises ApiError where nothing has been sent yet."""
-        ticket, watch = self._submit(worker), asyncio.create_task(self._watch(receive))
+        watch = asyncio.create_task(self._watch(receive))
         try:
-            async with asyncio.timeout(timeout):
-                await (self._stream() if self.ask.stream else self._whole())
+            async with asyncio.timeout_at(self.deadline):
+                await self._answer(worker)
         except ClientGone:
             pass
         except (TimeoutError, ApiError) as e:
-            error = e if isinstance(e, ApiError) else ApiError(504, f'not done within {timeout:g} s: cancelled')
+            error = e if isinstance(e, ApiError) else ApiError(504, f'not done within {limits.timeout:g} s: cancelled',
+                                                               headers={'x-should-retry': 'false'})  # OpenAI's client would
             if not self.started:
                 raise error from None
             with contextlib.suppress(TimeoutError):
@@ -188,17 +218,19 @@ class Answer:
                     await self._say([error.document()], more=False)
         finally:
             watch.cancel()
-            if not self.reply.complete:
-                worker.cancel(ticket)
+            if self.ticket and not self.reply.complete:
+                worker.cancel(self.ticket)
 
-    def _submit(self, worker):
-        try:
-            return worker.submit(self.ask.choices, lambda items: self.loop.call_soon_threadsafe(self.inbox.put_nowait, items))
-        except Busy:
-            raise ApiError(429, 'too many requests are waiting: try again later', code='too_many_requests',
-                           headers={'Retry-After': '1'}) from None
-        except Stopping:
-            raise ApiError(503, 'the server is stopping', headers={'Retry-After': '5'}) from None
+    async def _answer(self, worker):
+        ask, self.reply = await self.read()
+        if not self.inbox.empty():
+            raise ClientGone
+        with refusing():
+            self.ticket = worker.submit(ask.choices, self._deliver)
+        await (self._stream() if ask.stream else self._whole())
+
+    def _deliver(self, items):
+        self.loop.call_soon_threadsafe(self.inbox.put_nowait, items)
 
     async def _watch(self, receive):
         while (await receive())['type'] != 'http.disconnect':
@@ -221,7 +253,7 @@ class Answer:
     async def _whole(self):
         while not self.reply.complete:
             await self._documents()
-        body = json.dumps(self.reply.document())  # ASCII: a character is a byte
+        body = await anyio.to_thread.run_sync(lambda: json.dumps(self.reply.document()))  # ASCII: a character is a byte
         await self._start([(b'content-type', b'application/json'), (b'content-length', str(len(body)).encode())])
         await self._send(body, more=False)
 

@@ -1,4 +1,5 @@
 """OpenAI's answer documents, whole and in pieces. No HTTP and no torch here."""
+import functools
 import secrets
 import time
 
@@ -22,7 +23,9 @@ class Reply:
         self.ask, self.tokenizer = ask, tokenizer
         self.head = {'id': f'{self.prefix}-{secrets.token_hex(12)}', 'created': int(time.time()), 'model': model}
         self.completions: list[Completion | None] = [None] * len(ask.params)
-        self._texts = [_Texts(tokenizer) for _ in ask.params]  # of choices whose log-probabilities are given in pieces
+        self.text_of = functools.cache(lambda token: tokenizer.decode([token]))
+        self.bytes_of = functools.cache(tokenizer.token_bytes)
+        self._texts = [_Texts(tokenizer.stream(), self.text_of) for _ in ask.params]  # of choices that are told in pieces
 
     @property
     def complete(self) -> bool:
@@ -32,6 +35,8 @@ class Reply:
         """An event of a choice; the documents that say it."""
         if event.completion:
             self.completions[choice] = event.completion
+        if not self.ask.stream:
+            return []
         return [self._document(self.piece, [piece], usage=None) for piece in self.pieces(choice, event)]
 
     def pieces(self, choice, event) -> list[dict]:
@@ -53,7 +58,7 @@ class Reply:
                               usage=self.usage())
 
     def choice(self, c: int, completion: Completion) -> dict:
-        logprobs = completion.logprobs and _Texts(self.tokenizer).logprobs(completion.logprobs)
+        logprobs = completion.logprobs and _Texts(self.tokenizer.stream(), self.text_of).logprobs(completion.logprobs)
         return {'index': c, 'text': completion.text, 'logprobs': logprobs, 'finish_reason': completion.finish_reason}
 
     def usage(self) -> dict:
@@ -100,25 +105,25 @@ class ChatReply(Reply):
         return {'content': content, 'refusal': None}
 
     def _token(self, token, logprob) -> dict:
-        data = self.tokenizer.token_bytes(token)
-        return {'token': self.tokenizer.decode([token]), 'logprob': max(logprob, LEAST), 'bytes': data and list(data)}
+        data = self.bytes_of(token)
+        return {'token': self.text_of(token), 'logprob': max(logprob, LEAST), 'bytes': data and list(data)}
 
 
 class _Texts:
     """Log-probabilities with the texts of tokens, and where in the answer each begins."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.stream, self.offset = tokenizer, tokenizer.stream(), 0
+    def __init__(self, stream, text_of):
+        self.stream, self.text_of, self.offset = stream, text_of, 0
 
     def logprobs(self, entries) -> dict:
         offsets = []
         for entry in entries:
             offsets.append(self.offset)
             self.offset += len(self.stream(entry.token))
-        return {'tokens': [self.tokenizer.decode([entry.token]) for entry in entries],
+        return {'tokens': [self.text_of(entry.token) for entry in entries],
                 'token_logprobs': [max(entry.logprob, LEAST) for entry in entries],
                 'top_logprobs': [self._top(entry.top) for entry in entries], 'text_offset': offsets}
 
     def _top(self, top) -> dict | None:
         """Of several tokens with one text (bytes that are no character), the likeliest."""
-        return {self.tokenizer.decode([token]): max(logprob, LEAST) for token, logprob in reversed(top)} or None
+        return {self.text_of(token): max(logprob, LEAST) for token, logprob in reversed(top)} or None

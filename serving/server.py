@@ -8,7 +8,9 @@ import uvicorn
 from config.errors import UserError
 from serving.worker import Worker
 
-LAST = 5.0  # seconds after the grace that connections have, then they are cut
+LAST = 5.0   # seconds after the grace that connections have, then they are cut
+IDLE = 15.0  # seconds in which a connection without a request at work must get on: send one, or read what there is for it
+MOST = 1000  # connections; more are answered with 503
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -40,9 +42,27 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app, worker: Worker, grace: float, greeting: str = ''):
-        super().__init__(uvicorn.Config(app, log_level='warning', access_log=False, server_header=False, proxy_headers=False,
-                                        lifespan='off', timeout_graceful_shutdown=max(1, round(grace + LAST))))
+        super().__init__(uvicorn.Config(
+            app, http='h11', ws='none', log_level='warning', access_log=False, server_header=False, proxy_headers=False,
+            lifespan='off', timeout_graceful_shutdown=max(1, round(grace + LAST)), limit_concurrency=MOST,
+            callback_notify=self.cut_idle, timeout_notify=0))  # that is: every second
         self.worker, self.grace, self.greeting = worker, grace, greeting
+        self._stood = {}  # connection -> where it stood, and since when
+
+    async def cut_idle(self) -> None:
+        """End connections that have not got on for IDLE seconds while it was their turn. (uvicorn waits without end for the
+        rest of a request's head, and for what is left of an answer to be read.)"""
+        now, stands = time.monotonic(), {}
+        for connection in list(self.server_state.connections):
+            cycle, transport = connection.cycle, connection.transport
+            if cycle is not None and not (cycle.response_complete or transport.is_closing()):
+                continue  # at work: the request has time-outs of its own
+            where = cycle, transport.get_write_buffer_size()
+            before, since = self._stood.get(connection, (None, now))
+            stands[connection] = where, since if where == before else now
+            if now - stands[connection][1] > IDLE:
+                transport.abort()
+        self._stood = stands
 
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets)

@@ -93,14 +93,22 @@ class Worker:
         """
         ticket = Ticket(asked, deliver)
         with self._wake:
-            if self._deadline is not None:
-                raise Stopping
-            if self._n_open + len(asked) > self.most:
-                raise Busy
+            self._check(len(asked))
             self._n_open += len(asked)
             self._inbox.append((self._begin, ticket))
             self._wake.notify()
         return ticket
+
+    def check(self) -> None:
+        """Raises Busy or Stopping where a request, however small, would not be taken now."""
+        with self._wake:
+            self._check(1)
+
+    def _check(self, n):
+        if self._deadline is not None:
+            raise Stopping
+        if self._n_open + n > self.most:
+            raise Busy
 
     def cancel(self, ticket: Ticket) -> None:
         """End what has not ended of it; what it held is free before the engine's next step."""
@@ -130,15 +138,20 @@ class Worker:
             while self._obey():
                 self._step()
         finally:  # also when it dies: nobody must wait for it for ever
-            with self._wake:
-                self._ended, self._deadline = True, self._deadline or 0.0
-                left, self._inbox = self._inbox, []
-            for act, ticket in left:
-                if act == self._begin:
-                    self._hand(ticket, [(0, Fault(503, 'the server is stopping'))])
-            self._end_all(self._owners)
-            self.saving = True
-            self._close()
+            try:
+                self._refuse_all()
+            finally:
+                self.saving = True
+                self._close()
+
+    def _refuse_all(self):
+        with self._wake:
+            self._ended, self._deadline = True, self._deadline or 0.0
+            left, self._inbox = self._inbox, []
+        for act, ticket in left:
+            if act == self._begin:
+                self._hand(ticket, [(0, Fault(503, 'the server is stopping'))])
+        self._end_all(self._owners)
 
     def _close(self):
         try:
@@ -203,7 +216,7 @@ class Worker:
             self._n_open -= n
 
     def _end_all(self, numbers):
-        for number in list(numbers):
+        for number in [number for number in numbers if number in self._owners]:
             self._fail(number, Fault(503, 'the server is stopping'))
 
     def _fail(self, number, fault):

@@ -43,8 +43,8 @@ def test_a_reply_says_its_text_however_it_ended(said):
 
 def test_what_cannot_be_said():
     d = dialogue()
-    for text in ('a\n\nb', 'a\n', '\n\n'):
-        with pytest.raises(UserError, match='has it in it'):
+    for text in ('a\n\nb', 'a\n', '\n\n', '\nB.\na', ''):  # the head ends with a line break, too
+        with pytest.raises(UserError, match='before its end'):
             d.say('A', text)
     with pytest.raises(UserError, match='alphabet lacks'):
         d.say('A', 'x')

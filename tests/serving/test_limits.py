@@ -33,7 +33,7 @@ WRONG = [
     (dict(prompt=[['a']]), 'prompt', "['a']"), (dict(prompt={'a': 1}), 'prompt', 'must be a text'),
     (dict(prompt=[23]), None, 'token 23'), (dict(prompt=[-1]), None, 'token -1'), (dict(prompt=[10 ** 30]), None, 'token 1000'),
     (dict(prompt='abX'), 'prompt', "'X'"), (dict(prompt='ab\ud800'), 'prompt', 'not a text'),
-    (dict(prompt='a' * (LONGEST + 1)), 'prompt', '61 tokens'), (dict(prompt=[0] * (LONGEST + 1)), 'prompt', '61 tokens'),
+    (dict(prompt='a' * (LONGEST + 1)), 'prompt', '61 characters'), (dict(prompt=[0] * (LONGEST + 1)), 'prompt', '61 tokens'),
     (dict(prompt='a' * 50, max_tokens=12), 'max_tokens', '60 positions'), (dict(prompt='a', max_tokens=0), 'max_tokens', '=0'),
     (dict(prompt='a', max_tokens='5'), 'max_tokens', "'5'"), (dict(prompt='a', max_tokens=True), 'max_tokens', 'True'),
     (dict(prompt='a', max_tokens=1.0), 'max_tokens', 'integer'),
