@@ -123,6 +123,7 @@ class Engine:
         self.captured = captured_decode(model, self.cache)
         self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by their number
         self._undelivered: list[Event] = []          # the next step gives them
+        self._torn: list[Event] | None = None        # events of a step that failed, from which it has not been recovered yet
         self._inboxes: dict[int, deque[Event]] = {}  # of requests that a stream awaits, by their number
         self._submitted = 0
         self.held_peak = 0  # most bytes of KV memory that were held at once, see `PagedKVCache.held_nbytes`
@@ -156,7 +157,7 @@ class Engine:
     @property
     def n_unfinished(self) -> int:
         """Requests whose last event is still to come."""
-        return len(self.jobs) + sum(event.completion is not None for event in self._undelivered)
+        return len(self.jobs) + sum(event.completion is not None for event in self._undelivered + (self._torn or []))
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,11 @@ class Engine:
         job = self.jobs.get(index)
         if job is None:
             return None
-        self._end(job, 'cancelled', self._undelivered)
+        try:
+            self._end(job, 'cancelled', self._undelivered)
+        except BaseException:
+            self._torn = []  # the next step puts it right
+            raise
         return self._undelivered[-1]
 
     def _ids(self, prompt):
@@ -260,6 +265,8 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
+        if self._torn is not None:  # an interruption of the recovery itself
+            self._recover()
         events, self._undelivered = self._undelivered, []
         try:
             work = self.scheduler.schedule()
@@ -270,13 +277,15 @@ class Engine:
             if decoding:
                 self._decode(decoding, events)
         except BaseException:
-            self._recover(events)
+            self._torn = events
+            self._recover()
             raise
         return events
 
-    def _recover(self, events) -> None:
+    def _recover(self) -> None:
         """After a fault anywhere in a step: the tokens of each request and the events made so far are what is true; all
         else is made again from them."""
+        events = self._torn
         self.cache.reset()  # it may have been left half-written
         if self.prefix:
             self.prefix.recover()
@@ -288,7 +297,7 @@ class Engine:
             pieces, tokens = job.restore(), job.request.tokens
             for k in range(job.told, len(tokens)):  # drawn, and not yet told
                 self._tell(job, tokens[k], pieces[k], job.logprobs and job.logprobs[k], events, last=k == len(tokens) - 1)
-        self._undelivered = events + self._undelivered
+        self._undelivered, self._torn = events + self._undelivered, None
 
     def _decode(self, decoding, events):
         """Rows that prefill in between take part without a token: so the rows are one slice."""
@@ -321,8 +330,10 @@ class Engine:
         drawn = sample_rows(logits, [job.sampling for _, job in drawing])
         for (_, job), token, logprob in zip(drawing, drawn.tokens.tolist(), drawn.logprobs):  # tolist() waits for the device
             if token < 0:
-                n = len(job.request.tokens)
+                n, tip = len(job.request.tokens), job.request.tip
                 self._end(job, 'error', events, f'the logits of token {n} are not finite (NaN or inf)')
+                if self.prefix:  # nobody is to go on from there
+                    self.prefix.forget(tip)
                 continue
             job.first = job.first or time.perf_counter()
             self._tell(job, token, job.take(token, logprob), logprob, events)

@@ -141,11 +141,15 @@ class Scheduler:
             # one page more than it needs now, if those who run may need it: who has just come must not stop them
             spare = any(table.pages_for(r.most) > len(table.rows[r.row]) for r in self.running)
             available, needed, hit = table.n_available, table.pages_for(request.length) + spare, None
+            if self.prefix:  # what is on disk has no page in the pool: it can be read when there is room
+                hit = self.prefix.match(request.prompt + request.tokens, disk=False)
+                available, needed = self.prefix.n_available(hit.blocks), needed - hit.n_resident
+            if available < needed:
+                return
             if self.prefix:
                 hit = self.prefix.match(request.prompt + request.tokens)
-                available, needed = self.prefix.n_available(hit.blocks), needed - hit.n_resident
-            if available < needed or (hit and self._soon_more(request, len(hit.blocks) * self.prefix.size)):
-                return
+                if self._soon_more(request, len(hit.blocks) * self.prefix.size):
+                    return
             self.waiting.popleft()
             request.row = len(self.running)
             self.running.append(request)
@@ -174,7 +178,7 @@ class Scheduler:
             if request.held or request.pending > self.prefill_chunk or request.stops:
                 if room == 0:
                     break
-                pieces = self._pieces(request, min(request.pending, room))
+                pieces = self._pieces(request, self._whole_pages(request, min(request.pending, room)))
                 passes += [[(request, n)] for n in pieces]
                 room -= sum(pieces)
                 continue
@@ -185,6 +189,13 @@ class Scheduler:
             together.append((request, request.pending))
             room -= padded
         return passes + [together] * bool(together)
+
+    def _whole_pages(self, request, n) -> int:
+        """Of the next n tokens of a request with more to come: as many as end with a page, where the store can keep them."""
+        end = request.held + n
+        if self.prefix and n < request.pending and end // self.prefix.size * self.prefix.size > request.held:
+            return end // self.prefix.size * self.prefix.size - request.held
+        return n
 
     @staticmethod
     def _pieces(request, n) -> list[int]:

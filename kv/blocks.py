@@ -5,6 +5,7 @@ A buffer has the bytes as they are stored (int8 stays int8, with its scales), on
 on the device first, and goes to pinned memory of the host on a stream of its own, while the next step computes.
 """
 import hashlib
+from dataclasses import dataclass
 
 import torch
 
@@ -29,9 +30,9 @@ class Block:
     """`size` tokens after those of `parent`, and what remembers them.
 
     page: where its global K, V are in the pools, -1 = not there. copy: the same on the host, or None. local: the last n_local
-    positions of its local K, V, or None. anchor: a row can go on behind it. users: requests whose newest block it is. used:
-    when it was last of use. depth: blocks from the root on, itself included. saved: the n_local that it has on disk, -1 = it
-    is not there.
+    positions of its local K, V, or None. anchor: a row can go on behind it. users: requests that run whose newest block it is
+    (of the root: that have none). used: when it was last of use. depth: blocks from the root on, itself included. saved: the
+    n_local with which it was written to disk or read from there, -1 = neither.
     """
     __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local', 'anchor', 'users', 'used',
                  'saved')
@@ -54,6 +55,38 @@ class Block:
             found.append(block)
             block = block.parent
         return found[::-1]
+
+
+@dataclass
+class Hit:
+    """What a request need not compute. known: how many blocks of it are there, whether or not a row can go on behind them."""
+    blocks: list[Block]
+    known: int
+
+    @property
+    def n_resident(self) -> int:
+        """Pages that are in the pool already."""
+        return sum(block.page >= 0 for block in self.blocks)
+
+
+@dataclass
+class PrefixStats:
+    """Counts since the store was made. looked_up, found: tokens of requests, and those of them that were taken over."""
+    requests: int = 0
+    looked_up: int = 0
+    found: int = 0
+    copied_out: int = 0
+    copied_in: int = 0
+    evicted: int = 0
+
+    def count(self, looked_up: int, found: int) -> None:
+        """One more request."""
+        self.requests, self.looked_up, self.found = self.requests + 1, self.looked_up + looked_up, self.found + found
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of tokens that need not be computed."""
+        return self.found / max(1, self.looked_up)
 
 
 class HostCopies:

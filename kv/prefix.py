@@ -24,42 +24,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv.blocks import Block, BlockCopier, chained_hash, taken
+from kv.blocks import Block, BlockCopier, Hit, PrefixStats, chained_hash, taken
 from kv.paged import PagedKVCache
 from kv.pages import OutOfPages
 from kv.prefix_disk import DiskTier
-
-
-@dataclass
-class Hit:
-    """What a request need not compute. known: blocks that are there, whether or not a row can go on behind them."""
-    blocks: list[Block]
-    known: int
-
-    @property
-    def n_resident(self) -> int:
-        """Pages that are in the pool already."""
-        return sum(block.page >= 0 for block in self.blocks)
-
-
-@dataclass
-class PrefixStats:
-    """Counts since the store was made. looked_up, found: tokens of requests, and those of them that were taken over."""
-    requests: int = 0
-    looked_up: int = 0
-    found: int = 0
-    copied_out: int = 0
-    copied_in: int = 0
-    evicted: int = 0
-
-    def count(self, looked_up: int, found: int) -> None:
-        """One more request."""
-        self.requests, self.looked_up, self.found = self.requests + 1, self.looked_up + looked_up, self.found + found
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of tokens that need not be computed."""
-        return self.found / max(1, self.looked_up)
 
 
 @dataclass
@@ -68,7 +36,8 @@ class PrefixStore:
 
     Args:
         cache: it makes room in its pools from the store's pages.
-        budget: bytes of host memory for copies, local parts and bookkeeping; what requests now use is kept even so.
+        budget: bytes of host memory for copies, local parts and bookkeeping (pages in the pool are the cache's); what requests
+            now use is kept even so.
         prune: drop local parts that no anchor needs.
         hash_block: (key of the block before, bytes of the tokens) -> key.
         disk: where blocks go that leave the host's memory, and are looked for; None = they are gone.
@@ -85,18 +54,24 @@ class PrefixStore:
         self.size, self.reach = self.table.page_size, max(0, self.copier.window - 1)
         self.root, self.index, self.nbytes = Block(b'', b'', None), {}, 0
         self._clock, self._serial, self._leaves, self._wanted = itertools.count(1), itertools.count(), [], set()
+        self._pooled = {}  # the blocks that have a page, by it
         self.table.reclaim = self.reclaim
 
     # -- looking up ---------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: list[int]) -> Hit:
-        """What there is of the beginning of `tokens`; never all of it, as the last one's logits are wanted."""
-        packed, path, block = self._packed(tokens), [], self.root
+    def match(self, tokens: list[int], disk: bool = True) -> Hit:
+        """What there is of the beginning of `tokens`; never all of it, as the last one's logits are wanted.
+
+        disk: also look there. What is found comes into memory, which may then be over its budget until `restore`.
+        """
+        packed, path, block, n_before = self._packed(tokens), [], self.root, len(self.index)
         for i in range((len(tokens) - 1) // self.size):
-            block = self._child(block, packed, i)
+            block = self._child(block, packed, i, disk)
             if block is None:
                 break
             path.append(block)
+        if len(self.index) > n_before:
+            self.disk.touch([block.key for block in reversed(path)])  # the first blocks last: the others are nothing without
         n = len(path)
         while n and not self._whole(path[:n]):
             n -= 1
@@ -128,6 +103,7 @@ class PrefixStore:
         for block, _ in reversed(list(self._window(hit.blocks))):  # what is too much of the first, the last overwrite
             self.copier.put_local(row, block.depth * self.size, block.n_local, block.local)
         self._touch(tip)
+        self._shrink()
         return tip
 
     def _to_pool(self, blocks):
@@ -142,7 +118,7 @@ class PrefixStore:
         for block in missing:
             page = self.table.take_kept()
             self.copier.put_page(page, block.copy)
-            block.page = page
+            self._has(block, page)
             self.stats.copied_in += 1
 
     def n_available(self, blocks: list[Block]) -> int:
@@ -155,29 +131,48 @@ class PrefixStore:
     def _piece(self, packed, i) -> bytes:
         return packed[4 * self.size * i:4 * self.size * (i + 1)]
 
-    def _child(self, block, packed, i) -> Block | None:
+    def _child(self, block, packed, i, disk=True) -> Block | None:
         """The block that follows with these tokens. Another with the same key, by chance or malice, is not it."""
         piece = self._piece(packed, i)
         key = self.hash_block(block.key, piece)
         found = self.index.get(key)
         if found is None:
-            return self.disk and self._from_disk(block, key, piece)
+            return self._from_disk(block, key, piece) if disk and self.disk else None
         return found if found.parent is block and found.tokens == piece else None
 
     def _from_disk(self, parent, key, piece) -> Block | None:
+        found = self._read(parent, key, piece)
+        if found is None:
+            return None
+        block = self._new(parent, key, piece)
+        block.copy, block.local, block.n_local, anchor = found
+        block.saved, block.used = block.n_local, next(self._clock)
+        self.nbytes += taken(block.copy) + taken(block.local)
+        if anchor:
+            for each, n in self._window(block.path()):  # local parts that were dropped when it left
+                if each.n_local < n <= each.saved:
+                    self._fill(each)
+            block.anchor = self._whole(block.path())
+        self._offer(block)
+        return block
+
+    def _fill(self, block):
+        found = self._read(block.parent, block.key, block.tokens)
+        if found:
+            self._drop_local(block)
+            _, block.local, block.n_local, _ = found
+            self.nbytes += taken(block.local)
+
+    def _read(self, parent, key, piece):
+        """(page, local, n_local, anchor) of a block on disk, or None."""
         found = self.disk.read(key, parent.key, piece)
         if found is None:
             return None
         buffers, n_local, anchor = found
         page, local = buffers.get('page'), buffers.get('local')
         sizes = self.copier.page_nbytes, self.copier.local_nbytes(n_local)
-        if tuple(0 if x is None else x.numel() for x in (page, local)) != sizes:
-            return None
-        block = self._new(parent, key, piece)
-        block.copy, block.local, block.n_local, block.anchor, block.saved = page, local, n_local, anchor, n_local
-        self.nbytes += taken(page) + taken(local)
-        self._offer(block)
-        return block
+        fits = tuple(0 if x is None else x.numel() for x in (page, local)) == sizes
+        return (page, local, n_local, anchor) if fits else None
 
     def _whole(self, path) -> bool:
         """Whether the local parts at the end of a path have all that a row needs to go on."""
@@ -202,7 +197,7 @@ class PrefixStore:
         if held // self.size > tip.depth:
             packed = self._packed(tokens[:held])
             for i in range(tip.depth, held // self.size):
-                block = self._child(tip, packed, i)
+                block = self._child(tip, packed, i, disk=False)  # the row has it at hand
                 if block is None:
                     piece = self._piece(packed, i)
                     key = self.hash_block(tip.key, piece)
@@ -211,7 +206,7 @@ class PrefixStore:
                     block = self._new(tip, key, piece)
                 if block.page < 0 and self.cache.pools:
                     self.table.keep(self.table.rows[row][i])
-                    block.page = self.table.rows[row][i]
+                    self._has(block, self.table.rows[row][i])
                 block.users, tip.users = block.users + 1, tip.users - 1
                 tip = block
             self._touch(tip)
@@ -219,6 +214,9 @@ class PrefixStore:
             self._make_anchor(row, tip)
             self._shrink()
         return tip
+
+    def _has(self, block, page) -> None:
+        block.page, self._pooled[page] = page, block
 
     def _new(self, parent, key, piece) -> Block:
         block = Block(key, piece, parent)
@@ -252,10 +250,10 @@ class PrefixStore:
             else:
                 last = distance
 
-    def _trim(self, anchor) -> None:
-        """Local parts that were for this anchor, where no other needs them."""
-        for block, _ in self._window(anchor.path()):
-            if block.local is not None and not self._needed(block):
+    def _trim(self, tip) -> None:
+        """Drop local parts at the end of its path that no anchor needs."""
+        for block, _ in self._window(tip.path()):
+            if not self._needed(block):
                 self._drop_local(block)
 
     def _needed(self, block) -> bool:
@@ -299,8 +297,7 @@ class PrefixStore:
 
     def reclaim(self, n: int) -> None:
         """Free n pages that only the store holds, the least recently used: their contents go to the host."""
-        idle = [block for block in self.index.values()
-                if block.page >= 0 and self.table.refs[block.page] == 1 and block not in self._wanted]
+        idle = [block for page, block in self._pooled.items() if self.table.refs[page] == 1 and block not in self._wanted]
         for block in heapq.nsmallest(n, idle, key=lambda block: (block.used, -block.depth)):
             if block.copy is None:
                 block.copy = self.copier.page(block.page)
@@ -312,12 +309,13 @@ class PrefixStore:
     def _leave_pool(self, block) -> None:
         page, block.page = block.page, -1
         if page >= 0:
+            self._pooled.pop(page, None)
             self.cache.give_back(page)
 
     def _shrink(self) -> None:
         """Within the budget again, as far as nobody uses what is there."""
         if self.nbytes > self.budget:
-            for block in sorted((b for b in self.index.values() if b.copy is not None and b.page >= 0), key=lambda b: b.used):
+            for block in sorted((b for b in self._pooled.values() if b.copy is not None), key=lambda b: b.used):
                 self.nbytes -= taken(block.copy)  # the pool has it, too
                 block.copy = None
                 if self.nbytes <= self.budget:
@@ -331,24 +329,33 @@ class PrefixStore:
         """Remove a leaf, and what before it is of no use without it: no row can go on behind a block after the last anchor."""
         while True:
             parent = block.parent
-            if self.disk:
-                self._to_disk(block)
-            del parent.children[block.key], self.index[block.key]
-            self._leave_pool(block)
-            self._drop_local(block)
-            self.nbytes -= block.nbytes
-            self.stats.evicted += 1
+            if self.disk:  # with what it needs of those before it, which is about to be dropped
+                for each in [block, *(each for each, _ in self._window(block.path()) if block.anchor and each is not block)]:
+                    self._to_disk(each)
+            self._remove(block)
             if block.anchor:
-                self._trim_path(parent)
+                self._trim(parent)
             block = parent
             if not block.parent or block.children or block.users or block.anchor or not self.reach:
                 self._offer(block)
                 return
 
-    def _trim_path(self, block) -> None:
-        for each, _ in self._window(block.path()):
-            if each.local is not None and not self._needed(each):
-                self._drop_local(each)
+    def _remove(self, block) -> None:
+        del block.parent.children[block.key], self.index[block.key]
+        self._leave_pool(block)
+        self._drop_local(block)
+        self.nbytes -= block.nbytes
+        self.stats.evicted += 1
+
+    def forget(self, tip: Block) -> None:
+        """What a request computed is not to be trusted (its logits are not finite): it goes, as far as nobody else has it."""
+        while tip.parent and not (tip.children or tip.users) and self.index.get(tip.key) is tip:
+            if self.disk:
+                self.disk.delete(tip.key)
+            self._remove(tip)
+            tip = tip.parent
+        self._trim(tip)
+        self._offer(tip)
 
     def _to_disk(self, block) -> None:
         page = self.copier.page(block.page) if block.copy is None and block.page >= 0 else block.copy
@@ -356,19 +363,24 @@ class PrefixStore:
 
     def close(self) -> None:
         """Everything that is kept is on disk, too, if there is one."""
-        for block in sorted(self.index.values(), key=lambda block: block.used) if self.disk else []:
+        for block in sorted(self.index.values(), key=lambda block: (block.used, -block.depth)) if self.disk else []:
             self._to_disk(block)
 
     def recover(self) -> None:
         """After a fault anywhere, when the cache has been reset: no request runs, and of what is kept the tree is the truth."""
-        self.index, self.nbytes, self._leaves, self._wanted, level = {}, 0, [], set(), [self.root]
+        self.index, self.nbytes, self._leaves, self._wanted, self._pooled, level = {}, 0, [], set(), {}, [self.root]
         while level:
             block = level.pop()
+            for child in list(block.children.values()):
+                if self.cache.pools and child.page < 0 and child.copy is None:  # the fault was before it had any
+                    del block.children[child.key]
             level += block.children.values()
             block.users = 0
             if block.parent:
                 self.index[block.key] = block
                 self.nbytes += block.nbytes
+                if block.page >= 0:
+                    self._pooled[block.page] = block
                 self._offer(block)
-        self.table.rebuild({block.page for block in self.index.values() if block.page >= 0})
+        self.table.rebuild(set(self._pooled))
         self._shrink()

@@ -1,13 +1,17 @@
 """Blocks of a prefix store on disk, so that conversations survive a restart: one safetensors file a block.
 
-    FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the block before, n_local, anchor
+    FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the block before, n_local, anchor, and
+                                           a hash of all that
 
 A fingerprint stands for the weights, the plan and the dtypes: files of another model are never looked at. A file that is
-damaged, or says other tokens than were asked for, counts as missing.
+damaged, or says other tokens than were asked for, counts as missing. Several processes may share a folder; each keeps to its
+budget what it knows of.
 """
+import contextlib
 import hashlib
 import os
 import time
+import uuid
 import warnings
 from pathlib import Path
 
@@ -16,7 +20,7 @@ import torch
 from config.errors import UserError
 from kv.parts import parts_of
 
-VERSION = 1
+VERSION = 2
 ABANDONED = 3600.0  # seconds after which nobody writes to a temporary file any more
 
 
@@ -52,38 +56,59 @@ class DiskTier:
             for path in self.folder.glob('*.tmp'):
                 if time.time() - path.stat().st_mtime > ABANDONED:
                     path.unlink(missing_ok=True)
-            found = sorted((entry.stat().st_mtime, entry.name, entry.stat().st_size) for entry in os.scandir(self.folder)
+            found = sorted((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size) for entry in os.scandir(self.folder)
                            if entry.name.endswith('.safetensors'))
         except OSError as e:
             raise UserError(f'{self.folder} cannot be used: {e}') from e
         self._sizes = {name: size for _, name, size in found}  # the least recently used first
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self._sizes.values())
+        self.nbytes, self._warned, self._latest = sum(self._sizes.values()), False, 0
 
     def write(self, block, page: torch.Tensor | None) -> None:
         """A block with the bytes of its page. Where there is no room on the disk it is not kept; a warning says so."""
-        if block.saved == block.n_local:
-            return
+        path = self._path(block.key)
+        if block.saved >= block.n_local and path.name in self._sizes:
+            return self.touch([block.key])
         about = {'fingerprint': self.fingerprint, 'tokens': block.tokens.hex(), 'before': block.parent.key.hex(),
                  'n_local': str(block.n_local), 'anchor': str(int(block.anchor))}
         tensors = {name: x for name, x in (('page', page), ('local', block.local)) if x is not None}
-        path = self._path(block.key)
-        temporary = path.with_suffix(f'.{os.getpid()}.tmp')
+        temporary = path.with_suffix(f'.{uuid.uuid4().hex}.tmp')
         try:
             if any(x.is_pinned() for x in tensors.values()):
                 torch.cuda.synchronize()  # the copies may be under way
-            self.files.save_file(tensors, temporary, about)
+            self.files.save_file(tensors, temporary, about | {'hash': _hash(about, tensors)})
+            size = temporary.stat().st_size
+            self._stamp(temporary)
             os.replace(temporary, path)
         except Exception as e:  # OSError, or safetensors' own
-            warnings.warn(f'{path} cannot be written, it is not kept: {e}', stacklevel=2)
-            temporary.unlink(missing_ok=True)
+            if not self._warned:
+                warnings.warn(f'{path} cannot be written, it is not kept (nor may others be): {e}', stacklevel=2)
+            self._warned = True
+            _unlink(temporary)
             return
         block.saved = block.n_local
-        self._sizes.pop(path.name, None)
-        self._sizes[path.name] = path.stat().st_size
-        self._shrink()
+        self._drop(path.name)
+        self._sizes[path.name] = size
+        self.nbytes += size
+        while self.nbytes > self.budget:
+            self._delete(next(iter(self._sizes)))
+
+    def touch(self, keys: list[bytes]) -> None:
+        """These were of use, the last of them most recently."""
+        for path in map(self._path, keys):
+            if path.name in self._sizes:
+                self._sizes[path.name] = self._sizes.pop(path.name)
+                with contextlib.suppress(OSError):  # another process may have deleted it
+                    self._stamp(path)
+
+    def _stamp(self, path):
+        """The time of its last use: later than all before, which the system's clock for files is too coarse to tell."""
+        self._latest = max(self._latest + 1, time.time_ns())
+        os.utime(path, ns=(self._latest, self._latest))
+
+    def delete(self, key: bytes) -> None:
+        """The block with this key is not there any more."""
+        if self._path(key).name in self._sizes:
+            self._delete(self._path(key).name)
 
     def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int, bool] | None:
         """({'page': ..., 'local': ...} as far as there are, n_local, anchor) of the block with these tokens behind `before`;
@@ -97,15 +122,15 @@ class DiskTier:
                 if (about.get('fingerprint'), about.get('tokens'), about.get('before')) != (
                         self.fingerprint, tokens.hex(), before.hex()):
                     return None
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-                found = tensors, int(about['n_local']), about['anchor'] == '1'
-            os.utime(path)
+                # copies: each would be a mapping of its file, of which a process may have 65,530
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            if about.pop('hash', '') != _hash(about, tensors):
+                raise ValueError('its hash is another')
+            return tensors, int(about['n_local']), about['anchor'] == '1'
         except Exception as e:  # whatever a damaged file makes of it
             warnings.warn(f'{path} cannot be read, it counts as missing: {type(e).__name__}: {e}', stacklevel=2)
-            self._sizes.pop(path.name)
+            self._drop(path.name)
             return None
-        self._sizes[path.name] = self._sizes.pop(path.name)
-        return found
 
     def _open(self, path):
         from safetensors import safe_open
@@ -114,10 +139,22 @@ class DiskTier:
     def _path(self, key: bytes) -> Path:
         return self.folder / f'{key.hex()}.safetensors'
 
-    def _shrink(self) -> None:
-        total = self.nbytes
-        for name in list(self._sizes):
-            if total <= self.budget:
-                return
-            total -= self._sizes.pop(name)
-            (self.folder / name).unlink(missing_ok=True)
+    def _drop(self, name):
+        self.nbytes -= self._sizes.pop(name, 0)
+
+    def _delete(self, name):
+        self._drop(name)
+        _unlink(self.folder / name)
+
+
+def _hash(about: dict, tensors: dict) -> str:
+    digest = hashlib.blake2b(repr(sorted(about.items())).encode(), digest_size=16)
+    for name, x in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(x.numpy().data)
+    return digest.hexdigest()
+
+
+def _unlink(path):
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

@@ -4,9 +4,11 @@ import pydoc
 import random
 
 import pytest
+import torch
 
 from inference.engine import Engine
 from inference.params import SamplingParams
+from kv.pages import PageTable
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
 SIZE = 4
@@ -123,10 +125,11 @@ BOOKKEEPING = ['kv.prefix.PrefixStore.extend', 'kv.prefix.PrefixStore.restore', 
                'kv.pages.PageTable.take_kept', 'kv.blocks.BlockCopier.put_page', 'kv.blocks.BlockCopier.page']
 
 
+@pytest.mark.parametrize('kind', [pytest.param(kind, marks=[pytest.mark.slow] * (kind != 'full stack')) for kind in KINDS])
 @pytest.mark.parametrize('name', BOOKKEEPING)
-def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name):
+def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name, kind):
     """What is kept may become less; nothing that is served is wrong, and no page is lost."""
-    model, ids = model_of('full stack'), [prompt(20), prompt(20) + prompt(11, seed=1), prompt(33, seed=2)] * 2
+    model, ids = model_of(kind), [prompt(20), prompt(20) + prompt(11, seed=1), prompt(33, seed=2)] * 2
     params = [SamplingParams(6, seed=seed) for seed in range(6)]
     expected = [alone(model, *request, tokenizer=TOKENIZER) for request in zip(ids, params)]
     module, _, attribute = name.rpartition('.')
@@ -142,7 +145,7 @@ def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name):
             raise KeyboardInterrupt
         return result
     monkeypatch.setattr(pydoc.locate(module), attribute, interrupted)
-    engine, done, failed = engine_of('full stack', 12_000 if attribute == '_evict' else 10 ** 9, 17), {}, 0
+    engine, done, failed = engine_of(kind, 12_000 if attribute == '_evict' else 10 ** 9, 17), {}, 0
     for request in zip(ids, params):
         engine.submit(*request)
     while engine.n_unfinished:
@@ -151,9 +154,57 @@ def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name):
         except KeyboardInterrupt:
             failed += 1
         assert failed < 5
-    assert failed and sorted(done) == list(range(6))
+    assert sorted(done) == list(range(6)) and (failed or kind != 'full stack')  # not every model has pages, or windows
     for index, completion in enumerate(expected):
         assert_same(done[index], completion)
+    assert_nothing_leaked(engine)
+
+
+@pytest.mark.parametrize('kind', ['vanilla', 'full stack'])
+def test_interrupted_before_a_new_block_has_anything(monkeypatch, kind):
+    plain, calls = PageTable.keep, iter(range(100))
+
+    def interrupted(*args):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        plain(*args)
+    monkeypatch.setattr(PageTable, 'keep', interrupted)
+    engine, ids = engine_of(kind), prompt(30)
+    engine.submit(ids, SamplingParams(3, seed=0))
+    with pytest.raises(KeyboardInterrupt):
+        [engine.step() for _ in range(30)]
+    done = [event.completion for _ in range(30) for event in engine.step() if event.completion]
+    assert_same(done[0], alone(model_of(kind), ids, SamplingParams(3, seed=0), tokenizer=TOKENIZER))
+    assert_nothing_leaked(engine)
+
+
+def test_a_prompt_beside_others_has_anchors_too():
+    """Its chunks end with pages, although others leave it odd numbers of tokens."""
+    engine = engine_of('unshared')
+    odd, ids = prompt(7, seed=1), prompt(50)
+    engine.generate([odd, ids], SamplingParams(1, seed=0))
+    anchors = [block.depth * SIZE for block in engine.prefix.match(ids + [0]).blocks if block.anchor]
+    assert len(anchors) > 2 and anchors[-1] == 48
+    [completion] = engine.generate([ids[:45] + prompt(5, seed=2)], SamplingParams(1, seed=0))
+    assert completion.n_cached >= 32
+
+
+def test_what_was_not_finite_is_forgotten(monkeypatch):
+    engine, ids = engine_of('full stack'), prompt(30)
+    engine.generate([ids[:12]], SamplingParams(1, seed=0))
+    plain = engine.model.forward
+
+    def spoilt(*args, **kwargs):
+        logits, loss = plain(*args, **kwargs)
+        return logits * torch.nan, loss
+    monkeypatch.setattr(engine.model, 'forward', spoilt)
+    [completion] = engine.generate([ids], SamplingParams(3, seed=0))
+    assert completion.finish_reason == 'error'
+    assert_nothing_leaked(engine)
+    monkeypatch.undo()
+    [completion] = engine.generate([ids], SamplingParams(3, seed=0))
+    assert completion.n_cached == 0  # nor is what it began with, which nobody else had
+    assert_same(completion, alone(model_of('full stack'), ids, SamplingParams(3, seed=0), tokenizer=TOKENIZER))
     assert_nothing_leaked(engine)
 
 

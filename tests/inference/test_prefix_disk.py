@@ -14,10 +14,10 @@ from inference.engine import Engine
 from inference.params import SamplingParams
 from inference.weights import quantize_weights
 from kv.blocks import taken
-from kv.prefix_disk import DiskTier, fingerprint
+from kv.prefix_disk import DiskTier, _hash, fingerprint
 from model import GPTConfig
 from tests.helpers.models import random_model
-from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, model_of, prompt
+from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
 PARAMS = SamplingParams(6, seed=3)
 
@@ -53,7 +53,7 @@ def test_what_leaves_the_memory_comes_back_from_disk(tmp_path):
     assert completion.n_cached == 36 and engine.prefix.stats.evicted > 10 and engine.prefix.nbytes <= 9_000
 
 
-@pytest.mark.parametrize('damage', ['truncated', 'emptied', 'changed', 'exchanged', 'gone'])
+@pytest.mark.parametrize('damage', ['truncated', 'emptied', 'changed', 'a byte', 'exchanged', 'gone'])
 def test_a_damaged_file_counts_as_missing(tmp_path, damage):
     ids, engine = prompt(40), engine_of(tmp_path)
     engine.generate([ids], PARAMS)
@@ -66,7 +66,8 @@ def test_a_damaged_file_counts_as_missing(tmp_path, damage):
         elif damage == 'gone':
             path.unlink()
         else:
-            path.write_bytes({'truncated': data[:-50], 'emptied': b'', 'changed': data[:9] + b'x' * 30 + data[39:]}[damage])
+            path.write_bytes({'truncated': data[:-50], 'emptied': b'', 'changed': data[:9] + b'x' * 30 + data[39:],
+                              'a byte': data[:-9] + bytes([data[-9] ^ 64]) + data[-8:]}[damage])
     if damage == 'exchanged':  # a whole file, of other tokens
         [completion] = again.generate([ids], PARAMS)
     else:
@@ -83,7 +84,8 @@ def test_a_file_of_another_size_counts_as_missing(tmp_path):
     for path in files(tmp_path):
         with safe_open(path, 'pt') as file:
             tensors, about = {name: file.get_tensor(name)[:-8].clone() for name in file.keys()}, file.metadata()  # noqa: SIM118
-        save_file(tensors, path, about)
+        about.pop('hash')
+        save_file(tensors, path, about | {'hash': _hash(about, tensors)})
     [completion] = engine_of(tmp_path).generate([ids], PARAMS)
     assert completion.n_cached == 0
     assert_same(completion, alone(model_of('full stack'), ids, PARAMS, tokenizer=TOKENIZER))
@@ -139,8 +141,9 @@ def test_where_nothing_can_be_written(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(os, 'replace', full)
-    with pytest.warns(UserWarning, match='cannot be written, it is not kept: .*No space'):
+    with pytest.warns(UserWarning, match='cannot be written, it is not kept .*No space') as warned:
         engine.close()
+    assert len(warned) == 1  # not one a block
     assert not files(tmp_path) and not list(tmp_path.rglob('*.tmp'))
 
 
@@ -186,3 +189,102 @@ def test_buffers_in_more_memory_than_they_need(tmp_path, monkeypatch):
     engine.close()
     sizes = {path.name: path.stat().st_size for path in files(tmp_path / 'rounded')}
     assert all(sizes[path.name] == path.stat().st_size for path in files(tmp_path / 'plain'))
+
+
+@pytest.mark.parametrize('window', [4, 5, 6, 10, 20])
+def test_windows_wider_than_a_page_come_back_whole(tmp_path, window):
+    """Six conversations in turns, with memory for about one."""
+    model, found = random_model(GPTConfig(**KINDS['unshared'] | dict(window_size=window))), []
+    engine = engine_of(tmp_path, model, budget=8_000, kv_dtype='int8')
+    for turn in range(3):
+        for seed in range(6):
+            ids = prompt(40 + 4 * turn, seed=seed)
+            [completion] = engine.generate([ids], SamplingParams(2, seed=seed))
+            assert_same(completion, alone(model, ids, SamplingParams(2, seed=seed), kv_dtype='int8', tokenizer=TOKENIZER))
+            found.append(completion.n_cached)
+    assert engine.prefix.stats.evicted > 60 and min(found[6:]) >= 36
+
+
+def test_a_prompt_that_was_evicted_is_found_again_and_again(tmp_path):
+    model = random_model(GPTConfig(**KINDS['unshared'] | dict(window_size=20)))
+    engine = engine_of(tmp_path, model, budget=8_000, kv_dtype='int8')
+    for seed in (0, 1, 2):
+        engine.generate([prompt(50, seed=seed)], PARAMS)
+    assert [engine.generate([prompt(50)], PARAMS)[0].n_cached for _ in range(3)] == [48, 48, 48]
+
+
+def test_the_ends_of_texts_leave_a_full_disk_first(tmp_path):
+    whole = engine_of(tmp_path / 'whole')
+    whole.generate([prompt(50)], PARAMS)
+    whole.close()
+    room = whole.prefix.disk.nbytes * 8 // 10
+    for order in ('written', 'read'):  # and read: from the beginning on
+        engine = engine_of(tmp_path / order)
+        engine.generate([prompt(50)], PARAMS)
+        engine.close()
+        again = engine_of(tmp_path / order)
+        if order == 'read':
+            again.prefix.match(prompt(50))
+            again.prefix.index.clear()
+            again = engine_of(tmp_path / order)
+        again.prefix.disk.budget = room
+        while again.prefix.disk.nbytes > room:
+            again.prefix.disk._delete(next(iter(again.prefix.disk._sizes)))
+        assert 20 <= again.generate([prompt(50)], PARAMS)[0].n_cached < 48
+
+
+def test_what_the_disk_has_deleted_is_written_again(tmp_path):
+    engine = engine_of(tmp_path)
+    engine.generate([prompt(40)], PARAMS)
+    engine.close()
+    n = len(files(tmp_path))
+    disk = engine.prefix.disk
+    for name in list(disk._sizes):
+        disk._delete(name)
+    assert disk.nbytes == 0 and not files(tmp_path)
+    engine.close()
+    assert len(files(tmp_path)) == n and disk.nbytes == sum(path.stat().st_size for path in files(tmp_path))
+
+
+def test_what_was_read_holds_no_file(tmp_path):
+    engine = engine_of(tmp_path)
+    engine.generate([prompt(40)], PARAMS)
+    engine.close()
+    again = engine_of(tmp_path)
+    assert len(again.prefix.match(prompt(40)).blocks) == 9
+    if os.path.exists('/proc/self/maps'):
+        assert str(tmp_path) not in Path('/proc/self/maps').read_text()
+
+
+def test_a_waiting_request_reads_nothing(tmp_path, monkeypatch):
+    first = engine_of(tmp_path)
+    first.generate([prompt(40)], PARAMS)
+    first.close()
+    reads, plain = [], DiskTier._open
+    monkeypatch.setattr(DiskTier, '_open', lambda *args: reads.append(1) or plain(*args))
+    model = model_of('full stack')
+    engine = Engine(model, 2, 60, page_size=4, prefix_budget=6_000, prefix_folder=str(tmp_path), tokenizer=TOKENIZER,
+                    kv_budget=budget_for(model, 2, 60, 15, 4))
+    engine.submit(prompt(48, seed=9), SamplingParams(12, seed=0))
+    index = engine.submit(prompt(40), PARAMS)
+    for _ in range(8):
+        engine.step()
+    assert engine.jobs[index].request.row < 0 and not reads
+    done = {event.index: event.completion for _ in range(30) for event in engine.step() if event.completion}
+    assert done[index].n_cached == 36 and len(reads) < 14
+    assert_same(done[index], alone(model, prompt(40), PARAMS, tokenizer=TOKENIZER))
+    assert engine.prefix.nbytes <= 6_000
+
+
+def test_another_process_deletes_amid_a_write(tmp_path, monkeypatch):
+    engine, plain = engine_of(tmp_path), os.replace
+
+    def replaced(source, target):
+        plain(source, target)
+        os.unlink(target)
+    monkeypatch.setattr(os, 'replace', replaced)
+    engine.generate([prompt(20)], PARAMS)
+    engine.close()
+    assert not files(tmp_path)
+    with pytest.warns(UserWarning, match='cannot be read'):
+        assert engine.prefix.disk.read(next(iter(engine.prefix.index)), b'', b'') is None
