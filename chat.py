@@ -46,30 +46,43 @@ class Chat:
         """The model's turn, streamed; what it said before Ctrl-C counts."""
         dialogue, s = self.dialogue, self.s
         room = self.engine.cache.max_seq_len - self.longest
-        head = len(dialogue.prompt(s.reply_as)) - sum(len(turn.ids) for turn in dialogue.turns)
-        if sum(len(turn.ids) for turn in dialogue.turns) + head > room:
+        if dialogue.turns and len(dialogue.turns[-1].ids) > room // 2:
+            raise UserError(f'your turn is longer than half of the {room:,} tokens that the conversation may have')
+        if len(dialogue.prompt(s.reply_as)) > room:
             n = dialogue.forget(room // 2)  # much at once: what begins otherwise is computed anew
             print(f'(the {n} oldest turns are forgotten: the conversation is longer than {room:,} tokens)')
-        if not dialogue.turns:
-            raise UserError(f'your turn is longer than half of the {room:,} tokens that the conversation may have')
         params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p, seed=sample_seed(s.seed, self.replies),
                                 stop=(dialogue.template.end,))
         self.replies += 1
         print(dialogue.template.head(s.reply_as), end='', flush=True)
-        index, said, completion = self.engine.submit(dialogue.prompt(s.reply_as), params), '', None
-        while completion is None:
-            try:
-                for event in self.engine.step():
-                    print(event.text, end='', flush=True)
-                    said, completion = said + event.text, event.completion or completion
-            except KeyboardInterrupt:
-                self.engine.cancel(index)
+        completion = self._generated(self.engine.submit(dialogue.prompt(s.reply_as), params))
         print()
         if completion.error:
             raise UserError(completion.error)
-        self.ttft.append(completion.ttft_s or 0.0)
+        if completion.ttft_s is not None:
+            self.ttft.append(completion.ttft_s)
         dialogue.reply(s.reply_as, completion.text, completion.tokens)
         dialogue.save(self.path)
+
+    def _generated(self, index):
+        """What request `index` came to, printed as it comes. Ctrl-C ends it where it is, wherever that is."""
+        events, completion = [], None
+        while completion is None and self.engine.n_unfinished:
+            try:
+                events = self.engine.step()
+                completion = self._last(events)
+                for event in events:
+                    print(event.text, end='', flush=True)
+            except KeyboardInterrupt:
+                completion = completion or self._last(events)  # it may have ended by itself just then
+                self.engine.cancel(index)
+        if completion is None:
+            raise UserError('interrupted')
+        return completion
+
+    @staticmethod
+    def _last(events):
+        return next((event.completion for event in events if event.completion), None)
 
     def say(self, text: str) -> None:
         """Your turn, and the reply."""
@@ -84,21 +97,27 @@ class Chat:
     def undo(self) -> str:
         """Take the last turn of yours back, with what follows; its text, '' if there is none."""
         turns = self.dialogue.turns
-        while turns:
-            turn = turns.pop()
-            if turn.name == self.s.user:
-                return turn.text
-        return ''
+        mine = [i for i, turn in enumerate(turns) if turn.name == self.s.user]
+        if not mine:
+            return ''
+        text = turns[mine[-1]].text
+        del turns[mine[-1]:]
+        return text
 
     def command(self, line: str) -> bool:
         """Obey one; whether to go on."""
         name, _, rest = line[1:].partition(' ')
         rest = rest.strip()
         if name in ('retry', 'edit'):
+            before = list(self.dialogue.turns)
             text = self.undo()
             if not text:
                 raise UserError(f'/{name}: you have said nothing yet')
-            self.say(rest if name == 'edit' and rest else text)
+            try:
+                self.say(rest if name == 'edit' and rest else text)
+            except UserError:
+                self.dialogue.turns[:] = before
+                raise
         elif name in ('undo', 'fork', 'switch'):
             {'undo': lambda _: self.undo(), 'fork': self.dialogue.fork, 'switch': self.dialogue.switch}[name](rest)
             self.dialogue.save(self.path)
@@ -128,9 +147,14 @@ class Chat:
         vanilla = self.engine.model.plan.vanilla().position_nbytes('bfloat16') * len(self.engine.model.plan.layers)
         tokens = len(store.index) * store.size
         return (f'{stats.requests} replies: {stats.looked_up:,} tokens of prompts, {stats.found:,} of them not computed again '
-                f'({stats.hit_rate:.1%})\ntime to the first token: last {self.ttft[-1] * 1e3:.1f} ms, mean '
-                f'{sum(self.ttft) / len(self.ttft) * 1e3:.1f} ms\nheld between turns: {nice_bytes(held)} for {tokens:,} tokens '
-                f'(vanilla GPT-2 in bfloat16: {nice_bytes(vanilla * tokens)})')
+                f'({stats.hit_rate:.1%})\ntime to the first token: {self._ttft()}\n'
+                f'held between turns: {nice_bytes(held)} for {tokens:,} tokens (vanilla GPT-2 in bfloat16: '
+                f'{nice_bytes(vanilla * tokens)})')
+
+    def _ttft(self) -> str:
+        if not self.ttft:
+            return 'no reply came so far'
+        return f'last {self.ttft[-1] * 1e3:.1f} ms, mean {sum(self.ttft) / len(self.ttft) * 1e3:.1f} ms'
 
 
 def talk(chat) -> None:

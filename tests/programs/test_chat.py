@@ -119,6 +119,38 @@ def test_what_is_longer_than_the_context_is_forgotten(talk):
     assert '(your turn is longer than half of' in talk(['ab' * 60], max_seq_len=100)
 
 
+def test_what_goes_wrong_loses_no_turn(talk):
+    talk(['ab', 'ba'])
+    before = talk.turns()
+    out = talk(['/edit Q', '/edit ' + 'ab' * 90, 'ab' * 90, '/undo', '/retry'], user='j')  # (who has said nothing)
+    assert out.count('/edit: you have said nothing yet') == 2 and 'longer than half' in out and '(4 turns' in out
+    assert talk.turns() == before
+    out = talk(['/edit Q', '/edit ' + 'ab' * 90])
+    assert 'alphabet lacks' in out and 'longer than half' in out and talk.turns() == before
+    talk(['ab' * 30, 'ba' * 30, 'ab' * 43, 'ab' * 100])  # the oldest go for turns that fit, not for one that does not
+    assert talk.turns()[-2][1] == 'ab' * 43
+
+
+def test_ctrl_c_while_the_last_piece_is_printed(talk, monkeypatch):
+    plain, ended = Engine.step, []
+
+    def step(engine):
+        events = plain(engine)
+        ended.extend(event.completion for event in events if event.completion)
+        return events
+    printed = builtins.print
+
+    def interrupted(*args, **kinds):
+        if kinds.get('end') == '' and len(ended) == 1:
+            ended.append(None)
+            raise KeyboardInterrupt
+        printed(*args, **kinds)
+    monkeypatch.setattr(Engine, 'step', step)
+    monkeypatch.setattr(builtins, 'print', interrupted)
+    talk(['ab'])
+    assert talk.turns() == [('a', 'ab'), ('b', ended[0].text)]
+
+
 def test_wrong_settings(talk):
     with pytest.raises(UserError, match='turn='):
         talk([], turn='x')
