@@ -97,6 +97,8 @@ TRAIN = RUN + _keys(
     ('chunked_loss', True, 'large logits are computed a chunk at a time, forward and backward, and never held whole'),
     ('memory_budget', '', "with recompute='auto': memory to fit in, as '8GB'; '' = what is free now"),
     ('memory_report', False, 'before training: what parameters, gradients, optimizer and activations take'),
+    ('parallel', 'ddp', "under torchrun: 'ddp' (each process has all), 'fsdp' (FSDP2: parameters, gradients and optimizer "
+     'state are shared out)', ('ddp', 'fsdp')),
     ('backend', 'nccl', "torch.distributed backend under torchrun: 'nccl' (CUDA) or 'gloo' (CPU)", ('nccl', 'gloo')),
 ) + DEVICE + ATTENTION + _keys(
     ('tf32', True, 'on CUDA, float32 products in TF32, as in nanoGPT'),

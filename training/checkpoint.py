@@ -12,6 +12,8 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from training.fsdp import like
+from training.shards import fill
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int, 'best_val_loss': (torch.Tensor, float), 'config': dict}
 
@@ -92,8 +94,10 @@ def keep_beside(path: Path, kept: Path) -> None:
         temporary.unlink(missing_ok=True)  # also where both were the same file already: then a rename does nothing
 
 
-def load_checkpoint(path: Path, device='cpu') -> dict:
+def load_checkpoint(path: Path, device='cpu', whole: bool = True) -> dict:
     """The checkpoint at `path`, ours or nanoGPT's; `_orig_mod.` prefixes (of torch.compile) are taken off.
+
+    whole: tensors that lie beside it, in shards, are put back into it (`training.shards`).
 
     Raises:
         UserError: missing, damaged, or not such a checkpoint.
@@ -112,6 +116,8 @@ def load_checkpoint(path: Path, device='cpu') -> dict:
         if not isinstance(checkpoint[key], kind) or (key == 'iter_num' and checkpoint[key] < 0):
             raise UserError(f'checkpoint {path}: {key} is {str(checkpoint[key])[:50]!r}, which is not such a thing')
     checkpoint['model'] = {str(name).removeprefix('_orig_mod.'): x for name, x in checkpoint['model'].items()}
+    if whole and 'shards' in checkpoint:
+        fill(path, checkpoint)
     return checkpoint
 
 
@@ -199,7 +205,9 @@ def load_optimizer(optimizer, state: dict) -> None:
     saved = state['param_groups']
     kept = [{name: x for name, x in group.items() if name != 'params'} for group in optimizer.param_groups]
     groups = [{**group, **own} for group, own in zip(saved, kept)] + saved[len(kept):]
-    whole = {i: {name: _whole(x) for name, x in its.items()} for i, its in state['state'].items()}
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    whole = {i: {name: like(params[i], _whole(x)) if torch.is_tensor(x) else _whole(x) for name, x in its.items()}
+             for i, its in state['state'].items()}
     optimizer.load_state_dict({'state': whole, 'param_groups': groups})
     for p in (p for group in optimizer.param_groups for p in group['params']):
         for name, x in optimizer.state[p].items():

@@ -115,6 +115,14 @@ class Ranks:
         dist.broadcast(held, src=self.world_size - 1, group=self.control)
         return held.item()
 
+    def from_first(self, value):
+        """The value of rank 0, on all ranks."""
+        if self.world_size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, src=0, group=self.control)
+        return held[0]
+
     def gather(self, value) -> list:
         """The values of all ranks in their order, on rank 0; an empty list on the others."""
         if self.world_size == 1:

@@ -113,8 +113,8 @@ def _follow(model, batch, autocast, optimizer, accumulate):
 def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
     """Bytes of parameters, of their gradients, and of the optimizer's state; of one that is only named, what it will have."""
     params = list(model.parameters())
-    parameters = sum(p.nbytes for p in params)
-    gradients = sum(p.nbytes for p in params if p.requires_grad)
+    parameters = sum(tensor_nbytes(p) for p in params)
+    gradients = sum(tensor_nbytes(p) for p in params if p.requires_grad)
     if not isinstance(optimizer, str) and optimizer.state:
         held = (x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x))
         return parameters, gradients, sum(map(tensor_nbytes, held))

@@ -10,6 +10,7 @@ from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
 from model import GPT
 from training import checkpoint as ckpt
+from training import fsdp, shards
 from training.adapt import adapt, adapted_config, differences
 from training.batches import RECALL, open_batches, open_meta
 from training.device import autocast, memory_use, pick_dtype
@@ -32,13 +33,16 @@ class Run:
         self.dtype = pick_dtype(s.dtype, self.device)
         self.autocast = autocast(self.device, self.dtype)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.sharded = s.parallel == 'fsdp' and ranks.world_size > 1
+        if self.sharded:
+            fsdp.check(s, self.dtype)
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
         self.saved_at = -1       # iteration of the checkpoint that was saved, or gone on from, last
         self.holds_best = False  # whether that is this run's evaluated best, not only the latest
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high' if s.tf32 else 'highest')
 
-        saved = load_to_resume(self.origin) if s.init_from == 'resume' else None
+        saved = load_to_resume(self.origin, whole=not self.sharded) if s.init_from == 'resume' else None
         with ranks.main_first():
             meta = open_meta(s, data_root)
         self.tokens = ckpt.tokens_id(meta)
@@ -48,7 +52,8 @@ class Run:
         if s.data_seed >= 0:
             self.batches.generator.manual_seed(s.data_seed)
         torch.manual_seed(s.seed + ranks.rank)  # dropout
-        self.model.to(self.device)
+        if not self.sharded:
+            self.model.to(self.device)
         policy = 'block' if s.checkpoint_blocks else s.recompute
         self.model.set_recompute(choose_policy(s, self.model.config, self.device, self.dtype, ranks.world_size, ranks.least)
                                  if policy == 'auto' else policy)
@@ -56,6 +61,8 @@ class Run:
         self.model.attention_backend = s.attention_backend
         print(describe(self.model, self.dtype, self.model.config.dropout))
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
+        if self.sharded:
+            fsdp.shard(self.model, ranks, self.dtype, s.compile)
         self.optimizer = make_optimizer(self.model, s, self.device.type)
         self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)
         self.batch = self._resume(saved, changed) if saved else self.batches.next()
@@ -66,7 +73,9 @@ class Run:
         self._compile_and_distribute()
 
     def _compile_and_distribute(self):
-        self.compiled = self.model
+        self.compiled = self.trained = self.model
+        if self.sharded:
+            return self.model.prepare(self.s.block_size) if self.s.compile else None
         if self.s.compile:
             print('compiling the model... (takes a ~minute)')
             self.model.prepare(self.s.block_size)
@@ -101,9 +110,12 @@ class Run:
             print(change)
         if saved or changes:
             weights = saved or {'model': model.state_dict()}
+            if changes and 'shards' in weights:
+                shards.fill(origin, weights)
             adapt(weights, old, config, origin)
             model = GPT(config)
-            ckpt.load_weights(model, weights, origin)
+            if 'shards' not in weights:  # else each process takes its part of them, when it knows which that is
+                ckpt.load_weights(model, weights, origin)
         return model, bool(changes)
 
     def _settle(self, old, meta, origin, known):
@@ -127,6 +139,8 @@ class Run:
 
     def _resume(self, saved, changed):
         """Optimizer, scaler, counters, random numbers; returns the batch that the next iteration was to train on."""
+        if 'shards' in saved:
+            self._read_shards(saved)
         with ckpt.restoring(self.origin, 'optimizer'):
             kind = saved['config'].get('optimizer', 'adamw')
             if saved['optimizer']['state'] and kind != self.s.optimizer:
@@ -152,6 +166,24 @@ class Run:
         with ckpt.restoring(self.origin, 'data_rng'):
             return self.batches.resume(saved['data_rng']) if 'data_rng' in saved else self.batches.next()
 
+    def _read_shards(self, saved):
+        """The weights, into the model, and the moments, into the checkpoint `saved`; of each this process's part."""
+        params = [p for group in self.optimizer.param_groups for p in group['params']]
+        tensors = {f'model.{name}': p.detach() for name, p in self.model.named_parameters()}
+        for i, names in shards.moments(self.origin, saved['shards']).items():
+            tensors |= {f'optimizer.{i}.{name}': torch.zeros_like(params[i].detach()) for name in names if i < len(params)}
+        shards.read(self.origin, saved['shards'], tensors, self.ranks.control)
+        saved['optimizer'] = shards.merged(saved['optimizer'], tensors)
+
+    def _tensors(self):
+        """What a checkpoint has of weights and optimizer: the tensors themselves, or where they were written to."""
+        if not self.sharded:
+            return {'model': self.model.state_dict(), 'optimizer': ckpt.optimizer_state(self.optimizer)}
+        tensors, optimizer = shards.split(dict(self.model.named_parameters()), self.optimizer.state_dict())
+        # rank 0's shelf is the one that saves
+        folder = self.out_dir / self.ranks.from_first(shards.new_name(self.shelf.run, self.iter_num))
+        return {'model': {}, 'optimizer': optimizer, 'shards': shards.write(folder, tensors, self.ranks.control)}
+
     def save(self, best: bool, say=print):
         """Write ckpt.pt, from rank 0; all ranks take part, for each has random numbers of its own.
 
@@ -160,16 +192,16 @@ class Run:
             UserError: it cannot be written. What there was before is whole, and named.
         """
         self.holds_best = best or (self.holds_best and self.saved_at == self.iter_num)
-        states = self.ranks.gather(ckpt.rng_state())
+        states, tensors = self.ranks.gather(ckpt.rng_state()), self._tensors()
         if self.ranks.main:
             self.shelf.save({
-                'model': self.model.state_dict(), 'optimizer': ckpt.optimizer_state(self.optimizer),
-                'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
+                **tensors, 'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
                 'best_val_loss': self.best_val_loss, 'config': vars(self.s),
                 # beyond nanoGPT's keys: what an exact resume needs
                 'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
                 'holds_best': self.holds_best, 'skipped': self.update.skipped,
                 'tokens': self.tokens}, say)  # tokens: against ids that came to mean others
+            shards.collect(self.out_dir, self.shelf.run)
         self.saved_at = self.iter_num
 
     @torch.no_grad()
@@ -179,17 +211,27 @@ class Run:
         means = {}
         for split in ('train', 'val'):
             total = count = 0
-            for x, y in self.batches.evaluation(split, self.s.eval_iters, self.s.seed):
+            for x, y, counts in self._evaluation(split):
                 with self.autocast:
-                    total += self.compiled(x, y)[1].item()
-                count += 1
-                if stop:
+                    total += counts * self.compiled(x, y)[1].item()
+                count += counts
+                if self.ranks.any(stop) if self.sharded else stop:  # shared parameters are gathered by all, or none
                     break
             total, count, stopped = self.ranks.sum([total, count, float(bool(stop))])
             if stopped:
                 return None
             means[split] = total / count
         return means
+
+    def _evaluation(self, split):
+        """(x, y, 1) of this rank's batches; where all ranks must make as many passes, the last again with 0."""
+        n, x, y = 0, *self.batch
+        for x, y in self.batches.evaluation(split, self.s.eval_iters, self.s.seed):
+            n += 1
+            yield x, y, 1
+        if self.sharded:
+            for _ in range(-(-self.s.eval_iters // self.ranks.world_size) - n):
+                yield x, y, 0
 
     def step(self):
         """One iteration: forward and backward over this rank's micro-batches, clip, update. Returns the last one's loss.
@@ -235,4 +277,7 @@ class Run:
 
     def _last_syncs(self, last):
         """Gradients are averaged over the ranks once an iteration, in its last backward pass."""
+        if self.sharded:
+            self.model.set_requires_gradient_sync(last)
+            return contextlib.nullcontext()
         return contextlib.nullcontext() if last or self.ranks.world_size == 1 else self.trained.no_sync()

@@ -157,14 +157,14 @@ def checkpoint_in(out_dir: str, name: str) -> Path:
     return Path(out_dir) / name
 
 
-def load_to_resume(path: Path) -> dict:
+def load_to_resume(path: Path, whole: bool = True) -> dict:
     """`load_checkpoint`; where that fails, the error names the other checkpoints in the folder.
 
     Raises:
         UserError: missing, damaged, or not a checkpoint.
     """
     try:
-        return load_checkpoint(path)
+        return load_checkpoint(path, whole=whole)
     except UserError as e:
         found = [(peek(other), other.name) for other in path.parent.glob('ckpt*.pt') if other != path]
         others = sorted(((at[1], name) for at, name in found if at), reverse=True)

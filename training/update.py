@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from training.fsdp import full
+
 HEALTHY_SCALE = 1.0  # an overflow while the loss is scaled by more than this is ordinary: the scaler is finding its scale
 
 
@@ -67,9 +69,9 @@ class GuardedUpdate:
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
         if self.grad_clip != 0.0:
-            self.norm = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip)
+            self.norm = full(torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip))
         else:
-            self.norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            self.norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         bad = ~self.norm.isfinite()
         self._step(bad)
         counts = self.scaler.scale(self.one) <= HEALTHY_SCALE  # `scale` in place of `get_scale`, which waits for the device

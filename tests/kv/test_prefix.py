@@ -91,6 +91,7 @@ class World:
         assert store.nbytes == sum(OVERHEAD + len(b.tokens) + sum(x.numel() for x in (b.copy, b.local) if x is not None)
                                    for b in blocks)
         assert table.kept == {b.page for b in blocks if b.page >= 0} and len(table.kept) == sum(b.page >= 0 for b in blocks)
+        assert store._pooled == {b.page: b for b in blocks if b.page >= 0}
         assert table.n_idle == sum(table.refs[page] == 1 for page in table.kept)
         assert table.refs == [sum(page in row for row in table.rows) + (page in table.kept) for page in range(table.n_pages)]
         for block in blocks:

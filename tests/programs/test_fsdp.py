@@ -1,0 +1,127 @@
+"""train.py with parallel='fsdp': the losses of one process, and checkpoints that any number of processes goes on from."""
+import shutil
+
+import pytest
+import torch
+
+import sample
+from config.errors import UserError
+from tests.programs.support import FULL_STACK, VANILLA, load, metrics, run_train
+from tests.programs.test_distributed import SIX_STEPS, assert_same_losses, run
+from training import shards
+from training.checkpoint import load_checkpoint
+
+FSDP = dict(parallel='fsdp')
+STACK = dict(FULL_STACK, bias=True)
+
+
+def assert_same_state(a, b, exact=True):
+    one, two = load_checkpoint(a / 'ckpt.pt'), load_checkpoint(b / 'ckpt.pt')
+    gap = max((one['model'][name] - x).abs().max().item() for name, x in two['model'].items())
+    assert one['model'].keys() == two['model'].keys() and gap <= (0 if exact else 1e-5)
+
+
+@pytest.mark.parametrize('policy', ['none', *(pytest.param(policy, marks=pytest.mark.slow) for policy in (
+    'selective', 'mlp', 'block', 'every:3', 'sqrt'))])
+def test_two_processes_have_the_losses_of_one(tmp_path, data_root, policy):
+    settings = SIX_STEPS | dict(recompute=policy, max_iters=19, eval_interval=10, eval_iters=3)
+    run_train(tmp_path / 'one', STACK, **settings)
+    out = run(data_root, 2, tmp_path / 'two', STACK, **settings, **FSDP)
+    assert_same_losses(metrics(tmp_path / 'one'), metrics(tmp_path / 'two'))
+    assert_same_state(tmp_path / 'one', tmp_path / 'two', exact=False)
+    norms = [[row['grad_norm'] for row in metrics(tmp_path / name)] for name in ('one', 'two')]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and out.count('step 0:') == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config, more', [(VANILLA, {}), (STACK, dict(chunked_loss=False, grad_clip=0.0)),
+                                          (STACK, dict(optimizer='muon'))], ids=['vanilla', 'unclipped', 'muon'])
+def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more):
+    run_train(tmp_path / 'one', config, **SIX_STEPS, **more)
+    run(data_root, 4, tmp_path / 'four', config, **SIX_STEPS, **FSDP, **more)
+    if 'optimizer' in more:  # Muon rounds to bfloat16 inside
+        one, four = ([row['loss'] for row in metrics(tmp_path / name)] for name in ('one', 'four'))
+        assert one == pytest.approx(four, abs=1e-3)
+    else:
+        assert_same_losses(metrics(tmp_path / 'one'), metrics(tmp_path / 'four'))
+
+
+@pytest.mark.parametrize('counts', [(2, 1), pytest.param((2, 4, 1), marks=pytest.mark.slow),
+                                    pytest.param((1, 4, 2), marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root, counts):
+    """Shards of two are read by four and by one; and a whole checkpoint by several."""
+    run_train(tmp_path / 'whole', STACK, **SIX_STEPS)
+    parts, each = tmp_path / 'parts', 6 // len(counts)
+    for k, n in enumerate(counts):
+        more = FSDP | dict(init_from='resume') if k else FSDP
+        run(data_root, n, parts, STACK, **SIX_STEPS | dict(max_iters=each * (k + 1) - (k == len(counts) - 1)) | more)
+        saved = load(parts / 'ckpt.pt')
+        assert ('shards' in saved) == (n > 1) and bool(saved['model']) == (n == 1)
+        assert len(list(parts.glob('shards_*'))) == len({load(path)['shards']['folder'] for path in parts.glob('ckpt*.pt')
+                                                         if 'shards' in load(path)})
+    assert_same_losses(metrics(tmp_path / 'whole'), metrics(parts))
+    assert_same_state(tmp_path / 'whole', parts, exact=False)
+
+
+@pytest.fixture(scope='module')
+def sharded(tmp_path_factory, data_root):
+    """A folder with a checkpoint in two shards, for tests that copy it."""
+    folder = tmp_path_factory.mktemp('sharded')
+    run(data_root, 2, folder / 'out', STACK, **SIX_STEPS, **FSDP)
+    return folder / 'out'
+
+
+@pytest.fixture
+def out(sharded, tmp_path):
+    return shutil.copytree(sharded, tmp_path / 'out')
+
+
+def test_it_is_sampled_as_any_other(out, capsys):
+    sample.main([f'--out_dir={out}', '--device=cpu', '--num_samples=1', '--max_new_tokens=5', '--start=a'])
+    assert 'KV cache' in capsys.readouterr().out
+
+
+def test_shards_become_one_file_and_back(out, tmp_path, capsys):
+    shards.main([str(out / 'ckpt.pt'), str(tmp_path / 'whole' / 'ckpt.pt')])
+    shards.main([str(tmp_path / 'whole' / 'ckpt.pt'), str(tmp_path / 'again' / 'ckpt.pt'), '--to=shards'])
+    whole, read = load(tmp_path / 'whole' / 'ckpt.pt'), load_checkpoint(tmp_path / 'again' / 'ckpt.pt')
+    assert 'shards' not in whole and 'shards' in load(tmp_path / 'again' / 'ckpt.pt')
+    assert whole['model'].keys() == read['model'].keys()
+    assert all(torch.equal(x, read['model'][name]) for name, x in whole['model'].items())
+    for i, state in whole['optimizer']['state'].items():
+        assert all(torch.equal(x, read['optimizer']['state'][i][name]) for name, x in state.items())
+    assert whole['optimizer']['param_groups'] == read['optimizer']['param_groups']
+    with pytest.raises(UserError, match='is there already'):
+        shards.main([str(out / 'ckpt.pt'), str(tmp_path / 'whole' / 'ckpt.pt')])
+
+
+@pytest.mark.parametrize('damage', ['missing', 'short', 'changed', 'exchanged'])
+def test_a_damaged_shard_is_named(out, damage):
+    saved = load(out / 'ckpt.pt')
+    first, second = sorted((out / saved['shards']['folder']).iterdir())
+    if damage == 'missing':
+        second.unlink()
+    elif damage == 'short':
+        second.write_bytes(second.read_bytes()[:-8])
+    elif damage == 'changed':
+        data = second.read_bytes()
+        second.write_bytes(b'\xff' * 8 + data[8:])
+    else:
+        shutil.copy(first, second)
+        saved['shards']['files'][second.name] = second.stat().st_size
+        torch.save(saved, out / 'ckpt.pt')
+    named = str(second if damage in ('missing', 'short') else second.parent) if damage != 'exchanged' else str(out)
+    with pytest.raises(UserError) as caught:
+        run_train(out, STACK, **SIX_STEPS | dict(max_iters=8), init_from='resume')
+    assert named in str(caught.value) and '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('settings, named', [(dict(optimizer='adamw8bit'), 'adamw8bit'), (dict(dtype='float16'), 'float16'),
+                                             (dict(recompute='auto'), 'auto'), (dict(memory_report=True), 'memory_report')])
+def test_what_does_not_go_with_it(settings, named):
+    from types import SimpleNamespace
+
+    from training import fsdp
+    s = SimpleNamespace(**dict(optimizer='adamw', recompute='none', memory_report=False) | settings)
+    with pytest.raises(UserError, match=named):
+        fsdp.check(s, getattr(torch, settings.get('dtype', 'float32')))
