@@ -19,12 +19,12 @@ import configurator
 from config.errors import UserError
 from data.datasets import DATA_ROOT
 from training.device import check_seed
-from training.distributed import Ranks
+from training.distributed import Ranks, go_on_after_restart
 from training.log import Pace, RunLog
 from training.memory import memory_line
 from training.optim import cooldown, learning_rate_at, set_learning_rate
 from training.run import Run
-from training.shelf import checkpoint_in
+from training.shelf import checkpoint_in, launch_of
 from training.signals import StopRequest
 from training.trackers import check_packages, open_trackers
 
@@ -104,7 +104,7 @@ def check(s):
         if getattr(s, name) < 1:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
     for name in ('max_iters', 'warmup_iters', 'grad_clip', 'weight_decay', 'learning_rate', 'min_lr',
-                 'checkpoint_interval', 'cooldown_iters'):
+                 'checkpoint_interval', 'cooldown_iters', 'data_prefetch'):
         if getattr(s, name) < 0:
             raise UserError(f'{name}={getattr(s, name)}: must not be negative')
     if s.lr_schedule == 'wsd' and s.decay_lr and s.warmup_iters + cooldown(s) > s.lr_decay_iters:
@@ -132,6 +132,7 @@ def main(argv=None):
     s = configurator.parse('train', argv, usage=__doc__, echo=os.environ.get('RANK', '0') == '0')
     check(s)
     with Ranks(s.backend, s.device, 'backend' in s.given) as ranks:
+        go_on_after_restart(s, ranks, launch_of)
         if s.gradient_accumulation_steps % ranks.world_size:
             raise UserError(f'gradient_accumulation_steps={s.gradient_accumulation_steps} is not a multiple of the '
                             f'{ranks.world_size} processes that share it (WORLD_SIZE)')

@@ -18,6 +18,7 @@ def draw(document: dict, path: str) -> None:
     """
     try:
         import matplotlib
+        import matplotlib.ticker
     except ImportError as e:
         raise UserError("the picture needs matplotlib: pip install -e '.[plot]'") from e
     matplotlib.use('Agg')
@@ -40,8 +41,9 @@ def draw(document: dict, path: str) -> None:
     right.set(xscale='log', yscale='log', xlabel='tokens of the conversation so far', ylabel='time to the first token, ms',
               title=f"a message of {document['message']} tokens, batch 1, {document['device']}")
     for scale in (left.xaxis, right.xaxis, right.yaxis):
-        scale.set_major_formatter('{x:g}')
-        scale.set_minor_formatter('{x:g}')
+        scale.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        scale.set_major_formatter('{x:,g}')
+        scale.set_minor_formatter('')
     for axis in (left, right):
         axis.tick_params(which='both', labelsize=8)
         axis.grid(True, linewidth=0.5, alpha=0.5)

@@ -84,6 +84,9 @@ TRAIN = RUN + _keys(
     ('grad_clip', 1.0, 'clip the gradient norm at this; 0 = never'),
     ('max_skipped', 20, 'stop after so many iterations in a row with a loss or gradients that are not finite (skipped)'),
     ('data_seed', -1, 'seed of the order of training batches alone; -1 = seed, after the weights are drawn, as in nanoGPT'),
+    ('data_order', 'random', "order of the training windows: 'random' (drawn, as in nanoGPT), 'sequential', 'shuffled' (each "
+     'once an epoch)', ('random', 'sequential', 'shuffled')),
+    ('data_prefetch', 2, 'batches that a thread makes ahead; 0 = none'),
     ('decay_lr', True, 'warm up and decay the learning rate'),
     ('lr_schedule', 'cosine', "how it decays: 'cosine', or 'wsd': not before the last cooldown_iters, and then in a line",
      ('cosine', 'wsd')),

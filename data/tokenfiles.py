@@ -1,4 +1,5 @@
-"""Read nanoGPT's token files: train.bin and val.bin (raw little-endian uint16 ids, no header) and meta.pkl.
+"""Read nanoGPT's token files: train.bin and val.bin (raw little-endian ids, no header) and meta.pkl. Ids are uint16; or uint32
+where meta.pkl says so (dtype: 'uint32'), as a vocabulary of more than 65,536 needs.
 
 A big train split may lie in shards train_00000.bin, train_00001.bin, ... instead of train.bin.
 
@@ -21,6 +22,7 @@ from config.errors import UserError
 
 TOKEN_DTYPE = np.dtype('<u2')
 MAX_ID = 65535
+DTYPES = {'uint16': TOKEN_DTYPE, 'uint32': np.dtype('<u4')}  # by meta.pkl's 'dtype'
 MAX_META_BYTES = 64 * 2**20  # the largest honest meta.pkl (65,536 entries) is a few MB
 
 
@@ -46,10 +48,10 @@ def open_split(folder: Path, split: str) -> 'TokenSplit':
     numbering 0, 1, 2, ... or there twice, or a file is empty or of odd size.
     """
     folder = Path(folder)
-    files = split_files(folder, split)
+    files, dtype = split_files(folder, split), dtype_of(read_meta(folder))
     single = folder / f'{split}.bin'
     if files == [single] or not files:
-        return TokenSplit([single])  # refuses a missing file with the advice to prepare the dataset
+        return TokenSplit([single], dtype)  # refuses a missing file with the advice to prepare the dataset
     if single in files:
         raise UserError(f'{str(single)!r} and the shard {files[1].name!r} are both there; allowed is one kind: '
                         'remove the other')
@@ -60,7 +62,12 @@ def open_split(folder: Path, split: str) -> 'TokenSplit':
         if found > number:
             raise UserError(f"no shard '{split}_{number:05d}.bin' in {str(folder)!r}, but {path.name!r}: "
                             'allowed are shards numbered from 0 without a gap; prepare the dataset again')
-    return TokenSplit(files)
+    return TokenSplit(files, dtype)
+
+
+def dtype_of(meta: dict | None) -> np.dtype:
+    """Of the ids in the token files of a data set with this meta.pkl."""
+    return DTYPES[(meta or {}).get('dtype', 'uint16')]
 
 
 class TokenSplit:
@@ -68,18 +75,18 @@ class TokenSplit:
 
     MAX_MAPPED = 256  # each mapped file keeps a file descriptor
 
-    def __init__(self, files: list[Path]):
+    def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE):
         self.files = list(files)
-        sizes = [_token_count(path) for path in self.files]
+        sizes = [_token_count(path, dtype) for path in self.files]
         self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last one
-        self._map = functools.lru_cache(self.MAX_MAPPED)(lambda i: open_tokens(self.files[i]).view(np.ndarray))
+        self._map = functools.lru_cache(self.MAX_MAPPED)(lambda i: open_tokens(self.files[i], dtype).view(np.ndarray))
         self._only = self._map(0) if len(sizes) == 1 else None
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def window(self, start: int, n: int) -> np.ndarray:
-        """The `n` token ids from position `start` on: (n,) uint16, read-only when it is a view of the mapped file.
+        """The `n` token ids from position `start` on: (n,) uint16 or uint32, read-only when it is a view of the mapped file.
 
         IndexError if any of them lies outside 0 <= position < len(self).
         """
@@ -96,19 +103,25 @@ class TokenSplit:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def open_tokens(path: Path) -> np.memmap:
-    """Map a token file read-only: uint16 ids of shape (n_tokens,). UserError if it is missing, empty or of odd size."""
-    _token_count(Path(path))
-    return np.memmap(path, dtype=TOKEN_DTYPE, mode='r')
+    def file_of(self, position: int) -> Path:
+        """The file that has the token at this position."""
+        return self.files[bisect.bisect_right(self.starts, position, hi=len(self.files)) - 1]
 
 
-def _token_count(path: Path) -> int:
+def open_tokens(path: Path, dtype: np.dtype = TOKEN_DTYPE) -> np.memmap:
+    """Map a token file read-only: ids of shape (n_tokens,). UserError if it is missing, empty or no whole number of ids."""
+    _token_count(Path(path), dtype)
+    return np.memmap(path, dtype=dtype, mode='r')
+
+
+def _token_count(path: Path, dtype: np.dtype) -> int:
     if not path.is_file():
         raise UserError(f'no token file {str(path)!r}: run the prepare.py of its dataset first')
     size = path.stat().st_size
-    if size == 0 or size % TOKEN_DTYPE.itemsize:
-        raise UserError(f'token file {str(path)!r} has {size} bytes; allowed is a positive even number (uint16 ids)')
-    return size // TOKEN_DTYPE.itemsize
+    if size == 0 or size % dtype.itemsize:
+        allowed = 'a positive even number' if dtype.itemsize == 2 else 'a positive multiple of 4'
+        raise UserError(f'token file {str(path)!r} has {size} bytes; allowed is {allowed} ({dtype.name} ids)')
+    return size // dtype.itemsize
 
 
 def read_meta(folder: Path) -> dict | None:
@@ -139,10 +152,13 @@ def meta_problem(meta: Any) -> str:
     """What is wrong with an unpickled meta, in one line; '' if nothing."""
     if type(meta) is not dict:
         return f'it holds a {type(meta).__name__}, not a dict'
-    vocab_size = meta.get('vocab_size')
-    if type(vocab_size) is not int or not 0 < vocab_size <= MAX_ID + 1:
+    vocab_size, dtype = meta.get('vocab_size'), meta.get('dtype', 'uint16')
+    if type(dtype) is not str or dtype not in DTYPES:
+        return f'dtype is {dtype!r:.40}; allowed are {", ".join(DTYPES)}'
+    max_id = np.iinfo(DTYPES[dtype]).max
+    if type(vocab_size) is not int or not 0 < vocab_size <= max_id + 1:
         shown = vocab_size if type(vocab_size) is int and abs(vocab_size) < 10**9 else type(vocab_size).__name__
-        return f'vocab_size is {shown}; allowed is an int from 1 to {MAX_ID + 1}'
+        return f'vocab_size is {shown}; allowed is an int from 1 to {max_id + 1} ({dtype} ids)'
     if 'stoi' not in meta and 'itos' not in meta:
         return ''  # nanoGPT's train.py needs no more than vocab_size
     stoi, itos = meta.get('stoi'), meta.get('itos')

@@ -32,7 +32,7 @@ BENCHES = {
     'recompute': FULL + 'recompute --against=vanilla --contexts=1024',
     'lengths': FULL + 'lengths --against=vanilla --contexts=256,512,1024,2048,8192',
     'serve': FULL + 'serve --batch_sizes=16 --contexts=64',
-    'chat': FULL + 'chat --contexts=1024,8192 --kv_dtype=int8 --requests=1000 --page_sizes=16,64,256',
+    'chat': FULL + 'chat --contexts=1024,8192 --kv_dtype=int8 --requests=500 --page_sizes=16,64',
 }
 
 

@@ -3,6 +3,7 @@ import contextlib
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -64,13 +65,27 @@ class Ranks:
             if not self.main:
                 sys.stdout = open(os.devnull, 'w')
             try:
-                dist.init_process_group(self.backend, device_id=self.device if self.backend == 'nccl' else None)
+                device = self.device if self.backend == 'nccl' else None
+                dist.init_process_group(self.backend, device_id=device, **self._store())
             except (ValueError, RuntimeError) as e:
                 reason = ' '.join(str(e).split())[:200]
                 raise UserError(f'the {self.world_size} processes (WORLD_SIZE) cannot be joined: {reason}; start them with '
                                 'torchrun, which sets MASTER_ADDR, MASTER_PORT and the ranks') from e
             self.control = dist.new_group(backend='gloo', timeout=LONG)
         return self
+
+    def _store(self):
+        """Where the processes find each other, for `init_process_group`; {} = as torchrun says.
+
+        A restarted launch on one node gets the store of the former processes, with their addresses still in it (pytorch
+        #135712): there the new ones meet under a name of their own. Nodes do not count restarts alike, see docs/training.md.
+        """
+        restarts = _env('TORCHELASTIC_RESTART_COUNT', 0)
+        alone = _env('LOCAL_WORLD_SIZE', self.world_size) == self.world_size
+        if not (restarts and alone and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'):
+            return {}
+        store = dist.TCPStore(os.environ['MASTER_ADDR'], _env('MASTER_PORT', 0), self.world_size, is_master=False)
+        return {'store': dist.PrefixStore(f'restart {restarts}', store), 'rank': self.rank, 'world_size': self.world_size}
 
     def __exit__(self, kind, *_):
         # after an error the others may be in the midst of a collective: leave without waiting, torchrun ends them
@@ -130,6 +145,23 @@ class Ranks:
         values = [None] * self.world_size if self.main else None
         dist.gather_object(value, values, dst=0, group=self.control)
         return values or []
+
+
+def launch_id() -> str:
+    """What tells one start of torchrun from another, and not one of its restarts from the next; '' without torchrun."""
+    run = os.environ.get('TORCHELASTIC_RUN_ID', '')
+    return f'none, agent {os.getppid()}' if run == 'none' else run  # where no --rdzv-id was given
+
+
+def go_on_after_restart(s, ranks: Ranks, holds) -> None:
+    """Where torchrun has started the processes again, because one died or joined (--max-restarts): make the settings those of
+    a run that goes on from ckpt.pt, if this launch has saved one.
+
+    holds: path -> the `launch_id` in a checkpoint, '' where there is none.
+    """
+    path = Path(s.out_dir) / 'ckpt.pt'
+    if ranks.from_first(launch_id() != '' and holds(path) == launch_id()):
+        s.init_from, s.resume_from = 'resume', path.name
 
 
 def _env(name: str, default: int) -> int:

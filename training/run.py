@@ -14,6 +14,7 @@ from training import fsdp, shards
 from training.adapt import adapt, adapted_config, differences
 from training.batches import RECALL, open_batches, open_meta
 from training.device import autocast, memory_use, pick_dtype
+from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
 from training.memory_plan import choose_policy
 from training.optim import make_optimizer
@@ -47,7 +48,8 @@ class Run:
             meta = open_meta(s, data_root)
         self.tokens = ckpt.tokens_id(meta)
         self.model, changed = self._model(saved, meta)
-        self.batches = open_batches(s, data_root, self.device, torch.Generator(), ranks.rank, ranks.world_size)
+        self.batches = open_batches(s, data_root, self.device, torch.Generator(), ranks.rank, ranks.world_size,
+                                    self.model.config.vocab_size)
         self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
         if s.data_seed >= 0:
             self.batches.generator.manual_seed(s.data_seed)
@@ -199,7 +201,7 @@ class Run:
                 'best_val_loss': self.best_val_loss, 'config': vars(self.s),
                 # beyond nanoGPT's keys: what an exact resume needs
                 'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
-                'holds_best': self.holds_best, 'skipped': self.update.skipped,
+                'holds_best': self.holds_best, 'skipped': self.update.skipped, 'launch': launch_id(),
                 'tokens': self.tokens}, say)  # tokens: against ids that came to mean others
             shards.collect(self.out_dir, self.shelf.run)
         self.saved_at = self.iter_num
@@ -272,7 +274,7 @@ class Run:
         memory = memory_use(self.device)
         row = dict(grad_norm=seen.grad_norm, loss_scale=seen.loss_scale, skipped=seen.skipped, model_tflops_per_second=tflops,
                    mfu=peak and tflops / (peak * self.ranks.world_size), memory_bytes=memory.used,
-                   memory_peak_bytes=memory.peak, memory_share=memory.share)
+                   memory_peak_bytes=memory.peak, memory_share=memory.share, data_wait_share=self.batches.share)
         return {name: value for name, value in row.items() if value is not None}
 
     def _last_syncs(self, last):

@@ -150,6 +150,14 @@ def peek(path: Path) -> tuple[str, int] | None:
         return None
 
 
+def launch_of(path: Path) -> str:
+    """The `training.distributed.launch_id` that the checkpoint was saved by; '' if there is none, or none that loads."""
+    try:
+        return str(torch.load(path, map_location='cpu', weights_only=True, mmap=True).get('launch', ''))
+    except Exception:  # torch raises many kinds, all meaning the same here
+        return ''
+
+
 def checkpoint_in(out_dir: str, name: str) -> Path:
     """The file that `resume_from` means. Raises UserError: it is no plain name."""
     if not name.strip('.') or set(name) & set('/\\\0'):

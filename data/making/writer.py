@@ -13,7 +13,7 @@ import numpy as np
 from config.errors import UserError
 from data.making import journal
 from data.making.lock import one_at_a_time
-from data.tokenfiles import MAX_ID, TOKEN_DTYPE, meta_problem, split_files
+from data.tokenfiles import MAX_ID, dtype_of, meta_problem, split_files
 
 
 def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None) -> None:
@@ -62,13 +62,14 @@ class TokenWriter:
             raise UserError(f'meta for {str(folder)!r}: {problem}')
         if type(shard_tokens) is not int or shard_tokens < 0:
             raise UserError(f'shard_tokens={shard_tokens!r}; allowed is a positive whole number, or 0 for one file')
-        self.max_id = MAX_ID if meta is None else min(MAX_ID, meta['vocab_size'] - 1)
+        self.dtype = dtype_of(meta)
+        self.max_id = MAX_ID if meta is None else meta['vocab_size'] - 1
         self.tokens: dict[str, int] = {}  # split -> tokens added so far
         self._names: set[str] = set()  # of the files written
         self._open: dict[str, BinaryIO] = {}  # split -> the file being written
 
     def check(self, split: str, ids: np.ndarray) -> np.ndarray:
-        """`ids` as uint16. UserError for a bad split name, or anything but a 1-D array of integers that fit."""
+        """`ids` as uint16, or as meta says. UserError for a bad split name, or what is no 1-D array of integers that fit."""
         ids = np.asarray(ids)
         if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9_-]*', split) or re.search(r'_\d+$', split):
             raise UserError(f'split name {split!r}: allowed are letters, digits, "_" and "-", no number at the end')
@@ -78,7 +79,7 @@ class TokenWriter:
         low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
         if low < 0 or high > self.max_id:
             raise UserError(f'split {split!r} has token id {low if low < 0 else high}; allowed are 0 to {self.max_id}')
-        return ids.astype(TOKEN_DTYPE, copy=False)
+        return ids.astype(self.dtype, copy=False)
 
     def add(self, split: str, ids: np.ndarray) -> None:
         """Append `ids`, a 1-D array of integers in 0..65535 (and below meta's vocab_size), to a split; see check()."""

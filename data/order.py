@@ -1,0 +1,103 @@
+"""In which order the windows of a data set are trained on. None of them keeps a list of windows, however many there are.
+
+    'random'      drawn with replacement from a generator, as nanoGPT does
+    'sequential'  one after another; when all have been, from the beginning again
+    'shuffled'    each once before any comes again, in another order each time
+"""
+import numpy as np
+import torch
+
+from config.errors import UserError
+
+ORDERS = ('random', 'sequential', 'shuffled')
+ROUNDS = 4
+
+
+class RandomOrder:
+    """Starts drawn from [0, high) by a generator, whose state is the place in the order."""
+
+    def __init__(self, high: int, generator: torch.Generator):
+        self.high, self.generator = high, generator
+
+    @property
+    def state(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    @state.setter
+    def state(self, state: torch.Tensor):
+        self.generator.set_state(state)
+
+    def draw(self, n: int) -> torch.Tensor:
+        """(n,) int64, the first tokens of the next n windows."""
+        return torch.randint(self.high, (n,), generator=self.generator)
+
+
+class EpochOrder:
+    """Windows of `size` tokens side by side, each once an epoch. The place in the order is the number of windows drawn.
+
+    seed: of the shuffling; None = in their own order.
+    """
+
+    def __init__(self, n_tokens: int, size: int, seed: int | None):
+        self.n, self.size, self.seed, self.drawn = (n_tokens - 1) // size, size, seed, 0  # a target is one token later
+
+    @property
+    def state(self) -> torch.Tensor:
+        return torch.tensor([self.drawn])
+
+    @state.setter
+    def state(self, state: torch.Tensor):
+        if state.shape != (1,) or state.dtype != torch.int64 or state < 0:
+            raise ValueError('it is no number of windows: the run was in random order (data_order)')
+        self.drawn = int(state)
+
+    def draw(self, n: int) -> torch.Tensor:
+        """(n,) int64, the first tokens of the next n windows."""
+        index = np.arange(self.drawn, self.drawn + n, dtype=np.uint64)
+        self.drawn += n
+        epochs, places = index // self.n, index % self.n
+        if self.seed is not None:
+            for epoch in np.unique(epochs):
+                now = epochs == epoch
+                places[now] = permuted(places[now], self.n, self.seed, int(epoch))
+        return torch.from_numpy((places * self.size).astype(np.int64))
+
+
+def permuted(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Where each of `index`, (k,) uint64 below n, comes in a permutation of range(n) that seed and epoch choose.
+
+    A Feistel network over the next power of four, walked until it is below n (Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains"): every number is found by itself.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask, shift = np.uint64(2 ** half - 1), np.uint64(half)
+    keys = [_mixed(np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95 + k) % 2 ** 64)) for k in range(ROUNDS)]
+    found, open_ = index.astype(np.uint64).copy(), np.ones(len(index), bool)
+    while open_.any():
+        left, right = found[open_] >> shift, found[open_] & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        found[open_] = left << shift | right
+        open_ = found >= n
+    return found
+
+
+def _mixed(x):
+    """splitmix64's finish (Steele, Lea and Flood 2014)."""
+    with np.errstate(over='ignore'):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def make_order(name: str, n_tokens: int, size: int, generator: torch.Generator, seed: int):
+    """Of windows of `size` tokens and a target more, among n_tokens.
+
+    Raises:
+        UserError: no such order.
+    """
+    if name not in ORDERS:
+        raise UserError(f"data_order={name!r}: allowed are {', '.join(map(repr, ORDERS))}")
+    if name == 'random':
+        return RandomOrder(n_tokens - size, generator)
+    return EpochOrder(n_tokens, size, seed if name == 'shuffled' else None)

@@ -1,0 +1,76 @@
+"""Orders of windows: each once an epoch, whatever their number; the same from the same place on."""
+import numpy as np
+import pytest
+import torch
+
+from config.errors import UserError
+from data.order import make_order, permuted
+
+GENERATOR = torch.Generator()
+
+
+def order(name, n_tokens=101, size=5, seed=3):
+    return make_order(name, n_tokens, size, GENERATOR.manual_seed(7), seed)
+
+
+@pytest.mark.parametrize('n', [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])
+def test_a_permutation(n):
+    seen = set()
+    for epoch in range(3):
+        found = permuted(np.arange(n, dtype=np.uint64), n, 1, epoch)
+        assert sorted(found.tolist()) == list(range(n))
+        seen.add(tuple(found))
+    assert len(seen) == 3 or n < 5
+
+
+def test_neighbours_part():
+    """Of 10,000 shuffled numbers, those that followed each other are anywhere: about one pair in 10,000 still does."""
+    found = permuted(np.arange(10_000, dtype=np.uint64), 10_000, 0, 0).astype(np.int64)
+    gaps = np.abs(np.diff(found))
+    assert (gaps == 1).sum() < 12 and abs(gaps.mean() - 10_000 / 3) < 150
+    assert abs(np.corrcoef(np.arange(10_000), found)[0, 1]) < 0.03
+
+
+def test_large_numbers():
+    n = 10 ** 13
+    index = np.arange(n - 1000, n, dtype=np.uint64)
+    found = permuted(index, n, 5, 2)
+    assert len(set(found.tolist())) == 1000 and found.max() < n and found.min() < n / 100
+
+
+@pytest.mark.parametrize('name', ['sequential', 'shuffled'])
+def test_each_window_once_an_epoch(name):
+    epochs = [order(name).draw(60).view(3, 20)] + [torch.cat([order(name).draw(60)[:0]])]
+    for epoch in epochs[0]:
+        assert sorted(epoch.tolist()) == list(range(0, 100, 5))
+    assert (epochs[0][0].tolist() == sorted(epochs[0][0].tolist())) == (name == 'sequential')
+    assert torch.equal(epochs[0][0], epochs[0][1]) == (name == 'sequential')
+
+
+@pytest.mark.parametrize('name', ['random', 'sequential', 'shuffled'])
+def test_from_a_former_place_it_goes_on_as_before(name):
+    first = order(name)
+    first.draw(13)
+    state = first.state
+    expected = first.draw(40)
+    second = order(name)
+    second.state = state
+    assert torch.equal(second.draw(40), expected)
+    assert expected.dtype == torch.int64 and 0 <= expected.min() and expected.max() <= 100 - 5
+
+
+def test_however_it_is_drawn():
+    whole, parts = order('shuffled').draw(60), order('shuffled')
+    assert torch.equal(whole, torch.cat([parts.draw(n) for n in (1, 7, 30, 22)]))
+    assert not torch.equal(whole, order('shuffled', seed=4).draw(60))
+
+
+def test_the_last_window_has_its_targets():
+    assert order('sequential', n_tokens=100).n == 19 and order('sequential', n_tokens=101).n == 20
+
+
+def test_another_runs_state_is_refused():
+    with pytest.raises(ValueError, match='random order'):
+        order('shuffled').state = order('random').state
+    with pytest.raises(UserError, match="data_order='sorted'"):
+        order('sorted')

@@ -1,0 +1,131 @@
+"""Batches made ahead are those that would be made in turn; orders, wide ids and damaged shards through them."""
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from config.errors import UserError
+from data.making.writer import TokenWriter, write_dataset
+from training.batches import TokenBatches
+from training.prefetch import Prefetched
+
+CPU = torch.device('cpu')
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_dataset(tmp_path, {'train': np.arange(500), 'val': 1000 + np.arange(30)}, None)
+    return tmp_path
+
+
+def batches_of(folder, depth=2, **more):
+    return Prefetched(TokenBatches(folder, 8, 4, CPU, torch.Generator().manual_seed(5), **more), depth)
+
+
+@pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
+@pytest.mark.parametrize('depth', [0, 1, 5])
+def test_they_are_those_made_in_turn(folder, depth, order):
+    plain, ahead = batches_of(folder, 0, order=order).batches, batches_of(folder, depth, order=order)
+    for _ in range(40):
+        expected = plain.next()
+        assert all(torch.equal(a, b) for a, b in zip(ahead.next(), expected)) and torch.equal(ahead.state, plain.state)
+    ahead.close()
+
+
+@pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
+def test_from_a_state_it_goes_on_with_that_batch(folder, order):
+    first = batches_of(folder, order=order)
+    [first.next() for _ in range(7)]
+    state, expected = None, []
+    for _ in range(9):
+        expected.append(first.next())
+        state = first.state if state is None else state
+    for depth in (0, 3):
+        again = batches_of(folder, depth, order=order)
+        again.next()
+        found = [again.resume(state)] + [again.next() for _ in range(8)]
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(found, expected))
+        again.close()
+    first.close()
+
+
+@pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
+def test_ranks_share_what_one_process_has(folder, order):
+    alone, shared = batches_of(folder, order=order), [batches_of(folder, order=order, rank=r, world_size=3) for r in range(3)]
+    for _ in range(5):
+        for each in shared:
+            assert torch.equal(each.next()[0], alone.next()[0])
+    for each in (alone, *shared):
+        each.close()
+
+
+def test_no_thread_stays(folder):
+    before = threading.active_count()
+    batches = batches_of(folder, 1)
+    batches.next()
+    time.sleep(0.05)  # it stands before a full queue
+    assert threading.active_count() == before + 1
+    batches.close()
+    assert threading.active_count() == before
+    batches.close()
+
+
+def test_what_is_waited_is_counted(folder, monkeypatch):
+    batches, plain = batches_of(folder, 2), TokenBatches.next
+    assert batches.share is None
+    batches.next()
+    time.sleep(0.05)
+    batches.next()
+    assert batches.waited < 0.04 and 0 <= batches.share < 1
+    monkeypatch.setattr(TokenBatches, 'next', lambda self: time.sleep(0.03) or plain(self))
+    [batches.next() for _ in range(8)]
+    assert batches.waited > 0.08
+    batches.close()
+
+
+# -- token files ------------------------------------------------------------------------------------------------------
+
+def test_wide_ids(tmp_path):
+    meta, ids = {'vocab_size': 200_000, 'dtype': 'uint32'}, 150_000 + np.arange(100)
+    with TokenWriter(tmp_path, meta, shard_tokens=40) as out:
+        out.add('train', ids)
+        out.add('val', ids[:50])
+    assert [path.stat().st_size for path in sorted(tmp_path.glob('train_*.bin'))] == [160, 160, 80]
+    x, y = batches_of(tmp_path, order='sequential', vocab_size=200_000).next()
+    assert x.flatten().tolist() == list(range(150_000, 150_032)) and y[0, -1] == 150_008  # across shards
+    with pytest.raises(UserError, match='allowed are 0 to 199999'):
+        TokenWriter(tmp_path / 'b', meta).check('train', np.array([200_000]))
+
+
+@pytest.mark.parametrize('meta, named', [({'vocab_size': 70_000}, '65536'), ({'vocab_size': 10, 'dtype': 'int8'}, "'int8'"),
+                                         ({'vocab_size': 2 ** 33, 'dtype': 'uint32'}, 'uint32 ids')])
+def test_meta_says_what_ids_are(tmp_path, meta, named):
+    with pytest.raises(UserError, match=named):
+        TokenWriter(tmp_path, meta)
+
+
+@pytest.mark.parametrize('depth', [0, 2])
+def test_a_shard_with_ids_that_cannot_be_is_named(tmp_path, depth):
+    with TokenWriter(tmp_path, None, shard_tokens=40) as out:
+        out.add('train', np.arange(100))
+        out.add('val', np.arange(50))
+    shard = tmp_path / 'train_00001.bin'
+    data = bytearray(shard.read_bytes())
+    data[20:22] = b'\xff\xff'
+    shard.write_bytes(data)
+    batches = batches_of(tmp_path, depth, order='sequential', vocab_size=100)
+    batches.next()
+    with pytest.raises(UserError, match=r"train_00001\.bin' has token 65535, and the vocabulary 100"):
+        [batches.next() for _ in range(3)]
+
+
+def test_a_shard_of_an_odd_size_is_named(tmp_path):
+    with TokenWriter(tmp_path, {'vocab_size': 100, 'dtype': 'uint32'}, shard_tokens=40) as out:
+        out.add('train', np.arange(100))
+        out.add('val', np.arange(50))
+    shard = tmp_path / 'train_00002.bin'
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"train_00002\.bin' has 78 bytes; allowed is a positive multiple of 4"):
+        batches_of(tmp_path)
