@@ -127,3 +127,19 @@ def test_readme_quotes_the_recomputation_policies_and_the_soak():
     assert [at_8192, at_2048, at_1024, *short] == [pytest.approx(ratio[T], abs=0.006) for T in (8192, 2048, 1024, 256, 512)]
     assert [ours, vanilla] == [pytest.approx(lengths[8192]['sides'][name]['tokens_per_second']['median'], abs=0.6)
                                for name in ('ours', 'vanilla')]
+
+
+def test_readme_quotes_the_conversations():
+    chat = cpu('chat')
+    [cell] = [cell for cell in chat['cells'] if cell['context'] == 8192]
+    [bytes_] = [row for row in chat['bytes'] if row['page_size'] == 64 and row['prune']]
+    found = {row['share']: row['hit_rate'] for row in chat['workload'] if row['page_size'] == 64 and row['prune']}
+    wanted = (r'first token after (\d+) ms in place of ([\d.]+) s \((\d+) times sooner\), and the ([\d.]+) MB .* are (\d+) times less'
+              r'.* Of (\d+) such dialogues \((\d+) requests, .* (\d+)% of the prompt tokens .*, (\d+)% in half the memory, (\d+)% in')
+    quoted = [float(x) for x in re.search(wanted, prose('README.md')).groups()]
+    ttft = {name: side['ttft_ms']['median'] for name, side in cell['sides'].items()}
+    assert quoted == [round(ttft['ours']), pytest.approx(ttft['without a store'] / 1000, abs=0.05),
+                      round(cell['ratios']['ttft']['without a store']['median']),
+                      pytest.approx(bytes_['held_nbytes'] / 1e6, abs=0.05), round(bytes_['smaller']), chat['dialogues'],
+                      chat['requests'], *(round(100 * found[share]) for share in (100, 50, 25))]
+    assert chat['kv_dtype'] == 'int8' and chat['message'] == 20
