@@ -28,8 +28,8 @@ def launch(data_root, out_dir, options, config=VANILLA, before='', **settings):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-@pytest.mark.parametrize('config, more', [
-    (VANILLA, {}), pytest.param(FULL_STACK, dict(parallel='fsdp'), marks=pytest.mark.slow)], ids=['ddp', 'fsdp'])
+@pytest.mark.slow
+@pytest.mark.parametrize('config, more', [(VANILLA, {}), (FULL_STACK, dict(parallel='fsdp'))], ids=['ddp', 'fsdp'])
 def test_a_process_that_dies_is_started_again(tmp_path, data_root, config, more):
     run_train(tmp_path / 'whole', config, **SIX_STEPS)
     options = ['--standalone', '--nproc_per_node=2', '--max-restarts=1', '--monitor-interval=0.1']

@@ -46,8 +46,8 @@ def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more
         assert_same_losses(metrics(tmp_path / 'one'), metrics(tmp_path / 'four'))
 
 
-@pytest.mark.parametrize('counts', [(2, 1), pytest.param((2, 4, 1), marks=pytest.mark.slow),
-                                    pytest.param((1, 4, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('counts', [(2, 1), (2, 4, 1), (1, 4, 2)])
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root, counts):
     """Shards of two are read by four and by one; and a whole checkpoint by several."""
     run_train(tmp_path / 'whole', STACK, **SIX_STEPS)

@@ -135,8 +135,8 @@ def test_readme_quotes_the_conversations():
     [bytes_] = [row for row in chat['bytes'] if row['page_size'] == 64 and row['prune']]
     found = {row['share']: row['hit_rate'] for row in chat['workload'] if row['page_size'] == 64 and row['prune']}
     wanted = (r'first token after (\d+) ms in place of ([\d.]+) s \((\d+) times sooner\), and the ([\d.]+) MB .*, are (\d+) '
-              r'times less .* Of (\d+) such dialogues \((\d+) requests;.* (\d+)% of the prompt tokens .*, (\d+)% in half the memory, '
-              r'(\d+)% in')
+              r'times less .* Of (\d+) such dialogues \((\d+) requests;.* (\d+)% of the prompt tokens .*, '
+              r'(\d+)% in half the memory, (\d+)% in')
     quoted = [float(x) for x in re.search(wanted, prose('README.md')).groups()]
     ttft = {name: side['ttft_ms']['median'] for name, side in cell['sides'].items()}
     assert quoted == [round(ttft['ours']), pytest.approx(ttft['without a store'] / 1000, abs=0.05),
