@@ -27,7 +27,7 @@ class RunLog:
         model_tflops_per_second     as the model asks for, windows and heads counted (`training.flops.achieved`), all processes
         mfu                         that as a share of the devices' peak, 0 to 1; only where the peak is known. Not the printed
                                     one, which is nanoGPT's: every layer as full attention, an A100's peak
-        memory_bytes, memory_peak_bytes, memory_share
+        memory_bytes, memory_peak_bytes, memory_share, data_wait_share (of the time since the first batch)
                                     of the device, or on a CPU of the process (`training.device.memory_use`)
         train_loss, val_loss        where the step was evaluated
 

@@ -18,7 +18,7 @@ from training.flops import flops_per_token
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 # on a CPU in float32: no loss scale, and no peak to take a share of
 ROW = {'iter', 'loss', 'lr', 'time_ms', 'tokens_per_second', 'grad_norm', 'skipped', 'model_tflops_per_second',
-       'memory_bytes', 'memory_peak_bytes', 'memory_share'}
+       'memory_bytes', 'memory_peak_bytes', 'memory_share', 'data_wait_share'}
 VANILLA_ARGS = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=False, vocab_size=12, dropout=0.0)
 
 
@@ -60,6 +60,7 @@ def test_metrics_have_every_step_with_full_precision_and_the_evaluations(tmp_pat
         assert row.keys() == ROW | evaluated
         assert row['grad_norm'] > 0 and row['skipped'] == 0 and row['model_tflops_per_second'] > 0
         assert 0 < row['memory_bytes'] <= row['memory_peak_bytes'] and 0 < row['memory_share'] < 1
+        assert 0 <= row['data_wait_share'] < 1
         assert math.isfinite(row['loss'])
     printed = dict(re.findall(r'^iter (\d+): loss (\S+),', capsys.readouterr().out, re.M))
     assert all(printed[str(row['iter'])] == f"{row['loss']:.4f}" for row in run.rows)
