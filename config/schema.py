@@ -77,6 +77,8 @@ TRAIN = RUN + _keys(
     ('max_iters', 600000, 'iterations to train'),
     ('optimizer', 'adamw', "'adamw', 'muon' (torch's, for the matrices of blocks, AdamW for the others), 'adamw8bit' "
      "(torchao's, a quarter of its memory)", ('adamw', 'muon', 'adamw8bit')),
+    ('offload_optimizer', False, "with optimizer='adamw': state and steps in host memory; spares the device 8 bytes a "
+     'parameter, and takes longer'),
     ('muon_momentum', 0.95, "with optimizer='muon': share of the former average in the new one"),
     ('weight_decay', 1e-1, 'weight decay, on matrices only'),
     ('beta1', 0.9, 'AdamW beta1'),
@@ -105,6 +107,7 @@ TRAIN = RUN + _keys(
     ('backend', 'nccl', "torch.distributed backend under torchrun: 'nccl' (CUDA) or 'gloo' (CPU)", ('nccl', 'gloo')),
 ) + DEVICE + ATTENTION + _keys(
     ('tf32', True, 'on CUDA, float32 products in TF32, as in nanoGPT'),
+    ('int8_training', False, "products of the blocks' matrices in int8, forward and backward (torchao's; made for CUDA)"),
     ('compile', True, 'torch.compile the model'),
 )
 

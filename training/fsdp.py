@@ -11,7 +11,8 @@ from config.errors import UserError
 
 def check(s, dtype: torch.dtype) -> None:
     """Raises UserError: settings that do not go with parallel='fsdp'."""
-    for name, wrong in (('optimizer', 'adamw8bit'), ('recompute', 'auto'), ('memory_report', True)):
+    for name, wrong in (('optimizer', 'adamw8bit'), ('offload_optimizer', True), ('recompute', 'auto'),
+                        ('memory_report', True)):
         if getattr(s, name) == wrong:
             raise UserError(f"{name}={wrong!r} does not go with parallel='fsdp'")
     if dtype == torch.float16:

@@ -25,6 +25,7 @@ from kv.report import nice_bytes
 from model import GPT
 from training.device import autocast as autocast_for
 from training.device import memory_use
+from training.host_optimizer import HostAdamW
 from training.live import BACKWARD, LOSS, LiveBytes
 from training.offload import offloaded
 from training.optim import state_nbytes
@@ -111,10 +112,13 @@ def _follow(model, batch, autocast, optimizer, accumulate):
 
 
 def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
-    """Bytes of parameters, of their gradients, and of the optimizer's state; of one that is only named, what it will have."""
+    """Bytes of parameters, of their gradients, and of the optimizer's state; of one that is only named, what it will have.
+    What an optimizer keeps on the host does not count."""
     params = list(model.parameters())
     parameters = sum(tensor_nbytes(p) for p in params)
     gradients = sum(tensor_nbytes(p) for p in params if p.requires_grad)
+    if isinstance(optimizer, HostAdamW):
+        return parameters, gradients, 0
     if not isinstance(optimizer, str) and optimizer.state:
         held = (x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x))
         return parameters, gradients, sum(map(tensor_nbytes, held))
@@ -184,7 +188,9 @@ def _simple_offload(device):
 def memory_line(model, optimizer, device: torch.device) -> str:
     """One line after a first step: what the live tensors take, and the device's own measure of the most so far."""
     parameters, gradients, state = state_bytes(model, optimizer)
-    parts = [f'parameters {nice_bytes(parameters)}', f'gradients {nice_bytes(gradients)}', f'optimizer {nice_bytes(state)}']
+    on_host = f' (and {nice_bytes(optimizer.host_nbytes())} on the host)' if isinstance(optimizer, HostAdamW) else ''
+    parts = [f'parameters {nice_bytes(parameters)}', f'gradients {nice_bytes(gradients)}',
+             f'optimizer {nice_bytes(state)}{on_host}']
     peak = memory_use(device).peak
     if device.type == 'cuda':
         parts += [f'activations and all else {nice_bytes(max(0, peak - parameters - gradients - state))}',

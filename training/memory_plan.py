@@ -25,6 +25,7 @@ from kv.report import nice_bytes
 from training.device import pick_device, pick_dtype
 from training.loss import rows_at_a_time
 from training.memory import Predictor, free_memory
+from training.optim import state_name
 
 FASTEST_FIRST = ('none', 'selective', 'mlp', 'block', 'sqrt')
 USABLE = 0.9  # of what is free: the rest is for what a prediction does not see (kernels' own memory, fragmentation)
@@ -36,7 +37,7 @@ class Plans:
 
     def __init__(self, s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1, optimizer=None):
         self.s, self.dtype = s, dtype
-        self.optimizer = optimizer if optimizer and optimizer.state else s.optimizer
+        self.optimizer = optimizer if optimizer and optimizer.state else state_name(s)
         self.predictor = Predictor(config, device)
         if s.attention_backend in ('math', 'sdpa'):  # the others keep as much as what is chosen by itself
             self.predictor.model.attention_backend = s.attention_backend

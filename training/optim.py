@@ -4,6 +4,8 @@
     'muon'       Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for embeddings and vectors
     'adamw8bit'  AdamW whose averages are kept in 8 bits (Dettmers et al. 2022), torchao's
 
+With `offload_optimizer` AdamW's state and steps are in host memory (`training.host_optimizer`).
+
 Muon replaces a matrix's averaged gradient by the nearest orthogonal matrix. Its steps are scaled to the size of AdamW's (Liu et
 al. 2025, "Muon is scalable for LLM training"): so both take one learning rate, and one that suits AdamW is a good first try.
 """
@@ -13,6 +15,9 @@ import math
 import torch
 
 from config.errors import UserError
+from training.host_optimizer import HostAdamW
+
+ON_HOST = 'adamw on the host'  # what `state_nbytes` knows it by
 
 
 def configure_optimizers(model, weight_decay, learning_rate, betas, device_type):
@@ -29,13 +34,18 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
     """The one that the settings `s` (train.py's) name.
 
     Raises:
-        UserError: torchao is missing.
+        UserError: torchao is missing, or `offload_optimizer` with another than AdamW.
     """
     betas = s.beta1, s.beta2
-    if s.optimizer == 'adamw':
+    if s.offload_optimizer and s.optimizer != 'adamw':
+        raise UserError(f"offload_optimizer=True goes with optimizer='adamw', not {s.optimizer!r}")
+    if s.optimizer == 'adamw' and not s.offload_optimizer:
         return model.configure_optimizers(s.weight_decay, s.learning_rate, betas, device_type)
     decay, no_decay = _by_dimension(model)
     _say(decay, no_decay)
+    if s.offload_optimizer:
+        print('using AdamW on the host')
+        return HostAdamW(_groups(decay, no_decay, s.weight_decay), lr=s.learning_rate, betas=betas)
     if s.optimizer == 'adamw8bit':
         return _adamw8bit()(_groups(decay, no_decay, s.weight_decay), lr=s.learning_rate, betas=betas)
     blocks = {id(p) for p in model.transformer.h.parameters()}
@@ -94,8 +104,16 @@ class Together(torch.optim.Optimizer):
             part.step()
 
 
+def state_name(s) -> str:
+    """What `state_nbytes` is to be asked about, by train.py's settings."""
+    return ON_HOST if s.offload_optimizer else s.optimizer
+
+
 def state_nbytes(model, name: str) -> int:
-    """Bytes that the state of this optimizer will have after its first step: two averages and a step count, or one average."""
+    """Bytes of the device that the state of this optimizer will have after its first step: two averages and a step count, or
+    one average."""
+    if name == ON_HOST:
+        return 0
     blocks = {id(p) for p in model.transformer.h.parameters()}
     total = 0
     for p in (p for p in model.parameters() if p.requires_grad):

@@ -16,6 +16,7 @@ from training.batches import RECALL, open_batches, open_meta
 from training.device import autocast, memory_use, pick_dtype
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
+from training.int8_training import train_in_int8
 from training.memory_plan import choose_policy
 from training.optim import make_optimizer
 from training.shelf import Shelf, checkpoint_in, load_to_resume
@@ -61,6 +62,8 @@ class Run:
                                  if policy == 'auto' else policy)
         self.model.chunked_loss = s.chunked_loss
         self.model.attention_backend = s.attention_backend
+        if s.int8_training:
+            train_in_int8(self.model)
         print(describe(self.model, self.dtype, self.model.config.dropout))
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         if self.sharded:

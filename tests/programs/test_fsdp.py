@@ -21,25 +21,26 @@ def assert_same_state(a, b, exact=True):
     assert one['model'].keys() == two['model'].keys() and gap <= (0 if exact else 1e-5)
 
 
-@pytest.mark.parametrize('policy', ['none', *(pytest.param(policy, marks=pytest.mark.slow) for policy in (
-    'selective', 'mlp', 'block', 'every:3', 'sqrt'))])
-def test_two_processes_have_the_losses_of_one(tmp_path, data_root, policy):
+@pytest.mark.parametrize('n, policy', [(2, 'none'), *(pytest.param(4, policy, marks=pytest.mark.slow) for policy in (
+    'none', 'selective', 'mlp', 'block', 'every:3', 'sqrt', 'offload'))])
+def test_several_processes_have_the_losses_of_one(tmp_path, data_root, n, policy):
     settings = SIX_STEPS | dict(recompute=policy, max_iters=19, eval_interval=10, eval_iters=3)
     run_train(tmp_path / 'one', STACK, **settings)
-    out = run(data_root, 2, tmp_path / 'two', STACK, **settings, **FSDP)
-    assert_same_losses(metrics(tmp_path / 'one'), metrics(tmp_path / 'two'))
-    assert_same_state(tmp_path / 'one', tmp_path / 'two', exact=False)
-    norms = [[row['grad_norm'] for row in metrics(tmp_path / name)] for name in ('one', 'two')]
+    out = run(data_root, n, tmp_path / 'several', STACK, **settings, **FSDP)
+    assert_same_losses(metrics(tmp_path / 'one'), metrics(tmp_path / 'several'))
+    assert_same_state(tmp_path / 'one', tmp_path / 'several', exact=False)
+    norms = [[row['grad_norm'] for row in metrics(tmp_path / name)] for name in ('one', 'several')]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4) and out.count('step 0:') == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('config, more', [(VANILLA, {}), (STACK, dict(chunked_loss=False, grad_clip=0.0)),
-                                          (STACK, dict(optimizer='muon'))], ids=['vanilla', 'unclipped', 'muon'])
+                                          (STACK, dict(optimizer='muon')), (STACK, dict(int8_training=True))],
+                         ids=['vanilla', 'unclipped', 'muon', 'int8'])
 def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more):
     run_train(tmp_path / 'one', config, **SIX_STEPS, **more)
     run(data_root, 4, tmp_path / 'four', config, **SIX_STEPS, **FSDP, **more)
-    if 'optimizer' in more:  # Muon rounds to bfloat16 inside
+    if more.keys() & {'optimizer', 'int8_training'}:  # Muon rounds to bfloat16 inside: what is all but the same may part
         one, four = ([row['loss'] for row in metrics(tmp_path / name)] for name in ('one', 'four'))
         assert one == pytest.approx(four, abs=1e-3)
     else:
@@ -116,12 +117,13 @@ def test_a_damaged_shard_is_named(out, damage):
     assert named in str(caught.value) and '\n' not in str(caught.value)
 
 
-@pytest.mark.parametrize('settings, named', [(dict(optimizer='adamw8bit'), 'adamw8bit'), (dict(dtype='float16'), 'float16'),
-                                             (dict(recompute='auto'), 'auto'), (dict(memory_report=True), 'memory_report')])
+@pytest.mark.parametrize('settings, named', [
+    (dict(optimizer='adamw8bit'), 'adamw8bit'), (dict(offload_optimizer=True), 'offload_optimizer'),
+    (dict(dtype='float16'), 'float16'), (dict(recompute='auto'), 'auto'), (dict(memory_report=True), 'memory_report')])
 def test_what_does_not_go_with_it(settings, named):
     from types import SimpleNamespace
 
     from training import fsdp
-    s = SimpleNamespace(**dict(optimizer='adamw', recompute='none', memory_report=False) | settings)
+    s = SimpleNamespace(**dict(optimizer='adamw', offload_optimizer=False, recompute='none', memory_report=False) | settings)
     with pytest.raises(UserError, match=named):
         fsdp.check(s, getattr(torch, settings.get('dtype', 'float32')))

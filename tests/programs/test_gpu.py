@@ -71,6 +71,35 @@ def test_resuming_is_exact(tmp_path):
     assert [row['loss'] for row in parts.rows] == pytest.approx([row['loss'] for row in whole.rows], abs=1e-4)
 
 
+def test_an_optimizer_on_the_host(tmp_path):
+    """The losses of one on the device, in less of its memory; either goes on from the other."""
+    config = FULL_STACK | GPU | dict(n_embd=64, max_iters=10)
+    plain = run_train(tmp_path / 'plain', config)
+    other = run_train(tmp_path / 'other', config, offload_optimizer=True)
+    assert [row['loss'] for row in other.rows] == pytest.approx([row['loss'] for row in plain.rows], abs=1e-4)
+    for out, offload in (('plain', True), ('other', False)):
+        more = run_train(tmp_path / out, config, max_iters=15, init_from='resume', offload_optimizer=offload)
+        assert more.rows[-1]['iter'] == 15 and math.isfinite(more.rows[-1]['loss'])
+    assert losses(tmp_path / 'plain')[-1][1] == pytest.approx(losses(tmp_path / 'other')[-1][1], abs=1e-3)
+
+
+@pytest.mark.parametrize('settings', [dict(optimizer='muon'), dict(optimizer='adamw8bit')], ids=lambda s: s['optimizer'])
+def test_other_optimizers(tmp_path, settings):
+    if settings['optimizer'] == 'adamw8bit':
+        pytest.importorskip('torchao')
+    rows = run_train(tmp_path, FULL_STACK | GPU | dict(n_embd=64), max_iters=30, lr_decay_iters=30, **settings).rows
+    assert_learns(rows)
+
+
+@pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
+def test_int8_training(tmp_path, compiled):
+    pytest.importorskip('torchao')
+    config = FULL_STACK | BIG | dict(device='cuda', dtype='bfloat16', compile=compiled, max_iters=40, lr_decay_iters=40)
+    plain, rows = run_train(tmp_path / 'plain', config).rows, run_train(tmp_path / 'int8', config, int8_training=True).rows
+    assert_learns(rows)
+    assert rows[-1]['loss'] == pytest.approx(plain[-1]['loss'], abs=0.15)
+
+
 def test_a_run_of_the_cpu_goes_on_here(tmp_path):
     run_train(tmp_path, FULL_STACK, max_iters=10)
     rows = run_train(tmp_path, FULL_STACK | GPU, init_from='resume').rows

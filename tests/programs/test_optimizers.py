@@ -51,6 +51,19 @@ def test_muons_state_follows_a_shorter_context(tmp_path):
     assert len(after['optimizer']['state']) == len(before['state']) - 1
 
 
+def test_a_run_goes_on_with_its_optimizer_on_the_host(tmp_path, capsys):
+    config = dict(FULL_STACK, n_embd=64)
+    run_train(tmp_path / 'whole', config, max_iters=8, eval_interval=4)
+    run_train(tmp_path / 'parts', config, max_iters=4, eval_interval=4)
+    capsys.readouterr()
+    run_train(tmp_path / 'parts', config, max_iters=8, eval_interval=4, init_from='resume', offload_optimizer=True)
+    assert losses(tmp_path / 'whole') == losses(tmp_path / 'parts')
+    out = capsys.readouterr().out
+    assert 'using AdamW on the host' in out and re.search(r'optimizer 0.* \(and .* on the host\)', out)
+    run_train(tmp_path / 'parts', config, max_iters=12, init_from='resume')  # and back
+    assert load(tmp_path / 'parts' / 'ckpt.pt')['iter_num'] > 8
+
+
 @pytest.mark.slow
 def test_what_was_trained_with_8_bits_is_sampled_without_torchao(tmp_path, monkeypatch, capsys):
     run_train(tmp_path, WIDE, max_iters=2, eval_interval=2, optimizer='adamw8bit')
@@ -64,6 +77,7 @@ def test_what_was_trained_with_8_bits_is_sampled_without_torchao(tmp_path, monke
 
 @pytest.mark.parametrize('settings, named', [
     (dict(muon_momentum=1.0), 'muon_momentum=1.0'), (dict(optimizer='sgd'), "optimizer='sgd'"),
+    (dict(optimizer='muon', offload_optimizer=True), "goes with optimizer='adamw'"),
     (dict(lr_schedule='linear'), "lr_schedule='linear'"), (dict(cooldown_iters=-1), 'cooldown_iters=-1'),
     (dict(lr_schedule='wsd', cooldown_iters=19), 'cooldown_iters=19 are more than lr_decay_iters=20')])
 def test_wrong_settings(tmp_path, settings, named):

@@ -61,7 +61,7 @@ def test_predicted_peaks_fall_where_the_search_expects_it(monkeypatch, chunked, 
     monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 4 * vocab * (5 * T + 3))  # up to 5 sequences and a bit
     config = GPTConfig(vocab_size=vocab, n_layer=1, n_head=2, n_embd=16, block_size=T)
     s = SimpleNamespace(gradient_accumulation_steps=1, compile=False, batch_size=3, block_size=T, chunked_loss=chunked,
-                        attention_backend='auto', optimizer='adamw')
+                        attention_backend='auto', optimizer='adamw', offload_optimizer=False)
     plans = Plans(s, config, torch.device('cpu'), torch.float32)
     peaks = [plans.memory(policy, n).peak for n in range(1, 9)]
     assert [n for n in range(1, 8) if peaks[n] < peaks[n - 1]] == [5] * chunked
