@@ -2,9 +2,9 @@
 
 The device keeps parameters and gradients. These are copied to the host once they are whole, clipped and known to be finite;
 while one bucket of them is stepped there, the next is on its way in and the one before on its way back. torchao's
-CPUOffloadOptimizer copies gradients while the backward pass makes them, before their norm is known, and so clips nothing; it needs CUDA, and its
-state has a form of its own. This one makes the steps that AdamW makes on a CPU, to the bit, and its `state_dict` is AdamW's: a
-run goes on with it or without.
+CPUOffloadOptimizer copies gradients while the backward pass makes them, before their norm is known, and so clips nothing; it
+needs CUDA, and its state has a form of its own. This one makes the steps that AdamW makes on a CPU, to the bit, and its
+`state_dict` is AdamW's: a run goes on with it or without.
 """
 import contextlib
 
