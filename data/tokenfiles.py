@@ -13,6 +13,7 @@ import itertools
 import os
 import pickle
 import re
+import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +43,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
 
 
 def open_split(folder: Path, split: str) -> 'TokenSplit':
-    """The tokens of a split ('train', 'val'), in one file or in shards, mapped rather than read.
+    """The tokens of a split ('train', 'val'), in one file or in shards, opened but not read.
 
     Raises UserError naming the file when there is none, `<split>.bin` lies beside shards, a shard is missing in the
     numbering 0, 1, 2, ... or there twice, or a file is empty or of odd size.
@@ -71,41 +72,67 @@ def dtype_of(meta: dict | None) -> np.dtype:
 
 
 class TokenSplit:
-    """The tokens of one or several files as one sequence. Shards are mapped when they are first read."""
+    """The tokens of one or several files as one sequence, of which only windows are read: not mapped, so that the pages that
+    the system keeps of a file count for no process, and a file that is cut short while it is in use is an error, not a crash.
+    """
 
-    MAX_MAPPED = 256  # each mapped file keeps a file descriptor
+    MAX_OPEN = 256  # file descriptors
 
     def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE):
-        self.files = list(files)
+        self.files, self.dtype = list(files), dtype
         sizes = [_token_count(path, dtype) for path in self.files]
         self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last one
-        self._map = functools.lru_cache(self.MAX_MAPPED)(lambda i: open_tokens(self.files[i], dtype).view(np.ndarray))
-        self._only = self._map(0) if len(sizes) == 1 else None
+        self._open = functools.lru_cache(self.MAX_OPEN)(lambda i: open(self.files[i], 'rb', buffering=0))
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def window(self, start: int, n: int) -> np.ndarray:
-        """The `n` token ids from position `start` on: (n,) uint16 or uint32, read-only when it is a view of the mapped file.
+        """The `n` token ids from position `start` on: (n,) uint16 or uint32, read-only.
 
-        IndexError if any of them lies outside 0 <= position < len(self).
+        Raises:
+            IndexError: any of them lies outside 0 <= position < len(self).
+            UserError: a file has become shorter, or cannot be read.
         """
         if start < 0 or n < 0 or start + n > self.starts[-1]:
             raise IndexError(f'tokens {start} to {start + n} of {self.starts[-1]}')
-        if self._only is not None:
-            return self._only[start:start + n]
-        first = min(bisect.bisect_right(self.starts, start) - 1, len(self.files) - 1)
-        parts, end = [], start + n
-        for i in range(first, len(self.files)):
-            parts.append(self._map(i)[max(start - self.starts[i], 0):end - self.starts[i]])
-            if self.starts[i + 1] >= end:
-                break
+        i = bisect.bisect_right(self.starts, start, hi=len(self.files)) - 1
+        parts = [self._read(i, start - self.starts[i], min(n, self.starts[i + 1] - start))]
+        while (have := sum(map(len, parts))) < n:
+            i += 1
+            parts.append(self._read(i, 0, min(n - have, self.starts[i + 1] - self.starts[i])))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
 
     def file_of(self, position: int) -> Path:
         """The file that has the token at this position."""
         return self.files[bisect.bisect_right(self.starts, position, hi=len(self.files)) - 1]
+
+    def short_files(self) -> list[Path]:
+        """Files, the last one left out, with fewer tokens than the first: shards are of one size unless one was cut short."""
+        sizes = [end - start for start, end in itertools.pairwise(self.starts)]
+        return [path for path, size in zip(self.files[:-1], sizes) if size < sizes[0]]
+
+    def _read(self, i: int, start: int, n: int) -> np.ndarray:
+        size = self.dtype.itemsize
+        try:
+            data = _read_at(self._open(i), start * size, n * size)
+        except OSError as e:
+            raise UserError(f'token file {str(self.files[i])!r} cannot be read: {e.strerror or e}') from e
+        if len(data) < n * size:
+            raise UserError(f'token file {str(self.files[i])!r} has become shorter while it was in use')
+        return np.frombuffer(data, self.dtype)
+
+
+_reading = threading.Lock()
+
+
+def _read_at(file, offset: int, n: int) -> bytes:
+    """Up to n bytes from there on; any thread may."""
+    if hasattr(os, 'pread'):
+        return os.pread(file.fileno(), n, offset)
+    with _reading:  # Windows
+        file.seek(offset)
+        return file.read(n)
 
 
 def open_tokens(path: Path, dtype: np.dtype = TOKEN_DTYPE) -> np.memmap:

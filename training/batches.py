@@ -44,6 +44,9 @@ class TokenBatches:
                 raise UserError(f'{Path(folder).name}: {split}.bin has {len(tokens)} tokens, more than '
                                 f'block_size={block_size} are needed')
             self.tokens[split] = tokens
+            for path in tokens.short_files() if rank == 0 else []:
+                print(f'Note: token file {str(path)!r} is shorter than {tokens.files[0].name!r}: if it was cut short, prepare '
+                      'the data set again')
         self.vocab_size = vocab_size or 2 ** 32
         self.order = make_order(order, len(self.tokens['train']), block_size, self.generator, seed)
         self.state = self.order.state

@@ -2,13 +2,14 @@
 
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from config.errors import UserError
 from data.making.writer import TokenWriter, write_dataset
-from data.tokenfiles import open_split, open_tokens, read_meta
+from data.tokenfiles import TokenSplit, open_split, open_tokens, read_meta
 
 META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
 SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
@@ -134,15 +135,14 @@ def test_windows_outside_are_refused_not_cut(tmp_path):
             data.window(start, n)
 
 
-def test_a_window_of_one_file_is_a_view_of_the_map(tmp_path):
+def test_a_window_is_read_only_and_of_the_files_type(tmp_path):
     write_shards(tmp_path, 10)
     data = open_split(tmp_path, 'train')
     window = data.window(2, 3)
     assert type(window) is np.ndarray and not window.flags.owndata and not window.flags.writeable
-    assert np.shares_memory(window, data.window(0, 10))
 
 
-def test_only_what_is_read_is_mapped(tmp_path):
+def test_few_files_are_open_at_a_time(tmp_path):
     write_shards(tmp_path, 300, 1)
     data = open_split(tmp_path, 'train')
     before = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else None
@@ -151,7 +151,44 @@ def test_only_what_is_read_is_mapped(tmp_path):
         pytest.skip('no /proc to count file descriptors in')
     assert len(os.listdir('/proc/self/fd')) - before == 3
     data.window(0, 300)
-    assert len(os.listdir('/proc/self/fd')) - before <= data.MAX_MAPPED + 3
+    assert len(os.listdir('/proc/self/fd')) - before <= data.MAX_OPEN + 3
+
+
+def test_many_threads_read_more_files_than_stay_open(tmp_path, monkeypatch):
+    write_shards(tmp_path, 300, 10)
+    monkeypatch.setattr(TokenSplit, 'MAX_OPEN', 2)
+    data = open_split(tmp_path, 'train')
+
+    def read(seed):
+        starts = np.random.default_rng(seed).integers(0, 275, size=200).tolist()
+        return all(data.window(start, 25).tolist() == list(range(start, start + 25)) for start in starts)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(8)))
+
+
+def test_a_file_that_is_cut_short_while_it_is_in_use_is_named(tmp_path):
+    write_shards(tmp_path, 10, 4)
+    data = open_split(tmp_path, 'train')
+    (tmp_path / 'train_00001.bin').write_bytes(b'ab')
+    assert data.window(0, 4).tolist() == [0, 1, 2, 3]
+    with pytest.raises(UserError, match=r"train_00001\.bin' has become shorter"):
+        data.window(2, 4)
+
+
+def test_a_file_that_is_gone_is_named(tmp_path):
+    write_shards(tmp_path, 10, 4)
+    data = open_split(tmp_path, 'train')
+    (tmp_path / 'train_00001.bin').unlink()
+    with pytest.raises(UserError, match=r"train_00001\.bin' cannot be read: No such file"):
+        data.window(2, 4)
+
+
+@pytest.mark.parametrize('sizes, short', [((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4, 4), []), ((4,), []), ((2, 4, 4), [])])
+def test_a_shard_shorter_than_the_first_is_told(tmp_path, sizes, short):
+    for number, size in enumerate(sizes):
+        np.arange(size, dtype='<u2').tofile(tmp_path / f'train_{number:05d}.bin')
+    data = open_split(tmp_path, 'train')
+    assert data.short_files() == [data.files[i] for i in short]
 
 
 def test_numeric_order_needs_no_leading_zeros(tmp_path):
