@@ -11,10 +11,10 @@ STYLE = '''
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --soft: #9da7b1; --line: #30363d;
         --band: #161b22; --link: #58a6ff; --bad: #ff7b72 } }
 * { box-sizing: border-box }
-body { margin: 0 auto; max-width: 72rem; padding: 1.5rem 1rem 4rem; color: var(--ink); background: var(--paper);
+body { margin: 0 auto; max-width: 82rem; padding: 1.5rem 1rem 4rem; color: var(--ink); background: var(--paper);
        font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
 h1 { font-size: 1.6rem; margin: 0 0 .5rem } h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem }
-p, li { color: var(--soft) } .bad { color: var(--bad) } code { font-size: .875em }
+p, li { color: var(--soft) } p.bad { color: var(--bad) } code { font-size: .875em }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; outline-offset: 2px }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; font-variant-numeric: tabular-nums }
 th, td { padding: .4rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
@@ -67,8 +67,7 @@ def title(summary: dict) -> str:
 
 def shortcomings(summary: dict) -> str:
     """Rows that failed or were not trained."""
-    lines = [f'{row["name"]}: {text}' for row in summary['rows'] if (text := tables.status(row))]
-    return '<ul>' + ''.join(f'<li class="bad">{html.escape(line)}</li>' for line in lines) + '</ul>' if lines else ''
+    return ''.join(f'<p class="bad">{html.escape(line)}</p>' for line in tables.shortcomings(summary))
 
 
 def table(grid) -> str:

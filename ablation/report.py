@@ -27,7 +27,7 @@ def markdown(summary: dict, pictures: list[str]) -> str:
              f"...) from the one they name. KV bytes count {summary['rows'][0]['kv']['dtype']} where a row names no storage of "
              "its own, and are compared with vanilla GPT-2 in bfloat16; they were allocated, and equal the plan's arithmetic.",
              '']
-    missing = [f"- **{row['name']}**: {text}" for row in summary['rows'] if (text := tables.status(row))]
+    missing = [f'- {line}' for line in tables.shortcomings(summary)]
     lines += [*missing, ''] if missing else []
     for grid in tables.grids(summary):
         lines += [grid.title + '.', '', grid.markdown(), '']
@@ -43,8 +43,7 @@ def show(summary: dict) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=150)
     console.print(tables.facts_line(summary), highlight=False, markup=False, soft_wrap=True)
-    for row in summary['rows']:
-        if text := tables.status(row):
-            console.print(f"{row['name']}: {text}", style='red', highlight=False, markup=False)
+    for line in tables.shortcomings(summary):
+        console.print(line, style='red', highlight=False, markup=False, soft_wrap=True)
     for grid in tables.grids(summary):
         grid.print(console)

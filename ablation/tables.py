@@ -25,13 +25,13 @@ def mean_sd(found: dict | None, form: str = '.4f') -> str:
     return format(found['mean'], form) + (f" ({format(found['sd'], form)})" if found['sd'] is not None else '')
 
 
-def status(row: dict) -> str:
-    """What keeps a row from being whole; '' = nothing."""
-    parts = [f'failed with seed {seed}: {error}' for seed, error in row['failed'].items()]
-    waiting = [seed for seed in row['seeds_missing'] if seed not in row['failed']]
-    if waiting:
-        parts.append(f"not trained with seed{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}")
-    return '; '.join(parts)
+def shortcomings(summary: dict) -> list[str]:
+    """What keeps the ladder from being whole: a line for each failure, and one for all that is not trained yet."""
+    lines = [f"{row['name']}: failed with seed {seed}: {error}" for row in summary['rows']
+             for seed, error in row['failed'].items()]
+    waiting = {row['name']: [seed for seed in row['seeds_missing'] if seed not in row['failed']] for row in summary['rows']}
+    named = [f"{name} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})" for name, seeds in waiting.items() if seeds]
+    return lines + ([f"not trained yet: {'; '.join(named)}"] if named else [])
 
 
 def headline(summary: dict) -> Grid:
