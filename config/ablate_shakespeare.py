@@ -40,6 +40,12 @@ side_rows = {
     'global first: GLLLLL/ABBCCC': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC', seeds='1,2,3')),
     'global first, untied': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC', share_global_kv=False)),
 }
+# other ways to train the full stack (their cost: docs/training.md)
+side_rows |= {
+    'Muon': (_FULL, dict(optimizer='muon', seeds='1,2,3')),
+    'Muon, 700 steps': (_FULL, dict(optimizer='muon', max_iters=700, lr_decay_iters=700, warmup_iters=70, seeds='1,2,3')),
+    'int8 products': (_FULL, dict(int8_training=True, kv_quant_train='int8', kv_dtype='int8')),
+}
 # uptraining: trained weights of the strongest baseline, converted, with a tenth of the steps (GQA, Ainslie et al. 2023)
 _SHORT = dict(converted_from='+ qk_norm', max_iters=100, lr_decay_iters=100, warmup_iters=10, learning_rate=3e-3, min_lr=3e-4,
               eval_interval=10)
