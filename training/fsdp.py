@@ -19,16 +19,23 @@ def check(s, dtype: torch.dtype) -> None:
         raise UserError("dtype='float16' needs loss scaling, which does not go with parallel='fsdp': use bfloat16 or float32")
 
 
-def shard(model, ranks, dtype: torch.dtype, compiled: bool = False) -> None:
+def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool = False) -> None:
     """Share out the parameters of a GPT in place, a block at a time; they become DTensors on the ranks' device.
 
-    dtype: of the arithmetic. In bfloat16 blocks are gathered in it, and gradients are still averaged in float32; embeddings,
-    the last norm and the head, whose products autocast rounds by itself, stay in float32, and so does the residual stream.
+    Their values are those of rank 0's model; the others' may be on the 'meta' device.
+
+    empty: no rank has any yet. dtype: of the arithmetic. In bfloat16 blocks are gathered in it, and gradients are still averaged
+    in float32; embeddings, the last norm and the head, whose products autocast rounds by itself, stay in float32, and so does
+    the residual stream.
     """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     # V is a view of what a product gave. Nothing writes to it.
     warnings.filterwarnings('ignore', message='FSDP2-wrapped module .* returned a view tensor')
+    weights = model.state_dict() if ranks.main and not empty else {}
+    model.to('meta')
+    model.transformer.wte.weight = model.lm_head.weight  # `to` makes new parameters, and of a tied one two
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     half = dtype != torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype if half else None, reduce_dtype=torch.float32 if half else None,
@@ -38,6 +45,9 @@ def shard(model, ranks, dtype: torch.dtype, compiled: bool = False) -> None:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
+    model.to_empty(device=ranks.device)
+    if not empty:
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
 def full(x: torch.Tensor) -> torch.Tensor:

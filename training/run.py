@@ -49,6 +49,8 @@ class Run:
             meta = open_meta(s, data_root)
         self.tokens = ckpt.tokens_id(meta)
         self.model, changed = self._model(saved, meta)
+        if self.sharded:
+            torch.set_rng_state(ranks.from_first(torch.get_rng_state()))  # rank 0 alone has drawn weights
         self.batches = open_batches(s, data_root, self.device, torch.Generator(), ranks.rank, ranks.world_size,
                                     self.model.config.vocab_size)
         self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
@@ -64,10 +66,10 @@ class Run:
         self.model.attention_backend = s.attention_backend
         if s.int8_training:
             train_in_int8(self.model)
+        if self.sharded:
+            fsdp.shard(self.model, ranks, self.dtype, s.compile, empty='shards' in (saved or {}))
         print(describe(self.model, self.dtype, self.model.config.dropout))
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
-        if self.sharded:
-            fsdp.shard(self.model, ranks, self.dtype, s.compile)
         self.optimizer = make_optimizer(self.model, s, self.device.type)
         self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)
         self.batch = self._resume(saved, changed) if saved else self.batches.next()
@@ -101,7 +103,8 @@ class Run:
             if meta is None:
                 print('defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)')
             vocab_size = 50304 if meta is None else meta['vocab_size']
-            return GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})), False
+            with torch.device('meta' if self.sharded and not self.ranks.main else 'cpu'):
+                return GPT(GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})), False
         if saved:
             print(f'Resuming training from {s.out_dir if self.origin == self.path else self.origin}')
             model, origin, old = None, self.origin, ckpt.config_of(saved, self.origin, dropout=s.dropout)
@@ -118,8 +121,10 @@ class Run:
             if changes and 'shards' in weights:
                 shards.fill(origin, weights)
             adapt(weights, old, config, origin)
-            model = GPT(config)
-            if 'shards' not in weights:  # else each process takes its part of them, when it knows which that is
+            elsewhere = 'shards' in weights  # each process takes its part of them, when it knows which that is
+            with torch.device('meta' if elsewhere else 'cpu'):
+                model = GPT(config)
+            if not elsewhere:
                 ckpt.load_weights(model, weights, origin)
         return model, bool(changes)
 
