@@ -24,9 +24,9 @@ def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool 
 
     Their values are those of rank 0's model; the others' may be on the 'meta' device.
 
-    empty: no rank has any yet. dtype: of the arithmetic. In bfloat16 blocks are gathered in it, and gradients are still averaged
-    in float32; embeddings, the last norm and the head, whose products autocast rounds by itself, stay in float32, and so does
-    the residual stream.
+    empty: no rank has any yet. dtype: of the arithmetic. In bfloat16 blocks are gathered in it, and gradients are still
+    averaged in float32; embeddings, the last norm and the head, whose products autocast rounds by itself, stay in float32, and
+    so does the residual stream.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
