@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow data kv recall compare quantization bench-cpu ablate ablate-smoke soak nanogpt gpu-check clean
+.PHONY: help demo test test-slow data kv recall quantization bench-cpu ablate ablate-smoke soak nanogpt gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,9 +42,6 @@ kv: $(VENV)/.installed  ## the KV figures of GPT-2's shape in README
 
 recall: $(VENV)/.installed  ## the recall probe behind the default layer order (under an hour on 2 cores; finished runs are kept)
 	$(BIN)/python scripts/recall_probe.py
-
-compare: $(VENV)/.installed  ## full stack, vanilla and RoPE MHA, three seeds each (about 45 minutes on 2 cores; finished runs are kept)
-	$(BIN)/python scripts/compare.py
 
 quantization: $(VENV)/.installed  ## what int8 and int4 caches cost in loss (over half an hour on 2 cores; finished runs are kept)
 	$(BIN)/python scripts/quantization.py

@@ -28,16 +28,17 @@ def counted_dtype(row) -> str:
 
 def kv_bytes(ladder, row, lengths: list[int]) -> dict:
     """Allocated by the cache for one sequence, at the lengths given and at every row's block_size; beside vanilla GPT-2's in
-    the same shape. A cache is made to count them, the plan's arithmetic must agree."""
+    the first row's shape. A cache is made to count them, the plan's arithmetic must agree."""
     config = ladder.config(row)
     plan, dtype, T = plan_kv(config), counted_dtype(row), config.block_size
+    vanilla = plan_kv(ladder.config(ladder.rows[ladder.first])).vanilla()
     at = {}
     for n in sorted({*lengths, *(ladder.config(other).block_size for other in ladder.rows.values())}):
         held = KVCache(plan, 1, n, dtype).nbytes
         if held != plan.nbytes(1, n, dtype):
             raise RuntimeError(f'row {row.name!r}: a cache of {n} tokens takes {held} bytes, the plan says '
                                f'{plan.nbytes(1, n, dtype)}')
-        at[n] = {'bytes': held, 'vanilla_bytes': plan.vanilla().nbytes(1, n, REFERENCE), 'sequences_per_GB': GIGABYTE // held}
+        at[n] = {'bytes': held, 'vanilla_bytes': vanilla.nbytes(1, n, REFERENCE), 'sequences_per_GB': GIGABYTE // held}
     return {'dtype': dtype, 'T': T, 'bytes_per_token': at[T]['bytes'] / T, 'at': at,
             'smaller': at[T]['vanilla_bytes'] / at[T]['bytes']}
 

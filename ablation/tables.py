@@ -52,6 +52,19 @@ def headline(summary: dict) -> Grid:
     return grid
 
 
+def short(summary: dict) -> Grid:
+    """The headline of the headline, without side rows: README has it."""
+    T = summary['rows'][0]['kv']['T']
+    grid = Grid('', ('row', f'KV bytes at T={T:,}', 'smaller', 'validation loss', f"against {summary['baseline']}"),
+                left=('row',))
+    for row in summary['rows']:
+        if not row['side']:
+            kv = row['kv']
+            grid.rows.append((row['name'], f"{kv['bytes_per_token'] * T:,.0f}", f"{kv['smaller']:.1f}x",
+                              mean_sd(row.get('val_loss')), plus_minus(row.get('against_baseline'))))
+    return grid
+
+
 def bytes_held(summary: dict) -> Grid:
     """KV bytes of one sequence by its length, and how many fit into a gigabyte."""
     lengths = list(summary['rows'][0]['kv']['at'])

@@ -31,7 +31,7 @@ from configurator import parse, run_program
 from data.datasets import DATA_ROOT, ensure_dataset
 from data.tokenfiles import open_tokens
 from model import GPT
-from scripts.compare import whole_split_loss
+from scripts.runs import whole_split_loss
 from training.checkpoint import config_of, load_checkpoint, load_weights
 
 RESULTS = ROOT / 'results' / 'nanogpt'

@@ -22,9 +22,8 @@ from configurator import run_program
 from data.datasets import ensure_dataset
 from data.tokenfiles import open_tokens
 from model import GPT
-from scripts.compare import whole_split_loss
 from scripts.nanogpt_parity import RECIPE
-from scripts.runs import run_all
+from scripts.runs import run_all, whole_split_loss
 from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.log import read_metrics
 

@@ -2,6 +2,8 @@
 import argparse
 import json
 
+import torch
+
 
 def run_all(module, kind: str, default, argv=None) -> None:
     """The command line of a script (`module` is its namespace) that has RESULTS, RUNS (name -> settings), run(name, seed)
@@ -24,3 +26,14 @@ def run_all(module, kind: str, default, argv=None) -> None:
     rows = [json.loads(path.read_text()) for path in sorted(results.glob('*-seed*.json'))]
     if rows:
         (results / 'README.md').write_text(module['table'](rows))
+
+
+@torch.inference_mode()
+def whole_split_loss(model, tokens, block_size, batch_size=16) -> float:
+    """Mean loss in nats per token over a whole split, in windows that do not overlap (a last partial one left out)."""
+    starts, total = range(0, len(tokens) - block_size, block_size), 0.0
+    for first in range(0, len(starts), batch_size):
+        some = starts[first:first + batch_size]
+        rows = torch.stack([torch.from_numpy(tokens[i:i + block_size + 1].astype('int64')) for i in some])
+        total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(some)
+    return total / len(starts)

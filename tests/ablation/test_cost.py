@@ -33,6 +33,13 @@ def test_bytes_by_hand(ladder_of):
     assert of['+ MQA']['at'][64]['sequences_per_GB'] == 10 ** 9 // (64 * 96)
 
 
+def test_bytes_are_compared_with_the_first_rows_shape(ladder_of):
+    ladder = ladder_of(text=CONFIG + "rows['+ wider heads'] = dict(head_dim=16, kv_dtype='int8')\n")
+    found = cost.kv_bytes(ladder, ladder.rows['+ wider heads'], [64])
+    assert found['at'][64]['bytes'] == (64 + 2 * 8) * 2 * (16 + 2)
+    assert found['smaller'] == 64 * 3 * 2 * 32 * 2 / found['at'][64]['bytes']
+
+
 def test_rows_share_a_side_where_they_run_the_same_code_alone(ladder_of):
     speed = cost.Speed(ladder_of())
     decodes, trains = speed.decodes_as, speed.trains_as

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ablation.tables import short
 from benchmarks import table
 from scripts import bench_cpu, decode_parts, loss_forms, nanogpt_parity, rope_finetune
 
@@ -127,6 +128,17 @@ def test_readme_quotes_the_recomputation_policies_and_the_soak():
     assert [at_8192, at_2048, at_1024, *short] == [pytest.approx(ratio[T], abs=0.006) for T in (8192, 2048, 1024, 256, 512)]
     assert [ours, vanilla] == [pytest.approx(lengths[8192]['sides'][name]['tokens_per_second']['median'], abs=0.6)
                                for name in ('ours', 'vanilla')]
+
+
+def test_readme_has_the_ladder():
+    ladder = json.loads((ROOT / 'results' / 'ablate_shakespeare' / 'results.json').read_text())
+    assert short(ladder).markdown() in (ROOT / 'README.md').read_text()
+    rows = {row['name']: row for row in ladder['rows']}
+    assert all(rows[name]['seeds'] == [1, 2, 3] and rows[name]['n_layer'] == 12 for name in rows if not rows[name]['side'])
+    full, baseline, vanilla = (rows[name] for name in ('+ int8 KV', ladder['baseline'], ladder['first']))
+    assert full['kv']['smaller'] >= 70 and full['val_loss']['mean'] < vanilla['val_loss']['mean']
+    assert full['val_loss']['mean'] <= baseline['val_loss']['mean']
+    assert abs(full['params'] / baseline['params'] - 1) < 0.01
 
 
 def test_readme_quotes_the_conversations():
