@@ -109,8 +109,8 @@ def training_finding(rows) -> list[str]:
         return []
     return [f"- Training with rounding changes the loss by {', '.join(map(nats, changes.values()))} "
             f"(seeds {', '.join(map(str, changes))}; for how far apart seeds lie anyway see "
-            f"`results/ablate_shakespeare`). Whether it costs anything {len(changes)} seeds do not settle; what it could gain is "
-            f"what int8 costs those trained without: {nats(int8_change(of(rows, 'plain')))} at most."]
+            f"`results/ablate_shakespeare`). Whether it costs anything {len(changes)} seeds do not settle; what it could gain "
+            f"is what int8 costs those trained without: {nats(int8_change(of(rows, 'plain')))} at most."]
 
 
 def scale_finding(rows) -> str:
