@@ -46,7 +46,10 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(ndim)) if bias else None
 
     def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+        weight, bias = self.weight, self.bias
+        if weight.dtype != x.dtype and x.dtype == torch.float32:  # FSDP2 gathers a block in half precision
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
 
 
 class CausalSelfAttention(nn.Module):

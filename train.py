@@ -10,6 +10,7 @@
 
 Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,13 +21,16 @@ from config.errors import UserError
 from data.datasets import DATA_ROOT
 from training.device import check_seed
 from training.distributed import Ranks, go_on_after_restart
+from training.int8_training import int8_linear
 from training.log import Pace, RunLog
 from training.memory import memory_line
-from training.optim import cooldown, learning_rate_at, set_learning_rate
+from training.optim import check_optimizer, cooldown, learning_rate_at, set_learning_rate
 from training.run import Run
 from training.shelf import checkpoint_in, launch_of
 from training.signals import StopRequest
 from training.trackers import check_packages, open_trackers
+
+MOST_AHEAD = 64
 
 
 def train(run, log, stop):
@@ -117,7 +121,13 @@ def check(s):
         raise UserError(f"checkpoint_blocks=True means recompute='block', not {s.recompute!r}: leave one out")
     if s.recompute == 'offload' and s.compile:
         raise UserError("recompute='offload' moves tensors in ways that torch.compile does not know: give --compile=False")
-    check_seed(s.seed)
+    if s.data_prefetch > MOST_AHEAD:
+        raise UserError(f'data_prefetch={s.data_prefetch}: at most {MOST_AHEAD} batches ahead')
+    check_optimizer(s)
+    if s.int8_training:
+        int8_linear()
+    for seed in (s.seed, s.data_seed) if s.data_seed >= 0 else (s.seed,):
+        check_seed(seed)
     checkpoint_in(s.out_dir, s.resume_from)
     if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
         raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is {s.init_from!r}: '
@@ -143,7 +153,8 @@ def main(argv=None):
         run = Run(s, ranks, DATA_ROOT)
         if s.init_from != 'scratch':
             print_tokens(s)  # only now is its block_size known
-        with StopRequest(repeats=0.0 if ranks.world_size == 1 else 5.0) as stop, open_log(run) as log:
+        with contextlib.closing(run.batches), StopRequest(repeats=0.0 if ranks.world_size == 1 else 5.0) as stop, \
+                open_log(run) as log:
             train(run, log, stop)
 
 

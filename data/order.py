@@ -33,7 +33,8 @@ class RandomOrder:
 
 
 class EpochOrder:
-    """Windows of `size` tokens side by side, each once an epoch. The place in the order is the number of windows drawn.
+    """Windows of `size` tokens side by side, each once an epoch. The place in the order is the number of windows drawn
+    and their size: with another size it goes on behind as many tokens.
 
     seed: of the shuffling; None = in their own order.
     """
@@ -43,13 +44,13 @@ class EpochOrder:
 
     @property
     def state(self) -> torch.Tensor:
-        return torch.tensor([self.drawn])
+        return torch.tensor([self.drawn, self.size])
 
     @state.setter
     def state(self, state: torch.Tensor):
-        if state.shape != (1,) or state.dtype != torch.int64 or state < 0:
-            raise ValueError('it is no number of windows: the run was in random order (data_order)')
-        self.drawn = int(state)
+        if state.shape != (2,) or state.dtype != torch.int64 or state[0] < 0 or state[1] < 1:
+            raise ValueError('it is no number of windows and their size: the run was in random order (data_order)')
+        self.drawn = int(state[0]) * int(state[1]) // self.size
 
     def draw(self, n: int) -> torch.Tensor:
         """(n,) int64, the first tokens of the next n windows."""

@@ -76,7 +76,7 @@ class TokenSplit:
     the system keeps of a file count for no process, and a file that is cut short while it is in use is an error, not a crash.
     """
 
-    MAX_OPEN = 256  # file descriptors
+    MAX_OPEN = 64  # file descriptors
 
     def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE):
         self.files, self.dtype = list(files), dtype
@@ -108,9 +108,9 @@ class TokenSplit:
         return self.files[bisect.bisect_right(self.starts, position, hi=len(self.files)) - 1]
 
     def short_files(self) -> list[Path]:
-        """Files, the last one left out, with fewer tokens than the first: shards are of one size unless one was cut short."""
+        """Files, the last one left out, with fewer tokens than the largest: shards are of one size unless one was cut short."""
         sizes = [end - start for start, end in itertools.pairwise(self.starts)]
-        return [path for path, size in zip(self.files[:-1], sizes) if size < sizes[0]]
+        return [path for path, size in zip(self.files[:-1], sizes) if size < max(sizes)]
 
     def _read(self, i: int, start: int, n: int) -> np.ndarray:
         size = self.dtype.itemsize
@@ -127,7 +127,17 @@ _reading = threading.Lock()
 
 
 def _read_at(file, offset: int, n: int) -> bytes:
-    """Up to n bytes from there on; any thread may."""
+    """n bytes from there on, fewer at the end of the file; any thread may."""
+    data = _read_some(file, offset, n)
+    while 0 < len(data) < n:  # a system may give less than there is
+        more = _read_some(file, offset + len(data), n - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _read_some(file, offset: int, n: int) -> bytes:
     if hasattr(os, 'pread'):
         return os.pread(file.fileno(), n, offset)
     with _reading:  # Windows

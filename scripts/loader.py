@@ -182,6 +182,8 @@ def main(argv=None):
     parser.add_argument('--folder', type=Path, help='where the shards are for the time being (a temporary folder)')
     parser.add_argument('--save', type=Path, default=RESULT, help='the JSON file (%(default)s)')
     args = parser.parse_args(argv)
+    if args.folder is not None and not args.folder.is_dir():
+        raise UserError(f'--folder={args.folder}: there is no such folder')
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = measure(Path(folder), args)
     args.save.parent.mkdir(parents=True, exist_ok=True)

@@ -19,9 +19,8 @@ class TokenBatches:
 
     Training windows come in one of the orders of `data.order`, by default as nanoGPT draws them: one `torch.randint` a
     micro-batch. With several processes each of them draws the windows of all and takes every `world_size`-th micro-batch, so
-    that what a run trains on does not depend on how many processes share it. Batches are fetched one ahead: `state` is the
-    place in the order from before the one handed out last, which a checkpoint keeps so that a resumed run starts with the same
-    batch.
+    that what a run trains on does not depend on how many processes share it. `state` is the place in the order from before the
+    batch handed out last, which a checkpoint keeps so that a resumed run starts with the same batch.
 
     Args:
         generator: what training windows are drawn from; None = torch's global CPU generator.
@@ -45,7 +44,7 @@ class TokenBatches:
                                 f'block_size={block_size} are needed')
             self.tokens[split] = tokens
             for path in tokens.short_files() if rank == 0 else []:
-                print(f'Note: token file {str(path)!r} is shorter than {tokens.files[0].name!r}: if it was cut short, prepare '
+                print(f'Note: token file {str(path)!r} is shorter than others: if it was cut short, prepare '
                       'the data set again')
         self.vocab_size = vocab_size or 2 ** 32
         self.order = make_order(order, len(self.tokens['train']), block_size, self.generator, seed)
@@ -116,7 +115,7 @@ class TaskBatches:
 
 
 def on_device(tensors, device):
-    """CPU tensors there; for CUDA pinned, so that the copy overlaps with compute."""
+    """CPU tensors there; for CUDA pinned, so that nobody waits for the copy."""
     if device.type == 'cuda':
         return tuple(a.pin_memory().to(device, non_blocking=True) for a in tensors)
     return tuple(a.to(device) for a in tensors)
@@ -135,6 +134,8 @@ def open_batches(s, data_root: Path, device: torch.device, generator: torch.Gene
     """The settings' batches, for one of `world_size` processes."""
     share = (s.batch_size, device, generator, rank, world_size)
     if s.dataset == RECALL:
+        if s.data_order != 'random':
+            raise UserError(f"data_order={s.data_order!r} is for token files; dataset={RECALL!r} makes new sequences")
         batches = TaskBatches(read_task(s.recall_task, s.block_size), *share)
     else:
         batches = TokenBatches(data_root / s.dataset, s.block_size, *share, s.data_order,

@@ -1,6 +1,7 @@
 """The processes that torchrun started for one run; without torchrun there is one."""
 import contextlib
 import os
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -150,7 +151,17 @@ class Ranks:
 def launch_id() -> str:
     """What tells one start of torchrun from another, and not one of its restarts from the next; '' without torchrun."""
     run = os.environ.get('TORCHELASTIC_RUN_ID', '')
-    return f'none, agent {os.getppid()}' if run == 'none' else run  # where no --rdzv-id was given
+    return f'none, agent {_begun(os.getppid())}' if run == 'none' else run  # where no --rdzv-id was given
+
+
+def _begun(pid: int) -> str:
+    """A process of this machine among all that had or will have its number: in containers torchrun often has the same."""
+    try:
+        boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
+        ticks = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8').rpartition(')')[2].split()[19]
+        return f'{pid}, {ticks} after {boot}'
+    except (OSError, IndexError):  # not Linux
+        return f'{pid}, {socket.gethostname()}'
 
 
 def go_on_after_restart(s, ranks: Ranks, holds) -> None:
@@ -161,6 +172,7 @@ def go_on_after_restart(s, ranks: Ranks, holds) -> None:
     """
     path = Path(s.out_dir) / 'ckpt.pt'
     if ranks.from_first(launch_id() != '' and holds(path) == launch_id()):
+        print(f'{path} was saved by this launch ({launch_id()}), so this is a restart: going on from it')
         s.init_from, s.resume_from = 'resume', path.name
 
 

@@ -17,7 +17,7 @@ class HostAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW over copies of the parameters in host memory.
 
     The parameters must not be changed by anything else; where they were, call `take`. With a CUDA device copies are
-    asynchronous, through pinned memory; elsewhere they are plain ones.
+    asynchronous, through pinned memory (which torch allocates in powers of two); elsewhere they are plain ones.
 
     Args:
         groups: parameter groups, as any optimizer takes; their settings are read from `param_groups` at each step.
@@ -64,7 +64,7 @@ class HostAdamW(torch.optim.Optimizer):
         with _on(self.inward):
             for p in bucket:
                 if p.grad is not None:
-                    self.gradients[p].copy_(p.grad, non_blocking=True)
+                    self.gradients[p].copy_(p.grad, non_blocking=self.inward is not None)
         return self.inward.record_event() if self.inward is not None else None
 
     def _step(self, bucket):
@@ -76,7 +76,7 @@ class HostAdamW(torch.optim.Optimizer):
         with _on(self.outward):
             for p in stepped:
                 self.copies[p].grad = None
-                p.copy_(self.copies[p], non_blocking=True)
+                p.copy_(self.copies[p], non_blocking=self.outward is not None)
 
     def _share(self):
         """A parameter's state is that of its copy: one dict, whichever is asked."""

@@ -12,13 +12,21 @@ from config.errors import UserError
 from inference.linear import Linear
 
 
+def check(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UserError: where int8 products cannot serve."""
+    if dtype == torch.float16:
+        raise UserError("dtype='float16' is too narrow for the scales of int8_training: use bfloat16 or float32")
+    if device.type not in ('cuda', 'cpu'):
+        raise UserError(f'int8_training runs on CUDA (and slowly on a CPU), not on {device.type!r}')
+
+
 def train_in_int8(model) -> None:
     """Make the blocks' linear layers round in training; evaluation, sampling and checkpoints know nothing of it.
 
     Raises:
         UserError: torchao is missing, or of a version without this.
     """
-    kind = _int8_linear()
+    kind = int8_linear()
     layers = [m for m in model.transformer.h.modules() if type(m) is Linear]
     for layer in layers:
         layer.__class__ = kind
@@ -26,7 +34,8 @@ def train_in_int8(model) -> None:
 
 
 @functools.cache
-def _int8_linear():
+def int8_linear() -> type:
+    """`Linear`, rounding in training. Raises UserError: as `train_in_int8`."""
     try:
         from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig, Int8MixedPrecisionTrainingLinear
     except ImportError as e:

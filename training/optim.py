@@ -30,15 +30,22 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, device_type)
                              **({'fused': True} if fused else {}))
 
 
+def check_optimizer(s) -> None:
+    """Raises UserError: torchao is missing, or `offload_optimizer` is set with another than AdamW."""
+    if s.offload_optimizer and s.optimizer != 'adamw':
+        raise UserError(f"offload_optimizer=True goes with optimizer='adamw', not {s.optimizer!r}")
+    if s.optimizer == 'adamw8bit':
+        _adamw8bit()
+
+
 def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
     """The one that the settings `s` (train.py's) name.
 
     Raises:
-        UserError: torchao is missing, or `offload_optimizer` with another than AdamW.
+        UserError: as `check_optimizer`.
     """
+    check_optimizer(s)
     betas = s.beta1, s.beta2
-    if s.offload_optimizer and s.optimizer != 'adamw':
-        raise UserError(f"offload_optimizer=True goes with optimizer='adamw', not {s.optimizer!r}")
     if s.optimizer == 'adamw' and not s.offload_optimizer:
         return model.configure_optimizers(s.weight_decay, s.learning_rate, betas, device_type)
     decay, no_decay = _by_dimension(model)

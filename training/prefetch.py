@@ -1,4 +1,5 @@
 """Batches that a thread makes ahead, so that a step finds its own ready."""
+import atexit
 import queue
 import threading
 import time
@@ -13,7 +14,7 @@ class Prefetched:
 
     def __init__(self, batches, depth: int = 2):
         self.batches, self.depth, self.state, self.waited, self._began = batches, depth, batches.state, 0.0, None
-        self._made, self._thread, self._stop = None, None, None
+        self._made, self._thread, self._stop, self._error = None, None, None, None
 
     @property
     def generator(self):
@@ -26,15 +27,18 @@ class Prefetched:
         return self.waited / (time.perf_counter() - self._began) if self._began else None
 
     def next(self):
-        """The next batch. Raises what making it raised."""
+        """The next batch. Raises what making it raised; again, until `resume` has gone back."""
         began = time.perf_counter()
+        if self._error is not None:
+            raise self._error
         if self.depth:
             if self._thread is None:
                 self._start()
-            self.state, batch, error = self._made.get()
-            if error is not None:
+            state, batch, self._error = self._made.get()
+            if self._error is not None:
                 self.close()
-                raise error
+                raise self._error
+            self.state = state
         else:
             batch = self.batches.next()
             self.state = self.batches.state
@@ -47,6 +51,7 @@ class Prefetched:
     def resume(self, state):
         """Go back to a former `state`, and hand out the batch that was drawn from there."""
         self.close()
+        self._error = None
         batch = self.batches.resume(state)
         self.state = self.batches.state
         return batch
@@ -58,6 +63,7 @@ class Prefetched:
     def close(self) -> None:
         """The thread ends; what it has made ahead is dropped. `next` begins behind that, so go back with `resume`."""
         if self._thread is not None:
+            atexit.unregister(self.close)
             self._stop.set()
             while self._thread.is_alive():  # it may stand before a full queue
                 try:
@@ -70,12 +76,13 @@ class Prefetched:
         self._made, self._stop = queue.Queue(self.depth), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(self._made, self._stop), name='batches', daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread within torch when the interpreter goes aborts the process
 
     def _run(self, made, stop):
         while not stop.is_set():
             try:
                 batch = self.batches.next()
                 made.put((self.batches.state, batch, None))
-            except Exception as e:  # the one who asks for it is told
+            except BaseException as e:  # the one who asks for it is told
                 made.put((None, None, e))
                 return

@@ -1,5 +1,6 @@
 """One training run: model, optimizer, data position, and what takes them one iteration further."""
 import contextlib
+import shutil
 from pathlib import Path
 
 import torch
@@ -10,13 +11,12 @@ from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
 from model import GPT
 from training import checkpoint as ckpt
-from training import fsdp, shards
+from training import fsdp, int8_training, shards
 from training.adapt import adapt, adapted_config, differences
 from training.batches import RECALL, open_batches, open_meta
 from training.device import autocast, memory_use, pick_dtype
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
-from training.int8_training import train_in_int8
 from training.memory_plan import choose_policy
 from training.optim import make_optimizer
 from training.shelf import Shelf, checkpoint_in, load_to_resume
@@ -36,8 +36,10 @@ class Run:
         self.autocast = autocast(self.device, self.dtype)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.sharded = s.parallel == 'fsdp' and ranks.world_size > 1
-        if self.sharded:
+        if s.parallel == 'fsdp':  # also where one process is all there is: they may become more
             fsdp.check(s, self.dtype)
+        if s.int8_training:
+            int8_training.check(self.dtype, self.device)
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
         self.saved_at = -1       # iteration of the checkpoint that was saved, or gone on from, last
         self.holds_best = False  # whether that is this run's evaluated best, not only the latest
@@ -65,7 +67,7 @@ class Run:
         self.model.chunked_loss = s.chunked_loss
         self.model.attention_backend = s.attention_backend
         if s.int8_training:
-            train_in_int8(self.model)
+            int8_training.train_in_int8(self.model)
         if self.sharded:
             fsdp.shard(self.model, ranks, self.dtype, s.compile, empty='shards' in (saved or {}))
         print(describe(self.model, self.dtype, self.model.config.dropout))
@@ -173,6 +175,10 @@ class Run:
                 raise TypeError(f'{type(states).__name__}, not a list')
             if self.ranks.rank < len(states):
                 ckpt.set_rng_state(states[self.ranks.rank])
+        order = saved['config'].get('data_order', 'random')
+        if 'data_rng' in saved and order != self.s.data_order:
+            raise UserError(f'{self.origin} was trained with data_order={order!r}, and its place in that is of no use to '
+                            f'{self.s.data_order!r}: go on with --data_order={order}')
         with ckpt.restoring(self.origin, 'data_rng'):
             return self.batches.resume(saved['data_rng']) if 'data_rng' in saved else self.batches.next()
 
@@ -204,15 +210,24 @@ class Run:
         self.holds_best = best or (self.holds_best and self.saved_at == self.iter_num)
         states, tensors = self.ranks.gather(ckpt.rng_state()), self._tensors()
         if self.ranks.main:
-            self.shelf.save({
+            self._put({
                 **tensors, 'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
                 'best_val_loss': self.best_val_loss, 'config': vars(self.s),
                 # beyond nanoGPT's keys: what an exact resume needs
                 'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
                 'holds_best': self.holds_best, 'skipped': self.update.skipped, 'launch': launch_id(),
                 'tokens': self.tokens}, say)  # tokens: against ids that came to mean others
-            shards.collect(self.out_dir, self.shelf.run)
         self.saved_at = self.iter_num
+
+    def _put(self, checkpoint, say):
+        """The checkpoint on the shelf, and none of its shards left behind where that fails, nor those of former ones."""
+        try:
+            self.shelf.save(checkpoint, say)
+        except UserError:
+            if 'shards' in checkpoint:
+                shutil.rmtree(self.out_dir / checkpoint['shards']['folder'], ignore_errors=True)
+            raise
+        shards.collect(self.out_dir, self.shelf.run)
 
     @torch.no_grad()
     def evaluate(self, stop):

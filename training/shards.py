@@ -67,12 +67,18 @@ def write(folder: Path, tensors: dict, group=None, alone: bool = False) -> dict:
         UserError: it cannot be written.
     """
     dcp, _, Writer = storage()
+    done = False
     try:
         dcp.save(tensors, storage_writer=Writer(str(folder), save_distributed=True), process_group=group, no_dist=alone)
-        return {'folder': folder.name, 'files': {path.name: path.stat().st_size for path in sorted(folder.iterdir())}}
+        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        done = True
+        return {'folder': folder.name, 'files': files}
     except Exception as e:  # CheckpointException has those of all processes
         reason = ' '.join(str(e).split())[:300]
         raise UserError(f'cannot write checkpoint {folder}: {reason}') from e
+    finally:
+        if not done:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def read(path: Path, shards: dict, tensors: dict | None = None, group=None) -> dict:
@@ -85,14 +91,8 @@ def read(path: Path, shards: dict, tensors: dict | None = None, group=None) -> d
         UserError: a file is missing, damaged or of another size, or a tensor is.
     """
     dcp, Reader, _ = storage()
-    folder = path.parent / shards['folder']
-    for name, size in shards['files'].items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            what = 'is missing' if found is None else f'has {found:,} bytes'
-            raise UserError(f'checkpoint {path}: its shard {folder / name} {what}, and should have {size:,} bytes')
+    known, folder = metadata(path, shards), path.parent / shards['folder']
     try:
-        known = Reader(str(folder)).read_metadata().state_dict_metadata
         alone = tensors is None
         if alone:
             tensors = {key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in known.items()}
@@ -104,16 +104,39 @@ def read(path: Path, shards: dict, tensors: dict | None = None, group=None) -> d
         return tensors
     except UserError:
         raise
-    except Exception as e:  # safetensors', json's, and CheckpointException
-        reason = ' '.join(str(e).split())[:300]
-        raise UserError(f'checkpoint {path}: its shards in {folder} cannot be read: {reason}') from e
+    except Exception as e:
+        raise _unreadable(path, shards, e) from e
+
+
+def metadata(path: Path, shards: dict) -> dict:
+    """name -> size and type of each tensor in the shards of the checkpoint at `path`, whose files are all there.
+
+    Raises:
+        UserError: a file is missing, damaged or of another size.
+    """
+    _, Reader, _ = storage()
+    folder = path.parent / shards['folder']
+    for name, size in shards['files'].items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = 'is missing' if found is None else f'has {found:,} bytes'
+            raise UserError(f'checkpoint {path}: its shard {folder / name} {what}, and should have {size:,} bytes')
+    try:
+        return Reader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as e:
+        raise _unreadable(path, shards, e) from e
+
+
+def _unreadable(path, shards, e):
+    """For what safetensors, json and torch.distributed.checkpoint raise."""
+    reason = ' '.join(str(e).split())[:300]
+    return UserError(f"checkpoint {path}: its shards in {path.parent / shards['folder']} cannot be read: {reason}")
 
 
 def moments(path: Path, shards: dict) -> dict[int, list[str]]:
-    """Index of each parameter in the optimizer -> names of its moments in the shards."""
-    _, Reader, _ = storage()
+    """Index of each parameter in the optimizer -> names of its moments in the shards. Raises as `metadata`."""
     found: dict[int, list[str]] = {}
-    for key in Reader(str(path.parent / shards['folder'])).read_metadata().state_dict_metadata:
+    for key in metadata(path, shards):
         room, _, rest = key.partition('.')
         if room == 'optimizer':
             i, _, name = rest.partition('.')
@@ -136,13 +159,13 @@ def new_name(run: str, iteration: int) -> str:
 
 
 def collect(folder: Path, run: str) -> None:
-    """Delete the shards of this run that no checkpoint in the folder names."""
+    """Delete the shards of this run that no checkpoint in the folder names, whatever that is called."""
     found = list(folder.glob(f'{PREFIX}{run[:8]}_*'))
     if not found:
         return
     try:
         named = {torch.load(path, map_location='cpu', weights_only=True, mmap=True).get('shards', {}).get('folder')
-                 for path in folder.glob('ckpt*.pt')}
+                 for path in folder.glob('*.pt')}
     except Exception:  # one that cannot be read may name any of them
         return
     for path in found:

@@ -74,3 +74,13 @@ def test_another_runs_state_is_refused():
         order('shuffled').state = order('random').state
     with pytest.raises(UserError, match="data_order='sorted'"):
         order('sorted')
+
+
+@pytest.mark.parametrize('name', ['sequential', 'shuffled'])
+def test_with_windows_of_another_size_it_goes_on_behind_as_many_tokens(name):
+    first, second = order(name, size=5), order(name, size=10)
+    first.draw(13)
+    second.state = first.state
+    assert second.drawn == 6 and second.state.tolist() == [6, 10]
+    with pytest.raises(ValueError, match='random order'):
+        second.state = torch.zeros(5, dtype=torch.uint8)

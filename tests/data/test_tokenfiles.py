@@ -175,6 +175,14 @@ def test_a_file_that_is_cut_short_while_it_is_in_use_is_named(tmp_path):
         data.window(2, 4)
 
 
+@pytest.mark.skipif(not hasattr(os, 'pread'), reason='no os.pread here')
+def test_a_system_that_reads_less_than_it_was_asked_is_asked_again(tmp_path, monkeypatch):
+    write_shards(tmp_path, 50, 20)
+    plain = os.pread
+    monkeypatch.setattr(os, 'pread', lambda file, n, at: plain(file, min(n, 7), at))
+    assert open_split(tmp_path, 'train').window(3, 40).tolist() == list(range(3, 43))
+
+
 def test_a_file_that_is_gone_is_named(tmp_path):
     write_shards(tmp_path, 10, 4)
     data = open_split(tmp_path, 'train')
@@ -183,8 +191,9 @@ def test_a_file_that_is_gone_is_named(tmp_path):
         data.window(2, 4)
 
 
-@pytest.mark.parametrize('sizes, short', [((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4, 4), []), ((4,), []), ((2, 4, 4), [])])
-def test_a_shard_shorter_than_the_first_is_told(tmp_path, sizes, short):
+@pytest.mark.parametrize('sizes, short', [
+    ((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4, 4), []), ((4,), []), ((2, 4, 4), [0]), ((3, 4, 4, 1), [0])])
+def test_a_shard_shorter_than_the_others_is_told(tmp_path, sizes, short):
     for number, size in enumerate(sizes):
         np.arange(size, dtype='<u2').tofile(tmp_path / f'train_{number:05d}.bin')
     data = open_split(tmp_path, 'train')

@@ -1,7 +1,9 @@
-"""data_seed: the order of the batches whatever the model is; without it, nanoGPT's."""
+"""data_seed: the order of the batches whatever the model is; without it, nanoGPT's. data_order, through interruptions."""
+import pytest
 import torch
 
-from tests.programs.support import VANILLA, run_train
+from config.errors import UserError
+from tests.programs.support import HARD, VANILLA, losses, run_train
 from training import batches
 
 
@@ -11,7 +13,7 @@ def seen(tmp_path, monkeypatch, name, **settings):
     with monkeypatch.context() as patch:
         patch.setattr(batches.TokenBatches, 'next', lambda self: rows.append(plain(self)) or rows[-1])
         run_train(tmp_path / name, VANILLA, max_iters=3, **settings)
-    return torch.stack([x for x, _ in rows])
+    return torch.stack([x for x, _ in rows[:4]])  # a thread may have made more
 
 
 def test_runs_of_a_data_seed_see_the_same_batches_whatever_their_weights(tmp_path, monkeypatch):
@@ -23,3 +25,28 @@ def test_runs_of_a_data_seed_see_the_same_batches_whatever_their_weights(tmp_pat
 def test_without_one_the_weights_are_drawn_first(tmp_path, monkeypatch):
     small, again, large = (seen(tmp_path, monkeypatch, str(k), n_layer=n) for k, n in enumerate((1, 1, 3)))
     assert torch.equal(small, again) and not torch.equal(small, large)
+
+
+@pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
+def test_a_run_goes_on_in_its_order_however_many_batches_were_ahead(tmp_path, order):
+    config = dict(VANILLA, data_order=order, **HARD)
+    run_train(tmp_path / 'whole', config, max_iters=9, data_prefetch=0)
+    run_train(tmp_path / 'parts', config, max_iters=4, data_prefetch=7)
+    run_train(tmp_path / 'parts', config, max_iters=9, data_prefetch=2, init_from='resume')
+    assert losses(tmp_path / 'whole') == losses(tmp_path / 'parts')
+
+
+def test_another_order_is_refused(tmp_path):
+    run_train(tmp_path, max_iters=2, eval_interval=2, data_order='shuffled')
+    for order in ('random', 'sequential'):
+        with pytest.raises(UserError, match=r"trained with data_order='shuffled'.* go on with --data_order=shuffled"):
+            run_train(tmp_path, max_iters=4, data_order=order, init_from='resume')
+
+
+@pytest.mark.parametrize('settings, named', [
+    (dict(data_prefetch=65), 'data_prefetch=65: at most 64'), (dict(data_seed=2 ** 70), str(2 ** 70)),
+    (dict(dataset='recall', data_order='shuffled', block_size=20, recall_task='distances=3'), 'makes new sequences')])
+def test_wrong_settings(tmp_path, settings, named):
+    with pytest.raises(UserError) as caught:
+        run_train(tmp_path, **settings)
+    assert named in str(caught.value)

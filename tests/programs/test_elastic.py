@@ -3,11 +3,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.programs.support import FULL_STACK, LAUNCH, ROOT, VANILLA, flags, load, metrics, run_train
 from tests.programs.test_distributed import SIX_STEPS, assert_same_losses
+from training import distributed
 
 KILL = '''
 import os, signal, train
@@ -55,6 +57,25 @@ def test_what_another_launch_left_is_not_gone_on_from(tmp_path, monkeypatch):
         go_on_after_restart(s, Ranks('gloo', 'cpu'), launch_of)
         assert (s.init_from == 'resume') == gone_on
     assert launch_of(tmp_path / 'none.pt') == ''
+
+
+def test_an_agent_that_has_the_number_of_a_former_one_is_another(monkeypatch):
+    """As in containers, where torchrun often has the same process id."""
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
+    sleeping = [sys.executable, '-c', 'import time; time.sleep(60)']
+    agents, names = [], []
+    for _ in range(2):
+        agents.append(subprocess.Popen(sleeping))
+        monkeypatch.setattr(os, 'getppid', lambda: agents[-1].pid)
+        names += [distributed.launch_id(), distributed.launch_id()]
+        time.sleep(0.05)
+    for agent in agents:
+        agent.kill()
+        agent.wait()
+    without_number = [name.partition(',')[2].partition(',')[2] for name in names]
+    assert names[0] == names[1] != names[2] == names[3]
+    if os.path.exists('/proc/self/stat'):
+        assert without_number[0] == without_number[1] != without_number[2]
 
 
 @pytest.mark.slow

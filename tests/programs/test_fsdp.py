@@ -7,7 +7,7 @@ import torch
 import sample
 from config.errors import UserError
 from tests.programs.support import FULL_STACK, VANILLA, load, metrics, run_train
-from tests.programs.test_distributed import SIX_STEPS, assert_same_losses, run
+from tests.programs.test_distributed import SIX_STEPS, assert_same_losses, run, start
 from training import shards
 from training.checkpoint import load_checkpoint
 
@@ -96,8 +96,9 @@ def test_shards_become_one_file_and_back(out, tmp_path, capsys):
         shards.main([str(out / 'ckpt.pt'), str(tmp_path / 'whole' / 'ckpt.pt')])
 
 
+@pytest.mark.parametrize('n', [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('damage', ['missing', 'short', 'changed', 'exchanged'])
-def test_a_damaged_shard_is_named(out, damage):
+def test_a_damaged_shard_is_named(out, data_root, damage, n):
     saved = load(out / 'ckpt.pt')
     first, second = sorted((out / saved['shards']['folder']).iterdir())
     if damage == 'missing':
@@ -112,9 +113,42 @@ def test_a_damaged_shard_is_named(out, damage):
         saved['shards']['files'][second.name] = second.stat().st_size
         torch.save(saved, out / 'ckpt.pt')
     named = str(second if damage in ('missing', 'short') else second.parent) if damage != 'exchanged' else str(out)
+    settings = SIX_STEPS | dict(max_iters=8, init_from='resume')
+    if n == 2:
+        process = start(data_root, n, out, STACK, **settings, **FSDP)
+        _, err = process.communicate(timeout=180)
+        assert process.returncode and 'error: ' in err and named in err and 'Traceback' not in err.partition('error: ')[0]
+        return
     with pytest.raises(UserError) as caught:
-        run_train(out, STACK, **SIX_STEPS | dict(max_iters=8), init_from='resume')
+        run_train(out, STACK, **settings)
     assert named in str(caught.value) and '\n' not in str(caught.value)
+
+
+def test_shards_that_a_copy_names_stay(out, tmp_path):
+    saved = load(out / 'ckpt.pt')
+    folder = out / saved['shards']['folder']
+    run = folder.name.removeprefix('shards_').rpartition('_')[0].rpartition('_')[0]
+    (out / 'ckpt.pt').rename(out / 'good.pt')
+    shutil.copytree(folder, out / f'shards_{run}_0000001_00000000')
+    shards.collect(out, run)
+    assert [path.name for path in out.glob('shards_*')] == [folder.name]
+
+
+@pytest.mark.slow
+def test_in_bfloat16_it_has_the_losses_of_ddp(tmp_path, data_root):
+    settings = SIX_STEPS | dict(dtype='bfloat16')
+    for name, more in (('ddp', {}), ('fsdp', FSDP)):
+        run(data_root, 2, tmp_path / name, STACK, **settings, **more)
+    ddp, fsdp = ([row['loss'] for row in metrics(tmp_path / name)] for name in ('ddp', 'fsdp'))
+    assert ddp == pytest.approx(fsdp, abs=3e-3) and len(ddp) == 6
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_no_shards(tmp_path, monkeypatch):
+    dcp, *_ = shards.storage()
+    monkeypatch.setattr(dcp, 'save', lambda *args, **kwargs: (tmp_path / 'part').mkdir() or 1 / 0)
+    with pytest.raises(UserError, match='cannot write checkpoint'):
+        shards.write(tmp_path / 'part', {'x': torch.zeros(3)}, alone=True)
+    assert not (tmp_path / 'part').exists()
 
 
 @pytest.mark.parametrize('settings, named', [

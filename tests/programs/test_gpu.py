@@ -21,6 +21,7 @@ from model import GPT
 from tests.helpers.models import FULL_STACK as MODEL
 from tests.helpers.models import VOCAB, random_model, tokens
 from tests.programs.support import FULL_STACK, HARD, ROOT, VANILLA, flags, losses, run_train
+from training import host_optimizer
 from training.batches import TokenBatches
 from training.memory import free_memory
 
@@ -71,9 +72,10 @@ def test_resuming_is_exact(tmp_path):
     assert [row['loss'] for row in parts.rows] == pytest.approx([row['loss'] for row in whole.rows], abs=1e-4)
 
 
-def test_an_optimizer_on_the_host(tmp_path):
+def test_an_optimizer_on_the_host(tmp_path, monkeypatch):
     """The losses of one on the device, in less of its memory; either goes on from the other."""
-    config = FULL_STACK | GPU | dict(n_embd=64, max_iters=10)
+    monkeypatch.setattr(host_optimizer.HostAdamW.__init__, '__defaults__', ((0.9, 0.95), 2 ** 20))
+    config = FULL_STACK | GPU | dict(n_embd=512, max_iters=10)  # 90 MB, in nearly as many buckets
     plain = run_train(tmp_path / 'plain', config)
     other = run_train(tmp_path / 'other', config, offload_optimizer=True)
     assert [row['loss'] for row in other.rows] == pytest.approx([row['loss'] for row in plain.rows], abs=1e-4)

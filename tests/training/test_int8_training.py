@@ -76,8 +76,14 @@ def test_what_is_not_finite_is_not_lost(value):
     assert not y[0, 1].isfinite().any() and y[0, [0, 2, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize('dtype, device', [(torch.float16, 'cuda'), (torch.float16, 'cpu'), (torch.float32, 'mps')])
+def test_where_it_cannot_serve(dtype, device):
+    with pytest.raises(UserError, match='int8_training'):
+        int8_training.check(dtype, torch.device(device))
+
+
 def test_without_torchao_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.prototype.quantized_training', None)
-    int8_training._int8_linear.cache_clear()
+    int8_training.int8_linear.cache_clear()
     with pytest.raises(UserError, match=r"int8_training=True needs the torchao package.*pip install -e '\.\[int8\]'"):
         train_in_int8(model_of())
