@@ -1,7 +1,7 @@
 """GPT-2 as Hugging Face keeps it (config.json and safetensors), loaded into our model; pickles are never read.
 
     model = from_pretrained('gpt2', dict(dropout=0.1))   # OpenAI's weights, from the hub or its local cache
-    model = from_pretrained('path/to/folder')            # what transformers' `save_pretrained` wrote
+    model = from_pretrained('path/to/folder')            # what transformers' `save_pretrained` wrote, or interop.export
 
 The names and the shapes are nanoGPT's, but for two things: OpenAI wrote its matrices for `x @ w` (Conv1D, input rows
 first), so four per block are transposed; and its GELU is the tanh form. https://github.com/karpathy/nanoGPT (model.py)
@@ -62,8 +62,12 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     folder = _download(source) if source in GPT2_TYPES else Path(source)
     path = folder / 'config.json'
     raw = _read_json(path)
-    config = _config(raw, path)
-    print(f'forcing vocab_size={config.vocab_size}, block_size={config.block_size}, bias=True')
+    own = _own_config(raw, path) if 'nanokv' in raw else None
+    ours = own is not None and raw.get('model_type') == 'nanokv'
+    config = own if ours else _config(raw, path)
+    if own is not None and dataclasses.replace(own, bias=config.bias, dropout=config.dropout) != config:
+        raise UserError(f'{path}: its nanokv fields contradict the others')
+    print(f'forcing vocab_size={config.vocab_size}, block_size={config.block_size}, bias={(own or config).bias}')
     if 'dropout' in overrides:
         print(f"overriding dropout rate to {overrides['dropout']}")
     if 'gelu' in overrides:
@@ -71,7 +75,8 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     config = dataclasses.replace(config, **overrides)
     with contextlib.ExitStack() as files:
         tensors = _open(folder, safe_open, files)
-        return _load(config, tensors, folder, untied=raw.get('tie_word_embeddings') is False)
+        model = _load(config, tensors, folder, raw.get('tie_word_embeddings') is False, () if ours else TRANSPOSED)
+    return model if own is None or own.bias == config.bias else _without_biases(model, folder)
 
 
 def _check_overrides(overrides):
@@ -192,27 +197,50 @@ def _config(raw, path):
         raise UserError(f'{path}: {e}') from e
 
 
+def _own_config(raw, path):
+    """The GPTConfig that interop.export noted, without dropout."""
+    from interop.fields import checked
+    try:
+        return dataclasses.replace(checked(raw['nanokv'], raw if raw.get('model_type') == 'nanokv' else {}), dropout=0.0)
+    except (TypeError, ValueError) as e:
+        raise UserError(f'{path.parent}: {e}') from e
+
+
 # -- weights ----------------------------------------------------------------------------------------------------------
 
-def _load(config, tensors, folder, untied):
-    """The model of `config` with `tensors` (see `_open`) in it; `untied`: the file must have an lm_head of its own."""
+def _load(config, tensors, folder, untied, transposed):
+    """The model of `config` with `tensors` (see `_open`) in it. untied: the file must have an lm_head of its own. transposed:
+    ends of the names of matrices that have their input rows first there."""
     with torch.device('meta'):  # no storage yet, and so no random numbers: GPT-2 XL's would be 1.6 billion
         model = GPT(config)
     wanted = {name.removeprefix('transformer.'): p for name, p in model.named_parameters()}  # the tied weight once, as wte
-    _check_tensors(wanted, tensors, folder, untied)
+    _check_tensors(wanted, tensors, folder, untied, transposed)
     model.to_empty(device='cpu')
     model.transformer.wte.weight = model.lm_head.weight  # to_empty parts the two
     with torch.no_grad():
         for name, p in model.named_parameters():
             x = _read(tensors[name.removeprefix('transformer.')])
-            p.copy_(x.t() if name.endswith(TRANSPOSED) else x)  # into float32, whatever x has
+            p.copy_(x.t() if name.endswith(transposed) else x)  # into float32, whatever x has
     if 'lm_head.weight' in tensors and not torch.equal(_read(tensors['lm_head.weight']).float(), model.lm_head.weight):
         raise UserError(f"{tensors['lm_head.weight'][2]}: lm_head.weight differs from wte.weight; this model has one matrix "
                         'for both (tie_word_embeddings)')
     return model
 
 
-def _check_tensors(wanted, tensors, folder, untied):
+def _without_biases(model, folder):
+    """The same model without its biases, which are zeros (a GPT2LMHeadModel has to have them)."""
+    weights = model.state_dict()
+    some = [name for name, x in weights.items() if name.endswith('.bias') and x.any()]
+    if some:
+        raise UserError(f'{folder}: {some[0]} is not zero, but nanokv says bias=False')
+    with torch.device('meta'):
+        plain = GPT(dataclasses.replace(model.config, bias=False))
+    plain.load_state_dict({name: x for name, x in weights.items() if not name.endswith('.bias')}, assign=True)
+    plain.transformer.wte.weight = plain.lm_head.weight
+    return plain
+
+
+def _check_tensors(wanted, tensors, folder, untied, transposed):
     """Names, shapes and dtypes, before anything large is allocated."""
     head = {'lm_head.weight'}
     for problem, names in (('lack', (wanted.keys() | head if untied else wanted.keys()) - tensors.keys()),
@@ -223,7 +251,7 @@ def _check_tensors(wanted, tensors, folder, untied):
     for name, (file, full_name, path) in tensors.items():
         view = file.get_slice(full_name)
         shape = tuple(wanted['wte.weight' if name == 'lm_head.weight' else name].shape)
-        shape = shape[::-1] if name.endswith(TRANSPOSED) else shape
+        shape = shape[::-1] if name.endswith(transposed) else shape
         if tuple(view.get_shape()) != shape:
             raise UserError(f'{path}: {full_name} is {tuple(view.get_shape())}, config.json says {shape}')
         if view.get_dtype() not in DTYPES:

@@ -6,8 +6,6 @@
 Layers that read another layer's K and V hold none, and local layers hold a window: the cache is transformers' own, told so by
 `layer_types` and `kv_sharing_modes` in config.json.
 """
-import dataclasses
-
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -19,11 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.qk import norm_and_rotate
 from config.gpt_config import GPTConfig, model_args
-from kv.plan import LOCAL, plan_kv
+from interop.fields import LAYER_TYPE, checked, follows_from
+from kv.plan import LOCAL
 from kv.quant import fake_quantize_int8
 from model import GPT
-
-LAYER_TYPE = {True: 'sliding_attention', False: 'full_attention'}
 
 
 class NanoKVConfig(PretrainedConfig):
@@ -37,37 +34,16 @@ class NanoKVConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ['past_key_values']
 
     def __init__(self, nanokv: dict | None = None, use_cache: bool = True, **kwargs):
-        known = {f.name for f in dataclasses.fields(GPTConfig)}
-        for name in nanokv or {}:
-            if name not in known:
-                raise ValueError(f'config.json: nanokv has {name!r}, which this version does not know')
-        config = GPTConfig(**nanokv or {})
+        config = checked(nanokv or {}, kwargs)
+        self.nanokv, self.use_cache = model_args(config), use_cache
         follows = follows_from(config)
         for name, value in follows.items():
-            given = kwargs.pop(name, value)
-            if given != value:
-                raise ValueError(f'config.json: {name}={given!r}, but by its nanokv fields it is {value!r}')
-        self.nanokv, self.use_cache = model_args(config), use_cache
-        for name, value in follows.items():
             setattr(self, name, value)
-        super().__init__(**kwargs)
+        super().__init__(**{name: value for name, value in kwargs.items() if name not in follows})
 
     def gpt_config(self) -> GPTConfig:
         """The model's own configuration."""
         return GPTConfig(**self.nanokv)
-
-
-def follows_from(config: GPTConfig) -> dict:
-    """What other programs look for in a config.json."""
-    plan = plan_kv(config)
-    local = [layer.kind == LOCAL for layer in plan.layers]
-    return {
-        'vocab_size': config.vocab_size, 'hidden_size': config.n_embd, 'num_hidden_layers': config.n_layer,
-        'num_attention_heads': config.n_head, 'num_key_value_heads': plan.n_kv_head, 'head_dim': plan.head_dim,
-        'intermediate_size': config.resolved_mlp_hidden, 'max_position_embeddings': config.block_size,
-        'layer_types': [LAYER_TYPE[x] for x in local], 'sliding_window': config.window_size if any(local) else None,
-        'kv_sharing_modes': ['store' if layer.owns else 'reuse' for layer in plan.layers],
-        'kv_owners': [plan.slots[layer.slot].owner for layer in plan.layers], 'tie_word_embeddings': True}
 
 
 class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):

@@ -1,0 +1,58 @@
+"""Make a checkpoint of a Hugging Face folder: one that interop.export wrote, or a GPT-2.
+
+    python -m interop.import_hf FOLDER out-imported
+    python sample.py --out_dir=out-imported
+    python train.py CONFIG --init_from=resume --out_dir=out-imported      # go on training it, on a schedule of its own
+
+What was exported in float32 comes back to the last bit. The checkpoint stands at iteration 0, without optimizer state.
+"""
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+import configurator
+from config.errors import UserError
+from config.gpt_config import model_args
+from interop.huggingface import from_pretrained
+from training.shelf import Shelf
+
+
+def checkpoint_of(folder: Path) -> dict:
+    """The checkpoint, in memory.
+
+    Raises:
+        UserError: as `interop.huggingface.from_pretrained`.
+    """
+    model = from_pretrained(str(folder))
+    raw = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+    noted = raw.get('nanokv', {}).get('dropout', 0.0)
+    source = raw.get('nanokv_source', {})
+    config = dataclasses.replace(model.config, dropout=noted)
+    settings = vars(configurator.parse('train', [], echo=False))
+    return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []}, 'model_args': model_args(config),
+            'iter_num': 0, 'best_val_loss': torch.tensor(1e9), 'holds_best': False, 'tokens': str(source.get('tokens', '')),
+            'config': {name: value for name, value in settings.items() if name != 'given'} |
+                      {'dataset': str(source.get('dataset', '')), 'init_from': 'resume'}}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog='python -m interop.import_hf', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('folder', type=Path, help='with config.json and safetensors')
+    parser.add_argument('out_dir', type=Path, help='folder for the ckpt.pt')
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if not args.folder.is_dir():
+        raise UserError(f'{args.folder} is no folder')
+    path = args.out_dir / 'ckpt.pt'
+    if path.exists():
+        raise UserError(f'{path} is there already: delete it or give another folder')
+    Shelf(args.out_dir).save(checkpoint_of(args.folder))
+    print(f'{path} is written')
+
+
+if __name__ == '__main__':
+    configurator.run_program(main)

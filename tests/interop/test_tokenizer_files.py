@@ -1,0 +1,83 @@
+"""The tokenizers that Hugging Face reads give the ids of ours."""
+import pytest
+import regex
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from data.gpt2_bpe import END_OF_TEXT, PATTERN
+from interop.tokenizer_files import byte_letters, byte_pairs, characters, merge_of
+
+TEXT = 'the cat that sat there thought then of other things; 1234, she\'ll say  "the"\n\n\tcafé über 你好 the\u00a0end '
+
+
+def trained(n_merges=120):
+    """A small vocabulary of GPT-2's kind, made as GPT-2's was: the commonest pair becomes a token, again and again."""
+    words = [[bytes([b]) for b in word.encode()] for word in regex.findall(PATTERN, TEXT * 3)]
+    ranks = {bytes([b]): b for b in range(256)}
+    for _ in range(n_merges):
+        counts = {}
+        for word in words:
+            for pair in zip(word, word[1:]):
+                counts[pair] = counts.get(pair, 0) + 1
+        if not counts:
+            break
+        best = max(counts, key=lambda pair: (counts[pair], pair))
+        ranks[best[0] + best[1]] = len(ranks)
+        for word in words:
+            i = 0
+            while i < len(word) - 1:
+                if (word[i], word[i + 1]) == best:
+                    word[i:i + 2] = [best[0] + best[1]]
+                i += 1
+    return tiktoken.Encoding('small', pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+
+
+ENCODING = trained()
+FAST = byte_pairs(ENCODING)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(), st.text(alphabet=sorted(set(TEXT)), min_size=5), st.text(alphabet=" \n\tthe's1", min_size=3)))
+def test_byte_pairs(text):
+    ids = ENCODING.encode(text, disallowed_special=())
+    assert FAST.encode(text).ids == ids
+    assert FAST.decode(ids, skip_special_tokens=False) == text
+
+
+def test_special_tokens_and_merges():
+    ids = FAST.encode(f'the{END_OF_TEXT}the').ids
+    assert ids == ENCODING.encode(f'the{END_OF_TEXT}the', allowed_special='all') and ENCODING.eot_token in ids
+    ranks = ENCODING._mergeable_ranks
+    assert len(ranks) > 300 and FAST.get_vocab_size() == len(ranks) + 1
+    for token in ranks:
+        if len(token) > 1:
+            first, second = merge_of(token, ranks)
+            assert first + second == token and max(ranks[first], ranks[second]) < ranks[token]
+
+
+def test_a_vocabulary_that_no_merging_makes_is_refused():
+    ranks = {b'a': 0, b'b': 1, b'ab': 3, b'abab': 2}
+    with pytest.raises(UserError, match="b'abab' .* is not made by merging"):
+        merge_of(b'abab', ranks)
+
+
+def test_every_byte_has_a_letter_of_its_own():
+    letters = byte_letters()
+    assert len(set(letters.values())) == 256 and letters[ord('a')] == 'a' and letters[ord(' ')] == 'Ġ'
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet='\n\t aé你🙂[]UNK.'))
+def test_characters(text):
+    alphabet = '\n\t aé你🙂[]UNK.'
+    stoi = {c: i for i, c in enumerate(alphabet)}
+    tokenizer = characters(stoi)
+    ids = tokenizer.encode(text).ids
+    assert ids == [stoi[c] for c in text] and tokenizer.decode(ids) == text
+
+
+def test_a_character_that_is_not_in_the_alphabet_is_an_error():
+    with pytest.raises(Exception, match='UNK'):
+        characters({'a': 0}).encode('ab')

@@ -1,0 +1,217 @@
+"""python -m interop.export and interop.import_hf: what transformers loads has the logits of ours, and comes back as it was."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+
+from config.errors import UserError
+from interop import export, import_hf
+from model import GPT
+from tests.helpers.models import full_logits
+from tests.programs.support import ALPHABET, FULL_STACK, TINY, VANILLA, load, run_train
+from training.checkpoint import config_of
+
+SHAPES = {
+    'vanilla': dict(VANILLA, bias=True, gelu='tanh', dropout=0.1), 'vanilla without biases': dict(VANILLA, bias=False),
+    'wide MLP': dict(VANILLA, mlp_hidden=24), 'gqa': dict(TINY, n_kv_head=1, pos_embedding='rope', window_size=4,
+                                                          layer_pattern='LG'),
+    'full': FULL_STACK, 'rounded': dict(FULL_STACK, kv_quant_train='int8', bias=True)}
+GPT2 = ('vanilla', 'vanilla without biases', 'wide MLP')
+NEAR = dict(rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory, data_root):
+    """name -> (out_dir, exported folder), each trained and exported once."""
+    cache, root = {}, tmp_path_factory.mktemp('exports')
+
+    def make(name):
+        if name not in cache:
+            out, dest = root / name / 'out', root / name / 'hf'
+            run_train(out, SHAPES[name], max_iters=3, eval_interval=3)
+            export.export(out / 'ckpt.pt', dest, data_root=data_root, max_shard_size='20KB' if name == 'full' else '5GB')
+            cache[name] = out, dest
+        return cache[name]
+    return make
+
+
+@pytest.fixture(params=SHAPES)
+def pair(request, made):
+    return request.param, *made(request.param)
+
+
+def ours_of(out):
+    saved = load(out / 'ckpt.pt')
+    model = GPT(config_of(saved, out, dropout=0.0)).eval()
+    model.load_state_dict(saved['model'])
+    return model
+
+
+def test_transformers_has_the_logits(pair):
+    """Past two windows, whole and by its cache."""
+    name, out, dest = pair
+    ours, theirs = ours_of(out), AutoModelForCausalLM.from_pretrained(dest, trust_remote_code=True).eval()
+    assert isinstance(theirs, GPT2LMHeadModel) == (name in GPT2)
+    idx = torch.randint(len(ALPHABET), (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = full_logits(ours, idx)
+        torch.testing.assert_close(theirs(idx).logits, expected, **NEAR)
+        first = theirs(idx[:, :6], use_cache=True)
+        rest, cache = [first.logits], first.past_key_values
+        for i in range(6, 16):
+            rest.append(theirs(idx[:, i:i + 1], past_key_values=cache, use_cache=True).logits)
+        # rounding to int8 may fall to the other side
+        torch.testing.assert_close(torch.cat(rest, dim=1), expected, rtol=0, atol=1e-2 if name == 'rounded' else 1e-4)
+
+
+def test_the_tokenizer_is_ours(pair):
+    _, _, dest = pair
+    tokenizer = AutoTokenizer.from_pretrained(dest, trust_remote_code=True)
+    text = 'abcj\n  hide'
+    ids = tokenizer(text)['input_ids']
+    assert ids == [ALPHABET.index(c) for c in text] and tokenizer.decode(ids) == text
+    with pytest.raises(Exception, match='UNK'):
+        tokenizer('abcZ')
+
+
+def test_there_and_back(pair, tmp_path, capsys):
+    _, out, dest = pair
+    import_hf.main([str(dest), str(tmp_path / 'again')])
+    before, after = load(out / 'ckpt.pt'), load(tmp_path / 'again' / 'ckpt.pt')
+    assert before['model_args'] == after['model_args'] and before['tokens'] == after['tokens']
+    assert before['model'].keys() == after['model'].keys()
+    assert all(torch.equal(x, after['model'][name]) for name, x in before['model'].items())
+    assert after['config']['dataset'] == 'tiny' and after['iter_num'] == 0
+    with pytest.raises(UserError, match='is there already'):
+        import_hf.main([str(dest), str(tmp_path / 'again')])
+
+
+def test_what_came_back_is_trained_on_and_exported_again(made, tmp_path, data_root):
+    out, dest = made('full')
+    import_hf.main([str(dest), str(tmp_path / 'again')])
+    export.export(tmp_path / 'again' / 'ckpt.pt', tmp_path / 'hf', data_root=data_root, max_shard_size='20KB')
+    for path in dest.glob('*.safetensors'):
+        assert (tmp_path / 'hf' / path.name).read_bytes() == path.read_bytes()
+    rows = run_train(tmp_path / 'again', FULL_STACK, max_iters=4, init_from='resume').rows
+    assert rows[-1]['iter'] == 4
+
+
+def test_the_folder_needs_nothing_of_ours(made, tmp_path):
+    """A process that does not see this project."""
+    out, dest = made('full')
+    program = f"""if True:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        model = AutoModelForCausalLM.from_pretrained({str(dest)!r}, trust_remote_code=True)
+        tokenizer = AutoTokenizer.from_pretrained({str(dest)!r}, trust_remote_code=True)
+        ids = tokenizer('abc', return_tensors='pt')
+        print(model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist())
+    """
+    done = subprocess.run([sys.executable, '-I', '-c', program], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {'HF_MODULES_CACHE': str(tmp_path / 'modules')})
+    assert done.returncode == 0, done.stderr
+    ours, idx = ours_of(out), torch.tensor([[ALPHABET.index(c) for c in 'abc']])
+    with torch.no_grad():
+        for _ in range(20):
+            idx = torch.cat([idx, ours(idx)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert json.loads(done.stdout.splitlines()[-1]) == idx[0].tolist()
+
+
+def test_what_it_says_of_itself(made):
+    _, dest = made('full')
+    config = json.loads((dest / 'config.json').read_text())
+    assert config['architectures'] == ['NanoKVForCausalLM'] and config['num_key_value_heads'] == 1
+    assert config['kv_owners'] == [0, 0, 2, 2, 2, 5, 6] and config['sliding_window'] == 4
+    assert len(list(dest.glob('model-*.safetensors'))) > 1 and (dest / 'generation_config.json').is_file()
+    text = (dest / 'modeling_nanokv.py').read_text()
+    assert text.startswith('# hf: a model trained with nanoKV') and 'trust_remote_code' not in text.partition('import')[0]
+    assert 'Triton' not in text and len(text.splitlines()) < 800
+
+
+def damaged(dest, tmp_path, change):
+    folder = tmp_path / 'damaged'
+    folder.mkdir()
+    for path in dest.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    change(folder)
+    return folder
+
+
+def edit(**changes):
+    def change(folder):
+        path = folder / 'config.json'
+        config = json.loads(path.read_text())
+        nanokv = config['nanokv'] | changes.pop('nanokv', {})
+        path.write_text(json.dumps(config | changes | {'nanokv': nanokv}))
+    return change
+
+
+@pytest.mark.parametrize('change, named', [
+    (lambda d: sorted(d.glob('*.safetensors'))[1].unlink(), 'is missing'),
+    (edit(nanokv={'n_embd': 24}, hidden_size=24, head_dim=12, intermediate_size=96), 'config.json says'),
+    (edit(nanokv={'colour': 'red'}), "'colour', which this version does not know"),
+    (edit(sliding_window=9), 'sliding_window=9, but by its nanokv fields it is 4'),
+    (edit(nanokv={'n_layer': -1}), 'n_layer=-1'), (lambda d: (d / 'config.json').unlink(), 'no config.json'),
+    (lambda d: (d / 'model.safetensors.index.json').write_text('{'), 'cannot be read as JSON')],
+    ids=['missing shard', 'other shape', 'unknown field', 'contradiction', 'range', 'no config', 'index'])
+def test_a_damaged_folder_is_told_in_a_line(made, tmp_path, change, named):
+    folder = damaged(made('full')[1], tmp_path, change)
+    with pytest.raises(UserError) as caught:
+        import_hf.main([str(folder), str(tmp_path / 'out')])
+    assert named in str(caught.value) and '\n' not in str(caught.value)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_transformers_refuses_an_unknown_field(made, tmp_path):
+    folder = damaged(made('full')[1], tmp_path, edit(nanokv={'colour': 'red'}))
+    with pytest.raises(ValueError, match="'colour', which this version does not know"):
+        AutoConfig.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_biases_that_are_not_zero_are_refused(made, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    def change(folder):
+        tensors = load_file(folder / 'model.safetensors')
+        tensors['transformer.ln_f.bias'][0] = 1
+        save_file(tensors, folder / 'model.safetensors')
+    folder = damaged(made('vanilla without biases')[1], tmp_path, change)
+    with pytest.raises(UserError, match='transformer.ln_f.bias is not zero, but nanokv says bias=False'):
+        import_hf.main([str(folder), str(tmp_path / 'out')])
+
+
+def test_what_is_there_already_stays(made, tmp_path, data_root):
+    out, _ = made('full')
+    (tmp_path / 'hf').mkdir()
+    (tmp_path / 'hf' / 'mine').write_text('')
+    with pytest.raises(UserError, match='is there already'):
+        export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=data_root)
+    assert [path.name for path in tmp_path.rglob('*')] == ['hf', 'mine']
+
+
+def test_an_alphabet_that_is_not_known_is_refused(made, tmp_path):
+    out, _ = made('full')
+    with pytest.raises(UserError, match=r'data/tiny/meta\.pkl is missing'):
+        export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=tmp_path)
+    assert not (tmp_path / 'hf').exists()
+
+
+def test_without_transformers_it_says_what_to_install(made, tmp_path, data_root, monkeypatch):
+    out, _ = made('full')
+    monkeypatch.delitem(sys.modules, 'interop.modeling', raising=False)
+    monkeypatch.setitem(sys.modules, 'transformers', None)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[export\]'"):
+        export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=data_root)
+    assert not list(tmp_path.iterdir())
+
+
+def test_half_precision(made, tmp_path, data_root):
+    out, _ = made('full')
+    export.export(out / 'ckpt.pt', tmp_path / 'hf', 'bfloat16', data_root=data_root)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', trust_remote_code=True, dtype='auto')
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
