@@ -1,1 +1,1 @@
-"""Other people's formats and engines: weights of GPT-2 from Hugging Face come in here. Knows nothing of training."""
+"""Other people's formats: Hugging Face folders, in and out; conversion to a smaller memory."""

@@ -37,7 +37,8 @@ from training.shelf import checkpoint_in, load_to_resume
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 HEADER = '''# {name}: a model trained with nanoKV, for transformers ({version}).
-# Made by `python -m interop.export` out of nanoKV's own source; each part says which file it is from. MIT License.
+# Made by `python -m interop.export` out of nanoKV's own source; each part says which file it is from.
+# Copyright (c) 2026 the nanoKV authors, MIT License.
 '''
 # of what the exported model does in another way, or not at all
 KEPT = {'GPT': ('__init__', '_init_weights'), 'CausalSelfAttention': ('__init__', '_projected'), 'Block': ('__init__',)}
@@ -128,6 +129,8 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
         save_tokenizer(tokenizer, folder, 0 if config.pos_embedding == 'rope' else config.block_size)
         if not is_gpt2(config):
             (folder / 'modeling_nanokv.py').write_text(modeling_source(target.name), encoding='utf-8')
+        for path in folder.iterdir():
+            path.chmod(0o644)
         folder.chmod(0o755)  # a temporary one is for its owner alone
         if target.exists():
             target.rmdir()
