@@ -35,6 +35,7 @@ from inference.sampler import Sampler, sample_generators
 from inference.stopping import SampleText, parse_stops
 from inference.timings import Timings
 from inference.weights import compile_for_decode, pack_weights, quantize_weights, weights_dtype
+from interop.huggingface import noted_source
 from kv.report import account, nice_bytes, print_report
 from model import GPT
 from training.checkpoint import config_of, load_weights, tokens_id
@@ -55,7 +56,8 @@ def load_model(s):
     torch.manual_seed(s.seed)
     known = ''
     if s.init_from not in ('resume', 'random'):
-        model, dataset = GPT.from_pretrained(s.init_from, dict(dropout=0.0)), s.dataset * ('dataset' in s.given)
+        model = GPT.from_pretrained(s.init_from, dict(dropout=0.0))
+        dataset, known = (s.dataset, '') if 'dataset' in s.given else noted_source(s.init_from)
     elif checkpoint is None:
         meta = read_meta(known_dataset(s.dataset))
         vocab_size = meta['vocab_size'] if meta else 50304

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 import configurator
-from ablation.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
 from ablation.ladder import read_ladder
 from ablation.results import Results
 from config.errors import UserError
@@ -22,6 +21,7 @@ from data.datasets import ensure_dataset
 from data.recall.lags import read_task
 from data.tokenfiles import open_split, read_meta
 from data.tokenizer import load_tokenizer
+from inference.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
 from interop.convert import convert_weights
 from kv.plan import LOCAL
 from model import GPT

@@ -188,6 +188,16 @@ SERVE = TALKING + _keys(
     ('prefix_folder', '', "folder in which that is kept, too, for the next start; '' = computed anew then"),
 ) + RUNNING
 
+EVALUATE = TALKING[:2] + RUN + _keys(
+    ('text', '', 'the text file to judge'),
+    ('context', 0, 'tokens that a prediction sees at most; 0 = block_size'),
+    ('stride', 0, 'tokens by which the window moves on: the smaller, the more each prediction sees; 0 = half of context'),
+    ('batch_size', 8, 'windows at a time'),
+    ('kv_dtype', '', "'' = by the forward pass; else through a cache that stores this ('auto' = the compute dtype)",
+     ('',) + KV_DTYPES),
+    ('json', False, 'end with one JSON document on the last line'),
+) + RUNNING
+
 KV = _keys(
     ('max_seq_len', 0, 'sequence length to budget for; 0 = block_size'),
     ('batch', 1, 'sequences held at once'),
@@ -270,7 +280,7 @@ ABLATE_ALL = ABLATE + tuple(key for key in TRAIN if key.name not in (
 
 # program -> its keys, in the order of its --help
 PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'serve': SERVE, 'kv': KV, 'memory': MEMORY,
-            'ablate': ABLATE_ALL, 'convert': MODEL}
+            'ablate': ABLATE_ALL, 'convert': MODEL, 'evaluate': EVALUATE}
 
 # config files are shared: a key of any program may stand in one, and the others pass over it
 ALL_KEYS = {key.name: key for keys in reversed(PROGRAMS.values()) for key in keys}

@@ -36,6 +36,13 @@ def is_source(name: str) -> bool:
     return name in GPT2_TYPES or Path(name).is_dir()
 
 
+def noted_source(source: str) -> tuple[str, str]:
+    """The name of the data set and the `tokens_id` that interop.export noted in a folder; '' where it did not."""
+    path = Path(source) / 'config.json'
+    noted = _read_json(path).get('nanokv_source', {}) if path.is_file() else {}
+    return tuple(str(noted.get(name, '')) if isinstance(noted, dict) else '' for name in ('dataset', 'tokens'))
+
+
 def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     """A GPT with the weights of `source`, on the CPU in float32 (whatever the file has), in training mode as nanoGPT's.
 

@@ -22,12 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ablation.evaluate import forward, judge, spread_windows, through_cache, with_rounding
 from ablation.jobs import Job, run_jobs
 from config.errors import UserError
 from configurator import parse, run_program
 from data.datasets import ensure_dataset
 from data.tokenfiles import open_split
+from inference.evaluate import forward, judge, spread_windows, through_cache, with_rounding
 from model import GPT
 from scripts import kv_formats as kf
 from scripts.quantization_page import page

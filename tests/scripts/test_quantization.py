@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ablation.evaluate import forward, judge, through_cache, with_rounding
 from ablation.jobs import Job
 from config.errors import UserError
+from inference.evaluate import forward, judge, through_cache, with_rounding
 from kv.plan import plan_kv
 from kv.quant import fake_quantize_int8
 from model import GPT, GPTConfig

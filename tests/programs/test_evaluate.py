@@ -1,0 +1,104 @@
+"""python -m interop.evaluate: every token of a text is predicted once, and its bits are spread over the text's bytes."""
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from interop import evaluate, export
+from model import GPT
+from tests.programs.support import ALPHABET, VANILLA, flags, load, run_train
+from training.checkpoint import config_of
+
+TEXT = 'abcdefghij\n ' * 6 + 'abc jihg\nfedcba'
+
+
+@pytest.fixture
+def out(trained):
+    return trained['full']
+
+
+@pytest.fixture(autouse=True)
+def _text(tmp_path, monkeypatch):
+    (tmp_path / 'text.txt').write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+
+
+def judged(capsys, out, **settings):
+    capsys.readouterr()
+    evaluate.main(flags(dict(out_dir=out, device='cpu', text='text.txt', json=True) | settings))
+    lines = capsys.readouterr().out.splitlines()
+    return json.loads(lines[-1]), lines[-2]
+
+
+@given(st.integers(2, 60), st.integers(1, 20), st.data())
+def test_each_token_is_predicted_once(n, context, data):
+    stride = data.draw(st.integers(1, context))
+    predicted = []
+    for k, (begin, end, scored) in enumerate(evaluate.windows_of(n, context, stride)):
+        assert 0 <= begin < end < n and end - begin <= context and 1 <= scored <= end - begin
+        assert k == 0 or end - begin == context and scored <= stride
+        predicted += range(end - scored + 1, end + 1)
+    assert predicted == list(range(1, n))
+
+
+@pytest.mark.parametrize('context, stride', [(16, 8), (16, 16), (7, 2), (16, 1), (500, 250)])
+def test_by_hand(out, capsys, context, stride):
+    """A token at a time, each with what the window that predicts it first has before it."""
+    saved = load(out / 'ckpt.pt')
+    model = GPT(config_of(saved, out)).eval()
+    model.load_state_dict(saved['model'])
+    ids, nats = torch.tensor([ALPHABET.index(c) for c in TEXT]), 0.0
+    for begin, end, scored in evaluate.windows_of(len(ids), context, stride):
+        with torch.no_grad():
+            logits = model(ids[None, begin:end], all_logits=True)[0][0].double().log_softmax(-1)
+        nats -= sum(logits[i - begin - 1, ids[i]].item() for i in range(end - scored + 1, end + 1))
+    found, line = judged(capsys, out, context=context, stride=stride, batch_size=3)
+    assert found['nats_per_token'] == pytest.approx(nats / (len(TEXT) - 1), rel=1e-5)
+    assert found['bits_per_byte'] == pytest.approx(nats / math.log(2) / (len(TEXT) - 1), rel=1e-5)
+    assert [found[name] for name in ('tokens', 'bytes', 'context', 'stride')] == [len(TEXT) - 1] * 2 + [context, stride]
+    assert line.startswith(f"{found['bits_per_byte']:.4f} bits per byte") and 'by the forward pass, float32' in line
+
+
+def test_through_a_cache_it_is_the_same_but_for_rounding(out, capsys):
+    plain, _ = judged(capsys, out)
+    assert plain['context'] == 16 and plain['stride'] == 8
+    for kv_dtype, near in (('auto', 1e-5), ('float32', 1e-5), ('int8', 0.02)):
+        found, line = judged(capsys, out, kv_dtype=kv_dtype)
+        assert found['nats_per_token'] == pytest.approx(plain['nats_per_token'], abs=near)
+        assert f"through a cache in {'float32' if kv_dtype == 'auto' else kv_dtype}" in line
+
+
+def test_a_folder_that_was_exported(out, tmp_path, capsys, data_root):
+    export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=data_root)
+    plain, _ = judged(capsys, out)
+    found, _ = judged(capsys, out, init_from=tmp_path / 'hf')
+    assert found['nats_per_token'] == pytest.approx(plain['nats_per_token'], rel=1e-5)
+
+
+@pytest.mark.parametrize('settings, named', [
+    (dict(text=''), 'give the text to judge'), (dict(text='nowhere.txt'), 'nowhere.txt'),
+    (dict(stride=17), 'stride=17 is more'), (dict(context=-1), 'context=-1'), (dict(batch_size=0), 'batch_size=0')])
+def test_wrong_settings(out, capsys, settings, named):
+    with pytest.raises(UserError) as caught:
+        judged(capsys, out, **settings)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize('content, named', [(b'a', 'nothing to predict'), (b'', 'nothing to predict'), (b'abZ', "'Z'"),
+                                            (b'\xff\xfe', 'UTF-8')])
+def test_texts_that_cannot_be_judged(out, tmp_path, capsys, content, named):
+    (tmp_path / 'x.txt').write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        judged(capsys, out, text=tmp_path / 'x.txt')
+    assert named in str(caught.value)
+
+
+def test_learned_positions_end(tmp_path, capsys):
+    run_train(tmp_path, VANILLA, max_iters=2)
+    with pytest.raises(UserError, match='context=17: the model has learned 16 positions'):
+        judged(capsys, tmp_path, context=17)
+    assert judged(capsys, tmp_path)[0]['context'] == 16
