@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow data kv recall quantization bench-cpu ablate ablate-smoke soak nanogpt gpu-check clean
+.PHONY: help demo test test-slow test-vllm data kv recall quantization bench-cpu ablate ablate-smoke soak nanogpt gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -34,6 +34,14 @@ test: $(VENV)/.installed-test  ## the tests, without the slow ones, one process 
 
 test-slow: data $(VENV)/.installed-test  ## the tests marked slow (prepares the data set)
 	$(BIN)/python -m pytest -q -m slow
+
+VLLM_VENV ?= .venv-vllm
+$(VLLM_VENV)/.installed: scripts/vllm_env.sh
+	PYTHON=$(PYTHON) scripts/vllm_env.sh $(VLLM_VENV)
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.installed  ## exported models in vLLM on a CPU, in an environment of its own (3 GB; some minutes)
+	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
 
 kv: $(VENV)/.installed  ## the KV figures of GPT-2's shape in README
 	mkdir -p results/kv
