@@ -130,6 +130,19 @@ def test_readme_quotes_the_recomputation_policies_and_the_soak():
                                for name in ('ours', 'vanilla')]
 
 
+def test_the_guide_quotes_what_vllm_keeps():
+    rows = re.findall(r'\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+)x \| ([\d,]+), ([\d.]+)x \|', prose('docs/interop.md'))
+    assert len(rows) == 2
+    for tokens, *quoted in rows:
+        T = tokens.replace(',', '')
+        found = json.loads((ROOT / 'results' / 'vllm' / f'kv-T{T}.json').read_text())
+        assert [float(x.replace(',', '')) for x in quoted] == [
+            found['vanilla']['bytes_per_request'], found['ours']['bytes_per_request'],
+            pytest.approx(found['smaller_bytes_per_request'], abs=0.05), found['ours']['planned'],
+            pytest.approx(found['smaller_planned'], abs=0.05)]
+        assert (found['max_model_len'], found['max_num_batched_tokens'], found['dtype']) == (int(T), 512, 'bfloat16')
+
+
 def test_readme_has_the_ladder():
     ladder = json.loads((ROOT / 'results' / 'ablate_shakespeare' / 'results.json').read_text())
     assert short(ladder).markdown() in (ROOT / 'README.md').read_text()

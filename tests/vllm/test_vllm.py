@@ -1,18 +1,24 @@
 """Exported models in vLLM, on a CPU: greedy texts are ours. Needs its environment: make test-vllm."""
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from config.gpt_config import GPTConfig
+from config.gpt_config import GPTConfig, model_args
 from interop.export import hf_model
+from interop.modeling import NanoKVConfig
+from kv.plan import plan_kv
 from tests.helpers.models import full_logits, random_model
 
 pytest.importorskip('vllm', reason='make test-vllm has an environment with vLLM')
 os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
 
 V, N_NEW, MOST = 96, 40, 512
-SHAPE = dict(n_layer=12, n_head=4, n_embd=128, head_dim=32, vocab_size=V, block_size=MOST)  # vLLM's CPU kernels want heads of 32
+# vLLM's CPU kernels want heads of 32
+SHAPE = dict(n_layer=12, n_head=4, n_embd=128, head_dim=32, vocab_size=V, block_size=MOST)
 FULL = dict(SHAPE, n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, pos_embedding='rope',
             qk_norm=True, window_size=32, bias=False)
 SHAPES = {'vanilla': SHAPE, 'full': FULL,
@@ -57,3 +63,21 @@ def test_greedy_texts_are_ours(tmp_path, name):
             texts.add(tuple(text))
         assert same >= 30 and len(texts) > 24
     del llm
+
+
+def test_its_memory_of_a_request_is_small_there_too(tmp_path):
+    """GPT-2's shape with every saving on, 8,192 tokens: blocks of 128, of which a local layer keeps what a window of 256 and a
+    step of 512 tokens can touch."""
+    config = GPTConfig(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, pos_embedding='rope',
+                       qk_norm=True, window_size=256, block_size=1024, bias=False)
+    NanoKVConfig(nanokv=model_args(config), architectures=['NanoKVForCausalLM']).save_pretrained(tmp_path)
+    done = subprocess.run([sys.executable, '-m', 'nanokv_vllm.kv', str(tmp_path), '--max_model_len=8192', '--json'],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    plan = plan_kv(config)
+    assert found['ours']['planned'] == plan.nbytes(1, 8192, 'bfloat16')
+    assert found['vanilla']['planned'] == plan.vanilla().nbytes(1, 8192, 'bfloat16') == found['vanilla']['bytes_per_request']
+    block = 128 * plan.position_nbytes('bfloat16')
+    assert found['ours']['bytes_per_request'] == (64 + 4 * (-(-(255 + 512) // 128) + 1)) * block
+    assert found['smaller_bytes_per_request'] > 100
