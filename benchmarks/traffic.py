@@ -13,8 +13,7 @@ from kv.plan import KVPlan
 
 def kv_read_bytes(plan: KVPlan, kv_dtype: str, batch: int, held: int) -> int:
     """Of one step, in which each row's new token is its `held`-th (it attends to itself too)."""
-    positions = sum(min(held, layer.window or held) for layer in plan.layers)
-    return positions * plan.position_nbytes(kv_dtype) * batch
+    return plan.read_nbytes(batch, held, kv_dtype)
 
 
 def kv_read_per_step(plan: KVPlan, kv_dtype: str, batch: int, held: int, steps: int) -> float:

@@ -207,6 +207,25 @@ KV = _keys(
     ('json', False, 'end with one JSON document on the last line'),
 ) + MODEL
 
+CAPACITY = _keys(
+    ('context', 4096, 'tokens of a conversation before the request'),
+    ('message_tokens', 50, 'tokens that a request brings'),
+    ('new_tokens', 150, 'tokens of its answer'),
+    ('hit_rate', 0.95, 'share of the context that need not be computed again (the prefix store: results/cpu/chat.json)'),
+    ('requests_per_second', 1.0, 'that the service has to answer'),
+    ('away', 60.0, 'seconds until a user sends the next message, for which the conversation is kept'),
+    ('memory', '80GB', 'of a GPU'),
+    ('bandwidth', '3.35TB', 'of its memory, bytes a second'),
+    ('flops', '400e12', 'that it does a second, in products of matrices'),
+    ('price', 2.5, 'of a GPU for an hour'),
+    ('tpot', 0.0, 'longest time for a token of an answer, in ms; 0 = as long as the memory holds sequences'),
+    ('utilization', 0.6, 'share of bandwidth and FLOPs that is reached'),
+    ('vocab_size', 50304, 'tokens'),
+    ('kv_dtype', 'bfloat16', 'storage of K and V', ('float32', 'bfloat16', 'float16', 'int8')),
+    ('weight_dtype', 'bfloat16', 'storage of the weights', ('float32', 'bfloat16', 'int8')),
+    ('json', False, 'end with one JSON document on the last line'),
+) + MODEL
+
 BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (forward, backward, update), 'decode' (tokens out of a filled cache), 'prefill' "
      "(a prompt's first token), 'serve' (many requests, continuous batching against static), 'recompute' (training steps by "
@@ -280,7 +299,7 @@ ABLATE_ALL = ABLATE + tuple(key for key in TRAIN if key.name not in (
 
 # program -> its keys, in the order of its --help
 PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'serve': SERVE, 'kv': KV, 'memory': MEMORY,
-            'ablate': ABLATE_ALL, 'convert': MODEL, 'evaluate': EVALUATE}
+            'ablate': ABLATE_ALL, 'convert': MODEL, 'evaluate': EVALUATE, 'capacity': CAPACITY}
 
 # config files are shared: a key of any program may stand in one, and the others pass over it
 ALL_KEYS = {key.name: key for keys in reversed(PROGRAMS.values()) for key in keys}

@@ -70,6 +70,11 @@ class KVPlan:
         """Bytes of the whole cache; equal, to the byte, to what `kv.cache.KVCache` allocates."""
         return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots)
 
+    def read_nbytes(self, batch: int, held: int, kv_dtype: str) -> int:
+        """Bytes that a decode step reads for `batch` sequences, whose new tokens are their `held`-th: each layer reads its
+        slot, shared or not."""
+        return sum(min(held, layer.window or held) for layer in self.layers) * self.position_nbytes(kv_dtype) * batch
+
     def page_nbytes(self, page_size: int, kv_dtype: str) -> int:
         """Bytes of a page: `page_size` positions in every global slot."""
         n_global = sum(slot.kind == GLOBAL for slot in self.slots)

@@ -7,6 +7,7 @@ import pytest
 
 from ablation.tables import short
 from benchmarks import table
+from kv import capacity
 from scripts import bench_cpu, decode_parts, loss_forms, nanogpt_parity, rope_finetune
 
 ROOT = Path(nanogpt_parity.__file__).resolve().parent.parent
@@ -128,6 +129,16 @@ def test_readme_quotes_the_recomputation_policies_and_the_soak():
     assert [at_8192, at_2048, at_1024, *short] == [pytest.approx(ratio[T], abs=0.006) for T in (8192, 2048, 1024, 256, 512)]
     assert [ours, vanilla] == [pytest.approx(lengths[8192]['sides'][name]['tokens_per_second']['median'], abs=0.6)
                                for name in ('ours', 'vanilla')]
+
+
+def test_the_guide_has_the_worked_example_of_capacity(capsys):
+    text = (ROOT / 'docs' / 'scaling.md').read_text()
+    command = re.search(r'python -m kv\.capacity (config/(?:.|\n)*?)\n```', text)[1].replace('\\\n', ' ').split()
+    capacity.main([str(ROOT / command[0]), *command[1:], '--json=True'])
+    *shown, document = capsys.readouterr().out.splitlines()
+    assert json.loads(document) == json.loads((ROOT / 'results' / 'capacity' / 'example.json').read_text())
+    quoted = [line.split() for line in text.partition('```\n\n```\n')[2].partition('```')[0].splitlines()]
+    assert [line.split() for line in shown] == quoted and len(quoted) > 10
 
 
 def test_the_guide_quotes_what_vllm_keeps():

@@ -1,0 +1,144 @@
+"""How many users a GPU serves, how many GPUs a service needs, and what a million tokens cost: arithmetic from the plan alone.
+
+    python -m kv.capacity config/train_gpt2_mqa_local.py --context=4096 --kv_dtype=int8
+    python -m kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 --head_dim=64 \\
+        --requests_per_second=20000 --memory=80GB --bandwidth=3.35TB --flops=400e12 --price=2.5
+    python -m kv.capacity --help
+
+A request is a message to a conversation: `message_tokens` new ones behind `context` tokens, of which a share `hit_rate` is
+still known from before and need not be computed, and an answer of `new_tokens`. What is counted, for each GPU:
+
+    prefill    2 FLOPs a parameter and token, and 4 * H * D for each key that a query sees; at `flops` a second
+    decode     a step reads the weights once, and K and V of each sequence in each layer (a shared cache is read by all of its
+               layers); at `bandwidth` bytes a second; or takes 2 FLOPs a parameter and sequence where that takes longer
+    batch      as many sequences as memory holds beside the weights, or as a step within `tpot` can serve
+
+It is an estimate by ceilings, of one GPU without its communication: `utilization` is the share of them that is reached. No
+torch is needed.
+"""
+import json
+import math
+
+import configurator
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from config.schema import CAPACITY, MODEL
+from config.sizes import parse_bytes
+from kv.plan import KVPlan, plan_kv
+
+USABLE = 0.9  # of memory: the rest is for activations and what kernels need
+WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
+
+
+def parameters(config: GPTConfig, plan: KVPlan) -> int:
+    """Of the model, position embeddings included; the output matrix is the embedding's."""
+    C, D, M, bias = config.n_embd, plan.head_dim, config.resolved_mlp_hidden, int(config.bias)
+    total = config.vocab_size * C + (config.block_size * C if config.pos_embedding == 'learned' else 0) + (1 + bias) * C
+    for layer in plan.layers:
+        rows = (plan.n_head + 2 * plan.n_kv_head * layer.owns) * D
+        total += rows * (C + bias) + (plan.n_head * D + bias) * C + M * (C + bias) + (M + bias) * C + 2 * (1 + bias) * C
+        total += D * (1 + layer.owns) * config.qk_norm
+    return total
+
+
+def keys_seen(plan: KVPlan, tokens: int, before: int) -> int:
+    """Keys that the queries of `tokens` tokens behind `before` others see, over all layers."""
+    total = 0
+    for layer in plan.layers:
+        for i in (before + 1, before + tokens):  # grows in a line up to the window
+            total += min(i, layer.window or i)
+    return total * tokens // 2
+
+
+def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
+    """Figures of one GPU that serves this plan. nbytes: of the weights."""
+    held = s.context + s.message_tokens + s.new_tokens
+    n = parameters(config, plan)
+    room = USABLE * parse_bytes(s.memory, 'memory') - nbytes
+    per_sequence = plan.nbytes(1, held, s.kv_dtype)
+    fit = max(0, int(room // per_sequence))
+    if not fit:
+        return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': 0}
+    read = plan.read_nbytes(1, held - s.new_tokens // 2, s.kv_dtype)
+    bandwidth, flops = parse_bytes(s.bandwidth, 'bandwidth'), float(s.flops)
+    batch = fit
+    if s.tpot:  # the largest batch whose step is short enough
+        batch = min(fit, int((s.tpot / 1000 * bandwidth - nbytes) // read), int(s.tpot / 1000 * flops // (2 * n)))
+        if batch < 1:
+            raise UserError(f'tpot={s.tpot:g}: a step of one sequence already takes longer')
+    step = max((nbytes + batch * read) / bandwidth, 2 * n * batch / flops)
+    computed = s.message_tokens + round((1 - s.hit_rate) * s.context)
+    prefill = (2 * n * computed + 4 * plan.n_head * plan.head_dim * keys_seen(plan, computed, held - computed)) / flops
+    seconds = (prefill + s.new_tokens * step / batch) / s.utilization
+    return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': fit, 'batch': batch,
+            'step_seconds': step, 'tokens_per_second': batch / step, 'prefill_seconds': prefill,
+            'gpu_seconds_per_request': seconds, 'requests_per_second': 1 / seconds,
+            'gpus': math.ceil(s.requests_per_second * seconds), 'kept': round(s.requests_per_second * s.away),
+            'kept_bytes': round(s.requests_per_second * s.away) * per_sequence,
+            'cost_per_million_tokens': s.price / 3600 * seconds / s.new_tokens * 1e6}
+
+
+def check(s):
+    for name in ('context', 'message_tokens', 'new_tokens'):
+        if getattr(s, name) < 1:
+            raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
+    for name, low, high in (('hit_rate', 0, 1), ('utilization', 0.01, 1)):
+        if not low <= getattr(s, name) <= high:
+            raise UserError(f'{name}={getattr(s, name):g}: must be from {low:g} to {high:g}')
+    for name in ('requests_per_second', 'away', 'price', 'tpot'):
+        if getattr(s, name) < 0:
+            raise UserError(f'{name}={getattr(s, name):g}: must not be negative')
+    try:
+        if float(s.flops) <= 0:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"flops={s.flops!r}: a number of operations a second is needed, as '400e12'") from None
+
+
+def compare(s) -> dict:
+    """Ours, vanilla GPT-2 in the same shape, and the settings that they were counted for."""
+    check(s)
+    config = GPTConfig(vocab_size=s.vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
+    plan = plan_kv(config)
+    vanilla = GPTConfig(vocab_size=s.vocab_size, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd,
+                        head_dim=plan.head_dim, pos_embedding='rope', bias=config.bias)
+    found = {'settings': {key.name: getattr(s, key.name) for key in CAPACITY if key not in MODEL and key.name != 'json'}}
+    for name, c in (('ours', config), ('vanilla', vanilla)):
+        p = plan_kv(c)
+        found[name] = serving(c, p, s, parameters(c, p) * WEIGHT_BYTES[s.weight_dtype])
+    return found
+
+
+ROWS = (('parameters', 'parameters', '{:,}'), ('weights, bytes', 'weights_bytes', '{:,}'),
+        ('K and V of a conversation, bytes', 'kv_bytes', '{:,}'), ('conversations in memory', 'sequences', '{:,}'),
+        ('sequences in a step', 'batch', '{:,}'), ('a step, ms (TPOT)', 'step_seconds', '{:,.2f}'),
+        ('tokens/s, decoding alone', 'tokens_per_second', '{:,.0f}'),
+        ('prefill of a request, ms', 'prefill_seconds', '{:,.2f}'),
+        ('requests/s', 'requests_per_second', '{:,.1f}'), ('GPUs', 'gpus', '{:,}'),
+        ('conversations kept between messages', 'kept', '{:,}'), ('their K and V, bytes', 'kept_bytes', '{:,}'),
+        ('$ a million tokens', 'cost_per_million_tokens', '{:,.3f}'))
+
+
+def show(found: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    table = Table(box=None, pad_edge=False)
+    for name in ('', 'ours', 'vanilla'):
+        table.add_column(name, justify='right' if name else 'left')
+    for label, key, form in ROWS:
+        scale = 1000 if ', ms' in label else 1
+        table.add_row(label, *(form.format(found[side][key] * scale) if key in found[side] else '-'
+                               for side in ('ours', 'vanilla')))
+    Console().print(table)
+
+
+def main(argv=None):
+    s = configurator.parse('capacity', argv, usage=__doc__, echo=False)
+    found = compare(s)
+    show(found)
+    if s.json:
+        print(json.dumps(found))
+
+
+if __name__ == '__main__':
+    configurator.run_program(main)

@@ -1,0 +1,87 @@
+"""Capacity by arithmetic: parameters and keys are those of the model, and a GPU's figures follow."""
+import json
+import math
+
+import pytest
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from kv import capacity
+from kv.plan import plan_kv
+from model import GPT
+from tests.helpers.models import FULL_STACK
+
+SHAPES = [dict(n_layer=3, n_head=4, n_embd=24, vocab_size=30, block_size=16), FULL_STACK,
+          dict(FULL_STACK, bias=False, qk_norm=False),
+          dict(FULL_STACK, n_kv_head=2, mlp_hidden=33, layer_pattern='LG', kv_share='', share_global_kv=False)]
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_parameters_are_the_models(shape):
+    config = GPTConfig(**shape)
+    assert capacity.parameters(config, plan_kv(config)) == GPT(config).get_num_params(non_embedding=False)
+
+
+@pytest.mark.parametrize('tokens, before', [(1, 0), (4, 0), (3, 50), (50, 0)])
+def test_keys(tokens, before):
+    """Exact where no query stands astride the edge of its window, else by a line between the first and the last."""
+    plan = plan_kv(GPTConfig(**FULL_STACK))
+    exact = sum(min(i, layer.window or i) for layer in plan.layers for i in range(before + 1, before + tokens + 1))
+    found = capacity.keys_seen(plan, tokens, before)
+    assert found == pytest.approx(exact, rel=0.25) and (tokens == 50 or found == exact)
+
+
+def said(capsys, *flags):
+    capsys.readouterr()
+    capacity.main([*flags, '--json=True'])
+    out = capsys.readouterr().out
+    return json.loads(out.splitlines()[-1]), out
+
+
+MINE = ['config/train_gpt2_mqa_local.py', '--context=4000', '--message_tokens=20', '--new_tokens=100', '--memory=10GB',
+        '--bandwidth=1TB', '--flops=1e14', '--price=3.6', '--utilization=0.5', '--requests_per_second=1000']
+
+
+def test_a_gpus_figures_by_hand(capsys):
+    found, out = said(capsys, *MINE, '--hit_rate=1', '--away=10')
+    ours, vanilla = found['ours'], found['vanilla']
+    n = ours['parameters']
+    assert ours['weights_bytes'] == 2 * n and ours['kv_bytes'] == 2 * 64 * 2 * (4 * 256 + 4120)
+    assert ours['batch'] == ours['sequences'] == int((9e9 - 2 * n) // ours['kv_bytes'])
+    read = 2 * 64 * 2 * (10 * 256 + 2 * 4070)
+    assert ours['step_seconds'] == pytest.approx(max((2 * n + ours['batch'] * read) / 1e12, 2 * n * ours['batch'] / 1e14))
+    prefill = (2 * n * 20 + 4 * 12 * 64 * 20 * (10 * 256 + 2 * 4110.5)) / 1e14
+    assert ours['prefill_seconds'] == pytest.approx(prefill, rel=1e-3)
+    seconds = (ours['prefill_seconds'] + 100 * ours['step_seconds'] / ours['batch']) / 0.5
+    assert ours['requests_per_second'] == pytest.approx(1 / seconds) and ours['gpus'] == math.ceil(1000 * seconds)
+    assert ours['cost_per_million_tokens'] == pytest.approx(0.001 * seconds / 100 * 1e6)
+    assert (ours['kept'], ours['kept_bytes']) == (10_000, 10_000 * ours['kv_bytes'])
+    assert vanilla['kv_bytes'] == 2 * 12 * 64 * 2 * 12 * 4120 and ours['gpus'] < vanilla['gpus']
+    assert f"{vanilla['kv_bytes']:,}" in out
+
+
+def test_a_limit_on_the_time_of_a_token(capsys):
+    free, _ = said(capsys, *MINE)
+    found, _ = said(capsys, *MINE, '--tpot=5')
+    assert found['ours']['step_seconds'] <= 0.005 < free['ours']['step_seconds']
+    assert 1 <= found['ours']['batch'] < free['ours']['batch'] and found['ours']['sequences'] == free['ours']['sequences']
+    assert found['ours']['gpus'] >= free['ours']['gpus']
+
+
+def test_what_is_not_known_is_computed(capsys):
+    known, unknown = (said(capsys, *MINE, f'--hit_rate={rate}')[0]['ours'] for rate in (1, 0))
+    assert unknown['prefill_seconds'] > 100 * known['prefill_seconds']
+
+
+def test_what_does_not_fit_is_told(capsys):
+    found, out = said(capsys, *MINE, '--memory=260MB')
+    assert found['ours']['sequences'] == found['vanilla']['sequences'] == 0 and 'gpus' not in found['ours'] and ' - ' in out
+
+
+@pytest.mark.parametrize('flag, named', [
+    ('--context=0', 'context=0'), ('--hit_rate=2', 'hit_rate=2'), ('--flops=many', "flops='many'"), ('--away=-1', 'away=-1'),
+    ('--memory=much', "memory='much'"), ('--utilization=0', 'utilization=0'), ('--tpot=0.001', 'tpot=0.001')])
+def test_wrong_settings(flag, named):
+    with pytest.raises(UserError) as caught:
+        capacity.main([*MINE, flag])
+    assert named in str(caught.value)
