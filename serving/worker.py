@@ -216,8 +216,9 @@ class Worker:
             self._n_open -= n
 
     def _end_all(self, numbers):
-        for number in [number for number in numbers if number in self._owners]:
-            self._fail(number, Fault(503, 'the server is stopping'))
+        for number in list(numbers):
+            if number in self._owners:  # a client that cannot be told takes its other choices with it
+                self._fail(number, Fault(503, 'the server is stopping'))
 
     def _fail(self, number, fault):
         ticket = self._owners[number]
