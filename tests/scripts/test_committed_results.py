@@ -159,6 +159,8 @@ def test_readme_has_the_ladder():
     assert short(ladder).markdown() in (ROOT / 'README.md').read_text()
     rows = {row['name']: row for row in ladder['rows']}
     assert all(rows[name]['seeds'] == [1, 2, 3] and rows[name]['n_layer'] == 12 for name in rows if not rows[name]['side'])
+    [low] = rows['vanilla GPT-2 at learning rate 0.0015']['val_loss']['each']
+    assert float(re.search(r'lower learning rate \(([\d.]+) at 1\.5e-3, seed 1\)', prose('README.md'))[1]) == round(low, 3)
     full, baseline, vanilla = (rows[name] for name in ('+ int8 KV', ladder['baseline'], ladder['first']))
     assert full['kv']['smaller'] >= 70 and full['val_loss']['mean'] < vanilla['val_loss']['mean']
     assert full['val_loss']['mean'] <= baseline['val_loss']['mean']
