@@ -131,6 +131,23 @@ def test_readme_quotes_the_recomputation_policies_and_the_soak():
                                for name in ('ours', 'vanilla')]
 
 
+def test_the_guide_quotes_the_optimizers_and_the_loader():
+    text, found, loader = prose('docs/training.md'), cpu('optimizers')['optimizers'], cpu('loader')
+    state = re.search(r'state (\d+), (\d+) and (\d+) MB, .* none \(([\d.]+) GB there\)', text).groups()
+    adamw, muon, eight, host = (found[name] for name in ('adamw', 'muon', 'adamw8bit', 'adamw, offload_optimizer'))
+    assert [int(x) for x in state[:3]] == [round(row['state_bytes'] / 1e6) for row in (adamw, muon, eight)]
+    assert host['state_bytes'] == 0 and float(state[3]) == round(host['host_bytes'] / 1e9, 2)
+    times = re.search(r'update takes (\d+) ms, ([\d.]+) s .* ([\d.]+) s \(8 bits, too\) and (\d+) ms', text).groups()
+    assert [float(x) for x in times] == [round(1000 * adamw['update_seconds']), round(muon['update_seconds'], 1),
+                                         round(eight['update_seconds'], 1), round(1000 * host['update_seconds'])]
+    quoted = re.search(r'T=1,024, ([\d.]+) s\) waits ([\d.]+)% .* often ([\d.]+) to ([\d.]+)%, .* adds (\d+) MB', text).groups()
+    shares = [row['share'] for row in loader['alone'].values()]
+    assert [float(x) for x in quoted] == [
+        round(loader['step']['seconds'], 1), round(100 * loader['step']['share'], 3), round(100 * min(shares), 2),
+        round(100 * max(shares), 2), round(loader['memory']['growth_bytes'] / 1e6)]
+    assert max(*shares, loader['step']['share']) < 0.01 and loader['faster'] == 20 and loader['bytes'] == 10 ** 10
+
+
 def test_the_guide_has_the_worked_example_of_capacity(capsys):
     text = (ROOT / 'docs' / 'scaling.md').read_text()
     command = re.search(r'python -m kv\.capacity (config/(?:.|\n)*?)\n```', text)[1].replace('\\\n', ' ').split()
