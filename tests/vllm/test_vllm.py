@@ -21,7 +21,7 @@ V, N_NEW, MOST = 96, 40, 512
 SHAPE = dict(n_layer=12, n_head=4, n_embd=128, head_dim=32, vocab_size=V, block_size=MOST)
 FULL = dict(SHAPE, n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, pos_embedding='rope',
             qk_norm=True, window_size=32, bias=False)
-SHAPES = {'vanilla': SHAPE, 'full': FULL,
+SHAPES = {'vanilla': SHAPE, 'full': FULL, 'heads of 24': dict(FULL, head_dim=24),  # kept in 32
           'gqa': dict(SHAPE, n_kv_head=2, layer_pattern='LG', window_size=20, pos_embedding='rope', rope_theta_global=1e5,
                       gelu='tanh', mlp_hidden=320)}
 
@@ -38,8 +38,8 @@ def prompts() -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize('name', SHAPES)
-def test_greedy_texts_are_ours(tmp_path, name):
+@pytest.mark.parametrize('name, ranks', [*((name, 1) for name in SHAPES), ('full', 2), ('gqa', 2)])
+def test_greedy_texts_are_ours(tmp_path, name, ranks):
     """Where a token is another, rounding decided between two that are as likely."""
     from vllm import LLM, SamplingParams
     model = random_model(GPTConfig(**SHAPES[name]), torch.float32)
@@ -48,8 +48,8 @@ def test_greedy_texts_are_ours(tmp_path, name):
             p.mul_(0.35 if p.dim() > 1 else 1)  # so that texts do not repeat themselves at once
     hf_model(model).save_pretrained(tmp_path)
     llm = LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype='float32', enforce_eager=True, max_model_len=MOST,
-              enable_prefix_caching=True, max_num_seqs=8, gpu_memory_utilization=0.1)
-    asked = prompts()
+              tensor_parallel_size=ranks, enable_prefix_caching=True, max_num_seqs=8, gpu_memory_utilization=0.1)
+    asked = prompts()[::4 if ranks > 1 else 1]
     params = SamplingParams(temperature=0, max_tokens=N_NEW, detokenize=False, ignore_eos=True)
     for _ in range(2):  # the second time out of the prefix cache
         answers = llm.generate([{'prompt_token_ids': ids} for ids in asked], params)
@@ -61,7 +61,7 @@ def test_greedy_texts_are_ours(tmp_path, name):
             assert len(text) == N_NEW and (best - chosen).max() < 2e-3
             same += torch.equal(logits.argmax(-1), torch.tensor(text))
             texts.add(tuple(text))
-        assert same >= 30 and len(texts) > 24
+        assert same >= 0.9 * len(asked) and len(texts) > 0.75 * len(asked)
     del llm
 
 
@@ -71,7 +71,7 @@ def test_its_memory_of_a_request_is_small_there_too(tmp_path):
     config = GPTConfig(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, pos_embedding='rope',
                        qk_norm=True, window_size=256, block_size=1024, bias=False)
     NanoKVConfig(nanokv=model_args(config), architectures=['NanoKVForCausalLM']).save_pretrained(tmp_path)
-    done = subprocess.run([sys.executable, '-m', 'nanokv_vllm.kv', str(tmp_path), '--max_model_len=8192', '--json'],
+    done = subprocess.run([sys.executable, '-m', 'interop.nanokv_vllm.kv', str(tmp_path), '--max_model_len=8192', '--json'],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -6,7 +6,7 @@ def register() -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    from nanokv_vllm.config import NanoKVConfig
+    from .config import NanoKVConfig
     AutoConfig.register('nanokv', NanoKVConfig, exist_ok=True)  # so that --trust-remote-code is not needed
     if 'NanoKVForCausalLM' not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model('NanoKVForCausalLM', 'nanokv_vllm.model:NanoKVForCausalLM')
+        ModelRegistry.register_model('NanoKVForCausalLM', f'{__name__}.model:NanoKVForCausalLM')

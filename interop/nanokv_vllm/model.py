@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn import functional
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -17,8 +18,24 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
+from vllm.platforms import current_platform
 
-from nanokv_vllm.config import NanoKVConfig
+from .config import NanoKVConfig
+
+
+def kept_size(head_dim: int) -> int:
+    """The size of a head that vLLM's attention has kernels for, and that K and V are therefore kept in: the next larger one.
+
+    Raises:
+        ValueError: heads larger than any.
+    """
+    if not current_platform.is_cpu():
+        return -(-head_dim // 8) * 8
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    sizes = [size for size in CPUAttentionBackend.get_supported_head_sizes() if size >= head_dim]
+    if not sizes:
+        raise ValueError(f'heads of {head_dim} are larger than any that vLLM has kernels for on a CPU')
+    return min(sizes)
 
 
 class NanoKVAttention(nn.Module):
@@ -31,7 +48,7 @@ class NanoKVAttention(nn.Module):
         if n_head % ranks or max(n_kv_head, ranks) % min(n_kv_head, ranks):
             raise ValueError(f'{n_head} heads with {n_kv_head} for K/V cannot be shared out over {ranks} ranks')
         owner, bias, quant = config.kv_owners[layer], config.field('bias', True), vllm_config.quant_config
-        self.owns, self.head_dim = owner == layer, D
+        self.owns, self.head_dim, self.kept = owner == layer, D, kept_size(D)
         self.n_head, self.n_kv_head = n_head // ranks, max(1, n_kv_head // ranks)
         if self.owns:
             self.c_attn = QKVParallelLinear(C, D, n_head, n_kv_head, bias=bias, quant_config=quant, prefix=f'{prefix}.c_attn')
@@ -51,7 +68,7 @@ class NanoKVAttention(nn.Module):
                                    rope_parameters={'rope_type': 'default', 'rope_theta': theta})
         # prefix is '...h.LAYER.attn'
         before = prefix.removesuffix(f'{layer}.attn')
-        self.attn = Attention(self.n_head, D, scale=D ** -0.5, num_kv_heads=self.n_kv_head,
+        self.attn = Attention(self.n_head, self.kept, scale=D ** -0.5, num_kv_heads=self.n_kv_head,
                               cache_config=vllm_config.cache_config, quant_config=quant,
                               per_layer_sliding_window=config.sliding_window if local else None,
                               kv_sharing_target_layer_name=None if self.owns else f'{before}{owner}.attn.attn',
@@ -65,8 +82,15 @@ class NanoKVAttention(nn.Module):
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotary is not None:
             q, k = self.rotary(positions, q, k)
-        y, _ = self.c_proj(self.attn(q, k, v))
+        y = self.attn(self._padded(q), self._padded(k), self._padded(v))
+        y, _ = self.c_proj(y.unflatten(-1, (-1, self.kept))[..., :self.head_dim].flatten(-2))
         return y
+
+    def _padded(self, x):
+        """With heads of the size that is kept: zeros add nothing to the products of q and k, and only zeros to those with v."""
+        if x is None or self.kept == self.head_dim:
+            return x
+        return functional.pad(x.unflatten(-1, (-1, self.head_dim)), (0, self.kept - self.head_dim)).flatten(-2)
 
     def _normed(self, x, norm):
         if x is None or norm is None:

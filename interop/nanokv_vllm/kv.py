@@ -1,7 +1,7 @@
 """What vLLM keeps of K and V for a request, of an exported model and of vanilla GPT-2 in the same shape and engine.
 
-    python -m nanokv_vllm.kv FOLDER --max_model_len=8192
-    python -m nanokv_vllm.kv FOLDER --max_model_len=8192 --max_num_batched_tokens=512 --json
+    python -m interop.nanokv_vllm.kv FOLDER --max_model_len=8192
+    python -m interop.nanokv_vllm.kv FOLDER --max_model_len=8192 --max_num_batched_tokens=512 --json
 
 Both are started in vLLM (with made-up weights), which says how many requests of max_model_len tokens its memory has room for.
 That is more for each than the plan's arithmetic, which is printed beside it: whole blocks are kept, and of local layers not
@@ -47,7 +47,8 @@ def measure(folder: str, args) -> dict:
     requests = llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency
     groups = [{'layers': len(group.layer_names), 'block_size': group.kv_cache_spec.block_size,
                'kind': type(group.kv_cache_spec).__name__} for group in held.kv_cache_groups]
-    return {'bytes': nbytes, 'requests': requests, 'bytes_per_request': nbytes / requests,
+    import vllm
+    return {'vllm': vllm.__version__, 'bytes': nbytes, 'requests': requests, 'bytes_per_request': nbytes / requests,
             'bytes_per_token': nbytes / requests / args.max_model_len, 'groups': groups}
 
 
@@ -60,11 +61,13 @@ def compare(args) -> dict:
     with tempfile.TemporaryDirectory() as other:
         (Path(other) / 'config.json').write_text(json.dumps(vanilla(config, args.max_model_len)), encoding='utf-8')
         for name, folder in (('ours', args.folder), ('vanilla', other)):
-            done = subprocess.run([sys.executable, '-m', 'nanokv_vllm.kv', folder, '--one', *sys.argv[2:]], text=True,
+            done = subprocess.run([sys.executable, __file__, folder, '--one', *sys.argv[2:]], text=True,
                                   stdout=subprocess.PIPE)
             if done.returncode:
                 sys.exit(f'error: {name}: vLLM failed; its output is above')
             found[name] = json.loads(done.stdout.splitlines()[-1])
+    found['vllm'] = found['ours'].pop('vllm')
+    found['vanilla'].pop('vllm')
     n_layer, n_head = config['num_hidden_layers'], config['num_attention_heads']
     found['ours']['planned'] = planned(config, args.max_model_len, args.dtype)
     found['vanilla']['planned'] = n_layer * args.max_model_len * 2 * n_head * config['head_dim'] * ELEMENT[args.dtype]
@@ -74,7 +77,7 @@ def compare(args) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(prog='python -m nanokv_vllm.kv', description=__doc__,
+    parser = argparse.ArgumentParser(prog='python -m interop.nanokv_vllm.kv', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', help='what interop.export wrote')
     parser.add_argument('--max_model_len', type=int, default=8192, help='tokens of a request (%(default)s)')

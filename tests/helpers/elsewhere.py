@@ -1,0 +1,29 @@
+"""README's section 'Take it elsewhere', and a model to try its commands on."""
+import re
+from pathlib import Path
+
+import numpy as np
+
+import train
+from data.making.writer import write_dataset
+from tests.programs.support import FULL_STACK, run_train
+
+ROOT = Path(train.__file__).resolve().parent
+ALPHABET = '\n' + ''.join(map(chr, range(32, 127)))
+
+
+def commands(language: str) -> list[str]:
+    """The section's blocks of `language`: each shell command, or each block of Python whole."""
+    section = re.search(r'^## Take it elsewhere\n(.*?)^## ', (ROOT / 'README.md').read_text(), re.M | re.S)[1]
+    blocks = re.findall(rf'^```{language}\n(.*?)^```', section, re.M | re.S)
+    return [line.partition('  #')[0].strip() for block in blocks for line in block.splitlines()] if language == 'sh' else blocks
+
+
+def train_in(folder: Path, monkeypatch) -> Path:
+    """Train the model that README exports, small, in folder/out-mqa-local, on printable characters. -> data sets' folder."""
+    ids = np.random.default_rng(3).integers(len(ALPHABET), size=2000)
+    meta = {'vocab_size': len(ALPHABET), 'stoi': {c: i for i, c in enumerate(ALPHABET)}, 'itos': dict(enumerate(ALPHABET))}
+    write_dataset(folder / 'data' / 'printable', {'train': ids, 'val': ids[:400]}, meta)
+    monkeypatch.setattr(train, 'DATA_ROOT', folder / 'data')
+    run_train(folder / 'out-mqa-local', FULL_STACK, dataset='printable', max_iters=3, eval_interval=3, block_size=64)
+    return folder / 'data'
