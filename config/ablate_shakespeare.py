@@ -43,7 +43,8 @@ side_rows = {
 # other ways to train the full stack (their cost: docs/training.md)
 side_rows |= {
     'Muon': (_FULL, dict(optimizer='muon', seeds='1,2,3')),
-    'Muon, 700 steps': (_FULL, dict(optimizer='muon', max_iters=700, lr_decay_iters=700, warmup_iters=70, seeds='1,2,3')),
+    'Muon, 400 steps': (_FULL, dict(optimizer='muon', max_iters=400, lr_decay_iters=400, warmup_iters=40, seeds='1,2,3')),
+    'qk_norm, Muon': ('+ qk_norm', dict(optimizer='muon')),
     'int8 products': (_FULL, dict(int8_training=True, kv_quant_train='int8', kv_dtype='int8')),
 }
 # uptraining: trained weights of the strongest baseline, converted, with a tenth of the steps (GQA, Ainslie et al. 2023)
