@@ -36,6 +36,7 @@ from inference.stopping import SampleText, parse_stops
 from inference.timings import Timings
 from inference.weights import compile_for_decode, pack_weights, quantize_weights, weights_dtype
 from interop.huggingface import noted_source
+from interop.tokenizer_files import tokenizer_in
 from kv.report import account, nice_bytes, print_report
 from model import GPT
 from training.checkpoint import config_of, load_weights, tokens_id
@@ -185,7 +186,8 @@ def load_all(s, texts):
     device = pick_device(s.device)
     texts = texts()
     model, dataset, known = load_model(s)
-    tokenizer = load_dataset_tokenizer(dataset, model.config.vocab_size, known)
+    tokenizer = None if 'dataset' in s.given else tokenizer_in(Path(s.init_from))
+    tokenizer = tokenizer or load_dataset_tokenizer(dataset, model.config.vocab_size, known)
     first = sample_generators(s.seed, 0, 1, device)
     model = quantize_weights(model.to(device, pick_dtype(s.dtype, device)), s.weight_dtype)
     model.captured = s.captured

@@ -8,6 +8,7 @@ modules fall away (all names share one file, so no two may be alike), and method
 """
 import ast
 import builtins
+import symtable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,17 +42,13 @@ class Module:
     def _take(self, node):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                package, _, last = alias.name.rpartition('.')
-                same = f'from {package} import {last}' if alias.asname else ''  # import a.b as b
-                self.others[alias.asname or alias.name.partition('.')[0]] = (
-                    same if same and alias.asname == last else f'{same} as {alias.asname}' if package and same
-                    else _import(alias))
+                self.others[alias.asname or alias.name.partition('.')[0]] = _statement(alias)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if is_ours(node.module):
                     self.ours[alias.asname or alias.name] = node.module, alias.name
                 else:
-                    self.others[alias.asname or alias.name] = f'from {node.module} {_import(alias)}'
+                    self.others[alias.asname or alias.name] = f'from {node.module} import {_with_name(alias)}'
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             self.definitions[node.name] = node
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -100,7 +97,11 @@ class _Bundle:
             self._need(module, name)
         self._arrange(module, set())
         parts = [self._text(name) for name in self.order if self.needed.get(name)]
-        return '\n'.join(_grouped(self.imports.values())) + '\n\n\n' + '\n\n\n'.join(parts) + '\n'
+        text = '\n'.join(_grouped(self.imports.values())) + '\n\n\n' + '\n\n\n'.join(parts) + '\n'
+        unknown = sorted(_unknown(symtable.symtable(text, module, 'exec')))
+        if unknown:
+            raise BundleError(f'{unknown[0]!r} is found nowhere')
+        return text
 
     def _module(self, name) -> Module:
         if name not in self.modules:
@@ -210,5 +211,21 @@ def _grouped(imports) -> list[str]:
     return plain + [f"from {package} import {', '.join(names)}" for package, names in of.items()]
 
 
-def _import(alias) -> str:
-    return f'import {alias.name}' + (f' as {alias.asname}' if alias.asname else '')
+def _statement(alias) -> str:
+    """An import; `import a.b as b` as `from a import b`, so that the two are one."""
+    package, _, last = alias.name.rpartition('.')
+    if package and alias.asname:
+        return f'from {package} import {last}' + (f' as {alias.asname}' if alias.asname != last else '')
+    return f'import {_with_name(alias)}'
+
+
+def _with_name(alias) -> str:
+    return alias.name + (f' as {alias.asname}' if alias.asname else '')
+
+
+def _unknown(table, known=None) -> set[str]:
+    """Names that a scope, or one within it, looks up in the module, which does not have them."""
+    known = known or {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+                      } | set(dir(builtins)) | {'__file__', '__name__'}
+    here = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+    return (here - known).union(*(_unknown(child, known) for child in table.get_children()))

@@ -7,7 +7,8 @@
 
 A window of `context` tokens moves over the text by `stride`; each token is predicted once, in the first window that has it, so
 that all but those of the first window see at least context - stride tokens before them. GPT-2's text begins with <|endoftext|>,
-from which the first token is predicted; a text of characters has nothing before its first one, which does not count.
+from which the first token is predicted; a text of characters has nothing before its first one, which does not count. Line
+ends count as one byte, however the file writes them.
 """
 import json
 import math
@@ -69,7 +70,7 @@ def evaluate(s) -> dict:
         raise UserError('give the text to judge: --text=FILE')
     at_least(s, context=0, stride=0, batch_size=1)
     try:
-        text = Path(s.text).read_text(encoding='utf-8')
+        text = Path(s.text).read_text(encoding='utf-8-sig')  # as data sets are read: line ends are \n
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f'text={s.text!r} cannot be read as UTF-8 text: {e}') from e
     model, tokenizer, *_ = load_all(s, lambda: None)

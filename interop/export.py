@@ -82,7 +82,7 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None, 
     is from.
 
     Raises:
-        UserError: transformers is missing.
+        UserError: transformers is missing, or windows of one token.
     """
     try:
         import transformers
@@ -91,6 +91,8 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None, 
     except ImportError as e:
         raise UserError(f"exporting needs {e.name or 'a newer transformers'}: pip install -e '.[export]'") from e
     config, weights = model.config, model.state_dict()
+    if any(layer.window == 1 for layer in model.plan.layers):
+        raise UserError('window_size=1 cannot be exported: caches of transformers do not keep such windows right')
     notes = {'nanokv_source': source or {}, 'dtype': dtype, 'bos_token_id': end, 'eos_token_id': end}
     if is_gpt2(config):
         keys, weights = as_gpt2(weights, config)

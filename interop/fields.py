@@ -32,6 +32,10 @@ def checked(nanokv: dict, others: dict) -> GPTConfig:
     for name in nanokv:
         if name not in known:
             raise ValueError(f'config.json: nanokv has {name!r}, which this version does not know')
+    for f in dataclasses.fields(GPTConfig):
+        value = nanokv.get(f.name, f.default)
+        if type(value) is not f.type and not (f.type is float and type(value) is int):
+            raise ValueError(f'config.json: nanokv has {f.name}={value!r}, which is no {f.type.__name__}')
     config = GPTConfig(**nanokv)
     for name, value in follows_from(config).items():
         if others.get(name, value) != value:

@@ -17,6 +17,7 @@ import torch
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import GPT2_FOLDER, GPT2_TYPES
+from kv.plan import plan_kv
 from model import GPT
 
 OWNER = 'openai-community'  # of the repositories on the hub: openai-community/gpt2, ...
@@ -39,7 +40,7 @@ def is_source(name: str) -> bool:
 def noted_source(source: str) -> tuple[str, str]:
     """The name of the data set and the `tokens_id` that interop.export noted in a folder; '' where it did not."""
     path = Path(source) / 'config.json'
-    noted = _read_json(path).get('nanokv_source', {}) if path.is_file() else {}
+    noted = read_json(path).get('nanokv_source') if path.is_file() else None
     return tuple(str(noted.get(name, '')) if isinstance(noted, dict) else '' for name in ('dataset', 'tokens'))
 
 
@@ -68,12 +69,15 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     print(f'loading weights from pretrained gpt: {source}')
     folder = _download(source) if source in GPT2_TYPES else Path(source)
     path = folder / 'config.json'
-    raw = _read_json(path)
+    raw = read_json(path)
     own = _own_config(raw, path) if 'nanokv' in raw else None
     ours = own is not None and raw.get('model_type') == 'nanokv'
     config = own if ours else _config(raw, path)
-    if own is not None and dataclasses.replace(own, bias=config.bias, dropout=config.dropout) != config:
-        raise UserError(f'{path}: its nanokv fields contradict the others')
+    if own is not None and not ours:  # GPT2LMHeadModel, which always has biases and may have got more tokens since
+        own = dataclasses.replace(own, vocab_size=config.vocab_size)
+        if _as_gpt2(own) != _as_gpt2(config):
+            raise UserError(f'{path}: its nanokv fields contradict the others')
+        config = dataclasses.replace(own, bias=True)
     print(f'forcing vocab_size={config.vocab_size}, block_size={config.block_size}, bias={(own or config).bias}')
     if 'dropout' in overrides:
         print(f"overriding dropout rate to {overrides['dropout']}")
@@ -83,7 +87,13 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     with contextlib.ExitStack() as files:
         tensors = _open(folder, safe_open, files)
         model = _load(config, tensors, folder, raw.get('tie_word_embeddings') is False, () if ours else TRANSPOSED)
-    return model if own is None or own.bias == config.bias else _without_biases(model, folder)
+    return model if own is None or own.bias else _without_biases(model, folder)
+
+
+def _as_gpt2(config) -> tuple:
+    """What transformers' GPT2Config says of a model, however it was said to us."""
+    return (plan_kv(config), config.resolved_mlp_hidden, config.gelu, config.pos_embedding, config.block_size, config.n_embd,
+            config.qk_norm, config.kv_quant_train)
 
 
 def _check_overrides(overrides):
@@ -129,7 +139,7 @@ def _reason(error):
     return f"{type(error).__name__}: {lines[0].split('. ')[0][:150]}"
 
 
-def _read_json(path):
+def read_json(path):
     try:
         raw = json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError as e:
@@ -166,7 +176,7 @@ def _weight_files(folder):
     if single.exists():
         return [single]
     if index.exists():
-        weight_map = _read_json(index).get('weight_map')
+        weight_map = read_json(index).get('weight_map')
         names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
         if not names or any(Path(name).name != name for name in names):
             raise UserError(f'{index} has no usable weight_map: it must map names of tensors to files beside it')
@@ -235,11 +245,12 @@ def _load(config, tensors, folder, untied, transposed):
 
 
 def _without_biases(model, folder):
-    """The same model without its biases, which are zeros (a GPT2LMHeadModel has to have them)."""
+    """The same model without its biases, which are zeros (a GPT2LMHeadModel has to have them), unless it was trained there."""
     weights = model.state_dict()
     some = [name for name, x in weights.items() if name.endswith('.bias') and x.any()]
     if some:
-        raise UserError(f'{folder}: {some[0]} is not zero, but nanokv says bias=False')
+        print(f'Note: {folder} was exported without biases, and has some by now ({some[0]}): bias=True')
+        return model
     with torch.device('meta'):
         plain = GPT(dataclasses.replace(model.config, bias=False))
     plain.load_state_dict({name: x for name, x in weights.items() if not name.endswith('.bias')}, assign=True)

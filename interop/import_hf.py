@@ -17,7 +17,7 @@ import torch
 import configurator
 from config.errors import UserError
 from config.gpt_config import model_args
-from interop.huggingface import from_pretrained
+from interop.huggingface import from_pretrained, noted_source
 from training.shelf import Shelf
 
 
@@ -29,14 +29,13 @@ def checkpoint_of(folder: Path) -> dict:
     """
     model = from_pretrained(str(folder))
     raw = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-    noted = raw.get('nanokv', {}).get('dropout', 0.0)
-    source = raw.get('nanokv_source', {})
-    config = dataclasses.replace(model.config, dropout=noted)
+    dataset, tokens = noted_source(str(folder))
+    config = dataclasses.replace(model.config, dropout=raw['nanokv'].get('dropout', 0.0) if 'nanokv' in raw else 0.0)
     settings = vars(configurator.parse('train', [], echo=False))
     return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []}, 'model_args': model_args(config),
-            'iter_num': 0, 'best_val_loss': torch.tensor(1e9), 'holds_best': False, 'tokens': str(source.get('tokens', '')),
+            'iter_num': 0, 'best_val_loss': torch.tensor(1e9), 'holds_best': False, 'tokens': tokens,
             'config': {name: value for name, value in settings.items() if name != 'given'} |
-                      {'dataset': str(source.get('dataset', '')), 'init_from': 'resume'}}
+                      {'dataset': dataset, 'init_from': 'resume'}}
 
 
 def main(argv=None):

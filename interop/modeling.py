@@ -6,21 +6,25 @@
 Layers that read another layer's K and V hold none, and local layers hold a window: the cache is transformers' own, told so by
 `layer_types` and `kv_sharing_modes` in config.json.
 """
+import math
+
 import torch
+from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.configuration_utils import PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
 
 from attention.qk import norm_and_rotate
-from config.gpt_config import GPTConfig, model_args
+from config.gpt_config import model_args
 from interop.fields import LAYER_TYPE, checked, follows_from
 from kv.plan import LOCAL
 from kv.quant import fake_quantize_int8
-from model import GPT
+from model import GPT, LayerNorm
 
 
 class NanoKVConfig(PretrainedConfig):
@@ -39,32 +43,53 @@ class NanoKVConfig(PretrainedConfig):
         follows = follows_from(config)
         for name, value in follows.items():
             setattr(self, name, value)
-        super().__init__(**{name: value for name, value in kwargs.items() if name not in follows})
+        tokens = {name: kwargs.pop(name, None) for name in ('bos_token_id', 'eos_token_id', 'pad_token_id')}
+        super().__init__(**tokens, **{name: value for name, value in kwargs.items() if name not in follows})
 
-    def gpt_config(self) -> GPTConfig:
-        """The model's own configuration."""
-        return GPTConfig(**self.nanokv)
+
+class NanoKVBlock(GradientCheckpointingLayer):
+    """`model.Block`, its parts taken over."""
+
+    def __init__(self, block, config: NanoKVConfig, layer: int):
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = block.ln_1, block.attn, block.ln_2, block.mlp
+        self.attn.c_proj.is_residual = self.mlp.c_proj.is_residual = True
+        # what attention functions ask of a module
+        self.attn.config, self.attn.layer_idx, self.attn.is_causal = config, layer, True
+        self.attn.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+
+    def forward(self, x, kv, rope=None, past_key_values=None, mask=None, **kwargs):
+        """x (B, t, C), and K, V of the layer that this one reads, if it has been -> x, K and V (B, Hkv, S, D), weights."""
+        y, kv, weights = attend(self.attn, self.ln_1(x), kv, rope, past_key_values, mask, **kwargs)
+        x = x + y
+        return x + self.mlp(self.ln_2(x)), kv, weights
 
 
 class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
     """`model.GPT`'s weights, under its names, on transformers' caches."""
     config_class = NanoKVConfig
     base_model_prefix = ''
-    _no_split_modules = ['Block']
+    _no_split_modules = ['NanoKVBlock']
     _tied_weights_keys = {'lm_head.weight': 'transformer.wte.weight'}
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: NanoKVConfig):
         super().__init__(config)
-        gpt = GPT(config.gpt_config())
+        gpt = GPT(checked(config.nanokv, {}))
         self.transformer, self.lm_head, self.plan, self.rotary = gpt.transformer, gpt.lm_head, gpt.plan, gpt.rotary
-        for block, layer in zip(self.transformer.h, self.plan.layers):  # what attention functions ask of a module
-            block.attn.config, block.attn.layer_idx, block.attn.is_causal = config, layer.index, True
-            block.attn.num_key_value_groups = self.plan.n_head // self.plan.n_kv_head
+        self.transformer.h = nn.ModuleList(NanoKVBlock(block, config, i) for i, block in enumerate(gpt.transformer.h))
         self.post_init()
 
     def _init_weights(self, module):
+        """Also of what a folder lacks."""
         GPT._init_weights(self, module)
+        if isinstance(module, (LayerNorm, nn.RMSNorm)):
+            nn.init.ones_(module.weight)
+            if getattr(module, 'bias', None) is not None:
+                nn.init.zeros_(module.bias)
+        elif getattr(module, 'is_residual', False):  # scaled down, per the GPT-2 paper
+            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.num_hidden_layers))
 
     def get_input_embeddings(self):
         return self.transformer.wte
@@ -78,8 +103,14 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value):
         self.lm_head = value
 
+    def resize_token_embeddings(self, *args, **kwargs):
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self.config.nanokv['vocab_size'] = self.config.vocab_size
+        return embeddings
+
+    @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-                labels=None, use_cache=None, logits_to_keep=0, **kwargs):
+                labels=None, use_cache=None, logits_to_keep=0, output_attentions=None, output_hidden_states=None, **kwargs):
         """As any causal language model of transformers: input_ids (B, t), attention_mask (B, past + t), labels shifted here.
 
         Raises:
@@ -90,41 +121,55 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None and not self.training:
             past_key_values = DynamicCache(config=self.config)
         past = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
-        if position_ids is None:
-            position_ids = torch.arange(past, past + x.size(1), device=x.device)[None]
-        masked = dict(config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=past_key_values,
-                      position_ids=position_ids)
-        make = {'full_attention': create_causal_mask, 'sliding_attention': create_sliding_window_causal_mask}
-        masks = {kind: make[kind](**masked) for kind in set(self.config.layer_types)}
-        x, ropes = self._with_positions(x, position_ids, past + x.size(1))
-        kvs = {}
+        told = position_ids is not None
+        if not told:
+            position_ids = torch.arange(past, past + x.size(1), device=x.device)
+        position_ids = position_ids.view(-1, x.size(1))
+        masks = self._masks(x, attention_mask, position_ids, past_key_values)
+        x, ropes = self._with_positions(x, position_ids, past + x.size(1), told)
+        kvs, states, weights = {}, [], []
+        given = dict(kwargs, past_key_values=past_key_values, position_ids=position_ids)
         for block, layer in zip(self.transformer.h, self.plan.layers):
-            mask = masks[LAYER_TYPE[layer.kind == LOCAL]]
-            y, kvs[layer.slot] = attend(block.attn, block.ln_1(x), ropes.get(layer.kind), kvs.get(layer.slot), past_key_values,
-                                        mask, **kwargs)
-            x = x + y
-            x = x + block.mlp(block.ln_2(x))
+            states.append(x)
+            x, kvs[layer.slot], seen = block(x, kvs.get(layer.slot), rope=ropes.get(layer.kind),
+                                             mask=masks[LAYER_TYPE[layer.kind == LOCAL]], **given)
+            weights.append(seen)
         x = self.transformer.ln_f(x)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
+        wanted = {name: getattr(self.config, name) if value is None else value for name, value in (
+            ('output_attentions', output_attentions), ('output_hidden_states', output_hidden_states))}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None,
+                                      hidden_states=(*states, x) if wanted['output_hidden_states'] else None,
+                                      attentions=tuple(weights) if wanted['output_attentions'] else None)
 
-    def _with_positions(self, x, position_ids, end: int):
+    def _masks(self, x, attention_mask, position_ids, past_key_values) -> dict:
+        """By type of layer; `generate` makes them itself where a cache is static."""
+        if isinstance(attention_mask, dict):
+            return attention_mask
+        masked = dict(config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=past_key_values,
+                      position_ids=position_ids)
+        make = {'full_attention': create_causal_mask, 'sliding_attention': create_sliding_window_causal_mask}
+        return {kind: make[kind](**masked) for kind in set(self.config.layer_types)}
+
+    def _with_positions(self, x, position_ids, end: int, told: bool):
         """x with its positions, where they are learned; else the rotary tables by kind of layer."""
+        longest = self.config.max_position_embeddings
         if self.rotary is not None:
             dtype = self.lm_head.weight.dtype
-            made = {table: table.at(position_ids, end, dtype) for table in self.rotary.values()}
+            made = {table: table.at(position_ids, max(end, longest), dtype) for table in self.rotary.values()}
             return self.transformer.drop(x), {kind: made[table] for kind, table in self.rotary.items()}
-        if end > self.config.max_position_embeddings:
-            raise ValueError(f'a sequence of {end} tokens is longer than the {self.config.max_position_embeddings} positions '
-                             'that the model has learned')
+        if end > longest and told:  # some may be of padding
+            end = int(position_ids.max()) + 1
+        if end > longest:
+            raise ValueError(f'a sequence of {end} tokens is longer than the {longest} positions that the model has learned')
         return self.transformer.drop(x + self.transformer.wpe(position_ids)), {}
 
 
-def attend(attn, x, rope, kv, cache, mask, **kwargs):
-    """`model.CausalSelfAttention` on a cache of transformers. x (B, t, C) -> (B, t, C), and the K, V (B, Hkv, S, D) that the
-    layers which read this one's see."""
+def attend(attn, x, kv, rope, cache, mask, **kwargs):
+    """`model.CausalSelfAttention` on a cache of transformers. x (B, t, C) -> (B, t, C), the K, V (B, Hkv, S, D) that the
+    layers which read this one's see, and the attention's weights, if its function gives them."""
     B, t, _ = x.shape
     q, *kv_rows = attn.c_attn(x).view(B, t, -1, attn.head_dim).transpose(1, 2).split(attn.rows, dim=1)
     q = norm_and_rotate(q, attn.q_norm, rope)
@@ -133,7 +178,16 @@ def attend(attn, x, rope, kv, cache, mask, **kwargs):
         if attn.kv_quant_train == 'int8':
             k, v = fake_quantize_int8(k), fake_quantize_int8(v)
         kv = (k, v) if cache is None else cache.update(k, v, attn.layer_idx)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(attn.config._attn_implementation, sdpa_attention_forward)
-    y, _ = function(attn, q, *kv, mask, dropout=attn.dropout if attn.training else 0.0, scaling=attn.head_dim ** -0.5,
-                    sliding_window=attn.layer.window or None, **kwargs)
-    return attn._projected(y.transpose(1, 2)), kv
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(attn.config._attn_implementation, eager_attention)
+    y, weights = function(attn, q, *kv, mask, dropout=attn.dropout if attn.training else 0.0, scaling=attn.head_dim ** -0.5,
+                          sliding_window=attn.layer.window or None, **kwargs)
+    return attn._projected(y.transpose(1, 2)), kv, weights
+
+
+def eager_attention(attn, q, k, v, mask, dropout=0.0, scaling=1.0, **kwargs):
+    """Attention written out. q (B, H, t, D), k, v (B, Hkv, S, D), mask (B, 1, t, S) to be added -> (B, t, H, D), weights."""
+    k, v = (x.repeat_interleave(attn.num_key_value_groups, dim=1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * scaling
+    weights = (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
+    weights = nn.functional.dropout(weights, dropout, attn.training)
+    return (weights @ v).transpose(1, 2), weights

@@ -1,9 +1,10 @@
-"""Our tokenizers as the files that Hugging Face reads: tokenizer.json and what says how to load it."""
+"""Our tokenizers as the files that Hugging Face reads: tokenizer.json and what says how to load it; and back."""
 from pathlib import Path
 
 from config.errors import UserError
 from data.gpt2_bpe import END_OF_TEXT
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
+from interop.huggingface import read_json
 
 
 def save_tokenizer(tokenizer: CharTokenizer | GPT2Tokenizer, folder: Path, longest: int) -> None:
@@ -30,6 +31,20 @@ def characters(stoi: dict[str, int]):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), behavior='isolated')
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
+
+
+def tokenizer_in(folder: Path) -> CharTokenizer | None:
+    """The characters that `save_tokenizer` wrote, if it did.
+
+    Raises:
+        UserError: tokenizer.json cannot be read.
+    """
+    path = folder / 'tokenizer.json'
+    model = read_json(path).get('model') if path.is_file() else None
+    stoi = model.get('vocab') if isinstance(model, dict) and model.get('type') == 'WordLevel' else None
+    if not isinstance(stoi, dict) or not all(len(c) == 1 and type(i) is int for c, i in stoi.items()):
+        return None
+    return CharTokenizer(stoi, {i: c for c, i in stoi.items()})
 
 
 def _absent(stoi) -> str:

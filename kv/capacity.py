@@ -2,7 +2,7 @@
 
     python -m kv.capacity config/train_gpt2_mqa_local.py --context=4096 --kv_dtype=int8
     python -m kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 --head_dim=64 \\
-        --requests_per_second=20000 --memory=80GB --bandwidth=3.35TB --flops=400e12 --price=2.5
+        --mlp_hidden=0 --requests_per_second=20000 --memory=80GB --bandwidth=3.35TB --flops=400e12 --price=2.5
     python -m kv.capacity --help
 
 A request is a message to a conversation: `message_tokens` new ones behind `context` tokens, of which a share `hit_rate` is
@@ -10,11 +10,11 @@ still known from before and need not be computed, and an answer of `new_tokens`.
 
     prefill    2 FLOPs a parameter and token, and 4 * H * D for each key that a query sees; at `flops` a second
     decode     a step reads the weights once, and K and V of each sequence in each layer (a shared cache is read by all of its
-               layers); at `bandwidth` bytes a second; or takes 2 FLOPs a parameter and sequence where that takes longer
+               layers), at `bandwidth` bytes a second; or computes, as above, where that takes longer
     batch      as many sequences as memory holds beside the weights, or as a step within `tpot` can serve
 
-It is an estimate by ceilings, of one GPU without its communication: `utilization` is the share of them that is reached. No
-torch is needed.
+It is an estimate, of one GPU without its communication: `utilization` is the share of `flops` and `bandwidth` that is reached.
+No torch is needed.
 """
 import json
 import math
@@ -43,11 +43,10 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
 
 def keys_seen(plan: KVPlan, tokens: int, before: int) -> int:
     """Keys that the queries of `tokens` tokens behind `before` others see, over all layers."""
-    total = 0
-    for layer in plan.layers:
-        for i in (before + 1, before + tokens):  # grows in a line up to the window
-            total += min(i, layer.window or i)
-    return total * tokens // 2
+    def up_to(n, window):  # of the queries 1 to n: one more for each, up to the window
+        growing = min(n, window or n)
+        return growing * (growing + 1) // 2 + (n - growing) * window
+    return sum(up_to(before + tokens, layer.window) - up_to(before, layer.window) for layer in plan.layers)
 
 
 def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
@@ -59,17 +58,21 @@ def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
     fit = max(0, int(room // per_sequence))
     if not fit:
         return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': 0}
-    read = plan.read_nbytes(1, held - s.new_tokens // 2, s.kv_dtype)
-    bandwidth, flops = parse_bytes(s.bandwidth, 'bandwidth'), float(s.flops)
+    middle = held - s.new_tokens // 2  # of the answer
+    read = plan.read_nbytes(1, middle, s.kv_dtype)
+    bandwidth, flops = s.utilization * parse_bytes(s.bandwidth, 'bandwidth'), s.utilization * float(s.flops)
+    of_a_key = 4 * plan.n_head * plan.head_dim
+    of_a_token = 2 * n + of_a_key * keys_seen(plan, 1, middle - 1)
     batch = fit
     if s.tpot:  # the largest batch whose step is short enough
-        batch = min(fit, int((s.tpot / 1000 * bandwidth - nbytes) // read), int(s.tpot / 1000 * flops // (2 * n)))
+        batch = min(fit, int((s.tpot / 1000 * bandwidth - nbytes) // read), int(s.tpot / 1000 * flops // of_a_token))
         if batch < 1:
-            raise UserError(f'tpot={s.tpot:g}: a step of one sequence already takes longer')
-    step = max((nbytes + batch * read) / bandwidth, 2 * n * batch / flops)
+            return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': fit, 'batch': 0}
+    step = max((nbytes + batch * read) / bandwidth, of_a_token * batch / flops)
+    asked = s.context + s.message_tokens
     computed = s.message_tokens + round((1 - s.hit_rate) * s.context)
-    prefill = (2 * n * computed + 4 * plan.n_head * plan.head_dim * keys_seen(plan, computed, held - computed)) / flops
-    seconds = (prefill + s.new_tokens * step / batch) / s.utilization
+    prefill = (2 * n * computed + of_a_key * keys_seen(plan, computed, asked - computed)) / flops
+    seconds = prefill + s.new_tokens * step / batch
     return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': fit, 'batch': batch,
             'step_seconds': step, 'tokens_per_second': batch / step, 'prefill_seconds': prefill,
             'gpu_seconds_per_request': seconds, 'requests_per_second': 1 / seconds,
@@ -89,7 +92,7 @@ def check(s):
         if getattr(s, name) < 0:
             raise UserError(f'{name}={getattr(s, name):g}: must not be negative')
     try:
-        if float(s.flops) <= 0:
+        if not 0 < float(s.flops) < math.inf:
             raise ValueError
     except ValueError:
         raise UserError(f"flops={s.flops!r}: a number of operations a second is needed, as '400e12'") from None
@@ -100,6 +103,9 @@ def compare(s) -> dict:
     check(s)
     config = GPTConfig(vocab_size=s.vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
     plan = plan_kv(config)
+    if config.pos_embedding == 'learned' and s.context + s.message_tokens + s.new_tokens > config.block_size:
+        raise UserError(f'a conversation of {s.context + s.message_tokens + s.new_tokens:,} tokens is longer than the '
+                        f"block_size={config.block_size} positions that the model has learned: make context smaller")
     vanilla = GPTConfig(vocab_size=s.vocab_size, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd,
                         head_dim=plan.head_dim, pos_embedding='rope', bias=config.bias)
     found = {'settings': {key.name: getattr(s, key.name) for key in CAPACITY if key not in MODEL and key.name != 'json'}}
@@ -136,6 +142,8 @@ def main(argv=None):
     s = configurator.parse('capacity', argv, usage=__doc__, echo=False)
     found = compare(s)
     show(found)
+    if not (found['ours'].get('batch') and found['vanilla'].get('batch')):
+        print('-: no conversation has room' + (f', or a step of one takes longer than tpot={s.tpot:g}' if s.tpot else ''))
     if s.json:
         print(json.dumps(found))
 

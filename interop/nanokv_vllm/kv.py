@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+PASSED = ('max_model_len', 'max_num_batched_tokens', 'dtype', 'gpu_memory_utilization')
 ELEMENT = {'float32': 4, 'bfloat16': 2, 'float16': 2}
 
 
@@ -54,15 +55,18 @@ def measure(folder: str, args) -> dict:
 
 def compare(args) -> dict:
     """Ours and vanilla, each in a process of its own."""
-    config = json.loads((Path(args.folder) / 'config.json').read_text(encoding='utf-8'))
+    try:
+        config = json.loads((Path(args.folder) / 'config.json').read_text(encoding='utf-8'))
+    except (OSError, ValueError) as e:
+        sys.exit(f'error: no config.json that can be read in {args.folder}: {e}')
     if 'kv_owners' not in config:
         sys.exit(f'error: {args.folder} is not a folder of interop.export, or it is vanilla GPT-2 itself')
     found = {name: getattr(args, name) for name in ('max_model_len', 'max_num_batched_tokens', 'dtype')}
     with tempfile.TemporaryDirectory() as other:
         (Path(other) / 'config.json').write_text(json.dumps(vanilla(config, args.max_model_len)), encoding='utf-8')
         for name, folder in (('ours', args.folder), ('vanilla', other)):
-            done = subprocess.run([sys.executable, __file__, folder, '--one', *sys.argv[2:]], text=True,
-                                  stdout=subprocess.PIPE)
+            flags = [f'--{flag}={getattr(args, flag)}' for flag in PASSED]
+            done = subprocess.run([sys.executable, __file__, folder, '--one', *flags], text=True, stdout=subprocess.PIPE)
             if done.returncode:
                 sys.exit(f'error: {name}: vLLM failed; its output is above')
             found[name] = json.loads(done.stdout.splitlines()[-1])

@@ -176,5 +176,15 @@ class NanoKVForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Raises ValueError for a tensor that the model does not have, or has in another shape."""
-        return AutoWeightsLoader(self).load_weights((name, x) for name, x in weights if not name.startswith('lm_head.'))
+        """Raises ValueError for a tensor that the model does not have, or has in another shape (of which vLLM would take as
+        much as it needs)."""
+        shapes = self.config.shapes()
+
+        def checked():
+            for name, x in weights:
+                if name.startswith('lm_head.'):  # tied
+                    continue
+                if tuple(x.shape) != shapes.get(name):
+                    raise ValueError(f'{name} is {tuple(x.shape)}, config.json says {shapes.get(name, "nothing of it")}')
+                yield name, x
+        return AutoWeightsLoader(self).load_weights(checked())

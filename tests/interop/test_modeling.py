@@ -1,9 +1,15 @@
 """The model on transformers' caches has the logits of ours: whole, in pieces, padded on the left, generated."""
+import copy
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AttentionInterface
 from transformers.cache_utils import StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from config.gpt_config import GPTConfig, model_args
+from interop.fields import checked
 from interop.modeling import NanoKVConfig, NanoKVForCausalLM
 from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model, tokens
 
@@ -91,6 +97,99 @@ def test_a_static_cache_serves_too(pair):
     torch.testing.assert_close(torch.cat([first, *rest], dim=1), full_logits(ours, idx), **NEAR)
 
 
+@torch.no_grad()
+def test_generate_by_a_static_cache(pair):
+    ours, theirs = pair
+    prompts = tokens(2, 9, seed=1)
+    found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=25, do_sample=False,
+                            pad_token_id=0, cache_implementation='static', disable_compile=True)
+    assert torch.equal(found, greedy(ours, prompts, 25))
+
+
+@torch.no_grad()
+def test_what_layers_give_can_be_had(pair):
+    _, theirs = pair
+    theirs.set_attn_implementation('eager')
+    idx = tokens(2, 20)
+    found = theirs(idx, output_hidden_states=True, output_attentions=True)
+    assert len(found.hidden_states) == 8 and torch.equal(theirs.lm_head(found.hidden_states[-1]), found.logits)
+    for layer, weights in zip(theirs.plan.layers, found.attentions):
+        seen = torch.tensor([min(i, layer.window or i) for i in range(1, 21)])
+        assert torch.equal((weights > 0).sum(-1), seen.expand(2, 4, 20))
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 20))
+    assert theirs(idx).hidden_states is None and torch.equal(theirs(idx, return_dict=False)[0], found.logits)
+
+
+@torch.no_grad()
+def test_attention_functions_are_told(pair):
+    """What kernels without masks go by: whether it is causal, the window, and positions, which tell packed texts apart."""
+    _, theirs = pair
+    told = []
+
+    def spy(module, q, k, v, mask, **settings):
+        told.append((module.is_causal, settings['sliding_window'], settings['scaling'], settings['position_ids'].tolist()))
+        return sdpa_attention_forward(module, q, k, v, mask, **settings)
+    AttentionInterface.register('sdpa_spied', spy)
+    theirs.set_attn_implementation('sdpa_spied')
+    theirs(tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
+    scale, ids = theirs.plan.head_dim ** -0.5, [[0, 1, 2, 0, 1, 2]]
+    assert told == [(True, layer.window or None, scale, ids) for layer in theirs.plan.layers]
+
+
+@torch.no_grad()
+def test_positions_that_are_given(pair):
+    """Ahead of the tokens so far; of one row for all; and behind padding, which takes no learned ones."""
+    ours, theirs = pair
+    idx = tokens(2, 40)
+    first = theirs(idx[:, :30], use_cache=True)
+    for ids in (torch.arange(30, 40), torch.arange(30, 40)[None]):
+        cache = copy.deepcopy(first.past_key_values)
+        found = theirs(idx[:, 30:], position_ids=ids, past_key_values=cache).logits
+        torch.testing.assert_close(found, full_logits(ours, idx)[:, 30:], **NEAR)
+    assert theirs(idx[:, :4], position_ids=torch.arange(60, 64)).logits.isfinite().all()
+    padded, mask = torch.cat([idx[:, :30], idx], dim=1), torch.cat([torch.zeros(2, 30), torch.ones(2, 40)], dim=1).long()
+    found = theirs(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, 30:]
+    torch.testing.assert_close(found, full_logits(ours, idx), **NEAR)
+
+
+def test_recomputation_changes_no_gradient(pair):
+    _, theirs = pair
+    idx, grads = tokens(2, 20), []
+    for recompute in (False, True):
+        if recompute:
+            theirs.gradient_checkpointing_enable()
+        theirs.zero_grad()
+        theirs.train()(idx, labels=idx).loss.backward()
+        grads.append([p.grad.clone() for p in theirs.parameters()])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+
+
+def test_more_tokens_survive_their_file(tmp_path):
+    theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=FULL_STACK)).eval()
+    theirs.resize_token_embeddings(VOCAB + 3)
+    theirs.save_pretrained(tmp_path)
+    again = NanoKVForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.transformer.wte.weight.shape[0] == VOCAB + 3 == again.config.vocab_size
+    assert torch.equal(again(tokens(1, 9)).logits, theirs(tokens(1, 9)).logits)
+
+
+@pytest.mark.parametrize('gone', ['transformer.ln_f.', 'transformer.h.2.attn.q_norm.', 'transformer.h.1.attn.c_proj.'])
+def test_what_a_folder_lacks_begins_as_in_training(tmp_path, gone):
+    theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=dict(FULL_STACK, n_embd=128)))
+    theirs.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / 'model.safetensors')
+    save_file({name: x for name, x in weights.items() if not name.startswith(gone)}, tmp_path / 'model.safetensors',
+              {'format': 'pt'})
+    found = NanoKVForCausalLM.from_pretrained(tmp_path).state_dict()
+    x = found[gone + 'weight']
+    if 'c_proj' in gone:
+        assert x.std().item() == pytest.approx(0.02 / 14 ** 0.5, rel=0.1)
+    else:
+        assert (x == 1).all()
+    assert gone + 'bias' not in found or not found[gone + 'bias'].any()
+
+
 def test_it_can_be_trained(pair):
     """Loss and gradients are those of ours: labels are shifted there."""
     ours, theirs = pair
@@ -124,6 +223,6 @@ def test_a_config_survives_its_file(tmp_path):
     config = NanoKVConfig(nanokv=FULL_STACK)
     config.save_pretrained(tmp_path)
     again = NanoKVConfig.from_pretrained(tmp_path)
-    assert again.gpt_config() == config.gpt_config() == GPTConfig(**FULL_STACK)
+    assert checked(again.nanokv, {}) == checked(config.nanokv, {}) == GPTConfig(**FULL_STACK)
     assert again.layer_types == ['sliding_attention'] * 5 + ['full_attention', 'sliding_attention']
     assert again.kv_owners == [0, 0, 2, 2, 2, 5, 6] and again.kv_sharing_modes.count('reuse') == 3
