@@ -34,6 +34,12 @@ def judged(capsys, out, **settings):
     return json.loads(lines[-1]), lines[-2]
 
 
+def test_marks_and_line_ends_of_a_file_do_not_count(out, capsys, tmp_path):
+    plain, _ = judged(capsys, out)
+    (tmp_path / 'text.txt').write_bytes(b'\xef\xbb\xbf' + TEXT.replace('\n', '\r\n').encode())
+    assert judged(capsys, out)[0] == plain
+
+
 @given(st.integers(2, 60), st.integers(1, 20), st.data())
 def test_each_token_is_predicted_once(n, context, data):
     stride = data.draw(st.integers(1, context))

@@ -1,6 +1,7 @@
 """python -m interop.export and interop.import_hf: what transformers loads has the logits of ours, and comes back as it was."""
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
+import sample
 from config.errors import UserError
+from config.gpt_config import GPTConfig, model_args
 from interop import export, import_hf
 from model import GPT
-from tests.helpers.models import full_logits
-from tests.programs.support import ALPHABET, FULL_STACK, TINY, VANILLA, load, run_train
+from tests.helpers.models import full_logits, random_model
+from tests.programs.support import ALPHABET, FULL_STACK, TINY, VANILLA, flags, load, run_train
 from training.checkpoint import config_of
 
 SHAPES = {
@@ -20,6 +23,7 @@ SHAPES = {
     'wide MLP': dict(VANILLA, mlp_hidden=24), 'gqa': dict(TINY, n_kv_head=1, pos_embedding='rope', window_size=4,
                                                           layer_pattern='LG'),
     'full': FULL_STACK, 'rounded': dict(FULL_STACK, kv_quant_train='int8', bias=True)}
+SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=12)
 GPT2 = ('vanilla', 'vanilla without biases', 'wide MLP')
 NEAR = dict(rtol=0, atol=1e-4)
 
@@ -155,9 +159,10 @@ def edit(**changes):
     (edit(nanokv={'n_embd': 24}, hidden_size=24, head_dim=12, intermediate_size=96), 'config.json says'),
     (edit(nanokv={'colour': 'red'}), "'colour', which this version does not know"),
     (edit(sliding_window=9), 'sliding_window=9, but by its nanokv fields it is 4'),
+    (edit(nanokv={'n_layer': '7'}), "n_layer='7', which is no int"), (edit(nanokv={'bias': 3}), 'bias=3, which is no bool'),
     (edit(nanokv={'n_layer': -1}), 'n_layer=-1'), (lambda d: (d / 'config.json').unlink(), 'no config.json'),
     (lambda d: (d / 'model.safetensors.index.json').write_text('{'), 'cannot be read as JSON')],
-    ids=['missing shard', 'other shape', 'unknown field', 'contradiction', 'range', 'no config', 'index'])
+    ids=['missing shard', 'other shape', 'unknown field', 'contradiction', 'text', 'number', 'range', 'no config', 'index'])
 def test_a_damaged_folder_is_told_in_a_line(made, tmp_path, change, named):
     folder = damaged(made('full')[1], tmp_path, change)
     with pytest.raises(UserError) as caught:
@@ -172,7 +177,7 @@ def test_transformers_refuses_an_unknown_field(made, tmp_path):
         AutoConfig.from_pretrained(folder, trust_remote_code=True)
 
 
-def test_biases_that_are_not_zero_are_refused(made, tmp_path):
+def test_biases_that_were_trained_there_come_back(made, tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
     def change(folder):
@@ -180,8 +185,49 @@ def test_biases_that_are_not_zero_are_refused(made, tmp_path):
         tensors['transformer.ln_f.bias'][0] = 1
         save_file(tensors, folder / 'model.safetensors')
     folder = damaged(made('vanilla without biases')[1], tmp_path, change)
-    with pytest.raises(UserError, match='transformer.ln_f.bias is not zero, but nanokv says bias=False'):
-        import_hf.main([str(folder), str(tmp_path / 'out')])
+    import_hf.main([str(folder), str(tmp_path / 'out')])
+    saved = load(tmp_path / 'out' / 'ckpt.pt')
+    assert saved['model_args']['bias'] and saved['model']['transformer.ln_f.bias'][0] == 1
+    assert 'transformer.ln_f.bias): bias=True' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('said', [
+    dict(head_dim=8), dict(n_kv_head=2), dict(mlp_hidden=64), dict(window_size=9), dict(layer_pattern='GG'), dict(kv_share='A'),
+    dict(rope_theta=100.0)], ids=lambda said: next(iter(said)))
+def test_vanilla_however_it_is_said_comes_back(tmp_path, said):
+    """Exported as GPT-2, whose config.json has no words for these."""
+    model = random_model(GPTConfig(**SMALL, **said), torch.float32)
+    export.hf_model(model).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / 'config.json').read_text())['model_type'] == 'gpt2'
+    again = import_hf.checkpoint_of(tmp_path)
+    assert again['model_args'] == model_args(model.config)
+    assert all(torch.equal(x, again['model'][name]) for name, x in model.state_dict().items())
+
+
+def test_a_vocabulary_that_grew_there_comes_back(made, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(made('vanilla')[1])
+    model.resize_token_embeddings(len(ALPHABET) + 2)
+    model.save_pretrained(tmp_path)
+    assert import_hf.checkpoint_of(tmp_path)['model']['lm_head.weight'].shape[0] == len(ALPHABET) + 2
+
+
+def test_windows_of_one_token_are_refused():
+    config = GPTConfig(**SMALL, layer_pattern='GL', window_size=1)
+    with pytest.raises(UserError, match='window_size=1 cannot be exported'):
+        export.hf_model(random_model(config, torch.float32))
+
+
+@pytest.mark.parametrize('name', ['full', 'vanilla'])
+def test_it_says_what_its_tokens_are(made, tmp_path, capsys, monkeypatch, name):
+    """sample.py on the folder alone, where data/ has nothing of its data set."""
+    settings = dict(init_from=made(name)[1], device='cpu', start='abc', max_new_tokens=8, num_samples=1, temperature=0, report=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sample, 'DATA_ROOT', tmp_path)
+        sample.main(flags(settings))
+    found = capsys.readouterr().out
+    sample.main(flags(settings | dict(init_from='resume', out_dir=made(name)[0])))
+    texts = [re.search(r'\nabc(.{8})\n-----', out, re.S)[1] for out in (found, capsys.readouterr().out)]
+    assert texts[0] == texts[1]
 
 
 def test_what_is_there_already_stays(made, tmp_path, data_root):

@@ -81,3 +81,16 @@ def test_its_memory_of_a_request_is_small_there_too(tmp_path):
     block = 128 * plan.position_nbytes('bfloat16')
     assert found['ours']['bytes_per_request'] == (64 + 4 * (-(-(255 + 512) // 128) + 1)) * block
     assert found['smaller_bytes_per_request'] > 100
+
+
+def test_weights_of_another_shape_are_refused(tmp_path):
+    """vLLM would take as much of them as it needs."""
+    from vllm import LLM
+    hf_model(random_model(GPTConfig(**FULL, mlp_hidden=320), torch.float32)).save_pretrained(tmp_path)
+    path = tmp_path / 'config.json'
+    config = json.loads(path.read_text())
+    config['nanokv']['mlp_hidden'] = config['intermediate_size'] = 256
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r'mlp.c_fc.weight is \(320, 128\), config.json says \(256, 128\)'):
+        LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype='float32', enforce_eager=True, max_model_len=MOST,
+            gpu_memory_utilization=0.1)

@@ -1,0 +1,29 @@
+"""The vLLM plugin's view of config.json, where vLLM itself is not needed."""
+import dataclasses
+
+import pytest
+
+from config.gpt_config import GPTConfig, model_args
+from interop.export import hf_model
+from interop.fields import follows_from
+from interop.nanokv_vllm.config import FIELDS, NanoKVConfig
+from model import GPT
+from tests.helpers.models import FULL_STACK
+
+SHAPES = [FULL_STACK, dict(FULL_STACK, bias=False, qk_norm=False, n_kv_head=2, mlp_hidden=30, head_dim=8),
+          dict(FULL_STACK, pos_embedding='learned', layer_pattern='G', kv_share='')]
+
+
+def test_it_knows_the_fields_that_there_are():
+    assert FIELDS == {f.name for f in dataclasses.fields(GPTConfig)}
+    with pytest.raises(ValueError, match="'colour', which this version of the plugin does not know"):
+        NanoKVConfig(nanokv={'colour': 'red'})
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_shapes_are_those_that_are_exported(shape):
+    config = GPTConfig(**shape)
+    weights = hf_model(GPT(config)).state_dict()
+    del weights['lm_head.weight']  # tied
+    found = NanoKVConfig(nanokv=model_args(config), **follows_from(config)).shapes()
+    assert found == {name: tuple(x.shape) for name, x in weights.items()}
