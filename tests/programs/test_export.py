@@ -220,7 +220,8 @@ def test_windows_of_one_token_are_refused():
 @pytest.mark.parametrize('name', ['full', 'vanilla'])
 def test_it_says_what_its_tokens_are(made, tmp_path, capsys, monkeypatch, name):
     """sample.py on the folder alone, where data/ has nothing of its data set."""
-    settings = dict(init_from=made(name)[1], device='cpu', start='abc', max_new_tokens=8, num_samples=1, temperature=0, report=False)
+    settings = dict(init_from=made(name)[1], device='cpu', start='abc', max_new_tokens=8, num_samples=1, temperature=0,
+                    report=False)
     with monkeypatch.context() as patch:
         patch.setattr(sample, 'DATA_ROOT', tmp_path)
         sample.main(flags(settings))
