@@ -36,16 +36,17 @@ OPTIMIZERS = {'adamw': {}, 'muon': dict(optimizer='muon'), 'adamw8bit': dict(opt
               'adamw, offload_optimizer': dict(offload_optimizer=True)}
 SETTINGS = dict(optimizer='adamw', offload_optimizer=False, muon_momentum=0.95, weight_decay=0.1, learning_rate=6e-4, beta1=0.9,
                 beta2=0.95)
+SHAPE = dict(vocab_size=50304, n_layer=12, n_head=12, n_embd=768)
 B, T = 1, 256
 
 
 def measure(name: str, device: torch.device) -> dict:
     """In this process: what a step with this optimizer holds, and how long its update takes."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=T, vocab_size=50304, n_layer=12, n_head=12, n_embd=768)).to(device)
+    model = GPT(GPTConfig(block_size=T, **SHAPE)).to(device)
     optimizer = make_optimizer(model, SimpleNamespace(**SETTINGS | OPTIMIZERS[name]), device.type)
     update = GuardedUpdate(optimizer, torch.amp.GradScaler(device.type, enabled=False), 1.0, device)
-    idx = torch.randint(50304, (B, T + 1), device=device)
+    idx = torch.randint(SHAPE['vocab_size'], (B, T + 1), device=device)
     for i in range(3):
         if device.type == 'cuda':
             torch.cuda.reset_peak_memory_stats()
