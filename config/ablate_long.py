@@ -1,6 +1,7 @@
 # The key rows of config/ablate_shakespeare.py, trained six times as long: does the gap between them close or open?
 #   python ablate.py config/ablate_long.py --jobs=2
 base = 'config/train_rope_mha.py'
+optimizer = 'adamw'
 
 max_iters = 6000
 lr_decay_iters = 6000

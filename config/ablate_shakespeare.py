@@ -2,6 +2,7 @@
 #   python ablate.py config/ablate_shakespeare.py --jobs=2      # about 40 runs: several hours on 2 CPU cores
 #   python ablate.py config/ablate_shakespeare.py --dry_run=True
 base = 'config/train_vanilla.py'
+optimizer = 'adamw'        # GPT-2's; Muon is a side row
 
 max_iters = 1000
 lr_decay_iters = 1000
@@ -43,6 +44,7 @@ side_rows = {
 # other ways to train the full stack (their cost: docs/training.md)
 side_rows |= {
     'Muon': (_FULL, dict(optimizer='muon', seeds='1,2,3')),
+    'Muon, 500 steps': (_FULL, dict(optimizer='muon', max_iters=500, lr_decay_iters=500, warmup_iters=50, seeds='1,2,3')),
     'Muon, 400 steps': (_FULL, dict(optimizer='muon', max_iters=400, lr_decay_iters=400, warmup_iters=40, seeds='1,2,3')),
     'qk_norm, Muon': ('+ qk_norm', dict(optimizer='muon')),
     'int8 products': (_FULL, dict(int8_training=True, kv_quant_train='int8', kv_dtype='int8')),

@@ -35,7 +35,8 @@ from training.checkpoint import config_of, load_checkpoint, load_weights
 
 RESULTS = ROOT / 'results' / 'quantization'
 CONFIG = 'config/train_mqa_local.py'
-STEPS = ['--max_iters=700', '--lr_decay_iters=700', '--warmup_iters=70', '--eval_interval=350']  # longer than the demo
+# not the demo's
+STEPS = ['--optimizer=adamw', '--max_iters=700', '--lr_decay_iters=700', '--warmup_iters=70', '--eval_interval=350']
 # run -> what it changes in the demo config
 RUNS = {
     'plain': [],
