@@ -177,11 +177,34 @@ def test_readme_has_the_ladder():
     rows = {row['name']: row for row in ladder['rows']}
     assert all(rows[name]['seeds'] == [1, 2, 3] and rows[name]['n_layer'] == 12 for name in rows if not rows[name]['side'])
     [low] = rows['vanilla GPT-2 at learning rate 0.0015']['val_loss']['each']
-    assert float(re.search(r'lower learning rate \(([\d.]+) at 1\.5e-3, seed 1\)', prose('README.md'))[1]) == round(low, 3)
+    assert float(re.search(r'lower one \(([\d.]+) at 1\.5e-3, seed 1\)', prose('README.md'))[1]) == round(low, 3)
+    wanted = r'comes to ([\d.]+) \(three seeds\), the baseline to ([\d.]+) \(seed 1\)'
+    assert re.search(wanted, prose('README.md')).groups() == (
+        f"{rows['Muon']['val_loss']['mean']:.3f}", f"{rows['qk_norm, Muon']['val_loss']['mean']:.3f}")
+    for name in ('qk_norm', 'wider heads and MLP'):  # neither rate is better by more than rounding
+        [first] = [loss for seed, loss in zip(rows['+ ' + name]['seeds'], rows['+ ' + name]['val_loss']['each']) if seed == 1]
+        assert all(rows[f'{name} at learning rate {lr}']['val_loss']['mean'] > first - 5e-4 for lr in ('0.003', '0.009'))
     full, baseline, vanilla = (rows[name] for name in ('+ int8 KV', ladder['baseline'], ladder['first']))
     assert full['kv']['smaller'] >= 70 and full['val_loss']['mean'] < vanilla['val_loss']['mean']
     assert full['val_loss']['mean'] <= baseline['val_loss']['mean']
     assert abs(full['params'] / baseline['params'] - 1) < 0.01
+
+
+def test_the_guide_quotes_muon_and_int8_products():
+    rows = json.loads((ROOT / 'results' / 'ablate_shakespeare' / 'results.json').read_text())['rows']
+    mean = {row['name']: f"{row['val_loss']['mean']:.3f}" for row in rows}
+    first = {row['name']: f"{row['val_loss']['each'][0]:.3f}" for row in rows}
+    seeds = {row['name']: row['seeds'] for row in rows}
+    text, full = prose('docs/training.md'), '+ wider heads and MLP'
+    wanted = (r'comes to a loss of ([\d.]+) in 1,000 steps, Muon in 400 steps.* to ([\d.]+), in 500 to ([\d.]+), in 1,000 to '
+              r'([\d.]+):.* comes to ([\d.]+) \(seed 1; AdamW: ([\d.]+)\)')
+    muon = ('Muon, 400 steps', 'Muon, 500 steps', 'Muon')
+    assert re.search(wanted, text).groups() == (mean[full], *(mean[name] for name in muon), first['qk_norm, Muon'],
+                                                first['+ qk_norm'])
+    assert all(seeds[name] == [1, 2, 3] for name in (full, *muon)) and float(mean['Muon, 500 steps']) < float(mean[full])
+    wanted = r'loss of ([\d.]+) with seed 1, where K and V alone are rounded in training to ([\d.]+), and where nothing is to'
+    assert re.search(wanted + r' ([\d.]+)\.', text).groups() == tuple(
+        first[name] for name in ('int8 products', 'int8 in training', full))
 
 
 def test_readme_quotes_the_conversations():
