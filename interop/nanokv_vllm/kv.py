@@ -49,8 +49,9 @@ def measure(folder: str, args) -> dict:
     groups = [{'layers': len(group.layer_names), 'block_size': group.kv_cache_spec.block_size,
                'kind': type(group.kv_cache_spec).__name__} for group in held.kv_cache_groups]
     import vllm
-    return {'vllm': vllm.__version__, 'bytes': nbytes, 'requests': requests, 'bytes_per_request': nbytes / requests,
-            'bytes_per_token': nbytes / requests / args.max_model_len, 'groups': groups}
+    of_one = round(nbytes / requests)  # whole blocks
+    return {'vllm': vllm.__version__, 'bytes': nbytes, 'requests': requests, 'bytes_per_request': of_one,
+            'bytes_per_token': of_one / args.max_model_len, 'groups': groups}
 
 
 def compare(args) -> dict:
