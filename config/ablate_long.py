@@ -1,10 +1,10 @@
-# The key rows of config/ablate_shakespeare.py, trained six times as long: does the gap between them close or open?
+# The key rows of config/ablate_shakespeare.py, trained five times as long: does the gap between them close or open?
 #   python ablate.py config/ablate_long.py --jobs=2
 base = 'config/train_rope_mha.py'
 optimizer = 'adamw'
 
-max_iters = 6000
-lr_decay_iters = 6000
+max_iters = 5000
+lr_decay_iters = 5000
 warmup_iters = 100
 eval_interval = 250
 checkpoint_interval = 250
