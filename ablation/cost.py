@@ -1,5 +1,7 @@
 """What every row costs to run, whatever it has learned: bytes of KV, speed of decoding, prefill and training."""
+import contextlib
 import dataclasses
+import io
 
 import torch
 
@@ -14,11 +16,15 @@ from kv.cache import KVCache
 from kv.plan import plan_kv
 from model import GPT
 from training.device import device_name, pick_device, pick_dtype
-from training.memory import predict
+from training.int8_training import train_in_int8
+from training.memory import Predictor
+from training.optim import make_optimizer, state_name
 
 STEPS = 16        # tokens timed in a round
 REFERENCE = 'bfloat16'  # what bytes of a row with kv_dtype='auto' are counted in, and vanilla's always
 GIGABYTE = 10 ** 9
+# keys of train.py, beside the model's, that change what a training step computes
+STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimizer', 'int8_training')
 
 
 def counted_dtype(row) -> str:
@@ -62,9 +68,9 @@ class Speed:
             key = self.decodes_as[row.name] = digest([dataclasses.asdict(config), row.kv_dtype])
             self.decoders[key] = config, row.kv_dtype
             trained, settings = ladder.trained_config(row, s.shape), ladder.settings(row, s.shape)
-            how = {name: getattr(settings, name) for name in ('batch_size', 'recompute', 'chunked_loss')}
-            key = self.trains_as[row.name] = digest([dataclasses.asdict(trained), how])
-            self.trainers[key] = trained, how
+            step = {name: getattr(settings, name) for name in STEP}
+            key = self.trains_as[row.name] = digest([dataclasses.asdict(trained), step])
+            self.trainers[key] = trained, settings
 
     def facts(self) -> dict:
         """What the figures mean nothing without."""
@@ -116,17 +122,21 @@ class Speed:
 
     def _train(self, context, batch):
         """Forward, backward and update, at the batch and length that each row trains with."""
-        sides = {}
+        sides, memory = {}, {}
         for key, (config, how) in self.trainers.items():
             model = GPT(config).to(self.device)
-            model.set_recompute(how['recompute'] if how['recompute'] != 'auto' else 'none')
-            model.chunked_loss = how['chunked_loss']
-            sides[key] = TrainingSteps(model, how['batch_size'], config.block_size, self.dtype)
-        found = clock.alternate(sides, self.s.repeats, 'training steps')
-        cell = {'tokens_per_second': {}, 'memory': {}}
-        for key, (config, how) in self.trainers.items():
-            cell['tokens_per_second'][key] = clock.summary(how['batch_size'] * config.block_size / x for x in found[key])
-            memory = predict(config, how['batch_size'], 0, sides[key].model.recompute.name, how['chunked_loss'], self.dtype,
-                             str(self.device)).as_dict()
-            cell['memory'][key] = {name: memory[name] for name in ('activations', 'peak')}
-        return cell
+            policy = 'none' if how.recompute == 'auto' else how.recompute
+            model.set_recompute(policy)
+            model.chunked_loss = how.chunked_loss
+            if how.int8_training:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    train_in_int8(model)
+            sides[key] = TrainingSteps(model, how.batch_size, config.block_size, self.dtype,
+                                       lambda model, how=how: make_optimizer(model, how, self.device.type))
+            found = Predictor(config, self.device).predict(policy, how.batch_size, 0, how.chunked_loss, self.dtype,
+                                                           optimizer=state_name(how)).as_dict()
+            memory[key] = {name: found[name] for name in ('activations', 'peak')}
+        times = clock.alternate(sides, self.s.repeats, 'training steps')
+        return {'memory': memory, 'tokens_per_second': {
+            key: clock.summary(how.batch_size * config.block_size / x for x in times[key])
+            for key, (config, how) in self.trainers.items()}}

@@ -2,7 +2,7 @@
 import io
 from pathlib import Path
 
-from ablation.tables import local_reach
+from ablation.tables import local_reach, models
 from config.errors import UserError
 
 # name -> what it shows; the order is that of the report
@@ -98,8 +98,9 @@ def legend(axis):
 
 
 def pareto(axis, summary, color):
-    """Rows are numbered, for their names would cover one another. Where some are far off, a second panel shows the others."""
-    rows = [row for row in summary['rows'] if 'val_loss' in row]
+    """Rows are numbered, for their names would cover one another. Where some are far off, a second panel shows the others. Side
+    rows that are only trained in another way tell nothing of memory."""
+    rows = [row for row in models(summary) if 'val_loss' in row]
     if not rows:
         return False
     near = without_outliers(rows)

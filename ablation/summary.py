@@ -4,6 +4,7 @@ import statistics
 import warnings
 
 from ablation.results import read_json
+from config.schema import MODEL
 
 # two-sided 95% quantiles of Student's t for 1, 2, ... 30 degrees of freedom; beyond, the normal one
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
@@ -71,7 +72,7 @@ def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
     failed = {seed: error for seed in wanted if seed not in found and (error := results.failed(row, seed))}
     config = ladder.config(row)
     out = {'name': row.name, 'slug': row.slug, 'side': row.side, 'above': row.above, 'changes': row.changes,
-           'converted_from': row.converted_from,
+           'converted_from': row.converted_from, 'same_model': same_model(row),
            'kv_dtype': row.kv_dtype, 'seeds': sorted(found), 'seeds_missing': sorted(set(wanted) - set(found)),
            'failed': failed, 'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
            'command': ladder.command(row, wanted[0])}
@@ -101,6 +102,12 @@ def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
     if recall and row.name in recall:
         out['recall'] = recall[row.name]
     return out
+
+
+def same_model(row) -> bool:
+    """Whether the row differs from the one it departs from only in how it is trained: another optimizer, learning rate, origin
+    of its weights."""
+    return bool(row.above) and not row.changes.keys() & {*(key.name for key in MODEL), 'kv_dtype', 'at_inference'}
 
 
 def recall_of_row(runs: list[dict]) -> dict:

@@ -11,11 +11,11 @@ def label(row: dict) -> str:
 
 
 def plus_minus(found: dict | None, form: str = '.4f') -> str:
-    """'+0.0123 ±0.0045': a paired difference and half of its 95% interval; of a single pair, '+0.0123 (1 seed)'."""
+    """'+0.0123 ±0.0045': a paired difference and half of its 95% interval; of a single pair, '+0.0123 (n=1)'."""
     if not found:
         return MISSING
     mean = format(found['mean'], '+' + form)
-    return f'{mean} (1 seed)' if found['half_95'] is None else f"{mean} ±{format(found['half_95'], form)}"
+    return f'{mean} (n=1)' if found['half_95'] is None else f"{mean} ±{format(found['half_95'], form)}"
 
 
 def mean_sd(found: dict | None, form: str = '.4f') -> str:
@@ -34,15 +34,16 @@ def shortcomings(summary: dict) -> list[str]:
     return lines + ([f"not trained yet: {'; '.join(named)}"] if named else [])
 
 
-def headline(summary: dict) -> Grid:
-    """Each row in a line: size, what it remembers, how well it predicts."""
-    others = {'first': summary['first'], 'baseline': summary['baseline']}
+def headline(summary: dict, side: bool = False) -> Grid:
+    """Each row of the ladder in a line: size, what it remembers, how well it predicts. side: the side rows instead."""
+    others = {'baseline': summary['baseline']} if side else {'first': summary['first'], 'baseline': summary['baseline']}
     others = dict(list(others.items())[:len(set(others.values()))])
-    grid = Grid('The ladder: validation loss in nats per token, mean over seeds (sd); differences are paired by seed, ± half '
+    name, above = ('Alternatives', 'against that') if side else ('The ladder', 'against above')
+    grid = Grid(f'{name}: validation loss in nats per token, mean over seeds (sd); differences are paired by seed, ± half '
                 f"of a 95% interval; KV bytes at T={summary['rows'][0]['kv']['T']:,}",
-                ('row', 'parameters', 'KV bytes/token', 'smaller', 'val loss', 'bits/byte', 'against above',
+                ('row', 'parameters', 'KV bytes/token', 'smaller', 'val loss', 'bits/byte', above,
                  *(f'against {name}' for name in others.values()), 'seeds'), left=('row',))
-    for row in summary['rows']:
+    for row in (row for row in summary['rows'] if row['side'] == side):
         kv = row['kv']
         grid.rows.append((label(row), f"{row['params']:,}" if 'params' in row else MISSING,
                           f"{kv['bytes_per_token']:,.0f}", f"{kv['smaller']:.1f}x", mean_sd(row.get('val_loss')),
@@ -65,12 +66,17 @@ def short(summary: dict) -> Grid:
     return grid
 
 
+def models(summary: dict) -> list[dict]:
+    """The rows without side rows that are another one's model, trained in another way."""
+    return [row for row in summary['rows'] if not (row['side'] and row['same_model'])]
+
+
 def bytes_held(summary: dict) -> Grid:
     """KV bytes of one sequence by its length, and how many fit into a gigabyte."""
     lengths = list(summary['rows'][0]['kv']['at'])
     grid = Grid('KV cache of one sequence by its length, and sequences to a GB (10^9 bytes) at the longest; allocated',
                 ('row', 'stored as', *(f'T={int(n):,}' for n in lengths), 'sequences/GB'), left=('row', 'stored as'))
-    for row in summary['rows']:
+    for row in models(summary):
         at = row['kv']['at']
         grid.rows.append((label(row), row['kv']['dtype'], *(nice_bytes(at[n]['bytes']) for n in lengths),
                           f"{at[lengths[-1]]['sequences_per_GB']:,}"))
@@ -94,7 +100,7 @@ def speeds(summary: dict) -> Grid | None:
     grid = Grid('Speed: time to first token (TTFT, by length of the prompt) and per output token (TPOT, by tokens held and '
                 f"sequences at once) in ms, median; random weights; {where(summary['speed'])}",
                 ('row', *heads), left=('row',))
-    for row in summary['rows']:
+    for row in models(summary):
         by = {(cell['kind'], cell['context'], cell['batch']): cell for cell in row.get('speed') or []}
         found = [by.get((cell['kind'], cell['context'], cell['batch'])) for cell in cells]
         times = [(c.get('tpot_ms') or c.get('ttft_ms'))['median'] if c else None for c in found]
@@ -110,7 +116,10 @@ def training(summary: dict) -> Grid | None:
     grid = Grid('Training: tokens/s, median; activations kept for the backward pass, and the most memory in a step, MB '
                 f"(predicted); {where(summary['speed'])}",
                 ('row', 'tokens/s', 'activations', 'peak'), left=('row',))
+    trains_as = summary['speed']['trains_as']
     for row in summary['rows']:
+        if row['side'] and trains_as[row['name']] == trains_as[row['above']]:
+            continue
         cell = next((c for c in row.get('speed') or [] if c['kind'] == 'train'), None)
         figures = [MISSING] * 3 if not cell else [f"{cell['tokens_per_second']['median']:,.0f}",
                                                   f"{cell['memory']['activations'] / 1e6:,.0f}",
@@ -146,8 +155,9 @@ def recalls(summary: dict) -> Grid | None:
 def grids(summary: dict) -> list[Grid]:
     """All tables that there is something for."""
     text = any('val_loss' in row for row in summary['rows']) or not any(row.get('recall') for row in summary['rows'])
-    made = [headline(summary) if text else None, recalls(summary), bytes_held(summary), speeds(summary), training(summary)]
-    return [grid for grid in made if grid]
+    made = [headline(summary), headline(summary, side=True)] if text else []
+    made += [recalls(summary), bytes_held(summary), speeds(summary), training(summary)]
+    return [grid for grid in made if grid and grid.rows]
 
 
 def changed(row: dict) -> str:

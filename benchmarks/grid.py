@@ -18,13 +18,28 @@ class Grid:
         return '\n'.join([line(self.columns), ruler, *map(line, self.rows)])
 
     def print(self, console) -> None:
-        """Title and table, on a rich Console."""
+        """Title and table, on a rich Console. What is too wide for it is broken between words."""
         from rich.table import Table
         from rich.text import Text
         console.print(Text(f'\n{self.title}', style='bold'), soft_wrap=True)
         table = Table(box=None, pad_edge=False, header_style='bold')
-        for name in self.columns:
-            table.add_column(Text(name), justify='left' if name in self.left else 'right', no_wrap=name in self.left[:1])
+        for name, width in zip(self.columns, self.widths(console.width)):
+            table.add_column(Text(name), justify='left' if name in self.left else 'right', width=width)
         for row in self.rows:
             table.add_row(*map(Text, row))
         console.print(table)
+
+    def widths(self, room: int) -> list[int]:
+        """Of the columns, in characters, with two between them: as wide as their text, or as their longest word where that is
+        too much for `room`; what room is left goes to the first ones."""
+        cells = list(zip(self.columns, *self.rows))
+        wide = [max(map(len, column)) for column in cells]
+        narrow = [max(len(word) for text in column for word in text.split() or ['']) for column in cells]
+        narrow = [max(least, min(most, 20)) if name in self.left else least
+                  for name, most, least in zip(self.columns, wide, narrow)]
+        left = room - 2 * (len(cells) - 1) - sum(narrow)
+        for k, (most, least) in enumerate(zip(wide, narrow)):
+            more = min(most - least, max(left, 0))
+            narrow[k] += more
+            left -= more
+        return narrow

@@ -47,12 +47,16 @@ def training_models(s, data_root: Path):
 
 
 class TrainingSteps:
-    """A model, its optimizer and one fixed batch; call it for the seconds of a step: forward, backward, AdamW update."""
+    """A model, its optimizer and one fixed batch; call it for the seconds of a step: forward, backward, update.
 
-    def __init__(self, model, batch: int, context: int, dtype: torch.dtype):
+    optimizer: makes one for the model, AdamW if None.
+    """
+
+    def __init__(self, model, batch: int, context: int, dtype: torch.dtype, optimizer=None):
         self.model = model.train()
         with contextlib.redirect_stdout(io.StringIO()):  # it counts its parameters aloud, as nanoGPT's does
-            self.optimizer = model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), model.device.type)
+            self.optimizer = optimizer(model) if optimizer else \
+                model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), model.device.type)
         self.batch = random_tokens(model, batch, context), random_tokens(model, batch, context)  # (B, T) each
         self.autocast, self.scaler = autocast(model.device, dtype), torch.amp.GradScaler(
             model.device.type, enabled=dtype == torch.float16)
