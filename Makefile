@@ -48,8 +48,8 @@ kv: $(VENV)/.installed  ## the KV figures of GPT-2's shape in README
 	for T in 1024 8192; do $(BIN)/python -m kv config/train_gpt2_mqa_local.py --max_seq_len=$$T --budget=1GB --json=True \
 	  | tail -n 1 | $(BIN)/python -m json.tool > results/kv/gpt2_mqa_local-T$$T.json; done
 
-recall: $(VENV)/.installed  ## the recall probe behind the default layer order (under an hour on 2 cores; finished runs are kept)
-	$(BIN)/python scripts/recall_probe.py
+recall: $(VENV)/.installed-test  ## the ladder's rows on a task that needs memory (an hour on 2 cores; finished runs are kept)
+	$(BIN)/python ablate.py config/ablate_recall.py --jobs=2
 
 quantization: $(VENV)/.installed  ## what int8 and int4 caches cost in loss (over half an hour on 2 cores; finished runs are kept)
 	$(BIN)/python scripts/quantization.py
@@ -62,9 +62,9 @@ bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU
 ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with its report (a minute or two on 2 cores)
 	$(BIN)/python ablate.py config/ablate_smoke.py
 
-ablate: $(VENV)/.installed-test data  ## from vanilla GPT-2 to the full stack, and recall (many hours on 2 cores; finished runs are kept)
-	$(BIN)/python ablate.py config/ablate_recall.py --jobs=2
+ablate: $(VENV)/.installed-test data recall  ## from vanilla GPT-2 to the full stack, and recall (many hours on 2 cores; finished runs are kept)
 	$(BIN)/python ablate.py config/ablate_shakespeare.py --jobs=2
+	$(BIN)/python ablate.py config/ablate_long.py --jobs=2
 
 soak: $(VENV)/.installed  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
 	$(BIN)/python scripts/soak.py

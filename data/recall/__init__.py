@@ -1,1 +1,1 @@
-"""Synthetic associative recall with controlled distances: see task.py (the task) and README.md (why and how)."""
+"""Synthetic recall at marked distances: see lags.py (the task) and README.md (why and how)."""

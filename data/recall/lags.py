@@ -4,8 +4,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from config.errors import UserError
-from data.recall.task import IGNORE
 
+IGNORE = -1  # nanoGPT's ignore_index
 QUERIES = 1 / 3  # share of the positions that ask; the others are what is asked for
 
 
@@ -19,8 +19,8 @@ class LagTask:
 
     What is asked is whether the model can see that far, not whether it can search: a query knows where its answer stands from
     itself alone, so that one attention head for each distance is enough, and nothing but the token there tells the answer.
-    (Harder tasks, as copying strings from marked distances or searching for a key, stay out of the reach even of plain
-    attention for a thousand steps and more at the size of these models.)
+    (Harder tasks, as searching for a key, stayed out of the reach even of plain attention for a thousand steps and more at the
+    size of these models.)
     Ids: n_tokens tokens, then a marker for each of `distances`. Raises UserError for settings that leave no room.
     """
 
