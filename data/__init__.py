@@ -12,7 +12,7 @@ Making:
     <dataset>/prepare.py makes one dataset; run it by hand, or let ensure_dataset() run it
     making/              what they share: command lines, the writer, texts and streams
 And:
-    recall/              a synthetic associative recall task with controlled distances (made in memory, no files)
+    recall/              a synthetic task: name the token at a marked distance (made in memory, no files)
 
 Nothing here imports torch.
 """

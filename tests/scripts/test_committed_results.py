@@ -222,3 +222,24 @@ def test_readme_quotes_the_conversations():
                       pytest.approx(bytes_['held_nbytes'] / 1e6, abs=0.05), round(bytes_['smaller']), chat['dialogues'],
                       chat['requests'], *(round(100 * found[share]) for share in (100, 50, 25))]
     assert chat['kv_dtype'] == 'int8' and chat['message'] == 20
+
+
+def test_readme_has_the_bytes_of_gpt2s_shape():
+    found = {T: json.loads((ROOT / 'results' / 'kv' / f'gpt2_mqa_local-T{T}.json').read_text()) for T in (1024, 8192)}
+    vanilla, ours, int8 = ([cell.strip().replace('*', '').removesuffix(' bytes') for cell in line.split('|')[2:5]] for line in
+                           re.search(r'\| vanilla GPT-2, bfloat16 .*\n.*\n.*\n', (ROOT / 'README.md').read_text())[0].splitlines())
+    assert vanilla == [*(f"{found[T]['bfloat16']['kv_bytes_vanilla']:,}" for T in found), str(found[8192]['bfloat16']['fit_vanilla'])]
+    for quoted, dtype in ((ours, 'bfloat16'), (int8, 'int8')):
+        for cell, by_dtype in zip(quoted, found.values()):
+            nbytes, ratio = re.match(r'([\d,]+)(?: bytes)?, ([\d.]+)x', cell).groups()
+            assert int(nbytes.replace(',', '')) == by_dtype[dtype]['kv_bytes']
+            assert float(ratio) == round(by_dtype[dtype]['kv_ratio_bf16'], 1 if '.' in ratio else 0)
+        assert int(quoted[2]) == found[8192][dtype]['fit']
+
+
+def test_readme_has_what_the_demo_printed():
+    printed, readme = ((ROOT / name).read_text() for name in ('results/demo/sample.txt', 'README.md'))
+    text, report = re.findall(r'```\n(.*?)```', readme.partition('## The demo')[2].partition('### ')[0], re.DOTALL)
+    assert text in printed and report in printed and 'KV cache, as allocated' in report
+    minutes = re.search(r'(\d+ min \d+ s) in all', printed)[1]
+    assert f'took {minutes} there' in prose('README.md')
