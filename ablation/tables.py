@@ -3,6 +3,7 @@ from benchmarks.grid import Grid
 from kv.report import nice_bytes
 
 MISSING = '-'
+LEARNED = 0.95  # a task at which the baseline does worse says nothing of the other rows
 
 
 def label(row: dict) -> str:
@@ -134,21 +135,26 @@ def local_reach(rows: list[dict]) -> int:
 
 
 def recalls(summary: dict) -> Grid | None:
-    """Accuracy by distance."""
+    """Accuracy by distance; where the baseline learns the task and local layers alone cannot, also beside the baseline's."""
     found = [row for row in summary['rows'] if row.get('recall')]
     if not found:
         return None
-    distances = list(found[0]['recall']['accuracy'])
+    distances, reach = list(found[0]['recall']['accuracy']), local_reach(found)
     of = f" (ladder {summary['recall_ladder']!r})" * bool(summary['recall_ladder'])
-    reach = local_reach(found)
+    baseline = next((row['recall']['accuracy'] for row in found if row['name'] == summary['baseline']), None)
+    counts = [d for d in distances if baseline and baseline[d]['mean'] >= LEARNED]
+    beyond = [d for d in counts if int(d) > reach > 0]
+    far = (f'beyond {reach:,}, points above {summary["baseline"]}',) * bool(beyond)
     grid = Grid(f'Recall{of}: tokens named right from so many positions back, %, mean over seeds (sd); local layers alone '
-                f'reach {reach}',
-                ('row', *(f'{int(d):,} back' for d in distances), 'seeds'), left=('row',))
+                f'reach {reach:,}; distances at which {summary["baseline"]} names less than {LEARNED:.0%} right tell nothing (*)',
+                ('row', *(f"{int(d):,} back{'' if d in counts else '*'}" for d in distances), *far, 'seeds'), left=('row',))
     for row in found:
         accuracy = row['recall']['accuracy']
         percent = [{name: None if accuracy[d][name] is None else 100 * accuracy[d][name] for name in ('mean', 'sd')}
                    for d in distances]
-        grid.rows.append((label(row), *(mean_sd(p, '.1f') for p in percent), str(row['recall']['seeds'])))
+        above = [100 * sum(accuracy[d]['mean'] - baseline[d]['mean'] for d in beyond) / len(beyond)] if beyond else []
+        grid.rows.append((label(row), *(mean_sd(p, '.1f') for p in percent), *(f'{x:+.1f}' for x in above),
+                          str(row['recall']['seeds'])))
     return grid
 
 

@@ -5,6 +5,7 @@ import config.ablate_shakespeare as _text
 
 base = 'config/train_recall.py'
 rows = {**_text.rows, '+ window': dict(layer_pattern='LLLLLG', window_size=4)}
+baseline = '+ qk_norm'
 seeds = '1,2,3'
 side_seeds = '1'
 side_rows = {name: _text.side_rows[name] for name in (

@@ -52,3 +52,20 @@ def test_a_model_trained_in_another_way_is_not_shown_twice(summary):
 def test_a_ladder_without_side_rows_has_no_table_for_them(summary):
     summary['rows'] = [row for row in summary['rows'] if not row['side']]
     assert not any(grid.title.startswith('Alternatives') for grid in tables.grids(summary))
+
+
+def test_recall_counts_where_the_baseline_learned_it(summary):
+    """Of the distances 7 and 20 local layers reach 14; the baseline names 96% and 90%, then 96% and 98% right."""
+    def recall(near, far):
+        return {'accuracy': {'7': {'mean': near, 'sd': None}, '20': {'mean': far, 'sd': 0.01}}, 'local_reach': 14, 'seeds': 2}
+    rows = {row['name']: row for row in summary['rows']}
+    rows['+ windows']['recall'], rows['vanilla GPT-2']['recall'] = recall(0.5, 0.95), recall(0.96, 0.9)
+    grid = tables.recalls(summary)
+    assert grid.columns == ('row', '7 back', '20 back*', 'seeds')
+    assert grid.rows == [('vanilla GPT-2', '96.0', '90.0 (1.0)', '2'), ('+ windows', '50.0', '95.0 (1.0)', '2')]
+    rows['vanilla GPT-2']['recall'] = recall(0.96, 0.98)
+    grid = tables.recalls(summary)
+    assert grid.columns == ('row', '7 back', '20 back', 'beyond 14, points above vanilla GPT-2', 'seeds')
+    assert [row[3] for row in grid.rows] == ['+0.0', '-3.0']
+    del rows['vanilla GPT-2']['recall']
+    assert tables.recalls(summary).columns == ('row', '7 back*', '20 back*', 'seeds')
