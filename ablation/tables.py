@@ -146,7 +146,7 @@ def recalls(summary: dict) -> Grid | None:
     beyond = [d for d in counts if int(d) > reach > 0]
     far = (f'beyond {reach:,}, points above {summary["baseline"]}',) * bool(beyond)
     grid = Grid(f'Recall{of}: tokens named right from so many positions back, %, mean over seeds (sd); local layers alone '
-                f'reach {reach:,}; distances at which {summary["baseline"]} names less than {LEARNED:.0%} right tell nothing (*)',
+                f'reach {reach:,}; where {summary["baseline"]} names less than {LEARNED:.0%} right, others tell nothing (*)',
                 ('row', *(f"{int(d):,} back{'' if d in counts else '*'}" for d in distances), *far, 'seeds'), left=('row',))
     for row in found:
         accuracy = row['recall']['accuracy']
