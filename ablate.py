@@ -91,18 +91,15 @@ def chosen(ladder) -> set:
 
 
 def measured_speed(ladder, results, measure: bool) -> dict | None:
-    """The speed of all rows, measured now unless that was done; None if it was not and is not wanted."""
+    """The speed of all rows: what was measured before, on whatever machine; what of it is missing is measured now if wanted."""
     path = results.folder / 'speed.json'
     found = read_json(path)
     if not ladder.s.speed:
         return None
     speed = cost.Speed(ladder)
-    if found and found['fingerprint'] == speed.fingerprint:
-        return found | {'decodes_as': speed.decodes_as, 'trains_as': speed.trains_as}
-    if not measure:
-        return None
-    found = speed.measure()
-    write_whole(path, json.dumps(found, indent=1) + '\n')
+    found = speed.of(found)
+    if measure and not (found and speed.is_whole(found)):
+        return speed.measure(found, lambda document: write_whole(path, json.dumps(document, indent=1) + '\n'))
     return found
 
 
@@ -112,11 +109,12 @@ def summary_of(ladder, results, measure: bool) -> dict:
                      lambda row: cost.kv_bytes(ladder, row, contexts))
 
 
-def list_runs(ladder, results, only) -> None:
+def list_runs(ladder, results, argv, only) -> None:
     """What there is and what is to be done."""
+    runs = jobs_of(ladder, results, argv, only)
     for row in ladder.rows.values():
-        done = [seed for seed in ladder.seeds(row) if results.read(row, seed)]
-        todo = [seed for seed in ladder.seeds(row) if seed not in done] if not only or row.name in only else []
+        done = [seed for seed in results.seeds(row) if results.read(row, seed)]
+        todo = sorted(seed for trained, seed in runs if trained is ladder.trainer(row) and seed not in done)
         trainer = ladder.trainer(row)
         how = f'weights of {trainer.name!r}' if trainer is not row else f'{ladder.settings(row).max_iters:,} iterations'
         print(f"{row.name}: seeds done {done or '-'}, to do {todo or '-'} ({how})")
@@ -130,7 +128,7 @@ def main(argv=None):
     if s.pictures:
         pyplot()  # missing, it is to be known now, not when all is trained
     if s.dry_run:
-        list_runs(ladder, results, only)
+        list_runs(ladder, results, argv, only)
         return
     failed = 0
     if not s.report_only:

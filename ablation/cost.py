@@ -23,6 +23,7 @@ from training.optim import make_optimizer, state_name
 STEPS = 16        # tokens timed in a round
 REFERENCE = 'bfloat16'  # what bytes of a row with kv_dtype='auto' are counted in, and vanilla's always
 GIGABYTE = 10 ** 9
+FAILURES = UserError, MemoryError, RuntimeError  # RuntimeError: no memory on a CPU, and torch.OutOfMemoryError
 # keys of train.py, beside the model's, that change what a training step computes
 STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimizer', 'int8_training')
 
@@ -33,13 +34,13 @@ def counted_dtype(row) -> str:
 
 
 def kv_bytes(ladder, row, lengths: list[int]) -> dict:
-    """Allocated by the cache for one sequence, at the lengths given and at every row's block_size; beside vanilla GPT-2's in
-    the first row's shape. A cache is made to count them, the plan's arithmetic must agree."""
+    """Allocated by the cache for one sequence, at the lengths given and at block_size; beside vanilla GPT-2's in the first
+    row's shape. A cache is made to count them, the plan's arithmetic must agree."""
     config = ladder.config(row)
     plan, dtype, T = plan_kv(config), counted_dtype(row), config.block_size
     vanilla = plan_kv(ladder.config(ladder.rows[ladder.first])).vanilla()
     at = {}
-    for n in sorted({*lengths, *(ladder.config(other).block_size for other in ladder.rows.values())}):
+    for n in sorted({*lengths, T}):
         held = KVCache(plan, 1, n, dtype).nbytes
         if held != plan.nbytes(1, n, dtype):
             raise RuntimeError(f'row {row.name!r}: a cache of {n} tokens takes {held} bytes, the plan says '
@@ -60,8 +61,7 @@ class Speed:
         s = self.s = ladder.s
         at_least(s, repeats=MIN_REPEATS)
         self.contexts, self.batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
-        self.device = pick_device((s.devices or s.device).split(',')[0].strip())
-        self.dtype = pick_dtype(ladder.settings(ladder.rows[ladder.first]).dtype, self.device)
+        self.dtype_name = ladder.settings(ladder.rows[ladder.first]).dtype
         self.decoders, self.trainers, self.decodes_as, self.trains_as = {}, {}, {}, {}
         for row in ladder.rows.values():
             config = dataclasses.replace(ladder.config(row, s.shape), kv_quant_train='')
@@ -72,71 +72,123 @@ class Speed:
             key = self.trains_as[row.name] = digest([dataclasses.asdict(trained), step])
             self.trainers[key] = trained, settings
 
-    def facts(self) -> dict:
-        """What the figures mean nothing without."""
-        return {'device': device_name(self.device), 'processor': processor(), 'threads': torch.get_num_threads(),
-                'torch': torch.__version__, 'dtype': str(self.dtype).removeprefix('torch.'), 'steps': STEPS,
-                'repeats': self.s.repeats, 'shape': self.s.shape}
-
     @property
     def fingerprint(self) -> str:
-        return digest([sorted(self.decoders), sorted(self.trainers), self.contexts, self.batches, self.facts()])
+        """Of what is measured; on which machine it was, the figures say."""
+        return digest([sorted(self.decoders), sorted(self.trainers), self.contexts, self.batches, self.dtype_name, STEPS,
+                       self.s.repeats, self.s.shape])
 
-    def measure(self) -> dict:
-        """Every figure. A measurement that fails (a cache larger than the memory) is told in its place."""
+    def of(self, found: dict | None) -> dict | None:
+        """Figures measured before, if they are of these models; None if they are not."""
+        if not found or found.get('fingerprint') != self.fingerprint:
+            return None
+        return found | {'decodes_as': self.decodes_as, 'trains_as': self.trains_as}
+
+    def is_whole(self, found: dict) -> bool:
+        """Whether there is nothing left to measure."""
+        return len(found['cells']) == len(self._todo()) and not any(cell['errors'] for cell in found['cells'])
+
+    def _todo(self) -> list[tuple]:
+        """(kind, context, batch) of each cell."""
+        by_context = [[*(('decode', context, batch) for batch in self.batches), ('prefill', context, 1)]
+                      for context in self.contexts]
+        return [*sum(by_context, []), ('train', 0, 0)]
+
+    def measure(self, before: dict | None = None, save=lambda document: None) -> dict:
+        """Every figure. What fails (a cache larger than the memory) is told in its place, under `errors`.
+
+        before: what was measured already, on this machine, counts. save: is given the document after each measurement.
+        """
+        self.device = pick_device((self.s.devices or self.s.device).split(',')[0].strip())
+        self.dtype = pick_dtype(self.dtype_name, self.device)
+        facts = {'device': device_name(self.device), 'processor': processor(), 'threads': torch.get_num_threads(),
+                 'torch': torch.__version__, 'dtype': str(self.dtype).removeprefix('torch.'), 'steps': STEPS,
+                 'repeats': self.s.repeats, 'shape': self.s.shape}
+        known = {}
+        if before and all(before.get(name) == value for name, value in facts.items()):
+            known = {(cell['kind'], cell['context'], cell['batch']): cell for cell in before['cells'] if not cell['errors']}
+        document = facts | {'fingerprint': self.fingerprint, 'decodes_as': self.decodes_as, 'trains_as': self.trains_as,
+                            'cells': []}
         torch.manual_seed(0)
-        document = self.facts() | {'fingerprint': self.fingerprint, 'decodes_as': self.decodes_as, 'trains_as': self.trains_as,
-                                   'cells': []}
-        longest = max(self.contexts) + STEPS
-        models = {}
-        for key, (config, _) in self.decoders.items():
-            longer = dataclasses.replace(config, block_size=max(config.block_size, longest))
-            models[key] = GPT(longer).to(self.device, self.dtype).eval()
-        for context in self.contexts:
-            for batch in self.batches:
-                document['cells'].append(self._cell('decode', context, batch, self._decode, models))
-            document['cells'].append(self._cell('prefill', context, 1, self._prefill, models))
-        del models
-        document['cells'].append(self._cell('train', 0, 0, self._train))
+        self.models = {}
+        for kind, context, batch in self._todo():
+            cell = known.get((kind, context, batch))
+            if cell is None:
+                cell = {'kind': kind, 'context': context, 'batch': batch} | getattr(self, f'_{kind}')(context, batch)
+            document['cells'].append(cell)
+            save(document)
         return document
 
-    def _cell(self, kind, context, batch, measure, *args):
-        cell = {'kind': kind, 'context': context, 'batch': batch}
-        try:
-            return cell | measure(*args, context, batch)
-        except (UserError, MemoryError, torch.OutOfMemoryError) as e:
-            return cell | {'error': ' '.join(str(e).split()) or type(e).__name__}
+    def _turns(self, makers: dict, title: str) -> tuple[dict, dict]:
+        """key -> what each round gave, and key -> what went wrong. makers: key -> function that makes the side."""
+        sides, errors = {}, {}
 
-    def _decode(self, models, context, batch):
+        def guarded(key, run):
+            """One side's failure leaves the others alone."""
+            if key in errors:
+                return None
+            try:
+                return run()
+            except FAILURES as e:
+                errors[key] = ' '.join(str(e).split()) or type(e).__name__
+                sides[key] = None  # and its memory
+                if self.device.type == 'cuda':
+                    torch.cuda.empty_cache()
+                return None
+        for key, make in makers.items():
+            sides[key] = guarded(key, make)
+        found = clock.alternate({key: lambda key=key: guarded(key, sides[key]) for key in makers}, self.s.repeats, title)
+        return {key: each for key, each in found.items() if key not in errors}, errors
+
+    def _model(self, key) -> GPT:
+        """The one to decode with, long enough for every context."""
+        if key not in self.models:
+            config, _ = self.decoders[key]
+            longer = dataclasses.replace(config, block_size=max(config.block_size, max(self.contexts) + STEPS))
+            self.models[key] = GPT(longer).to(self.device, self.dtype).eval()
+        return self.models[key]
+
+    def _decode(self, context, batch):
         """Caches are made and freed in every round, so that there is one at a time."""
-        def side(key):
-            return lambda: DecodeRound(models[key], batch, context, context + STEPS, STEPS, self.decoders[key][1], True)()
-        found = clock.alternate({key: side(key) for key in models}, self.s.repeats, f'decoding at {context}, batch {batch}')
-        return {'tpot_ms': {key: clock.summary(1000 * x for x in each) for key, each in found.items()}}
+        def make(key):
+            model = self._model(key)
+            return lambda: DecodeRound(model, batch, context, context + STEPS, STEPS, self.decoders[key][1], True)()
+        found, errors = self._turns({key: lambda key=key: make(key) for key in self.decoders},
+                                    f'decoding at {context}, batch {batch}')
+        return {'tpot_ms': {key: clock.summary(1000 * x for x in each) for key, each in found.items()}, 'errors': errors}
 
-    def _prefill(self, models, context, batch):
-        def side(key):
-            return lambda: PrefillRound(models[key], batch, context, 0, self.decoders[key][1])()
-        found = clock.alternate({key: side(key) for key in models}, self.s.repeats, f'prompts of {context}')
-        return {'ttft_ms': {key: clock.summary(1000 * x for x in each) for key, each in found.items()}}
+    def _prefill(self, context, batch):
+        def make(key):
+            model = self._model(key)
+            return lambda: PrefillRound(model, batch, context, 0, self.decoders[key][1])()
+        found, errors = self._turns({key: lambda key=key: make(key) for key in self.decoders}, f'prompts of {context}')
+        return {'ttft_ms': {key: clock.summary(1000 * x for x in each) for key, each in found.items()}, 'errors': errors}
 
-    def _train(self, context, batch):
+    def _train(self, *_):
         """Forward, backward and update, at the batch and length that each row trains with."""
-        sides, memory = {}, {}
-        for key, (config, how) in self.trainers.items():
-            model = GPT(config).to(self.device)
-            policy = 'none' if how.recompute == 'auto' else how.recompute
-            model.set_recompute(policy)
-            model.chunked_loss = how.chunked_loss
-            if how.int8_training:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    train_in_int8(model)
-            sides[key] = TrainingSteps(model, how.batch_size, config.block_size, self.dtype,
-                                       lambda model, how=how: make_optimizer(model, how, self.device.type))
-            found = Predictor(config, self.device).predict(policy, how.batch_size, 0, how.chunked_loss, self.dtype,
-                                                           optimizer=state_name(how)).as_dict()
-            memory[key] = {name: found[name] for name in ('activations', 'peak')}
-        times = clock.alternate(sides, self.s.repeats, 'training steps')
-        return {'memory': memory, 'tokens_per_second': {
-            key: clock.summary(how.batch_size * config.block_size / x for x in times[key])
-            for key, (config, how) in self.trainers.items()}}
+        self.models = {}  # they have done their part
+        found, errors = self._turns({key: lambda key=key: self._steps(key) for key in self.trainers}, 'training steps')
+        cell = {'tokens_per_second': {}, 'memory': {}, 'errors': errors}
+        for key, each in found.items():
+            config, how = self.trainers[key]
+            cell['tokens_per_second'][key] = clock.summary(how.batch_size * config.block_size / x for x in each)
+            memory = Predictor(config, self.device).predict(recompute_of(how), how.batch_size, 0, how.chunked_loss, self.dtype,
+                                                            optimizer=state_name(how)).as_dict()
+            cell['memory'][key] = {name: memory[name] for name in ('activations', 'peak')}
+        return cell
+
+    def _steps(self, key) -> TrainingSteps:
+        config, how = self.trainers[key]
+        model = GPT(config).to(self.device)
+        model.set_recompute(recompute_of(how))
+        model.chunked_loss = how.chunked_loss
+        if how.int8_training:
+            with contextlib.redirect_stdout(io.StringIO()):
+                train_in_int8(model)
+        return TrainingSteps(model, how.batch_size, config.block_size, self.dtype,
+                             lambda model: make_optimizer(model, how, self.device.type))
+
+
+def recompute_of(settings) -> str:
+    """The policy that is timed: 'auto' would depend on the memory of the machine."""
+    return 'none' if settings.recompute == 'auto' else settings.recompute

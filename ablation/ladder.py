@@ -48,6 +48,7 @@ PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_
          'device', 'attention_backend', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard_log',
          'keep_checkpoints', 'checkpoint_interval', 'log_interval', 'memory_report', 'memory_budget', 'eval_only', 'backend',
          'always_save_checkpoint', 'eval_interval', 'eval_iters')
+DATA = ('dataset', 'block_size', 'recall_task')  # what losses are taken over
 MATCH = 'match'
 
 
@@ -130,16 +131,18 @@ class Ladder:
         self.rows[name] = Row(name, above, side, changes, train, kv_dtype, at_inference, origin, seeds)
 
     def _check_changes(self, name, above, changes):
-        if not isinstance(name, str) or name in self.rows:
-            raise UserError(f'row {name!r}: ' + ('is there twice' if name in self.rows else 'a name must be text'))
+        if not isinstance(name, str) or not name.isprintable() or name in self.rows:
+            raise UserError(f'row {name!r}: ' + ('is there twice' if name in self.rows else 'a name must be text, in one line'))
         if not isinstance(changes, dict) or not isinstance(changes.get('at_inference', {}), dict):
             raise UserError(f"row {name!r}: {'at_inference' if isinstance(changes, dict) else 'changes'} must be a dict, "
                             f"not {changes.get('at_inference') if isinstance(changes, dict) else changes!r}")
         if not changes and above:
             raise UserError(f'row {name!r} changes nothing against {above!r}')
         for key in changes:
-            if key in (*PLACE, 'dataset', 'init_from') and key not in ('eval_interval', 'eval_iters', 'recompute'):
+            if key in (*PLACE, *DATA, 'init_from') and key not in ('eval_interval', 'eval_iters', 'recompute'):
                 raise UserError(f'row {name!r}: {key} is the same for all rows: set it in the ladder or its base config')
+        if not isinstance(changes.get('seeds', ''), str):
+            raise UserError(f"row {name!r}: seeds={changes['seeds']!r}: must be text, as '1,2,3'")
         if changes.get('mlp_hidden') == MATCH and not above:
             raise UserError(f"row {name!r}: mlp_hidden='match' matches the first row, which this is")
 
@@ -157,6 +160,7 @@ class Ladder:
         at_least(s, jobs=1, eval_windows=0, **({'repeats': MIN_REPEATS} if s.speed else {}))
         numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
         for row in self.rows.values():
+            self.seeds(row)
             try:
                 with warnings.catch_warnings():  # a row may well be there to show what is warned of
                     warnings.simplefilter('ignore')

@@ -52,6 +52,7 @@ def page(summary: dict) -> str:
     """The whole document."""
     light, dark = draw_all(summary), draw_all(summary, dark=True)
     parts = [f'<h1>{html.escape(title(summary))}</h1>', f'<p>{html.escape(tables.facts_line(summary))}</p>',
+             f'<p>{html.escape(tables.explanation(summary))}</p>',
              shortcomings(summary), *(table(grid) for grid in tables.grids(summary))]
     parts += [picture(name, light[name], dark[name]) for name in TITLES if name in light]
     parts.append(rows_explained(summary))

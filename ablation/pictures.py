@@ -2,7 +2,8 @@
 import io
 from pathlib import Path
 
-from ablation.tables import local_reach, models
+from ablation.summary import local_reach
+from ablation.tables import models
 from config.errors import UserError
 
 # name -> what it shows; the order is that of the report
@@ -22,6 +23,8 @@ DARK = {'figure.facecolor': '#0d1117', 'axes.facecolor': '#0d1117', 'text.color'
         'axes.edgecolor': '#6e7681', 'xtick.color': '#9da7b1', 'ytick.color': '#9da7b1', 'grid.color': '#30363d'}
 COMMON = {'font.size': 10, 'axes.grid': True, 'grid.linewidth': 0.6, 'axes.spines.top': False, 'axes.spines.right': False,
           'legend.frameon': False, 'legend.fontsize': 8.5, 'figure.dpi': 110, 'savefig.bbox': 'tight', 'lines.linewidth': 1.6}
+
+SIDE_MARKERS = 's^vDPX*'  # side rows are all grey
 
 
 def pyplot():
@@ -162,8 +165,8 @@ def gaps(axis, summary, color):
     rows = [row for row in lines_of(summary, 'gap') if row['name'] != summary['baseline'] and not row['converted_from']]
     baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
     rows = [row for row in rows if len(row['gap']) > 1 and row['iterations'] == baseline['iterations']]
-    rows = without_outliers(rows)  # they would flatten the rest
-    for row in rows:
+    shown = without_outliers(rows)  # they would flatten the rest
+    for row in shown:
         iterations, mean, low, high = zip(*[point for point in row['gap'] if point[0] >= 0.1 * row['iterations']])
         axis.plot(iterations, mean, color=color(row), label=row['name'])
         axis.fill_between(iterations, low, high, color=color(row), alpha=0.2, linewidth=0)
@@ -171,21 +174,23 @@ def gaps(axis, summary, color):
         axis.axhline(0, color=color.side, linewidth=1)
         axis.set_xlabel('iteration')
         axis.set_ylabel(f"nats per token above {summary['baseline'].lstrip('+ ')}")
+        for row in rows:
+            if row not in shown:
+                axis.plot([], [], color=color(row), linestyle=':', label=f"{row['name']}: far off, not shown")
         legend(axis)
     return bool(rows)
 
 
 def recovery(axis, summary, color):
-    by_name = {row['name']: row for row in summary['rows']}
     rows = [row for row in summary['rows'] if row['converted_from'] and row.get('evaluations')]
     for k, row in enumerate(rows):
         tint = f'C{k}'
         axis.plot(row['evaluations']['iterations'], row['evaluations']['mean'], color=tint, label=row['name'], marker='.')
-        for other, style in ((row['converted_from'], '--'), (row['above'], ':')):
-            found = by_name[other].get('evaluations')
-            if found and found['mean']:
-                axis.axhline(found['mean'][-1], color=tint if style == ':' else color.side, linestyle=style, linewidth=1,
-                             label=f"{other} ({by_name[other]['iterations']:,} iterations)")
+        for other, style in (('origin', '--'), ('scratch', ':')):
+            if end := row['recovery'].get(other):
+                name = row['converted_from'] if other == 'origin' else row['above']
+                axis.axhline(end['mean'], color=tint if style == ':' else color.side, linestyle=style, linewidth=1,
+                             label=f"{name} ({end['iterations']:,} iterations)")
     if rows:
         axis.set_yscale('log')
         axis.yaxis.set_major_formatter(lambda y, _: f'{y:.2f}')
@@ -212,10 +217,12 @@ def positions(axis, summary, color):
 
 def recall(axis, summary, color):
     rows = [row for row in summary['rows'] if row.get('recall')]
+    markers = iter(SIDE_MARKERS * len(rows))
     for row in rows:
         accuracy = row['recall']['accuracy']
         axis.plot([int(d) for d in accuracy], [100 * a['mean'] for a in accuracy.values()], color=color(row), label=row['name'],
-                  marker='o', markersize=4, linestyle=':' if row['side'] else '-')
+                  marker=next(markers) if row['side'] else 'o', markersize=5 if row['side'] else 4,
+                  linestyle=':' if row['side'] else '-')
     if rows:
         axis.set_xlabel('distance, tokens')
         axis.set_ylabel('named right, %')
@@ -229,11 +236,11 @@ def recall(axis, summary, color):
 
 def decode(axis, summary, color):
     rows = lines_of(summary, 'speed')
-    batches = sorted({cell['batch'] for row in rows for cell in row['speed'] if cell['kind'] == 'decode'})
+    batches = sorted({cell['batch'] for row in rows for cell in row['speed'] if 'tpot_ms' in cell})
     if not batches:
         return False
     for row in rows:
-        cells = [cell for cell in row['speed'] if cell['kind'] == 'decode' and cell['batch'] == batches[-1]]
+        cells = [cell for cell in row['speed'] if 'tpot_ms' in cell and cell['batch'] == batches[-1]]
         axis.plot([c['context'] for c in cells], [c['tpot_ms']['median'] for c in cells], color=color(row), label=row['name'],
                   marker='o', markersize=4)
     log_axes(axis)

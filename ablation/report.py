@@ -23,10 +23,7 @@ def write_report(summary: dict, folder) -> None:
 def markdown(summary: dict, pictures: list[str]) -> str:
     """report.md. pictures: names of those that lie beside it."""
     lines = [f'# {title(summary)}', '', tables.facts_line(summary), '',
-             'Made by `python ablate.py` from the JSON files here. A row is one change from the row above it, side rows (from '
-             f"...) from the one they name. KV bytes count {summary['rows'][0]['kv']['dtype']} where a row names no storage of "
-             "its own, and are compared with vanilla GPT-2 in bfloat16; they were allocated, and equal the plan's arithmetic.",
-             '']
+             tables.explanation(summary), '']
     missing = [f'- {line}' for line in tables.shortcomings(summary)]
     lines += [*missing, ''] if missing else []
     for grid in tables.grids(summary):

@@ -2,6 +2,7 @@
 import contextlib
 import json
 import os
+import re
 from pathlib import Path
 
 from config.errors import UserError
@@ -64,6 +65,12 @@ class Results:
 
     def failure_path(self, row, seed: int) -> Path:
         return self.folder / 'measured' / f'{row.slug}-seed{seed}.failed.json'
+
+    def seeds(self, row) -> list[int]:
+        """Those asked for now, and those that were measured before."""
+        files = (self.folder / 'measured').glob('*.json')
+        found = (re.fullmatch(re.escape(row.slug) + r'-seed(\d+)', path.stem) for path in files)
+        return sorted({*self.ladder.seeds(row), *(int(match[1]) for match in found if match)})
 
     def read(self, row, seed: int) -> dict | None:
         """What was measured; None if nothing was, or with other settings than the row has now."""

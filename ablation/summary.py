@@ -5,11 +5,14 @@ import warnings
 
 from ablation.results import read_json
 from config.schema import MODEL
+from kv.plan import plan_kv
 
 # two-sided 95% quantiles of Student's t for 1, 2, ... 30 degrees of freedom; beyond, the normal one
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
         2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 NORMAL_95 = 1.960
+LEARNED = 0.95  # a task at which the baseline does worse says nothing of the other rows
+COMPARABLE = 'eval_iters', 'batch_size'  # evaluations while training are on the same windows where these and the seed agree
 
 
 def mean_sd(values) -> dict:
@@ -45,7 +48,8 @@ def mean_curve(curves: list[list]) -> dict:
 def gap_curve(ours: dict, others: dict) -> list:
     """[[iteration, mean difference of the validation losses, lowest, highest], ...] over the seeds that both have, at the
     iterations at which all were evaluated: on the same windows."""
-    both = sorted(ours.keys() & others.keys())
+    both = [seed for seed in sorted(ours.keys() & others.keys())
+            if all(ours[seed]['settings'][name] == others[seed]['settings'][name] for name in COMPARABLE)]
     runs = [run for seed in both for run in (ours[seed], others[seed])]
     curves = [{i: val for i, _, val in run['training']['evaluations'] if val is not None} for run in runs]
     common = sorted(set.intersection(*map(set, curves))) if curves else []
@@ -58,9 +62,11 @@ def gap_curve(ours: dict, others: dict) -> list:
 
 def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -> dict:
     """Everything that the report shows. kv_of: row -> figures of its bytes."""
-    measured = {row.name: {seed: found for seed in ladder.seeds(row) if (found := results.read(row, seed))}
+    measured = {row.name: {seed: found for seed in results.seeds(row) if (found := results.read(row, seed))}
                 for row in ladder.rows.values()}
     rows = [summarize_row(ladder, results, row, measured, speed, recall) | {'kv': kv_of(row)} for row in ladder.rows.values()]
+    if not recall:
+        beside_baseline(rows, ladder.baseline)
     return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base, 'first': ladder.first,
             'baseline': ladder.baseline, 'rows': rows,
             'facts': facts(measured), 'speed': speed, 'recall_ladder': ladder.s.recall}
@@ -82,10 +88,11 @@ def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
                 'tokens': one['training']['tokens'], 'iterations': one['training']['iterations'],
                 'trained_as': one['trained_as'], 'curve': mean_curve([f['training']['curve'] for f in found.values()])}
     if found and 'recall' in one:
-        out['recall'] = recall_of_row([f['recall'] for f in found.values()])
+        out['recall'] = recall_of_row({seed: f['recall'] for seed, f in found.items()})
     elif found:
         losses = {seed: f['val_loss'] for seed, f in found.items()}
         out |= {'val_loss': mean_sd(losses.values()),
+                'judged_through': sorted({f['kv_dtype'] for f in found.values()}),
                 'val_loss_forward': mean_sd(f['val_loss_forward'] for f in found.values()),
                 'cache_minus_forward_largest': max(f['cache_minus_forward_largest'] for f in found.values()),
                 'bits_per_byte': mean_sd(f['bits_per_byte'] for f in found.values()),
@@ -95,10 +102,12 @@ def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
             if other and other != row.name:
                 out[f'against_{name}'] = paired_difference(losses, {s: f['val_loss'] for s, f in measured[other].items()})
         out['gap'] = gap_curve(found, measured[ladder.baseline])
+        if row.converted_from:
+            out['recovery'] = {name: ends_at(measured[other], found) for name, other in (
+                ('origin', row.converted_from), ('scratch', from_scratch(ladder, row))) if other}
     if speed:
         keys = {'train': speed['trains_as'][row.name]}
-        out['speed'] = [figures_of(cell, keys.get(cell['kind'], speed['decodes_as'][row.name])) for cell in speed['cells']
-                        if 'error' not in cell]
+        out['speed'] = [figures_of(cell, keys.get(cell['kind'], speed['decodes_as'][row.name])) for cell in speed['cells']]
     if recall and row.name in recall:
         out['recall'] = recall[row.name]
     return out
@@ -110,10 +119,49 @@ def same_model(row) -> bool:
     return bool(row.above) and not row.changes.keys() & {*(key.name for key in MODEL), 'kv_dtype', 'at_inference'}
 
 
-def recall_of_row(runs: list[dict]) -> dict:
-    """Accuracy by distance over the seeds."""
-    return {'accuracy': {distance: mean_sd(run['accuracy'][distance] for run in runs) for distance in runs[0]['accuracy']},
-            'local_reach': runs[0]['local_reach'], 'rows': runs[0]['rows'], 'seeds': len(runs)}
+def from_scratch(ladder, row) -> str:
+    """The row above a converted one, if it has the same memory and is trained from the start; else ''."""
+    above = ladder.rows[row.above]
+    same = plan_kv(ladder.trained_config(above)) == plan_kv(ladder.trained_config(row))
+    return above.name if same and not above.converted_from else ''
+
+
+def ends_at(runs: dict, others: dict) -> dict | None:
+    """The last loss while training of the seeds that both have: mean, iterations."""
+    last = [evaluations[-1] for seed in sorted(runs.keys() & others.keys())
+            if (evaluations := runs[seed]['training']['evaluations'])]
+    return {'mean': statistics.fmean(val for _, _, val in last), 'iterations': last[0][0]} if last else None
+
+
+def recall_of_row(runs: dict) -> dict:
+    """Accuracy by distance over the seeds. runs: seed -> recall."""
+    one = next(iter(runs.values()))
+    return {'accuracy': {distance: mean_sd(run['accuracy'][distance] for run in runs.values()) for distance in one['accuracy']},
+            'local_reach': one['local_reach'], 'rows': one['rows'], 'seeds': list(runs)}
+
+
+def beside_baseline(rows: list[dict], baseline: str) -> None:
+    """Adds to each row's recall what the baseline's says of it: `learned`, the distances at which the others' count; `beyond`,
+    those of them that local layers alone do not reach; `above_baseline`, the accuracy there, seed by seed, less the baseline's.
+    """
+    found = [row for row in rows if row.get('recall')]
+    known = next((row['recall'] for row in found if row['name'] == baseline), None)
+    reach = local_reach(found)
+    learned = [d for d, each in known['accuracy'].items() if each['mean'] >= LEARNED] if known else []
+    beyond = [d for d in learned if int(d) > reach > 0]
+
+    def by_seed(recall):
+        return {seed: statistics.fmean(recall['accuracy'][d]['each'][i] for d in beyond)
+                for i, seed in enumerate(recall['seeds'])}
+    for row in found:
+        row['recall'] |= {'baseline': baseline, 'learned': learned, 'beyond': beyond}
+        if beyond and row['name'] != baseline:
+            row['recall']['above_baseline'] = paired_difference(by_seed(row['recall']), by_seed(known))
+
+
+def local_reach(rows: list[dict]) -> int:
+    """How far back the local layers of the ladder's rows see at most, all together; 0 = there are none."""
+    return max((row['recall']['local_reach'] for row in rows if row.get('recall') and not row['side']), default=0)
 
 
 def recall_of(ladder, folder) -> dict | None:
@@ -131,7 +179,7 @@ def recall_of(ladder, folder) -> dict | None:
 
 
 def figures_of(cell: dict, key: str) -> dict:
-    """What a cell of the speed measurement says of one side."""
+    """What a cell of the speed measurement says of one side; `errors`, if it failed, is that side's."""
     return {name: value[key] if isinstance(value, dict) else value for name, value in cell.items()
             if not isinstance(value, dict) or key in value}
 

@@ -1,9 +1,9 @@
 """A summary (ablation/summary.py) as tables, which the terminal, report.md and report.html all show."""
+from ablation.summary import LEARNED, local_reach
 from benchmarks.grid import Grid
 from kv.report import nice_bytes
 
 MISSING = '-'
-LEARNED = 0.95  # a task at which the baseline does worse says nothing of the other rows
 
 
 def label(row: dict) -> str:
@@ -32,6 +32,11 @@ def shortcomings(summary: dict) -> list[str]:
              for seed, error in row['failed'].items()]
     waiting = {row['name']: [seed for seed in row['seeds_missing'] if seed not in row['failed']] for row in summary['rows']}
     named = [f"{name} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})" for name, seeds in waiting.items() if seeds]
+    for row in models(summary):
+        for cell in row.get('speed') or []:
+            if 'errors' in cell:
+                at = f"{cell['context']:,} tokens, batch {cell['batch']}" if cell['context'] else 'its batch'
+                lines.append(f"{row['name']}: not timed ({cell['kind']}, {at}): {cell['errors']}")
     return lines + ([f"not trained yet: {'; '.join(named)}"] if named else [])
 
 
@@ -93,7 +98,7 @@ def where(speed: dict) -> str:
 
 def speeds(summary: dict) -> Grid | None:
     """Decoding and prefill."""
-    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] != 'train' and 'error' not in cell]
+    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] != 'train']
     if not cells:
         return None
     heads = [f"{'TTFT' if cell['kind'] == 'prefill' else 'TPOT'} {cell['context']:,}"
@@ -104,34 +109,29 @@ def speeds(summary: dict) -> Grid | None:
     for row in models(summary):
         by = {(cell['kind'], cell['context'], cell['batch']): cell for cell in row.get('speed') or []}
         found = [by.get((cell['kind'], cell['context'], cell['batch'])) for cell in cells]
-        times = [(c.get('tpot_ms') or c.get('ttft_ms'))['median'] if c else None for c in found]
-        grid.rows.append((label(row), *(MISSING if x is None else f'{x:.1f}' for x in times)))
+        times = [c and (c.get('tpot_ms') or c.get('ttft_ms')) for c in found]
+        grid.rows.append((label(row), *(f"{x['median']:.1f}" if x else MISSING for x in times)))
     return grid
 
 
 def training(summary: dict) -> Grid | None:
     """Training steps."""
-    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] == 'train' and 'error' not in cell]
+    cells = [cell for cell in (summary['speed'] or {}).get('cells', []) if cell['kind'] == 'train']
     if not cells:
         return None
-    grid = Grid('Training: tokens/s, median; activations kept for the backward pass, and the most memory in a step, MB '
-                f"(predicted); {where(summary['speed'])}",
+    grid = Grid('Training: tokens/s, median, of single batches with an update each, not compiled; activations kept for the '
+                f"backward pass, and the most memory in a step, MB (predicted); {where(summary['speed'])}",
                 ('row', 'tokens/s', 'activations', 'peak'), left=('row',))
     trains_as = summary['speed']['trains_as']
     for row in summary['rows']:
         if row['side'] and trains_as[row['name']] == trains_as[row['above']]:
             continue
         cell = next((c for c in row.get('speed') or [] if c['kind'] == 'train'), None)
-        figures = [MISSING] * 3 if not cell else [f"{cell['tokens_per_second']['median']:,.0f}",
+        figures = [MISSING] * 3 if not cell or 'memory' not in cell else [f"{cell['tokens_per_second']['median']:,.0f}",
                                                   f"{cell['memory']['activations'] / 1e6:,.0f}",
                                                   f"{cell['memory']['peak'] / 1e6:,.0f}"]
         grid.rows.append((label(row), *figures))
     return grid
-
-
-def local_reach(rows: list[dict]) -> int:
-    """How far back the local layers of the ladder's rows see at most, all together; 0 = there are none."""
-    return max((row['recall']['local_reach'] for row in rows if row.get('recall') and not row['side']), default=0)
 
 
 def recalls(summary: dict) -> Grid | None:
@@ -139,23 +139,26 @@ def recalls(summary: dict) -> Grid | None:
     found = [row for row in summary['rows'] if row.get('recall')]
     if not found:
         return None
-    distances, reach = list(found[0]['recall']['accuracy']), local_reach(found)
+    one, reach = found[0]['recall'], local_reach(found)
+    distances, beyond = list(one['accuracy']), (f"beyond {reach:,}, less {one['baseline']}",) * bool(one['beyond'])
     of = f" (ladder {summary['recall_ladder']!r})" * bool(summary['recall_ladder'])
-    baseline = next((row['recall']['accuracy'] for row in found if row['name'] == summary['baseline']), None)
-    counts = [d for d in distances if baseline and baseline[d]['mean'] >= LEARNED]
-    beyond = [d for d in counts if int(d) > reach > 0]
-    far = (f'beyond {reach:,}, points above {summary["baseline"]}',) * bool(beyond)
-    grid = Grid(f'Recall{of}: tokens named right from so many positions back, %, mean over seeds (sd); local layers alone '
-                f'reach {reach:,}; where {summary["baseline"]} names less than {LEARNED:.0%} right, others tell nothing (*)',
-                ('row', *(f"{int(d):,} back{'' if d in counts else '*'}" for d in distances), *far, 'seeds'), left=('row',))
+    useless = '; at distances marked * ' + one['baseline'] + f' names less than {LEARNED:.0%} right, and they tell nothing'
+    grid = Grid(f'Recall{of}: tokens named right from so many positions back, %, mean over seeds (sd); differences in points, '
+                f'paired by seed, ± half of a 95% interval; local layers alone reach {reach:,}'
+                + useless * (one['learned'] != distances),
+                ('row', *(f"{int(d):,} back{'' if d in one['learned'] else '*'}" for d in distances), *beyond, 'seeds'),
+                left=('row',))
     for row in found:
-        accuracy = row['recall']['accuracy']
-        percent = [{name: None if accuracy[d][name] is None else 100 * accuracy[d][name] for name in ('mean', 'sd')}
-                   for d in distances]
-        above = [100 * sum(accuracy[d]['mean'] - baseline[d]['mean'] for d in beyond) / len(beyond)] if beyond else []
-        grid.rows.append((label(row), *(mean_sd(p, '.1f') for p in percent), *(f'{x:+.1f}' for x in above),
-                          str(row['recall']['seeds'])))
+        accuracy = [times_100(row['recall']['accuracy'][d], ('mean', 'sd')) for d in distances]
+        above = times_100(row['recall'].get('above_baseline'), ('mean', 'half_95'))
+        grid.rows.append((label(row), *(mean_sd(a, '.1f') for a in accuracy), *(plus_minus(above, '.1f') for _ in beyond),
+                          str(len(row['recall']['seeds']))))
     return grid
+
+
+def times_100(found: dict | None, names: tuple) -> dict | None:
+    """Shares as percent."""
+    return found and {name: None if found[name] is None else 100 * found[name] for name in names}
 
 
 def grids(summary: dict) -> list[Grid]:
@@ -164,6 +167,17 @@ def grids(summary: dict) -> list[Grid]:
     made = [headline(summary), headline(summary, side=True)] if text else []
     made += [recalls(summary), bytes_held(summary), speeds(summary), training(summary)]
     return [grid for grid in made if grid and grid.rows]
+
+
+def explanation(summary: dict) -> str:
+    """What the figures of the tables are, in a paragraph."""
+    counted = 'bfloat16'
+    through = sorted({name for row in summary['rows'] if row['kv']['dtype'] == counted
+                      for name in row.get('judged_through', ())} - {counted})
+    return ('Made by `python ablate.py` from the JSON files here. A row is one change from the row above it, side rows (from '
+            '...) from the one they name. KV bytes count bfloat16 where a row names no storage of its own'
+            + f" (the losses of these rows were computed through a cache in {' or '.join(through)})" * bool(through)
+            + ", and are compared with vanilla GPT-2 in bfloat16; they were allocated, and equal the plan's arithmetic.")
 
 
 def changed(row: dict) -> str:

@@ -1,5 +1,5 @@
 # From GPT-2 to the full stack, one change at a time, at the demo's size: loss, recall, KV bytes, speed.
-#   python ablate.py config/ablate_shakespeare.py --jobs=2      # about 40 runs: several hours on 2 CPU cores
+#   python ablate.py config/ablate_shakespeare.py --jobs=2      # 57 trainings: many hours on 2 CPU cores
 #   python ablate.py config/ablate_shakespeare.py --dry_run=True
 base = 'config/train_vanilla.py'
 optimizer = 'adamw'        # GPT-2's; Muon is a side row

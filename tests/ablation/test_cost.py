@@ -2,7 +2,9 @@
 import json
 
 import pytest
+import torch
 
+import ablate
 from ablation import cost, tables
 from ablation.ladder import read_ladder
 from ablation.results import Results
@@ -68,28 +70,97 @@ def test_steps_are_those_of_each_rows_optimizer(ladder_of, monkeypatch):
     pytest.importorskip('torchao')
     ladder = ladder_of(text=CONFIG + "side_rows['Muon'] = ('+ MQA', dict(optimizer='muon'))\n"
                                      "side_rows['int8 products'] = ('+ MQA', dict(int8_training=True))\n")
-    steps = {}
-    monkeypatch.setattr(cost.clock, 'alternate', lambda sides, *_: steps.update(sides) or {key: [side()] for key, side in
-                                                                                          sides.items()})
+    monkeypatch.setattr(cost.clock, 'alternate', lambda sides, *_: {key: [side()] for key, side in sides.items()})
     speed = cost.Speed(ladder)
-    figures = speed._cell('train', 0, 0, speed._train)
-    of = {name: steps[speed.trains_as[name]] for name in ('+ MQA', 'Muon', 'int8 products')}
+    speed.device, speed.dtype = torch.device('cpu'), torch.float32
+    figures = speed._train()
+    of = {name: speed._steps(speed.trains_as[name]) for name in ('+ MQA', 'Muon', 'int8 products')}
     assert [type(x.optimizer).__name__ for x in of.values()] == ['AdamW', 'Together', 'AdamW']
     assert [type(x.model.transformer.h[0].mlp.c_fc).__name__ for x in of.values()] == ['Linear', 'Linear', 'Int8Linear']
+    assert not figures['errors']
     peak = {name: figures['memory'][speed.trains_as[name]]['peak'] for name in of}
     assert peak['Muon'] < peak['+ MQA']  # one average in place of two
 
 
-def test_what_does_not_fit_is_told_and_the_rest_is_measured(ladder_of, monkeypatch):
-    plain = cost.DecodeRound
+@pytest.fixture
+def too_large(monkeypatch):
+    """Caches of 100 tokens fail for all rows with as many K/V heads as query heads."""
+    plain, failing = cost.DecodeRound, [True]
 
-    def too_large(model, batch, *args):
-        if args[0] == 100:
-            raise UserError('a cache of 100 tokens takes too much')
+    def decode(model, batch, *args):
+        if failing[0] and args[0] == 100 and model.config.n_kv_head != 1:
+            raise RuntimeError('no memory\nfor 100 tokens')
         return plain(model, batch, *args)
-    monkeypatch.setattr(cost, 'DecodeRound', too_large)
-    cells = cost.Speed(ladder_of()).measure()['cells']
-    assert [cell.get('error', '')[:7] for cell in cells] == ['', '', 'a cache', '', '']
+    monkeypatch.setattr(cost, 'DecodeRound', decode)
+    return failing
+
+
+def test_what_does_not_fit_is_told_and_the_others_are_measured(ladder_of, too_large):
+    ladder = ladder_of()
+    speed = cost.Speed(ladder)
+    cells = speed.measure()['cells']
+    vanilla, mqa = (speed.decodes_as[name] for name in ('vanilla GPT-2', '+ MQA'))
+    assert [cell['errors'].get(vanilla) for cell in cells] == [None, None, 'no memory for 100 tokens', None, None]
+    assert mqa in cells[2]['tpot_ms'] and vanilla not in cells[2]['tpot_ms'] and mqa not in cells[2]['errors']
+    assert vanilla in cells[3]['ttft_ms'] and speed.trains_as['vanilla GPT-2'] in cells[4]['tokens_per_second']
+    summary = summarize(ladder, Results(ladder), speed.of(speed.measure()), None, lambda row: cost.kv_bytes(ladder, row, [16]))
+    assert 'vanilla GPT-2: not timed (decode, 100 tokens, batch 2): no memory for 100 tokens' in tables.shortcomings(summary)
+    shown = {row[0]: row[3] for grid in tables.grids(summary) if grid.title.startswith('Speed') for row in grid.rows}
+    assert shown['vanilla GPT-2'] == '-' and float(shown['+ MQA']) > 0
+
+
+def test_a_model_that_cannot_be_made_leaves_the_others(ladder_of, monkeypatch):
+    plain = cost.GPT
+
+    def gpt(config):
+        if config.n_kv_head != 1:
+            raise MemoryError
+        return plain(config)
+    monkeypatch.setattr(cost, 'GPT', gpt)
+    speed = cost.Speed(ladder_of())
+    for cell in speed.measure()['cells']:
+        keys = speed.trains_as if cell['kind'] == 'train' else speed.decodes_as
+        assert cell['errors'] == dict.fromkeys((keys['vanilla GPT-2'], keys['+ RoPE']), 'MemoryError')
+
+
+def test_what_is_measured_is_saved_as_it_comes_and_not_measured_again(ladder_of, too_large, tmp_path):
+    """Stopped after the second figure, then told of a failure, then without one."""
+    ladder = ladder_of()
+    results, kinds = Results(ladder), []
+
+    class Counted(cost.Speed):
+        def _turns(self, makers, title):
+            kinds.append(title.split()[0])
+            if kinds == ['decoding', 'prompts', 'decoding']:
+                raise KeyboardInterrupt
+            return super()._turns(makers, title)
+
+    def measured(measure=True):
+        kinds.clear()
+        return ablate.measured_speed(ladder, results, measure)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, 'Speed', Counted)
+        with pytest.raises(KeyboardInterrupt):
+            measured()
+        first = measured(measure=False)
+        assert len(first['cells']) == 2 and kinds == []
+        kinds.append('')
+        second = ablate.measured_speed(ladder, results, True)
+        assert kinds[1:] == ['decoding', 'prompts', 'training'] and second['cells'][:2] == first['cells']
+        too_large[0] = False
+        third = measured()
+        assert kinds == ['decoding'] and not third['cells'][2]['errors'] and third['cells'][3:] == second['cells'][3:]
+        assert measured() == third and kinds == []
+
+
+def test_figures_of_another_machine_count_as_they_are_and_are_not_mixed(ladder_of):
+    speed = cost.Speed(ladder_of())
+    whole = speed.measure() | {'processor': 'of somebody else'}
+    assert speed.is_whole(speed.of(whole)) and speed.of(whole)['processor'] == 'of somebody else'
+    assert speed.of(whole | {'fingerprint': 'of others'}) is None
+    part = whole | {'cells': whole['cells'][:2]}
+    assert not speed.is_whole(part)
+    assert all(ours != theirs for ours, theirs in zip(speed.measure(part)['cells'], part['cells']))
 
 
 def test_figures_of_other_settings_do_not_count(ladder_of):

@@ -38,7 +38,7 @@ def test_curves_meet_at_the_iterations_that_all_have():
 
 def test_the_gap_while_training_pairs_seeds_and_iterations():
     def run(*values):
-        return {'training': {'evaluations': [[i, 9.0, v] for i, v in values]}}
+        return {'training': {'evaluations': [[i, 9.0, v] for i, v in values]}, 'settings': {'eval_iters': 5, 'batch_size': 8}}
     ours = {1: run((0, 4.0), (10, 2.0), (20, 1.0)), 2: run((0, 4.0), (10, 2.5)), 7: run((0, 0.0), (10, 0.0))}
     others = {1: run((0, 4.0), (10, 1.0)), 2: run((0, 3.0), (10, 2.0), (20, 1.0))}
     assert gap_curve(ours, others) == [[0, 0.5, 0.0, 1.0], [10, 0.75, 0.5, 1.0]]

@@ -1,0 +1,179 @@
+"""Reports of runs written by hand: each figure stands in its column, and ladders with gaps have reports too."""
+import json
+import re
+
+import pytest
+
+import ablate
+from ablation import cost, report, tables
+from ablation.ladder import read_ladder
+from ablation.results import Results
+from ablation.summary import summarize
+
+CONFIG = '''
+base = 'config/train_recall.py'
+n_layer = 3
+n_embd = 32
+n_head = 4
+block_size = 64
+recall_task = 'distances=7,20'
+speed = False
+contexts = '64'
+seeds = '1,2,3'
+baseline = '+ RoPE'
+rows = {
+    'vanilla <GPT-2>': {},
+    '+ RoPE': dict(pos_embedding='rope'),
+    '+ MQA': dict(n_kv_head=1),
+    '+ int8 KV': dict(kv_dtype='int8'),
+}
+side_rows = {
+    'uptrained': ('+ MQA', dict(converted_from='+ RoPE', max_iters=40)),
+    'uptrained on': ('uptrained', dict(converted_from='+ RoPE', kv_quant_train='int8', max_iters=40)),
+}
+side_seeds = '1'
+'''
+LOSSES = {'vanilla <GPT-2>': [2.0, 2.2, 2.1], '+ RoPE': [1.5, 1.75, 1.7], '+ MQA': [1.6, 1.8, 1.7],
+          '+ int8 KV': [1.6, 1.8, 1.7], 'uptrained': [1.9], 'uptrained on': [1.95]}
+
+
+def run_of(ladder, row, seed, loss):
+    """What ablation/measure.py writes."""
+    settings = vars(ladder.settings(row)) | {'seed': seed}
+    iterations = settings['max_iters']
+    curve = [[i, loss + 1 - i / iterations] for i in range(0, iterations + 1, 10)]
+    return {'row': row.name, 'seed': seed, 'fingerprint': ladder.fingerprint(row), 'trained_as': ladder.trainer(row).name,
+            'params': 1000, 'params_all': 1000, 'settings': settings, 'dtype': 'float32', 'hardware': 'cpu', 'torch': '2.13.0',
+            'kv_dtype': 'int8' if row.kv_dtype == 'int8' else 'float32', 'windows': 4, 'tokens': 256,
+            'val_loss': loss, 'val_loss_forward': loss, 'cache_minus_forward_largest': 0.0, 'bits_per_byte': loss / 2,
+            'loss_by_position': [loss] * 64,
+            'training': {'curve': curve, 'evaluations': [[i, x, x] for i, x in curve], 'iterations': iterations,
+                         'tokens': 64 * iterations}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / 'ablate_mine.py').write_text(CONFIG)
+    ladder, results = opened(tmp_path)
+    for name, losses in LOSSES.items():
+        for seed, loss in enumerate(losses, 1):
+            results.write(ladder.rows[name], seed, run_of(ladder, ladder.rows[name], seed, loss))
+    return tmp_path
+
+
+def opened(folder, *flags):
+    ladder = read_ladder([str(folder / 'ablate_mine.py'), f'--folder={folder}', '--device=cpu', *flags], echo=False)[1]
+    return ladder, Results(ladder)
+
+
+def summary_of(folder, *flags):
+    ladder, results = opened(folder, *flags)
+    return summarize(ladder, results, None, None, lambda row: cost.kv_bytes(ladder, row, [64]))
+
+
+def cells(grid):
+    return {row[0]: dict(zip(grid.columns, row)) for row in grid.rows}
+
+
+def test_every_figure_stands_in_its_column(folder):
+    """Differences of MQA from RoPE: 0.1, 0.05, 0; mean 0.05, sd 0.05, half of the interval 4.303 * 0.05 / sqrt(3)."""
+    ladder, side = map(cells, tables.grids(summary_of(folder))[:2])
+    assert ladder['+ MQA'] == {
+        'row': '+ MQA', 'parameters': '1,000', 'KV bytes/token': '96', 'smaller': '4.0x', 'val loss': '1.7000 (0.1000)',
+        'bits/byte': '0.850', 'against above': '+0.0500 ±0.1242', 'against vanilla <GPT-2>': '-0.4000 ±0.0000',
+        'against + RoPE': '+0.0500 ±0.1242', 'seeds': '3'}
+    assert ladder['+ RoPE']['against + RoPE'] == ladder['vanilla <GPT-2>']['against above'] == '-'
+    assert ladder['+ RoPE']['against above'] == '-0.4500 ±0.1242'
+    one = side['uptrained (from + MQA)']
+    assert (one['against that'], one['against + RoPE'], one['seeds']) == ('+0.3000 (n=1)', '+0.4000 (n=1)', '1')
+
+
+def test_seeds_on_the_command_line_leave_the_report_as_it_is(folder):
+    assert tables.headline(summary_of(folder, '--seeds=1')) == tables.headline(summary_of(folder))
+    found = summary_of(folder, '--seeds=4')
+    assert found['rows'][0]['seeds'] == [1, 2, 3] and found['rows'][0]['seeds_missing'] == [4]
+
+
+@pytest.mark.parametrize('missing', ['+ RoPE', 'vanilla <GPT-2>', '+ MQA'])
+def test_ladders_with_gaps_have_reports(folder, missing):
+    ladder, results = opened(folder)
+    for path in results.folder.glob(f'measured/{ladder.rows[missing].slug}-seed*.json'):
+        path.unlink()
+    summary = summary_of(folder)
+    report.write_report(summary, folder)
+    assert cells(tables.headline(summary))[missing]['val loss'] == '-'
+    assert f'not trained yet: {missing} (seeds 1, 2, 3)' in (folder / 'report.md').read_text()
+
+
+def test_the_page_shows_names_as_they_are(folder):
+    report.write_report(summary_of(folder), folder)
+    page = (folder / 'report.html').read_text()
+    assert 'vanilla &lt;GPT-2&gt;' in page and '<GPT-2>' not in page
+    for text in (page.replace('&#x27;', "'"), (folder / 'report.md').read_text()):
+        assert 'the losses of these rows were computed through a cache in float32' in text
+    assert json.loads((folder / 'results.json').read_text())['rows'][0]['judged_through'] == ['float32']
+
+
+def test_recovery_is_shown_beside_what_it_came_from_and_the_same_memory(folder):
+    """Of the seed that was converted; the row above is no such thing where it was converted itself or has another memory."""
+    rows = {row['name']: row for row in summary_of(folder)['rows']}
+    origin = {'mean': 1.5, 'iterations': 400}
+    assert rows['uptrained']['recovery'] == {'origin': origin, 'scratch': {'mean': 1.6, 'iterations': 400}}
+    assert rows['uptrained on']['recovery'] == {'origin': origin}
+
+
+def test_curves_of_other_windows_are_not_compared(folder):
+    ladder, results = opened(folder)
+    row = ladder.rows['+ MQA']
+    for seed in (1, 2, 3):
+        found = results.read(row, seed)
+        found['settings']['eval_iters'] += seed > 1
+        results.write(row, seed, found)
+    gap = next(row for row in summary_of(folder)['rows'] if row['name'] == '+ MQA')['gap']
+    assert gap[-1][0] == 400 and gap[-1][1:] == [pytest.approx(0.1)] * 3  # seed 1 alone
+
+
+def test_recall_is_paired_by_seed(folder):
+    """W=1 + 7: two local layers reach 2 * 7 = 14. The baseline names 96% at 7, and 96%, 98%, 100% at 20."""
+    text = (folder / 'ablate_mine.py').read_text() + "rows['+ window'] = dict(layer_pattern='LLG', window_size=8)\n"
+    (folder / 'ablate_mine.py').write_text(text)
+    ladder, results = opened(folder)
+    shares = {'vanilla <GPT-2>': [0.5] * 3, '+ RoPE': [0.96, 0.98, 1.0], '+ window': [0.95, 0.99], 'uptrained': [0.99]}
+    for name, far in shares.items():
+        for seed, share in enumerate(far, 1):
+            found = run_of(ladder, ladder.rows[name], seed, 1.0)
+            found['recall'] = {'accuracy': {'7': 0.96, '20': share}, 'rows': 256, 'local_reach': 14 * (name == '+ window')}
+            results.write(ladder.rows[name], seed, found)
+    grid = tables.recalls(summary_of(folder))
+    found = cells(grid)
+    assert grid.columns[:3] == ('row', '7 back', '20 back') and grid.columns[3] == 'beyond 14, less + RoPE'
+    assert [found[name]['beyond 14, less + RoPE'] for name in ('+ RoPE', '+ window', 'uptrained (from + MQA)')] == [
+        '-', '+0.0 ±12.7', '+3.0 (n=1)']
+    assert found['+ window']['20 back'] == '97.0 (2.8)' and found['+ window']['seeds'] == '2'
+
+
+def test_distances_that_the_baseline_did_not_learn_are_marked(folder):
+    ladder, results = opened(folder)
+    for path in results.folder.glob('measured/*.json'):
+        path.unlink()
+    for name, far in (('+ RoPE', 0.94), ('+ MQA', 1.0)):
+        found = run_of(ladder, ladder.rows[name], 1, 1.0)
+        found['recall'] = {'accuracy': {'7': 0.95, '20': far}, 'rows': 256, 'local_reach': 0}
+        results.write(ladder.rows[name], 1, found)
+    grid = tables.recalls(summary_of(folder, '--seeds=1'))
+    assert grid.columns == ('row', '7 back', '20 back*', 'seeds') and 'less than 95% right' in grid.title
+
+
+def test_what_could_not_be_timed_is_told(folder):
+    summary = summary_of(folder)
+    summary['rows'][1]['speed'] = [{'kind': 'decode', 'context': 4096, 'batch': 16, 'errors': 'no memory'}]
+    assert '+ RoPE: not timed (decode, 4,096 tokens, batch 16): no memory' in tables.shortcomings(summary)
+
+
+def test_a_dry_run_tells_what_a_chosen_row_needs(folder, capsys):
+    ladder, results = opened(folder)
+    for name in ('+ RoPE', 'uptrained'):
+        results.path(ladder.rows[name], 1).unlink()
+    ablate.main([str(folder / 'ablate_mine.py'), f'--folder={folder}', '--dry_run=True', '--only=uptrained'])
+    todo = dict(re.findall(r'^(.*): seeds done .*, to do (\S+) ', capsys.readouterr().out, re.MULTILINE))
+    assert todo == dict.fromkeys(LOSSES, '-') | {'+ RoPE': '[1]', 'uptrained': '[1]'}
