@@ -229,7 +229,7 @@ def recall(axis, summary, color):
         axis.set_ylim(-3, 103)
         if reach := local_reach(rows):
             axis.axvline(reach, color=color.side, linewidth=1, linestyle='--')
-            axis.text(reach, 50, ' local reach', fontsize=8, color=color.side)
+            axis.text(reach, 0.07, ' local reach', fontsize=8, color=color.side, transform=axis.get_xaxis_transform())
         legend(axis)
     return bool(rows)
 

@@ -244,3 +244,30 @@ def test_readme_has_what_the_demo_printed():
     assert text in printed and report in printed and 'KV cache, as allocated' in report
     minutes = re.search(r'(\d+ min \d+ s) in all', printed)[1]
     assert f'took {minutes} there' in prose('README.md')
+
+
+def test_readme_quotes_recall_and_the_layer_orders():
+    recall = {row['name']: row['recall'] for row in
+              json.loads((ROOT / 'results' / 'ablate_recall' / 'results.json').read_text())['rows']}
+    text, far = prose('README.md'), {name: each['accuracy']['47'] for name, each in recall.items()}
+    wanted = (r'(\d+) positions back, where all ten local layers together reach (\d+) .* names ([\d.]+)% right, .* local layers '
+              r'alone ([\d.]+)% .* comes to (\d+)% in these steps, with RoPE alone to (\d+)%\. .* name (\d+)%, (\d+)% or (\d+)%')
+    distance, reach, *quoted = re.search(wanted, text).groups()
+    percent = [100 * far[name]['mean'] for name in ('+ qk_norm', 'local layers only', 'vanilla GPT-2', '+ RoPE')]
+    assert int(distance) == 47 > int(reach) == recall['+ int8 KV']['local_reach']
+    assert [float(x) for x in quoted[:2]] == [round(x, 1) for x in percent[:2]]
+    assert [int(x) for x in quoted[2:]] == [round(x) for x in percent[2:]] + [
+        round(100 * x) for x in far['tied at inference only']['each']]
+    ladder = [name for name in recall if name.startswith('+ ')]
+    everything = ladder[ladder.index('+ MQA'):] + ['untied', 'global first: GLLLLL/ABBCCC', 'global first, untied']
+    assert all(far[name]['mean'] > 0.9995 for name in everything)
+    assert all(recall[name]['seeds'] == [1, 2, 3] for name in ladder)
+    rows = {row['name']: row for row in json.loads((ROOT / 'results' / 'ablate_shakespeare' / 'results.json').read_text())['rows']}
+    first, full = rows['global first: GLLLLL/ABBCCC'], rows['+ wider heads and MLP']
+    quoted = re.search(r'seeds, ([\d.]+) against ([\d.]+), by ([\d.]+) ±([\d.]+): not enough', text).groups()
+    apart = first['against_above']
+    assert [float(x) for x in quoted] == [round(first['val_loss']['mean'], 4), round(full['val_loss']['mean'], 4),
+                                          round(-apart['mean'], 4), round(apart['half_95'], 4)]
+    assert max(apart['each']) < 0 and apart['half_95'] > -apart['mean']
+    apart = rows['tied at inference only']['against_above']
+    assert re.search(r'cost ([\d.]+) ±([\d.]+) nats on', text).groups() == (f"{apart['mean']:.3f}", f"{apart['half_95']:.3f}")
