@@ -171,6 +171,10 @@ def test_the_guide_quotes_what_vllm_keeps():
         assert (found['max_model_len'], found['max_num_batched_tokens'], found['dtype']) == (int(T), 512, 'bfloat16')
 
 
+def rows_of(ladder):
+    return json.loads((ROOT / 'results' / ladder / 'results.json').read_text())['rows']
+
+
 def test_readme_has_the_ladder():
     ladder = json.loads((ROOT / 'results' / 'ablate_shakespeare' / 'results.json').read_text())
     assert short(ladder).markdown() in (ROOT / 'README.md').read_text()
@@ -191,7 +195,7 @@ def test_readme_has_the_ladder():
 
 
 def test_the_guide_quotes_muon_and_int8_products():
-    rows = json.loads((ROOT / 'results' / 'ablate_shakespeare' / 'results.json').read_text())['rows']
+    rows = rows_of('ablate_shakespeare')
     mean = {row['name']: f"{row['val_loss']['mean']:.3f}" for row in rows}
     first = {row['name']: f"{row['val_loss']['each'][0]:.3f}" for row in rows}
     seeds = {row['name']: row['seeds'] for row in rows}
@@ -247,11 +251,11 @@ def test_readme_has_what_the_demo_printed():
 
 
 def test_readme_quotes_recall_and_the_layer_orders():
-    recall = {row['name']: row['recall'] for row in
-              json.loads((ROOT / 'results' / 'ablate_recall' / 'results.json').read_text())['rows']}
+    recall = {row['name']: row['recall'] for row in rows_of('ablate_recall')}
     text, far = prose('README.md'), {name: each['accuracy']['47'] for name, each in recall.items()}
-    wanted = (r'(\d+) positions back, where all ten local layers together reach (\d+) .* names ([\d.]+)% right, .* local layers '
-              r'alone ([\d.]+)% .* comes to (\d+)% in these steps, with RoPE alone to (\d+)%\. .* name (\d+)%, (\d+)% or (\d+)%')
+    wanted = (r'(\d+) positions back, where all ten local layers together reach (\d+) .* names ([\d.]+)% right, .* local '
+              r'layers alone ([\d.]+)% .* comes to (\d+)% in these steps, with RoPE alone to (\d+)%\. '
+              r'.* name (\d+)%, (\d+)% or (\d+)%')
     distance, reach, *quoted = re.search(wanted, text).groups()
     percent = [100 * far[name]['mean'] for name in ('+ qk_norm', 'local layers only', 'vanilla GPT-2', '+ RoPE')]
     assert int(distance) == 47 > int(reach) == recall['+ int8 KV']['local_reach']
@@ -262,7 +266,7 @@ def test_readme_quotes_recall_and_the_layer_orders():
     everything = ladder[ladder.index('+ MQA'):] + ['untied', 'global first: GLLLLL/ABBCCC', 'global first, untied']
     assert all(far[name]['mean'] > 0.9995 for name in everything)
     assert all(recall[name]['seeds'] == [1, 2, 3] for name in ladder)
-    rows = {row['name']: row for row in json.loads((ROOT / 'results' / 'ablate_shakespeare' / 'results.json').read_text())['rows']}
+    rows = {row['name']: row for row in rows_of('ablate_shakespeare')}
     first, full = rows['global first: GLLLLL/ABBCCC'], rows['+ wider heads and MLP']
     quoted = re.search(r'seeds, ([\d.]+) against ([\d.]+), by ([\d.]+) ±([\d.]+): not enough', text).groups()
     apart = first['against_above']
