@@ -99,6 +99,9 @@ def test_where_a_run_is_and_how_often_it_is_evaluated_is_no_other_training(ladde
     ("'shared':", "'+ MQA':", r"row '\+ MQA': is there twice"),
     ("'shared':", "'+ mqa!':", r"row '\+ mqa!': its file name would be that of '\+ MQA'"),
     ("'shared':", "'+':", "row '[+]': needs a name"),
+    ("'shared':", "'sha\\nred':", 'in one line'),
+    ("dict(n_kv_head=1)", "dict(n_kv_head=1, seeds=3)", r"row '\+ MQA': seeds=3: must be text"),
+    ("dict(n_kv_head=1)", "dict(n_kv_head=1, seeds='1;2')", r"row '\+ MQA': seeds='1;2'"),
 ])
 def test_mistakes_are_named(ladder_of, was, now, named):
     assert was in CONFIG
@@ -122,13 +125,15 @@ def test_a_name_for_files():
     assert Row('+ KV shared by 2/3', '', False, {}, {}).slug == 'kv-shared-by-2-3'
 
 
-@pytest.mark.parametrize('name', ['ablate_shakespeare', 'ablate_recall', 'ablate_smoke', 'ablate_gpt2'])
+@pytest.mark.parametrize('name', ['ablate_shakespeare', 'ablate_recall', 'ablate_smoke', 'ablate_gpt2', 'ablate_gpu_short',
+                                  'ablate_long'])
 def test_shipped_ladders_make_models(name, monkeypatch):
     """Whatever their data sets, which need not be prepared here."""
     monkeypatch.setattr(ladder_module, 'open_meta', lambda s, root: {'vocab_size': 65})
     ladder = read_ladder([f'config/{name}.py'], echo=False)[1]
     names = [row.name for row in ladder.rows.values() if not row.side]
-    assert names[0] == 'vanilla GPT-2' and ladder.rows[names[-1]].kv_dtype == 'int8'
+    assert names[0] == ('RoPE + qk_norm MHA' if name == 'ablate_long' else 'vanilla GPT-2')
+    assert ladder.rows[names[-1]].kv_dtype == 'int8'
     plan = plan_kv(ladder.config(ladder.rows[names[-1]]))
     assert plan.vanilla().nbytes(1, 1024, 'bfloat16') > 10 * plan.nbytes(1, 1024, 'int8')
 
@@ -149,6 +154,8 @@ def test_the_shakespeare_ladder_is_as_small_as_it_says(monkeypatch):
     ("dict(n_kv_head=1)", "dict(seed=5)", r"row '\+ MQA': seed is the same for all rows"),
     ("dict(n_kv_head=1)", "dict(init_from='gpt2')", r"row '\+ MQA': init_from is the same"),
     ("dict(n_kv_head=1)", "dict(dataset='text')", r"row '\+ MQA': dataset is the same"),
+    ("dict(n_kv_head=1)", "dict(block_size=32)", r"row '\+ MQA': block_size is the same"),
+    ("dict(n_kv_head=1)", "dict(recall_task='distances=3')", r"row '\+ MQA': recall_task is the same"),
     ("dict(at_inference=dict(kv_share='AAB'))", "dict(at_inference=1)", "row 'tied later': at_inference must be a dict"),
     ("dict(at_inference=dict(kv_share='AAB'))", "dict(at_inference=dict(qk_norm=True))", "row 'tied later': qk_norm=True"),
     ("'vanilla GPT-2': {}", "'vanilla GPT-2': dict(mlp_hidden='match')", 'matches the first row, which this is'),
