@@ -80,7 +80,7 @@ def models(summary: dict) -> list[dict]:
 def bytes_held(summary: dict) -> Grid:
     """KV bytes of one sequence by its length, and how many fit into a gigabyte."""
     lengths = list(summary['rows'][0]['kv']['at'])
-    grid = Grid('KV cache of one sequence by its length, and sequences to a GB (10^9 bytes) at the longest; allocated',
+    grid = Grid('KV cache: bytes of one sequence by its length, and sequences to a GB (10^9 bytes) at the longest; allocated',
                 ('row', 'stored as', *(f'T={int(n):,}' for n in lengths), 'sequences/GB'), left=('row', 'stored as'))
     for row in models(summary):
         at = row['kv']['at']
@@ -174,7 +174,7 @@ def explanation(summary: dict) -> str:
     counted = 'bfloat16'
     through = sorted({name for row in summary['rows'] if row['kv']['dtype'] == counted
                       for name in row.get('judged_through', ())} - {counted})
-    return ('Made by `python ablate.py` from the JSON files here. A row is one change from the row above it, side rows (from '
+    return ('Made by ablate.py from the JSON files here. A row is one change from the row above it, side rows (from '
             '...) from the one they name. KV bytes count bfloat16 where a row names no storage of its own'
             + f" (the losses of these rows were computed through a cache in {' or '.join(through)})" * bool(through)
             + ", and are compared with vanilla GPT-2 in bfloat16; they were allocated, and equal the plan's arithmetic.")

@@ -33,6 +33,6 @@ def test_the_smoke_ladder(tmp_path):
 
     assert {path.stem for path in tmp_path.glob('*.png')} == {'pareto', 'curves', 'gaps', 'positions', 'decode', 'kv'}
     page = (tmp_path / 'report.html').read_text()
-    for title in ('The ladder', 'KV cache of one sequence', 'Speed', 'Training', 'Rows'):
+    for title in ('The ladder', 'KV cache', 'Speed', 'Training', 'Rows'):
         assert f'<h2>{title}' in page and (title == 'Rows' or title in run.stdout)
     assert 'http' not in page and page.count('<img') == 6
