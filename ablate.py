@@ -114,8 +114,9 @@ def list_runs(ladder, results, argv, only) -> None:
     runs = jobs_of(ladder, results, argv, only)
     for row in ladder.rows.values():
         done = [seed for seed in results.seeds(row) if results.read(row, seed)]
-        todo = sorted(seed for trained, seed in runs if trained is ladder.trainer(row) and seed not in done)
         trainer = ladder.trainer(row)
+        todo = sorted(seed for trained, seed in runs if trained is trainer and seed not in done
+                      and (row is trainer or seed in ladder.seeds(row)))
         how = f'weights of {trainer.name!r}' if trainer is not row else f'{ladder.settings(row).max_iters:,} iterations'
         print(f"{row.name}: seeds done {done or '-'}, to do {todo or '-'} ({how})")
 

@@ -1,6 +1,7 @@
 """What every row costs to run, whatever it has learned: bytes of KV, speed of decoding, prefill and training."""
 import contextlib
 import dataclasses
+import gc
 import io
 
 import torch
@@ -85,8 +86,8 @@ class Speed:
         return found | {'decodes_as': self.decodes_as, 'trains_as': self.trains_as}
 
     def is_whole(self, found: dict) -> bool:
-        """Whether there is nothing left to measure."""
-        return len(found['cells']) == len(self._todo()) and not any(cell['errors'] for cell in found['cells'])
+        """Whether there is nothing left to measure; what failed is not tried again."""
+        return len(found['cells']) == len(self._todo())
 
     def _todo(self) -> list[tuple]:
         """(kind, context, batch) of each cell."""
@@ -106,17 +107,18 @@ class Speed:
                  'repeats': self.s.repeats, 'shape': self.s.shape}
         known = {}
         if before and all(before.get(name) == value for name, value in facts.items()):
-            known = {(cell['kind'], cell['context'], cell['batch']): cell for cell in before['cells'] if not cell['errors']}
+            known = {(cell['kind'], cell['context'], cell['batch']): cell for cell in before['cells']}
         document = facts | {'fingerprint': self.fingerprint, 'decodes_as': self.decodes_as, 'trains_as': self.trains_as,
                             'cells': []}
         torch.manual_seed(0)
         self.models = {}
-        for kind, context, batch in self._todo():
-            cell = known.get((kind, context, batch))
-            if cell is None:
-                cell = {'kind': kind, 'context': context, 'batch': batch} | getattr(self, f'_{kind}')(context, batch)
-            document['cells'].append(cell)
-            save(document)
+        todo = self._todo()
+        for kind, context, batch in todo:
+            if (kind, context, batch) not in known:
+                found = getattr(self, f'_{kind}')(context, batch)
+                known[kind, context, batch] = {'kind': kind, 'context': context, 'batch': batch} | found
+                save(document | {'cells': [known[at] for at in todo if at in known]})
+        document['cells'] = [known[at] for at in todo]
         return document
 
     def _turns(self, makers: dict, title: str) -> tuple[dict, dict]:
@@ -131,14 +133,19 @@ class Speed:
                 return run()
             except FAILURES as e:
                 errors[key] = ' '.join(str(e).split()) or type(e).__name__
-                sides[key] = None  # and its memory
-                if self.device.type == 'cuda':
-                    torch.cuda.empty_cache()
-                return None
+            sides[key] = None
+            self._free()
+            return None
         for key, make in makers.items():
             sides[key] = guarded(key, make)
         found = clock.alternate({key: lambda key=key: guarded(key, sides[key]) for key in makers}, self.s.repeats, title)
         return {key: each for key, each in found.items() if key not in errors}, errors
+
+    def _free(self):
+        """The memory of what is done with: captured steps hold their caches in cycles."""
+        gc.collect()
+        if self.device.type == 'cuda':
+            torch.cuda.empty_cache()
 
     def _model(self, key) -> GPT:
         """The one to decode with, long enough for every context."""
@@ -152,7 +159,11 @@ class Speed:
         """Caches are made and freed in every round, so that there is one at a time."""
         def make(key):
             model = self._model(key)
-            return lambda: DecodeRound(model, batch, context, context + STEPS, STEPS, self.decoders[key][1], True)()
+
+            def run():
+                self._free()
+                return DecodeRound(model, batch, context, context + STEPS, STEPS, self.decoders[key][1], True)()
+            return run
         found, errors = self._turns({key: lambda key=key: make(key) for key in self.decoders},
                                     f'decoding at {context}, batch {batch}')
         return {'tpot_ms': {key: clock.summary(1000 * x for x in each) for key, each in found.items()}, 'errors': errors}
@@ -167,6 +178,7 @@ class Speed:
     def _train(self, *_):
         """Forward, backward and update, at the batch and length that each row trains with."""
         self.models = {}  # they have done their part
+        self._free()
         found, errors = self._turns({key: lambda key=key: self._steps(key) for key in self.trainers}, 'training steps')
         cell = {'tokens_per_second': {}, 'memory': {}, 'errors': errors}
         for key, each in found.items():

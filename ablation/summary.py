@@ -128,9 +128,9 @@ def from_scratch(ladder, row) -> str:
 
 def ends_at(runs: dict, others: dict) -> dict | None:
     """The last loss while training of the seeds that both have: mean, iterations."""
-    last = [evaluations[-1] for seed in sorted(runs.keys() & others.keys())
-            if (evaluations := runs[seed]['training']['evaluations'])]
-    return {'mean': statistics.fmean(val for _, _, val in last), 'iterations': last[0][0]} if last else None
+    last = [runs[seed]['training']['evaluations'][-1:] for seed in sorted(runs.keys() & others.keys())]
+    last = [(i, val) for each in last for i, _, val in each if val is not None]
+    return {'mean': statistics.fmean(val for _, val in last), 'iterations': last[0][0]} if last else None
 
 
 def recall_of_row(runs: dict) -> dict:
@@ -154,7 +154,7 @@ def beside_baseline(rows: list[dict], baseline: str) -> None:
         return {seed: statistics.fmean(recall['accuracy'][d]['each'][i] for d in beyond)
                 for i, seed in enumerate(recall['seeds'])}
     for row in found:
-        row['recall'] |= {'baseline': baseline, 'learned': learned, 'beyond': beyond}
+        row['recall'] |= {'baseline': baseline, 'baseline_known': known is not None, 'learned': learned, 'beyond': beyond}
         if beyond and row['name'] != baseline:
             row['recall']['above_baseline'] = paired_difference(by_seed(row['recall']), by_seed(known))
 

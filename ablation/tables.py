@@ -32,9 +32,9 @@ def shortcomings(summary: dict) -> list[str]:
              for seed, error in row['failed'].items()]
     waiting = {row['name']: [seed for seed in row['seeds_missing'] if seed not in row['failed']] for row in summary['rows']}
     named = [f"{name} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})" for name, seeds in waiting.items() if seeds]
-    for row in models(summary):
+    for row in summary['rows']:
         for cell in row.get('speed') or []:
-            if 'errors' in cell:
+            if 'errors' in cell and (cell['kind'] == 'train' or not (row['side'] and row['same_model'])):
                 at = f"{cell['context']:,} tokens, batch {cell['batch']}" if cell['context'] else 'its batch'
                 lines.append(f"{row['name']}: not timed ({cell['kind']}, {at}): {cell['errors']}")
     return lines + ([f"not trained yet: {'; '.join(named)}"] if named else [])
@@ -142,7 +142,8 @@ def recalls(summary: dict) -> Grid | None:
     one, reach = found[0]['recall'], local_reach(found)
     distances, beyond = list(one['accuracy']), (f"beyond {reach:,}, less {one['baseline']}",) * bool(one['beyond'])
     of = f" (ladder {summary['recall_ladder']!r})" * bool(summary['recall_ladder'])
-    useless = '; at distances marked * ' + one['baseline'] + f' names less than {LEARNED:.0%} right, and they tell nothing'
+    useless = f"; at distances marked * {one['baseline']} names less than {LEARNED:.0%} right" \
+              f"{'' if one['baseline_known'] else ' or is not measured yet'}, and they tell nothing"
     grid = Grid(f'Recall{of}: tokens named right from so many positions back, %, mean over seeds (sd); differences in points, '
                 f'paired by seed, ± half of a 95% interval; local layers alone reach {reach:,}'
                 + useless * (one['learned'] != distances),

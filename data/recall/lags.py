@@ -1,4 +1,5 @@
-"""Looking up tokens at marked distances: the task of the recall ladders, soon learned where the answer can be seen at all."""
+"""Looking up tokens at marked distances, the task of the recall ladders: soon learned (with RoPE and qk_norm) where the answer
+can be seen at all."""
 from dataclasses import dataclass
 
 import numpy as np

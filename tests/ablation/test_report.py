@@ -29,12 +29,14 @@ rows = {
 }
 side_rows = {
     'uptrained': ('+ MQA', dict(converted_from='+ RoPE', max_iters=40)),
+    'slower': ('+ MQA', dict(learning_rate=1e-4)),
+    'later': ('+ MQA', dict(at_inference=dict(rope_theta=5000.0))),
     'uptrained on': ('uptrained', dict(converted_from='+ RoPE', kv_quant_train='int8', max_iters=40)),
 }
 side_seeds = '1'
 '''
 LOSSES = {'vanilla <GPT-2>': [2.0, 2.2, 2.1], '+ RoPE': [1.5, 1.75, 1.7], '+ MQA': [1.6, 1.8, 1.7],
-          '+ int8 KV': [1.6, 1.8, 1.7], 'uptrained': [1.9], 'uptrained on': [1.95]}
+          '+ int8 KV': [1.6, 1.8, 1.7], 'slower': [1.7], 'later': [1.65], 'uptrained': [1.9], 'uptrained on': [1.95]}
 
 
 def run_of(ladder, row, seed, loss):
@@ -161,19 +163,30 @@ def test_distances_that_the_baseline_did_not_learn_are_marked(folder):
         found['recall'] = {'accuracy': {'7': 0.95, '20': far}, 'rows': 256, 'local_reach': 0}
         results.write(ladder.rows[name], 1, found)
     grid = tables.recalls(summary_of(folder, '--seeds=1'))
-    assert grid.columns == ('row', '7 back', '20 back*', 'seeds') and 'less than 95% right' in grid.title
+    assert grid.columns == ('row', '7 back', '20 back*', 'seeds') and 'less than 95% right, and' in grid.title
+    results.path(ladder.rows['+ RoPE'], 1).unlink()
+    grid = tables.recalls(summary_of(folder))
+    assert grid.columns == ('row', '7 back*', '20 back*', 'seeds') and 'or is not measured yet' in grid.title
 
 
 def test_what_could_not_be_timed_is_told(folder):
     summary = summary_of(folder)
     summary['rows'][1]['speed'] = [{'kind': 'decode', 'context': 4096, 'batch': 16, 'errors': 'no memory'}]
-    assert '+ RoPE: not timed (decode, 4,096 tokens, batch 16): no memory' in tables.shortcomings(summary)
+    rows = {row['name']: row for row in summary['rows']}
+    rows['slower']['speed'] = [{'kind': 'decode', 'context': 64, 'batch': 1, 'errors': 'as the row above'},
+                               {'kind': 'train', 'context': 0, 'batch': 0, 'errors': 'no such optimizer'}]
+    told = tables.shortcomings(summary)
+    assert '+ RoPE: not timed (decode, 4,096 tokens, batch 16): no memory' in told
+    assert [line for line in told if 'slower' in line] == ['slower: not timed (train, its batch): no such optimizer']
 
 
 def test_a_dry_run_tells_what_a_chosen_row_needs(folder, capsys):
     ladder, results = opened(folder)
-    for name in ('+ RoPE', 'uptrained'):
-        results.path(ladder.rows[name], 1).unlink()
-    ablate.main([str(folder / 'ablate_mine.py'), f'--folder={folder}', '--dry_run=True', '--only=uptrained'])
-    todo = dict(re.findall(r'^(.*): seeds done .*, to do (\S+) ', capsys.readouterr().out, re.MULTILINE))
-    assert todo == dict.fromkeys(LOSSES, '-') | {'+ RoPE': '[1]', 'uptrained': '[1]'}
+    def todo(*flags):
+        ablate.main([str(folder / 'ablate_mine.py'), f'--folder={folder}', '--dry_run=True', *flags])
+        found = re.findall(r'^(.*): seeds done .*, to do (\S+|\[.*\]) \(', capsys.readouterr().out, re.MULTILINE)
+        return {name: which for name, which in found if which != '-'}
+    for name, seed in (('+ RoPE', 1), ('uptrained', 1), ('+ MQA', 2)):
+        results.path(ladder.rows[name], seed).unlink()
+    assert todo('--only=uptrained') == {'+ RoPE': '[1]', 'uptrained': '[1]'}
+    assert todo() == {'+ RoPE': '[1]', 'uptrained': '[1]', '+ MQA': '[2]'}  # 'later' has its weights, and wants seed 1 alone

@@ -55,5 +55,3 @@ def test_a_model_trained_in_another_way_is_not_shown_twice(summary):
 def test_a_ladder_without_side_rows_has_no_table_for_them(summary):
     summary['rows'] = [row for row in summary['rows'] if not row['side']]
     assert not any(grid.title.startswith('Alternatives') for grid in tables.grids(summary))
-
-
