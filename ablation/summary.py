@@ -4,6 +4,7 @@ import statistics
 import warnings
 
 from ablation.results import read_json
+from config.errors import UserError
 from config.schema import MODEL
 from kv.plan import plan_kv
 
@@ -175,7 +176,10 @@ def recall_of(ladder, folder) -> dict | None:
     if found is None:
         warnings.warn(f'recall={ladder.s.recall!r}: {path} is not there; run that ladder first', stacklevel=2)
         return None
-    return {row['name']: row['recall'] for row in found['rows'] if 'recall' in row}
+    recalls = {row['name']: row['recall'] for row in found['rows'] if 'recall' in row}
+    if not all('baseline_known' in each for each in recalls.values()):
+        raise UserError(f'{path} is of an older version: make it anew, with --report_only=True')
+    return recalls
 
 
 def figures_of(cell: dict, key: str) -> dict:

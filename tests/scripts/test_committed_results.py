@@ -194,6 +194,19 @@ def test_readme_has_the_ladder():
     assert abs(full['params'] / baseline['params'] - 1) < 0.01
 
 
+def test_readme_quotes_the_long_runs():
+    long, short_ = ({row['name']: row for row in rows_of(name)} for name in ('ablate_long', 'ablate_shakespeare'))
+    full, baseline = long['+ int8 KV'], long['RoPE + qk_norm MHA']
+    quoted = re.search(r'\(([\d.]+)M tokens, seed 1, .* the full stack comes to ([\d.]+), the baseline to ([\d.]+): the gap '
+                       r'narrows from ([\d.]+) to ([\d.]+), too little', prose('README.md')).groups()
+    before = [short_[name]['val_loss']['each'][0] for name in ('+ qk_norm', '+ int8 KV')]
+    assert [float(x) for x in quoted] == [round(full['tokens'] / 1e6, 1), round(full['val_loss']['mean'], 4),
+                                          round(baseline['val_loss']['mean'], 4), round(before[0] - before[1], 3),
+                                          round(baseline['val_loss']['mean'] - full['val_loss']['mean'], 3)]
+    assert 0 < baseline['val_loss']['mean'] - full['val_loss']['mean'] < before[0] - before[1]
+    assert full['iterations'] == 5 * short_['+ int8 KV']['iterations'] and full['kv']['smaller'] > 70
+
+
 def test_the_guide_quotes_muon_and_int8_products():
     rows = rows_of('ablate_shakespeare')
     mean = {row['name']: f"{row['val_loss']['mean']:.3f}" for row in rows}
