@@ -25,7 +25,8 @@ tbody tr:nth-child(even) td:first-child, th:first-child { background: var(--band
 th button { all: unset; cursor: pointer; font-weight: 600 } th button:focus-visible { outline: 2px solid var(--link) }
 th[aria-sort=ascending] button::after { content: " \\2191" } th[aria-sort=descending] button::after { content: " \\2193" }
 figure { margin: 0 } figure img { max-width: 100%; height: auto; display: block }
-@media (max-width: 40rem) { body { padding: 1rem .75rem 3rem }
+@media (max-width: 40rem) { body { padding: 1rem .75rem 3rem } figure { overflow-x: auto }
+        figure img { max-width: none; width: 42rem }
         td:first-child, th:first-child { min-width: 6.5rem; max-width: 9rem } }
 '''
 # numbers are read from the start of a cell: '1.7718 (0.0029)', '+0.01 ±0.02', '48.0x', '1,572,864', '32.8 kB'

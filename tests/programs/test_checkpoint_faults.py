@@ -1,4 +1,5 @@
 """Writing a checkpoint where it cannot be done: one clear line, the one before still whole, nothing else left behind."""
+import contextlib
 import errno
 import os
 import signal
@@ -16,12 +17,16 @@ from training.checkpoint import keep_beside, load_checkpoint, save_checkpoint
 resource = pytest.importorskip('resource')  # not on Windows
 
 
-@pytest.fixture
-def size_limit():
-    """`size_limit(n)`: files of this process cannot grow beyond n bytes, as on a disk that is full."""
+@contextlib.contextmanager
+def size_limit(n):
+    """Files of this process cannot grow beyond n bytes, as on a disk that is full. Not as a fixture: pytest tells of a test
+    before its fixtures end, and where that goes into a file, it would be cut off too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def full_after(monkeypatch, n):
@@ -37,13 +42,12 @@ def full_after(monkeypatch, n):
 
 
 @pytest.mark.parametrize('room', [0, 1000, 50_000, 400_000])
-def test_a_full_disk_is_named_as_such_wherever_it_ends(tmp_path, size_limit, room):
+def test_a_full_disk_is_named_as_such_wherever_it_ends(tmp_path, room):
     """torch's own error would speak of positions in the file."""
     path = tmp_path / 'ckpt.pt'
     save_checkpoint(path, {'a': torch.zeros(10)})
     before = path.read_bytes()
-    size_limit(room)
-    with pytest.raises(UserError, match=f'cannot write checkpoint {path}: .*File too large$'):
+    with size_limit(room), pytest.raises(UserError, match=f'cannot write checkpoint {path}: .*File too large$'):
         save_checkpoint(path, {'a': torch.zeros(100_000), 'b': torch.ones(1000)})
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
