@@ -127,7 +127,7 @@ def test_norms_have_a_panel_where_they_were_logged(tmp_path, monkeypatch, panels
     [dict(iter=0, loss=2.0, grad_norm=0.0)], [dict(iter=0, loss=2.0, grad_norm=5.0)],
     [dict(iter=0, val_loss=2.0)], [dict(iter=0, loss=math.nan), dict(iter=1, loss=math.nan)],
     [dict(iter=5, loss=-1.0), dict(iter=6, loss=3.0)]], ids=str)
-@pytest.mark.filterwarnings('error')
+@pytest.mark.filterwarnings('error::UserWarning', 'error::RuntimeWarning')  # not those of other tests' files, closed late
 def test_sparse_runs_can_be_drawn(tmp_path, monkeypatch, capsys, lines):
     monkeypatch.chdir(tmp_path)
     for flags in ([], ['--log_y']):
