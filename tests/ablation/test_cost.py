@@ -66,11 +66,10 @@ def test_speed_is_measured_for_every_row_and_shown(ladder_of, monkeypatch, capsy
     assert activations['+ int8 KV'] == activations['+ wider MLP']
 
 
-def test_steps_are_those_of_each_rows_optimizer(ladder_of, monkeypatch):
+def test_steps_are_those_of_each_rows_optimizer(ladder_of, once):
     pytest.importorskip('torchao')
     ladder = ladder_of(text=CONFIG + "side_rows['Muon'] = ('+ MQA', dict(optimizer='muon'))\n"
                                      "side_rows['int8 products'] = ('+ MQA', dict(int8_training=True))\n")
-    monkeypatch.setattr(cost.clock, 'alternate', lambda sides, *_: {key: [side()] for key, side in sides.items()})
     speed = cost.Speed(ladder)
     speed.device, speed.dtype = torch.device('cpu'), torch.float32
     figures = speed._train()
@@ -83,7 +82,13 @@ def test_steps_are_those_of_each_rows_optimizer(ladder_of, monkeypatch):
 
 
 @pytest.fixture
-def too_large(monkeypatch):
+def once(monkeypatch):
+    """A round is enough."""
+    monkeypatch.setattr(cost.clock, 'alternate', lambda sides, *_: {key: [run()] for key, run in sides.items()})
+
+
+@pytest.fixture
+def too_large(monkeypatch, once):
     """Caches of 100 tokens fail for all rows with as many K/V heads as query heads."""
     plain = cost.DecodeRound
 
@@ -97,18 +102,19 @@ def too_large(monkeypatch):
 def test_what_does_not_fit_is_told_and_the_others_are_measured(ladder_of, too_large):
     ladder = ladder_of()
     speed = cost.Speed(ladder)
-    cells = speed.measure()['cells']
+    found = speed.measure()
+    cells = found['cells']
     vanilla, mqa = (speed.decodes_as[name] for name in ('vanilla GPT-2', '+ MQA'))
     assert [cell['errors'].get(vanilla) for cell in cells] == [None, None, 'no memory for 100 tokens', None, None]
     assert mqa in cells[2]['tpot_ms'] and vanilla not in cells[2]['tpot_ms'] and mqa not in cells[2]['errors']
     assert vanilla in cells[3]['ttft_ms'] and speed.trains_as['vanilla GPT-2'] in cells[4]['tokens_per_second']
-    summary = summarize(ladder, Results(ladder), speed.of(speed.measure()), None, lambda row: cost.kv_bytes(ladder, row, [16]))
+    summary = summarize(ladder, Results(ladder), found, None, lambda row: cost.kv_bytes(ladder, row, [16]))
     assert 'vanilla GPT-2: not timed (decode, 100 tokens, batch 2): no memory for 100 tokens' in tables.shortcomings(summary)
     shown = {row[0]: row[3] for grid in tables.grids(summary) if grid.title.startswith('Speed') for row in grid.rows}
     assert shown['vanilla GPT-2'] == '-' and float(shown['+ MQA']) > 0
 
 
-def test_a_model_that_cannot_be_made_leaves_the_others(ladder_of, monkeypatch):
+def test_a_model_that_cannot_be_made_leaves_the_others(ladder_of, monkeypatch, once):
     plain = cost.GPT
 
     def gpt(config):
@@ -155,7 +161,7 @@ def test_what_is_measured_is_saved_as_it_comes_and_not_measured_again(ladder_of,
         assert [cell['kind'] for cell in measured(measure=False)['cells']] == ['decode', 'prefill', 'prefill', 'train']
 
 
-def test_figures_of_another_machine_count_as_they_are_and_are_not_mixed(ladder_of):
+def test_figures_of_another_machine_count_as_they_are_and_are_not_mixed(ladder_of, once):
     speed = cost.Speed(ladder_of())
     whole = speed.measure() | {'processor': 'of somebody else'}
     assert speed.is_whole(speed.of(whole)) and speed.of(whole)['processor'] == 'of somebody else'
