@@ -15,6 +15,7 @@ WIDE = dict(VANILLA, n_embd=64)  # 8 bits are for tensors of 4096 numbers and mo
 
 @pytest.mark.parametrize('name', ['muon', EIGHT_BIT])
 def test_an_interrupted_run_ends_as_a_whole_one(tmp_path, name, capsys):
+    torch._dynamo.reset()  # what tests before have compiled counts against its limit
     config = dict(FULL_STACK, n_embd=64, optimizer=name, lr_schedule='wsd')
     run_train(tmp_path / 'whole', config, max_iters=8, eval_interval=4)
     run_train(tmp_path / 'parts', config, max_iters=4, eval_interval=4)
