@@ -20,8 +20,6 @@ class LagTask:
 
     What is asked is whether the model can see that far, not whether it can search: a query knows where its answer stands from
     itself alone, so that one attention head for each distance is enough, and nothing but the token there tells the answer.
-    (Harder tasks, as searching for a key, stayed out of the reach even of plain attention for a thousand steps and more at the
-    size of these models.)
     Ids: n_tokens tokens, then a marker for each of `distances`. Raises UserError for settings that leave no room.
     """
 

@@ -6,13 +6,15 @@ from ablation.ladder import Row, parameters, read_ladder
 from config.errors import UserError
 from kv.plan import plan_kv
 
-CONFIG = '''
+SMALL = '''
 base = 'config/train_recall.py'
 n_layer = 3
 n_embd = 32
 n_head = 4
 block_size = 64
 recall_task = 'distances=7,20'
+'''
+CONFIG = SMALL + '''
 rows = {
     'vanilla GPT-2': {},
     '+ RoPE': dict(pos_embedding='rope'),

@@ -8,15 +8,11 @@ import ablate
 from ablation import cost, report, tables
 from ablation.ladder import read_ladder
 from ablation.results import Results
-from ablation.summary import summarize
+from ablation.summary import recall_of, summarize
+from config.errors import UserError
+from tests.ablation.test_ladder import SMALL
 
-CONFIG = '''
-base = 'config/train_recall.py'
-n_layer = 3
-n_embd = 32
-n_head = 4
-block_size = 64
-recall_task = 'distances=7,20'
+CONFIG = SMALL + '''
 speed = False
 contexts = '64'
 seeds = '1,2,3'
@@ -136,7 +132,7 @@ def test_curves_of_other_windows_are_not_compared(folder):
 
 
 def test_recall_is_paired_by_seed(folder):
-    """W=1 + 7: two local layers reach 2 * 7 = 14. The baseline names 96% at 7, and 96%, 98%, 100% at 20."""
+    """W=8: two local layers reach 2 * 7 = 14. The baseline names 96% at 7, and 96%, 98%, 100% at 20."""
     text = (folder / 'ablate_mine.py').read_text() + "rows['+ window'] = dict(layer_pattern='LLG', window_size=8)\n"
     (folder / 'ablate_mine.py').write_text(text)
     ladder, results = opened(folder)
@@ -152,6 +148,21 @@ def test_recall_is_paired_by_seed(folder):
     assert [found[name]['beyond 14, less + RoPE'] for name in ('+ RoPE', '+ window', 'uptrained (from + MQA)')] == [
         '-', '+0.0 ±12.7', '+3.0 (n=1)']
     assert found['+ window']['20 back'] == '97.0 (2.8)' and found['+ window']['seeds'] == '2'
+
+
+def test_recall_of_another_ladder_stands_beside_these_rows(folder):
+    with pytest.warns(UserWarning, match='run that ladder first'):
+        assert recall_of(opened(folder, '--recall=other')[0], folder / 'mine') is None
+    known = {'seeds': [1], 'baseline_known': True}
+    (folder / 'other').mkdir()
+    document = {'rows': [{'name': '+ MQA', 'recall': known}, {'name': '+ RoPE'}]}
+    (folder / 'other' / 'results.json').write_text(json.dumps(document))
+    ladder = opened(folder, '--recall=other')[0]
+    assert recall_of(ladder, folder / 'mine') == {'+ MQA': known}
+    del known['baseline_known']
+    (folder / 'other' / 'results.json').write_text(json.dumps(document))
+    with pytest.raises(UserError, match='other/results.json is of an older version'):
+        recall_of(ladder, folder / 'mine')
 
 
 def test_distances_that_the_baseline_did_not_learn_are_marked(folder):
@@ -182,6 +193,7 @@ def test_what_could_not_be_timed_is_told(folder):
 
 def test_a_dry_run_tells_what_a_chosen_row_needs(folder, capsys):
     ladder, results = opened(folder)
+
     def todo(*flags):
         ablate.main([str(folder / 'ablate_mine.py'), f'--folder={folder}', '--dry_run=True', *flags])
         found = re.findall(r'^(.*): seeds done .*, to do (\S+|\[.*\]) \(', capsys.readouterr().out, re.MULTILINE)
