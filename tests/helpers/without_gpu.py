@@ -1,0 +1,55 @@
+"""A machine without a GPU, as far as tracing and compiling go: Triton believes in an H100, kernels run in its interpreter.
+
+For programs of their own (`run_alone`), since what they patch serves the whole process.
+"""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class H100:
+    """In the place of Triton's driver."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+        return GPUTarget('cuda', 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def pretend() -> None:
+    """Kernels are `JITFunction`s, as on a GPU, which Dynamo traces and AOTAutograd analyses; launching one interprets it."""
+    import torch.utils._triton
+    torch.utils._triton.has_triton = lambda: True
+    import triton
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+    triton.runtime.driver.set_active(H100())
+    interpreted = {}
+
+    def run(self, *args, grid, warmup=False, num_warps=4, num_stages=3, **kwargs):
+        return interpreter(self).run(*args, grid=grid, warmup=warmup, **kwargs)
+
+    def interpreter(kernel):
+        return interpreted.setdefault(kernel.fn, InterpretedFunction(kernel.fn))
+    JITFunction.run = run
+    JITFunction.__call__ = lambda self, *args, **kwargs: interpreter(self)(*args, **kwargs)
+    import attention.kernels
+    attention.kernels.INTERPRETING = True
+    attention.kernels._wanted = True
+
+
+def run_alone(program: str, *args: str, **environment: str) -> dict:
+    """What a Python program printed last, as JSON; in a process of its own, in the checkout."""
+    env = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'} | environment
+    done = subprocess.run([sys.executable, '-c', program, *args], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
