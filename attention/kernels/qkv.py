@@ -18,12 +18,12 @@ def _as_int8(x, scale):
 
 
 @triton.jit
-def _store(low, high, Y, SCALE, stride, d, some, HALF: tl.constexpr, INT8: tl.constexpr):
+def _store(low, high, Y, SCALE, at_scale, stride, d, some, HALF: tl.constexpr, INT8: tl.constexpr):
     if INT8:
         top = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0)
         scale = tl.minimum(tl.maximum(tl.math.div_rn(top, 127.0), 5.9604644775390625e-08), 65504.0).to(tl.float16)
         lost = tl.sum((low != low).to(tl.int32) + (high != high).to(tl.int32), 0) > 0  # a maximum may overlook NaN
-        tl.store(SCALE, tl.where(lost, float('nan'), scale).to(tl.float16))
+        tl.store(SCALE + at_scale, tl.where(lost, float('nan'), scale).to(tl.float16))
         low, high = _as_int8(low, scale.to(tl.float32)), _as_int8(high, scale.to(tl.float32))
     tl.store(Y + d * stride, low.to(Y.dtype.element_ty), mask=some)
     tl.store(Y + (HALF + d) * stride, high.to(Y.dtype.element_ty), mask=some)
@@ -32,7 +32,8 @@ def _store(low, high, Y, SCALE, stride, d, some, HALF: tl.constexpr, INT8: tl.co
 @triton.jit
 def _write(QKV, Q_GAIN, K_GAIN, COS, SIN, ROWS, PLACES, Q, K, V, K_SCALE, V_SCALE,
            T, n_head, n_kv_head, n_rows, eps, rope_b, kb, kh, ks, kd, vb, vh, vs, cb, ch, cs,
-           HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, INT8: tl.constexpr):
+           HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, INT8: tl.constexpr,
+           HAS_KV: tl.constexpr):
     """Head `head` of token `token`, as its two halves: RoPE turns element d with d + D/2."""
     head, token = tl.program_id(0) % n_rows, (tl.program_id(0) // n_rows).to(tl.int64)
     b, j = token // T, token % T
@@ -41,10 +42,10 @@ def _write(QKV, Q_GAIN, K_GAIN, COS, SIN, ROWS, PLACES, Q, K, V, K_SCALE, V_SCAL
     dtype = QKV.dtype.element_ty
     x = QKV + (token * n_rows + head) * 2 * HALF + d
     low, high = tl.load(x, mask=some, other=0).to(tl.float32), tl.load(x + HALF, mask=some, other=0).to(tl.float32)
-    if head < n_head + n_kv_head:  # of V, nothing is turned
+    if head < n_head + n_kv_head:  # V has neither norm nor RoPE
         if NORM:
             gain = Q_GAIN
-            if head >= n_head:
+            if HAS_KV and head >= n_head:
                 gain = K_GAIN
             r = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * HALF) + eps)
             low = (low * r * tl.load(gain + d, mask=some, other=0).to(tl.float32)).to(dtype).to(tl.float32)
@@ -58,17 +59,17 @@ def _write(QKV, Q_GAIN, K_GAIN, COS, SIN, ROWS, PLACES, Q, K, V, K_SCALE, V_SCAL
         y = Q + ((b * n_head + head) * T + j) * 2 * HALF + d
         tl.store(y, low.to(Q.dtype.element_ty), mask=some)
         tl.store(y + HALF, high.to(Q.dtype.element_ty), mask=some)
-    else:
+    elif HAS_KV:
         place = tl.load(PLACES + token).to(tl.int64)
         if place >= 0:
             row = tl.load(ROWS + token).to(tl.int64)
             if head < n_head + n_kv_head:
                 h = head - n_head
-                _store(low, high, K + row * kb + h * kh + place * ks, K_SCALE + row * cb + h * ch + place * cs, kd, d, some,
+                _store(low, high, K + row * kb + h * kh + place * ks, K_SCALE, row * cb + h * ch + place * cs, kd, d, some,
                        HALF, INT8)
             else:
                 h = head - n_head - n_kv_head
-                _store(low, high, V + row * vb + h * vh + place * vs, V_SCALE + row * cb + h * ch + place * cs, 1, d, some,
+                _store(low, high, V + row * vb + h * vh + place * vs, V_SCALE, row * cb + h * ch + place * cs, 1, d, some,
                        HALF, INT8)
 
 
@@ -86,19 +87,21 @@ def write_qkv(qkv, n_head: int, q_norm=None, k_norm=None, rope=None, target: Tar
     B, t, n_rows, D = qkv.shape
     if not qkv.is_contiguous() or D % 2:
         raise ValueError(f'qkv of shape {tuple(qkv.shape)}, strides {qkv.stride()}: must be contiguous, with D even')
-    q = qkv.new_empty(B, n_head, t, D)
-    k, v = (target.k, target.v) if target else ((q,), (q,))
-    int8 = len(k) == 2
-    cos, sin = rope or (q, q)
-    if q_norm is None and rope is None and n_rows == n_head:
+    if q_norm is None and rope is None and target is None:
         return qkv.transpose(1, 2)
-    gains = [q if norm is None else norm.weight for norm in (q_norm, k_norm or q_norm)]
+    q = qkv.new_empty(B, n_head, t, D)
+    # What is missing is None. A stand-in such as q would be a tensor that the kernel seems to write twice: torch.compile makes
+    # each written argument a tensor of its own, and q would be read from the wrong one.
+    gains = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
+    cos, sin = rope or (None, None)
+    rows, places, k, v = (target.rows, target.places, target.k, target.v) if target else (None, None, (None,), (None,))
+    int8 = len(k) == 2
+    scales = (k[1], v[1]) if int8 else (None, None)
     _write[(B * t * n_rows,)](
-        qkv, *gains, cos, sin, *((target.rows, target.places) if target else (q, q)), q, k[0], v[0],
-        *((k[1], v[1]) if int8 else (q, q)),
+        qkv, *gains, cos, sin, rows, places, q, k[0], v[0], *scales,
         t, n_head, (n_rows - n_head) // 2, n_rows, 0.0 if q_norm is None else q_norm.eps,
-        cos.stride(0) if rope and cos.dim() == 4 else 0, *k[0].stride(), *v[0].stride()[:3],
-        *(k[1].stride()[:3] if int8 else (0, 0, 0)),
+        cos.stride(0) if rope and cos.dim() == 4 else 0,
+        *(k[0].stride() + v[0].stride()[:3] if target else (0,) * 7), *(k[1].stride()[:3] if int8 else (0,) * 3),
         HALF=D // 2, BLOCK=triton.next_power_of_2(D // 2), NORM=q_norm is not None, ROPE=rope is not None, INT8=int8,
-        num_warps=1)
+        HAS_KV=target is not None, num_warps=1)
     return q
