@@ -1,5 +1,6 @@
 """Sliding-window attention in O(T * W): exact blocks on SDPA anywhere, FlexAttention on CUDA."""
 import functools
+import types
 
 import torch
 import torch.nn.functional as F
@@ -73,9 +74,20 @@ def _attend_blocks(q, k, v, window, block, dropout_p):
 
 
 @functools.cache
-def _compiled_flex_attention():
+def _compiled_flex_attention(layouts, window):
+    """FlexAttention compiled for one layout of q, k and v and one window.
+
+    Dynamo counts recompilations per code object. Past its limit it runs the function eagerly, which holds all scores in memory,
+    O(T * T). So each case gets its own copy of the code, and fullgraph=True makes the limit an error.
+    """
+    attend = types.FunctionType(_flex_attention.__code__.replace(), globals())
+    return torch.compile(attend, dynamic=False, fullgraph=True)
+
+
+def _flex_attention(q, k, v, mask, kernel_options):
     from torch.nn.attention.flex_attention import flex_attention
-    return torch.compile(flex_attention)
+    gqa = q.size(1) != k.size(1)
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=kernel_options)
 
 
 def flex_local_attention(q, k, v, window: int, compiled: bool = True, kernel_options=None) -> torch.Tensor:
@@ -84,9 +96,13 @@ def flex_local_attention(q, k, v, window: int, compiled: bool = True, kernel_opt
     `compiled=False` runs FlexAttention's eager form, which is how this path is tested on a CPU (forward only: it has
     no backward there in torch 2.11 to 2.15). kernel_options: FlexAttention's own, as {'BACKEND': 'FLASH'}.
     """
-    if compiled and not torch.compiler.is_compiling():
-        flex = _compiled_flex_attention()
-    else:  # where the whole model is being compiled, this is compiled with it
-        from torch.nn.attention.flex_attention import flex_attention as flex
     mask = block_mask(q.size(2), window, q.device)
-    return flex(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1), kernel_options=kernel_options)
+    # By default Inductor takes its decoding kernel for T < 128. In torch 2.11 to 2.13 that kernel has no valid configuration for
+    # some T (96 with 4 query heads per KV head), and compilation fails (pytorch #185349).
+    kernel_options = {'BACKEND': 'TRITON', **(kernel_options or {})}
+    if compiled and not torch.compiler.is_compiling():
+        layouts = tuple((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v))
+        attend = _compiled_flex_attention(layouts, window)
+    else:  # where the whole model is being compiled, this is compiled with it
+        attend = _flex_attention
+    return attend(q, k, v, mask, kernel_options)

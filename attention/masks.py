@@ -12,8 +12,8 @@ def in_window(q_pos, k_pos, window):
                        3      x x x
                        4        x x x
 
-    Works on anything that subtracts and compares: ints, tensors that broadcast, FlexAttention's index tensors
-    (for which `window` is a tensor too: a captured number would recompile the kernel for each window).
+    Works on anything that subtracts and compares: ints, tensors that broadcast, FlexAttention's index tensors. For those
+    `window` is an int, which becomes a constant of the kernel: a tensor would be loaded for each masked block.
     """
     distance = q_pos - k_pos
     seen = distance >= 0
@@ -30,6 +30,7 @@ def dense_mask(n_queries: int, n_keys: int, window: int, device=None) -> torch.T
 
 _block_masks = {}
 MAX_BLOCK_MASKS = 64  # one per length and window: a bound for programs that see many lengths
+FLEX_BLOCK = 128  # queries and keys of a block, FlexAttention's default
 
 
 def block_mask(n_positions: int, window: int, device: torch.device):
@@ -39,11 +40,31 @@ def block_mask(n_positions: int, window: int, device: torch.device):
     """
     key = (n_positions, window, str(device))
     if key not in _block_masks:
-        from torch.nn.attention.flex_attention import create_block_mask
         if len(_block_masks) >= MAX_BLOCK_MASKS:
             del _block_masks[next(iter(_block_masks))]  # the oldest
         with torch.inference_mode(False):  # a mask first needed while sampling must serve training later
-            w = torch.tensor(window, device=device)
-            _block_masks[key] = create_block_mask(lambda b, h, q_idx, kv_idx: in_window(q_idx, kv_idx, w), B=None, H=None,
-                                                  Q_LEN=n_positions, KV_LEN=n_positions, device=device)
+            _block_masks[key] = _make_block_mask(n_positions, window, device)
     return _block_masks[key]
+
+
+def _make_block_mask(n_positions, window, device):
+    """What create_block_mask returns, without its mask of all n_positions * n_positions pairs."""
+    from torch.nn.attention.flex_attention import BlockMask
+    first = torch.arange(0, n_positions, FLEX_BLOCK, device=device)
+    last = first + FLEX_BLOCK - 1
+    nearest = first[:, None] - last[None, :]  # (query blocks, key blocks), least and most distance
+    farthest = last[:, None] - first[None, :]
+    reach = window or n_positions
+    seen = (farthest >= 0) & (nearest < reach)
+    full = (nearest >= 0) & (farthest < reach)
+    full &= last[:, None] < n_positions  # as in create_block_mask, a block that is cut off is partial
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen & ~full), *_ordered(full), BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=lambda b, h, q_idx, kv_idx: in_window(q_idx, kv_idx, window),
+        seq_lengths=(n_positions, n_positions))
+
+
+def _ordered(blocks):
+    """(n, n) bool -> how many are True in each row (1, 1, n), and column indices, those first."""
+    indices = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], indices.int()[None, None]

@@ -23,3 +23,15 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker('gpu'):
                 item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
+
+
+@pytest.fixture(autouse=True)
+def no_silent_fallback(request):
+    """On a GPU, code that Dynamo has compiled too often is an error, not run eagerly in its place."""
+    if request.node.get_closest_marker('gpu') is None:
+        yield
+        return
+    import torch._dynamo
+    torch._dynamo.reset()  # what other tests compiled does not count
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield

@@ -1,9 +1,13 @@
 """Sliding-window attention in its fast forms (blocks, FlexAttention) against dense attention in float64."""
+import functools
+
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention import local
 from attention.causal import causal_attention
 from attention.local import blockwise_local_attention, flex_local_attention
 from tests.helpers.reference import dense_attention, visible
@@ -65,6 +69,82 @@ def test_flex_values(t, window, heads):
     inputs = qkv(t, heads, batch=1, dim=16, dtype=torch.float32)
     y = flex_local_attention(*inputs, window, compiled=False)
     assert gap(y.double(), dense_attention(*inputs, window)) < 1e-5
+
+
+# -- how FlexAttention is compiled: Dynamo traces on a CPU, a backend that runs the graphs stands for inductor ----------
+
+class Graphs:
+    """A backend of torch.compile. `made`: the graphs; `runs`: how often any of them ran."""
+
+    def __init__(self):
+        self.made, self.runs = [], 0
+
+    def __call__(self, graph, example_inputs):
+        def run(*args):
+            self.runs += 1
+            return graph(*args)
+        self.made.append(graph)
+        return run
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    found = Graphs()
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend=found))
+    local._compiled_flex_attention.cache_clear()
+    torch._dynamo.reset()
+    yield found
+    local._compiled_flex_attention.cache_clear()
+    torch._dynamo.reset()
+
+
+def options_of(graph):
+    """The kernel options of the one FlexAttention in an FX graph."""
+    flex, = graph.graph.find_nodes(op='call_function', target=torch.ops.higher_order.flex_attention)
+    options, = (arg for arg in (*flex.args, *flex.kwargs.values()) if isinstance(arg, dict))
+    return options
+
+
+@pytest.mark.parametrize('given, backend', [(None, 'TRITON'), ({}, 'TRITON'), ({'num_warps': 8}, 'TRITON'),
+                                            ({'BACKEND': 'FLASH'}, 'FLASH')])
+def test_flex_asks_for_the_kernel_that_takes_short_sequences(graphs, given, backend):
+    with torch.no_grad():
+        flex_local_attention(*qkv(96, (4, 1), dim=16), 40, kernel_options=given)
+    graph, = graphs.made
+    options = options_of(graph)
+    assert options['BACKEND'] == backend and options.get('num_warps') == (given or {}).get('num_warps')
+
+
+def test_flex_is_compiled_once_for_each_length(graphs):
+    """More lengths than Dynamo compiles of one code object."""
+    lengths = range(40, 160, 10)
+    assert len(lengths) > torch._dynamo.config.recompile_limit
+    with torch.no_grad():
+        for calls in (1, 2):
+            for t in lengths:
+                inputs = qkv(t, dim=16)
+                assert gap(flex_local_attention(*inputs, 37), dense_attention(*inputs, 37)) < 1e-12
+            assert len(graphs.made) == len(lengths) and graphs.runs == calls * len(lengths)
+
+
+def test_flex_is_compiled_once_for_each_window_and_layout(graphs):
+    q, k, v = qkv(50, (2, 2), dim=16)
+    rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    with torch.no_grad():
+        for _ in range(2):
+            for window in range(1, 11):
+                for inputs in ((q, k, v), rows):
+                    assert gap(flex_local_attention(*inputs, window), dense_attention(q, k, v, window)) < 1e-12
+    assert len(graphs.made) == 20 and graphs.runs == 40
+
+
+def test_flex_does_not_run_uncompiled_past_the_recompile_limit(graphs, monkeypatch):
+    compiled = local._compiled_flex_attention(None, None)
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(local, '_compiled_flex_attention', lambda *_: compiled)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            for t in range(40, 160, 10):
+                flex_local_attention(*qkv(t, dim=16), 37)
 
 
 # -- dropout: with v = identity the output is the matrix of weights ---------------------------------------------------
