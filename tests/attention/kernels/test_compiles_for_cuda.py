@@ -1,101 +1,104 @@
-"""The kernels compile for an H100-class GPU, with the arguments that a decode step gives them: needs no GPU, only Triton."""
-import subprocess
-import sys
-from pathlib import Path
+"""The kernels compiled for an H100 with the arguments that a decode step gives them: needs no GPU, only Triton. What they do in
+their inner loop, and what they take of a multiprocessor, is read from the compiler's output."""
+import json
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.helpers.without_gpu import run_alone
+
+pytest.importorskip('triton')
 
 PROGRAM = '''
-import sys
+import json, sys
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from attention.kernels import decode, qkv
+from attention.kernels.decode import Tuning
 from kv.store import KVStore, Target
+from tests.helpers.ahead_of_time import CompilesOnly, innermost_loop, resources
 
-KINDS = {torch.float32: '*fp32', torch.bfloat16: '*bf16', torch.float16: '*fp16', torch.int8: '*i8', torch.int32: '*i32',
-         torch.int64: '*i64'}
-OPTIONS = ('num_warps', 'num_stages')
-
-
-class Compiles:
-    """In the place of a kernel: a launch compiles it, specialised as Triton would do for these arguments."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        return self.launch
-
-    def launch(self, *args, **kwargs):
-        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-        names = self.kernel.arg_names
-        given, signature, fixed, aligned = dict(zip(names, args)) | kwargs, {}, {}, {}
-        for i, name in enumerate(names):
-            x = given[name]
-            constant = self.kernel.params[i].is_constexpr or x is None or (
-                isinstance(x, int) and x == 1 and not self.kernel.params[i].do_not_specialize)
-            if constant:
-                signature[name], fixed[(i,)] = 'constexpr', x
-            else:
-                signature[name] = KINDS[x.dtype] if torch.is_tensor(x) else 'fp32' if isinstance(x, float) else 'i32'
-                if torch.is_tensor(x) or (isinstance(x, int) and x % 16 == 0 and not self.kernel.params[i].do_not_specialize):
-                    aligned[(i,)] = [['tt.divisibility', 16]]
-        compiled = triton.compile(ASTSource(fn=self.kernel, signature=signature, constexprs=fixed, attrs=aligned),
-                                  target=GPUTarget('cuda', 90, 32), options=options)
-        ptx = compiled.asm['ptx']
-        print(self.kernel.__name__, 'mma' if 'mma' in ptx else '-', 'cp.async' if 'cp.async' in ptx else '-', flush=True)
+made = []
+for module, name in ((decode, '_split'), (decode, '_join'), (qkv, '_write')):
+    setattr(module, name, CompilesOnly(getattr(module, name), made))
+B, H, HKV, dtype = 4, 12, 1, torch.bfloat16
 
 
-for name in ('_split', '_join'):
-    setattr(decode, name, Compiles(getattr(decode, name)))
-qkv._write = Compiles(qkv._write)
+def compiled(layout, kv_dtype, D=64, S=1024, page=64):
+    """S: keys that a row has room for, or a window."""
+    made.clear()
+    n, capacity = (64, page) if layout == 'paged' else (B, S)
+    store = KVStore(n, HKV, capacity, D, getattr(torch, kv_dtype), dtype, torch.device('cpu'))
+    store.k = store._allocate((n, HKV, capacity), D, False)  # as on a GPU
+    q, numbers = torch.zeros(B, H, 1, D, dtype=dtype), torch.zeros(B, 1, dtype=torch.int64)
+    attend = lambda q, n_splits, **how: decode.stored_attention(
+        q, store.k, store.v, **how, tuning=Tuning(n_splits=n_splits, int8_dot=layout == 'int8_dot'))
+    if layout in ('contiguous', 'ring', 'int8_dot'):
+        attend(q, 4, seen=numbers[:, 0], window=S if layout == 'ring' else 0)
+    elif layout == 'paged':
+        attend(q, 1, seen=numbers[:, 0], table=torch.zeros(B, S // page, dtype=torch.int32))
+    elif layout == 'chunk':
+        attend(q.expand(B, H, 5, D), 2, window=7)
+    elif layout == 'tags':
+        attend(q, 2, q_pos=numbers, k_pos=numbers.expand(B, S), window=7)
+    else:
+        norm, table = torch.nn.RMSNorm(D, eps=1e-6, dtype=dtype), torch.zeros(B, 1, 1, D)
+        qkv.write_qkv(torch.zeros(B, 1, H + 2 * HKV, D, dtype=dtype), H, norm, norm, (table, table),
+                      Target(store.k, store.v, numbers, numbers))
+        qkv.write_qkv(torch.zeros(B, 1, H, D, dtype=dtype), H, norm, None, (table, table))
+    return [{'kernel': each.metadata.name, 'tensor cores': 'mma' in each.asm['ptx'], **resources(each),
+             **(innermost_loop(each) if each.metadata.name == '_split' else {})} for each in made]
 
-kind, kv_dtype, D = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
-dtype = torch.bfloat16
-B, H, HKV, S = 4, 12, 1, 256
-store = KVStore(B, HKV, S, D, kv_dtype, dtype, torch.device('cpu'))
-store.k = store._allocate((B, HKV, S), D, False)  # as on a GPU
-q, numbers = torch.zeros(B, H, 1, D, dtype=dtype), torch.zeros(B, 1, dtype=torch.int64)
-if kind == 'decode':
-    decode.stored_attention(q, store.k, store.v, seen=numbers[:, 0], tuning=decode.Tuning(n_splits=4))
-elif kind == 'int8_dot':
-    decode.stored_attention(q, store.k, store.v, seen=numbers[:, 0], tuning=decode.Tuning(n_splits=4, int8_dot=True))
-elif kind == 'pages':
-    decode.stored_attention(q, store.k, store.v, seen=numbers[:, 0], table=numbers.int(), tuning=decode.Tuning(n_splits=1))
-elif kind == 'chunk':
-    decode.stored_attention(q.expand(B, H, 5, D), store.k, store.v, window=7, tuning=decode.Tuning(n_splits=2))
-elif kind == 'tags':
-    decode.stored_attention(q, store.k, store.v, q_pos=numbers, k_pos=numbers.expand(B, S), window=7,
-                            tuning=decode.Tuning(n_splits=2))
-elif kind == 'write':
-    norm, table = torch.nn.RMSNorm(D, eps=1e-6, dtype=dtype), torch.zeros(B, 1, 1, D)
-    qkv.write_qkv(torch.zeros(B, 1, H + 2 * HKV, D, dtype=dtype), H, norm, norm, (table, table),
-                  Target(store.k, store.v, numbers, numbers))
-    qkv.write_qkv(torch.zeros(B, 1, H, D, dtype=dtype), H, norm, None, (table, table))
+
+print(json.dumps([compiled(**case) for case in json.loads(sys.argv[1])]))
 '''
 
 
+def compiled(cases, tmp_path):
+    """What became of each case, by one process: [{'kernel': ..., ...}, ...]."""
+    return run_alone(PROGRAM, json.dumps(cases), TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION='1')
+
+
+def assert_nothing_waits(kernel, case, copies):
+    """K, V and the scales come by asynchronous copies, the number of a page a block ahead; nothing is spilled."""
+    paged = case['layout'] == 'paged'
+    assert kernel['kernel'] == '_split' and kernel['tensor cores'], case
+    assert (kernel['copies'], kernel['loads']) == (copies, 0), (case, kernel)
+    assert (kernel['scalars'], kernel['scalars_ahead']) == (0, int(paged)), (case, kernel)
+    # room for three programs of 128 threads on a multiprocessor (65,536 registers, 227 KB), with heads over 64 for two
+    n = 3 if case.get('D', 64) <= 64 else 2
+    assert kernel['spilled'] == 0 and kernel['registers'] <= 65536 // (128 * n), (case, kernel)
+    assert kernel['shared'] <= 227 * 1024 // n, (case, kernel)
+
+
+def test_the_loop_of_a_decode_step_waits_for_no_load(tmp_path):
+    cases = [dict(layout=layout, kv_dtype=kv_dtype) for layout in ('contiguous', 'ring', 'paged')
+             for kv_dtype in ('int8', 'bfloat16')]
+    for case, (split, *_) in zip(cases, compiled(cases, tmp_path), strict=True):
+        assert_nothing_waits(split, case, copies=4 if case['kv_dtype'] == 'int8' else 2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('kind, kv_dtype, D', [
-    ('decode', 'int8', 64), ('decode', 'bfloat16', 64), ('decode', 'float32', 64), ('int8_dot', 'int8', 64),
-    ('decode', 'int8', 16), ('pages', 'int8', 128), ('chunk', 'int8', 64), ('tags', 'int8', 64), ('write', 'int8', 64),
-    ('write', 'bfloat16', 80)])
-def test_compiles(kind, kv_dtype, D, tmp_path, monkeypatch):
-    pytest.importorskip('triton')
-    monkeypatch.delenv('TRITON_INTERPRET', raising=False)  # compiled, not interpreted
-    monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
-    monkeypatch.setenv('TRITON_DEFAULT_FP_FUSION', '1')
-    done = subprocess.run([sys.executable, '-c', PROGRAM, kind, kv_dtype, str(D)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    if kind == 'write':
-        assert lines == ['_write - -'] * 2
-        return
-    tensor_cores = kv_dtype != 'float32'
-    assert lines[0] == f"_split {'mma' if tensor_cores else '-'} cp.async"  # loads of the next keys run ahead
-    assert lines[1:] == ['_join - -'] * (kind != 'pages')
+def test_so_it_is_with_other_sizes(tmp_path):
+    """Heads of all sizes; rows of any even number of keys; pages that hold several blocks, or less than one."""
+    cases = [dict(layout=layout, kv_dtype=kv_dtype, D=D) for layout in ('contiguous', 'paged') for D in (32, 48, 80, 128, 256)
+             for kv_dtype in ('int8', 'bfloat16')]
+    cases += [dict(layout='contiguous', kv_dtype='int8', S=S) for S in (1000, 1010)]
+    cases += [dict(layout='ring', kv_dtype='int8', S=S) for S in (100, 250)]
+    cases += [dict(layout='paged', kv_dtype='int8', page=page) for page in (16, 32, 128, 192)]
+    for case, (split, *_) in zip(cases, compiled(cases, tmp_path), strict=True):
+        assert_nothing_waits(split, case, copies=4 if case['kv_dtype'] == 'int8' else 2)
+
+
+@pytest.mark.slow
+def test_everything_else_compiles(tmp_path):
+    cases = [dict(layout=layout, kv_dtype=kv_dtype, D=D) for layout, kv_dtype, D in [
+        ('contiguous', 'float32', 64), ('contiguous', 'int8', 16), ('int8_dot', 'int8', 64), ('chunk', 'int8', 64),
+        ('tags', 'int8', 64), ('write', 'int8', 64), ('write', 'bfloat16', 80)]] + [dict(layout='paged', kv_dtype='int8', page=4)]
+    for case, kernels in zip(cases, compiled(cases, tmp_path), strict=True):
+        names = [kernel['kernel'] for kernel in kernels]
+        if case['layout'] == 'write':
+            assert names == ['_write'] * 2
+        else:
+            assert names == ['_split'] + ['_join'] * (case['layout'] != 'paged')
+            assert kernels[0]['tensor cores'] == (case['kv_dtype'] != 'float32')
+        assert all(kernel['shared'] <= 227 * 1024 for kernel in kernels), case
+        assert all(kernel['spilled'] <= 8 for kernel in kernels), case  # two registers, where a block has several pages
