@@ -30,7 +30,7 @@ LOG2_E = 1.4426950408889634
 class Tuning:
     """How a launch is laid out; none of it but `int8_dot` changes what is computed. `bench.py --mode=kernels` compares some.
 
-    block_n: keys taken at a time; 0 = 64 (of int8 128, of heads over 128 32), and no more than a page. n_splits: parts of a
+    block_n: keys taken at a time; 0 = 64 (32 where head_dim is over 128), and no more than a page. n_splits: parts of a
     row's keys; 0 = as many as fill the device. int8_dot: with int8 keys, round q to int8 too and multiply integers (values
     are multiplied in float16 all the same), which costs about what rounding the keys did.
     """
@@ -51,32 +51,37 @@ def _rounded(q):
 
 
 @triton.jit
-def _places(start, hi, b, S, TABLE, table_width, page_size, K_POS, BLOCK_N: tl.constexpr, PAGED: tl.constexpr,
-            ONE_PAGE: tl.constexpr, TAGGED: tl.constexpr, PAIRS: tl.constexpr):
+def _page_at(TABLE, start, hi, PAGE: tl.constexpr):
+    """The page of key `start`; -1 behind the last key."""
+    return tl.load(TABLE + start // PAGE, mask=start < hi, other=-1)
+
+
+@triton.jit
+def _places(start, hi, b, S, page, TABLE, K_POS, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
+            TAGGED: tl.constexpr, PAIRS: tl.constexpr):
     """Of the keys start to start + BLOCK_N - 1 of row b: page (or row) and place where they lie, position, which are there, and
-    of which the scales are read."""
+    of which the scales are read. `page` is that of all of them, if ONE_PAGE."""
     i = start + tl.arange(0, BLOCK_N)
     held = i < hi
-    if PAGED and ONE_PAGE:  # blocks begin where pages do, or within one
-        page = tl.load(TABLE + b * table_width + start // page_size).to(tl.int64)
-        place = (start % page_size + tl.arange(0, BLOCK_N)).to(tl.int64)
-        held = held & (page + i >= i)
-    elif PAGED:
-        page = tl.load(TABLE + b * table_width + i // page_size, mask=held, other=-1).to(tl.int64)
-        place = (i % page_size).to(tl.int64)
+    wanted = i // 2 * 2 < hi  # two scales at a time, or else the loads are too narrow to run ahead; one may be read in vain
+    if ONE_PAGE:  # blocks begin where pages do, or within one
+        held, wanted = held & (page >= 0), wanted & (page >= 0)
+        page = page.to(tl.int64)
+        # start % PAGE, written so that the compiler sees a multiple of BLOCK_N
+        place = start // BLOCK_N % (PAGE // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    elif PAGE:
+        page = tl.load(TABLE + i // PAGE, mask=held, other=-1).to(tl.int64)
+        place = i % PAGE
         held = held & (page >= 0)  # what padding would see behind a row's pages
     else:
-        page, place = b, i.to(tl.int64)
+        page, place = b, i
     if TAGGED:
         k_at = tl.load(K_POS + b * S + i, mask=held, other=-1).to(tl.int32)
         held = held & (k_at >= 0)
     else:
         k_at = i
-    wanted = held
-    if PAIRS and not TAGGED:  # two scales at a time, or else the loads are too narrow to run ahead; one may be read in vain
-        wanted = i // 2 * 2 < hi
-        if PAGED:
-            wanted = wanted & (page + i >= i)
+    if TAGGED or not PAIRS or (PAGE and not ONE_PAGE):
+        wanted = held
     return page, place, k_at, held, wanted
 
 
@@ -92,12 +97,12 @@ def _weighted(p, v, of_v, held, SCALES: tl.constexpr, PV: tl.constexpr, PRECISIO
     return y
 
 
-@triton.jit(do_not_specialize=['S', 'R', 'n_splits', 'window', 'table_width'])
+@triton.jit(do_not_specialize=['S', 'R', 'T', 'n_splits', 'window', 'table_width', 'cb', 'ch'])
 def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
-           scale, S, R, T, n_kv_head, n_splits, window, page_size, table_width,
+           scale, S, R, T, n_kv_head, n_splits, window, table_width,
            kb, kh, ks, kd, vb, vh, vs, cb, ch, cs,  # strides of K (rows, heads, keys, D), V and the scales
            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-           SCALES: tl.constexpr, COUNTED: tl.constexpr, PAGED: tl.constexpr, ONE_PAGE: tl.constexpr, PAIRS: tl.constexpr,
+           SCALES: tl.constexpr, COUNTED: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, PAIRS: tl.constexpr,
            TAGGED: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr, INT8_DOT: tl.constexpr,
            QK: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
     """One block of query rows over one split of a row's keys. `scale` has log2(e) in it: weights are powers of 2."""
@@ -126,19 +131,26 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
     top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if PAIRS:
+        cb, ch = cb * 2, ch * 2
+    if PAGE:
+        TABLE += b * table_width
+    next_page = _page_at(TABLE, lo, hi, PAGE) if ONE_PAGE else 0
     for start in range(lo, hi, BLOCK_N):
-        page, place, k_at, held, wanted = _places(start, hi, b, S, TABLE, table_width, page_size, K_POS,
-                                                  BLOCK_N, PAGED, ONE_PAGE, TAGGED, PAIRS)
-        from_k, from_v = page * kb + h * kh + place * ks, page * vb + h * vh + place * vs
-        from_scale = page * cb + h * ch + place * cs
+        page = next_page
+        if ONE_PAGE:  # asked for a block ahead: the loads of K and V wait for no other
+            next_page = _page_at(TABLE, start + BLOCK_N, hi, PAGE)
+        page, place, k_at, held, wanted = _places(start, hi, b, S, page, TABLE, K_POS, BLOCK_N, PAGE, ONE_PAGE, TAGGED, PAIRS)
+        # 64 bits for where a row or page begins; what lies within one needs 32
+        of_scale = page * cb + h * ch
         some = held[:, None] & of_d[None, :]
-        k = tl.load(K + from_k[:, None] + d[None, :] * kd, mask=some, other=0)
+        k = tl.load((K + (page * kb + h * kh) + place * ks)[:, None] + d[None, :] * kd, mask=some, other=0)
         if INT8_DOT:
             s = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
         else:
             s = tl.dot(q, tl.trans(k.to(QK)), input_precision=PRECISION)
         if SCALES:
-            s *= tl.load(K_SCALE + from_scale, mask=wanted, other=0).to(tl.float32)[None, :]
+            s *= tl.load(K_SCALE + of_scale + place * cs, mask=wanted, other=0).to(tl.float32)[None, :]
         seen = held[None, :]
         if ORDERED:
             back = q_at[:, None] - k_at[None, :]
@@ -153,8 +165,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(p, 1)
         acc *= fade[:, None]
-        v = tl.load(V + from_v[:, None] + d[None, :], mask=some, other=0)
-        of_v = tl.load(V_SCALE + from_scale, mask=wanted, other=0) if SCALES else None
+        v = tl.load((V + (page * vb + h * vh) + place * vs)[:, None] + d[None, :], mask=some, other=0)
+        of_v = tl.load(V_SCALE + of_scale + place * cs, mask=wanted, other=0) if SCALES else None
         acc += _weighted(p, v, of_v, held, SCALES, PV, PRECISION)
         top = new_top
 
@@ -194,10 +206,11 @@ def _n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == 'cuda' else 1
 
 
-def _blocks(R: int, D: int, stored: torch.dtype, precision, page_size: int, tuning: Tuning) -> tuple[int, int]:
-    """Query rows and keys of a block."""
+def _blocks(R: int, D: int, precision, page_size: int, tuning: Tuning) -> tuple[int, int]:
+    """Query rows and keys of a block. With 4 warps, 64 keys are a layout in which the scales of int8 K and V are read two at a
+    time, which asynchronous copies need; with 128 keys they are not, and every block waits for them."""
     most = 16 if precision else MAX_ROWS  # without tensor cores more rows do not fit into registers
-    block_n = tuning.block_n or (32 if D > 128 else 128 if stored == torch.int8 and not precision else 64)
+    block_n = tuning.block_n or (32 if D > 128 else 64)
     if page_size in (16, 32, 64):
         block_n = min(block_n, page_size)
     return min(most, max(16, triton.next_power_of_2(R))), block_n
@@ -235,8 +248,8 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k[0].dtype == torch.float64:
         raise ValueError(f'q of {q.dtype} and K of {k[0].dtype}: the kernel takes float32, bfloat16 and float16, K also int8')
     qk, pv, precision = _arithmetic(q.dtype, k[0].dtype)
-    page_size = 1 if table is None else k[0].size(2)
-    block_m, block_n = _blocks(R, D, k[0].dtype, precision, page_size if table is not None else 0, tuning)
+    page_size = 0 if table is None else k[0].size(2)
+    block_m, block_n = _blocks(R, D, precision, page_size, tuning)
     n_blocks = triton.cdiv(R, block_m)
     n_splits = tuning.n_splits or splits(B * n_kv_head * n_blocks, S, tuning.num_warps, q.device)
     part = out if n_splits == 1 else rows.new_empty(B * n_kv_head, n_splits, R, D, dtype=torch.float32)
@@ -245,12 +258,14 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
     place = (q_pos.contiguous(), k_pos.contiguous()) if tagged else (None, None)
     int8_dot = tuning.int8_dot and scales
     block_d = max(32 if int8_dot else 16, triton.next_power_of_2(D))
+    pairs = scales and k[1].stride(1) % 2 == 0  # then strides are given in pairs, which tells the compiler that they are even
+    of_scales = tuple(x // (1 + pairs) for x in k[1].stride()[:2]) + k[1].stride()[2:3] if scales else (0, 0, 0)
     _split[(n_blocks * n_splits * B * n_kv_head,)](
         rows, k[0], v[0], *((k[1], v[1]) if scales else (None, None)), seen, table, *place, part, lse,
-        D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, window, page_size, 0 if table is None else table.size(1),
-        *k[0].stride(), *v[0].stride()[:3], *(k[1].stride()[:3] if scales else (0, 0, 0)),
+        D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, window, 0 if table is None else table.size(1),
+        *k[0].stride(), *v[0].stride()[:3], *of_scales,
         D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, SCALES=scales, COUNTED=seen is not None,
-        PAGED=table is not None, ONE_PAGE=page_size % block_n == 0, PAIRS=scales and k[1].stride(1) % 2 == 0,
+        PAGE=page_size, ONE_PAGE=page_size > 0 and page_size % block_n == 0, PAIRS=pairs,
         TAGGED=tagged, ORDERED=tagged or t > 1, WINDOWED=window > 0 and (tagged or t > 1), INT8_DOT=int8_dot,
         QK=qk, PV=pv, PRECISION=precision, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
     if n_splits > 1:
