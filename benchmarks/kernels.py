@@ -1,12 +1,16 @@
 """--mode=kernels: attention of decode steps, attention of training, and the K/V write, each alone, on CUDA.
 
-Triton's own clock times them (CUDA events, the L2 cache emptied before every call), and what they reach is held against
-what the device does in the same run: bytes per second of a device-to-device copy, FLOP/s of a large product in its dtype.
-Results are compared with attention in float64 before anything is timed.
+Triton's own clock times them (CUDA events, the L2 cache emptied before each measurement), and what
+they reach is held against what the device does in the same run: bytes per second of a
+device-to-device copy, FLOP/s of a large product in its dtype. Decode attention and the write take
+microseconds: they are measured by CUDA graphs of 20 calls, over buffers in turn of which none is
+found in the L2 cache, and figures are of one call. Decode attention is compared with attention
+in float64 before it is timed.
 
     batch_sizes, contexts   decode: rows, and keys that each holds; training: sequences are as long as the contexts
     n_head, n_kv_head, head_dim, window_size, dtype: as in the config
 """
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,33 +34,59 @@ from training.device import pick_device, pick_dtype
 PRODUCT = 8192         # rows and columns of the product
 CHECKED_ROWS = 2       # of a batch, compared with float64
 MOST_BYTES = 8 * 2 ** 30
+CALLS = 20             # of one graph, at least: the events around it take 2 to 4 microseconds
+MOST_COPIES = CALLS    # of a buffer
+ROTATED_BYTES = 2 ** 27  # of all copies together: over twice the L2 cache of an H100 (50 MB)
+REPLAYED_MS = 300      # for several measurements even where 20 calls take 50 ms
 FLASH = {'BACKEND': 'FLASH'}
 TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k, int8_dot=i) for i in (False, True) for n in (64, 128) for w in (1, 2, 4)
            for k in (2, 3)] + [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
 
 
-def milliseconds(call, device, grad_to_none=None) -> dict:
-    """Median, min and max over the calls of about a tenth of a second."""
+def milliseconds(call, device, grad_to_none=None, rep=100) -> dict:
+    """Median, min and max over the calls of about `rep` milliseconds."""
     if device.type != 'cuda':  # where the kernels are interpreted there is nothing to be timed: to try the mode out
         start = clock.now()
         call()
         return clock.summary([1000 * (clock.now() - start)])
     from triton.testing import do_bench
-    each = do_bench(call, grad_to_none=grad_to_none, return_mode='all')
+    each = do_bench(call, rep=rep, grad_to_none=grad_to_none, return_mode='all')
     return {name: value for name, value in clock.summary(each).items() if name != 'each'}
 
 
-def replayed(call, device):
-    """The same as a CUDA graph, so that what is timed is the device's work and not that of launching it."""
+def milliseconds_a_call(calls, device) -> dict:
+    """The same of one call, for short ones. `calls` do the same work, each over buffers of its own;
+    they are captured in turn in one CUDA graph, and its time is divided by their number. So the
+    time of launches does not count, and that of the events around the graph hardly does."""
     if device.type != 'cuda':
-        return call
-    for _ in range(2):
-        call()
+        return milliseconds(calls[0], device)
+    turns = in_turn(calls)
+    found = milliseconds(captured(turns, device), device, rep=REPLAYED_MS)
+    return {name: value / len(turns) for name, value in found.items()}
+
+
+def in_turn(calls) -> list:
+    """Each of `calls` once, and again until there are CALLS."""
+    return [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
+
+
+def captured(turns, device):
+    """Replays a CUDA graph of all of them."""
+    def all_of_them():
+        for call in turns:
+            call()
+    all_of_them()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        all_of_them()
     return graph.replay
+
+
+def n_copies(nbytes: int) -> int:
+    """How many buffers of `nbytes` calls use in turn, so that none is found in the L2 cache: before
+    a buffer is used again others have filled the cache, or else each is used once in a graph."""
+    return min(MOST_COPIES, max(2, -(-ROTATED_BYTES // nbytes)))
 
 
 def run(s, data_root: Path) -> dict:
@@ -104,36 +134,51 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
     if batch * n_kv_head * context * D * dtype.itemsize * 2 > MOST_BYTES:
         return {'context': context, 'batch': batch, 'sides': {'(all)': {'failed': f'K and V of over {MOST_BYTES:,} bytes'}}}
     q = torch.randn(batch, 1, H, D, device=device, dtype=dtype).transpose(1, 2)
-    stores = {name: KVStore(batch, n_kv_head, context, D, kind, dtype, device)
+    stores = {name: random_stores(batch, n_kv_head, context, D, kind, dtype, device)
               for name, kind in (('int8', torch.int8), ('plain', dtype))}
-    for store in stores.values():
-        store.fill_random_()
-    int8, plain = ((store.k, store.v) for store in stores.values())
-    sides = {'kernel, int8': (lambda: stored_attention(q, *int8), 'int8'),
-             'kernel, int8 products': (lambda: stored_attention(q, *int8, tuning=Tuning(int8_dot=True)), 'int8'),
-             'kernel': (lambda: stored_attention(q, *plain), 'plain')}
-    k, v = plain[0][0], plain[1][0]
-    sides['SDPA'] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=H != n_kv_head), 'plain'
-    sides['SDPA, heads folded'] = lambda: F.scaled_dot_product_attention(fold_heads(q, n_kv_head), k, v), 'plain'
+
+    def kernel(**how):
+        return lambda store: stored_attention(q, store.k, store.v, tuning=Tuning(**how))
+
+    def whole_heads(attend):
+        return lambda store: attend(q, store.k[0], store.v[0], enable_gqa=H != n_kv_head)
+
+    def folded(store):
+        return F.scaled_dot_product_attention(fold_heads(q, n_kv_head), store.k[0], store.v[0])
+    sides = {'kernel, int8': (kernel(), 'int8'),
+             'kernel, int8 products': (kernel(int8_dot=True), 'int8'),
+             'kernel': (kernel(), 'plain'),
+             'SDPA': (whole_heads(F.scaled_dot_product_attention), 'plain'),
+             'SDPA, heads folded': (folded, 'plain')}
     if device.type == 'cuda':
         from torch.nn.attention.flex_attention import flex_attention
-        flex = torch.compile(flex_attention, dynamic=False)
-        sides['FlexAttention'] = lambda: flex(q, k, v, enable_gqa=H != n_kv_head), 'plain'
+        sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False)), 'plain'
     if tune:
         for how in TUNINGS:
             name = 'int8, ' + ' '.join(f'{key}={value}' for key, value in how.items())
-            sides[name] = (lambda how=how: stored_attention(q, *int8, tuning=Tuning(**how)), 'int8')
-    found = {name: attempt(call, device, q, stores[kind], device_rates) for name, (call, kind) in sides.items()}
+            sides[name] = kernel(**how), 'int8'
+    found = {name: attempt(attend, device, q, stores[kind], device_rates)
+             for name, (attend, kind) in sides.items()}
     return {'context': context, 'batch': batch, 'sides': found}
 
 
-def attempt(call, device, q, store, device_rates) -> dict:
-    """Time and error of one way, or why it cannot be."""
+def random_stores(rows, n_kv_head, context, head_dim, kind, dtype, device) -> list[KVStore]:
+    """As many stores of random numbers as calls use in turn."""
+    stores = []
+    while not stores or len(stores) < n_copies(stores[0].nbytes):
+        stores.append(KVStore(rows, n_kv_head, context, head_dim, kind, dtype, device))
+        stores[-1].fill_random_()
+    return stores
+
+
+def attempt(attend, device, q, stores, device_rates) -> dict:
+    """Time and error of one way to attend over a store, or why it cannot be."""
+    store = stores[0]
     try:
         with torch.inference_mode():
-            y = call()
+            y = attend(store)
             error = decode_error(y, q, store)
-            ms = milliseconds(replayed(call, device), device)
+            ms = milliseconds_a_call([partial(attend, each) for each in stores], device)
     except Exception as e:  # one layout that does not fit must not end the run
         return {'failed': f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'}
     rate = store.nbytes / ms['median'] * 1000
@@ -194,18 +239,27 @@ def write_cell(shape, batch: int) -> dict:
     """One decode step's queries and K/V of one layer, by the kernel and by plain torch."""
     from attention.kernels.qkv import write_qkv
     H, n_kv_head, D, dtype, device = shape
-    qkv = torch.randn(batch, 1, H + 2 * n_kv_head, D, device=device, dtype=dtype)
     norms = [torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype) for _ in 'qk']
     positions = torch.arange(batch, device=device)[:, None]
     rope = RotaryTable(D, 10000.0).at(positions, max(256, batch), dtype)
-    store = KVStore(batch, n_kv_head, 64, D, torch.int8, dtype, device)
-    target = Target(store.k, store.v, positions, positions % 64)
 
-    def plain():
+    def buffers():
+        """Queries, K and V of a step, where K and V go, and the store that has it."""
+        qkv = torch.randn(batch, 1, H + 2 * n_kv_head, D, device=device, dtype=dtype)
+        store = KVStore(batch, n_kv_head, 64, D, torch.int8, dtype, device)
+        return qkv, Target(store.k, store.v, positions, positions % 64), store
+
+    def kernel(qkv, target, store):
+        return write_qkv(qkv, H, *norms, rope, target)
+
+    def plain(qkv, target, store):
         q, k, v = qkv.transpose(1, 2).split([H, n_kv_head, n_kv_head], dim=1)
         norm_and_rotate(q, norms[0], rope)
         store.put(target, *store.encode(norm_and_rotate(k, norms[1], rope), v), own_rows=True)
+    # by the bytes of qkv: of a store only one place a row is written
+    n = n_copies(batch * (H + 2 * n_kv_head) * D * dtype.itemsize)
+    copies = [buffers() for _ in range(n)]
     with torch.inference_mode():
         return {'batch': batch, 'sides': {
-            'kernel': {'ms': milliseconds(replayed(lambda: write_qkv(qkv, H, *norms, rope, target), device), device)},
-            'plain torch': {'ms': milliseconds(replayed(plain, device), device)}}}
+            name: {'ms': milliseconds_a_call([partial(write, *each) for each in copies], device)}
+            for name, write in (('kernel', kernel), ('plain torch', plain))}}

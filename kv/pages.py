@@ -25,7 +25,8 @@ class PageTable:
 
     rows[r]: the pages of row r, in the order of its positions. refs[p]: rows that hold page p, and one more where it is kept;
     0 = free. kept: pages that a store keeps. reclaim: called with a number of pages that it is to free, of the idle ones.
-    version: changes whenever a row's pages do, so that what was made from the table can be kept until then.
+    version: grows whenever a row's pages change; versions[r]: the version in which those of row r last did. So what was made
+    from the table can be kept until then.
     """
 
     def __init__(self, n_rows: int, n_pages: int, page_size: int):
@@ -36,7 +37,7 @@ class PageTable:
         self.refs = [0] * n_pages
         self._free = list(range(n_pages))  # a heap: the lowest page first, so that what is held stays close together
         self.kept, self.n_idle, self.reclaim = set(), 0, None
-        self.version = 0
+        self.version, self.versions = 0, [0] * n_rows
 
     @property
     def n_free(self) -> int:
@@ -70,6 +71,7 @@ class PageTable:
         self.make_free(needed, f'row {row} needs {needed} more pages of {self.page_size} positions to hold {length} tokens')
         if not needed:
             return []
+        self._changes(row)
         pages, copies = self.rows[row], []
         for place in self._shared(row, held, length):
             new = self._take()
@@ -77,7 +79,6 @@ class PageTable:
             self._drop(pages[place])
             pages[place] = new
         pages += [self._take() for _ in range(self.pages_for(length) - len(pages))]
-        self.version += 1
         return copies
 
     def make_free(self, n: int, why: str) -> None:
@@ -102,8 +103,8 @@ class PageTable:
         for page in pages:
             self.n_idle -= page in self.kept and self.refs[page] == 1
             self.refs[page] += 1
+        self._changes(row)
         self.rows[row] = list(pages)
-        self.version += 1
 
     # -- pages that a store keeps -------------------------------------------------------------------------------------
 
@@ -132,16 +133,16 @@ class PageTable:
         if source == target:
             return []
         freed = self.release(target)
+        self._changes(source)
         self.rows[source], self.rows[target] = [], self.rows[source]
-        self.version += 1
         return freed
 
     def release(self, row: int) -> list[int]:
         """`row` holds nothing; pages that nobody else holds are free again. Returns these."""
+        self._changes(row)
         pages, self.rows[row] = self.rows[row], []
         for page in pages:
             self._drop(page)
-        self.version += 1
         return [page for page in pages if not self.refs[page]]
 
     def rebuild(self, kept: set[int]) -> None:
@@ -152,6 +153,11 @@ class PageTable:
         self._free = [page for page, n in enumerate(self.refs) if not n]
         self.n_idle = sum(self.refs[page] == 1 for page in kept)
         self.version += 1
+
+    def _changes(self, row: int) -> None:
+        """Called before its pages do, so that a change that is interrupted counts too."""
+        self.version += 1
+        self.versions[row] = self.version
 
     def _shared(self, row, held, length) -> list[int]:
         """Places in the row's list of pages that will be written and that others hold too."""

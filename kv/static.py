@@ -43,8 +43,10 @@ class StaticCache:
             self.table = None
             if hasattr(cache, 'table'):
                 width = cache.table.pages_for(cache.max_seq_len)
-                self.table = torch.zeros(n_rows, width, dtype=torch.int32, device=cache.device)
-        self._table_of, self._targets, self._views = None, {}, {}
+                self.table = torch.full((n_rows, width), -1, dtype=torch.int32, device=cache.device)
+        # what `table` holds: pages of each row, and of which version of the cache's table they are
+        self._sent, self._versions = [[] for _ in range(n_rows)], [0] * n_rows
+        self._targets, self._views = {}, {}
 
     # -- on the host, before a step -----------------------------------------------------------------------------------
 
@@ -59,11 +61,24 @@ class StaticCache:
             raise UserError(f'lengths={lengths}: at most {self.batch_size}, each below max_seq_len={self.cache.max_seq_len}')
         held = [-1 if n is None else n for n in lengths] + [-1] * (self.batch_size - len(lengths))
         self.positions.copy_(_on_host(held, torch.int64, self.positions)[:, None], non_blocking=True)
-        if self.table is not None and self._table_of != self.cache.table.version:
-            width = self.table.size(1)
-            pages = [(row + [-1] * width)[:width] for row in self.cache.table.rows[:self.batch_size]]
-            self.table.copy_(_on_host(pages, torch.int32, self.table), non_blocking=True)
-            self._table_of = self.cache.table.version
+        if self.table is not None:
+            self._send_pages()
+
+    def _send_pages(self) -> None:
+        """Write to `table`, in place since a CUDA graph has its address, those entries that have changed: most rows have the
+        pages that they had, or one more. Entries behind the end of a row are -1."""
+        source, entries, sent = self.cache.table, [], {}
+        for row, version in enumerate(source.versions[:self.batch_size]):
+            if version != self._versions[row]:
+                old, new = self._sent[row], sent.setdefault(row, source.rows[row][:self.table.size(1)])
+                first = len(old) if new[:len(old)] == old else 0
+                pages = new[first:] + [-1] * (len(old) - len(new))
+                entries += [(row, first + k, page) for k, page in enumerate(pages)]
+        if entries:  # indices made on the host: nothing waits for the device
+            rows, places, pages = _on_host(entries, torch.int64, self.table).to(self.table.device, non_blocking=True).T
+            self.table.index_put_((rows, places), pages.int())
+        for row, pages in sent.items():  # last: what an interruption keeps from being sent, the next call sends
+            self._sent[row], self._versions[row] = pages, source.versions[row]
 
     # -- what the model calls, with nothing but the device's numbers --------------------------------------------------
 

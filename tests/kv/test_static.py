@@ -1,0 +1,163 @@
+"""The table of pages on the device: what the cache has, of which only changes are sent."""
+import tracemalloc
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from config.gpt_config import GPTConfig
+from kv import static
+from kv.pages import OutOfPages
+from kv.paged import PagedKVCache
+from kv.plan import plan_kv
+from kv.static import StaticCache
+
+N_ROWS, ROOM = 5, 24
+INTERVALS = {5: 1, 4: 3, 2: 5, 1: 30}  # rows of a static cache -> rules from one look to the next
+ROW = st.integers(0, N_ROWS - 1)
+PLAN = plan_kv(GPTConfig(n_layer=1, n_head=1, n_embd=2, block_size=32, vocab_size=8,
+                         layer_pattern='G'))
+
+
+def whole(cache, n_rows):
+    """The table of the first rows, made anew."""
+    width = cache.table.pages_for(cache.max_seq_len)
+    return [pages + [-1] * (width - len(pages)) for pages in cache.table.rows[:n_rows]]
+
+
+class Tables(RuleBasedStateMachine):
+    """Anything is done to a cache; static ones of several sizes look, some often, some rarely."""
+
+    @initialize(n_pages=st.integers(4, 40), page_size=st.sampled_from([1, 2, 3]))
+    def start(self, n_pages, page_size):
+        self.cache = PagedKVCache(PLAN, N_ROWS, ROOM, n_pages, page_size)
+        self.statics, self.addresses, self.count = {}, {}, 0
+        for n in INTERVALS:
+            self.begin_anew(n)
+
+    @rule(n=st.sampled_from([*INTERVALS]))
+    def begin_anew(self, n):
+        self.statics[n] = StaticCache(self.cache, n)
+        self.addresses[n] = self.statics[n].table.data_ptr()
+
+    def reserve(self, row, length):
+        try:
+            self.cache.reserve(row, length)
+            return True
+        except OutOfPages:
+            return False
+
+    @rule(row=ROW, n=st.integers(0, 9), ahead=st.sampled_from([0, 0, 3]))
+    def extend(self, row, n, ahead):
+        held = self.cache.held(row)
+        n = min(n, ROOM - held)
+        if self.reserve(row, min(ROOM, held + n + ahead)):
+            for _ in range(n):
+                self.cache.advance([row])
+
+    @rule(row=ROW, after=st.integers(0, 2))
+    def interrupted_extend(self, row, after):
+        """Ctrl-C while a row takes pages: those that it has by then count."""
+        table, take, left = self.cache.table, self.cache.table._take, iter(range(after))
+
+        def interrupted_take():
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return take()
+        with mock.patch.object(table, '_take', interrupted_take):
+            try:
+                self.reserve(row, min(ROOM, self.cache.held(row) + 5))
+            except KeyboardInterrupt:
+                table.rebuild(set())
+
+    @rule(rows=st.lists(ROW, min_size=1, max_size=N_ROWS, unique=True))
+    def release(self, rows):
+        self.cache.reset(rows)
+
+    @rule(source=ROW, to=ROW)
+    def move(self, source, to):
+        self.cache.move(source, to)
+
+    @rule(source=ROW, to=ROW)
+    def fork(self, source, to):
+        if not self.cache.table.rows[to]:
+            self.cache.fork(source, to)
+
+    @rule(source=ROW, to=ROW, n=st.integers(0, 4))
+    def adopt(self, source, to, n):
+        pages = self.cache.table.rows[source][:n]
+        length = min(len(pages) * self.cache.table.page_size, self.cache.held(source))
+        if not self.cache.table.rows[to]:
+            self.cache.adopt(to, pages[:self.cache.table.pages_for(length)], length)
+
+    def look(self, n):
+        self.statics[n].set([None])
+        assert self.statics[n].table.tolist() == whole(self.cache, n)
+        assert self.statics[n].table.data_ptr() == self.addresses[n]  # which a CUDA graph knows
+
+    @invariant()
+    def tables_are_the_caches(self):
+        self.count += 1
+        for n, interval in INTERVALS.items():
+            if self.count % interval == 0:
+                self.look(n)
+
+    def teardown(self):
+        for n in getattr(self, 'statics', {}):
+            self.look(n)
+
+
+TestTables = Tables.TestCase
+TestTables.settings = settings(max_examples=150, stateful_step_count=30)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The number of elements of each tensor that is sent."""
+    found, on_host = [], static._on_host
+
+    def counted(*args):
+        tensor = on_host(*args)
+        found.append(tensor.numel())
+        return tensor
+    monkeypatch.setattr(static, '_on_host', counted)
+    return found
+
+
+def test_a_page_that_one_row_takes_costs_one_entry(sent):
+    cache = PagedKVCache(PLAN, 64, 4 * 512, n_pages=64 * 512, page_size=4)
+    for row in range(64):
+        cache.reserve(row, 4 * 500)
+    cache.fill_(4 * 500)
+    view, held = StaticCache(cache, 64), cache.lengths.tolist()
+    view.set(held)
+    cache.reserve(17, 4 * 501)
+    sent.clear()
+    tracemalloc.start()
+    view.set(held)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sent == [64, 3]  # positions; row, place and page of one entry
+    assert most < 3 * 8 * 512  # bytes of three lists as long as a row; of the whole table there are 64
+    assert view.table.tolist() == whole(cache, 64)
+    sent.clear()
+    view.set(held)
+    assert sent == [64]
+
+
+def test_other_rows_are_not_sent_and_a_release_sends_what_was_there(sent):
+    cache = PagedKVCache(PLAN, 4, 40, n_pages=40, page_size=4)
+    view = StaticCache(cache, 2)
+    cache.reserve(0, 12)
+    cache.reserve(3, 40)
+    view.set([])
+    assert sent == [2, 3 * 3]
+    cache.reset([3])
+    view.set([])
+    cache.reset([0])
+    view.set([])
+    assert sent[2:] == [2, 2, 3 * 3]
+    assert torch.equal(view.table, torch.full((2, 10), -1, dtype=torch.int32))
