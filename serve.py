@@ -95,6 +95,9 @@ def main(argv=None):
     sock = bind(s.host, s.port)  # before anything slow
     model, tokenizer, *_ = load_all(s, lambda: None)
     engine, service = make_service(s, model, tokenizer)
+    if engine.captured:
+        print(f'Preparing decode steps of 1 to {s.parallel} rows: some seconds, a minute the first time', flush=True)
+        engine.prepare()
     worker = Worker(engine, s.max_waiting, Metrics())
     worker.start()
     if s.host not in LOOPBACK and not keys:

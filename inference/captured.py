@@ -75,17 +75,16 @@ class CapturedDecode:
         return logits[:n]
 
     def prepare(self, *sizes: int) -> None:
-        """Capture the graphs for these numbers of rows now."""
+        """Capture the graphs for these numbers of rows now; without any, those for all numbers of rows."""
         with torch.inference_mode():
-            for n in sizes:
+            for n in sizes or range(1, self.cache.batch_size + 1):
                 self._step_for(n)
 
     def _step_for(self, n):
         size = min(1 << (n - 1).bit_length(), self.cache.batch_size)
         if size not in self._steps:
             step = _Step(self.model, self.cache, size, self.compiled)
-            if self.model.device.type == 'cuda':
-                self._pool = step.capture(self._pool)
+            self._pool = step.prepare(self._pool)
             self._steps[size] = step
         return self._steps[size]
 
@@ -103,9 +102,12 @@ class _Step:
     def _logits(self, tokens):
         return self.model(tokens, cache=self.static)[0][:, -1]
 
-    def capture(self, pool):
+    def prepare(self, pool):
         """Calls without a row that takes part, which write nothing, then the capture; returns its memory pool."""
         self.static.set([])
+        if self.tokens.device.type != 'cuda':
+            self.call(self.tokens)
+            return None
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -31,6 +31,7 @@ from kv.prefix import PrefixStore
 from kv.prefix_disk import DiskTier, fingerprint
 
 PREFILL_CHUNK = 256
+MANY_KEYS = 2304        # longer rows need no other kernels (`splits` and FEW_SPLITS in attention/kernels/decode.py)
 DISK_BUDGET = 10 ** 11  # bytes of a prefix_folder
 
 
@@ -153,6 +154,39 @@ class Engine:
             raise UserError(f'kv_budget={budget:,} bytes: the windows of max_batch_size={rows} rows take {rings:,} and a page '
                             f'of {page_size} positions {page:,}: give at least {rings + page:,}, or fewer rows')
         return min(full, (budget - rings) // page) if page else full
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Compile the kernels and capture the decode steps that requests of any length take, so that none of them waits for it:
+        for servers, before the first request. Takes seconds, a minute where kernels are compiled for the first time; nothing
+        where steps are not captured.
+
+        Raises:
+            UserError: there are requests already.
+        """
+        if not self.captured:
+            return
+        if self.n_unfinished:
+            raise UserError(f'prepare: {self.n_unfinished} requests have not ended')
+        self.captured.prepare()
+        for row in range(min(2, self.cache.batch_size)):  # of the second, tensors may begin at addresses aligned less well
+            try:
+                for n in self._chunks_of_every_kind():
+                    idx = torch.zeros(1, n, dtype=torch.int64, device=self.model.device)
+                    self.model(idx, cache=self.cache, lens=[n], rows=[row])
+            finally:
+                self.cache.reset()
+
+    def _chunks_of_every_kind(self) -> list[int]:
+        """Tokens of chunks, one behind the other in a row, which need all kernels of prefill among them: chunks of different
+        sizes behind few tokens, then behind many."""
+        table, most = self.cache.table, self.scheduler.prefill_chunk
+        room, sizes = min(self.cache.max_seq_len, table.n_pages * table.page_size), [1 << k for k in range(most.bit_length())]
+        chunks = []
+        for n in [1, *sizes, *[most] * (MANY_KEYS // most), *sizes]:
+            if sum(chunks) + n <= room:
+                chunks.append(n)
+        return chunks
 
     @property
     def n_unfinished(self) -> int:

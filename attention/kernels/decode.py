@@ -22,6 +22,7 @@ from kv.view import Encoded
 MAX_ROWS = 64          # of a block of queries (16 in float32); where R is more, several programs read the same keys
 MIN_SPLIT = 256        # keys: shorter parts cost more than they bring
 MAX_SPLITS = 64        # which `_join` holds at once
+FEW_SPLITS = 8         # `_join` is compiled for up to so many, and for MAX_SPLITS: more sizes would be compiled amid traffic
 WARPS_PER_SM = 16      # what the splits aim at
 LOG2_E = 1.4426950408889634
 
@@ -178,7 +179,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
     tl.store(LSE + part + r, lse, mask=of_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=['R', 'n_splits'])
 def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
     """The parts of one query row as one."""
     r, bh = tl.program_id(0) % R, tl.program_id(0).to(tl.int64) // R
@@ -269,6 +270,7 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
         TAGGED=tagged, ORDERED=tagged or t > 1, WINDOWED=window > 0 and (tagged or t > 1), INT8_DOT=int8_dot,
         QK=qk, PV=pv, PRECISION=precision, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
     if n_splits > 1:
+        few = n_splits <= FEW_SPLITS
         _join[(B * n_kv_head * R,)](part, lse, out, R, n_splits, D=D, BLOCK_D=block_d,
-                                    BLOCK_S=triton.next_power_of_2(n_splits), num_warps=4 if n_splits > 8 else 1)
+                                    BLOCK_S=FEW_SPLITS if few else MAX_SPLITS, num_warps=1 if few else 4)
     return unfold_heads(out, H)

@@ -38,7 +38,8 @@ def specialised(kernel, given: dict) -> tuple[dict, dict, dict]:
             signature[name], constants[(i,)] = 'constexpr', x
             continue
         signature[name] = TYPES[x.dtype] if torch.is_tensor(x) else 'fp32' if isinstance(x, float) else 'i32'
-        if torch.is_tensor(x) or (isinstance(x, int) and x % 16 == 0 and not fixed):
+        number = x.data_ptr() if torch.is_tensor(x) else x
+        if isinstance(number, int) and number % 16 == 0 and not fixed:
             attributes[(i,)] = [['tt.divisibility', 16]]
     return signature, constants, attributes
 
