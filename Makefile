@@ -72,8 +72,8 @@ soak: $(VENV)/.installed  ## training killed 20 times at any moment, against tra
 nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
 	$(BIN)/python scripts/nanogpt_parity.py $(NANOGPT)
 
-PART ?= tests
-gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=tests, kernels, decode, train or ablate
+PART ?= first
+gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=first, tests, tune, train or more
 	PYTHON=$(BIN)/python scripts/gpu_check.sh --part=$(PART)
 
 clean:  ## remove the environment and what training wrote

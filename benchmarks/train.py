@@ -60,6 +60,7 @@ class TrainStep:
         self.model.to(self.device)
         if not theirs:
             self.model.attention_backend = s.attention_backend
+            self.model.chunked_loss = s.chunked_loss and 'chunked_loss' in s.given  # nanoGPT, with which it compares, has none
             print(describe(self.model, self.dtype, dropout_p=0.0))
         if s.real_data:
             self.next_batch = TokenBatches(folder, s.block_size, s.batch_size, self.device).next
@@ -74,7 +75,7 @@ class TrainStep:
             if not theirs:
                 self.model.prepare(s.block_size)
         self.compiled = torch.compile(self.model) if s.compile else self.model
-        self.batch = self.next_batch()
+        self.batch, self.losses = self.next_batch(), []
 
     def __call__(self) -> float:
         """The batch's loss, read last: whoever has it knows that the device is done."""
@@ -85,7 +86,8 @@ class TrainStep:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss.item()
+        self.losses.append(loss.item())
+        return self.losses[-1]
 
 
 def run_steps(step, n: int) -> list[float]:
@@ -169,4 +171,5 @@ def run(s, data_root: Path) -> dict:
     print(f'counting only the keys each query sees: {tflops:.3f} model TFLOP/s; {rate:,.0f} tokens/s')
     ms = [1000 * x for x in seconds]
     summary = {'mean_ms': 1000 * mean, 'median_ms': statistics.median(ms), 'min_ms': min(ms), 'max_ms': max(ms)}
+    figures |= {'first_loss': step.losses[0], 'last_loss': step.losses[-1]}
     return figures | summary | {'tokens_per_second': rate, 'mfu': mfu, 'model_tflops_per_second': tflops, 'step_ms': ms}

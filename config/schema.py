@@ -255,7 +255,7 @@ BENCH = _keys(
     ('budget', '', "mode decode: KV memory, as '1GB'; in place of batch_sizes, as many sequences as fit"),
     ('policies', 'none,selective,mlp,block,sqrt', 'mode recompute: the policies to compare, after none'),
     ('recompute', 'none', 'mode lengths: the policy, as in train.py'),
-    ('chunked_loss', True, 'mode lengths: the loss a chunk at a time'),
+    ('chunked_loss', True, 'modes lengths and train (there if given): the loss a chunk at a time'),
     ('tune', False, 'mode kernels: other layouts of the decode kernel too'),
     ('nanogpt', '', 'modes decode and train against nanogpt: folder of a nanoGPT checkout'),
     ('save', '', 'also write the JSON document to this file'),

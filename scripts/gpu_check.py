@@ -1,107 +1,35 @@
-"""The parts of scripts/gpu_check.sh: commands of this project, one after another, within a time limit.
-
-Every command's words are kept in OUT/PART.log; what it measured in OUT/NAME.json, as it ends: a part that is cut off keeps
-what it has. `--list` names the commands.
-"""
+"""Check and measure on a GPU all that needs one: see scripts/gpu_check.sh and docs/gpu.md."""
 import argparse
+import contextlib
+import datetime
 import json
 import os
 import platform
-import shlex
-import signal
+import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-FULL = 'config/train_gpt2_mqa_local.py'                       # GPT-2 124M's shape with every saving on, as many parameters
-LIMIT = 520                                                   # seconds a part
-LEAST = 10                                                    # seconds in which a command is worth beginning
-GRACE = 10                                                    # seconds that it has to write what it knows
-BENCH = {
-    'kernels': {
-        'kernels-mqa': f'{FULL} --mode=kernels --n_kv_head=1 --window_size=512 --batch_sizes=256 --contexts=8192 --tune=True',
-        'kernels-mqa-sizes': f'{FULL} --mode=kernels --window_size=256 --batch_sizes=1,16,64 --contexts=1024,8192,32768',
-        'kernels-mha': '--mode=kernels --window_size=512 --batch_sizes=1,16 --contexts=1024,8192',
-        'kernels-mqa-d128': '--mode=kernels --n_head=16 --n_kv_head=1 --n_embd=2048 --window_size=512 --batch_sizes=64 '
-                            '--contexts=8192'},
-    'decode': {
-        'decode-b1': f'{FULL} --mode=decode --against=vanilla --batch_sizes=1 --contexts=1024,8192 --steps=128',
-        'decode-b64': f'{FULL} --mode=decode --against=vanilla --batch_sizes=64 --contexts=8192 --steps=32',
-        'decode-b64-int8': f'{FULL} --mode=decode --against=vanilla --batch_sizes=64,256 --contexts=8192 --steps=32 '
-                           '--kv_dtype=int8',
-        'decode-1B': f'{FULL} --mode=decode --n_layer=24 --n_head=16 --n_embd=2048 --mlp_hidden=0 --batch_sizes=1,16 '
-                     '--contexts=1024 --steps=64',
-        'decode-b16': f'{FULL} --mode=decode --against=vanilla --batch_sizes=16 --contexts=1024,8192,32768 --steps=32',
-        'serve': f'{FULL} --mode=serve --batch_sizes=64 --contexts=256 --requests=256',
-        'prefill': f'{FULL} --mode=prefill --against=vanilla --batch_sizes=1,8 --contexts=1024,8192',
-        'decode-b1-compiled': f'{FULL} --mode=decode --batch_sizes=1 --contexts=1024 --steps=128 --compile=True'},
-    'train': {
-        'train-vanilla-1024': '--mode=train --real_data=False --block_size=1024 --batch_size=16',
-        'train-full-1024': f'{FULL} --mode=train --real_data=False --block_size=1024 --batch_size=16',
-        'recompute': f'{FULL} --mode=recompute --against=vanilla --contexts=1024 --batch_sizes=16',
-        'train-vanilla-8192': '--mode=train --real_data=False --block_size=8192 --batch_size=2',
-        'train-full-8192': f'{FULL} --mode=train --real_data=False --block_size=8192 --batch_size=2',
-        'lengths': f'{FULL} --mode=lengths --against=vanilla --contexts=1024,8192'},
-}
-RECALL = ('config/train_recall.py --max_iters=60 --lr_decay_iters=60 --warmup_iters=10 --eval_interval=60 --eval_iters=4 '
-          '--log_interval=10')
-STACK = '--n_kv_head=1 --layer_pattern=LLLLLG --window_size=16 --kv_share=AABBBC --share_global_kv=True'
-POLICIES = ('none', 'selective', 'mlp', 'block', 'sqrt', 'offload')
-PARTS = ('tests', 'kernels', 'decode', 'train', 'ablate')
+from configurator import run_program  # noqa: E402
+from scripts.gpu import summary  # noqa: E402
+from scripts.gpu.cells import PARTS, Cell, Stage  # noqa: E402
+from scripts.gpu.supervise import Records, Supervisor  # noqa: E402
+
+LIMIT = 540          # seconds of a call
+RESERVE = 15         # of these, for the summary
+TEST_PROCESSES = 8
+TESTS_A_PROCESS = 8  # then another begins: importing everything takes seconds, and one that dies takes few along
+TEST_SECONDS = {'tests/programs/': 30, '': 5}
 
 
-class Part:
-    """Runs commands until the time is up; `done` is what became of each."""
-
-    def __init__(self, name: str, out: Path, limit: float):
-        self.name, self.out, self.end = name, out, time.monotonic() + limit
-        self.done, self.log = {}, out / f'{name}.log'
-        self.log.write_text('', encoding='utf-8')
-
-    def run(self, name: str, *args: str) -> bool:
-        """One command of Python in the checkout; whether it went well."""
-        left = self.end - time.monotonic()
-        if left < LEAST:
-            self.done[name] = 'not run: the time was up'
-            return False
-        print(f'== {name}: {shlex.join(args)}', flush=True)
-        start = time.monotonic()
-        with open(self.log, 'a', encoding='utf-8') as log:
-            log.write(f'\n== {name}: {shlex.join(args)}\n')
-            log.flush()
-            process = subprocess.Popen([sys.executable, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                                       start_new_session=True)
-            try:
-                code = process.wait(left)
-                self.done[name] = 'ok' if code == 0 else f'failed with status {code}'
-            except subprocess.TimeoutExpired:
-                self.done[name] = f'stopped after {left:.0f} s: the time was up'
-            finally:
-                end(process)
-        print(f'   {self.done[name]}, {time.monotonic() - start:.0f} s', flush=True)
-        if self.done[name] != 'ok':
-            print('\n'.join(self.log.read_text(encoding='utf-8', errors='replace').splitlines()[-25:]), flush=True)
-        return self.done[name] == 'ok'
-
-
-def end(process) -> None:
-    """The command and all that it has started: asked first (pytest then writes its report), then killed."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(GRACE)
-        except (ProcessLookupError, PermissionError):
-            return
-        except subprocess.TimeoutExpired:
-            pass
-
-
-def versions() -> dict:
+def facts() -> dict:
+    """What every number means nothing without."""
     import torch
     try:
         import triton
@@ -110,120 +38,139 @@ def versions() -> dict:
         found = None
     gpu = torch.cuda.is_available()
     try:
-        git = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True)
-        commit = git.stdout.strip()
+        git = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git
-        commit = ''
-    return {'python': platform.python_version(), 'torch': torch.__version__, 'triton': found, 'cuda': torch.version.cuda,
-            'device': torch.cuda.get_device_name() if gpu else None,
-            'capability': '.'.join(map(str, torch.cuda.get_device_capability())) if gpu else None,
-            'commit': commit}
+        git = ''
+    return {'device': torch.cuda.get_device_name() if gpu else None, 'torch': torch.__version__, 'triton': found,
+            'CUDA': torch.version.cuda, 'Python': platform.python_version(), 'cores': os.cpu_count(), 'commit': git,
+            'date': datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M')}
 
 
-def tests(part: Part) -> None:
-    report = part.out / 'tests.xml'
-    part.run('pytest', '-m', 'pytest', '-q', '-m', 'gpu', '--maxfail=40', '--tb=short', f'--junit-xml={report}')
-    if not report.exists():
-        return
-    became = {}
-    for case in ET.parse(report).iter('testcase'):
-        outcome = next((child.tag for child in case if child.tag != 'properties'), 'passed')
-        became[f"{case.get('classname')}::{case.get('name')}"] = outcome
-    report.unlink()
-    counts = {kind: list(became.values()).count(kind) for kind in sorted(set(became.values()))}
-    write(part.out / 'tests.json', {'counts': counts, 'not passed': {k: v for k, v in became.items() if v != 'passed'}})
+class Check:
+    """One call: the folder that results go to, and the one beside it for details, which become one archive."""
+
+    def __init__(self, out: Path, limit: float, device: str, now=time.monotonic):
+        self.out, self.device, self.now = out, device, now
+        self.end, self.kept = now() + limit - RESERVE, True
+        self.detail = Path(tempfile.mkdtemp(prefix='gpu-check-'))
+        self.records = Records(out / 'cells.jsonl', f'{os.getpid()}-{time.time():.0f}', facts())
+
+    def supervisor(self, part: str, module: str, *args: str) -> Supervisor:
+        os.environ['GPU_CHECK_DETAIL'] = str(self.detail)
+        command = [sys.executable, '-m', module, f'--device={self.device}', *args]
+        return Supervisor(part, command, self.records, self.end, self.detail / 'log.txt', self.now)
+
+    def measure(self, part: str, stages: list[Stage]) -> None:
+        for stage in stages:
+            arguments = self.detail / 'arguments.json'
+            arguments.write_text(json.dumps({cell.name: cell.args for cell in stage.cells}), encoding='utf-8')
+            workers = self.supervisor(part, 'scripts.gpu.measure', f'--cells={arguments}')
+            workers.run(stage.cells, stage.processes, batch=int(stage.alone))
+            self.keep()
+
+    def tests(self, part: str, names: list[str]) -> None:
+        cells = [Cell(name, next(s for start, s in TEST_SECONDS.items() if name.startswith(start))) for name in names]
+        self.supervisor(part, 'scripts.gpu.run_tests').run(cells, TEST_PROCESSES, TESTS_A_PROCESS)
+        self.keep()
+
+    def keep(self) -> None:
+        """The table and the archive of details, as far as there is room for them."""
+        with contextlib.suppress(OSError):
+            write_page(self.out)
+        archive = self.out / 'detail.tar.gz'
+        part = archive.with_suffix('.part')
+        try:
+            with tarfile.open(part, 'w:gz') as tar:
+                tar.add(self.detail, arcname='detail')
+            part.replace(archive)
+        except OSError as e:
+            part.unlink(missing_ok=True)
+            self.kept = False
+            print(f'details stay in {self.detail}: {e.strerror}', flush=True)
+
+    def close(self) -> bool:
+        """Prints the summary; whether all is well."""
+        self.keep()
+        print()
+        print(summary.short([facts()], self.records.added), flush=True)
+        if self.kept:
+            shutil.rmtree(self.detail, ignore_errors=True)
+        return bool(self.records.added) and all(record['status'] in summary.GOOD for record in self.records.added)
 
 
-def benches(part: Part) -> None:
-    for name, args in BENCH[part.name].items():
-        part.run(name, 'bench.py', *shlex.split(args), '--device=cuda', '--json=True', f'--save={part.out / name}.json')
+def write_page(out: Path) -> None:
+    (out / 'README.md').write_text(summary.page(*summary.read(out / 'cells.jsonl')) + '\n', encoding='utf-8')
 
 
-def train(part: Part) -> None:
-    """Short runs of train.py first: that they learn, in both half precisions, under every policy; then the clock."""
-    runs = {f'{model}-{dtype}-{policy}': (stack, dtype, policy)
-            for model, stack in (('vanilla', ''), ('full', STACK)) for dtype in ('bfloat16', 'float16')
-            for policy in POLICIES if dtype == 'bfloat16' or policy == 'none'}
-    found = {}
-    for name, (stack, dtype, policy) in runs.items():
-        folder = part.out / 'runs' / name
-        if part.run(name, 'train.py', *shlex.split(f'{RECALL} {stack} --dtype={dtype} --recompute={policy} --compile=False'),
-                    '--device=cuda', f'--out_dir={folder}'):
-            rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()]
-            found[name] = {'losses': [row['loss'] for row in rows], 'skipped': rows[-1].get('skipped', 0),
-                           'memory_peak_bytes': max(row.get('memory_peak_bytes', 0) for row in rows)}
-            for leftover in folder.glob('*.pt'):
-                leftover.unlink()
-    write(part.out / 'train-short.json', {'runs': found})
-    benches(part)
+def merge(files: list[Path], out: Path) -> None:
+    """Results of other folders, oldest first, behind those of this one."""
+    lines = [line for file in files for line in file.read_text(encoding='utf-8').splitlines() if line.strip()]
+    with open(out / 'cells.jsonl', 'a', encoding='utf-8') as target:
+        target.writelines('\n' + line for line in lines)  # also behind a line that was cut short
+        target.write('\n')
+    write_page(out)
 
 
-def ablate(part: Part) -> None:
-    import torch
-    if part.run('text', 'data/text/prepare.py', '--input', str(Path(torch.__file__).parent), '--glob', '*.py'):
-        part.run('ladder', 'ablate.py', 'config/ablate_gpu_short.py', f"--folder={part.out / 'ablate_gpu_short'}")
+def dry_run(parts) -> None:
+    """Every cell, its estimate, and what an H100's limits allow beside what we expect."""
+    for part in parts:
+        if PARTS[part] is None:
+            print(f'{part}: the tests marked gpu, {TEST_PROCESSES} processes, programs first; each a cell')
+            continue
+        stages = PARTS[part]()
+        print(f'{part}: about {sum(stage.seconds for stage in stages):.0f} s')
+        for stage in stages:
+            print(f"  {stage.processes} at a time" if stage.processes > 1 else '  one after another')
+            for cell in stage.cells:
+                line = f'    {cell.seconds:5.0f} s  {cell.name}'
+                if cell.limit:
+                    line += (f'  [{cell.work}: {summary.time_of(cell.limit)} at the limit, {cell.share:.0%} expected, '
+                             f'{summary.time_of(cell.limit / cell.share)}]')
+                print(line)
 
 
-def write(path: Path, document: dict) -> None:
-    path.write_text(json.dumps(document | {'versions': versions()}, indent=1) + '\n', encoding='utf-8')
-
-
-def page(out: Path) -> str:
-    """Markdown of all results that are there."""
-    from benchmarks.report import GRIDS
-    from benchmarks.table import section
-    lines = ['# On a GPU', '', 'Made by `scripts/gpu_check.sh`, part by part; `*.json` has every number, `summary.json` what '
-             'was run, and on what.', '']
-    for path in sorted(out.glob('*.json')):
-        document = json.loads(path.read_text(encoding='utf-8'))
-        if document.get('mode') in GRIDS:
-            lines.append(section(path.stem, document))
-        elif document.get('mode') == 'train':
-            lines += [f'## {path.stem}', '', f"{document['device']}, torch {document['torch']}, {document['dtype']}, compile "
-                      f"{document['compile']}: {document['tokens_per_second']:,.0f} tokens/s, "
-                      f"{document['model_tflops_per_second']:.1f} model TFLOP/s, {document['median_ms']:.1f} ms a step of "
-                      f"{document['batch_size']} x {document['block_size']} tokens", '']
-        elif path.stem == 'tests':
-            lines += ['## tests', '', ', '.join(f'{n} {kind}' for kind, n in document['counts'].items()), '']
-        elif path.stem == 'train-short':
-            lines += ['## train-short', '', '| run | first loss | last loss | skipped | peak, MB |',
-                      '|---|---:|---:|---:|---:|']
-            lines += [f"| {name} | {run['losses'][0]:.3f} | {run['losses'][-1]:.3f} | {run['skipped']} | "
-                      f"{run['memory_peak_bytes'] / 1e6:,.0f} |" for name, run in document['runs'].items()] + ['']
-    return '\n'.join(lines)
-
-
-def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description='See scripts/gpu_check.sh.')
+def arguments(argv):
+    parser = argparse.ArgumentParser(prog='scripts/gpu_check.sh', description=__doc__)
     parser.add_argument('--part', choices=PARTS, help='what to check')
-    parser.add_argument('--out', type=Path, default=ROOT / 'results' / 'gpu', help='folder (default: results/gpu)')
-    parser.add_argument('--limit', type=float, default=LIMIT, help=f'seconds (default: {LIMIT})')
-    parser.add_argument('--table', action='store_true', help='only make README.md anew')
-    parser.add_argument('--list', action='store_true', help='name the commands of the parts')
-    s = parser.parse_args(argv)
-    if s.list:
-        for part, benches_of in BENCH.items():
-            print('\n'.join(f'{part} {name}: python bench.py {args}' for name, args in benches_of.items()))
-        return 0
-    out = s.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    if not s.table:
-        if s.part is None:
-            parser.error(f"--part is needed: one of {', '.join(PARTS)}")
-        found = versions()
-        print(json.dumps(found), flush=True)
-        if found['device'] is None:
-            print('error: there is no CUDA device here', file=sys.stderr)
-            return 2
-        part = Part(s.part, out, s.limit)
-        {'tests': tests, 'train': train, 'ablate': ablate}.get(s.part, benches)(part)
-        summary = out / 'summary.json'
-        before = json.loads(summary.read_text(encoding='utf-8')) if summary.exists() else {}
-        summary.write_text(json.dumps(before | {s.part: {'versions': found, 'commands': part.done}}, indent=1) + '\n',
-                           encoding='utf-8')
-    (out / 'README.md').write_text(page(out), encoding='utf-8')
-    return 0 if s.table or all(state == 'ok' for state in part.done.values()) else 1
+    parser.add_argument('--out', type=Path, default=ROOT / 'results' / 'gpu', help='folder for results (results/gpu)')
+    parser.add_argument('--limit', type=float, default=LIMIT, help='seconds of this call (%(default)s)')
+    parser.add_argument('--only', default='', metavar='TEXT', help='only cells with this text in their name')
+    parser.add_argument('--dry_run', nargs='?', const='True', default='False', choices=('True', 'False'),
+                        help='list cells, estimates and predictions')
+    parser.add_argument('--rehearse', nargs='?', const='True', default='False', choices=('True', 'False'),
+                        help='run the cells on the CPU, tiny: to try the check itself')
+    parser.add_argument('--merge', type=Path, nargs='+', metavar='FILE', help='add cells.jsonl of other folders to OUT')
+    return parser, parser.parse_args(argv)
+
+
+def main(argv=None) -> None:
+    parser, s = arguments(argv)
+    if s.dry_run == 'True':
+        return dry_run([s.part] if s.part else PARTS)
+    s.out.mkdir(parents=True, exist_ok=True)
+    if s.merge:
+        return merge(s.merge, s.out)
+    if s.part is None:
+        parser.error(f"--part is needed: one of {', '.join(PARTS)} (--dry_run lists what is in them)")
+    rehearse = s.rehearse == 'True'
+    if not rehearse and facts()['device'] is None:
+        print('error: there is no CUDA device here (--rehearse=True tries the check out without one)', file=sys.stderr)
+        raise SystemExit(2)
+    if rehearse:
+        os.environ['TRITON_INTERPRET'] = '1'
+    check = Check(s.out.resolve(), s.limit, 'cpu' if rehearse else 'cuda')
+    try:
+        if PARTS[s.part] is None:
+            from scripts.gpu.run_tests import collect
+            check.tests(s.part, [name for name in collect() if s.only in name])
+        else:
+            stages = [Stage(tuple(cell for cell in stage.cells if s.only in cell.name), stage.processes, stage.alone)
+                      for stage in PARTS[s.part]()]
+            check.measure(s.part, [stage for stage in stages if stage.cells])
+    finally:
+        good = check.close()
+    raise SystemExit(0 if good else 1)
 
 
 if __name__ == '__main__':
-    raise SystemExit(main())
+    run_program(main)

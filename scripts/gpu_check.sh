@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
-# Check and measure on a GPU all that needs one. Each part takes under 9 minutes on one H200-class GPU, most useful first, and
-# needs no network, only what is installed (torch 2.11 or newer with Triton, pytest for the first part).
+# Check and measure on a GPU all that needs one: correctness, speed beside what the hardware allows, profiles. Made for a machine
+# that is at hand for half an hour: each call ends within 9 minutes, the most telling first, and loses nothing if it is cut off.
+# Needs no network, only what is installed: torch 2.11 or newer with Triton, pytest, hypothesis.
 #
-#   scripts/gpu_check.sh --part=tests      the tests marked gpu
-#   scripts/gpu_check.sh --part=kernels    attention and the K/V write alone, against SDPA and FlexAttention
-#   scripts/gpu_check.sh --part=decode     tokens per second out of caches, captured; batch, context, int8, a 1B shape
-#   scripts/gpu_check.sh --part=train      vanilla and full stack, bfloat16 and float16, every recomputation policy, long sequences
-#   scripts/gpu_check.sh --part=ablate     a short ladder
-#   scripts/gpu_check.sh --part=tests --out=FOLDER --limit=500
+#   scripts/gpu_check.sh --dry_run=True        every cell, its estimated time, the hardware's limit and the share of it expected
+#   scripts/gpu_check.sh --part=first          is it right, is it fast, where does the time go (6 minutes)
+#   scripts/gpu_check.sh --part=tests          the tests marked gpu, in 8 processes (8 minutes)
+#   scripts/gpu_check.sh --part=tune           layouts of the decode kernel (6 minutes)
+#   scripts/gpu_check.sh --part=train          training at T=1,024, by backend, batch and loss (9 minutes; --limit=... for more)
+#   scripts/gpu_check.sh --part=more           other sizes, serving, long sequences, memory, a ladder (over 20 minutes)
+#   scripts/gpu_check.sh --part=first --out=FOLDER --limit=540 --only=captured
+#   scripts/gpu_check.sh --merge FOLDER/cells.jsonl       results of another folder, into OUT
+#   scripts/gpu_check.sh --part=first --rehearse=True --out=out-rehearsal         the same on a CPU, tiny: tries the check itself
 #
-# Writes OUT/*.json (results/gpu, if not given) and a table of all that is there, OUT/README.md.
+# Writes to OUT (results/gpu, if not given): cells.jsonl, a line for each result as it comes; README.md, the table of them all;
+# detail.tar.gz, logs and profiler traces. Prints at most 40 lines of summary last. Exit status 1: something was not right.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 exec "${PYTHON:-python3}" scripts/gpu_check.py "$@"

@@ -1,0 +1,185 @@
+"""Cells run in worker processes, within a time limit: a cell that crashes, hangs or poisons the CUDA context costs itself alone,
+and every result is written as it comes.
+
+A worker is a program that gets names of cells as its last arguments and writes lines of JSON to file descriptor --fd:
+{"begin": name} when it starts a cell, {"cell": name, "status": ..., ...} when it is done. It may end after any cell; what it has
+not done goes to another worker.
+"""
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE = 5     # seconds between asking a worker to end and killing it
+PATIENCE = 4  # times the estimate that a cell may take, and at least LEAST seconds
+LEAST = 60
+
+
+class Records:
+    """Appends to OUT/cells.jsonl, one line a result, flushed at once. Where that fails (a full disk) the line goes to standard
+    output, which is then all that is left of it."""
+
+    def __init__(self, path: Path, run: str, facts: dict):
+        self.path, self.run, self.added, self._lock = path, run, [], threading.Lock()
+        self._append({'run': run, 'facts': facts})
+
+    def add(self, record: dict) -> None:
+        with self._lock:
+            self.added.append(record)
+            self._append({'run': self.run} | record)
+            told = f"{record['status']:8} {record['cell']}"
+            if 'seconds' in record:
+                told += f" ({record['seconds']:.0f} s)"
+            print(told + (f": {record['why'].splitlines()[-1][:150]}" if record.get('why') else ''), flush=True)
+
+    def _append(self, record):
+        line = json.dumps(record)
+        try:
+            with open(self.path, 'a', encoding='utf-8') as file:
+                file.write(line + '\n')
+        except OSError as e:
+            print(f'cannot be written to {self.path} ({e.strerror}): {line}', flush=True)
+
+
+class Supervisor:
+    """Runs cells (`scripts.gpu.cells.Cell`) by one kind of worker until the time is up.
+
+    Args:
+        part: of the check that they belong to.
+        command: of the worker; `--fd=N` and the names are added.
+        end: seconds of `now` at which nothing may run any more.
+        log: file to which workers' output is appended.
+        now: a clock; tests give one of their own.
+    """
+
+    def __init__(self, part: str, command: list[str], records: Records, end: float, log: Path, now=time.monotonic):
+        self.part, self.command, self.records, self.end, self.log, self.now = part, command, records, end, log, now
+        self._processes, self._stopping = set(), False
+
+    def run(self, cells, processes: int = 1, batch: int = 0) -> None:
+        """All of them, in this order, `processes` workers at a time, each given `batch` cells (0 = its share of all)."""
+        queue = deque(cells[i:i + batch] for i in range(0, len(cells), batch)) if batch else deque(
+            cells[i::processes] for i in range(min(processes, len(cells))))
+        threads = [threading.Thread(target=self._drain, args=[queue]) for _ in range(min(processes, len(queue)))]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:  # Ctrl-C: the workers go, the threads notice
+            self._stopping = True
+            for process in list(self._processes):
+                end_group(process)
+            for thread in threads:
+                thread.join()
+
+    def _drain(self, queue):
+        while True:
+            try:
+                cells = list(queue.popleft())
+            except IndexError:
+                return
+            while cells:
+                cells = self._worker(cells)
+
+    def _worker(self, cells) -> list:
+        """One worker's life; the cells that it has not come to. At least one is done with afterwards, one way or another."""
+        if self._stopping or self.now() >= self.end:
+            for cell in cells:
+                self._record(cell, 'not run', why='the time was up' if not self._stopping else 'interrupted')
+            return []
+        read, write = os.pipe()
+        with open(self.log, 'ab') as log:
+            process = subprocess.Popen([*self.command, f'--fd={write}', *(cell.name for cell in cells)], cwd=ROOT, stdout=log,
+                                       stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, pass_fds=[write],
+                                       start_new_session=True)
+        os.close(write)
+        self._processes.add(process)
+        try:
+            left = self._follow(process, read, cells)
+            if not left:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+            return left
+        finally:
+            end_group(process)
+            self._processes.discard(process)
+            os.close(read)
+
+    def _follow(self, process, read, cells):
+        left = {cell.name: cell for cell in cells}
+        current, since, text = None, self.now(), b''
+        while left:
+            limit = max(LEAST, PATIENCE * (current or cells[0]).seconds)
+            if self.now() >= min(self.end, since + limit):
+                end_group(process)
+                cell = left.pop((current or next(iter(left.values()))).name)
+                up = 'the time of the part was up' if self.now() >= self.end else f'it had {limit:.0f} s'
+                self._record(cell, 'stopped', seconds=self.now() - since, why=up)
+                break
+            if not select.select([read], [], [], 0.05)[0]:
+                continue
+            piece = os.read(read, 2 ** 16)
+            if not piece:  # it has ended
+                process.wait()
+                if left and (current or len(left) == len(cells)):  # amid a cell, or before its first
+                    cell = left.pop((current or cells[0]).name)
+                    self._record(cell, 'crashed', seconds=self.now() - since, why=how_it_ended(process, self.log))
+                break
+            *lines, text = (text + piece).split(b'\n')
+            for line in filter(None, lines):
+                message = json.loads(line)
+                if 'begin' in message:
+                    current, since = left.get(message['begin']), self.now()
+                elif message.get('cell') in left:
+                    cell, current = left.pop(message.pop('cell')), None
+                    self._record(cell, **{'seconds': self.now() - since} | message)
+                    since = self.now()
+        return list(left.values())
+
+    def _record(self, cell, status, **more):
+        self.records.add({'part': self.part, 'cell': cell.name, 'status': status, 'estimate': cell.seconds} | cell.expected | more)
+
+
+def end_group(process) -> None:
+    """The worker and all that it has started: asked first, then killed."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(GRACE)
+        except (ProcessLookupError, PermissionError):
+            break
+        except subprocess.TimeoutExpired:
+            pass
+    process.wait()
+
+
+def how_it_ended(process, log: Path) -> str:
+    """'exit status 3' or 'signal 11', and the last lines of the log."""
+    code = process.returncode
+    how = f'signal {-code} ({signal.Signals(-code).name})' if code < 0 else f'exit status {code}'
+    try:
+        tail = log.read_bytes()[-1500:].decode('utf-8', 'replace').strip().splitlines()[-6:]
+    except OSError:
+        tail = []
+    return '\n'.join([*tail, f'the worker ended with {how}'])
+
+
+def worker_cells(argv=None):
+    """For workers: (options {'fd': N, ...}, names, emit) of a command line, where emit(**message) writes a line."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = dict(arg[2:].split('=', 1) for arg in argv if arg.startswith('--'))
+    stream = os.fdopen(int(options['fd']), 'w', buffering=1)
+
+    def emit(**message):
+        stream.write(json.dumps(message) + '\n')
+        stream.flush()
+    return options, [arg for arg in argv if not arg.startswith('--')], emit
