@@ -73,7 +73,7 @@ nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside our
 	$(BIN)/python scripts/nanogpt_parity.py $(NANOGPT)
 
 PART ?= first
-gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=first, tests, tune, train or more
+gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=first, tests, tune, train, ...
 	PYTHON=$(BIN)/python scripts/gpu_check.sh --part=$(PART)
 
 clean:  ## remove the environment and what training wrote

@@ -74,10 +74,12 @@ class StaticCache:
                 first = len(old) if new[:len(old)] == old else 0
                 pages = new[first:] + [-1] * (len(old) - len(new))
                 entries += [(row, first + k, page) for k, page in enumerate(pages)]
+        for row, pages in sent.items():  # until they are there: an interruption makes the next call send all of the row
+            self._sent[row], self._versions[row] = [None] * max(len(self._sent[row]), len(pages)), -1
         if entries:  # indices made on the host: nothing waits for the device
             rows, places, pages = _on_host(entries, torch.int64, self.table).to(self.table.device, non_blocking=True).T
             self.table.index_put_((rows, places), pages.int())
-        for row, pages in sent.items():  # last: what an interruption keeps from being sent, the next call sends
+        for row, pages in sent.items():
             self._sent[row], self._versions[row] = pages, source.versions[row]
 
     # -- what the model calls, with nothing but the device's numbers --------------------------------------------------

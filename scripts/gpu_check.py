@@ -2,6 +2,7 @@
 import argparse
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from configurator import run_program  # noqa: E402
-from scripts.gpu import summary  # noqa: E402
+from scripts.gpu import run_tests, summary  # noqa: E402
 from scripts.gpu.cells import PARTS, Cell, Stage  # noqa: E402
 from scripts.gpu.supervise import Records, Supervisor  # noqa: E402
 
@@ -29,7 +30,7 @@ TEST_SECONDS = {'tests/programs/': 30, '': 5}
 
 
 def facts() -> dict:
-    """What every number means nothing without."""
+    """What every result needs beside it."""
     import torch
     try:
         import triton
@@ -37,13 +38,22 @@ def facts() -> dict:
     except ImportError:
         found = None
     gpu = torch.cuda.is_available()
-    try:
-        git = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git
-        git = ''
     return {'device': torch.cuda.get_device_name() if gpu else None, 'torch': torch.__version__, 'triton': found,
-            'CUDA': torch.version.cuda, 'Python': platform.python_version(), 'cores': os.cpu_count(), 'commit': git,
+            'CUDA': torch.version.cuda, 'Python': platform.python_version(), 'cores': os.cpu_count(), 'commit': commit(),
             'date': datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M')}
+
+
+def commit() -> str:
+    """Of git; where the checkout came without it, a hash of its Python files."""
+    with contextlib.suppress(OSError):
+        told = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT, capture_output=True, text=True).stdout
+        if told.strip():
+            return told.strip()
+    found = hashlib.sha256()
+    for path in sorted(ROOT.rglob('*.py')):
+        if not any(part.startswith('.') for part in path.relative_to(ROOT).parts):
+            found.update(path.read_bytes())
+    return f'sources {found.hexdigest()[:10]}'
 
 
 class Check:
@@ -68,7 +78,11 @@ class Check:
             workers.run(stage.cells, stage.processes, batch=int(stage.alone))
             self.keep()
 
-    def tests(self, part: str, names: list[str]) -> None:
+    def tests(self, part: str, only) -> None:
+        names, words = run_tests.collect()
+        if words:
+            self.records.add({'part': part, 'cell': 'collection', 'status': 'failed' if not names else 'skipped', 'why': words})
+        names = [name for name in names if only(name)]
         cells = [Cell(name, next(s for start, s in TEST_SECONDS.items() if name.startswith(start))) for name in names]
         self.supervisor(part, 'scripts.gpu.run_tests').run(cells, TEST_PROCESSES, TESTS_A_PROCESS)
         self.keep()
@@ -134,7 +148,7 @@ def arguments(argv):
     parser.add_argument('--part', choices=PARTS, help='what to check')
     parser.add_argument('--out', type=Path, default=ROOT / 'results' / 'gpu', help='folder for results (results/gpu)')
     parser.add_argument('--limit', type=float, default=LIMIT, help='seconds of this call (%(default)s)')
-    parser.add_argument('--only', default='', metavar='TEXT', help='only cells with this text in their name')
+    parser.add_argument('--only', default='', metavar='TEXT', help='only cells with this text in their name; several with commas between')
     parser.add_argument('--dry_run', nargs='?', const='True', default='False', choices=('True', 'False'),
                         help='list cells, estimates and predictions')
     parser.add_argument('--rehearse', nargs='?', const='True', default='False', choices=('True', 'False'),
@@ -159,12 +173,14 @@ def main(argv=None) -> None:
     if rehearse:
         os.environ['TRITON_INTERPRET'] = '1'
     check = Check(s.out.resolve(), s.limit, 'cpu' if rehearse else 'cuda')
+
+    def only(name):
+        return any(text in name for text in s.only.split(','))
     try:
         if PARTS[s.part] is None:
-            from scripts.gpu.run_tests import collect
-            check.tests(s.part, [name for name in collect() if s.only in name])
+            check.tests(s.part, only)
         else:
-            stages = [Stage(tuple(cell for cell in stage.cells if s.only in cell.name), stage.processes, stage.alone)
+            stages = [Stage(tuple(cell for cell in stage.cells if only(cell.name)), stage.processes, stage.alone)
                       for stage in PARTS[s.part]()]
             check.measure(s.part, [stage for stage in stages if stage.cells])
     finally:

@@ -22,7 +22,7 @@ from kv.view import Encoded
 MAX_ROWS = 64          # of a block of queries (16 in float32); where R is more, several programs read the same keys
 MIN_SPLIT = 256        # keys: shorter parts cost more than they bring
 MAX_SPLITS = 64        # which `_join` holds at once
-FEW_SPLITS = 8         # `_join` is compiled for up to so many, and for MAX_SPLITS: more sizes would be compiled amid traffic
+FEW_SPLITS = 8         # `_join` is compiled for up to so many and for MAX_SPLITS; more sizes would be compiled while serving
 WARPS_PER_SM = 16      # what the splits aim at
 LOG2_E = 1.4426950408889634
 
@@ -64,7 +64,7 @@ def _places(start, hi, b, S, page, TABLE, K_POS, BLOCK_N: tl.constexpr, PAGE: tl
     of which the scales are read. `page` is that of all of them, if ONE_PAGE."""
     i = start + tl.arange(0, BLOCK_N)
     held = i < hi
-    wanted = i // 2 * 2 < hi  # two scales at a time, or else the loads are too narrow to run ahead; one may be read in vain
+    wanted = i // 2 * 2 < hi  # two scales at a time: asynchronous copies take 4 bytes or more; one extra scale may be read
     if ONE_PAGE:  # blocks begin where pages do, or within one
         held, wanted = held & (page >= 0), wanted & (page >= 0)
         page = page.to(tl.int64)
@@ -240,7 +240,7 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
     Returns:
         (B, H, t, D).
     Raises:
-        ValueError: an unknown combination of dtypes.
+        ValueError: an unknown combination of dtypes, more splits than MAX_SPLITS.
     """
     B, H, t, D = q.shape
     n_kv_head, S = k[0].size(1), k[0].size(2) if table is None else table.size(1) * k[0].size(2)
@@ -252,6 +252,8 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
     page_size = 0 if table is None else k[0].size(2)
     block_m, block_n = _blocks(R, D, precision, page_size, tuning)
     n_blocks = triton.cdiv(R, block_m)
+    if tuning.n_splits > MAX_SPLITS:
+        raise ValueError(f'n_splits={tuning.n_splits}: at most {MAX_SPLITS}')
     n_splits = tuning.n_splits or splits(B * n_kv_head * n_blocks, S, tuning.num_warps, q.device)
     part = out if n_splits == 1 else rows.new_empty(B * n_kv_head, n_splits, R, D, dtype=torch.float32)
     lse = rows.new_empty(B * n_kv_head, n_splits, R, dtype=torch.float32)
@@ -259,7 +261,8 @@ def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, tabl
     place = (q_pos.contiguous(), k_pos.contiguous()) if tagged else (None, None)
     int8_dot = tuning.int8_dot and scales
     block_d = max(32 if int8_dot else 16, triton.next_power_of_2(D))
-    pairs = scales and k[1].stride(1) % 2 == 0  # then strides are given in pairs, which tells the compiler that they are even
+    # even strides are given in halves and doubled by the kernel, which tells the compiler that they are even
+    pairs = scales and all(x % 2 == 0 for x in k[1].stride()[:2])
     of_scales = tuple(x // (1 + pairs) for x in k[1].stride()[:2]) + k[1].stride()[2:3] if scales else (0, 0, 0)
     _split[(n_blocks * n_splits * B * n_kv_head,)](
         rows, k[0], v[0], *((k[1], v[1]) if scales else (None, None)), seen, table, *place, part, lse,

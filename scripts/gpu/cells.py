@@ -39,8 +39,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Stage:
-    """Cells that run side by side in so many processes (not those that are timed), each process one cell after another.
-    alone: every cell in a process of its own."""
+    """Cells that run side by side in so many processes (1, where they are timed), each process one cell after another.
+    alone: one process per cell."""
     cells: tuple[Cell, ...]
     processes: int = 1
     alone: bool = False
@@ -84,10 +84,10 @@ def decode(name, seconds, batch, context, share, *further, kv_dtype='bfloat16', 
     return Cell(f'bench/decode/{name}', seconds, {'args': args}, **decode_step(config, batch, context, kv_dtype, share))
 
 
-def train(name, seconds, batch, share, *further, T=1024, vanilla=False, compiled=True) -> Cell:
-    shape = [f'--block_size={T}'] + ([] if vanilla else [FULL, f'--block_size={T}'])
-    args = [*shape, '--mode=train', '--real_data=False', f'--batch_size={batch}', '--chunked_loss=True',
-            f'--compile={compiled}', *further]
+def train(name, seconds, batch, share, *further, vanilla=False) -> Cell:
+    shape = ['--block_size=1024'] if vanilla else [FULL]
+    args = [*shape, '--mode=train', '--real_data=False', f'--batch_size={batch}', '--chunked_loss=True', '--compile=True',
+            *further]
     return Cell(f'bench/train/{name}', seconds, {'args': args}, **training_step(config_of(shape), batch, share))
 
 
@@ -108,13 +108,13 @@ def first() -> list[Stage]:
                 [('flex', 1024, 12), ('flex', 96, 4), ('flex', 64, 4), ('sdpa', 1024, 12)]]
     captured = [Cell(f'captured/{kv_dtype}/{"paged" if paged else "contiguous"}', 25, dict(kv_dtype=kv_dtype, paged=paged))
                 for kv_dtype in ('auto', 'int8') for paged in (False, True)]
-    captured += [Cell('captured/int8/compiled', 110, dict(kv_dtype='int8', paged=False, compiled=True))]
     timed = [Cell('rates', 10), decode('b1-1k', 20, 1, 1024, 0.20),
-             decode('b64-8k-int8', 25, 64, 8192, 0.22, kv_dtype='int8'),
-             Cell('profile/decode', 20, dict(batch=1, context=1024)),
-             train('full-b32', 80, 32, 0.25), Cell('profile/train', 25, dict(batch=32)),  # compiled by the cell before it
-             decode('b64-8k', 20, 64, 8192, 0.3)]
-    return [Stage(tuple(captured[::-1] + kernels), 8), Stage(tuple(timed))]
+             decode('b64-8k-int8', 25, 64, 8192, 0.22, kv_dtype='int8'), train('full-b32', 80, 32, 0.25),
+             decode('b64-8k', 20, 64, 8192, 0.3),
+             Cell('profile/decode', 15, dict(batch=1, context=1024)),  # after all that is timed in this process
+             Cell('profile/train', 25, dict(batch=32))]                # compiled by the cell above
+    compiled = Cell('captured/int8/compiled', 70, dict(kv_dtype='int8', paged=False, compiled=True))
+    return [Stage(tuple(captured + kernels), 8), Stage(tuple(timed)), Stage((compiled,))]
 
 
 def tune() -> list[Stage]:
@@ -133,32 +133,46 @@ def tune() -> list[Stage]:
 
 
 def training() -> list[Stage]:
-    """T=1,024: vanilla GPT-2 and the full stack, by backend of the local layers, batch, loss in chunks or whole."""
-    cells = [train('full-flex-b64', 90, 64, 0.31, '--attention_backend=flex'),
-             train('vanilla-b64', 70, 64, 0.33, vanilla=True),
-             train('full-sdpa-b64', 90, 64, 0.25, '--attention_backend=sdpa'),
-             train('full-flex-b16', 80, 16, 0.27, '--attention_backend=flex'),
-             train('full-flex-b16-whole-loss', 80, 16, 0.3, '--attention_backend=flex', '--chunked_loss=False'),
-             train('vanilla-b16', 60, 16, 0.3, vanilla=True),
-             train('full-flex-b64-whole-loss', 90, 64, 0.33, '--attention_backend=flex', '--chunked_loss=False'),
-             train('full-sdpa-b16', 80, 16, 0.22, '--attention_backend=sdpa')]
-    return [Stage(tuple(cells), alone=True)]
+    """T=1,024: vanilla GPT-2 and the full stack, by backend of the local layers and batch."""
+    return [Stage((train('full-flex-b64', 90, 64, 0.31, '--attention_backend=flex'),
+                   train('vanilla-b64', 70, 64, 0.33, vanilla=True),
+                   train('full-sdpa-b64', 90, 64, 0.25, '--attention_backend=sdpa'),
+                   train('full-flex-b16', 80, 16, 0.27, '--attention_backend=flex'),
+                   train('vanilla-b16', 60, 16, 0.3, vanilla=True)), alone=True)]
 
 
-def more() -> list[Stage]:
-    """For a second visit: what is bought at other sizes, whole conversations, long sequences, memory."""
+def training_more() -> list[Stage]:
+    """The same with the loss whole, not in chunks; the other backend at the smaller batch; memory by recomputation policy."""
+    return [Stage((train('full-flex-b16-whole-loss', 80, 16, 0.3, '--attention_backend=flex', '--chunked_loss=False'),
+                   train('full-flex-b64-whole-loss', 90, 64, 0.33, '--attention_backend=flex', '--chunked_loss=False'),
+                   train('full-sdpa-b16', 80, 16, 0.22, '--attention_backend=sdpa'),
+                   bench('recompute', 120, FULL, '--mode=recompute', '--against=vanilla', '--contexts=1024',
+                         '--batch_sizes=16')), alone=True)]
+
+
+def sizes() -> list[Stage]:
+    """Decoding: other batches, contexts and models; kernels beside torch's own."""
     big = [FULL, '--n_layer=24', '--n_head=16', '--n_embd=2048', '--mlp_hidden=0']
-    cells = [decode('b1-1k-compiled', 60, 1, 1024, 0.33, '--compile=True'),
-             decode('b16-8k', 30, 16, 8192, 0.25), decode('b16-8k-vanilla', 40, 16, 8192, 0.5, vanilla=True),
-             decode('b256-8k-int8', 60, 256, 8192, 0.25, kv_dtype='int8'),
-             bench('decode/1B', 60, *big, '--mode=decode', '--batch_sizes=1,16', '--contexts=1024', '--steps=64'),
-             bench('kernels', 60, FULL, '--mode=kernels', '--window_size=512', '--batch_sizes=1,64', '--contexts=1024,8192'),
-             bench('serve', 60, FULL, '--mode=serve', '--batch_sizes=64', '--contexts=256', '--requests=256'),
-             bench('prefill', 60, FULL, '--mode=prefill', '--against=vanilla', '--batch_sizes=1,8', '--contexts=1024,8192'),
-             bench('recompute', 120, FULL, '--mode=recompute', '--against=vanilla', '--contexts=1024', '--batch_sizes=16'),
-             bench('lengths', 90, FULL, '--mode=lengths', '--against=vanilla', '--contexts=1024,8192'),
-             Cell('ladder', 500)]
-    return [Stage(tuple(cells), alone=True)]
+    return [Stage((decode('b1-1k-compiled', 60, 1, 1024, 0.33, '--compile=True'),
+                   decode('b16-8k', 30, 16, 8192, 0.25), decode('b16-8k-vanilla', 40, 16, 8192, 0.5, vanilla=True),
+                   decode('b256-8k-int8', 60, 256, 8192, 0.25, kv_dtype='int8'),
+                   bench('decode/1B', 60, *big, '--mode=decode', '--batch_sizes=1,16', '--contexts=1024', '--steps=64'),
+                   bench('kernels', 80, FULL, '--mode=kernels', '--window_size=512', '--batch_sizes=1,64',
+                         '--contexts=1024,8192')), alone=True)]
 
 
-PARTS = {'first': first, 'tests': None, 'tune': tune, 'train': training, 'more': more}  # tests are collected by pytest
+def programs() -> list[Stage]:
+    """Serving, prompts, long sequences in training."""
+    return [Stage((bench('serve', 60, FULL, '--mode=serve', '--batch_sizes=64', '--contexts=256', '--requests=256'),
+                   bench('prefill', 60, FULL, '--mode=prefill', '--against=vanilla', '--batch_sizes=1,8', '--contexts=1024,8192'),
+                   bench('lengths', 120, FULL, '--mode=lengths', '--against=vanilla', '--contexts=1024,8192')), alone=True)]
+
+
+def ladder() -> list[Stage]:
+    """A short ladder of GPT-2's shape."""
+    return [Stage((Cell('ladder', 500),))]
+
+
+# the most telling first; tests are collected by pytest
+PARTS = {'first': first, 'tests': None, 'tune': tune, 'train': training, 'sizes': sizes, 'programs': programs,
+         'train-more': training_more, 'ladder': ladder}

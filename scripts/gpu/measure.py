@@ -6,10 +6,12 @@ FILE has the arguments of each cell as JSON. --device=cpu rehearses: tiny sizes,
 A cell's function returns what it measured; with 'error' and 'allowed' in it, whether the result was right.
 """
 import contextlib
+import gc
 import importlib
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
 import traceback
@@ -26,15 +28,14 @@ from attention.local import blockwise_local_attention, flex_local_attention
 from attention.qk import norm_and_rotate
 from attention.rope import RotaryTable
 from benchmarks import kernels
-from benchmarks.decode import DecodeRound
-from benchmarks.setting import build, model_config
+from benchmarks.setting import build, model_config, random_tokens
 from benchmarks.train import TrainStep
 from data.datasets import DATA_ROOT
-from inference.captured import CapturedDecode
+from inference.captured import CapturedDecode, captured_decode
 from kv.quant import dequantize_int8
 from kv.store import KVStore, Target
 from scripts.gpu.cells import FULL
-from scripts.gpu.supervise import ROOT, worker_cells
+from scripts.gpu.supervise import ROOT, context_is_poisoned, worker_cells
 
 TINY = ['--n_layer=7', '--n_embd=96', '--head_dim=16', '--n_head=6', '--mlp_hidden=0', '--window_size=16', '--block_size=64']
 REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests=4', '--batch_size=2', '--compile=False',
@@ -61,8 +62,10 @@ def name_of(dtype) -> str:
 
 
 def judged(found, exact, allowed: float) -> dict:
-    """Largest difference, relative to the largest exact value; NaN is never allowed."""
-    error = ((found.double() - exact).abs().max() / exact.abs().max()).item()
+    """Largest difference of a row (the first dimension), relative to the row's largest exact value: means over many keys are
+    small, and would not be seen beside those over few. Where the exact row is zero, nothing but zero will do."""
+    off, size = ((x.double().flatten(1)).abs().amax(1) for x in (found.double() - exact, exact))
+    error = (off / size.clamp(min=1e-30)).max().item()
     return {'error': error if math.isfinite(error) else 1e30, 'allowed': allowed}
 
 
@@ -125,12 +128,14 @@ def write(machine, kv_dtype: str) -> dict:
     owns = kv_dtype != 'none'
     qkv = torch.randn(B, 1, H + 2 * owns, D, device=machine.device, dtype=machine.dtype)
     norms = [torch.nn.RMSNorm(D, eps=1e-6, device=machine.device, dtype=machine.dtype) for _ in 'qk']
+    for norm in norms:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     rows = torch.arange(B, device=machine.device)[:, None]
     rope = RotaryTable(D, 10000.0).at(rows * 37, 37 * B, machine.dtype)
     with torch.inference_mode():
         q_rows = norm_and_rotate(qkv.transpose(1, 2)[:, :H], norms[0], rope)
         if not owns:
-            return judged(write_qkv(qkv, H, norms[0], None, rope), q_rows.double(), 1e-2)
+            return judged(write_qkv(qkv, H, norms[0], None, rope), q_rows, 1e-2)
         store, plain = (random_store(machine, B, S, kv_dtype) for _ in 'ab')
         for a, b in zip(store.tensors, plain.tensors):
             b.copy_(a)
@@ -138,8 +143,8 @@ def write(machine, kv_dtype: str) -> dict:
         q = write_qkv(qkv, H, *norms, rope, Target(store.k, store.v, rows, places))
         k, v = qkv.transpose(1, 2)[:, H:].chunk(2, dim=1)
         plain.put(Target(plain.k, plain.v, rows, places), *plain.encode(norm_and_rotate(k, norms[1], rope), v), own_rows=True)
-    found, exact = (torch.cat([x.double().flatten() for x in (exact_values(s.k), exact_values(s.v))]) for s in (store, plain))
-    return judged(torch.cat([q.double().flatten(), found]), torch.cat([q_rows.double().flatten(), exact]), 2e-2)
+    return max([judged(q, q_rows, 1e-2), *(judged(exact_values(getattr(store, name)), exact_values(getattr(plain, name)), 2e-2)
+                                           for name in 'kv')], key=lambda check: check['error'] / check['allowed'])
 
 
 def sequence(machine, backend: str, T: int, ratio: int) -> dict:
@@ -166,13 +171,14 @@ def sequence(machine, backend: str, T: int, ratio: int) -> dict:
 
 @torch.inference_mode()
 def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dict:
-    """Logits of five captured steps at batch 1 and 64, in float32 with tf32 off, against plain torch without any kernel."""
+    """Logits of five captured steps at batch 1 and 64, in float32 with tf32 off, against plain torch without any kernel. In int8
+    a sum in another order may move a value over the edge between two steps, so there the median over steps counts."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    s = machine.settings('--seed=1')
+    s = machine.settings()
     model = build(model_config(s, DATA_ROOT), s, torch.float32)
-    room = 600 if machine.real else 40
-    worst = {'error': 0.0, 'allowed': 1e-3 if kv_dtype == 'auto' else 5e-2}
-    for batch in (1, 64) if machine.real else (1, 3):
+    room, errors = 600 if machine.real else 40, []
+    batches = (1, 64) if machine.real else (1, 3)
+    for batch in batches[-1:] if compiled else batches:  # compiling takes a minute a size
         caches = [model.new_cache(batch, room, kv_dtype, **(dict(n_pages=batch * room // 4, page_size=16) if paged else {}))
                   for _ in 'ab']
         prompt = torch.randint(model.config.vocab_size, (batch, room // 2), device=machine.device)
@@ -187,10 +193,14 @@ def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dic
             found = decode(tokens).clone()
             with wanted(False):
                 exact = model(tokens, cache=caches[1])[0][:, -1].double()
-            worst['error'] = max(worst['error'], judged(found, exact, 1.0)['error'])
-    if machine.real and not compiled:
-        worst['nodes'] = graph_nodes(decode)
-    return worst
+            errors.append(judged(found, exact, 1.0)['error'])
+    result = {'error': statistics.median(errors), 'allowed': 1e-3, 'worst': max(errors)}
+    if max(errors) > (1e-3 if kv_dtype == 'auto' else 5e-2):
+        result['error'] = max(errors)
+    if machine.real:
+        with contextlib.suppress(Exception):  # a profiler that fails must not cost the result
+            result['nodes'] = graph_nodes(decode)
+    return result
 
 
 def graph_nodes(decode) -> int:
@@ -230,8 +240,7 @@ def profile(machine, what: str, batch: int, context: int = 0) -> dict:
     if what == 'decode':
         s = machine.settings()
         model = build(model_config(s, DATA_ROOT), s)
-        held = context if machine.real else 30
-        call = DecodeRound(model, batch, held, held + 40, 8, 'auto', pack=False)
+        call = DecodeSteps(model, batch, context if machine.real else 30)
     else:
         s = machine.settings(f'--batch_size={batch if machine.real else 2}', '--chunked_loss=True',
                              f'--compile={machine.real}')
@@ -245,7 +254,23 @@ def profile(machine, what: str, batch: int, context: int = 0) -> dict:
     trace = Path(os.environ.get('GPU_CHECK_DETAIL', tempfile.gettempdir())) / f'trace-{what}.json.gz'
     with contextlib.suppress(OSError):  # a full disk
         profiler.export_chrome_trace(str(trace))
-    return {'table': table, 'steps': 8 if what == 'decode' else 1}
+    return {'table': table, 'steps': DecodeSteps.N if what == 'decode' else 1}
+
+
+class DecodeSteps:
+    """A few decode steps behind `held` tokens, captured where that is possible."""
+    N = 8
+
+    def __init__(self, model, batch, held):
+        self.model, self.cache = model, model.new_cache(batch, held + 5 * self.N).fill_(held)
+        self.decode = captured_decode(model, self.cache)
+        self.tokens = random_tokens(model, batch, 1)
+
+    @torch.inference_mode()
+    def __call__(self):
+        for _ in range(self.N):
+            logits = self.decode(self.tokens) if self.decode else self.model(self.tokens, cache=self.cache)[0][:, -1]
+            self.tokens = logits.argmax(-1, keepdim=True)
 
 
 def paged_call(machine, batch, context, kv_dtype):
@@ -332,17 +357,6 @@ def run_cell(name: str, args: dict, machine: Machine) -> dict:
         return {'status': 'failed', 'why': f'{type(e).__name__}: {str(e)[:600]}'}
 
 
-def context_is_poisoned(device) -> bool:
-    """Whether CUDA refuses all further work, as after an illegal access."""
-    if device.type != 'cuda':
-        return False
-    try:
-        torch.cuda.synchronize(device)
-        return False
-    except Exception:
-        return True
-
-
 def main(argv=None):
     options, names, emit = worker_cells(argv)
     cells = json.loads(Path(options['cells']).read_text(encoding='utf-8'))
@@ -353,11 +367,12 @@ def main(argv=None):
             emit(begin=name)
             result = run_cell(name, cells[name], machine)
             emit(cell=name, **result)
-            if context_is_poisoned(machine.device):
+            if context_is_poisoned():
                 sys.stdout.flush()
                 os._exit(3)  # other cells go to another process
             if machine.real:
                 torch._dynamo.reset()
+                gc.collect()  # caches and their graphs refer to each other
                 torch.cuda.empty_cache()
 
 

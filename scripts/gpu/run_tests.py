@@ -4,25 +4,20 @@ import subprocess
 import sys
 import time
 
-import pytest
-
-from scripts.gpu.supervise import ROOT, worker_cells
+from scripts.gpu.supervise import ROOT, context_is_poisoned, worker_cells
 
 FIRST = 'tests/programs/'  # whole programs tell most
 
 
-def collect(marker: str = 'gpu', folder: str = 'tests') -> list[str]:
-    """Ids of the tests with this mark, the most telling first.
-
-    Raises:
-        RuntimeError: pytest could not collect them; has its words.
-    """
+def collect(marker: str = 'gpu', folder: str = 'tests') -> tuple[list[str], str]:
+    """Ids of the tests with this mark, the most telling first; and pytest's words where other files could not be collected, for
+    want of a package."""
     done = subprocess.run([sys.executable, '-m', 'pytest', folder, '--collect-only', '-q', '-m', marker], cwd=ROOT,
                           capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    ids = [line.strip() for line in done.stdout.splitlines() if '::' in line]
-    if done.returncode not in (0, 5):
-        raise RuntimeError(f'pytest could not collect the tests: {(done.stdout + done.stderr)[-1500:]}')
-    return sorted(ids, key=lambda name: not name.startswith(FIRST))
+    ids = [line.strip() for line in done.stdout.splitlines() if '::' in line and not line.startswith(('ERROR', 'E  ', ' '))]
+    failed = done.returncode not in (0, 5)
+    return (sorted(ids, key=lambda name: not name.startswith(FIRST)),
+            '\n'.join((done.stdout + done.stderr).splitlines()[-30:]) if failed else '')
 
 
 class Recorder:
@@ -45,24 +40,13 @@ class Recorder:
     def pytest_runtest_logfinish(self, nodeid, location):
         more = {'why': self.why} if self.why else {}
         self.emit(cell=nodeid, status=self.outcome or 'ok', seconds=time.monotonic() - self.start, **more)
-        if self.outcome == 'failed' and poisoned():
+        if self.outcome == 'failed' and context_is_poisoned():
             sys.stdout.flush()
             os._exit(3)
 
 
-def poisoned() -> bool:
-    """Whether CUDA refuses all further work in this process."""
-    import torch
-    if not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-        return False
-    except Exception:
-        return True
-
-
 def main(argv=None):
+    import pytest
     _, names, emit = worker_cells(argv)
     recorder = Recorder(emit)
     # cells do not share what they compiled: a process runs few tests, and Triton's cache on disk is shared

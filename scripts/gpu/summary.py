@@ -19,6 +19,8 @@ def read(path: Path) -> tuple[list[dict], list[dict]]:
             runs.append(record['facts'])
         else:
             key = record['part'], record['cell']
+            if key in newest and record['status'] == 'not run':  # which says nothing
+                continue
             newest.pop(key, None)
             newest[key] = record
     return runs, list(newest.values())

@@ -7,6 +7,7 @@ not done goes to another worker.
 """
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 5     # seconds between asking a worker to end and killing it
 PATIENCE = 4  # times the estimate that a cell may take, and at least LEAST seconds
-LEAST = 60
+LEAST = 120  # of which imports may take some, when all processes start at once
 
 
 class Records:
@@ -41,12 +42,21 @@ class Records:
             print(told + (f": {record['why'].splitlines()[-1][:150]}" if record.get('why') else ''), flush=True)
 
     def _append(self, record):
-        line = json.dumps(record)
+        line = json.dumps(finite(record))
         try:
             with open(self.path, 'a', encoding='utf-8') as file:
                 file.write(line + '\n')
         except OSError as e:
             print(f'cannot be written to {self.path} ({e.strerror}): {line}', flush=True)
+
+
+def finite(x):
+    """The same without NaN and infinities, which JSON does not have: their names."""
+    if isinstance(x, float) and not math.isfinite(x):
+        return str(x)
+    if isinstance(x, dict):
+        return {name: finite(value) for name, value in x.items()}
+    return [finite(value) for value in x] if isinstance(x, list) else x
 
 
 class Supervisor:
@@ -97,11 +107,17 @@ class Supervisor:
                 self._record(cell, 'not run', why='the time was up' if not self._stopping else 'interrupted')
             return []
         read, write = os.pipe()
-        with open(self.log, 'ab') as log:
-            process = subprocess.Popen([*self.command, f'--fd={write}', *(cell.name for cell in cells)], cwd=ROOT, stdout=log,
-                                       stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, pass_fds=[write],
-                                       start_new_session=True)
-        os.close(write)
+        try:
+            with open(self.log, 'ab') as log:
+                process = subprocess.Popen([*self.command, f'--fd={write}', *(cell.name for cell in cells)], cwd=ROOT,
+                                           stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, pass_fds=[write],
+                                           start_new_session=True)
+        except OSError as e:
+            os.close(read)
+            self._record(cells[0], 'failed', why=f'no worker can be started: {e}')
+            return cells[1:]
+        finally:
+            os.close(write)
         self._processes.add(process)
         try:
             left = self._follow(process, read, cells)
@@ -171,6 +187,18 @@ def how_it_ended(process, log: Path) -> str:
     except OSError:
         tail = []
     return '\n'.join([*tail, f'the worker ended with {how}'])
+
+
+def context_is_poisoned() -> bool:
+    """For workers: whether CUDA refuses all further work in this process, as after an illegal access."""
+    import torch
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+        return False
+    except Exception:
+        return True
 
 
 def worker_cells(argv=None):

@@ -93,6 +93,20 @@ class Tables(RuleBasedStateMachine):
         if not self.cache.table.rows[to]:
             self.cache.adopt(to, pages[:self.cache.table.pages_for(length)], length)
 
+    @rule(n=st.sampled_from([*INTERVALS]))
+    def interrupted_look(self, n):
+        """Ctrl-C when the entries have been written, before `set` has noted it."""
+        real = torch.Tensor.index_put_
+
+        def interrupted(*args):
+            real(*args)
+            raise KeyboardInterrupt
+        with mock.patch.object(torch.Tensor, 'index_put_', interrupted):
+            try:
+                self.statics[n].set([None])
+            except KeyboardInterrupt:
+                pass
+
     def look(self, n):
         self.statics[n].set([None])
         assert self.statics[n].table.tolist() == whole(self.cache, n)
@@ -161,3 +175,22 @@ def test_other_rows_are_not_sent_and_a_release_sends_what_was_there(sent):
     view.set([])
     assert sent[2:] == [2, 2, 3 * 3]
     assert torch.equal(view.table, torch.full((2, 10), -1, dtype=torch.int32))
+
+
+def test_an_interruption_while_entries_are_sent_leaves_none_behind():
+    """Ctrl-C when they have been written, before that is noted; then the row ends, and another begins that is shorter."""
+    cache = PagedKVCache(PLAN, 1, 40, n_pages=20, page_size=4)
+    view, put = StaticCache(cache, 1), torch.Tensor.index_put_
+
+    def interrupted(*args):
+        put(*args)
+        raise KeyboardInterrupt
+    cache.reserve(0, 8)
+    view.set([])
+    cache.reserve(0, 16)
+    with mock.patch.object(torch.Tensor, 'index_put_', interrupted), pytest.raises(KeyboardInterrupt):
+        view.set([])
+    cache.reset([0])
+    cache.reserve(0, 4)
+    view.set([])
+    assert view.table.tolist() == whole(cache, 1)
