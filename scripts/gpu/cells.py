@@ -128,7 +128,7 @@ def tune() -> list[Stage]:
         more = reading(nbytes, shares[kv_dtype][batch]) if kind == 'tune' else {}
         return Cell(f"{kind}/{kv_dtype}/{'paged' if paged else 'contiguous'}/b{batch}", seconds,
                     dict(batch=batch, paged=paged, kv_dtype=kv_dtype), **more)
-    compiled = [cell('compile', 60, 16, paged, kv_dtype) for _, paged, kv_dtype in cases[:4]]
+    compiled = [cell('compile', 90, 16, paged, kv_dtype) for _, paged, kv_dtype in cases[:4]]
     return [Stage(tuple(compiled), 4), Stage(tuple(cell('tune', 15, *case) for case in cases))]
 
 

@@ -40,7 +40,7 @@ from scripts.gpu.supervise import ROOT, context_is_poisoned, worker_cells
 TINY = ['--n_layer=7', '--n_embd=96', '--head_dim=16', '--n_head=6', '--mlp_hidden=0', '--window_size=16', '--block_size=64']
 REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests=4', '--batch_size=2', '--compile=False',
              '--attention_backend=auto']
-ALLOWED = {'float32': 2e-4, 'bfloat16': 2e-2, 'float16': 4e-3}  # of the largest value; float32 keys too: the queries are bfloat16
+ALLOWED = {'float32': 2e-4, 'bfloat16': 2e-2, 'float16': 4e-3}  # of a row's largest value, by the dtype of the queries
 
 
 class Machine:
@@ -90,7 +90,8 @@ def attention(machine, layout: str, kv_dtype: str) -> dict:
     t = 5 if 'chunk' in layout else 1
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([S, 0, t, S - 1, *torch.randint(t, S, (B - 4,), generator=generator)]).to(machine.device)
-    q = torch.randn(B, t, H, D, device=machine.device, dtype=machine.dtype).transpose(1, 2)
+    dtype = torch.float16 if kv_dtype == 'float16' else machine.dtype
+    q = torch.randn(B, t, H, D, device=machine.device, dtype=dtype).transpose(1, 2)
     place, how, window = torch.arange(S, device=machine.device), dict(seen=lengths), 0
     if 'paged' in layout:
         store = random_store(machine, B * S // page + 3, page, kv_dtype)
@@ -117,8 +118,7 @@ def attention(machine, layout: str, kv_dtype: str) -> dict:
         seen = place <= end[..., None]                                                   # (B, t, S)
     scores = q.double() @ k.transpose(2, 3) * D ** -0.5
     exact = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0) @ v
-    return judged(y, exact, ALLOWED['float32' if machine.dtype == torch.float32 else
-                                    'float16' if kv_dtype == 'float16' else 'bfloat16'])
+    return judged(y, exact, ALLOWED[name_of(dtype)])
 
 
 def write(machine, kv_dtype: str) -> dict:

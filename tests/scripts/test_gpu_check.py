@@ -163,6 +163,29 @@ def test_a_part_ends_at_its_limit_and_keeps_what_it_has(run, tmp_path, n_done):
     assert all('time' in record['why'] for record in left.values())
 
 
+@pytest.mark.parametrize('part, limit', [(part, limit) for part in CELLS for limit in (gpu_check.LIMIT, 100)
+                                         if limit > 100 or len(CELLS[part]) > 1])
+def test_parts_by_their_own_estimates(part, limit, worker, tmp_path, monkeypatch):
+    """Workers that do nothing, a clock that goes by the estimates: within the limit of a call every cell is run; a part that is
+    cut short says of each cell what became of it."""
+    seconds = {cell.name: cell.seconds / stage.processes for stage in PARTS[part]() for cell in stage.cells}
+    path = tmp_path / 'cells.jsonl'
+
+    def now():
+        done = [json.loads(line).get('cell') for line in path.read_text().splitlines()] if path.exists() else []
+        return sum(seconds.get(name, 0.0) for name in done)
+    check = gpu_check.Check(tmp_path, limit, 'cpu', now)
+    monkeypatch.setattr(check, 'supervisor', lambda part, module, *args: Supervisor(
+        part, worker, check.records, check.end, check.detail / 'log.txt', now))
+    check.measure(part, PARTS[part]())
+    assert check.close() == (limit == gpu_check.LIMIT)
+    found = states({record['cell']: record for record in summary.read(path)[1]} if limit == gpu_check.LIMIT else
+                   {record['cell']: record for record in check.records.added})
+    assert set(found) == set(seconds)
+    if limit < gpu_check.LIMIT:
+        assert set(found.values()) & {'stopped', 'not run'} and {path.name for path in tmp_path.iterdir()} >= {'README.md'}
+
+
 def iter_clock(values):
     """A clock that shows these in turn, and the last one from then on."""
     left = list(values)
