@@ -22,11 +22,12 @@ from ablation.jobs import ROOT, Job, run_jobs
 from ablation.ladder import Ladder, read_ladder, slug_of
 from ablation.pictures import pyplot
 from ablation.report import show, write_report
-from ablation.results import Results, alone_in, read_json, write_whole
+from ablation.results import Results, read_json, write_whole
 from ablation.summary import recall_of, summarize
 from benchmarks.setting import numbers
 from config.errors import UserError
 from training.device import pick_device
+from training.lock import only_writer
 
 
 def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dict[tuple, Job]:
@@ -133,7 +134,7 @@ def main(argv=None):
         return
     failed = 0
     if not s.report_only:
-        with alone_in(results.folder):
+        with only_writer(results.folder, 'Wait until it has ended, or give another --folder'):
             failed = train_all(ladder, results, argv, only)
             write_report(summary_of(ladder, results, measure=False), results.folder)  # what there is, should the rest go wrong
             summary = summary_of(ladder, results, measure=not only)

@@ -22,6 +22,7 @@ from data.datasets import DATA_ROOT
 from training.device import check_seed
 from training.distributed import Ranks, go_on_after_restart
 from training.int8_training import int8_linear
+from training.lock import only_writer
 from training.log import Pace, RunLog
 from training.memory import memory_line
 from training.optim import check_optimizer, cooldown, learning_rate_at, set_learning_rate
@@ -141,7 +142,7 @@ def check(s):
 def main(argv=None):
     s = configurator.parse('train', argv, usage=__doc__, echo=os.environ.get('RANK', '0') == '0')
     check(s)
-    with Ranks(s.backend, s.device, 'backend' in s.given) as ranks:
+    with Ranks(s.backend, s.device, 'backend' in s.given) as ranks, writer(s, ranks):
         go_on_after_restart(s, ranks, launch_of)
         if s.gradient_accumulation_steps % ranks.world_size:
             raise UserError(f'gradient_accumulation_steps={s.gradient_accumulation_steps} is not a multiple of the '
@@ -156,6 +157,13 @@ def main(argv=None):
         with contextlib.closing(run.batches), StopRequest(repeats=0.0 if ranks.world_size == 1 else 5.0) as stop, \
                 open_log(run) as log:
             train(run, log, stop)
+
+
+def writer(s, ranks):
+    """The lock on out_dir, of the process that writes there; an evaluation only reads."""
+    if s.eval_only or not ranks.main:
+        return contextlib.nullcontext()
+    return only_writer(Path(s.out_dir), 'Wait until it has ended, or give another --out_dir')
 
 
 def print_tokens(s):

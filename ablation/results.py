@@ -1,5 +1,4 @@
 """Where a ladder's results lie: one JSON file for each row and seed, so that a ladder can go on anywhere."""
-import contextlib
 import json
 import os
 import re
@@ -25,27 +24,6 @@ def write_whole(path: Path, text: str) -> None:
         raise UserError(f'{path} cannot be written: {e}') from e
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path):
-    """No second program works in `folder` meanwhile (where the system has such locks).
-
-    Raises:
-        UserError: one does.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(folder / '.lock', 'w') as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            raise UserError(f'another ablate.py is at work in {folder}: wait for it, or give another --folder') from e
-        yield
 
 
 class Results:

@@ -151,10 +151,10 @@ class Ranks:
 def launch_id() -> str:
     """What tells one start of torchrun from another, and not one of its restarts from the next; '' without torchrun."""
     run = os.environ.get('TORCHELASTIC_RUN_ID', '')
-    return f'none, agent {_begun(os.getppid())}' if run == 'none' else run  # where no --rdzv-id was given
+    return f'none, agent {begun(os.getppid())}' if run == 'none' else run  # where no --rdzv-id was given
 
 
-def _begun(pid: int) -> str:
+def begun(pid: int) -> str:
     """A process of this machine among all that had or will have its number: in containers torchrun often has the same."""
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()

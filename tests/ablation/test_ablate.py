@@ -12,10 +12,11 @@ import pytest
 import ablate
 from ablation import convert
 from ablation.ladder import read_ladder
-from ablation.results import Results, alone_in
+from ablation.results import Results
 from config.errors import UserError
 from interop.convert import convert_weights
 from training.checkpoint import load_checkpoint, save_checkpoint
+from training.lock import only_writer
 
 LADDER = '''
 base = 'config/train_recall.py'
@@ -182,7 +183,7 @@ def test_what_a_row_begins_with_is_trained_for_it(ladder, flags, wanted):
 
 def test_a_second_one_in_the_same_folder_is_refused(ladder):
     argv, folder = ladder
-    with alone_in(folder), pytest.raises(UserError, match='another ablate.py is at work'):
+    with only_writer(folder, ''), pytest.raises(UserError, match='is being written by process .*another --folder'):
         ablate.main(argv)
 
 

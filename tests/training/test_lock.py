@@ -1,0 +1,145 @@
+"""One writer in a folder at a time, however the last one ended."""
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from config.errors import UserError
+from training import lock
+from training.lock import only_writer, this_process
+
+ROOT = Path(lock.__file__).resolve().parents[1]
+HOLDER = '''
+import sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from training.lock import only_writer
+with only_writer(Path(sys.argv[1]), ''):
+    Path(sys.argv[1], 'written').touch()
+    print('held', flush=True)
+    time.sleep(60)
+'''
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that writes into tmp_path/out."""
+    process = subprocess.Popen([sys.executable, '-c', HOLDER.format(root=str(ROOT)), str(tmp_path / 'out')],
+                               stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == 'held\n'
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_writer_is_told_who_has_it(holder, tmp_path):
+    with pytest.raises(UserError) as refused, only_writer(tmp_path / 'out', 'Wait.'):
+        raise AssertionError('two writers')
+    told = str(refused.value)
+    assert told.startswith(f"{tmp_path / 'out'} is being written by process {holder.pid} on ")
+    assert ' since 20' in told and '-c' in told and told.endswith('. Wait.')
+    assert {path.name for path in (tmp_path / 'out').iterdir()} == {'.lock', 'written'}  # untouched
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
+def test_one_that_was_killed_is_no_obstacle(holder, tmp_path, number):
+    holder.send_signal(number)
+    holder.wait()
+    assert (tmp_path / 'out' / '.lock').exists()
+    with only_writer(tmp_path / 'out', ''):
+        assert json.loads((tmp_path / 'out' / '.lock').read_text())['pid'] == os.getpid()
+    assert not (tmp_path / 'out' / '.lock').exists()
+
+
+def test_a_folder_in_which_nothing_was_written_is_gone_again(tmp_path):
+    with pytest.raises(KeyError), only_writer(tmp_path / 'a' / 'out', ''):
+        raise KeyError
+    assert not (tmp_path / 'a' / 'out').exists()
+    (tmp_path / 'empty').mkdir()
+    with only_writer(tmp_path / 'empty', ''):
+        pass
+    assert (tmp_path / 'empty').exists()  # it was there before
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / 'file').touch()
+    with pytest.raises(UserError, match='cannot be written to'), only_writer(tmp_path / 'file' / 'out', ''):
+        pass
+
+
+def test_of_many_at_once_one_has_it(tmp_path):
+    """Threads, each with an open file of its own: also while the folder comes and goes."""
+    inside, most, errors, n_done = [], [], [], []
+
+    def write():
+        for _ in range(200):
+            try:
+                with only_writer(tmp_path / 'out', ''):
+                    inside.append(1)
+                    most.append(len(inside))
+                    inside.pop()
+                    n_done.append(1)
+            except UserError:
+                pass
+            except BaseException as e:
+                errors.append(e)
+                return
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and max(most) == 1 and len(n_done) >= 200
+
+
+# -- a network folder whose server knows no locks ---------------------------------------------------------------------
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, 'No locks available')
+    monkeypatch.setattr(lock.fcntl, 'flock', flock)
+
+
+def leave(folder, **changes):
+    folder.mkdir(exist_ok=True)
+    (folder / '.lock').write_text(json.dumps(this_process() | changes))
+
+
+def test_without_locks_a_holder_that_runs_counts(without_locks, tmp_path):
+    with only_writer(tmp_path / 'out', ''):
+        with pytest.raises(UserError, match=f'is being written by process {os.getpid()} .*delete .*lock'):
+            with only_writer(tmp_path / 'out', ''):
+                pass
+    with only_writer(tmp_path / 'out', ''):
+        pass
+
+
+@pytest.mark.parametrize('changes', [dict(begun='1, 2 after another boot'), dict(pid=2 ** 22 + 1)])
+def test_without_locks_a_dead_one_of_this_machine_does_not(without_locks, tmp_path, changes):
+    leave(tmp_path, **({'begun': 'of a dead process'} | changes))
+    with only_writer(tmp_path, ''):
+        pass
+
+
+def test_without_locks_one_of_another_machine_counts_until_its_file_is_deleted(without_locks, tmp_path):
+    leave(tmp_path, host='another')
+    with pytest.raises(UserError, match='on another since .*if it is dead, delete'), only_writer(tmp_path, ''):
+        pass
+    (tmp_path / '.lock').write_text('{"cut sho')
+    with only_writer(tmp_path, ''):
+        pass
+
+
+def test_other_errors_are_told(monkeypatch, tmp_path):
+    def flock(file, how):
+        raise OSError(errno.EIO, 'Input/output error')
+    monkeypatch.setattr(lock.fcntl, 'flock', flock)
+    with pytest.raises(UserError, match='Input/output error'), only_writer(tmp_path, ''):
+        pass
