@@ -67,7 +67,7 @@ def _locked(path, remedy):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(_held(path, _holder(file), remedy)) from None
+                raise UserError(_held(path, _holder_soon(file), remedy)) from None
             except OSError as e:
                 if e.errno not in NO_LOCKS:
                     raise
@@ -97,6 +97,15 @@ def _holder(file) -> dict:
         return found if isinstance(found, dict) else {}
     except (OSError, ValueError):
         return {}
+
+
+def _holder_soon(file) -> dict:
+    """What is read of a holder that may have taken the lock just now, and writes in a moment."""
+    for _ in range(20):
+        if found := _holder(file):
+            return found
+        time.sleep(0.05)
+    return {}
 
 
 def _is_dead(holder) -> bool:

@@ -85,7 +85,7 @@ def rounds(n, data_root, folder):
             victim.send_signal(signal.SIGKILL)
         ended = [(process.communicate(timeout=120)[1], process.returncode) for process in pair]
         refused = [told for told, code in ended if code == 2]
-        assert all('is being written by process' in told for told in refused)
+        assert all('is being written by process' in told for told in refused), refused
         assert len(refused) < 2 and all(code in (0, 2, -signal.SIGKILL) for _, code in ended), ended
         counts['refused'] += len(refused)
         counts['killed'] += victim is not None
