@@ -1,6 +1,7 @@
 r"""Talk with a trained model in the terminal. What was said before is not computed again.
 
-    python chat.py --out_dir=out-mqa-local                           # a dialogue of Shakespeare's: you are ROMEO
+    python chat.py                                                   # with the newest run in this folder
+    python chat.py out-mqa-local                                     # a dialogue of Shakespeare's: you are ROMEO
     python chat.py --out_dir=out-mqa-local --user=MACBETH --reply_as=BANQUO --temperature=0.6
     python chat.py --out_dir=out --turn='{name}:\n{text}\n\n'        # for tiny Shakespeare
     python chat.py --help

@@ -2,7 +2,7 @@
 
     python train.py config/train_mqa_local.py --batch_size=32 --learning_rate=1e-3
 
-An argument without '--' is a config file: plain Python assignments, run with the settings so far as variables (so
+An argument without '--' is a folder with a checkpoint (for the programs that read one), or a config file: plain Python assignments, run with the settings so far as variables (so
 `lr_decay_iters = max_iters` works). Unlike in nanoGPT a misspelt key is refused in files too, with the nearest one named.
 """
 import ast
@@ -46,6 +46,12 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bo
             given.add(name)
             if echo:
                 print(f'Overriding: {name} = {value}')
+        elif Path(arg).is_dir() and 'out_dir' in keys:
+            if program == 'train':
+                raise UserError(f'{arg!r} is a folder: to train into it give --out_dir={arg}, to go on with what '
+                                'is in it --init_from=resume too')
+            values['out_dir'] = arg
+            given.add('out_dir')
         else:
             path = _find(arg)
             text = _read(arg, path)
@@ -99,6 +105,8 @@ def _flag(arg: str, keys: dict[str, Key]):
     if not arg.startswith('--') or not equals:
         raise UserError(f'{arg!r}: flags are written --key=value, as in --{name or "key"}='
                         f'{keys[name].default if name in keys else "value"}')
+    if name == 'config':
+        raise UserError(f'a config file is given without --config=, as {text or "config/train_mqa_local.py"}')
     if name not in keys:
         raise UserError(_unknown(name, keys, 'command line'))
     key = keys[name]
@@ -121,8 +129,11 @@ def _find(arg: str) -> Path:
     for path in (Path(arg), ROOT / arg):
         if path.is_file():
             return path
-    there = ', '.join(sorted(p.name for p in (ROOT / 'config').glob('*_*.py') if p.name != 'gpt_config.py'))
-    raise UserError(f'config file {arg!r} not found; config/ has {there}')
+    there = sorted(f'config/{p.name}' for p in (ROOT / 'config').glob('*_*.py')
+                   if p.name not in ('gpt_config.py', '__init__.py'))
+    near = difflib.get_close_matches(arg, there, n=1)
+    raise UserError(f'config file {arg!r} not found' + (
+        f', did you mean {near[0]}?' if near else f"; there are {', '.join(there)}"))
 
 
 def _read(arg: str, path: Path) -> str:

@@ -1,5 +1,7 @@
 r"""Sample from a trained model through its KV cache, and report what that cache costs.
 
+    python sample.py                                                    # the newest run in this folder
+    python sample.py out-mqa-local                                      # a run by its folder
     python sample.py config/train_mqa_local.py                          # what `train.py` with that config wrote
     python sample.py --out_dir=out --start="ROMEO:" --num_samples=2 --temperature=0
     python sample.py config/train_gpt2_mqa_local.py --init_from=random --dataset=shakespeare_works   # without training
@@ -52,6 +54,8 @@ def load_model(s):
 
     The global generator is seeded just before the model is built and used by nothing else: sample 0 goes on from there.
     """
+    if s.init_from == 'resume':
+        use_newest_run(s)
     path = checkpoint_in(s.out_dir, s.resume_from)
     checkpoint = load_to_resume(path) if s.init_from == 'resume' else None
     torch.manual_seed(s.seed)
@@ -69,6 +73,23 @@ def load_model(s):
         model = GPT(config_of(checkpoint, path, dropout=0.0))
         load_weights(model, checkpoint, path)
     return model.eval(), dataset, known
+
+
+def use_newest_run(s) -> None:
+    """Where no out_dir was given, and the default one has no checkpoint: the newest of those beside it.
+
+    Raises:
+        UserError: there is none.
+    """
+    if 'out_dir' in s.given or Path(s.out_dir, s.resume_from).exists():
+        return
+    found = sorted(Path().glob(f'out*/{s.resume_from}'), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UserError(f'there is no {s.out_dir}/{s.resume_from}, and no out*/{s.resume_from} in this folder: train a '
+                        'model first, as python train.py config/train_mqa_local.py does, or name its folder')
+    *others, newest = (str(path.parent) for path in found)
+    s.out_dir = newest
+    print(f'Using {newest}, the newest run here' + f" (others: {', '.join(reversed(others))})" * bool(others))
 
 
 def known_dataset(name: str) -> Path:

@@ -1,6 +1,6 @@
 r"""Serve a trained model over HTTP, with OpenAI's interface for completions and chat.
 
-    python serve.py --out_dir=out-mqa-local                           # http://127.0.0.1:8000/v1, for this machine alone
+    python serve.py out-mqa-local                                     # http://127.0.0.1:8000/v1, for this machine alone
     NANOKV_API_KEY=secret python serve.py --out_dir=out-mqa-local --host=0.0.0.0 --port=8080
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "ROMEO:", "max_tokens": 50}'
     python serve.py --help
