@@ -1,4 +1,4 @@
-"""Check and measure on a GPU all that needs one: see scripts/gpu_check.sh and docs/gpu.md."""
+"""Check and measure everything that needs a GPU: see scripts/gpu_check.sh and docs/gpu.md."""
 import argparse
 import contextlib
 import datetime
@@ -22,33 +22,36 @@ from scripts.gpu import run_tests, summary  # noqa: E402
 from scripts.gpu.cells import PARTS, Cell, Stage  # noqa: E402
 from scripts.gpu.supervise import Records, Supervisor  # noqa: E402
 
-LIMIT = 540          # seconds of a call
-RESERVE = 15         # of these, for the summary
+LIMIT = 540   # seconds of a call
+RESERVE = 15  # of these, for the summary
 TEST_PROCESSES = 8
-TESTS_A_PROCESS = 8  # then another begins: importing everything takes seconds, and one that dies takes few along
+# then a new process starts: imports take seconds, and a process that dies takes few tests with it
+TESTS_A_PROCESS = 8
 TEST_SECONDS = {'tests/programs/': 30, '': 5}
 
 
 def facts() -> dict:
-    """What every result needs beside it."""
+    """What one must know of a run to read its results."""
     import torch
     try:
         import triton
-        found = triton.__version__
+        triton_version = triton.__version__
     except ImportError:
-        found = None
-    gpu = torch.cuda.is_available()
-    return {'device': torch.cuda.get_device_name() if gpu else None, 'torch': torch.__version__, 'triton': found,
-            'CUDA': torch.version.cuda, 'Python': platform.python_version(), 'cores': os.cpu_count(), 'commit': commit(),
-            'date': datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M')}
+        triton_version = None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    now = datetime.datetime.now(datetime.UTC)
+    return {'device': device, 'torch': torch.__version__, 'triton': triton_version,
+            'CUDA': torch.version.cuda, 'Python': platform.python_version(),
+            'cores': os.cpu_count(), 'commit': commit(), 'date': now.strftime('%Y-%m-%d %H:%M')}
 
 
 def commit() -> str:
-    """Of git; where the checkout came without it, a hash of its Python files."""
+    """The commit as git describes it; in a copy without git, a hash of all Python files."""
     with contextlib.suppress(OSError):
-        told = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT, capture_output=True, text=True).stdout
-        if told.strip():
-            return told.strip()
+        done = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT,
+                              capture_output=True, text=True)
+        if done.stdout.strip():
+            return done.stdout.strip()
     found = hashlib.sha256()
     for path in sorted(ROOT.rglob('*.py')):
         if not any(part.startswith('.') for part in path.relative_to(ROOT).parts):
@@ -57,7 +60,8 @@ def commit() -> str:
 
 
 class Check:
-    """One call: the folder that results go to, and the one beside it for details, which become one archive."""
+    """One call. Results go to the folder `out`, details to a temporary folder that is packed into
+    one archive in `out`."""
 
     def __init__(self, out: Path, limit: float, device: str, now=time.monotonic):
         self.out, self.device, self.now = out, device, now
@@ -68,12 +72,14 @@ class Check:
     def supervisor(self, part: str, module: str, *args: str) -> Supervisor:
         os.environ['GPU_CHECK_DETAIL'] = str(self.detail)
         command = [sys.executable, '-m', module, f'--device={self.device}', *args]
-        return Supervisor(part, command, self.records, self.end, self.detail / 'log.txt', self.now)
+        log = self.detail / 'log.txt'
+        return Supervisor(part, command, self.records, self.end, log, self.now)
 
     def measure(self, part: str, stages: list[Stage]) -> None:
         for stage in stages:
             arguments = self.detail / 'arguments.json'
-            arguments.write_text(json.dumps({cell.name: cell.args for cell in stage.cells}), encoding='utf-8')
+            document = json.dumps({cell.name: cell.args for cell in stage.cells})
+            arguments.write_text(document, encoding='utf-8')
             workers = self.supervisor(part, 'scripts.gpu.measure', f'--cells={arguments}')
             workers.run(stage.cells, stage.processes, batch=int(stage.alone))
             self.keep()
@@ -81,14 +87,15 @@ class Check:
     def tests(self, part: str, only) -> None:
         names, words = run_tests.collect()
         if words:
-            self.records.add({'part': part, 'cell': 'collection', 'status': 'failed' if not names else 'skipped', 'why': words})
-        names = [name for name in names if only(name)]
-        cells = [Cell(name, next(s for start, s in TEST_SECONDS.items() if name.startswith(start))) for name in names]
-        self.supervisor(part, 'scripts.gpu.run_tests').run(cells, TEST_PROCESSES, TESTS_A_PROCESS)
+            status = 'skipped' if names else 'failed'
+            self.records.add({'part': part, 'cell': 'collection', 'status': status, 'why': words})
+        cells = [Cell(name, test_seconds(name)) for name in names if only(name)]
+        workers = self.supervisor(part, 'scripts.gpu.run_tests')
+        workers.run(cells, TEST_PROCESSES, TESTS_A_PROCESS)
         self.keep()
 
     def keep(self) -> None:
-        """The table and the archive of details, as far as there is room for them."""
+        """Write the table and the archive of details, as far as the disk has room."""
         with contextlib.suppress(OSError):
             write_page(self.out)
         archive = self.out / 'detail.tar.gz'
@@ -103,57 +110,72 @@ class Check:
             print(f'details stay in {self.detail}: {e.strerror}', flush=True)
 
     def close(self) -> bool:
-        """Prints the summary; whether all is well."""
+        """Print the summary. Returns whether there are results and all of them are good."""
         self.keep()
         print()
         print(summary.short([facts()], self.records.added), flush=True)
         if self.kept:
             shutil.rmtree(self.detail, ignore_errors=True)
-        return bool(self.records.added) and all(record['status'] in summary.GOOD for record in self.records.added)
+        states = [record['status'] for record in self.records.added]
+        return bool(states) and all(status in summary.GOOD for status in states)
+
+
+def test_seconds(name: str) -> float:
+    return next(seconds for start, seconds in TEST_SECONDS.items() if name.startswith(start))
 
 
 def write_page(out: Path) -> None:
-    (out / 'README.md').write_text(summary.page(*summary.read(out / 'cells.jsonl')) + '\n', encoding='utf-8')
+    page = summary.page(*summary.read(out / 'cells.jsonl'))
+    (out / 'README.md').write_text(page + '\n', encoding='utf-8')
 
 
 def merge(files: list[Path], out: Path) -> None:
-    """Results of other folders, oldest first, behind those of this one."""
-    lines = [line for file in files for line in file.read_text(encoding='utf-8').splitlines() if line.strip()]
+    """Append results of other folders, oldest first, to those of `out`."""
+    lines = [line for file in files for line in file.read_text(encoding='utf-8').splitlines()]
     with open(out / 'cells.jsonl', 'a', encoding='utf-8') as target:
-        target.writelines('\n' + line for line in lines)  # also behind a line that was cut short
+        # the newline comes first because the last line of the file may be cut short
+        target.writelines('\n' + line for line in lines if line.strip())
         target.write('\n')
     write_page(out)
 
 
 def dry_run(parts) -> None:
-    """Every cell, its estimate, and what an H100's limits allow beside what we expect."""
+    """Print every cell with its estimate, the time an H100's limits allow and the time we expect.
+    """
     for part in parts:
         if PARTS[part] is None:
-            print(f'{part}: the tests marked gpu, {TEST_PROCESSES} processes, programs first; each a cell')
+            print(f'{part}: the tests marked gpu, {TEST_PROCESSES} processes, programs first; '
+                  'each a cell')
             continue
         stages = PARTS[part]()
         print(f'{part}: about {sum(stage.seconds for stage in stages):.0f} s')
         for stage in stages:
-            print(f"  {stage.processes} at a time" if stage.processes > 1 else '  one after another')
+            several = stage.processes > 1
+            print(f'  {stage.processes} at a time' if several else '  one after another')
             for cell in stage.cells:
                 line = f'    {cell.seconds:5.0f} s  {cell.name}'
                 if cell.limit:
-                    line += (f'  [{cell.work}: {summary.time_of(cell.limit)} at the limit, {cell.share:.0%} expected, '
+                    line += (f'  [{cell.work}: {summary.time_of(cell.limit)} at the limit, '
+                             f'{cell.share:.0%} expected, '
                              f'{summary.time_of(cell.limit / cell.share)}]')
                 print(line)
 
 
 def arguments(argv):
     parser = argparse.ArgumentParser(prog='scripts/gpu_check.sh', description=__doc__)
+    switch = dict(nargs='?', const='True', default='False', choices=('True', 'False'))
     parser.add_argument('--part', choices=PARTS, help='what to check')
-    parser.add_argument('--out', type=Path, default=ROOT / 'results' / 'gpu', help='folder for results (results/gpu)')
-    parser.add_argument('--limit', type=float, default=LIMIT, help='seconds of this call (%(default)s)')
-    parser.add_argument('--only', default='', metavar='TEXT', help='only cells with this text in their name; several with commas between')
-    parser.add_argument('--dry_run', nargs='?', const='True', default='False', choices=('True', 'False'),
-                        help='list cells, estimates and predictions')
-    parser.add_argument('--rehearse', nargs='?', const='True', default='False', choices=('True', 'False'),
-                        help='run the cells on the CPU, tiny: to try the check itself')
-    parser.add_argument('--merge', type=Path, nargs='+', metavar='FILE', help='add cells.jsonl of other folders to OUT')
+    parser.add_argument('--out', type=Path, default=ROOT / 'results' / 'gpu',
+                        help='folder for results (default: results/gpu)')
+    parser.add_argument('--limit', type=float, default=LIMIT,
+                        help='seconds that this call may take (default: %(default)s)')
+    parser.add_argument('--only', default='', metavar='TEXT',
+                        help='run only cells with this text in their name; commas separate texts')
+    parser.add_argument('--dry_run', **switch, help='list cells, estimates and predictions')
+    parser.add_argument('--rehearse', **switch,
+                        help='run the cells on the CPU with tiny sizes, to test the check itself')
+    parser.add_argument('--merge', type=Path, nargs='+', metavar='FILE',
+                        help='add the cells.jsonl of other folders to OUT')
     return parser, parser.parse_args(argv)
 
 
@@ -165,10 +187,11 @@ def main(argv=None) -> None:
     if s.merge:
         return merge(s.merge, s.out)
     if s.part is None:
-        parser.error(f"--part is needed: one of {', '.join(PARTS)} (--dry_run lists what is in them)")
+        parser.error(f"--part is needed: one of {', '.join(PARTS)} (--dry_run lists their cells)")
     rehearse = s.rehearse == 'True'
     if not rehearse and facts()['device'] is None:
-        print('error: there is no CUDA device here (--rehearse=True tries the check out without one)', file=sys.stderr)
+        print('error: no CUDA device found (--rehearse=True runs the cells without one)',
+              file=sys.stderr)
         raise SystemExit(2)
     if rehearse:
         os.environ['TRITON_INTERPRET'] = '1'
@@ -180,9 +203,12 @@ def main(argv=None) -> None:
         if PARTS[s.part] is None:
             check.tests(s.part, only)
         else:
-            stages = [Stage(tuple(cell for cell in stage.cells if only(cell.name)), stage.processes, stage.alone)
-                      for stage in PARTS[s.part]()]
-            check.measure(s.part, [stage for stage in stages if stage.cells])
+            stages = []
+            for stage in PARTS[s.part]():
+                cells = tuple(cell for cell in stage.cells if only(cell.name))
+                if cells:
+                    stages.append(Stage(cells, stage.processes, stage.alone))
+            check.measure(s.part, stages)
     finally:
         good = check.close()
     raise SystemExit(0 if good else 1)

@@ -2,8 +2,9 @@
 
     python -m scripts.gpu.measure --fd=N --device=cuda --cells=FILE name name ...
 
-FILE has the arguments of each cell as JSON. --device=cpu rehearses: tiny sizes, kernels in Triton's interpreter, nothing timed.
-A cell's function returns what it measured; with 'error' and 'allowed' in it, whether the result was right.
+FILE has the arguments of each cell as JSON. --device=cpu rehearses the cells: tiny sizes, kernels
+in Triton's interpreter, no timings. A cell's function returns what it measured. Where it returns
+'error' and 'allowed', the result is right if the error is less than what is allowed.
 """
 import contextlib
 import gc
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity
 
 import configurator
 from ablate import main as run_ladder
@@ -37,10 +39,12 @@ from kv.store import KVStore, Target
 from scripts.gpu.cells import FULL
 from scripts.gpu.supervise import ROOT, context_is_poisoned, worker_cells
 
-TINY = ['--n_layer=7', '--n_embd=96', '--head_dim=16', '--n_head=6', '--mlp_hidden=0', '--window_size=16', '--block_size=64']
-REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests=4', '--batch_size=2', '--compile=False',
-             '--attention_backend=auto']
-ALLOWED = {'float32': 2e-4, 'bfloat16': 2e-2, 'float16': 4e-3}  # of a row's largest value, by the dtype of the queries
+TINY = ['--n_layer=7', '--n_embd=96', '--head_dim=16', '--n_head=6', '--mlp_hidden=0',
+        '--window_size=16', '--block_size=64']
+REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests=4',
+             '--batch_size=2', '--compile=False', '--attention_backend=auto']
+# dtype of the queries -> largest error, relative to a row's largest value
+ALLOWED = {'float32': 2e-4, 'bfloat16': 2e-2, 'float16': 4e-3}
 
 
 class Machine:
@@ -48,13 +52,14 @@ class Machine:
 
     def __init__(self, device: str):
         self.device, self.real = torch.device(device), device != 'cpu'
-        self.dtype = torch.bfloat16 if self.real else torch.float32  # the interpreter multiplies bfloat16 wrongly
+        # the interpreter multiplies bfloat16 wrongly
+        self.dtype = torch.bfloat16 if self.real else torch.float32
 
     def settings(self, *args: str):
-        """Of bench.py, for the full stack."""
+        """Settings of bench.py for the full stack."""
         given = [FULL, *args] + ([] if self.real else TINY)
-        return configurator.parse('bench', [*given, f'--device={self.device}', f'--dtype={name_of(self.dtype)}',
-                                            '--real_data=False'], echo=False)
+        given += [f'--device={self.device}', f'--dtype={name_of(self.dtype)}', '--real_data=False']
+        return configurator.parse('bench', given, echo=False)
 
 
 def name_of(dtype) -> str:
@@ -62,17 +67,23 @@ def name_of(dtype) -> str:
 
 
 def judged(found, exact, allowed: float) -> dict:
-    """Largest difference of a row (the first dimension), relative to the row's largest exact value: means over many keys are
-    small, and would not be seen beside those over few. Where the exact row is zero, nothing but zero will do."""
-    off, size = ((x.double().flatten(1)).abs().amax(1) for x in (found.double() - exact, exact))
+    """The largest error of any row (first dimension), relative to the row's largest exact value.
+    Each row has its own scale because means over many keys are small: beside means over few keys,
+    their errors would not show. Where an exact row is zero, the result must be zero."""
+    off, size = (x.double().flatten(1).abs().amax(1) for x in (found.double() - exact, exact))
     error = (off / size.clamp(min=1e-30)).max().item()
     return {'error': error if math.isfinite(error) else 1e30, 'allowed': allowed}
 
 
-# -- kernels, against float64 -----------------------------------------------------------------------------------------
+def worst(checks: list[dict]) -> dict:
+    return max(checks, key=lambda check: check['error'] / check['allowed'])
+
+
+# -- kernels, against float64 ----------------------------------------------------------------------
 
 def random_store(machine, rows, capacity, kv_dtype, n_kv_head=1, head_dim=64) -> KVStore:
-    store = KVStore(rows, n_kv_head, capacity, head_dim, getattr(torch, kv_dtype), machine.dtype, machine.device)
+    store = KVStore(rows, n_kv_head, capacity, head_dim, getattr(torch, kv_dtype), machine.dtype,
+                    machine.device)
     store.fill_random_()
     return store
 
@@ -83,31 +94,35 @@ def exact_values(x):
 
 
 def attention(machine, layout: str, kv_dtype: str) -> dict:
-    """Rows of all lengths, an empty one among them; splits as they are chosen for so many rows."""
+    """Rows of many lengths, one of them empty; the kernel chooses the number of splits."""
     from attention.kernels.decode import stored_attention
     B, H, D, page = 8, 12, 64, 64
     S, W = (8192, 256) if machine.real else (128, 16)
     t = 5 if 'chunk' in layout else 1
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([S, 0, t, S - 1, *torch.randint(t, S, (B - 4,), generator=generator)]).to(machine.device)
+    lengths = [S, 0, t, S - 1, *torch.randint(t, S, (B - 4,), generator=generator)]
+    lengths = torch.tensor(lengths).to(machine.device)
     dtype = torch.float16 if kv_dtype == 'float16' else machine.dtype
     q = torch.randn(B, t, H, D, device=machine.device, dtype=dtype).transpose(1, 2)
     place, how, window = torch.arange(S, device=machine.device), dict(seen=lengths), 0
     if 'paged' in layout:
-        store = random_store(machine, B * S // page + 3, page, kv_dtype)
-        table = torch.randperm(B * S // page + 3, generator=generator)[:B * S // page].view(B, -1).to(machine.device)
+        n_pages = B * S // page
+        store = random_store(machine, n_pages + 3, page, kv_dtype)
+        table = torch.randperm(n_pages + 3, generator=generator)[:n_pages]
+        table = table.view(B, -1).to(machine.device)
         k, v = (exact_values(x)[table].transpose(1, 2).flatten(2, 3) for x in (store.k, store.v))
         how['table'] = table.int()
     else:
         store = random_store(machine, B, W if layout == 'ring' else S, kv_dtype)
         k, v = exact_values(store.k), exact_values(store.v)
         place = place[:k.size(2)]
-    q_at = lengths[:, None] - t + torch.arange(t, device=machine.device)                 # (B, t)
+    q_at = lengths[:, None] - t + torch.arange(t, device=machine.device)   # (B, t)
     if layout == 'ring':
         how['seen'], window = lengths.clamp(max=W), W
-    elif layout == 'tags':  # a ring with a chunk behind it: positions in any order, -1 where there is no key
+    elif layout == 'tags':
+        # a ring followed by a chunk: positions in any order, -1 where there is no key
         window, q_at = W, lengths[:, None]
-        k_at = torch.where(place <= q_at, (place + 7) % (q_at + 1), -1)                  # (B, S)
+        k_at = torch.where(place <= q_at, (place + 7) % (q_at + 1), -1)    # (B, S)
         how = dict(q_pos=q_at, k_pos=k_at)
     y = stored_attention(q, store.k, store.v, window=window, **how)
     if layout == 'tags':
@@ -115,19 +130,21 @@ def attention(machine, layout: str, kv_dtype: str) -> dict:
         seen = (back >= 0) & (back < W) & (k_at >= 0)[:, None]
     else:
         end = how['seen'][:, None] - t + torch.arange(t, device=machine.device)
-        seen = place <= end[..., None]                                                   # (B, t, S)
+        seen = place <= end[..., None]                                     # (B, t, S)
     scores = q.double() @ k.transpose(2, 3) * D ** -0.5
     exact = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0) @ v
     return judged(y, exact, ALLOWED[name_of(dtype)])
 
 
 def write(machine, kv_dtype: str) -> dict:
-    """QK-norm, RoPE, int8 and the write of a step's K and V: against plain torch. 'none': a layer that has no K and V."""
+    """QK-norm, RoPE, int8 rounding and the write of a step's K and V, against plain torch. 'none':
+    a layer without K and V of its own."""
     from attention.kernels.qkv import write_qkv
     B, H, D, S = 64 if machine.real else 3, 12, 64, 256
     owns = kv_dtype != 'none'
     qkv = torch.randn(B, 1, H + 2 * owns, D, device=machine.device, dtype=machine.dtype)
-    norms = [torch.nn.RMSNorm(D, eps=1e-6, device=machine.device, dtype=machine.dtype) for _ in 'qk']
+    norms = [torch.nn.RMSNorm(D, eps=1e-6, device=machine.device, dtype=machine.dtype)
+             for _ in 'qk']
     for norm in norms:
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     rows = torch.arange(B, device=machine.device)[:, None]
@@ -142,15 +159,19 @@ def write(machine, kv_dtype: str) -> dict:
         places = rows * 5 % S
         q = write_qkv(qkv, H, *norms, rope, Target(store.k, store.v, rows, places))
         k, v = qkv.transpose(1, 2)[:, H:].chunk(2, dim=1)
-        plain.put(Target(plain.k, plain.v, rows, places), *plain.encode(norm_and_rotate(k, norms[1], rope), v), own_rows=True)
-    return max([judged(q, q_rows, 1e-2), *(judged(exact_values(getattr(store, name)), exact_values(getattr(plain, name)), 2e-2)
-                                           for name in 'kv')], key=lambda check: check['error'] / check['allowed'])
+        encoded = plain.encode(norm_and_rotate(k, norms[1], rope), v)
+        plain.put(Target(plain.k, plain.v, rows, places), *encoded, own_rows=True)
+    stored = [judged(exact_values(getattr(store, name)), exact_values(getattr(plain, name)), 2e-2)
+              for name in 'kv']
+    return worst([judged(q, q_rows, 1e-2), *stored])
 
 
 def sequence(machine, backend: str, T: int, ratio: int) -> dict:
-    """Local attention of training, forward and backward, against the definition in float64."""
-    T, W, D = T if machine.real else 40, 256 if T > 256 else 17, 64 if machine.real else 16
-    exact = [torch.randn(2, h, T, D, device=machine.device, dtype=torch.float64, requires_grad=True) for h in (ratio, 1, 1)]
+    """Local attention in training, forward and backward, against the definition in float64."""
+    W = 256 if T > 256 else 17
+    T, D = (T, 64) if machine.real else (40, 16)
+    exact = [torch.randn(2, heads, T, D, device=machine.device, dtype=torch.float64,
+                         requires_grad=True) for heads in (ratio, 1, 1)]
     leaves = [x.detach().to(machine.dtype).requires_grad_() for x in exact]
     grad = torch.randn(2, ratio, T, D, device=machine.device, dtype=torch.float64)
     if backend == 'sdpa':
@@ -159,33 +180,36 @@ def sequence(machine, backend: str, T: int, ratio: int) -> dict:
         attend = partial(flex_local_attention, window=W, compiled=machine.real)
     expected = causal_attention(*exact, W, backend='math')
     expected.backward(grad)
-    if not machine.real and backend == 'flex':  # it has no backward on a CPU
+    if not machine.real and backend == 'flex':  # FlexAttention has no backward on a CPU
         return judged(attend(*(x.detach() for x in leaves)), expected, ALLOWED['float32'])
     y = attend(*leaves)
     y.backward(grad.to(machine.dtype))
-    checks = [judged(y, expected, 2e-2)] + [judged(x.grad, e.grad, 3e-2) for x, e in zip(leaves, exact)]
-    return max(checks, key=lambda check: check['error'] / check['allowed'])
+    grads = [judged(x.grad, e.grad, 3e-2) for x, e in zip(leaves, exact)]
+    return worst([judged(y, expected, 2e-2), *grads])
 
 
-# -- a captured step, against the plain one ---------------------------------------------------------------------------
+# -- a captured step, against the plain one --------------------------------------------------------
 
 @torch.inference_mode()
 def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dict:
-    """Logits of five captured steps at batch 1 and 64, in float32 with tf32 off, against plain torch without any kernel. In int8
-    a sum in another order may move a value over the edge between two steps, so there the median over steps counts."""
+    """Logits of five captured steps at batch 1 and 64, in float32 with tf32 off, against plain
+    torch without any kernel. In int8 another order of summation may round a value to the next
+    integer, so the median error over the decode steps counts, and the largest has a looser bound.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     s = machine.settings()
     model = build(model_config(s, DATA_ROOT), s, torch.float32)
     room, errors = 600 if machine.real else 40, []
     batches = (1, 64) if machine.real else (1, 3)
-    for batch in batches[-1:] if compiled else batches:  # compiling takes a minute a size
-        caches = [model.new_cache(batch, room, kv_dtype, **(dict(n_pages=batch * room // 4, page_size=16) if paged else {}))
-                  for _ in 'ab']
+    for batch in batches[-1:] if compiled else batches:  # compiling takes a minute per batch size
+        pages = dict(n_pages=batch * room // 4, page_size=16) if paged else {}
+        caches = [model.new_cache(batch, room, kv_dtype, **pages) for _ in 'ab']
         prompt = torch.randint(model.config.vocab_size, (batch, room // 2), device=machine.device)
         for cache in caches:
             with wanted(False):
                 model(prompt, cache=cache)
-        decode = CapturedDecode(model, caches[0], compiled and machine.real)  # Dynamo cannot trace interpreted kernels
+        # Dynamo cannot trace interpreted kernels
+        decode = CapturedDecode(model, caches[0], compiled and machine.real)
         for step in range(5 if machine.real else 1):
             tokens = prompt[:, step:step + 1]
             for row in range(batch if paged else 0):
@@ -194,9 +218,10 @@ def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dic
             with wanted(False):
                 exact = model(tokens, cache=caches[1])[0][:, -1].double()
             errors.append(judged(found, exact, 1.0)['error'])
-    result = {'error': statistics.median(errors), 'allowed': 1e-3, 'worst': max(errors)}
-    if max(errors) > (1e-3 if kv_dtype == 'auto' else 5e-2):
-        result['error'] = max(errors)
+    largest = max(errors)
+    result = {'error': statistics.median(errors), 'allowed': 1e-3, 'worst': largest}
+    if largest > (1e-3 if kv_dtype == 'auto' else 5e-2):
+        result['error'] = largest
     if machine.real:
         with contextlib.suppress(Exception):  # a profiler that fails must not cost the result
             result['nodes'] = graph_nodes(decode)
@@ -204,39 +229,43 @@ def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dic
 
 
 def graph_nodes(decode) -> int:
-    """Kernels that one replay launches, as the profiler counts them."""
+    """Number of kernels that one replay launches, as the profiler counts them."""
     step = next(iter(decode._steps.values()))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step.run()
         torch.cuda.synchronize()
-    return sum(event.count for event in profiler.key_averages() if event.self_device_time_total > 0)
+    averages = profiler.key_averages()
+    return sum(event.count for event in averages if event.self_device_time_total > 0)
 
 
-# -- speed ------------------------------------------------------------------------------------------------------------
+# -- speed -----------------------------------------------------------------------------------------
 
 def rates(machine) -> dict:
-    """What the device reaches: a copy, a matmul in bfloat16."""
+    """Rates that the device reaches: a copy, and a matmul in bfloat16."""
     return kernels.rates(machine.device, machine.dtype)
 
 
 def bench(machine, args: list[str]) -> dict:
-    """A command of bench.py."""
+    """One run of bench.py."""
     args = args + ([] if machine.real else REHEARSED)
-    s = configurator.parse('bench', args + [f'--device={machine.device}', '--json=True'], echo=False)
-    with contextlib.nullcontext() if machine.real else wanted(s.mode == 'kernels'):  # whole models take minutes in the interpreter
+    s = configurator.parse('bench', [*args, f'--device={machine.device}', '--json=True'],
+                           echo=False)
+    # whole models take minutes in the interpreter
+    with contextlib.nullcontext() if machine.real else wanted(s.mode == 'kernels'):
         document = importlib.import_module(f'benchmarks.{s.mode}').run(s, DATA_ROOT)
     found = {'document': document}
     if s.mode == 'decode' and len(document['cells']) == 1:
-        found['measured_seconds'] = document['cells'][0]['sides']['ours']['tpot_ms']['median'] / 1000
-    if s.mode == 'train':
-        found |= {'measured_seconds': document['median_ms'] / 1000, 'error': document['last_loss'],
-                  'allowed': document['first_loss']}  # one batch over and over: its loss must fall
+        ours = document['cells'][0]['sides']['ours']
+        found['measured_seconds'] = ours['tpot_ms']['median'] / 1000
+    if s.mode == 'train':  # every step has the same batch, so its loss must fall
+        found |= {'measured_seconds': document['median_ms'] / 1000,
+                  'error': document['last_loss'], 'allowed': document['first_loss']}
     return found
 
 
 def profile(machine, what: str, batch: int, context: int = 0) -> dict:
-    """The kernels of a captured decode step, or of a compiled training step, by the time they take."""
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * machine.real
+    """The kernels of captured decode steps or of a compiled training step, slowest first."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * machine.real
     if what == 'decode':
         s = machine.settings()
         model = build(model_config(s, DATA_ROOT), s)
@@ -250,15 +279,16 @@ def profile(machine, what: str, batch: int, context: int = 0) -> dict:
     with torch.profiler.profile(activities=activities) as profiler:
         call()
     slowest = f"self_{'device' if machine.real else 'cpu'}_time_total"
-    table = profiler.key_averages().table(sort_by=slowest, row_limit=30, max_name_column_width=60)
-    trace = Path(os.environ.get('GPU_CHECK_DETAIL', tempfile.gettempdir())) / f'trace-{what}.json.gz'
+    averages = profiler.key_averages()
+    table = averages.table(sort_by=slowest, row_limit=30, max_name_column_width=60)
+    folder = Path(os.environ.get('GPU_CHECK_DETAIL', tempfile.gettempdir()))
     with contextlib.suppress(OSError):  # a full disk
-        profiler.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(folder / f'trace-{what}.json.gz'))
     return {'table': table, 'steps': DecodeSteps.N if what == 'decode' else 1}
 
 
 class DecodeSteps:
-    """A few decode steps behind `held` tokens, captured where that is possible."""
+    """A few decode steps after `held` tokens, captured where that is possible."""
     N = 8
 
     def __init__(self, model, batch, held):
@@ -269,12 +299,15 @@ class DecodeSteps:
     @torch.inference_mode()
     def __call__(self):
         for _ in range(self.N):
-            logits = self.decode(self.tokens) if self.decode else self.model(self.tokens, cache=self.cache)[0][:, -1]
+            if self.decode:
+                logits = self.decode(self.tokens)
+            else:
+                logits = self.model(self.tokens, cache=self.cache)[0][:, -1]
             self.tokens = logits.argmax(-1, keepdim=True)
 
 
 def paged_call(machine, batch, context, kv_dtype):
-    """(stores, call(store, tuning)) over `context` keys of each row in pages of 64."""
+    """(stores, call(store, tuning)) over `context` keys of each row, in pages of 64."""
     from attention.kernels.decode import stored_attention
     H, D, n = 12, 64, batch * context // 64
     q = torch.randn(batch, 1, H, D, device=machine.device, dtype=machine.dtype).transpose(1, 2)
@@ -283,31 +316,39 @@ def paged_call(machine, batch, context, kv_dtype):
     stores = [random_store(machine, n, 64, kv_dtype)]
     while len(stores) < kernels.n_copies(stores[0].nbytes):
         stores.append(random_store(machine, n, 64, kv_dtype))
-    return stores, lambda store, how: stored_attention(q, store.k, store.v, seen=lengths, table=table, tuning=how)
+    return stores, lambda store, how: stored_attention(q, store.k, store.v, seen=lengths,
+                                                       table=table, tuning=how)
 
 
 def contiguous_call(machine, batch, context, kv_dtype):
+    """The same, each row contiguous."""
     from attention.kernels.decode import stored_attention
     q = torch.randn(batch, 1, 12, 64, device=machine.device, dtype=machine.dtype).transpose(1, 2)
     lengths = torch.full((batch,), context, device=machine.device)
-    stores = kernels.random_stores(batch, 1, context, 64, getattr(torch, kv_dtype), machine.dtype, machine.device)
-    return stores, lambda store, how: stored_attention(q, store.k, store.v, seen=lengths, tuning=how)
+    stores = kernels.random_stores(batch, 1, context, 64, getattr(torch, kv_dtype), machine.dtype,
+                                   machine.device)
+    return stores, lambda store, how: stored_attention(q, store.k, store.v, seen=lengths,
+                                                       tuning=how)
 
 
 def tunings(paged: bool, splits: tuple[int, ...]) -> list[dict]:
-    """(keys, warps, stages) with the splits that are chosen by themselves, then numbers of splits with the default layout."""
-    layouts = [(n, w, k) for n in (32, 64, 128) for w in (1, 2, 4, 8) for k in (2, 3, 4) if not (paged and n > 64)
-               and n * 64 // (32 * w) >= 16]
-    return [dict(block_n=n, num_warps=w, num_stages=k) for n, w, k in layouts] + [dict(n_splits=n) for n in splits]
+    """First (keys, warps, stages) with the default number of splits, then numbers of splits with
+    the default layout."""
+    layouts = [dict(block_n=n, num_warps=warps, num_stages=stages) for n in (32, 64, 128)
+               for warps in (1, 2, 4, 8) for stages in (2, 3, 4)
+               if not (paged and n > 64) and n * 64 // (32 * warps) >= 16]
+    return layouts + [dict(n_splits=n) for n in splits]
 
 
 def tune(machine, batch: int, paged: bool, kv_dtype: str, time: bool = True) -> dict:
-    """The default and every other layout of the decode kernel at 8,192 keys: milliseconds a call, relative error."""
+    """The default and every other layout of the decode kernel at 8,192 keys: milliseconds per call,
+    relative error."""
     from attention.kernels.decode import Tuning
-    context = 8192 if machine.real else 128
-    stores, call = (paged_call if paged else contiguous_call)(machine, batch if machine.real else 2, context, kv_dtype)
+    batch, context = (batch, 8192) if machine.real else (2, 128)
+    stores, call = (paged_call if paged else contiguous_call)(machine, batch, context, kv_dtype)
     default, found = call(stores[0], Tuning()), {}
-    for how in [{}, *tunings(paged, (1, 2, 4, 8, 16, 32, 64))][:None if machine.real else 3]:
+    hows = [{}, *tunings(paged, (1, 2, 4, 8, 16, 32, 64))]
+    for how in hows[:None if machine.real else 3]:
         name = ' '.join(f'{key}={value}' for key, value in how.items()) or 'default'
         try:
             error = judged(call(stores[0], Tuning(**how)), default.double(), 1.0)['error']
@@ -316,31 +357,37 @@ def tune(machine, batch: int, paged: bool, kv_dtype: str, time: bool = True) -> 
                 calls = [partial(call, store, Tuning(**how)) for store in stores]
                 found[name]['ms'] = kernels.milliseconds_a_call(calls, machine.device)['median']
         except Exception as e:  # a layout that does not fit must not end the others
-            found[name] = {'failed': f'{type(e).__name__}: {str(e).splitlines()[0][:160] if str(e) else ""}'}
+            first_line = str(e).splitlines()[0] if str(e) else ''
+            found[name] = {'failed': f'{type(e).__name__}: {first_line[:160]}'}
     good = {name: one for name, one in found.items() if 'failed' not in one}
-    worst = max(one['error'] for one in good.values())
-    result = {'layouts': found, 'error': worst, 'allowed': ALLOWED['bfloat16']}
+    largest = max(one['error'] for one in good.values())
+    result = {'layouts': found, 'error': largest, 'allowed': ALLOWED['bfloat16']}
     if time:
         best = min(good, key=lambda name: good[name]['ms'])
-        result |= {'measured_seconds': good['default']['ms'] / 1000, 'best': best, 'best_ms': good[best]['ms']}
+        result |= {'measured_seconds': good['default']['ms'] / 1000,
+                   'best': best, 'best_ms': good[best]['ms']}
     return result
 
 
 def ladder(machine) -> dict:
-    """A short ladder of GPT-2's shape, on the text of torch's own Python files."""
+    """A short ladder of GPT-2's shape, trained on torch's own Python files."""
     from data.text.prepare import main as prepare
     with tempfile.TemporaryDirectory() as folder:
         prepare(['--input', str(Path(torch.__file__).parent), '--glob', '*.py'])
-        run_ladder(['config/ablate_gpu_short.py', f'--folder={folder}', f'--device={machine.device}', '--pictures=False'])
-        return {'document': json.loads((Path(folder) / 'results.json').read_text(encoding='utf-8'))}
+        run_ladder(['config/ablate_gpu_short.py', f'--folder={folder}',
+                    f'--device={machine.device}', '--pictures=False'])
+        results = (Path(folder) / 'results.json').read_text(encoding='utf-8')
+        return {'document': json.loads(results)}
 
 
-KINDS = {'attention': attention, 'write': write, 'sequence': sequence, 'captured': captured, 'rates': rates, 'bench': bench,
-         'profile': profile, 'tune': tune, 'compile': partial(tune, time=False), 'ladder': ladder}
+KINDS = {'attention': attention, 'write': write, 'sequence': sequence, 'captured': captured,
+         'rates': rates, 'bench': bench, 'profile': profile, 'tune': tune,
+         'compile': partial(tune, time=False), 'ladder': ladder}
 
 
 def run_cell(name: str, args: dict, machine: Machine) -> dict:
-    """A result with its status: ok; wrong, where the result is; failed, where there is none."""
+    """The result with its status: 'ok', 'wrong' (the error is too large) or 'failed' (an exception
+    was raised, so there is no result)."""
     kind, *rest = name.split('/')
     if kind == 'profile':
         args = args | {'what': rest[0]}
@@ -348,10 +395,11 @@ def run_cell(name: str, args: dict, machine: Machine) -> dict:
         torch.manual_seed(0)
         found = KINDS[kind](machine, **args)
         if not machine.real:
-            found.pop('measured_seconds', None)  # which says nothing of a GPU
-        right = found.get('error', 0.0) < found.get('allowed', 1.0)
-        return {'status': 'ok' if right else 'wrong', **found} | (
-            {} if right else {'why': f"error {found['error']:.2e}, allowed {found['allowed']:.2e}"})
+            found.pop('measured_seconds', None)  # a CPU's time says nothing about a GPU
+        if found.get('error', 0.0) < found.get('allowed', 1.0):
+            return {'status': 'ok', **found}
+        why = f"error {found['error']:.2e}, allowed {found['allowed']:.2e}"
+        return {'status': 'wrong', **found, 'why': why}
     except Exception as e:
         traceback.print_exc()
         return {'status': 'failed', 'why': f'{type(e).__name__}: {str(e)[:600]}'}
@@ -369,7 +417,7 @@ def main(argv=None):
             emit(cell=name, **result)
             if context_is_poisoned():
                 sys.stdout.flush()
-                os._exit(3)  # other cells go to another process
+                os._exit(3)  # the remaining cells go to another process
             if machine.real:
                 torch._dynamo.reset()
                 gc.collect()  # caches and their graphs refer to each other

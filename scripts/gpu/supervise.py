@@ -1,9 +1,9 @@
-"""Cells run in worker processes, within a time limit: a cell that crashes, hangs or poisons the CUDA context costs itself alone,
-and every result is written as it comes.
+"""Runs cells in worker processes, within a time limit. A cell that crashes, hangs or poisons the
+CUDA context costs no other cell its result, and every result is written as it comes.
 
-A worker is a program that gets names of cells as its last arguments and writes lines of JSON to file descriptor --fd:
-{"begin": name} when it starts a cell, {"cell": name, "status": ..., ...} when it is done. It may end after any cell; what it has
-not done goes to another worker.
+A worker is a program that gets names of cells as its last arguments and writes lines of JSON to the
+file descriptor --fd: {"begin": name} when it starts a cell, {"cell": name, "status": ..., ...} when
+the cell is done. It may end after any cell; the remaining cells go to another worker.
 """
 import contextlib
 import json
@@ -20,13 +20,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 5     # seconds between asking a worker to end and killing it
-PATIENCE = 4  # times the estimate that a cell may take, and at least LEAST seconds
-LEAST = 120  # of which imports may take some, when all processes start at once
+PATIENCE = 4  # a cell may take so many times its estimate, and at least LEAST seconds
+LEAST = 120   # includes imports, which are slow when all processes start at once
 
 
 class Records:
-    """Appends to OUT/cells.jsonl, one line a result, flushed at once. Where that fails (a full disk) the line goes to standard
-    output, which is then all that is left of it."""
+    """Appends one line per result to OUT/cells.jsonl, flushed at once. If that fails (a full disk),
+    the line goes to standard output, so that it is not lost."""
 
     def __init__(self, path: Path, run: str, facts: dict):
         self.path, self.run, self.added, self._lock = path, run, [], threading.Lock()
@@ -39,7 +39,9 @@ class Records:
             told = f"{record['status']:8} {record['cell']}"
             if 'seconds' in record:
                 told += f" ({record['seconds']:.0f} s)"
-            print(told + (f": {record['why'].splitlines()[-1][:150]}" if record.get('why') else ''), flush=True)
+            if record.get('why'):
+                told += f": {record['why'].splitlines()[-1][:150]}"
+            print(told, flush=True)
 
     def _append(self, record):
         line = json.dumps(finite(record))
@@ -51,7 +53,7 @@ class Records:
 
 
 def finite(x):
-    """The same without NaN and infinities, which JSON does not have: their names."""
+    """The same with the names of NaN and infinities in their place, which JSON does not have."""
     if isinstance(x, float) and not math.isfinite(x):
         return str(x)
     if isinstance(x, dict):
@@ -60,31 +62,38 @@ def finite(x):
 
 
 class Supervisor:
-    """Runs cells (`scripts.gpu.cells.Cell`) by one kind of worker until the time is up.
+    """Runs cells (`scripts.gpu.cells.Cell`) in workers of one kind until the time is up.
 
     Args:
-        part: of the check that they belong to.
-        command: of the worker; `--fd=N` and the names are added.
-        end: seconds of `now` at which nothing may run any more.
+        part: the part of the check that the cells belong to.
+        command: starts a worker; `--fd=N` and the names of cells are appended.
+        records: where the results go.
+        end: time by the clock `now` after which nothing may run.
         log: file to which workers' output is appended.
-        now: a clock; tests give one of their own.
+        now: a clock; tests pass their own.
     """
 
-    def __init__(self, part: str, command: list[str], records: Records, end: float, log: Path, now=time.monotonic):
-        self.part, self.command, self.records, self.end, self.log, self.now = part, command, records, end, log, now
+    def __init__(self, part: str, command: list[str], records: Records, end: float, log: Path,
+                 now=time.monotonic):
+        self.part, self.command, self.records = part, command, records
+        self.end, self.log, self.now = end, log, now
         self._processes, self._stopping = set(), False
 
     def run(self, cells, processes: int = 1, batch: int = 0) -> None:
-        """All of them, in this order, `processes` workers at a time, each given `batch` cells (0 = its share of all)."""
-        queue = deque(cells[i:i + batch] for i in range(0, len(cells), batch)) if batch else deque(
-            cells[i::processes] for i in range(min(processes, len(cells))))
-        threads = [threading.Thread(target=self._drain, args=[queue]) for _ in range(min(processes, len(queue)))]
+        """Run all cells in this order, `processes` workers at a time. Each worker gets `batch`
+        cells (0 = an equal share of all)."""
+        if batch:
+            queue = deque(cells[i:i + batch] for i in range(0, len(cells), batch))
+        else:
+            queue = deque(cells[i::processes] for i in range(min(processes, len(cells))))
+        threads = [threading.Thread(target=self._drain, args=[queue])
+                   for _ in range(min(processes, len(queue)))]
         for thread in threads:
             thread.start()
         try:
             for thread in threads:
                 thread.join()
-        finally:  # Ctrl-C: the workers go, the threads notice
+        finally:  # Ctrl-C: the workers are ended, which their threads notice
             self._stopping = True
             for process in list(self._processes):
                 end_group(process)
@@ -101,20 +110,24 @@ class Supervisor:
                 cells = self._worker(cells)
 
     def _worker(self, cells) -> list:
-        """One worker's life; the cells that it has not come to. At least one is done with afterwards, one way or another."""
+        """Run one worker. Returns the cells that it did not reach; at least one cell is recorded,
+        whatever happens."""
         if self._stopping or self.now() >= self.end:
             for cell in cells:
-                self._record(cell, 'not run', why='the time was up' if not self._stopping else 'interrupted')
+                why = 'interrupted' if self._stopping else 'the time was up'
+                self._record(cell, 'not run', why=why)
             return []
+        names = [cell.name for cell in cells]
         read, write = os.pipe()
         try:
             with open(self.log, 'ab') as log:
-                process = subprocess.Popen([*self.command, f'--fd={write}', *(cell.name for cell in cells)], cwd=ROOT,
-                                           stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, pass_fds=[write],
+                process = subprocess.Popen([*self.command, f'--fd={write}', *names], cwd=ROOT,
+                                           stdin=subprocess.DEVNULL, stdout=log,
+                                           stderr=subprocess.STDOUT, pass_fds=[write],
                                            start_new_session=True)
         except OSError as e:
             os.close(read)
-            self._record(cells[0], 'failed', why=f'no worker can be started: {e}')
+            self._record(cells[0], 'failed', why=f'could not start a worker: {e}')
             return cells[1:]
         finally:
             os.close(write)
@@ -131,6 +144,8 @@ class Supervisor:
             os.close(read)
 
     def _follow(self, process, read, cells):
+        """Record what the worker reports, until it is done or is stopped. Returns the cells that
+        are left."""
         left = {cell.name: cell for cell in cells}
         current, since, text = None, self.now(), b''
         while left:
@@ -138,17 +153,19 @@ class Supervisor:
             if self.now() >= min(self.end, since + limit):
                 end_group(process)
                 cell = left.pop((current or next(iter(left.values()))).name)
-                up = 'the time of the part was up' if self.now() >= self.end else f'it had {limit:.0f} s'
-                self._record(cell, 'stopped', seconds=self.now() - since, why=up)
+                over = self.now() >= self.end
+                why = 'the time of the part was up' if over else f'it had {limit:.0f} s'
+                self._record(cell, 'stopped', seconds=self.now() - since, why=why)
                 break
             if not select.select([read], [], [], 0.05)[0]:
                 continue
             piece = os.read(read, 2 ** 16)
             if not piece:  # it has ended
                 process.wait()
-                if left and (current or len(left) == len(cells)):  # amid a cell, or before its first
+                if current or len(left) == len(cells):  # within a cell, or before its first
                     cell = left.pop((current or cells[0]).name)
-                    self._record(cell, 'crashed', seconds=self.now() - since, why=how_it_ended(process, self.log))
+                    seconds, why = self.now() - since, how_it_ended(process, self.log)
+                    self._record(cell, 'crashed', seconds=seconds, why=why)
                 break
             *lines, text = (text + piece).split(b'\n')
             for line in filter(None, lines):
@@ -162,11 +179,12 @@ class Supervisor:
         return list(left.values())
 
     def _record(self, cell, status, **more):
-        self.records.add({'part': self.part, 'cell': cell.name, 'status': status, 'estimate': cell.seconds} | cell.expected | more)
+        record = {'part': self.part, 'cell': cell.name, 'status': status, 'estimate': cell.seconds}
+        self.records.add(record | cell.expected | more)
 
 
 def end_group(process) -> None:
-    """The worker and all that it has started: asked first, then killed."""
+    """End the worker and every process it started: interrupt them, then kill them."""
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -179,7 +197,7 @@ def end_group(process) -> None:
 
 
 def how_it_ended(process, log: Path) -> str:
-    """'exit status 3' or 'signal 11', and the last lines of the log."""
+    """The last lines of the log and the exit status or signal."""
     code = process.returncode
     how = f'signal {-code} ({signal.Signals(-code).name})' if code < 0 else f'exit status {code}'
     try:
@@ -190,7 +208,8 @@ def how_it_ended(process, log: Path) -> str:
 
 
 def context_is_poisoned() -> bool:
-    """For workers: whether CUDA refuses all further work in this process, as after an illegal access."""
+    """For workers: whether CUDA refuses all further work in this process, as it does after an
+    illegal memory access."""
     import torch
     if not torch.cuda.is_initialized():
         return False
@@ -202,7 +221,8 @@ def context_is_poisoned() -> bool:
 
 
 def worker_cells(argv=None):
-    """For workers: (options {'fd': N, ...}, names, emit) of a command line, where emit(**message) writes a line."""
+    """For workers: (options {'fd': N, ...}, names, emit) from a command line. emit(**message)
+    writes a message to the supervisor."""
     argv = sys.argv[1:] if argv is None else argv
     options = dict(arg[2:].split('=', 1) for arg in argv if arg.startswith('--'))
     stream = os.fdopen(int(options['fd']), 'w', buffering=1)

@@ -1,6 +1,7 @@
-"""A machine without a GPU, as far as tracing and compiling go: Triton believes in an H100, kernels run in its interpreter.
+"""Tracing and compiling as on a GPU, on a machine without one: Triton takes its target for an H100,
+and kernels run in its interpreter.
 
-For programs of their own (`run_alone`), since what they patch serves the whole process.
+Use it in a process of its own (`run_alone`), because the patches apply to the whole process.
 """
 import json
 import os
@@ -12,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class H100:
-    """In the place of Triton's driver."""
+    """Replaces Triton's driver."""
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
@@ -26,7 +27,8 @@ class H100:
 
 
 def pretend() -> None:
-    """Kernels are `JITFunction`s, as on a GPU, which Dynamo traces and AOTAutograd analyses; launching one interprets it."""
+    """Kernels stay `JITFunction`s, as on a GPU, so that Dynamo can trace and AOTAutograd can
+    analyse them; a launch interprets the kernel."""
     import torch.utils._triton
     torch.utils._triton.has_triton = lambda: True
     import triton
@@ -48,8 +50,10 @@ def pretend() -> None:
 
 
 def run_alone(program: str, *args: str, **environment: str) -> dict:
-    """What a Python program printed last, as JSON; in a process of its own, in the checkout."""
+    """Run a Python program in a process of its own, in the root of the checkout. Returns its
+    last line of output, read as JSON."""
     env = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'} | environment
-    done = subprocess.run([sys.executable, '-c', program, *args], cwd=ROOT, capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, '-c', program, *args], cwd=ROOT, capture_output=True,
+                          text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""The table of pages on the device: what the cache has, of which only changes are sent."""
+"""The table of pages on the device: equal to the cache's, though only changes are sent."""
 import tracemalloc
 from unittest import mock
 
@@ -16,20 +16,21 @@ from kv.plan import plan_kv
 from kv.static import StaticCache
 
 N_ROWS, ROOM = 5, 24
-INTERVALS = {5: 1, 4: 3, 2: 5, 1: 30}  # rows of a static cache -> rules from one look to the next
+INTERVALS = {5: 1, 4: 3, 2: 5, 1: 30}  # rows of a static cache -> rules from one update to the next
 ROW = st.integers(0, N_ROWS - 1)
 PLAN = plan_kv(GPTConfig(n_layer=1, n_head=1, n_embd=2, block_size=32, vocab_size=8,
                          layer_pattern='G'))
 
 
 def whole(cache, n_rows):
-    """The table of the first rows, made anew."""
+    """The table of the first rows, built from scratch."""
     width = cache.table.pages_for(cache.max_seq_len)
     return [pages + [-1] * (width - len(pages)) for pages in cache.table.rows[:n_rows]]
 
 
 class Tables(RuleBasedStateMachine):
-    """Anything is done to a cache; static ones of several sizes look, some often, some rarely."""
+    """Any sequence of operations on a cache; static caches of several sizes update their tables,
+    some often, some rarely."""
 
     @initialize(n_pages=st.integers(4, 40), page_size=st.sampled_from([1, 2, 3]))
     def start(self, n_pages, page_size):
@@ -60,7 +61,7 @@ class Tables(RuleBasedStateMachine):
 
     @rule(row=ROW, after=st.integers(0, 2))
     def interrupted_extend(self, row, after):
-        """Ctrl-C while a row takes pages: those that it has by then count."""
+        """Ctrl-C while a row takes pages: it keeps those that it has by then."""
         table, take, left = self.cache.table, self.cache.table._take, iter(range(after))
 
         def interrupted_take():
@@ -95,7 +96,7 @@ class Tables(RuleBasedStateMachine):
 
     @rule(n=st.sampled_from([*INTERVALS]))
     def interrupted_look(self, n):
-        """Ctrl-C when the entries have been written, before `set` has noted it."""
+        """Ctrl-C after the entries were written, before `set` has recorded that."""
         real = torch.Tensor.index_put_
 
         def interrupted(*args):
@@ -155,7 +156,7 @@ def test_a_page_that_one_row_takes_costs_one_entry(sent):
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sent == [64, 3]  # positions; row, place and page of one entry
-    assert most < 3 * 8 * 512  # bytes of three lists as long as a row; of the whole table there are 64
+    assert most < 3 * 8 * 512  # bytes of three lists as long as a row; the table has 64 rows
     assert view.table.tolist() == whole(cache, 64)
     sent.clear()
     view.set(held)
@@ -178,7 +179,8 @@ def test_other_rows_are_not_sent_and_a_release_sends_what_was_there(sent):
 
 
 def test_an_interruption_while_entries_are_sent_leaves_none_behind():
-    """Ctrl-C when they have been written, before that is noted; then the row ends, and another begins that is shorter."""
+    """Ctrl-C after they were written, before that is recorded; then the row ends and a shorter one
+    begins."""
     cache = PagedKVCache(PLAN, 1, 40, n_pages=20, page_size=4)
     view, put = StaticCache(cache, 1), torch.Tensor.index_put_
 
@@ -188,7 +190,8 @@ def test_an_interruption_while_entries_are_sent_leaves_none_behind():
     cache.reserve(0, 8)
     view.set([])
     cache.reserve(0, 16)
-    with mock.patch.object(torch.Tensor, 'index_put_', interrupted), pytest.raises(KeyboardInterrupt):
+    with (mock.patch.object(torch.Tensor, 'index_put_', interrupted),
+          pytest.raises(KeyboardInterrupt)):
         view.set([])
     cache.reset([0])
     cache.reserve(0, 4)

@@ -1,5 +1,6 @@
-"""The compiled decode step, as far as a machine without a GPU can follow it: Dynamo traces it with the real kernels, Inductor's
-passes decide which of their arguments to copy, and the graph that comes out runs with the kernels interpreted."""
+"""The compiled decode step, as far as it can be tested without a GPU: Dynamo traces it with the
+real kernels, Inductor's passes decide which of their arguments to copy, and the resulting graph
+runs with the kernels interpreted."""
 import pytest
 
 from tests.helpers.without_gpu import run_alone
@@ -20,19 +21,21 @@ from kv.static import StaticCache
 from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
 
 MODELS = {'full stack': FULL_STACK, 'learned positions': dict(
-    n_layer=2, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB, layer_pattern='LG', window_size=5, bias=True)}
+    n_layer=2, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB, layer_pattern='LG',
+    window_size=5, bias=True)}
 name, kv_dtype, layout = sys.argv[1:]
 model = random_model(GPTConfig(**MODELS[name]), torch.float32)
 shared, copied, find_spec = [], [], importlib.util.find_spec
 
 
 def not_while_tracing(*args):
-    assert not torch.compiler.is_dynamo_compiling(), 'torch 2.11 cannot trace the search for a package'
+    assert not torch.compiler.is_dynamo_compiling(), 'torch 2.11 cannot trace find_spec'
     return find_spec(*args)
 
 
 def new_cache():
-    cache = model.new_cache(2, 40, kv_dtype, **(dict(n_pages=30, page_size=4) if layout == 'paged' else {}))
+    pages = dict(n_pages=30, page_size=4) if layout == 'paged' else {}
+    cache = model.new_cache(2, 40, kv_dtype, **pages)
     with wanted(False):
         model(tokens(2, 11), cache=cache, lens=[11, 5])
     for row, length in enumerate([12, 6] if layout == 'paged' else []):
@@ -43,39 +46,51 @@ def new_cache():
 
 
 def lowered(graph, inputs):
-    """What Inductor makes of a graph before it generates code."""
+    """The graph as Inductor has it before it generates code. Adds to `shared` what a kernel writes
+    and is given twice, and to `copied` the copies in the graph."""
     for node in graph.graph.nodes:
         if node.target is torch.ops.higher_order.triton_kernel_wrapper_functional:
-            written, given = node.kwargs['tensors_to_clone'], list(node.kwargs['kwargs'].values())
-            shared.extend(arg for arg in written if given.count(node.kwargs['kwargs'][arg]) > 1)
+            written, given = node.kwargs['tensors_to_clone'], node.kwargs['kwargs']
+            values = list(given.values())
+            shared.extend(arg for arg in written if values.count(given[arg]) > 1)
     with V.set_fake_mode(detect_fake_mode(inputs)):
         post_grad_passes(graph, is_inference=True)
     graph.recompile()
-    copied.extend(str(node) for node in graph.graph.nodes if 'clone' in str(node.target) or 'copy' in str(node.target))
+    copied.extend(str(node) for node in graph.graph.nodes
+                  if 'clone' in str(node.target) or 'copy' in str(node.target))
     return graph
 
 
-backend = aot_autograd(fw_compiler=lowered, decompositions=select_decomp_table, keep_inference_input_mutations=True)
+backend = aot_autograd(fw_compiler=lowered, decompositions=select_decomp_table,
+                       keep_inference_input_mutations=True)
 importlib.util.find_spec = not_while_tracing
 with torch.inference_mode():
-    ids, (cache, static), (usual, usual_static) = torch.tensor([[3], [4]]), new_cache(), new_cache()
-    step = torch.compile(lambda ids: model(ids, cache=static)[0], fullgraph=True, dynamic=False, backend=backend)
-    logits = step(ids)  # before any kernel is interpreted, which would patch the language that the analysis compiles
+    ids = torch.tensor([[3], [4]])
+    (cache, static), (usual, usual_static) = new_cache(), new_cache()
+    step = torch.compile(lambda ids: model(ids, cache=static)[0], fullgraph=True, dynamic=False,
+                         backend=backend)
+    # before any kernel is interpreted: the interpreter patches triton.language, which the analysis
+    # of a kernel's arguments compiles
+    logits = step(ids)
     with wanted(False):
         expected = model(ids, cache=usual_static)[0]
-stored = max(max_gap(a, b) for stores in zip(cache.stores, usual.stores) for a, b in zip(*(s.tensors for s in stores)))
-print(json.dumps({'gap': max_gap(logits, expected), 'stored': stored, 'shared': shared, 'copied': copied}))
+stored = max(max_gap(a, b) for store, other in zip(cache.stores, usual.stores)
+             for a, b in zip(store.tensors, other.tensors))
+print(json.dumps({'gap': max_gap(logits, expected), 'stored': stored, 'shared': shared,
+                  'copied': copied}))
 '''
 
 
 @pytest.mark.parametrize('name, kv_dtype, layout', [
     ('full stack', 'int8', 'paged'),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ('full stack', 'int8', 'contiguous'), ('full stack', 'float32', 'contiguous'), ('full stack', 'float32', 'paged'),
-        ('learned positions', 'int8', 'paged'), ('learned positions', 'float32', 'contiguous')])])
+        ('full stack', 'int8', 'contiguous'), ('full stack', 'float32', 'contiguous'),
+        ('full stack', 'float32', 'paged'), ('learned positions', 'int8', 'paged'),
+        ('learned positions', 'float32', 'contiguous')])])
 def test_gives_what_plain_torch_gives_and_copies_no_cache(name, kv_dtype, layout):
     pytest.importorskip('triton')
     found = run_alone(PROGRAM, name, kv_dtype, layout)
-    assert found['shared'] == []   # a tensor passed as two arguments of which one is written becomes two tensors
-    assert found['copied'] == []   # what a kernel writes, it writes in place
+    # one tensor passed as two arguments would become two tensors if the kernel writes one of them
+    assert found['shared'] == []
+    assert found['copied'] == []  # kernels write in place
     assert found['gap'] < 1e-5 and found['stored'] < 1e-5

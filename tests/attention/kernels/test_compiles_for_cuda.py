@@ -1,5 +1,5 @@
-"""The kernels compiled for an H100 with the arguments that a decode step gives them: needs no GPU, only Triton. What they do in
-their inner loop, and what they take of a multiprocessor, is read from the compiler's output."""
+"""The kernels compiled for an H100 with the arguments of a decode step, which needs Triton but no
+GPU. The compiler's output shows what their inner loops do and which resources they take."""
 import json
 
 import pytest
@@ -23,14 +23,16 @@ B, H, HKV, dtype = 4, 12, 1, torch.bfloat16
 
 
 def compiled(layout, kv_dtype, D=64, S=1024, page=64):
-    """S: keys that a row has room for, or a window."""
+    """The kernels of one decode step. S: keys that a row has room for, or the window."""
     made.clear()
     n, capacity = (64, page) if layout == 'paged' else (B, S)
     store = KVStore(n, HKV, capacity, D, getattr(torch, kv_dtype), dtype, torch.device('cpu'))
     store.k = store._allocate((n, HKV, capacity), D, False)  # as on a GPU
     q, numbers = torch.zeros(B, H, 1, D, dtype=dtype), torch.zeros(B, 1, dtype=torch.int64)
-    attend = lambda q, n_splits, **how: decode.stored_attention(
-        q, store.k, store.v, **how, tuning=Tuning(n_splits=n_splits, int8_dot=layout == 'int8_dot'))
+
+    def attend(q, n_splits, **how):
+        tuning = Tuning(n_splits=n_splits, int8_dot=layout == 'int8_dot')
+        decode.stored_attention(q, store.k, store.v, **how, tuning=tuning)
     if layout in ('contiguous', 'ring', 'int8_dot'):
         attend(q, 4, seen=numbers[:, 0], window=S if layout == 'ring' else 0)
     elif layout == 'paged':
@@ -41,11 +43,17 @@ def compiled(layout, kv_dtype, D=64, S=1024, page=64):
         attend(q, 2, q_pos=numbers, k_pos=numbers.expand(B, S), window=7)
     else:
         norm, table = torch.nn.RMSNorm(D, eps=1e-6, dtype=dtype), torch.zeros(B, 1, 1, D)
-        qkv.write_qkv(torch.zeros(B, 1, H + 2 * HKV, D, dtype=dtype), H, norm, norm, (table, table),
-                      Target(store.k, store.v, numbers, numbers))
+        target = Target(store.k, store.v, numbers, numbers)
+        qkv.write_qkv(torch.zeros(B, 1, H + 2 * HKV, D, dtype=dtype), H, norm, norm,
+                      (table, table), target)
         qkv.write_qkv(torch.zeros(B, 1, H, D, dtype=dtype), H, norm, None, (table, table))
-    return [{'kernel': each.metadata.name, 'tensor cores': 'mma' in each.asm['ptx'], **resources(each),
-             **(innermost_loop(each) if each.metadata.name == '_split' else {})} for each in made]
+    return [described(kernel) for kernel in made]
+
+
+def described(kernel):
+    name = kernel.metadata.name
+    loop = innermost_loop(kernel) if name == '_split' else {}
+    return {'kernel': name, 'tensor cores': 'mma' in kernel.asm['ptx'], **resources(kernel), **loop}
 
 
 print(json.dumps([compiled(**case) for case in json.loads(sys.argv[1])]))
@@ -53,17 +61,20 @@ print(json.dumps([compiled(**case) for case in json.loads(sys.argv[1])]))
 
 
 def compiled(cases, tmp_path):
-    """What became of each case, by one process: [{'kernel': ..., ...}, ...]."""
-    return run_alone(PROGRAM, json.dumps(cases), TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION='1')
+    """The kernels of each case, [{'kernel': ..., ...}, ...], compiled in one process."""
+    return run_alone(PROGRAM, json.dumps(cases), TRITON_CACHE_DIR=str(tmp_path),
+                     TRITON_DEFAULT_FP_FUSION='1')
 
 
 def assert_nothing_waits(kernel, case, copies):
-    """K, V and the scales come by asynchronous copies, the number of a page a block ahead; nothing is spilled."""
+    """K, V and the scales are copied asynchronously, the number of a page is loaded one block
+    ahead, and no register is spilled."""
     paged = case['layout'] == 'paged'
     assert kernel['kernel'] == '_split' and kernel['tensor cores'], case
     assert (kernel['copies'], kernel['loads']) == (copies, 0), (case, kernel)
     assert (kernel['scalars'], kernel['scalars_ahead']) == (0, int(paged)), (case, kernel)
-    # room for three programs of 128 threads on a multiprocessor (65,536 registers, 227 KB), with heads over 64 for two
+    # a multiprocessor (65,536 registers, 227 KB) must have room for three programs of 128 threads,
+    # or for two if heads are larger than 64
     n = 3 if case.get('D', 64) <= 64 else 2
     assert kernel['spilled'] == 0 and kernel['registers'] <= 65536 // (128 * n), (case, kernel)
     assert kernel['shared'] <= 227 * 1024 // n, (case, kernel)
@@ -78,9 +89,10 @@ def test_the_loop_of_a_decode_step_waits_for_no_load(tmp_path):
 
 @pytest.mark.slow
 def test_so_it_is_with_other_sizes(tmp_path):
-    """Heads of all sizes; rows of any even number of keys; pages that hold several blocks, or less than one."""
-    cases = [dict(layout=layout, kv_dtype=kv_dtype, D=D) for layout in ('contiguous', 'paged') for D in (32, 48, 80, 128, 256)
-             for kv_dtype in ('int8', 'bfloat16')]
+    """Heads of many sizes; rows of any even number of keys; pages of several blocks, or of less
+    than one."""
+    cases = [dict(layout=layout, kv_dtype=kv_dtype, D=D) for layout in ('contiguous', 'paged')
+             for D in (32, 48, 80, 128, 256) for kv_dtype in ('int8', 'bfloat16')]
     cases += [dict(layout='contiguous', kv_dtype='int8', S=S) for S in (1000, 1010)]
     cases += [dict(layout='ring', kv_dtype='int8', S=S) for S in (100, 250)]
     cases += [dict(layout='paged', kv_dtype='int8', page=page) for page in (16, 32, 128, 192)]
@@ -91,8 +103,10 @@ def test_so_it_is_with_other_sizes(tmp_path):
 @pytest.mark.slow
 def test_everything_else_compiles(tmp_path):
     cases = [dict(layout=layout, kv_dtype=kv_dtype, D=D) for layout, kv_dtype, D in [
-        ('contiguous', 'float32', 64), ('contiguous', 'int8', 16), ('int8_dot', 'int8', 64), ('chunk', 'int8', 64),
-        ('tags', 'int8', 64), ('write', 'int8', 64), ('write', 'bfloat16', 80)]] + [dict(layout='paged', kv_dtype='int8', page=4)]
+        ('contiguous', 'float32', 64), ('contiguous', 'int8', 16), ('int8_dot', 'int8', 64),
+        ('chunk', 'int8', 64), ('tags', 'int8', 64), ('write', 'int8', 64),
+        ('write', 'bfloat16', 80)]]
+    cases += [dict(layout='paged', kv_dtype='int8', page=4)]
     for case, kernels in zip(cases, compiled(cases, tmp_path), strict=True):
         names = [kernel['kernel'] for kernel in kernels]
         if case['layout'] == 'write':
@@ -101,4 +115,5 @@ def test_everything_else_compiles(tmp_path):
             assert names == ['_split'] + ['_join'] * (case['layout'] != 'paged')
             assert kernels[0]['tensor cores'] == (case['kv_dtype'] != 'float32')
         assert all(kernel['shared'] <= 227 * 1024 for kernel in kernels), case
-        assert all(kernel['spilled'] <= 8 for kernel in kernels), case  # two registers, where a block has several pages
+        # two registers, where a block has several pages
+        assert all(kernel['spilled'] <= 8 for kernel in kernels), case
