@@ -1,4 +1,4 @@
-r"""Talk with a trained model in the terminal. What was said before is not computed again.
+r"""Talk with a trained model in the terminal. K and V of earlier turns are kept and reused.
 
     python chat.py                                                   # with the newest run in this folder
     python chat.py out-mqa-local                                     # a dialogue of Shakespeare's: you are ROMEO
@@ -48,10 +48,12 @@ class Chat:
         dialogue, s = self.dialogue, self.s
         room = self.engine.cache.max_seq_len - self.longest
         if dialogue.turns and len(dialogue.turns[-1].ids) > room // 2:
-            raise UserError(f'your turn is longer than half of the {room:,} tokens that the conversation may have')
+            raise UserError(f'your turn is longer than half of the {room:,} tokens that the model is given of a conversation '
+                            f'({self.longest:,} more are kept for its reply)')
         if len(dialogue.prompt(s.reply_as)) > room:
-            n = dialogue.forget(room // 2)  # much at once: what begins otherwise is computed anew
-            print(f'(the {n} oldest turns are forgotten: the conversation is longer than {room:,} tokens)')
+            n = dialogue.trim(room // 2)  # much at once: a prompt that begins otherwise is recomputed
+            print(f'(the conversation is longer than the {room:,} tokens that the model is given, with {self.longest:,} kept for '
+                  f'its reply: it sees turns {n + 1} to {len(dialogue.turns)} from here on; /history and the file have all)')
         params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p, seed=sample_seed(s.seed, self.replies),
                                 stop=(dialogue.template.end,))
         self.replies += 1
@@ -102,7 +104,7 @@ class Chat:
         if not mine:
             return ''
         text = turns[mine[-1]].text
-        del turns[mine[-1]:]
+        self.dialogue.cut(mine[-1])
         return text
 
     def command(self, line: str) -> bool:
@@ -110,14 +112,14 @@ class Chat:
         name, _, rest = line[1:].partition(' ')
         rest = rest.strip()
         if name in ('retry', 'edit'):
-            before = list(self.dialogue.turns)
+            before, trimmed = list(self.dialogue.turns), dict(self.dialogue.trimmed)
             text = self.undo()
             if not text:
                 raise UserError(f'/{name}: you have said nothing yet')
             try:
                 self.say(rest if name == 'edit' and rest else text)
             except UserError:
-                self.dialogue.turns[:] = before
+                self.dialogue.turns[:], self.dialogue.trimmed = before, trimmed
                 raise
         elif name in ('undo', 'fork', 'switch'):
             {'undo': lambda _: self.undo(), 'fork': self.dialogue.fork, 'switch': self.dialogue.switch}[name](rest)
@@ -127,8 +129,7 @@ class Chat:
             for branch, turns in self.dialogue.branches.items():
                 print(f"{'*' if branch == self.dialogue.branch else ' '} {branch}: {len(turns)} turns")
         elif name == 'history':
-            template = self.dialogue.template
-            print(''.join(template.head(turn.name) + turn.text + template.end for turn in self.dialogue.turns), end='')
+            self.show(self.dialogue.turns)
         elif name == 'stats':
             print(self.stats())
         elif name == 'help':
@@ -139,6 +140,11 @@ class Chat:
             raise UserError(f'/{name}: no such command; /help lists them')
         return True
 
+    def show(self, turns) -> None:
+        """Turns as the template writes them."""
+        template = self.dialogue.template
+        print(''.join(template.head(turn.name) + turn.text + template.end for turn in turns), end='')
+
     def stats(self) -> str:
         """What the store of prefixes has saved so far."""
         store, stats = self.engine.prefix, self.engine.prefix.stats
@@ -147,7 +153,7 @@ class Chat:
         held = store.nbytes + len(store.table.kept) * store.copier.page_nbytes
         vanilla = self.engine.model.plan.vanilla().position_nbytes('bfloat16') * len(self.engine.model.plan.layers)
         tokens = len(store.index) * store.size
-        return (f'{stats.requests} replies: {stats.looked_up:,} tokens of prompts, {stats.found:,} of them not computed again '
+        return (f'{stats.requests} replies: {stats.found:,} of {stats.looked_up:,} prompt tokens reused '
                 f'({stats.hit_rate:.1%})\ntime to the first token: {self._ttft()}\n'
                 f'held between turns: {nice_bytes(held)} for {tokens:,} tokens (vanilla GPT-2 in bfloat16: '
                 f'{nice_bytes(vanilla * tokens)})')
@@ -184,7 +190,8 @@ def main(argv=None):
     chat = Chat(s, model, tokenizer)
     if chat.path.is_file():
         chat.dialogue.load(chat.path)
-        print(f'(going on with {len(chat.dialogue.turns)} turns from {chat.path})')
+        print(f'(going on with {len(chat.dialogue.turns)} turns from {chat.path}; the last ones:)')
+        chat.show(chat.dialogue.turns[-2:])
     print('(/help lists what you can do)')
     try:
         talk(chat)

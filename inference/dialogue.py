@@ -58,11 +58,13 @@ class Dialogue:
     """Turns on one of several branches.
 
     tokenizer: as `data.tokenizer`. branches: name -> turns; `branch` is the one that goes on.
+    trimmed: name of a branch -> how many of its oldest turns are left out of prompts.
     """
     tokenizer: object
     template: Template
     branches: dict[str, list[Turn]] = field(default_factory=lambda: {'main': []})
     branch: str = 'main'
+    trimmed: dict[str, int] = field(default_factory=dict)
 
     @property
     def turns(self) -> list[Turn]:
@@ -92,8 +94,9 @@ class Dialogue:
         return self.tokenizer.encode(text, special=False)  # what people say is text, and nothing else
 
     def prompt(self, name: str) -> list[int]:
-        """Ids of all turns, and of the next one by `name` up to its text."""
-        return [i for turn in self.turns for i in turn.ids] + self._encoded(self.template.head(name))
+        """Ids of the turns that are not trimmed, and of the next one by `name` up to its text."""
+        turns = self.turns[self.trimmed.get(self.branch, 0):]
+        return [i for turn in turns for i in turn.ids] + self._encoded(self.template.head(name))
 
     def reply(self, name: str, text: str, ids: list[int]) -> None:
         """Append a turn that was generated behind `prompt(name)`: its text, cut at the end of the turn, and its token ids.
@@ -104,19 +107,28 @@ class Dialogue:
             ids = ids + self._encoded(end) if said == text else self._encoded(text + end)
         self.turns.append(Turn(name, text, head + ids))
 
-    def forget(self, room: int) -> int:
-        """Drop the oldest turns until the others have at most `room` tokens; how many were dropped."""
-        total, n = sum(len(turn.ids) for turn in self.turns), 0
+    def trim(self, room: int) -> int:
+        """Leave the oldest turns out of prompts until the others have at most `room` tokens; how many are left out then. The
+        turns themselves stay."""
+        n = self.trimmed.get(self.branch, 0)
+        total = sum(len(turn.ids) for turn in self.turns[n:])
         while total > room:
             total, n = total - len(self.turns[n].ids), n + 1
-        del self.turns[:n]
+        self.trimmed[self.branch] = n
         return n
+
+    def cut(self, n: int) -> None:
+        """Drop all turns but the first n."""
+        del self.turns[n:]
+        if self.trimmed.get(self.branch, 0) >= n:
+            self.trimmed[self.branch] = 0  # there is room for earlier ones again
 
     def fork(self, name: str) -> None:
         """Go on under a new name; the branch stays as it is."""
         if not name or name in self.branches:
             raise UserError(f'there is a branch {name!r} already' if name else 'a branch needs a name')
         self.branches[name] = list(self.turns)
+        self.trimmed[name] = self.trimmed.get(self.branch, 0)
         self.branch = name
 
     def switch(self, name: str) -> None:
@@ -133,7 +145,7 @@ class Dialogue:
         Raises:
             UserError: it cannot be written.
         """
-        document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch,
+        document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch, 'trimmed': self.trimmed,
                     'branches': {name: [asdict(turn) for turn in turns] for name, turns in self.branches.items()}}
         temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
         try:
@@ -161,7 +173,10 @@ class Dialogue:
             for turn in (turn for turns in branches.values() for turn in turns):
                 if self.tokenizer.decode(turn.ids) != self.template.head(turn.name) + turn.text + self.template.end:
                     raise UserError(f'{path} was said by a model with other tokens, or changed: {turn.text[:40]!r}')
+            trimmed = {str(name): min(max(0, int(n)), len(branches[name])) for name, n in document.get('trimmed', {}).items()
+                       if name in branches}
             self.branches, self.branch = branches, branch if branch in branches else next(iter(branches))
+            self.trimmed = trimmed
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as e:

@@ -51,12 +51,45 @@ def test_what_cannot_be_said():
     assert d.turns == []
 
 
-def test_the_oldest_are_forgotten_first():
+def test_the_oldest_are_left_out_of_prompts_first_and_stay():
     d = dialogue()
     for text in ('aaa', 'bb', 'c'):
         d.say('A', text)  # 8, 7 and 6 tokens
-    assert d.forget(21) == 0 and d.forget(13) == 1 and d.forget(12) == 1 and [turn.text for turn in d.turns] == ['c']
-    assert d.forget(0) == 1 and d.turns == []
+    assert [d.trim(room) for room in (21, 13, 12)] == [0, 1, 2]
+    assert TOKENIZER.decode(d.prompt('B')) == 'A.\nc\n\nB.\n' and [turn.text for turn in d.turns] == ['aaa', 'bb', 'c']
+    assert d.trim(0) == 3 and TOKENIZER.decode(d.prompt('B')) == 'B.\n'
+
+
+def test_what_is_trimmed_goes_with_its_branch_and_its_file(tmp_path):
+    d, again = dialogue(), dialogue()
+    for text in ('aaa', 'bb', 'c'):
+        d.say('A', text)
+    d.trim(13)
+    d.fork('other')
+    d.trim(6)
+    assert d.trimmed == {'main': 1, 'other': 2}
+    d.save(tmp_path / 'chat.json')
+    again.load(tmp_path / 'chat.json')
+    assert again == d and again.prompt('B') == d.prompt('B')
+    document = json.loads((tmp_path / 'chat.json').read_text())
+    del document['trimmed']  # a file of before there was such a thing; and one that was changed
+    for trimmed in ({}, {'trimmed': {'main': 99, 'other': -1, 'gone': 1}}):
+        (tmp_path / 'chat.json').write_text(json.dumps(document | trimmed))
+        again.load(tmp_path / 'chat.json')
+        assert again.trimmed == ({'main': 3, 'other': 0} if trimmed else {})
+
+
+def test_turns_that_are_taken_back_make_room_for_earlier_ones():
+    d = dialogue()
+    for text in ('aaa', 'bb', 'c'):
+        d.say('A', text)
+    d.trim(6)
+    d.cut(2)
+    assert TOKENIZER.decode(d.prompt('B')) == 'A.\naaa\n\nA.\nbb\n\nB.\n'
+    d.trim(7)
+    d.say('A', 'c')
+    d.cut(2)
+    assert TOKENIZER.decode(d.prompt('B')) == 'A.\nbb\n\nB.\n'  # as it was, so that a cache has it
 
 
 def test_branches_go_on_apart():

@@ -56,7 +56,7 @@ def test_it_goes_on_where_it_was(talk):
 def test_the_next_time_its_past_is_on_disk(talk, tmp_path):
     talk(['ab' * 40, '/stats'], prefix_folder=tmp_path / 'prefixes', max_seq_len=400)
     out = talk(['ba' * 10, '/stats'], prefix_folder=tmp_path / 'prefixes', max_seq_len=400)
-    assert int(re.search(r'1 replies: \d+ tokens of prompts, (\d+) of them', out)[1]) >= 64
+    assert int(re.search(r'1 replies: (\d+) of \d+ prompt tokens reused', out)[1]) >= 64
 
 
 def test_replies_are_those_without_a_store(talk, monkeypatch, tmp_path):
@@ -112,10 +112,17 @@ def test_a_reply_that_fails_takes_its_turn_back(talk, monkeypatch):
     assert 'not finite' in out and talk.turns() == before and out.splitlines()[-1].count('ac') == 1
 
 
-def test_what_is_longer_than_the_context_is_forgotten(talk):
+def test_what_is_longer_than_the_context_is_left_out_of_prompts_alone(talk, monkeypatch):
+    submitted, plain = [], Engine.submit
+    monkeypatch.setattr(Engine, 'submit', lambda engine, prompt, params: submitted.append(len(prompt)) or plain(
+        engine, prompt, params))
     out = talk(['ab' * 5] * 12, max_seq_len=100)
-    assert 0 < out.count('oldest turns are forgotten') < 6  # much at once, and seldom
-    assert sum(len(f'{name}c{text}d') for name, text in talk.turns()) <= 100
+    assert 0 < out.count('it sees turns ') < 6  # much at once, and seldom
+    assert sum(len(f'{name}c{text}d') for name, text in talk.turns()) > 200 and max(submitted) <= 100
+    assert len(talk.turns()) == 24 and [text for name, text in talk.turns() if name == 'a'] == ['ab' * 5] * 12
+    out = talk(['ab', '/history'], max_seq_len=100)
+    assert 'going on with 24 turns' in out and len(talk.turns()) == 26 and submitted[-1] <= 100
+    assert out.count('ac' + 'ab' * 5 + 'd') >= 12
     assert '(your turn is longer than half of' in talk(['ab' * 60], max_seq_len=100)
 
 
