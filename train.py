@@ -19,6 +19,7 @@ import torch
 import configurator
 from config.errors import UserError
 from data.datasets import DATA_ROOT
+from data.tokenfiles import is_prepared
 from training.device import check_seed
 from training.distributed import Ranks, go_on_after_restart
 from training.int8_training import int8_linear
@@ -79,7 +80,7 @@ def train(run, log, stop):
             log.advance(run.iter_num, tokens_per_second, loss)
         run.iter_num += 1
         if run.iter_num > s.max_iters:
-            log.skipped(run.update.read())  # in a run resumed beyond max_iters the last iteration is not logged
+            log.skipped(run.update.read())  # the last iteration is not always logged
             return
     stop_cleanly(run, log, stop)
 
@@ -104,6 +105,10 @@ def stop_cleanly(run, log, stop):
 
 def check(s):
     """Settings that only make sense together, refused before anything is loaded or written."""
+    if 'dataset' not in s.given and s.init_from == 'scratch' and not is_prepared(DATA_ROOT / s.dataset):
+        raise UserError(f"no dataset was given, and nanoGPT's default, {s.dataset!r}, is not prepared "
+                        f'(data/{s.dataset}/prepare.py does it: 9 billion tokens, hours); to begin, train the demo: '
+                        'python train.py config/train_mqa_local.py')
     for name in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval', 'eval_iters',
                  'keep_checkpoints', 'max_skipped'):
         if getattr(s, name) < 1:
@@ -154,6 +159,12 @@ def main(argv=None):
         run = Run(s, ranks, DATA_ROOT)
         if s.init_from != 'scratch':
             print_tokens(s)  # only now is its block_size known
+        if s.init_from == 'resume' and run.iter_num >= s.max_iters and not (run.changed or s.eval_only):
+            run.batches.close()
+            print(f'nothing to do: {run.origin} is of iteration {run.iter_num} of max_iters={s.max_iters}; to go on, raise '
+                  f'--max_iters (and --lr_decay_iters={s.lr_decay_iters})')
+            return
+        note_default_accumulation(s, ranks.device)
         with contextlib.closing(run.batches), StopRequest(repeats=0.0 if ranks.world_size == 1 else 5.0) as stop, \
                 open_log(run) as log:
             train(run, log, stop)
@@ -168,6 +179,13 @@ def writer(s, ranks):
 
 def print_tokens(s):
     print(f'tokens per iteration will be: {s.gradient_accumulation_steps * s.batch_size * s.block_size:,}')
+
+
+def note_default_accumulation(s, device):
+    """nanoGPT's default of 40 micro-batches an iteration is made for GPUs: on a CPU say what it means."""
+    if device.type == 'cpu' and s.gradient_accumulation_steps > 1 and 'gradient_accumulation_steps' not in s.given:
+        print(f'Note: that is {s.gradient_accumulation_steps} micro-batches of {s.batch_size} x {s.block_size} tokens; '
+              'on a CPU fewer may do: --gradient_accumulation_steps=1')
 
 
 def open_log(run):

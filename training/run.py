@@ -50,7 +50,7 @@ class Run:
         with ranks.main_first():
             meta = open_meta(s, data_root)
         self.tokens = ckpt.tokens_id(meta)
-        self.model, changed = self._model(saved, meta)
+        self.model, self.changed = self._model(saved, meta)
         if self.sharded:
             torch.set_rng_state(ranks.from_first(torch.get_rng_state()))  # rank 0 alone has drawn weights
         self.batches = open_batches(s, data_root, self.device, torch.Generator(), ranks.rank, ranks.world_size,
@@ -74,7 +74,7 @@ class Run:
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         self.optimizer = make_optimizer(self.model, s, self.device.type)
         self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)
-        self.batch = self._resume(saved, changed) if saved else self.batches.next()
+        self.batch = self._resume(saved, self.changed) if saved else self.batches.next()
         del saved
         if s.memory_report and ranks.main:
             from training.memory_table import print_memory_report

@@ -121,15 +121,6 @@ def test_the_end_of_a_run_tells_of_those_skipped_since_the_last_log_line(tmp_pat
     assert lines == [f'skipped {told}: loss or gradients were not finite'] + ['SIGINT: saved'] * stopped
 
 
-def test_a_run_that_was_over_tells_of_its_one_further_iteration(tmp_path, capsys, poisoned):
-    """Resumed beyond max_iters it trains once, where nothing is evaluated or logged."""
-    poisoned({6: lambda run: (os.kill(os.getpid(), signal.SIGINT), bad_gradient(run, 0.0))[1],
-              7: lambda run: bad_gradient(run, math.nan)})
-    run_train(tmp_path, eval_interval=100, log_interval=4)
-    run_train(tmp_path, init_from='resume', max_iters=3, eval_interval=100, log_interval=4)
-    assert capsys.readouterr().out.count('\nskipped iteration 7: ') == 1
-
-
 @pytest.mark.parametrize('act, what', [(lambda run: bad_gradient(run, math.inf), r'gradient norm is inf \(loss \d\.\d{4}\)'),
                                        (lambda run: bad_loss(run, math.nan), 'loss is nan')])
 def test_so_many_in_a_row_end_the_run_with_what_to_do(tmp_path, poisoned, act, what):
