@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from config.gpt_config import GPTConfig
 from kv import static
-from kv.pages import OutOfPages
 from kv.paged import PagedKVCache
+from kv.pages import OutOfPages
 from kv.plan import plan_kv
 from kv.static import StaticCache
 
