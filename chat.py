@@ -48,12 +48,13 @@ class Chat:
         dialogue, s = self.dialogue, self.s
         room = self.engine.cache.max_seq_len - self.longest
         if dialogue.turns and len(dialogue.turns[-1].ids) > room // 2:
-            raise UserError(f'your turn is longer than half of the {room:,} tokens that the model is given of a conversation '
-                            f'({self.longest:,} more are kept for its reply)')
+            raise UserError(f'your turn is longer than half of the {room:,} tokens that the model is given of a '
+                            f'conversation ({self.longest:,} more are kept for its reply)')
         if len(dialogue.prompt(s.reply_as)) > room:
             n = dialogue.trim(room // 2)  # much at once: a prompt that begins otherwise is recomputed
-            print(f'(the conversation is longer than the {room:,} tokens that the model is given, with {self.longest:,} kept for '
-                  f'its reply: it sees turns {n + 1} to {len(dialogue.turns)} from here on; /history and the file have all)')
+            print(f'(the conversation is longer than the {room:,} tokens that the model is given, with {self.longest:,} '
+                  f'kept for its reply: it sees turns {n + 1} to {len(dialogue.turns)} from here on; /history and the file '
+                  'have all)')
         params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p, seed=sample_seed(s.seed, self.replies),
                                 stop=(dialogue.template.end,))
         self.replies += 1

@@ -2,8 +2,9 @@
 
     python train.py config/train_mqa_local.py --batch_size=32 --learning_rate=1e-3
 
-An argument without '--' is a folder with a checkpoint (for the programs that read one), or a config file: plain Python assignments, run with the settings so far as variables (so
-`lr_decay_iters = max_iters` works). Unlike in nanoGPT a misspelt key is refused in files too, with the nearest one named.
+An argument without '--' is a folder with a checkpoint (for the programs that read one), or a config file: plain Python
+assignments, run with the settings so far as variables (so `lr_decay_iters = max_iters` works). Unlike in nanoGPT a misspelt key
+is refused in files too, with the nearest one named.
 """
 import ast
 import difflib

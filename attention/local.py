@@ -97,8 +97,9 @@ def flex_local_attention(q, k, v, window: int, compiled: bool = True, kernel_opt
     no backward there in torch 2.11 to 2.15). kernel_options: FlexAttention's own, as {'BACKEND': 'FLASH'}.
     """
     mask = block_mask(q.size(2), window, q.device)
-    # By default Inductor takes its decoding kernel for T < 128. In torch 2.11 to 2.13 that kernel has no valid configuration for
-    # some T (96 with 4 query heads per KV head), and compilation fails (pytorch #185349).
+    # By default Inductor takes its decoding kernel for T < 128. In torch 2.11 to 2.13 that kernel has no
+    # valid configuration for some T (96 with 4 query heads per KV head), and compilation fails
+    # (pytorch #185349).
     kernel_options = {'BACKEND': 'TRITON', **(kernel_options or {})}
     if compiled and not torch.compiler.is_compiling():
         layouts = tuple((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v))

@@ -60,11 +60,15 @@ def rows(n_blocks, indices):
     return [row[:n].tolist() for n, row in zip(n_blocks[0, 0].tolist(), indices[0, 0])]
 
 
+def mask_of_torch(T, window):
+    return create_block_mask(lambda b, h, q, k: in_window(q, k, window), None, None, T, T, CPU)
+
+
 @pytest.mark.parametrize('T', LENGTHS)
 def test_block_mask_is_that_of_create_block_mask(T):
     for window in (*WINDOWS, T):
         ours = block_mask(T, window, CPU)
-        torchs = create_block_mask(lambda b, h, q, k: in_window(q, k, window), None, None, T, T, CPU)
+        torchs = mask_of_torch(T, window)
         assert ours.shape == torchs.shape and ours.BLOCK_SIZE == torchs.BLOCK_SIZE
         assert torch.equal(ours.to_dense(), torchs.to_dense())
         for kind in ('kv', 'full_kv', 'q', 'full_q'):
