@@ -89,7 +89,7 @@ class Check:
         if words:
             status = 'skipped' if names else 'failed'
             self.records.add({'part': part, 'cell': 'collection', 'status': status, 'why': words})
-        cells = [Cell(name, test_seconds(name)) for name in names if only(name)]
+        cells = [Cell(name, estimate_of(name)) for name in names if only(name)]
         workers = self.supervisor(part, 'scripts.gpu.run_tests')
         workers.run(cells, TEST_PROCESSES, TESTS_A_PROCESS)
         self.keep()
@@ -120,7 +120,7 @@ class Check:
         return bool(states) and all(status in summary.GOOD for status in states)
 
 
-def test_seconds(name: str) -> float:
+def estimate_of(name: str) -> float:
     return next(seconds for start, seconds in TEST_SECONDS.items() if name.startswith(start))
 
 
@@ -140,8 +140,7 @@ def merge(files: list[Path], out: Path) -> None:
 
 
 def dry_run(parts) -> None:
-    """Print every cell with its estimate, the time an H100's limits allow and the time we expect.
-    """
+    """Print every cell with its estimate, the time an H100's limits allow and the time we expect."""
     for part in parts:
         if PARTS[part] is None:
             print(f'{part}: the tests marked gpu, {TEST_PROCESSES} processes, programs first; '

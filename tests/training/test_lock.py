@@ -98,6 +98,23 @@ def test_of_many_at_once_one_has_it(tmp_path):
     assert not errors and max(most) == 1 and len(n_done) >= 100
 
 
+def test_a_file_that_its_last_holder_deletes_meanwhile_is_not_the_lock(tmp_path, monkeypatch):
+    """Between the opening and the lock: a third process would make a new file, and lock that."""
+    (tmp_path / '.lock').touch()
+    flock, calls = lock.fcntl.flock, []
+
+    def deleted_first(file, how):
+        calls.append(how)
+        if len(calls) == 1:
+            (tmp_path / '.lock').unlink()
+        flock(file, how)
+    monkeypatch.setattr(lock.fcntl, 'flock', deleted_first)
+    with only_writer(tmp_path, ''), pytest.raises(UserError, match='is being written'):
+        with only_writer(tmp_path, ''):
+            pass
+    assert len(calls) == 3
+
+
 # -- a network folder whose server knows no locks ---------------------------------------------------------------------
 
 @pytest.fixture
