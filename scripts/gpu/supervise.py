@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,19 +87,21 @@ class Supervisor:
             queue = deque(cells[i:i + batch] for i in range(0, len(cells), batch))
         else:
             queue = deque(cells[i::processes] for i in range(min(processes, len(cells))))
-        threads = [threading.Thread(target=self._drain, args=[queue])
-                   for _ in range(min(processes, len(queue)))]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        finally:  # Ctrl-C: the workers are ended, which their threads notice
-            self._stopping = True
-            for process in list(self._processes):
-                end_group(process)
-            for thread in threads:
-                thread.join()
+        count = min(processes, len(queue))
+        if not count:
+            return
+        # A pool, as Thread.join does not survive Ctrl-C in Python below 3.13: afterwards it takes
+        # the thread for ended, and the last results would be lost.
+        with ThreadPoolExecutor(count) as pool:
+            drained = [pool.submit(self._drain, queue) for _ in range(count)]
+            try:
+                wait(drained)
+            finally:  # Ctrl-C: the workers are ended, which their threads notice
+                self._stopping = True
+                for process in list(self._processes):
+                    end_group(process)
+        for future in drained:
+            future.result()
 
     def _drain(self, queue):
         while True:

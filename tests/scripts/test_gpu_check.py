@@ -261,12 +261,17 @@ def test_a_full_disk_does_not_end_the_check(tmp_path, monkeypatch, capsys):
 def test_ctrl_c_ends_the_workers_and_keeps_what_there_is(worker, tmp_path):
     path, log = tmp_path / 'cells.jsonl', tmp_path / 'log.txt'
     program = f'''
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also in a background job
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from scripts.gpu.cells import Cell
 from scripts.gpu.supervise import Records, Supervisor
-records = Records(Path({str(path)!r}), 'r', {{}})
+class Slowly(Records):
+    def add(self, record):
+        time.sleep(0.3)
+        super().add(record)
+records = Slowly(Path({str(path)!r}), 'r', {{}})
 supervisor = Supervisor('part', {worker!r}, records, time.monotonic() + 60, Path({str(log)!r}))
 supervisor.run([Cell(name, 20) for name in ('a', 'hang', 'b')])
 '''
