@@ -10,8 +10,11 @@ import ast
 import difflib
 import math
 import numbers
+import shutil
 import symtable
 import sys
+import textwrap
+from collections import deque
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -29,7 +32,9 @@ class Settings(SimpleNamespace):
 def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bool = True) -> Settings:
     """The settings of `program` ('train', 'sample', ...) after config files and flags, one attribute per key.
 
-    Prints what it overrides, in nanoGPT's words (not when `echo` is False). `--help` prints every key and exits.
+    Flags are written --key=value or --key value; --key alone means True.
+    Prints what it overrides, in nanoGPT's words (not when `echo` is False); the text of a config
+    file only where it belongs into a log, in train.py's. `--help` prints every key and exits.
 
     Raises:
         UserError: unknown key, value of another type or not among the choices, unreadable or failing config file.
@@ -40,13 +45,15 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bo
     if '--help' in argv or '-h' in argv:
         print(help_text(program, usage))
         raise SystemExit(0)
-    for arg in argv:
+    args = deque(argv)
+    while args:
+        arg = args.popleft()
         if arg.startswith('-'):
-            name, value = _flag(arg, keys)
+            name, value = _flag(arg, args, keys)
             values[name] = value
             given.add(name)
             if echo:
-                print(f'Overriding: {name} = {value}')
+                print(f'Overriding: {name} = {value if str(value).isprintable() else repr(value)}')
         elif Path(arg).is_dir() and 'out_dir' in keys:
             if program == 'train':
                 raise UserError(f'{arg!r} is a folder: to train into it give --out_dir={arg}, to go on with what '
@@ -57,7 +64,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bo
             path = _find(arg)
             text = _read(arg, path)
             if echo:
-                print(f'Overriding config with {arg}:\n{text}')
+                print(f'Overriding config with {arg}' + f':\n{text}' * (program == 'train'))
             changed = _run_file(arg, path, text, values, keys)
             values.update(changed)
             given.update(changed)
@@ -67,11 +74,13 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bo
 
 
 def help_text(program: str, usage: str = '') -> str:
-    """Every key with its default and meaning."""
+    """Every key with its default and meaning, as wide as the terminal."""
     lines = [usage.strip(), '', 'Keys (give them as --key=value, or as assignments in a config file):', '']
+    fill = textwrap.TextWrapper(max(40, shutil.get_terminal_size().columns), break_on_hyphens=False,
+                                initial_indent=' ' * 8, subsequent_indent=' ' * 8).fill
     for key in PROGRAMS[program]:
         choices = f' [{_allowed(key)}]' if key.choices else ''
-        lines += [f'  --{key.name}={key.default!r}', f'        {key.meaning}{choices}']
+        lines += [f'  --{key.name}={key.default!r}', fill(key.meaning + choices)]
     return '\n'.join(lines)
 
 
@@ -101,15 +110,21 @@ def _type_words(wanted: type) -> str:
             dict: 'a dict, as {\'name\': value}'}[wanted]
 
 
-def _flag(arg: str, keys: dict[str, Key]):
+def _flag(arg: str, rest: deque, keys: dict[str, Key]):
+    """The key and value of `arg`; a value apart from it is taken from the `rest` of the arguments."""
     name, equals, text = arg.lstrip('-').partition('=')
-    if not arg.startswith('--') or not equals:
-        raise UserError(f'{arg!r}: flags are written --key=value, as in --{name or "key"}='
-                        f'{keys[name].default if name in keys else "value"}')
+    if not arg.startswith('--'):
+        raise UserError(f'{arg!r}: flags are written --key=value, as in --{name or "key"}={text or "value"}')
     if name == 'config':
         raise UserError(f'a config file is given without --config=, as {text or "config/train_mqa_local.py"}')
     if name not in keys:
         raise UserError(_unknown(name, keys, 'command line'))
+    if not equals and isinstance(keys[name].default, bool):
+        text = rest.popleft() if rest and rest[0] in ('True', 'False') else 'True'
+    elif not equals:
+        if not rest or rest[0].startswith('--'):
+            raise UserError(f'--{name} needs a value, as in --{name}={keys[name].default}')
+        text = rest.popleft()
     key = keys[name]
     try:
         value = ast.literal_eval(text)

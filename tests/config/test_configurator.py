@@ -179,15 +179,27 @@ def test_misspelt_key_in_a_file_is_refused_whatever_its_value(value, file):
     assert "'learning_rate'" in refused(file(f'learnin_rate = {value}'))
 
 
-@pytest.mark.parametrize('arg', ['--compile', '--batch_size', '-batch_size=3', '--', '-x', '--=3'])
+@pytest.mark.parametrize('arg', ['--batch_size', '-batch_size=3', '--', '-x', '--=3'])
 def test_malformed_flag_is_named_and_the_right_form_shown(arg):
     message = refused(arg)
     assert arg in message or "''" in message
     assert '--' in message and ('=' in message or 'key' in message)
 
 
-def test_flag_without_value_shows_how_it_is_written():
-    assert '--compile=True' in refused('--compile')
+def test_value_may_follow_its_key():
+    s = parse('--batch_size', '3', '--data_seed', '-1', '--out_dir', 'x', '--learning_rate=2')
+    assert (s.batch_size, s.data_seed, s.out_dir, s.learning_rate) == (3, -1, 'x', 2.0)
+    assert s.given == {'batch_size', 'data_seed', 'out_dir', 'learning_rate'}
+
+
+def test_key_alone_means_true(file):
+    s = parse('--eval_only', file('batch_size = 5'), '--compile', 'False', '--wandb_log', '--tf32=False')
+    assert (s.eval_only, s.batch_size, s.compile, s.wandb_log, s.tf32) == (True, 5, False, True, False)
+
+
+@pytest.mark.parametrize('rest', [[], ['--compile']])
+def test_key_without_its_value(rest):
+    assert refused('--batch_size', *rest) == '--batch_size needs a value, as in --batch_size=12'
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -257,6 +269,9 @@ def test_overrides_are_echoed_in_nanogpts_words(file, capsys):
     configurator.parse('train', [path, '--dropout=0'])
     assert capsys.readouterr().out == (f'Overriding config with {path}:\nbatch_size = 5\n# note\n\n'
                                        'Overriding: dropout = 0.0\n')
+    configurator.parse('sample', [path, '--stop=\n\n'])  # the text of a file only where logs need it
+    assert capsys.readouterr().out == (f'Overriding config with {path}\n'
+                                       "Overriding: stop = '\\n\\n'\n")
 
 
 @pytest.mark.parametrize('program', PROGRAMS)
@@ -267,10 +282,20 @@ def test_help_lists_every_key_with_default_meaning_and_choices(program, flag, ca
     assert caught.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == 'how to run it'
+    text = ' '.join(' '.join(lines).split())  # meanings wrap
     for key in PROGRAMS[program]:
         assert key.meaning
-        below = lines[lines.index(f'  --{key.name}={key.default!r}') + 1]
-        assert below.strip().startswith(key.meaning) and all(repr(c) in below for c in key.choices)
+        _, _, below = text.partition(f' --{key.name}={" ".join(repr(key.default).split())} ')
+        assert below.startswith(' '.join(key.meaning.split()))
+        below = below.partition(' --')[0]
+        assert all(repr(c) in below for c in key.choices)
+
+
+def test_help_is_as_wide_as_the_terminal(monkeypatch):
+    for width in (70, 100):
+        monkeypatch.setenv('COLUMNS', str(width))
+        longest = max(map(len, configurator.help_text('train').splitlines()))
+        assert width - 20 < longest <= width
 
 
 # -- the schema -------------------------------------------------------------------------------------------------------
