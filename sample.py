@@ -1,13 +1,16 @@
 r"""Sample from a trained model through its KV cache, and report what that cache costs.
 
-    python sample.py                                                    # the newest run in this folder
-    python sample.py out-mqa-local                                      # a run by its folder
-    python sample.py config/train_mqa_local.py                          # what `train.py` with that config wrote
-    python sample.py --out_dir=out --start="ROMEO:" --num_samples=2 --temperature=0
-    python sample.py config/train_gpt2_mqa_local.py --init_from=random --dataset=shakespeare_works   # without training
-    python sample.py --out_dir=out --prompts=questions.txt --stop=$'\n\n' > answers.jsonl    # many, to the first empty line
-    python sample.py config/train_mqa_local.py --json=True              # ends with the report as one JSON line
+    python sample.py                              # the newest run in this folder
+    python sample.py out-mqa-local                # a run by its folder
+    python sample.py config/train_mqa_local.py    # what train.py with that config wrote
+    python sample.py --start="ROMEO." --num_samples=2 --stop=$'\n\n'
+    python sample.py --prompts=questions.txt > answers.jsonl      # many prompts, batched
+    python sample.py --json                       # ends with the report as one JSON line
     python sample.py --help
+
+Without training, only to see the report:
+
+    python sample.py config/train_gpt2_mqa_local.py --init_from=random --max_new_tokens=20
 """
 import contextlib
 import difflib
@@ -41,7 +44,7 @@ from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
 from kv.report import account, nice_bytes, print_report
 from model import GPT
-from training.checkpoint import config_of, load_weights, tokens_id
+from training.checkpoint import config_of, load_weights, note_fixed_settings, tokens_id
 from training.device import check_seed, device_name, pick_device, pick_dtype
 from training.shelf import checkpoint_in, load_to_resume
 
@@ -72,6 +75,8 @@ def load_model(s):
         dataset, known = checkpoint['config'].get('dataset', ''), checkpoint.get('tokens', '')
         model = GPT(config_of(checkpoint, path, dropout=0.0))
         load_weights(model, checkpoint, path)
+    if s.init_from != 'random':
+        note_fixed_settings(s, model.config)
     return model.eval(), dataset, known
 
 
@@ -186,8 +191,8 @@ def parse(argv):
             s = configurator.parse('sample', argv, usage=__doc__)
     finally:
         print(echoed.getvalue(), end='', file=sys.stderr if s and s.prompts else sys.stdout)
-    if s.prompts and 'num_samples' not in s.given:
-        s.num_samples = 1
+    if (s.prompts or s.temperature == 0) and 'num_samples' not in s.given:
+        s.num_samples = 1  # greedy samples are all equal
     check(s)
     return s
 
@@ -198,7 +203,8 @@ def main(argv=None):
         return sample_start(s)
     answers = json_lines(sys.stdout)
     with contextlib.redirect_stdout(sys.stderr):
-        sample_prompts(s, answers)
+        if sample_prompts(s, answers):
+            raise SystemExit(1)
 
 
 def load_all(s, texts):
@@ -218,7 +224,8 @@ def load_all(s, texts):
 
 
 def sample_prompts(s, write):
-    """The prompts of a file through the batching engine; each answer is given to `write`."""
+    """The prompts of a file through the batching engine; each answer is given to `write`. Returns
+    how many failed."""
     defaults = SamplingParams(s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.seed,
                               stop=parse_stops(s.stop), logprobs=s.logprobs)
     budget, prefixes = (parse_bytes(text, name) if text else 0 for name, text in (
@@ -241,6 +248,7 @@ def sample_prompts(s, write):
         show_engine_report(figures)
     if s.json:
         write(figures)
+    return figures['failed']
 
 
 def memory_of(device: torch.device) -> int:
@@ -294,8 +302,9 @@ def sample_start(s):
 def show_report(figures):
     console = Console()
     print_report(figures, console, f"\nKV cache, as allocated for {figures['batch']} x {figures['max_seq_len']:,} tokens")
+    n = figures['prompt_tokens']
     tpot = f"{figures['tpot_ms']:.2f} ms" if figures['tpot_ms'] is not None else '-'
-    console.print(f"TTFT {figures['ttft_ms']:.1f} ms ({figures['prompt_tokens']} prompt tokens), TPOT {tpot}, "
+    console.print(f"TTFT {figures['ttft_ms']:.1f} ms ({n} prompt token{'s' * (n != 1)}), TPOT {tpot}, "
                   f"{figures['tokens_per_second']:,.1f} tokens/s\n"
                   f"at batch {figures['batch']} on {figures['device']}, "
                   f"{figures['threads']} threads, weights {figures['weights']}", highlight=False)

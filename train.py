@@ -12,6 +12,7 @@ Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
 import contextlib
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ MOST_AHEAD = 64
 
 def train(run, log, stop):
     """The loop, in nanoGPT's order: evaluate and save where due, then train one iteration; ends after max_iters."""
-    s, pace, mfu, first = run.s, Pace(), -1.0, run.iter_num
+    s, pace, mfu, mean_dt, first = run.s, Pace(), -1.0, 0.0, run.iter_num
     while not run.ranks.any(stop):
         lr = learning_rate_at(run.iter_num, s)
         set_learning_rate(run.optimizer, lr)
@@ -71,8 +72,11 @@ def train(run, log, stop):
             if run.iter_num - first >= 5:
                 now = run.model.estimate_mfu(s.batch_size * s.gradient_accumulation_steps // run.ranks.world_size, dt)
                 mfu = now if mfu == -1.0 else 0.9 * mfu + 0.1 * now
+            mean_dt = 0.9 * mean_dt + 0.1 * dt if mean_dt else dt
             if run.iter_num % s.log_interval == 0:
-                log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, mfu {mfu * 100:.2f}%')
+                left = timedelta(seconds=round(mean_dt * (s.max_iters - run.iter_num)))
+                log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, '
+                         + pace_words(run.device, mfu, tokens_per_second, left))
             seen = run.update.read()
             log.skipped(seen)
             log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000, tokens_per_second=tokens_per_second,
@@ -83,6 +87,12 @@ def train(run, log, stop):
             log.skipped(run.update.read())  # the last iteration is not always logged
             return
     stop_cleanly(run, log, stop)
+
+
+def pace_words(device, mfu: float, tokens_per_second: float, left: timedelta) -> str:
+    """The end of a log line: nanoGPT's MFU on CUDA, speed and time left on a CPU, where an MFU of an
+    A100 says nothing. (`left` does not count evaluations.)"""
+    return f'mfu {mfu * 100:.2f}%' if device.type == 'cuda' else f'{tokens_per_second:,.0f} tokens/s, {left} left'
 
 
 def keep_best(run, log, val_loss):

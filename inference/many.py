@@ -113,15 +113,17 @@ def _seed(line: PromptLine, first: int, k: int, seed: int) -> int:
 
 def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
     answer = {'line': line.line_number} | ({} if line.id is None else {'id': line.id}) | {
-        'sample': k, 'prompt': line.prompt, 'text': completion.text, 'finish_reason': completion.finish_reason,
-        'prompt_tokens': len(completion.prompt_tokens), 'tokens': len(completion.tokens), 'seed': params.seed}
+        'sample': k, 'prompt': line.prompt or None, 'text': completion.text,
+        'finish_reason': completion.finish_reason,
+        'prompt_tokens': len(completion.prompt_tokens), 'tokens': len(completion.tokens)}
     if completion.error:
         where = '' if completion.error.startswith(line.where) else f'{line.where}: '
         answer['error'] = where + completion.error
     if completion.n_cached:
         answer['cached_tokens'] = completion.n_cached
     if completion.ttft_s is not None:
-        answer |= {'ttft_s': round(completion.ttft_s, 4), 'seconds': round(completion.seconds, 4)}
+        answer |= {'seed': params.seed, 'ttft_s': round(completion.ttft_s, 4),
+                   'seconds': round(completion.seconds, 4)}
     if completion.logprobs is not None:
         answer['logprobs'] = [entry.as_json() for entry in completion.logprobs]
     return answer

@@ -41,11 +41,11 @@ def encode_prompts(tokenizer, prompts: list[tuple[str, str]]) -> list[list[int]]
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a file of prompts; an `error` that is not '' says what is wrong with it, and then there is no prompt."""
+    """One line of a file of prompts; an `error` that is not '' says what is wrong with it."""
     where: str                             # "prompts='many.jsonl', line 3"
     line_number: int                       # from 1
     id: str | int | float | bool | None    # the line's own name for it, to be given back with the result; None = it has none
-    prompt: str
+    prompt: str                            # '' = the line has none that can be read
     params: SamplingParams
     error: str = ''
     given: tuple[str, ...] = ()            # the parameters that the line itself sets, such as ('seed',)
@@ -68,7 +68,8 @@ def read_requests(path: str, defaults: SamplingParams) -> list[PromptLine]:
             if _is_jsonl(path):
                 given = _json_object(line)
                 request = replace(request, id=_id(given))  # known also if something else is wrong
-                request = replace(request, prompt=_prompt(given), params=SamplingParams.from_dict(given, defaults),
+                request = replace(request, prompt=_prompt(given))
+                request = replace(request, params=SamplingParams.from_dict(given, defaults),
                                   given=tuple(given))
         except UserError as e:
             request = replace(request, error=f'{where}: {e}')
@@ -85,7 +86,7 @@ def encode_requests(tokenizer, requests: list[PromptLine]) -> tuple[list[PromptL
             if not request.error:
                 [ids] = encode_prompts(tokenizer, [(request.where, request.prompt)])
         except UserError as e:
-            request = replace(request, prompt='', error=str(e))
+            request = replace(request, error=str(e))
         checked.append(request)
         encoded.append(ids)
     return checked, encoded
@@ -107,7 +108,9 @@ def _is_jsonl(path: str) -> bool:
 def _read(path: str, where: str) -> str:
     try:
         return Path(path).read_text(encoding='utf-8-sig')  # some editors begin UTF-8 files with a mark
-    except (OSError, ValueError) as e:  # ValueError: not UTF-8, or a null character in the path
+    except OSError as e:
+        raise UserError(f'{where}: cannot be read: {e.strerror or e}') from e
+    except ValueError as e:  # not UTF-8, or a null character in the path
         raise UserError(f'{where}: cannot be read as UTF-8 text: {e}') from e
 
 

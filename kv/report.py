@@ -42,9 +42,9 @@ def fitting(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str) -> int:
 
 def nice_bytes(n: float) -> str:
     """1,048,576 -> '1.05 MB' (decimal units)."""
-    for unit, size in (('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
+    for unit, size in (('TB', 1e12), ('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
         if n >= size:
-            return f'{n / size:.3g} {unit}' if n < 1000 * size or unit == 'GB' else f'{n / size:,.0f} {unit}'
+            return f'{n / size:.3g} {unit}' if n < 1000 * size else f'{n / size:,.0f} {unit}'
     return f'{n:.0f} B'
 
 
@@ -61,7 +61,7 @@ def factor_lines(figures: dict) -> str:
 def slot_table(figures: dict, title: str):
     """A rich table with a row per slot, the total, and vanilla GPT-2 beneath; 80 columns are enough."""
     from rich.table import Table
-    table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
+    table = Table(box=None, pad_edge=False, header_style='bold')
     for name, justify in (('slot', 'right'), ('kind', 'left'), ('layers', 'left'), ('holds', 'right'),
                           ('K, V (B x Hkv x S x D)', 'left'), ('dtype', 'left'), ('bytes', 'right')):
         table.add_column(name, justify=justify, no_wrap=name != 'layers')
@@ -75,7 +75,14 @@ def slot_table(figures: dict, title: str):
     vanilla = {figures['kv_dtype']: figures['kv_bytes_vanilla'], 'bfloat16': figures['kv_bytes_vanilla_bf16']}
     for dtype, n in vanilla.items():
         table.add_row('', 'vanilla', 'GPT-2', '', '', dtype, f'{n:,}')
-    return table
+    return titled(title, table)
+
+
+def titled(title: str, table):
+    """The table beneath its title; rich's own titles end in spaces."""
+    from rich.console import Group
+    from rich.text import Text
+    return Group(Text(title, style='italic'), table)
 
 
 def print_report(figures: dict, console, title: str) -> None:
@@ -90,8 +97,7 @@ def print_report(figures: dict, console, title: str) -> None:
 def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
     """A column per kv_dtype: bytes, factor by factor against vanilla and, with a budget, how many sequences fit."""
     from rich.table import Table
-    table = Table(title=f'\nevery kv_dtype, {batch} x {max_seq_len:,} tokens', title_justify='left', box=None,
-                  pad_edge=False, header_style='bold')
+    table = Table(box=None, pad_edge=False, header_style='bold')
     table.add_column('')
     for dtype in REPORTED_DTYPES:
         table.add_column(dtype, justify='right')
@@ -111,4 +117,4 @@ def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
     if budget:
         for name, p in (('fit in the budget', plan), ('  vanilla, same dtype', plan.vanilla())):
             row(name, lambda a, p=p: f"{fitting(p, budget, max_seq_len, a['kv_dtype']):,}")
-    return table
+    return titled(f'\nevery kv_dtype, {batch} x {max_seq_len:,} tokens', table)

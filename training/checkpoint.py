@@ -12,6 +12,7 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from config.schema import MODEL
 from training.fsdp import like
 from training.shards import fill
 
@@ -135,6 +136,15 @@ def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise UserError(f'checkpoint {path}: model_args have {name}={value!r}, which should be {wanted.__name__}')
     return GPTConfig(**args)
+
+
+def note_fixed_settings(s, config: GPTConfig) -> None:
+    """Print which of the model settings given in `s` differ from those of the trained `config`,
+    which stay. (Dropout is no part of trained weights.)"""
+    for key in MODEL:
+        kept, asked = getattr(config, key.name), getattr(s, key.name)
+        if key.name in s.given and kept != asked and key.name != 'dropout':
+            print(f'{key.name} = {kept!r}, as in the checkpoint (not {asked!r})')
 
 
 def load_weights(model, checkpoint: dict, path: Path) -> None:

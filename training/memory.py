@@ -196,7 +196,7 @@ def memory_line(model, optimizer, device: torch.device) -> str:
         parts += [f'activations and all else {nice_bytes(max(0, peak - parameters - gradients - state))}',
                   f'peak {nice_bytes(peak)}']
     elif peak is not None:
-        parts.append(f'peak {nice_bytes(peak)} (the whole process)')
+        parts.append(f'peak {nice_bytes(peak)} (of the whole process, with Python and torch)')
     return 'memory: ' + ', '.join(parts)
 
 

@@ -18,10 +18,10 @@ import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from config.sizes import parse_bytes
+from config.sizes import available_memory, parse_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
-from kv.report import nice_bytes
+from kv.report import nice_bytes, titled
 from training.device import pick_device, pick_dtype
 from training.loss import rows_at_a_time
 from training.memory import Predictor, free_memory
@@ -148,6 +148,27 @@ def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_process
                     'batch_size or a larger memory_budget')
 
 
+def warn_of_memory(s, config, policy: str, device, dtype: torch.dtype, n_processes: int = 1) -> None:
+    """Print a note if a step is predicted to need more memory than is free now.
+
+    A prediction takes seconds, so it is made only if activations of 16 float32 numbers per token,
+    layer and embedding dimension (GPT-2 keeps about that many) would fill half of it.
+    """
+    free = available_memory() if device.type != 'cuda' else free_memory(device)
+    tokens = s.batch_size * s.block_size
+    if not free or policy == 'auto' or 64 * tokens * config.n_layer * config.n_embd < free / 2:
+        return
+    plans, n = Plans(s, config, device, dtype, n_processes), min(8, s.batch_size)
+    peak = plans.memory(policy, n).peak
+    if s.batch_size > n:  # the peak grows along a line; large predictions take long
+        slope = (plans.memory(policy, 2 * n).peak - peak) / n
+        peak += int(slope * (s.batch_size - n))
+    if peak > free:
+        print(f'Note: a step is predicted to need {nice_bytes(peak)} of memory, and {nice_bytes(free)} '
+              f'are free: lower --batch_size={s.batch_size}, or try --recompute=auto '
+              '(python -m training.memory finds what fits)')
+
+
 def _least(plans, batch_size, budget):
     policy = min(plans.policies, key=lambda policy: plans.memory(policy, batch_size).peak)
     peak = plans.memory(policy, batch_size).peak
@@ -186,7 +207,8 @@ def main(argv=None):
         raise UserError(f'budget={s.budget!r}: nothing fits; {_least(plans, 1, budget)}')
     advice = recommend(rows, s.batch_size)
     m = plans.memory('none')
-    console.print(policy_table(rows, s.batch_size, f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}'))
+    console.print(titled(f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}',
+                         policy_table(rows, s.batch_size)))
     for line in [f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, optimizer '
                  f'{nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic'.replace('torch.', '')] + _words(advice):
         console.print(line, highlight=False, soft_wrap=True)

@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kv.report import nice_bytes
+from kv.report import nice_bytes, titled
 from training.memory import measure
 from training.memory_plan import Plans
 
@@ -31,12 +31,15 @@ def print_memory_report(run, dtype: torch.dtype, console: Console | None = None)
     console.print(_parts_table(predicted, measured))
     if measured is None:
         console.print(f'measured: it does not fit on {run.device}', highlight=False)
-    console.print(_kinds_table(predicted, measured), _blocks_table(predicted, measured, run.model.plan.layers))
-    console.print(policy_table(plans.rows(), s.batch_size, '\nevery policy, predicted'))
+    console.print(titled('\nactivations by kind', _kinds_table(predicted, measured)))
+    console.print(titled('\nactivations by block (each)',
+                         _blocks_table(predicted, measured, run.model.plan.layers)))
+    console.print(titled('\nevery policy, predicted', policy_table(plans.rows(), s.batch_size)))
+    console.print('\nTraining begins. (python -m training.memory reports without training.)')
 
 
-def _table(title, *columns):
-    table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
+def _table(*columns):
+    table = Table(box=None, pad_edge=False, header_style='bold')
     for i, name in enumerate(columns):
         table.add_column(name, justify='right' if i else 'left', no_wrap=True)
     return table
@@ -47,7 +50,7 @@ def _size(n):
 
 
 def _parts_table(predicted, measured):
-    table = _table('', '', 'predicted', 'measured')
+    table = _table('', 'predicted', 'measured')
     for part in PARTS:
         name = {'loss_peak': 'logits and loss', 'optimizer': 'optimizer state'}.get(part, part)
         table.add_row(name, _size(getattr(predicted, part)), _size(measured and getattr(measured, part)),
@@ -58,7 +61,7 @@ def _parts_table(predicted, measured):
 
 
 def _kinds_table(predicted, measured):
-    table = _table('\nactivations by kind', '', 'predicted', 'measured')
+    table = _table('', 'predicted', 'measured')
     for kind, n in sorted(predicted.by_kind.items(), key=lambda item: -item[1]):
         table.add_row(kind, _size(n), _size(measured and measured.by_kind.get(kind, 0)))
     return table
@@ -66,7 +69,7 @@ def _kinds_table(predicted, measured):
 
 def _blocks_table(predicted, measured, layers):
     """Blocks in a row that are of one kind and keep the same are one line."""
-    table = _table('\nactivations by block (each)', 'blocks', 'kind', 'predicted', 'measured')
+    table = _table('blocks', 'kind', 'predicted', 'measured')
     shown = [(layer.kind, p, m) for layer, p, m in
              zip(layers, predicted.by_block, measured.by_block if measured else [None] * len(layers))]
     for (kind, p, m), group in groupby(range(len(shown)), key=lambda i: shown[i]):
@@ -77,10 +80,10 @@ def _blocks_table(predicted, measured, layers):
     return table
 
 
-def policy_table(rows: list[dict], batch_size: int, title: str) -> Table:
+def policy_table(rows: list[dict], batch_size: int) -> Table:
     """Rows of `Plans.rows`: peak at this batch_size, further FLOPs of a step; with a budget the largest micro-batch."""
     budgeted = 'largest_batch' in rows[0]
-    table = _table(title, 'recompute', 'activations', f'peak at {batch_size}', 'FLOPs',
+    table = _table('recompute', 'activations', f'peak at {batch_size}', 'FLOPs',
                    *(('fits', 'largest', 'its peak') if budgeted else ()))
     for row in rows:
         cells = [row['policy'], _size(row['activations']), _size(row['peak']), f"+{row['recomputed']:.1%}"]

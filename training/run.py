@@ -17,7 +17,7 @@ from training.batches import RECALL, open_batches, open_meta
 from training.device import autocast, memory_use, pick_dtype
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
-from training.memory_plan import choose_policy
+from training.memory_plan import choose_policy, warn_of_memory
 from training.optim import make_optimizer
 from training.shelf import Shelf, checkpoint_in, load_to_resume
 from training.update import GuardedUpdate, broken, contagious
@@ -53,6 +53,8 @@ class Run:
         self.model, self.changed = self._model(saved, meta)
         if self.sharded:
             torch.set_rng_state(ranks.from_first(torch.get_rng_state()))  # rank 0 alone has drawn weights
+        policy = 'block' if s.checkpoint_blocks else s.recompute
+        warn_of_memory(s, self.model.config, policy, self.device, self.dtype, ranks.world_size)
         self.batches = open_batches(s, data_root, self.device, torch.Generator(), ranks.rank, ranks.world_size,
                                     self.model.config.vocab_size)
         self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch
@@ -61,7 +63,6 @@ class Run:
         torch.manual_seed(s.seed + ranks.rank)  # dropout
         if not self.sharded:
             self.model.to(self.device)
-        policy = 'block' if s.checkpoint_blocks else s.recompute
         self.model.set_recompute(choose_policy(s, self.model.config, self.device, self.dtype, ranks.world_size, ranks.least)
                                  if policy == 'auto' else policy)
         self.model.chunked_loss = s.chunked_loss
@@ -142,11 +143,9 @@ class Run:
                             f'{config.vocab_size}): go on with the data set it was trained on, prepared as it was')
         if self.s.init_from != 'resume' and meta is not None:
             print(f"Note: dataset {self.s.dataset!r} has an alphabet of its own, which GPT-2's weights know nothing of")
+        ckpt.note_fixed_settings(self.s, config)
         for key in MODEL:
-            kept, asked = getattr(config, key.name), getattr(self.s, key.name)
-            if kept != asked and key.name in self.s.given:
-                print(f'{key.name} = {kept!r}, as in the checkpoint (not {asked!r})')
-            setattr(self.s, key.name, kept)
+            setattr(self.s, key.name, getattr(config, key.name))
         return config
 
     def _resume(self, saved, changed):

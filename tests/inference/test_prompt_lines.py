@@ -77,12 +77,17 @@ def test_a_wrong_line_says_so_and_the_others_run(requests, tmp_path, wrong):
     first, bad, last = requests(f'"first"\n\n{wrong}\n{{"prompt": "last", "top_k": 1}}\n')
     assert (first.prompt, first.error, last.prompt, last.params.top_k, last.error) == ('first', '', 'last', 1, '')
     assert bad.error.startswith(f"prompts={str(tmp_path / 'many.jsonl')!r}, line 3: ") and bad.line_number == 3
-    assert bad.prompt == '' and bad.params == DEFAULTS
+    assert bad.prompt in ('', 'a') and bad.params == DEFAULTS
     rest = bad.error.removeprefix(bad.where)
     assert '\n' not in rest and len(rest) < 400
     rest.encode()
     for text in WRONG[wrong]:
         assert text in rest
+
+
+def test_a_wrong_line_keeps_a_prompt_that_can_be_read(requests):
+    lines = requests('{"prompt": "a", "temperatur": 1}\n{"prompt": "b", "top_k": -1}\n{"prompt": 1}\nx')
+    assert [line.prompt for line in lines] == ['a', 'b', '', ''] and all(line.error for line in lines)
 
 
 def test_a_wrong_line_keeps_its_id(requests):
@@ -114,7 +119,7 @@ def test_prompts_that_the_alphabet_lacks_get_an_error_of_their_own(requests):
     lines, ids = encode_requests(tokenizer, read)
     assert ids == [[0, 1], [], [], [1]] and lines[2] == read[2] and lines[0] == read[0]
     assert lines[1].error.startswith(f"{read[1].where}: ") and "'X'" in lines[1].error
-    assert (lines[1].prompt, lines[1].id, lines[3].error) == ('', 5, '') and read[1].error == ''
+    assert (lines[1].prompt, lines[1].id, lines[3].error) == ('aXb', 5, '') and read[1].error == ''
 
 
 KEYS = st.sampled_from(['prompt', 'id', 'temperature', 'top_k', 'stop', 'seed', 'x'])

@@ -30,7 +30,7 @@ def test_every_run_says_once_what_it_takes(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('memory: ')]
     assert len(lines) == 1
     assert re.fullmatch(r'memory: parameters 26.7 kB, gradients 26.7 kB, optimizer 53.4 kB, '
-                        r'peak [\d.]+ [MG]B \(the whole process\)', lines[0])
+                        r'peak [\d.]+ [MG]B \(of the whole process, with Python and torch\)', lines[0])
 
 
 @pytest.mark.parametrize('budget, policy', [('400KB', 'selective'), ('300KB', 'block')])

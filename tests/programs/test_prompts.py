@@ -37,10 +37,17 @@ def many(capsys):
     """The answers for a file of prompts. Every line of stdout must be one, and of the settings' echo there is none."""
     def run(folder, path, **settings):
         capsys.readouterr()
-        sample.main(flags(dict(out_dir=folder, device='cpu', prompts=path, max_new_tokens=6, report=False) | settings))
+        status = 0
+        try:
+            sample.main(flags(dict(out_dir=folder, device='cpu', prompts=path, max_new_tokens=6,
+                                   report=False) | settings))
+        except SystemExit as e:
+            status = e.code
         out, run.err = capsys.readouterr()
         assert out.endswith('\n') and RULE not in out
-        return [json.loads(line) for line in out.removesuffix('\n').split('\n')]
+        lines = [json.loads(line) for line in out.removesuffix('\n').split('\n')]
+        assert status == any('error' in line for line in lines)
+        return lines
     return run
 
 
@@ -132,7 +139,8 @@ def test_one_that_is_too_long_stops_no_other(many, trained, prompts_file, monkey
 def test_learned_positions_shorten_texts_unless_they_were_asked_for(trained, prompts_file, capsys):
     """sample.py's 500 tokens are more than a nanoGPT checkpoint of block_size 256 has positions for: no reason to refuse."""
     path = prompts_file('"abcd"\n{"prompt": "ab", "max_new_tokens": 30}\n"abcdefghijabcdefghij"', 'p.jsonl')
-    sample.main(flags(dict(out_dir=trained['vanilla'], device='cpu', prompts=path, report=False)))
+    with pytest.raises(SystemExit, match='1'):
+        sample.main(flags(dict(out_dir=trained['vanilla'], device='cpu', prompts=path, report=False)))
     out, err = capsys.readouterr()
     first, asked, long = map(json.loads, out.splitlines())
     assert (first['tokens'], first['finish_reason']) == (13, 'length')  # positions 0 to 15, and one token after them
@@ -253,6 +261,9 @@ def test_a_line_that_is_no_prompt_is_named_and_the_others_run(many, trained, pro
     assert (good['line'], good['tokens'], bad['line'], bad['finish_reason']) == (1, 6, number, 'error')
     assert len(bad['error']) < 1000 and '\n' not in bad['error']
     assert all(text in bad['error'] for text in [f"prompts='{path}', line {number}: ", *named])
+    assert 'seed' in good and 'seed' not in bad  # nothing was drawn
+    readable = {'p.txt': 'aXb', 'p.jsonl': 'ab' if 'max_tokens' in content else None}
+    assert bad['prompt'] == readable.get(name)
 
 
 @pytest.mark.parametrize('path', ['no/such.txt', '.', 'a\0b'])

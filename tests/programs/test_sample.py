@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import sample
+from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.cache import KVCache
 from kv.plan import plan_kv
@@ -65,6 +66,28 @@ def test_top_p_and_top_k_leave_only_the_likeliest(capsys, trained):
     for restriction in (dict(top_p=1e-9), dict(top_k=1)):
         assert texts(capsys, trained['full'], temperature=1.3, **restriction) == greedy
     assert texts(capsys, trained['full'], temperature=1.3) != greedy
+
+
+def test_greedy_samples_are_equal_so_one_is_drawn(capsys, trained):
+    out = run_sample(capsys, out_dir=trained['full'], temperature=0, json=True)
+    assert out.count(RULE) == 1 and json.loads(out.splitlines()[-1])['num_samples'] == 1
+    assert len(set(texts(capsys, trained['full'], temperature=0, num_samples=3))) == 1
+
+
+def test_settings_of_another_model_are_said_to_be_ignored(capsys, trained):
+    out = run_sample(capsys, out_dir=trained['full'], window_size=3, n_layer=7, dropout=0.5)
+    assert 'window_size = 4, as in the checkpoint (not 3)\n' in out
+    assert out.count('as in the checkpoint') == 1  # it has 7 layers, and dropout is off in any case
+
+
+def test_a_prompt_file_that_does_not_exist(trained):
+    with pytest.raises(UserError, match="start='FILE:/no/pe': cannot be read: No such file"):
+        sample.main([f"--out_dir={trained['full']}", '--start=FILE:/no/pe'])
+
+
+def test_the_report_has_no_spaces_at_line_ends(capsys, trained):
+    lines = run_sample(capsys, out_dir=trained['full']).partition(RULE)[2].splitlines()
+    assert len(lines) > 10 and all(line == line.rstrip() for line in lines)
 
 
 def test_sample_k_is_the_same_however_many_are_drawn(capsys, trained):

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.programs.support import BOTH, FULL_STACK, TINY, VANILLA, assert_same_weights, flags, load, losses, metrics, run_train
+from training import memory_plan
 from training.flops import flops_per_token
+from training.memory import predict
+from training.run import Run
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 # on a CPU in float32: no loss scale, and no peak to take a share of
@@ -33,9 +37,29 @@ def test_log_lines_are_nanogpts(tmp_path, capsys):
     assert re.search('^' + r'$(?s:.*)^'.join(wanted) + '$', out, re.M)  # in this order
     steps = re.findall(r'^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}$', out, re.M)
     assert steps == ['0', '4', '7']
-    iters = re.findall(r'^iter (\d+): loss \d+\.\d{4}, time \d+\.\d{2}ms, mfu (-?\d+\.\d{2})%$', out, re.M)
-    assert [int(i) for i, _ in iters] == list(range(8))  # max_iters + 1 iterations, as in nanoGPT
-    assert [mfu for _, mfu in iters[:5]] == ['-100.00'] * 5 and '-100.00' not in [mfu for _, mfu in iters[5:]]
+    iters = re.findall(r'^iter (\d+): loss \d+\.\d{4}, time \d+\.\d{2}ms, [\d,]+ tokens/s, '
+                       r'0:00:\d\d left$', out, re.M)
+    assert [int(i) for i in iters] == list(range(8))  # max_iters + 1 iterations, as in nanoGPT
+
+
+def test_log_lines_end_with_mfu_on_cuda_alone():
+    numbers = -1.0, 12345.6, timedelta(seconds=4000)
+    assert train.pace_words(torch.device('cuda', 1), *numbers) == 'mfu -100.00%'  # nanoGPT's, before it is known
+    assert train.pace_words(torch.device('cpu'), *numbers) == '12,346 tokens/s, 1:06:40 left'
+
+
+def test_a_step_that_will_not_fit_is_said_to_before_the_first(tmp_path, capsys, monkeypatch):
+    said = 'a step is predicted to need'
+    run_train(tmp_path / 'a', max_iters=1)
+    assert said not in capsys.readouterr().out
+    monkeypatch.setattr(memory_plan, 'available_memory', lambda: 100_000)
+    monkeypatch.setattr(Run, 'step', lambda run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_train(tmp_path / 'b', batch_size=500)
+    found = re.search(r'a step is predicted to need ([\d.]+) MB of memory, and 100 kB are free: lower --batch_size=500',
+                      capsys.readouterr().out)
+    config = GPTConfig(**VANILLA_ARGS)
+    assert float(found[1]) == pytest.approx(predict(config, 500).peak / 1e6, rel=0.05)
 
 
 def test_log_interval_thins_log_and_metrics_but_not_evaluated_steps(tmp_path, capsys):
