@@ -9,6 +9,7 @@ r"""Sample from a trained model through its KV cache, and report what that cache
     python sample.py config/train_mqa_local.py --json=True              # ends with the report as one JSON line
     python sample.py --help
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import contextlib
 import difflib
 import io

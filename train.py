@@ -10,6 +10,7 @@
 
 Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import contextlib
 import os
 from pathlib import Path

@@ -10,6 +10,7 @@ that all but those of the first window see at least context - stride tokens befo
 from which the first token is predicted; a text of characters has nothing before its first one, which does not count. Line
 ends count as one byte, however the file writes them.
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import json
 import math
 import sys
