@@ -176,4 +176,6 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
+    # transformers imports torchao where it is installed, which prints warnings; not needed here
+    sys.modules['torchao'] = None
     run_program(main)
