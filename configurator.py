@@ -14,10 +14,12 @@ import shutil
 import symtable
 import sys
 import textwrap
+import warnings
 from collections import deque
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+from config import missing  # noqa: F401  programs import this module, or that one, before packages
 from config.errors import UserError
 from config.schema import ALL_KEYS, PROGRAMS, Key
 
@@ -118,7 +120,7 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
     if name == 'config':
         raise UserError(f'a config file is given without --config=, as {text or "config/train_mqa_local.py"}')
     if name not in keys:
-        raise UserError(_unknown(name, keys, 'command line'))
+        raise UserError(_unknown([name], keys, 'command line'))
     if not equals and isinstance(keys[name].default, bool):
         text = rest.popleft() if rest and rest[0] in ('True', 'False') else 'True'
     elif not equals:
@@ -135,9 +137,12 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
     return name, coerce(key, value, 'command line')
 
 
-def _unknown(name: str, keys, where: str) -> str:
-    near = difflib.get_close_matches(name, keys, n=1)
-    return f'{where}: unknown key {name!r}' + (f', did you mean {near[0]!r}?' if near else '') + ' (--help lists all keys)'
+def _unknown(names: list[str], keys, where: str) -> str:
+    found = []
+    for name in names:
+        near = difflib.get_close_matches(name, keys, n=1)
+        found.append(repr(name) + (f' (did you mean {near[0]!r}?)' if near else ''))
+    return f"{where}: unknown key{'s' * (len(names) > 1)} {', '.join(found)}; --help lists all keys"
 
 
 def _find(arg: str) -> Path:
@@ -170,7 +175,7 @@ def _run_file(arg, path, text, values, keys):
     except Exception as e:
         line = e.lineno if isinstance(e, SyntaxError) else _line_in(e, str(path))
         raise UserError(f"{arg}, line {line}: {type(e).__name__}: {' '.join(str(e).split())}") from e
-    changed = {}
+    changed, unknown = {}, []
     for name, value in namespace.items():
         if name.startswith('_') or (name in values and name not in assigned and value is values[name]):
             continue
@@ -180,7 +185,10 @@ def _run_file(arg, path, text, values, keys):
             if name in keys and not _meant_for_another(keys[name], value):
                 changed[name] = coerce(keys[name], value, arg)
         else:
-            raise UserError(_unknown(name, ALL_KEYS, arg) + '; start helper names with an underscore')
+            unknown.append(name)
+    if unknown:
+        advice = '; start helper names with an underscore'
+        raise UserError(_unknown(unknown, ALL_KEYS, arg) + advice)
     return changed
 
 
@@ -200,15 +208,22 @@ def _line_in(error, filename):
 
 
 def run_program(main) -> None:
-    """Run `main()` as a script: a UserError is one line on stderr and exit status 2, without a traceback."""
+    """Run `main()` as a script: a UserError is one line on stderr and exit status 2, without a
+    traceback; a warning is one line, without the source that warns."""
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"warning: {' '.join(str(message).split())}\n")
     try:
         main()
     except UserError as e:
         print('error:', ' '.join(str(e).splitlines()), file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        print('interrupted', file=sys.stderr)
+        end_of_line = '\n' * sys.stderr.isatty()  # after the ^C that a terminal shows
+        print(end_of_line + 'interrupted', file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # e.g. `sample.py | head`
         sys.stderr.close()
         raise SystemExit(1) from None
+    finally:
+        warnings.formatwarning = plain

@@ -10,8 +10,10 @@
 
 Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import contextlib
 import os
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,8 +21,11 @@ import torch
 
 import configurator
 from config.errors import UserError
+from config.gpt_config import GPTConfig
+from config.schema import MODEL
 from data.datasets import DATA_ROOT
 from data.tokenfiles import is_prepared
+from kv.plan import plan_kv
 from training.device import check_seed
 from training.distributed import Ranks, go_on_after_restart
 from training.int8_training import int8_linear
@@ -144,6 +149,9 @@ def check(s):
         int8_linear()
     for seed in (s.seed, s.data_seed) if s.data_seed >= 0 else (s.seed,):
         check_seed(seed)
+    if s.init_from == 'scratch':
+        with warnings.catch_warnings(action='ignore'):  # told when the model is made
+            plan_kv(GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}))
     checkpoint_in(s.out_dir, s.resume_from)
     if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
         raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is {s.init_from!r}: '

@@ -203,7 +203,8 @@ KV = _keys(
     ('batch', 1, 'sequences held at once'),
     ('kv_dtype', 'bfloat16', 'storage that the slots are listed in; the comparison has all of them',
      ('float32', 'bfloat16', 'float16', 'int8')),
-    ('budget', '', "KV memory, as '1GB' or '512MiB': also say how many sequences fit"),
+    ('budget', '', "KV memory, as '1GB' (or '1G', 10^9 bytes) or '512MiB' (2^29): "
+     'also say how many sequences fit'),
     ('json', False, 'end with one JSON document on the last line'),
 ) + MODEL
 

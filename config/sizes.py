@@ -6,20 +6,24 @@ from pathlib import Path
 
 from config.errors import UserError
 
-UNITS = {'': 1, 'B': 1, 'KB': 10 ** 3, 'MB': 10 ** 6, 'GB': 10 ** 9, 'TB': 10 ** 12,
-         'KIB': 2 ** 10, 'MIB': 2 ** 20, 'GIB': 2 ** 30, 'TIB': 2 ** 40}
+UNITS = {'': 1, 'K': 10 ** 3, 'M': 10 ** 6, 'G': 10 ** 9, 'T': 10 ** 12,
+         'KI': 2 ** 10, 'MI': 2 ** 20, 'GI': 2 ** 30, 'TI': 2 ** 40}  # each may be followed by B
 
 
 def parse_bytes(text: str, name: str = 'budget') -> int:
-    """'1GB' -> 1_000_000_000, '512MiB' -> 536_870_912, '4096' -> 4096. `name` is the key's, for the message.
+    """'1GB', '1G', '1e9' -> 1_000_000_000, '512MiB' -> 536_870_912, '4096' -> 4096.
+
+    name: the key's, for the message.
 
     Raises:
         UserError: something else, or less than a byte.
     """
-    match = re.fullmatch(r'\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*', text)
-    n = int(Decimal(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0  # Decimal: not a byte lost to rounding
+    match = re.fullmatch(r'\s*([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)\s*', text)
+    unit = UNITS.get(match[2].upper().removesuffix('B'), 0) if match else 0
+    n = int(Decimal(match[1]) * unit) if unit else 0  # Decimal: not a byte lost to rounding
     if n < 1:
-        raise UserError(f"{name}={text!r}: a number of bytes is needed, as '1GB', '512MiB' or '4096'")
+        raise UserError(f'{name}={text!r}: a number of bytes is needed, '
+                        "as '1GB' or '1G' (10^9), '1GiB' (2^30) or '4096'")
     return n
 
 

@@ -9,6 +9,7 @@ K and V of several heads become one by their mean; layers that share a cache use
 converted model is worse at first: the GQA paper (Ainslie et al. 2023) recovers it with 5% of the steps of the training
 before. The new checkpoint stands at iteration 0, with no optimizer state, for a schedule of its own.
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import dataclasses
 import sys
 from pathlib import Path

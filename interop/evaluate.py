@@ -10,6 +10,7 @@ that all but those of the first window see at least context - stride tokens befo
 from which the first token is predicted; a text of characters has nothing before its first one, which does not count. Line
 ends count as one byte, however the file writes them.
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import json
 import math
 import sys
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 import configurator
 from benchmarks.setting import at_least
 from config.errors import UserError
-from data.tokenizer import GPT2Tokenizer
+from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from inference.evaluate import bits_per_byte, forward, through_cache
 from sample import load_all
 
@@ -60,6 +61,18 @@ def _shape(window):
     return end - begin, scored
 
 
+def check_alphabet(name: str, text: str, alphabet) -> None:
+    """Raises UserError: the file `name` has characters that the alphabet lacks; says where."""
+    lacking = [i for i, c in enumerate(text) if c not in alphabet]
+    if lacking:
+        i = lacking[0]
+        line, column = text.count('\n', 0, i) + 1, i - text.rfind('\n', 0, i)
+        raise UserError(f'text={name!r}, line {line}, column {column}: '
+                        f"{text[i]!r} is not in the model's alphabet; "
+                        f'different characters that it lacks: {len({text[i] for i in lacking}):,}, '
+                        f'occurrences: {len(lacking):,}')
+
+
 def evaluate(s) -> dict:
     """The figures of the settings' model and text.
 
@@ -80,6 +93,8 @@ def evaluate(s) -> dict:
     stride = s.stride or max(1, context // 2)
     if stride > context:
         raise UserError(f'stride={stride} is more than context={context}: some tokens would be in no window')
+    if isinstance(tokenizer, CharTokenizer):
+        check_alphabet(s.text, text, tokenizer.stoi)
     ids, uncounted = tokenizer.encode(text, special=False), 0
     if isinstance(tokenizer, GPT2Tokenizer):
         ids = [tokenizer.encoding.eot_token, *ids]

@@ -12,6 +12,7 @@ Then, anywhere that has transformers:
 DEST gets config.json, generation_config.json, the weights (safetensors), the tokenizer and modeling_nanokv.py, made from our
 own source, which trust_remote_code runs: read it. Vanilla models become a plain GPT2LMHeadModel, which needs none.
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
 import json
 import shutil
@@ -175,4 +176,6 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
+    # transformers imports torchao where it is installed, which prints warnings; not needed here
+    sys.modules['torchao'] = None
     run_program(main)

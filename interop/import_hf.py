@@ -6,6 +6,7 @@
 
 What was exported in float32 comes back to the last bit. The checkpoint stands at iteration 0, without optimizer state.
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
 import dataclasses
 import json

@@ -2,10 +2,14 @@
 
     python -m kv config/train_mqa_local.py --max_seq_len=8192
     python -m kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB --kv_dtype=int8  # how many conversations fit
+    python -m kv out-mqa-local       # a trained model, by its folder or checkpoint (torch reads it)
     python -m kv --n_kv_head=1 --layer_pattern=LLLLLG --window_size=256 --pos_embedding=rope
     python -m kv --help
 """
+import dataclasses
 import json
+import sys
+from pathlib import Path
 
 import configurator
 from config.errors import UserError
@@ -18,27 +22,50 @@ from kv.report import REPORTED_DTYPES, account, dtype_table, fitting, print_repo
 
 def main(argv=None):
     from rich.console import Console
-    s = configurator.parse('kv', argv, usage=__doc__, echo=False)
-    config = GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL})
+    argv = sys.argv[1:] if argv is None else argv
+    saved = [arg for arg in argv if arg[:1] != '-' and (arg.endswith('.pt') or Path(arg).is_dir())]
+    rest = [arg for arg in argv if arg not in saved]
+    s = configurator.parse('kv', rest, usage=__doc__, echo=False)
+    config = saved_config(Path(saved[-1])) if saved else GPTConfig()
+    given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
+    config = dataclasses.replace(config, **given)
     plan, max_seq_len = plan_kv(config), s.max_seq_len or config.block_size
     for name, value in (('max_seq_len', max_seq_len), ('batch', s.batch)):
         if value < 1:
             raise UserError(f'{name}={value}: must be at least 1')
-    if config.pos_embedding == 'learned' and max_seq_len > config.block_size:
-        raise UserError(f"max_seq_len={max_seq_len} is more than block_size={config.block_size}, for which "
-                        "pos_embedding='learned' has positions (vanilla is compared at any length with --pos_embedding=rope)")
     budget = parse_bytes(s.budget) if s.budget else 0
     console = Console()
     shape = (f'{config.n_layer} layers, {plan.n_head} heads ({plan.n_kv_head} for K/V) of {plan.head_dim}, '
              f'T={max_seq_len}, W={config.window_size or "-"}')
     print_report(account(plan, s.batch, max_seq_len, s.kv_dtype), console, f'KV plan in {s.kv_dtype}: {shape}')
     console.print(dtype_table(plan, s.batch, max_seq_len, budget))
+    if config.pos_embedding == 'learned' and max_seq_len > config.block_size:
+        console.print(f'Note: learned positions end at block_size={config.block_size:,}: '
+                      'a cache of this model holds no more; these are the bytes of its shape '
+                      'with --pos_embedding=rope', highlight=False, soft_wrap=True)
     if budget:
         ours, vanilla = (fitting(p, budget, max_seq_len, s.kv_dtype) for p in (plan, plan.vanilla()))
         console.print(f'{s.budget} of KV holds {ours:,} conversations of {max_seq_len:,} tokens in {s.kv_dtype}; '
                       f'vanilla GPT-2 of this shape {vanilla:,}', highlight=False, soft_wrap=True)
     if s.json:
         print(json.dumps(as_json(plan, s.batch, max_seq_len, budget)))
+
+
+def saved_config(path: Path) -> GPTConfig:
+    """The configuration in a checkpoint or a folder's ckpt.pt, without reading weights. Needs torch.
+
+    Raises:
+        UserError: there is none, or none that can be read.
+    """
+    import torch
+
+    from training.checkpoint import config_of
+    from training.shelf import load_to_resume
+    path = path / 'ckpt.pt' if path.is_dir() else path
+    try:
+        return config_of(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)
+    except Exception:  # it cannot be mapped, or the loader says what is wrong
+        return config_of(load_to_resume(path, whole=False), path)
 
 
 def as_json(plan, batch, max_seq_len, budget) -> dict:

@@ -2,6 +2,7 @@
 import contextlib
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass
 
@@ -30,9 +31,17 @@ def pick_device(name: str) -> torch.device:
             torch.cuda.set_device(device)  # where kernels are launched and graphs captured
     except (RuntimeError, AssertionError, ValueError) as e:
         usable = ['cpu'] + ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
-        raise UserError(f"device={name!r} cannot be used here; usable are 'auto', "
-                        + ', '.join(map(repr, usable))) from e
+        raise UserError(f'device={name!r} cannot be used here{_why_no_cuda(name)}; '
+                        "usable are 'auto', " + ', '.join(map(repr, usable))) from e
     return device
+
+
+def _why_no_cuda(name: str) -> str:
+    if not re.fullmatch(r'cuda(:\d+)?', name):
+        return ''
+    if not torch.backends.cuda.is_built():
+        return f', because this torch ({torch.__version__}) was built without CUDA'
+    return '' if torch.cuda.device_count() else ', because torch sees no GPU'
 
 
 def check_seed(seed: int) -> None:

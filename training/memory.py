@@ -7,6 +7,7 @@
 
 Both run the model as it is (eager) and follow its storages (`training.live`). Compiled code fuses operations and keeps less.
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import contextlib
 import functools
 from collections import Counter

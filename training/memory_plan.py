@@ -64,10 +64,15 @@ class Plans:
         all_kept = self.memory('none').flops
         return self.memory(policy).flops / all_kept - 1
 
-    def rows(self, budget: int = 0) -> list[dict]:
-        """A row per policy; with a budget also whether it fits, and the largest micro-batch that does (0 = none)."""
+    def rows(self, budget: int = 0, tell=lambda text: None) -> list[dict]:
+        """A row per policy; with a budget also whether it fits, and the largest micro-batch that
+        does (0 = none).
+
+        tell: called with a line of progress before each policy.
+        """
         rows = []
-        for policy in self.policies:
+        for k, policy in enumerate(self.policies, 1):
+            tell(f'predicting the memory of recompute={policy!r} ({k} of {len(self.policies)})')
             m = self.memory(policy)
             rows.append({'policy': policy, 'activations': m.activations, 'offloaded': m.offloaded, 'peak': m.peak,
                          'recomputed': self.recomputed(policy)})
@@ -200,9 +205,9 @@ def main(argv=None):
         raise UserError('there is no CUDA device here to ask what is free: say what it has, as --budget=8GB')
     budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
     console = Console()
-    with console.status('predicting'):
+    with Console(stderr=True).status('predicting') as status:  # seen on a terminal only
         plans = Plans(s, config, device, dtype)
-        rows = plans.rows(budget)
+        rows = plans.rows(budget, status.update)
     if not any(row['largest_batch'] for row in rows):
         raise UserError(f'budget={s.budget!r}: nothing fits; {_least(plans, 1, budget)}')
     advice = recommend(rows, s.batch_size)

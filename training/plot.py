@@ -8,6 +8,7 @@ Above: the training loss as logged (faint) and its running mean (thin); dots are
 logged: the gradient norm before clipping, drawn like the training loss, and the learning rate. A small table on the terminal
 has the last and the best validation loss of each run.
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
 import functools
 import math

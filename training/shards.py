@@ -10,6 +10,7 @@ reads these too.
     python -m training.shards out/ckpt.pt whole/ckpt.pt                # one file, which nanoGPT can read, too
     python -m training.shards whole/ckpt.pt out/ckpt.pt --to=shards    # and back
 """
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
 import shutil
 import sys

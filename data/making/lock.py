@@ -47,6 +47,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 def _locked(path: Path) -> TextIO:
     waiting = False
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)  # the process waited for may remove it
         file = open(path, 'a')
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

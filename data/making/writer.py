@@ -121,6 +121,8 @@ class TokenWriter:
     def __enter__(self) -> 'TokenWriter':
         with contextlib.ExitStack() as stack:
             with journal.as_user_error(self.folder):
+                if not self.folder.exists():
+                    stack.callback(_remove_if_empty, self.folder)  # when the lock is released
                 self.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(one_at_a_time(self.folder))
             with journal.as_user_error(self.folder):
@@ -169,6 +171,11 @@ class TokenWriter:
         with self._new_file(name) as file:
             file.write(data)
             sync(file)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def sync(file: BinaryIO) -> None:

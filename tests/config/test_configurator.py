@@ -174,6 +174,12 @@ def test_misspelt_key_in_a_file_names_file_and_nearest(file):
     assert path in message and "'learnin_rate'" in message and "'learning_rate'" in message
 
 
+def test_all_unknown_keys_of_a_file_are_named(file):
+    message = refused(file('learnin_rate = 1e-3\nn_experts = 8\nbatch_size = 5\nzzzz = 1'))
+    assert "unknown keys 'learnin_rate' (did you mean 'learning_rate'?), 'n_experts'" in message and "'zzzz'" in message
+    assert 'batch_size' not in message
+
+
 @pytest.mark.parametrize('value', ['[1]', 'None', '(1, 2)', '{}'])
 def test_misspelt_key_in_a_file_is_refused_whatever_its_value(value, file):
     assert "'learning_rate'" in refused(file(f'learnin_rate = {value}'))
@@ -337,6 +343,21 @@ def test_run_program_turns_errors_into_one_line_and_a_status(error, status, stde
     with pytest.raises(SystemExit) as caught:
         configurator.run_program(main)
     assert (caught.value.code, capsys.readouterr().err) == (status, stderr)
+
+
+def test_run_program_shows_warnings_as_one_line_without_their_source():
+    code = "import warnings, configurator; configurator.run_program(lambda: warnings.warn('two\\nlines', stacklevel=1))"
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, 'warning: two lines\n')
+
+
+def test_interrupted_is_a_line_of_its_own_on_a_terminal(capsys, monkeypatch):
+    def main():
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
+    with pytest.raises(SystemExit):
+        configurator.run_program(main)
+    assert capsys.readouterr().err == '\ninterrupted\n'
 
 
 def test_run_program_leaves_bugs_their_traceback():

@@ -69,7 +69,9 @@ def test_budget_of_exactly_n_sequences_holds_n(capsys):
 
 
 @pytest.mark.parametrize('text, n_bytes', [('4096', 4096), ('1GB', 10 ** 9), ('1.5 kb', 1500), ('512MiB', 2 ** 29),
-                                           ('2tb', 2 * 10 ** 12), ('3GiB', 3 * 2 ** 30), ('8B', 8)])
+                                           ('2tb', 2 * 10 ** 12), ('3GiB', 3 * 2 ** 30), ('8B', 8), ('8G', 8 * 10 ** 9),
+                                           ('500M', 500 * 10 ** 6), ('1e9', 10 ** 9), ('1.5E+3 kB', 1_500_000),
+                                           ('2Ki', 2048), ('1k', 1000)])
 def test_budget_units(text, n_bytes):
     assert parse_bytes(text) == n_bytes
 
@@ -104,10 +106,11 @@ def test_config_files_are_read(capsys):
 @pytest.mark.parametrize('argv, named', [
     (['--budget=lots'], ["'lots'", '1GB']),
     (['--budget=5XB'], ["'5XB'"]),
+    (['--budget=1e999999999'], ["'1e999999999'", '1GiB']),
+    (['--budget=1BB'], ["'1BB'"]),
     (['--budget=-1GB'], ["'-1GB'"]),
     (['--budget=0'], ["'0'"]),
     (['--budget=0.4B'], ["'0.4B'"]),
-    (['--max_seq_len=2000'], ['max_seq_len=2000', 'block_size=1024', "'learned'"]),
     (['--max_seq_len=-1'], ['max_seq_len=-1']),
     (['--batch=0'], ['batch=0']),
     (['--windw_size=4'], ["'windw_size'", "'window_size'"]),
@@ -121,6 +124,15 @@ def test_bad_input_raises_and_names_the_value(argv, named):
         main(argv)
     for text in named:
         assert text in str(caught.value)
+
+
+def test_longer_than_learned_positions_is_counted_with_a_note(capsys):
+    main(['--max_seq_len=2000', '--json=True'])
+    *_, note, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)['bfloat16']['kv_bytes'] == plan_kv(GPTConfig()).nbytes(1, 2000, 'bfloat16')
+    assert note.startswith('Note: learned positions end at block_size=1,024') and '--pos_embedding=rope' in note
+    main(['--max_seq_len=2000', '--pos_embedding=rope'])
+    assert 'Note' not in capsys.readouterr().out
 
 
 def test_longer_than_block_size_is_fine_with_rope(capsys):
@@ -146,3 +158,32 @@ def test_the_slots_and_the_last_line_are_in_the_asked_dtype(capsys):
 def test_an_unknown_kv_dtype_is_refused():
     with pytest.raises(UserError, match="kv_dtype='int4'.*'int8'"):
         main([*FLAGS, '--kv_dtype=int4'])
+
+
+@pytest.fixture
+def run(tmp_path):
+    import torch
+    torch.save({'model_args': dict(STACK, n_layer=12, vocab_size=65, block_size=256), 'model': {}}, tmp_path / 'ckpt.pt')
+    return tmp_path
+
+
+@pytest.mark.parametrize('name', ['', 'ckpt.pt'])
+def test_a_run_and_a_checkpoint_say_their_own_configuration(run, capsys, name):
+    figures = last_line(capsys, str(run / name), '--batch=2')['int8']
+    assert (figures['max_seq_len'], figures['kv_bytes']) == (256, PLAN.nbytes(2, 256, 'int8'))
+    assert last_line(capsys, str(run / name), '--n_kv_head=4')['int8']['n_kv_head'] == 4
+
+
+def test_a_folder_without_a_checkpoint_is_one_line(run):
+    (run / 'empty').mkdir()
+    for name in ('empty', 'other.pt'):
+        with pytest.raises(UserError, match=f'no checkpoint at .*{name}'):
+            main([str(run / name)])
+    (run / 'ckpt.pt').write_bytes(b'x')
+    with pytest.raises(UserError, match='damaged or not a checkpoint'):
+        main([str(run)])
+
+
+def test_a_config_file_needs_no_torch():
+    code = "import sys, kv.__main__; kv.__main__.main(['config/train_mqa_local.py']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0

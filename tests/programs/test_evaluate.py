@@ -34,6 +34,15 @@ def judged(capsys, out, **settings):
     return json.loads(lines[-1]), lines[-2]
 
 
+@pytest.mark.parametrize('text, where', [
+    (f'{TEXT}\nab\u2014\u2014z', "line 9, column 3: '\u2014' .*lacks: 2, occurrences: 3"),
+    ('z' + TEXT, "line 1, column 1: 'z' .*lacks: 1, occurrences: 1")])
+def test_a_character_that_the_alphabet_lacks_is_named_with_its_place(out, capsys, tmp_path, text, where):
+    (tmp_path / 'text.txt').write_text(text, encoding='utf-8')
+    with pytest.raises(UserError, match=f"text='text.txt', {where}"):
+        judged(capsys, out)
+
+
 def test_marks_and_line_ends_of_a_file_do_not_count(out, capsys, tmp_path):
     plain, _ = judged(capsys, out)
     (tmp_path / 'text.txt').write_bytes(b'\xef\xbb\xbf' + TEXT.replace('\n', '\r\n').encode())

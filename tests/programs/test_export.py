@@ -15,7 +15,7 @@ from config.gpt_config import GPTConfig, model_args
 from interop import export, import_hf
 from model import GPT
 from tests.helpers.models import full_logits, random_model
-from tests.programs.support import ALPHABET, FULL_STACK, TINY, VANILLA, flags, load, run_train
+from tests.programs.support import ALPHABET, FULL_STACK, ROOT, TINY, VANILLA, flags, load, run_train
 from training.checkpoint import config_of
 
 SHAPES = {
@@ -262,3 +262,13 @@ def test_half_precision(made, tmp_path, data_root):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', trust_remote_code=True, dtype='auto')
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_the_program_says_nothing_of_packages_that_it_does_not_need(made, tmp_path, data_root):
+    """transformers imports torchao, which warned of its own libraries."""
+    out, _ = made('full')
+    launch = ("import sys, runpy, pathlib, data.datasets; data.datasets.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); "
+              "runpy.run_module('interop.export', run_name='__main__', alter_sys=True)")
+    done = subprocess.run([sys.executable, '-c', launch, str(data_root), str(out), str(tmp_path / 'hf')],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and 'torch' not in done.stderr, done.stderr

@@ -1,10 +1,15 @@
 """What a newcomer's first commands say: where to begin, what to run next, that there is nothing left to do."""
+import os
+import subprocess
+import sys
+
 import pytest
 
 import train
+from config import missing
 from config.errors import UserError
 from data.text import prepare
-from tests.programs.support import VANILLA, flags, metrics, run_train
+from tests.programs.support import ROOT, VANILLA, flags, metrics, run_train
 
 
 def test_train_alone_names_the_config_to_begin_with(tmp_path, data_root, monkeypatch):
@@ -46,3 +51,41 @@ def test_default_accumulation_is_told_on_a_cpu(tmp_path, data_root, capsys):
     assert 'Note: that is 40 micro-batches of 4 x 16 tokens; on a CPU fewer may do' in capsys.readouterr().out
     run_train(tmp_path / 'given', VANILLA, max_iters=1)
     assert 'micro-batches' not in capsys.readouterr().out
+
+
+BARE = [sys.executable, '-S', '-E']  # without site-packages, and without PYTHONPATH
+
+
+def test_the_bare_interpreter_of_these_tests_is_bare():
+    code = 'from importlib.util import find_spec as f; print([f("torch"), f("numpy"), f("rich")])'
+    assert subprocess.check_output([*BARE, '-c', code], text=True) == '[None, None, None]\n'
+
+
+@pytest.mark.parametrize('program', [
+    *(f'{name}.py' for name in ('sample', 'chat', 'serve', 'train', 'bench', 'ablate')),
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob('data/*/prepare.py')),
+    *(f'-m {name}' for name in (
+        'kv', 'interop.evaluate', 'interop.export', 'interop.convert', 'interop.import_hf',
+        'training.memory', 'training.plot', 'training.shards'))])
+def test_a_python_without_the_packages_is_one_line(program):
+    done = subprocess.run([*BARE, *program.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count('\n') == 1
+    assert done.stderr.startswith(f'error: this Python ({sys.executable}) has no ')
+    assert done.stderr.endswith('install with pip install -e .\n')
+
+
+def test_the_environment_is_named_where_there_is_one(tmp_path, monkeypatch, capsys):
+    (tmp_path / '.venv/bin').mkdir(parents=True)
+    (tmp_path / '.venv/bin/activate').touch()
+    monkeypatch.setattr(missing, 'ROOT', tmp_path)
+    monkeypatch.chdir(tmp_path)
+    missing.excepthook(ModuleNotFoundError, ModuleNotFoundError(name='rich'), None)
+    activate = os.path.join('.venv', 'bin', 'activate')
+    message = capsys.readouterr().err
+    assert f'has no rich: activate the environment (source {activate}) or install with' in message
+
+
+def test_other_missing_modules_keep_their_traceback(capsys):
+    error = ModuleNotFoundError("No module named 'pandas'", name='pandas')
+    missing.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == "ModuleNotFoundError: No module named 'pandas'\n"

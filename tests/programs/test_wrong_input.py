@@ -91,6 +91,7 @@ BOTH_PROGRAMS = pytest.mark.parametrize('main, settings', [(train.main, for_trai
     (dict(out_dir=''), ["out_dir=''"]),
     (dict(n_head=3), ['n_embd=16', 'n_head=3']),
     (dict(n_head=4, n_kv_head=3), ['n_head=4', 'n_kv_head=3']),
+    (dict(n_head=4, n_kv_head=3, dataset='not_prepared'), ['n_kv_head=3']),  # before any data are looked for
     (dict(n_kv_head=-1), ['n_kv_head=-1']),
     (dict(n_layer=0), ['n_layer=0']),
     (dict(n_layer=-2), ['n_layer=-2']),

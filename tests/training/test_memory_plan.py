@@ -76,8 +76,11 @@ def test_largest_batch_of_a_constant_is_bounded():
     assert largest_batch(lambda n: 5, 10) == LARGEST
 
 
-def test_figures_are_predictions_and_the_advice_follows_from_them(capsys):
+def test_figures_are_predictions_and_the_advice_follows_from_them(capsys, monkeypatch):
+    told = []
+    monkeypatch.setattr('rich.status.Status.update', lambda self, text: told.append(text))
     main([*FLAGS, '--batch_size=6', '--budget=61MB', '--json=True'])  # little: the search ends soon
+    assert len(told) == 5 and told[1].endswith("recompute='selective' (2 of 5)")
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])
     rows = {row['policy']: row for row in document['policies']}
@@ -106,4 +109,5 @@ def test_wrong_input_is_one_line(flag, words):
 def test_runs_as_a_program():
     done = subprocess.run([sys.executable, '-m', 'training.memory', '--budget=0'], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ''
-    assert done.stderr == "error: budget='0': a number of bytes is needed, as '1GB', '512MiB' or '4096'\n"
+    assert done.stderr.startswith("error: budget='0': a number of bytes is needed, as '1GB' or '1G' (10^9)")
+    assert done.stderr.count('\n') == 1

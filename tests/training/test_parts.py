@@ -192,6 +192,22 @@ def test_unusable_devices_are_named_with_the_usable(name):
     assert repr(name) in str(caught.value) and "'cpu'" in str(caught.value)
 
 
+@pytest.mark.parametrize('built, why', [(False, f'this torch ({torch.__version__}) was built without CUDA'),
+                                        (True, 'torch sees no GPU')])
+def test_without_a_gpu_it_is_said_why(monkeypatch, built, why):
+    def no_gpu(*args, **kwargs):
+        raise RuntimeError
+    monkeypatch.setattr(torch, 'empty', no_gpu)
+    monkeypatch.setattr(torch.backends.cuda, 'is_built', lambda: built)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    for name in ('cuda', 'cuda:1'):
+        with pytest.raises(UserError) as caught:
+            pick_device(name)
+        assert f"device={name!r} cannot be used here, because {why}; usable" in str(caught.value)
+    with pytest.raises(UserError, match="'mps' cannot be used here; usable"):
+        pick_device('mps')
+
+
 def test_auto_dtype_is_float32_off_cuda():
     assert pick_dtype('auto', CPU) == torch.float32 and pick_dtype('bfloat16', CPU) == torch.bfloat16
 

@@ -234,7 +234,7 @@ def test_without_a_checkpoint_an_interruption_leaves_nothing(run, monkeypatch, t
     interrupt_after(monkeypatch, 300)
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert contents(tmp_path / 'out') == {}
+    assert not (tmp_path / 'out').exists()
 
 
 PROGRAM = """

@@ -86,6 +86,28 @@ def test_an_exception_midway_keeps_the_older_dataset(tmp_path, error):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize('error', [KeyboardInterrupt(), ValueError('bug')])
+def test_an_exception_midway_leaves_no_folder_that_was_not_there(tmp_path, error):
+    with pytest.raises(type(error)), TokenWriter(tmp_path / 'new') as out:
+        out.add('train', np.arange(10))
+        raise error
+    assert names(tmp_path) == []
+    (tmp_path / 'old').mkdir()
+    with pytest.raises(type(error)), TokenWriter(tmp_path / 'old'):
+        raise error
+    assert names(tmp_path) == ['old']
+
+
+def test_who_waits_for_a_folder_that_was_removed_makes_it_again(tmp_path):
+    waiting = threading.Thread(target=write, args=(tmp_path / 'new', [[0, 1, 2]]))
+    with pytest.raises(ValueError), TokenWriter(tmp_path / 'new'):
+        waiting.start()
+        time.sleep(0.2)
+        raise ValueError
+    waiting.join()
+    assert 'train.bin' in names(tmp_path / 'new')
+
+
 class Moments:
     """Counts the moments at which the folder changes, and acts at the number-th: before it, or after it."""
 
