@@ -22,14 +22,15 @@ def write_report(summary: dict, folder) -> None:
 
 def markdown(summary: dict, pictures: list[str]) -> str:
     """report.md. pictures: names of those that lie beside it."""
-    lines = [f'# {title(summary)}', '', tables.facts_line(summary), '',
-             tables.explanation(summary), '']
+    lines = [f'# {title(summary)}', '', ' '.join(tables.in_short(summary)), '']
     missing = [f'- {line}' for line in tables.shortcomings(summary)]
     lines += [*missing, ''] if missing else []
+    for name in pictures:
+        lines += [f'![{TITLES[name]}]({name}.png)', '', f'{TITLES[name]}.', '']
     for grid in tables.grids(summary):
         lines += [grid.title + '.', '', grid.markdown(), '']
-    for name in pictures:
-        lines += [f'![{TITLES[name]}]({name}.png)', '']
+    for line in (tables.facts_line(summary), tables.explanation(summary), *tables.caveats(summary)):
+        lines += [line, '']
     lines += ['## Rows', '']
     lines += [f"- **{row['name']}**: {tables.changed(row)}  \n  `{row['command']}`" for row in summary['rows']]
     return '\n'.join(lines) + '\n'
@@ -40,6 +41,8 @@ def show(summary: dict) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=150)
     console.print(tables.facts_line(summary), highlight=False, markup=False, soft_wrap=True)
+    for line in tables.in_short(summary):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for line in tables.shortcomings(summary):
         console.print(line, style='red', highlight=False, markup=False, soft_wrap=True)
     for grid in tables.grids(summary):

@@ -8,7 +8,7 @@ import ablate
 from ablation import cost, report, tables
 from ablation.ladder import read_ladder
 from ablation.results import Results
-from ablation.summary import recall_of, summarize
+from ablation.summary import paired_difference, recall_of, summarize
 from config.errors import UserError
 from tests.ablation.test_ladder import SMALL
 
@@ -82,8 +82,52 @@ def test_every_figure_stands_in_its_column(folder):
         'against + RoPE': '+0.0500 ±0.1242', 'seeds': '3'}
     assert ladder['+ RoPE']['against + RoPE'] == ladder['vanilla <GPT-2>']['against above'] == '-'
     assert ladder['+ RoPE']['against above'] == '-0.4500 ±0.1242'
-    one = side['uptrained (from + MQA)']
+    one = side['uptrained (from + MQA; 40 iterations)']
     assert (one['against that'], one['against + RoPE'], one['seeds']) == ('+0.3000 (n=1)', '+0.4000 (n=1)', '1')
+
+
+def test_the_loss_stands_second_and_pictures_before_tables(folder):
+    """As a phone shows them; the summary in sentences is on top."""
+    summary = summary_of(folder)
+    assert tables.headline(summary).columns[:2] == ('row', 'val loss')
+    report.write_report(summary, folder)
+    for name, picture, table in (('report.html', '<img', '<table'), ('report.md', '![', '| row |')):
+        text = (folder / name).read_text()
+        assert text.index("'int8 KV', the last row".replace("'", '&#x27;' if name.endswith('html') else "'")) \
+            < text.index(picture) < text.index(table)
+
+
+def test_the_summary_says_what_the_seeds_cannot_tell(folder):
+    """Its differences from RoPE are 0.1, 0.05 and 0, and RoPE's from vanilla -0.5, -0.45, -0.4."""
+    saved, cost_, steps = tables.in_short(summary_of(folder))
+    assert "'int8 KV', the last row of the ladder, holds" in saved and 'times fewer KV bytes at T=64' in saved
+    assert '+0.0500 ±0.1242 against \'RoPE\': not distinguishable.' in cost_
+    assert steps == "Of the 3 steps down the ladder, 1 have an interval that excludes zero: 'RoPE' (lower loss)."
+
+
+@pytest.mark.parametrize('each, text, told', [
+    ([-0.01], '-0.0100 (n=1)', 'n=1, too few'), ([-0.02753, -0.02765], '-0.0275, -0.0277 (n=2)', 'n=2, too few'),
+    ([-0.01, -0.01, -0.04], '-0.0200 ±0.0430', 'all 3 differences are negative (sign test: p = 0.25)'),
+    ([-0.01, 0.01, -0.03], '-0.0100 ±0.0497', 'not distinguishable'), ([-0.03, -0.031, -0.029], '-0.0300 ±0.0025', 'excludes'),
+    ([-0.00001], '0.0000 (n=1)', 'n=1')])
+def test_differences_in_words(each, text, told):
+    found = paired_difference(dict(enumerate(each)), dict.fromkeys(range(len(each)), 0.0))
+    assert tables.plus_minus(found) == text
+    assert told in tables.verdict(found)
+
+
+def test_iterations_are_the_ladders(folder):
+    """Side rows say their own."""
+    summary = summary_of(folder)
+    assert summary['facts']['iterations'] == [400]
+    assert 'uptrained (from + MQA; 40 iterations)' in cells(tables.headline(summary, side=True))
+
+
+def test_a_flat_loss_by_position_is_told(folder):
+    summary = summary_of(folder)
+    assert not any('position' in line for line in tables.caveats(summary))
+    next(row for row in summary['rows'] if row['name'] == '+ RoPE')['loss_by_position'] = [2.0] * 16 + [1.5] * 240
+    assert any('beyond 16 tokens' in line for line in tables.caveats(summary))
 
 
 def test_seeds_on_the_command_line_leave_the_report_as_it_is(folder):
@@ -145,8 +189,9 @@ def test_recall_is_paired_by_seed(folder):
     grid = tables.recalls(summary_of(folder))
     found = cells(grid)
     assert grid.columns[:3] == ('row', '7 back', '20 back') and grid.columns[3] == 'beyond 14, less + RoPE'
-    assert [found[name]['beyond 14, less + RoPE'] for name in ('+ RoPE', '+ window', 'uptrained (from + MQA)')] == [
-        '-', '+0.0 ±12.7', '+3.0 (n=1)']
+    assert [found[name]['beyond 14, less + RoPE'] for name in ('+ RoPE', '+ window',
+                                                                  'uptrained (from + MQA; 40 iterations)')] == [
+        '-', '-1.0, +1.0 (n=2)', '+3.0 (n=1)']
     assert found['+ window']['20 back'] == '97.0 (2.8)' and found['+ window']['seeds'] == '2'
 
 
