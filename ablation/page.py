@@ -3,7 +3,7 @@ import base64
 import html
 
 from ablation import tables
-from ablation.pictures import TITLES, draw_all
+from ablation.pictures import TITLES, draw_all, not_drawn
 
 STYLE = '''
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #fff; --soft: #57606a; --line: #d0d7de; --band: #f6f8fa;
@@ -70,7 +70,7 @@ def title(summary: dict) -> str:
 
 def shortcomings(summary: dict) -> str:
     """Rows that failed or were not trained."""
-    return ''.join(f'<p class="bad">{html.escape(line)}</p>' for line in tables.shortcomings(summary))
+    return ''.join(f'<p class="bad">{html.escape(line)}</p>' for line in tables.shortcomings(summary) + not_drawn(summary))
 
 
 def table(grid) -> str:

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from ablation import tables
 from ablation.page import page, title
-from ablation.pictures import TITLES, write_all
+from ablation.pictures import TITLES, not_drawn, write_all
 from ablation.results import write_whole
 
 
@@ -23,7 +23,7 @@ def write_report(summary: dict, folder) -> None:
 def markdown(summary: dict, pictures: list[str]) -> str:
     """report.md. pictures: names of those that lie beside it."""
     lines = [f'# {title(summary)}', '', ' '.join(tables.in_short(summary)), '']
-    missing = [f'- {line}' for line in tables.shortcomings(summary)]
+    missing = [f'- {line}' for line in tables.shortcomings(summary) + not_drawn(summary)]
     lines += [*missing, ''] if missing else []
     for name in pictures:
         lines += [f'![{TITLES[name]}]({name}.png)', '', f'{TITLES[name]}.', '']
@@ -43,7 +43,7 @@ def show(summary: dict) -> None:
     console.print(tables.facts_line(summary), highlight=False, markup=False, soft_wrap=True)
     for line in tables.in_short(summary):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for line in tables.shortcomings(summary):
+    for line in tables.shortcomings(summary) + not_drawn(summary):
         console.print(line, style='red', highlight=False, markup=False, soft_wrap=True)
     for grid in tables.grids(summary):
         grid.print(console)

@@ -159,7 +159,7 @@ def _draw_losses(axis, curves, log_y):
     log_y = log_y and low > 0
     if log_y:
         axis.set_yscale('log')
-        _plain_log_ticks(axis, narrow=high < 4 * low)
+        plain_log_ticks(axis.yaxis, low, high, subs=(1, 2, 3, 5))
     if high > low:
         margin = (high / low) ** 0.05 if log_y else 0.05 * (high - low)
         axis.set_ylim((low / margin, high * margin) if log_y else (low - margin, high + margin))
@@ -180,12 +180,12 @@ def loss_range(curves) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _plain_log_ticks(axis, narrow, most=7, subs=(1, 2, 3, 5)):
-    """2, 3, 5, not 2 x 10^0; at most `most` even steps where all values lie within a factor of four (`narrow`)."""
+def plain_log_ticks(axis, low, high, most=7, subs=(1, 2, 5)):
+    """On an x or y axis 2, 3, 5, not 2 x 10^0; at most `most` even steps where `low` to `high` is within a factor of four."""
     from matplotlib import ticker
-    axis.yaxis.set_major_locator(ticker.MaxNLocator(most) if narrow else ticker.LogLocator(subs=subs))
-    axis.yaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
-    axis.yaxis.set_minor_locator(ticker.NullLocator())
+    axis.set_major_locator(ticker.MaxNLocator(most) if high < 4 * low else ticker.LogLocator(subs=subs))
+    axis.set_major_formatter(lambda value, _: f'{value:,.10g}')
+    axis.set_minor_locator(ticker.NullLocator())
 
 
 def _draw_norms(axis, curves, smooth):
@@ -198,7 +198,7 @@ def _draw_norms(axis, curves, smooth):
     low, high = axis.dataLim.intervaly
     if 0 < low <= high < math.inf:
         axis.set_yscale('log')
-        _plain_log_ticks(axis, high < 4 * low, most=3, subs=(1, 3) if high < 30 * low else (1,))
+        plain_log_ticks(axis.yaxis, low, high, most=3, subs=(1, 3) if high < 30 * low else (1,))
     axis.set_ylabel('grad norm')
 
 

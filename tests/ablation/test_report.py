@@ -3,9 +3,10 @@ import json
 import re
 
 import pytest
+from matplotlib import pyplot
 
 import ablate
-from ablation import cost, report, tables
+from ablation import cost, pictures, report, tables
 from ablation.ladder import read_ladder
 from ablation.results import Results
 from ablation.summary import paired_difference, recall_of, summarize
@@ -247,3 +248,95 @@ def test_a_dry_run_tells_what_a_chosen_row_needs(folder, capsys):
         results.path(ladder.rows[name], seed).unlink()
     assert todo('--only=uptrained') == {'+ RoPE': '[1]', 'uptrained': '[1]'}
     assert todo() == {'+ RoPE': '[1]', 'uptrained': '[1]', '+ MQA': '[2]'}  # 'later' has its weights, and wants seed 1 alone
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What each picture shows: name -> its figure's axes, as they were saved."""
+    seen, savefig = [], pyplot.Figure.savefig
+    monkeypatch.setattr(pyplot.Figure, 'savefig', lambda figure, *args, **keys: (
+        savefig(figure, *args, **keys), seen.append((figure.axes, [text for axis in figure.axes for text in axis.texts])))[0])
+
+    def draw(summary):
+        seen.clear()
+        return dict(zip(pictures.draw_all(summary), seen))
+    return draw
+
+
+def short_run(folder, iterations):
+    """The same ladder, evaluated only at these iterations."""
+    ladder, results = opened(folder)
+    for row in ladder.rows.values():
+        for seed in range(1, 4):
+            if found := results.read(row, seed):
+                found['training']['evaluations'] = [[i, 4.0 - i / 400, 4.0 - i / 400] for i in iterations]
+                results.write(row, seed, found)
+    return summary_of(folder)
+
+
+def test_single_evaluations_are_points_and_none_is_no_picture(folder, drawn):
+    shown = drawn(short_run(folder, [0, 400]))
+    for name in ('curves', 'gaps'):
+        axis = shown[name][0][0]
+        lines = [line for line in axis.lines if not line.get_label().startswith('_')]
+        low, high = axis.get_ylim()
+        assert lines and all(line.get_marker() == 'o' for line in lines)
+        assert all(low <= y <= high for line in lines for y in line.get_ydata())
+    summary = short_run(folder, [0])
+    assert not {'curves', 'gaps'} & drawn(summary).keys()
+    report.write_report(summary, folder)
+    assert 'no pictures of the losses while training' in (folder / 'report.md').read_text()
+    assert pictures.not_drawn(short_run(folder, [0, 400])) == [
+        'pictures of training show 1 evaluation after the first step: lower eval_interval for curves']
+    assert not pictures.not_drawn(short_run(folder, [0, 100, 200, 400]))
+
+
+def test_a_cut_axis_says_so(folder, drawn):
+    axis = drawn(summary_of(folder))['curves'][0][0]
+    assert axis.get_ylim()[1] < 3.1 == pytest.approx(max(axis.lines[0].get_ydata())) and 'above the picture' in axis.get_xlabel()
+
+
+def test_recovery_names_an_origin_once_on_a_linear_axis(folder, drawn):
+    (axis,), _ = drawn(summary_of(folder))['recovery']
+    labels = [line.get_label() for line in axis.lines]
+    assert len(labels) == len(set(labels)) and '+ RoPE (400 iterations)' in labels and axis.get_yscale() == 'linear'
+
+
+def test_line_ends_are_labelled_apart_from_one_another(folder, drawn):
+    _, texts = drawn(summary_of(folder))['positions']
+    places = sorted(text.xyann[1] for text in texts)
+    assert {text.get_text() for text in texts} >= {'+ RoPE', '+ MQA', 'vanilla <GPT-2>'}
+    assert all(b - a > 0.05 for a, b in zip(places, places[1:]))
+
+
+def test_axes_of_time_have_plain_numbers(folder, drawn):
+    summary = summary_of(folder)
+    for k, row in enumerate(summary['rows']):
+        row['speed'] = [{'kind': 'decode', 'context': 64, 'batch': 1, 'tpot_ms': {'median': 11 + k / 2}}]
+    (axis,), _ = drawn(summary)['decode']
+    ticks = [tick.get_text() for tick in axis.get_yticklabels()]
+    assert axis.get_ylabel() == 'ms per token, 1 sequence' and all(re.fullmatch(r'[\d.,]+', tick) for tick in ticks), ticks
+
+
+def test_a_picture_for_talks_names_a_few_rows(folder, drawn):
+    """From the baseline on; a row of two seeds has no bar and is hollow."""
+    (axis,), texts = drawn(summary_of(folder))['talk']
+    assert [text.get_text() for text in texts] == ['+ int8 KV', '+ MQA', 'RoPE'] and axis.get_legend() is None
+    assert len(axis.containers) == 3 and sum(bar.has_yerr for bar in axis.containers) == 2
+
+
+def test_rows_of_one_seed_are_hollow(folder, drawn):
+    axes, _ = drawn(summary_of(folder))['pareto']
+    hollow = {bar.get_label().split('  ')[1]: bar[0].get_markerfacecolor() == 'none' for bar in axes[0].containers}
+    assert hollow['later, n=1'] and not hollow['+ MQA, n=3']
+
+
+def test_recall_is_drawn_as_bars_with_a_dot_for_each_seed(folder, drawn):
+    summary = summary_of(folder)
+    for row in summary['rows']:
+        row['recall'] = {'accuracy': {'7': {'mean': 0.5, 'sd': 0.1, 'each': [0.4, 0.6]}}, 'local_reach': 0, 'seeds': [1, 2],
+                         'baseline': '+ RoPE', 'baseline_known': True, 'learned': [], 'beyond': []}
+    (axis,), _ = drawn(summary)['recall']
+    assert len(axis.patches) == len(summary['rows']) and len(axis.lines[0].get_xdata()) == 2
