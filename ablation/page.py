@@ -52,7 +52,8 @@ for (const button of document.querySelectorAll("th button")) button.addEventList
 def page(summary: dict) -> str:
     """The whole document."""
     light, dark = draw_all(summary), draw_all(summary, dark=True)
-    parts = [f'<h1>{html.escape(title(summary))}</h1>', f"<p class=\"lead\">{html.escape(' '.join(tables.in_short(summary)))}</p>",
+    parts = [f'<h1>{html.escape(title(summary))}</h1>',
+             f"<p class=\"lead\">{html.escape(' '.join(tables.in_short(summary)))}</p>",
              shortcomings(summary), *(picture(name, light[name], dark[name]) for name in TITLES if name in light),
              *(table(grid) for grid in tables.grids(summary)),
              *(f'<p>{html.escape(line)}</p>' for line in (tables.facts_line(summary), tables.explanation(summary),

@@ -13,8 +13,8 @@ from training.plot import plain_log_ticks
 TITLES = {
     'talk': 'Validation loss over KV bytes per token, five rows of the ladder. Bars: 95% confidence interval of the difference '
             'from the baseline, paired by seed; hollow: too few seeds for one',
-    'pareto': 'Validation loss over KV bytes per token: down and to the left is better. Bars: standard deviation over the seeds; '
-              'hollow: one seed, which has no bar and is no more certain',
+    'pareto': 'Validation loss over KV bytes per token: down and to the left is better. Bars: standard deviation over the '
+              'seeds; hollow: one seed, which has no bar and is no more certain',
     'curves': 'Validation loss while training: mean of the seeds, shaded from the lowest to the highest',
     'gaps': 'Validation loss while training, less that of the baseline: mean of the seeds, shaded from lowest to highest, '
             'without the first tenth of the steps',
@@ -77,7 +77,8 @@ def not_drawn(summary: dict) -> list[str]:
         return []
     if not most:
         return ['no pictures of the losses while training: no row was evaluated after its first step; lower eval_interval']
-    return [f"pictures of training show {most} evaluation{'s' * (most > 1)} after the first step: lower eval_interval for curves"]
+    return [f"pictures of training show {most} evaluation{'s' * (most > 1)} after the first step: "
+            'lower eval_interval for curves']
 
 
 def write_all(summary: dict, folder: Path) -> list[str]:
@@ -132,7 +133,8 @@ def name_ends(axis):
                 places[k], places[k + 1] = places[k] - lack / 2, places[k + 1] + lack / 2
     for place, (y, x, line) in zip(places, ends):
         axis.annotate(line.get_label(), (x, y), (1.05, place), xycoords='axes fraction', fontsize=8.5, va='center',
-                      color=line.get_color(), arrowprops=dict(arrowstyle='-', color=line.get_color(), lw=0.6, shrinkA=1, shrinkB=3))
+                      color=line.get_color(),
+                      arrowprops=dict(arrowstyle='-', color=line.get_color(), lw=0.6, shrinkA=1, shrinkB=3))
 
 
 def talk(axis, summary, color):
@@ -152,7 +154,7 @@ def talk(axis, summary, color):
     axis.figure.set_size_inches(10, 5.6)
     for k, row in enumerate(sorted(shown, key=lambda row: size[row['name']])):
         x, y = row['kv']['bytes_per_token'], row['val_loss']['mean']
-        certain = row is first or len(row['against_baseline']['each']) > 2
+        certain = len((row['val_loss'] if row is first else row['against_baseline'])['each']) > 2
         half = row['against_baseline']['half_95'] if certain and row is not first else 0
         axis.errorbar(x, y, yerr=half or None, fmt='o', markersize=13, capsize=7, elinewidth=2.5, color=color(row),
                       markerfacecolor=color(row) if certain else 'none')
@@ -348,5 +350,5 @@ def log_axes(axis, contexts):
     plain_log_ticks(axis.yaxis, *axis.get_ylim())
 
 
-DRAWN = {'talk': talk, 'pareto': pareto, 'curves': curves, 'gaps': gaps, 'recovery': recovery, 'positions': positions, 'recall': recall,
-         'decode': decode, 'kv': kv}
+DRAWN = {'talk': talk, 'pareto': pareto, 'curves': curves, 'gaps': gaps, 'recovery': recovery, 'positions': positions,
+         'recall': recall, 'decode': decode, 'kv': kv}

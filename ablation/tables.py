@@ -47,16 +47,16 @@ def in_short(summary: dict) -> list[str]:
     if not ladder or ladder[-1]['name'] == summary['baseline']:
         return []
     last, baseline = ladder[-1], summary['baseline']
-    told = [f"{last['name'].lstrip('+ ')!r}, the last row of the ladder, holds {last['kv']['smaller']:.1f} times fewer KV bytes at "
-            f"T={last['kv']['T']:,} than vanilla GPT-2 in bfloat16."]
+    told = [f"{last['name'].lstrip('+ ')!r}, the last row of the ladder, holds {last['kv']['smaller']:.1f} times fewer KV "
+            f"bytes at T={last['kv']['T']:,} than vanilla GPT-2 in bfloat16."]
     if found := last.get('against_baseline'):
         told.append(f"Its validation loss is {last['val_loss']['mean']:.4f}, {plus_minus(found)} against "
                     f"{baseline.lstrip('+ ')!r}: {verdict(found)}.")
     steps = {row['name']: row['against_above'] for row in ladder if row.get('against_above')}
     apart = [f"{name.lstrip('+ ')!r} ({'higher' if found['mean'] > 0 else 'lower'} loss)" for name, found in steps.items()
              if len(found['each']) > 2 and abs(found['mean']) > found['half_95']]
-    told.append(f"Of the {len(steps)} steps down the ladder, {len(apart)} have an interval that excludes zero"
-                + f": {', '.join(apart)}" * bool(apart) + '.')
+    told.append(f"Of the {len(steps)} steps down the ladder, {len(apart)} {'has' if len(apart) == 1 else 'have'} "
+                'an interval that excludes zero' + f": {', '.join(apart)}" * bool(apart) + '.')
     return told
 
 
@@ -64,19 +64,19 @@ def caveats(summary: dict) -> list[str]:
     """What the losses of this ladder cannot tell."""
     contrasts = {(row['name'], row[key]['mean']) for row in summary['rows'] for key in ('against_above', 'against_baseline')
                  if row.get(key)}
-    lines = [f'{len(contrasts)} differences are shown. Their intervals are not corrected for that: about one in twenty excludes '
-             'zero where there is no difference. They cover the seeds, not the choice of validation text.'] * (len(contrasts) > 1)
+    lines = [f'{len(contrasts)} differences are shown. Their intervals are not corrected for that: about one in twenty '
+             'excludes zero where there is no difference. They cover the seeds, not the choice of validation text.'] * (len(contrasts) > 1)
     baseline = next((row for row in summary['rows'] if row['name'] == summary['baseline']), {})
     start = flat_from(baseline.get('loss_by_position', ()))
     if 0 < start <= len(baseline.get('loss_by_position', ())) // 4:
-        lines.append(f"The baseline's loss hardly depends on the position beyond {start} tokens: on this text the loss cannot show "
-                     "what memory beyond them costs.")
+        lines.append(f"The baseline's loss hardly depends on the position beyond {start} tokens: on this text the loss cannot "
+                     "show what memory beyond them costs.")
     return lines
 
 
 def flat_from(losses) -> int:
-    """The position from which the means of 16 losses each stay within 0.05 nats of the mean of the second half; 0 if the losses
-    are too few to tell."""
+    """The position from which the means of 16 losses each stay within 0.05 nats of the mean of the second half; 0 if the
+    losses are too few to tell."""
     blocks = [sum(losses[i:i + 16]) / 16 for i in range(0, len(losses) - 15, 16)]
     if len(blocks) < 4:
         return 0
