@@ -18,6 +18,9 @@ def write_report(summary: dict, folder) -> None:
     write_whole(folder / 'results.json', json.dumps(summary, indent=1) + '\n')
     write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder)))
     write_whole(folder / 'report.html', page(summary))
+    main = tables.grids(summary)[0]  # for papers
+    write_whole(folder / 'table.csv', main.csv())
+    write_whole(folder / 'table.tex', main.latex())
 
 
 def markdown(summary: dict, pictures: list[str]) -> str:

@@ -63,9 +63,9 @@ def in_short(summary: dict) -> list[str]:
 def caveats(summary: dict) -> list[str]:
     """What the losses of this ladder cannot tell."""
     contrasts = {(row['name'], row[key]['mean']) for row in summary['rows'] for key in ('against_above', 'against_baseline')
-                 if row.get(key)}
-    lines = [f'{len(contrasts)} differences are shown. Their intervals are not corrected for that: about one in twenty '
-             'excludes zero where there is no difference. They cover the seeds, not the choice of validation text.'] * (len(contrasts) > 1)
+                 if row.get(key) and len(row[key]['each']) > 2}
+    lines = [f'{len(contrasts)} intervals are shown, not corrected for their number: about one in twenty excludes zero where '
+             'there is no difference. They cover the seeds, not the choice of validation text.'] * (len(contrasts) > 1)
     baseline = next((row for row in summary['rows'] if row['name'] == summary['baseline']), {})
     start = flat_from(baseline.get('loss_by_position', ()))
     if 0 < start <= len(baseline.get('loss_by_position', ())) // 4:

@@ -1,4 +1,5 @@
 """Reports of runs written by hand: each figure stands in its column, and ladders with gaps have reports too."""
+import csv
 import json
 import re
 
@@ -248,6 +249,17 @@ def test_a_dry_run_tells_what_a_chosen_row_needs(folder, capsys):
         results.path(ladder.rows[name], seed).unlink()
     assert todo('--only=uptrained') == {'+ RoPE': '[1]', 'uptrained': '[1]'}
     assert todo() == {'+ RoPE': '[1]', 'uptrained': '[1]', '+ MQA': '[2]'}  # 'later' has its weights, and wants seed 1 alone
+
+
+def test_the_main_table_is_written_for_papers(folder):
+    summary = summary_of(folder)
+    report.write_report(summary, folder)
+    grid = tables.headline(summary)
+    written = list(csv.reader((folder / 'table.csv').read_text().splitlines()))
+    assert written == [list(row) for row in (grid.columns, *grid.rows)]
+    grid.rows = [('a_b & 5% ±1 <x>\\',)]
+    assert r'a\_b \& 5\% $\pm$1 $<$x$>$\textbackslash{} \\' in grid.latex()
+    assert (folder / 'table.tex').read_text().startswith(r'\begin{tabular}{lrrrrrrrrr}')
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
