@@ -10,7 +10,7 @@
 
 Writes results/NAME: report.md, report.html, pictures, results.json, and a JSON file for each row and seed. Finished runs are
 not repeated, not even on another machine, if their files are there. Ctrl-C loses nothing: runs that train save where they
-stand, and the same command goes on from there. How to write a ladder of your own: ablation/ladder.py
+stand, and the same command goes on from there. How to write a ladder of your own: docs/ablations.md
 """
 import json
 import sys

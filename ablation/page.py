@@ -3,7 +3,7 @@ import base64
 import html
 
 from ablation import tables
-from ablation.pictures import TITLES, draw_all
+from ablation.pictures import TITLES, draw_all, not_drawn
 
 STYLE = '''
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #fff; --soft: #57606a; --line: #d0d7de; --band: #f6f8fa;
@@ -14,7 +14,7 @@ STYLE = '''
 body { margin: 0 auto; max-width: 82rem; padding: 1.5rem 1rem 4rem; color: var(--ink); background: var(--paper);
        font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
 h1 { font-size: 1.6rem; margin: 0 0 .5rem } h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem }
-p, li { color: var(--soft) } p.bad { color: var(--bad) } code { font-size: .875em }
+p, li { color: var(--soft) } p.bad { color: var(--bad) } p.lead { color: var(--ink) } code { font-size: .875em }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; outline-offset: 2px }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; font-variant-numeric: tabular-nums }
 th, td { padding: .4rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
@@ -52,10 +52,12 @@ for (const button of document.querySelectorAll("th button")) button.addEventList
 def page(summary: dict) -> str:
     """The whole document."""
     light, dark = draw_all(summary), draw_all(summary, dark=True)
-    parts = [f'<h1>{html.escape(title(summary))}</h1>', f'<p>{html.escape(tables.facts_line(summary))}</p>',
-             f'<p>{html.escape(tables.explanation(summary))}</p>',
-             shortcomings(summary), *(table(grid) for grid in tables.grids(summary))]
-    parts += [picture(name, light[name], dark[name]) for name in TITLES if name in light]
+    parts = [f'<h1>{html.escape(title(summary))}</h1>',
+             f"<p class=\"lead\">{html.escape(' '.join(tables.in_short(summary)))}</p>",
+             shortcomings(summary), *(picture(name, light[name], dark[name]) for name in TITLES if name in light),
+             *(table(grid) for grid in tables.grids(summary)),
+             *(f'<p>{html.escape(line)}</p>' for line in (tables.facts_line(summary), tables.explanation(summary),
+                                                          *tables.caveats(summary)))]
     parts.append(rows_explained(summary))
     return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -69,7 +71,7 @@ def title(summary: dict) -> str:
 
 def shortcomings(summary: dict) -> str:
     """Rows that failed or were not trained."""
-    return ''.join(f'<p class="bad">{html.escape(line)}</p>' for line in tables.shortcomings(summary))
+    return ''.join(f'<p class="bad">{html.escape(line)}</p>' for line in tables.shortcomings(summary) + not_drawn(summary))
 
 
 def table(grid) -> str:

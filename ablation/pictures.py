@@ -1,19 +1,26 @@
 """The pictures of a report, for light and for dark pages."""
 import io
+import math
 from pathlib import Path
 
 from ablation.summary import local_reach
 from ablation.tables import models
 from config.errors import UserError
+from kv.report import nice_bytes
+from training.plot import plain_log_ticks
 
 # name -> what it shows; the order is that of the report
 TITLES = {
-    'pareto': 'Validation loss over KV bytes per token: down and to the left is better',
+    'talk': 'Validation loss over KV bytes per token, five rows of the ladder. Bars: 95% confidence interval of the difference '
+            'from the baseline, paired by seed; hollow: too few seeds for one',
+    'pareto': 'Validation loss over KV bytes per token: down and to the left is better. Bars: standard deviation over the '
+              'seeds; hollow: one seed, which has no bar and is no more certain',
     'curves': 'Validation loss while training: mean of the seeds, shaded from the lowest to the highest',
-    'gaps': 'Validation loss while training, less that of the baseline: mean of the seeds, shaded from lowest to highest',
+    'gaps': 'Validation loss while training, less that of the baseline: mean of the seeds, shaded from lowest to highest, '
+            'without the first tenth of the steps',
     'recovery': 'Converted weights that are trained on: what they came from, dashed, and the same memory from scratch, dotted',
     'positions': 'Validation loss by position in the window',
-    'recall': 'Recall over distance',
+    'recall': 'Recall by distance: bars are means, dots single seeds',
     'decode': 'Time per output token over tokens held',
     'kv': 'KV bytes of one sequence over its length',
 }
@@ -24,7 +31,8 @@ DARK = {'figure.facecolor': '#0d1117', 'axes.facecolor': '#0d1117', 'text.color'
 COMMON = {'font.size': 10, 'axes.grid': True, 'grid.linewidth': 0.6, 'axes.spines.top': False, 'axes.spines.right': False,
           'legend.frameon': False, 'legend.fontsize': 8.5, 'figure.dpi': 110, 'savefig.bbox': 'tight', 'lines.linewidth': 1.6}
 
-SIDE_MARKERS = 's^vDPX*'  # side rows are all grey
+FEW = 3  # points: with fewer of them a line alone would say little, or nothing
+LINE_COLOURS = [f'C{k}' for k in range(10) if k != 7]  # without the grey, which is for side rows
 
 
 def pyplot():
@@ -52,13 +60,25 @@ def draw_all(summary: dict, dark: bool = False) -> dict[str, bytes]:
         for name in TITLES:
             figure, axis = plt.subplots(figsize=(7.2, 4.4))
             try:
-                if DRAWN[name](axis, summary, Colors(summary, plt, dark)):
+                if DRAWN[name](axis, summary, Colors(summary)):
                     file = io.BytesIO()
                     figure.savefig(file, format='png', metadata={'Software': None})
                     made[name] = file.getvalue()
             finally:
                 plt.close(figure)
     return made
+
+
+def not_drawn(summary: dict) -> list[str]:
+    """A line where the pictures of training show single evaluations only, or are left out for want of any."""
+    rows = [row for row in summary['rows'] if row.get('evaluations') and not row['side']]
+    most = max((sum(i > 0 for i in row['evaluations']['iterations']) for row in rows), default=FEW)
+    if not summary['pictures'] or most >= FEW:
+        return []
+    if not most:
+        return ['no pictures of the losses while training: no row was evaluated after its first step; lower eval_interval']
+    return [f"pictures of training show {most} evaluation{'s' * (most > 1)} after the first step: "
+            'lower eval_interval for curves']
 
 
 def write_all(summary: dict, folder: Path) -> list[str]:
@@ -72,12 +92,11 @@ def write_all(summary: dict, folder: Path) -> list[str]:
 
 
 class Colors:
-    """A color for every row: the ladder's go through a scale from the first to the last, side rows are grey."""
+    """A color for every row of the ladder; side rows are grey."""
 
-    def __init__(self, summary, plt, dark):
+    def __init__(self, summary):
         ladder = [row['name'] for row in summary['rows'] if not row['side']]
-        scale, low, high = plt.get_cmap('plasma' if dark else 'viridis'), *((0.25, 0.98) if dark else (0.0, 0.88))
-        self.of_row = {name: scale(low + (high - low) * i / max(len(ladder) - 1, 1)) for i, name in enumerate(ladder)}
+        self.of_row = dict(zip(ladder, LINE_COLOURS * len(ladder)))
         self.side = '#8b949e'
 
     def __call__(self, row):
@@ -95,9 +114,61 @@ def lines_of(summary, key):
     return rows
 
 
-def legend(axis):
-    """Beside the picture, so that it never covers a line."""
-    axis.legend(loc='center left', bbox_to_anchor=(1.01, 0.5))
+def name_ends(axis):
+    """Each line's label beside its end, moved up or down where labels would cover one another."""
+    axis.autoscale_view()
+    to_share = axis.transData + axis.transAxes.inverted()
+    ends = []
+    for line in axis.lines:
+        x, y = line.get_data()
+        if len(x) and not line.get_label().startswith('_'):
+            x_end = 1 if line.get_transform() == axis.get_yaxis_transform() else to_share.transform((x[-1], y[-1]))[0]
+            ends.append([to_share.transform((x[-1], y[-1]))[1], x_end, line])
+    ends.sort(key=lambda end: end[0])
+    gap = 0.052
+    places = [end[0] for end in ends]
+    for _ in range(200):  # neighbours that are too close push each other away
+        for k in range(len(places) - 1):
+            if (lack := gap - (places[k + 1] - places[k])) > 1e-4:
+                places[k], places[k + 1] = places[k] - lack / 2, places[k + 1] + lack / 2
+    for place, (y, x, line) in zip(places, ends):
+        axis.annotate(line.get_label(), (x, y), (1.05, place), xycoords='axes fraction', fontsize=8.5, va='center',
+                      color=line.get_color(),
+                      arrowprops=dict(arrowstyle='-', color=line.get_color(), lw=0.6, shrinkA=1, shrinkB=3))
+
+
+def talk(axis, summary, color):
+    """Rows of the ladder from the baseline to the last: those nearest to five even steps on the logarithmic axis."""
+    rows = [row for row in summary['rows'] if not row['side'] and 'val_loss' in row]
+    while rows and rows[0]['name'] != summary['baseline']:
+        rows = rows[1:]
+    if len(rows) < 2:
+        return False
+    first, *between, last = rows
+    size = {row['name']: math.log(row['kv']['bytes_per_token']) for row in rows}
+    shown = [first, last]
+    for k in range(1, 4):
+        wanted = size[first['name']] + (size[last['name']] - size[first['name']]) * k / 4
+        left = [row for row in between if row not in shown]
+        shown += [min(left, key=lambda row: abs(size[row['name']] - wanted))] if left else []
+    axis.figure.set_size_inches(10, 5.6)
+    for k, row in enumerate(sorted(shown, key=lambda row: size[row['name']])):
+        x, y = row['kv']['bytes_per_token'], row['val_loss']['mean']
+        certain = len((row['val_loss'] if row is first else row['against_baseline'])['each']) > 2
+        half = row['against_baseline']['half_95'] if certain and row is not first else 0
+        axis.errorbar(x, y, yerr=half or None, fmt='o', markersize=13, capsize=7, elinewidth=2.5, color=color(row),
+                      markerfacecolor=color(row) if certain else 'none')
+        axis.annotate(row['name'].lstrip('+ ') if row is first else row['name'], (x, y + (half if k % 2 else -half)),
+                      (0, 14 if k % 2 else -14), textcoords='offset points', fontsize=15, color=color(row), ha='center',
+                      va='bottom' if k % 2 else 'top')
+    axis.axhline(first['val_loss']['mean'], color=color.side, linestyle='--', linewidth=1.5)
+    axis.set_xscale('log')
+    plain_log_ticks(axis.xaxis, *axis.get_xlim())
+    axis.margins(x=0.2, y=0.2)
+    axis.tick_params(labelsize=14)
+    axis.set_xlabel('KV bytes per token', fontsize=16)
+    axis.set_ylabel('validation loss, nats', fontsize=16)
+    return True
 
 
 def pareto(axis, summary, color):
@@ -116,13 +187,14 @@ def pareto(axis, summary, color):
     for panel, shown in panels:
         for row in shown:
             x, y = row['kv']['bytes_per_token'], row['val_loss']
-            panel.errorbar(x, y['mean'], yerr=y['sd'] or 0, fmt='s' if row['side'] else 'o', color=color(row), capsize=2,
-                           markersize=4 if row['side'] else 6, label=f"{numbers[row['name']]}  {row['name']}")
+            one = len(y['each']) == 1
+            panel.errorbar(x, y['mean'], yerr=y['sd'], fmt='s' if row['side'] else 'o', color=color(row), capsize=2,
+                           markersize=4 if row['side'] else 6, markerfacecolor='none' if one else color(row),
+                           label=f"{numbers[row['name']]}  {row['name']}, n={len(y['each'])}")
             if panel is panels[-1][0] or row not in near:
                 panel.annotate(str(numbers[row['name']]), (x, y['mean']), xytext=(5, 4), textcoords='offset points', fontsize=8)
         panel.set_xscale('log')
-        panel.xaxis.set_major_formatter(lambda x, _: f'{x:,.0f}')
-        panel.xaxis.set_minor_formatter(lambda x, _: f'{x:,.0f}' if str(x)[0] in '25' else '')
+        plain_log_ticks(panel.xaxis, *panel.get_xlim())
         panel.tick_params(axis='x', which='both', labelsize=8)
         panel.set_xlabel('KV bytes per token')
     axis.set_ylabel('validation loss, nats per token')
@@ -142,62 +214,66 @@ def without_outliers(rows: list[dict]) -> list[dict]:
 
 
 def curves(axis, summary, color):
-    rows = lines_of(summary, 'evaluations')
+    rows = [row for row in lines_of(summary, 'evaluations') if max(row['evaluations']['iterations'], default=0) > 0]
     for row in rows:
         c = row['evaluations']
-        if len(c['iterations']) < 2:
-            continue
-        axis.plot(c['iterations'], c['mean'], color=color(row), label=row['name'])
+        axis.plot(c['iterations'], c['mean'], color=color(row), label=row['name'], marker=marker(c['iterations']))
         axis.fill_between(c['iterations'], c['low'], c['high'], color=color(row), alpha=0.2, linewidth=0)
-    if not axis.lines:
+    if not rows:
         return False
-    settled = [y for row in rows for i, y in zip(row['evaluations']['iterations'], row['evaluations']['mean'])
-               if i >= 0.1 * row['iterations']]
-    low, high = min(settled), max(settled)
-    axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))  # the drop of the first steps would flatten the rest
     axis.set_xlabel('iteration')
+    settled = [[y for i, y in zip(row['evaluations']['iterations'], row['evaluations']['mean']) if i >= 0.1 * row['iterations']]
+               for row in rows]
+    if min(map(len, settled)) >= FEW:  # the drop of the first steps would flatten the rest
+        low, high = min(map(min, settled)), max(map(max, settled))
+        axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        axis.set_xlabel('iteration (losses of the first tenth are above the picture)')
     axis.set_ylabel('validation loss, nats per token')
-    legend(axis)
+    name_ends(axis)
     return True
+
+
+def marker(points):
+    return 'o' if len(points) < FEW else ''
 
 
 def gaps(axis, summary, color):
     rows = [row for row in lines_of(summary, 'gap') if row['name'] != summary['baseline'] and not row['converted_from']]
     baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
-    rows = [row for row in rows if len(row['gap']) > 1 and row['iterations'] == baseline['iterations']]
+    settled = {row['name']: [point for point in row['gap'] if point[0] >= 0.1 * row['iterations'] > 0] for row in rows}
+    rows = [row for row in rows if settled[row['name']] and row['iterations'] == baseline['iterations']]
     shown = without_outliers(rows)  # they would flatten the rest
     for row in shown:
-        iterations, mean, low, high = zip(*[point for point in row['gap'] if point[0] >= 0.1 * row['iterations']])
-        axis.plot(iterations, mean, color=color(row), label=row['name'])
+        iterations, mean, low, high = zip(*settled[row['name']])
+        axis.plot(iterations, mean, color=color(row), label=row['name'], marker=marker(iterations))
+        if len(iterations) == 1:
+            axis.vlines(iterations, low, high, color=color(row), linewidth=1)
         axis.fill_between(iterations, low, high, color=color(row), alpha=0.2, linewidth=0)
     if rows:
         axis.axhline(0, color=color.side, linewidth=1)
-        axis.set_xlabel('iteration')
+        far = ', '.join(row['name'] for row in rows if row not in shown)
+        axis.set_xlabel('iteration' + f' (far off, not shown: {far})' * bool(far))
         axis.set_ylabel(f"nats per token above {summary['baseline'].lstrip('+ ')}")
-        for row in rows:
-            if row not in shown:
-                axis.plot([], [], color=color(row), linestyle=':', label=f"{row['name']}: far off, not shown")
-        legend(axis)
+        name_ends(axis)
     return bool(rows)
 
 
 def recovery(axis, summary, color):
     rows = [row for row in summary['rows'] if row['converted_from'] and row.get('evaluations')]
+    ends = {}  # several rows may have come from one
     for k, row in enumerate(rows):
-        tint = f'C{k}'
-        axis.plot(row['evaluations']['iterations'], row['evaluations']['mean'], color=tint, label=row['name'], marker='.')
+        axis.plot(row['evaluations']['iterations'], row['evaluations']['mean'], color=f'C{k}', label=row['name'], marker='.')
         for other, style in (('origin', '--'), ('scratch', ':')):
             if end := row['recovery'].get(other):
                 name = row['converted_from'] if other == 'origin' else row['above']
-                axis.axhline(end['mean'], color=tint if style == ':' else color.side, linestyle=style, linewidth=1,
-                             label=f"{name} ({end['iterations']:,} iterations)")
+                ends.setdefault(f"{name} ({end['iterations']:,} iterations)",
+                                (end['mean'], style, f'C{k}' if style == ':' else color.side))
+    for label, (loss, style, tint) in ends.items():
+        axis.axhline(loss, color=tint, linestyle=style, linewidth=1, label=label)
     if rows:
-        axis.set_yscale('log')
-        axis.yaxis.set_major_formatter(lambda y, _: f'{y:.2f}')
-        axis.yaxis.set_minor_formatter(lambda y, _: f'{y:.2f}')
         axis.set_xlabel('iteration after the conversion')
         axis.set_ylabel('validation loss, nats per token')
-        legend(axis)
+        name_ends(axis)
     return bool(rows)
 
 
@@ -211,27 +287,30 @@ def positions(axis, summary, color):
     if rows:
         axis.set_xlabel('position in the window')
         axis.set_ylabel('validation loss, nats per token')
-        legend(axis)
+        name_ends(axis)
     return bool(rows)
 
 
 def recall(axis, summary, color):
-    rows = [row for row in summary['rows'] if row.get('recall')]
-    markers = iter(SIDE_MARKERS * len(rows))
-    for row in rows:
-        accuracy = row['recall']['accuracy']
-        axis.plot([int(d) for d in accuracy], [100 * a['mean'] for a in accuracy.values()], color=color(row), label=row['name'],
-                  marker=next(markers) if row['side'] else 'o', markersize=5 if row['side'] else 4,
-                  linestyle=':' if row['side'] else '-')
-    if rows:
-        axis.set_xlabel('distance, tokens')
-        axis.set_ylabel('named right, %')
-        axis.set_ylim(-3, 103)
-        if reach := local_reach(rows):
-            axis.axvline(reach, color=color.side, linewidth=1, linestyle='--')
-            axis.text(reach, 0.07, ' local reach', fontsize=8, color=color.side, transform=axis.get_xaxis_transform())
-        legend(axis)
-    return bool(rows)
+    rows = [row for row in summary['rows'] if row.get('recall')][::-1]
+    if not rows:
+        return False
+    distances, reach, figure = list(rows[0]['recall']['accuracy']), local_reach(rows), axis.figure
+    axis.remove()
+    figure.set_size_inches(3 + 2.4 * len(distances), 1 + 0.27 * len(rows))
+    for distance, panel in zip(distances, figure.subplots(1, len(distances), sharey=True, squeeze=False)[0]):
+        for k, row in enumerate(rows):
+            found = row['recall']['accuracy'][distance]
+            panel.barh(k, 100 * found['mean'], color=color(row), height=0.7, alpha=0.6)
+            panel.plot([100 * x for x in found['each']], [k] * len(found['each']), 'o', markersize=3.5,
+                       color=panel.xaxis.label.get_color(), clip_on=False)
+        panel.set_yticks(range(len(rows)), [row['name'] for row in rows], fontsize=8.5)
+        panel.grid(False, axis='y')
+        panel.set_xlim(0, 100)
+        panel.set_xlabel('named right, %')
+        beyond = f', beyond local layers ({reach})' if int(distance) > reach > 0 else ''
+        panel.set_title(f'{int(distance):,} back{beyond}', fontsize=9)
+    return True
 
 
 def decode(axis, summary, color):
@@ -243,10 +322,10 @@ def decode(axis, summary, color):
         cells = [cell for cell in row['speed'] if 'tpot_ms' in cell and cell['batch'] == batches[-1]]
         axis.plot([c['context'] for c in cells], [c['tpot_ms']['median'] for c in cells], color=color(row), label=row['name'],
                   marker='o', markersize=4)
-    log_axes(axis)
+    log_axes(axis, sorted({cell['context'] for row in rows for cell in row['speed'] if 'tpot_ms' in cell}))
     axis.set_xlabel('tokens held')
-    axis.set_ylabel(f'ms per token, {batches[-1]} sequences at once')
-    legend(axis)
+    axis.set_ylabel(f"ms per token, {batches[-1]:,} sequence{'s at once' * (batches[-1] > 1)}")
+    name_ends(axis)
     return True
 
 
@@ -256,18 +335,20 @@ def kv(axis, summary, color):
         at = row['kv']['at']
         axis.plot([int(n) for n in at], [a['bytes'] for a in at.values()], color=color(row), label=row['name'], marker='o',
                   markersize=4)
-    log_axes(axis)
+    log_axes(axis, [int(n) for n in rows[0]['kv']['at']])
+    axis.yaxis.set_major_formatter(lambda y, _: nice_bytes(round(y)))
     axis.set_xlabel('tokens')
     axis.set_ylabel('KV bytes of one sequence')
-    legend(axis)
+    name_ends(axis)
     return bool(rows)
 
 
-def log_axes(axis):
+def log_axes(axis, contexts):
     axis.set_xscale('log', base=2)
     axis.set_yscale('log')
-    axis.xaxis.set_major_formatter(lambda x, _: f'{x:,.0f}')
+    axis.set_xticks(contexts, [f'{n:,}' for n in contexts])
+    plain_log_ticks(axis.yaxis, *axis.get_ylim())
 
 
-DRAWN = {'pareto': pareto, 'curves': curves, 'gaps': gaps, 'recovery': recovery, 'positions': positions, 'recall': recall,
-         'decode': decode, 'kv': kv}
+DRAWN = {'talk': talk, 'pareto': pareto, 'curves': curves, 'gaps': gaps, 'recovery': recovery, 'positions': positions,
+         'recall': recall, 'decode': decode, 'kv': kv}

@@ -70,7 +70,7 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
         beside_baseline(rows, ladder.baseline)
     return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base, 'first': ladder.first,
             'baseline': ladder.baseline, 'rows': rows,
-            'facts': facts(measured), 'speed': speed, 'recall_ladder': ladder.s.recall}
+            'facts': facts(ladder, measured), 'speed': speed, 'recall_ladder': ladder.s.recall}
 
 
 def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
@@ -188,9 +188,10 @@ def figures_of(cell: dict, key: str) -> dict:
             if not isinstance(value, dict) or key in value}
 
 
-def facts(measured) -> dict:
-    """What all runs have in common (a set of several where they differ), which figures mean nothing without."""
-    runs = [found for by_seed in measured.values() for found in by_seed.values()]
+def facts(ladder, measured) -> dict:
+    """What the ladder's runs have in common (a set of several where they differ), which metrics mean nothing without."""
+    ladders = [found for name, by_seed in measured.items() if not ladder.rows[name].side for found in by_seed.values()]
+    runs = ladders or [found for by_seed in measured.values() for found in by_seed.values()]
     names = {'dataset': lambda r: r['settings']['dataset'], 'dtype': lambda r: r['dtype'],
              'B': lambda r: r['settings']['batch_size'] * r['settings']['gradient_accumulation_steps'],
              'T': lambda r: r['settings']['block_size'], 'iterations': lambda r: r['training']['iterations'],

@@ -7,16 +7,81 @@ MISSING = '-'
 
 
 def label(row: dict) -> str:
-    """The name of a row; of a side row, also what it departs from."""
-    return f"{row['name']} (from {row['above']})" if row['side'] else row['name']
+    """The name of a row; of a side row, also what it departs from, and its iterations where it names them."""
+    steps = f"; {row['changes']['max_iters']:,} iterations" if 'max_iters' in row['changes'] else ''
+    return f"{row['name']} (from {row['above']}{steps})" if row['side'] else row['name']
 
 
 def plus_minus(found: dict | None, form: str = '.4f') -> str:
-    """'+0.0123 ±0.0045': a paired difference and half of its 95% interval; of a single pair, '+0.0123 (n=1)'."""
+    """'+0.0123 ±0.0045': a paired difference and its 95% confidence interval. Of one pair '+0.0123 (n=1)', of two both
+    differences, '+0.0123, +0.0150 (n=2)': with one degree of freedom the interval's width is mostly chance."""
     if not found:
         return MISSING
-    mean = format(found['mean'], '+' + form)
-    return f'{mean} (n=1)' if found['half_95'] is None else f"{mean} ±{format(found['half_95'], form)}"
+
+    def signed(x):
+        text = format(x, '+z' + form)
+        return text if float(text) else text.lstrip('+')
+    if len(found['each']) < 3:
+        return f"{', '.join(map(signed, found['each']))} (n={len(found['each'])})"
+    return f"{signed(found['mean'])} ±{format(found['half_95'], form)}"
+
+
+INTERVAL = "±: 95% confidence interval of the paired difference (Student's t, n-1 degrees of freedom)"
+
+
+def verdict(found: dict) -> str:
+    """What a paired difference of losses can tell, in words."""
+    n, mean, each = len(found['each']), found['mean'], found['each']
+    if n < 3:
+        return f"n={n}, too few seeds for an interval"
+    if abs(mean) > found['half_95']:
+        return 'the interval excludes zero'
+    signs = {x > 0 for x in each} if all(each) else {True, False}
+    alike = f"; all {n} differences are {'positive' if each[0] > 0 else 'negative'} (sign test: p = {0.5 ** (n - 1):.2g})"
+    return 'not distinguishable' + alike * (len(signs) == 1)
+
+
+def in_short(summary: dict) -> list[str]:
+    """Three sentences on the ladder: what its last row saves, what that costs, and which steps the seeds can tell apart."""
+    ladder = [row for row in summary['rows'] if not row['side'] and 'val_loss' in row]
+    if not ladder or ladder[-1]['name'] == summary['baseline']:
+        return []
+    last, baseline = ladder[-1], summary['baseline']
+    told = [f"{last['name'].lstrip('+ ')!r}, the last row of the ladder, holds {last['kv']['smaller']:.1f} times fewer KV "
+            f"bytes at T={last['kv']['T']:,} than vanilla GPT-2 in bfloat16."]
+    if found := last.get('against_baseline'):
+        told.append(f"Its validation loss is {last['val_loss']['mean']:.4f}, {plus_minus(found)} against "
+                    f"{baseline.lstrip('+ ')!r}: {verdict(found)}.")
+    steps = {row['name']: row['against_above'] for row in ladder if row.get('against_above')}
+    apart = [f"{name.lstrip('+ ')!r} ({'higher' if found['mean'] > 0 else 'lower'} loss)" for name, found in steps.items()
+             if len(found['each']) > 2 and abs(found['mean']) > found['half_95']]
+    told.append(f"Of the {len(steps)} steps down the ladder, {len(apart)} {'has' if len(apart) == 1 else 'have'} "
+                'an interval that excludes zero' + f": {', '.join(apart)}" * bool(apart) + '.')
+    return told
+
+
+def caveats(summary: dict) -> list[str]:
+    """What the losses of this ladder cannot tell."""
+    contrasts = {(row['name'], row[key]['mean']) for row in summary['rows'] for key in ('against_above', 'against_baseline')
+                 if row.get(key) and len(row[key]['each']) > 2}
+    lines = [f'{len(contrasts)} intervals are shown, not corrected for their number: about one in twenty excludes zero where '
+             'there is no difference. They cover the seeds, not the choice of validation text.'] * (len(contrasts) > 1)
+    baseline = next((row for row in summary['rows'] if row['name'] == summary['baseline']), {})
+    start = flat_from(baseline.get('loss_by_position', ()))
+    if 0 < start <= len(baseline.get('loss_by_position', ())) // 4:
+        lines.append(f"The baseline's loss hardly depends on the position beyond {start} tokens: on this text the loss cannot "
+                     "show what memory beyond them costs.")
+    return lines
+
+
+def flat_from(losses) -> int:
+    """The position from which the means of 16 losses each stay within 0.05 nats of the mean of the second half; 0 if the
+    losses are too few to tell."""
+    blocks = [sum(losses[i:i + 16]) / 16 for i in range(0, len(losses) - 15, 16)]
+    if len(blocks) < 4:
+        return 0
+    level = sum(blocks[len(blocks) // 2:]) / (len(blocks) - len(blocks) // 2)
+    return 16 * max((i + 1 for i, x in enumerate(blocks) if abs(x - level) > 0.05), default=0)
 
 
 def mean_sd(found: dict | None, form: str = '.4f') -> str:
@@ -45,16 +110,16 @@ def headline(summary: dict, side: bool = False) -> Grid:
     others = {'baseline': summary['baseline']} if side else {'first': summary['first'], 'baseline': summary['baseline']}
     others = dict(list(others.items())[:len(set(others.values()))])
     name, above = ('Alternatives', 'against that') if side else ('The ladder', 'against above')
-    grid = Grid(f'{name}: validation loss in nats per token, mean over seeds (sd); differences are paired by seed, ± half '
-                f"of a 95% interval; KV bytes at T={summary['rows'][0]['kv']['T']:,}",
-                ('row', 'parameters', 'KV bytes/token', 'smaller', 'val loss', 'bits/byte', above,
-                 *(f'against {name}' for name in others.values()), 'seeds'), left=('row',))
+    grid = Grid(f'{name}: validation loss in nats per token, mean over seeds (sd); differences are paired by seed; '
+                f"{INTERVAL}; KV bytes at T={summary['rows'][0]['kv']['T']:,}",
+                ('row', 'val loss', 'KV bytes/token', 'smaller', above, *(f'against {name}' for name in others.values()),
+                 'bits/byte', 'parameters', 'seeds'), left=('row',))
     for row in (row for row in summary['rows'] if row['side'] == side):
         kv = row['kv']
-        grid.rows.append((label(row), f"{row['params']:,}" if 'params' in row else MISSING,
-                          f"{kv['bytes_per_token']:,.0f}", f"{kv['smaller']:.1f}x", mean_sd(row.get('val_loss')),
-                          f"{row['bits_per_byte']['mean']:.3f}" if 'bits_per_byte' in row else MISSING,
+        grid.rows.append((label(row), mean_sd(row.get('val_loss')), f"{kv['bytes_per_token']:,.0f}", f"{kv['smaller']:.1f}x",
                           *(plus_minus(row.get(f'against_{name}')) for name in ('above', *others)),
+                          f"{row['bits_per_byte']['mean']:.3f}" if 'bits_per_byte' in row else MISSING,
+                          f"{row['params']:,}" if 'params' in row else MISSING,
                           str(len(row['seeds'])) if not row['failed'] else f"{len(row['seeds'])}, failed {len(row['failed'])}"))
     return grid
 
@@ -145,7 +210,7 @@ def recalls(summary: dict) -> Grid | None:
     useless = f"; at distances marked * {one['baseline']} names less than {LEARNED:.0%} right" \
               f"{'' if one['baseline_known'] else ' or is not measured yet'}, and they tell nothing"
     grid = Grid(f'Recall{of}: tokens named right from so many positions back, %, mean over seeds (sd); differences in points, '
-                f'paired by seed, ± half of a 95% interval; local layers alone reach {reach:,}'
+                f'paired by seed; {INTERVAL}; local layers alone reach {reach:,}'
                 + useless * (one['learned'] != distances),
                 ('row', *(f"{int(d):,} back{'' if d in one['learned'] else '*'}" for d in distances), *beyond, 'seeds'),
                 left=('row',))
@@ -159,7 +224,8 @@ def recalls(summary: dict) -> Grid | None:
 
 def times_100(found: dict | None, names: tuple) -> dict | None:
     """Shares as percent."""
-    return found and {name: None if found[name] is None else 100 * found[name] for name in names}
+    return found and {name: None if found[name] is None else 100 * found[name] for name in names} | {
+        'each': [100 * x for x in found['each']]}
 
 
 def grids(summary: dict) -> list[Grid]:

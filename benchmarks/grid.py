@@ -1,4 +1,6 @@
 """A table of text that the terminal and Markdown pages both show."""
+import csv
+import io
 from dataclasses import dataclass, field
 
 
@@ -16,6 +18,21 @@ class Grid:
             return '| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |'
         ruler = '|' + '|'.join('---' if column in self.left else '---:' for column in self.columns) + '|'
         return '\n'.join([line(self.columns), ruler, *map(line, self.rows)])
+
+    def csv(self) -> str:
+        """The cells as they are shown, the columns' names first."""
+        file = io.StringIO()
+        csv.writer(file, lineterminator='\n').writerows([self.columns, *self.rows])
+        return file.getvalue()
+
+    def latex(self) -> str:
+        """A tabular, with the characters escaped that LaTeX gives a meaning."""
+        escapes = {ord(c): '\\' + c for c in '&%$#_{}'} | {ord('~'): r'\textasciitilde{}', ord('^'): r'\textasciicircum{}',
+                   ord('\\'): r'\textbackslash{}', ord('±'): r'$\pm$', ord('<'): r'$<$', ord('>'): r'$>$'}
+        lines = [' & '.join(cell.translate(escapes) for cell in row) + r' \\' for row in (self.columns, *self.rows)]
+        kinds = ''.join('l' if column in self.left else 'r' for column in self.columns)
+        return '\n'.join([rf'\begin{{tabular}}{{{kinds}}}', r'\hline', lines[0], r'\hline', *lines[1:], r'\hline',
+                          r'\end{tabular}', ''])
 
     def print(self, console) -> None:
         """Title and table, on a rich Console. What is too wide for it is broken between words."""

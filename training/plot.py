@@ -1,12 +1,12 @@
 """Draw the losses of one or more runs from the metrics.jsonl that train.py writes.
 
-    python -m training.plot out-mqa-local                                # writes loss.png
+    python -m training.plot out-mqa-local                                # writes out-mqa-local/loss.png
     python -m training.plot out-vanilla out-mqa-local --out=compare.png --x=tokens
     python -m training.plot out --smooth=50 --log_y
 
-Above: the training loss as logged (faint) and its running mean (thin); dots are validation losses. Below, where they were
-logged: the gradient norm before clipping, drawn like the training loss, and the learning rate. A small table on the terminal
-has the last and the best validation loss of each run.
+Above: the training loss as logged (points), its running mean (dashed) and the validation loss (circles on a line). Below, where
+they were logged: the gradient norm before clipping, drawn like the training loss, and the learning rate. A small table on the
+terminal has the last and the best validation loss of each run.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
@@ -26,8 +26,9 @@ from training.log import read_metrics
 
 # Okabe and Ito's colours, which colour-blind people tell apart (https://jfly.uni-koeln.de/color/); no yellow on white
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
-MOST_FAINT = 3  # runs whose losses are also drawn as logged: with more of them that is only fog
+MOST_LOGGED = 3  # runs whose losses are also drawn as logged: with more of them that is only fog
 DASHES = ('-', '--', ':', '-.')  # for the eighth run and further
+DASHED = dict(linestyle=(0, (4, 2)))  # running means
 X_LABELS = {'iter': 'iteration', 'tokens': 'training tokens', 'time': 'training time without evaluations'}
 
 
@@ -147,59 +148,54 @@ def _style(k):
 
 def _draw_losses(axis, curves, log_y):
     names = [name.replace('$', r'\$') for name in short_names([run.name for _, _, run in curves])]  # $ starts a formula
-    faint = len(curves) <= MOST_FAINT
+    logged = len(curves) <= MOST_LOGGED
     for k, (x, mean, run) in enumerate(curves):
         evaluated = ~np.isnan(run.val_loss)
         label = f'{names[k]} ({np.nanmin(run.val_loss):.4f})' if evaluated.any() else names[k]
-        if faint:
-            axis.plot(x, run.loss, color=COLOURS[k % len(COLOURS)], alpha=0.25, linewidth=0.6, zorder=1)
-        axis.plot(x, mean, linewidth=1.1, alpha=0.65, zorder=2, **_style(k))
+        if logged:
+            axis.plot(x, run.loss, '.', color=COLOURS[k % len(COLOURS)], alpha=0.5, markersize=5, markeredgewidth=0, zorder=1)
+        axis.plot(x, mean, linewidth=1.1, alpha=0.65, zorder=2, **_style(k) | DASHED)
         axis.plot(x[evaluated], run.val_loss[evaluated], linewidth=1.6, marker='o', markersize=4.5, markeredgecolor='white',
                   markeredgewidth=0.7, zorder=3, label=label, **_style(k))
     low, high = loss_range(curves)
     log_y = log_y and low > 0
     if log_y:
         axis.set_yscale('log')
-        _plain_log_ticks(axis, narrow=high < 4 * low)
+        plain_log_ticks(axis.yaxis, low, high, subs=(1, 2, 3, 5))
     if high > low:
         margin = (high / low) ** 0.05 if log_y else 0.05 * (high - low)
         axis.set_ylim((low / margin, high * margin) if log_y else (low - margin, high + margin))
     axis.set_ylabel('loss (nats per token)')
-    axis.set_title(('faint: training loss as logged    ' if faint else '') + 'thin: running mean of the training loss    '
-                   'dots: validation loss', loc='left', fontsize=8, color='#666666')
+    axis.set_title(('points: training loss as logged    ' if logged else '') + 'dashed: its running mean    '
+                   'circles: validation loss', loc='left', fontsize=8, color='#666666')
     axis.legend(loc='upper right', title='run (best validation loss)', title_fontsize=8, fontsize=8, alignment='left')
 
 
 def loss_range(curves) -> tuple[float, float]:
-    """Lowest and highest loss worth seeing: running means and validation, without the plunge in the first 8% of the x axis,
-    which would squeeze everything after it into a strip."""
-    start = 0.08 * max(x.max() for x, _, _ in curves)
-    for first in (start, 0.0):
-        seen = np.concatenate([y[(x >= first) & ~np.isnan(y)] for x, mean, run in curves for y in (mean, run.val_loss)])
-        if len(seen):
-            return float(seen.min()), float(seen.max())
-    return 0.0, 1.0
+    """Lowest and highest of the running means and validation losses, the first ones too."""
+    seen = np.concatenate([y[~np.isnan(y)] for _, mean, run in curves for y in (mean, run.val_loss)])
+    return (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 1.0)
 
 
-def _plain_log_ticks(axis, narrow, most=7, subs=(1, 2, 3, 5)):
-    """2, 3, 5, not 2 x 10^0; at most `most` even steps where all values lie within a factor of four (`narrow`)."""
+def plain_log_ticks(axis, low, high, most=7, subs=(1, 2, 5)):
+    """On an x or y axis 2, 3, 5, not 2 x 10^0; at most `most` even steps where `low` to `high` is within a factor of four."""
     from matplotlib import ticker
-    axis.yaxis.set_major_locator(ticker.MaxNLocator(most) if narrow else ticker.LogLocator(subs=subs))
-    axis.yaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
-    axis.yaxis.set_minor_locator(ticker.NullLocator())
+    axis.set_major_locator(ticker.MaxNLocator(most) if high < 4 * low else ticker.LogLocator(subs=subs))
+    axis.set_major_formatter(lambda value, _: f'{value:,.10g}')
+    axis.set_minor_locator(ticker.NullLocator())
 
 
 def _draw_norms(axis, curves, smooth):
     """Logarithmic, for a spike is many times what is usual; a norm of 0 has no place there."""
     for k, (x, _, run) in enumerate(curves):
         norm = np.where(run.grad_norm > 0, run.grad_norm, math.nan)
-        if len(curves) <= MOST_FAINT:
-            axis.plot(x, norm, color=COLOURS[k % len(COLOURS)], alpha=0.25, linewidth=0.6)
-        axis.plot(x, running_mean(norm, _width(run, smooth)), linewidth=1.1, alpha=0.65, **_style(k))
+        if len(curves) <= MOST_LOGGED:
+            axis.plot(x, norm, '.', color=COLOURS[k % len(COLOURS)], alpha=0.5, markersize=5, markeredgewidth=0)
+        axis.plot(x, running_mean(norm, _width(run, smooth)), linewidth=1.1, alpha=0.65, **_style(k) | DASHED)
     low, high = axis.dataLim.intervaly
     if 0 < low <= high < math.inf:
         axis.set_yscale('log')
-        _plain_log_ticks(axis, high < 4 * low, most=3, subs=(1, 3) if high < 30 * low else (1,))
+        plain_log_ticks(axis.yaxis, low, high, most=3, subs=(1, 3) if high < 30 * low else (1,))
     axis.set_ylabel('grad norm')
 
 
@@ -251,7 +247,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog='python -m training.plot', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='folder with a metrics.jsonl, written by train.py')
-    parser.add_argument('--out', default='loss.png', metavar='FILE', help='figure to write (.png, .svg or .pdf; loss.png)')
+    parser.add_argument('--out', metavar='FILE', help='figure to write (.png, .svg or .pdf; loss.png in the first OUT_DIR)')
     parser.add_argument('--x', default='iter', choices=tuple(X_LABELS), help='what the x axis counts (iter)')
     parser.add_argument('--smooth', default=0, type=int, metavar='N',
                         help='logged values in the running mean of the training loss (a fiftieth of the run)')
@@ -260,7 +256,7 @@ def main(argv=None):
     if args.smooth < 0:
         parser.error(f'argument --smooth: {args.smooth}: must be 1 or more')
     runs = [read_run(folder) for folder in args.out_dirs]
-    path = Path(args.out)
+    path = Path(args.out or Path(args.out_dirs[0]) / 'loss.png')
     path = path if path.suffix else path.with_name(path.name + '.png')
     draw(runs, path, args.x, args.smooth, args.log_y)
     Console().print(table(runs))

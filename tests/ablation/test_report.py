@@ -1,14 +1,16 @@
 """Reports of runs written by hand: each figure stands in its column, and ladders with gaps have reports too."""
+import csv
 import json
 import re
 
 import pytest
+from matplotlib import pyplot
 
 import ablate
-from ablation import cost, report, tables
+from ablation import cost, pictures, report, tables
 from ablation.ladder import read_ladder
 from ablation.results import Results
-from ablation.summary import recall_of, summarize
+from ablation.summary import paired_difference, recall_of, summarize
 from config.errors import UserError
 from tests.ablation.test_ladder import SMALL
 
@@ -82,8 +84,52 @@ def test_every_figure_stands_in_its_column(folder):
         'against + RoPE': '+0.0500 ±0.1242', 'seeds': '3'}
     assert ladder['+ RoPE']['against + RoPE'] == ladder['vanilla <GPT-2>']['against above'] == '-'
     assert ladder['+ RoPE']['against above'] == '-0.4500 ±0.1242'
-    one = side['uptrained (from + MQA)']
+    one = side['uptrained (from + MQA; 40 iterations)']
     assert (one['against that'], one['against + RoPE'], one['seeds']) == ('+0.3000 (n=1)', '+0.4000 (n=1)', '1')
+
+
+def test_the_loss_stands_second_and_pictures_before_tables(folder):
+    """As a phone shows them; the summary in sentences is on top."""
+    summary = summary_of(folder)
+    assert tables.headline(summary).columns[:2] == ('row', 'val loss')
+    report.write_report(summary, folder)
+    for name, picture, table in (('report.html', '<img', '<table'), ('report.md', '![', '| row |')):
+        text = (folder / name).read_text()
+        assert text.index("'int8 KV', the last row".replace("'", '&#x27;' if name.endswith('html') else "'")) \
+            < text.index(picture) < text.index(table)
+
+
+def test_the_summary_says_what_the_seeds_cannot_tell(folder):
+    """Its differences from RoPE are 0.1, 0.05 and 0, and RoPE's from vanilla -0.5, -0.45, -0.4."""
+    saved, cost_, steps = tables.in_short(summary_of(folder))
+    assert "'int8 KV', the last row of the ladder, holds" in saved and 'times fewer KV bytes at T=64' in saved
+    assert '+0.0500 ±0.1242 against \'RoPE\': not distinguishable.' in cost_
+    assert steps == "Of the 3 steps down the ladder, 1 has an interval that excludes zero: 'RoPE' (lower loss)."
+
+
+@pytest.mark.parametrize('each, text, told', [
+    ([-0.01], '-0.0100 (n=1)', 'n=1, too few'), ([-0.02753, -0.02765], '-0.0275, -0.0277 (n=2)', 'n=2, too few'),
+    ([-0.01, -0.01, -0.04], '-0.0200 ±0.0430', 'all 3 differences are negative (sign test: p = 0.25)'),
+    ([-0.01, 0.01, -0.03], '-0.0100 ±0.0497', 'not distinguishable'), ([-0.03, -0.031, -0.029], '-0.0300 ±0.0025', 'excludes'),
+    ([-0.00001], '0.0000 (n=1)', 'n=1')])
+def test_differences_in_words(each, text, told):
+    found = paired_difference(dict(enumerate(each)), dict.fromkeys(range(len(each)), 0.0))
+    assert tables.plus_minus(found) == text
+    assert told in tables.verdict(found)
+
+
+def test_iterations_are_the_ladders(folder):
+    """Side rows say their own."""
+    summary = summary_of(folder)
+    assert summary['facts']['iterations'] == [400]
+    assert 'uptrained (from + MQA; 40 iterations)' in cells(tables.headline(summary, side=True))
+
+
+def test_a_flat_loss_by_position_is_told(folder):
+    summary = summary_of(folder)
+    assert not any('position' in line for line in tables.caveats(summary))
+    next(row for row in summary['rows'] if row['name'] == '+ RoPE')['loss_by_position'] = [2.0] * 16 + [1.5] * 240
+    assert any('beyond 16 tokens' in line for line in tables.caveats(summary))
 
 
 def test_seeds_on_the_command_line_leave_the_report_as_it_is(folder):
@@ -145,8 +191,9 @@ def test_recall_is_paired_by_seed(folder):
     grid = tables.recalls(summary_of(folder))
     found = cells(grid)
     assert grid.columns[:3] == ('row', '7 back', '20 back') and grid.columns[3] == 'beyond 14, less + RoPE'
-    assert [found[name]['beyond 14, less + RoPE'] for name in ('+ RoPE', '+ window', 'uptrained (from + MQA)')] == [
-        '-', '+0.0 ±12.7', '+3.0 (n=1)']
+    assert [found[name]['beyond 14, less + RoPE'] for name in ('+ RoPE', '+ window',
+                                                                  'uptrained (from + MQA; 40 iterations)')] == [
+        '-', '-1.0, +1.0 (n=2)', '+3.0 (n=1)']
     assert found['+ window']['20 back'] == '97.0 (2.8)' and found['+ window']['seeds'] == '2'
 
 
@@ -202,3 +249,107 @@ def test_a_dry_run_tells_what_a_chosen_row_needs(folder, capsys):
         results.path(ladder.rows[name], seed).unlink()
     assert todo('--only=uptrained') == {'+ RoPE': '[1]', 'uptrained': '[1]'}
     assert todo() == {'+ RoPE': '[1]', 'uptrained': '[1]', '+ MQA': '[2]'}  # 'later' has its weights, and wants seed 1 alone
+
+
+def test_the_main_table_is_written_for_papers(folder):
+    summary = summary_of(folder)
+    report.write_report(summary, folder)
+    grid = tables.headline(summary)
+    written = list(csv.reader((folder / 'table.csv').read_text().splitlines()))
+    assert written == [list(row) for row in (grid.columns, *grid.rows)]
+    grid.rows = [('a_b & 5% ±1 <x>\\',)]
+    assert r'a\_b \& 5\% $\pm$1 $<$x$>$\textbackslash{} \\' in grid.latex()
+    assert (folder / 'table.tex').read_text().startswith(r'\begin{tabular}{lrrrrrrrrr}')
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What each picture shows: name -> its figure's axes, as they were saved."""
+    seen, savefig = [], pyplot.Figure.savefig
+    monkeypatch.setattr(pyplot.Figure, 'savefig', lambda figure, *args, **keys: (
+        savefig(figure, *args, **keys), seen.append((figure.axes, [text for axis in figure.axes for text in axis.texts])))[0])
+
+    def draw(summary):
+        seen.clear()
+        return dict(zip(pictures.draw_all(summary), seen))
+    return draw
+
+
+def short_run(folder, iterations):
+    """The same ladder, evaluated only at these iterations."""
+    ladder, results = opened(folder)
+    for row in ladder.rows.values():
+        for seed in range(1, 4):
+            if found := results.read(row, seed):
+                found['training']['evaluations'] = [[i, 4.0 - i / 400, 4.0 - i / 400] for i in iterations]
+                results.write(row, seed, found)
+    return summary_of(folder)
+
+
+def test_single_evaluations_are_points_and_none_is_no_picture(folder, drawn):
+    shown = drawn(short_run(folder, [0, 400]))
+    for name in ('curves', 'gaps'):
+        axis = shown[name][0][0]
+        lines = [line for line in axis.lines if not line.get_label().startswith('_')]
+        low, high = axis.get_ylim()
+        assert lines and all(line.get_marker() == 'o' for line in lines)
+        assert all(low <= y <= high for line in lines for y in line.get_ydata())
+    summary = short_run(folder, [0])
+    assert not {'curves', 'gaps'} & drawn(summary).keys()
+    report.write_report(summary, folder)
+    assert 'no pictures of the losses while training' in (folder / 'report.md').read_text()
+    assert pictures.not_drawn(short_run(folder, [0, 400])) == [
+        'pictures of training show 1 evaluation after the first step: lower eval_interval for curves']
+    assert not pictures.not_drawn(short_run(folder, [0, 100, 200, 400]))
+
+
+def test_a_cut_axis_says_so(folder, drawn):
+    (axis,), _ = drawn(summary_of(folder))['curves']
+    assert axis.get_ylim()[1] < 3.1 == pytest.approx(max(axis.lines[0].get_ydata()))
+    assert 'above the picture' in axis.get_xlabel()
+
+
+def test_recovery_names_an_origin_once_on_a_linear_axis(folder, drawn):
+    (axis,), _ = drawn(summary_of(folder))['recovery']
+    labels = [line.get_label() for line in axis.lines]
+    assert len(labels) == len(set(labels)) and '+ RoPE (400 iterations)' in labels and axis.get_yscale() == 'linear'
+
+
+def test_line_ends_are_labelled_apart_from_one_another(folder, drawn):
+    _, texts = drawn(summary_of(folder))['positions']
+    places = sorted(text.xyann[1] for text in texts)
+    assert {text.get_text() for text in texts} >= {'+ RoPE', '+ MQA', 'vanilla <GPT-2>'}
+    assert all(b - a > 0.05 for a, b in zip(places, places[1:]))
+
+
+def test_axes_of_time_have_plain_numbers(folder, drawn):
+    summary = summary_of(folder)
+    for k, row in enumerate(summary['rows']):
+        row['speed'] = [{'kind': 'decode', 'context': 64, 'batch': 1, 'tpot_ms': {'median': 11 + k / 2}}]
+    (axis,), _ = drawn(summary)['decode']
+    ticks = [tick.get_text() for tick in axis.get_yticklabels()]
+    assert axis.get_ylabel() == 'ms per token, 1 sequence' and all(re.fullmatch(r'[\d.,]+', tick) for tick in ticks), ticks
+
+
+def test_a_picture_for_talks_names_a_few_rows(folder, drawn):
+    """From the baseline on; a row of two seeds has no bar and is hollow."""
+    (axis,), texts = drawn(summary_of(folder))['talk']
+    assert [text.get_text() for text in texts] == ['+ int8 KV', '+ MQA', 'RoPE'] and axis.get_legend() is None
+    assert len(axis.containers) == 3 and sum(bar.has_yerr for bar in axis.containers) == 2
+
+
+def test_rows_of_one_seed_are_hollow(folder, drawn):
+    axes, _ = drawn(summary_of(folder))['pareto']
+    hollow = {bar.get_label().split('  ')[1]: bar[0].get_markerfacecolor() == 'none' for bar in axes[0].containers}
+    assert hollow['later, n=1'] and not hollow['+ MQA, n=3']
+
+
+def test_recall_is_drawn_as_bars_with_a_dot_for_each_seed(folder, drawn):
+    summary = summary_of(folder)
+    for row in summary['rows']:
+        row['recall'] = {'accuracy': {'7': {'mean': 0.5, 'sd': 0.1, 'each': [0.4, 0.6]}}, 'local_reach': 0, 'seeds': [1, 2],
+                         'baseline': '+ RoPE', 'baseline_known': True, 'learned': [], 'beyond': []}
+    (axis,), _ = drawn(summary)['recall']
+    assert len(axis.patches) == len(summary['rows']) and len(axis.lines[0].get_xdata()) == 2

@@ -31,8 +31,8 @@ def test_the_smoke_ladder(tmp_path):
     first = json.loads((tmp_path / 'measured' / 'vanilla-gpt-2-seed1.json').read_text())
     assert first['training']['curve'][0][0] == 0 and len(first['training']['curve']) == 7
 
-    assert {path.stem for path in tmp_path.glob('*.png')} == {'pareto', 'curves', 'gaps', 'positions', 'decode', 'kv'}
+    assert {path.stem for path in tmp_path.glob('*.png')} == {'talk', 'pareto', 'curves', 'gaps', 'positions', 'decode', 'kv'}
     page = (tmp_path / 'report.html').read_text()
     for title in ('The ladder', 'KV cache', 'Speed', 'Training', 'Rows'):
         assert f'<h2>{title}' in page and (title == 'Rows' or title in run.stdout)
-    assert 'http' not in page and page.count('<img') == 6
+    assert 'http' not in page and page.count('<img') == 7

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ablation.tables import short
+from ablation.tables import plus_minus, short
 from benchmarks import table
 from kv import capacity
 from scripts import bench_cpu, decode_parts, loss_forms, nanogpt_parity, rope_finetune
@@ -182,9 +182,15 @@ def test_readme_has_the_ladder():
     assert all(rows[name]['seeds'] == [1, 2, 3] and rows[name]['n_layer'] == 12 for name in rows if not rows[name]['side'])
     [low] = rows['vanilla GPT-2 at learning rate 0.0015']['val_loss']['each']
     assert float(re.search(r'lower one \(([\d.]+) at 1\.5e-3, seed 1\)', prose('README.md'))[1]) == round(low, 3)
-    wanted = r'comes to ([\d.]+) \(three seeds\), the baseline to ([\d.]+) \(seed 1\)'
-    assert re.search(wanted, prose('README.md')).groups() == (
-        f"{rows['Muon']['val_loss']['mean']:.3f}", f"{rows['qk_norm, Muon']['val_loss']['mean']:.3f}")
+    ours, others = (rows[name]['val_loss']['each'][0] for name in ('Muon', 'qk_norm, Muon'))
+    wanted = r'baseline by (-[\d.]+) \(n=1: seed 1 of both, ([\d.]+) and ([\d.]+)\)'
+    assert re.search(wanted, prose('README.md')).groups() == (f'{ours - others:.4f}', f'{ours:.3f}', f'{others:.3f}')
+    window = plus_minus(rows['+ window']['against_above'])
+    assert f'its interval ({window})' in prose('README.md') and f'is {window}, which' in prose('docs/ablations.md')
+    apart = plus_minus(rows['+ int8 KV']['against_baseline'])
+    for page in ('README.md', 'docs/ablations.md'):
+        assert re.search(re.escape(apart) + '.* all three differences (are )?negative', prose(page))
+    assert max(rows['+ int8 KV']['against_baseline']['each']) < 0
     for name in ('qk_norm', 'wider heads and MLP'):  # neither rate is better by more than rounding
         [first] = [loss for seed, loss in zip(rows['+ ' + name]['seeds'], rows['+ ' + name]['val_loss']['each']) if seed == 1]
         assert all(rows[f'{name} at learning rate {lr}']['val_loss']['mean'] > first - 5e-4 for lr in ('0.003', '0.009'))
@@ -229,13 +235,14 @@ def test_readme_quotes_the_conversations():
     [cell] = [cell for cell in chat['cells'] if cell['context'] == 8192]
     [bytes_] = [row for row in chat['bytes'] if row['page_size'] == 64 and row['prune']]
     found = {row['share']: row['hit_rate'] for row in chat['workload'] if row['page_size'] == 64 and row['prune']}
-    wanted = (r'first token after (\d+) ms in place of ([\d.]+) s \((\d+) times sooner\), and the ([\d.]+) MB .*, are (\d+) '
+    wanted = (r'first token after (\d+) ms in place of ([\d.]+) s \(median of ratios (\d+), (\d+) to (\d+) in five rounds\), '
+              r'and the ([\d.]+) MB .*, are (\d+) '
               r'times less .* Of (\d+) such dialogues \((\d+) requests;.* (\d+)% of the prompt tokens .*, '
               r'(\d+)% in half the memory, (\d+)% in')
     quoted = [float(x) for x in re.search(wanted, prose('README.md')).groups()]
     ttft = {name: side['ttft_ms']['median'] for name, side in cell['sides'].items()}
     assert quoted == [round(ttft['ours']), pytest.approx(ttft['without a store'] / 1000, abs=0.05),
-                      round(cell['ratios']['ttft']['without a store']['median']),
+                      *(round(cell['ratios']['ttft']['without a store'][key]) for key in ('median', 'min', 'max')),
                       pytest.approx(bytes_['held_nbytes'] / 1e6, abs=0.05), round(bytes_['smaller']), chat['dialogues'],
                       chat['requests'], *(round(100 * found[share]) for share in (100, 50, 25))]
     assert chat['kv_dtype'] == 'int8' and chat['message'] == 20
@@ -281,7 +288,7 @@ def test_readme_quotes_recall_and_the_layer_orders():
     assert all(recall[name]['seeds'] == [1, 2, 3] for name in ladder)
     rows = {row['name']: row for row in rows_of('ablate_shakespeare')}
     first, full = rows['global first: GLLLLL/ABBCCC'], rows['+ wider heads and MLP']
-    quoted = re.search(r'seeds, ([\d.]+) against ([\d.]+), by ([\d.]+) ±([\d.]+): not enough', text).groups()
+    quoted = re.search(r'seeds, ([\d.]+) against ([\d.]+), a difference of -([\d.]+) ±([\d.]+), all three', text).groups()
     apart = first['against_above']
     assert [float(x) for x in quoted] == [round(first['val_loss']['mean'], 4), round(full['val_loss']['mean'], 4),
                                           round(-apart['mean'], 4), round(apart['half_95'], 4)]

@@ -72,13 +72,20 @@ def test_running_mean_is_the_mean_of_the_neighbours(n):
     np.testing.assert_allclose(running_mean(y, n), wanted)
 
 
-def test_the_plunge_of_the_first_iterations_does_not_set_the_scale(out):
+def test_the_first_losses_are_in_the_picture(out):
     run = read_run(out)
-    low, high = loss_range([(run.x['iter'], run.loss, run)])
-    assert low == np.nanmin(run.loss) and 2.5 < high < 2.7  # the first loss is 3.0
-    first = read_run(out)
-    first.val_loss[1:] = first.loss[1:] = math.nan  # nothing later: then it counts after all
-    assert loss_range([(first.x['iter'], first.loss, first)]) == (3.0, 3.1)
+    assert loss_range([(run.x['iter'], run.loss, run)]) == (np.nanmin(run.loss), 3.1)
+    run.val_loss[:] = run.loss[:] = math.nan
+    assert loss_range([(run.x['iter'], run.loss, run)]) == (0.0, 1.0)
+
+
+def test_the_curves_of_a_run_look_different(out, tmp_path, monkeypatch):
+    from matplotlib import pyplot
+    looks, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, 'close', lambda figure: (looks.extend(
+        (line.get_linestyle(), line.get_marker()) for line in figure.axes[0].lines), close(figure)))
+    draw([read_run(out)], tmp_path / 'a.png')
+    assert looks == [('None', '.'), ('--', 'None'), ('-', 'o')]
 
 
 def test_units_and_names():
@@ -144,7 +151,7 @@ def test_the_table_has_the_last_and_the_best_validation_loss(tmp_path, monkeypat
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ['one', '60', f'{lines[60]["loss"]:.4f}', '1.5000', '1.2500', '20', '200'] in printed
     assert ['two', '0', '3.0000', '-', '-', '-', '-'] in printed
-    assert (tmp_path / 'loss.png').read_bytes().startswith(PNG)
+    assert not (tmp_path / 'loss.png').exists() and (tmp_path / 'one' / 'loss.png').read_bytes().startswith(PNG)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
