@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow test-vllm data kv recall quantization bench-cpu ablate ablate-smoke soak nanogpt gpu-check clean
+.PHONY: help demo test test-slow test-vllm data kv contexts recall quantization bench-cpu ablate ablate-smoke soak nanogpt gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -47,6 +47,17 @@ kv: $(VENV)/.installed  ## the KV figures of GPT-2's shape in README
 	mkdir -p results/kv
 	for T in 1024 8192; do $(BIN)/python -m kv config/train_gpt2_mqa_local.py --max_seq_len=$$T --budget=1GB --json=True \
 	  | tail -n 1 | $(BIN)/python -m json.tool > results/kv/gpt2_mqa_local-T$$T.json; done
+
+contexts: $(VENV)/.installed data  ## loss in contexts longer than those trained on (8 minutes on 2 cores)
+	for run in mqa-local rope-mha; do test -f out-$$run/ckpt.pt || \
+	  $(BIN)/python train.py config/train_$$(echo $$run | tr - _).py || exit; done
+	$(BIN)/python -c "import numpy; from data.datasets import DATA_ROOT; \
+	  from data.tokenfiles import read_meta; from data.tokenizer import load_tokenizer; \
+	  folder = DATA_ROOT / 'shakespeare_works'; ids = numpy.fromfile(folder / 'val.bin', 'uint16'); \
+	  print(load_tokenizer(read_meta(folder)).decode(ids[:60000].tolist()), end='')" > held-out.txt
+	for run in mqa-local rope-mha; do for T in 256 512 1024 2048 4096; do \
+	  $(BIN)/python -m interop.evaluate --out_dir=out-$$run --text=held-out.txt --context=$$T \
+	    --batch_size=1 --json | tail -n 1; done; done > results/demo/contexts.jsonl
 
 recall: $(VENV)/.installed-test  ## the ladder's rows on a task that needs memory (an hour on 2 cores; finished runs are kept)
 	$(BIN)/python ablate.py config/ablate_recall.py --jobs=2

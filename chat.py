@@ -1,20 +1,26 @@
 r"""Talk with a trained model in the terminal. K and V of earlier turns are kept and reused.
 
-    python chat.py                                                   # with the newest run in this folder
-    python chat.py out-mqa-local                                     # a dialogue of Shakespeare's: you are ROMEO
-    python chat.py --out_dir=out-mqa-local --user=MACBETH --reply_as=BANQUO --temperature=0.6
-    python chat.py --out_dir=out --turn='{name}:\n{text}\n\n'        # for tiny Shakespeare
+    python chat.py                        # with the newest run in this folder
+    python chat.py out-mqa-local          # a dialogue of Shakespeare's: you are ROMEO
+    python chat.py --user=MACBETH --reply_as=BANQUO --temperature=0.6
+    python chat.py --turn='{name}:\n{text}\n\n'       # for tiny Shakespeare
     python chat.py --help
 
 At the prompt, text is your turn, and a line that begins with / a command:
 
-    /retry        another reply to your last turn        /edit TEXT     your last turn as TEXT, and a new reply
-    /undo         forget the last turn and its reply     /fork NAME     go on under a new name, keeping this one
-    /switch NAME  go on with another branch              /branches      which there are
-    /history      all that was said                      /stats         what was computed, what not, and bytes held
-    /help         this list                              /quit          leave (so does Ctrl-D)
+    /retry         another reply to your last turn
+    /edit TEXT     TEXT in place of your last turn, and a new reply
+    /undo          forget your last turn and its reply
+    /fork NAME     go on under a new name, keeping this branch as it is
+    /switch NAME   go on with another branch
+    /branches      which branches there are
+    /history       all that was said
+    /stats         tokens computed and reused, bytes held
+    /help          this list
+    /quit          leave (so does Ctrl-D)
 
-Ctrl-C ends a reply where it is. The conversation is kept in a file after every turn, and goes on from there next time.
+Ctrl-C ends a reply where it is. The conversation is saved after every turn, and goes
+on from there next time.
 """
 import sys
 from pathlib import Path
@@ -37,7 +43,7 @@ class Chat:
         self.dialogue = Dialogue(tokenizer, Template(s.turn))
         for name in (s.user, s.reply_as):  # an alphabet may lack some of it: better said now than after the first turn
             tokenizer.encode(self.dialogue.template.head(name) + self.dialogue.template.end)
-        max_seq_len = s.max_seq_len or model.config.block_size
+        max_seq_len = s.max_seq_len or longest_context(model.config)
         self.longest = min(s.max_new_tokens, max_seq_len // 2)  # the other half is for what was said
         self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer,
                              prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget'), prefix_folder=s.prefix_folder)
@@ -165,11 +171,21 @@ class Chat:
         return f'last {self.ttft[-1] * 1e3:.1f} ms, mean {sum(self.ttft) / len(self.ttft) * 1e3:.1f} ms'
 
 
+def longest_context(config) -> int:
+    """Tokens of a conversation that the model is given by default.
+
+    A model with RoPE and local layers gets 16 times its block_size: it predicts as well there as
+    within it, where one with global layers alone does not (results/demo/contexts.jsonl)."""
+    extends = config.pos_embedding == 'rope' and config.window_size and 'L' in config.layer_pattern
+    return config.block_size * (16 if extends else 1)
+
+
 def talk(chat) -> None:
     """Lines from the terminal until its end."""
     while True:
         try:
-            line = input(f'{chat.s.user}> ' if sys.stdin.isatty() else '').strip()
+            prompt = chat.dialogue.template.head(chat.s.user) if sys.stdin.isatty() else ''
+            line = input(prompt).strip()
         except KeyboardInterrupt:
             print('\n(/quit or Ctrl-D leaves)')
             continue
@@ -193,7 +209,8 @@ def main(argv=None):
         chat.dialogue.load(chat.path)
         print(f'(going on with {len(chat.dialogue.turns)} turns from {chat.path}; the last ones:)')
         chat.show(chat.dialogue.turns[-2:])
-    print('(/help lists what you can do)')
+    print(f'(up to {chat.engine.cache.max_seq_len:,} tokens of the conversation are given to the model; '
+          '/help lists what you can do)')
     try:
         talk(chat)
     finally:

@@ -162,7 +162,8 @@ CHAT = TALKING + _keys(
     ('temperature', 0.8, 'divides the logits: below 1 likelier, above 1 wilder, 0 = greedy'),
     ('top_k', 200, 'draw only from the k likeliest tokens; 0 = all'),
     ('top_p', 1.0, 'draw only from the likeliest tokens that together have this probability; 1 = all'),
-    ('max_seq_len', 0, 'most tokens of a conversation that the model is given; older turns are left out; 0 = block_size'),
+    ('max_seq_len', 0, 'most tokens of a conversation that the model is given; older turns are left out; 0 = block_size, '
+     'or 16 times that for models with RoPE and local layers'),
     ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype", KV_DTYPES),
     ('prefix_budget', '256MB', 'host memory for what was computed in earlier turns'),
     ('prefix_folder', '', "folder in which that is kept, too, for the next time; '' = computed anew then"),

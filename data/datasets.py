@@ -69,8 +69,13 @@ def _unknown(name: str, root: Path) -> str:
     names = available_datasets(root)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f' (did you mean {near[0]!r}?)' if near else ''
-    return (f'no dataset {name!r}{hint}; available: {", ".join(names) or "none"}; '
-            f'for one of your own put train.bin and val.bin into data/{name}/')
+    kinds = {'prepared': [], 'prepared on first use': [], 'prepared by hand': []}
+    for found in names:
+        kind = ('prepared' if is_prepared(root / found) else
+                'prepared by hand' if by_hand(root / found / 'prepare.py') else 'prepared on first use')
+        kinds[kind].append(found)
+    listed = '; '.join(f'{kind}: {", ".join(some)}' for kind, some in kinds.items() if some)
+    return f'no dataset {name!r}{hint}; {listed}; your own text: python data/text/prepare.py --help'
 
 
 def _run_prepare(path: Path) -> None:

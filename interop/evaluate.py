@@ -105,7 +105,8 @@ def evaluate(s) -> dict:
     logits_of = through_cache(model, s.kv_dtype, max(1, context // 4), max(1, context // 16)) if s.kv_dtype else forward(model)
     nats = nats_of(logits_of, torch.tensor(ids, device=model.device), context, stride, s.batch_size)
     n, size = len(ids) - 1, len(text.encode()) - uncounted
-    return {'text': s.text, 'tokens': n, 'bytes': size, 'nats_per_token': nats / n, 'perplexity': math.exp(min(nats / n, 700)),
+    return {'model': s.out_dir if s.init_from == 'resume' else s.init_from, 'text': s.text,
+            'tokens': n, 'bytes': size, 'nats_per_token': nats / n, 'perplexity': math.exp(min(nats / n, 700)),
             'bits_per_byte': bits_per_byte(nats / n, n, size), 'context': context, 'stride': stride,
             'kv_dtype': model.resolved_kv_dtype(s.kv_dtype) if s.kv_dtype else '',
             'dtype': str(model.lm_head.weight.dtype).removeprefix('torch.')}

@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     settings = {'input': [str(path.resolve()) for path in args.input], 'glob': args.glob, 'tokenizer': args.tokenizer,
                 'val': args.val}
     prepare(folder, split(texts, args.val), alphabet if args.tokenizer == 'char' else None, settings)
-    print(f'train a small model on it, of a size for a laptop: '
-          f'python train.py config/train_mqa_local.py --dataset={args.name} --out_dir=out-{args.name}')
+    where = '' if args.name == 'text' else f' --dataset={args.name} --out_dir=out-{args.name}'
+    print(f'train a small model on it, of a size for a laptop: python train.py config/train_text.py{where}')
 
 
 if __name__ == '__main__':

@@ -90,11 +90,13 @@ def test_a_name_that_no_file_system_takes_is_unknown(tmp_path):
 def test_unknown_name_lists_and_suggests(tmp_path):
     make(tmp_path, 'shakespeare_works', prepare=WRITE)
     make(tmp_path, 'mine', prepared=True)
+    make(tmp_path, 'web', prepare="BY_HAND = 'hours'")
     make(tmp_path, 'no_dataset')
     with pytest.raises(UserError) as caught:
         ensure_dataset('shakespear_work', tmp_path)
     message = str(caught.value)
-    assert "did you mean 'shakespeare_works'?" in message and 'available: mine, shakespeare_works' in message
+    assert "did you mean 'shakespeare_works'?" in message
+    assert 'prepared: mine; prepared on first use: shakespeare_works; prepared by hand: web; ' in message
     assert 'no_dataset' not in message and '\n' not in message
 
 

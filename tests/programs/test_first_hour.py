@@ -24,7 +24,7 @@ def test_own_data_end_with_a_command_of_a_size_for_a_laptop(tmp_path, monkeypatc
     monkeypatch.setattr(prepare, 'DATA_ROOT', tmp_path / 'data')
     prepare.main(['--input', str(tmp_path / 'a.txt'), '--name', 'mine'])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith(': python train.py config/train_mqa_local.py --dataset=mine --out_dir=out-mine')
+    assert last.endswith(': python train.py config/train_text.py --dataset=mine --out_dir=out-mine')
     monkeypatch.setattr(train, 'DATA_ROOT', tmp_path / 'data')
     monkeypatch.chdir(tmp_path)
     argv = last.partition('python train.py ')[2].split()

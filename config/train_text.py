@@ -1,0 +1,39 @@
+# Text of your own, on a laptop: the demo's model, trained longer, keeping the checkpoint that predicts
+# the held-out part best (a small text is soon learned by heart).
+#   python data/text/prepare.py --input=book.txt
+#   python train.py config/train_text.py
+#   python sample.py config/train_text.py
+out_dir = 'out-text'
+dataset = 'text'
+
+n_layer = 12
+n_head = 8
+n_embd = 128
+block_size = 256
+gelu = 'tanh'
+dropout = 0.1
+
+# what it remembers: see config/train_mqa_local.py
+n_kv_head = 1
+layer_pattern = 'LLLLLG'
+window_size = 64
+kv_share = 'AABBBC'
+share_global_kv = True
+pos_embedding = 'rope'
+qk_norm = True
+mlp_hidden = 632
+
+batch_size = 8
+gradient_accumulation_steps = 1
+max_iters = 1000
+lr_decay_iters = 1000
+warmup_iters = 40
+optimizer = 'muon'
+learning_rate = 6e-3
+min_lr = 6e-4
+beta2 = 0.99
+eval_interval = 100
+eval_iters = 20
+always_save_checkpoint = False
+log_interval = 10
+compile = False
