@@ -1,4 +1,5 @@
 """OpenAI's request documents, read: which prompts, how sampled, how answered. No HTTP and no torch here."""
+import difflib
 import re
 import secrets
 from collections.abc import Callable
@@ -89,8 +90,10 @@ def _fields(document, known, neutral, service) -> dict:
             raise ApiError(400, f'{name}={shown(value)} is not offered here: leave it out, or give {allowed}', name,
                            'unsupported_value')
         if name not in known and name not in neutral and name not in IGNORED:
-            raise ApiError(400, f'unknown field {shown(name)} (known are {", ".join(sorted(known))})', name[:60],
-                           'unknown_field')
+            near = difflib.get_close_matches(name[:60], known, n=1)
+            hint = f', did you mean {near[0]!r}?' if near else ''
+            raise ApiError(400, f'unknown field {shown(name)}{hint} (known are {", ".join(sorted(known))})',
+                           name[:60], 'unknown_field')
     given = {name: value for name, value in document.items() if name in known and value is not None}
     model = given.pop('model', service.model)
     if model != service.model:

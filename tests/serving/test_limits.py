@@ -25,6 +25,9 @@ def assert_refused(response, status, *named, param=Ellipsis, code=Ellipsis):
 WRONG = [
     (dict(prompt='abc', bogus=1), 'bogus', "unknown field 'bogus'"),
     (dict(prompt='abc', messages=[USER]), 'messages', 'unknown'),
+    (dict(prompt='abc', max_token=5), 'max_token',
+     "unknown field 'max_token', did you mean 'max_tokens'?"),
+    (dict(prompt='abc', maxTokens=5), 'maxTokens', "did you mean 'max_tokens'?"),
     (dict(), 'prompt', 'missing'), (dict(prompt=None), 'prompt', 'missing'), (dict(prompt=5), 'prompt', '5'),
     (dict(prompt=[]), 'prompt', 'no tokens'), (dict(prompt=''), 'prompt', 'no tokens'),
     (dict(prompt=[[]]), 'prompt', 'no tokens'),
