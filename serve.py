@@ -83,7 +83,7 @@ def make_service(s, model, tokenizer):
     positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
     name = s.model_name or (Path(s.out_dir).resolve().name if s.init_from == 'resume' else Path(s.init_from).name)
     return engine, Service(name, tokenizer, positions, s.max_new_tokens, s.parallel + s.max_waiting, template, s.user,
-                           s.reply_as)
+                           s.reply_as, s.strict_messages)
 
 
 def main(argv=None):

@@ -174,6 +174,8 @@ SERVE = TALKING + _keys(
     ('api_key_file', '', "file with the keys that clients may give, one a line; '' = the environment's NANOKV_API_KEY, else "
      'none is needed'),
     ('model_name', '', "what clients call the model; '' = the name of the folder out_dir"),
+    ('strict_messages', False, 'refuse a message that would end its turn early (by default: with '
+     'a blank line in it); False: its blank lines are left out'),
     ('max_new_tokens', 256, 'longest answer, in tokens, where a request does not say'),
     ('parallel', 16, 'requests that run at once'),
     ('max_seq_len', 0, 'longest prompt and answer together, in tokens; 0 = block_size'),

@@ -34,6 +34,7 @@ class Service:
 
     max_positions: most tokens of a prompt and what is generated, less the last. max_new_tokens: where a request does not say.
     max_choices: most that the server ever takes at once. user, reply_as: names of a conversation's two sides.
+    strict: refuse messages that `Dialogue.say` would fold.
     """
     model: str
     tokenizer: object
@@ -43,6 +44,7 @@ class Service:
     template: Template
     user: str
     reply_as: str
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def _conversation(messages, service) -> list[int]:
     again."""
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, f'messages={shown(messages)}: must be a list of at least one message', 'messages')
-    dialogue, start, n = Dialogue(service.tokenizer, service.template), [], 0
+    dialogue, start, n = Dialogue(service.tokenizer, service.template, strict=service.strict), [], 0
     for i, message in enumerate(messages):
         where = f'messages[{i}]'
         role, text, name = _message(message, where, service)
