@@ -29,12 +29,12 @@ def parts():
     try:
         from serving.app import Limits, make_app
         from serving.metrics import Metrics
-        from serving.server import Server, bind
+        from serving.server import RequestLog, Server, bind
     except ModuleNotFoundError as e:
         if e.name.partition('.')[0] not in ('starlette', 'uvicorn', 'prometheus_client'):
             raise
         raise UserError(f"serve.py needs the package {e.name}: pip install -e '.[serve]'") from e
-    return Limits, make_app, Metrics, Server, bind
+    return Limits, make_app, Metrics, RequestLog, Server, bind
 
 
 def check(s):
@@ -89,7 +89,7 @@ def make_service(s, model, tokenizer):
 def main(argv=None):
     s = configurator.parse('serve', argv, usage=__doc__)
     check(s)
-    Limits, make_app, Metrics, Server, bind = parts()
+    Limits, make_app, Metrics, RequestLog, Server, bind = parts()
     from serving.worker import Worker
     keys, limits = read_keys(s.api_key_file, os.environ), Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
     sock = bind(s.host, s.port)  # before anything slow
@@ -106,7 +106,9 @@ def main(argv=None):
     host, port = sock.getsockname()[:2]
     greeting = f"Serving {service.model!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)"
     hosts = LOOPBACK_NAMES if s.host in LOOPBACK and not keys else ()
-    Server(make_app(worker, service, limits, keys, hosts), worker, s.grace, greeting).run([sock])
+    log = RequestLog() if s.log_requests else None
+    app = make_app(worker, service, limits, keys, hosts, log)
+    Server(app, worker, s.grace, greeting, log).run([sock])
 
 
 if __name__ == '__main__':

@@ -182,6 +182,7 @@ SERVE = TALKING + _keys(
     ('max_waiting', 64, 'requests that may wait beside them; more are told to come again (429)'),
     ('max_body', '1MB', 'largest request'),
     ('timeout', 300.0, 'seconds after which a request is cancelled (504)'),
+    ('log_requests', True, 'print a line for each finished request'),
     ('grace', 10.0, 'seconds that running requests have to end, on Ctrl-C or SIGTERM'),
     ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype", KV_DTYPES),
     ('kv_budget', '', "KV memory for all, as '1GB'; '' = enough for every row at its longest, but at most half of the "

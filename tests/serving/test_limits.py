@@ -203,6 +203,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(serve, monkeypatch):
     gate.set()
     *said, last = [json.loads(event[6:]) for event in response.text.split('\n\n')[:-1]]
     assert response.status_code == 200 and last['error']['type'] == 'timeout_error' and 0 < len(said) <= 3
+    assert ' 200: not done within 0.5 s: cancelled, TTFT ' in server.logged[0]
     assert_free(server.worker)
 
 
@@ -242,6 +243,7 @@ def test_whoever_leaves_is_cancelled(serve, held, stream):
     assert asyncio.run(scenario()) == [[], []]
     held.set()
     assert_free(server.worker)
+    assert all(' 499: client left, ' in line for line in server.logged) and len(server.logged) == 2
     assert server.metrics.registry.get_sample_value('nanokv_tokens_generated_total') <= 1  # of the step that was held
     labels = dict(route=COMPLETIONS, status='499')
     assert server.metrics.registry.get_sample_value('nanokv_requests_total', labels) == 2
