@@ -5,7 +5,8 @@ r"""Serve a trained model over HTTP, with OpenAI's interface for completions and
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "ROMEO:", "max_tokens": 50}'
     python serve.py --help
 
-POST /v1/completions and /v1/chat/completions (with stream too), GET /v1/models, /health, /metrics (Prometheus).
+POST /v1/completions and /v1/chat/completions (with stream too), GET /v1/models, /health, /metrics
+(Prometheus), / (a page to chat in a browser).
 docs/serving.md has the rest. Needs pip install -e '.[serve]'.
 """
 import os
@@ -104,7 +105,8 @@ def main(argv=None):
         print(f'Note: whoever reaches {s.host} may use this server: NANOKV_API_KEY or --api_key_file asks for a key',
               file=sys.stderr)
     host, port = sock.getsockname()[:2]
-    greeting = f"Serving {service.model!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    greeting = f'Serving {service.model!r} at {url}/v1, a chat page at {url}/ (Ctrl-C ends it)'
     hosts = LOOPBACK_NAMES if s.host in LOOPBACK and not keys else ()
     log = RequestLog() if s.log_requests else None
     app = make_app(worker, service, limits, keys, hosts, log)

@@ -3,13 +3,17 @@
     every route ── Front: key, counting ── Generate: body ── api ── worker.submit ── events ── replies ── client
 """
 import asyncio
+import base64
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 from starlette.applications import Starlette
@@ -28,7 +32,23 @@ READERS = 2       # requests that are read (parsed, encoded) at once, in threads
 UNREAD = (401, 403, 408, 413, 415)  # of these there may be a body to come, which nobody waits for
 LAST_WORDS = 1.0  # seconds to tell a client of a time-out that may not be reading
 GONE = object()
+PAGE = Path(__file__).with_name('page.html').read_text(encoding='utf-8')
 log = logging.getLogger('nanokv.serving')
+
+
+def _hashed(tag: str) -> str:
+    """The page's script or style as a source of its Content-Security-Policy."""
+    [text] = re.findall(rf'<{tag}>(.*?)</{tag}>', PAGE, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# nothing is loaded from elsewhere, and no script or style runs but the page's own
+PAGE_HEADERS = {
+    'Content-Security-Policy':
+        f"default-src 'none'; connect-src 'self'; img-src data:; script-src {_hashed('script')}; "
+        f"style-src {_hashed('style')}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    'X-Content-Type-Options': 'nosniff', 'Cache-Control': 'no-cache'}
 
 
 @dataclass(frozen=True)
@@ -43,7 +63,8 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
              request_log: Callable[[str], None] | None = None) -> Starlette:
     """The ASGI application. The worker must have been started; it is not stopped here.
 
-    keys: one of them must come as `Authorization: Bearer KEY`, but for /health; none = everybody is let in.
+    keys: one of them must come as `Authorization: Bearer KEY`, but for /health and the page (/);
+        none = everybody is let in.
     hosts: names by which the server may be called; none = any. A page in a browser on the same machine can have a name of its
         own point here (DNS rebinding), and then reads the answers.
     request_log: called on the event loop with a line for each finished request; it must not block.
@@ -57,6 +78,9 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
         if request.path_params['model'] != service.model:
             raise ApiError(404, f'there is no such model: this server has {service.model!r}', 'model', 'model_not_found')
         return _json(_model(service))
+
+    async def page(request):
+        return Response(PAGE, headers=PAGE_HEADERS, media_type='text/html')
 
     async def health(request):
         return _json({'status': 'ok' if worker.alive else 'stopping'}, 200 if worker.alive else 503)
@@ -72,7 +96,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     routes = [Route('/v1/completions', Generate(worker, service, limits, api.completion, Reply), methods=['POST']),
               Route('/v1/chat/completions', Generate(worker, service, limits, api.chat, ChatReply), methods=['POST']),
               Route('/v1/models', models), Route('/v1/models/{model:path}', model), Route('/health', health),
-              Route('/metrics', counters)]
+              Route('/metrics', counters), Route('/', page)]
     front = Middleware(Front, metrics=metrics, keys=[key.encode(errors='surrogateescape') for key in keys],
                        hosts=[host.encode() for host in hosts], request_log=request_log,
                        paths={route.path for route in routes if '{' not in route.path})
@@ -133,7 +157,7 @@ class Front:
         scheme, _, key = headers.get(b'authorization', b'').partition(b' ')
         # all are compared: how long it takes says nothing of which is near
         known = scheme.lower() == b'bearer' and sum(hmac.compare_digest(key.strip(), each) for each in self.keys)
-        if known or not self.keys or scope['path'] == '/health':
+        if known or not self.keys or scope['path'] in ('/health', '/'):
             return None
         return ApiError(401, 'a key is needed: Authorization: Bearer KEY', code='invalid_api_key',
                         headers={'WWW-Authenticate': 'Bearer'})
@@ -157,7 +181,7 @@ def _line(scope, status, error, start) -> str:
         parts += dict.fromkeys(completion.finish_reason for completion in answer.reply.completions)
     address = scope['client'][0] if scope['client'] else '-'
     line = f"{address} {scope['method']} {scope['path']} {status}: {', '.join(filter(None, parts))}"
-    return time.strftime('%Y-%m-%d %H:%M:%S ') + ascii(line)[1:-1]
+    return time.strftime('%Y-%m-%d %H:%M:%S ') + line.encode('unicode_escape').decode()
 
 
 class Generate:

@@ -129,7 +129,7 @@ def test_bodies_of_another_type_or_too_large(serve):
 
 def test_routes_and_methods(serve):
     client = serve().client
-    assert_refused(client.get('/'), 404, 'GET /')
+    assert_refused(client.get('/nowhere'), 404, 'GET /nowhere')
     assert_refused(client.post('/v1/embeddings', json={}), 404)
     assert_refused(client.post(COMPLETIONS + '/', json={}), 404)
     for method, path in (('GET', COMPLETIONS), ('PUT', CHAT), ('DELETE', '/v1/models'), ('POST', '/health'),
@@ -148,7 +148,8 @@ def test_keys(serve):
             response = server.client.request(method, path, headers=headers)
             assert_refused(response, 401, 'a key is needed', code='invalid_api_key')
             assert response.headers['www-authenticate'] == 'Bearer'
-        assert server.client.get('/health', headers=headers).status_code == 200
+        for path in ('/health', '/'):  # the page asks for the key
+            assert server.client.get(path, headers=headers).status_code == 200
     for header in ('Bearer sesame', 'bearer open', 'Bearer  open'):
         assert server.client.post(COMPLETIONS, json=dict(prompt='a'), headers={'authorization': header}).status_code == 200
 

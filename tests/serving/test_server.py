@@ -121,7 +121,7 @@ MALFORMED = [
     b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n', b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',
     b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef',
     b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n',
-    b'GET / HTTP/9.9\r\nHost: x\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nHost : y\r\n\r\n',
+    b'GET /nowhere HTTP/9.9\r\nHost: x\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nHost : y\r\n\r\n',
     b'GET /' + b'a' * 100_000 + b' HTTP/1.1\r\nHost: x\r\n\r\n',
 ]
 
