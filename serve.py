@@ -5,7 +5,8 @@ r"""Serve a trained model over HTTP, with OpenAI's interface for completions and
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "ROMEO:", "max_tokens": 50}'
     python serve.py --help
 
-POST /v1/completions and /v1/chat/completions (with stream too), GET /v1/models, /health, /metrics (Prometheus).
+POST /v1/completions and /v1/chat/completions (with stream too), GET /v1/models, /health, /metrics
+(Prometheus), / (a page to chat in a browser).
 docs/serving.md has the rest. Needs pip install -e '.[serve]'.
 """
 import os
@@ -29,12 +30,12 @@ def parts():
     try:
         from serving.app import Limits, make_app
         from serving.metrics import Metrics
-        from serving.server import Server, bind
+        from serving.server import RequestLog, Server, bind
     except ModuleNotFoundError as e:
         if e.name.partition('.')[0] not in ('starlette', 'uvicorn', 'prometheus_client'):
             raise
         raise UserError(f"serve.py needs the package {e.name}: pip install -e '.[serve]'") from e
-    return Limits, make_app, Metrics, Server, bind
+    return Limits, make_app, Metrics, RequestLog, Server, bind
 
 
 def check(s):
@@ -83,13 +84,13 @@ def make_service(s, model, tokenizer):
     positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
     name = s.model_name or (Path(s.out_dir).resolve().name if s.init_from == 'resume' else Path(s.init_from).name)
     return engine, Service(name, tokenizer, positions, s.max_new_tokens, s.parallel + s.max_waiting, template, s.user,
-                           s.reply_as)
+                           s.reply_as, s.strict_messages)
 
 
 def main(argv=None):
     s = configurator.parse('serve', argv, usage=__doc__)
     check(s)
-    Limits, make_app, Metrics, Server, bind = parts()
+    Limits, make_app, Metrics, RequestLog, Server, bind = parts()
     from serving.worker import Worker
     keys, limits = read_keys(s.api_key_file, os.environ), Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
     sock = bind(s.host, s.port)  # before anything slow
@@ -104,9 +105,12 @@ def main(argv=None):
         print(f'Note: whoever reaches {s.host} may use this server: NANOKV_API_KEY or --api_key_file asks for a key',
               file=sys.stderr)
     host, port = sock.getsockname()[:2]
-    greeting = f"Serving {service.model!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    greeting = f'Serving {service.model!r} at {url}/v1, a chat page at {url}/ (Ctrl-C ends it)'
     hosts = LOOPBACK_NAMES if s.host in LOOPBACK and not keys else ()
-    Server(make_app(worker, service, limits, keys, hosts), worker, s.grace, greeting).run([sock])
+    log = RequestLog() if s.log_requests else None
+    app = make_app(worker, service, limits, keys, hosts, log)
+    Server(app, worker, s.grace, greeting, log).run([sock])
 
 
 if __name__ == '__main__':

@@ -175,12 +175,15 @@ SERVE = TALKING + _keys(
     ('api_key_file', '', "file with the keys that clients may give, one a line; '' = the environment's NANOKV_API_KEY, else "
      'none is needed'),
     ('model_name', '', "what clients call the model; '' = the name of the folder out_dir"),
+    ('strict_messages', False, 'refuse a message that would end its turn early (by default: with '
+     'a blank line in it); False: its blank lines are left out'),
     ('max_new_tokens', 256, 'longest answer, in tokens, where a request does not say'),
     ('parallel', 16, 'requests that run at once'),
     ('max_seq_len', 0, 'longest prompt and answer together, in tokens; 0 = block_size'),
     ('max_waiting', 64, 'requests that may wait beside them; more are told to come again (429)'),
     ('max_body', '1MB', 'largest request'),
     ('timeout', 300.0, 'seconds after which a request is cancelled (504)'),
+    ('log_requests', True, 'print a line for each finished request'),
     ('grace', 10.0, 'seconds that running requests have to end, on Ctrl-C or SIGTERM'),
     ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype", KV_DTYPES),
     ('kv_budget', '', "KV memory for all, as '1GB'; '' = enough for every row at its longest, but at most half of the "

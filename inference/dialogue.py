@@ -59,36 +59,38 @@ class Dialogue:
 
     tokenizer: as `data.tokenizer`. branches: name -> turns; `branch` is the one that goes on.
     trimmed: name of a branch -> how many of its oldest turns are left out of prompts.
+    strict: refuse what `say` would fold.
     """
     tokenizer: object
     template: Template
     branches: dict[str, list[Turn]] = field(default_factory=lambda: {'main': []})
     branch: str = 'main'
     trimmed: dict[str, int] = field(default_factory=dict)
+    strict: bool = False
 
     @property
     def turns(self) -> list[Turn]:
         return self.branches[self.branch]
 
     def say(self, name: str, text: str) -> None:
-        """Append a turn.
+        """Append a turn. If its text would end it early, the text is folded first, unless `strict`:
+        blank lines are left out, and where any line break ends a turn, spaces join the lines.
 
         Raises:
-            UserError: a text with what ends a turn in it, or with characters that the model does not know.
+            UserError: what ends a turn comes up before its end (in the name, the text, or where they meet
+                the template), or characters that the model does not know.
         """
-        self.turns.append(Turn(name, text, self._encoded(self.checked(name, text))))
+        head, end = self.template.head(name), self.template.end
 
-    def checked(self, name: str, text: str) -> str:
-        """The turn as it is written.
-
-        Raises:
-            UserError: what ends a turn comes up before its end: in the name, the text, or where they meet the template.
-        """
-        end, turn = self.template.end, self.template.head(name) + text + self.template.end
-        if turn.index(end) < len(turn) - len(end):
+        def ends_early():
+            return (head + text + end).index(end) < len(head + text)
+        if not self.strict and ends_early():
+            lines = [line for line in text.splitlines() if line.strip()]
+            text = (' ' if end == '\n' else '\n').join(lines)
+        if ends_early():
             raise UserError(f'a turn ends at {end!r}, and this one has it before its end: in its text, or where that begins or '
                             'ends')
-        return turn
+        self.turns.append(Turn(name, text, self._encoded(head + text + end)))
 
     def _encoded(self, text):
         return self.tokenizer.encode(text, special=False)  # what people say is text, and nothing else

@@ -1,4 +1,5 @@
 """OpenAI's request documents, read: which prompts, how sampled, how answered. No HTTP and no torch here."""
+import difflib
 import re
 import secrets
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class Service:
 
     max_positions: most tokens of a prompt and what is generated, less the last. max_new_tokens: where a request does not say.
     max_choices: most that the server ever takes at once. user, reply_as: names of a conversation's two sides.
+    strict: refuse messages that `Dialogue.say` would fold.
     """
     model: str
     tokenizer: object
@@ -42,6 +44,7 @@ class Service:
     template: Template
     user: str
     reply_as: str
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,10 @@ def _fields(document, known, neutral, service) -> dict:
             raise ApiError(400, f'{name}={shown(value)} is not offered here: leave it out, or give {allowed}', name,
                            'unsupported_value')
         if name not in known and name not in neutral and name not in IGNORED:
-            raise ApiError(400, f'unknown field {shown(name)} (known are {", ".join(sorted(known))})', name[:60],
-                           'unknown_field')
+            near = difflib.get_close_matches(name[:60], known, n=1)
+            hint = f', did you mean {near[0]!r}?' if near else ''
+            raise ApiError(400, f'unknown field {shown(name)}{hint} (known are {", ".join(sorted(known))})',
+                           name[:60], 'unknown_field')
     given = {name: value for name, value in document.items() if name in known and value is not None}
     model = given.pop('model', service.model)
     if model != service.model:
@@ -179,7 +184,7 @@ def _conversation(messages, service) -> list[int]:
     again."""
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, f'messages={shown(messages)}: must be a list of at least one message', 'messages')
-    dialogue, start, n = Dialogue(service.tokenizer, service.template), [], 0
+    dialogue, start, n = Dialogue(service.tokenizer, service.template, strict=service.strict), [], 0
     for i, message in enumerate(messages):
         where = f'messages[{i}]'
         role, text, name = _message(message, where, service)

@@ -3,12 +3,17 @@
     every route ── Front: key, counting ── Generate: body ── api ── worker.submit ── events ── replies ── client
 """
 import asyncio
+import base64
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
+import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 from starlette.applications import Starlette
@@ -27,7 +32,23 @@ READERS = 2       # requests that are read (parsed, encoded) at once, in threads
 UNREAD = (401, 403, 408, 413, 415)  # of these there may be a body to come, which nobody waits for
 LAST_WORDS = 1.0  # seconds to tell a client of a time-out that may not be reading
 GONE = object()
+PAGE = Path(__file__).with_name('page.html').read_text(encoding='utf-8')
 log = logging.getLogger('nanokv.serving')
+
+
+def _hashed(tag: str) -> str:
+    """The page's script or style as a source of its Content-Security-Policy."""
+    [text] = re.findall(rf'<{tag}>(.*?)</{tag}>', PAGE, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# nothing is loaded from elsewhere, and no script or style runs but the page's own
+PAGE_HEADERS = {
+    'Content-Security-Policy':
+        f"default-src 'none'; connect-src 'self'; img-src data:; script-src {_hashed('script')}; "
+        f"style-src {_hashed('style')}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    'X-Content-Type-Options': 'nosniff', 'Cache-Control': 'no-cache'}
 
 
 @dataclass(frozen=True)
@@ -38,12 +59,15 @@ class Limits:
 
 
 def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
-             hosts: Sequence[str] = ()) -> Starlette:
+             hosts: Sequence[str] = (),
+             request_log: Callable[[str], None] | None = None) -> Starlette:
     """The ASGI application. The worker must have been started; it is not stopped here.
 
-    keys: one of them must come as `Authorization: Bearer KEY`, but for /health; none = everybody is let in.
+    keys: one of them must come as `Authorization: Bearer KEY`, but for /health and the page (/);
+        none = everybody is let in.
     hosts: names by which the server may be called; none = any. A page in a browser on the same machine can have a name of its
         own point here (DNS rebinding), and then reads the answers.
+    request_log: called on the event loop with a line for each finished request; it must not block.
     """
     metrics = worker.metrics
 
@@ -55,6 +79,9 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
             raise ApiError(404, f'there is no such model: this server has {service.model!r}', 'model', 'model_not_found')
         return _json(_model(service))
 
+    async def page(request):
+        return Response(PAGE, headers=PAGE_HEADERS, media_type='text/html')
+
     async def health(request):
         return _json({'status': 'ok' if worker.alive else 'stopping'}, 200 if worker.alive else 503)
 
@@ -64,13 +91,15 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     async def failed(request, error):
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, f'{request.method} {request.url.path}: {error.detail}', headers=error.headers)
+        request.scope['error'] = error
         return _refusal(error if isinstance(error, ApiError) else ApiError(500, 'internal error'))
     routes = [Route('/v1/completions', Generate(worker, service, limits, api.completion, Reply), methods=['POST']),
               Route('/v1/chat/completions', Generate(worker, service, limits, api.chat, ChatReply), methods=['POST']),
               Route('/v1/models', models), Route('/v1/models/{model:path}', model), Route('/health', health),
-              Route('/metrics', counters)]
+              Route('/metrics', counters), Route('/', page)]
     front = Middleware(Front, metrics=metrics, keys=[key.encode(errors='surrogateescape') for key in keys],
-                       hosts=[host.encode() for host in hosts], paths={route.path for route in routes if '{' not in route.path})
+                       hosts=[host.encode() for host in hosts], request_log=request_log,
+                       paths={route.path for route in routes if '{' not in route.path})
     app = Starlette(routes=routes, middleware=[front],
                     exception_handlers={HTTPException: failed, ApiError: failed, Exception: failed})
     app.router.redirect_slashes = False
@@ -91,15 +120,18 @@ def _refusal(error: ApiError) -> Response:
 
 
 class Front:
-    """What comes before all routes: the key, and counting."""
+    """What comes before all routes: the key, counting, and the request log."""
 
-    def __init__(self, app, metrics, keys: list[bytes], hosts: list[bytes], paths: set[str]):
+    def __init__(self, app, metrics, keys: list[bytes], hosts: list[bytes], paths: set[str],
+                 request_log):
         self.app, self.metrics, self.keys, self.hosts, self.paths = app, metrics, keys, hosts, paths
+        self.request_log = request_log
 
     async def __call__(self, scope, receive, send):
         if scope['type'] != 'http':
             return await self.app(scope, receive, send)
         status = 499  # nothing was sent: the client left
+        error, start = None, time.perf_counter()
 
         async def counting(message):
             nonlocal status
@@ -110,11 +142,13 @@ class Front:
             error = self._refused(scope)
             await (_refusal(error) if error else self.app)(scope, receive, counting)
         except Exception:
-            status = 500
+            status, error = 500, ApiError(500, 'internal error')
             raise
         finally:
             route = scope['path'] if scope['path'] in self.paths else 'other'
             self.metrics.requests.labels(route, str(status)).inc()
+            if self.request_log:
+                self.request_log(_line(scope, status, error or scope.get('error'), start))
 
     def _refused(self, scope) -> ApiError | None:
         headers = dict(reversed(scope['headers']))  # the first of each name
@@ -123,10 +157,31 @@ class Front:
         scheme, _, key = headers.get(b'authorization', b'').partition(b' ')
         # all are compared: how long it takes says nothing of which is near
         known = scheme.lower() == b'bearer' and sum(hmac.compare_digest(key.strip(), each) for each in self.keys)
-        if known or not self.keys or scope['path'] == '/health':
+        if known or not self.keys or scope['path'] in ('/health', '/'):
             return None
         return ApiError(401, 'a key is needed: Authorization: Bearer KEY', code='invalid_api_key',
                         headers={'WWW-Authenticate': 'Bearer'})
+
+
+def _line(scope, status, error, start) -> str:
+    """A line of the request log: printable ASCII, so that a client cannot forge one."""
+    answer = scope.get('answer')
+    error = error or answer and answer.error
+    left = status == 499 or answer and not error and not answer.reply.complete
+    usage = answer.reply.usage() if answer and not error and not left else None
+    parts = [str(error)[:200] if error else 'client left' if left else '']
+    if usage:
+        cached = usage['prompt_tokens_details']['cached_tokens']
+        parts = [f"{usage['prompt_tokens']} prompt tokens ({cached} cached)",
+                 f"{usage['completion_tokens']} completion tokens"]
+    if answer and answer.first:
+        parts.append(f'TTFT {answer.first - start:.3f} s')
+    parts.append(f'{time.perf_counter() - start:.3f} s')
+    if usage:
+        parts += dict.fromkeys(completion.finish_reason for completion in answer.reply.completions)
+    address = scope['client'][0] if scope['client'] else '-'
+    line = f"{address} {scope['method']} {scope['path']} {status}: {', '.join(filter(None, parts))}"
+    return time.strftime('%Y-%m-%d %H:%M:%S ') + line.encode('unicode_escape').decode()
 
 
 class Generate:
@@ -147,7 +202,8 @@ class Generate:
             raise ApiError(408, f'the request did not come within {self.limits.timeout:g} s') from None
         with refusing():
             self.worker.check()  # before it is read, which may take a while
-        await Answer(lambda: self._read(body), send, deadline).run(self.worker, receive, self.limits)
+        scope['answer'] = answer = Answer(lambda: self._read(body), send, deadline)
+        await answer.run(self.worker, receive, self.limits)
 
     async def _read(self, body):
         """(what is asked, its reply), in a thread: others go on meanwhile."""
@@ -193,11 +249,13 @@ def refusing():
 
 class Answer:
     """One request at work: its events from the engine, and whether the client is still there. read: gives what is asked, and
-    the reply to it. deadline: by the loop's clock."""
+    the reply to it. deadline: by the loop's clock. first: when its first event came, by
+    `time.perf_counter`. error: what ended its stream."""
 
     def __init__(self, read: Callable[[], Awaitable], send, deadline: float):
         self.read, self.send, self.deadline = read, send, deadline
         self.started, self.ticket, self.reply = False, None, None
+        self.first = self.error = None
         self.inbox, self.loop = asyncio.Queue(), asyncio.get_running_loop()
 
     async def run(self, worker: Worker, receive, limits: Limits) -> None:
@@ -213,6 +271,7 @@ class Answer:
                                                                headers={'x-should-retry': 'false'})  # OpenAI's client would
             if not self.started:
                 raise error from None
+            self.error = error
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS):
                     await self._say([error.document()], more=False)
@@ -247,6 +306,7 @@ class Answer:
         for choice, event in (item for batch in batches for item in batch):
             if isinstance(event, Fault):
                 raise ApiError(event.status, event.message)
+            self.first = self.first or time.perf_counter()
             documents += self.reply.take(choice, event)
         return documents
 

@@ -1,6 +1,9 @@
 """The address, the event loop, and the way to an end: uvicorn around the application."""
 import asyncio
+import contextlib
+import queue
 import socket
+import threading
 import time
 
 import uvicorn
@@ -10,7 +13,7 @@ from serving.worker import Worker
 
 LAST = 5.0   # seconds after the grace that connections have, then they are cut
 IDLE = 15.0  # seconds in which a connection without a request at work must get on: send one, or read what there is for it
-MOST = 1000  # connections; more are answered with 503
+MOST = 1000  # connections; more are answered with 503; lines of the log that wait
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -30,6 +33,31 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+class RequestLog:
+    """Prints lines on stdout from a thread of its own: a stuck output holds up no request.
+    Lines that come while MOST of them wait are lost."""
+
+    def __init__(self):
+        self._lines = queue.Queue(MOST)
+        self._thread = threading.Thread(target=self._run, name='request log', daemon=True)
+        self._thread.start()
+
+    def __call__(self, line: str) -> None:
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(line)
+
+    def close(self, timeout: float) -> None:
+        """Print what is left, in at most `timeout` seconds (twice that, if the queue is full)."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=timeout)
+            self._thread.join(timeout)
+
+    def _run(self):
+        while (line := self._lines.get()) is not None:
+            with contextlib.suppress(OSError):  # whoever read it has gone
+                print(line, flush=True)
+
+
 class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM (or `should_exit`): then nobody new is let in, who is there has `grace` seconds to be
     answered, and then is told that the server stops. A second Ctrl-C ends it at once.
@@ -39,14 +67,17 @@ class Server(uvicorn.Server):
         worker: its worker, which has been started; it is drained and joined.
         grace: seconds.
         greeting: printed once it listens.
+        request_log: closed at the end.
     """
 
-    def __init__(self, app, worker: Worker, grace: float, greeting: str = ''):
+    def __init__(self, app, worker: Worker, grace: float, greeting: str = '',
+                 request_log: RequestLog | None = None):
         super().__init__(uvicorn.Config(
             app, http='h11', ws='none', log_level='warning', access_log=False, server_header=False, proxy_headers=False,
             lifespan='off', timeout_graceful_shutdown=max(1, round(grace + LAST)), limit_concurrency=MOST,
             callback_notify=self.cut_idle, timeout_notify=0))  # that is: every second
         self.worker, self.grace, self.greeting = worker, grace, greeting
+        self.request_log = request_log
         self._stood = {}  # connection -> where it stood, and since when
 
     async def cut_idle(self) -> None:
@@ -75,3 +106,5 @@ class Server(uvicorn.Server):
         end = time.monotonic() + LAST  # here: after this the signal may end the process
         while self.worker.running and not self.force_exit and (self.worker.saving or time.monotonic() < end):
             await asyncio.sleep(0.02)
+        if self.request_log:
+            self.request_log.close(1.0)

@@ -41,8 +41,25 @@ def test_a_reply_says_its_text_however_it_ended(said):
     assert TOKENIZER.decode(d.turns[-1].ids) == 'B.\nde\n\n'
 
 
+@pytest.mark.parametrize('turn, text, folded', [
+    ('{name}.\n{text}\n\n', 'a\n\nb', 'a\nb'),
+    ('{name}.\n{text}\n\n', '\n\na\r\n\r\nb\n \n\n', 'a\nb'),
+    ('{name}.\n{text}\n\n', 'a\n \n b', 'a\n \n b'), ('{name}.{text}\n', 'a\n\nb\n', 'a b')])
+def test_blank_lines_are_left_out_where_they_would_end_the_turn(turn, text, folded):
+    d = Dialogue(TOKENIZER, Template(turn))
+    d.say('A', text)
+    assert d.turns[0].text == folded
+    assert TOKENIZER.decode(d.turns[0].ids) == d.template.head('A') + folded + d.template.end
+
+
 def test_what_cannot_be_said():
     d = dialogue()
+    for text in ('\n\n', ''):
+        with pytest.raises(UserError, match='before its end'):
+            d.say('A', text)
+    with pytest.raises(UserError, match='before its end'):
+        Dialogue(TOKENIZER, Template('{name}.{text}g')).say('A', 'a\n\ngb')
+    d.strict = True
     for text in ('a\n\nb', 'a\n', '\n\n', '\nB.\na', ''):  # the head ends with a line break, too
         with pytest.raises(UserError, match='before its end'):
             d.say('A', text)

@@ -44,8 +44,10 @@ def make_server(rows=3, max_waiting=8, keys=(), timeout=60.0, max_body=20_000, k
     worker = Worker(engine, max_waiting, Metrics())
     service = Service('tiny', TOKENIZER, LONGEST, 12, rows + max_waiting, TURN, 'a', 'b')
     worker.start()
-    app = make_app(worker, service, Limits(max_body, timeout), keys)
-    return SimpleNamespace(worker=worker, engine=engine, app=app, metrics=worker.metrics, service=service)
+    logged = []
+    app = make_app(worker, service, Limits(max_body, timeout), keys, request_log=logged.append)
+    return SimpleNamespace(worker=worker, engine=engine, app=app, metrics=worker.metrics,
+                           service=service, logged=logged)
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """What is answered is what the engine says alone: whole and in pieces, one and many, and what is counted of it."""
+import base64
+import hashlib
 import json
+import re
 import threading
 
 import pytest
@@ -178,6 +181,20 @@ def test_models_and_health(serve):
     assert server.client.post('/v1/completions', json=dict(prompt='a')).status_code == 503
 
 
+def test_the_page(serve):
+    response = serve().client.get('/')
+    assert response.status_code == 200
+    assert response.headers['content-type'] == 'text/html; charset=utf-8'
+    policy = response.headers['content-security-policy']
+    for tag in ('script', 'style'):  # the page's own, known by their hashes
+        [text] = re.findall(rf'<{tag}>(.*?)</{tag}>', response.text, re.S)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'; connect-src 'self'; img-src data:; " in policy
+    for unsafe in ('http:', 'https:', 'innerHTML', 'insertAdjacent', 'document.write', 'eval('):
+        assert unsafe not in response.text
+
+
 def test_metrics_count_what_was_done(serve):
     server = serve()
     assert metric(server, 'nanokv_tokens_generated_total') == 0
@@ -196,6 +213,28 @@ def test_metrics_count_what_was_done(serve):
             ('request_seconds_count', {}, 3), ('kv_held_bytes', {}, server.engine.cache.held_nbytes),
             ('prefix_store_bytes', dict(where='host'), server.engine.prefix.nbytes), ('failed_steps_total', {}, 0)]:
         assert metric(server, 'nanokv_' + name, **labels) == value, name
+
+
+def test_the_log_has_a_line_for_each_request(serve):
+    server = serve(keys=('sesame',))
+    client, key = server.client, {'authorization': 'Bearer sesame'}
+    ask = dict(prompt='abcdefghijklmnopq', temperature=0, max_tokens=3)
+    client.post('/v1/completions', json=ask, headers=key)
+    client.post('/v1/completions', json=ask | dict(n=2, stream=True), headers=key)
+    client.post('/v1/completions', json=ask | {'x' * 300: 1}, headers=key)
+    client.get('/a%0AGET /b%1B%C5%BC', headers=key)
+    client.get('/v1/models')
+    client.post('/v1/completions', json=dict(prompt='ab"Q'), headers=key)
+    tokens = (r'17 prompt tokens \({} cached\), {} completion tokens, '
+              r'TTFT \d\.\d{{3}} s, \d\.\d{{3}} s, length')
+    for line, wanted in zip(server.logged, [
+            'POST /v1/completions 200: ' + tokens.format(0, 3),
+            'POST /v1/completions 200: ' + tokens.format(16, 6),
+            r"POST /v1/completions 400: unknown field 'x+\.{3} \(known are .{100,140}, \d\.\d{3} s",
+            r"GET /a\\nGET /b\\x1b\\u017c 404: .*Not Found, \d\.\d{3} s",
+            r'GET /v1/models 401: a key is needed: .*, \d\.\d{3} s',
+            r"""POST /v1/completions 400: prompt has 2 [^\\]*, \d\.\d{3} s"""], strict=True):
+        assert re.fullmatch(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d testclient ' + wanted, line), line
 
 
 def test_metrics_while_requests_run_and_wait(serve):

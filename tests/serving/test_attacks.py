@@ -8,6 +8,8 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
+from data.tokenizer import CharTokenizer
+from inference.dialogue import Template
 from inference.params import SamplingParams
 from serving import app as serving_app
 from serving.api import Ask
@@ -252,6 +254,21 @@ def test_what_the_client_library_has_of_a_reply_can_be_sent_back(serve):
     assert whole.status_code == 200 and whole.json()['choices'] == cut.json()['choices']
     empty = said(server.client, USER, {'role': 'assistant', 'content': ''}, USER)
     assert empty.json()['usage']['prompt_tokens'] == said(server.client, USER, USER).json()['usage']['prompt_tokens']
+
+
+def test_blank_lines_of_a_message_are_left_out_or_refused(serve):
+    server, letters = serve(), dict(zip('abcdefghijklmnopqrstuv\n', range(23)))
+    for name, value in (('tokenizer', CharTokenizer(letters, {i: c for c, i in letters.items()})),
+                        ('template', Template('{name}\n{text}\n\n'))):
+        object.__setattr__(server.service, name, value)
+    blank, plain = ({'role': 'user', 'content': text} for text in ('one\n\nkid\n', 'one\nkid'))
+    answers = [said(server.client, message, temperature=0).json() for message in (blank, plain)]
+    assert answers[0]['choices'] == answers[1]['choices']
+    prompt = 'a\none\nkid\n\nb\n'
+    assert [answer['usage']['prompt_tokens'] for answer in answers] == [len(prompt)] * 2
+    object.__setattr__(server.service, 'strict', True)
+    assert_refused(said(server.client, blank), 400, 'a turn ends at', param='messages[0]')
+    assert said(server.client, plain).status_code == 200
 
 
 @pytest.mark.parametrize('name', [0, '', 'a\nb', 'a\x00'])

@@ -25,6 +25,9 @@ def assert_refused(response, status, *named, param=Ellipsis, code=Ellipsis):
 WRONG = [
     (dict(prompt='abc', bogus=1), 'bogus', "unknown field 'bogus'"),
     (dict(prompt='abc', messages=[USER]), 'messages', 'unknown'),
+    (dict(prompt='abc', max_token=5), 'max_token',
+     "unknown field 'max_token', did you mean 'max_tokens'?"),
+    (dict(prompt='abc', maxTokens=5), 'maxTokens', "did you mean 'max_tokens'?"),
     (dict(), 'prompt', 'missing'), (dict(prompt=None), 'prompt', 'missing'), (dict(prompt=5), 'prompt', '5'),
     (dict(prompt=[]), 'prompt', 'no tokens'), (dict(prompt=''), 'prompt', 'no tokens'),
     (dict(prompt=[[]]), 'prompt', 'no tokens'),
@@ -126,7 +129,7 @@ def test_bodies_of_another_type_or_too_large(serve):
 
 def test_routes_and_methods(serve):
     client = serve().client
-    assert_refused(client.get('/'), 404, 'GET /')
+    assert_refused(client.get('/nowhere'), 404, 'GET /nowhere')
     assert_refused(client.post('/v1/embeddings', json={}), 404)
     assert_refused(client.post(COMPLETIONS + '/', json={}), 404)
     for method, path in (('GET', COMPLETIONS), ('PUT', CHAT), ('DELETE', '/v1/models'), ('POST', '/health'),
@@ -145,7 +148,8 @@ def test_keys(serve):
             response = server.client.request(method, path, headers=headers)
             assert_refused(response, 401, 'a key is needed', code='invalid_api_key')
             assert response.headers['www-authenticate'] == 'Bearer'
-        assert server.client.get('/health', headers=headers).status_code == 200
+        for path in ('/health', '/'):  # the page asks for the key
+            assert server.client.get(path, headers=headers).status_code == 200
     for header in ('Bearer sesame', 'bearer open', 'Bearer  open'):
         assert server.client.post(COMPLETIONS, json=dict(prompt='a'), headers={'authorization': header}).status_code == 200
 
@@ -200,6 +204,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(serve, monkeypatch):
     gate.set()
     *said, last = [json.loads(event[6:]) for event in response.text.split('\n\n')[:-1]]
     assert response.status_code == 200 and last['error']['type'] == 'timeout_error' and 0 < len(said) <= 3
+    assert ' 200: not done within 0.5 s: cancelled, TTFT ' in server.logged[0]
     assert_free(server.worker)
 
 
@@ -239,6 +244,7 @@ def test_whoever_leaves_is_cancelled(serve, held, stream):
     assert asyncio.run(scenario()) == [[], []]
     held.set()
     assert_free(server.worker)
+    assert all(' 499: client left, ' in line for line in server.logged) and len(server.logged) == 2
     assert server.metrics.registry.get_sample_value('nanokv_tokens_generated_total') <= 1  # of the step that was held
     labels = dict(route=COMPLETIONS, status='499')
     assert server.metrics.registry.get_sample_value('nanokv_requests_total', labels) == 2

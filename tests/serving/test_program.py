@@ -40,7 +40,8 @@ def test_it_serves_until_a_signal(data_root, number, status):
         answer = json.load(urllib.request.urlopen(asked, timeout=60))
         assert answer['usage']['completion_tokens'] == 3 and answer['model'] == 'random'
         program.send_signal(number)
-        _, errors = program.communicate(timeout=60)
+        printed, errors = program.communicate(timeout=60)
+        assert 'POST /v1/completions 200: 3 prompt tokens (0 cached), 3 completion' in printed
         assert program.returncode == status and errors.strip() in ('', 'interrupted'), errors
     finally:
         program.kill()
@@ -58,6 +59,19 @@ def test_wrong_settings(data_root, settings, named, monkeypatch):
     with pytest.raises(UserError) as caught:
         serve.main(flags(SETTINGS | settings))
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize('settings, logs', [({}, True), (dict(log_requests=False), False)])
+def test_the_log_can_be_switched_off(data_root, monkeypatch, settings, logs):
+    made = []
+
+    def run(server, sockets):
+        made.append(server)
+        server.worker.drain(0)
+        sockets[0].close()
+    monkeypatch.setattr('serving.server.Server.run', run)
+    serve.main(flags(SETTINGS | settings))
+    assert bool(made[0].request_log) == logs
 
 
 def test_a_port_that_is_taken():
