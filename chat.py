@@ -30,6 +30,7 @@ from config.errors import UserError
 from config.sizes import parse_bytes
 from inference.dialogue import Dialogue, Template
 from inference.engine import Engine
+from inference.generate import longest_context
 from inference.params import SamplingParams, sample_seed
 from kv.report import nice_bytes
 from sample import load_all
@@ -169,15 +170,6 @@ class Chat:
         if not self.ttft:
             return 'no reply came so far'
         return f'last {self.ttft[-1] * 1e3:.1f} ms, mean {sum(self.ttft) / len(self.ttft) * 1e3:.1f} ms'
-
-
-def longest_context(config) -> int:
-    """Tokens of a conversation that the model is given by default.
-
-    A model with RoPE and local layers gets 16 times its block_size: it predicts as well there as
-    within it, where one with global layers alone does not (results/demo/contexts.jsonl)."""
-    extends = config.pos_embedding == 'rope' and config.window_size and 'L' in config.layer_pattern
-    return config.block_size * (16 if extends else 1)
 
 
 def talk(chat) -> None:

@@ -18,6 +18,7 @@ from config.errors import UserError
 from config.sizes import parse_bytes
 from inference.dialogue import Template
 from inference.engine import Engine
+from inference.generate import longest_context
 from sample import load_all, memory_of
 from serving.api import Service
 
@@ -77,7 +78,8 @@ def make_service(s, model, tokenizer):
     except UserError as e:
         print(f'Note: conversations will be refused, by --turn, --user and --reply_as: {e}')
     budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else memory_of(model.device) // 2
-    engine = Engine(model, s.parallel, s.max_seq_len, s.kv_dtype, kv_budget=budget, pack=s.pack, tokenizer=tokenizer,
+    max_seq_len = s.max_seq_len or longest_context(model.config)
+    engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget, pack=s.pack, tokenizer=tokenizer,
                     prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0,
                     prefix_folder=s.prefix_folder)
     table = engine.cache.table

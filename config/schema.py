@@ -179,7 +179,8 @@ SERVE = TALKING + _keys(
      'a blank line in it); False: its blank lines are left out'),
     ('max_new_tokens', 256, 'longest answer, in tokens, where a request does not say'),
     ('parallel', 16, 'requests that run at once'),
-    ('max_seq_len', 0, 'longest prompt and answer together, in tokens; 0 = block_size'),
+    ('max_seq_len', 0, 'longest prompt and answer together, in tokens; 0 = block_size, or 16 times that for models '
+     'with RoPE and local layers'),
     ('max_waiting', 64, 'requests that may wait beside them; more are told to come again (429)'),
     ('max_body', '1MB', 'largest request'),
     ('timeout', 300.0, 'seconds after which a request is cancelled (504)'),
