@@ -55,7 +55,7 @@ contexts: $(VENV)/.installed data  ## loss in contexts longer than those trained
 	  from data.tokenfiles import read_meta; from data.tokenizer import load_tokenizer; \
 	  folder = DATA_ROOT / 'shakespeare_works'; ids = numpy.fromfile(folder / 'val.bin', 'uint16'); \
 	  print(load_tokenizer(read_meta(folder)).decode(ids[:60000].tolist()), end='')" > held-out.txt
-	for run in mqa-local rope-mha; do for T in 256 512 1024 2048 4096; do \
+	for run in mqa-local rope-mha; do for T in 256 1024 4096 8192; do \
 	  $(BIN)/python -m interop.evaluate --out_dir=out-$$run --text=held-out.txt --context=$$T \
 	    --batch_size=1 --json | tail -n 1; done; done > results/demo/contexts.jsonl
 

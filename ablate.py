@@ -140,7 +140,7 @@ def main(argv=None):
             summary = summary_of(ladder, results, measure=not only)
     else:
         summary = summary_of(ladder, results, measure=False)
-    write_report(summary, results.folder)
+    write_report(summary, results.folder, s.also_as)
     show(summary)
     print(f'\nreport: {results.folder / "report.html"}')
     if s.json:

@@ -50,8 +50,8 @@ def pyplot():
     return plt
 
 
-def draw_all(summary: dict, dark: bool = False) -> dict[str, bytes]:
-    """name of TITLES -> PNG; those there is nothing to draw for are left out."""
+def draw_all(summary: dict, dark: bool = False, kind: str = 'png') -> dict[str, bytes]:
+    """name of TITLES -> file ('png', 'svg' or 'pdf'); those there is nothing to draw for are left out."""
     if not summary['pictures']:
         return {}
     plt = pyplot()
@@ -62,7 +62,9 @@ def draw_all(summary: dict, dark: bool = False) -> dict[str, bytes]:
             try:
                 if DRAWN[name](axis, summary, Colors(summary)):
                     file = io.BytesIO()
-                    figure.savefig(file, format='png', metadata={'Software': None})
+                    # without what would change from run to run
+                    metadata = {'png': {'Software': None}, 'svg': {'Date': None}, 'pdf': {'CreationDate': None}}
+                    figure.savefig(file, format=kind, metadata=metadata[kind])
                     made[name] = file.getvalue()
             finally:
                 plt.close(figure)
@@ -81,13 +83,15 @@ def not_drawn(summary: dict) -> list[str]:
             'lower eval_interval for curves']
 
 
-def write_all(summary: dict, folder: Path) -> list[str]:
-    """The light ones as files, in the place of those of a former report. Returns their names."""
-    drawn = draw_all(summary)
-    for name in TITLES:
-        (folder / f'{name}.png').unlink(missing_ok=True)
-    for name, png in drawn.items():
-        (folder / f'{name}.png').write_bytes(png)
+def write_all(summary: dict, folder: Path, also_as: str = '') -> list[str]:
+    """The light ones as PNG files, and in the format `also_as` if one is given, in the place of those
+    of a former report. Returns their names."""
+    for kind in {'png', also_as or 'png'}:
+        drawn = draw_all(summary, kind=kind)
+        for name in TITLES:
+            (folder / f'{name}.{kind}').unlink(missing_ok=True)
+        for name, content in drawn.items():
+            (folder / f'{name}.{kind}').write_bytes(content)
     return list(drawn)
 
 
@@ -158,15 +162,16 @@ def talk(axis, summary, color):
         half = row['against_baseline']['half_95'] if certain and row is not first else 0
         axis.errorbar(x, y, yerr=half or None, fmt='o', markersize=13, capsize=7, elinewidth=2.5, color=color(row),
                       markerfacecolor=color(row) if certain else 'none')
-        axis.annotate(row['name'].lstrip('+ ') if row is first else row['name'], (x, y + (half if k % 2 else -half)),
-                      (0, 14 if k % 2 else -14), textcoords='offset points', fontsize=15, color=color(row), ha='center',
-                      va='bottom' if k % 2 else 'top')
+        smaller = first['kv']['bytes_per_token'] / x
+        name = 'all of the memory' if row is first else f"{row['name']}\n{smaller:.3g}x"
+        axis.annotate(name, (x, y + (half if k % 2 else -half)), (0, 14 if k % 2 else -14), ha='center',
+                      textcoords='offset points', fontsize=15, color=color(row), va='bottom' if k % 2 else 'top')
     axis.axhline(first['val_loss']['mean'], color=color.side, linestyle='--', linewidth=1.5)
     axis.set_xscale('log')
     plain_log_ticks(axis.xaxis, *axis.get_xlim())
-    axis.margins(x=0.2, y=0.2)
+    axis.margins(x=0.2, y=0.25)
     axis.tick_params(labelsize=14)
-    axis.set_xlabel('KV bytes per token', fontsize=16)
+    axis.set_xlabel('KV bytes per token, and how many times smaller', fontsize=16)
     axis.set_ylabel('validation loss, nats', fontsize=16)
     return True
 

@@ -9,14 +9,14 @@ from ablation.pictures import TITLES, not_drawn, write_all
 from ablation.results import write_whole
 
 
-def write_report(summary: dict, folder) -> None:
-    """All files.
+def write_report(summary: dict, folder, also_as: str = '') -> None:
+    """All files. also_as: a further format of the pictures, 'svg' or 'pdf'.
 
     Raises:
         UserError: matplotlib is missing, or a file cannot be written.
     """
     write_whole(folder / 'results.json', json.dumps(summary, indent=1) + '\n')
-    write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder)))
+    write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder, also_as)))
     write_whole(folder / 'report.html', page(summary))
     main = tables.grids(summary)[0]  # for papers
     write_whole(folder / 'table.csv', main.csv())

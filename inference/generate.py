@@ -26,10 +26,10 @@ def recomputes(model, n_prompt: int, max_new_tokens: int) -> bool:
 def longest_context(config) -> int:
     """Tokens that chat.py and serve.py let the model see by default.
 
-    A model with RoPE and local layers gets 16 times its block_size: it predicts as well there as
+    A model with RoPE and local layers gets 32 times its block_size: it predicts as well there as
     within it, where one with global layers alone does not (results/demo/contexts.jsonl)."""
     extends = config.pos_embedding == 'rope' and config.window_size and 'L' in config.layer_pattern
-    return config.block_size * (16 if extends else 1)
+    return config.block_size * (32 if extends else 1)
 
 
 class Generation:

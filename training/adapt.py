@@ -11,6 +11,8 @@ from training.checkpoint import restoring
 
 NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')  # nanoGPT takes them from the checkpoint whatever the config says
 FREE = ('dropout', 'window_size', 'layer_pattern', 'rope_theta', 'rope_theta_global', 'gelu', 'kv_quant_train')
+CONVERTED = ('n_kv_head', 'kv_share', 'share_global_kv')
+POOLED = 'convert the checkpoint (python -m interop.convert pools its K/V projections) '
 WPE = 'transformer.wpe.weight'
 
 
@@ -33,8 +35,8 @@ def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
     if fixed:
         name = fixed[0]
         raise UserError(f'{name}={changes[name]!r}, but the weights were trained with {name}={getattr(old, name)!r}, which '
-                        f'they cannot change: leave it out, or train from scratch (can be changed: block_size, '
-                        f'pos_embedding to rope, {", ".join(FREE)})')
+                        f'they cannot change: leave it out, {POOLED * (name in CONVERTED)}or train from scratch (can be changed: '
+                        f'block_size, pos_embedding to rope, {", ".join(FREE)})')
     new = dataclasses.replace(old, **changes)
     if new.pos_embedding == 'learned' and new.block_size > old.block_size:
         raise UserError(f"block_size={new.block_size}: pos_embedding='learned' has positions up to {old.block_size}; for a "

@@ -187,18 +187,18 @@ def _simple_offload(device):
 
 
 def memory_line(model, optimizer, device: torch.device) -> str:
-    """One line after a first step: what the live tensors take, and the device's own measure of the most so far."""
+    """Two lines after a first step: what the live tensors take, and the device's own measure of the most so far."""
     parameters, gradients, state = state_bytes(model, optimizer)
     on_host = f' (and {nice_bytes(optimizer.host_nbytes())} on the host)' if isinstance(optimizer, HostAdamW) else ''
-    parts = [f'parameters {nice_bytes(parameters)}', f'gradients {nice_bytes(gradients)}',
-             f'optimizer {nice_bytes(state)}{on_host}']
+    live = (f'memory: parameters {nice_bytes(parameters)}, gradients {nice_bytes(gradients)}, '
+            f'optimizer {nice_bytes(state)}{on_host}')
     peak = memory_use(device).peak
     if device.type == 'cuda':
-        parts += [f'activations and all else {nice_bytes(max(0, peak - parameters - gradients - state))}',
-                  f'peak {nice_bytes(peak)}']
+        live += (f',\n        activations and all else {nice_bytes(max(0, peak - parameters - gradients - state))}, '
+                 f'peak {nice_bytes(peak)}')
     elif peak is not None:
-        parts.append(f'peak {nice_bytes(peak)} (of the whole process, with Python and torch)')
-    return 'memory: ' + ', '.join(parts)
+        live += f',\n        peak {nice_bytes(peak)} (of the whole process, with Python and torch)'
+    return live
 
 
 def free_memory(device: torch.device) -> int:

@@ -288,6 +288,18 @@ def short_run(folder, iterations):
     return summary_of(folder)
 
 
+@pytest.mark.parametrize('kind, begins', [('svg', b'<?xml'), ('pdf', b'%PDF')])
+def test_pictures_for_papers(folder, kind, begins):
+    summary = summary_of(folder)
+    report.write_report(summary, folder, also_as=kind)
+    made = {path.stem for path in folder.glob('*.png')}
+    assert made and made == {path.stem for path in folder.glob(f'*.{kind}')}
+    first = (folder / f'talk.{kind}').read_bytes()
+    assert first.startswith(begins)
+    report.write_report(summary, folder, also_as=kind)
+    assert kind == 'svg' or (folder / f'talk.{kind}').read_bytes() == first
+
+
 def test_single_evaluations_are_points_and_none_is_no_picture(folder, drawn):
     shown = drawn(short_run(folder, [0, 400]))
     for name in ('curves', 'gaps'):
@@ -336,7 +348,8 @@ def test_axes_of_time_have_plain_numbers(folder, drawn):
 def test_a_picture_for_talks_names_a_few_rows(folder, drawn):
     """From the baseline on; a row of two seeds has no bar and is hollow."""
     (axis,), texts = drawn(summary_of(folder))['talk']
-    assert [text.get_text() for text in texts] == ['+ int8 KV', '+ MQA', 'RoPE'] and axis.get_legend() is None
+    names = [text.get_text().split('\n')[0] for text in texts]
+    assert names == ['+ int8 KV', '+ MQA', 'all of the memory'] and axis.get_legend() is None
     assert len(axis.containers) == 3 and sum(bar.has_yerr for bar in axis.containers) == 2
 
 

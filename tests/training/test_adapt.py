@@ -80,8 +80,10 @@ def test_what_means_the_same_is_no_change(wanted):
     (dict(share_global_kv=True), 'share_global_kv=True'),
 ])
 def test_what_weights_cannot_follow_is_named(wanted, named):
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=named) as caught:
         adapted_config(GPTConfig(**SHAPE), wanted)
+    can_be_pooled = wanted.keys() & {'n_kv_head', 'kv_share', 'share_global_kv'}
+    assert ('python -m interop.convert' in str(caught.value)) == bool(can_be_pooled)
 
 
 def test_an_optimizer_state_that_is_none_is_named():

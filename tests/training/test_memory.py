@@ -200,6 +200,6 @@ def test_memory_line(made):
     line = memory_line(model, 'adamw', model.device)
     n = 4 * sum(p.numel() for p in model.parameters())
     assert line.startswith(f'memory: parameters {nice_bytes(n)}, gradients {nice_bytes(n)}, optimizer ')
-    peak, unit = re.search(r', peak ([\d,.]+) ([MG])B \(of the whole process, with Python and '
+    peak, unit = re.search(r',\n        peak ([\d,.]+) ([MG])B \(of the whole process, with Python and '
                            r'torch\)$', line).groups()  # of all tests before, too
     assert 50e6 < before <= float(peak.replace(',', '')) * {'M': 1e6, 'G': 1e9}[unit] * 1.01

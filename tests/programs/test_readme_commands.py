@@ -1,0 +1,74 @@
+"""A newcomer's first hour: README's commands, one after another, in a checkout of their own."""
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.programs.support import ROOT
+
+PREPARED = ROOT / 'data' / 'shakespeare_works'
+NOT_TRACKED = shutil.ignore_patterns('.git', '.venv*', 'out*', 'runs', '__pycache__', '.*_cache', '*.egg-info', '.lock')
+MESSAGES = [f'What say you to the {what}{end}' for end in ('?', ' of my father, good my lady?')
+            for what in ('king', 'queen', 'duke', 'prince', 'crown', 'sword', 'ring', 'letter', 'night', 'morning',
+                         'garden', 'house', 'ship', 'sea', 'wood', 'castle', 'wine', 'song', 'dance', 'grave')]
+
+
+@pytest.fixture(scope='module')
+def shell(tmp_path_factory):
+    """Runs a command line in a fresh checkout with the environment in use, as after `source
+    .venv/bin/activate`, and returns its output. It has to end well, and quietly."""
+    checkout = tmp_path_factory.mktemp('fresh') / 'nanokv'
+    shutil.copytree(ROOT, checkout, ignore=NOT_TRACKED)
+    (checkout / '.venv/bin').mkdir(parents=True)
+    python = checkout / '.venv/bin/python'
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (checkout / '.venv/.installed').touch()  # for make
+    env = {name: value for name, value in os.environ.items() if name not in ('PYTHONPATH', 'OMP_NUM_THREADS')}
+    env['PATH'] = f"{python.parent}{os.pathsep}{env['PATH']}"
+
+    def run(command, stdin=''):
+        done = subprocess.run(command, shell=True, cwd=checkout, env=env, input=stdin, text=True,
+                              capture_output=True)
+        said = f'{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}'
+        assert done.returncode == 0, said
+        assert not any(word in done.stdout + done.stderr for word in ('Traceback', 'arning')), said
+        return done.stdout
+    run.checkout = checkout
+    return run
+
+
+@pytest.mark.slow  # five minutes; needs the prepared data set: `make test-slow` prepares it
+def test_readmes_commands_one_after_another(shell):
+    readme = (ROOT / 'README.md').read_text()
+    for command in ('make demo', 'python sample.py', 'python chat.py', 'python -m kv out-mqa-local',
+                    'python data/text/prepare.py --input'):
+        assert command in readme
+    assert PREPARED.joinpath('train.bin').is_file()
+
+    out = shell('make demo')
+    assert 'step 400: ' in out and out.count('-' * 15) == 2
+    assert '48.0x smaller than vanilla float32' in out
+
+    out = shell('python sample.py')
+    assert out.startswith('Using out-mqa-local, the newest run here\n') and out.count('-' * 15) == 10
+    assert 'smaller than vanilla' in out
+
+    assert '48.0x smaller than vanilla bfloat16' in shell('python -m kv out-mqa-local')
+
+    out = shell('python chat.py', '\n'.join([*MESSAGES, '/stats']))
+    reused = float(out.rpartition(' prompt tokens reused (')[2].partition('%')[0])
+    assert '40 replies: ' in out and reused > 90
+    again = shell('python chat.py', '/history')
+    assert 'going on with 80 turns' in again
+    history = again.partition('/help lists')[2]
+    assert all(f'ROMEO.\n{message}\n\nJULIET.\n' in history for message in MESSAGES)
+
+    (shell.checkout / 'book.txt').write_text(readme * 3)
+    line = shell('python data/text/prepare.py --input=book.txt').splitlines()[-1]
+    command = line[line.index('python train.py config/train_text.py'):]
+    shell(f'{command} --max_iters=20 --eval_interval=10 --eval_iters=2')
+    assert 'Using out-text, the newest run here (others: out-mqa-local)\n' in shell(
+        'python sample.py --num_samples=1 --max_new_tokens=50')
