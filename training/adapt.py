@@ -35,8 +35,8 @@ def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
     if fixed:
         name = fixed[0]
         raise UserError(f'{name}={changes[name]!r}, but the weights were trained with {name}={getattr(old, name)!r}, which '
-                        f'they cannot change: leave it out, {POOLED * (name in CONVERTED)}or train from scratch (can be changed: '
-                        f'block_size, pos_embedding to rope, {", ".join(FREE)})')
+                        f'they cannot change: leave it out, {POOLED * (name in CONVERTED)}or train from scratch '
+                        f'(can be changed: block_size, pos_embedding to rope, {", ".join(FREE)})')
     new = dataclasses.replace(old, **changes)
     if new.pos_embedding == 'learned' and new.block_size > old.block_size:
         raise UserError(f"block_size={new.block_size}: pos_embedding='learned' has positions up to {old.block_size}; for a "
