@@ -34,7 +34,7 @@ def shell(tmp_path_factory):
                               capture_output=True)
         said = f'{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}'
         assert done.returncode == 0, said
-        assert not any(word in done.stdout + done.stderr for word in ('Traceback', 'arning')), said
+        assert not any(word in done.stdout + done.stderr for word in ('Traceback', 'Warning', 'warning:')), said
         return done.stdout
     run.checkout = checkout
     return run

@@ -63,7 +63,7 @@ def test_one_file_is_cut_at_its_tail_and_taken_as_it_is(run, tmp_path, capsys):
     assert run('--input', tmp_path / 'book.txt') == (text[:216], text[216:])
     assert run('--input', tmp_path / 'book.txt', '--val=0.5') == (text[:120], text[120:])
     out = capsys.readouterr().out
-    assert 'train has 216 tokens\nval has 24 tokens\n' in out and '--dataset=text' in out
+    assert 'train has 216 tokens\nval has 24 tokens\n' in out and 'python train.py config/train_text.py' in out
 
 
 def test_blocks_of_any_size_give_the_same_dataset(run, tmp_path, monkeypatch, tiny):
