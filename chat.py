@@ -161,7 +161,8 @@ class Chat:
         held = store.nbytes + len(store.table.kept) * store.copier.page_nbytes
         vanilla = self.engine.model.plan.vanilla().position_nbytes('bfloat16') * len(self.engine.model.plan.layers)
         tokens = len(store.index) * store.size
-        return (f'{stats.requests} replies: {stats.found:,} of {stats.looked_up:,} prompt tokens reused '
+        replies = '1 reply' if stats.requests == 1 else f'{stats.requests} replies'
+        return (f'{replies}: {stats.found:,} of {stats.looked_up:,} prompt tokens reused '
                 f'({stats.hit_rate:.1%})\ntime to the first token: {self._ttft()}\n'
                 f'held between turns: {nice_bytes(held)} for {tokens:,} tokens (vanilla GPT-2 in bfloat16: '
                 f'{nice_bytes(vanilla * tokens)})')

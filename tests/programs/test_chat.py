@@ -56,7 +56,7 @@ def test_it_goes_on_where_it_was(talk):
 def test_the_next_time_its_past_is_on_disk(talk, tmp_path):
     talk(['ab' * 40, '/stats'], prefix_folder=tmp_path / 'prefixes', max_seq_len=400)
     out = talk(['ba' * 10, '/stats'], prefix_folder=tmp_path / 'prefixes', max_seq_len=400)
-    assert int(re.search(r'1 replies: (\d+) of \d+ prompt tokens reused', out)[1]) >= 64
+    assert int(re.search(r'1 reply: (\d+) of \d+ prompt tokens reused', out)[1]) >= 64
 
 
 def test_replies_are_those_without_a_store(talk, monkeypatch, tmp_path):
