@@ -36,8 +36,8 @@ test-slow: data $(VENV)/.installed-test  ## the tests marked slow (prepares the 
 	$(BIN)/python -m pytest -q -m slow
 
 VLLM_VENV ?= .venv-vllm
-$(VLLM_VENV)/.installed: scripts/vllm_env.sh
-	PYTHON=$(PYTHON) scripts/vllm_env.sh $(VLLM_VENV)
+$(VLLM_VENV)/.installed: lab/scripts/vllm_env.sh
+	PYTHON=$(PYTHON) lab/scripts/vllm_env.sh $(VLLM_VENV)
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.installed  ## exported models in vLLM on a CPU, in an environment of its own (3 GB; some minutes)
@@ -63,12 +63,12 @@ recall: $(VENV)/.installed-test  ## the ladder's rows on a task that needs memor
 	$(BIN)/python ablate.py config/ablate_recall.py --jobs=2
 
 quantization: $(VENV)/.installed  ## what int8 and int4 caches cost in loss (over half an hour on 2 cores; finished runs are kept)
-	$(BIN)/python scripts/quantization.py
+	$(BIN)/python lab/scripts/quantization.py
 
 bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU (about an hour; finished runs are kept)
-	$(BIN)/python scripts/decode_parts.py
-	$(BIN)/python scripts/bench_cpu.py
-	$(BIN)/python scripts/loss_forms.py
+	$(BIN)/python lab/scripts/decode_parts.py
+	$(BIN)/python lab/scripts/bench_cpu.py
+	$(BIN)/python lab/scripts/loss_forms.py
 
 ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with its report (a minute or two on 2 cores)
 	$(BIN)/python ablate.py config/ablate_smoke.py
@@ -78,14 +78,14 @@ ablate: $(VENV)/.installed-test data recall  ## from vanilla GPT-2 to the full s
 	$(BIN)/python ablate.py config/ablate_long.py --jobs=2
 
 soak: $(VENV)/.installed  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
-	$(BIN)/python scripts/soak.py
+	$(BIN)/python lab/scripts/soak.py
 
 nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
-	$(BIN)/python scripts/nanogpt_parity.py $(NANOGPT)
+	$(BIN)/python lab/scripts/nanogpt_parity.py $(NANOGPT)
 
 PART ?= first
 gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=first, tests, tune, train, ...
-	PYTHON=$(BIN)/python scripts/gpu_check.sh --part=$(PART)
+	PYTHON=$(BIN)/python lab/scripts/gpu_check.sh --part=$(PART)
 
 clean:  ## remove the environment and what training wrote
 	rm -rf $(VENV) out-mqa-local

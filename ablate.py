@@ -17,15 +17,15 @@ import sys
 import warnings
 
 import configurator
-from ablation import cost
-from ablation.jobs import ROOT, Job, run_jobs
-from ablation.ladder import Ladder, read_ladder, slug_of
-from ablation.pictures import pyplot
-from ablation.report import show, write_report
-from ablation.results import Results, read_json, write_whole
-from ablation.summary import recall_of, summarize
-from benchmarks.setting import numbers
 from config.errors import UserError
+from lab.ablation import cost
+from lab.ablation.jobs import ROOT, Job, run_jobs
+from lab.ablation.ladder import Ladder, read_ladder, slug_of
+from lab.ablation.pictures import pyplot
+from lab.ablation.report import show, write_report
+from lab.ablation.results import Results, read_json, write_whole
+from lab.ablation.summary import recall_of, summarize
+from lab.benchmarks.setting import numbers
 from training.device import pick_device
 from training.lock import only_writer
 
@@ -49,12 +49,12 @@ def job(ladder, results, row, seed, argv) -> Job:
     """Train, then judge. row: the one that the training is named after."""
     out_dir = results.out_dir(row, seed)
     train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}', '--always_save_checkpoint=True']
-    commands = [train, ['-m', 'ablation.measure', row.name, str(seed), *argv]]
+    commands = [train, ['-m', 'lab.ablation.measure', row.name, str(seed), *argv]]
     begun = (out_dir / 'ckpt.pt').is_file()
     if begun or row.converted_from:
         train.append('--init_from=resume')
     if row.converted_from and not begun:
-        commands.insert(0, ['-m', 'ablation.convert', row.name, str(seed), *argv])
+        commands.insert(0, ['-m', 'lab.ablation.convert', row.name, str(seed), *argv])
     return Job(f'{row.name}, seed {seed}', commands, out_dir, ladder.settings(row).max_iters)
 
 

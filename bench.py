@@ -19,22 +19,22 @@
     python bench.py config/train_gpt2_mqa_local.py --mode=chat --contexts=1024,8192 --kv_dtype=int8 --requests=1000
     python bench.py --help
 
-train: a step is forward, backward and AdamW update of one batch, without dropout (benchmarks/train.py).
+train: a step is forward, backward and AdamW update of one batch, without dropout (lab/benchmarks/train.py).
 decode: time per output token (TPOT), greedy, from caches that hold `contexts` tokens; bytes stored and read, and how
-much of the measured memory bandwidth that is (benchmarks/decode.py). prefill: time to first token (TTFT).
-serve: many requests of different lengths, continuous batching against static (benchmarks/serve.py).
+much of the measured memory bandwidth that is (lab/benchmarks/decode.py). prefill: time to first token (TTFT).
+serve: many requests of different lengths, continuous batching against static (lab/benchmarks/serve.py).
 recompute: training steps, time and memory by recomputation policy; lengths: training steps by length of the sequences.
-chat: conversations whose past is kept: what a store of prefixes finds, holds and saves (benchmarks/chat.py).
-kernels: attention of decode and of training, and the K/V write, each alone, on CUDA (benchmarks/kernels.py).
+chat: conversations whose past is kept: what a store of prefixes finds, holds and saves (lab/benchmarks/chat.py).
+kernels: attention of decode and of training, and the K/V write, each alone, on CUDA (lab/benchmarks/kernels.py).
 Weights are random, in the settings' shape. Two sides alternate in one run: ratios are medians over pairs of rounds.
-With --json=True the last line of output is one JSON document; `python -m benchmarks.table` makes a page from saved ones.
+With --json=True the last line of output is one JSON document; `python -m lab.benchmarks.table` makes a page from saved ones.
 """
 import importlib
 import json
 
 import configurator
-from benchmarks.saving import check_target, write_json
 from data.datasets import DATA_ROOT
+from lab.benchmarks.saving import check_target, write_json
 from training.device import check_seed
 
 

@@ -22,10 +22,10 @@ from rich.progress import track
 from torch.nn import functional as F
 
 import configurator
-from benchmarks.setting import at_least
 from config.errors import UserError
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from inference.evaluate import bits_per_byte, forward, through_cache
+from lab.benchmarks.setting import at_least
 from sample import load_all
 
 

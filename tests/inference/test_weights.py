@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 
-from benchmarks.traffic import weight_bytes
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from inference import weights
@@ -14,6 +13,7 @@ from inference.engine import Engine
 from inference.generate import generate
 from inference.params import SamplingParams
 from inference.weights import compile_for_decode, quantize_weights, weights_dtype
+from lab.benchmarks.traffic import weight_bytes
 from tests.helpers.models import FULL_STACK, full_logits, random_model, tokens
 
 WIDE = dict(FULL_STACK, n_embd=64, head_dim=0, mlp_hidden=128)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import bench
-from benchmarks import bandwidth, generation, report, table
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.plan import plan_kv
+from lab.benchmarks import bandwidth, generation, report, table
 from tests.programs.support import ALPHABET, FULL_STACK, flags
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=32)
@@ -280,7 +280,7 @@ def test_conversations_that_cannot_be(wrong, named):
 
 
 def test_a_picture_of_conversations(capsys, tmp_path):
-    from benchmarks import chat_plot
+    from lab.benchmarks import chat_plot
     found, _ = run_bench(capsys, SMALL, mode='chat', contexts='32,64', requests=3, dialogues=2, page_sizes=8,
                          save=tmp_path / 'chat.json')
     chat_plot.main([str(tmp_path / 'chat.json'), str(tmp_path / 'chat.png')])

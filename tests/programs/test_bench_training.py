@@ -2,8 +2,8 @@
 import pytest
 
 import bench
-from benchmarks import table
 from config.errors import UserError
+from lab.benchmarks import table
 from tests.programs.support import flags
 from tests.programs.test_bench_modes import SMALL, VANILLA, _in_tiny_data, run_bench  # noqa: F401
 from training import loss

@@ -1,4 +1,4 @@
-"""The programs on a GPU: what only runs there runs, and gives what the CPU gives (`scripts/gpu_check.sh --part=tests`)."""
+"""The programs on a GPU: what only runs there runs, and gives what the CPU gives (`lab/scripts/gpu_check.sh --part=tests`)."""
 import json
 import math
 import os
@@ -11,12 +11,12 @@ import torch
 import bench
 import sample
 from attention.kernels import wanted
-from benchmarks import bandwidth, kernels
 from config.gpt_config import GPTConfig
 from inference.engine import Engine
 from inference.generate import Generation
 from inference.params import SamplingParams
 from inference.sampler import Sampler
+from lab.benchmarks import bandwidth, kernels
 from model import GPT
 from tests.helpers.models import FULL_STACK as MODEL
 from tests.helpers.models import VOCAB, random_model, tokens

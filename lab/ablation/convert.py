@@ -1,0 +1,33 @@
+"""Begin a run with the converted weights of another row, before it trains:
+
+    python -m lab.ablation.convert ROW SEED CONFIG ...
+"""
+import sys
+
+import configurator
+from config.errors import UserError
+from interop.convert import MEMORY, convert_checkpoint
+from lab.ablation.ladder import read_ladder
+from lab.ablation.results import Results
+from training.checkpoint import load_checkpoint
+from training.shelf import Shelf
+
+
+def main(argv=None):
+    name, seed, *rest = sys.argv[1:] if argv is None else argv
+    _, ladder = read_ladder(rest, echo=False)
+    results, row = Results(ladder), ladder.rows[name]
+    origin = ladder.trainer(ladder.rows[row.converted_from])
+    path = results.out_dir(origin, int(seed)) / 'ckpt.pt'
+    if not path.is_file() or load_checkpoint(path)['iter_num'] != ladder.settings(origin).max_iters:
+        elsewhere = results.read(origin, int(seed))
+        raise UserError(f'row {name!r} begins with the weights of {origin.name!r}, seed {seed}, which ' +
+                        (f'were trained elsewhere: delete {results.path(origin, int(seed))} to train them here' if elsewhere
+                         else 'are not trained yet: train that row first (or name it in --only too)'))
+    config = ladder.trained_config(row)
+    checkpoint = convert_checkpoint(path, {key: getattr(config, key) for key in MEMORY})
+    Shelf(results.out_dir(row, int(seed))).save(checkpoint | {'holds_best': False})
+
+
+if __name__ == '__main__':
+    configurator.run_program(main)

@@ -1,0 +1,52 @@
+"""How fast this machine reads memory (on CUDA: copies it): the measure that decoding is held against."""
+import statistics
+
+import torch
+
+from lab.benchmarks import clock
+
+BUFFER_BYTES = 512 * 2 ** 20  # far more than any cache between memory and processor holds
+PASSES = 3                    # per measurement; their median counts
+
+
+class Bandwidth:
+    """Call it for bytes per second, measured now.
+
+    Kernels that do nothing but read a buffer of random float32, and the fastest of them here is the measure: a matrix
+    times a vector (short rows and long), a sum, a dot product of the two halves. On CUDA, where a kernel that only reads
+    is no common yardstick, a device-to-device copy, its bytes counted as read and as written.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.buffer = torch.rand(BUFFER_BYTES // 4, device=device)
+        self.kernels = self._copy() if device.type == 'cuda' else self._reads()
+        self.found = {name: statistics.median(self._pass(kernel) for _ in range(1 + 2 * PASSES))
+                      for name, kernel in self.kernels.items()}
+        self.kernel = max(self.found, key=self.found.get)
+
+    def __call__(self) -> float:
+        return statistics.median(self._pass(self.kernels[self.kernel]) for _ in range(PASSES))
+
+    def describe(self, rates) -> dict:
+        """What goes into the JSON document: the kernel, and all that was measured during the run, bytes per second."""
+        return {'kernel': self.kernel, 'buffer_bytes': self.buffer.nbytes, 'bytes_per_second': clock.summary(rates),
+                'kernels_bytes_per_second': self.found}
+
+    def _reads(self):
+        halves = self.buffer.view(2, -1)
+        kernels = {'sum': lambda: self.buffer.sum(), 'dot product': lambda: torch.dot(*halves)}
+        for width in (1024, 4096):
+            vector, matrix = torch.rand(width, device=self.device), self.buffer.view(-1, width)
+            kernels[f'matrix-vector product, rows of {width}'] = lambda m=matrix, v=vector: m @ v
+        return kernels
+
+    def _copy(self):
+        target = torch.empty_like(self.buffer)
+        return {'device-to-device copy': lambda: target.copy_(self.buffer)}
+
+    def _pass(self, kernel) -> float:
+        moved = self.buffer.nbytes * (2 if self.device.type == 'cuda' else 1)
+        with clock.Stopwatch(self.device) as watch:
+            kernel()
+        return moved / watch.seconds

@@ -1,0 +1,265 @@
+"""--mode=kernels: attention of decode steps, attention of training, and the K/V write, each alone, on CUDA.
+
+Triton's own clock times them (CUDA events, the L2 cache emptied before each measurement), and what
+they reach is held against what the device does in the same run: bytes per second of a
+device-to-device copy, FLOP/s of a large product in its dtype. Decode attention and the write take
+microseconds: they are measured by CUDA graphs of 20 calls, over buffers in turn of which none is
+found in the L2 cache, and figures are of one call. Decode attention is compared with attention
+in float64 before it is timed.
+
+    batch_sizes, contexts   decode: rows, and keys that each holds; training: sequences are as long as the contexts
+    n_head, n_kv_head, head_dim, window_size, dtype: as in the config
+"""
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from attention.backends import load_flash_attn, obstacle
+from attention.causal import causal_attention
+from attention.heads import fold_heads, unfold_heads
+from attention.kernels import usable
+from attention.local import flex_local_attention
+from attention.qk import norm_and_rotate
+from attention.rope import RotaryTable
+from config.errors import UserError
+from kv.store import KVStore, Target
+from kv.view import decode
+from lab.benchmarks import clock
+from lab.benchmarks.report import show
+from lab.benchmarks.setting import numbers, run_facts
+from training.device import pick_device, pick_dtype
+
+PRODUCT = 8192         # rows and columns of the product
+CHECKED_ROWS = 2       # of a batch, compared with float64
+MOST_BYTES = 8 * 2 ** 30
+CALLS = 20             # of one graph, at least: the events around it take 2 to 4 microseconds
+MOST_COPIES = CALLS    # of a buffer
+ROTATED_BYTES = 2 ** 27  # of all copies together: over twice the L2 cache of an H100 (50 MB)
+REPLAYED_MS = 300      # for several measurements even where 20 calls take 50 ms
+FLASH = {'BACKEND': 'FLASH'}
+TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k, int8_dot=i) for i in (False, True) for n in (64, 128) for w in (1, 2, 4)
+           for k in (2, 3)] + [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
+
+
+def milliseconds(call, device, grad_to_none=None, rep=100) -> dict:
+    """Median, min and max over the calls of about `rep` milliseconds."""
+    if device.type != 'cuda':  # where the kernels are interpreted there is nothing to be timed: to try the mode out
+        start = clock.now()
+        call()
+        return clock.summary([1000 * (clock.now() - start)])
+    from triton.testing import do_bench
+    each = do_bench(call, rep=rep, grad_to_none=grad_to_none, return_mode='all')
+    return {name: value for name, value in clock.summary(each).items() if name != 'each'}
+
+
+def milliseconds_a_call(calls, device) -> dict:
+    """The same of one call, for short ones. `calls` do the same work, each over buffers of its own;
+    they are captured in turn in one CUDA graph, and its time is divided by their number. So the
+    time of launches does not count, and that of the events around the graph hardly does."""
+    if device.type != 'cuda':
+        return milliseconds(calls[0], device)
+    turns = in_turn(calls)
+    found = milliseconds(captured(turns, device), device, rep=REPLAYED_MS)
+    return {name: value / len(turns) for name, value in found.items()}
+
+
+def in_turn(calls) -> list:
+    """Each of `calls` once, and again until there are CALLS."""
+    return [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
+
+
+def captured(turns, device):
+    """Replays a CUDA graph of all of them."""
+    def all_of_them():
+        for call in turns:
+            call()
+    all_of_them()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_of_them()
+    return graph.replay
+
+
+def n_copies(nbytes: int) -> int:
+    """How many buffers of `nbytes` calls use in turn, so that none is found in the L2 cache: before
+    a buffer is used again others have filled the cache, or else each is used once in a graph."""
+    return min(MOST_COPIES, max(2, -(-ROTATED_BYTES // nbytes)))
+
+
+def run(s, data_root: Path) -> dict:
+    """All tables, printed; returns what --json prints."""
+    device = pick_device(s.device)
+    if not usable(device):
+        raise UserError(f"mode='kernels' times the Triton kernels: it needs CUDA and the triton package (device={s.device!r})")
+    for name in ('against', 'budget', 'nanogpt'):
+        if getattr(s, name):
+            raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='kernels'")
+    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
+    dtype = pick_dtype(s.dtype, device)
+    head_dim, n_kv_head = s.head_dim or s.n_embd // s.n_head, s.n_kv_head or s.n_head
+    torch.manual_seed(s.seed)
+    import triton
+    document = run_facts(s, device) | {
+        'triton': triton.__version__, 'dtype': str(dtype).removeprefix('torch.'), 'models': {},
+        'heads': [s.n_head, n_kv_head, head_dim], 'window_size': s.window_size, 'rates': rates(device, dtype)}
+    shape = s.n_head, n_kv_head, head_dim, dtype, device
+    document['decode'] = [decode_cell(shape, batch, context, s.tune, document['rates'])
+                          for context in contexts for batch in batches]
+    document['training'] = [training_cell(shape, context, s.window_size) for context in contexts]
+    document['write'] = [write_cell(shape, batch) for batch in batches]
+    show(document)
+    return document
+
+
+def rates(device, dtype) -> dict:
+    """Bytes per second (read and written) of a copy, FLOP/s of a product in `dtype`."""
+    n, side = (2 ** 28, PRODUCT) if device.type == 'cuda' else (2 ** 16, 64)
+    source = torch.randn(n, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in 'ab')
+    copy, product = milliseconds(lambda: target.copy_(source), device), milliseconds(lambda: a @ b, device)
+    return {'copy_bytes_per_second': 2 * source.nbytes / copy['median'] * 1000,
+            'product_flops': 2 * side ** 3 / product['median'] * 1000}
+
+
+# -- decode: one token a row over stored keys -------------------------------------------------------------------------
+
+def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> dict:
+    """Every way to attend over `context` keys of `batch` rows: time, bytes per second, error."""
+    from attention.kernels.decode import Tuning, stored_attention
+    H, n_kv_head, D, dtype, device = shape
+    if batch * n_kv_head * context * D * dtype.itemsize * 2 > MOST_BYTES:
+        return {'context': context, 'batch': batch, 'sides': {'(all)': {'failed': f'K and V of over {MOST_BYTES:,} bytes'}}}
+    q = torch.randn(batch, 1, H, D, device=device, dtype=dtype).transpose(1, 2)
+    stores = {name: random_stores(batch, n_kv_head, context, D, kind, dtype, device)
+              for name, kind in (('int8', torch.int8), ('plain', dtype))}
+
+    def kernel(**how):
+        return lambda store: stored_attention(q, store.k, store.v, tuning=Tuning(**how))
+
+    def whole_heads(attend):
+        return lambda store: attend(q, store.k[0], store.v[0], enable_gqa=H != n_kv_head)
+
+    def folded(store):
+        return F.scaled_dot_product_attention(fold_heads(q, n_kv_head), store.k[0], store.v[0])
+    sides = {'kernel, int8': (kernel(), 'int8'),
+             'kernel, int8 products': (kernel(int8_dot=True), 'int8'),
+             'kernel': (kernel(), 'plain'),
+             'SDPA': (whole_heads(F.scaled_dot_product_attention), 'plain'),
+             'SDPA, heads folded': (folded, 'plain')}
+    if device.type == 'cuda':
+        from torch.nn.attention.flex_attention import flex_attention
+        sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False)), 'plain'
+    if tune:
+        for how in TUNINGS:
+            name = 'int8, ' + ' '.join(f'{key}={value}' for key, value in how.items())
+            sides[name] = kernel(**how), 'int8'
+    found = {name: attempt(attend, device, q, stores[kind], device_rates)
+             for name, (attend, kind) in sides.items()}
+    return {'context': context, 'batch': batch, 'sides': found}
+
+
+def random_stores(rows, n_kv_head, context, head_dim, kind, dtype, device) -> list[KVStore]:
+    """As many stores of random numbers as calls use in turn."""
+    stores = []
+    while not stores or len(stores) < n_copies(stores[0].nbytes):
+        stores.append(KVStore(rows, n_kv_head, context, head_dim, kind, dtype, device))
+        stores[-1].fill_random_()
+    return stores
+
+
+def attempt(attend, device, q, stores, device_rates) -> dict:
+    """Time and error of one way to attend over a store, or why it cannot be."""
+    store = stores[0]
+    try:
+        with torch.inference_mode():
+            y = attend(store)
+            error = decode_error(y, q, store)
+            ms = milliseconds_a_call([partial(attend, each) for each in stores], device)
+    except Exception as e:  # one layout that does not fit must not end the run
+        return {'failed': f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'}
+    rate = store.nbytes / ms['median'] * 1000
+    return {'ms': ms, 'bytes': store.nbytes, 'bytes_per_second': rate, 'share': rate / device_rates['copy_bytes_per_second'],
+            'error': error}
+
+
+def decode_error(y, q, store) -> float:
+    """Largest difference from attention in float64 over the same stored values, relative to its largest value."""
+    n = CHECKED_ROWS
+    k, v = (decode(tuple(x[:n] for x in kv), torch.float64) for kv in (store.k, store.v))
+    rows = fold_heads(q[:n].double(), k.size(1))
+    exact = unfold_heads((rows @ k.transpose(2, 3) * q.size(-1) ** -0.5).softmax(-1) @ v, q.size(1))
+    return ((y[:n].reshape_as(exact).double() - exact).abs().max() / exact.abs().max()).item()
+
+
+# -- training: whole sequences, forward and backward ------------------------------------------------------------------
+
+def training_cell(shape, T: int, window: int) -> dict:
+    """Local attention by each backend, and full causal attention, forward and backward, batch 1."""
+    H, n_kv_head, D, dtype, device = shape
+    leaves = [torch.randn(1, h, T, D, device=device, dtype=dtype, requires_grad=True) for h in (H, n_kv_head, n_kv_head)]
+    upstream, sides = torch.randn(1, H, T, D, device=device, dtype=dtype), {}
+    for name in ('sdpa', 'flex', 'flash_attn'):
+        for w in dict.fromkeys((0, window if window < T else 0)):
+            if obstacle(name, device, dtype, D, 0.0):
+                continue
+            sides[f"{name}, {f'W={w}' if w else 'full'}"] = training_times(name, leaves, w, upstream)
+    if device.type == 'cuda' and 0 < window < T:  # experimental, with flash-attn-4: fails where that is not installed
+        sides[f'flex with its FLASH backend, W={window}'] = training_times('flex', leaves, window, upstream, FLASH)
+    return {'context': T, 'sides': sides}
+
+
+def training_times(backend, leaves, window, upstream, kernel_options=None) -> dict:
+    def attend():
+        if kernel_options:
+            return flex_local_attention(*leaves, window, kernel_options=kernel_options)
+        return causal_attention(*leaves, window, backend=backend)
+
+    def both():
+        attend().backward(upstream)
+
+    def forward():
+        with torch.no_grad():
+            attend()
+    try:
+        if backend == 'flash_attn':
+            load_flash_attn()
+        device = upstream.device
+        return {'forward_ms': milliseconds(forward, device), 'ms': milliseconds(both, device, grad_to_none=leaves)}
+    except Exception as e:
+        return {'failed': f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'}
+
+
+# -- the write: QK-norm, RoPE, int8 and the store ---------------------------------------------------------------------
+
+def write_cell(shape, batch: int) -> dict:
+    """One decode step's queries and K/V of one layer, by the kernel and by plain torch."""
+    from attention.kernels.qkv import write_qkv
+    H, n_kv_head, D, dtype, device = shape
+    norms = [torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype) for _ in 'qk']
+    positions = torch.arange(batch, device=device)[:, None]
+    rope = RotaryTable(D, 10000.0).at(positions, max(256, batch), dtype)
+
+    def buffers():
+        """Queries, K and V of a step, where K and V go, and the store that has it."""
+        qkv = torch.randn(batch, 1, H + 2 * n_kv_head, D, device=device, dtype=dtype)
+        store = KVStore(batch, n_kv_head, 64, D, torch.int8, dtype, device)
+        return qkv, Target(store.k, store.v, positions, positions % 64), store
+
+    def kernel(qkv, target, store):
+        return write_qkv(qkv, H, *norms, rope, target)
+
+    def plain(qkv, target, store):
+        q, k, v = qkv.transpose(1, 2).split([H, n_kv_head, n_kv_head], dim=1)
+        norm_and_rotate(q, norms[0], rope)
+        store.put(target, *store.encode(norm_and_rotate(k, norms[1], rope), v), own_rows=True)
+    # by the bytes of qkv: of a store only one place a row is written
+    n = n_copies(batch * (H + 2 * n_kv_head) * D * dtype.itemsize)
+    copies = [buffers() for _ in range(n)]
+    with torch.inference_mode():
+        return {'batch': batch, 'sides': {
+            name: {'ms': milliseconds_a_call([partial(write, *each) for each in copies], device)}
+            for name, write in (('kernel', kernel), ('plain torch', plain))}}

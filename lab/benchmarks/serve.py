@@ -1,0 +1,158 @@
+"""--mode=serve: many requests of different lengths over a fixed number of rows: continuous batching against static.
+
+All requests are there from the start: prompts of `contexts` random tokens, as many new tokens as `output_lengths` says,
+log-uniform between the two (by `seed`), greedy. The sides, in turns:
+
+    ours           the engine: a request joins when another leaves
+    static         batches of as many rows through `inference.generate.Generation`, each until its longest request is done
+    static engine  the engine, which lets nobody in before all have left (rows that are done are not computed)
+
+Afterwards the texts must be the same, request by request.
+"""
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from config.errors import UserError
+from inference.engine import Engine
+from inference.generate import Generation
+from inference.params import SamplingParams
+from inference.sampler import Sampler
+from inference.scheduler import Scheduler
+from inference.weights import pack_weights
+from lab.benchmarks import clock
+from lab.benchmarks.generation import same_tokens
+from lab.benchmarks.report import show
+from lab.benchmarks.setting import MIN_REPEATS, at_least, build, check_length, facts, model_config, numbers, random_tokens
+from training.device import synchronize
+
+
+class StaticScheduler(Scheduler):
+    """Admits only into an empty engine."""
+
+    def _admit(self):
+        if not self.running:
+            super()._admit()
+
+
+class Served:
+    """One round: seconds in all, seconds to each request's first token, the tokens of each, most bytes of K/V held."""
+
+    def __init__(self, seconds, firsts, tokens, kv_held):
+        self.seconds, self.firsts, self.tokens, self.kv_held = seconds, firsts, tokens, kv_held
+
+
+class EngineRound:
+    """Call it to serve all requests through one engine, which is kept."""
+
+    def __init__(self, model, prompts, lengths, rows, s, scheduler=Scheduler):
+        self.prompts, self.params = prompts, [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
+        self.engine = Engine(model, rows, max(map(len, prompts)) + max(lengths), s.kv_dtype, pack=s.pack, scheduler=scheduler,
+                             **({'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}))
+
+    def __call__(self) -> Served:
+        start = clock.now()
+        done = self.engine.generate(self.prompts, self.params)
+        return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done], self.engine.held_peak)
+
+    @property
+    def kv_bytes(self):
+        return self.engine.cache.nbytes
+
+
+class StaticRound:
+    """Call it to serve all requests in batches of `rows`, in their order."""
+
+    def __init__(self, model, prompts, lengths, rows, s):
+        self.model, self.prompts, self.lengths = model, prompts, lengths
+        self.rows = min(rows, len(prompts))
+        self.cache = model.new_cache(self.rows, max(map(len, prompts)) + max(lengths), s.kv_dtype)
+        if s.pack:
+            pack_weights(model, self.rows)  # as the engine does
+
+    def __call__(self) -> Served:
+        start, firsts, tokens = clock.now(), [], []
+        for k in range(0, len(self.prompts), self.rows):
+            prompts, lengths = self.prompts[k:k + self.rows], self.lengths[k:k + self.rows]
+            self.cache.reset()
+            cache = self.cache if len(prompts) == self.rows else None
+            made = []
+            for j, new in enumerate(Generation(self.model, prompts, max(lengths), Sampler(0), cache)):
+                made.append(new.flatten().tolist())  # read at every step, as a server that sends tokens out does
+                if j == 0:
+                    firsts += [clock.now() - start] * len(prompts)
+            tokens += [[step[b] for step in made[:n]] for b, n in enumerate(lengths)]
+        synchronize(self.model.device)
+        return Served(clock.now() - start, firsts, tokens, self.kv_bytes)
+
+    @property
+    def kv_bytes(self):
+        return self.cache.nbytes
+
+
+def run(s, data_root: Path) -> dict:
+    """All cells, printed as a table; returns what --json prints."""
+    at_least(s, repeats=MIN_REPEATS, prefill_chunk=0, requests=1)
+    for name in ('against', 'budget', 'nanogpt'):
+        if getattr(s, name):
+            raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='serve'")
+    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
+    low, high = output_range(s.output_lengths)
+    lengths = log_uniform(low, high, s.requests, s.seed)
+    config = model_config(s, data_root)
+    check_length(config, contexts, high)
+    torch.manual_seed(s.seed)
+    model = build(config, s)
+    document = facts(s, {'ours': model}) | {'requests': s.requests, 'output_lengths': lengths}
+    document['cells'] = [measure(model, lengths, rows, context, s) for context in contexts for rows in batches]
+    show(document)
+    return document
+
+
+def output_range(text: str) -> tuple[int, int]:
+    """'16,256' -> (16, 256); one number stands for both."""
+    low, *more = numbers('output_lengths', text)
+    high = more[0] if more else low
+    if len(more) > 1 or high < low:
+        raise UserError(f"output_lengths={text!r}: the shortest and the longest are needed, as '16,256'")
+    return low, high
+
+
+def log_uniform(low: int, high: int, n: int, seed: int) -> list[int]:
+    """n whole numbers whose logarithms are uniform between those of low and high."""
+    u = np.random.default_rng(seed % 2 ** 64).uniform(math.log(low), math.log(high + 1), n)
+    return [min(int(math.exp(x)), high) for x in u]
+
+
+def measure(model, lengths, rows: int, context: int, s) -> dict:
+    """One cell: figures of each side, ratios of ours over each of the others, and whether the texts are the same."""
+    prompts = random_tokens(model, len(lengths), context).tolist()
+    sides = {'ours': EngineRound(model, prompts, lengths, rows, s), 'static': StaticRound(model, prompts, lengths, rows, s),
+             'static engine': EngineRound(model, prompts, lengths, rows, s, StaticScheduler)}
+    found = clock.alternate(sides, s.repeats, f'{len(lengths)} requests, {rows} rows, prompts of {context}')
+    cell = {'context': context, 'sides': {name: figures(runs, sides[name], sum(lengths), rows) for name, runs in found.items()}}
+    ours = [1 / one.seconds for one in found['ours']]
+    others = [name for name in sides if name != 'ours']
+    cell['ratios'] = {'tokens_per_second': {name: clock.paired(ours, [1 / one.seconds for one in found[name]])
+                                            for name in others}}
+    for name in others:
+        cell['sides'][name] |= same_texts(model, prompts, found['ours'][-1].tokens, found[name][-1].tokens, name)
+    return cell
+
+
+def figures(runs, side, n_tokens: int, rows: int) -> dict:
+    """One side: throughput, times to first tokens (of all requests, all submitted at the start), bytes."""
+    return {'batch': rows, 'seconds': clock.summary(one.seconds for one in runs),
+            'tokens_per_second': clock.summary(n_tokens / one.seconds for one in runs),
+            'ttft_ms': clock.summary(1000 * statistics.median(one.firsts) for one in runs),
+            'kv_bytes': side.kv_bytes, 'kv_held_bytes': max(one.kv_held for one in runs)}
+
+
+def same_texts(model, prompts, ours, theirs, name) -> dict:
+    """How many requests have equal tokens; see `generation.same_tokens` for where they may differ."""
+    equal = [same_tokens(model, *(torch.tensor([x], device=model.device) for x in three), name)['rows_equal']
+             for three in zip(prompts, ours, theirs, strict=True)]
+    return {'rows_equal': sum(equal), 'rows': len(equal)}

@@ -1,0 +1,58 @@
+"""The committed page of measurements, made from the JSON files that `bench.py --save=FILE` wrote.
+
+    python -m lab.benchmarks.table results/cpu/*.json > results/cpu/README.md
+"""
+import json
+import sys
+from pathlib import Path
+
+from config.errors import UserError
+from configurator import run_program
+from lab.benchmarks.report import GRIDS, heading
+
+INTRODUCTION = '''# Decoding and prefill, measured
+
+Made by `python -m lab.benchmarks.table results/cpu/*.json` from the JSON files here, each of which names the command it was
+made by. In a run all sides take turns; ratios are medians over the rounds, with the smallest and the largest. B sequences;
+W the window of local layers; TTFT and TPOT are times to the first and per further output token.
+'''
+
+
+def page(documents: dict[str, dict]) -> str:
+    """Markdown from name of the file -> its document."""
+    return '\n'.join([INTRODUCTION, *(section(name, document) for name, document in documents.items())])
+
+
+def section(name: str, document: dict) -> str:
+    """The tables of one file."""
+    lines = [f'## {name}', '', f"`{document['command']}`", '', *(f'- {line}' for line in heading(document)), '']
+    for grid in GRIDS[document['mode']](document):
+        lines += [grid.title + ':', '', grid.markdown(), '']
+    return '\n'.join(lines)
+
+
+def read(path: str) -> dict:
+    """A document of a mode that has tables.
+
+    Raises:
+        UserError: no such file, no JSON, another document.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding='utf-8'))
+    except (OSError, ValueError) as e:
+        raise UserError(f'{path} cannot be read as JSON: {type(e).__name__}') from e
+    if not isinstance(document, dict) or document.get('mode') not in GRIDS:
+        raise UserError(f"{path} is no document of bench.py with a table: those of modes {', '.join(map(repr, GRIDS))} are")
+    return document
+
+
+def main(argv=None):
+    paths = sys.argv[1:] if argv is None else argv
+    if not paths or any(path.startswith('-') for path in paths):
+        print(__doc__.strip())
+        raise SystemExit(0 if paths else 2)
+    print(page({Path(path).stem: read(path) for path in paths}), end='')
+
+
+if __name__ == '__main__':
+    run_program(main)

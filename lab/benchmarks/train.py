@@ -1,0 +1,175 @@
+"""--mode=train: a step is forward, backward and AdamW update of one batch, without dropout.
+
+10 steps warm up, then 20 are on the clock; with against='nanogpt' as many of nanoGPT's own model, 4 at a time in turns. MFU
+is nanoGPT's (every query sees every key, against an A100's 312 TFLOP/s); the line below it counts what the model asks for
+(`training/flops.py`).
+"""
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
+
+from attention.backends import describe
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from config.schema import MODEL
+from data.datasets import available_datasets, ensure_dataset
+from data.tokenfiles import is_prepared, read_meta
+from lab.benchmarks import clock
+from lab.benchmarks.engines import check_checkout, check_vanilla, nanogpt
+from model import GPT
+from training.batches import TokenBatches
+from training.device import autocast, device_name, pick_device, pick_dtype, synchronize
+from training.flops import achieved
+
+BURN_IN, TIMED, IN_TURN = 10, 20, 4
+TRACES = Path('bench_log')  # in the working directory
+
+
+def prepared(dataset: str, data_root: Path) -> Path:
+    """The folder of a data set that has its token files: a benchmark starts no download."""
+    folder = data_root / dataset
+    if is_prepared(folder):
+        return ensure_dataset(dataset, data_root)  # which only checks the name then
+    remedy = f'prepare it with python data/{dataset}/prepare.py'
+    if not (dataset and (folder / 'prepare.py').is_file()):
+        remedy = f"choose one of {', '.join(available_datasets(data_root)) or 'none'}"
+    raise UserError(f'dataset={dataset!r} is not prepared: {remedy}, or time random tokens with --real_data=False')
+
+
+class TrainStep:
+    """One step of training, ready to be called: a model in the settings' shape, its optimizer and its batches.
+
+    theirs: the model is nanoGPT's own, from its checkout, with the same weights.
+    """
+
+    def __init__(self, s, data_root: Path, theirs: bool = False):
+        self.device = pick_device(s.device)
+        self.dtype = pick_dtype(s.dtype, self.device)
+        torch.manual_seed(s.seed)
+        torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
+        folder = prepared(s.dataset, data_root) if s.real_data else data_root / s.dataset
+        vocab_size = (read_meta(folder) or {'vocab_size': 50304})['vocab_size']
+        shape = {key.name: getattr(s, key.name) for key in MODEL} | {'dropout': 0.0}  # as in nanoGPT
+        self.model = GPT(GPTConfig(vocab_size=vocab_size, **shape))
+        if theirs:
+            check_vanilla(self.model.config, 'nanogpt')
+            self.model = nanogpt(self.model, s.nanogpt).train()
+        self.model.to(self.device)
+        if not theirs:
+            self.model.attention_backend = s.attention_backend
+            self.model.chunked_loss = s.chunked_loss and 'chunked_loss' in s.given  # nanoGPT, with which it compares, has none
+            print(describe(self.model, self.dtype, dropout_p=0.0))
+        if s.real_data:
+            self.next_batch = TokenBatches(folder, s.block_size, s.batch_size, self.device).next
+        else:
+            batch = torch.randint(vocab_size, (2, s.batch_size, s.block_size), device=self.device)
+            self.next_batch = lambda: tuple(batch)
+        print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
+        self.optimizer = self.model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), self.device.type)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        if s.compile:
+            print('Compiling model...')
+            if not theirs:
+                self.model.prepare(s.block_size)
+        self.compiled = torch.compile(self.model) if s.compile else self.model
+        self.batch, self.losses = self.next_batch(), []
+
+    def __call__(self) -> float:
+        """The batch's loss, read last: whoever has it knows that the device is done."""
+        with autocast(self.device, self.dtype):
+            loss = self.compiled(*self.batch)[1]
+        self.batch = self.next_batch()  # fetched while the device is busy
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.losses.append(loss.item())
+        return self.losses[-1]
+
+
+def run_steps(step, n: int) -> list[float]:
+    """Seconds of each of `n` steps."""
+    synchronize(step.device)
+    stamps = [time.perf_counter()]
+    for k in range(n):
+        loss = step()
+        stamps.append(time.perf_counter())
+        print(f'{k}/{n} loss: {loss:.4f}', flush=True)
+    return [after - before for before, after in zip(stamps, stamps[1:])]
+
+
+def in_turns(ours, theirs) -> tuple[list[float], list[float]]:
+    """Seconds of TIMED steps of each, IN_TURN at a time."""
+    run_steps(theirs, BURN_IN)
+    found = [], []
+    for _ in range(TIMED // IN_TURN):
+        for step, seconds in zip((ours, theirs), found):
+            seconds += run_steps(step, IN_TURN)
+    return found
+
+
+def compared(ours, theirs, s) -> dict:
+    """How many times nanoGPT's tokens per second ours makes: the median over the turns, with the smallest and the largest."""
+    turns = [slice(k, k + IN_TURN) for k in range(0, TIMED, IN_TURN)]
+    ratio = clock.summary(sum(theirs[turn]) / sum(ours[turn]) for turn in turns)
+    rate = s.batch_size * s.block_size / statistics.mean(theirs)
+    print(f"nanoGPT: {1000 * statistics.mean(theirs):.4f}ms, {rate:,.0f} tokens/s; ours makes {ratio['median']:.2f} times its "
+          f"tokens/s ({ratio['min']:.2f}-{ratio['max']:.2f})")
+    return {'against': s.against, 'nanogpt_tokens_per_second': rate, 'faster': ratio}
+
+
+def profile(step) -> None:
+    """nanoGPT's schedule: 5 steps unobserved, 5 to warm the profiler up, 5 recorded. Leaves a trace and prints a table."""
+    try:
+        TRACES.mkdir(exist_ok=True)
+    except OSError as e:
+        raise UserError(f'{TRACES}/ cannot be made in the working directory, for the trace: {e.strerror}') from e
+    cuda = step.device.type == 'cuda'
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    with torch.profiler.profile(activities=activities, schedule=schedule(wait=5, warmup=5, active=5, repeat=1), with_flops=True,
+                                on_trace_ready=tensorboard_trace_handler(str(TRACES), worker_name='bench')) as profiler:
+        for k in range(15):
+            print(f'{k}/15 loss: {step():.4f}', flush=True)
+            profiler.step()
+    slowest = f'self_{"device" if cuda else "cpu"}_time_total'
+    print(profiler.key_averages().table(sort_by=slowest, row_limit=15, max_name_column_width=40))
+    print(f'trace written to {TRACES}/')
+
+
+def run(s, data_root: Path) -> dict:
+    """Time (or profile) training steps; returns what --json prints."""
+    if s.against not in ('', 'nanogpt') or (s.against and s.profile):
+        raise UserError(f"against={s.against!r}: mode='train' is compared with 'nanogpt' alone, and not under the profiler")
+    if s.nanogpt and not s.against:
+        raise UserError(f"nanogpt={s.nanogpt!r} is a checkout to compare with: it needs against='nanogpt'")
+    if s.against:
+        check_checkout(s.nanogpt)
+    if s.batch_size < 1:
+        raise UserError(f'batch_size={s.batch_size}: must be at least 1')
+    step = TrainStep(s, data_root)
+    model = step.model
+    figures = {'device': device_name(step.device), 'threads': torch.get_num_threads(), 'torch': torch.__version__,
+               'dtype': str(step.dtype).removeprefix('torch.'), 'params': model.get_num_params()}
+    figures |= {name: getattr(s, name) for name in ('mode', 'compile', 'batch_size', 'block_size', 'window_size',
+                                                    'layer_pattern', 'n_kv_head', 'real_data')}
+    if s.profile:
+        profile(step)
+        return figures | {'trace': str(TRACES)}
+    run_steps(step, BURN_IN)
+    if s.against:
+        seconds, theirs = in_turns(step, TrainStep(s, data_root, theirs=True))
+        figures |= compared(seconds, theirs, s)
+    else:
+        seconds = run_steps(step, TIMED)
+    mean = statistics.mean(seconds)
+    mfu, tflops = model.estimate_mfu(s.batch_size, mean), achieved(model, s.batch_size, mean)
+    rate = s.batch_size * s.block_size / mean
+    print(f'time per iteration: {mean * 1000:.4f}ms, MFU: {mfu * 100:.2f}%')
+    print(f'counting only the keys each query sees: {tflops:.3f} model TFLOP/s; {rate:,.0f} tokens/s')
+    ms = [1000 * x for x in seconds]
+    summary = {'mean_ms': 1000 * mean, 'median_ms': statistics.median(ms), 'min_ms': min(ms), 'max_ms': max(ms)}
+    figures |= {'first_loss': step.losses[0], 'last_loss': step.losses[-1]}
+    return figures | summary | {'tokens_per_second': rate, 'mfu': mfu, 'model_tflops_per_second': tflops, 'step_ms': ms}

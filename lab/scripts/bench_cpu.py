@@ -1,0 +1,68 @@
+"""The benchmarks behind results/cpu/, one after another: bench.py's commands, then the page made from their JSON files.
+
+    python lab/scripts/bench_cpu.py                   # all that are not there yet (about an hour on 2 cores; leave it alone)
+    python lab/scripts/bench_cpu.py decode-b16 serve  # some, again
+    python lab/scripts/bench_cpu.py --list
+
+Ctrl-C keeps what is finished.
+"""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / 'results' / 'cpu'
+FULL = 'config/train_gpt2_mqa_local.py --mode='  # GPT-2 124M's shape with every saving on, as many parameters as GPT-2
+BENCHES = {
+    'decode-b1': FULL + 'decode --against=vanilla --batch_sizes=1 --contexts=1024,4096,16384,32768',
+    'decode-b4': FULL + 'decode --against=vanilla --batch_sizes=4 --contexts=1024,4096,16384',
+    'decode-b16': FULL + 'decode --against=vanilla --batch_sizes=16 --contexts=1024,4096',
+    'decode-int8': FULL + 'decode --batch_sizes=1,16 --contexts=1024,4096 --kv_dtype=int8',
+    'decode-1GB': FULL + 'decode --against=vanilla --contexts=4096 --budget=1GB',
+    'decode-bfloat16': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --dtype=bfloat16',
+    'decode-int8-weights': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --weight_dtype=int8',
+    'decode-int8-weights-compiled': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --weight_dtype=int8 --dtype=bfloat16 '
+                                           '--compile=True',
+    'decode-compiled': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --compile=True',
+    'against-hf': '--mode=decode --against=hf --batch_sizes=1,16 --contexts=960 --steps=32',
+    # a checkout of karpathy/nanoGPT in ./nanoGPT
+    'against-nanogpt': '--mode=decode --against=nanogpt --nanogpt=nanoGPT --batch_sizes=1 --contexts=960 --steps=8',
+    'prefill-chunked': FULL + 'prefill --against=vanilla --contexts=1024,4096 --prefill_chunk=256',
+    'recompute': FULL + 'recompute --against=vanilla --contexts=1024',
+    'lengths': FULL + 'lengths --against=vanilla --contexts=256,512,1024,2048,8192',
+    'serve': FULL + 'serve --batch_sizes=16 --contexts=64',
+    'chat': FULL + 'chat --contexts=1024,8192 --kv_dtype=int8 --requests=500 --page_sizes=16,64',
+}
+
+
+def main(names: list[str]) -> int:
+    if '--list' in names:
+        print('\n'.join(f'{name}: python bench.py {args}' for name, args in BENCHES.items()))
+        return 0
+    unknown = [name for name in names if name not in BENCHES]
+    if unknown:
+        print(f"error: {unknown[0]!r} is none of {', '.join(BENCHES)}" if not unknown[0].startswith('-') else __doc__.strip(),
+              file=sys.stderr)
+        return 2
+    failed = []
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in names or [name for name in BENCHES if not (RESULTS / f'{name}.json').exists()]:
+        print(f'== {name}', flush=True)
+        command = [sys.executable, 'bench.py', *BENCHES[name].split(), '--device=cpu', f'--save={RESULTS / name}.json']
+        failed += [name] * (subprocess.run(command, cwd=ROOT).returncode != 0)  # the others are measured all the same
+    made = [str(RESULTS / f'{name}.json') for name in BENCHES if (RESULTS / f'{name}.json').exists()]
+    page = subprocess.run([sys.executable, '-m', 'lab.benchmarks.table', *made], cwd=ROOT, check=True, stdout=subprocess.PIPE,
+                          encoding='utf-8', env=os.environ | {'PYTHONIOENCODING': 'utf-8'})
+    (RESULTS / 'README.md').write_text(page.stdout, encoding='utf-8')
+    if failed:
+        print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == '__main__':
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except (KeyboardInterrupt, subprocess.CalledProcessError) as e:
+        print('interrupted' if isinstance(e, KeyboardInterrupt) else f'error: {e}', file=sys.stderr)
+        raise SystemExit(1) from None

@@ -1,0 +1,428 @@
+"""What the cells of the GPU check do, in a worker process of `lab.scripts.gpu.supervise`:
+
+    python -m lab.scripts.gpu.measure --fd=N --device=cuda --cells=FILE name name ...
+
+FILE has the arguments of each cell as JSON. --device=cpu rehearses the cells: tiny sizes, kernels
+in Triton's interpreter, no timings. A cell's function returns what it measured. Where it returns
+'error' and 'allowed', the result is right if the error is less than what is allowed.
+"""
+import contextlib
+import gc
+import importlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import traceback
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+import configurator
+from ablate import main as run_ladder
+from attention.causal import causal_attention
+from attention.kernels import wanted
+from attention.local import blockwise_local_attention, flex_local_attention
+from attention.qk import norm_and_rotate
+from attention.rope import RotaryTable
+from data.datasets import DATA_ROOT
+from inference.captured import CapturedDecode, captured_decode
+from kv.quant import dequantize_int8
+from kv.store import KVStore, Target
+from lab.benchmarks import kernels
+from lab.benchmarks.setting import build, model_config, random_tokens
+from lab.benchmarks.train import TrainStep
+from lab.scripts.gpu.cells import FULL
+from lab.scripts.gpu.supervise import ROOT, context_is_poisoned, worker_cells
+
+TINY = ['--n_layer=7', '--n_embd=96', '--head_dim=16', '--n_head=6', '--mlp_hidden=0',
+        '--window_size=16', '--block_size=64']
+REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests=4',
+             '--batch_size=2', '--compile=False', '--attention_backend=auto']
+# dtype of the queries -> largest error, relative to a row's largest value
+ALLOWED = {'float32': 2e-4, 'bfloat16': 2e-2, 'float16': 4e-3}
+
+
+class Machine:
+    """The device, and sizes that suit it."""
+
+    def __init__(self, device: str):
+        self.device, self.real = torch.device(device), device != 'cpu'
+        # the interpreter multiplies bfloat16 wrongly
+        self.dtype = torch.bfloat16 if self.real else torch.float32
+
+    def settings(self, *args: str):
+        """Settings of bench.py for the full stack."""
+        given = [FULL, *args] + ([] if self.real else TINY)
+        given += [f'--device={self.device}', f'--dtype={name_of(self.dtype)}', '--real_data=False']
+        return configurator.parse('bench', given, echo=False)
+
+
+def name_of(dtype) -> str:
+    return str(dtype).removeprefix('torch.')
+
+
+def judged(found, exact, allowed: float) -> dict:
+    """The largest error of any row (first dimension), relative to the row's largest exact value.
+    Each row has its own scale because means over many keys are small: beside means over few keys,
+    their errors would not show. Where an exact row is zero, the result must be zero."""
+    off, size = (x.double().flatten(1).abs().amax(1) for x in (found.double() - exact, exact))
+    error = (off / size.clamp(min=1e-30)).max().item()
+    return {'error': error if math.isfinite(error) else 1e30, 'allowed': allowed}
+
+
+def worst(checks: list[dict]) -> dict:
+    return max(checks, key=lambda check: check['error'] / check['allowed'])
+
+
+# -- kernels, against float64 ----------------------------------------------------------------------
+
+def random_store(machine, rows, capacity, kv_dtype, n_kv_head=1, head_dim=64) -> KVStore:
+    store = KVStore(rows, n_kv_head, capacity, head_dim, getattr(torch, kv_dtype), machine.dtype,
+                    machine.device)
+    store.fill_random_()
+    return store
+
+
+def exact_values(x):
+    """Stored K or V in float64."""
+    return dequantize_int8(*x, torch.float64) if len(x) == 2 else x[0].double()
+
+
+def attention(machine, layout: str, kv_dtype: str) -> dict:
+    """Rows of many lengths, one of them empty; the kernel chooses the number of splits."""
+    from attention.kernels.decode import stored_attention
+    B, H, D, page = 8, 12, 64, 64
+    S, W = (8192, 256) if machine.real else (128, 16)
+    t = 5 if 'chunk' in layout else 1
+    generator = torch.Generator().manual_seed(0)
+    lengths = [S, 0, t, S - 1, *torch.randint(t, S, (B - 4,), generator=generator)]
+    lengths = torch.tensor(lengths).to(machine.device)
+    dtype = torch.float16 if kv_dtype == 'float16' else machine.dtype
+    q = torch.randn(B, t, H, D, device=machine.device, dtype=dtype).transpose(1, 2)
+    place, how, window = torch.arange(S, device=machine.device), dict(seen=lengths), 0
+    if 'paged' in layout:
+        n_pages = B * S // page
+        store = random_store(machine, n_pages + 3, page, kv_dtype)
+        table = torch.randperm(n_pages + 3, generator=generator)[:n_pages]
+        table = table.view(B, -1).to(machine.device)
+        k, v = (exact_values(x)[table].transpose(1, 2).flatten(2, 3) for x in (store.k, store.v))
+        how['table'] = table.int()
+    else:
+        store = random_store(machine, B, W if layout == 'ring' else S, kv_dtype)
+        k, v = exact_values(store.k), exact_values(store.v)
+        place = place[:k.size(2)]
+    q_at = lengths[:, None] - t + torch.arange(t, device=machine.device)   # (B, t)
+    if layout == 'ring':
+        how['seen'], window = lengths.clamp(max=W), W
+    elif layout == 'tags':
+        # a ring followed by a chunk: positions in any order, -1 where there is no key
+        window, q_at = W, lengths[:, None]
+        k_at = torch.where(place <= q_at, (place + 7) % (q_at + 1), -1)    # (B, S)
+        how = dict(q_pos=q_at, k_pos=k_at)
+    y = stored_attention(q, store.k, store.v, window=window, **how)
+    if layout == 'tags':
+        back = q_at[:, :, None] - k_at[:, None]
+        seen = (back >= 0) & (back < W) & (k_at >= 0)[:, None]
+    else:
+        end = how['seen'][:, None] - t + torch.arange(t, device=machine.device)
+        seen = place <= end[..., None]                                     # (B, t, S)
+    scores = q.double() @ k.transpose(2, 3) * D ** -0.5
+    exact = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0) @ v
+    return judged(y, exact, ALLOWED[name_of(dtype)])
+
+
+def write(machine, kv_dtype: str) -> dict:
+    """QK-norm, RoPE, int8 rounding and the write of a step's K and V, against plain torch. 'none':
+    a layer without K and V of its own."""
+    from attention.kernels.qkv import write_qkv
+    B, H, D, S = 64 if machine.real else 3, 12, 64, 256
+    owns = kv_dtype != 'none'
+    qkv = torch.randn(B, 1, H + 2 * owns, D, device=machine.device, dtype=machine.dtype)
+    norms = [torch.nn.RMSNorm(D, eps=1e-6, device=machine.device, dtype=machine.dtype)
+             for _ in 'qk']
+    for norm in norms:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    rows = torch.arange(B, device=machine.device)[:, None]
+    rope = RotaryTable(D, 10000.0).at(rows * 37, 37 * B, machine.dtype)
+    with torch.inference_mode():
+        q_rows = norm_and_rotate(qkv.transpose(1, 2)[:, :H], norms[0], rope)
+        if not owns:
+            return judged(write_qkv(qkv, H, norms[0], None, rope), q_rows, 1e-2)
+        store, plain = (random_store(machine, B, S, kv_dtype) for _ in 'ab')
+        for a, b in zip(store.tensors, plain.tensors):
+            b.copy_(a)
+        places = rows * 5 % S
+        q = write_qkv(qkv, H, *norms, rope, Target(store.k, store.v, rows, places))
+        k, v = qkv.transpose(1, 2)[:, H:].chunk(2, dim=1)
+        encoded = plain.encode(norm_and_rotate(k, norms[1], rope), v)
+        plain.put(Target(plain.k, plain.v, rows, places), *encoded, own_rows=True)
+    stored = [judged(exact_values(getattr(store, name)), exact_values(getattr(plain, name)), 2e-2)
+              for name in 'kv']
+    return worst([judged(q, q_rows, 1e-2), *stored])
+
+
+def sequence(machine, backend: str, T: int, ratio: int) -> dict:
+    """Local attention in training, forward and backward, against the definition in float64."""
+    W = 256 if T > 256 else 17
+    T, D = (T, 64) if machine.real else (40, 16)
+    exact = [torch.randn(2, heads, T, D, device=machine.device, dtype=torch.float64,
+                         requires_grad=True) for heads in (ratio, 1, 1)]
+    leaves = [x.detach().to(machine.dtype).requires_grad_() for x in exact]
+    grad = torch.randn(2, ratio, T, D, device=machine.device, dtype=torch.float64)
+    if backend == 'sdpa':
+        attend = partial(blockwise_local_attention, window=W)
+    else:
+        attend = partial(flex_local_attention, window=W, compiled=machine.real)
+    expected = causal_attention(*exact, W, backend='math')
+    expected.backward(grad)
+    if not machine.real and backend == 'flex':  # FlexAttention has no backward on a CPU
+        return judged(attend(*(x.detach() for x in leaves)), expected, ALLOWED['float32'])
+    y = attend(*leaves)
+    y.backward(grad.to(machine.dtype))
+    grads = [judged(x.grad, e.grad, 3e-2) for x, e in zip(leaves, exact)]
+    return worst([judged(y, expected, 2e-2), *grads])
+
+
+# -- a captured step, against the plain one --------------------------------------------------------
+
+@torch.inference_mode()
+def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dict:
+    """Logits of five captured steps at batch 1 and 64, in float32 with tf32 off, against plain
+    torch without any kernel. In int8 another order of summation may round a value to the next
+    integer, so the median error over the decode steps counts, and the largest has a looser bound.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    s = machine.settings()
+    model = build(model_config(s, DATA_ROOT), s, torch.float32)
+    room, errors = 600 if machine.real else 40, []
+    batches = (1, 64) if machine.real else (1, 3)
+    for batch in batches[-1:] if compiled else batches:  # compiling takes a minute per batch size
+        pages = dict(n_pages=batch * room // 4, page_size=16) if paged else {}
+        caches = [model.new_cache(batch, room, kv_dtype, **pages) for _ in 'ab']
+        prompt = torch.randint(model.config.vocab_size, (batch, room // 2), device=machine.device)
+        for cache in caches:
+            with wanted(False):
+                model(prompt, cache=cache)
+        # Dynamo cannot trace interpreted kernels
+        decode = CapturedDecode(model, caches[0], compiled and machine.real)
+        for step in range(5 if machine.real else 1):
+            tokens = prompt[:, step:step + 1]
+            for row in range(batch if paged else 0):
+                caches[0].reserve(row, caches[0].held(row) + 1)
+            found = decode(tokens).clone()
+            with wanted(False):
+                exact = model(tokens, cache=caches[1])[0][:, -1].double()
+            errors.append(judged(found, exact, 1.0)['error'])
+    largest = max(errors)
+    result = {'error': statistics.median(errors), 'allowed': 1e-3, 'worst': largest}
+    if largest > (1e-3 if kv_dtype == 'auto' else 5e-2):
+        result['error'] = largest
+    if machine.real:
+        with contextlib.suppress(Exception):  # a profiler that fails must not cost the result
+            result['nodes'] = graph_nodes(decode)
+    return result
+
+
+def graph_nodes(decode) -> int:
+    """Number of kernels that one replay launches, as the profiler counts them."""
+    step = next(iter(decode._steps.values()))
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step.run()
+        torch.cuda.synchronize()
+    averages = profiler.key_averages()
+    return sum(event.count for event in averages if event.self_device_time_total > 0)
+
+
+# -- speed -----------------------------------------------------------------------------------------
+
+def rates(machine) -> dict:
+    """Rates that the device reaches: a copy, and a matmul in bfloat16."""
+    return kernels.rates(machine.device, machine.dtype)
+
+
+def bench(machine, args: list[str]) -> dict:
+    """One run of bench.py."""
+    args = args + ([] if machine.real else REHEARSED)
+    s = configurator.parse('bench', [*args, f'--device={machine.device}', '--json=True'],
+                           echo=False)
+    # whole models take minutes in the interpreter
+    with contextlib.nullcontext() if machine.real else wanted(s.mode == 'kernels'):
+        document = importlib.import_module(f'benchmarks.{s.mode}').run(s, DATA_ROOT)
+    found = {'document': document}
+    if s.mode == 'decode' and len(document['cells']) == 1:
+        ours = document['cells'][0]['sides']['ours']
+        found['measured_seconds'] = ours['tpot_ms']['median'] / 1000
+    if s.mode == 'train':  # every step has the same batch, so its loss must fall
+        found |= {'measured_seconds': document['median_ms'] / 1000,
+                  'error': document['last_loss'], 'allowed': document['first_loss']}
+    return found
+
+
+def profile(machine, what: str, batch: int, context: int = 0) -> dict:
+    """The kernels of captured decode steps or of a compiled training step, slowest first."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * machine.real
+    if what == 'decode':
+        s = machine.settings()
+        model = build(model_config(s, DATA_ROOT), s)
+        call = DecodeSteps(model, batch, context if machine.real else 30)
+    else:
+        s = machine.settings(f'--batch_size={batch if machine.real else 2}', '--chunked_loss=True',
+                             f'--compile={machine.real}')
+        call = TrainStep(s, DATA_ROOT)
+    for _ in range(3 if machine.real else 1):
+        call()
+    with torch.profiler.profile(activities=activities) as profiler:
+        call()
+    slowest = f"self_{'device' if machine.real else 'cpu'}_time_total"
+    averages = profiler.key_averages()
+    table = averages.table(sort_by=slowest, row_limit=30, max_name_column_width=60)
+    folder = Path(os.environ.get('GPU_CHECK_DETAIL', tempfile.gettempdir()))
+    with contextlib.suppress(OSError):  # a full disk
+        profiler.export_chrome_trace(str(folder / f'trace-{what}.json.gz'))
+    return {'table': table, 'steps': DecodeSteps.N if what == 'decode' else 1}
+
+
+class DecodeSteps:
+    """A few decode steps after `held` tokens, captured where that is possible."""
+    N = 8
+
+    def __init__(self, model, batch, held):
+        self.model, self.cache = model, model.new_cache(batch, held + 5 * self.N).fill_(held)
+        self.decode = captured_decode(model, self.cache)
+        self.tokens = random_tokens(model, batch, 1)
+
+    @torch.inference_mode()
+    def __call__(self):
+        for _ in range(self.N):
+            if self.decode:
+                logits = self.decode(self.tokens)
+            else:
+                logits = self.model(self.tokens, cache=self.cache)[0][:, -1]
+            self.tokens = logits.argmax(-1, keepdim=True)
+
+
+def paged_call(machine, batch, context, kv_dtype):
+    """(stores, call(store, tuning)) over `context` keys of each row, in pages of 64."""
+    from attention.kernels.decode import stored_attention
+    H, D, n = 12, 64, batch * context // 64
+    q = torch.randn(batch, 1, H, D, device=machine.device, dtype=machine.dtype).transpose(1, 2)
+    table = torch.randperm(n, device=machine.device).int().view(batch, -1)
+    lengths = torch.full((batch,), context, device=machine.device)
+    stores = [random_store(machine, n, 64, kv_dtype)]
+    while len(stores) < kernels.n_copies(stores[0].nbytes):
+        stores.append(random_store(machine, n, 64, kv_dtype))
+    return stores, lambda store, how: stored_attention(q, store.k, store.v, seen=lengths,
+                                                       table=table, tuning=how)
+
+
+def contiguous_call(machine, batch, context, kv_dtype):
+    """The same, each row contiguous."""
+    from attention.kernels.decode import stored_attention
+    q = torch.randn(batch, 1, 12, 64, device=machine.device, dtype=machine.dtype).transpose(1, 2)
+    lengths = torch.full((batch,), context, device=machine.device)
+    stores = kernels.random_stores(batch, 1, context, 64, getattr(torch, kv_dtype), machine.dtype,
+                                   machine.device)
+    return stores, lambda store, how: stored_attention(q, store.k, store.v, seen=lengths,
+                                                       tuning=how)
+
+
+def tunings(paged: bool, splits: tuple[int, ...]) -> list[dict]:
+    """First (keys, warps, stages) with the default number of splits, then numbers of splits with
+    the default layout."""
+    layouts = [dict(block_n=n, num_warps=warps, num_stages=stages) for n in (32, 64, 128)
+               for warps in (1, 2, 4, 8) for stages in (2, 3, 4)
+               if not (paged and n > 64) and n * 64 // (32 * warps) >= 16]
+    return layouts + [dict(n_splits=n) for n in splits]
+
+
+def tune(machine, batch: int, paged: bool, kv_dtype: str, time: bool = True) -> dict:
+    """The default and every other layout of the decode kernel at 8,192 keys: milliseconds per call,
+    relative error."""
+    from attention.kernels.decode import Tuning
+    batch, context = (batch, 8192) if machine.real else (2, 128)
+    stores, call = (paged_call if paged else contiguous_call)(machine, batch, context, kv_dtype)
+    default, found = call(stores[0], Tuning()), {}
+    hows = [{}, *tunings(paged, (1, 2, 4, 8, 16, 32, 64))]
+    for how in hows[:None if machine.real else 3]:
+        name = ' '.join(f'{key}={value}' for key, value in how.items()) or 'default'
+        try:
+            error = judged(call(stores[0], Tuning(**how)), default.double(), 1.0)['error']
+            found[name] = {'error': error}
+            if time:
+                calls = [partial(call, store, Tuning(**how)) for store in stores]
+                found[name]['ms'] = kernels.milliseconds_a_call(calls, machine.device)['median']
+        except Exception as e:  # a layout that does not fit must not end the others
+            first_line = str(e).splitlines()[0] if str(e) else ''
+            found[name] = {'failed': f'{type(e).__name__}: {first_line[:160]}'}
+    good = {name: one for name, one in found.items() if 'failed' not in one}
+    largest = max(one['error'] for one in good.values())
+    result = {'layouts': found, 'error': largest, 'allowed': ALLOWED['bfloat16']}
+    if time:
+        best = min(good, key=lambda name: good[name]['ms'])
+        result |= {'measured_seconds': good['default']['ms'] / 1000,
+                   'best': best, 'best_ms': good[best]['ms']}
+    return result
+
+
+def ladder(machine) -> dict:
+    """A short ladder of GPT-2's shape, trained on torch's own Python files."""
+    from data.text.prepare import main as prepare
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(['--input', str(Path(torch.__file__).parent), '--glob', '*.py'])
+        run_ladder(['config/ablate_gpu_short.py', f'--folder={folder}',
+                    f'--device={machine.device}', '--pictures=False'])
+        results = (Path(folder) / 'results.json').read_text(encoding='utf-8')
+        return {'document': json.loads(results)}
+
+
+KINDS = {'attention': attention, 'write': write, 'sequence': sequence, 'captured': captured,
+         'rates': rates, 'bench': bench, 'profile': profile, 'tune': tune,
+         'compile': partial(tune, time=False), 'ladder': ladder}
+
+
+def run_cell(name: str, args: dict, machine: Machine) -> dict:
+    """The result with its status: 'ok', 'wrong' (the error is too large) or 'failed' (an exception
+    was raised, so there is no result)."""
+    kind, *rest = name.split('/')
+    if kind == 'profile':
+        args = args | {'what': rest[0]}
+    try:
+        torch.manual_seed(0)
+        found = KINDS[kind](machine, **args)
+        if not machine.real:
+            found.pop('measured_seconds', None)  # a CPU's time says nothing about a GPU
+        if found.get('error', 0.0) < found.get('allowed', 1.0):
+            return {'status': 'ok', **found}
+        why = f"error {found['error']:.2e}, allowed {found['allowed']:.2e}"
+        return {'status': 'wrong', **found, 'why': why}
+    except Exception as e:
+        traceback.print_exc()
+        return {'status': 'failed', 'why': f'{type(e).__name__}: {str(e)[:600]}'}
+
+
+def main(argv=None):
+    options, names, emit = worker_cells(argv)
+    cells = json.loads(Path(options['cells']).read_text(encoding='utf-8'))
+    machine = Machine(options['device'])
+    os.chdir(ROOT)
+    with contextlib.nullcontext() if machine.real else wanted(True):
+        for name in names:
+            emit(begin=name)
+            result = run_cell(name, cells[name], machine)
+            emit(cell=name, **result)
+            if context_is_poisoned():
+                sys.stdout.flush()
+                os._exit(3)  # the remaining cells go to another process
+            if machine.real:
+                torch._dynamo.reset()
+                gc.collect()  # caches and their graphs refer to each other
+                torch.cuda.empty_cache()
+
+
+if __name__ == '__main__':
+    main()

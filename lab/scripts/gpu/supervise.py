@@ -1,0 +1,236 @@
+"""Runs cells in worker processes, within a time limit. A cell that crashes, hangs or poisons the
+CUDA context costs no other cell its result, and every result is written as it comes.
+
+A worker is a program that gets names of cells as its last arguments and writes lines of JSON to the
+file descriptor --fd: {"begin": name} when it starts a cell, {"cell": name, "status": ..., ...} when
+the cell is done. It may end after any cell; the remaining cells go to another worker.
+"""
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+GRACE = 5     # seconds between asking a worker to end and killing it
+PATIENCE = 4  # a cell may take so many times its estimate, and at least LEAST seconds
+LEAST = 120   # includes imports, which are slow when all processes start at once
+
+
+class Records:
+    """Appends one line per result to OUT/cells.jsonl, flushed at once. If that fails (a full disk),
+    the line goes to standard output, so that it is not lost."""
+
+    def __init__(self, path: Path, run: str, facts: dict):
+        self.path, self.run, self.added, self._lock = path, run, [], threading.Lock()
+        self._append({'run': run, 'facts': facts})
+
+    def add(self, record: dict) -> None:
+        with self._lock:
+            self.added.append(record)
+            self._append({'run': self.run} | record)
+            told = f"{record['status']:8} {record['cell']}"
+            if 'seconds' in record:
+                told += f" ({record['seconds']:.0f} s)"
+            if record.get('why'):
+                told += f": {record['why'].splitlines()[-1][:150]}"
+            print(told, flush=True)
+
+    def _append(self, record):
+        line = json.dumps(finite(record))
+        try:
+            with open(self.path, 'a', encoding='utf-8') as file:
+                file.write(line + '\n')
+        except OSError as e:
+            print(f'cannot be written to {self.path} ({e.strerror}): {line}', flush=True)
+
+
+def finite(x):
+    """The same with the names of NaN and infinities in their place, which JSON does not have."""
+    if isinstance(x, float) and not math.isfinite(x):
+        return str(x)
+    if isinstance(x, dict):
+        return {name: finite(value) for name, value in x.items()}
+    return [finite(value) for value in x] if isinstance(x, list) else x
+
+
+class Supervisor:
+    """Runs cells (`lab.scripts.gpu.cells.Cell`) in workers of one kind until the time is up.
+
+    Args:
+        part: the part of the check that the cells belong to.
+        command: starts a worker; `--fd=N` and the names of cells are appended.
+        records: where the results go.
+        end: time by the clock `now` after which nothing may run.
+        log: file to which workers' output is appended.
+        now: a clock; tests pass their own.
+    """
+
+    def __init__(self, part: str, command: list[str], records: Records, end: float, log: Path,
+                 now=time.monotonic):
+        self.part, self.command, self.records = part, command, records
+        self.end, self.log, self.now = end, log, now
+        self._processes, self._stopping = set(), False
+
+    def run(self, cells, processes: int = 1, batch: int = 0) -> None:
+        """Run all cells in this order, `processes` workers at a time. Each worker gets `batch`
+        cells (0 = an equal share of all)."""
+        if batch:
+            queue = deque(cells[i:i + batch] for i in range(0, len(cells), batch))
+        else:
+            queue = deque(cells[i::processes] for i in range(min(processes, len(cells))))
+        count = min(processes, len(queue))
+        if not count:
+            return
+        # A pool, as Thread.join does not survive Ctrl-C in Python below 3.13: afterwards it takes
+        # the thread for ended, and the last results would be lost.
+        with ThreadPoolExecutor(count) as pool:
+            drained = [pool.submit(self._drain, queue) for _ in range(count)]
+            try:
+                wait(drained)
+            finally:  # Ctrl-C: the workers are ended, which their threads notice
+                self._stopping = True
+                for process in list(self._processes):
+                    end_group(process)
+        for future in drained:
+            future.result()
+
+    def _drain(self, queue):
+        while True:
+            try:
+                cells = list(queue.popleft())
+            except IndexError:
+                return
+            while cells:
+                cells = self._worker(cells)
+
+    def _worker(self, cells) -> list:
+        """Run one worker. Returns the cells that it did not reach; at least one cell is recorded,
+        whatever happens."""
+        if self._stopping or self.now() >= self.end:
+            for cell in cells:
+                why = 'interrupted' if self._stopping else 'the time was up'
+                self._record(cell, 'not run', why=why)
+            return []
+        names = [cell.name for cell in cells]
+        read, write = os.pipe()
+        try:
+            with open(self.log, 'ab') as log:
+                process = subprocess.Popen([*self.command, f'--fd={write}', *names], cwd=ROOT,
+                                           stdin=subprocess.DEVNULL, stdout=log,
+                                           stderr=subprocess.STDOUT, pass_fds=[write],
+                                           start_new_session=True)
+        except OSError as e:
+            os.close(read)
+            self._record(cells[0], 'failed', why=f'could not start a worker: {e}')
+            return cells[1:]
+        finally:
+            os.close(write)
+        self._processes.add(process)
+        try:
+            left = self._follow(process, read, cells)
+            if not left:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+            return left
+        finally:
+            end_group(process)
+            self._processes.discard(process)
+            os.close(read)
+
+    def _follow(self, process, read, cells):
+        """Record what the worker reports, until it is done or is stopped. Returns the cells that
+        are left."""
+        left = {cell.name: cell for cell in cells}
+        current, since, text = None, self.now(), b''
+        while left:
+            limit = max(LEAST, PATIENCE * (current or cells[0]).seconds)
+            if self.now() >= min(self.end, since + limit):
+                end_group(process)
+                cell = left.pop((current or next(iter(left.values()))).name)
+                over = self.now() >= self.end
+                why = 'the time of the part was up' if over else f'it had {limit:.0f} s'
+                self._record(cell, 'stopped', seconds=self.now() - since, why=why)
+                break
+            if not select.select([read], [], [], 0.05)[0]:
+                continue
+            piece = os.read(read, 2 ** 16)
+            if not piece:  # it has ended
+                process.wait()
+                if current or len(left) == len(cells):  # within a cell, or before its first
+                    cell = left.pop((current or cells[0]).name)
+                    seconds, why = self.now() - since, how_it_ended(process, self.log)
+                    self._record(cell, 'crashed', seconds=seconds, why=why)
+                break
+            *lines, text = (text + piece).split(b'\n')
+            for line in filter(None, lines):
+                message = json.loads(line)
+                if 'begin' in message:
+                    current, since = left.get(message['begin']), self.now()
+                elif message.get('cell') in left:
+                    cell, current = left.pop(message.pop('cell')), None
+                    self._record(cell, **{'seconds': self.now() - since} | message)
+                    since = self.now()
+        return list(left.values())
+
+    def _record(self, cell, status, **more):
+        record = {'part': self.part, 'cell': cell.name, 'status': status, 'estimate': cell.seconds}
+        self.records.add(record | cell.expected | more)
+
+
+def end_group(process) -> None:
+    """End the worker and every process it started: interrupt them, then kill them."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(GRACE)
+        except (ProcessLookupError, PermissionError):
+            break
+        except subprocess.TimeoutExpired:
+            pass
+    process.wait()
+
+
+def how_it_ended(process, log: Path) -> str:
+    """The last lines of the log and the exit status or signal."""
+    code = process.returncode
+    how = f'signal {-code} ({signal.Signals(-code).name})' if code < 0 else f'exit status {code}'
+    try:
+        tail = log.read_bytes()[-1500:].decode('utf-8', 'replace').strip().splitlines()[-6:]
+    except OSError:
+        tail = []
+    return '\n'.join([*tail, f'the worker ended with {how}'])
+
+
+def context_is_poisoned() -> bool:
+    """For workers: whether CUDA refuses all further work in this process, as it does after an
+    illegal memory access."""
+    import torch
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+        return False
+    except Exception:
+        return True
+
+
+def worker_cells(argv=None):
+    """For workers: (options {'fd': N, ...}, names, emit) from a command line. emit(**message)
+    writes a message to the supervisor."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = dict(arg[2:].split('=', 1) for arg in argv if arg.startswith('--'))
+    stream = os.fdopen(int(options['fd']), 'w', buffering=1)
+
+    def emit(**message):
+        stream.write(json.dumps(message) + '\n')
+        stream.flush()
+    return options, [arg for arg in argv if not arg.startswith('--')], emit

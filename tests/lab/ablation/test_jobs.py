@@ -1,0 +1,76 @@
+"""Jobs at the same time: commands follow one another, a failure stops nothing else, Ctrl-C stops all in good order."""
+import json
+import time
+
+import pytest
+
+from lab.ablation.jobs import Job, run_jobs
+
+STOPS_IN_ORDER = '''
+import pathlib, signal, sys, time
+def stop(*_):
+    pathlib.Path(sys.argv[1], 'stopped').touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(sys.argv[1], 'started').touch()
+time.sleep(60)
+'''
+
+
+@pytest.fixture
+def job(tmp_path):
+    def make(name, *codes, device=True):
+        out = tmp_path / name
+        tail = 'import sys; assert sys.argv[-1] == "--device=cpu"\n'
+        return Job(name, [['-c', (tail if device else '') + code, str(out)] for code in codes], out, 10)
+    return make
+
+
+def touch(name):
+    return f'import pathlib, sys; pathlib.Path(sys.argv[1], {name!r}).touch()'
+
+
+def test_commands_follow_one_another_and_a_failure_is_told_and_stops_nothing_else(job, tmp_path, capfd):
+    ended = {}
+    jobs = [job('good', touch('one'), f'assert (__import__("pathlib").Path(sys.argv[1]) / "one").exists(); {touch("two")}'),
+            job('bad', 'print("so far"); sys.exit("error: no such thing")', touch('never')),
+            job('silent', 'import os; os._exit(3)'),
+            job('last', touch('one'))]
+    run_jobs(jobs, ['cpu'], 2, lambda job, error: ended.update({job.name: error}))
+    assert ended == {'good': '', 'bad': 'no such thing', 'silent': 'status 3', 'last': ''}
+    assert (tmp_path / 'good/two').exists() and (tmp_path / 'last/one').exists() and not (tmp_path / 'bad/never').exists()
+    assert 'so far' in (tmp_path / 'bad/train.log').read_text()
+    told = capfd.readouterr().err
+    assert 'bad: failed: no such thing' in told and 'last: done' in told and '4 of 4' in told
+
+
+def test_as_many_at_once_as_asked_for_on_each_device(job, tmp_path):
+    code = ('import time, sys, pathlib; a = time.time(); time.sleep(1.5); '
+            'pathlib.Path(sys.argv[1], "t").write_text(f"{a} {time.time()}")')
+    jobs = [job(str(k), code, device=False) for k in range(4)]
+    run_jobs(jobs, ['cpu', 'cpu'], 1)
+    spans = [tuple(map(float, (tmp_path / str(k) / 't').read_text().split())) for k in range(4)]
+    most = max(sum(a < end and b > start for a, b in spans) for start, end in spans)
+    together = [sum(a <= t < b for a, b in spans) for t, _ in spans]
+    assert max(together) == 2 and most >= 2
+    assert {job.device for job in jobs} == {'cpu'}
+
+
+def test_what_ends_the_program_lets_the_running_ones_stop_first(job, tmp_path):
+    def failing(done, error):
+        while not (tmp_path / 'long/started').exists():
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+    jobs = [job('long', STOPS_IN_ORDER, device=False), job('short', 'pass'), job('waiting', touch('one'))]
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(jobs, ['cpu'], 2, failing)
+    assert (tmp_path / 'long/stopped').exists() and jobs[0].process.poll() == 0
+    assert not (tmp_path / 'waiting').exists()
+
+
+def test_how_far_a_run_is_comes_from_its_metrics(job):
+    one = job('one')
+    assert one.iteration() == 0
+    one.out_dir.mkdir()
+    (one.out_dir / 'metrics.jsonl').write_text(''.join(json.dumps({'iter': i}) + '\n' for i in (0, 5)))
+    assert one.iteration() == 5

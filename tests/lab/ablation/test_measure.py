@@ -1,0 +1,102 @@
+"""Judging trained weights: through the row's own cache, as the row changes them, and refused where they are others."""
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from config.errors import UserError
+from data.recall.lags import LagTask
+from data.tokenizer import CharTokenizer
+from kv.cache import KVCache
+from lab.ablation import measure
+from lab.ablation.ladder import read_ladder
+from model import GPT
+from tests.lab.ablation.test_ladder import CONFIG
+
+ALPHABET = 'abcdefghijklm'
+TOKENIZER = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
+
+
+@pytest.fixture
+def ladder(tmp_path):
+    (tmp_path / 'ablate_mine.py').write_text(CONFIG)
+    return read_ladder([str(tmp_path / 'ablate_mine.py'), f'--folder={tmp_path}'], echo=False)[1]
+
+
+@pytest.fixture
+def saved(ladder):
+    """A checkpoint of row '+ windows'."""
+    torch.manual_seed(0)
+    config = ladder.trained_config(ladder.rows['+ windows'])
+    model = GPT(config)
+    for p in model.parameters():
+        p.data.mul_(4)
+    return {'model': model.state_dict(), 'model_args': vars(config)}
+
+
+def windows():
+    return torch.randint(len(ALPHABET), (6, 65), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_row_is_judged_through_a_cache_of_its_own_storage(ladder, saved):
+    row = ladder.rows['+ windows']
+    model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
+    plain = measure.losses(model, row, windows(), TOKENIZER)
+    int8 = measure.losses(model, SimpleNamespace(name='x', kv_dtype='int8'), windows(), TOKENIZER)
+    half = measure.losses(model, SimpleNamespace(name='x', kv_dtype='bfloat16'), windows(), TOKENIZER)
+    assert plain['cache_minus_forward_largest'] < 1e-5
+    assert plain['val_loss'] == pytest.approx(plain['val_loss_forward'], abs=1e-6)
+    assert int8['cache_minus_forward_largest'] < measure.AGREE_INT8 and 0 < abs(int8['val_loss'] - plain['val_loss']) < 0.02
+    assert 0 < half['cache_minus_forward_largest'] < 0.1  # another storage than the forward pass has: told, not refused
+    assert plain['bytes'] == plain['tokens'] == 6 * 64 and len(plain['loss_by_position']) == 64
+
+
+def test_a_cache_that_gives_other_losses_is_an_error(ladder, saved, monkeypatch):
+    row = ladder.rows['+ windows']
+    model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
+    commit = KVCache.commit
+
+    def forgetful(cache, *args, **kwargs):
+        commit(cache, *args, **kwargs)
+        cache.stores[0].zero_values(list(range(cache.batch_size)), int(cache.lengths.max()))
+    monkeypatch.setattr(KVCache, 'commit', forgetful)
+    with pytest.raises(RuntimeError, match='loss through the cache is not that of the forward pass'):
+        measure.losses(model, row, windows(), TOKENIZER)
+
+
+def test_a_row_that_changes_at_inference_gets_converted_weights(ladder, saved):
+    plain = measure.trained_model(ladder, ladder.rows['+ windows'], saved, 'ckpt.pt')
+    tied = measure.trained_model(ladder, ladder.rows['tied later'], saved, 'ckpt.pt')
+    assert len(tied.plan.slots) == 2 and len(plain.plan.slots) == 3
+    name = 'transformer.h.1.attn.c_attn.weight'
+    assert torch.equal(tied.state_dict()[name], plain.state_dict()[name][:32])
+
+
+def test_another_model_is_refused(ladder, saved):
+    with pytest.raises(UserError, match='another model than row .*MQA'):
+        measure.trained_model(ladder, ladder.rows['+ MQA'], saved, 'ckpt.pt')
+
+
+def test_recall_counts_what_is_asked_alone(ladder, saved, monkeypatch):
+    """A model that always names the right token, or never, or at one distance."""
+    row = ladder.rows['+ windows']
+    model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
+    task = LagTask(64, (7, 20))
+
+    def oracle(right_at):
+        def logits_of(idx):
+            out = torch.zeros(*idx.shape, task.vocab_size)
+            for distance in task.distances:
+                answer = torch.roll(idx, distance, dims=1)
+                if distance in right_at and (idx == 64 + task.distances.index(distance)).any(1).all():
+                    out.scatter_(2, answer[..., None], 1.0)
+            return out
+        return lambda *args: logits_of
+    for right_at in ((7, 20), (20,), ()):
+        monkeypatch.setattr(measure, 'through_cache', oracle(right_at))
+        found = measure.recall(model, row, task, rows=32)['accuracy']
+        for distance in task.distances:
+            assert found[distance] == 1.0 if distance in right_at else found[distance] < 0.05
+    assert measure.recall(model, row, task, rows=4)['local_reach'] == 2 * 7
+    assert np.isfinite(list(found.values())).all()

@@ -1,0 +1,73 @@
+"""What counts as done: results of the same settings, wherever and whenever they were made."""
+import json
+
+import pytest
+
+from config.errors import UserError
+from lab.ablation.ladder import read_ladder
+from lab.ablation.results import Results
+from tests.lab.ablation.test_ladder import CONFIG
+
+
+@pytest.fixture
+def results(tmp_path):
+    (tmp_path / 'ablate_mine.py').write_text(CONFIG)
+
+    def of(*flags):
+        return Results(read_ladder([str(tmp_path / 'ablate_mine.py'), f'--folder={tmp_path}', *flags], echo=False)[1])
+    return of
+
+
+def test_what_was_written_counts_for_the_same_settings_alone(results):
+    here = results()
+    row = here.ladder.rows['+ MQA']
+    assert here.read(row, 1) is None
+    found = {'fingerprint': here.ladder.fingerprint(row), 'settings': here.ladder.weighty(row), 'val_loss': 2.0}
+    here.write(row, 1, found)
+    assert here.read(row, 1) == found and here.read(row, 2) is None
+    for flags, same in (['--log_interval=7', '--eval_interval=3'], True), (['--max_iters=7'], False), (['--n_layer=6'], False):
+        other = results(*flags)
+        assert (other.read(other.ladder.rows['+ MQA'], 1) is not None) == same
+    int8 = here.ladder.rows['+ int8 KV']
+    here.write(int8, 1, found)
+    assert here.read(int8, 1) is None  # of another row
+
+
+def test_a_new_key_of_train_changes_nothing_and_another_default_does(results):
+    here = results()
+    row = here.ladder.rows['+ MQA']
+    found = {'fingerprint': here.ladder.fingerprint(row), 'settings': dict(here.ladder.weighty(row))}
+    del found['settings']['beta1']      # as if the key had not been there then
+    here.write(row, 1, found)
+    assert here.read(row, 1)
+    found['settings']['beta1'] = 0.8    # as if this had been its default
+    here.write(row, 1, found)
+    assert here.read(row, 1) is None
+
+
+def test_a_failure_is_remembered_until_it_is_mended(results):
+    here = results()
+    row = here.ladder.rows['+ MQA']
+    here.write_failure(row, 1, 'out of luck')
+    assert here.failed(row, 1) == 'out of luck' and here.failed(row, 2) == ''
+    other = results('--max_iters=7')
+    assert other.failed(other.ladder.rows['+ MQA'], 1) == ''
+    here.write(row, 1, {})
+    assert here.failed(row, 1) == ''
+
+
+def test_rows_with_the_same_weights_fail_together(results):
+    here = results()
+    here.write_failure(here.ladder.rows['+ wider MLP'], 1, 'out of luck')
+    assert here.failed(here.ladder.rows['+ int8 KV'], 1) == 'out of luck'
+
+
+def test_a_damaged_file_is_named(results):
+    here = results()
+    row = here.ladder.rows['+ MQA']
+    here.write(row, 1, {})
+    here.path(row, 1).write_text('{')
+    with pytest.raises(UserError, match='mqa-seed1.json cannot be read.*delete it'):
+        here.read(row, 1)
+    here.path(row, 1).write_text(json.dumps([]))
+    assert here.read(row, 1) is None

@@ -1,0 +1,81 @@
+"""Ours beside transformers and nanoGPT: same weights, same tokens, and what is refused."""
+import dataclasses
+
+import pytest
+import torch
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from lab.benchmarks.engines import HF_CACHES, HuggingFace, Ours, check_vanilla, hugging_face, nanogpt
+from lab.benchmarks.generation import same_tokens
+from tests.helpers.models import FULL_STACK, VOCAB, random_model, tokens
+
+VANILLA = GPTConfig(n_layer=2, n_head=2, n_embd=12, block_size=32, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize('shape', [{}, dict(gelu='tanh', mlp_hidden=20)], ids=['exact', 'tanh'])
+def test_transformers_model_has_our_weights(shape):
+    pytest.importorskip('transformers')
+    model = random_model(dataclasses.replace(VANILLA, **shape), torch.float32)
+    with torch.no_grad():
+        gap = (hugging_face(model)(tokens(2, 32)).logits - model(tokens(2, 32), all_logits=True)[0]).abs().max()
+    assert gap < 1e-4
+
+
+@pytest.mark.parametrize('name', HF_CACHES)
+def test_transformers_makes_our_tokens_in_stamps(name, fake_clock):
+    pytest.importorskip('transformers')
+    model = random_model(VANILLA, torch.float32)
+    theirs = hugging_face(model)
+
+    def hook(*_):
+        fake_clock.time += 3.0 if not fake_clock.time else 0.5
+    theirs.register_forward_hook(hook)
+    made = HuggingFace(theirs, tokens(3, 9), 6, HF_CACHES[name])()
+    assert (made.ttft, made.tpot) == (3.0, 0.5) and made.tokens.shape == (3, 6)
+    assert same_tokens(model, tokens(3, 9), Ours(model, tokens(3, 9), 6)().tokens, made.tokens, name) == {
+        'rows_equal': 3, 'rows': 3}
+
+
+def test_tokens_may_differ_where_rounding_decides_and_nowhere_else():
+    model, prompt = random_model(VANILLA, torch.float32), tokens(1, 4)
+    ours = Ours(model, prompt, 3)().tokens
+    unseen = next(t for t in range(VOCAB) if t not in prompt and t not in ours)
+    theirs = torch.tensor([[int(ours[0, 0]), unseen, unseen]])
+    with pytest.raises(UserError, match='token 1 of row 0'):
+        same_tokens(model, prompt, ours, theirs, 'hf')
+    with torch.no_grad():  # now the two tokens are equally likely everywhere
+        model.lm_head.weight[unseen] = model.lm_head.weight[ours[0, 1]]
+    assert same_tokens(model, prompt, ours, theirs, 'hf') == {'rows_equal': 0, 'rows': 1}
+    assert same_tokens(model, prompt, ours, ours, 'hf') == {'rows_equal': 1, 'rows': 1}
+    with torch.no_grad():
+        model.lm_head.weight[unseen] *= 0.9
+    with pytest.raises(UserError, match='more than rounding'):
+        same_tokens(model, prompt, ours, theirs, 'hf')
+    assert same_tokens(model.bfloat16(), prompt, ours, theirs, 'hf')['rows_equal'] == 0  # only counted
+
+
+@pytest.mark.parametrize('change, named', [
+    (dict(pos_embedding='rope'), "pos_embedding='rope'"), (dict(qk_norm=True), 'qk_norm=True'),
+    (dict(n_kv_head=1), 'n_kv_head=1'), (dict(layer_pattern='LG', window_size=4), "layer_pattern='LG'"),
+    (dict(head_dim=4), 'head_dim=4'), (FULL_STACK, 'kv_share=')], ids=str)
+def test_only_vanilla_models_have_the_same_weights_elsewhere(change, named):
+    for against in ('hf', 'nanogpt'):
+        with pytest.raises(UserError, match=named):
+            check_vanilla(dataclasses.replace(VANILLA, **change), against)
+        check_vanilla(VANILLA, against)
+
+
+def test_nanogpt_has_no_other_mlps():
+    for change in (dict(mlp_hidden=20), dict(gelu='tanh')):
+        check_vanilla(dataclasses.replace(VANILLA, **change), 'hf')
+        with pytest.raises(UserError, match=next(iter(change))):
+            check_vanilla(dataclasses.replace(VANILLA, **change), 'nanogpt')
+
+
+@pytest.mark.parametrize('text', [None, 'x = 1', 'class GPTConfig:\n    pass'])
+def test_a_folder_without_nanogpt(tmp_path, text):
+    if text is not None:
+        (tmp_path / 'model.py').write_text(text)
+    with pytest.raises(UserError, match='nanogpt='):
+        nanogpt(random_model(VANILLA, torch.float32), str(tmp_path))

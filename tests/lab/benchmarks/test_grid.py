@@ -1,0 +1,36 @@
+"""lab/benchmarks/grid.py: tables fit the terminal without a number cut."""
+import io
+
+import pytest
+from rich.console import Console
+
+from lab.benchmarks.grid import Grid
+
+GRID = Grid('speed of rows', ('row', 'tokens/s', 'against the row above'), left=('row',), rows=[
+    ('the first of all of them, with a long name', '1,234,567', '-'), ('second', '2,345,678', '+0.0123 ±0.0045')])
+
+
+def printed(width):
+    console = Console(file=io.StringIO(), width=width)
+    GRID.print(console)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()[2:]]
+
+
+def test_where_there_is_room_each_row_is_one_line():
+    assert GRID.widths(100) == [42, 9, 21]
+    lines = printed(100)
+    assert len(lines) == 3 and lines[2].split('  ')[0] == 'second' and lines[2].endswith('2,345,678        +0.0123 ±0.0045')
+
+
+@pytest.mark.parametrize('width', [60, 50, 45])
+def test_where_it_is_narrow_words_are_broken_and_no_number_is_cut(width):
+    lines = printed(width)
+    assert max(map(len, lines)) <= width
+    text = ' '.join(lines)
+    assert '…' not in text and all(word in text for row in GRID.rows for cell in row for word in cell.split())
+
+
+def test_room_goes_to_the_first_columns():
+    """45 less two gaps of 2 less 20, 9 and 7 leaves 5."""
+    assert GRID.widths(45) == [25, 9, 7]
+    assert GRID.widths(10) == [20, 9, 7]

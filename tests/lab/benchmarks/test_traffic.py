@@ -1,0 +1,79 @@
+"""Bytes read per step: the arithmetic against rows that are really read (poisoned ones show) and keys that masks let see."""
+import pytest
+import torch
+
+from attention.masks import dense_mask
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from kv.plan import plan_kv
+from lab.benchmarks.traffic import kv_read_bytes, kv_read_per_step, weight_bytes, weight_read_bytes
+from tests.helpers.models import FULL_STACK, VOCAB, random_model
+
+VANILLA = dict(n_layer=2, n_head=2, n_embd=12, block_size=16, vocab_size=VOCAB)
+CONFIGS = pytest.mark.parametrize('config', [VANILLA, FULL_STACK, dict(FULL_STACK, n_kv_head=2, kv_share='')],
+                                  ids=['vanilla', 'full stack', 'GQA'])
+
+
+@CONFIGS
+@pytest.mark.parametrize('held', [1, 4, 5, 6, 40])
+def test_kv_read_is_what_each_layers_mask_lets_the_new_token_see(config, held):
+    plan = plan_kv(GPTConfig(**config))
+    keys = sum(int(dense_mask(1, held, layer.window).sum()) for layer in plan.layers)
+    assert kv_read_bytes(plan, 'float32', 3, held) == keys * 2 * plan.n_kv_head * plan.head_dim * 4 * 3
+
+
+def test_kv_read_by_hand():
+    plan = plan_kv(GPTConfig(**FULL_STACK))  # LLLLLG L, W=5: six local layers and one global; one K/V head of 6
+    assert kv_read_bytes(plan, 'float32', 2, 20) == (6 * 5 + 20) * (2 * 6 * 4) * 2
+    assert kv_read_bytes(plan, 'int8', 1, 3) == 7 * 3 * 2 * (6 + 2)   # below the window all see all; scales are read too
+    assert kv_read_per_step(plan, 'float32', 1, 3, 4) == (6 * (4 + 5 + 5 + 5) + 4 + 5 + 6 + 7) / 4 * 48
+    with pytest.raises(UserError, match='steps=0'):
+        kv_read_per_step(plan, 'float32', 1, 3, 0)
+
+
+def test_vanilla_reads_all_that_it_holds():
+    plan = plan_kv(GPTConfig())
+    assert kv_read_bytes(plan, 'float32', 1, 1024) == plan.nbytes(1, 1024, 'float32') == 75_497_472
+
+
+def really_read(model, batch, held) -> int:
+    """Bytes of the parameters without which the logits of a step cannot be had: NaN in them shows. Embeddings row by row;
+    of the others the first and the last row must speak for all."""
+    cache, idx = model.new_cache(batch, held + 1), torch.arange(batch)[:, None] + 3
+    total = 0
+    with torch.no_grad():
+        for p in model.parameters():
+            rows = range(p.size(0)) if p.size(0) in (VOCAB, model.config.block_size) else (0, p.size(0) - 1)
+            shown = [poisoned(model, p, row, idx, cache.fill_(held)) for row in rows]
+            assert len(shown) > 2 or all(shown) or not any(shown)
+            total += p[0].nbytes * (sum(shown) if len(shown) > 2 else p.size(0) * all(shown))
+            cache.reset()
+    return total
+
+
+def poisoned(model, p, row, idx, cache) -> bool:
+    kept = p[row].clone()
+    p[row] = torch.nan
+    shows = model(idx, cache=cache)[0].isnan().any()
+    p[row] = kept
+    return bool(shows)
+
+
+@CONFIGS
+def test_weights_read_are_those_that_a_step_cannot_do_without(config):
+    model = random_model(GPTConfig(**config), torch.float32)
+    assert really_read(model, 2, 7) == weight_read_bytes(model, 2)
+    assert (weight_read_bytes(model, 2) < weight_bytes(model)) == (model.rotary is None)  # wpe: one row of 16
+
+
+def test_untied_embeddings_are_read_by_the_row():
+    model = random_model(GPTConfig(**VANILLA), torch.float32)
+    tied = weight_read_bytes(model, 2)
+    model.transformer.wte.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    assert weight_read_bytes(model, 2) == really_read(model, 2, 7) == tied + 2 * 12 * 4
+    assert weight_read_bytes(model, 1000) == tied + VOCAB * 12 * 4  # of more rows than there are, all
+
+
+def test_weights_in_other_dtypes_count_as_stored():
+    model = random_model(GPTConfig(**VANILLA), torch.float32)
+    assert 2 * weight_read_bytes(model.bfloat16(), 2) == weight_read_bytes(model.float(), 2)

@@ -1,0 +1,487 @@
+"""The GPU check, as far as it can be tested without a GPU: what it would run, and that it loses no
+result, whatever happens."""
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import configurator
+from attention.kernels import INTERPRETING
+from lab.scripts import gpu_check
+from lab.scripts.gpu import run_tests, summary, supervise
+from lab.scripts.gpu.cells import PARTS, Cell
+from lab.scripts.gpu.supervise import ROOT, Records, Supervisor
+
+CELLS = {part: [cell for stage in stages() for cell in stage.cells]
+         for part, stages in PARTS.items() if stages}
+ALL = [cell for cells in CELLS.values() for cell in cells]
+
+
+# -- what it would run -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize('cell', [cell for cell in ALL if cell.name.startswith('bench/')],
+                         ids=lambda cell: cell.name)
+def test_bench_understands_its_commands(cell, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    args = [*cell.args['args'], '--device=cuda', '--json=True']
+    s = configurator.parse('bench', args, echo=False)
+    assert s.mode in ('train', 'kernels', 'decode', 'serve', 'prefill', 'recompute', 'lengths')
+
+
+@pytest.mark.parametrize('part', CELLS)
+def test_a_part_fits_into_a_call(part):
+    limit = 360 if part == 'first' else gpu_check.LIMIT - gpu_check.RESERVE
+    assert sum(stage.seconds for stage in PARTS[part]()) <= limit
+
+
+@pytest.mark.parametrize('part', CELLS)
+def test_names_are_told_apart_and_speed_has_an_expectation(part):
+    cells = CELLS[part]
+    assert len({cell.name for cell in cells}) == len(cells)
+    for cell in cells:
+        assert (cell.limit > 0) == (0 < cell.share < 1) == bool(cell.work), cell.name
+
+
+def test_limits_are_those_of_the_hardware():
+    """The 124M weights of GPT-2 124M in bfloat16 and a few hundred keys per layer; 64 rows of 8,192
+    tokens in int8; 0.775 GFLOP for each token of training."""
+    cells = {cell.name: cell for cell in CELLS['first']}
+    assert cells['bench/decode/b1-1k'].limit == pytest.approx(249e6 / 3.35e12, rel=0.01)
+    assert cells['bench/decode/b64-8k-int8'].limit == pytest.approx(122e-6, rel=0.01)
+    flops = 0.775e9 * 32 * 1024
+    assert cells['bench/train/full-b32'].limit == pytest.approx(flops / 989e12, rel=0.01)
+
+
+def test_dry_run_lists_every_cell(capsys):
+    gpu_check.main(['--dry_run=True'])
+    out = capsys.readouterr().out
+    for cell in ALL:
+        line = next(line for line in out.splitlines() if f'  {cell.name}  ' in line + '  ')
+        assert f'{cell.seconds:.0f} s' in line
+        assert not cell.limit or f'{cell.share:.0%} expected' in line
+    assert 'first: about' in out and 'tests: the tests marked gpu' in out
+    gpu_check.main(['--dry_run', '--part=tune'])
+    assert 'first' not in capsys.readouterr().out
+
+
+# -- whatever happens to a worker ------------------------------------------------------------------
+
+WORKER = '''
+import os, signal, subprocess, sys, time
+sys.path.insert(0, {root!r})
+from lab.scripts.gpu.supervise import worker_cells
+options, names, emit = worker_cells()
+print('noise on standard output')
+for name in names:
+    if name == 'early':
+        raise SystemExit('no such module')
+    emit(begin=name)
+    if name == 'crash':
+        os.abort()
+    if name == 'killed':
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == 'hang':
+        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+        print(child.pid, flush=True)
+        time.sleep(60)
+    time.sleep(0.3 * (name == 'slow'))
+    emit(cell=name, status='ok', worker=os.getpid())
+    if name == 'poison':
+        os._exit(3)
+'''
+
+
+@pytest.fixture
+def worker(tmp_path):
+    path = tmp_path / 'worker.py'
+    path.write_text(WORKER.format(root=str(ROOT)))
+    return [sys.executable, str(path)]
+
+
+@pytest.fixture
+def run(worker, tmp_path):
+    """run(names) -> {name: record}, read from cells.jsonl."""
+    def run(names, processes=1, batch=0, limit=60.0, now=time.monotonic, seconds=0.1):
+        records = Records(tmp_path / 'cells.jsonl', 'r', {'device': 'none'})
+        supervisor = Supervisor('part', worker, records, now() + limit, tmp_path / 'log.txt', now)
+        supervisor.run([Cell(name, seconds) for name in names], processes, batch)
+        return by_name(tmp_path)
+    return run
+
+
+def by_name(folder):
+    """{name: record}, read from the folder's cells.jsonl."""
+    return {record['cell']: record for record in summary.read(folder / 'cells.jsonl')[1]}
+
+
+def states(found):
+    return {name: record['status'] for name, record in found.items()}
+
+
+def test_a_crash_costs_one_cell(run):
+    found = run(['a', 'crash', 'b', 'killed', 'c', 'early', 'd'])
+    assert states(found) == {'a': 'ok', 'crash': 'crashed', 'b': 'ok', 'killed': 'crashed',
+                             'c': 'ok', 'early': 'crashed', 'd': 'ok'}
+    assert 'SIGABRT' in found['crash']['why'] and 'SIGKILL' in found['killed']['why']
+    why = found['early']['why']
+    assert 'no such module' in why and 'exit status 1' in why
+
+
+def test_a_poisoned_worker_hands_the_others_on(run):
+    found = run(['a', 'poison', 'b', 'c'])
+    assert set(states(found).values()) == {'ok'}
+    workers = {name: record['worker'] for name, record in found.items()}
+    assert workers['a'] == workers['poison'] != workers['b'] == workers['c']
+
+
+def test_a_cell_that_hangs_is_ended_with_all_that_it_started(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, 'LEAST', 5.0)
+    found = run(['a', 'hang', 'b'])
+    assert states(found) == {'a': 'ok', 'hang': 'stopped', 'b': 'ok'}
+    assert found['hang']['why'] == 'it had 5 s'
+    log = (tmp_path / 'log.txt').read_text().splitlines()
+    child = Path('/proc') / next(line for line in log if line.isdigit())
+    for _ in range(50):
+        if not child.exists() or 'zombie' in (child / 'status').read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError('its child still runs')
+
+
+class Clock:
+    """Stands still until so many cells have been recorded, then jumps. jumps: number of cells ->
+    seconds."""
+
+    def __init__(self, path: Path, jumps: dict[int, float]):
+        self.path, self.jumps = path, jumps
+
+    def __call__(self):
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        recorded = max(0, len(lines) - 1)  # the first line has the facts
+        return max((t for n, t in self.jumps.items() if recorded >= n), default=0.0)
+
+
+@pytest.mark.parametrize('n_done', [0, 1, 2])
+def test_a_part_ends_at_its_limit_and_keeps_what_it_has(run, tmp_path, n_done):
+    """The cell that runs is stopped, the rest is not started, and what is done stays."""
+    names = ['a', 'b', 'hang', 'c', 'd']
+    names = names[2 - n_done:]
+    if n_done:
+        clock = Clock(tmp_path / 'cells.jsonl', {n_done: 200.0})
+    else:
+        clock = iter_clock([0, 0, 0, 200])
+    found = run(names, limit=100, now=clock)
+    done = [name for name, record in found.items() if record['status'] == 'ok']
+    assert len(done) >= n_done and len(found) == len(names)
+    left = {name: record for name, record in found.items() if name not in done}
+    assert 'c' in left
+    assert all(record['status'] in ('stopped', 'not run') for record in left.values())
+    assert all('time' in record['why'] for record in left.values())
+
+
+@pytest.mark.parametrize('part, limit', [(part, limit) for part in CELLS
+                                         for limit in (gpu_check.LIMIT, 100)
+                                         if limit > 100 or len(CELLS[part]) > 1])
+def test_parts_by_their_own_estimates(part, limit, worker, tmp_path, monkeypatch):
+    """Workers that do nothing and a clock that advances by the estimates: within the limit of a
+    call every cell is run; a part that is cut short has a record of every cell."""
+    seconds = {cell.name: cell.seconds / stage.processes for stage in PARTS[part]()
+               for cell in stage.cells}
+    path = tmp_path / 'cells.jsonl'
+
+    def now():
+        lines = path.read_text().splitlines() if path.exists() else []
+        return sum(seconds.get(json.loads(line).get('cell'), 0.0) for line in lines)
+
+    def supervisor(part, module, *args):
+        log = check.detail / 'log.txt'
+        return Supervisor(part, worker, check.records, check.end, log, now)
+    check = gpu_check.Check(tmp_path, limit, 'cpu', now)
+    monkeypatch.setattr(check, 'supervisor', supervisor)
+    check.measure(part, PARTS[part]())
+    whole = limit == gpu_check.LIMIT
+    assert check.close() == whole
+    added = {record['cell']: record for record in check.records.added}
+    found = states(by_name(tmp_path) if whole else added)
+    assert set(found) == set(seconds)
+    if not whole:
+        assert set(found.values()) & {'stopped', 'not run'}
+        assert (tmp_path / 'README.md').exists()
+
+
+def iter_clock(values):
+    """A clock that shows these values in turn, then the last one for ever."""
+    left = list(values)
+    return lambda: left.pop(0) if len(left) > 1 else left[0]
+
+
+def test_many_workers_share_the_cells(run):
+    found = run([f'slow{k}' for k in range(12)] + ['crash'], processes=4, batch=2)
+    assert sorted(states(found).values()) == ['crashed'] + ['ok'] * 12
+    assert len({record['worker'] for record in found.values() if 'worker' in record}) >= 6
+
+
+def full(*args, **kwargs):
+    """As any write to a full disk."""
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+def test_a_full_disk_loses_nothing_that_is_printed(run, tmp_path, capsys, monkeypatch):
+    def partly_full(path, *args, **kwargs):
+        return full() if str(path).endswith('.jsonl') else open(path, *args, **kwargs)
+    monkeypatch.setattr(supervise, 'open', partly_full, raising=False)
+    (tmp_path / 'cells.jsonl').write_text('')
+    run(['a', 'crash', 'b'])
+    lines = capsys.readouterr().out.splitlines()
+    printed = [json.loads(line.partition('): ')[2]) for line in lines
+               if 'No space left on device): ' in line]
+    found = {record['cell']: record for record in printed if 'cell' in record}
+    assert states(found) == {'a': 'ok', 'crash': 'crashed', 'b': 'ok'}
+
+
+def test_a_full_disk_does_not_end_the_check(tmp_path, monkeypatch, capsys):
+    check = gpu_check.Check(tmp_path, 60, 'cpu')
+    monkeypatch.setattr(gpu_check.tarfile, 'open', full)
+    monkeypatch.setattr(gpu_check, 'write_page', full)
+    check.records.add({'part': 'first', 'cell': 'a', 'status': 'ok'})
+    assert check.close() is True
+    out = capsys.readouterr().out
+    assert f'details stay in {check.detail}: No space left on device' in out
+    assert 'first: 1 ok' in out
+    assert check.detail.exists() and not list(tmp_path.glob('*.part'))
+
+
+def test_ctrl_c_ends_the_workers_and_keeps_what_there_is(worker, tmp_path):
+    path, log = tmp_path / 'cells.jsonl', tmp_path / 'log.txt'
+    program = f'''
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also in a background job
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from lab.scripts.gpu.cells import Cell
+from lab.scripts.gpu.supervise import Records, Supervisor
+class Slowly(Records):
+    def add(self, record):
+        time.sleep(0.3)
+        super().add(record)
+records = Slowly(Path({str(path)!r}), 'r', {{}})
+supervisor = Supervisor('part', {worker!r}, records, time.monotonic() + 60, Path({str(log)!r}))
+supervisor.run([Cell(name, 20) for name in ('a', 'hang', 'b')])
+'''
+    process = subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    for _ in range(300):
+        lines = log.read_text().splitlines() if log.exists() else []
+        if any(line.isdigit() for line in lines):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    found = by_name(tmp_path)
+    assert states(found) == {'a': 'ok', 'hang': 'crashed', 'b': 'not run'}
+    assert found['b']['why'] == 'interrupted'
+
+
+# -- tests as cells --------------------------------------------------------------------------------
+
+TESTS = {'tests/test_kernels.py': '''
+import os, pytest
+pytestmark = pytest.mark.gpu
+def test_good(): pass
+def test_bad(): assert 1 + 1 == 3, 'wrong sum'
+def test_skipped(): pytest.skip('needs more')
+def test_dies(): os.abort()
+@pytest.mark.parametrize('name', ['a b', 'c'])
+def test_after(name): pass
+@pytest.fixture
+def broken(): raise RuntimeError('no fixture')
+def test_broken(broken): pass
+''', 'tests/programs/test_gpu.py': '''
+import pytest
+@pytest.mark.gpu
+def test_program(): pass
+def test_of_the_cpu(): pass
+'''}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with tests, used in place of this repository."""
+    for name, text in TESTS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / 'pytest.ini').write_text('[pytest]\nmarkers = gpu: needs a CUDA device\n'
+                                         'addopts = --import-mode=importlib\n')
+    for module in (supervise, run_tests):
+        monkeypatch.setattr(module, 'ROOT', tmp_path)
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    return tmp_path
+
+
+def run_them(project, ids):
+    records = Records(project / 'cells.jsonl', 'r', {})
+    command = [sys.executable, '-m', 'lab.scripts.gpu.run_tests', '--device=cpu']
+    supervisor = Supervisor('tests', command, records, time.monotonic() + 120, project / 'log.txt')
+    supervisor.run([Cell(name, 5) for name in ids], 2, 4)
+    return {record['cell'].partition('::')[2]: record for record in records.added}
+
+
+def test_tests_are_collected_with_programs_first_and_run(project):
+    ids, words = run_tests.collect()
+    assert words == '' and len(ids) == 8
+    assert ids[0] == 'tests/programs/test_gpu.py::test_program'
+    found = run_them(project, ids)
+    assert states(found) == {'test_program': 'ok', 'test_good': 'ok', 'test_bad': 'failed',
+                             'test_skipped': 'skipped', 'test_dies': 'crashed',
+                             'test_after[a b]': 'ok', 'test_after[c]': 'ok',
+                             'test_broken': 'failed'}
+    assert 'wrong sum' in found['test_bad']['why']
+    assert 'no fixture' in found['test_broken']['why']
+
+
+def test_after_a_failure_that_poisons_the_device_another_process_goes_on(project):
+    (project / 'tests' / 'conftest.py').write_text(
+        'import os, sys\nsys.modules["__main__"].context_is_poisoned = lambda: True\n'
+        'def pytest_runtest_setup(item):\n'
+        '    open("processes.txt", "a").write(f"{os.getpid()} {item.name}\\n")\n')
+    names = ('test_good', 'test_bad', 'test_after[c]')
+    found = run_them(project, [f'tests/test_kernels.py::{name}' for name in names])
+    assert states(found) == {'test_good': 'ok', 'test_bad': 'failed', 'test_after[c]': 'ok'}
+    lines = (project / 'processes.txt').read_text().splitlines()
+    process = {name: number for number, name in map(str.split, lines)}
+    assert process['test_good'] == process['test_bad'] != process['test_after[c]']
+
+
+def test_a_package_that_is_missing_costs_the_tests_that_import_it(project, tmp_path, monkeypatch):
+    (project / 'tests' / 'test_kernels.py').write_text('import nothing_of_that_name\n')
+    ids, words = run_tests.collect()
+    assert ids == ['tests/programs/test_gpu.py::test_program'] and 'nothing_of_that_name' in words
+    check = gpu_check.Check(tmp_path, 120, 'cpu')
+    check.tests('tests', lambda name: True)
+    found = {record['cell']: record for record in check.records.added}
+    assert states(found) == {'collection': 'skipped', ids[0]: 'ok'}
+    (project / 'tests' / 'programs' / 'test_gpu.py').unlink()
+    check.tests('tests', lambda name: True)
+    last = check.records.added[-1]
+    assert last['cell'] == 'collection' and last['status'] == 'failed'
+
+
+# -- what a cell measured --------------------------------------------------------------------------
+
+needs_interpreter = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter")
+
+
+@needs_interpreter
+def test_a_wrong_kernel_is_told_from_a_right_one(monkeypatch):
+    decode = pytest.importorskip('attention.kernels.decode')
+    from attention.kernels import wanted
+    from lab.scripts.gpu.measure import Machine, run_cell
+    right, machine = decode.stored_attention, Machine('cpu')
+    args = dict(layout='ring', kv_dtype='int8')
+    spoils = [(lambda y: y * 1.01, 'wrong'),
+              (lambda y: y.index_fill(0, torch.tensor([3]), torch.nan), 'wrong'),
+              (lambda y: 1 / 0, 'failed')]
+    with wanted(True):
+        assert run_cell('attention/ring/int8', args, machine)['status'] == 'ok'
+        for spoil, status in spoils:
+            monkeypatch.setattr(decode, 'stored_attention',
+                                lambda *args, spoil=spoil, **how: spoil(right(*args, **how)))
+            assert run_cell('attention/ring/int8', args, machine)['status'] == status
+
+
+def test_rows_are_judged_one_by_one():
+    """The mean over many values is small: its error must not be divided by the mean of another row
+    over few values."""
+    from lab.scripts.gpu.measure import judged
+    exact = torch.tensor([[2.0, 1.0], [0.02, 0.01], [0.0, 0.0]]).double()
+    assert judged(exact.float(), exact, 0.1)['error'] < 1e-6
+    for row, by in ((1, 1.3), (1, 0.0), (0, 1.3)):
+        found = exact.clone()
+        found[row] *= by
+        assert judged(found, exact, 0.1)['error'] > 0.29
+    found = exact.clone()
+    found[2, 0] = 1e-6
+    assert judged(found, exact, 0.1)['error'] > 1
+    found[2, 0] = torch.nan
+    assert judged(found, exact, 0.1)['error'] > 1
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize('part, only', [('first', ''), ('tune', 'paged'), ('train', 'b16'),
+                                        ('sizes', ''), ('programs', ''),
+                                        ('train-more', 'recompute,sdpa')])
+def test_a_rehearsal(part, only, tmp_path):
+    pytest.importorskip('triton')
+    command = ['bash', 'lab/scripts/gpu_check.sh', f'--part={part}', '--rehearse=True',
+               f'--only={only}', f'--out={tmp_path}']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {'PYTHON': sys.executable})
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = summary.read(tmp_path / 'cells.jsonl')[1]
+    assert [record['cell'] for record in found if record['status'] != 'ok'] == []
+    texts = only.split(',')
+    chosen = [cell for cell in CELLS[part] if any(text in cell.name for text in texts)]
+    assert len(found) == len(chosen)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {'cells.jsonl', 'README.md', 'detail.tar.gz'}
+    assert len(done.stdout.rpartition('GPU check: ')[2].splitlines()) <= summary.LINES
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
+def test_without_a_gpu(tmp_path):
+    command = [sys.executable, 'lab/scripts/gpu_check.py', '--part=tests', f'--out={tmp_path}']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and 'no CUDA device' in done.stderr
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+def records_of_all_kinds():
+    timed = {'part': 'first', 'cell': 'bench/decode/b1', 'status': 'ok', 'limit': 74e-6,
+             'share': 0.2, 'work': '249 MB read', 'measured_seconds': 370e-6}
+    wrong = {'part': 'first', 'cell': 'captured/int8', 'status': 'wrong', 'error': 0.3,
+             'allowed': 0.05, 'why': 'error 3.00e-01, allowed 5.00e-02'}
+    tests = [{'part': 'tests', 'cell': f'tests/a.py::test_{k}', 'status': 'failed',
+              'why': f'call: long\nE   assert {k}'} for k in range(60)]
+    tests += [{'part': 'tests', 'cell': 'tests/a.py::test_good', 'status': 'ok'}]
+    profile = {'part': 'first', 'cell': 'profile/decode', 'status': 'ok',
+               'table': 'kernel  us\n_split  9'}
+    return [timed, wrong, *tests, profile]
+
+
+def test_the_summary_is_short_and_begins_with_what_is_wrong():
+    facts = {'device': 'a GPU', 'torch': '2.11'}
+    lines = summary.short([facts], records_of_all_kinds()).splitlines()
+    assert len(lines) <= 40 and lines[0] == 'GPU check: device a GPU, torch 2.11'
+    assert lines[1:4] == ['first: 2 ok, 1 wrong', 'tests: 1 ok, 60 failed',
+                          'WRONG captured/int8: error 3.00e-01, allowed 5.00e-02']
+    assert 'decode/b1: 370.0 us, limit 74.0 us: 20% (expected 20%); 249 MB read' in lines
+    assert lines[-1].endswith('more lines in README.md)')
+
+
+def test_the_page_and_a_merge(tmp_path):
+    later = [{'part': 'first', 'cell': 'captured/int8', 'status': 'ok'},
+             {'part': 'first', 'cell': 'bench/decode/b1', 'status': 'not run',
+              'why': 'the time was up'}]
+    for name, records in (('a', records_of_all_kinds()), ('b', later)):
+        (tmp_path / name).mkdir()
+        documents = [{'run': name, 'facts': {'device': f'GPU {name}'}}, *records]
+        lines = [json.dumps(document) + '\n' for document in documents]
+        (tmp_path / name / 'cells.jsonl').write_text(''.join(lines))
+    (tmp_path / 'a' / 'cells.jsonl').open('a').write('{"part": "first", "cell": "cut sho')
+    gpu_check.main(['--merge', str(tmp_path / 'b' / 'cells.jsonl'), f"--out={tmp_path / 'a'}"])
+    page = (tmp_path / 'a' / 'README.md').read_text()
+    assert '- device GPU a' in page and '- device GPU b' in page
+    # the newest record counts
+    assert '| captured/int8 | ok |' in page and '| captured/int8 | wrong |' not in page
+    assert '370.0 us, limit 74.0 us: 20%' in page and '_split  9' in page
+    assert 'tests/a.py::test_good' not in page
