@@ -28,10 +28,10 @@ from pathlib import Path
 import configurator
 from config.errors import UserError
 from config.sizes import parse_bytes
-from inference.dialogue import Dialogue, Template
-from inference.engine import Engine
-from inference.generate import longest_context
-from inference.params import SamplingParams, sample_seed
+from engine.dialogue import Dialogue, Template
+from engine.engine import Engine
+from engine.generate import longest_context
+from engine.params import SamplingParams, sample_seed
 from kv.report import nice_bytes
 from sample import load_all
 

@@ -25,7 +25,7 @@ from attention.qk import norm_and_rotate, suits_write_qkv, write_qkv
 from attention.rope import RotaryTable
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
-from inference.linear import Linear
+from engine.linear import Linear
 from kv.cache import KVCache
 from kv.paged import PAGE_SIZE, PagedKVCache
 from kv.plan import GLOBAL, LOCAL, Layer, plan_kv
@@ -144,7 +144,7 @@ class GPT(nn.Module):
         self.config = config
         self.plan = plan_kv(config)
         self.recompute, self.chunked_loss = Recompute(), False
-        self.captured = True  # decode steps are replayed as CUDA graphs where they can be (inference/captured.py)
+        self.captured = True  # decode steps are replayed as CUDA graphs where they can be (engine/captured.py)
         rope = config.pos_embedding == 'rope'
         # registration order is nanoGPT's: the optimizer state of a checkpoint is indexed by it
         self.transformer = nn.ModuleDict(dict(
@@ -352,8 +352,8 @@ class GPT(nn.Module):
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, *, stop_tokens=()):
         """idx (B, t) -> (B, t + max_new_tokens), drawn from the global RNG as in nanoGPT; less where all rows have ended on
-        one of `stop_tokens`. See `inference.generate`."""
-        from inference.generate import generate
+        one of `stop_tokens`. See `engine.generate`."""
+        from engine.generate import generate
         return generate(self, idx, max_new_tokens, temperature, top_k, stop_tokens)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):

@@ -33,14 +33,14 @@ from config.sizes import parse_bytes, physical_memory
 from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import read_meta
 from data.tokenizer import load_tokenizer
-from inference.generate import Generation, cache_length, recomputes
-from inference.many import complete, fitted, json_lines, make_engine
-from inference.params import SamplingParams
-from inference.prompts import encode_prompts, encode_requests, read_prompts, read_requests
-from inference.sampler import Sampler, sample_generators
-from inference.stopping import SampleText, parse_stops
-from inference.timings import Timings
-from inference.weights import compile_for_decode, pack_weights, quantize_weights, weights_dtype
+from engine.generate import Generation, cache_length, recomputes
+from engine.many import complete, fitted, json_lines, make_engine
+from engine.params import SamplingParams
+from engine.prompts import encode_prompts, encode_requests, read_prompts, read_requests
+from engine.sampler import Sampler, sample_generators
+from engine.stopping import SampleText, parse_stops
+from engine.timings import Timings
+from engine.weights import compile_for_decode, pack_weights, quantize_weights, weights_dtype
 from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
 from kv.report import account, nice_bytes, print_report

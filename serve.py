@@ -16,9 +16,9 @@ from pathlib import Path
 import configurator
 from config.errors import UserError
 from config.sizes import parse_bytes
-from inference.dialogue import Template
-from inference.engine import Engine
-from inference.generate import longest_context
+from engine.dialogue import Template
+from engine.engine import Engine
+from engine.generate import longest_context
 from sample import load_all, memory_of
 from serving.api import Service
 

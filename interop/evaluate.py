@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import configurator
 from config.errors import UserError
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
-from inference.evaluate import bits_per_byte, forward, through_cache
+from engine.evaluate import bits_per_byte, forward, through_cache
 from lab.benchmarks.setting import at_least
 from sample import load_all
 

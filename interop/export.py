@@ -44,7 +44,7 @@ HEADER = '''# {name}: a model trained with nanoKV, for transformers ({version}).
 # of what the exported model does in another way, or not at all
 KEPT = {'GPT': ('__init__', '_init_weights'), 'CausalSelfAttention': ('__init__', '_projected'), 'Block': ('__init__',)}
 INSTEAD = {'training.recompute.Recompute': 'Recompute = bool  # nothing is computed again',
-           'inference.linear.Linear': 'Linear = nn.Linear'}
+           'engine.linear.Linear': 'Linear = nn.Linear'}
 
 
 def modeling_source(name: str) -> str:

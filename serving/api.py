@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from config.errors import UserError
-from inference.dialogue import Dialogue, Template
-from inference.params import SamplingParams, has_surrogate, sample_seed, shown
+from engine.dialogue import Dialogue, Template
+from engine.params import SamplingParams, has_surrogate, sample_seed, shown
 from serving.errors import ApiError
 
 MAX_CHOICES = 128   # of one request, as with OpenAI

@@ -3,8 +3,8 @@ import functools
 import secrets
 import time
 
-from inference.engine import Event
-from inference.params import Completion
+from engine.engine import Event
+from engine.params import Completion
 from serving.api import Ask
 
 LEAST = -9999.0  # JSON has no -inf

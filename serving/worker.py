@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from inference.engine import Event
-from inference.params import SamplingParams
+from engine.engine import Event
+from engine.params import SamplingParams
 
 RETRIES = 2  # times that a request may be in a step that fails, without a token in between, before it is given up
 log = logging.getLogger('nanokv.serving')
@@ -56,7 +56,7 @@ class Worker:
     saving: no request runs any more, and what they have computed goes to disk, which may take a while.
 
     Args:
-        engine: an `inference.engine.Engine`; it is closed at the end.
+        engine: an `engine.engine.Engine`; it is closed at the end.
         max_waiting: requests of the engine that may be there beside those for which it has rows.
         metrics: a `serving.metrics.Metrics`, told what happens.
     """

@@ -9,7 +9,7 @@ import functools
 import torch
 
 from config.errors import UserError
-from inference.linear import Linear
+from engine.linear import Linear
 
 
 def check(dtype: torch.dtype, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from data.datasets import ensure_dataset
 from data.recall.lags import read_task
 from data.tokenfiles import open_split, read_meta
 from data.tokenizer import load_tokenizer
-from inference.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
+from engine.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
 from interop.convert import convert_weights
 from kv.plan import LOCAL
 from lab.ablation.ladder import read_ladder

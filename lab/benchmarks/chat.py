@@ -1,10 +1,11 @@
 """--mode=chat: conversations whose past is kept between turns, in stores of several sizes, and the time that this saves.
 
-Three tables. A workload of dialogues that come and go (`lab.benchmarks.dialogues`, no model: K and V are random numbers), for
-each page size, with local parts pruned and not: the store first has room for all, then for `shares` percent of the bytes that it
-came to hold. One dialogue of 180 messages up to the longest of `contexts`: its bytes, everything included, against vanilla
-GPT-2 in bfloat16. And with the model: the time to the first token of a message of `message` tokens behind each of `contexts`,
-with the store and without, in turns.
+Three tables. A workload of dialogues that come and go (`lab.benchmarks.dialogues`, no model: K and
+V are random numbers), for each page size, with local parts pruned and not: the store first has room
+for all, then for `shares` percent of the bytes that it came to hold. One dialogue of 180 messages
+up to the longest of `contexts`: its bytes, everything included, against vanilla GPT-2 in bfloat16.
+And with the model: the time to the first token of a message of `message` tokens behind each of
+`contexts`, with the store and without, in turns.
 """
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ from rich.console import Console
 from rich.progress import track
 
 from config.errors import UserError
-from inference.engine import Engine
-from inference.params import SamplingParams
+from engine.engine import Engine
+from engine.params import SamplingParams
 from lab.benchmarks import clock
 from lab.benchmarks.dialogues import Served, Workload, simulate
 from lab.benchmarks.report import show

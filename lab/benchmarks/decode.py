@@ -13,8 +13,8 @@ import torch
 
 from config.errors import UserError
 from config.sizes import parse_bytes
-from inference.captured import captured_decode
-from inference.weights import pack_weights
+from engine.captured import captured_decode
+from engine.weights import pack_weights
 from lab.benchmarks import clock, generation
 from lab.benchmarks.bandwidth import Bandwidth
 from lab.benchmarks.capacity import most_sequences

@@ -13,8 +13,8 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS
-from inference.captured import captured_decode
-from inference.weights import pack_weights
+from engine.captured import captured_decode
+from engine.weights import pack_weights
 from interop.huggingface import TRANSPOSED
 from kv.plan import plan_kv
 from lab.benchmarks import clock

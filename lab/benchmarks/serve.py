@@ -4,7 +4,7 @@ All requests are there from the start: prompts of `contexts` random tokens, as m
 log-uniform between the two (by `seed`), greedy. The sides, in turns:
 
     ours           the engine: a request joins when another leaves
-    static         batches of as many rows through `inference.generate.Generation`, each until its longest request is done
+    static         batches of as many rows through `engine.generate.Generation`, each until its longest request is done
     static engine  the engine, which lets nobody in before all have left (rows that are done are not computed)
 
 Afterwards the texts must be the same, request by request.
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from config.errors import UserError
-from inference.engine import Engine
-from inference.generate import Generation
-from inference.params import SamplingParams
-from inference.sampler import Sampler
-from inference.scheduler import Scheduler
-from inference.weights import pack_weights
+from engine.engine import Engine
+from engine.generate import Generation
+from engine.params import SamplingParams
+from engine.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.weights import pack_weights
 from lab.benchmarks import clock
 from lab.benchmarks.generation import same_tokens
 from lab.benchmarks.report import show

@@ -13,8 +13,8 @@ from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import physical_memory
 from data.tokenfiles import read_meta
-from inference.captured import suits_capture
-from inference.weights import compile_for_decode, quantize_weights, weights_dtype
+from engine.captured import suits_capture
+from engine.weights import compile_for_decode, quantize_weights, weights_dtype
 from lab.benchmarks.traffic import weight_bytes
 from model import GPT
 from training.device import device_name, pick_device, pick_dtype

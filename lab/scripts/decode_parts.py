@@ -3,8 +3,8 @@
     python lab/scripts/decode_parts.py            # results/cpu/parts/ (about two minutes; leave it alone)
     python lab/scripts/decode_parts.py --table
 
-Products of 1 to 32 rows with all the weights of a step, as `F.linear`, by chunks of 64 weight rows (`inference.linear`) and
-packed (`inference.weights.pack_weights`); and attention of one token over K laid out by position or transposed
+Products of 1 to 32 rows with all the weights of a step, as `F.linear`, by chunks of 64 weight rows (`engine.linear`) and
+packed (`engine.weights.pack_weights`); and attention of one token over K laid out by position or transposed
 (`kv.store.KVStore`). Bytes read over time, random float32.
 """
 import functools
@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch.nn import functional as F
 
-from inference.linear import Linear
-from inference.weights import pack_weights
+from engine.linear import Linear
+from engine.weights import pack_weights
 from lab.benchmarks import clock
 from lab.benchmarks.bandwidth import Bandwidth
 from lab.benchmarks.setting import processor

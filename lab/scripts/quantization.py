@@ -26,7 +26,7 @@ from config.errors import UserError
 from configurator import parse, run_program
 from data.datasets import ensure_dataset
 from data.tokenfiles import open_split
-from inference.evaluate import forward, judge, spread_windows, through_cache, with_rounding
+from engine.evaluate import forward, judge, spread_windows, through_cache, with_rounding
 from lab.ablation.jobs import Job, run_jobs
 from lab.scripts import kv_formats as kf
 from lab.scripts.quantization_page import page

@@ -19,8 +19,8 @@ import bench, sample, train, ablate
 from attention import backends
 from attention.backends import choose
 from attention.kernels import usable
-from inference.engine import Engine
-from inference.params import SamplingParams
+from engine.engine import Engine
+from engine.params import SamplingParams
 from model import GPT, GPTConfig
 
 backends.FLASH_ATTN_VERSION = 0  # whatever is installed

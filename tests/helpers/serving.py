@@ -5,9 +5,9 @@ import torch
 from hypothesis import strategies as st
 
 from data.tokenizer import CharTokenizer
-from inference.engine import Engine
-from inference.params import SamplingParams
-from inference.sampler import SampleRow, sample_rows
+from engine.engine import Engine
+from engine.params import SamplingParams
+from engine.sampler import SampleRow, sample_rows
 from model import GPT, GPTConfig
 from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model
 

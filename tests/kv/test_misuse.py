@@ -4,10 +4,10 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from inference.engine import Engine
-from inference.generate import Generation
-from inference.params import SamplingParams
-from inference.sampler import Sampler
+from engine.engine import Engine
+from engine.generate import Generation
+from engine.params import SamplingParams
+from engine.sampler import Sampler
 from tests.helpers.models import FULL_STACK, VOCAB, feed, full_logits, max_gap, random_model, tokens
 
 VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)

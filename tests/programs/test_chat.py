@@ -8,7 +8,7 @@ import torch
 
 import chat
 from config.errors import UserError
-from inference.engine import Engine
+from engine.engine import Engine
 from tests.programs.support import flags
 
 NAMES = dict(user='a', reply_as='b', turn='{name}c{text}d', max_new_tokens=20, max_seq_len=200, temperature=1.0, device='cpu')

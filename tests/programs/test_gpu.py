@@ -12,10 +12,10 @@ import bench
 import sample
 from attention.kernels import wanted
 from config.gpt_config import GPTConfig
-from inference.engine import Engine
-from inference.generate import Generation
-from inference.params import SamplingParams
-from inference.sampler import Sampler
+from engine.engine import Engine
+from engine.generate import Generation
+from engine.params import SamplingParams
+from engine.sampler import Sampler
 from lab.benchmarks import bandwidth, kernels
 from model import GPT
 from tests.helpers.models import FULL_STACK as MODEL

@@ -8,8 +8,8 @@ import torch
 import sample
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
-from inference.engine import Engine
-from inference.prompts import encode_prompts, read_prompts
+from engine.engine import Engine
+from engine.prompts import encode_prompts, read_prompts
 from tests.programs.support import ALPHABET, flags, load, start_program
 from tests.programs.test_sample import KINDS, RULE
 

@@ -5,7 +5,7 @@ import pytest
 
 import sample
 from config.errors import UserError
-from inference.stopping import SampleText
+from engine.stopping import SampleText
 from tests.programs.support import ALPHABET, flags, run_sample
 from tests.programs.test_sample import KINDS, RULE, figures, texts
 

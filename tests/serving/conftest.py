@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from starlette.testclient import TestClient
 
-from inference.dialogue import Template
-from inference.engine import Engine
+from engine.dialogue import Template
+from engine.engine import Engine
 from serving.api import Service
 from serving.app import Limits, make_app
 from serving.metrics import Metrics

@@ -8,7 +8,7 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference.params import SamplingParams, sample_seed
+from engine.params import SamplingParams, sample_seed
 from tests.helpers.serving import TOKENIZER, alone, model_of
 from tests.serving.conftest import LONGEST, assert_free, eventually
 

@@ -9,8 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from data.tokenizer import CharTokenizer
-from inference.dialogue import Template
-from inference.params import SamplingParams
+from engine.dialogue import Template
+from engine.params import SamplingParams
 from serving import app as serving_app
 from serving.api import Ask
 from serving.replies import Reply
@@ -74,7 +74,7 @@ def test_pieces_are_made_for_streams_alone(monkeypatch):
     made = []
     monkeypatch.setattr(Reply, 'pieces', lambda reply, *_: made.append(1) or [])
     completion = alone(model_of('full stack'), 'abc', SamplingParams(3, logprobs=2), tokenizer=TOKENIZER)
-    from inference.engine import Event
+    from engine.engine import Event
     for stream in (False, True):
         reply = Reply(Ask([[1]], [SamplingParams(3)], 1, stream), 'tiny', TOKENIZER)
         reply.take(0, Event(0, 1, 'a', completion.logprobs[0], completion))
@@ -281,7 +281,7 @@ def test_special_tokens_are_text_in_a_conversation():
     import tiktoken
 
     from data.tokenizer import GPT2Tokenizer
-    from inference.dialogue import Dialogue, Template
+    from engine.dialogue import Dialogue, Template
     ranks = {bytes([i]): i for i in range(256)}
     tokenizer = GPT2Tokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
                                                 special_tokens={'<|endoftext|>': 256}))

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from inference.engine import Engine
-from inference.params import SamplingParams
+from engine.engine import Engine
+from engine.params import SamplingParams
 from tests.helpers.serving import TOKENIZER, alone, model_of
 from tests.serving.conftest import LONGEST, Asgi, assert_free, eventually
 

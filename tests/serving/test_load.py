@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from inference.params import SamplingParams
+from engine.params import SamplingParams
 from kv.blocks import OVERHEAD
 from tests.helpers.serving import TOKENIZER, alone, model_of, prompt
 from tests.serving.conftest import assert_free, eventually

@@ -7,7 +7,7 @@ import threading
 import openai
 import pytest
 
-from inference.params import SamplingParams, sample_seed
+from engine.params import SamplingParams, sample_seed
 from serving.server import MOST, RequestLog
 from tests.helpers.serving import TOKENIZER, alone, model_of
 from tests.serving.conftest import assert_free, eventually
@@ -236,7 +236,7 @@ def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
 
 @pytest.mark.parametrize('stream', [False, True])
 def test_at_the_end_who_takes_too_long_is_told(running, monkeypatch, stream):
-    from inference.engine import Engine
+    from engine.engine import Engine
     gate, plain = threading.Semaphore(2), Engine.step
 
     def step(engine):

@@ -30,7 +30,7 @@ from attention.local import blockwise_local_attention, flex_local_attention
 from attention.qk import norm_and_rotate
 from attention.rope import RotaryTable
 from data.datasets import DATA_ROOT
-from inference.captured import CapturedDecode, captured_decode
+from engine.captured import CapturedDecode, captured_decode
 from kv.quant import dequantize_int8
 from kv.store import KVStore, Target
 from lab.benchmarks import kernels

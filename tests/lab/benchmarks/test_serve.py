@@ -7,8 +7,8 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from inference.params import SamplingParams
-from inference.scheduler import Request
+from engine.params import SamplingParams
+from engine.scheduler import Request
 from lab.benchmarks import clock, serve
 from tests.helpers.models import FULL_STACK, random_model
 

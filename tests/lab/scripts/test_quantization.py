@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from inference.evaluate import forward, judge, through_cache, with_rounding
+from engine.evaluate import forward, judge, through_cache, with_rounding
 from kv.plan import plan_kv
 from kv.quant import fake_quantize_int8
 from lab.ablation.jobs import Job

@@ -8,9 +8,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from inference.engine import Engine
-from inference.params import Completion, sample_seed
-from inference.prompts import PromptLine
+from engine.engine import Engine
+from engine.params import Completion, sample_seed
+from engine.prompts import PromptLine
 from kv.paged import PAGE_SIZE
 from kv.report import nice_bytes
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from config.errors import UserError
-from inference.generate import Generation, cache_length, generate, recomputes
-from inference.sampler import Sampler
+from engine.generate import Generation, cache_length, generate, recomputes
+from engine.sampler import Sampler
 from model import GPT, GPTConfig
 
 VANILLA = dict(n_layer=3, n_head=2, n_embd=16, block_size=24, vocab_size=23)

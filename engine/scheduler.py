@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from config.errors import UserError
-from inference.params import SamplingParams
+from engine.params import SamplingParams
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ class Linear(nn.Linear):
 
     There a GEMM reads the weight at memory speed for up to 3 rows and at half of it from 4 on. As a batch of products with
     `CHUNK` of its rows each (views: nothing is copied but the result) 4 to 15 rows run at up to twice the speed. Where
-    `inference.weights.pack_weights` has left a copy of the weight in MKL's own order, more rows gain as much.
+    `engine.weights.pack_weights` has left a copy of the weight in MKL's own order, more rows gain as much.
     """
     CHUNK, CHUNKED_ROWS = 64, range(4, 16)
     packed = None  # (number of rows it is made for, the weight in that order, the weight and its version when it was made)

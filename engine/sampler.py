@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from inference.params import SamplingParams, TokenLogprob, sample_seed
+from engine.params import SamplingParams, TokenLogprob, sample_seed
 
 
 class Sampler:

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-import inference.captured as captured_module
+import engine.captured as captured_module
 from attention.kernels import INTERPRETING, wanted
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from inference.captured import CapturedDecode, can_be_captured, captured_decode, suits_capture
-from inference.engine import Engine
-from inference.generate import Generation
-from inference.params import SamplingParams
-from inference.sampler import Sampler
+from engine.captured import CapturedDecode, can_be_captured, captured_decode, suits_capture
+from engine.engine import Engine
+from engine.generate import Generation
+from engine.params import SamplingParams
+from engine.sampler import Sampler
 from kv.static import StaticCache
 from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
 
@@ -147,7 +147,7 @@ def test_a_graph_keeps_what_it_reads():
 @pytest.fixture
 def everywhere(monkeypatch):
     """As if captured decode were the fast way here too: its steps are then simply called."""
-    monkeypatch.setattr('inference.captured.suits_capture', lambda model: model.captured)
+    monkeypatch.setattr('engine.captured.suits_capture', lambda model: model.captured)
 
 
 def test_one_for_each_cache(everywhere):

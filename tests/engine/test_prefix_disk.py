@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from config.errors import UserError
-from inference.engine import Engine
-from inference.params import SamplingParams
-from inference.weights import quantize_weights
+from engine.engine import Engine
+from engine.params import SamplingParams
+from engine.weights import quantize_weights
 from kv.blocks import taken
 from kv.prefix_disk import DiskTier, _hash, fingerprint
 from model import GPTConfig

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from inference.engine import Engine
-from inference.many import ROWS, complete, fitted, json_lines, make_engine
-from inference.params import SamplingParams, sample_seed
-from inference.prompts import encode_requests, read_requests
+from engine.engine import Engine
+from engine.many import ROWS, complete, fitted, json_lines, make_engine
+from engine.params import SamplingParams, sample_seed
+from engine.prompts import encode_requests, read_requests
 from kv.paged import PAGE_SIZE
 from tests.helpers.serving import TOKENIZER, alone, assert_idle, budget_for, model_of
 

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.engine import Engine
-from inference.generate import generate
-from inference.params import SamplingParams
+from engine.engine import Engine
+from engine.generate import generate
+from engine.params import SamplingParams
 from model import GPT
 from tests.helpers.serving import (
     ALPHABET,

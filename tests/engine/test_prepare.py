@@ -6,8 +6,8 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from inference.engine import Engine
-from inference.params import SamplingParams
+from engine.engine import Engine
+from engine.params import SamplingParams
 from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.without_gpu import run_alone
 
@@ -16,15 +16,15 @@ from tests.helpers.without_gpu import pretend
 pretend()
 import json, random, sys
 import torch
-import inference.captured, kv.paged
+import engine.captured, kv.paged
 from attention.kernels import decode, qkv
 from config.gpt_config import GPTConfig
-from inference.engine import Engine
-from inference.params import SamplingParams
+from engine.engine import Engine
+from engine.params import SamplingParams
 from tests.helpers.ahead_of_time import specialised
 from tests.helpers.models import FULL_STACK, random_model
 
-inference.captured.suits_capture = lambda model: True
+engine.captured.suits_capture = lambda model: True
 kv.paged.PagedSlot.by_table = property(lambda self: True)
 decode._n_processors = lambda device: 132
 compiled = set()
@@ -88,7 +88,7 @@ def test_requests_compile_and_capture_nothing(heads, kv_dtype, room, prefix):
 @pytest.fixture
 def everywhere(monkeypatch):
     """Steps are captured on this device too."""
-    monkeypatch.setattr('inference.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
 
 
 def test_preparing_changes_no_text(everywhere):

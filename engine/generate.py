@@ -3,8 +3,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from config.errors import UserError
-from inference.captured import captured_decode
-from inference.sampler import Sampler
+from engine.captured import captured_decode
+from engine.sampler import Sampler
 
 WORTH_CAPTURING = 32  # tokens: the capture takes as long as some dozens of plain steps
 

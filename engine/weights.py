@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from config.errors import UserError
-from inference.linear import Linear
+from engine.linear import Linear
 
 COMPILED_INT8_WIDTH = 64
 PACKED_ROWS = range(4, 65)  # fewer are as fast without; for more the product is bound by arithmetic

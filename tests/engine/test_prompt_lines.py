@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
-from inference.params import SamplingParams
-from inference.prompts import encode_requests, read_requests
+from engine.params import SamplingParams
+from engine.prompts import encode_requests, read_requests
 
 DEFAULTS = SamplingParams(max_new_tokens=9, temperature=0.5, seed=4, stop=('x',))
 

@@ -8,7 +8,7 @@ import torch
 from data.making.writer import write_dataset
 from data.tokenfiles import open_split
 from data.tokenizer import CharTokenizer
-from inference.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
+from engine.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
 from model import GPT, GPTConfig
 
 TINY = dict(block_size=16, vocab_size=13, n_layer=3, n_head=2, n_embd=32, n_kv_head=1, layer_pattern='LLG', kv_share='AAB',

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from inference.linear import Linear
+from engine.linear import Linear
 
 
 def chunked(monkeypatch) -> list:

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from inference.sampler import Sampler, drawn_without_waiting, sample_generators
+from engine.sampler import Sampler, drawn_without_waiting, sample_generators
 
 CPU = torch.device('cpu')
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from config.errors import UserError
-from inference.captured import captured_decode
-from inference.params import Completion, SamplingParams, TokenLogprob, shown
-from inference.sampler import SampleRow, sample_rows
-from inference.scheduler import Request, Scheduler
-from inference.stopping import SampleText
-from inference.weights import pack_weights
+from engine.captured import captured_decode
+from engine.params import Completion, SamplingParams, TokenLogprob, shown
+from engine.sampler import SampleRow, sample_rows
+from engine.scheduler import Request, Scheduler
+from engine.stopping import SampleText
+from engine.weights import pack_weights
 from kv.paged import PAGE_SIZE
 from kv.prefix import PrefixStore
 from kv.prefix_disk import DiskTier, fingerprint
@@ -98,7 +98,7 @@ class Engine:
         page_size: positions of a page.
         prefill_chunk: most prompt tokens that are computed between two decode steps.
         pack: on a CPU in float32, keep a second copy of the weights that larger batches read faster
-            (`inference.weights.pack_weights`).
+            (`engine.weights.pack_weights`).
         prefix_budget: bytes of host memory for what earlier requests have computed (`kv.prefix`), of which later ones that
             begin alike take over what they can; 0 = every request computes its whole prompt.
         prefix_folder: also on disk: what leaves the host's memory, and at `close` all of it; '' = not.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from inference.params import Completion, SamplingParams, TokenLogprob, sample_seed
+from engine.params import Completion, SamplingParams, TokenLogprob, sample_seed
 
 NAMES = [f.name for f in dataclasses.fields(SamplingParams)]
 
@@ -164,5 +164,5 @@ def test_seeds_of_samples_differ_and_the_first_is_the_runs_own():
 
 
 def test_no_torch_is_imported():
-    code = 'import sys, inference.params, inference.prompts; sys.exit("torch" in sys.modules)'
+    code = 'import sys, engine.params, engine.prompts; sys.exit("torch" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code]).returncode == 0

@@ -17,7 +17,7 @@ class SamplingParams:
     """How the tokens of one request are drawn, and where they end.
 
     The restrictions apply in the order of Hugging Face's `generate`: repetition penalty, temperature, top-k, top-p,
-    min-p; `inference/sampler.py` says exactly what each keeps.
+    min-p; `engine/sampler.py` says exactly what each keeps.
 
     Raises:
         UserError: a value of the wrong type or out of range; the message names it and what is allowed.
@@ -30,7 +30,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # above 1: tokens seen in prompt or text get less likely (Keskar et al. 2019); 1 = off
     seed: int = 0                    # the random number of token t is a function of (seed, t) alone
     stop_tokens: tuple[int, ...] = ()  # token ids that end the text
-    stop: tuple[str, ...] = ()       # texts that end the text, looked for by inference/stopping.py
+    stop: tuple[str, ...] = ()       # texts that end the text, looked for by engine/stopping.py
     logprobs: int = -1               # -1 none; 0 of each chosen token; k > 0 also the k likeliest at each place
 
     def __post_init__(self):

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from inference.engine import Engine
-from inference.params import SamplingParams
+from engine.engine import Engine
+from engine.params import SamplingParams
 from kv.pages import PageTable
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from config.errors import UserError
-from inference.engine import Engine
-from inference.params import SamplingParams
+from engine.engine import Engine
+from engine.params import SamplingParams
 from model import GPT, GPTConfig
 from tests.helpers.models import VOCAB, random_model
 from tests.helpers.serving import (
@@ -186,7 +186,7 @@ def test_a_step_may_fail_at_any_point_and_the_next_goes_on(kind, error, tight, m
             raise error
     block = model.transformer.h[1]
     hooks = [block.register_forward_pre_hook(interrupt), model.register_forward_pre_hook(interrupt)]
-    monkeypatch.setattr('inference.engine.sample_rows', lambda *args, plain=Engine._forward.__globals__['sample_rows']: (
+    monkeypatch.setattr('engine.engine.sample_rows', lambda *args, plain=Engine._forward.__globals__['sample_rows']: (
         interrupt(), plain(*args))[1])
     try:
         reference = [alone(model, ids, params, tokenizer=TOKENIZER) for ids, params in GOOD]
@@ -230,10 +230,10 @@ def test_an_interrupted_stream_is_cancelled_and_the_engine_may_be_used_again(mon
     assert [said(c) for c in completions] == [said(alone(model, ids, params)) for ids, params in GOOD]
 
 
-BOOKKEEPING = ['inference.stopping.SampleText.add', 'inference.sampler.SampleRow.append',
-               'inference.scheduler.Scheduler.finish', 'inference.scheduler.Scheduler._leave',
+BOOKKEEPING = ['engine.stopping.SampleText.add', 'engine.sampler.SampleRow.append',
+               'engine.scheduler.Scheduler.finish', 'engine.scheduler.Scheduler._leave',
                'kv.paged.PagedKVCache.move', 'kv.paged.PagedKVCache.reserve', 'kv.pages.PageTable.extend',
-               'inference.engine.Completion']
+               'engine.engine.Completion']
 
 
 @pytest.mark.parametrize('before', [True, False], ids=['before', 'after'])

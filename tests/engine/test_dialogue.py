@@ -5,7 +5,7 @@ import pytest
 
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
-from inference.dialogue import Dialogue, Template
+from engine.dialogue import Dialogue, Template
 
 LETTERS = 'ABabcdefg .\n'
 TOKENIZER = CharTokenizer({c: i for i, c in enumerate(LETTERS)}, dict(enumerate(LETTERS)))

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from config.errors import UserError
-from inference.params import SamplingParams
-from inference.scheduler import Request, Scheduler
+from engine.params import SamplingParams
+from engine.scheduler import Request, Scheduler
 from kv.pages import PageTable
 
 

@@ -8,11 +8,11 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from inference import weights
-from inference.engine import Engine
-from inference.generate import generate
-from inference.params import SamplingParams
-from inference.weights import compile_for_decode, quantize_weights, weights_dtype
+from engine import weights
+from engine.engine import Engine
+from engine.generate import generate
+from engine.params import SamplingParams
+from engine.weights import compile_for_decode, quantize_weights, weights_dtype
 from lab.benchmarks.traffic import weight_bytes
 from tests.helpers.models import FULL_STACK, full_logits, random_model, tokens
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.engine import Engine
-from inference.params import SamplingParams
+from engine.engine import Engine
+from engine.params import SamplingParams
 from tests.helpers.models import full_logits, max_gap
 from tests.helpers.serving import KINDS, budget_for, model_of, prompt
 

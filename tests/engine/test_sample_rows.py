@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.params import SamplingParams
-from inference.sampler import SampleRow, probabilities, sample_rows, uniforms
+from engine.params import SamplingParams
+from engine.sampler import SampleRow, probabilities, sample_rows, uniforms
 
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
 
@@ -149,7 +149,7 @@ def test_a_bound_that_is_reached_exactly(settings, n_kept):
 
 def test_top_p_of_one_keeps_tokens_too_unlikely_to_change_a_sum(monkeypatch):
     """1 + exp(-40) == 1, yet the smallest random number draws it: also beside a row with top-p."""
-    monkeypatch.setattr('inference.sampler.uniforms', lambda seeds, positions: np.zeros(len(seeds)))
+    monkeypatch.setattr('engine.sampler.uniforms', lambda seeds, positions: np.zeros(len(seeds)))
     logits = torch.tensor([[-40.0, 0.0, -50.0]]).expand(2, 3)
     for top_k in (0, 2):
         rows = [SampleRow(SamplingParams(top_p=p, top_k=top_k)) for p in (1.0, 0.5)]
@@ -187,7 +187,7 @@ def test_uniforms_are_uniform_and_differ_along_positions_and_seeds():
 @pytest.mark.parametrize('u', [0.0, 1 - 2.0 ** -53])
 @pytest.mark.parametrize('settings', [dict(), dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1)], ids=str)
 def test_the_ends_of_the_unit_interval_draw_a_token_that_is_kept(monkeypatch, u, settings):
-    monkeypatch.setattr('inference.sampler.uniforms', lambda seeds, positions: np.full(len(seeds), u))
+    monkeypatch.setattr('engine.sampler.uniforms', lambda seeds, positions: np.full(len(seeds), u))
     logits = torch.tensor([-math.inf, -9.0, 1.0, 1.5, 0.3, -9.0, -math.inf]) * torch.linspace(0.9, 1.1, 20)[:, None]
     tokens = sample_rows(logits, [SampleRow(SamplingParams(**settings))] * 20).tokens.tolist()
     assert set(tokens) == ({2 if settings else 1} if u == 0 else {4 if settings else 5})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config.errors import UserError
-from inference.params import SamplingParams, has_surrogate, shown
+from engine.params import SamplingParams, has_surrogate, shown
 
 
 def read_prompts(start: str, path: str) -> list[tuple[str, str]]:
