@@ -16,7 +16,6 @@ import math
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from attention import cached_attention, causal_attention
 from attention.backends import BACKENDS, choose
@@ -31,10 +30,14 @@ from kv.paged import PAGE_SIZE, PagedKVCache
 from kv.plan import GLOBAL, LOCAL, Layer, plan_kv
 from kv.quant import fake_quantize_int8
 from kv.static import StaticCache
-from training.loss import cross_entropy, linear_cross_entropy
-from training.recompute import Recompute
 
 __all__ = ['GPT', 'GPTConfig', 'model_args']
+
+
+def cross_entropy(logits, targets, ignore_index: int = -1) -> torch.Tensor:
+    """Mean over the targets that are not `ignore_index`, in float32 at least. logits (N, V), targets (N,) int64."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets, ignore_index=ignore_index)
 
 
 class LayerNorm(nn.Module):
@@ -119,16 +122,13 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer, n_kv_head)
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
-        self.recompute_mlp = False
 
     def forward(self, x, rope=None, kv=None, cache=None):
         y, kv = self.attn(self.ln_1(x), rope, kv, cache)
         x = x + y
-        if self.recompute_mlp and self.training:
-            return x + checkpoint(self._normed_mlp, x, use_reentrant=False), kv
-        return x + self.mlp(self.ln_2(x)), kv
+        return x + self.feed_forward(x), kv
 
-    def _normed_mlp(self, x):
+    def feed_forward(self, x):
         return self.mlp(self.ln_2(x))
 
 
@@ -143,7 +143,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.plan = plan_kv(config)
-        self.recompute, self.chunked_loss = Recompute(), False
+        # training may hand in a loss of (x, weight, targets) that never holds all logits, and a way
+        # to run the blocks that keeps fewer activations (`training.loss`, `training.recompute`)
+        self.loss_fn = self.recompute = None
         self.captured = True  # decode steps are replayed as CUDA graphs where they can be (engine/captured.py)
         rope = config.pos_embedding == 'rope'
         # registration order is nanoGPT's: the optimizer state of a checkpoint is indexed by it
@@ -190,7 +192,7 @@ class GPT(nn.Module):
         Args:
             idx: (B, t) int64.
             targets: (B, t), -1 = ignored; then logits are (B, t, V) and loss is the mean cross-entropy, in float32. Not with
-                a cache. With `chunked_loss` set, logits are None (`training.loss`).
+                a cache. With a `loss_fn`, logits are None.
             cache: from `new_cache`; any t >= 1.
             lens: with a cache, row b appends only its first lens[b] tokens (0 = untouched; its logits mean nothing).
             rows: with a cache, the numbers of the cache rows that the B rows of idx are; None = all of them, in order.
@@ -214,16 +216,16 @@ class GPT(nn.Module):
                 cache.abandon()
             raise
         blocks = functools.partial(self._blocks, rope=rope, cache=cache)
-        if self.recompute and self.training:
-            x = self.recompute.run(blocks, len(self.plan.layers), x, {})
+        if self.recompute is not None and self.training:
+            x = self.recompute(blocks, len(self.plan.layers), x)
         else:
             x, _ = blocks(0, len(self.plan.layers), x, {})
         x = self.transformer.ln_f(x)
         if cache is not None:
             cache.commit()
         if targets is not None:
-            if self.chunked_loss:
-                return None, linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.reshape(-1))
+            if self.loss_fn is not None:
+                return None, self.loss_fn(x.flatten(0, 1), self.lm_head.weight, targets.reshape(-1))
             logits = self.lm_head(x)
             return logits, cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
         if not all_logits:
@@ -238,12 +240,6 @@ class GPT(nn.Module):
             x, kvs[layer.slot] = block(x, rope.get(layer.kind), kvs.get(layer.slot), cache)
         return x, {layer.slot: kvs[layer.slot] for layer in layers[last:] if not layer.owns and layer.slot in kvs}
 
-    def set_recompute(self, policy: str) -> None:
-        """Which activations the backward pass computes again: a policy of `training.recompute`."""
-        self.recompute = Recompute.parse(policy, self.config.n_layer, self.config.dropout > 0)
-        for block in self.transformer.h:
-            block.recompute_mlp = self.recompute.name == 'mlp'
-
     @property
     def attention_backend(self) -> str:
         """What computes attention over whole sequences: one of `attention.backends.BACKENDS`."""
@@ -255,15 +251,6 @@ class GPT(nn.Module):
             raise UserError(f"attention_backend={name!r}: allowed are {', '.join(map(repr, BACKENDS))}")
         for block in self.transformer.h:
             block.attn.backend = name
-
-    @property
-    def checkpoint_blocks(self) -> bool:
-        """The policy 'block', under the name that it had alone."""
-        return self.recompute.name == 'block'
-
-    @checkpoint_blocks.setter
-    def checkpoint_blocks(self, on: bool):
-        self.set_recompute('block' if on else 'none')
 
     def _begin(self, cache, B, t, lens, rows):
         if rows is None and B != cache.batch_size:

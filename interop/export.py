@@ -43,8 +43,7 @@ HEADER = '''# {name}: a model trained with nanoKV, for transformers ({version}).
 '''
 # of what the exported model does in another way, or not at all
 KEPT = {'GPT': ('__init__', '_init_weights'), 'CausalSelfAttention': ('__init__', '_projected'), 'Block': ('__init__',)}
-INSTEAD = {'training.recompute.Recompute': 'Recompute = bool  # nothing is computed again',
-           'engine.linear.Linear': 'Linear = nn.Linear'}
+INSTEAD = {'engine.linear.Linear': 'Linear = nn.Linear'}
 
 
 def modeling_source(name: str) -> str:

@@ -8,6 +8,8 @@ is computed twice: the gradients are made in the forward pass, and only scaled i
 import torch
 import torch.nn.functional as F
 
+from model import cross_entropy
+
 # Bytes of float32 logits held at a time.
 CHUNK_BYTES = {'cpu': 32 * 2 ** 20, 'cuda': 128 * 2 ** 20}
 MOST_COMPILED = 8  # chunks; a compiled graph has each of them
@@ -16,11 +18,6 @@ MOST_COMPILED = 8  # chunks; a compiled graph has each of them
 def rows_at_a_time(vocab_size: int, device: str) -> int:
     """Tokens whose logits are held at a time on this type of device; a loss over more of them is in chunks."""
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES['cpu']) // (4 * vocab_size))
-
-
-def cross_entropy(logits, targets, ignore_index: int = -1) -> torch.Tensor:
-    """Mean over the targets that are not `ignore_index`, in float32 at least. logits (N, V), targets (N,) int64."""
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, ignore_index=ignore_index)
 
 
 def linear_cross_entropy(x, weight, targets, ignore_index: int = -1) -> torch.Tensor:

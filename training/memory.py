@@ -28,8 +28,10 @@ from training.device import autocast as autocast_for
 from training.device import memory_use
 from training.host_optimizer import HostAdamW
 from training.live import BACKWARD, LOSS, LiveBytes
+from training.loss import linear_cross_entropy
 from training.offload import offloaded
 from training.optim import state_nbytes
+from training.recompute import policy_of, set_recompute
 
 
 @dataclass(frozen=True)
@@ -72,20 +74,21 @@ def measure(model, batch, policy: str | None = None, autocast=None, *, chunked_l
         optimizer: whose state counts, or its name (of `training.optim`) where there is none yet.
         accumulate: gradients are there already when the step begins, as with gradient accumulation.
     """
-    was = model.training, model.recompute.name, model.chunked_loss, [p.grad for p in model.parameters()]
+    was = model.training, policy_of(model), model.loss_fn, [p.grad for p in model.parameters()]
     devices = [model.device] if model.device.type == 'cuda' else []
     with torch.random.fork_rng(devices, device_type='cuda'):
         try:
             model.train()
-            model.set_recompute(was[1] if policy is None else policy)
-            model.chunked_loss = was[2] if chunked_loss is None else chunked_loss
+            set_recompute(model, was[1] if policy is None else policy)
+            if chunked_loss is not None:
+                model.loss_fn = linear_cross_entropy if chunked_loss else None
             for p in model.parameters():
                 p.grad = torch.zeros_like(p) if accumulate else None
             return _follow(model, batch, autocast or contextlib.nullcontext(), optimizer, accumulate)
         finally:
             model.train(was[0])
-            model.set_recompute(was[1])
-            model.chunked_loss = was[2]
+            set_recompute(model, was[1])
+            model.loss_fn = was[2]
             for p, grad in zip(model.parameters(), was[3]):
                 p.grad = grad
 
@@ -109,7 +112,7 @@ def _follow(model, batch, autocast, optimizer, accumulate):
     return Memory(parameters, gradients, state, by_kind.total(), live.loss_peak,
                   parameters + state + max(gradients, live.peak + gradients * accumulate),
                   [by_block[i] for i in range(len(model.transformer.h))], dict(by_kind), offloaded, live.flops,
-                  model.recompute.name, str(model.device))
+                  policy_of(model), str(model.device))
 
 
 def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from rich.table import Table
 from kv.report import nice_bytes, titled
 from training.memory import measure
 from training.memory_plan import Plans
+from training.recompute import policy_of
 
 PARTS = ('parameters', 'gradients', 'optimizer', 'activations', 'loss_peak', 'peak')
 
@@ -19,7 +20,7 @@ def print_memory_report(run, dtype: torch.dtype, console: Console | None = None)
     """
     s, console = run.s, console or Console()
     plans = Plans(s, run.model.config, run.device, dtype, run.ranks.world_size, run.optimizer)
-    policy = run.model.recompute.name
+    policy = policy_of(run.model)
     predicted = plans.memory(policy)
     try:
         measured = measure(run.model, run.batch, autocast=run.autocast, optimizer=plans.optimizer, accumulate=plans.accumulate)

@@ -31,9 +31,34 @@ ATTENTION = {getattr(aten, name).default for name in (
     '_scaled_dot_product_efficient_attention', '_scaled_dot_product_cudnn_attention') if hasattr(aten, name)}
 
 
+def set_recompute(model, policy: str) -> None:
+    """Have the model's training steps keep what `policy` says, one of those above.
+
+    Raises:
+        UserError: no such policy, or K is not from 1 to n_layer.
+    """
+    recompute = Recompute.parse(policy, model.config.n_layer, model.config.dropout > 0)
+    model.recompute = None if policy == 'none' else recompute
+    for block in model.transformer.h:
+        vars(block).pop('feed_forward', None)
+        if policy == 'mlp':  # in place of the method
+            block.feed_forward = functools.partial(_recomputed_feed_forward, block)
+
+
+def _recomputed_feed_forward(block, x):
+    if not block.training:
+        return type(block).feed_forward(block, x)
+    return checkpoint(type(block).feed_forward, block, x, use_reentrant=False)
+
+
+def policy_of(model) -> str:
+    """The policy that `set_recompute` has set."""
+    return 'none' if model.recompute is None else model.recompute.name
+
+
 @dataclass(frozen=True)
 class Recompute:
-    """A policy for a model of `n_layer` blocks; `parse` makes it from its name. False where nothing is to be done.
+    """A policy for a model of `n_layer` blocks; `parse` makes it from its name.
 
     segments: (first, last) of the blocks that are computed again together; () where blocks are not.
     dropout: the model has some, and so the outputs of its MLPs are computed again unless they are kept.
@@ -56,12 +81,10 @@ class Recompute:
             return cls(name, _segments(n_layer, 1), dropout)
         return cls(name, _segments(n_layer, math.isqrt(n_layer - 1) + 1) if name == 'sqrt' else (), dropout)
 
-    def __bool__(self):
-        return self.name != 'none'
-
-    def run(self, blocks, n_layer: int, x, kvs: dict):
+    def __call__(self, blocks, n_layer: int, x):
         """x after all blocks. blocks: (first, last, x, kvs) -> x and kvs after the blocks first to last - 1, kvs being
         slot -> K, V of its owner, which later layers read."""
+        kvs = {}
         if self.name == 'offload':
             with offloaded(x.device):
                 return blocks(0, n_layer, x, kvs)[0]

@@ -17,8 +17,10 @@ from training.batches import RECALL, open_batches, open_meta
 from training.device import autocast, memory_use, pick_dtype
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
+from training.loss import linear_cross_entropy
 from training.memory_plan import choose_policy, warn_of_memory
 from training.optim import make_optimizer
+from training.recompute import set_recompute
 from training.shelf import Shelf, checkpoint_in, load_to_resume
 from training.update import GuardedUpdate, broken, contagious
 
@@ -63,9 +65,10 @@ class Run:
         torch.manual_seed(s.seed + ranks.rank)  # dropout
         if not self.sharded:
             self.model.to(self.device)
-        self.model.set_recompute(choose_policy(s, self.model.config, self.device, self.dtype, ranks.world_size, ranks.least)
-                                 if policy == 'auto' else policy)
-        self.model.chunked_loss = s.chunked_loss
+        if policy == 'auto':
+            policy = choose_policy(s, self.model.config, self.device, self.dtype, ranks.world_size, ranks.least)
+        set_recompute(self.model, policy)
+        self.model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         self.model.attention_backend = s.attention_backend
         if s.int8_training:
             int8_training.train_in_int8(self.model)

@@ -18,8 +18,10 @@ from lab.benchmarks.steps import TrainingSteps
 from model import GPT
 from training.device import device_name, pick_device, pick_dtype
 from training.int8_training import train_in_int8
+from training.loss import linear_cross_entropy
 from training.memory import Predictor
 from training.optim import make_optimizer, state_name
+from training.recompute import set_recompute
 
 STEPS = 16        # tokens timed in a round
 REFERENCE = 'bfloat16'  # what bytes of a row with kv_dtype='auto' are counted in, and vanilla's always
@@ -192,8 +194,8 @@ class Speed:
     def _steps(self, key) -> TrainingSteps:
         config, how = self.trainers[key]
         model = GPT(config).to(self.device)
-        model.set_recompute(recompute_of(how))
-        model.chunked_loss = how.chunked_loss
+        set_recompute(model, recompute_of(how))
+        model.loss_fn = linear_cross_entropy if how.chunked_loss else None
         if how.int8_training:
             with contextlib.redirect_stdout(io.StringIO()):
                 train_in_int8(model)

@@ -9,14 +9,16 @@ from lab.benchmarks.report import show
 from lab.benchmarks.steps import TrainingSteps, training_models
 from training.device import pick_dtype
 from training.flops import achieved
+from training.loss import linear_cross_entropy
+from training.recompute import set_recompute
 
 
 def run(s, data_root: Path) -> dict:
     """All cells, printed as a table; returns what --json prints."""
     contexts, batches, models, document = training_models(s, data_root)
     for model in models.values():
-        model.set_recompute(s.recompute)
-        model.chunked_loss = s.chunked_loss
+        set_recompute(model, s.recompute)
+        model.loss_fn = linear_cross_entropy if s.chunked_loss else None
     document |= {'recompute': s.recompute, 'chunked_loss': s.chunked_loss}
     document['cells'] = [measure(models, batch, context, s) for context in contexts for batch in batches]
     show(document)

@@ -12,8 +12,9 @@ from lab.benchmarks import clock
 from lab.benchmarks.report import show
 from lab.benchmarks.steps import TrainingSteps, training_models
 from training.device import pick_dtype
+from training.loss import linear_cross_entropy
 from training.memory import measure as measure_memory
-from training.recompute import Recompute
+from training.recompute import Recompute, set_recompute
 
 WHOLE = 'whole logits'
 
@@ -29,8 +30,8 @@ class Policy:
         return self.steps()
 
     def choose(self) -> None:
-        self.steps.model.set_recompute('none' if self.name == WHOLE else self.name)
-        self.steps.model.chunked_loss = self.name != WHOLE
+        set_recompute(self.steps.model, 'none' if self.name == WHOLE else self.name)
+        self.steps.model.loss_fn = None if self.name == WHOLE else linear_cross_entropy
 
     def memory(self) -> dict:
         """Bytes, by `training.memory`."""

@@ -23,6 +23,7 @@ from model import GPT
 from training.batches import TokenBatches
 from training.device import autocast, device_name, pick_device, pick_dtype, synchronize
 from training.flops import achieved
+from training.loss import linear_cross_entropy
 
 BURN_IN, TIMED, IN_TURN = 10, 20, 4
 TRACES = Path('bench_log')  # in the working directory
@@ -60,7 +61,8 @@ class TrainStep:
         self.model.to(self.device)
         if not theirs:
             self.model.attention_backend = s.attention_backend
-            self.model.chunked_loss = s.chunked_loss and 'chunked_loss' in s.given  # nanoGPT, with which it compares, has none
+            if s.chunked_loss and 'chunked_loss' in s.given:  # nanoGPT, with which it compares, has none
+                self.model.loss_fn = linear_cross_entropy
             print(describe(self.model, self.dtype, dropout_p=0.0))
         if s.real_data:
             self.next_batch = TokenBatches(folder, s.block_size, s.batch_size, self.device).next

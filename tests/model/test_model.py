@@ -10,6 +10,7 @@ from config.gpt_config import NANOGPT_FIELDS
 from model import GPT, GPTConfig, model_args
 from tests.helpers.models import FULL_STACK, VOCAB, configs, full_logits, max_gap, random_model, tokens
 from tests.helpers.reference import Reference, cross_entropy, kv_owner
+from training.recompute import set_recompute
 
 pytestmark = pytest.mark.filterwarnings('ignore:layer_pattern')
 VANILLA = dict(block_size=16, vocab_size=VOCAB, n_layer=2, n_head=4, n_embd=8)
@@ -248,7 +249,7 @@ def test_checkpointed_blocks_give_the_same_loss_and_gradients(dropout, quantised
     entered = []
     for block in model.transformer.h:
         block.register_forward_pre_hook(lambda *_: entered.append(1))
-    model.checkpoint_blocks = True
+    set_recompute(model, 'block')
     torch.manual_seed(0)
     again, recomputed = gradients(model, idx, targets)
     assert len(entered) == 2 * model.config.n_layer  # each block once more in the backward pass
@@ -259,7 +260,7 @@ def test_checkpointed_blocks_give_the_same_loss_and_gradients(dropout, quantised
 
 def test_checkpointing_is_for_training_only():
     model = random_model(GPTConfig(**FULL_STACK))
-    model.checkpoint_blocks = True
+    set_recompute(model, 'block')
     entered = []
     model.transformer.h[0].register_forward_pre_hook(lambda *_: entered.append(1))
     model(tokens(1, 9), tokens(1, 9))[1].backward()

@@ -4,6 +4,8 @@ import torch
 import torch._dynamo
 
 from model import GPT, GPTConfig
+from training.loss import linear_cross_entropy
+from training.recompute import set_recompute
 
 CONFIG = dict(block_size=48, vocab_size=78, n_layer=4, n_head=4, n_embd=32, n_kv_head=1, layer_pattern='LLG', kv_share='AAB',
               share_global_kv=True, window_size=16, pos_embedding='rope', qk_norm=True, bias=False)
@@ -38,8 +40,8 @@ def test_training_is_one_graph(policy, chunked_loss, autocast):
     for compiled in (False, True):
         torch.manual_seed(0)
         model = GPT(GPTConfig(**CONFIG))
-        model.chunked_loss = chunked_loss
-        model.set_recompute(policy)
+        model.loss_fn = linear_cross_entropy if chunked_loss else None
+        set_recompute(model, policy)
         model.prepare(48)
         call = torch.compile(model, fullgraph=True, backend='aot_eager') if compiled else model
         found.append(train(model, call, autocast))

@@ -13,7 +13,9 @@ from kv.report import nice_bytes
 from model import GPT
 from training.device import autocast, memory_use
 from training.live import LiveBytes
+from training.loss import linear_cross_entropy
 from training.memory import Predictor, measure, memory_line, predict, state_bytes
+from training.recompute import policy_of, set_recompute
 
 V, T, B, C, L = 500, 64, 2, 32, 2
 BASE = dict(n_layer=L, n_head=4, n_embd=C, block_size=T, vocab_size=V, bias=False, dropout=0.0)
@@ -78,8 +80,8 @@ def test_peak_is_the_allocators(made, shape, policy, chunked, dtype, monkeypatch
     monkeypatch.setattr(torch.backends.mkldnn, 'enabled', False)
     model = copy.deepcopy(made[shape][0]).train()
     measured = measure(model, batch(), policy, autocast(model.device, dtype), chunked_loss=chunked)
-    model.set_recompute(policy)
-    model.chunked_loss = chunked
+    set_recompute(model, policy)
+    model.loss_fn = linear_cross_entropy if chunked else None
     x, y = batch()
 
     def step():
@@ -157,8 +159,8 @@ def test_activations_shrink_from_policy_to_policy(made):
 
 def test_measuring_leaves_nothing(made):
     model = copy.deepcopy(made['gqa'][0]).eval()
-    model.chunked_loss = True
-    model.set_recompute('mlp')
+    model.loss_fn = linear_cross_entropy
+    set_recompute(model, 'mlp')
     grads = [torch.ones_like(p) for p in model.parameters()]
     for p, grad in zip(model.parameters(), grads):
         p.grad = grad
@@ -167,7 +169,7 @@ def test_measuring_leaves_nothing(made):
     predict(model.config, B)
     assert torch.equal(torch.get_rng_state(), before) and _block_masks == masks
     assert all(p.grad is grad and bool((grad == 1).all()) for p, grad in zip(model.parameters(), grads))
-    assert not model.training and model.recompute.name == 'mlp' and model.chunked_loss
+    assert not model.training and policy_of(model) == 'mlp' and model.loss_fn is linear_cross_entropy
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not any(type(p) is not torch.nn.Parameter for p in model.parameters())
 

@@ -14,7 +14,8 @@ from model import GPT, GPTConfig
 from tests.helpers.models import FULL_STACK, VOCAB, tokens
 from tests.programs.support import VANILLA as VANILLA_RUN
 from tests.programs.support import flags
-from training.recompute import ATTENTION, PRODUCTS, Recompute
+from training.loss import linear_cross_entropy
+from training.recompute import ATTENTION, PRODUCTS, Recompute, set_recompute
 
 aten = torch.ops.aten
 POLICIES = ('block', 'every:2', 'sqrt', 'mlp', 'selective', 'offload')
@@ -44,14 +45,14 @@ def moved(monkeypatch):
 def new_model(shape, policy='none', **settings):
     torch.manual_seed(0)
     model = GPT(GPTConfig(**dict(SHAPES[shape], **settings))).train()
-    model.set_recompute(policy)
+    set_recompute(model, policy)
     return model
 
 
 def two_steps(shape, policy, half, accumulation, dropout, chunked):
     """Losses of all micro-batches, and the parameters after two updates."""
     model, losses = new_model(shape, policy, dropout=dropout), []
-    model.chunked_loss = chunked
+    model.loss_fn = linear_cross_entropy if chunked else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for k in range(2 * accumulation):
         with torch.autocast('cpu', torch.bfloat16, enabled=half):
@@ -165,7 +166,7 @@ def test_compiled_without_a_break_in_the_graph(policy, shape):
     loss = model(idx, targets)[1]
     loss.backward()
     other = new_model(shape, policy, n_layer=2)
-    other.chunked_loss = policy == 'block'
+    other.loss_fn = linear_cross_entropy if policy == 'block' else None
     other.prepare(64)
     compiled = torch.compile(other, backend='aot_eager_decomp_partition', fullgraph=True)
     again = compiled(idx, targets)[1]
@@ -183,8 +184,7 @@ def test_compiled_without_a_break_in_the_graph(policy, shape):
     ('selective', 2, ((0, 1), (1, 2))), ('every:2', 5, ((0, 2), (2, 4), (4, 5))), ('every:5', 5, ((0, 5),)),
     ('sqrt', 1, ((0, 1),)), ('sqrt', 9, ((0, 3), (3, 6), (6, 9))), ('sqrt', 7, ((0, 3), (3, 6), (6, 7)))])
 def test_segments(name, n_layer, segments):
-    policy = Recompute.parse(name, n_layer)
-    assert policy.segments == segments and bool(policy) == (name != 'none')
+    assert Recompute.parse(name, n_layer).segments == segments
 
 
 @pytest.mark.parametrize('name', ['every:0', 'every:5', 'every:x', 'every:', 'every:-1', 'every:1.5'])
