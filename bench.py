@@ -42,7 +42,7 @@ def main(argv=None):
     s = configurator.parse('bench', argv, usage=__doc__)
     check_seed(s.seed)
     check_target(s.save)  # before minutes of measuring
-    figures = importlib.import_module(f'benchmarks.{s.mode}').run(s, DATA_ROOT)  # each mode is a module of its name
+    figures = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)  # each mode is a module of its name
     if s.save:
         write_json(s.save, figures)
     if s.json:

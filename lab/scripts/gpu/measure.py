@@ -252,7 +252,7 @@ def bench(machine, args: list[str]) -> dict:
                            echo=False)
     # whole models take minutes in the interpreter
     with contextlib.nullcontext() if machine.real else wanted(s.mode == 'kernels'):
-        document = importlib.import_module(f'benchmarks.{s.mode}').run(s, DATA_ROOT)
+        document = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
     found = {'document': document}
     if s.mode == 'decode' and len(document['cells']) == 1:
         ours = document['cells'][0]['sides']['ours']
