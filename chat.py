@@ -57,6 +57,7 @@ class Chat:
         if dialogue.turns and len(dialogue.turns[-1].ids) > room // 2:
             raise UserError(f'your turn is longer than half of the {room:,} tokens that the model is given of a '
                             f'conversation ({self.longest:,} more are kept for its reply)')
+        dialogue.untrim(room)  # as after a /switch, or with a larger max_seq_len than last time
         if len(dialogue.prompt(s.reply_as)) > room:
             n = dialogue.trim(room // 2)  # much at once: a prompt that begins otherwise is recomputed
             print(f'(the conversation is longer than the {room:,} tokens that the model is given, with {self.longest:,} '

@@ -122,10 +122,15 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
     if name not in keys:
         raise UserError(_unknown([name], keys, 'command line'))
     if not equals and isinstance(keys[name].default, bool):
-        text = rest.popleft() if rest and rest[0] in ('True', 'False') else 'True'
+        if rest and rest[0].lower() in ('true', 'false', 'yes', 'no', '0', '1'):
+            text = rest.popleft()
+            if text not in ('True', 'False'):
+                raise UserError(f'--{name} takes True or False, not {text!r}')
+        else:
+            text = 'True'
     elif not equals:
         if not rest or rest[0].startswith('--'):
-            raise UserError(f'--{name} needs a value, as in --{name}={keys[name].default}')
+            raise UserError(f'--{name} needs a value, as in --{name}={keys[name].default or "VALUE"}')
         text = rest.popleft()
     key = keys[name]
     try:

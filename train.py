@@ -77,11 +77,11 @@ def train(run, log, stop):
             if run.iter_num - first >= 5:
                 now = run.model.estimate_mfu(s.batch_size * s.gradient_accumulation_steps // run.ranks.world_size, dt)
                 mfu = now if mfu == -1.0 else 0.9 * mfu + 0.1 * now
-            mean_dt = 0.9 * mean_dt + 0.1 * dt if mean_dt else dt
+            if run.iter_num > first:  # the first iteration also compiles
+                mean_dt = 0.9 * mean_dt + 0.1 * dt if mean_dt else dt
             if run.iter_num % s.log_interval == 0:
-                left = timedelta(seconds=round(mean_dt * (s.max_iters - run.iter_num)))
                 log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, '
-                         + pace_words(run.device, mfu, tokens_per_second, left))
+                         + pace_words(run.device, mfu, tokens_per_second, mean_dt * (s.max_iters - run.iter_num)))
             seen = run.update.read()
             log.skipped(seen)
             log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000, tokens_per_second=tokens_per_second,
@@ -94,10 +94,12 @@ def train(run, log, stop):
     stop_cleanly(run, log, stop)
 
 
-def pace_words(device, mfu: float, tokens_per_second: float, left: timedelta) -> str:
-    """The end of a log line: nanoGPT's MFU on CUDA, speed and time left on a CPU, where an MFU of an
-    A100 says nothing. (`left` does not count evaluations.)"""
-    return f'mfu {mfu * 100:.2f}%' if device.type == 'cuda' else f'{tokens_per_second:,.0f} tokens/s, {left} left'
+def pace_words(device, mfu: float, tokens_per_second: float, left: float) -> str:
+    """The end of a log line: nanoGPT's MFU on CUDA; on a CPU, where an A100's MFU says nothing, speed
+    and time left (seconds, without evaluations; 0 = not known yet)."""
+    if device.type == 'cuda':
+        return f'mfu {mfu * 100:.2f}%'
+    return f'{tokens_per_second:,.0f} tokens/s' + f', {timedelta(seconds=round(left))} left' * bool(left)
 
 
 def keep_best(run, log, val_loss):
@@ -180,7 +182,7 @@ def main(argv=None):
         if s.init_from == 'resume' and run.iter_num >= s.max_iters and not (run.changed or s.eval_only):
             run.batches.close()
             print(f'nothing to do: {run.origin} is of iteration {run.iter_num} of max_iters={s.max_iters}; to go on, raise '
-                  f'--max_iters (and --lr_decay_iters={s.lr_decay_iters})')
+                  f'--max_iters' + f' (and --lr_decay_iters={s.lr_decay_iters})' * (s.lr_decay_iters <= s.max_iters))
             return
         note_default_accumulation(s, ranks.device)
         with contextlib.closing(run.batches), StopRequest(repeats=0.0 if ranks.world_size == 1 else 5.0) as stop, \

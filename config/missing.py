@@ -10,12 +10,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def excepthook(kind, error, trace):
     """For `sys.excepthook`: one line where a required package is missing, else the traceback."""
     if not (isinstance(error, ModuleNotFoundError) and error.name in REQUIRED):
-        return sys.__excepthook__(kind, error, trace)
+        return previous(kind, error, trace)
     root = os.path.relpath(ROOT)
     activate = os.path.normpath(os.path.join(root, '.venv/bin/activate'))
     advice = f'activate the environment (source {activate}) or ' * os.path.isfile(activate)
     print(f'error: this Python ({sys.executable}) has no {error.name}: {advice}'
-          f'install with pip install -e {root}', file=sys.stderr)
+          f'install with {os.path.basename(sys.executable)} -m pip install -e {root} (or make demo)', file=sys.stderr)
 
 
-sys.excepthook = excepthook
+previous, sys.excepthook = sys.excepthook, excepthook

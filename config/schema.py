@@ -163,7 +163,7 @@ CHAT = TALKING + _keys(
     ('top_k', 200, 'draw only from the k likeliest tokens; 0 = all'),
     ('top_p', 1.0, 'draw only from the likeliest tokens that together have this probability; 1 = all'),
     ('max_seq_len', 0, 'most tokens of a conversation that the model is given; older turns are left out; 0 = block_size, '
-     'or 32 times that for models with RoPE and local layers'),
+     'or 32 times that, up to 8,192, for models with RoPE and local layers'),
     ('kv_dtype', 'auto', "storage of the KV cache; 'auto' = the compute dtype", KV_DTYPES),
     ('prefix_budget', '256MB', 'host memory for what was computed in earlier turns'),
     ('prefix_folder', '', "folder in which that is kept, too, for the next time; '' = computed anew then"),
@@ -179,8 +179,8 @@ SERVE = TALKING + _keys(
      'a blank line in it); False: its blank lines are left out'),
     ('max_new_tokens', 256, 'longest answer, in tokens, where a request does not say'),
     ('parallel', 16, 'requests that run at once'),
-    ('max_seq_len', 0, 'longest prompt and answer together, in tokens; 0 = block_size, or 32 times that for models '
-     'with RoPE and local layers'),
+    ('max_seq_len', 0, 'longest prompt and answer together, in tokens; 0 = block_size, or 32 times that, up to 8,192, for '
+     'models with RoPE and local layers'),
     ('max_waiting', 64, 'requests that may wait beside them; more are told to come again (429)'),
     ('max_body', '1MB', 'largest request'),
     ('timeout', 300.0, 'seconds after which a request is cancelled (504)'),

@@ -81,6 +81,9 @@ class Dialogue:
                 the template), or characters that the model does not know.
         """
         head, end = self.template.head(name), self.template.end
+        if not text.strip():
+            raise UserError('the message is empty')
+        text = text.replace('\r\n', '\n')
 
         def ends_early():
             return (head + text + end).index(end) < len(head + text)
@@ -108,6 +111,11 @@ class Dialogue:
         if said != text + end:
             ids = ids + self._encoded(end) if said == text else self._encoded(text + end)
         self.turns.append(Turn(name, text, head + ids))
+
+    def untrim(self, room: int) -> None:
+        """All turns are in prompts again if they have at most `room` tokens together."""
+        if sum(len(turn.ids) for turn in self.turns) <= room:
+            self.trimmed[self.branch] = 0
 
     def trim(self, room: int) -> int:
         """Leave the oldest turns out of prompts until the others have at most `room` tokens; how many are left out then. The

@@ -26,10 +26,10 @@ def recomputes(model, n_prompt: int, max_new_tokens: int) -> bool:
 def longest_context(config) -> int:
     """Tokens that chat.py and serve.py let the model see by default.
 
-    A model with RoPE and local layers gets 32 times its block_size: it predicts as well there as
-    within it, where one with global layers alone does not (results/demo/contexts.jsonl)."""
+    A model with RoPE and local layers gets 32 times its block_size, up to 8,192: as far as the demo
+    model was found to predict as well as within its block_size (results/demo/contexts.jsonl)."""
     extends = config.pos_embedding == 'rope' and config.window_size and 'L' in config.layer_pattern
-    return config.block_size * (32 if extends else 1)
+    return max(config.block_size, min(32 * config.block_size, 8192)) if extends else config.block_size
 
 
 class Generation:

@@ -10,6 +10,7 @@ import hmac
 import json
 import logging
 import re
+import textwrap
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ UNREAD = (401, 403, 408, 413, 415)  # of these there may be a body to come, whic
 LAST_WORDS = 1.0  # seconds to tell a client of a time-out that may not be reading
 GONE = object()
 PAGE = Path(__file__).with_name('page.html').read_text(encoding='utf-8')
+UNLOGGED = ('/health', '/metrics', '/v1/models')  # asked for again and again, by probes and by the page
+
 log = logging.getLogger('nanokv.serving')
 
 
@@ -147,13 +150,13 @@ class Front:
         finally:
             route = scope['path'] if scope['path'] in self.paths else 'other'
             self.metrics.requests.labels(route, str(status)).inc()
-            if self.request_log:
+            if self.request_log and not (status == 200 and scope['path'] in UNLOGGED):
                 self.request_log(_line(scope, status, error or scope.get('error'), start))
 
     def _refused(self, scope) -> ApiError | None:
         headers = dict(reversed(scope['headers']))  # the first of each name
         if self.hosts and headers.get(b'host', b'').lower().removesuffix(b':%d' % (scope['server'][1] or 0)) not in self.hosts:
-            return ApiError(403, 'this server is called by another name, as localhost')
+            return ApiError(403, 'the Host header does not name this server; on this machine it is localhost')
         scheme, _, key = headers.get(b'authorization', b'').partition(b' ')
         # all are compared: how long it takes says nothing of which is near
         known = scheme.lower() == b'bearer' and sum(hmac.compare_digest(key.strip(), each) for each in self.keys)
@@ -169,7 +172,7 @@ def _line(scope, status, error, start) -> str:
     error = error or answer and answer.error
     left = status == 499 or answer and not error and not answer.reply.complete
     usage = answer.reply.usage() if answer and not error and not left else None
-    parts = [str(error)[:200] if error else 'client left' if left else '']
+    parts = ['client left' if left and not error else '']
     if usage:
         cached = usage['prompt_tokens_details']['cached_tokens']
         parts = [f"{usage['prompt_tokens']} prompt tokens ({cached} cached)",
@@ -179,9 +182,12 @@ def _line(scope, status, error, start) -> str:
     parts.append(f'{time.perf_counter() - start:.3f} s')
     if usage:
         parts += dict.fromkeys(completion.finish_reason for completion in answer.reply.completions)
+    if error:
+        parts.append(textwrap.shorten(str(error), 200, placeholder=' ...'))
     address = scope['client'][0] if scope['client'] else '-'
     line = f"{address} {scope['method']} {scope['path']} {status}: {', '.join(filter(None, parts))}"
-    return time.strftime('%Y-%m-%d %H:%M:%S ') + line.encode('unicode_escape').decode()
+    line = ''.join(c if ' ' <= c <= '~' else c.encode('unicode_escape').decode() for c in line)
+    return time.strftime('%Y-%m-%d %H:%M:%S ') + line
 
 
 class Generate:

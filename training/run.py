@@ -56,7 +56,8 @@ class Run:
         if self.sharded:
             torch.set_rng_state(ranks.from_first(torch.get_rng_state()))  # rank 0 alone has drawn weights
         policy = 'block' if s.checkpoint_blocks else s.recompute
-        warn_of_memory(s, self.model.config, policy, self.device, self.dtype, ranks.world_size)
+        if ranks.main:
+            warn_of_memory(s, self.model.config, policy, self.device, self.dtype, ranks.world_size)
         self.batches = open_batches(s, data_root, self.device, torch.Generator(), ranks.rank, ranks.world_size,
                                     self.model.config.vocab_size)
         self.batches.generator.set_state(torch.get_rng_state())  # from where nanoGPT draws its first batch

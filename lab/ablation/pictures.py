@@ -86,10 +86,11 @@ def not_drawn(summary: dict) -> list[str]:
 def write_all(summary: dict, folder: Path, also_as: str = '') -> list[str]:
     """The light ones as PNG files, and in the format `also_as` if one is given, in the place of those
     of a former report. Returns their names."""
+    for name in TITLES:
+        for kind in ('png', 'svg', 'pdf'):
+            (folder / f'{name}.{kind}').unlink(missing_ok=True)
     for kind in {'png', also_as or 'png'}:
         drawn = draw_all(summary, kind=kind)
-        for name in TITLES:
-            (folder / f'{name}.{kind}').unlink(missing_ok=True)
         for name, content in drawn.items():
             (folder / f'{name}.{kind}').write_bytes(content)
     return list(drawn)
@@ -163,7 +164,7 @@ def talk(axis, summary, color):
         axis.errorbar(x, y, yerr=half or None, fmt='o', markersize=13, capsize=7, elinewidth=2.5, color=color(row),
                       markerfacecolor=color(row) if certain else 'none')
         smaller = first['kv']['bytes_per_token'] / x
-        name = 'all of the memory' if row is first else f"{row['name']}\n{smaller:.3g}x"
+        name = f"baseline:\n{row['name'].lstrip('+ ')}" if row is first else f"{row['name']}\n{smaller:.3g}x"
         axis.annotate(name, (x, y + (half if k % 2 else -half)), (0, 14 if k % 2 else -14), ha='center',
                       textcoords='offset points', fontsize=15, color=color(row), va='bottom' if k % 2 else 'top')
     axis.axhline(first['val_loss']['mean'], color=color.side, linestyle='--', linewidth=1.5)

@@ -33,7 +33,7 @@ def verdict(found: dict) -> str:
     """What a paired difference of losses can tell, in words."""
     n, mean, each = len(found['each']), found['mean'], found['each']
     if n < 3:
-        return f"n={n}, too few seeds for an interval"
+        return 'too few seeds for an interval'
     if abs(mean) > found['half_95']:
         return 'the interval excludes zero'
     signs = {x > 0 for x in each} if all(each) else {True, False}
@@ -52,9 +52,12 @@ def in_short(summary: dict) -> list[str]:
     if found := last.get('against_baseline'):
         told.append(f"Its validation loss is {last['val_loss']['mean']:.4f}, {plus_minus(found)} against "
                     f"{baseline.lstrip('+ ')!r}: {verdict(found)}.")
-    steps = {row['name']: row['against_above'] for row in ladder if row.get('against_above')}
+    steps = {row['name']: row['against_above'] for row in ladder
+             if row.get('against_above') and len(row['against_above']['each']) > 2}
+    if not steps:
+        return [*told, 'No step down the ladder has the three seeds that an interval needs.']
     apart = [f"{name.lstrip('+ ')!r} ({'higher' if found['mean'] > 0 else 'lower'} loss)" for name, found in steps.items()
-             if len(found['each']) > 2 and abs(found['mean']) > found['half_95']]
+             if abs(found['mean']) > found['half_95']]
     told.append(f"Of the {len(steps)} steps down the ladder, {len(apart)} {'has' if len(apart) == 1 else 'have'} "
                 'an interval that excludes zero' + f": {', '.join(apart)}" * bool(apart) + '.')
     return told
@@ -62,8 +65,8 @@ def in_short(summary: dict) -> list[str]:
 
 def caveats(summary: dict) -> list[str]:
     """What the losses of this ladder cannot tell."""
-    contrasts = {(row['name'], row[key]['mean']) for row in summary['rows'] for key in ('against_above', 'against_baseline')
-                 if row.get(key) and len(row[key]['each']) > 2}
+    contrasts = {(row['name'], row[key]['mean']) for row in summary['rows'] for key in row
+                 if key.startswith('against_') and row[key] and len(row[key]['each']) > 2}
     lines = [f'{len(contrasts)} intervals are shown, not corrected for their number: about one in twenty excludes zero where '
              'there is no difference. They cover the seeds, not the choice of validation text.'] * (len(contrasts) > 1)
     baseline = next((row for row in summary['rows'] if row['name'] == summary['baseline']), {})

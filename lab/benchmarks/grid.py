@@ -1,7 +1,7 @@
 """A table of text that the terminal and Markdown pages both show."""
 import csv
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -35,16 +35,23 @@ class Grid:
                           r'\end{tabular}', ''])
 
     def print(self, console) -> None:
-        """Title and table, on a rich Console. What is too wide for it is broken between words."""
+        """Title and table, on a rich Console. What is too wide for it is broken between words; last
+        columns for which there is no room at all are left out, and named."""
         from rich.table import Table
         from rich.text import Text
         console.print(Text(f'\n{self.title}', style='bold'), soft_wrap=True)
+        shown = len(self.columns)
+        while shown > 2 and sum(self.widths(0)[:shown]) + 2 * (shown - 1) > console.width:
+            shown -= 1
+        cut = replace(self, columns=self.columns[:shown], rows=[row[:shown] for row in self.rows])
         table = Table(box=None, pad_edge=False, header_style='bold')
-        for name, width in zip(self.columns, self.widths(console.width)):
+        for name, width in zip(cut.columns, cut.widths(console.width)):
             table.add_column(Text(name), justify='left' if name in self.left else 'right', width=width)
-        for row in self.rows:
+        for row in cut.rows:
             table.add_row(*map(Text, row))
         console.print(table)
+        if shown < len(self.columns):
+            console.print(Text(f"(no room for: {', '.join(self.columns[shown:])})"), soft_wrap=True)
 
     def widths(self, room: int) -> list[int]:
         """Of the columns, in characters, with two between them: as wide as their text, or as their longest word where that is

@@ -203,6 +203,11 @@ def test_key_alone_means_true(file):
     assert (s.eval_only, s.batch_size, s.compile, s.wandb_log, s.tf32) == (True, 5, False, True, False)
 
 
+@pytest.mark.parametrize('word', ['false', 'TRUE', '0', 'no'])
+def test_another_word_for_true_or_false_is_refused(word):
+    assert refused('--compile', word) == f'--compile takes True or False, not {word!r}'
+
+
 @pytest.mark.parametrize('rest', [[], ['--compile']])
 def test_key_without_its_value(rest):
     assert refused('--batch_size', *rest) == '--batch_size needs a value, as in --batch_size=12'

@@ -54,13 +54,13 @@ def test_blank_lines_are_left_out_where_they_would_end_the_turn(turn, text, fold
 
 def test_what_cannot_be_said():
     d = dialogue()
-    for text in ('\n\n', ''):
-        with pytest.raises(UserError, match='before its end'):
+    for text in ('\n\n', '', ' '):
+        with pytest.raises(UserError, match='^the message is empty$'):
             d.say('A', text)
     with pytest.raises(UserError, match='before its end'):
         Dialogue(TOKENIZER, Template('{name}.{text}g')).say('A', 'a\n\ngb')
     d.strict = True
-    for text in ('a\n\nb', 'a\n', '\n\n', '\nB.\na', ''):  # the head ends with a line break, too
+    for text in ('a\n\nb', 'a\r\n\r\nb', 'a\n', '\nB.\na'):  # the head ends with a line break, too
         with pytest.raises(UserError, match='before its end'):
             d.say('A', text)
     with pytest.raises(UserError, match='alphabet lacks'):
@@ -75,6 +75,24 @@ def test_the_oldest_are_left_out_of_prompts_first_and_stay():
     assert [d.trim(room) for room in (21, 13, 12)] == [0, 1, 2]
     assert TOKENIZER.decode(d.prompt('B')) == 'A.\nc\n\nB.\n' and [turn.text for turn in d.turns] == ['aaa', 'bb', 'c']
     assert d.trim(0) == 3 and TOKENIZER.decode(d.prompt('B')) == 'B.\n'
+
+
+def test_line_ends_of_other_systems_are_folded_too():
+    d = dialogue()
+    d.say('A', 'a\r\n\r\nb')
+    assert d.turns[0].text == 'a\nb'
+
+
+def test_turns_that_fit_again_are_in_prompts_again():
+    d = dialogue()
+    for text in ('aaa', 'bb', 'c'):
+        d.say('A', text)
+    whole, n = d.prompt('B'), sum(len(turn.ids) for turn in d.turns)
+    d.trim(6)
+    d.untrim(n - 1)
+    assert d.trimmed == {'main': 2} and d.prompt('B') != whole
+    d.untrim(n)
+    assert d.prompt('B') == whole
 
 
 def test_what_is_trimmed_goes_with_its_branch_and_its_file(tmp_path):

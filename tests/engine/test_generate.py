@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from engine.generate import Generation, cache_length, generate, recomputes
+from engine.generate import Generation, cache_length, generate, longest_context, recomputes
 from engine.sampler import Sampler
 from model import GPT, GPTConfig
 
@@ -168,3 +168,13 @@ def test_recomputation_begins_with_the_first_token_past_block_size():
 def test_an_empty_prompt_is_refused():
     with pytest.raises(UserError, match='no tokens'):
         list(Generation(sharp_model(FULL_STACK), prompt(1, 3)[:, :0], 4, Sampler(0)))
+
+
+@pytest.mark.parametrize('block_size, more, wanted', [
+    (256, dict(layer_pattern='LLG', window_size=64, pos_embedding='rope'), 8192), (1024, dict(
+        layer_pattern='LLG', window_size=64, pos_embedding='rope'), 8192),
+    (16384, dict(layer_pattern='LLG', window_size=64, pos_embedding='rope'), 16384),
+    (64, dict(layer_pattern='LLG', window_size=64, pos_embedding='rope'), 2048),
+    (256, dict(pos_embedding='rope'), 256), (256, dict(layer_pattern='LLG', window_size=64), 256)])
+def test_longest_context(block_size, more, wanted):
+    assert longest_context(GPTConfig(block_size=block_size, **more)) == wanted

@@ -71,7 +71,7 @@ def test_a_python_without_the_packages_is_one_line(program):
     done = subprocess.run([*BARE, *program.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count('\n') == 1
     assert done.stderr.startswith(f'error: this Python ({sys.executable}) has no ')
-    assert done.stderr.endswith('install with pip install -e .\n')
+    assert done.stderr.endswith(' -m pip install -e . (or make demo)\n')
 
 
 def test_the_environment_is_named_where_there_is_one(tmp_path, monkeypatch, capsys):

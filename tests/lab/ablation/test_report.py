@@ -108,10 +108,10 @@ def test_the_summary_says_what_the_seeds_cannot_tell(folder):
 
 
 @pytest.mark.parametrize('each, text, told', [
-    ([-0.01], '-0.0100 (n=1)', 'n=1, too few'), ([-0.02753, -0.02765], '-0.0275, -0.0277 (n=2)', 'n=2, too few'),
+    ([-0.01], '-0.0100 (n=1)', 'too few'), ([-0.02753, -0.02765], '-0.0275, -0.0277 (n=2)', 'too few'),
     ([-0.01, -0.01, -0.04], '-0.0200 ±0.0430', 'all 3 differences are negative (sign test: p = 0.25)'),
     ([-0.01, 0.01, -0.03], '-0.0100 ±0.0497', 'not distinguishable'), ([-0.03, -0.031, -0.029], '-0.0300 ±0.0025', 'excludes'),
-    ([-0.00001], '0.0000 (n=1)', 'n=1')])
+    ([-0.00001], '0.0000 (n=1)', 'too few')])
 def test_differences_in_words(each, text, told):
     found = paired_difference(dict(enumerate(each)), dict.fromkeys(range(len(each)), 0.0))
     assert tables.plus_minus(found) == text
@@ -298,6 +298,8 @@ def test_pictures_for_papers(folder, kind, begins):
     assert first.startswith(begins)
     report.write_report(summary, folder, also_as=kind)
     assert kind == 'svg' or (folder / f'talk.{kind}').read_bytes() == first
+    report.write_report(summary, folder)
+    assert made == {path.stem for path in folder.glob('*.png')} and not list(folder.glob(f'*.{kind}'))
 
 
 def test_single_evaluations_are_points_and_none_is_no_picture(folder, drawn):
@@ -349,7 +351,7 @@ def test_a_picture_for_talks_names_a_few_rows(folder, drawn):
     """From the baseline on; a row of two seeds has no bar and is hollow."""
     (axis,), texts = drawn(summary_of(folder))['talk']
     names = [text.get_text().split('\n')[0] for text in texts]
-    assert names == ['+ int8 KV', '+ MQA', 'all of the memory'] and axis.get_legend() is None
+    assert names == ['+ int8 KV', '+ MQA', 'baseline:'] and axis.get_legend() is None
     assert len(axis.containers) == 3 and sum(bar.has_yerr for bar in axis.containers) == 2
 
 

@@ -22,6 +22,12 @@ def test_where_there_is_room_each_row_is_one_line():
     assert len(lines) == 3 and lines[2].split('  ')[0] == 'second' and lines[2].endswith('2,345,678        +0.0123 ±0.0045')
 
 
+def test_last_columns_for_which_there_is_no_room_are_named():
+    lines = printed(24)
+    assert '1,234,567' in ' '.join(lines) and '+0.0123' not in ' '.join(lines)
+    assert lines[-1] == '(no room for: against the row above)'
+
+
 @pytest.mark.parametrize('width', [60, 50, 45])
 def test_where_it_is_narrow_words_are_broken_and_no_number_is_cut(width):
     lines = printed(width)
