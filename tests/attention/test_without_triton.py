@@ -8,9 +8,9 @@ PROGRAM = '''
 import importlib, pkgutil, sys
 sys.modules['triton'] = sys.modules['flash_attn'] = None  # importing them is an ImportError now
 import torch
-import ablation, attention, benchmarks, config, data, inference, interop, kv, training
+import attention, config, data, engine, interop, kv, lab.ablation, lab.benchmarks, training
 of_other_packages = {'attention.kernels.decode', 'attention.kernels.qkv', 'interop.nanokv_vllm.model'}  # the last: vLLM
-for package in (ablation, attention, benchmarks, config, inference, interop, kv, training):
+for package in (attention, config, engine, interop, kv, lab.ablation, lab.benchmarks, training):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
         ladders_and_mains = module.name.startswith('config.') or module.name.endswith('__main__')
         if not ladders_and_mains and module.name not in of_other_packages:

@@ -23,7 +23,7 @@ def test_where_there_is_room_each_row_is_one_line():
 
 
 def test_last_columns_for_which_there_is_no_room_are_named():
-    lines = printed(24)
+    lines = printed(32)
     assert '1,234,567' in ' '.join(lines) and '+0.0123' not in ' '.join(lines)
     assert lines[-1] == '(no room for: against the row above)'
 
