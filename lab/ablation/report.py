@@ -19,7 +19,7 @@ def write_report(summary: dict, folder, also_as: str = '') -> None:
     write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder, also_as)))
     write_whole(folder / 'report.html', page(summary))
     main = tables.grids(summary)[0]  # for papers
-    write_whole(folder / 'table.csv', main.csv())
+    write_whole(folder / 'table.csv', tables.as_csv(summary))
     write_whole(folder / 'table.tex', main.latex())
 
 

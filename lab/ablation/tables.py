@@ -1,4 +1,7 @@
 """A summary (lab/ablation/summary.py) as tables, which the terminal, report.md and report.html all show."""
+import csv
+import io
+
 from kv.report import nice_bytes
 from lab.ablation.summary import LEARNED, local_reach
 from lab.benchmarks.grid import Grid
@@ -125,6 +128,23 @@ def headline(summary: dict, side: bool = False) -> Grid:
                           f"{row['params']:,}" if 'params' in row else MISSING,
                           str(len(row['seeds'])) if not row['failed'] else f"{len(row['seeds'])}, failed {len(row['failed'])}"))
     return grid
+
+
+def as_csv(summary: dict) -> str:
+    """The main table as numbers, a line for each row, side rows too. Cells without a number are empty."""
+    file = io.StringIO()
+    pairs = [key for key in ('above', 'first', 'baseline') if any(row.get(f'against_{key}') for row in summary['rows'])]
+    writer = csv.writer(file, lineterminator='\n')
+    writer.writerow(['row', 'above', 'side', 'seeds', 'val_loss', 'val_loss_sd', 'bits_per_byte', 'kv_bytes_per_token', 'smaller',
+                     'parameters', *(f'against_{key}{more}' for key in pairs for more in ('', '_half_95'))])
+    for row in summary['rows']:
+        loss, cells = row.get('val_loss') or {}, []
+        for found in (row.get(f'against_{key}') or {} for key in pairs):
+            cells += [found.get('mean'), found.get('half_95') if len(found.get('each', ())) > 2 else None]
+        writer.writerow([row['name'], row['above'], int(row['side']), len(row['seeds']), loss.get('mean'), loss.get('sd'),
+                         (row.get('bits_per_byte') or {}).get('mean'), row['kv']['bytes_per_token'], row['kv']['smaller'],
+                         row.get('params'), *cells])
+    return file.getvalue()
 
 
 def short(summary: dict) -> Grid:

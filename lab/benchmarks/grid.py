@@ -1,6 +1,4 @@
 """A table of text that the terminal and Markdown pages both show."""
-import csv
-import io
 from dataclasses import dataclass, field, replace
 
 
@@ -18,12 +16,6 @@ class Grid:
             return '| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |'
         ruler = '|' + '|'.join('---' if column in self.left else '---:' for column in self.columns) + '|'
         return '\n'.join([line(self.columns), ruler, *map(line, self.rows)])
-
-    def csv(self) -> str:
-        """The cells as they are shown, the columns' names first."""
-        file = io.StringIO()
-        csv.writer(file, lineterminator='\n').writerows([self.columns, *self.rows])
-        return file.getvalue()
 
     def latex(self) -> str:
         """A tabular, with the characters escaped that LaTeX gives a meaning."""

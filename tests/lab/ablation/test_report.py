@@ -255,8 +255,14 @@ def test_the_main_table_is_written_for_papers(folder):
     summary = summary_of(folder)
     report.write_report(summary, folder)
     grid = tables.headline(summary)
-    written = list(csv.reader((folder / 'table.csv').read_text().splitlines()))
-    assert written == [list(row) for row in (grid.columns, *grid.rows)]
+    written = list(csv.DictReader((folder / 'table.csv').read_text().splitlines()))
+    assert [row['row'] for row in written] == [row['name'] for row in summary['rows']]
+    for cells, row in zip(written, summary['rows']):
+        found = row.get('against_baseline')
+        assert float(cells['kv_bytes_per_token']) == row['kv']['bytes_per_token']
+        assert cells['val_loss'] == (str(row['val_loss']['mean']) if 'val_loss' in row else '')
+        assert cells['against_baseline'] == (str(found['mean']) if found else '')
+        assert bool(cells['against_baseline_half_95']) == bool(found and len(found['each']) > 2)
     grid.rows = [('a_b & 5% ±1 <x>\\',)]
     assert r'a\_b \& 5\% $\pm$1 $<$x$>$\textbackslash{} \\' in grid.latex()
     assert (folder / 'table.tex').read_text().startswith(r'\begin{tabular}{lrrrrrrrrr}')
