@@ -63,7 +63,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '', echo: bo
             values['out_dir'] = arg
             given.add('out_dir')
         else:
-            path = _find(arg)
+            path = _find(arg, runs=program != 'train' and 'out_dir' in keys)
             text = _read(arg, path)
             if echo:
                 print(f'Overriding config with {arg}' + f':\n{text}' * (program == 'train'))
@@ -150,16 +150,19 @@ def _unknown(names: list[str], keys, where: str) -> str:
     return f"{where}: unknown key{'s' * (len(names) > 1)} {', '.join(found)}; --help lists all keys"
 
 
-def _find(arg: str) -> Path:
-    """A config file, seen from the working directory or else from the checkout."""
+def _find(arg: str, runs: bool) -> Path:
+    """A config file, seen from the working directory or else from the checkout. runs: a run's folder may have been meant."""
     for path in (Path(arg), ROOT / arg):
         if path.is_file():
             return path
     there = sorted(f'config/{p.name}' for p in (ROOT / 'config').glob('*_*.py')
                    if p.name not in ('gpt_config.py', '__init__.py'))
+    what = 'config file'
+    if runs and not arg.endswith('.py'):
+        there, what = sorted(str(path.parent) for path in Path().glob('out*/ckpt.pt')), 'folder of a run'
     near = difflib.get_close_matches(arg, there, n=1)
-    raise UserError(f'config file {arg!r} not found' + (
-        f', did you mean {near[0]}?' if near else f"; there are {', '.join(there)}"))
+    raise UserError(f'{what} {arg!r} not found' + (
+        f', did you mean {near[0]}?' if near else f"; there are {', '.join(there) or 'none here'}"))
 
 
 def _read(arg: str, path: Path) -> str:

@@ -24,9 +24,11 @@ def main(argv=None):
     from rich.console import Console
     argv = sys.argv[1:] if argv is None else argv
     saved = [arg for arg in argv if arg[:1] != '-' and (arg.endswith('.pt') or Path(arg).is_dir())]
+    if len(saved) > 1:
+        raise UserError(f"one run at a time, not {' and '.join(saved)}")
     rest = [arg for arg in argv if arg not in saved]
     s = configurator.parse('kv', rest, usage=__doc__, echo=False)
-    config = saved_config(Path(saved[-1])) if saved else GPTConfig()
+    config = saved_config(Path(saved[0])) if saved else GPTConfig()
     given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
     config = dataclasses.replace(config, **given)
     plan, max_seq_len = plan_kv(config), s.max_seq_len or config.block_size

@@ -136,7 +136,8 @@ def as_csv(summary: dict) -> str:
     pairs = [key for key in ('above', 'first', 'baseline') if any(row.get(f'against_{key}') for row in summary['rows'])]
     writer = csv.writer(file, lineterminator='\n')
     writer.writerow(['row', 'above', 'side', 'seeds', 'val_loss', 'val_loss_sd', 'bits_per_byte',
-                     'kv_bytes_per_token', 'smaller', 'parameters', *(f'against_{key}{more}' for key in pairs for more in ('', '_half_95'))])
+                     'kv_bytes_per_token', 'smaller', 'parameters',
+                     *(f'against_{key}{more}' for key in pairs for more in ('', '_half_95'))])
     for row in summary['rows']:
         loss, cells = row.get('val_loss') or {}, []
         for found in (row.get(f'against_{key}') or {} for key in pairs):

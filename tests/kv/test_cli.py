@@ -184,6 +184,11 @@ def test_a_folder_without_a_checkpoint_is_one_line(run):
         main([str(run)])
 
 
+def test_one_run_at_a_time(run):
+    with pytest.raises(UserError, match='one run at a time, not a.pt and b.pt'):
+        main(['a.pt', 'b.pt'])
+
+
 def test_a_config_file_needs_no_torch():
     code = "import sys, kv.__main__; kv.__main__.main(['config/train_mqa_local.py']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0

@@ -57,6 +57,13 @@ def test_a_folder_is_accepted(program, runs, monkeypatch):
     assert [name.rstrip('/') for name in asked] == ['out-old'] * 3
 
 
+def test_a_folder_that_is_none_is_answered_with_those_there_are(runs):
+    with pytest.raises(UserError, match="^folder of a run 'out-od' not found, did you mean out-old\\?$"):
+        sample.main(['out-od'])
+    with pytest.raises(UserError, match="^folder of a run 'x' not found; there are out-new, out-old$"):
+        sample.main(['x'])
+
+
 def test_chat_and_serve_take_the_newest_too(runs, monkeypatch, capsys):
     monkeypatch.setattr('builtins.input', lambda prompt='': (_ for _ in ()).throw(EOFError))
     chat.main(['--device=cpu', '--turn={name}a{text}b', '--user=c', '--reply_as=d'])
