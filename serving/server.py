@@ -54,7 +54,7 @@ class RequestLog:
 
     def _run(self):
         while (line := self._lines.get()) is not None:
-            with contextlib.suppress(OSError):  # whoever read it has gone
+            with contextlib.suppress(OSError):  # the reader of stdout has gone
                 print(line, flush=True)
 
 

@@ -295,3 +295,13 @@ def test_readme_quotes_recall_and_the_layer_orders():
     assert max(apart['each']) < 0 and apart['half_95'] > -apart['mean']
     apart = rows['tied at inference only']['against_above']
     assert re.search(r'cost ([\d.]+) ±([\d.]+) nats on', text).groups() == (f"{apart['mean']:.3f}", f"{apart['half_95']:.3f}")
+
+
+def test_readme_quotes_the_contexts_longer_than_trained():
+    lines = (ROOT / 'results' / 'demo' / 'contexts.jsonl').read_text().splitlines()
+    found = {(row['model'], row['context']): row['bits_per_byte'] for row in map(json.loads, lines)}
+    text = prose('README.md')
+    demo, baseline = ([f"{found[model, context]:.4f}" for context in (256, 8192)]
+                      for model in ('out-mqa-local', 'out-rope-mha'))
+    assert f'with 8,192 in view: {demo[1]} bits per byte against {demo[0]}.' in text
+    assert f'goes from {baseline[0]} to {baseline[1]} (' in text
