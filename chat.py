@@ -30,10 +30,10 @@ from config.errors import UserError
 from config.sizes import parse_bytes
 from engine.dialogue import Dialogue, Template
 from engine.engine import Engine
-from engine.generate import longest_context
 from engine.params import SamplingParams, sample_seed
+from generate import longest_context
+from interop.load import load
 from kv.report import nice_bytes
-from sample import load_all
 
 
 class Chat:
@@ -46,7 +46,7 @@ class Chat:
             tokenizer.encode(self.dialogue.template.head(name) + self.dialogue.template.end)
         max_seq_len = s.max_seq_len or longest_context(model.config)
         self.longest = min(s.max_new_tokens, max_seq_len // 2)  # the other half is for what was said
-        self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer,
+        self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer, captured=s.captured,
                              prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget'), prefix_folder=s.prefix_folder)
         self.replies, self.ttft = 0, []
 
@@ -197,7 +197,7 @@ def talk(chat) -> None:
 
 def main(argv=None):
     s = configurator.parse('chat', argv, usage=__doc__)
-    model, tokenizer, *_ = load_all(s, lambda: None)
+    model, tokenizer = load(s)
     chat = Chat(s, model, tokenizer)
     if chat.path.is_file():
         chat.dialogue.load(chat.path)

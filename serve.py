@@ -18,9 +18,10 @@ from config.errors import UserError
 from config.sizes import parse_bytes
 from engine.dialogue import Template
 from engine.engine import Engine
-from engine.generate import longest_context
-from sample import load_all, memory_of
+from generate import longest_context
+from interop.load import load
 from serving.api import Service
+from training.device import total_memory
 
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 LOOPBACK_NAMES = ('127.0.0.1', '[::1]', 'localhost')  # as a client's Host header has them
@@ -77,9 +78,9 @@ def make_service(s, model, tokenizer):
             tokenizer.encode(template.head(name) + template.end)
     except UserError as e:
         print(f'Note: conversations will be refused, by --turn, --user and --reply_as: {e}')
-    budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else memory_of(model.device) // 2
+    budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else total_memory(model.device) // 2
     max_seq_len = s.max_seq_len or longest_context(model.config)
-    engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget, pack=s.pack, tokenizer=tokenizer,
+    engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget, pack=s.pack, tokenizer=tokenizer, captured=s.captured,
                     prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0,
                     prefix_folder=s.prefix_folder)
     table = engine.cache.table
@@ -96,7 +97,7 @@ def main(argv=None):
     from serving.worker import Worker
     keys, limits = read_keys(s.api_key_file, os.environ), Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
     sock = bind(s.host, s.port)  # before anything slow
-    model, tokenizer, *_ = load_all(s, lambda: None)
+    model, tokenizer = load(s)
     engine, service = make_service(s, model, tokenizer)
     if engine.captured:
         print(f'Preparing decode steps of 1 to {s.parallel} rows: some seconds, a minute the first time', flush=True)

@@ -1,4 +1,8 @@
-"""How queries meet keys. Shapes throughout: q (B, H, t, D); k, v (B, Hkv, S, D); the last key is the last query's own."""
+"""How queries meet keys: plain tensors in, plain tensors out.
+
+Letters: B rows, H query heads, Hkv K/V heads, t new tokens, S keys, D head_dim.
+q (B, H, t, D); k, v (B, Hkv, S, D).
+"""
 from attention.cached import cached_attention
 from attention.causal import causal_attention
 

@@ -1,115 +1,166 @@
-"""Attention of a few new tokens over what a cache holds: prefill in chunks, and decode one token at a time.
+"""Attention of new tokens over stored K and V: prefill in chunks, and decode a token at a time.
 
-Stored K and V that are not in the compute dtype (int8) are decoded a tile at a time and the tiles joined by their
-log-sum-exp, as FlashAttention and flash-decoding do (Dao et al. 2022, 2023): no decoded copy of what is held ever exists. (A
-chunk that begins a text, or continues one in a local slot, is decoded at once, with at most a window before it.)
+Stored K and V that are not in the compute dtype (int8) are converted a tile at a time, and the
+tiles' softmaxes are joined by their maxima and sums, as in FlashAttention and flash-decoding (Dao
+et al. 2022, 2023): a decoded copy of the whole cache never exists. (A chunk that attends only to
+itself, or in a local layer to a window before it, is short and is converted at once.)
+
+Shapes: q (B, H, t, D); k, v (B, Hkv, S, D); int8 has k_scale, v_scale (B, Hkv, S, 1).
 """
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
+from attention.backends import HALF, usable
 from attention.causal import causal_attention
 from attention.heads import fold_heads, unfold_heads
-from attention.kernels import usable
 from attention.local import blockwise_local_attention
 from attention.masks import in_window
-from attention.paged import paged_attention
-from attention.softmax import PartialSoftmax, scores_dtype, tile_scores
-from kv.view import KVView
+
+# Elements of K (and of V) converted at a time: 1 MB of float32, which fits into a core's L2 cache.
+TILE = 2 ** 18
 
 
-def cached_attention(q, view: KVView, window: int = 0) -> torch.Tensor:
-    """Attention of t new queries over what a cache holds, the new tokens' own K/V among it.
+def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, window: int = 0):
+    """Attention of t new queries over stored keys, among which are those of the new tokens.
 
     Args:
         q: (B, H, t, D).
-        view: from `KVCache.append` or `view`; K and V (B, Hkv, S, D) as they are stored.
-        window: 0 (global) or the sliding window.
+        k, v: (B, Hkv, S, D) as they are stored; with scales they are int8.
+        kv_lens: (B,) int64: row b has kv_lens[b] keys in order, the last t of them its queries' own
+            (or, at t = 1, the keys in reach in any order). None: every row has all S.
+        window: keys that a query sees, itself included; 0 = all before it. At t = 1 it is not
+            looked at: the keys given are those in the window.
     Returns:
-        (B, H, t, D).
+        (B, H, t, D); rows without keys get values that mean nothing.
     """
-    if torch.is_autocast_enabled(q.device.type):  # the scores are at least float32 here, whatever it would make of them
-        with torch.autocast(q.device.type, enabled=False):
-            return cached_attention(q, view, window)
-    if view.pages is not None:
-        return paged_attention(q, view)
-    t, S = q.size(2), view.k[0].size(2)
-    in_order = view.k_pos is None and view.seen is None and t > 1
-    if in_order and S == t:
-        # exact blocks where there is a window: prompts have every length, for each of which FlexAttention would make a mask
-        return causal_attention(q, *view.decoded(q.dtype), window, backend='sdpa')
-    if suits_kernel(q, view):
-        return kernel_attention(q, view, window)
-    if view.table is not None:
-        view = view.gathered()
-        S = view.k[0].size(2)
+    t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
+    in_order = kv_lens is None and t > 1
+    if kv_lens is None and S == t:
+        # not FlexAttention: prompts have any length, and each would need a mask and a kernel
+        return causal_attention(q, *dequantized(q.dtype, *stored), window, backend='sdpa')
+    if usable(q.device) and torch.float64 not in (q.dtype, k.dtype):
+        from attention.kernels.decode import stored_attention
+        return stored_attention(q, *stored, kv_lens=kv_lens, window=window)
     if in_order and window:
-        return blockwise_local_attention(q, *view.decoded(q.dtype), window)  # S <= window - 1 + t
-    if view.k_pos is None and view.seen is None and t == 1:
-        mask = None
+        return blockwise_local_attention(q, *dequantized(q.dtype, *stored), window)
+    mask = None
+    if t > 1 or kv_lens is not None:
+        mask = _mask(t, S, kv_lens, window if t > 1 else 0, q.device)
+        if t > 1:  # `rows` below holds the t queries of each head of a group
+            mask = mask.repeat(1, 1, q.size(1) // k.size(1), 1)
+    rows = fold_heads(q, k.size(1))                                   # (B, Hkv, H/Hkv * t, D)
+    if k.dtype != q.dtype or (q.dtype in HALF and mask is not None):
+        y = _attend_tiles(rows, *stored, mask)
     else:
-        key = ('mask', window, t, S)
-        if key not in view.memo:
-            view.memo[key] = _mask(q, view, window)
-        mask = view.memo[key]
-    rows = fold_heads(q, view.k[0].size(1))                                 # (B, Hkv, H/Hkv * t, D)
-    attend = _attend_stored if view.is_stored_as(q.dtype) else _attend_tiles
-    return unfold_heads(attend(rows, view, mask), q.size(1))
+        y = _attend(rows, k, v, mask)
+    return unfold_heads(y, q.size(1))
 
 
-def suits_kernel(q, view: KVView) -> bool:
-    """Whether the Triton kernel serves: not for float64."""
-    return usable(q.device) and torch.float64 not in (q.dtype, view.k[0].dtype)
+def _mask(t, S, kv_lens, window, device):
+    """(B or 1, 1, t, S) bool, True = seen."""
+    k_pos = torch.arange(S, device=device)
+    if t == 1:
+        return (k_pos < kv_lens[:, None])[:, None, None]
+    first = S - t if kv_lens is None else (kv_lens - t)[:, None, None, None]
+    q_pos = torch.arange(t, device=device)[:, None] + first
+    return in_window(q_pos, k_pos, window).view(-1, 1, t, S)
 
 
-def kernel_attention(q, view: KVView, window: int) -> torch.Tensor:
-    from attention.kernels.decode import stored_attention  # where Triton is not installed, nobody gets here
-    return stored_attention(q, view.k, view.v, seen=view.seen, table=view.table, q_pos=view.q_pos, k_pos=view.k_pos,
-                            window=window)
-
-
-def _mask(q, view, window) -> torch.Tensor:
-    """(B or 1, 1, H/Hkv * t, S) bool, True = seen; one row stands for all query heads where t is 1."""
-    t, S = q.size(2), view.k[0].size(2)
-    if view.seen is not None:
-        last = (view.seen[:, None] - t + torch.arange(t, device=q.device))[..., None]
-        mask = torch.arange(S, device=q.device) <= last
-    else:
-        q_pos, k_pos = view.q_pos, view.k_pos
-        if k_pos is None:
-            q_pos, k_pos = (torch.arange(a, S, device=q.device)[None] for a in (S - t, 0))
-        mask = in_window(q_pos[:, :, None], k_pos[:, None, :], window) & (k_pos >= 0)[:, None, :]
-    group = q.size(1) // view.k[0].size(1)
-    return mask[:, None] if t == 1 else mask[:, None].repeat(1, 1, group, 1)
-
-
-def _attend_stored(rows, view, mask):
-    """K and V as they lie: read once, whatever the number of query heads. rows (B, Hkv, R, D) -> the same shape."""
-    k, v = view.k[0], view.v[0]
-    if rows.dtype in (torch.bfloat16, torch.float16):
-        if mask is None:  # SDPA keeps the scores in float32, which a half-precision GEMM would round
-            return F.scaled_dot_product_attention(rows, k, v)
-        return _attend_tiles(rows, view, mask)
-    if mask is None:  # nothing but the two products: a decode step feels every call
-        q, k, v = (x.flatten(0, 1) for x in (rows, k, v))                   # (B * Hkv, R or S, D)
-        scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=rows.size(-1) ** -0.5)
+def _attend(rows, k, v, mask):
+    """K and V as they are stored, read once for all query heads. rows (B, Hkv, R, D) -> same."""
+    scale = rows.size(-1) ** -0.5
+    if rows.dtype in HALF:  # SDPA keeps the scores in float32, which a GEMM would round
+        return F.scaled_dot_product_attention(rows, k, v)
+    if mask is None:  # two matmuls and a softmax: a decode step is slowed by every further call
+        q, k, v = (x.flatten(0, 1) for x in (rows, k, v))             # (B * Hkv, R or S, D)
+        scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
         return torch.bmm(scores.softmax(-1), v).view_as(rows)
-    scores = (rows * rows.size(-1) ** -0.5) @ k.transpose(2, 3)             # (B, Hkv, R, S)
-    # finite, so that a padded query, which sees nothing, gives garbage that is never read instead of NaN
+    scores = (rows * scale) @ k.transpose(2, 3)                       # (B, Hkv, R, S)
+    # finite: a row without keys gives a value that nobody reads, not NaN
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(-1) @ v
 
 
-def _attend_tiles(rows, view, mask):
-    """K and V decoded a tile at a time. rows (B, Hkv, R, D) -> the same shape."""
-    output_dtype, dtype, S = rows.dtype, scores_dtype(rows.dtype), view.k[0].size(2)
-    rows, out, partial = rows.to(dtype) * rows.size(-1) ** -0.5, [], None
-    for tile in view.tiles():
-        scores = tile_scores(rows[slice(*tile.rows)], tile, dtype)          # (b, Hkv, R, s)
+def _attend_tiles(rows, k, v, k_scale, v_scale, mask):
+    """K and V converted a tile at a time. rows (B, Hkv, R, D) -> same."""
+    dtype = scores_dtype(rows.dtype)
+    scaled, parts, out = rows.to(dtype) * rows.size(-1) ** -0.5, [], []
+    for batch, keys in tiles(k.shape):
+        tile = [None if x is None else x[batch, :, keys] for x in (k, v, k_scale, v_scale)]
+        scores = tile_scores(scaled[batch], tile[0], tile[2])         # (b, Hkv, R, s)
         if mask is not None:
-            m = mask[slice(*tile.rows)] if mask.size(0) > 1 else mask
-            scores = scores.masked_fill(~m[..., slice(*tile.keys)], torch.finfo(dtype).min)
-        partial = PartialSoftmax.of(scores, tile) if partial is None else partial.join(PartialSoftmax.of(scores, tile))
-        if tile.keys[1] == S:
-            out.append(partial.result())
-            partial = None
-    return torch.cat(out).to(output_dtype)
+            m = (mask[batch] if mask.size(0) > 1 else mask)[..., keys]
+            scores = scores.masked_fill(~m, torch.finfo(dtype).min)
+        parts.append(PartialSoftmax.of(scores, tile[1], tile[3]))
+        if keys.stop == k.size(2):
+            out.append(joined(parts))
+            parts = []
+    return torch.cat(out).to(rows.dtype)
+
+
+def tiles(shape, size: int = TILE):
+    """(rows, keys), two slices, for each piece of stored K of `shape` (B, Hkv, S, D): whole rows if
+    several fit into `size` elements, else parts of one row."""
+    B, n_kv_head, S, D = shape
+    n_keys = min(S, max(1, size // (n_kv_head * D)))
+    n_rows = max(1, size // (n_kv_head * D * S)) if n_keys == S else 1
+    for row in range(0, B, n_rows):
+        for key in range(0, S, n_keys):
+            yield slice(row, min(row + n_rows, B)), slice(key, min(key + n_keys, S))
+
+
+def scores_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Scores and weights are at least float32: a half-precision GEMM would round them."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def tile_scores(rows, k, k_scale):
+    """rows (b, Hkv, R, D), already scaled, against keys (b, Hkv, s, D): (b, Hkv, R, s). The scales
+    of int8 keys multiply the scores, which are fewer than the keys' elements."""
+    scores = rows @ k.to(rows.dtype).transpose(2, 3)
+    return scores if k_scale is None else scores.mul_(k_scale.to(rows.dtype).transpose(2, 3))
+
+
+class PartialSoftmax(NamedTuple):
+    """Attention of R queries over some of their keys: the sum of the values weighted by
+    exp(score - top), and what is needed to join it to other parts (online softmax, Milakov &
+    Gimelshein 2018). top, total: (b, Hkv, R, 1); values: (b, Hkv, R, D)."""
+    top: torch.Tensor
+    total: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, scores, v, v_scale=None) -> 'PartialSoftmax':
+        """scores (b, Hkv, R, s), overwritten; the scales of int8 values multiply the weights."""
+        top = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        if v_scale is not None:
+            weights.mul_(v_scale.to(weights.dtype).transpose(2, 3))
+        return cls(top, total, weights @ v.to(weights.dtype))
+
+
+def joined(parts: list[PartialSoftmax]) -> torch.Tensor:
+    """The attention over all the keys of the parts, (b, Hkv, R, D)."""
+    top, total, values = parts[0]
+    for part in parts[1:]:
+        new_top = torch.maximum(top, part.top)
+        a, b = (top - new_top).exp_(), (part.top - new_top).exp_()
+        top, total = new_top, total * a + part.total * b
+        values = values * a + part.values * b
+    return values / total
+
+
+def dequantize(values, scale, dtype: torch.dtype) -> torch.Tensor:
+    """int8 values (..., D) times scales (..., 1), in `dtype`; multiplied in at least float32."""
+    wide = scores_dtype(dtype)
+    return (values.to(wide) * scale.to(wide)).to(dtype)
+
+
+def dequantized(dtype, k, v, k_scale=None, v_scale=None):
+    """Stored K and V in `dtype`; a copy only if they are in another one."""
+    if k_scale is None:
+        return k.to(dtype), v.to(dtype)
+    return dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)

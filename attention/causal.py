@@ -1,49 +1,57 @@
-"""Attention over a whole sequence, as in training, by one of the backends of `attention.backends`."""
+"""Attention over a whole sequence, as in training, by one of the backends."""
 import torch
 import torch.nn.functional as F
 
-from attention.backends import choose, load_flash_attn
+from attention.backends import choose
 from attention.heads import expand_heads
-from attention.local import blockwise_local_attention, flex_local_attention
+from attention.local import blockwise_local_attention
 from attention.masks import dense_mask
 
 
-def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: str = 'auto') -> torch.Tensor:
-    """Causal self-attention; `window` > 0 limits each query to its last `window` keys, itself included.
+def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: str = 'auto'):
+    """Causal self-attention; `window` > 0 limits each query to its last `window` keys.
 
     Args:
         q: (B, H, T, D). k, v: (B, Hkv, T, D), H a multiple of Hkv.
+        window: keys that a query sees, itself included; 0 = all before it.
         backend: one of `attention.backends.BACKENDS`.
     Returns:
         (B, H, T, D).
     Raises:
-        UserError: a backend that cannot serve these.
+        UserError: the backend cannot serve these.
     """
     T, D = q.shape[2:]
     window = window if window < T else 0
-    name = choose('local' if window else 'global', backend, q.device, q.dtype, D, dropout_p)
+    kind = 'local' if window else 'global'
+    name = choose(kind, backend, q.device, q.dtype, D, dropout_p)
     if name == 'flex':
+        from attention.kernels.flex import flex_local_attention
         return flex_local_attention(q, k, v, window or T)
     if name == 'flash_attn':
+        from attention.kernels.flash import load_flash_attn
         return load_flash_attn()(q, k, v, window, dropout_p)
     if name == 'math':
         return math_attention(q, k, v, window, dropout_p)
-    return blockwise_local_attention(q, k, v, window, dropout_p) if window else sdpa(q, k, v, dropout_p)
+    if window:
+        return blockwise_local_attention(q, k, v, window, dropout_p)
+    return sdpa(q, k, v, dropout_p)
 
 
 def sdpa(q, k, v, dropout_p: float = 0.0) -> torch.Tensor:
-    """Causal, without a window, by torch's scaled_dot_product_attention."""
+    """Causal attention without a window, by torch's scaled_dot_product_attention."""
     gqa = q.size(1) != k.size(1)
-    if gqa and q.device.type == 'cpu':  # there SDPA would copy K and V for all heads, where one KV head takes a view
+    if gqa and q.device.type == 'cpu':  # there SDPA copies K and V for every query head
         k, v, gqa = expand_heads(k, q.size(1)), expand_heads(v, q.size(1)), False
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, dropout_p=dropout_p, enable_gqa=gqa)
 
 
 def math_attention(q, k, v, window: int = 0, dropout_p: float = 0.0) -> torch.Tensor:
-    """The definition: softmax over all scores, in at least float32, under one dense mask. O(T * T) memory."""
+    """The definition: softmax over all scores, in at least float32. Takes O(T * T) memory."""
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         k, v = (expand_heads(x.to(wide), q.size(1)) for x in (k, v))
         scores = q.to(wide) @ k.transpose(2, 3) * q.size(-1) ** -0.5
-        scores = scores.masked_fill(~dense_mask(q.size(2), k.size(2), window, q.device), -torch.inf)
-        return (F.dropout(scores.softmax(-1), dropout_p, training=dropout_p > 0) @ v).to(q.dtype)
+        seen = dense_mask(q.size(2), k.size(2), window, q.device)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return (F.dropout(weights, dropout_p, training=dropout_p > 0) @ v).to(q.dtype)

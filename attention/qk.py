@@ -1,15 +1,17 @@
-"""Queries and keys before they meet: QK-norm (RMS norm over head_dim; Henry et al. 2020) and RoPE, with one backward pass of
-their own, which keeps only the input and one number a head vector."""
+"""Queries and keys before they meet: QK-norm (RMS norm over head_dim; Henry et al. 2020) and RoPE.
+
+In training both have one backward pass of their own, which keeps only the input and one number per
+head vector.
+"""
 import torch
 from torch.autograd.function import once_differentiable
 
-from attention.kernels import usable
 from attention.rope import apply_rope, rotate, rotate_back
 
 
 def norm_and_rotate(x: torch.Tensor, norm: torch.nn.RMSNorm | None, rope=None) -> torch.Tensor:
-    """QK-norm of x's head vectors in the dtype of its gains (float32 under autocast), then RoPE; in x's dtype, so that K
-    matches V.
+    """QK-norm of x's head vectors in the dtype of its gains (float32 under autocast), then RoPE; in
+    x's dtype, so that K matches V.
 
     Args:
         x: (B, h, t, D). norm: over D, or None.
@@ -25,42 +27,29 @@ def norm_and_rotate(x: torch.Tensor, norm: torch.nn.RMSNorm | None, rope=None) -
     return y if rope is None else apply_rope(y, *rope)
 
 
-def suits_write_qkv(qkv: torch.Tensor, cache, kv_quant_train: str) -> bool:
-    """Whether `write_qkv` serves for a static step: on CUDA, or wherever the Triton kernels do. What is rounded to int8 but not
-    stored so (`kv_quant_train` with another cache) is not its work, nor is float64."""
-    rounds_only = kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
-    return usable(qkv.device) and qkv.size(-1) % 2 == 0 and not rounds_only and 'float64' not in (
-        cache.kv_dtype, str(qkv.dtype).removeprefix('torch.'))
-
-
-def write_qkv(qkv, n_head, q_norm, k_norm, rope, target) -> torch.Tensor:
-    """See `attention.kernels.qkv`: queries (B, H, t, D), while K and V go to their `target`."""
-    from attention.kernels import qkv as kernel  # where Triton is not installed, nobody gets here
-    return kernel.write_qkv(qkv, n_head, q_norm, k_norm, rope, target)
-
-
 class _NormAndRotate(torch.autograd.Function):
-    """y = rotate(z * w), z = x * r, r = 1 / sqrt(mean(x^2) + eps). Autograd's own graph of it keeps x, z and z * w."""
+    """y = rotate(z * w), z = x * r, r = 1 / sqrt(mean(x^2) + eps).
+
+    Autograd's own graph of it keeps x, z and z * w.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, eps, cos, sin):
-        wide = x.to(_at_least_float32(weight.dtype))
-        r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()  # (B, h, t, 1)
+        wide = x.to(torch.promote_types(weight.dtype, torch.float32))
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        r = squares.div_(x.size(-1)).add_(eps).rsqrt_()               # (B, h, t, 1)
         ctx.save_for_backward(x, weight, r, cos, sin)
-        return rotate((wide * r).mul_(weight).to(x.dtype).to(cos.dtype), cos, sin).to(x.dtype)
+        normed = (wide * r).mul_(weight).to(x.dtype)
+        return rotate(normed.to(cos.dtype), cos, sin).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, weight, r, cos, sin = ctx.saved_tensors
-        dtype = _at_least_float32(weight.dtype)
-        u = rotate_back(grad.to(cos.dtype), cos, sin).to(dtype)  # of z * w
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        u = rotate_back(grad.to(cos.dtype), cos, sin).to(dtype)       # the gradient of z * w
         z = x.to(dtype) * r
         uz = u * z
         mean = (uz @ weight.to(dtype)).div_(x.size(-1))[..., None]
-        of_x = u.mul_(weight).addcmul_(z, mean, value=-1).mul_(r)
-        return of_x.to(x.dtype), uz.sum((0, 1, 2)).to(weight.dtype), None, None, None
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+        grad_x = u.mul_(weight).addcmul_(z, mean, value=-1).mul_(r)
+        return grad_x.to(x.dtype), uz.sum((0, 1, 2)).to(weight.dtype), None, None, None

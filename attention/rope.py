@@ -1,12 +1,14 @@
-"""Rotary position embedding in half-split pairs (RoFormer, Su et al. 2021; the layout of Llama in Hugging Face)."""
+"""Rotary position embedding in half-split pairs (RoFormer, Su et al. 2021; Llama's layout in
+Hugging Face)."""
 import torch
 
 
 class RotaryTable:
     """cos and sin of pos * theta**(-2d/D), for one base.
 
-    Not a module: nothing here may enter a state dict or be cast by `module.to()`, since angles rounded to bf16 are wrong
-    by whole turns at long positions. Angles are computed in float64; the tables are float32 (float64 for float64 models).
+    Not a module: nothing here may enter a state dict or be cast by `module.to()`, since an angle
+    rounded to bf16 is wrong by whole turns at long positions. Angles are computed in float64; the
+    tables are float32 (float64 for float64 models).
     """
 
     def __init__(self, head_dim: int, theta: float):
@@ -14,12 +16,12 @@ class RotaryTable:
         self._tables = {}  # (device, dtype) -> (cos, sin), each (positions, D)
 
     def __call__(self, start: int, end: int, device, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each (end - start, D), for positions start to end - 1, in the table dtype of a `dtype` model."""
+        """cos and sin, each (end - start, D), for positions start to end - 1 of a `dtype` model."""
         cos, sin = self._tables_for(end, torch.device(device), dtype)
         return cos[start:end], sin[start:end]
 
     def at(self, positions: torch.Tensor, end: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each (B, 1, t, D), for `positions` (B, t), all below `end` (known on the host)."""
+        """cos and sin, each (B, 1, t, D), for `positions` (B, t), all below `end`."""
         cos, sin = self._tables_for(end, positions.device, dtype)
         return cos[positions][:, None], sin[positions][:, None]
 
@@ -27,31 +29,33 @@ class RotaryTable:
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
         tables = self._tables.get((device, dtype))
         if tables is None or tables[0].size(0) < end:
-            n = max(256, 1 << (end - 1).bit_length())  # grown by doubling
-            with torch.inference_mode(False):  # a table first needed while sampling must serve training later
+            n = max(256, 1 << (end - 1).bit_length())  # grows by doubling
+            with torch.inference_mode(False):  # a table made in sampling must serve training
                 tables = self._build(n, device, dtype)
             self._tables[device, dtype] = tables
         return tables
 
     def _build(self, n, device, dtype):
         d = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
-        angles = torch.arange(n, dtype=torch.float64)[:, None] * self.theta ** (-d / self.head_dim)
+        positions = torch.arange(n, dtype=torch.float64)
+        angles = positions[:, None] * self.theta ** (-d / self.head_dim)     # (n, D/2)
         cos, sin = torch.cos(angles), torch.sin(angles)
-        # as wide as a head, with the signs of `apply_rope` in them
-        return torch.cat([cos, cos], dim=-1).to(device, dtype), torch.cat([-sin, sin], dim=-1).to(device, dtype)
+        # as wide as a head, with the signs that `apply_rope` needs
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return cos.to(device, dtype), sin.to(device, dtype)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (d, d + D/2) of x (B, h, t, D) by tables that broadcast to it: (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotate pairs (a, b) at d and d + D/2 of x (B, h, t, D) to (a cos - b sin, b cos + a sin).
 
-    Computed in the tables' dtype (float32 or float64), returned in x's.
+    cos, sin: from a `RotaryTable`. Computed in their dtype (float32 or float64), returned in x's.
     """
     wide = x.to(cos.dtype)
     return torch.addcmul(wide * cos, wide.roll(x.size(-1) // 2, -1), sin).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`apply_rope` of x in the tables' dtype, where no gradient is wanted: without a copy that is rolled."""
+    """`apply_rope` of x in the tables' dtype, without a rolled copy and without autograd."""
     half, y = x.size(-1) // 2, x * cos
     y[..., :half].addcmul_(x[..., half:], sin[..., :half])
     y[..., half:].addcmul_(x[..., :half], sin[..., half:])

@@ -1,1 +1,1 @@
-"""What turns logits into text: samplers and the generation loop. Knows nothing of training."""
+"""Many sequences at once, and speed: the batching engine, pages, the prefix cache, captured steps."""

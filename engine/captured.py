@@ -1,26 +1,27 @@
 """One decode step, from tokens to logits, captured as a CUDA graph and replayed: a small model's step is otherwise bound by
 the time that launching its hundred kernels takes.
 
-    decode = captured_decode(model, cache) or plain
+    decode = captured_decode(model, cache)  # None where it would not be the fast way
     logits = decode(tokens)                 # (n, 1) ids for the first n rows -> (n, V); nothing waits for the device
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is on the device
-(`kv.static`): nothing is captured or compiled anew as they grow. (Elsewhere `CapturedDecode` only calls the step: for tests.)
+(`engine.static`): nothing is captured or compiled anew as they grow. (Elsewhere `CapturedDecode` only calls the step: for tests.)
 """
 import gc
 
 import torch
 
-from attention.kernels import usable
-from kv.paged import PagedKVCache
-from kv.static import StaticCache
+from attention.backends import usable
+from engine.fused import fuse
+from engine.paged import PagedKVCache
+from engine.static import StaticCache
 
 WARM_UP = 3  # calls before the capture: what is compiled, allocated or looked up once must not happen in it
 
 
 def suits_capture(model) -> bool:
-    """Whether captured decode is the fast way here: on CUDA, with the Triton kernels, unless `model.captured` is False."""
-    return (model.captured and model.device.type == 'cuda' and usable(model.device)
+    """Whether captured decode is the fast way here: on CUDA, with the Triton kernels."""
+    return (model.device.type == 'cuda' and usable(model.device)
             and model.lm_head.weight.dtype != torch.float64)
 
 
@@ -32,13 +33,10 @@ def can_be_captured(model, cache) -> bool:
 
 
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
-    """The captured decode of this cache, made once and kept with it; None where it would not be the fast way, or cannot be."""
+    """A captured decode step for this cache; None where it would not be the fast way, or cannot be."""
     if not suits_capture(model) or not can_be_captured(model, cache):
         return None
-    found = getattr(cache, 'captured', None)
-    if found is None or found.model is not model or found.compiled != compiled:
-        found = cache.captured = CapturedDecode(model, cache, compiled)
-    return found
+    return CapturedDecode(model, cache, compiled)
 
 
 class CapturedDecode:
@@ -52,6 +50,7 @@ class CapturedDecode:
 
     def __init__(self, model, cache, compiled: bool = False):
         self.model, self.cache, self.compiled = model, cache, compiled
+        fuse(model)
         self._steps = {}   # number of rows -> _Step
         self._pool = None  # memory that all graphs share: one runs at a time
 
@@ -71,7 +70,7 @@ class CapturedDecode:
         step.static.set([held[row] if lens is None or lens[row] else None for row in range(n)])
         step.tokens[:n].copy_(tokens, non_blocking=True)
         logits = step.run()
-        self.cache.advance(rows)
+        step.static.advance(rows)
         return logits[:n]
 
     def prepare(self, *sizes: int) -> None:

@@ -21,14 +21,15 @@ import torch
 
 from config.errors import UserError
 from engine.captured import captured_decode
+from engine.linear import speed_up_few_rows
+from engine.paged import PAGE_SIZE, PagedKVCache
 from engine.params import Completion, SamplingParams, TokenLogprob, shown
+from engine.prefix import PrefixStore
+from engine.prefix_disk import DiskTier, fingerprint
 from engine.sampler import SampleRow, sample_rows
 from engine.scheduler import Request, Scheduler
 from engine.stopping import SampleText
 from engine.weights import pack_weights
-from kv.paged import PAGE_SIZE
-from kv.prefix import PrefixStore
-from kv.prefix_disk import DiskTier, fingerprint
 
 PREFILL_CHUNK = 256
 MANY_KEYS = 2304        # longer rows need no other kernels (`splits` and FEW_SPLITS in attention/kernels/decode.py)
@@ -99,9 +100,10 @@ class Engine:
         prefill_chunk: most prompt tokens that are computed between two decode steps.
         pack: on a CPU in float32, keep a second copy of the weights that larger batches read faster
             (`engine.weights.pack_weights`).
-        prefix_budget: bytes of host memory for what earlier requests have computed (`kv.prefix`), of which later ones that
+        prefix_budget: bytes of host memory for what earlier requests have computed (`engine.prefix`), of which later ones that
             begin alike take over what they can; 0 = every request computes its whole prompt.
         prefix_folder: also on disk: what leaves the host's memory, and at `close` all of it; '' = not.
+        captured: on CUDA, decode steps are captured as CUDA graphs and replayed (`engine.captured`).
         tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None = token ids only.
     Raises:
         UserError: sizes below 1, a budget that cannot hold one page beside the rings, what `new_cache` refuses.
@@ -109,19 +111,21 @@ class Engine:
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *, kv_budget: int = 0,
                  page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, prefix_budget: int = 0,
-                 prefix_folder: str = '', tokenizer=None, scheduler=Scheduler):
+                 prefix_folder: str = '', tokenizer=None, captured: bool = True, scheduler=Scheduler):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, page_size={page_size}: '
                             'must be at least 1')
         self.model, self.tokenizer = model.eval(), tokenizer
         max_seq_len = max_seq_len or model.config.block_size
         n_pages = self._n_pages(max_batch_size, max_seq_len, kv_dtype, kv_budget, page_size)
-        self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, n_pages=n_pages, page_size=page_size)
+        self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, PagedKVCache,
+                                     n_pages=n_pages, page_size=page_size)
         self.prefix = self._prefix_store(prefix_budget, prefix_folder)
         self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix)
+        speed_up_few_rows(model)
         if pack:
             pack_weights(model, max_batch_size)
-        self.captured = captured_decode(model, self.cache)
+        self.captured = captured_decode(model, self.cache) if captured else None
         self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by their number
         self._undelivered: list[Event] = []          # the next step gives them
         self._torn: list[Event] | None = None        # events of a step that failed, from which it has not been recovered yet

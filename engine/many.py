@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.engine import Engine
+from engine.paged import PAGE_SIZE
 from engine.params import Completion, sample_seed
 from engine.prompts import PromptLine
-from kv.paged import PAGE_SIZE
 from kv.report import nice_bytes
 
 ROWS = 16  # requests at once, unless told otherwise
@@ -44,7 +44,7 @@ def _fitted(model, line, n_prompt, budget, kv_dtype, shorten):
 
 
 def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budget: int, kv_dtype: str,
-                pack: bool, prefix_budget: int = 0) -> Engine:
+                pack: bool, prefix_budget: int = 0, captured: bool = True) -> Engine:
     """An engine that holds the longest of the lines that have no error.
 
     prefix_budget: bytes of host memory for what lines begin with alike.
@@ -60,8 +60,8 @@ def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budge
         page = model.plan.page_nbytes(PAGE_SIZE, dtype)
         while rows > 1 and model.plan.rings_nbytes(rows, max_seq_len, dtype) + page > budget:
             rows -= 1
-    return Engine(model, rows, max_seq_len, kv_dtype, kv_budget=budget, pack=pack, prefix_budget=prefix_budget,
-                  tokenizer=tokenizer)
+    return Engine(model, rows, max_seq_len, kv_dtype, kv_budget=budget, pack=pack,
+                  prefix_budget=prefix_budget, tokenizer=tokenizer, captured=captured)
 
 
 def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_samples: int, seed: int,
@@ -73,7 +73,7 @@ def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_
     When interrupted, what is complete has been written.
 
     Returns:
-        {'requests', 'failed', 'prompt_tokens', 'tokens', 'seconds', 'tokens_per_second', 'kv_held_peak'}.
+        Numbers for `show_many`: requests, failed, tokens, seconds; bytes of KV memory.
     """
     work = [(n, k) for n in range(len(lines)) for k in range(num_samples)]
     params = [replace(lines[n].params, seed=_seed(lines[n], n * num_samples, k, seed)) for n, k in work]
@@ -104,7 +104,31 @@ def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_
     seconds = time.perf_counter() - start
     return {'requests': len(work), 'failed': sum(c.finish_reason == 'error' for c in done.values()),
             'prompt_tokens': sum(len(c.prompt_tokens) for c in done.values()), 'tokens': tokens, 'seconds': seconds,
-            'tokens_per_second': tokens / seconds, 'kv_held_peak': engine.held_peak}
+            'tokens_per_second': tokens / seconds} | _kv_memory(engine)
+
+
+def _kv_memory(engine: Engine) -> dict:
+    cache, vanilla = engine.cache, engine.model.plan.vanilla()
+    rows, max_seq_len = cache.batch_size, cache.max_seq_len
+    return {'kv_held_peak': engine.held_peak, 'batch': rows, 'max_seq_len': max_seq_len,
+            'kv_dtype': cache.kv_dtype, 'kv_bytes': cache.nbytes, 'kv_bytes_counted': 'allocated',
+            'kv_bytes_vanilla': vanilla.nbytes(rows, max_seq_len, cache.kv_dtype),
+            'kv_bytes_vanilla_bf16': vanilla.nbytes(rows, max_seq_len, 'bfloat16')}
+
+
+def show_many(report: dict) -> None:
+    """Print what `complete` returned, with device, threads and weights, to stderr."""
+    f, held = report, nice_bytes(report['kv_held_peak'])
+    Console(stderr=True).print(
+        f"\n{f['requests']:,} requests ({f['failed']:,} failed), {f['prompt_tokens']:,} prompt "
+        f"tokens, {f['tokens']:,} generated in {f['seconds']:.1f} s: "
+        f"{f['tokens_per_second']:,.1f} tokens/s\n"
+        f"KV memory of {f['batch']} rows of up to {f['max_seq_len']:,} tokens in {f['kv_dtype']}: "
+        f"{nice_bytes(f['kv_bytes'])} allocated, at most {held} held\n"
+        f"vanilla GPT-2 would allocate {nice_bytes(f['kv_bytes_vanilla'])} in {f['kv_dtype']}, "
+        f"{nice_bytes(f['kv_bytes_vanilla_bf16'])} in bfloat16\n"
+        f"on {f['device']}, {f['threads']} threads, weights {f['weights']}",
+        highlight=False, soft_wrap=True)
 
 
 def _seed(line: PromptLine, first: int, k: int, seed: int) -> int:

@@ -1,8 +1,8 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
+"""The batching engine's sampler: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
-`Sampler` draws as nanoGPT does, from torch's generators. `sample_rows` is the batching engine's: each row has parameters
-of its own, and its random numbers depend on (seed, index of the token) alone, so that neither the batch it is in nor
-an interruption changes what it draws.
+Each row of `sample_rows` has parameters of its own, and its random numbers depend on (seed, index
+of the token) alone, so that neither the batch it is in nor an interruption changes what it draws.
+(nanoGPT's sampler, which draws from torch's generators, is `generate.Sampler`.)
 
 Notation: B rows, V tokens in the vocabulary, R rows of a group, n candidates of a row.
 """
@@ -12,57 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from engine.params import SamplingParams, TokenLogprob, sample_seed
-
-
-class Sampler:
-    """Draws the next token of each row.
-
-    Args:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: only the k likeliest (ties with the k-th included, as in nanoGPT); 0 = all.
-        top_p: only the likeliest that together have this probability (Holtzman et al. 2019); 1 = all.
-        generators: one torch.Generator per row, so that a row's draws do not depend on what else is in the batch;
-            None = all rows from the global generator, as nanoGPT's `generate` does.
-    """
-
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, generators=None):
-        self.temperature, self.top_k, self.top_p, self.generators = temperature, top_k, top_p, generators
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """(B, V) logits -> (B, 1) token ids."""
-        if self.temperature == 0:
-            return logits.argmax(-1, keepdim=True)
-        probs = F.softmax(self._restricted(logits / self.temperature), dim=-1)
-        if self.generators is None:
-            return drawn(probs)
-        return torch.cat([drawn(row[None], g) for row, g in zip(probs, self.generators, strict=True)])
-
-    def _restricted(self, logits):
-        if self.top_k:
-            kth = torch.topk(logits, min(self.top_k, logits.size(-1))).values[:, -1:]
-            logits = logits.masked_fill(logits < kth, -torch.inf)
-        if self.top_p < 1.0:
-            ordered, order = logits.sort(dim=-1, descending=True)
-            probs = ordered.softmax(-1)
-            beyond = probs.cumsum(-1) - probs >= self.top_p  # what comes before it has that probability already
-            logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
-        return logits
-
-
-def drawn(probs: torch.Tensor, generator=None) -> torch.Tensor:
-    """(B, V) probabilities -> (B, 1) ids, as `torch.multinomial`."""
-    if probs.device.type == 'cpu':
-        return torch.multinomial(probs, num_samples=1, generator=generator)
-    return drawn_without_waiting(probs, generator)
-
-
-def drawn_without_waiting(probs: torch.Tensor, generator=None) -> torch.Tensor:
-    """What `torch.multinomial` draws, from the same random numbers, but without its look at the probabilities, for which it
-    waits for the device."""
-    return (probs / torch.empty_like(probs).exponential_(1, generator=generator)).argmax(-1, keepdim=True)
 
 
 def sample_generators(seed: int, first: int, count: int, device: torch.device) -> list[torch.Generator]:

@@ -63,12 +63,12 @@ class Work:
 
 
 class Scheduler:
-    """Decides; the cache (a `kv.paged.PagedKVCache`, or in tests its bookkeeping alone) has the rows and pages.
+    """Decides; the cache (a `engine.paged.PagedKVCache`, or in tests its bookkeeping alone) has the rows and pages.
 
     Args:
         cache: with `batch_size`, `max_seq_len`, `table` and the methods `reset`, `move` and `reserve`.
         prefill_chunk: most prompt tokens that a step computes, padding included.
-        prefix: a `kv.prefix.PrefixStore` of that cache, or None: requests take over from it what they begin with.
+        prefix: a `engine.prefix.PrefixStore` of that cache, or None: requests take over from it what they begin with.
     """
 
     def __init__(self, cache, prefill_chunk: int, prefix=None):

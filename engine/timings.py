@@ -1,6 +1,8 @@
 """How long a batch took to its first token and per further one."""
 import statistics
 
+from rich.console import Console
+
 
 class Timings:
     """One entry per batch of samples: seconds to the first token (TTFT) and per further step (TPOT)."""
@@ -24,3 +26,14 @@ class Timings:
         return {'ttft_ms': statistics.median(self.first) * 1e3,
                 'tpot_ms': statistics.median(self.further) * 1e3 if self.further else None,
                 'tokens_per_second': self.tokens / self.seconds, 'tokens': self.tokens}
+
+
+def show_timings(report: dict) -> None:
+    """Print a report that has a `summary`, prompt_tokens, batch, device, threads and weights."""
+    n = report['prompt_tokens']
+    tpot = f"{report['tpot_ms']:.2f} ms" if report['tpot_ms'] is not None else '-'
+    Console().print(
+        f"TTFT {report['ttft_ms']:.1f} ms ({n} prompt token{'s' * (n != 1)}), TPOT {tpot}, "
+        f"{report['tokens_per_second']:,.1f} tokens/s\n"
+        f"at batch {report['batch']} on {report['device']}, "
+        f"{report['threads']} threads, weights {report['weights']}", highlight=False)

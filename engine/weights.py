@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from config.errors import UserError
-from engine.linear import Linear
+from engine.linear import FewRowsLinear, speed_up_few_rows
 
 COMPILED_INT8_WIDTH = 64
 PACKED_ROWS = range(4, 65)  # fewer are as fast without; for more the product is bound by arithmetic
@@ -59,10 +59,6 @@ def compile_for_decode(model) -> None:
         block.mlp.compile()
 
 
-def linears(model) -> list[Linear]:
-    return [m for m in model.modules() if isinstance(m, Linear)]
-
-
 @torch.no_grad()
 def pack_weights(model, n_rows: int) -> bool:
     """Keep a copy of each Linear's weight in the order in which MKL's GEMM reads it for a batch of `n_rows`, for decoding on a
@@ -72,10 +68,11 @@ def pack_weights(model, n_rows: int) -> bool:
     torch's compiler uses the same operations where it may freeze weights; they are not part of its public interface, so
     where they are missing, or give something else than the plain product, nothing is packed.
     """
-    layers = linears(model)
+    speed_up_few_rows(model)
+    layers = [m for m in model.modules() if isinstance(m, FewRowsLinear)]
     for layer in layers:
         layer.packed = None
-    if n_rows not in PACKED_ROWS or not all(m._plain_on_cpu() and not m.weight.is_inference() for m in layers):
+    if n_rows not in PACKED_ROWS or not all(m.plain_on_cpu() and not m.weight.is_inference() for m in layers):
         return False
     try:
         for layer in layers:

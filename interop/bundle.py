@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ('attention', 'config', 'data', 'engine', 'interop', 'kv', 'model', 'training')
+OURS = ('attention', 'config', 'data', 'engine', 'generate', 'interop', 'kv', 'model', 'training')
 
 
 class BundleError(Exception):

@@ -22,11 +22,10 @@ from rich.progress import track
 from torch.nn import functional as F
 
 import configurator
-from config.errors import UserError
+from config.errors import UserError, at_least
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from engine.evaluate import bits_per_byte, forward, through_cache
-from lab.benchmarks.setting import at_least
-from sample import load_all
+from interop.load import load
 
 
 def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
@@ -86,7 +85,7 @@ def evaluate(s) -> dict:
         text = Path(s.text).read_text(encoding='utf-8-sig')  # as data sets are read: line ends are \n
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f'text={s.text!r} cannot be read as UTF-8 text: {e}') from e
-    model, tokenizer, *_ = load_all(s, lambda: None)
+    model, tokenizer = load(s)
     context = s.context or model.config.block_size
     if model.config.pos_embedding == 'learned' and context > model.config.block_size:
         raise UserError(f'context={context}: the model has learned {model.config.block_size} positions')

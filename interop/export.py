@@ -42,8 +42,7 @@ HEADER = '''# {name}: a model trained with nanoKV, for transformers ({version}).
 # Copyright (c) 2026 the nanoKV authors, MIT License.
 '''
 # of what the exported model does in another way, or not at all
-KEPT = {'GPT': ('__init__', '_init_weights'), 'CausalSelfAttention': ('__init__', '_projected'), 'Block': ('__init__',)}
-INSTEAD = {'engine.linear.Linear': 'Linear = nn.Linear'}
+KEPT = {'GPT': ('__init__', '_init_weights'), 'CausalSelfAttention': ('__init__', 'project'), 'Block': ('__init__',)}
 
 
 def modeling_source(name: str) -> str:
@@ -52,7 +51,7 @@ def modeling_source(name: str) -> str:
     without = {f'model.{kind}': {method for method, value in vars(getattr(model_py, kind)).items()
                                  if (callable(value) or isinstance(value, (property, classmethod, staticmethod)))
                                  and method not in kept} for kind, kept in KEPT.items()}
-    made = bundle('interop.modeling', ['NanoKVForCausalLM'], without, INSTEAD)
+    made = bundle('interop.modeling', ['NanoKVForCausalLM'], without)
     return HEADER.format(name=name, version=f'written with {transformers.__version__}') + made
 
 

@@ -22,8 +22,8 @@ from transformers.utils import can_return_tuple
 from attention.qk import norm_and_rotate
 from config.gpt_config import model_args
 from interop.fields import LAYER_TYPE, checked, follows_from
+from kv.int8 import fake_quantize_int8
 from kv.plan import LOCAL
-from kv.quant import fake_quantize_int8
 from model import GPT, LayerNorm
 
 
@@ -181,7 +181,7 @@ def attend(attn, x, kv, rope, cache, mask, **kwargs):
     function = ALL_ATTENTION_FUNCTIONS.get_interface(attn.config._attn_implementation, eager_attention)
     y, weights = function(attn, q, *kv, mask, dropout=attn.dropout if attn.training else 0.0, scaling=attn.head_dim ** -0.5,
                           sliding_window=attn.layer.window or None, **kwargs)
-    return attn._projected(y.transpose(1, 2)), kv, weights
+    return attn.project(y.transpose(1, 2)), kv, weights
 
 
 def eager_attention(attn, q, k, v, mask, dropout=0.0, scaling=1.0, **kwargs):

@@ -1,56 +1,97 @@
-"""The cache: storage for every slot of the plan, and how many tokens each row holds.
+"""The cache: storage for every slot of the plan, and attention over it.
 
-A forward pass over t new tokens goes: `begin` (checks the room, before anything is written), then for each owning layer
-`append` (writes its K/V and gives back what its queries and its readers' attend over), then `commit` (the new lengths).
+A forward pass over t new tokens calls `begin` (which checks that they fit, before anything is
+written), in each layer `attend`, and at the end `commit` (the new tokens count).
 
-Lengths live on the host as Python ints, so that a step never waits for the device to say how long its rows are.
+    y = cache.attend(layer, q, (k, v))     # an owner: append K, V to its slot, then attend
+    y = cache.attend(layer, q)             # a reader: attend to what the owner has just appended
+
+Lengths are Python ints on the host, so that a step never waits for the device to tell them.
 """
 import torch
 
+from attention import cached_attention
 from config.errors import UserError
-from kv.plan import LOCAL, KVPlan, Slot
-from kv.slots import ContiguousSlot, RingSlot
-from kv.step import Step
-from kv.store import KVStore
-from kv.view import KVView
+from kv.plan import LOCAL, KVPlan, Layer, Slot
+from kv.slots import GlobalSlot, KVStore, RingSlot
 
-TORCH_DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16,
-                'float16': torch.float16, 'int8': torch.int8}
+TORCH_DTYPES = {name: getattr(torch, name) for name in (
+    'float64', 'float32', 'bfloat16', 'float16', 'int8')}
+
+
+class Step:
+    """t new tokens for each of `rows`; row b appends the first lens[b] of them to its starts[b].
+
+    rows: numbers of cache rows, in the order of the batch.
+    uniform: every row appends all t tokens at the same position. This is the fast way, without
+    index tensors: `select` picks the rows, a slice if they are neighbours.
+    """
+
+    def __init__(self, t: int, lens: list[int], starts: list[int], rows: list[int], device):
+        self.t, self.lens, self.starts, self.rows = t, lens, starts, rows
+        self.ends = [start + n for start, n in zip(starts, lens)]
+        self.end = max(starts) + t  # one past the highest position, padding included
+        self.uniform = len(set(starts)) == 1 and all(n == t for n in lens)
+        first, self.positions = rows[0], None
+        neighbours = rows == list(range(first, first + len(rows)))
+        self.select = slice(first, first + len(rows)) if neighbours else _tensor(rows, device)
+        if self.uniform:
+            return
+        self.positions = _tensor(starts, device)[:, None] + torch.arange(t, device=device)  # (B, t)
+        if t == 1:
+            active = [b for b, n in enumerate(lens) if n]
+            self.active = None if len(active) == len(rows) else _tensor(active, device)
+            self.active_rows = _tensor([rows[b] for b in active], device)
+            self.active_starts = _tensor([starts[b] for b in active], device)
+            self.kv_lens = _tensor(self.ends, device)
+
+    def chunks(self) -> list[tuple[slice, int, slice, int]]:
+        """(batch rows, tokens, cache rows, start) of chunks whose rows all start at one position.
+        A ragged step is a chunk per row, so that padding is neither stored nor attended to."""
+        if self.uniform:
+            return [(slice(None), self.t, self.select, self.starts[0])]
+        return [(slice(b, b + 1), n, slice(row, row + 1), start)
+                for b, (n, row, start) in enumerate(zip(self.lens, self.rows, self.starts)) if n]
 
 
 class KVCache:
     """Keys and values of `batch_size` sequences of up to `max_seq_len` tokens, as `plan` says.
 
-    Usually made by `model.new_cache`. Global slots are contiguous, local ones rings. `nbytes` is counted from the tensors;
-    it equals `plan.nbytes(...)`.
+    Usually made by `model.new_cache`. Global slots hold every position, local ones are rings.
+
+    Args:
+        kv_dtype: one of TORCH_DTYPES. compute_dtype: that of the model.
+    Raises:
+        UserError (a ValueError): a size below 1 or an unknown kv_dtype.
     """
 
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, kv_dtype: str = 'float32',
                  compute_dtype: torch.dtype = torch.float32, device='cpu'):
         if batch_size < 1 or max_seq_len < 1:
-            raise UserError(f'batch_size={batch_size}, max_seq_len={max_seq_len}: both must be at least 1')
+            raise UserError(f'batch_size={batch_size}, max_seq_len={max_seq_len}: '
+                            'both must be at least 1')
         if kv_dtype not in TORCH_DTYPES:
-            raise UserError(f"kv_dtype={kv_dtype!r}: allowed are {', '.join(map(repr, TORCH_DTYPES))} or 'auto'")
-        self.plan, self.batch_size, self.max_seq_len, self.kv_dtype = plan, batch_size, max_seq_len, kv_dtype
-        self.torch_dtype, self.compute_dtype, self.device = TORCH_DTYPES[kv_dtype], compute_dtype, torch.device(device)
-        self.stores = [self._new_slot(slot) for slot in plan.slots]
+            allowed = ', '.join(map(repr, TORCH_DTYPES))
+            raise UserError(f"kv_dtype={kv_dtype!r}: allowed are {allowed} or 'auto'")
+        self.plan, self.batch_size, self.max_seq_len = plan, batch_size, max_seq_len
+        self.kv_dtype, self.torch_dtype = kv_dtype, TORCH_DTYPES[kv_dtype]
+        self.compute_dtype, self.device = compute_dtype, torch.device(device)
+        self.stores = [self._new_store(slot) for slot in plan.slots]
         self._lengths = [0] * batch_size
-        self._step = None   # the tokens now being appended
-        self._views = {}    # slot index -> KVView of this step, for the layers that read another's K/V
+        self._step = None        # the tokens that are being appended
+        self._appended = {}      # slot -> what this step's queries attend to, for its readers
 
-    def _new_slot(self, slot: Slot) -> KVStore:
-        shape = (self.batch_size, self.plan.n_kv_head, slot.capacity(self.max_seq_len), self.plan.head_dim)
+    def _new_store(self, slot: Slot) -> KVStore:
+        shape = (self.batch_size, self.plan.n_kv_head, slot.capacity(self.max_seq_len),
+                 self.plan.head_dim)
         kind = (self.torch_dtype, self.compute_dtype, self.device)
-        return RingSlot(slot.window, *shape, *kind) if slot.kind == LOCAL else ContiguousSlot(*shape, *kind)
-
-    @property
-    def row_stores(self) -> list[KVStore]:
-        """The stores whose rows are those of the cache."""
-        return self.stores
+        if slot.kind == LOCAL:
+            return RingSlot(slot.window, *shape, *kind)
+        return GlobalSlot(*shape, *kind)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K/V storage and scales, counted from the live tensors."""
+        """Bytes of K/V storage and scales, counted from the tensors: `plan.nbytes(...)`."""
         return sum(store.nbytes for store in self.stores)
 
     @property
@@ -58,34 +99,108 @@ class KVCache:
         """(B,) int64 on the CPU: tokens held per row."""
         return torch.tensor(self._lengths)
 
-    def held(self, row: int) -> int:
-        """Tokens that a row holds."""
-        return self._lengths[row]
+    # -- one step of the model --------------------------------------------------------------------
+
+    def begin(self, t: int, lens=None, rows=None) -> Step:
+        """Announce `t` new tokens for each of `rows` (None = all, in order), of which the b-th
+        appends its first lens[b] (None = all). Nothing is written yet.
+
+        Raises:
+            UserError: wrong `lens` or `rows`, or more tokens than there is room for.
+        """
+        rows = list(range(self.batch_size)) if rows is None else self._checked('rows', list(rows))
+        if not rows or len(set(rows)) < len(rows):
+            raise UserError(f'rows={rows}: at least one, and each only once')
+        lens = [t] * len(rows) if lens is None else [int(n) for n in lens]
+        if len(lens) != len(rows) or not all(0 <= n <= t for n in lens):
+            raise UserError(f'lens={lens}: one number per row is needed ({len(rows)}), '
+                            f'each from 0 to {t}')
+        for row, n in zip(rows, lens):
+            if self._lengths[row] + n > self.max_seq_len:
+                raise UserError(f'row {row} holds {self._lengths[row]} tokens and {n} more were '
+                                f'given: the cache has max_seq_len={self.max_seq_len}')
+        if self._step is not None:
+            raise UserError('an earlier step of this cache failed midway and left it half-written: '
+                            'reset() it')
+        step = Step(t, lens, [self._lengths[row] for row in rows], rows, self.device)
+        self._make_room(step)
+        self._step, self._appended = step, {}
+        return step
+
+    def attend(self, layer: Layer, q: torch.Tensor, kv=None) -> torch.Tensor:
+        """Append a layer's new K, V to its slot, if it owns one, then attend.
+
+        q: (B, H, t, D). kv: (k, v), each (B, Hkv, t, D), from the slot's owner; None from a layer
+        that reads. Returns (B, H, t, D), zeros at padding.
+        """
+        if torch.is_autocast_enabled(self.device.type):  # stored dtypes are not its to choose
+            with torch.autocast(self.device.type, enabled=False):
+                return self.attend(layer, q, kv)
+        if kv is not None:
+            self.append(layer, *kv)
+        return self._attend(layer, q, self._appended[layer.slot])
+
+    def append(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write an owner's new K, V, each (B, Hkv, t, D), to its slot."""
+        store = self.stores[layer.slot]
+        new = store.encode(k.detach(), v.detach())  # the cache must not keep a graph alive
+        self._appended[layer.slot] = self._append(store, new)
+
+    def _append(self, store: KVStore, new):
+        """Write encoded K, V of this step; returns what its queries attend to."""
+        step = self._step
+        if step.t == 1 and not step.uniform:
+            return store.append_token(pick(new, step.active), step)
+        return [store.append(cut(new, batch, n), rows, start)
+                for batch, n, rows, start in step.chunks()]
+
+    def _attend(self, layer, q, appended):
+        step = self._step
+        if step.uniform:
+            return cached_attention(q, *appended[0], window=layer.window)
+        if step.t == 1:
+            kv, kv_lens = appended
+            return cached_attention(q, *kv, kv_lens=kv_lens)
+        y = torch.zeros_like(q)
+        for (batch, n, *_), kv in zip(step.chunks(), appended):
+            y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window)
+        return y
+
+    def _make_room(self, step: Step) -> None:
+        """Everything is allocated beforehand here; a paged cache takes pages."""
+
+    def commit(self) -> None:
+        """The step is done: its tokens count as held."""
+        for row, end in zip(self._step.rows, self._step.ends):
+            self._lengths[row] = end
+        self._step, self._appended = None, {}
+
+    def advance(self, rows: list[int]) -> None:
+        """These rows hold one token more, which a captured step has written."""
+        for row in self._checked('advance', rows):
+            self._lengths[row] += 1
+
+    def abandon(self) -> None:
+        """Undo `begin`, for a step of which nothing has been written."""
+        self._step = None
+
+    # -- rows -------------------------------------------------------------------------------------
 
     def reset(self, rows=None) -> None:
-        """Rows (all, if None; else their numbers) hold nothing again. Their memory stays allocated; others are untouched."""
-        rows = list(range(self.batch_size)) if rows is None else torch.as_tensor(rows).tolist()
+        """`rows` (numbers; None = all) hold nothing again. Their memory stays allocated."""
+        if rows is None:
+            rows = list(range(self.batch_size))
+        rows = torch.as_tensor(rows).tolist()
         if not isinstance(rows, list):
             raise UserError(f'reset({rows}): rows are a list of numbers, as reset([{rows}])')
         self._checked('reset', rows)
         self._forget(rows)
         if len(set(rows)) == self.batch_size:
-            self._step, self._views = None, {}
-
-    def move(self, source: int, target: int) -> None:
-        """Row `target` holds what row `source` held, which then holds nothing."""
-        self._checked('move', [source, target])
-        if source == target:
-            return
-        for store in self.row_stores:
-            store.copy_row(source, target)
-        self._lengths[target] = self._lengths[source]
-        self._forget([source])
+            self._step, self._appended = None, {}
 
     def _forget(self, rows: list[int]) -> None:
-        """Rows hold nothing. What they held stays in memory, behind masks, until it is overwritten; but a masked key counts
-        for 0 times its value, so if that were NaN, one bad request would spoil those that get its row after it. A step
-        that failed midway has written beyond the lengths."""
+        """Zero the values: the rows' next owners multiply them by weight 0, which must give 0 even
+        if a bad request left NaN. A step that failed has written beyond the lengths."""
         written = dict(zip(self._step.rows, self._step.ends)) if self._step else {}
         end = max((max(self._lengths[row], written.get(row, 0)) for row in rows), default=0)
         for row in rows:
@@ -94,77 +209,42 @@ class KVCache:
             for store in self.row_stores:
                 store.zero_values(rows, end)
 
+    @property
+    def row_stores(self) -> list[KVStore]:
+        """The stores whose rows are those of the cache."""
+        return self.stores
+
     def fill_(self, length: int) -> 'KVCache':
-        """As if every row held `length` tokens, with random K/V: for benchmarks and capacity tests."""
+        """As if every row held `length` tokens, with random K/V: for benchmarks."""
         if not 0 <= length <= self.max_seq_len:
-            raise UserError(f'fill_({length}): the cache holds at most max_seq_len={self.max_seq_len} tokens')
+            raise UserError(f'fill_({length}): the cache holds at most '
+                            f'max_seq_len={self.max_seq_len} tokens')
         self.reset()
-        every_row = list(range(self.batch_size))
-        self._make_room(Step(length, [length] * self.batch_size, [0] * self.batch_size, every_row, self.device))
+        every_row, n = list(range(self.batch_size)), self.batch_size
+        self._make_room(Step(length, [length] * n, [0] * n, every_row, self.device))
         for store in self.stores:
             store.fill_random_()
-        self._lengths = [length] * self.batch_size
+        self._lengths = [length] * n
         return self
 
     def _checked(self, what, rows):
         for row in rows:
             if type(row) is not int or not 0 <= row < self.batch_size:
-                raise UserError(f'{what}: row {row!r}, but rows are numbered from 0 to {self.batch_size - 1}')
+                raise UserError(f'{what}: row {row!r}, but rows are numbered from 0 to '
+                                f'{self.batch_size - 1}')
         return rows
 
-    # -- one step of the model ----------------------------------------------------------------------------------------
 
-    def begin(self, t: int, lens=None, rows=None) -> Step:
-        """Announce `t` new tokens for each of `rows` (None = all of them, in order), of which the b-th appends its first
-        lens[b]; nothing is written yet.
+def _tensor(numbers, device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
-        Raises:
-            UserError (a ValueError): wrong number or values of `lens`, or more tokens than the cache has room for.
-        """
-        rows = list(range(self.batch_size)) if rows is None else self._checked('rows', list(rows))
-        if not rows or len(set(rows)) < len(rows):
-            raise UserError(f'rows={rows}: at least one, and each only once')
-        lens = [t] * len(rows) if lens is None else [int(n) for n in lens]
-        if len(lens) != len(rows) or not all(0 <= n <= t for n in lens):
-            raise UserError(f'lens={lens}: one number per row is needed ({len(rows)}), each from 0 to {t}')
-        for row, n in zip(rows, lens):
-            if self._lengths[row] + n > self.max_seq_len:
-                raise UserError(f'row {row} holds {self._lengths[row]} tokens and {n} more were given: '
-                                f'the cache has max_seq_len={self.max_seq_len}')
-        if self._step is not None:
-            raise UserError('an earlier step of this cache failed midway and left it half-written: reset() it')
-        step = Step(t, lens, [self._lengths[row] for row in rows], rows, self.device)
-        self._make_room(step)
-        self._step, self._views = step, {}
-        return step
 
-    def _make_room(self, step: Step) -> None:
-        """Everything is allocated beforehand here; a paged cache takes pages."""
+def pick(new, rows):
+    """Rows of encoded K, V; None = all."""
+    return new if rows is None else tuple(x[rows] for x in new)
 
-    def advance(self, rows: list[int]) -> None:
-        """These rows hold one token more: what a static step (`kv.static`) has written."""
-        for row in self._checked('advance', rows):
-            self._lengths[row] += 1
 
-    def abandon(self) -> None:
-        """Undo `begin`; for a step of which nothing has been written."""
-        self._step = None
-
-    def append(self, slot_index: int, k: torch.Tensor, v: torch.Tensor) -> KVView:
-        """Write the new K/V (B, Hkv, t, D) of a slot; returns what this step's queries see, readers' too."""
-        if torch.is_autocast_enabled(self.device.type):  # what is stored has dtypes of its own, some that it cannot join
-            with torch.autocast(self.device.type, enabled=False):
-                return self.append(slot_index, k, v)
-        # detached: the storage must not hold on to a graph
-        view = self._views[slot_index] = self.stores[slot_index].append(k.detach(), v.detach(), self._step)
-        return view
-
-    def view(self, slot_index: int) -> KVView:
-        """What the owner of this slot has appended in this step, for a layer that reads it."""
-        return self._views[slot_index]
-
-    def commit(self) -> None:
-        """The step is done: the new tokens count as held."""
-        for row, end in zip(self._step.rows, self._step.ends):
-            self._lengths[row] = end
-        self._step, self._views = None, {}
+def cut(new, batch, n):
+    """The first n tokens of rows `batch` of encoded K, V."""
+    whole = batch == slice(None) and n == new[0].size(2)
+    return new if whole else tuple(x[batch, :, :n] for x in new)

@@ -81,7 +81,7 @@ class KVPlan:
         return n_global * page_size * self.position_nbytes(kv_dtype)
 
     def rings_nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
-        """Bytes of all local slots; with pages for the global ones, `kv.paged.PagedKVCache` allocates these and those."""
+        """Bytes of all local slots; with pages for the global ones, `engine.paged.PagedKVCache` allocates these and those."""
         return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots if slot.kind == LOCAL)
 
     def vanilla(self) -> 'KVPlan':

@@ -1,123 +1,154 @@
-"""What happens when tokens are appended to a slot: a contiguous one keeps everything, a ring the last W positions.
+"""Storage of one slot, and what appending to it does: a global slot keeps every position, a local
+one is a ring of the last W.
 
-    ring of W = 4 after 6 tokens:   index  0 1 2 3        a chunk may overwrite keys that its own first queries need, so
-                                    holds  4 5 2 3        `append` gathers ring + chunk *before* it writes the last W
+    ring of W = 4 after 6 tokens     index  0 1 2 3       A chunk may overwrite keys that its own
+                                     holds  4 5 2 3       first queries need: so `append` gathers
+                                                          ring + chunk *before* it writes.
+
+Stored K and V travel as tuples: (k, v), each (B, Hkv, S, D), or in int8 (k, v, k_scale, v_scale)
+with scales (B, Hkv, S, 1).
 """
 import torch
 
-from kv.step import Step
-from kv.store import KVStore, cat, cut
-from kv.view import KVView
+from kv.int8 import quantize_int8
 
-# Ragged decode steps read a contiguous slot up to a multiple of this, so that shapes change only now and then.
+# Decode steps of rows that differ in length read a global slot up to a multiple of this, so that
+# shapes change only now and then.
 BUCKET = 64
 
 
-class ContiguousSlot(KVStore):
-    """Every position of every row, in order: a global slot."""
+class KVStore:
+    """(rows, Hkv, capacity, D) of K and of V, in the cache's dtype.
 
-    def append(self, k, v, step: Step) -> KVView:
-        """Write the new K, V (B, Hkv, t, D) of a step; what its queries see."""
-        k, v = self.encode(k, v)
-        if step.uniform:
-            start, end = step.starts[0], step.starts[0] + step.t
-            self.write(step.select, start, k, v)
-            return KVView(*((k, v) if start == 0 else self.read(step.select, 0, end)), memo=step.memo('contiguous masks', dict))
-        if len(set(step.starts)) == 1 and step.t > 1:  # such as prompts: padding stands behind all that its row's queries see
-            start = step.starts[0]
-            view = KVView(*((k, v) if start == 0 else cat([self.read(step.select, 0, start), (k, v)])),
-                          memo=step.memo('contiguous masks', dict))
-        elif step.t > 1:
-            held = self.read(step.select, 0, max(*step.starts, 1))
-            view = KVView(*cat([held, (k, v)]), **step.memo('contiguous', lambda: _tags(step, max(*step.starts, 1))))
-        self._write_ragged(k, v, step)
-        if step.t == 1:
-            read = min(-(-max(*step.ends, 1) // BUCKET) * BUCKET, self.capacity)
-            seen = step.memo('seen', lambda: torch.tensor(step.ends, device=self.device))
-            view = KVView(*self.read(step.select, 0, read), seen, memo=step.memo('contiguous masks', dict))
-        return view
+    On a CPU the memory of K is laid out as (rows, Hkv, D, capacity): a decode step multiplies
+    queries by K transposed, and a GEMM reads that order fastest (results/cpu/). `k` is a transposed
+    view of it, and nothing else depends on the layout.
+    """
 
-    def _write_ragged(self, k, v, step):
-        rows, new_rows, tokens, positions = step.write_indices(self.capacity)
-        self.scatter(rows, positions, new_rows, tokens, k, v)
+    def __init__(self, rows, n_kv_head, capacity, head_dim, dtype, compute_dtype, device):
+        self.capacity, self.dtype = capacity, dtype
+        self.compute_dtype, self.device = compute_dtype, device
+        # half precision attends by SDPA, which wants the last dimension contiguous
+        transposed = device.type == 'cpu' and dtype not in (torch.bfloat16, torch.float16)
+        like = dict(dtype=dtype, device=device)
+        with torch.inference_mode(False):  # a cache made in inference mode must work outside it
+            v = torch.zeros(rows, n_kv_head, capacity, head_dim, **like)
+            if transposed:
+                k = torch.zeros(rows, n_kv_head, head_dim, capacity, **like).transpose(2, 3)
+            else:
+                k = torch.zeros_like(v)
+            self.tensors = k, v
+            if dtype == torch.int8:
+                self.tensors += tuple(torch.zeros(rows, n_kv_head, capacity, 1, device=device,
+                                                  dtype=torch.float16) for _ in 'kv')
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.untyped_storage().nbytes() for x in self.tensors)
+
+    def encode(self, k, v) -> tuple[torch.Tensor, ...]:
+        """Computed K, V (B, Hkv, t, D) as they are stored. Queries attend to what is stored, also
+        within a chunk, so that logits do not depend on how a sequence is cut into chunks."""
+        if self.dtype == torch.int8:
+            (k, k_scale), (v, v_scale) = quantize_int8(k), quantize_int8(v)
+            return k, v, k_scale, v_scale
+        return k.to(self.dtype), v.to(self.dtype)
+
+    def read(self, rows, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Stored K, V of `rows` at indices start .. end - 1; views if `rows` is a slice."""
+        return tuple(x[rows, :, start:end] for x in self.tensors)
+
+    def write(self, rows, start: int, new) -> None:
+        """Encoded K, V to the indices from `start` on."""
+        for stored, x in zip(self.tensors, new):
+            stored[rows, :, start:start + x.size(2)] = x
+
+    def scatter(self, rows, indices, new) -> None:
+        """Encoded K, V (n, Hkv, 1, D), one token each, to index indices[i] of row rows[i]."""
+        for stored, x in zip(self.tensors, new):
+            stored[rows, :, indices] = x[:, :, 0]
+
+    def copy_row(self, source: int, target: int) -> None:
+        for x in self.tensors:
+            x[target] = x[source]
+
+    def zero_values(self, rows: list[int], end: int) -> None:
+        """V of `rows` is zero below `end`, so that a masked key adds 0 (0 * NaN would be NaN). K
+        may stay: a mask replaces scores, whatever they are."""
+        for x in self.tensors[1::2]:
+            x[rows, :, :end] = 0
+
+    def fill_random_(self, chunk: int = 256) -> None:
+        """Normal random K/V everywhere, a piece at a time: a second copy never exists."""
+        rows, n_kv_head, _, head_dim = self.tensors[0].shape
+        for start in range(0, self.capacity, chunk):
+            for first in range(0, rows, chunk):
+                last, n = min(first + chunk, rows), min(chunk, self.capacity - start)
+                k, v = (torch.randn(last - first, n_kv_head, n, head_dim, device=self.device,
+                                    dtype=self.compute_dtype) for _ in 'kv')
+                self.write(slice(first, last), start, self.encode(k, v))
+
+
+class GlobalSlot(KVStore):
+    """Every position of every row, at the index of the same number."""
+
+    def append(self, new, rows, start: int):
+        """Write a chunk (encoded, t tokens) to `rows`, which all hold `start` tokens.
+
+        Returns what its queries attend to: K, V in order, the chunk's last.
+        """
+        end = start + new[0].size(2)
+        self.write(rows, start, new)
+        return new if start == 0 else self.read(rows, 0, end)
+
+    def append_token(self, new, step):
+        """Write one token to each active row of `step`; rows differ in length.
+
+        Returns K, V of all rows of the step, and how many keys each row has, (B,).
+        """
+        self.scatter(step.active_rows, step.active_starts, new)
+        bucket = -(-max(1, *step.ends) // BUCKET) * BUCKET
+        return self.read(step.select, 0, min(bucket, self.capacity)), step.kv_lens
 
 
 class RingSlot(KVStore):
-    """The last `capacity` positions of every row, position p at index p % capacity: a local slot.
+    """The last `capacity` positions of every row, position p at index p % capacity.
 
-    window: keys that a query sees; capacity is the same, or less where sequences stay shorter.
+    window: keys that a query sees. capacity is that, or less if all sequences are shorter.
     """
 
     def __init__(self, window: int, *args):
         super().__init__(*args)
         self.window = window
 
-    def append(self, k, v, step: Step) -> KVView:
-        """Write the new K, V (B, Hkv, t, D) of a step; what its queries see."""
-        k, v = self.encode(k, v)
-        if step.t == 1:  # what this overwrites is just outside the window; where all are visible their order does not matter
-            return self._decode_step(k, v, step)
-        if len(set(step.starts)) == 1:  # padding, if any, stands behind all that its row's queries see
-            view = self._chunk_view(k, v, step)
-        else:
-            view = self._tagged_view(k, v, step)
-        self._write_chunk(k, v, step)
-        return view
-
-    def _decode_step(self, k, v, step):
-        if step.uniform:
-            start = step.starts[0]
-            self.write(step.select, start % self.capacity, k, v)
-            return KVView(*self.read(step.select, 0, min(start + 1, self.capacity)))
-        self._scatter(k, v, step)
-        if all(end >= self.capacity for n, end in zip(step.lens, step.ends) if n):  # of the others nothing is asked
-            return KVView(*self.read(step.select, 0, self.capacity))
-        read = min(max(*step.ends, 1), self.capacity)
-        seen = step.memo(('seen', self.capacity), lambda: torch.tensor(
-            [min(end, self.capacity) for end in step.ends], device=self.device))
-        return KVView(*self.read(step.select, 0, read), seen, memo=step.memo(('ring masks', self.capacity), dict))
-
-    def _chunk_view(self, k, v, step):
-        """What a chunk at the same place of every row sees, in order: the held keys in reach, then itself."""
-        start = step.starts[0]
-        held = min(start, self.window - 1)
-        pieces = [self.read(step.select, a, b) for a, b in self.spans(start - held, held)]
-        return KVView(*cat(pieces + [(k, v)])) if pieces else KVView(k, v)
-
-    def _tagged_view(self, k, v, step):
-        held = self.read(step.select, 0, self.capacity)
-        tags = step.memo(('ring', self.capacity), lambda: _tags(step, self.capacity, ring=True))
-        return KVView(*cat([held, (k, v)]), **tags, memo=step.memo(('ring masks', self.capacity), dict))
-
-    def _write_chunk(self, k, v, step):
-        if not step.uniform:
-            return self._scatter(k, v, step)
-        kept = min(step.t, self.capacity)
-        offset = step.t - kept
-        for a, b in self.spans(step.starts[0] + offset, kept):
-            self.write(step.select, a, *cut(k, v, offset, offset + b - a))
+    def append(self, new, rows, start: int):
+        """As `GlobalSlot.append`: what is returned are the keys in reach, then the chunk."""
+        t = new[0].size(2)
+        if t == 1:  # it overwrites the key that has just left the window; then order is irrelevant
+            self.write(rows, start % self.capacity, new)
+            return self.read(rows, 0, min(start + 1, self.capacity))
+        before = min(start, self.window - 1)
+        pieces = [self.read(rows, a, b) for a, b in self.spans(start - before, before)]
+        seen = tuple(torch.cat(x, dim=2) for x in zip(*pieces, new)) if pieces else new
+        offset = max(0, t - self.capacity)  # of the chunk's first token that is kept
+        for a, b in self.spans(start + offset, t - offset):
+            self.write(rows, a, [x[:, :, offset:offset + b - a] for x in new])
             offset += b - a
+        return seen
 
-    def _scatter(self, k, v, step):
-        rows, new_rows, tokens, positions = step.write_indices(self.capacity)
-        indices = step.memo(('ring indices', self.capacity), lambda: positions % self.capacity)
-        self.scatter(rows, indices, new_rows, tokens, k, v)
+    def append_token(self, new, step):
+        """As `GlobalSlot.append_token`; no lengths if every ring is full."""
+        self.scatter(step.active_rows, step.active_starts % self.capacity, new)
+        if all(end >= self.capacity for n, end in zip(step.lens, step.ends) if n):
+            return self.read(step.select, 0, self.capacity), None
+        n = min(max(1, *step.ends), self.capacity)
+        return self.read(step.select, 0, n), step.kv_lens.clamp(max=self.capacity)
 
     def spans(self, position: int, n: int) -> list[tuple[int, int]]:
-        """Index ranges that hold positions position .. position + n - 1, in order (n <= capacity)."""
+        """Index ranges that hold n <= capacity positions from `position` on, in order."""
         if n == 0:
             return []
         a = position % self.capacity
         if a + n <= self.capacity:
             return [(a, a + n)]
         return [(a, self.capacity), (0, a + n - self.capacity)]
-
-
-def _tags(step: Step, read: int, ring: bool = False) -> dict[str, torch.Tensor]:
-    """q_pos (B, t) and k_pos (B, read + t) of stored indices 0 .. read - 1, then of a chunk that is not yet written."""
-    index = torch.arange(read, device=step.device)[None]
-    ends = torch.tensor(step.starts, device=step.device)[:, None]
-    # the highest position below `ends` that lives at `index`; negative where nothing does
-    k_pos = ends - 1 - (ends - 1 - index) % read if ring else index.where(index < ends, -1)
-    q_pos = step.positions()
-    return dict(q_pos=q_pos, k_pos=torch.cat([k_pos, q_pos], dim=1))  # padding stands behind all that its row's queries see

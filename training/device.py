@@ -66,6 +66,14 @@ def autocast(device: torch.device, dtype: torch.dtype):
     return torch.autocast(device_type=device.type, dtype=dtype)
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory that there is, free ones on a GPU; of it KV memory takes at most half by
+    default."""
+    if device.type == 'cuda':
+        return torch.cuda.mem_get_info(device)[0]
+    return physical_memory() or 2 ** 35
+
+
 def device_name(device: torch.device) -> str:
     """For reports: the GPU's name, or the processor's kind."""
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type} ({platform.machine()})'

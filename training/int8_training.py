@@ -7,9 +7,9 @@ On GPUs int8 products may take half the time of bfloat16's; on a CPU they work, 
 import functools
 
 import torch
+from torch.nn import Linear
 
 from config.errors import UserError
-from engine.linear import Linear
 
 
 def check(dtype: torch.dtype, device: torch.device) -> None:

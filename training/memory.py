@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-import attention.causal
+import attention.kernels.flex
 import training.recompute
 from config.errors import UserError
 from config.sizes import available_memory
@@ -179,7 +179,7 @@ def _plain_flex():
     v, the output and a float32 number for each query."""
     def stand_in(q, k, v, window):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
-    return _replaced(attention.causal, 'flex_local_attention', stand_in)
+    return _replaced(attention.kernels.flex, 'flex_local_attention', stand_in)
 
 
 def _simple_offload(device):

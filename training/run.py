@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from attention.backends import describe
+from attention.backends import choose, describe
+from attention.kernels.flex import block_mask
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
@@ -89,10 +90,10 @@ class Run:
     def _compile_and_distribute(self):
         self.compiled = self.trained = self.model
         if self.sharded:
-            return self.model.prepare(self.s.block_size) if self.s.compile else None
+            return prepare(self.model, self.s.block_size) if self.s.compile else None
         if self.s.compile:
             print('compiling the model... (takes a ~minute)')
-            self.model.prepare(self.s.block_size)
+            prepare(self.model, self.s.block_size)
             self.compiled = torch.compile(self.model)
         self.trained = self.compiled
         if self.ranks.world_size > 1:
@@ -309,3 +310,20 @@ class Run:
             self.model.set_requires_gradient_sync(last)
             return contextlib.nullcontext()
         return contextlib.nullcontext() if last or self.ranks.world_size == 1 else self.trained.no_sync()
+
+
+def prepare(model, n_positions: int) -> None:
+    """Build what sequences of `n_positions` need and a compiled forward should find: rotary tables,
+    block masks."""
+    dtype = model.lm_head.weight.dtype
+    for table in (model.rotary or {}).values():
+        table(0, n_positions, model.device, dtype)
+    if model.attention_backend not in ('auto', 'flex'):
+        return
+    for layer in model.plan.layers:
+        # without dropout: evaluation has none, whatever training does
+        backend = choose(layer.kind, model.attention_backend, model.device, dtype,
+                         model.plan.head_dim)
+        if backend == 'flex':
+            window = min(layer.window or n_positions, n_positions)
+            block_mask(n_positions, window, model.device)

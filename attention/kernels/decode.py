@@ -1,13 +1,16 @@
-"""Attention of a few new tokens over stored K and V: split over the keys, all query heads of a K/V head in one block.
+"""Attention of a few new tokens over stored K and V: split over the keys, all query heads of a K/V
+head in one block.
 
-What is stored is read once and as it lies, int8 with its scales included: decoded copies live in registers only. The keys of a
-row are split over several programs, whose parts are joined by their log-sum-exp (flash-decoding, Dao et al. 2023). The rows
-of a block are the query heads of one K/V head times the new tokens, in any ratio: 12 heads over 1 fill 12 of 16 rows.
+What is stored is read once and as it is, int8 with its scales: decoded copies live in registers
+only. The keys of a row are split over several programs, whose parts are joined by their log-sum-exp
+(flash-decoding, Dao et al. 2023). The rows of a block are the query heads of one K/V head times the
+new tokens, in any ratio: 12 heads over 1 fill 12 of 16 rows.
 
-    program   split 0     split 1     split 2         a row that holds 11 keys, 3 splits of whole blocks of 2 keys
-    keys      0 1 2 3     4 5 6 7     8 9 10          -> (output, log-sum-exp) of each -> `_join`
+    program   split 0     split 1     split 2       a row of 11 keys, 3 splits of blocks of 2 keys
+    keys      0 1 2 3     4 5 6 7     8 9 10        -> (output, log-sum-exp) of each -> `_join`
 
-Letters: B rows, H query heads, Hkv K/V heads, G = H / Hkv, t new tokens, R = G * t, S keys, D head_dim.
+Letters: B rows, H query heads, Hkv K/V heads, G = H / Hkv, t new tokens, R = G * t, S keys,
+D head_dim.
 """
 from dataclasses import dataclass
 
@@ -15,25 +18,26 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.backends import INTERPRETING
 from attention.heads import fold_heads, unfold_heads
-from attention.kernels import INTERPRETING
-from kv.view import Encoded
 
-MAX_ROWS = 64          # of a block of queries (16 in float32); where R is more, several programs read the same keys
-MIN_SPLIT = 256        # keys: shorter parts cost more than they bring
-MAX_SPLITS = 64        # which `_join` holds at once
-FEW_SPLITS = 8         # `_join` is compiled for up to so many and for MAX_SPLITS; more sizes would be compiled while serving
-WARPS_PER_SM = 16      # what the splits aim at
+MAX_ROWS = 64      # of a block of queries (16 in float32); for larger R, programs share keys
+MIN_SPLIT = 256    # keys: shorter parts cost more than they bring
+MAX_SPLITS = 64    # which `_join` takes at once
+FEW_SPLITS = 8     # `_join` is compiled for up to this many, and for MAX_SPLITS
+WARPS_PER_SM = 16  # that the splits aim at
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a launch is laid out; none of it but `int8_dot` changes what is computed. `bench.py --mode=kernels` compares some.
+    """How a launch is laid out; of these only `int8_dot` changes what is computed. `bench.py
+    --mode=kernels` compares some.
 
-    block_n: keys taken at a time; 0 = 64 (32 where head_dim is over 128), and no more than a page. n_splits: parts of a
-    row's keys; 0 = as many as fill the device. int8_dot: with int8 keys, round q to int8 too and multiply integers (values
-    are multiplied in float16 all the same), which costs about what rounding the keys did.
+    block_n: keys taken at a time; 0 = 64 (32 if head_dim is over 128), and no more than a page.
+    n_splits: parts of a row's keys; 0 = as many as fill the device.
+    int8_dot: with int8 keys, quantize q to int8 too and multiply integers (values are multiplied in
+    float16 all the same); the error is about that of the keys' quantization.
     """
     block_n: int = 0
     n_splits: int = 0
@@ -42,29 +46,34 @@ class Tuning:
     int8_dot: bool = False
 
 
+DEFAULT = Tuning()
+
+
 @triton.jit
 def _rounded(q):
     """q in int8 with one scale a row, as K has one a key."""
     q = q.to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(q), 1) / 127, 1e-30)
     q = tl.math.div_rn(q, scale[:, None] + tl.zeros_like(q))
-    return ((q + 12582912.0) - 12582912.0).to(tl.int8), scale  # rounds to the nearest: 1.5 * 2**23 leaves no fraction
+    # adding 1.5 * 2**23, which leaves no room for a fraction, rounds to the nearest
+    return ((q + 12582912.0) - 12582912.0).to(tl.int8), scale
 
 
 @triton.jit
 def _page_at(TABLE, start, hi, PAGE: tl.constexpr):
-    """The page of key `start`; -1 behind the last key."""
+    """The page of key `start`; -1 after the last key."""
     return tl.load(TABLE + start // PAGE, mask=start < hi, other=-1)
 
 
 @triton.jit
-def _places(start, hi, b, S, page, TABLE, K_POS, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
-            TAGGED: tl.constexpr, PAIRS: tl.constexpr):
-    """Of the keys start to start + BLOCK_N - 1 of row b: page (or row) and place where they lie, position, which are there, and
-    of which the scales are read. `page` is that of all of them, if ONE_PAGE."""
+def _places(start, hi, b, page, TABLE, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+            ONE_PAGE: tl.constexpr, PAIRS: tl.constexpr):
+    """Of the keys i = start to start + BLOCK_N - 1 of row b: their page (or row) and place in it,
+    which of them exist, and of which the scales are read. `page` holds all of them if ONE_PAGE."""
     i = start + tl.arange(0, BLOCK_N)
     held = i < hi
-    wanted = i // 2 * 2 < hi  # two scales at a time: asynchronous copies take 4 bytes or more; one extra scale may be read
+    # two scales at a time: asynchronous copies take 4 bytes or more; one extra may be read
+    wanted = i // 2 * 2 < hi
     if ONE_PAGE:  # blocks begin where pages do, or within one
         held, wanted = held & (page >= 0), wanted & (page >= 0)
         page = page.to(tl.int64)
@@ -73,24 +82,55 @@ def _places(start, hi, b, S, page, TABLE, K_POS, BLOCK_N: tl.constexpr, PAGE: tl
     elif PAGE:
         page = tl.load(TABLE + i // PAGE, mask=held, other=-1).to(tl.int64)
         place = i % PAGE
-        held = held & (page >= 0)  # what padding would see behind a row's pages
+        held = held & (page >= 0)  # padding may count keys beyond a row's pages
     else:
         page, place = b, i
-    if TAGGED:
-        k_at = tl.load(K_POS + b * S + i, mask=held, other=-1).to(tl.int32)
-        held = held & (k_at >= 0)
-    else:
-        k_at = i
-    if TAGGED or not PAIRS or (PAGE and not ONE_PAGE):
+    if not PAIRS or (PAGE and not ONE_PAGE):
         wanted = held
-    return page, place, k_at, held, wanted
+    return page, place, i, held, wanted
 
 
 @triton.jit
-def _weighted(p, v, of_v, held, SCALES: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
-    """Weights p (BLOCK_M, BLOCK_N) times values, as they are stored with the scales of_v."""
-    if SCALES:  # the weights take the scales, relative to their largest so that half precision can hold them
-        of_v = tl.where(held, of_v.to(tl.float32), 0.0)[None, :]
+def _scores(q, q_scale, k, k_scale, scale, SCALES: tl.constexpr, INT8_DOT: tl.constexpr,
+            QK: tl.constexpr, PRECISION: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) of q (BLOCK_M, BLOCK_D) against keys (BLOCK_N, BLOCK_D)."""
+    if INT8_DOT:
+        s = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
+    else:
+        s = tl.dot(q, tl.trans(k.to(QK)), input_precision=PRECISION)
+    if SCALES:
+        s *= k_scale.to(tl.float32)[None, :]
+    return s * scale
+
+
+@triton.jit
+def _hide(s, q_pos, k_pos, held, window, ORDERED: tl.constexpr, WINDOWED: tl.constexpr):
+    """Scores of keys that a query does not see are -inf."""
+    seen = held[None, :]
+    if ORDERED:
+        distance = q_pos[:, None] - k_pos[None, :]
+        seen = seen & (distance >= 0)
+        if WINDOWED:
+            seen = seen & (distance < window)
+    return tl.where(seen, s, float('-inf'))
+
+
+@triton.jit
+def _weigh(s, top, total, acc):
+    """Weights of a block's scores, and the running maximum, sum and values rescaled to them."""
+    new_top = tl.maximum(top, tl.max(s, 1))
+    base = tl.where(new_top == float('-inf'), 0.0, new_top)  # of a row that has seen no key yet
+    p = tl.exp2(s - base[:, None])
+    fade = tl.exp2(top - base)
+    return p, new_top, total * fade + tl.sum(p, 1), acc * fade[:, None]
+
+
+@triton.jit
+def _weighted(p, v, v_scale, held, SCALES: tl.constexpr, PV: tl.constexpr,
+              PRECISION: tl.constexpr):
+    """Weights p (BLOCK_M, BLOCK_N) times values (BLOCK_N, BLOCK_D) as they are stored."""
+    if SCALES:  # the weights take the scales, relative to the largest so that half precision can
+        of_v = tl.where(held, v_scale.to(tl.float32), 0.0)[None, :]
         largest = tl.maximum(tl.max(of_v, 1), 1e-30)[:, None]
         y = tl.dot((p * (of_v / largest)).to(PV), v.to(PV), input_precision=PRECISION) * largest
     else:
@@ -99,39 +139,36 @@ def _weighted(p, v, of_v, held, SCALES: tl.constexpr, PV: tl.constexpr, PRECISIO
 
 
 @triton.jit(do_not_specialize=['S', 'R', 'T', 'n_splits', 'window', 'table_width', 'cb', 'ch'])
-def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
+def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
            scale, S, R, T, n_kv_head, n_splits, window, table_width,
-           kb, kh, ks, kd, vb, vh, vs, cb, ch, cs,  # strides of K (rows, heads, keys, D), V and the scales
+           kb, kh, ks, kd, vb, vh, vs, cb, ch, cs,  # strides of K (rows, heads, keys, D), V, scales
            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-           SCALES: tl.constexpr, COUNTED: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, PAIRS: tl.constexpr,
-           TAGGED: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr, INT8_DOT: tl.constexpr,
-           QK: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
-    """One block of query rows over one split of a row's keys. `scale` has log2(e) in it: weights are powers of 2."""
+           SCALES: tl.constexpr, HAS_LENS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
+           PAIRS: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr,
+           INT8_DOT: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
+    """One block of query rows over one split of a row's keys. `scale` includes log2(e): weights are
+    powers of 2."""
     n_blocks = tl.cdiv(R, BLOCK_M)
     block, rest = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
     split, bh = rest % n_splits, (rest // n_splits).to(tl.int64)
     b, h = bh // n_kv_head, bh % n_kv_head
-    r = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    r, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     of_row, of_d = r < R, d < D
-    q = tl.load(Q + bh * R * D + r[:, None] * D + d[None, :], mask=of_row[:, None] & of_d[None, :], other=0)
+    whole = of_row[:, None] & of_d[None, :]
+    q, q_scale = tl.load(Q + bh * R * D + r[:, None] * D + d[None, :], mask=whole, other=0), None
     if INT8_DOT:
         q, q_scale = _rounded(q)
     else:
         q = q.to(QK)
-    n = tl.load(SEEN + b).to(tl.int32) if COUNTED else S
-    if TAGGED:
-        q_at = tl.load(Q_POS + b * T + r % T, mask=of_row, other=0).to(tl.int32)
-    else:
-        q_at = n - T + r % T                                               # the last T keys are the queries' own
+    n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
+    q_pos = n - T + r % T  # the last T keys are the queries' own
 
-    first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED and not TAGGED else 0
+    first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
     length = tl.cdiv(tl.cdiv(n - first, n_splits), BLOCK_N) * BLOCK_N
     lo = first + split * length
-    hi = tl.minimum(lo + length, tl.minimum(n, S))                          # padding of a ragged chunk may count past the end
+    hi = tl.minimum(lo + length, tl.minimum(n, S))  # padding of a ragged chunk may count beyond S
     top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if PAIRS:
         cb, ch = cb * 2, ch * 2
     if PAGE:
@@ -139,48 +176,34 @@ def _split(Q, K, V, K_SCALE, V_SCALE, SEEN, TABLE, Q_POS, K_POS, OUT, LSE,
     next_page = _page_at(TABLE, lo, hi, PAGE) if ONE_PAGE else 0
     for start in range(lo, hi, BLOCK_N):
         page = next_page
-        if ONE_PAGE:  # asked for a block ahead: the loads of K and V wait for no other
+        if ONE_PAGE:  # looked up a block ahead: the loads of K and V wait for no other
             next_page = _page_at(TABLE, start + BLOCK_N, hi, PAGE)
-        page, place, k_at, held, wanted = _places(start, hi, b, S, page, TABLE, K_POS, BLOCK_N, PAGE, ONE_PAGE, TAGGED, PAIRS)
-        # 64 bits for where a row or page begins; what lies within one needs 32
-        of_scale = page * cb + h * ch
-        some = held[:, None] & of_d[None, :]
-        k = tl.load((K + (page * kb + h * kh) + place * ks)[:, None] + d[None, :] * kd, mask=some, other=0)
-        if INT8_DOT:
-            s = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
-        else:
-            s = tl.dot(q, tl.trans(k.to(QK)), input_precision=PRECISION)
-        if SCALES:
-            s *= tl.load(K_SCALE + of_scale + place * cs, mask=wanted, other=0).to(tl.float32)[None, :]
-        seen = held[None, :]
-        if ORDERED:
-            back = q_at[:, None] - k_at[None, :]
-            seen = seen & (back >= 0)
-            if WINDOWED:
-                seen = seen & (back < window)
-        s = tl.where(seen, s * scale, float('-inf'))
+        page, place, k_pos, held, wanted = _places(start, hi, b, page, TABLE, BLOCK_N, PAGE,
+                                                   ONE_PAGE, PAIRS)
+        # 64 bits for where a row or page begins; within one 32 are enough
+        of_scale, some = page * cb + h * ch + place * cs, held[:, None] & of_d[None, :]
+        k_at = (K + (page * kb + h * kh) + place * ks)[:, None] + d[None, :] * kd
+        v_at = (V + (page * vb + h * vh) + place * vs)[:, None] + d[None, :]
+        k = tl.load(k_at, mask=some, other=0)
+        k_scale = tl.load(K_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
+        s = _scores(q, q_scale, k, k_scale, scale, SCALES, INT8_DOT, QK, PRECISION)
+        s = _hide(s, q_pos, k_pos, held, window, ORDERED, WINDOWED)
+        p, top, total, acc = _weigh(s, top, total, acc)
+        v = tl.load(v_at, mask=some, other=0)
+        v_scale = tl.load(V_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
+        acc += _weighted(p, v, v_scale, held, SCALES, PV, PRECISION)
 
-        new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == float('-inf'), 0.0, new_top)            # of a row that has seen nothing yet
-        p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(p, 1)
-        acc *= fade[:, None]
-        v = tl.load((V + (page * vb + h * vh) + place * vs)[:, None] + d[None, :], mask=some, other=0)
-        of_v = tl.load(V_SCALE + of_scale + place * cs, mask=wanted, other=0) if SCALES else None
-        acc += _weighted(p, v, of_v, held, SCALES, PV, PRECISION)
-        top = new_top
-
-    some = of_row[:, None] & of_d[None, :]
-    y = acc / tl.maximum(total, 1e-30)[:, None]
     part = (bh * n_splits + split) * R
-    tl.store(OUT + (part + r[:, None]) * D + d[None, :], y.to(OUT.dtype.element_ty), mask=some)
-    lse = tl.where(total == total, top + tl.log2(tl.maximum(total, 1e-30)), float('nan'))  # a maximum may overlook NaN
+    y = acc / tl.maximum(total, 1e-30)[:, None]
+    tl.store(OUT + (part + r[:, None]) * D + d[None, :], y.to(OUT.dtype.element_ty), mask=whole)
+    # a maximum may ignore NaN: the sum tells
+    lse = tl.where(total == total, top + tl.log2(tl.maximum(total, 1e-30)), float('nan'))
     tl.store(LSE + part + r, lse, mask=of_row)
 
 
 @triton.jit(do_not_specialize=['R', 'n_splits'])
-def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
+def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr,
+          BLOCK_S: tl.constexpr):
     """The parts of one query row as one."""
     r, bh = tl.program_id(0) % R, tl.program_id(0).to(tl.int64) // R
     part, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
@@ -188,29 +211,36 @@ def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr, B
     lse = tl.load(LSE + at, mask=part < n_splits, other=float('-inf'))
     top = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(top == float('-inf'), 0.0, top))
-    some = (weight > 0)[:, None] & (d < D)[None, :]  # of empty splits nothing is looked at
-    y = tl.sum(tl.load(PART + at[:, None] * D + d[None, :], mask=some, other=0) * weight[:, None], 0)
+    some = (weight > 0)[:, None] & (d < D)[None, :]  # empty splits are not read
+    parts = tl.load(PART + at[:, None] * D + d[None, :], mask=some, other=0)
+    y = tl.sum(parts * weight[:, None], 0)
     y = y / tl.maximum(tl.sum(weight, 0), 1e-30)
     tl.store(OUT + (bh * R + r) * D + d, y.to(OUT.dtype.element_ty), mask=d < D)
 
 
 def _arithmetic(q: torch.dtype, stored: torch.dtype) -> tuple:
-    """What the two products are taken in, and with what precision where that is float32 (not tf32)."""
+    """What the two matmuls are computed in, and how precisely if that is float32 (not tf32)."""
     wide = torch.promote_types(q, q if stored == torch.int8 else stored)
-    if wide == torch.float32 or (INTERPRETING and wide == torch.bfloat16):  # the interpreter multiplies bfloat16 wrongly
+    # Triton's interpreter multiplies bfloat16 wrongly
+    if wide == torch.float32 or (INTERPRETING and wide == torch.bfloat16):
         return tl.float32, tl.float32, 'ieee'
     kind = tl.bfloat16 if wide == torch.bfloat16 else tl.float16
-    return kind, tl.float16 if stored == torch.int8 else kind, None        # all of int8 fits into float16
+    return kind, tl.float16 if stored == torch.int8 else kind, None  # float16 holds all of int8
 
 
 def _n_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == 'cuda' else 1
+    if device.type != 'cuda':
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _blocks(R: int, D: int, precision, page_size: int, tuning: Tuning) -> tuple[int, int]:
-    """Query rows and keys of a block. With 4 warps, 64 keys are a layout in which the scales of int8 K and V are read two at a
-    time, which asynchronous copies need; with 128 keys they are not, and every block waits for them."""
-    most = 16 if precision else MAX_ROWS  # without tensor cores more rows do not fit into registers
+    """Query rows and keys of a block.
+
+    With 4 warps, 64 keys are a layout in which the scales of int8 K and V are read two at a time,
+    which asynchronous copies need; with 128 keys they are not, and every block waits for them.
+    """
+    most = 16 if precision else MAX_ROWS  # without tensor cores more do not fit into registers
     block_n = tuning.block_n or (32 if D > 128 else 64)
     if page_size in (16, 32, 64):
         block_n = min(block_n, page_size)
@@ -218,62 +248,72 @@ def _blocks(R: int, D: int, precision, page_size: int, tuning: Tuning) -> tuple[
 
 
 def splits(n_programs: int, S: int, num_warps: int, device: torch.device) -> int:
-    """Parts of the keys that fill the device, where one part would make `n_programs`; none shorter than MIN_SPLIT."""
+    """Parts of the keys that fill the device if one part makes `n_programs`; none shorter than
+    MIN_SPLIT."""
     wanted = WARPS_PER_SM // num_warps * _n_processors(device) // n_programs
     return max(1, min(wanted, triton.cdiv(S, MIN_SPLIT), MAX_SPLITS))
 
 
-def stored_attention(q: torch.Tensor, k: Encoded, v: Encoded, *, seen=None, table=None, q_pos=None, k_pos=None, window: int = 0,
-                     tuning: Tuning = Tuning()) -> torch.Tensor:  # noqa: B008 (frozen)
-    """Attention of t new tokens over K and V as they are stored. Which keys a query sees is said in one of three ways:
-
-        (nothing)      keys are in order and the last t are the queries' own; at t = 1 all are seen, in any order
-        seen (B,)      the same of the first seen[b] keys of row b; 0 = none, which gives zeros. Row b's token j stands at
-                       seen[b] - t + j: of a padded chunk, count the padding too
-        q_pos, k_pos   (B, t) and (B, S): positions, in any order; a key below 0 is not there
+def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table=None,
+                     window: int = 0, tuning: Tuning = DEFAULT) -> torch.Tensor:
+    """`attention.cached.cached_attention` as one kernel (two, if the keys are split).
 
     Args:
         q: (B, H, t, D) float32, bfloat16 or float16.
-        k, v: (B, Hkv, S, D), and where that is int8 their scales (B, Hkv, S, 1). With `table` (B, n) int32 they are pools of
-            pages (n_pages, Hkv, page_size, D), of which row b holds table[b] in order; give `seen` then.
-        window: keys that a query sees, itself included; 0 = no limit. Without positions at t = 1 all that is given counts.
+        k, v: (B, Hkv, S, D) as they are stored, and if they are int8 their scales (B, Hkv, S, 1).
+            With `table` (B, n) int32 they are pools of pages (n_pages, Hkv, page_size, D), of which
+            row b holds table[b] in order, -1 after the last; then give `kv_lens` too.
+        kv_lens: (B,) keys of each row, of which its queries' own are the last t, padding counted;
+            0 gives zeros. None: all S.
+        window: keys that a query sees, itself included; 0 = no limit. Not looked at where t is 1.
     Returns:
         (B, H, t, D).
     Raises:
         ValueError: an unknown combination of dtypes, more splits than MAX_SPLITS.
     """
     B, H, t, D = q.shape
-    n_kv_head, S = k[0].size(1), k[0].size(2) if table is None else table.size(1) * k[0].size(2)
+    page_size = 0 if table is None else k.size(2)
+    n_kv_head, S = k.size(1), table.size(1) * page_size if page_size else k.size(2)
     rows = fold_heads(q, n_kv_head).contiguous()                           # (B, Hkv, R, D)
-    R, scales, out = rows.size(2), len(k) == 2, torch.empty_like(rows)
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k[0].dtype == torch.float64:
-        raise ValueError(f'q of {q.dtype} and K of {k[0].dtype}: the kernel takes float32, bfloat16 and float16, K also int8')
-    qk, pv, precision = _arithmetic(q.dtype, k[0].dtype)
-    page_size = 0 if table is None else k[0].size(2)
-    block_m, block_n = _blocks(R, D, precision, page_size, tuning)
-    n_blocks = triton.cdiv(R, block_m)
+    R, scales, out = rows.size(2), k_scale is not None, torch.empty_like(rows)
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k.dtype == torch.float64:
+        raise ValueError(f'q of {q.dtype} and K of {k.dtype}: the kernel takes float32, bfloat16 '
+                         'and float16, K also int8')
     if tuning.n_splits > MAX_SPLITS:
         raise ValueError(f'n_splits={tuning.n_splits}: at most {MAX_SPLITS}')
-    n_splits = tuning.n_splits or splits(B * n_kv_head * n_blocks, S, tuning.num_warps, q.device)
-    part = out if n_splits == 1 else rows.new_empty(B * n_kv_head, n_splits, R, D, dtype=torch.float32)
+    qk, pv, precision = _arithmetic(q.dtype, k.dtype)
+    block_m, block_n = _blocks(R, D, precision, page_size, tuning)
+    n_blocks = triton.cdiv(R, block_m)
+    n_splits = tuning.n_splits or splits(
+        B * n_kv_head * n_blocks, S, tuning.num_warps, q.device)
+    part = out if n_splits == 1 else rows.new_empty(B * n_kv_head, n_splits, R, D,
+                                                    dtype=torch.float32)
     lse = rows.new_empty(B * n_kv_head, n_splits, R, dtype=torch.float32)
-    tagged = k_pos is not None
-    place = (q_pos.contiguous(), k_pos.contiguous()) if tagged else (None, None)
     int8_dot = tuning.int8_dot and scales
     block_d = max(32 if int8_dot else 16, triton.next_power_of_2(D))
-    # even strides are given in halves and doubled by the kernel, which tells the compiler that they are even
-    pairs = scales and all(x % 2 == 0 for x in k[1].stride()[:2])
-    of_scales = tuple(x // (1 + pairs) for x in k[1].stride()[:2]) + k[1].stride()[2:3] if scales else (0, 0, 0)
+    pairs, of_scales = _scale_strides(k_scale)
     _split[(n_blocks * n_splits * B * n_kv_head,)](
-        rows, k[0], v[0], *((k[1], v[1]) if scales else (None, None)), seen, table, *place, part, lse,
-        D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, window, 0 if table is None else table.size(1),
-        *k[0].stride(), *v[0].stride()[:3], *of_scales,
-        D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, SCALES=scales, COUNTED=seen is not None,
-        PAGE=page_size, ONE_PAGE=page_size > 0 and page_size % block_n == 0, PAIRS=pairs,
-        TAGGED=tagged, ORDERED=tagged or t > 1, WINDOWED=window > 0 and (tagged or t > 1), INT8_DOT=int8_dot,
-        QK=qk, PV=pv, PRECISION=precision, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+        rows, k, v, k_scale, v_scale, kv_lens, table, part, lse,
+        D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, window,
+        table.size(1) if page_size else 0, *k.stride(), *v.stride()[:3], *of_scales,
+        D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, SCALES=scales,
+        HAS_LENS=kv_lens is not None, PAGE=page_size,
+        ONE_PAGE=page_size > 0 and page_size % block_n == 0, PAIRS=pairs, ORDERED=t > 1,
+        WINDOWED=window > 0 and t > 1, INT8_DOT=int8_dot, QK=qk, PV=pv, PRECISION=precision,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages)
     if n_splits > 1:
         few = n_splits <= FEW_SPLITS
-        _join[(B * n_kv_head * R,)](part, lse, out, R, n_splits, D=D, BLOCK_D=block_d,
-                                    BLOCK_S=FEW_SPLITS if few else MAX_SPLITS, num_warps=1 if few else 4)
+        _join[(B * n_kv_head * R,)](
+            part, lse, out, R, n_splits, D=D, BLOCK_D=block_d,
+            BLOCK_S=FEW_SPLITS if few else MAX_SPLITS, num_warps=1 if few else 4)
     return unfold_heads(out, H)
+
+
+def _scale_strides(k_scale) -> tuple[bool, tuple[int, int, int]]:
+    """Whether the first two are even, and the three strides. Even ones are given in halves and
+    doubled by the kernel, which tells the compiler that they are even."""
+    if k_scale is None:
+        return False, (0, 0, 0)
+    b, h, s = k_scale.stride()[:3]
+    pairs = b % 2 == 0 and h % 2 == 0
+    return pairs, (b // 2, h // 2, s) if pairs else (b, h, s)

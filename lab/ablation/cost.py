@@ -6,14 +6,14 @@ import io
 
 import torch
 
-from config.errors import UserError
+from config.errors import UserError, at_least
 from kv.cache import KVCache
 from kv.plan import plan_kv
 from lab.ablation.ladder import digest
 from lab.benchmarks import clock
 from lab.benchmarks.decode import DecodeRound
 from lab.benchmarks.prefill import PrefillRound
-from lab.benchmarks.setting import MIN_REPEATS, at_least, numbers, processor
+from lab.benchmarks.setting import MIN_REPEATS, numbers, processor
 from lab.benchmarks.steps import TrainingSteps
 from model import GPT
 from training.device import device_name, pick_device, pick_dtype

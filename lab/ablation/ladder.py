@@ -29,14 +29,14 @@ from pathlib import Path
 import torch
 
 import configurator
-from config.errors import UserError
+from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import ABLATE, KV_DTYPES, MODEL, TRAIN
 from data.datasets import DATA_ROOT
 from data.tokenfiles import open_split
 from interop.convert import MEMORY, check_conversion
 from kv.plan import plan_kv
-from lab.benchmarks.setting import MIN_REPEATS, at_least, numbers
+from lab.benchmarks.setting import MIN_REPEATS, numbers
 from model import GPT
 from training.batches import RECALL, open_meta
 from training.checkpoint import tokens_id

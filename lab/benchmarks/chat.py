@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from config.errors import UserError
+from config.errors import UserError, at_least
 from engine.engine import Engine
 from engine.params import SamplingParams
 from lab.benchmarks import clock
 from lab.benchmarks.dialogues import Served, Workload, simulate
 from lab.benchmarks.report import show
-from lab.benchmarks.setting import MIN_REPEATS, at_least, build, check_length, facts, model_config, numbers, random_tokens
+from lab.benchmarks.setting import MIN_REPEATS, build, check_length, facts, model_config, numbers, random_tokens
 
 MESSAGES = 180  # earlier ones of a dialogue, on average (Character.AI, "Optimizing AI Inference", 2024)
 ENOUGH = 10 ** 15  # bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError
+from config.errors import UserError, at_least
 from config.sizes import parse_bytes
 from engine.captured import captured_decode
 from engine.weights import pack_weights
@@ -21,7 +21,6 @@ from lab.benchmarks.capacity import most_sequences
 from lab.benchmarks.report import show
 from lab.benchmarks.setting import (
     MIN_REPEATS,
-    at_least,
     build,
     check_length,
     facts,
@@ -37,10 +36,11 @@ from lab.benchmarks.traffic import kv_read_per_step, weight_read_bytes
 class DecodeRound:
     """Call it for the seconds per token (of all rows together) of one round."""
 
-    def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str, pack: bool,
-                 compiled: bool = False):
-        self.model, self.held, self.steps, self.pack, self.compiled = model, held, steps, pack, compiled
+    def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str,
+                 pack: bool, compiled: bool = False, captured: bool = True):
+        self.model, self.held, self.steps, self.pack = model, held, steps, pack
         self.cache = make_cache(model, batch, max_seq_len, kv_dtype)
+        self.decode = captured_decode(model, self.cache, compiled) if captured else None
         self.first = random_tokens(model, batch, 1)
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class DecodeRound:
         if self.pack:
             pack_weights(self.model, self.cache.batch_size)  # of the same model another side may have another batch
         self.cache.fill_(self.held)
-        decode = captured_decode(self.model, self.cache, self.compiled)
+        decode = self.decode
         if decode:
             decode.prepare(self.cache.batch_size)
         tokens = self.first                                                   # (B, 1)
@@ -105,7 +105,8 @@ def measure(models, cell, batches, s, bandwidth, rates) -> dict:
     """Figures of each side and the ratios between them; adds the bandwidths measured meanwhile to `rates`."""
     held, max_seq_len = cell['held'], cell['max_seq_len']
     compiled = s.compile and 'compile' in s.given
-    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, s.kv_dtype, s.pack, compiled)
+    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, s.kv_dtype, s.pack,
+                                compiled, s.captured)
               for name, model in models.items()}
     title = f"context {cell['context']}, batch {' and '.join(map(str, dict.fromkeys(batches.values())))}"
     found = clock.alternate({'bandwidth': bandwidth} | rounds, s.repeats, title)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv.paged import PagedKVCache
-from kv.prefix import PrefixStore
+from engine.paged import PagedKVCache
+from engine.prefix import PrefixStore
 
 THINK_S, AWAY_S, SESSION_TURNS = 60.0, 4 * 3600.0, 10
 EDITED, WENT_BACK, FARTHEST_BACK = 0.05, 0.02, 20  # shares of turns; messages that are gone back at most
@@ -88,7 +88,7 @@ class Served:
 
     def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int, prune: bool, chunk: int = 256):
         n_pages = -(-max_seq_len // page_size) + 1  # no more than a request needs: all else is on the host, and is counted
-        self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages, page_size, kv_dtype=kv_dtype)
+        self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages=n_pages, page_size=page_size, kv_dtype=kv_dtype)
         self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(chunk, page_size)
         self.kv = torch.randn(1, plan.n_kv_head, self.chunk, plan.head_dim)
 
@@ -113,8 +113,8 @@ class Served:
         n = end - self.cache.held(0)
         k = self.kv[:, :, :n]
         self.cache.begin(n)
-        for slot in range(len(self.cache.stores)):
-            self.cache.append(slot, k, k)
+        for slot in self.cache.plan.slots:
+            self.cache.append(self.cache.plan.layers[slot.owner], k, k)
         self.cache.commit()
         self.tip = self.store.extend(0, self.tip, tokens[:end])
 

@@ -16,16 +16,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from attention.backends import load_flash_attn, obstacle
+from attention.backends import obstacle, usable
+from attention.cached import dequantized
 from attention.causal import causal_attention
 from attention.heads import fold_heads, unfold_heads
-from attention.kernels import usable
-from attention.local import flex_local_attention
+from attention.kernels.flash import load_flash_attn
+from attention.kernels.flex import flex_local_attention
 from attention.qk import norm_and_rotate
 from attention.rope import RotaryTable
 from config.errors import UserError
-from kv.store import KVStore, Target
-from kv.view import decode
+from engine.static import put
+from kv.slots import KVStore
 from lab.benchmarks import clock
 from lab.benchmarks.report import show
 from lab.benchmarks.setting import numbers, run_facts
@@ -138,13 +139,13 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
               for name, kind in (('int8', torch.int8), ('plain', dtype))}
 
     def kernel(**how):
-        return lambda store: stored_attention(q, store.k, store.v, tuning=Tuning(**how))
+        return lambda store: stored_attention(q, *store.tensors, tuning=Tuning(**how))
 
     def whole_heads(attend):
-        return lambda store: attend(q, store.k[0], store.v[0], enable_gqa=H != n_kv_head)
+        return lambda store: attend(q, *store.tensors[:2], enable_gqa=H != n_kv_head)
 
     def folded(store):
-        return F.scaled_dot_product_attention(fold_heads(q, n_kv_head), store.k[0], store.v[0])
+        return F.scaled_dot_product_attention(fold_heads(q, n_kv_head), *store.tensors[:2])
     sides = {'kernel, int8': (kernel(), 'int8'),
              'kernel, int8 products': (kernel(int8_dot=True), 'int8'),
              'kernel': (kernel(), 'plain'),
@@ -189,7 +190,7 @@ def attempt(attend, device, q, stores, device_rates) -> dict:
 def decode_error(y, q, store) -> float:
     """Largest difference from attention in float64 over the same stored values, relative to its largest value."""
     n = CHECKED_ROWS
-    k, v = (decode(tuple(x[:n] for x in kv), torch.float64) for kv in (store.k, store.v))
+    k, v = dequantized(torch.float64, *(x[:n] for x in store.tensors))
     rows = fold_heads(q[:n].double(), k.size(1))
     exact = unfold_heads((rows @ k.transpose(2, 3) * q.size(-1) ** -0.5).softmax(-1) @ v, q.size(1))
     return ((y[:n].reshape_as(exact).double() - exact).abs().max() / exact.abs().max()).item()
@@ -240,22 +241,22 @@ def write_cell(shape, batch: int) -> dict:
     from attention.kernels.qkv import write_qkv
     H, n_kv_head, D, dtype, device = shape
     norms = [torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype) for _ in 'qk']
-    positions = torch.arange(batch, device=device)[:, None]
-    rope = RotaryTable(D, 10000.0).at(positions, max(256, batch), dtype)
+    rows = torch.arange(batch, device=device)
+    rope = RotaryTable(D, 10000.0).at(rows[:, None], max(256, batch), dtype)
 
     def buffers():
-        """Queries, K and V of a step, where K and V go, and the store that has it."""
+        """Queries, K and V of a step, and where K and V go."""
         qkv = torch.randn(batch, 1, H + 2 * n_kv_head, D, device=device, dtype=dtype)
         store = KVStore(batch, n_kv_head, 64, D, torch.int8, dtype, device)
-        return qkv, Target(store.k, store.v, positions, positions % 64), store
+        return qkv, store
 
-    def kernel(qkv, target, store):
-        return write_qkv(qkv, H, *norms, rope, target)
+    def kernel(qkv, store):
+        return write_qkv(qkv, H, *norms, rope, store.tensors, rows, rows % 64)
 
-    def plain(qkv, target, store):
+    def plain(qkv, store):
         q, k, v = qkv.transpose(1, 2).split([H, n_kv_head, n_kv_head], dim=1)
         norm_and_rotate(q, norms[0], rope)
-        store.put(target, *store.encode(norm_and_rotate(k, norms[1], rope), v), own_rows=True)
+        put(store, rows, rows % 64, store.encode(norm_and_rotate(k, norms[1], rope), v))
     # by the bytes of qkv: of a store only one place a row is written
     n = n_copies(batch * (H + 2 * n_kv_head) * D * dtype.itemsize)
     copies = [buffers() for _ in range(n)]

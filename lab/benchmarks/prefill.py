@@ -3,12 +3,11 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError
+from config.errors import UserError, at_least
 from lab.benchmarks import clock
 from lab.benchmarks.report import show
 from lab.benchmarks.setting import (
     MIN_REPEATS,
-    at_least,
     build,
     check_length,
     facts,

@@ -4,7 +4,7 @@ All requests are there from the start: prompts of `contexts` random tokens, as m
 log-uniform between the two (by `seed`), greedy. The sides, in turns:
 
     ours           the engine: a request joins when another leaves
-    static         batches of as many rows through `engine.generate.Generation`, each until its longest request is done
+    static         batches of as many rows through `generate.Generation`, each until its longest request is done
     static engine  the engine, which lets nobody in before all have left (rows that are done are not computed)
 
 Afterwards the texts must be the same, request by request.
@@ -16,17 +16,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config.errors import UserError
+from config.errors import UserError, at_least
 from engine.engine import Engine
-from engine.generate import Generation
 from engine.params import SamplingParams
-from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.weights import pack_weights
+from generate import Generation, Sampler
 from lab.benchmarks import clock
 from lab.benchmarks.generation import same_tokens
 from lab.benchmarks.report import show
-from lab.benchmarks.setting import MIN_REPEATS, at_least, build, check_length, facts, model_config, numbers, random_tokens
+from lab.benchmarks.setting import MIN_REPEATS, build, check_length, facts, model_config, numbers, random_tokens
 from training.device import synchronize
 
 

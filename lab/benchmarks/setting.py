@@ -14,6 +14,7 @@ from config.schema import MODEL
 from config.sizes import physical_memory
 from data.tokenfiles import read_meta
 from engine.captured import suits_capture
+from engine.linear import speed_up_few_rows
 from engine.weights import compile_for_decode, quantize_weights, weights_dtype
 from lab.benchmarks.traffic import weight_bytes
 from model import GPT
@@ -39,13 +40,6 @@ def numbers(name: str, text: str) -> list[int]:
     if len(set(found)) < len(found):
         raise UserError(f'{name}={text!r} has a number twice')
     return found
-
-
-def at_least(s, **lowest) -> None:
-    """Raises UserError for a setting below its lowest value."""
-    for name, low in lowest.items():
-        if getattr(s, name) < low:
-            raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
 
 
 def model_config(s, data_root: Path) -> GPTConfig:
@@ -74,10 +68,12 @@ def check_length(config: GPTConfig, contexts: list[int], further: int = 0) -> No
 def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
     """A model with random weights, in eval mode, parameters in the settings' dtype or in another."""
     device = pick_device(s.device)
-    model = quantize_weights(GPT(config).to(device, parameters or pick_dtype(s.dtype, device)).eval(), s.weight_dtype)
-    model.captured, model.attention_backend = s.captured, s.attention_backend
+    model = GPT(config).to(device, parameters or pick_dtype(s.dtype, device)).eval()
+    model = quantize_weights(model, s.weight_dtype)
+    speed_up_few_rows(model)
+    model.attention_backend = s.attention_backend
     describe(model, pick_dtype(s.dtype, device), dropout_p=0.0)  # a backend that cannot serve is refused
-    whole_step = s.mode == 'decode' and suits_capture(model)  # that is compiled then
+    whole_step = s.mode == 'decode' and s.captured and suits_capture(model)  # that is compiled then
     if s.compile and 'compile' in s.given and not whole_step:
         compile_for_decode(model)
     return model
@@ -105,8 +101,8 @@ def facts(s, models: dict[str, GPT]) -> dict:
     """What a figure means nothing without: command, hardware, versions, dtypes, the models' shapes."""
     model = next(iter(models.values()))
     return run_facts(s, model.device) | {
-        'dtype': weights_dtype(model), 'captured': suits_capture(model), 'compile': s.compile and 'compile' in s.given,
-        'pack': s.pack,
+        'dtype': weights_dtype(model), 'captured': s.captured and suits_capture(model),
+        'compile': s.compile and 'compile' in s.given, 'pack': s.pack,
         'kv_dtype': model.resolved_kv_dtype(s.kv_dtype), 'models': {name: shape(m) for name, m in models.items()}}
 
 

@@ -24,6 +24,7 @@ from training.batches import TokenBatches
 from training.device import autocast, device_name, pick_device, pick_dtype, synchronize
 from training.flops import achieved
 from training.loss import linear_cross_entropy
+from training.run import prepare
 
 BURN_IN, TIMED, IN_TURN = 10, 20, 4
 TRACES = Path('bench_log')  # in the working directory
@@ -75,7 +76,7 @@ class TrainStep:
         if s.compile:
             print('Compiling model...')
             if not theirs:
-                self.model.prepare(s.block_size)
+                prepare(self.model, s.block_size)
         self.compiled = torch.compile(self.model) if s.compile else self.model
         self.batch, self.losses = self.next_batch(), []
 

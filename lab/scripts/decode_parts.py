@@ -5,7 +5,7 @@
 
 Products of 1 to 32 rows with all the weights of a step, as `F.linear`, by chunks of 64 weight rows (`engine.linear`) and
 packed (`engine.weights.pack_weights`); and attention of one token over K laid out by position or transposed
-(`kv.store.KVStore`). Bytes read over time, random float32.
+(`kv.slots.KVStore`). Bytes read over time, random float32.
 """
 import functools
 import json
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch.nn import functional as F
 
-from engine.linear import Linear
+from engine.linear import FewRowsLinear
 from engine.weights import pack_weights
 from lab.benchmarks import clock
 from lab.benchmarks.bandwidth import Bandwidth
@@ -44,8 +44,8 @@ def seconds_of(sides: dict) -> dict[str, float]:
 def products() -> list[dict]:
     """GB/s of a step's products, by number of rows."""
     with torch.inference_mode(False):  # inference tensors are not packed
-        layers = [Linear(n_in, n_out, bias=False) for _ in range(12) for n_out, n_in in SHAPES]
-        layers.append(Linear(768, 50304, bias=False))
+        layers = [FewRowsLinear(n_in, n_out, bias=False) for _ in range(12) for n_out, n_in in SHAPES]
+        layers.append(FewRowsLinear(768, 50304, bias=False))
     model, n_bytes = torch.nn.ModuleList(layers), sum(layer.weight.nbytes for layer in layers)
     rows = []
     for n in ROWS:

@@ -20,7 +20,7 @@ SCALES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
 
 @dataclass(frozen=True)
 class Format:
-    """How a head vector of K or V is stored. The default is `kv.quant.quantize_int8`."""
+    """How a head vector of K or V is stored. The default is `kv.int8.quantize_int8`."""
     bits: int = 8
     group: int = 0       # elements that share a scale: 0 = all of a head vector, TENSOR = all there are
     scale: str = 'fp16'  # dtype of the scale, and of the zero point

@@ -6,12 +6,14 @@ import torch
 from attention import backends
 from attention.backends import choose, describe
 from attention.causal import causal_attention
-from attention.local import flex_local_attention
+from attention.kernels import flash as flash_attn
+from attention.kernels.flex import flex_local_attention
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK
 from tests.helpers.reference import dense_attention
+from training.run import prepare
 
 CPU, CUDA = torch.device('cpu'), torch.device('cuda')
 BF16 = torch.bfloat16
@@ -26,9 +28,9 @@ def flash(monkeypatch):
         def flash_attn_func(q, k, v, **how):
             calls.append((q.shape, k.shape, how))
             return (q, None) if version == 4 else q
-        make = {2: backends._version_2, 4: backends._version_4}[version]
+        make = {2: flash_attn._version_2, 4: flash_attn._version_4}[version]
         monkeypatch.setattr(backends, 'FLASH_ATTN_VERSION', version)
-        monkeypatch.setattr(backends, '_flash_attn', make(flash_attn_func))
+        monkeypatch.setattr(flash_attn, '_flash_attn', make(flash_attn_func))
         return calls
     monkeypatch.setattr(backends, 'FLASH_ATTN_VERSION', 0)
     return install
@@ -93,9 +95,9 @@ def test_how_the_flash_attn_package_is_called(flash, monkeypatch, version, whole
 
 def test_one_that_cannot_be_imported(flash, monkeypatch):
     flash(2)
-    monkeypatch.setattr(backends, '_flash_attn', None)
+    monkeypatch.setattr(flash_attn, '_flash_attn', None)
     with pytest.raises(UserError, match='flash-attn package cannot be imported'):
-        backends.load_flash_attn()
+        flash_attn.load_flash_attn()
 
 
 def test_of_a_model():
@@ -112,7 +114,7 @@ def test_of_a_model():
     with pytest.raises(UserError, match='runs on CUDA'):
         model(idx)
     model.attention_backend = 'flash_attn'
-    model.prepare(20)  # which has no dtype of autocast's to judge by, and nothing to build
+    prepare(model, 20)  # which has no dtype of autocast's to judge by, and nothing to build
 
 
 @pytest.mark.gpu
@@ -128,7 +130,7 @@ def test_values_and_gradients_on_a_gpu(backend, dtype, T, window):
     exact = [a.detach().cpu().double().requires_grad_() for a in leaves]
     upstream = torch.randn(2, 6, T, 64, generator=g)
     if backend == 'flash_attn':
-        backends.load_flash_attn()
+        flash_attn.load_flash_attn()
     y, expected = causal_attention(*leaves, window, backend=backend), dense_attention(*exact, window)
     y.backward(upstream.to('cuda', dtype))
     expected.backward(upstream.double())

@@ -4,6 +4,7 @@ import torch
 
 from attention.backends import PREFERRED
 from model import GPT, GPTConfig
+from training.run import prepare
 
 
 @pytest.mark.parametrize('flex', [False, True], ids=['blockwise', 'flex'])
@@ -19,6 +20,6 @@ def test_forward_is_one_graph_and_equals_eager(monkeypatch, flex):
             monkeypatch.setitem(PREFERRED, 'local', ('flex',))
             monkeypatch.setattr('attention.backends.obstacle', lambda *_: '')
             monkeypatch.setitem(PREFERRED, 'global', ('sdpa',))
-        model.prepare(64)
+        prepare(model, 64)
         compiled, _ = torch.compile(model, fullgraph=True, backend='aot_eager')(idx, all_logits=True)
     assert (compiled - eager).abs().max() < 1e-6

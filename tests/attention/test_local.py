@@ -7,9 +7,10 @@ import torch._dynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import local
 from attention.causal import causal_attention
-from attention.local import blockwise_local_attention, flex_local_attention
+from attention.kernels import flex
+from attention.kernels.flex import flex_local_attention
+from attention.local import blockwise_local_attention
 from tests.helpers.reference import dense_attention, visible
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
@@ -91,17 +92,17 @@ class Graphs:
 def graphs(monkeypatch):
     found = Graphs()
     monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend=found))
-    local._compiled_flex_attention.cache_clear()
+    flex._compiled_flex_attention.cache_clear()
     torch._dynamo.reset()
     yield found
-    local._compiled_flex_attention.cache_clear()
+    flex._compiled_flex_attention.cache_clear()
     torch._dynamo.reset()
 
 
 def options_of(graph):
     """The kernel options of the one FlexAttention in an FX graph."""
-    flex, = graph.graph.find_nodes(op='call_function', target=torch.ops.higher_order.flex_attention)
-    options, = (arg for arg in (*flex.args, *flex.kwargs.values()) if isinstance(arg, dict))
+    node, = graph.graph.find_nodes(op='call_function', target=torch.ops.higher_order.flex_attention)
+    options, = (arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, dict))
     return options
 
 
@@ -139,9 +140,9 @@ def test_flex_is_compiled_once_for_each_window_and_layout(graphs):
 
 
 def test_flex_does_not_run_uncompiled_past_the_recompile_limit(graphs, monkeypatch):
-    compiled = local._compiled_flex_attention(None, None)
+    compiled = flex._compiled_flex_attention(None, None)
     with torch.no_grad(), monkeypatch.context() as patch:
-        patch.setattr(local, '_compiled_flex_attention', lambda *_: compiled)
+        patch.setattr(flex, '_compiled_flex_attention', lambda *_: compiled)
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             for t in range(40, 160, 10):
                 flex_local_attention(*qkv(t, dim=16), 37)

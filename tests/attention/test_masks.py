@@ -7,7 +7,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attention.masks import block_mask, dense_mask, in_window
+from attention.kernels.flex import block_mask
+from attention.masks import dense_mask, in_window
 from tests.helpers.reference import visible
 
 
@@ -96,7 +97,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_block_mask_takes_memory_for_blocks_not_for_positions(monkeypatch):
-    monkeypatch.setattr('attention.masks._block_masks', {})
+    monkeypatch.setattr('attention.kernels.flex._block_masks', {})
     T = 4096
     with LargestTensor() as largest:
         block_mask(T, 777, CPU)

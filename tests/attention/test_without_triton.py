@@ -18,7 +18,7 @@ for package in (attention, config, engine, interop, kv, lab.ablation, lab.benchm
 import bench, sample, train, ablate
 from attention import backends
 from attention.backends import choose
-from attention.kernels import usable
+from attention.backends import usable
 from engine.engine import Engine
 from engine.params import SamplingParams
 from model import GPT, GPTConfig

@@ -1,7 +1,5 @@
 """Static decode steps, plain, compiled, through interpreted kernels, captured on a GPU: all give what an ordinary one does."""
-import gc
 import statistics
-import weakref
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -10,15 +8,15 @@ import torch
 import torch._dynamo.testing
 
 import engine.captured as captured_module
-from attention.kernels import INTERPRETING, wanted
+from attention.backends import INTERPRETING, wanted
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.captured import CapturedDecode, can_be_captured, captured_decode, suits_capture
 from engine.engine import Engine
-from engine.generate import Generation
+from engine.paged import PagedKVCache
 from engine.params import SamplingParams
-from engine.sampler import Sampler
-from kv.static import StaticCache
+from engine.static import StaticCache
+from generate import Generation, Sampler, cache_length
 from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
 
 MODELS = {
@@ -34,7 +32,7 @@ HOW = [pytest.param('plain', 'cpu'), pytest.param('kernels', 'cpu', marks=interp
 
 
 def new_cache(model, kv_dtype, paged):
-    cache = model.new_cache(3, 40, kv_dtype, **(dict(n_pages=30, page_size=4) if paged else {}))
+    cache = model.new_cache(3, 40, kv_dtype, **(dict(cache_class=PagedKVCache, n_pages=30, page_size=4) if paged else {}))
     model(tokens(3, 11).to(model.device), cache=cache, lens=[11, 2, 7])
     return cache
 
@@ -147,17 +145,7 @@ def test_a_graph_keeps_what_it_reads():
 @pytest.fixture
 def everywhere(monkeypatch):
     """As if captured decode were the fast way here too: its steps are then simply called."""
-    monkeypatch.setattr('engine.captured.suits_capture', lambda model: model.captured)
-
-
-def test_one_for_each_cache(everywhere):
-    model = random_model(GPTConfig(**FULL_STACK))
-    first, second = new_cache(model, 'auto', False), new_cache(model, 'auto', False)
-    assert captured_decode(model, first) is captured_decode(model, first) is not captured_decode(model, second)
-    gone = weakref.ref(first)
-    del first
-    gc.collect()
-    assert gone() is None  # with its graphs
+    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
 
 
 def test_what_asks_the_device_is_not_captured(everywhere):
@@ -170,10 +158,10 @@ def test_what_asks_the_device_is_not_captured(everywhere):
 def test_a_generation_draws_the_same_tokens(name, everywhere):
     model = random_model(GPTConfig(**MODELS[name] | dict(block_size=30)))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    captured = Generation(model, prompts, 40, Sampler(temperature=0))
-    model.captured = False
     plain = Generation(model, prompts, 40, Sampler(temperature=0))
-    assert captured.decode and not plain.decode
+    cache = model.new_cache(3, cache_length(model, 5, 40))
+    captured = Generation(model, prompts, 40, Sampler(temperature=0), cache,
+                          decode=captured_decode(model, cache))
     captured.finish(1)
     plain.finish(1)
     assert torch.equal(torch.cat(list(plain), dim=1), torch.cat(list(captured), dim=1))
@@ -185,30 +173,18 @@ def test_the_engine_gives_the_same_texts(everywhere):
     params = [SamplingParams(max_new_tokens=5 + 3 * k, temperature=0.8, seed=k) for k in range(9)]
     texts = []
     for on in (False, True):
-        model.captured = on
-        engine = Engine(model, 4, 48, page_size=8, prefill_chunk=8, kv_budget=40_000)
+        engine = Engine(model, 4, 48, page_size=8, prefill_chunk=8, kv_budget=40_000, captured=on)
         texts.append([completion.tokens for completion in engine.generate(prompts, params)])
         assert bool(engine.captured) == on
     assert texts[0] == texts[1]
 
 
 def test_where_it_suits(monkeypatch):
-    """On CUDA, unless the model says no; nothing is asked of the device."""
+    """On CUDA, not in float64; nothing is asked of the device."""
     weights = SimpleNamespace(weight=torch.zeros(1))
-    model = SimpleNamespace(captured=True, device=torch.device('cuda'), lm_head=weights)
+    model = SimpleNamespace(device=torch.device('cuda'), lm_head=weights)
     monkeypatch.setattr(captured_module, 'usable', lambda device: device.type == 'cuda')
     assert suits_capture(model)
-    for name, value in (('captured', False), ('device', torch.device('cpu')),
+    for name, value in (('device', torch.device('cpu')),
                         ('lm_head', SimpleNamespace(weight=torch.zeros(1, dtype=torch.float64)))):
         assert not suits_capture(SimpleNamespace(**vars(model) | {name: value})), name
-
-
-def test_it_is_kept_with_the_cache_that_it_was_made_for(monkeypatch):
-    monkeypatch.setattr(captured_module, 'suits_capture', lambda model: True)
-    model, other = (random_model(GPTConfig(**FULL_STACK), torch.float32) for _ in 'ab')
-    cache = model.new_cache(2, 20)
-    found = captured_decode(model, cache)
-    assert captured_decode(model, cache) is found and captured_decode(model, model.new_cache(2, 20)) is not found
-    assert captured_decode(other, cache).model is other
-    compiled = captured_decode(other, cache, compiled=True)
-    assert compiled.compiled and captured_decode(other, cache, compiled=True) is compiled

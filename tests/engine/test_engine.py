@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.generate import generate
 from engine.params import SamplingParams
+from generate import generate
 from model import GPT
 from tests.helpers.serving import (
     ALPHABET,

@@ -3,13 +3,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.linear import Linear
+from engine.linear import FewRowsLinear
 
 
 def chunked(monkeypatch) -> list:
     """Gets an entry whenever a product is made in chunks of the weight."""
-    taken, in_chunks = [], Linear._in_chunks
-    monkeypatch.setattr(Linear, '_in_chunks', lambda layer, x: taken.append(x.shape) or in_chunks(layer, x))
+    taken, in_chunks = [], FewRowsLinear._in_chunks
+    monkeypatch.setattr(FewRowsLinear, '_in_chunks', lambda layer, x: taken.append(x.shape) or in_chunks(layer, x))
     return taken
 
 
@@ -17,7 +17,7 @@ def chunked(monkeypatch) -> list:
 @pytest.mark.parametrize('n_out', [64, 65, 128, 200])
 @pytest.mark.parametrize('shape', [(4, 1, 24), (15, 1, 24), (2, 3, 24), (7, 24)])
 def test_few_rows_equal_a_plain_linear(monkeypatch, shape, n_out, bias):
-    layer, x = Linear(24, n_out, bias=bias), torch.randn(shape)
+    layer, x = FewRowsLinear(24, n_out, bias=bias), torch.randn(shape)
     expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
     taken = chunked(monkeypatch)
     with torch.no_grad():
@@ -30,13 +30,13 @@ def test_few_rows_equal_a_plain_linear(monkeypatch, shape, n_out, bias):
     (1, 64, torch.float32), (2, 64, torch.float32), (3, 64, torch.float32), (16, 64, torch.float32), (8, 63, torch.float32),
     (8, 64, torch.float64), (8, 64, torch.bfloat16)])
 def test_others_take_the_plain_road(monkeypatch, n_rows, n_out, dtype):
-    layer, taken, x = Linear(24, n_out).to(dtype), chunked(monkeypatch), torch.randn(n_rows, 24, dtype=dtype)
+    layer, taken, x = FewRowsLinear(24, n_out).to(dtype), chunked(monkeypatch), torch.randn(n_rows, 24, dtype=dtype)
     with torch.no_grad():
         assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
     assert not taken
 
 
 def test_training_takes_the_plain_road_and_is_differentiable():
-    layer = Linear(24, 64)
+    layer = FewRowsLinear(24, 64)
     layer(torch.randn(8, 24)).sum().backward()
     assert layer.weight.grad is not None

@@ -6,9 +6,9 @@ import pytest
 
 from engine.engine import Engine
 from engine.many import ROWS, complete, fitted, json_lines, make_engine
+from engine.paged import PAGE_SIZE
 from engine.params import SamplingParams, sample_seed
 from engine.prompts import encode_requests, read_requests
-from kv.paged import PAGE_SIZE
 from tests.helpers.serving import TOKENIZER, alone, assert_idle, budget_for, model_of
 
 DEFAULTS = SamplingParams(10, temperature=1.2)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.pages import PageTable
 from engine.params import SamplingParams
-from kv.pages import PageTable
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
 SIZE = 4
@@ -119,10 +119,10 @@ def test_cancelled_at_any_moment_nothing_is_leaked():
         assert_nothing_leaked(engine)
 
 
-BOOKKEEPING = ['kv.prefix.PrefixStore.extend', 'kv.prefix.PrefixStore.restore', 'kv.prefix.PrefixStore.release',
-               'kv.prefix.PrefixStore._evict', 'kv.prefix.PrefixStore._make_anchor', 'kv.prefix.PrefixStore._leave_pool',
-               'kv.prefix.PrefixStore._new', 'kv.pages.PageTable.keep', 'kv.pages.PageTable.let_go', 'kv.pages.PageTable.adopt',
-               'kv.pages.PageTable.take_kept', 'kv.blocks.BlockCopier.put_page', 'kv.blocks.BlockCopier.page']
+BOOKKEEPING = ['engine.prefix.PrefixStore.extend', 'engine.prefix.PrefixStore.restore', 'engine.prefix.PrefixStore.release',
+               'engine.prefix.PrefixStore._evict', 'engine.prefix.PrefixStore._make_anchor', 'engine.prefix.PrefixStore._leave_pool',
+               'engine.prefix.PrefixStore._new', 'engine.pages.PageTable.keep', 'engine.pages.PageTable.let_go', 'engine.pages.PageTable.adopt',
+               'engine.pages.PageTable.take_kept', 'engine.blocks.BlockCopier.put_page', 'engine.blocks.BlockCopier.page']
 
 
 @pytest.mark.parametrize('kind', [pytest.param(kind, marks=[pytest.mark.slow] * (kind != 'full stack')) for kind in KINDS])

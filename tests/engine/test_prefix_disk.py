@@ -10,11 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from config.errors import UserError
+from engine.blocks import taken
 from engine.engine import Engine
 from engine.params import SamplingParams
+from engine.prefix_disk import DiskTier, _hash, fingerprint
 from engine.weights import quantize_weights
-from kv.blocks import taken
-from kv.prefix_disk import DiskTier, _hash, fingerprint
 from model import GPTConfig
 from tests.helpers.models import random_model
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
@@ -174,7 +174,7 @@ def test_buffers_in_more_memory_than_they_need(tmp_path, monkeypatch):
     plain, budget = engine_of(tmp_path / 'plain', kv_dtype='int8'), 25_000
     plain.generate([prompt(40)], PARAMS)
     plain.close()
-    monkeypatch.setattr('kv.blocks.HostCopies.out', out)
+    monkeypatch.setattr('engine.blocks.HostCopies.out', out)
     engine = engine_of(tmp_path / 'rounded', budget=budget, kv_dtype='int8')
     for seed in (1, 2, 0, 0):
         ids = prompt(40, seed=seed)

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from config.errors import UserError
+from engine.pages import PageTable
 from engine.params import SamplingParams
 from engine.scheduler import Request, Scheduler
-from kv.pages import PageTable
 
 
 class Cache:

@@ -10,9 +10,9 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine import weights
 from engine.engine import Engine
-from engine.generate import generate
 from engine.params import SamplingParams
 from engine.weights import compile_for_decode, quantize_weights, weights_dtype
+from generate import generate
 from lab.benchmarks.traffic import weight_bytes
 from tests.helpers.models import FULL_STACK, full_logits, random_model, tokens
 
@@ -92,8 +92,8 @@ def test_packed_weights_give_the_same_logits_for_any_number_of_rows(monkeypatch,
     idx, by_packed = tokens(n_rows + 1, 12), []
     plain = [full_logits(model, idx[:n, :1]) for n in range(1, n_rows + 2)]
     assert weights.pack_weights(model, n_rows)
-    run = weights.Linear._by_packed
-    monkeypatch.setattr(weights.Linear, '_by_packed', lambda self, x: by_packed.append(x.size(0)) or run(self, x))
+    run = weights.FewRowsLinear._by_packed
+    monkeypatch.setattr(weights.FewRowsLinear, '_by_packed', lambda self, x: by_packed.append(x.size(0)) or run(self, x))
     for n, expected in enumerate(plain, 1):
         assert (full_logits(model, idx[:n, :1]) - expected).abs().max() < 1e-4
     assert set(by_packed) == set(range(n_rows // 2 + 1, n_rows + 1))
@@ -114,11 +114,15 @@ def test_where_the_operation_is_missing_or_wrong_nothing_is_packed(monkeypatch, 
         if fault:
             raise fault
         return torch.zeros(x.size(0), self.out_features)
-    monkeypatch.setattr(weights.Linear, '_by_packed', by_packed)
+    monkeypatch.setattr(weights.FewRowsLinear, '_by_packed', by_packed)
     model, idx = random_model(GPTConfig(**WIDE), torch.float32), tokens(8, 1)
     expected = full_logits(model, idx)
     assert not weights.pack_weights(model, 8)
     assert torch.equal(full_logits(model, idx), expected)
+
+
+def linears(model):
+    return [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
 
 
 def test_packed_weights_are_left_alone_by_training():
@@ -130,7 +134,7 @@ def test_packed_weights_are_left_alone_by_training():
 
 @pytest.mark.parametrize('change', [lambda m, other: m.load_state_dict(other.state_dict()),
                                     lambda m, other: [setattr(a, 'weight', b.weight) for a, b in zip(
-                                        weights.linears(m), weights.linears(other))]], ids=['in place', 'another tensor'])
+                                        linears(m), linears(other))]], ids=['in place', 'another tensor'])
 def test_a_changed_weight_is_not_shadowed_by_its_packed_copy(change):
     model, other = (random_model(GPTConfig(**WIDE), torch.float32, seed) for seed in (0, 1))
     assert weights.pack_weights(model, 8)
@@ -138,7 +142,7 @@ def test_a_changed_weight_is_not_shadowed_by_its_packed_copy(change):
     idx = tokens(8, 1)
     hidden = torch.randn(8, 64)
     with torch.no_grad():
-        for a, b in zip(weights.linears(model), weights.linears(other)):
+        for a, b in zip(linears(model), linears(other)):
             x = hidden if a.in_features == 64 else torch.randn(8, a.in_features)
             assert (a(x) - torch.nn.functional.linear(x, b.weight, a.bias)).abs().max() < 1e-4
     assert full_logits(model, idx).isfinite().all()

@@ -2,6 +2,7 @@
 import torch
 from hypothesis import strategies as st
 
+from engine.paged import PagedKVCache
 from tests.helpers.models import VOCAB, full_logits, max_gap, random_model
 
 BAD = VOCAB - 1  # a token whose embedding is NaN: its row is NaN from then on. No other row may be, nor the next in its place
@@ -14,7 +15,8 @@ class Run:
         self.model = random_model(config, dtype)
         with torch.no_grad():
             self.model.transformer.wte.weight[BAD] = torch.nan
-        self.cache = self.model.new_cache(batch, room, kv_dtype, **paging)
+        kind = {'cache_class': PagedKVCache} if 'n_pages' in paging else {}
+        self.cache = self.model.new_cache(batch, room, kv_dtype, **kind | paging)
         self.text, self.room, self.bound = [[] for _ in range(batch)], room, bound
         self.generator = torch.Generator().manual_seed(1)
 
@@ -69,7 +71,9 @@ class Run:
                 lens.append(data.draw(st.sampled_from([0, n]) | st.integers(0, n)) if ragged else n)
             bad = [r for r in numbers if data.draw(st.integers(0, 9)) == 0]
             self.step(lens, rows, bad, t)
-            change = data.draw(st.sampled_from(['none', 'none', 'reset', 'move'] + ['fork', 'fork'] * can_fork))
+            paged = isinstance(self.cache, PagedKVCache)
+            changes = ['none', 'none', 'reset'] + ['move'] * paged + ['fork', 'fork'] * can_fork
+            change = data.draw(st.sampled_from(changes))
             if change == 'reset':
                 self.reset(*data.draw(st.lists(row, max_size=3)))
             elif change == 'move':

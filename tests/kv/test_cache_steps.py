@@ -3,10 +3,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attention.cached import tiles
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from kv.view import KVView
 from tests.helpers.models import FULL_STACK, feed, full_logits, max_gap, random_model, tokens
+from training.run import prepare
 
 
 def test_a_step_that_failed_midway_is_not_built_upon(monkeypatch):
@@ -39,9 +40,9 @@ class LargestFloat(TorchDispatchMode):
 @pytest.mark.parametrize('ragged', [False, True])
 def test_an_int8_cache_is_decoded_a_tile_at_a_time(monkeypatch, t, ragged):
     """No operation gives a decoded copy of a slot: floats are small beside what the global slot holds."""
-    monkeypatch.setattr(KVView.tiles, '__defaults__', (256,))
+    monkeypatch.setattr(tiles, '__defaults__', (256,))
     model = random_model(GPTConfig(**FULL_STACK | dict(block_size=1024)))
-    model.prepare(1000)  # rotary tables are no part of the step
+    prepare(model, 1000)  # rotary tables are no part of the step
     cache = model.new_cache(4, 1000, 'int8').fill_(990)
     if ragged:
         cache.reset([1])

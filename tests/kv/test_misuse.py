@@ -5,14 +5,14 @@ import torch
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.engine import Engine
-from engine.generate import Generation
+from engine.paged import PagedKVCache
 from engine.params import SamplingParams
-from engine.sampler import Sampler
+from generate import Generation, Sampler
 from tests.helpers.models import FULL_STACK, VOCAB, feed, full_logits, max_gap, random_model, tokens
 
 VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
 KINDS = pytest.mark.parametrize('kind', [FULL_STACK, VANILLA], ids=['full stack', 'vanilla'])
-PAGED = pytest.mark.parametrize('pages', [{}, dict(n_pages=40, page_size=4)], ids=['contiguous', 'paged'])
+PAGED = pytest.mark.parametrize('pages', [{}, dict(cache_class=PagedKVCache, n_pages=40, page_size=4)], ids=['contiguous', 'paged'])
 
 
 @KINDS

@@ -6,13 +6,16 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from engine.paged import PagedKVCache
 from tests.helpers.models import FULL_STACK, configs, feed, max_gap, random_model, tokens
 from tests.helpers.runs import Run
 
 pytestmark = pytest.mark.filterwarnings('ignore:layer_pattern')
 STACK = GPTConfig(**FULL_STACK)
 # contiguous, and paged with a pool that is never short
-KINDS = pytest.mark.parametrize('paging', [{}, dict(n_pages=100, page_size=3)], ids=['contiguous', 'paged'])
+PAGES = dict(cache_class=PagedKVCache, n_pages=100, page_size=3)
+KINDS = pytest.mark.parametrize('paging', [{}, PAGES], ids=['contiguous', 'paged'])
+PAGED = pytest.mark.parametrize('paging', [PAGES], ids=['paged'])
 
 
 def past_two_wraps(config):
@@ -90,7 +93,7 @@ def test_rows_without_a_cache_are_refused():
 
 # -- move -------------------------------------------------------------------------------------------------------------
 
-@KINDS
+@PAGED
 def test_a_moved_row_goes_on_and_its_old_place_is_empty(paging):
     run = Run(STACK, 3, 40, **paging)
     run.step([17, 4, 23])
@@ -103,7 +106,7 @@ def test_a_moved_row_goes_on_and_its_old_place_is_empty(paging):
     run.step([1, 1, 1])
 
 
-@KINDS
+@PAGED
 @pytest.mark.parametrize('source, target', [(0, 3), (-1, 0), (3, 0), (0, True)])
 def test_a_move_of_rows_that_are_none_is_refused(paging, source, target):
     run = Run(STACK, 3, 20, **paging)
@@ -115,12 +118,13 @@ def test_a_move_of_rows_that_are_none_is_refused(paging, source, target):
 
 # -- NaN --------------------------------------------------------------------------------------------------------------
 
-@KINDS
 @pytest.mark.parametrize('config', [
     FULL_STACK, dict(FULL_STACK, layer_pattern='G', kv_share='', n_layer=2), dict(FULL_STACK, layer_pattern='L', kv_share=''),
 ], ids=['full stack', 'global', 'local'])
 @pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
-@pytest.mark.parametrize('left', ['reset', 'reset all', 'moved away', 'moved over'])
+@pytest.mark.parametrize('paging, left', [
+    ({}, 'reset'), ({}, 'reset all'), (PAGES, 'reset'), (PAGES, 'reset all'), (PAGES, 'moved away'),
+    (PAGES, 'moved over')])
 def test_who_follows_on_a_row_that_was_nan_is_not(paging, config, kv_dtype, left):
     """A masked key has weight 0, and 0 * NaN is NaN: what a row held may not be there for the next one."""
     run = Run(GPTConfig(**config, kv_quant_train='int8' if kv_dtype == 'int8' else ''), 3, 40, kv_dtype, **paging)
@@ -155,12 +159,12 @@ def test_a_row_is_emptied_no_further_than_it_was_written():
     cache = random_model(STACK).new_cache(2, 40)
     for store in cache.stores:
         store.fill_random_()
-    random = [store.v[0].clone() for store in cache.stores]
+    random = [store.tensors[1].clone() for store in cache.stores]
     feed(cache=cache, model=random_model(STACK), idx=tokens(2, 3), chunks=[3])
     cache.reset([1])
     for store, before in zip(cache.stores, random):
-        assert torch.equal(store.v[0][:, :, 3:], before[:, :, 3:])
-        assert store.v[0][0, :, :3].abs().min() > 0 == store.v[0][1, :, :3].abs().max()
+        assert torch.equal(store.tensors[1][:, :, 3:], before[:, :, 3:])
+        assert store.tensors[1][0, :, :3].abs().min() > 0 == store.tensors[1][1, :, :3].abs().max()
 
 
 def test_values_beside_those_of_a_reset_row_stay():

@@ -3,7 +3,6 @@ import functools
 
 import pytest
 
-import sample
 import train
 from tests.programs.support import FULL_STACK, VANILLA, make_tiny, run_train
 
@@ -22,14 +21,14 @@ def own_data_root(tmp_path, monkeypatch):
     root.mkdir()
     make_tiny(root)
     monkeypatch.setattr(train, 'DATA_ROOT', root)
-    monkeypatch.setattr(sample, 'DATA_ROOT', root)
+    monkeypatch.setattr('interop.load.DATA_ROOT', root)
     return root
 
 
 @pytest.fixture(autouse=True)
 def _in_process(monkeypatch, data_root):
     monkeypatch.setattr(train, 'DATA_ROOT', data_root)
-    monkeypatch.setattr(sample, 'DATA_ROOT', data_root)
+    monkeypatch.setattr('interop.load.DATA_ROOT', data_root)
 
 
 @pytest.fixture

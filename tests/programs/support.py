@@ -26,7 +26,8 @@ FULL_STACK = dict(TINY, n_layer=7, n_kv_head=1, layer_pattern='LLLLLG', window_s
 HARD = dict(dropout=0.1, gradient_accumulation_steps=2)  # every random number matters, and so does the data position
 BOTH = pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
 # the program, but for the folder that holds its data sets
-LAUNCH = ('import sys, pathlib, configurator, {0} as program; program.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
+LAUNCH = ('import sys, pathlib, configurator, interop.load, {0} as program; '
+          'program.DATA_ROOT = interop.load.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
           'configurator.run_program(program.main)')
 
 

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 import torch
 
-import sample
+import interop.load
 from interop import export
 from tests.helpers.elsewhere import ROOT, commands, train_in
 from tests.programs.support import load
@@ -18,7 +18,7 @@ ELSEWHERE = ('pip', 'vllm', 'lm_eval')
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     data = train_in(tmp_path, monkeypatch)
-    for program in (export, sample):
+    for program in (export, interop.load):
         monkeypatch.setattr(program, 'DATA_ROOT', data)
     monkeypatch.setenv('HF_MODULES_CACHE', str(tmp_path / 'modules'))
     monkeypatch.chdir(tmp_path)

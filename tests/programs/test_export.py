@@ -223,7 +223,7 @@ def test_it_says_what_its_tokens_are(made, tmp_path, capsys, monkeypatch, name):
     settings = dict(init_from=made(name)[1], device='cpu', start='abc', max_new_tokens=8, num_samples=1, temperature=0,
                     report=False)
     with monkeypatch.context() as patch:
-        patch.setattr(sample, 'DATA_ROOT', tmp_path)
+        patch.setattr('interop.load.DATA_ROOT', tmp_path)
         sample.main(flags(settings))
     found = capsys.readouterr().out
     sample.main(flags(settings | dict(init_from='resume', out_dir=made(name)[0])))

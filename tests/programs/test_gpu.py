@@ -10,12 +10,12 @@ import torch
 
 import bench
 import sample
-from attention.kernels import wanted
+from attention.backends import wanted
 from config.gpt_config import GPTConfig
+from engine.captured import captured_decode
 from engine.engine import Engine
-from engine.generate import Generation
 from engine.params import SamplingParams
-from engine.sampler import Sampler
+from generate import Generation, Sampler
 from lab.benchmarks import bandwidth, kernels
 from model import GPT
 from tests.helpers.models import FULL_STACK as MODEL
@@ -137,9 +137,9 @@ def test_generations_are_those_of_the_cpu(kv_dtype):
     model, prompts = random_model(GPTConfig(**MODEL), torch.float32), [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
     def greedy(model, captured=True):
-        model.captured = captured
         cache = model.new_cache(3, 60, kv_dtype)
-        generation = Generation(model, prompts, 50, Sampler(temperature=0), cache)
+        decode = captured_decode(model, cache) if captured else None
+        generation = Generation(model, prompts, 50, Sampler(temperature=0), cache, decode=decode)
         return torch.cat(list(generation), dim=1).cpu(), generation
     expected, _ = greedy(model)
     model.cuda()
@@ -155,7 +155,9 @@ def test_generations_are_those_of_the_cpu(kv_dtype):
 
 def test_a_generation_never_waits_for_the_device():
     model = GPT(GPTConfig(**MODEL)).cuda().bfloat16().eval()
-    generation = Generation(model, [[1, 2, 3]], 60, Sampler(temperature=0.8, top_k=5, top_p=0.9))
+    cache = model.new_cache(1, 70)
+    generation = Generation(model, [[1, 2, 3]], 60, Sampler(temperature=0.8, top_k=5, top_p=0.9),
+                            cache, decode=captured_decode(model, cache))
     made = [next(generation) for _ in range(5)]  # the prompt, the capture
     torch.cuda.set_sync_debug_mode('error')
     try:

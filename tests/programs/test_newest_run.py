@@ -50,7 +50,7 @@ def test_what_was_given_is_not_guessed_at(runs):
 @pytest.mark.parametrize('program', [sample, chat, serve])
 def test_a_folder_is_accepted(program, runs, monkeypatch):
     asked = []
-    monkeypatch.setattr(program, 'load_all', lambda s, texts: asked.append(s.out_dir) or 1 / 0)
+    monkeypatch.setattr(program, 'load', lambda s: asked.append(s.out_dir) or 1 / 0)
     for argv in (['out-old'], ['--seed=1', 'out-old/'], ['--out_dir=x', 'out-old']):
         with pytest.raises(ZeroDivisionError):
             program.main([*argv, *(['--port=0'] if program is serve else [])])

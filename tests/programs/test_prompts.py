@@ -7,9 +7,11 @@ import torch
 
 import sample
 from config.errors import UserError
+from config.gpt_config import GPTConfig
 from data.tokenizer import CharTokenizer
 from engine.engine import Engine
 from engine.prompts import encode_prompts, read_prompts
+from model import GPT
 from tests.programs.support import ALPHABET, flags, load, start_program
 from tests.programs.test_sample import KINDS, RULE
 
@@ -29,7 +31,7 @@ def prompts_file(tmp_path):
 @pytest.fixture
 def fp64(monkeypatch):
     """Rounding depends on the batch size: in float64 that never shows."""
-    monkeypatch.setattr(sample, 'pick_dtype', lambda *_: torch.float64)
+    monkeypatch.setattr('interop.load.pick_dtype', lambda *_: torch.float64)
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def test_what_shares_a_batch_changes_no_text(many, trained, prompts_file, fp64, 
 @KINDS
 def test_each_prompt_gets_what_full_forwards_give_it_alone(many, trained, prompts_file, fp64, kind):
     checkpoint = load(trained[kind] / 'ckpt.pt')
-    model = sample.GPT(sample.GPTConfig(**checkpoint['model_args']))
+    model = GPT(GPTConfig(**checkpoint['model_args']))
     model.load_state_dict(checkpoint['model'])
     model.double().eval()
     lines, expected = LINES if kind == 'full' else SHORT, []
@@ -126,7 +128,7 @@ def test_lines_with_settings_of_their_own(many, trained, prompts_file):
 @KINDS
 def test_one_that_is_too_long_stops_no_other(many, trained, prompts_file, monkeypatch, kind):
     """A line could ask for more positions than there is memory for all, or than a number can say."""
-    monkeypatch.setattr(sample, 'memory_of', lambda device: 200_000)
+    monkeypatch.setattr(sample, 'total_memory', lambda device: 200_000)
     lines = ['"ab"'] + [f'{{"prompt": "ab", "max_new_tokens": {n}}}' for n in (40_000, 10 ** 11, 10 ** 25)] + ['"cd"']
     good, *bad, last = many(trained[kind], prompts_file('\n'.join(lines), 'p.jsonl'))
     assert good['tokens'] == last['tokens'] == 6

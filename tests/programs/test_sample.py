@@ -11,6 +11,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.cache import KVCache
 from kv.plan import plan_kv
+from model import GPT
 from tests.programs.support import ALPHABET, load, run_sample
 
 RULE = '---------------'
@@ -106,7 +107,7 @@ def test_sample_0_is_what_nanogpts_program_prints(capsys, trained, kind):
     """Seed, build the model from that generator, then draw from it: nanoGPT's order of things, in its own loop."""
     checkpoint = load(trained[kind] / 'ckpt.pt')
     torch.manual_seed(1337)
-    model = sample.GPT(GPTConfig(**checkpoint['model_args']))
+    model = GPT(GPTConfig(**checkpoint['model_args']))
     model.load_state_dict(checkpoint['model'])
     model.eval()
     idx = torch.tensor([[ALPHABET.index(c) for c in 'ab']])

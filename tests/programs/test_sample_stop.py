@@ -3,6 +3,7 @@ import codecs
 
 import pytest
 
+import interop.load
 import sample
 from config.errors import UserError
 from engine.stopping import SampleText
@@ -61,8 +62,8 @@ def letters(tokenizer):
 @pytest.mark.parametrize('stop, expected', [('ße', 'Grü'), ('alle.', 'Grüße an '), ("['Ende', 'lle']", 'Grüße an a'),
                                             ('ü', 'Gr'), ('Endlich', 'Grüße an alle. Ende\n'), ('', 'Grüße an alle. Ende\n')])
 def test_stop_texts_that_straddle_tokens(capsys, trained, monkeypatch, parallel, stop, expected):
-    plain = sample.load_dataset_tokenizer
-    monkeypatch.setattr(sample, 'load_dataset_tokenizer', lambda *args: letters(plain(*args)))
+    plain = interop.load.tokenizer_of
+    monkeypatch.setattr(interop.load, 'tokenizer_of', lambda *args: letters(plain(*args)))
     out = run_sample(capsys, out_dir=trained['full'], stop=stop, num_samples=2, parallel=parallel, report=False)
     assert out.endswith(f'ab{expected}\n{RULE}\n' * 2)
 

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
+from engine.blocks import OVERHEAD
 from engine.params import SamplingParams
-from kv.blocks import OVERHEAD
 from tests.helpers.serving import TOKENIZER, alone, model_of, prompt
 from tests.serving.conftest import assert_free, eventually
 from tests.serving.test_server import request

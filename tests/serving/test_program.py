@@ -8,7 +8,6 @@ import urllib.request
 
 import pytest
 
-import sample
 import serve
 from config.errors import UserError
 from serving.server import bind
@@ -16,14 +15,14 @@ from tests.programs.support import ROOT, TINY, flags, make_tiny
 
 SETTINGS = {name: TINY[name] for name in ('dataset', 'device', 'n_layer', 'n_head', 'n_embd', 'block_size')} | dict(
     init_from='random', user='a', reply_as='b', turn='{name}c{text}d', port=0)
-LAUNCH = ('import sys, pathlib, configurator, sample, serve; sample.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
+LAUNCH = ('import sys, pathlib, configurator, interop.load, serve; interop.load.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
           'configurator.run_program(serve.main)')
 
 
 @pytest.fixture
 def data_root(tmp_path, monkeypatch):
     make_tiny(tmp_path)
-    monkeypatch.setattr(sample, 'DATA_ROOT', tmp_path)
+    monkeypatch.setattr('interop.load.DATA_ROOT', tmp_path)
     return tmp_path
 
 

@@ -6,6 +6,7 @@ import torch._dynamo
 from model import GPT, GPTConfig
 from training.loss import linear_cross_entropy
 from training.recompute import set_recompute
+from training.run import prepare
 
 CONFIG = dict(block_size=48, vocab_size=78, n_layer=4, n_head=4, n_embd=32, n_kv_head=1, layer_pattern='LLG', kv_share='AAB',
               share_global_kv=True, window_size=16, pos_embedding='rope', qk_norm=True, bias=False)
@@ -42,7 +43,7 @@ def test_training_is_one_graph(policy, chunked_loss, autocast):
         model = GPT(GPTConfig(**CONFIG))
         model.loss_fn = linear_cross_entropy if chunked_loss else None
         set_recompute(model, policy)
-        model.prepare(48)
+        prepare(model, 48)
         call = torch.compile(model, fullgraph=True, backend='aot_eager') if compiled else model
         found.append(train(model, call, autocast))
     (losses, gradients), (expected_losses, expected) = found

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import training.loss
-from attention.masks import _block_masks
+from attention.kernels.flex import _block_masks
 from config.gpt_config import GPTConfig
 from kv.report import nice_bytes
 from model import GPT

@@ -16,6 +16,7 @@ from tests.programs.support import VANILLA as VANILLA_RUN
 from tests.programs.support import flags
 from training.loss import linear_cross_entropy
 from training.recompute import ATTENTION, PRODUCTS, Recompute, set_recompute
+from training.run import prepare
 
 aten = torch.ops.aten
 POLICIES = ('block', 'every:2', 'sqrt', 'mlp', 'selective', 'offload')
@@ -167,7 +168,7 @@ def test_compiled_without_a_break_in_the_graph(policy, shape):
     loss.backward()
     other = new_model(shape, policy, n_layer=2)
     other.loss_fn = linear_cross_entropy if policy == 'block' else None
-    other.prepare(64)
+    prepare(other, 64)
     compiled = torch.compile(other, backend='aot_eager_decomp_partition', fullgraph=True)
     again = compiled(idx, targets)[1]
     again.backward()

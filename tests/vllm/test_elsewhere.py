@@ -91,6 +91,6 @@ def test_judged_as_by_ours(folder, monkeypatch, capsys):
     [path] = folder.rglob('found*.json')
     found = json.loads(path.read_text())['results']['own_text']['bits_per_byte,none']
     (folder / 'text.txt').write_text('\n' + TEXT)
-    monkeypatch.setattr('sample.DATA_ROOT', folder / 'data')
+    monkeypatch.setattr('interop.load.DATA_ROOT', folder / 'data')
     evaluate.main(['--init_from=my-model', '--text=text.txt', '--context=64', '--stride=64', '--json=True', '--device=cpu'])
     assert found == pytest.approx(json.loads(capsys.readouterr().out.splitlines()[-1])['bits_per_byte'], rel=1e-5)

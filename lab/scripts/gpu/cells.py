@@ -118,7 +118,7 @@ def first() -> list[Stage]:
     """Is it right, is it fast, where does the time go: a short answer to each question."""
     layouts = [('contiguous', 'bfloat16'), ('contiguous', 'int8'), ('ring', 'bfloat16'),
                ('ring', 'int8'), ('paged', 'bfloat16'), ('paged', 'int8'), ('chunk', 'int8'),
-               ('paged chunk', 'bfloat16'), ('paged chunk', 'int8'), ('tags', 'int8'),
+               ('paged chunk', 'bfloat16'), ('paged chunk', 'int8'),
                ('contiguous', 'float16'), ('contiguous', 'float32')]
     kernels = [Cell(f'attention/{layout}/{kv_dtype}', 8, dict(layout=layout, kv_dtype=kv_dtype))
                for layout, kv_dtype in layouts]

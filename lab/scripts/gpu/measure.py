@@ -10,7 +10,6 @@ import contextlib
 import gc
 import importlib
 import json
-import math
 import os
 import statistics
 import sys
@@ -24,168 +23,28 @@ from torch.profiler import ProfilerActivity
 
 import configurator
 from ablate import main as run_ladder
-from attention.causal import causal_attention
-from attention.kernels import wanted
-from attention.local import blockwise_local_attention, flex_local_attention
-from attention.qk import norm_and_rotate
-from attention.rope import RotaryTable
+from attention.backends import wanted
 from data.datasets import DATA_ROOT
 from engine.captured import CapturedDecode, captured_decode
-from kv.quant import dequantize_int8
-from kv.store import KVStore, Target
+from engine.paged import PagedKVCache
+from kv.cache import KVCache
 from lab.benchmarks import kernels
 from lab.benchmarks.setting import build, model_config, random_tokens
 from lab.benchmarks.train import TrainStep
-from lab.scripts.gpu.cells import FULL
+from lab.scripts.gpu.exact import (
+    ALLOWED,
+    TINY,
+    Machine,
+    attention,
+    judged,
+    random_store,
+    sequence,
+    write,
+)
 from lab.scripts.gpu.supervise import ROOT, context_is_poisoned, worker_cells
 
-TINY = ['--n_layer=7', '--n_embd=96', '--head_dim=16', '--n_head=6', '--mlp_hidden=0',
-        '--window_size=16', '--block_size=64']
 REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests=4',
              '--batch_size=2', '--compile=False', '--attention_backend=auto']
-# dtype of the queries -> largest error, relative to a row's largest value
-ALLOWED = {'float32': 2e-4, 'bfloat16': 2e-2, 'float16': 4e-3}
-
-
-class Machine:
-    """The device, and sizes that suit it."""
-
-    def __init__(self, device: str):
-        self.device, self.real = torch.device(device), device != 'cpu'
-        # the interpreter multiplies bfloat16 wrongly
-        self.dtype = torch.bfloat16 if self.real else torch.float32
-
-    def settings(self, *args: str):
-        """Settings of bench.py for the full stack."""
-        given = [FULL, *args] + ([] if self.real else TINY)
-        given += [f'--device={self.device}', f'--dtype={name_of(self.dtype)}', '--real_data=False']
-        return configurator.parse('bench', given, echo=False)
-
-
-def name_of(dtype) -> str:
-    return str(dtype).removeprefix('torch.')
-
-
-def judged(found, exact, allowed: float) -> dict:
-    """The largest error of any row (first dimension), relative to the row's largest exact value.
-    Each row has its own scale because means over many keys are small: beside means over few keys,
-    their errors would not show. Where an exact row is zero, the result must be zero."""
-    off, size = (x.double().flatten(1).abs().amax(1) for x in (found.double() - exact, exact))
-    error = (off / size.clamp(min=1e-30)).max().item()
-    return {'error': error if math.isfinite(error) else 1e30, 'allowed': allowed}
-
-
-def worst(checks: list[dict]) -> dict:
-    return max(checks, key=lambda check: check['error'] / check['allowed'])
-
-
-# -- kernels, against float64 ----------------------------------------------------------------------
-
-def random_store(machine, rows, capacity, kv_dtype, n_kv_head=1, head_dim=64) -> KVStore:
-    store = KVStore(rows, n_kv_head, capacity, head_dim, getattr(torch, kv_dtype), machine.dtype,
-                    machine.device)
-    store.fill_random_()
-    return store
-
-
-def exact_values(x):
-    """Stored K or V in float64."""
-    return dequantize_int8(*x, torch.float64) if len(x) == 2 else x[0].double()
-
-
-def attention(machine, layout: str, kv_dtype: str) -> dict:
-    """Rows of many lengths, one of them empty; the kernel chooses the number of splits."""
-    from attention.kernels.decode import stored_attention
-    B, H, D, page = 8, 12, 64, 64
-    S, W = (8192, 256) if machine.real else (128, 16)
-    t = 5 if 'chunk' in layout else 1
-    generator = torch.Generator().manual_seed(0)
-    lengths = [S, 0, t, S - 1, *torch.randint(t, S, (B - 4,), generator=generator)]
-    lengths = torch.tensor(lengths).to(machine.device)
-    dtype = torch.float16 if kv_dtype == 'float16' else machine.dtype
-    q = torch.randn(B, t, H, D, device=machine.device, dtype=dtype).transpose(1, 2)
-    place, how, window = torch.arange(S, device=machine.device), dict(seen=lengths), 0
-    if 'paged' in layout:
-        n_pages = B * S // page
-        store = random_store(machine, n_pages + 3, page, kv_dtype)
-        table = torch.randperm(n_pages + 3, generator=generator)[:n_pages]
-        table = table.view(B, -1).to(machine.device)
-        k, v = (exact_values(x)[table].transpose(1, 2).flatten(2, 3) for x in (store.k, store.v))
-        how['table'] = table.int()
-    else:
-        store = random_store(machine, B, W if layout == 'ring' else S, kv_dtype)
-        k, v = exact_values(store.k), exact_values(store.v)
-        place = place[:k.size(2)]
-    q_at = lengths[:, None] - t + torch.arange(t, device=machine.device)   # (B, t)
-    if layout == 'ring':
-        how['seen'], window = lengths.clamp(max=W), W
-    elif layout == 'tags':
-        # a ring followed by a chunk: positions in any order, -1 where there is no key
-        window, q_at = W, lengths[:, None]
-        k_at = torch.where(place <= q_at, (place + 7) % (q_at + 1), -1)    # (B, S)
-        how = dict(q_pos=q_at, k_pos=k_at)
-    y = stored_attention(q, store.k, store.v, window=window, **how)
-    if layout == 'tags':
-        back = q_at[:, :, None] - k_at[:, None]
-        seen = (back >= 0) & (back < W) & (k_at >= 0)[:, None]
-    else:
-        end = how['seen'][:, None] - t + torch.arange(t, device=machine.device)
-        seen = place <= end[..., None]                                     # (B, t, S)
-    scores = q.double() @ k.transpose(2, 3) * D ** -0.5
-    exact = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0) @ v
-    return judged(y, exact, ALLOWED[name_of(dtype)])
-
-
-def write(machine, kv_dtype: str) -> dict:
-    """QK-norm, RoPE, int8 rounding and the write of a step's K and V, against plain torch. 'none':
-    a layer without K and V of its own."""
-    from attention.kernels.qkv import write_qkv
-    B, H, D, S = 64 if machine.real else 3, 12, 64, 256
-    owns = kv_dtype != 'none'
-    qkv = torch.randn(B, 1, H + 2 * owns, D, device=machine.device, dtype=machine.dtype)
-    norms = [torch.nn.RMSNorm(D, eps=1e-6, device=machine.device, dtype=machine.dtype)
-             for _ in 'qk']
-    for norm in norms:
-        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    rows = torch.arange(B, device=machine.device)[:, None]
-    rope = RotaryTable(D, 10000.0).at(rows * 37, 37 * B, machine.dtype)
-    with torch.inference_mode():
-        q_rows = norm_and_rotate(qkv.transpose(1, 2)[:, :H], norms[0], rope)
-        if not owns:
-            return judged(write_qkv(qkv, H, norms[0], None, rope), q_rows, 1e-2)
-        store, plain = (random_store(machine, B, S, kv_dtype) for _ in 'ab')
-        for a, b in zip(store.tensors, plain.tensors):
-            b.copy_(a)
-        places = rows * 5 % S
-        q = write_qkv(qkv, H, *norms, rope, Target(store.k, store.v, rows, places))
-        k, v = qkv.transpose(1, 2)[:, H:].chunk(2, dim=1)
-        encoded = plain.encode(norm_and_rotate(k, norms[1], rope), v)
-        plain.put(Target(plain.k, plain.v, rows, places), *encoded, own_rows=True)
-    stored = [judged(exact_values(getattr(store, name)), exact_values(getattr(plain, name)), 2e-2)
-              for name in 'kv']
-    return worst([judged(q, q_rows, 1e-2), *stored])
-
-
-def sequence(machine, backend: str, T: int, ratio: int) -> dict:
-    """Local attention in training, forward and backward, against the definition in float64."""
-    W = 256 if T > 256 else 17
-    T, D = (T, 64) if machine.real else (40, 16)
-    exact = [torch.randn(2, heads, T, D, device=machine.device, dtype=torch.float64,
-                         requires_grad=True) for heads in (ratio, 1, 1)]
-    leaves = [x.detach().to(machine.dtype).requires_grad_() for x in exact]
-    grad = torch.randn(2, ratio, T, D, device=machine.device, dtype=torch.float64)
-    if backend == 'sdpa':
-        attend = partial(blockwise_local_attention, window=W)
-    else:
-        attend = partial(flex_local_attention, window=W, compiled=machine.real)
-    expected = causal_attention(*exact, W, backend='math')
-    expected.backward(grad)
-    if not machine.real and backend == 'flex':  # FlexAttention has no backward on a CPU
-        return judged(attend(*(x.detach() for x in leaves)), expected, ALLOWED['float32'])
-    y = attend(*leaves)
-    y.backward(grad.to(machine.dtype))
-    grads = [judged(x.grad, e.grad, 3e-2) for x, e in zip(leaves, exact)]
-    return worst([judged(y, expected, 2e-2), *grads])
 
 
 # -- a captured step, against the plain one --------------------------------------------------------
@@ -203,7 +62,8 @@ def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dic
     batches = (1, 64) if machine.real else (1, 3)
     for batch in batches[-1:] if compiled else batches:  # compiling takes a minute per batch size
         pages = dict(n_pages=batch * room // 4, page_size=16) if paged else {}
-        caches = [model.new_cache(batch, room, kv_dtype, **pages) for _ in 'ab']
+        kind = PagedKVCache if paged else KVCache
+        caches = [model.new_cache(batch, room, kv_dtype, kind, **pages) for _ in 'ab']
         prompt = torch.randint(model.config.vocab_size, (batch, room // 2), device=machine.device)
         for cache in caches:
             with wanted(False):
@@ -316,7 +176,7 @@ def paged_call(machine, batch, context, kv_dtype):
     stores = [random_store(machine, n, 64, kv_dtype)]
     while len(stores) < kernels.n_copies(stores[0].nbytes):
         stores.append(random_store(machine, n, 64, kv_dtype))
-    return stores, lambda store, how: stored_attention(q, store.k, store.v, seen=lengths,
+    return stores, lambda store, how: stored_attention(q, *store.tensors, kv_lens=lengths,
                                                        table=table, tuning=how)
 
 
@@ -327,7 +187,7 @@ def contiguous_call(machine, batch, context, kv_dtype):
     lengths = torch.full((batch,), context, device=machine.device)
     stores = kernels.random_stores(batch, 1, context, 64, getattr(torch, kv_dtype), machine.dtype,
                                    machine.device)
-    return stores, lambda store, how: stored_attention(q, store.k, store.v, seen=lengths,
+    return stores, lambda store, how: stored_attention(q, *store.tensors, kv_lens=lengths,
                                                        tuning=how)
 
 

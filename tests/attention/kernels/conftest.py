@@ -3,7 +3,7 @@ import importlib.util
 import pytest
 import torch
 
-from attention.kernels import INTERPRETING, wanted
+from attention.backends import INTERPRETING, wanted
 
 if importlib.util.find_spec('triton') is None:
     collect_ignore_glob = ['test_*.py']

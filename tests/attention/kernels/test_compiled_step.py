@@ -15,9 +15,11 @@ from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
-from attention.kernels import wanted
+from attention.backends import wanted
 from config.gpt_config import GPTConfig
-from kv.static import StaticCache
+from engine.paged import PagedKVCache
+from engine.fused import fuse
+from engine.static import StaticCache
 from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
 
 MODELS = {'full stack': FULL_STACK, 'learned positions': dict(
@@ -25,6 +27,7 @@ MODELS = {'full stack': FULL_STACK, 'learned positions': dict(
     window_size=5, bias=True)}
 name, kv_dtype, layout = sys.argv[1:]
 model = random_model(GPTConfig(**MODELS[name]), torch.float32)
+fuse(model)
 shared, copied, find_spec = [], [], importlib.util.find_spec
 
 
@@ -34,7 +37,7 @@ def not_while_tracing(*args):
 
 
 def new_cache():
-    pages = dict(n_pages=30, page_size=4) if layout == 'paged' else {}
+    pages = dict(cache_class=PagedKVCache, n_pages=30, page_size=4) if layout == 'paged' else {}
     cache = model.new_cache(2, 40, kv_dtype, **pages)
     with wanted(False):
         model(tokens(2, 11), cache=cache, lens=[11, 5])

@@ -13,7 +13,7 @@ import json, sys
 import torch
 from attention.kernels import decode, qkv
 from attention.kernels.decode import Tuning
-from kv.store import KVStore, Target
+from kv.slots import KVStore
 from tests.helpers.ahead_of_time import CompilesOnly, innermost_loop, resources
 
 made = []
@@ -27,25 +27,22 @@ def compiled(layout, kv_dtype, D=64, S=1024, page=64):
     made.clear()
     n, capacity = (64, page) if layout == 'paged' else (B, S)
     store = KVStore(n, HKV, capacity, D, getattr(torch, kv_dtype), dtype, torch.device('cpu'))
-    store.k = store._allocate((n, HKV, capacity), D, False)  # as on a GPU
+    stored = torch.zeros_like(store.tensors[1]), *store.tensors[1:]  # K as on a GPU
     q, numbers = torch.zeros(B, H, 1, D, dtype=dtype), torch.zeros(B, 1, dtype=torch.int64)
 
     def attend(q, n_splits, **how):
         tuning = Tuning(n_splits=n_splits, int8_dot=layout == 'int8_dot')
-        decode.stored_attention(q, store.k, store.v, **how, tuning=tuning)
+        decode.stored_attention(q, *stored, **how, tuning=tuning)
     if layout in ('contiguous', 'ring', 'int8_dot'):
-        attend(q, 4, seen=numbers[:, 0], window=S if layout == 'ring' else 0)
+        attend(q, 4, kv_lens=numbers[:, 0], window=S if layout == 'ring' else 0)
     elif layout == 'paged':
-        attend(q, 1, seen=numbers[:, 0], table=torch.zeros(B, S // page, dtype=torch.int32))
+        attend(q, 1, kv_lens=numbers[:, 0], table=torch.zeros(B, S // page, dtype=torch.int32))
     elif layout == 'chunk':
         attend(q.expand(B, H, 5, D), 2, window=7)
-    elif layout == 'tags':
-        attend(q, 2, q_pos=numbers, k_pos=numbers.expand(B, S), window=7)
     else:
         norm, table = torch.nn.RMSNorm(D, eps=1e-6, dtype=dtype), torch.zeros(B, 1, 1, D)
-        target = Target(store.k, store.v, numbers, numbers)
         qkv.write_qkv(torch.zeros(B, 1, H + 2 * HKV, D, dtype=dtype), H, norm, norm,
-                      (table, table), target)
+                      (table, table), stored, numbers, numbers)
         qkv.write_qkv(torch.zeros(B, 1, H, D, dtype=dtype), H, norm, None, (table, table))
     return [described(kernel) for kernel in made]
 
@@ -104,7 +101,7 @@ def test_so_it_is_with_other_sizes(tmp_path):
 def test_everything_else_compiles(tmp_path):
     cases = [dict(layout=layout, kv_dtype=kv_dtype, D=D) for layout, kv_dtype, D in [
         ('contiguous', 'float32', 64), ('contiguous', 'int8', 16), ('int8_dot', 'int8', 64),
-        ('chunk', 'int8', 64), ('tags', 'int8', 64), ('write', 'int8', 64),
+        ('chunk', 'int8', 64), ('write', 'int8', 64),
         ('write', 'bfloat16', 80)]]
     cases += [dict(layout='paged', kv_dtype='int8', page=4)]
     for case, kernels in zip(cases, compiled(cases, tmp_path), strict=True):

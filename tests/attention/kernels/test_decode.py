@@ -4,11 +4,11 @@ import math
 import pytest
 import torch
 
-from attention.cached import suits_kernel
-from attention.kernels import decode, wanted
+from attention.backends import wanted
+from attention.cached import cached_attention, dequantize
+from attention.kernels import decode
 from attention.kernels.decode import Tuning, splits, stored_attention
-from kv.quant import dequantize_int8, quantize_int8
-from kv.view import KVView
+from kv.int8 import quantize_int8
 
 # what half-precision weights and outputs may cost; in float32 nothing but the order of sums
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -19,8 +19,13 @@ def stored(shape, dtype, device, seed=0, spread=1.0):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
     if dtype == torch.int8:
         values, scale = quantize_int8(x)
-        return (values.to(device), scale.to(device)), dequantize_int8(values, scale, torch.float64)
+        return (values.to(device), scale.to(device)), dequantize(values, scale, torch.float64)
     return (x.to(device, dtype),), x.to(dtype).double()
+
+
+def attend(q, k, v, **how):
+    """The kernel over (values,) or (values, scales) of K and of V."""
+    return stored_attention(q, k[0], v[0], *(x[1] for x in (k, v) if len(x) == 2), **how)
 
 
 def dense(q, k, v, seen):
@@ -47,7 +52,7 @@ def test_one_token_over_all_keys(device, H, n_kv_head, kv_dtype):
     v, v64 = stored((2, n_kv_head, 71, 16), kv_dtype, device, 2)
     expected = dense(q_cpu, k64, v64, torch.ones(2, 1, 71, dtype=torch.bool))
     for n_splits in (1, 3):
-        assert off(stored_attention(q, k, v, tuning=Tuning(n_splits=n_splits)), expected) < 2e-5
+        assert off(attend(q, k, v, tuning=Tuning(n_splits=n_splits)), expected) < 2e-5
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
@@ -56,7 +61,7 @@ def test_half_precision(device, dtype, kv_dtype):
     q, q_cpu = queries(2, 6, 1, 64, dtype, device)
     k, k64 = stored((2, 2, 200, 64), kv_dtype or dtype, device, 1)
     v, v64 = stored((2, 2, 200, 64), kv_dtype or dtype, device, 2)
-    y = stored_attention(q, k, v, tuning=Tuning(n_splits=2))
+    y = attend(q, k, v, tuning=Tuning(n_splits=2))
     assert y.dtype == dtype
     assert off(y, dense(q_cpu, k64, v64, torch.ones(2, 1, 200, dtype=torch.bool))) < TOLERANCE[dtype]
 
@@ -68,9 +73,9 @@ def test_int8_values_of_any_size_in_half_precision(device, spread):
     k, k64 = stored((1, 1, 100, 32), torch.int8, device, 1)
     v, v64 = stored((1, 1, 100, 32), torch.int8, device, 2, spread)
     expected = dense(q_cpu, k64, v64, torch.ones(1, 1, 100, dtype=torch.bool))
-    y = stored_attention(q.float(), k, v)
+    y = attend(q.float(), k, v)
     assert off(y, expected) < 2e-5 * spread
-    assert off(stored_attention(q, k, v), expected) < 3e-3 * max(spread, 2e-5)  # the output's own smallest step
+    assert off(attend(q, k, v), expected) < 3e-3 * max(spread, 2e-5)  # the output's own smallest step
 
 
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
@@ -85,7 +90,7 @@ def test_rows_of_different_lengths(device, kv_dtype):
             x[-1][b, :, n:] = torch.nan  # the scales, where it is int8
     seen = torch.arange(40) < lengths[:, None, None]
     for n_splits in (1, 4):
-        y = stored_attention(q, k, v, seen=lengths.to(device, torch.int32), tuning=Tuning(n_splits=n_splits))
+        y = attend(q, k, v, kv_lens=lengths.to(device, torch.int32), tuning=Tuning(n_splits=n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
         assert not y[1].any()
 
@@ -100,7 +105,7 @@ def test_chunks_in_order(device, t, window, H, n_kv_head):
     back = torch.arange(40 - t, 40)[:, None] - torch.arange(40)
     seen = (back >= 0) & (back < (window or 99))
     for n_splits in (1, 2) if t < 40 else (1,):  # the interpreter takes a second for each 100 rows to be joined
-        y = stored_attention(q, k, v, window=window, tuning=Tuning(n_splits=n_splits))
+        y = attend(q, k, v, window=window, tuning=Tuning(n_splits=n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen.expand(2, t, 40))) < 2e-5
 
 
@@ -113,7 +118,7 @@ def test_a_window_that_begins_in_the_middle_of_the_keys(device):
         back = torch.arange(91, 100)[:, None] - torch.arange(100)
         expected = dense(q_cpu, k64, v64, ((back >= 0) & (back < window))[None])
         for n_splits in (1, 2):
-            assert off(stored_attention(q, k, v, window=window, tuning=Tuning(16, n_splits)), expected) < 2e-5
+            assert off(attend(q, k, v, window=window, tuning=Tuning(16, n_splits)), expected) < 2e-5
 
 
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
@@ -124,7 +129,7 @@ def test_padding_that_counts_past_the_keys_looks_at_none(device, kv_dtype):
     v, v64 = stored((1, 1, 12, 16), kv_dtype, device, 2)
     v[-1][:, :, 10:] = torch.nan
     k, v, k64, v64 = tuple(x[:, :, :10] for x in k), tuple(x[:, :, :10] for x in v), k64[:, :, :10], v64[:, :, :10]
-    y = stored_attention(q, k, v, seen=torch.tensor([12], device=device))[:, :, :2]
+    y = attend(q, k, v, kv_lens=torch.tensor([12], device=device))[:, :, :2]
     order = torch.arange(10) <= 8 + torch.arange(2)[:, None]
     assert off(y, dense(q_cpu[:, :, :2], k64, v64, order[None])) < 2e-5
 
@@ -136,35 +141,10 @@ def test_chunks_of_different_lengths(device):
     k, k64 = stored((3, 2, 34, 16), torch.float32, device, 1)
     v, v64 = stored((3, 2, 34, 16), torch.float32, device, 2)
     seen = torch.arange(34) <= (held[:, None] + torch.arange(t))[..., None]
-    y = stored_attention(q, k, v, seen=(held + t).to(device), tuning=Tuning(n_splits=2))
+    y = attend(q, k, v, kv_lens=(held + t).to(device), tuning=Tuning(n_splits=2))
     expected = dense(q_cpu, k64, v64, seen)
     assert off(y[:2], expected[:2]) < 2e-5
     assert off(y[2, :, :2], expected[2, :, :2]) < 2e-5
-
-
-@pytest.mark.parametrize('window', [0, 6])
-def test_positions_in_any_order(device, window):
-    """A ring with a chunk behind it: positions as they come, -1 where nothing is held."""
-    k_pos = torch.tensor([[8, 9, 2, 3, 4, 5, 6, 7, 10, 11, 12], [0, 1, 2, -1, -1, -1, -1, -1, 3, 4, 5]])
-    q_pos = torch.tensor([[10, 11, 12], [3, 4, 5]])
-    q, q_cpu = queries(2, 4, 3, 16, torch.float32, device)
-    k, k64 = stored((2, 1, 11, 16), torch.int8, device, 1)
-    v, v64 = stored((2, 1, 11, 16), torch.int8, device, 2)
-    v[1][1, :, 3:8] = torch.nan
-    back = q_pos[:, :, None] - k_pos[:, None]
-    seen = (back >= 0) & (back < (window or 99)) & (k_pos >= 0)[:, None]
-    y = stored_attention(q, k, v, q_pos=q_pos.to(device), k_pos=k_pos.to(device), window=window)
-    assert off(y, dense(q_cpu, k64, v64.nan_to_num(), seen)) < 2e-5
-
-
-def test_a_block_of_keys_that_nobody_sees(device):
-    q, q_cpu = queries(1, 2, 2, 16, torch.float32, device)
-    k, k64 = stored((1, 1, 40, 16), torch.float32, device, 1)
-    v, v64 = stored((1, 1, 40, 16), torch.float32, device, 2)
-    k_pos = torch.cat([torch.full((35,), -1), torch.arange(5)])[None]
-    y = stored_attention(q, k, v, q_pos=torch.tensor([[3, 4]], device=device), k_pos=k_pos.to(device), tuning=Tuning(16, 1))
-    seen = (k_pos >= 0) & (k_pos <= torch.tensor([[3], [4]]))
-    assert off(y, dense(q_cpu, k64, v64, seen[None])) < 2e-5
 
 
 @pytest.mark.parametrize('t', [1, 3])
@@ -182,7 +162,7 @@ def test_pages(device, t, page_size, block_n, kv_dtype):
     k64, v64 = (x[table].transpose(1, 2).flatten(2, 3) for x in (k64, v64))              # (B, Hkv, n_pages * page_size, D)
     seen = torch.arange(k64.size(2)) <= (lengths[:, None] - t + torch.arange(t))[..., None]
     for n_splits in (1, 3):
-        y = stored_attention(q, k, v, table=table.to(device, torch.int32), seen=lengths.to(device),
+        y = attend(q, k, v, table=table.to(device, torch.int32), kv_lens=lengths.to(device),
                              tuning=Tuning(block_n, n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
 
@@ -198,7 +178,7 @@ def test_padding_that_counts_past_the_pages_of_a_row_looks_at_none(device, page_
     k, v = (tuple(x[1:] for x in kv) for kv in (k, v))
     table = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32, device=device)
     seen = torch.tensor([2 * page_size, page_size + 3], device=device)  # of row 1, the last 3 tokens are padding
-    y = stored_attention(q, k, v, table=table, seen=seen)[1, :, :-3]
+    y = attend(q, k, v, table=table, kv_lens=seen)[1, :, :-3]
     order = torch.arange(page_size) <= page_size - 5 + torch.arange(5)[:, None]
     assert off(y, dense(q_cpu[1:, :, :5], k64[3:], v64[3:], order[None])[0]) < 2e-5
 
@@ -209,7 +189,7 @@ def test_any_head_dim(device, D):
     k, k64 = stored((1, 1, 50, D), torch.float32, device, 1)
     v, v64 = stored((1, 1, 50, D), torch.float32, device, 2)
     seen = torch.ones(2, 50, dtype=torch.bool).tril(48)[None]
-    assert off(stored_attention(q, k, v), dense(q_cpu, k64, v64, seen)) < 2e-5
+    assert off(attend(q, k, v), dense(q_cpu, k64, v64, seen)) < 2e-5
 
 
 def test_storage_in_any_layout(device):
@@ -217,7 +197,7 @@ def test_storage_in_any_layout(device):
     q, q_cpu = queries(2, 4, 1, 16, torch.float32, device)
     k = torch.randn(3, 2, 16, 60).transpose(2, 3)[1:, :, 10:50]
     v = torch.randn(3, 2, 60, 16)[1:, :, 10:50]
-    y = stored_attention(q, (k.to(device),), (v.to(device),), tuning=Tuning(n_splits=2))
+    y = attend(q, (k.to(device),), (v.to(device),), tuning=Tuning(n_splits=2))
     assert off(y, dense(q_cpu, k.double(), v.double(), torch.ones(2, 1, 40, dtype=torch.bool))) < 2e-5
 
 
@@ -229,7 +209,7 @@ def test_int8_products(device):
     everything = torch.ones(2, 1, 300, dtype=torch.bool)
     scale = q_cpu.abs().amax(-1, keepdim=True) / 127  # in float32, while those of `quantize_int8` are float16
     of_rounded = dense((q_cpu / scale).round() * scale.double(), k64, v64, everything)
-    y = stored_attention(q, k, v, tuning=Tuning(n_splits=2, int8_dot=True))
+    y = attend(q, k, v, tuning=Tuning(n_splits=2, int8_dot=True))
     assert off(y, of_rounded) < 2e-5
     assert 1e-5 < off(y, dense(q_cpu, k64, v64, everything)) < 1e-2
 
@@ -242,17 +222,25 @@ def test_no_split_is_short(monkeypatch):
     assert splits(1, 10 ** 6, 4, cpu) == 64 and splits(256, 8192, 4, cpu) == 2  # no more than can be joined
 
 
-def test_what_it_serves():
+def test_what_it_serves(monkeypatch):
+    """Not float64, and on a CPU only where it is wanted."""
+    served = []
+    monkeypatch.setattr(decode, 'stored_attention', lambda q, *_, **__: served.append(q.dtype) or q)
     half, double = (torch.zeros(1, 1, 1, 16, dtype=dtype) for dtype in (torch.float16, torch.float64))
-    with wanted(True):
-        assert [suits_kernel(q, KVView((k,), (k,))) for q in (half, double) for k in (half, double)] == [True] + [False] * 3
-    assert not suits_kernel(half, KVView((half,), (half,)))  # interpreted only where it is wanted
+    for on in (True, False):
+        with wanted(on):
+            for q in (half, double):
+                for k in (half, double):
+                    k = k.expand(1, 1, 2, 16)
+                    cached_attention(q, k, k)
+    cached_attention(half, k.half(), k.half())
+    assert served == [torch.float16]
 
 
 def test_float64_is_refused(device):
     q = torch.zeros(1, 1, 1, 16, dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match='float64'):
-        stored_attention(q, (q,), (q,))
+        attend(q, (q,), (q,))
 
 
 @pytest.mark.gpu
@@ -265,7 +253,7 @@ def test_long_chunks_in_half_precision(dtype):
     back = torch.arange(300 - 64, 300)[:, None] - torch.arange(300)
     for window in (0, 50):
         seen = (back >= 0) & (back < (window or 999))
-        y = stored_attention(q, k, v, window=window)
+        y = attend(q, k, v, window=window)
         assert off(y, dense(q_cpu, k64, v64, seen.expand(2, 64, 300))) < TOLERANCE[dtype]
 
 
@@ -276,5 +264,5 @@ def test_nan_is_not_lost(device):
     k, _ = stored((2, 1, 300, 16), torch.int8, device, 1)
     v, _ = stored((2, 1, 300, 16), torch.int8, device, 2)
     for n_splits in (1, 2):
-        y = stored_attention(q, k, v, tuning=Tuning(n_splits=n_splits))
+        y = attend(q, k, v, tuning=Tuning(n_splits=n_splits))
         assert y[1].isnan().all() and y[0].isfinite().all()

@@ -5,8 +5,8 @@ import torch
 from attention.kernels.qkv import write_qkv
 from attention.qk import norm_and_rotate
 from attention.rope import RotaryTable
-from kv.quant import quantize_int8
-from kv.store import KVStore, Target
+from kv.int8 import quantize_int8
+from kv.slots import KVStore
 
 B, t, H, HKV, D, CAPACITY = 3, 2, 4, 2, 12, 9
 ROWS, PLACES = [[0, 0], [2, 2], [3, 1]], [[4, 5], [-1, -1], [0, -1]]  # the second token of row 2 goes nowhere
@@ -24,11 +24,11 @@ def written(device, dtype, kv_dtype, norm, rope, seed=0):
     store = KVStore(4, HKV, CAPACITY, D, kv_dtype, dtype, device)
     store.fill_random_()
     before = [x.clone() for x in store.tensors]
-    target = Target(store.k, store.v, torch.tensor(ROWS, device=device), torch.tensor(PLACES, device=device))
+    target = store.tensors, torch.tensor(ROWS, device=device), torch.tensor(PLACES, device=device)
     with torch.no_grad():
-        q = write_qkv(qkv, H, *norms, table, target)
+        q = write_qkv(qkv, H, *norms, table, *target)
         q_rows, k, v = qkv.transpose(1, 2).split([H, HKV, HKV], dim=1)
-        expected = norm_and_rotate(q_rows, norms[0], table), *store.encode(norm_and_rotate(k, norms[1], table), v)
+        expected = norm_and_rotate(q_rows, norms[0], table), store.encode(norm_and_rotate(k, norms[1], table), v)
     return q, store, before, expected
 
 
@@ -36,11 +36,11 @@ def written(device, dtype, kv_dtype, norm, rope, seed=0):
 @pytest.mark.parametrize('rope', [False, True])
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8, torch.float16])
 def test_is_what_torch_does(device, norm, rope, kv_dtype):
-    q, store, before, (expected, k, v) = written(device, torch.float32, kv_dtype, norm, rope)
+    q, store, before, (expected, new) = written(device, torch.float32, kv_dtype, norm, rope)
     assert (q - expected).abs().max() < 2e-6 * expected.abs().max()
-    for stored, was, new in zip(store.tensors, before, k + v):
+    for stored, was, x in zip(store.tensors, before, new):
         for b, j in [(0, 0), (0, 1), (2, 0)]:
-            was[ROWS[b][j], :, PLACES[b][j]] = new[b, :, j]
+            was[ROWS[b][j], :, PLACES[b][j]] = x[b, :, j]
         off = (stored.double() - was.double()).abs()
         # to the last bit, but where a sum in another order has moved a value over the edge of two roundings
         few = 2e-6 * was.double().abs().max().item()
@@ -52,11 +52,11 @@ def test_is_what_torch_does(device, norm, rope, kv_dtype):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     """Only on a GPU: the interpreter has no bfloat16."""
-    q, store, before, (expected, k, v) = written(torch.device('cuda'), dtype, torch.int8, True, True)
+    q, store, before, (expected, new) = written(torch.device('cuda'), dtype, torch.int8, True, True)
     assert (q - expected).abs().max() <= expected.abs().max() * 2 ** -6
     for b, j in [(0, 0), (0, 1), (2, 0)]:
-        values, scale = (x[ROWS[b][j], :, PLACES[b][j]].float() for x in store.k)
-        assert (values * scale - (k[0] * k[1])[b, :, j]).abs().max() <= 2 * scale.max()
+        values, _, scale, _ = (x[ROWS[b][j], :, PLACES[b][j]].float() for x in store.tensors)
+        assert (values * scale - (new[0] * new[2])[b, :, j]).abs().max() <= 2 * scale.max()
 
 
 def test_a_layer_without_k_and_v(device):
@@ -76,11 +76,12 @@ def test_extreme_values_are_stored_as_quantize_int8_would(device, size):
     qkv[..., 2, 1] = size
     store = KVStore(1, 1, 1, D, torch.int8, torch.float32, device)
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    write_qkv(qkv, 1, target=Target(store.k, store.v, zero, zero))
+    write_qkv(qkv, 1, stored=store.tensors, rows=zero, places=zero)
+    _, v, _, v_scale = store.tensors
     values, scale = quantize_int8(qkv[0, 0, 2].cpu())
-    assert torch.equal(store.v[1].flatten().cpu(), scale) or scale.isnan().all() and store.v[1].isnan().all()
+    assert torch.equal(v_scale.flatten().cpu(), scale) or scale.isnan().all() and v_scale.isnan().all()
     if scale.isfinite().all():
-        assert torch.equal(store.v[0].flatten().cpu(), values)
+        assert torch.equal(v.flatten().cpu(), values)
 
 
 def test_what_it_cannot_read(device):

@@ -2,8 +2,9 @@
 import pytest
 import torch
 
-from attention.kernels import wanted
+from attention.backends import wanted
 from config.gpt_config import GPTConfig
+from engine.paged import PagedKVCache
 from tests.helpers.models import FULL_STACK, random_model, tokens
 
 
@@ -22,9 +23,9 @@ def steps(model, cache, idx):
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
 @torch.inference_mode()
 def test_give_what_plain_torch_gives(device, kv_dtype, paged, monkeypatch):
-    monkeypatch.setattr('kv.paged.PagedSlot.by_table', property(lambda self: True))
+    monkeypatch.setattr('engine.paged.PagedKVCache._by_table', lambda self, step: max(step.starts) > 0)
     model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
-    idx, how = tokens(2, 40).to(device), dict(n_pages=12, page_size=4) if paged else {}
+    idx, how = tokens(2, 40).to(device), dict(cache_class=PagedKVCache, n_pages=12, page_size=4) if paged else {}
     found = steps(model, model.new_cache(2, 20, kv_dtype, **how), idx)
     with wanted(False):
         expected = steps(model, model.new_cache(2, 20, kv_dtype, **how), idx)

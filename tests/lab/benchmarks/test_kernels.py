@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import bench
-from attention.kernels import INTERPRETING, wanted
+from attention.backends import INTERPRETING, wanted
 from config.errors import UserError
 from lab.benchmarks import kernels
 
@@ -88,21 +88,21 @@ def test_decode_attends_over_each_copy(total, n, monkeypatch, all_calls):
     monkeypatch.setattr(kernels, 'ROTATED_BYTES', total)
     read = []
 
-    def attention(q, k, v, **how):
-        read.append((len(k), k[0].data_ptr()))
+    def attention(q, k, v, *scales, **how):
+        read.append((len(scales), k.data_ptr()))
         return torch.zeros_like(q)
     monkeypatch.setattr(decode, 'stored_attention', attention)
     shape = 4, 1, 16, torch.float32, torch.device('cpu')
     kernels.decode_cell(shape, 2, 20, False, {'copy_bytes_per_second': 1.0})
-    plain = [place for parts, place in read if parts == 1]  # first the call that is checked
+    plain = [place for parts, place in read if parts == 0]  # first the call that is checked
     assert plain[0] == plain[1] and len(plain) == 1 + n and len(set(plain)) == n
 
 
 def test_the_write_goes_to_each_copy(monkeypatch, all_calls):
     module = pytest.importorskip('attention.kernels.qkv')
     written = []
-    monkeypatch.setattr(module, 'write_qkv', lambda qkv, H, q_norm, k_norm, rope, target:
-                        written.append((qkv.data_ptr(), target.k[0].data_ptr())))
+    monkeypatch.setattr(module, 'write_qkv', lambda qkv, H, q_norm, k_norm, rope, stored, *_:
+                        written.append((qkv.data_ptr(), stored[0].data_ptr())))
     kernels.write_cell((4, 1, 16, torch.float32, torch.device('cpu')), 2)
     assert [len(set(places)) for places in zip(*written)] == [20, 20]
 

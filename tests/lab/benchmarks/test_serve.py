@@ -7,6 +7,7 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from engine.paged import PagedKVCache
 from engine.params import SamplingParams
 from engine.scheduler import Request
 from lab.benchmarks import clock, serve
@@ -38,7 +39,7 @@ def test_what_is_no_range(text):
 
 def test_the_static_engine_admits_only_when_all_have_left():
     model = random_model(GPTConfig(**FULL_STACK))
-    scheduler = serve.StaticScheduler(model.new_cache(2, 32, n_pages=32, page_size=4), 8)
+    scheduler = serve.StaticScheduler(model.new_cache(2, 32, cache_class=PagedKVCache, n_pages=32, page_size=4), 8)
     for n in range(3):
         scheduler.add(Request(n, [1, 2], SamplingParams()))
     scheduler.schedule()

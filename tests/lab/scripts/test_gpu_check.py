@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import configurator
-from attention.kernels import INTERPRETING
+from attention.backends import INTERPRETING
 from lab.scripts import gpu_check
 from lab.scripts.gpu import run_tests, summary, supervise
 from lab.scripts.gpu.cells import PARTS, Cell
@@ -382,7 +382,7 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's 
 @needs_interpreter
 def test_a_wrong_kernel_is_told_from_a_right_one(monkeypatch):
     decode = pytest.importorskip('attention.kernels.decode')
-    from attention.kernels import wanted
+    from attention.backends import wanted
     from lab.scripts.gpu.measure import Machine, run_cell
     right, machine = decode.stored_attention, Machine('cpu')
     args = dict(layout='ring', kv_dtype='int8')

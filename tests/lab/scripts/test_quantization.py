@@ -9,8 +9,8 @@ import torch
 
 from config.errors import UserError
 from engine.evaluate import forward, judge, through_cache, with_rounding
+from kv.int8 import fake_quantize_int8
 from kv.plan import plan_kv
-from kv.quant import fake_quantize_int8
 from lab.ablation.jobs import Job
 from lab.scripts import kv_formats as kf
 from lab.scripts import quantization, quantization_page

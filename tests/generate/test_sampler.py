@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from engine.sampler import Sampler, drawn_without_waiting, sample_generators
+from engine.sampler import sample_generators
+from generate import Sampler, drawn_without_waiting
 
 CPU = torch.device('cpu')
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from engine.generate import Generation, cache_length, generate, longest_context, recomputes
-from engine.sampler import Sampler
+from generate import Generation, Sampler, cache_length, generate, longest_context, recomputes
 from model import GPT, GPTConfig
 
 VANILLA = dict(n_layer=3, n_head=2, n_embd=16, block_size=24, vocab_size=23)

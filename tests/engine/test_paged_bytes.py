@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from kv.paged import PagedKVCache
-from kv.pages import OutOfPages
+from engine.paged import PagedKVCache
+from engine.pages import OutOfPages
 from kv.plan import KV_DTYPES, plan_kv
 from tests.helpers.models import FULL_STACK, PUBLISHED, configs, feed, random_model, tokens
 from tests.helpers.runs import Run
@@ -65,7 +65,7 @@ def test_steps_forks_and_resets_allocate_no_keys_or_values():
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
 def test_fill_takes_pages_for_every_row(kv_dtype):
     model = random_model(STACK, torch.float32)
-    cache = model.new_cache(2, 64, kv_dtype, n_pages=32, page_size=4)
+    cache = model.new_cache(2, 64, kv_dtype, cache_class=PagedKVCache, n_pages=32, page_size=4)
     feed(model, cache, tokens(2, 9), [9])
     assert cache.fill_(61) is cache
     assert cache.lengths.tolist() == [61, 61] and cache.table.n_free == 0
@@ -91,7 +91,7 @@ def test_fill_beyond_the_pool_leaves_an_empty_cache():
     run.step([1, 1])
 
 
-@pytest.mark.parametrize('paging', [dict(n_pages=-1), dict(n_pages=4, page_size=0)])
+@pytest.mark.parametrize('paging', [dict(cache_class=PagedKVCache, n_pages=-1), dict(cache_class=PagedKVCache, n_pages=4, page_size=0)])
 def test_a_pool_of_nothing_is_refused(paging):
     with pytest.raises(UserError, match='page_size=.*n_pages=.*at least 1'):
         random_model(STACK).new_cache(2, 20, **paging)

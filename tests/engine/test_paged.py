@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from kv.pages import OutOfPages
-from kv.store import KVStore, Target
-from kv.view import KVView
+from engine.paged import PagedKVCache, PagedSlot, table_attention
+from engine.pages import OutOfPages, PageTable
+from engine.static import put
 from tests.helpers.models import FULL_STACK, chunkings, configs, feed, full_logits, max_gap, random_model, tokens
+from tests.helpers.reference import dense_attention
 from tests.helpers.runs import Run
 
 pytestmark = pytest.mark.filterwarnings('ignore:layer_pattern')
@@ -26,7 +27,7 @@ def pages_for(n, page_size):
 
 
 def ample(batch, room, page_size):
-    return dict(n_pages=batch * pages_for(room, page_size), page_size=page_size)
+    return dict(cache_class=PagedKVCache, n_pages=batch * pages_for(room, page_size), page_size=page_size)
 
 
 # -- logits -----------------------------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ def test_a_half_precision_model_is_close_to_its_contiguous_cache():
 
 def test_only_the_last_logits_unless_all_are_asked_for():
     model, idx = random_model(STACK), tokens(3, 9)
-    cache = model.new_cache(3, 12, n_pages=20, page_size=2)
+    cache = model.new_cache(3, 12, cache_class=PagedKVCache, n_pages=20, page_size=2)
     with torch.no_grad():
         logits, _ = model(idx, cache=cache, lens=[2, 9, 5])
     for b, n in enumerate([2, 9, 5]):
@@ -94,7 +95,7 @@ def test_rows_wait_while_others_are_decoded(page_size):
 
 def test_a_cache_may_be_used_with_gradients_on_and_keeps_no_graph():
     model, idx = random_model(STACK), tokens(2, 12)
-    cache = model.new_cache(2, 20, n_pages=20, page_size=2)
+    cache = model.new_cache(2, 20, cache_class=PagedKVCache, n_pages=20, page_size=2)
     for t in (4, 1, 1, 3, 1, 1, 1):
         model(idx[:, :t], cache=cache)
     assert not any(x.requires_grad for store in cache.stores for x in store.tensors)
@@ -103,7 +104,7 @@ def test_a_cache_may_be_used_with_gradients_on_and_keeps_no_graph():
 def test_a_step_after_one_under_inference_mode():
     """The list of pages is kept from step to step, and tensors made in inference mode cannot enter a graph."""
     model, idx = random_model(STACK), tokens(2, 12)
-    cache = model.new_cache(2, 20, n_pages=20, page_size=8)
+    cache = model.new_cache(2, 20, cache_class=PagedKVCache, n_pages=20, page_size=8)
     with torch.inference_mode():
         model(idx[:, :2], cache=cache)
         model(idx[:, 2:3], cache=cache)
@@ -268,7 +269,7 @@ def test_a_reserve_of_a_fork_takes_its_copy_now():
 
 @pytest.mark.parametrize('row, length', [(-1, 4), (2, 4), (0, 41)])
 def test_a_reserve_that_cannot_be_is_refused(row, length):
-    cache = random_model(STACK).new_cache(2, 40, n_pages=40, page_size=4)
+    cache = random_model(STACK).new_cache(2, 40, cache_class=PagedKVCache, n_pages=40, page_size=4)
     with pytest.raises(UserError, match=f'reserve: .*{max(row, length) if length > 40 else row}'):
         cache.reserve(row, length)
     assert cache.table.n_free == 40
@@ -298,10 +299,8 @@ def test_decode_among_pages_of_others_that_are_nan(rows, one_slice, kv_dtype):
     run.step([1, 1, 1, 1, 1], bad=left_out)
     for _ in range(9):
         run.step([1] * 5)
-    runs = []
-    list_pages = run.cache._list_pages
-    for pool in run.cache.pools:
-        pool.list_pages = lambda step: runs.append(list_pages(step)) or runs[-1]
+    runs, page_list = [], run.cache._page_list
+    run.cache._page_list = lambda step: runs.append(page_list(step)) or runs[-1]
     for _ in range(3):
         run.step([1] * len(rows), rows)
         assert [lo is not None for _, _, lo in runs[-1].runs] == [one_slice]
@@ -333,11 +332,11 @@ def test_pages_that_were_reserved_or_freed_by_a_nan_row_are_clean():
 
 def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
     """Rows that take no part have page -1, which is the last one, or a page that they share."""
-    store = KVStore(4, 1, 2, 3, torch.float32, torch.float32, torch.device('cpu'))
+    table, cpu = PageTable(1, 4, 2), torch.device('cpu')
+    store = PagedSlot(table, 4, 1, 2, 3, torch.float32, torch.float32, cpu)
     k = torch.arange(1.0, 10).view(3, 1, 1, 3)
-    rows, places = torch.tensor([[3], [-1], [3]]), torch.tensor([[0], [-1], [-1]])
-    store.put(Target(store.k, store.v, rows, places), (k,), (-k,), own_rows=False)
-    for x, wanted in ((store.k[0], k[0]), (store.v[0], -k[0])):
+    put(store, torch.tensor([3, -1, 3]), torch.tensor([0, -1, -1]), (k, -k))
+    for x, wanted in zip(store.tensors, (k[0], -k[0])):
         assert torch.equal(x[3, :, :1], wanted) and x.count_nonzero() == 3
 
 
@@ -345,6 +344,8 @@ def test_where_a_row_has_no_page_nothing_is_gathered():
     """Not even page 0, whose NaN would outlive a weight of 0."""
     k = torch.arange(24.0).view(4, 1, 2, 3)
     k[0] = torch.nan
-    view = KVView((k,), (k,), seen=torch.tensor([3, 2]), table=torch.tensor([[2, 1], [3, -1]], dtype=torch.int32)).gathered()
-    assert torch.equal(view.k[0][:, 0], torch.stack([torch.cat([k[2, 0], k[1, 0]]), torch.cat([k[3, 0], torch.zeros(2, 3)])]))
-    assert view.table is None and view.seen.tolist() == [3, 2]
+    q, table = torch.randn(2, 1, 1, 3), torch.tensor([[2, 1], [3, -1]], dtype=torch.int32)
+    y = table_attention(q, (k, k), table, torch.tensor([3, 2]))
+    first, second = torch.cat([k[2], k[1]], dim=1)[None, :, :3], k[3][None]
+    assert torch.allclose(y, torch.cat([dense_attention(q[:1], first, first),
+                                        dense_attention(q[1:], second, second)]).float())

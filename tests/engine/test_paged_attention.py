@@ -4,13 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import attention.paged
-from attention.cached import cached_attention
-from attention.paged import paged_attention
-from kv.paged import MOST_FOREIGN, _entries
-from kv.pages import PageTable
-from kv.quant import dequantize_int8, quantize_int8
-from kv.view import KVView, PageList
+import engine.paged_attention
+from attention.cached import dequantize
+from engine.paged_attention import MOST_UNOWNED, PageList, page_entries, paged_attention
+from engine.pages import PageTable
+from kv.int8 import quantize_int8
 from tests.helpers.reference import dense_attention
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
@@ -32,22 +30,22 @@ class Pool:
         self.spoiled = spoiled
 
     def listed(self, rows):
-        entries, runs = _entries(self.table, [row if self.lengths[row] else None for row in rows])
+        entries, runs = page_entries(self.table, [row if self.lengths[row] else None for row in rows])
         columns = torch.tensor(entries, dtype=torch.int64).view(-1, 3).unbind(1)
         return PageList(*columns, torch.tensor([self.lengths[row] for row in rows] + [0]), runs)
 
-    def attend(self, rows, attend=paged_attention):
-        """int8 in the form of pairs of values and scales; the spoiled pages have NaN scales."""
+    def attend(self, rows):
+        """The spoiled pages of int8 have NaN scales."""
         held = {page for row in rows for page in self.table.rows[row]}
         others = [page for page in range(self.table.n_pages) if page not in held]
-        k, v = self.stored()
-        for x in k + v:
+        pool = self.stored()
+        for x in pool:
             if x.is_floating_point():
                 x[others] = self.spoiled
-        return attend(self.q[list(rows)], KVView(k, v, pages=self.listed(rows)))
+        return paged_attention(self.q[list(rows)], pool, self.listed(rows))
 
     def stored(self):
-        return (self.k.clone(),), (self.v.clone(),)
+        return self.k.clone(), self.v.clone()
 
     def read(self):
         return self.k, self.v
@@ -68,10 +66,12 @@ class Pool:
 class Int8Pool(Pool):
 
     def stored(self):
-        return quantize_int8(self.k), quantize_int8(self.v)
+        (k, k_scale), (v, v_scale) = quantize_int8(self.k), quantize_int8(self.v)
+        return k, v, k_scale, v_scale
 
     def read(self):
-        return tuple(dequantize_int8(*x, torch.float64) for x in self.stored())
+        k, v, k_scale, v_scale = self.stored()
+        return dequantize(k, k_scale, torch.float64), dequantize(v, v_scale, torch.float64)
 
 
 KINDS = pytest.mark.parametrize('kind', [Pool, Int8Pool], ids=['float64', 'int8'])
@@ -95,7 +95,7 @@ def test_any_rows_over_any_pages(kind, data, page_size, heads, spoiled, tile):
         pool.lengths[target] = pool.lengths[source]
     rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, unique=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention.paged, 'TILE', tile)
+        patch.setattr(engine.paged_attention, 'TILE', tile)
         pool.check(rows)
 
 
@@ -105,7 +105,7 @@ def test_few_foreign_pages_are_read_over_and_many_gone_around(kind, n_others, on
     """Row 0: 8 pages, with those of row 1 among them."""
     pool = kind([16, 2 * n_others], 2, 20, extend=[(0, 6), (1, 2 * n_others)])
     pool.table.extend(0, 6, 16)
-    assert (n_others <= MOST_FOREIGN * 8) == one_slice
+    assert (n_others <= MOST_UNOWNED * 8) == one_slice
     listed = pool.listed([0])
     assert listed.runs == ([(0, 8 + n_others, 0)] if one_slice else [(0, 8, None)])
     assert listed.ids.tolist() == [page for page in range(8 + n_others) if one_slice or page in pool.table.rows[0]]
@@ -143,7 +143,7 @@ def test_each_page_of_each_row_is_listed_once():
         table.extend(row, 2 * len(table.rows[row]), n)
     table.fork(0, 3)
     for rows in ([0, 1, 2, 3], [3, 1], [2, None, 0], [None, 1, None, 2], [None]):
-        entries, runs = _entries(table, rows)
+        entries, runs = page_entries(table, rows)
         own = [(page, b, first) for page, b, first in entries if b < len(rows)]
         assert sorted(own) == sorted((page, b, 2 * place) for b, row in enumerate(rows) if row is not None
                                      for place, page in enumerate(table.rows[row]))
@@ -176,8 +176,3 @@ def test_large_scores_do_not_overflow():
     pool = Pool([11, 3, 20], 4, 12)
     pool.q *= 1e4
     pool.check([0, 1, 2], 1e-9)
-
-
-def test_cached_attention_goes_by_pages_where_a_view_has_them():
-    pool = Pool([11, 3], 4, 12)
-    assert torch.equal(pool.attend([0, 1], cached_attention), pool.attend([0, 1]))

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv.blocks import Block, BlockCopier, Hit, PrefixStats, chained_hash, taken
-from kv.paged import PagedKVCache
-from kv.pages import OutOfPages
-from kv.prefix_disk import DiskTier
+from engine.blocks import Block, BlockCopier, Hit, PrefixStats, chained_hash, taken
+from engine.paged import PagedKVCache
+from engine.pages import OutOfPages
+from engine.prefix_disk import DiskTier
 
 
 @dataclass

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from config.gpt_config import GPTConfig
-from kv import static
-from kv.paged import PagedKVCache
-from kv.pages import OutOfPages
+from engine import static
+from engine.paged import PagedKVCache
+from engine.pages import OutOfPages
+from engine.static import StaticCache
 from kv.plan import plan_kv
-from kv.static import StaticCache
 
 N_ROWS, ROOM = 5, 24
 INTERVALS = {5: 1, 4: 3, 2: 5, 1: 30}  # rows of a static cache -> rules from one update to the next

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.gpt_config import GPTConfig
-from kv.blocks import OVERHEAD, Block, BlockCopier
-from kv.paged import PagedKVCache
-from kv.pages import OutOfPages
+from engine.blocks import OVERHEAD, Block, BlockCopier
+from engine.paged import PagedKVCache
+from engine.pages import OutOfPages
+from engine.prefix import PrefixStore
 from kv.plan import plan_kv
-from kv.prefix import PrefixStore
 from kv.slots import RingSlot
 
 SIZE, LONGEST = 4, 60
@@ -61,9 +61,9 @@ class World:
             return
         held, text = self.cache.held(row), self.texts[row] + list(tokens)
         self.cache.begin(len(tokens), rows=[row])
-        for slot in range(len(self.cache.stores)):
-            k = self.kv(slot, text, held)
-            self.cache.append(slot, k, -k)
+        for slot in self.cache.plan.slots:
+            k = self.kv(slot.index, text, held)
+            self.cache.append(self.cache.plan.layers[slot.owner], k, -k)
         self.cache.commit()
         self.texts[row] = text
         self.tips[row] = self.store.extend(row, self.tips[row], text)
@@ -78,7 +78,7 @@ class World:
         text, held = self.texts[row], len(self.texts[row])
         for i, store in enumerate(self.cache.stores):
             k = self.kv(i, text, 0)
-            expected = [x for kv in store.encode(k, -k) for x in kv]
+            expected = store.encode(k, -k)
             ring = isinstance(store, RingSlot)
             for p in range(max(0, held - store.window + 1) if ring else 0, held):
                 index = (row, p % store.capacity) if ring else (self.cache.table.rows[row][p // SIZE], p % SIZE)

@@ -3,11 +3,10 @@ import pytest
 import torch
 
 from config.errors import UserError
-from engine.generate import Generation, cache_length, generate
-from engine.sampler import Sampler
+from generate import Generation, Sampler, cache_length, generate
 from kv.cache import KVCache
 from model import GPT
-from tests.engine.test_generate import FULL_STACK, KINDS, VANILLA, prompt, seeded, sharp_model, uncached
+from tests.generate.test_generate import FULL_STACK, KINDS, VANILLA, prompt, seeded, sharp_model, uncached
 
 RAGGED_LOCAL = dict(FULL_STACK, layer_pattern='LG', kv_share='', share_global_kv=False, n_layer=3, window_size=4)
 LENGTHS = pytest.mark.parametrize('lengths', [(1, 9, 4), (3, 3, 3), (2, 30, 11), (40, 33), (23, 24, 25)], ids=str)

@@ -3,7 +3,7 @@
     page_size = 4       row 0 holds 6 tokens   pages [0, 1]      page  0 1 2 3 4 5
                         row 1 holds 5 tokens   pages [2, 4]      refs  1 1 1 0 1 0
 
-Beside rows, a prefix store (`kv.prefix`) may keep pages: what a row has written stays there for others that begin alike. A
+Beside rows, a prefix store (`engine.prefix`) may keep pages: what a row has written stays there for others that begin alike. A
 page that is only kept is *idle*: when free ones run out, the store gives idle ones back (`reclaim`).
 
 One table serves all global slots: they grow alike, so page 4 of every slot's pool belongs to the same row and positions.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from config.errors import UserError
-from kv.paged import PagedKVCache
+from engine.paged import PagedKVCache
 from kv.slots import RingSlot
 
-OVERHEAD = 600  # bytes that Python takes for a block beside its buffers and tokens (measured: tests/kv/test_prefix.py)
+OVERHEAD = 600  # bytes that Python takes for a block beside its buffers and tokens (measured: tests/engine/test_prefix_store.py)
 
 
 def taken(buffer: torch.Tensor | None) -> int:

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv.quant import dequantize_int8, fake_quantize_int8, quantize_int8
+from attention.cached import dequantize
+from kv.int8 import fake_quantize_int8, quantize_int8
 
 NORMAL_FP16 = 127 * 2 ** -14  # below this largest element the scale is a subnormal fp16
 
@@ -15,7 +16,7 @@ def sample(seed, magnitude, dtype=torch.float64):
 
 
 def roundtrip(x):
-    return dequantize_int8(*quantize_int8(x), torch.float64)
+    return dequantize(*quantize_int8(x), torch.float64)
 
 
 def test_shapes_and_dtypes():
@@ -74,14 +75,14 @@ def test_quantising_again_changes_nothing(seed, exponent, dtype):
     x = sample(seed, 10 ** exponent, dtype)
     assert x.abs().amax(-1).min() > NORMAL_FP16
     once = quantize_int8(x)
-    again = quantize_int8(dequantize_int8(*once, dtype))
+    again = quantize_int8(dequantize(*once, dtype))
     assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_dequantised_in_the_asked_dtype_with_one_rounding(dtype):
     values, scale = quantize_int8(sample(2, 1.0))
-    back = dequantize_int8(values, scale, dtype)
+    back = dequantize(values, scale, dtype)
     assert back.dtype == dtype
     assert torch.equal(back, (values.double() * scale.double()).to(dtype))
 
@@ -90,7 +91,7 @@ def test_dequantised_in_the_asked_dtype_with_one_rounding(dtype):
 def test_fake_quantize_is_the_rounded_value_with_the_identity_as_gradient(dtype):
     x = sample(3, 2.0, dtype).requires_grad_()
     y = fake_quantize_int8(x)
-    assert torch.equal(y.detach(), dequantize_int8(*quantize_int8(x.detach()), dtype))
+    assert torch.equal(y.detach(), dequantize(*quantize_int8(x.detach()), dtype))
     assert not torch.equal(y, x)
     upstream = sample(4, 1.0, dtype)
     y.backward(upstream)

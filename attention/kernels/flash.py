@@ -1,0 +1,42 @@
+"""The flash-attn packages: 2 is imported as flash_attn, 4 as flash_attn.cute."""
+from attention import backends
+from config.errors import UserError
+
+_flash_attn = None  # once loaded
+
+
+def load_flash_attn():
+    """The function of the installed version: (q, k, v, window, dropout_p), as `causal_attention`.
+
+    Raises:
+        UserError: it is there but cannot be imported.
+    """
+    global _flash_attn
+    if _flash_attn is None:
+        try:
+            if backends.FLASH_ATTN_VERSION == 2:
+                from flash_attn import flash_attn_func
+            else:
+                from flash_attn.cute import flash_attn_func
+        except Exception as e:  # such as one built for another torch
+            why = f'{type(e).__name__}: {e}'
+            raise UserError(f'the flash-attn package cannot be imported: {why}') from e
+        adapted = _version_2 if backends.FLASH_ATTN_VERSION == 2 else _version_4
+        _flash_attn = adapted(flash_attn_func)
+    return _flash_attn
+
+
+def _version_2(function):
+    def attend(q, k, v, window, dropout_p):
+        y = function(*(x.transpose(1, 2) for x in (q, k, v)), dropout_p=dropout_p, causal=True,
+                     window_size=(window - 1, 0) if window else (-1, -1))
+        return y.transpose(1, 2)
+    return attend
+
+
+def _version_4(function):
+    def attend(q, k, v, window, dropout_p):
+        y = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True,
+                     window_size=(window - 1, 0) if window else (None, None))
+        return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)
+    return attend

@@ -1,0 +1,36 @@
+"""Attention of a captured decode step whose QK-norm, RoPE, int8 and write are one kernel."""
+import torch
+
+from attention.backends import usable
+from engine.static import StaticCache
+from model import CausalSelfAttention
+
+
+class FusedAttention(CausalSelfAttention):
+    """`CausalSelfAttention` that takes the kernel of `attention.kernels.qkv` where it serves, and
+    is the plain one elsewhere."""
+
+    def forward(self, x, rope=None, kv=None, cache=None):
+        if not (isinstance(cache, StaticCache) and self._suits(x, cache)):
+            return super().forward(x, rope, kv, cache)
+        from attention.kernels.qkv import write_qkv
+        B, t, _ = x.shape
+        qkv = self.c_attn(x).view(B, t, -1, self.head_dim)
+        norms, target = (self.q_norm, self.k_norm), ()
+        if self.layer.owns:
+            target = cache.cache.stores[self.layer.slot].tensors, *cache.target(self.layer)
+        q = write_qkv(qkv, self.n_head, *norms, rope, *target)
+        return self.project(cache.read(self.layer, q)), None
+
+    def _suits(self, x, cache) -> bool:
+        """Not float64, and not K and V that are rounded to int8 but stored in another dtype."""
+        rounds_only = self.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
+        wide = x.dtype == torch.float64 or cache.kv_dtype == 'float64'
+        return usable(x.device) and self.head_dim % 2 == 0 and not rounds_only and not wide
+
+
+def fuse(model) -> None:
+    """Let the model's attention layers use the kernel, in place."""
+    for block in model.transformer.h:
+        if type(block.attn) is CausalSelfAttention:
+            block.attn.__class__ = FusedAttention

@@ -1,0 +1,259 @@
+"""The engine's cache: global slots in pages from one pool, local slots rings per row.
+
+    pool of a slot   (n_pages, Hkv, page_size, D)     what a row holds: the pages of its row in the
+    page  0 1 2 3                                     `engine.pages.PageTable`, the same ids in the
+    row   0 0 1 0    row 0 holds pages [0, 1, 3]      pool of every global slot
+
+A row takes a page when it grows into it and gives it back when it is reset, so memory goes by the
+tokens that are held, not by rows times the longest sequence: PagedAttention (Kwon et al. 2023).
+"""
+import torch
+
+from attention.backends import usable
+from attention.cached import cached_attention
+from config.errors import UserError
+from engine.paged_attention import PageList, page_entries, paged_attention
+from engine.pages import PageTable
+from kv.cache import KVCache, Step, cut, pick
+from kv.plan import GLOBAL, KVPlan, Layer, Slot
+from kv.slots import KVStore
+
+PAGE_SIZE = 64
+
+
+class PagedSlot(KVStore):
+    """The pool of a global slot: (n_pages, Hkv, page_size, D) of K and of V."""
+
+    def __init__(self, table: PageTable, *args):
+        super().__init__(*args)
+        self.table = table
+
+    def write_chunk(self, new, rows: list[int], start: int) -> None:
+        """Encoded K, V (rows, Hkv, t, D) to positions start .. start + t - 1 of `rows`, whose pages
+        have been taken."""
+        size, positions = self.table.page_size, range(start, start + new[0].size(2))
+        pages = [self.table.rows[row][position // size] for row in rows for position in positions]
+        places = [position % size for _ in rows for position in positions]
+        tokens = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new)  # (rows * t, Hkv, 1, D)
+        self.scatter(*torch.tensor([pages, places], device=self.device), tokens)
+
+    def gather(self, rows: list[int], n: int):
+        """Stored K, V of `rows` at positions 0 .. n - 1; a copy."""
+        n_pages = self.table.pages_for(n)
+        ids = torch.tensor([self.table.rows[row][:n_pages] for row in rows], device=self.device)
+        return tuple(_in_order(x[ids])[:, :, :n] for x in self.tensors)
+
+
+def table_attention(q, pool, table, kv_lens):
+    """New tokens over the pages of their rows, by the Triton kernel, which reads them in place, or
+    over a copy in order.
+
+    Args:
+        q: (B, H, t, D). pool: stored K, V, (n_pages, Hkv, page_size, D).
+        table: (B, n) int32, the pages of each row in order; -1 after the last.
+        kv_lens: (B,) int64, keys of each row; its t queries' own are the last.
+    """
+    if usable(q.device) and torch.float64 not in (q.dtype, pool[0].dtype):
+        from attention.kernels.decode import stored_attention
+        return stored_attention(q, *pool, kv_lens=kv_lens, table=table)
+    missing = (table < 0)[:, :, None, None, None]
+    pages = (x[table.clamp(min=0).long()].masked_fill(missing, 0) for x in pool)
+    return cached_attention(q, *(_in_order(x) for x in pages), kv_lens=kv_lens)
+
+
+def _in_order(pages):
+    """(B, n, Hkv, page_size, D) -> (B, Hkv, n * page_size, D)."""
+    return pages.transpose(1, 2).flatten(2, 3)
+
+
+class PagedKVCache(KVCache):
+    """A cache whose global slots take pages from a pool of `n_pages`, each of `page_size` positions
+    of every global slot: `model.new_cache(B, T, kv_dtype, PagedKVCache, n_pages=...)`.
+
+    `nbytes` counts pool and rings, allocated once; `held_nbytes` what rows hold of it now.
+
+    Raises:
+        OutOfPages (a UserError): by a step, before anything is written.
+    """
+
+    def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, n_pages: int,
+                 page_size: int = PAGE_SIZE, **kinds):
+        if page_size < 1 or n_pages < 1:
+            raise UserError(f'page_size={page_size}, n_pages={n_pages}: both must be at least 1')
+        self.table = PageTable(batch_size, n_pages, page_size)
+        self._listed = None, None  # the pages of the last decode step, which most steps share
+        super().__init__(plan, batch_size, max_seq_len, **kinds)
+
+    def _new_store(self, slot: Slot) -> KVStore:
+        if slot.kind != GLOBAL:
+            return super()._new_store(slot)
+        shape = self.table.n_pages, self.plan.n_kv_head, self.table.page_size, self.plan.head_dim
+        return PagedSlot(self.table, *shape, self.torch_dtype, self.compute_dtype, self.device)
+
+    @property
+    def pools(self) -> list[PagedSlot]:
+        return [store for store in self.stores if isinstance(store, PagedSlot)]
+
+    @property
+    def row_stores(self) -> list[KVStore]:
+        return [store for store in self.stores if not isinstance(store, PagedSlot)]
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the pages that rows hold, each counted once, and of all rings."""
+        pools = sum(store.nbytes for store in self.pools)
+        return self.nbytes - pools // self.table.n_pages * self.table.n_available
+
+    def held(self, row: int) -> int:
+        """Tokens that a row holds."""
+        return self._lengths[row]
+
+    # -- one step of the model: global slots ------------------------------------------------------
+
+    def begin(self, t: int, lens=None, rows=None) -> Step:
+        step = super().begin(t, lens, rows)
+        self._places = self._where = None  # made by the first global layer, for all of them
+        return step
+
+    def _make_room(self, step: Step) -> None:
+        jobs = zip(step.rows, step.starts, step.ends)
+        self._take_pages([job for job in jobs if job[1] < job[2]])
+
+    def _by_table(self, step: Step) -> bool:
+        """On CUDA the Triton kernel takes a table of each row's pages. (A prompt that begins there
+        attends to itself alone.)"""
+        return self.device.type == 'cuda' and max(step.starts) > 0
+
+    def _append(self, store: KVStore, new):
+        step = self._step
+        if not isinstance(store, PagedSlot):
+            return super()._append(store, new)
+        if step.t == 1:
+            self._places = self._places or self._places_of(step)
+            active, pages, places = self._places
+            return store.scatter(pages, places, pick(new, active))
+        seen = []
+        for batch, n, _, start in step.chunks():
+            chunk, rows = cut(new, batch, n), step.rows[batch]
+            store.write_chunk(chunk, rows, start)
+            in_place = start == 0 or self._by_table(step)
+            seen.append(chunk if in_place else store.gather(rows, start + n))
+        return seen
+
+    def _places_of(self, step):
+        """Of a step of one token: the batch rows that append it (None = all), the page and the
+        place in it of each."""
+        size = self.table.page_size
+        jobs = [(b, self.table.rows[row][start // size], start % size)
+                for b, (row, start, n) in enumerate(zip(step.rows, step.starts, step.lens)) if n]
+        jobs = torch.tensor(jobs, dtype=torch.int64, device=self.device).view(-1, 3)
+        active, pages, places = jobs.T
+        return None if len(jobs) == len(step.rows) else active, pages, places
+
+    def _attend(self, layer: Layer, q, appended):
+        step, store = self._step, self.stores[layer.slot]
+        if not isinstance(store, PagedSlot) or (step.t > 1 and not self._by_table(step)):
+            return super()._attend(layer, q, appended)
+        if self._by_table(step):
+            self._where = self._where or self._table_of(step)
+            return table_attention(q, store.tensors, *self._where)
+        self._where = self._where or self._page_list(step)
+        return paged_attention(q, store.tensors, self._where)
+
+    def _table_of(self, step):
+        """The step's rows' pages (B, n) int32, filled up with -1, and their keys, padding
+        included."""
+        rows = [self.table.rows[row] for row in step.rows]
+        width = max(1, *map(len, rows))
+        table = [row + [-1] * (width - len(row)) for row in rows]
+        kv_lens = [start + step.t for start in step.starts]
+        return (torch.tensor(table, dtype=torch.int32, device=self.device),
+                torch.tensor(kv_lens, device=self.device))
+
+    def _page_list(self, step: Step) -> PageList:
+        """The pages of a step of one token."""
+        rows = [row if n else None for row, n in zip(step.rows, step.lens)]  # None: its y is unread
+        key = self.table.version, rows
+        if self._listed[0] != key:
+            entries, runs = page_entries(self.table, rows)
+            with torch.inference_mode(False):  # what is kept must also serve a step with a graph
+                entries = torch.tensor(entries, dtype=torch.int64, device=self.device)
+                self._listed = key, (entries.view(-1, 3).unbind(1), runs)
+        (ids, of_row, first), runs = self._listed[1]
+        kv_lens = torch.tensor(step.ends + [0], device=self.device)
+        return PageList(ids, of_row, first, kv_lens, runs)
+
+    # -- rows and their pages ---------------------------------------------------------------------
+
+    def reset(self, rows=None) -> None:
+        """Rows hold nothing again, and their pages are free unless others hold them."""
+        rows = range(self.batch_size) if rows is None else torch.as_tensor(rows).tolist()
+        super().reset(rows)
+        self._clean([page for row in rows for page in self.table.release(row)])
+
+    def move(self, source: int, target: int) -> None:
+        """Row `target` holds what row `source` held, which then holds nothing."""
+        self._checked('move', [source, target])
+        if source == target:
+            return
+        for store in self.row_stores:
+            store.copy_row(source, target)
+        self._lengths[target] = self._lengths[source]
+        self._forget([source])
+        self._clean(self.table.move(source, target))
+
+    def fork(self, source: int, target: int) -> None:
+        """`target`, which must hold nothing, holds what `source` does: its pages are shared until
+        one of the two writes to the last, rings are copied."""
+        self._checked('fork', [source, target])
+        if self._lengths[target]:
+            raise UserError(f'fork: row {target} holds {self._lengths[target]} tokens; reset it '
+                            'first')
+        self.table.fork(source, target)
+        for store in self.row_stores:
+            store.copy_row(source, target)
+        self._lengths[target] = self._lengths[source]
+
+    def adopt(self, row: int, pages: list[int], length: int) -> None:
+        """`row`, which must hold nothing, holds `length` tokens in these pages, which others may
+        hold too; its rings are to be filled."""
+        self._checked('adopt', [row])
+        if self._lengths[row] or length > self.max_seq_len:
+            raise UserError(f'adopt: row {row} holds {self._lengths[row]} tokens, and {length} are '
+                            'given to it: it must hold none, and at most '
+                            f'max_seq_len={self.max_seq_len} then')
+        self.table.adopt(row, pages)
+        self._lengths[row] = length
+
+    def give_back(self, page: int) -> None:
+        """A page that was pinned is free, unless a row holds it."""
+        if self.table.let_go(page):
+            self._clean([page])
+
+    def reserve(self, row: int, length: int) -> None:
+        """Take the pages for the first `length` tokens of `row` now. OutOfPages: and nothing has
+        changed."""
+        self._checked('reserve', [row])
+        if length > self.max_seq_len:
+            raise UserError(f'reserve: {length} tokens for row {row}: the cache has '
+                            f'max_seq_len={self.max_seq_len}')
+        self._take_pages([(row, self._lengths[row], length)])
+
+    def _take_pages(self, jobs: list[tuple[int, int, int]]) -> None:
+        """Pages for each (row, tokens held, tokens to be held), or OutOfPages and nothing has
+        changed."""
+        if not self.pools:  # a model of local layers alone has nothing to put into them
+            return
+        needed, size = self.table.missing(jobs), self.table.page_size
+        self.table.make_free(needed, f'{needed} more pages of {size} positions are needed')
+        for job in jobs:
+            for source, target in self.table.extend(*job):
+                for pool in self.pools:
+                    pool.copy_row(source, target)
+
+    def _clean(self, freed: list[int]) -> None:
+        """The next row to take one of these pages reads all of it, with weight 0 beyond what it has
+        written: see `KVCache._forget`."""
+        if freed:
+            for pool in self.pools:
+                pool.zero_values(freed, self.table.page_size)

@@ -1,0 +1,108 @@
+"""Decode over pages: each page is a part of its row's attention, computed where it is in the pool,
+and the parts of a row are joined by their maxima and sums (flash-decoding's split KV, Dao et al.
+2023, with PagedAttention's pages as splits)."""
+from dataclasses import dataclass
+
+import torch
+
+from attention.cached import TILE, PartialSoftmax, scores_dtype, tile_scores
+from attention.heads import fold_heads, unfold_heads
+
+# A slice of the pool may have this share of pages of other rows in it; beyond that, the pages of
+# the step are gathered.
+MOST_UNOWNED = 0.25
+
+
+@dataclass
+class PageList:
+    """Which pages of a pool the rows of a step attend to, for steps of one token.
+
+    Entry e says: page ids[e] holds positions first[e] .. first[e] + page_size - 1 of the step's row
+    rows[e]. Entries are in the order of the pool. `runs` are (a, b, lo): entries a to b - 1 are the
+    pages from lo on, all of them; if lo is None they are any pages. An unowned page within a run
+    belongs to row B, whose result is dropped: what the page holds, NaN even, reaches no row.
+
+    rows, first, ids: (n,) int64. kv_lens: (B + 1,) int64, keys of each row; 0 for row B.
+    """
+    ids: torch.Tensor
+    rows: torch.Tensor
+    first: torch.Tensor
+    kv_lens: torch.Tensor
+    runs: list[tuple[int, int, int | None]]
+
+
+def page_entries(table, rows: list[int | None]):
+    """([(page, row of the step, its first position)] in the order of the pool, their runs), see
+    `PageList`. The second and further rows of a shared page come last. None: a row without keys."""
+    entries = sorted((page, b, place * table.page_size)
+                     for b, row in enumerate(rows) if row is not None
+                     for place, page in enumerate(table.rows[row]))
+    first_owners, others = [], []
+    for entry in entries:
+        shared = first_owners and first_owners[-1][0] == entry[0]
+        (others if shared else first_owners).append(entry)
+    ordered, runs = _runs(first_owners, nobody=len(rows))
+    if others:
+        runs.append((len(ordered), len(ordered) + len(others), None))
+    return ordered + others, runs
+
+
+def _runs(entries, nobody):
+    """The entries and their runs: one slice of the pool if few pages in between are unowned."""
+    if not entries:
+        return [], []
+    lo, hi = entries[0][0], entries[-1][0] + 1
+    if hi - lo > (1 + MOST_UNOWNED) * len(entries):
+        return entries, [(0, len(entries), None)]
+    filled = dict.fromkeys(range(lo, hi))
+    filled |= {entry[0]: entry for entry in entries}
+    filled = [entry or (page, nobody, 0) for page, entry in filled.items()]
+    return filled, [(0, hi - lo, lo)]
+
+
+def paged_attention(q, pool, pages: PageList):
+    """One new token per row over the pages that its row holds.
+
+    q: (B, H, 1, D). pool: (k, v) or (k, v, k_scale, v_scale), (n_pages, Hkv, page_size, D or 1).
+    Returns (B, H, 1, D); zeros for rows that hold nothing.
+    """
+    n_kv_head = pool[0].size(1)
+    if not pages.runs:
+        return torch.zeros_like(q)
+    dtype = scores_dtype(q.dtype)
+    rows = fold_heads(q, n_kv_head).to(dtype) * q.size(-1) ** -0.5         # (B, Hkv, G, D)
+    rows = torch.cat([rows, torch.zeros_like(rows[:1])])                   # row B: unowned pages
+    parts = [_attend_pages(rows, pool, pages, *piece) for piece in _pieces(pool, pages, dtype)]
+    top, total, values = (torch.cat(x) for x in zip(*parts))               # (entries, Hkv, G, ...)
+    highest = torch.full_like(rows[..., :1], torch.finfo(dtype).min).scatter_reduce_(
+        0, pages.rows.view(-1, 1, 1, 1).expand_as(top), top, 'amax')
+    weight = (top - highest[pages.rows]).exp_()                            # (entries, Hkv, G, 1)
+    total = torch.zeros_like(highest).index_add_(0, pages.rows, total * weight)
+    values = torch.zeros_like(rows).index_add_(0, pages.rows, values * weight)
+    y = (values / total.clamp(min=torch.finfo(dtype).tiny))[:-1]
+    return unfold_heads(y.to(q.dtype), q.size(1))
+
+
+def _pieces(pool, pages, dtype):
+    """(first entry, end, index of their pages in the pool) of about a tile each: slices of the pool
+    where its pages are neighbours, so that nothing is copied; index tensors elsewhere."""
+    _, n_kv_head, page_size, D = pool[0].shape
+    in_place = pool[0].dtype == dtype  # read as it is stored, so that no tile is needed
+    most = max(1, TILE // (n_kv_head * page_size * D))
+    for a, b, lo in pages.runs:
+        size = b - a if lo is not None and in_place else most
+        for first in range(a, b, size):
+            end = min(first + size, b)
+            where = pages.ids[first:end] if lo is None else slice(lo + first - a, lo + end - a)
+            yield first, end, where
+
+
+def _attend_pages(rows, pool, pages, first, end, where) -> PartialSoftmax:
+    """Entries first .. end - 1, each by itself: parts of (end - first, Hkv, G, ...)."""
+    k, v, k_scale, v_scale = (*(x[where] for x in pool), None, None)[:4]
+    row, start = pages.rows[first:end], pages.first[first:end]
+    scores = tile_scores(rows[row], k, k_scale)                            # (entries, Hkv, G, s)
+    n_keys = (pages.kv_lens[row] - start)[:, None]
+    seen = torch.arange(scores.size(-1), device=rows.device) < n_keys
+    scores.masked_fill_(~seen[:, None, None], torch.finfo(rows.dtype).min)
+    return PartialSoftmax.of(scores, v, v_scale)

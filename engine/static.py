@@ -1,0 +1,167 @@
+"""A cache as a decode step sees it that is captured once and replayed (CUDA graphs), or compiled:
+where its tokens go and which keys they see is computed on the device, from positions there. Nothing
+depends on lengths known to the host, so shapes and Python values are the same in every step.
+
+    static = StaticCache(cache, n_rows)         # the cache's own storage, its first n_rows rows
+    static.set(lengths)                         # before a step: tokens that each row holds
+    logits, _ = model(tokens, cache=static)     # (n_rows, 1) -> (n_rows, 1, V)
+    static.advance(rows)                        # afterwards: these hold one token more
+"""
+import torch
+
+from attention.cached import cached_attention
+from config.errors import UserError
+from engine.paged import PagedKVCache, PagedSlot, table_attention
+from kv.cache import KVCache
+from kv.plan import Layer
+from kv.slots import KVStore, RingSlot
+
+
+class StaticStep:
+    """One token for each row, at `positions` (B, 1): a `kv.cache.Step` without numbers on the
+    host."""
+    t, uniform = 1, False
+
+    def __init__(self, positions: torch.Tensor, end: int):
+        self.positions, self.end = positions.clamp(min=0), end
+
+
+class StaticCache:
+    """The first `n_rows` rows of `cache`, for steps of one token. A row that takes no part has
+    position -1: nothing of it is written, and its logits mean nothing.
+
+    positions: (n_rows, 1) int64, tokens that each row holds. table: (n_rows, n) int32, its pages,
+    if the cache is paged.
+    """
+
+    def __init__(self, cache: KVCache, n_rows: int):
+        self.cache, self.batch_size, self.kv_dtype = cache, n_rows, cache.kv_dtype
+        with torch.inference_mode(False):
+            like = dict(device=cache.device)
+            self.positions = torch.full((n_rows, 1), -1, dtype=torch.int64, **like)
+            self._rows = torch.arange(n_rows, **like)
+            self.table = None
+            if isinstance(cache, PagedKVCache):
+                width = cache.table.pages_for(cache.max_seq_len)
+                self.table = torch.full((n_rows, width), -1, dtype=torch.int32, **like)
+        # what `table` holds: the pages of each row, and of which version of the cache's table
+        self._sent, self._versions = [[] for _ in range(n_rows)], [0] * n_rows
+        self._places, self._kv_lens = {}, {}
+
+    # -- on the host, around a step ---------------------------------------------------------------
+
+    def set(self, lengths: list[int | None]) -> None:
+        """The next step appends a token to each row b, which holds lengths[b] tokens; None: it
+        takes no part. Pages for it must have been taken (`reserve`).
+
+        Raises:
+            UserError: more rows than there are, or a row that is full.
+        """
+        most = self.cache.max_seq_len
+        full = any(n is not None and n >= most for n in lengths)
+        if len(lengths) > self.batch_size or full:
+            raise UserError(f'lengths={lengths}: at most {self.batch_size}, each below '
+                            f'max_seq_len={most}')
+        held = [-1 if n is None else n for n in lengths] + [-1] * (self.batch_size - len(lengths))
+        positions = _on_host(held, torch.int64, self.positions)
+        self.positions.copy_(positions[:, None], non_blocking=True)
+        if self.table is not None:
+            self._send_pages()
+
+    def _send_pages(self) -> None:
+        """Write to `table` the entries that have changed, in place, since a CUDA graph has its
+        address: most rows have the pages that they had, or one more. Entries after the end of a row
+        are -1."""
+        source, entries, sent = self.cache.table, [], {}
+        for row, version in enumerate(source.versions[:self.batch_size]):
+            if version != self._versions[row]:
+                old = self._sent[row]
+                new = sent.setdefault(row, source.rows[row][:self.table.size(1)])
+                first = len(old) if new[:len(old)] == old else 0
+                pages = new[first:] + [-1] * (len(old) - len(new))
+                entries += [(row, first + k, page) for k, page in enumerate(pages)]
+        for row, pages in sent.items():  # if interrupted, the next call sends all of the row
+            self._sent[row] = [None] * max(len(self._sent[row]), len(pages))
+            self._versions[row] = -1
+        if entries:  # indices made on the host: nothing waits for the device
+            entries = _on_host(entries, torch.int64, self.table)
+            rows, places, pages = entries.to(self.table.device, non_blocking=True).T
+            self.table.index_put_((rows, places), pages.int())
+        for row, pages in sent.items():
+            self._sent[row], self._versions[row] = pages, source.versions[row]
+
+    def advance(self, rows: list[int]) -> None:
+        """These rows hold one token more: what the step has written."""
+        self.cache.advance(rows)
+
+    # -- what the model calls, with nothing but the device's numbers ------------------------------
+
+    def begin(self, t: int, lens=None, rows=None) -> StaticStep:
+        if t != 1 or lens is not None or rows is not None:
+            raise UserError(f't={t}: a static step appends one token a row')
+        self._places, self._kv_lens = {}, {}
+        return StaticStep(self.positions, self.cache.max_seq_len)
+
+    def attend(self, layer: Layer, q: torch.Tensor, kv=None) -> torch.Tensor:
+        """As `KVCache.attend`, by plain torch operations; q (B, H, 1, D)."""
+        store = self.cache.stores[layer.slot]
+        if kv is not None:
+            rows, places = self.target(layer)
+            put(store, rows, places, store.encode(*(x.detach() for x in kv)))
+        return self.read(layer, q)
+
+    def read(self, layer: Layer, q: torch.Tensor) -> torch.Tensor:
+        """Attention to the slot of a layer, which has been written in this step."""
+        store = self.cache.stores[layer.slot]
+        limit = store.capacity if isinstance(store, RingSlot) else self.cache.max_seq_len
+        if limit not in self._kv_lens:
+            self._kv_lens[limit] = (self.positions[:, 0] + 1).clamp(max=limit)
+        kv_lens = self._kv_lens[limit]
+        if isinstance(store, PagedSlot):
+            return table_attention(q, store.tensors, self.table, kv_lens)
+        kv = store.read(slice(0, self.batch_size), 0, store.capacity)
+        return cached_attention(q, *kv, kv_lens=kv_lens)
+
+    def target(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows or pages, places), (B,) both: where a slot's new K and V go; a place below 0 is
+        nowhere. Slots of one kind have their tokens at the same places."""
+        store, positions = self.cache.stores[layer.slot], self.positions[:, 0]
+        kind = store.capacity if isinstance(store, RingSlot) else type(store)
+        if kind not in self._places:
+            self._places[kind] = self._places_in(store, positions)
+        return self._places[kind]
+
+    def _places_in(self, store, positions):
+        if isinstance(store, RingSlot):
+            return self._rows, torch.where(positions < 0, -1, positions % store.capacity)
+        if not isinstance(store, PagedSlot):
+            return self._rows, positions
+        size = self.cache.table.page_size
+        page = self.positions.clamp(min=0) // size
+        pages = self.table.gather(1, page)[:, 0].long()
+        return pages, torch.where(positions < 0, -1, positions % size)
+
+    def commit(self) -> None:
+        """Nothing: `advance` counts, on the host."""
+
+    abandon = commit
+
+
+def put(store: KVStore, rows, places, new) -> None:
+    """Encoded K, V (B, Hkv, 1, D) to (rows[b], places[b]), or nowhere if that place is below 0.
+
+    Rows of a contiguous store are distinct, so shapes need not depend on which tokens are written;
+    an unwritten token rewrites what is there. Pages of a pool may coincide: there the unwritten
+    ones are left out.
+    """
+    if isinstance(store, PagedSlot):
+        written = places >= 0
+        rows, places, new = rows[written], places[written], [x[written] for x in new]
+    at = rows, slice(None), places.clamp(min=0)
+    for stored, x in zip(store.tensors, new):
+        stored[at] = torch.where((places >= 0)[:, None, None], x[:, :, 0], stored[at])
+
+
+def _on_host(numbers, dtype, like) -> torch.Tensor:
+    """Pinned if the device copies from it meanwhile; the allocator keeps it until that is done."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=like.device.type == 'cuda')

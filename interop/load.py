@@ -1,0 +1,124 @@
+"""Loading a model to run it, from a checkpoint of train.py, GPT-2's weights, an exported folder, or
+with random weights; with its tokenizer, on its device. For sample.py, chat.py, serve.py and
+`interop.evaluate`."""
+import difflib
+from pathlib import Path
+
+import torch
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from config.schema import MODEL
+from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
+from data.tokenfiles import read_meta
+from data.tokenizer import load_tokenizer
+from engine.linear import speed_up_few_rows
+from engine.weights import compile_for_decode, quantize_weights
+from interop.huggingface import noted_source
+from interop.tokenizer_files import tokenizer_in
+from model import GPT
+from training.checkpoint import config_of, load_weights, note_fixed_settings, tokens_id
+from training.device import pick_device, pick_dtype
+from training.shelf import checkpoint_in, load_to_resume
+
+
+def load(s):
+    """The model that the settings name, ready to run, and its tokenizer.
+
+    s: settings of sample.py, chat.py or serve.py: init_from, out_dir, resume_from, dataset, device,
+    dtype, weight_dtype, compile, seed.
+
+    The global random generator is seeded just before the model is built, and used by nothing else:
+    sample 0 goes on from there, as in nanoGPT.
+
+    Raises:
+        UserError: no such device, model or data set; or they do not go together.
+    """
+    device = pick_device(s.device)
+    model, dataset, known = read_model(s)
+    tokenizer = None if 'dataset' in s.given else tokenizer_in(Path(s.init_from))
+    tokenizer = tokenizer or tokenizer_of(dataset, model.config.vocab_size, known)
+    model = quantize_weights(model.to(device, pick_dtype(s.dtype, device)), s.weight_dtype)
+    speed_up_few_rows(model)
+    if s.compile:
+        compile_for_decode(model)
+    return model, tokenizer
+
+
+def read_model(s):
+    """The model, in eval mode, on the CPU; its data set's name; and what its ids stand for, if that
+    is known (`tokens_id`)."""
+    if s.init_from == 'resume':
+        use_newest_run(s)
+    path = checkpoint_in(s.out_dir, s.resume_from)
+    checkpoint = load_to_resume(path) if s.init_from == 'resume' else None
+    torch.manual_seed(s.seed)
+    known = ''
+    if checkpoint is not None:
+        dataset, known = checkpoint['config'].get('dataset', ''), checkpoint.get('tokens', '')
+        model = GPT(config_of(checkpoint, path, dropout=0.0))
+        load_weights(model, checkpoint, path)
+    elif s.init_from == 'random':
+        dataset, meta = s.dataset, read_meta(known_dataset(s.dataset))
+        vocab_size = meta['vocab_size'] if meta else 50304
+        fields = {key.name: getattr(s, key.name) for key in MODEL}
+        model = GPT(GPTConfig(vocab_size=vocab_size, **fields))
+    else:
+        model, dataset = GPT.from_pretrained(s.init_from, dict(dropout=0.0)), s.dataset
+        if 'dataset' not in s.given:
+            dataset, known = noted_source(s.init_from)
+    if s.init_from != 'random':
+        note_fixed_settings(s, model.config)
+    return model.eval(), dataset, known
+
+
+def use_newest_run(s) -> None:
+    """If no out_dir was given and the default one has no checkpoint: the newest run beside it.
+
+    Raises:
+        UserError: there is none.
+    """
+    if 'out_dir' in s.given or Path(s.out_dir, s.resume_from).exists():
+        return
+    found = sorted(Path().glob(f'out*/{s.resume_from}'), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UserError(f'there is no {s.out_dir}/{s.resume_from}, and no out*/{s.resume_from} in '
+                        'this folder: train a model first, as python train.py '
+                        'config/train_mqa_local.py does, or name its folder')
+    *others, newest = (str(path.parent) for path in found)
+    s.out_dir = newest
+    others = f" (others: {', '.join(reversed(others))})" if others else ''
+    print(f'Using {newest}, the newest run here{others}')
+
+
+def known_dataset(name: str) -> Path:
+    """Its folder, prepared if need be. One that is nowhere to be found, or is too large to be
+    prepared for its alphabet alone, means GPT-2 BPE, unless it looks misspelt."""
+    folder = DATA_ROOT / name
+    here = (folder / 'meta.pkl').is_file() or by_hand(folder / 'prepare.py')
+    if not here and difflib.get_close_matches(name, available_datasets(DATA_ROOT), n=1):
+        ensure_dataset(name, DATA_ROOT)
+    return folder
+
+
+def tokenizer_of(dataset: str, vocab_size: int, known: str = ''):
+    """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE if
+    it has none.
+
+    known: the `tokens_id` at that time; '' for checkpoints that do not say it (nanoGPT's).
+    """
+    if any(c in dataset for c in '/\\\0'):
+        raise UserError(f'dataset={dataset!r} is not the name of a folder under data/')
+    path = DATA_ROOT / dataset / 'meta.pkl'
+    meta = read_meta(path.parent) if dataset else None
+    if meta is None and vocab_size < 50257:
+        raise UserError(f'the model has {vocab_size} tokens, but data/{dataset}/meta.pkl, which '
+                        f'says what they are, is missing: run python data/{dataset}/prepare.py')
+    print('No meta.pkl found, assuming GPT-2 encodings...' if meta is None
+          else f'Loading meta from data/{dataset}/meta.pkl...')
+    tokenizer = load_tokenizer(meta)
+    if tokenizer.vocab_size > vocab_size or known not in ('', tokens_id(meta)):
+        raise UserError(f'data/{dataset} has {tokenizer.vocab_size} tokens that are not those of '
+                        f'the model (it has {vocab_size}): the data set was prepared anew since '
+                        'the model was trained; prepare it as it was')
+    return tokenizer
