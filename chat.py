@@ -27,13 +27,11 @@ from pathlib import Path
 
 import configurator
 from config.errors import UserError
-from config.sizes import parse_bytes
-from engine.dialogue import Dialogue, Template
+from config.sizes import nice_bytes, parse_bytes
+from engine.dialogue import Dialogue, Template, longest_context
 from engine.engine import Engine
 from engine.params import SamplingParams, sample_seed
-from generate import longest_context
 from interop.load import load
-from kv.report import nice_bytes
 
 
 class Chat:

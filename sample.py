@@ -36,7 +36,8 @@ from engine.timings import Timings, show_timings
 from engine.weights import pack_weights, weights_dtype
 from generate import Generation, Sampler, cache_length, recomputes
 from interop.load import load
-from kv.report import account, print_report
+from kv.report import account
+from kv.tables import print_report
 from training.device import check_seed, device_name, total_memory
 
 RULE = '-' * 15    # printed after each sample, as in nanoGPT

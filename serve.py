@@ -16,9 +16,8 @@ from pathlib import Path
 import configurator
 from config.errors import UserError
 from config.sizes import parse_bytes
-from engine.dialogue import Template
+from engine.dialogue import Template, longest_context
 from engine.engine import Engine
-from generate import longest_context
 from interop.load import load
 from serving.api import Service
 from training.device import total_memory

@@ -70,21 +70,6 @@ def obstacle(name: str, device, dtype, head_dim: int, dropout_p: float) -> str:
     return ''
 
 
-def describe(model, dtype: torch.dtype, dropout_p: float) -> str:
-    """'attention: global layers sdpa, local layers flex': what a model's layers will use.
-
-    Raises:
-        UserError: as `choose`.
-    """
-    kinds = sorted({layer.kind for layer in model.plan.layers})
-    found = [choose(kind, model.attention_backend, model.device, dtype, model.plan.head_dim,
-                    dropout_p) for kind in kinds]
-    if 'flash_attn' in found:
-        from attention.kernels.flash import load_flash_attn
-        load_flash_attn()
-    return 'attention: ' + ', '.join(f'{kind} layers {name}' for kind, name in zip(kinds, found))
-
-
 def _flash_attn_version() -> int:
     """2, 4, or 0 if neither package is installed. Nothing is imported."""
     for version, name in ((2, 'flash-attn'), (4, 'flash-attn-4')):

@@ -52,16 +52,3 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """
     wide = x.to(cos.dtype)
     return torch.addcmul(wide * cos, wide.roll(x.size(-1) // 2, -1), sin).to(x.dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`apply_rope` of x in the tables' dtype, without a rolled copy and without autograd."""
-    half, y = x.size(-1) // 2, x * cos
-    y[..., :half].addcmul_(x[..., half:], sin[..., :half])
-    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return y
-
-
-def rotate_back(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The inverse of `rotate`, which is also its gradient: by the opposite angles."""
-    return rotate(y, cos, -sin)

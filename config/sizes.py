@@ -84,3 +84,11 @@ def _left_in(folder, files):
     except (OSError, ValueError):
         pass
     return max(1, most - now) if most < 2 ** 60 else None
+
+
+def nice_bytes(n: float) -> str:
+    """1,048,576 -> '1.05 MB' (decimal units)."""
+    for unit, size in (('TB', 1e12), ('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
+        if n >= size:
+            return f'{n / size:.3g} {unit}' if n < 1000 * size else f'{n / size:,.0f} {unit}'
+    return f'{n:.0f} B'

@@ -191,3 +191,14 @@ class Dialogue:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as e:
             raise UserError(f'{path} is no conversation that can be read: {type(e).__name__}: {e}') from e
+
+
+def longest_context(config) -> int:
+    """Tokens that chat.py and serve.py let the model see by default.
+
+    A model with RoPE and local layers gets 32 times its block_size, up to 8,192: as far as the demo
+    model was found to predict as well as within its block_size (results/demo/contexts.jsonl)."""
+    local = config.window_size and 'L' in config.layer_pattern
+    if config.pos_embedding != 'rope' or not local:
+        return config.block_size
+    return max(config.block_size, min(32 * config.block_size, 8192))

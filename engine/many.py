@@ -8,11 +8,11 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from config.sizes import nice_bytes
 from engine.engine import Engine
 from engine.paged import PAGE_SIZE
 from engine.params import Completion, sample_seed
 from engine.prompts import PromptLine
-from kv.report import nice_bytes
 
 ROWS = 16  # requests at once, unless told otherwise
 

@@ -61,6 +61,12 @@ def table_attention(q, pool, table, kv_lens):
     return cached_attention(q, *(_in_order(x) for x in pages), kv_lens=kv_lens)
 
 
+def copy_row(store: KVStore, source: int, target: int) -> None:
+    """Row (or page) `target` of a store holds what `source` does."""
+    for x in store.tensors:
+        x[target] = x[source]
+
+
 def _in_order(pages):
     """(B, n, Hkv, page_size, D) -> (B, Hkv, n * page_size, D)."""
     return pages.transpose(1, 2).flatten(2, 3)
@@ -197,7 +203,7 @@ class PagedKVCache(KVCache):
         if source == target:
             return
         for store in self.row_stores:
-            store.copy_row(source, target)
+            copy_row(store, source, target)
         self._lengths[target] = self._lengths[source]
         self._forget([source])
         self._clean(self.table.move(source, target))
@@ -211,7 +217,7 @@ class PagedKVCache(KVCache):
                             'first')
         self.table.fork(source, target)
         for store in self.row_stores:
-            store.copy_row(source, target)
+            copy_row(store, source, target)
         self._lengths[target] = self._lengths[source]
 
     def adopt(self, row: int, pages: list[int], length: int) -> None:
@@ -249,7 +255,7 @@ class PagedKVCache(KVCache):
         for job in jobs:
             for source, target in self.table.extend(*job):
                 for pool in self.pools:
-                    pool.copy_row(source, target)
+                    copy_row(pool, source, target)
 
     def _clean(self, freed: list[int]) -> None:
         """The next row to take one of these pages reads all of it, with weight 0 beyond what it has

@@ -17,11 +17,13 @@ from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import parse_bytes
 from kv.plan import plan_kv
-from kv.report import REPORTED_DTYPES, account, dtype_table, fitting, print_report
+from kv.report import REPORTED_DTYPES, account, fitting
 
 
 def main(argv=None):
     from rich.console import Console
+
+    from kv.tables import dtype_table, print_report
     argv = sys.argv[1:] if argv is None else argv
     saved = [arg for arg in argv if arg[:1] != '-' and (arg.endswith('.pt') or Path(arg).is_dir())]
     if len(saved) > 1:

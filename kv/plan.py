@@ -1,13 +1,16 @@
-"""The KV plan: which layer is local, which reads whose keys and values, and what that costs in bytes. No torch here.
+"""The KV plan: which layer is local, which reads whose keys and values, and what that costs in
+bytes. No torch here.
 
     layer_pattern = 'LLLLLG'     layer   0  1  2  3  4  5 | 6  7  8  9 10 11
     kv_share      = 'AABBBC'     kind    L  L  L  L  L  G | L  L  L  L  L  G
     share_global_kv = True       slot    0  0  1  1  1  2 | 3  3  4  4  4  2
-                                         *     *        *   *     *             * owns: computes K/V; the rest read them
+                                         *     *        *   *     *           * owns: computes K/V;
+                                                                                the rest read them
+Everything that needs to know a layer's window or whose KV it reads asks the plan.
 
-Everything that needs to know a layer's window or whose KV it reads asks the plan; nothing else works it out again.
-Sources: multi-query attention (Shazeer 2019), sliding windows with few global layers (Beltagy et al. 2020, Gemma 3),
-KV shared across layers (CLA, Brandon et al. 2024), and all of them together (Character.AI, "Optimizing inference", 2024).
+Sources: multi-query attention (Shazeer 2019), sliding windows with few global layers (Beltagy et
+al. 2020, Gemma 3), KV shared across layers (CLA, Brandon et al. 2024), and all of them together
+(Character.AI, "Optimizing inference", 2024).
 """
 import warnings
 from dataclasses import dataclass
@@ -18,8 +21,9 @@ from config.gpt_config import GPTConfig
 GLOBAL, LOCAL = 'global', 'local'
 KIND_OF_LETTER = {'G': GLOBAL, 'L': LOCAL}
 
-# kv_dtype -> (bytes of one stored element, bytes of the scale that goes with one head's K or V at one position)
-KV_DTYPES = {'float64': (8, 0), 'float32': (4, 0), 'bfloat16': (2, 0), 'float16': (2, 0), 'int8': (1, 2)}
+# kv_dtype -> (bytes of a stored element, bytes of the scale of one head's K or V at one position)
+KV_DTYPES = {'float64': (8, 0), 'float32': (4, 0), 'bfloat16': (2, 0), 'float16': (2, 0),
+             'int8': (1, 2)}
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Slot:
-    """One KV cache, filled by layer `owner` and read by all of `layers` (which are of one kind and window)."""
+    """One KV cache, filled by layer `owner` and read by all of `layers`, which are of one kind and
+    window."""
     index: int
     kind: str
     window: int
@@ -42,13 +47,14 @@ class Slot:
     layers: tuple[int, ...]
 
     def capacity(self, max_seq_len: int) -> int:
-        """Positions held for a sequence of `max_seq_len`: all of them, or a ring of the last `window`."""
+        """Positions held for a sequence of `max_seq_len`: all, or a ring of the last `window`."""
         return min(self.window, max_seq_len) if self.kind == LOCAL else max_seq_len
 
 
 @dataclass(frozen=True)
 class KVPlan:
-    """What a model remembers between tokens: `layers[i]` for each block and `slots[s]` for each cache."""
+    """What a model remembers between tokens: `layers[i]` for each block, `slots[s]` for each
+    cache."""
     layers: tuple[Layer, ...]
     slots: tuple[Slot, ...]
     n_head: int
@@ -56,9 +62,11 @@ class KVPlan:
     head_dim: int
 
     def position_nbytes(self, kv_dtype: str) -> int:
-        """Bytes of K and V (and their int8 scales) of one position in one slot: 2 * Hkv * (D * element + scale)."""
+        """Bytes of K and V (and their int8 scales) of one position in one slot:
+        2 * Hkv * (D * element + scale)."""
         if kv_dtype not in KV_DTYPES:
-            raise UserError(f'kv_dtype={kv_dtype!r}: allowed are {", ".join(map(repr, KV_DTYPES))}')
+            allowed = ', '.join(map(repr, KV_DTYPES))
+            raise UserError(f'kv_dtype={kv_dtype!r}: allowed are {allowed}')
         element, scale = KV_DTYPES[kv_dtype]
         return 2 * self.n_kv_head * (self.head_dim * element + scale)
 
@@ -67,13 +75,14 @@ class KVPlan:
         return batch * slot.capacity(max_seq_len) * self.position_nbytes(kv_dtype)
 
     def nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
-        """Bytes of the whole cache; equal, to the byte, to what `kv.cache.KVCache` allocates."""
+        """Bytes of the whole cache: to the byte, what `kv.cache.KVCache` allocates."""
         return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots)
 
     def read_nbytes(self, batch: int, held: int, kv_dtype: str) -> int:
-        """Bytes that a decode step reads for `batch` sequences, whose new tokens are their `held`-th: each layer reads its
-        slot, shared or not."""
-        return sum(min(held, layer.window or held) for layer in self.layers) * self.position_nbytes(kv_dtype) * batch
+        """Bytes that a decode step reads for `batch` sequences whose new tokens are their
+        `held`-th: each layer reads its slot, shared or not."""
+        positions = sum(min(held, layer.window or held) for layer in self.layers)
+        return positions * self.position_nbytes(kv_dtype) * batch
 
     def page_nbytes(self, page_size: int, kv_dtype: str) -> int:
         """Bytes of a page: `page_size` positions in every global slot."""
@@ -81,37 +90,43 @@ class KVPlan:
         return n_global * page_size * self.position_nbytes(kv_dtype)
 
     def rings_nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
-        """Bytes of all local slots; with pages for the global ones, `engine.paged.PagedKVCache` allocates these and those."""
-        return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots if slot.kind == LOCAL)
+        """Bytes of all local slots."""
+        return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype)
+                   for slot in self.slots if slot.kind == LOCAL)
 
     def vanilla(self) -> 'KVPlan':
-        """The plan of GPT-2 in the same shape: every layer global, every head with K/V of its own."""
-        n_layer = len(self.layers)
-        return KVPlan(layers=tuple(Layer(i, GLOBAL, 0, slot=i, owns=True) for i in range(n_layer)),
-                      slots=tuple(Slot(i, GLOBAL, 0, owner=i, layers=(i,)) for i in range(n_layer)),
-                      n_head=self.n_head, n_kv_head=self.n_head, head_dim=self.head_dim)
+        """The plan of GPT-2 in the same shape: every layer global, every head with K/V of its
+        own."""
+        n = range(len(self.layers))
+        layers = tuple(Layer(i, GLOBAL, 0, slot=i, owns=True) for i in n)
+        slots = tuple(Slot(i, GLOBAL, 0, owner=i, layers=(i,)) for i in n)
+        return KVPlan(layers, slots, self.n_head, n_kv_head=self.n_head, head_dim=self.head_dim)
 
-    def factors(self, max_seq_len: int, kv_dtype: str, against: str = 'bfloat16') -> dict[str, float]:
-        """How many times smaller each saving makes the cache than vanilla GPT-2's stored as `against`.
+    def factors(self, max_seq_len: int, kv_dtype: str,
+                against: str = 'bfloat16') -> dict[str, float]:
+        """How many times smaller each saving makes the cache than vanilla GPT-2's.
 
-        heads * window * sharing is the ratio at equal dtype; times dtype, the ratio against vanilla in `against`.
-        The window counts alone before sharing; where max_seq_len <= window it saves nothing (factor 1).
+        heads * window * sharing is the ratio at equal dtype; times dtype, the ratio against vanilla
+        in `against`. The window counts before sharing; if max_seq_len <= window it saves nothing.
         """
         all_positions = len(self.layers) * max_seq_len
         windowed = sum(self.slots[layer.slot].capacity(max_seq_len) for layer in self.layers)
         held = sum(slot.capacity(max_seq_len) for slot in self.slots)
-        return {'heads': self.n_head / self.n_kv_head, 'window': all_positions / windowed, 'sharing': windowed / held,
-                'dtype': self.position_nbytes(against) / self.position_nbytes(kv_dtype)}
+        dtype = self.position_nbytes(against) / self.position_nbytes(kv_dtype)
+        return {'heads': self.n_head / self.n_kv_head, 'window': all_positions / windowed,
+                'sharing': windowed / held, 'dtype': dtype}
 
 
 def plan_kv(config: GPTConfig) -> KVPlan:
     """Turn a config's memory settings into the one description that everything else reads.
 
     Raises:
-        UserError (a ValueError): unknown pattern letters, a share string that does not fit the pattern or joins kinds,
-            heads that do not divide, a local layer without a window. The message names the values at fault.
+        UserError (a ValueError): unknown pattern letters, a share string that does not fit the
+            pattern or joins kinds, heads that do not divide, a local layer without a window. The
+            message names the values at fault.
     Warns:
-        UserWarning: the global slot shared by all periods is owned by layer 0, whose K/V are functions of single tokens.
+        UserWarning: no layer is global; or the global slot shared by all periods is owned by layer
+            0, whose K/V are functions of single tokens.
     """
     _check(config)
     pattern, share = config.layer_pattern, config.kv_share
@@ -131,38 +146,43 @@ def plan_kv(config: GPTConfig) -> KVPlan:
         layers.append(Layer(i, kind, config.window_size if kind == LOCAL else 0, slot, owns))
     slots = tuple(Slot(s, layers[m[0]].kind, layers[m[0]].window, owner=m[0], layers=tuple(m))
                   for s, m in enumerate(members))
-    plan = KVPlan(tuple(layers), slots, config.n_head, config.n_kv_head or config.n_head, config.resolved_head_dim)
-    if 'G' in pattern and not any(layer.kind == GLOBAL for layer in layers):
-        warnings.warn(f'layer_pattern={pattern!r} is longer than n_layer={config.n_layer}: no layer is global, so nothing is '
-                      f'remembered beyond {config.n_layer} windows', stacklevel=2)
-    first = slots[0]
+    n_kv_head = config.n_kv_head or config.n_head
+    plan = KVPlan(tuple(layers), slots, config.n_head, n_kv_head, config.resolved_head_dim)
+    _warn(plan, config)
+    return plan
+
+
+def _warn(plan, config):
+    pattern, first = config.layer_pattern, plan.slots[0]
+    if 'G' in pattern and not any(layer.kind == GLOBAL for layer in plan.layers):
+        warnings.warn(f'layer_pattern={pattern!r} is longer than n_layer={config.n_layer}: no '
+                      f'layer is global, so nothing is remembered beyond {config.n_layer} windows',
+                      stacklevel=3)
     if config.share_global_kv and first.kind == GLOBAL and len(first.layers) > 1:
         warnings.warn(f'layer_pattern={pattern!r}: layer 0 owns the KV shared by global layers '
-                      f'{list(first.layers)}, so all long-range memory is a function of single token embeddings; '
-                      'put G last in the period', stacklevel=2)
-    return plan
+                      f'{list(first.layers)}, so all long-range memory is a function of single '
+                      'token embeddings; put G last in the period', stacklevel=3)
 
 
 def _check(config: GPTConfig) -> None:
     pattern, share = config.layer_pattern, config.kv_share
     unknown = sorted(set(pattern) - set(KIND_OF_LETTER))
     if not pattern or unknown:
-        raise UserError(f'layer_pattern={pattern!r}: ' + (f'unknown letter {unknown[0]!r}, ' if unknown else 'empty, ')
-                        + 'use G (global) and L (local)')
+        what = f'unknown letter {unknown[0]!r}, ' if unknown else 'empty, '
+        raise UserError(f'layer_pattern={pattern!r}: {what}use G (global) and L (local)')
     if config.n_kv_head and config.n_head % config.n_kv_head:
         raise UserError(f'n_head={config.n_head} is not a multiple of n_kv_head={config.n_kv_head}')
     if 'L' in pattern and config.window_size < 1:
-        raise UserError(f'window_size={config.window_size} with local layers in layer_pattern={pattern!r}: '
-                        'set it to the number of keys that they see, 1 or more')
+        raise UserError(f'window_size={config.window_size} with local layers in layer_pattern='
+                        f'{pattern!r}: set it to the number of keys that they see, 1 or more')
     if not share:
         return
     if len(share) != len(pattern):
-        raise UserError(f'kv_share={share!r} has {len(share)} letters and layer_pattern={pattern!r} has {len(pattern)}: '
-                        'one letter per layer of the period')
+        raise UserError(f'kv_share={share!r} has {len(share)} letters and layer_pattern={pattern!r}'
+                        f' has {len(pattern)}: one letter per layer of the period')
     kinds = {}
     for letter, kind in zip(share, pattern):
         if kinds.setdefault(letter, kind) != kind:
-            raise UserError(f'kv_share={share!r} joins layers of different kind under {letter!r} in '
-                            f'layer_pattern={pattern!r}: layers that share a KV cache are all G or all L')
-
-
+            raise UserError(f'kv_share={share!r} joins layers of different kind under {letter!r} '
+                            f'in layer_pattern={pattern!r}: layers that share a KV cache are all '
+                            'G or all L')

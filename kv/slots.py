@@ -68,25 +68,19 @@ class KVStore:
         for stored, x in zip(self.tensors, new):
             stored[rows, :, indices] = x[:, :, 0]
 
-    def copy_row(self, source: int, target: int) -> None:
-        for x in self.tensors:
-            x[target] = x[source]
-
     def zero_values(self, rows: list[int], end: int) -> None:
         """V of `rows` is zero below `end`, so that a masked key adds 0 (0 * NaN would be NaN). K
         may stay: a mask replaces scores, whatever they are."""
         for x in self.tensors[1::2]:
             x[rows, :, :end] = 0
 
-    def fill_random_(self, chunk: int = 256) -> None:
-        """Normal random K/V everywhere, a piece at a time: a second copy never exists."""
-        rows, n_kv_head, _, head_dim = self.tensors[0].shape
-        for start in range(0, self.capacity, chunk):
-            for first in range(0, rows, chunk):
-                last, n = min(first + chunk, rows), min(chunk, self.capacity - start)
-                k, v = (torch.randn(last - first, n_kv_head, n, head_dim, device=self.device,
-                                    dtype=self.compute_dtype) for _ in 'kv')
-                self.write(slice(first, last), start, self.encode(k, v))
+    def fill_random_(self) -> None:
+        """Normal random K/V everywhere, a row at a time: a second copy never exists."""
+        rows, *shape = self.tensors[0].shape
+        for row in range(rows):
+            k, v = (torch.randn(1, *shape, dtype=self.compute_dtype, device=self.device)
+                    for _ in 'kv')
+            self.write(slice(row, row + 1), 0, self.encode(k, v))
 
 
 class GlobalSlot(KVStore):

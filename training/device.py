@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attention.backends import choose
 from config.errors import UserError
 from config.sizes import physical_memory
 
@@ -57,6 +58,21 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
             return torch.float32
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return getattr(torch, name)
+
+
+def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:
+    """'attention: global layers sdpa, local layers flex': what a model's layers will use.
+
+    Raises:
+        UserError: as `choose`.
+    """
+    kinds = sorted({layer.kind for layer in model.plan.layers})
+    found = [choose(kind, model.attention_backend, model.device, dtype, model.plan.head_dim,
+                    dropout_p) for kind in kinds]
+    if 'flash_attn' in found:
+        from attention.kernels.flash import load_flash_attn
+        load_flash_attn()
+    return 'attention: ' + ', '.join(f'{kind} layers {name}' for kind, name in zip(kinds, found))
 
 
 def autocast(device: torch.device, dtype: torch.dtype):

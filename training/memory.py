@@ -20,9 +20,8 @@ from torch.nn import functional as F
 import attention.kernels.flex
 import training.recompute
 from config.errors import UserError
-from config.sizes import available_memory
+from config.sizes import available_memory, nice_bytes
 from kv.parts import tensor_nbytes
-from kv.report import nice_bytes
 from model import GPT
 from training.device import autocast as autocast_for
 from training.device import memory_use

@@ -18,10 +18,10 @@ import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from config.sizes import available_memory, parse_bytes
+from config.sizes import available_memory, nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
-from kv.report import nice_bytes, titled
+from kv.tables import titled
 from training.device import pick_device, pick_dtype
 from training.loss import rows_at_a_time
 from training.memory import Predictor, free_memory

@@ -5,7 +5,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kv.report import nice_bytes, titled
+from config.sizes import nice_bytes
+from kv.tables import titled
 from training.memory import measure
 from training.memory_plan import Plans
 from training.recompute import policy_of

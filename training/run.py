@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from attention.backends import choose, describe
+from attention.backends import choose
 from attention.kernels.flex import block_mask
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
@@ -15,7 +15,7 @@ from training import checkpoint as ckpt
 from training import fsdp, int8_training, shards
 from training.adapt import adapt, adapted_config, differences
 from training.batches import RECALL, open_batches, open_meta
-from training.device import autocast, memory_use, pick_dtype
+from training.device import autocast, describe_attention, memory_use, pick_dtype
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
 from training.loss import linear_cross_entropy
@@ -76,7 +76,7 @@ class Run:
             int8_training.train_in_int8(self.model)
         if self.sharded:
             fsdp.shard(self.model, ranks, self.dtype, s.compile, empty='shards' in (saved or {}))
-        print(describe(self.model, self.dtype, self.model.config.dropout))
+        print(describe_attention(self.model, self.dtype, self.model.config.dropout))
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         self.optimizer = make_optimizer(self.model, s, self.device.type)
         self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)

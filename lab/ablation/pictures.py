@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from config.errors import UserError
-from kv.report import nice_bytes
+from config.sizes import nice_bytes
 from lab.ablation.summary import local_reach
 from lab.ablation.tables import models
 from training.plot import plain_log_ticks

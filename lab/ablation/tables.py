@@ -2,7 +2,7 @@
 import csv
 import io
 
-from kv.report import nice_bytes
+from config.sizes import nice_bytes
 from lab.ablation.summary import LEARNED, local_reach
 from lab.benchmarks.grid import Grid
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from attention.backends import describe
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
@@ -18,7 +17,7 @@ from engine.linear import speed_up_few_rows
 from engine.weights import compile_for_decode, quantize_weights, weights_dtype
 from lab.benchmarks.traffic import weight_bytes
 from model import GPT
-from training.device import device_name, pick_device, pick_dtype
+from training.device import describe_attention, device_name, pick_device, pick_dtype
 
 MIN_REPEATS = 5  # medians of fewer rounds say little
 
@@ -72,7 +71,7 @@ def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
     model = quantize_weights(model, s.weight_dtype)
     speed_up_few_rows(model)
     model.attention_backend = s.attention_backend
-    describe(model, pick_dtype(s.dtype, device), dropout_p=0.0)  # a backend that cannot serve is refused
+    describe_attention(model, pick_dtype(s.dtype, device), dropout_p=0.0)  # a backend that cannot serve is refused
     whole_step = s.mode == 'decode' and s.captured and suits_capture(model)  # that is compiled then
     if s.compile and 'compile' in s.given and not whole_step:
         compile_for_decode(model)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
 
-from attention.backends import describe
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
@@ -21,7 +20,7 @@ from lab.benchmarks import clock
 from lab.benchmarks.engines import check_checkout, check_vanilla, nanogpt
 from model import GPT
 from training.batches import TokenBatches
-from training.device import autocast, device_name, pick_device, pick_dtype, synchronize
+from training.device import autocast, describe_attention, device_name, pick_device, pick_dtype, synchronize
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.run import prepare
@@ -64,7 +63,7 @@ class TrainStep:
             self.model.attention_backend = s.attention_backend
             if s.chunked_loss and 'chunked_loss' in s.given:  # nanoGPT, with which it compares, has none
                 self.model.loss_fn = linear_cross_entropy
-            print(describe(self.model, self.dtype, dropout_p=0.0))
+            print(describe_attention(self.model, self.dtype, dropout_p=0.0))
         if s.real_data:
             self.next_batch = TokenBatches(folder, s.block_size, s.batch_size, self.device).next
         else:

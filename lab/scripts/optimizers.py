@@ -22,8 +22,8 @@ from rich.table import Table
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from config.sizes import nice_bytes
 from configurator import run_program
-from kv.report import nice_bytes
 from lab.benchmarks.setting import processor
 from model import GPT
 from training.device import device_name, memory_use, pick_device, synchronize

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention import backends
-from attention.backends import choose, describe
+from attention.backends import choose
 from attention.causal import causal_attention
 from attention.kernels import flash as flash_attn
 from attention.kernels.flex import flex_local_attention
@@ -13,6 +13,7 @@ from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK
 from tests.helpers.reference import dense_attention
+from training.device import describe_attention
 from training.run import prepare
 
 CPU, CUDA = torch.device('cpu'), torch.device('cuda')
@@ -102,11 +103,11 @@ def test_one_that_cannot_be_imported(flash, monkeypatch):
 
 def test_of_a_model():
     model = GPT(GPTConfig(**FULL_STACK))
-    assert describe(model, torch.float32, 0.0) == 'attention: global layers sdpa, local layers sdpa'
+    assert describe_attention(model, torch.float32, 0.0) == 'attention: global layers sdpa, local layers sdpa'
     idx = torch.arange(20)[None]
     expected = model(idx)[0]
     model.attention_backend = 'math'
-    assert describe(model, torch.float32, 0.0) == 'attention: global layers math, local layers math'
+    assert describe_attention(model, torch.float32, 0.0) == 'attention: global layers math, local layers math'
     assert (model(idx)[0] - expected).abs().max() < 1e-5
     with pytest.raises(UserError, match="attention_backend='magic'"):
         model.attention_backend = 'magic'

@@ -2,8 +2,9 @@
 import pytest
 import torch
 
+from attention.kernels.norm_rope import rotate, rotate_back
 from attention.qk import norm_and_rotate
-from attention.rope import RotaryTable, apply_rope, rotate, rotate_back
+from attention.rope import RotaryTable, apply_rope
 
 D = 6
 

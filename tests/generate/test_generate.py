@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from config.errors import UserError
-from generate import Generation, Sampler, cache_length, generate, longest_context, recomputes
+from engine.dialogue import longest_context
+from generate import Generation, Sampler, cache_length, generate, recomputes
 from model import GPT, GPTConfig
 
 VANILLA = dict(n_layer=3, n_head=2, n_embd=16, block_size=24, vocab_size=23)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from kv.report import nice_bytes
+from config.sizes import nice_bytes
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training.checkpoint import load_optimizer, optimizer_state
 from training.host_optimizer import HostAdamW

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 import training.loss
 from attention.kernels.flex import _block_masks
 from config.gpt_config import GPTConfig
-from kv.report import nice_bytes
+from config.sizes import nice_bytes
 from model import GPT
 from training.device import autocast, memory_use
 from training.live import LiveBytes

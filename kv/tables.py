@@ -1,0 +1,71 @@
+"""The KV-cache report on a terminal, as rich tables."""
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from kv.plan import KVPlan
+from kv.report import REPORTED_DTYPES, account, factor_lines, fitting
+
+
+def slot_table(figures: dict, title: str):
+    """A rich table with a row per slot, the total, and vanilla GPT-2 beneath; 80 columns are enough."""
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    for name, justify in (
+            ('slot', 'right'), ('kind', 'left'), ('layers', 'left'), ('holds', 'right'),
+            ('K, V (B x Hkv x S x D)', 'left'), ('dtype', 'left'), ('bytes', 'right')):
+        table.add_column(name, justify=justify, no_wrap=name != 'layers')
+    for row in figures['slots']:
+        layers = ' '.join(f'{i}*' if i == row['owner'] else str(i) for i in row['layers'])
+        shape = ' x '.join(map(str, row['shape']))
+        table.add_row(str(row['slot']), row['kind'], layers, f"{row['capacity']:,}", shape,
+                      row['dtype'], f"{row['bytes']:,}")
+    table.add_section()
+    table.add_row('', 'total', figures['kv_bytes_counted'], '', '', figures['kv_dtype'],
+                  f"{figures['kv_bytes']:,}", style='bold')
+    vanilla = {figures['kv_dtype']: figures['kv_bytes_vanilla'],
+               'bfloat16': figures['kv_bytes_vanilla_bf16']}
+    for dtype, n in vanilla.items():
+        table.add_row('', 'vanilla', 'GPT-2', '', '', dtype, f'{n:,}')
+    return titled(title, table)
+
+
+def titled(title: str, table):
+    """The table beneath its title; rich's own titles end in spaces."""
+    return Group(Text(title, style='italic'), table)
+
+
+def print_report(figures: dict, console, title: str) -> None:
+    """The table, then the factors and the bytes per token in words."""
+    console.print(slot_table(figures, title))
+    console.print('[dim]* computes K and V, the others read them; vanilla: all global, '
+                  f"{figures['n_head']} K/V heads[/dim]")
+    console.print(f'\n[bold]{factor_lines(figures)}[/bold]', highlight=False)
+    console.print(f"{figures['bytes_per_token']:,.1f} bytes per token over "
+                  f"{figures['max_seq_len']:,} tokens; each further token adds "
+                  f"{figures['bytes_per_further_token']:,}", highlight=False)
+
+
+def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
+    """A column per kv_dtype: bytes, factor by factor against vanilla and, with a budget, how many
+    sequences fit."""
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    table.add_column('')
+    for dtype in REPORTED_DTYPES:
+        table.add_column(dtype, justify='right')
+    figures = [account(plan, batch, max_seq_len, dtype) for dtype in REPORTED_DTYPES]
+
+    def row(name, form, style=None):
+        table.add_row(name, *(form(a) for a in figures), style=style)
+    row('bytes', lambda a: f"{a['kv_bytes']:,}")
+    row('bytes per token', lambda a: f"{a['bytes_per_token']:,.1f}")
+    row('vanilla, same dtype', lambda a: f"{a['kv_bytes_vanilla']:,}")
+    row('  fewer K/V heads', lambda a: f"{a['factors']['heads']:.3g}x")
+    row('  windows', lambda a: f"{a['factors']['window']:.3g}x")
+    row('  shared slots', lambda a: f"{a['factors']['sharing']:.3g}x")
+    row('smaller, same dtype', lambda a: f"{a['kv_ratio']:.1f}x", style='bold')
+    row('  dtype, vs bfloat16', lambda a: f"{a['factors']['dtype']:.3g}x")
+    row('smaller, vs bfloat16', lambda a: f"{a['kv_ratio_bf16']:.1f}x", style='bold')
+    if budget:
+        for name, p in (('fit in the budget', plan), ('  vanilla, same dtype', plan.vanilla())):
+            row(name, lambda a, p=p: f"{fitting(p, budget, max_seq_len, a['kv_dtype']):,}")
+    return titled(f'\nevery kv_dtype, {batch} x {max_seq_len:,} tokens', table)
