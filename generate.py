@@ -58,8 +58,8 @@ def drawn(probs: torch.Tensor, generator=None) -> torch.Tensor:
 
 
 def drawn_without_waiting(probs: torch.Tensor, generator=None) -> torch.Tensor:
-    """What `torch.multinomial` draws, from the same random numbers, without its check of the
-    probabilities, which waits for the device."""
+    """The same draw from the same random numbers, without multinomial's check of `probs`, which
+    waits for the device."""
     noise = torch.empty_like(probs).exponential_(1, generator=generator)
     return (probs / noise).argmax(-1, keepdim=True)
 

@@ -33,10 +33,7 @@ __all__ = ['GPT', 'GPTConfig', 'model_args']
 
 
 def cross_entropy(logits, targets, ignore_index: int = -1) -> torch.Tensor:
-    """Mean over the targets that are not `ignore_index`, in at least float32.
-
-    logits (N, V), targets (N,) int64.
-    """
+    """logits (N, V), targets (N,) int64 -> mean over targets that count, in at least float32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, targets, ignore_index=ignore_index)
 
@@ -255,8 +252,7 @@ class GPT(nn.Module):
         return cache.begin(t, lens, rows)
 
     def _embed(self, idx, step):
-        """(B, t, C) token (+ position) embeddings, and this step's rotary tables by kind of
-        layer."""
+        """(B, t, C) token (+ position) embeddings, and the rotary tables by kind of layer."""
         t, end = idx.size(1), idx.size(1) if step is None else step.end
         ragged = step is not None and not step.uniform
         x = self.transformer.wte(idx)                                 # (B, t, C)
@@ -332,8 +328,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, model_type, override_args=None):
-        """GPT-2's weights: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, or a
-        folder; see `interop.huggingface`. override_args may have 'dropout' and 'gelu'."""
+        """GPT-2's weights: 'gpt2', ... 'gpt2-xl' from the hub, or a folder's; override_args may
+        have 'dropout' and 'gelu'. See `interop.huggingface`."""
         from interop.huggingface import from_pretrained
         return from_pretrained(model_type, override_args)
 
@@ -360,13 +356,11 @@ class GPT(nn.Module):
         return generate(self, idx, max_new_tokens, temperature, top_k, stop_tokens)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        """AdamW with nanoGPT's two groups (matrices decay, vectors do not); see
-        `training.optim`."""
+        """AdamW in nanoGPT's two groups (matrices decay, vectors do not): `training.optim`."""
         from training.optim import configure_optimizers
         return configure_optimizers(self, weight_decay, learning_rate, betas, device_type)
 
     def estimate_mfu(self, fwdbwd_per_iter, dt):
-        """nanoGPT's model FLOPs utilisation, in units of an A100's 312 TFLOPS; see
-        `training.flops`."""
+        """nanoGPT's model FLOPs utilisation, of an A100's 312 TFLOPS: `training.flops`."""
         from training.flops import estimate_mfu
         return estimate_mfu(self, fwdbwd_per_iter, dt)

@@ -31,7 +31,7 @@ from training.distributed import Ranks, go_on_after_restart
 from training.int8_training import int8_linear
 from training.lock import only_writer
 from training.log import Pace, RunLog
-from training.memory import memory_line
+from training.memory_use import memory_line
 from training.optim import check_optimizer, cooldown, learning_rate_at, set_learning_rate
 from training.run import Run
 from training.shelf import checkpoint_in, launch_of

@@ -1,1 +1,1 @@
-"""What is remembered: the plan (which layer uses which cache), the caches, int8 storage, the report."""
+"""What is remembered: the plan, the slots, the cache, int8 storage, the report."""

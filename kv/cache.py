@@ -12,11 +12,10 @@ import torch
 
 from attention import cached_attention
 from config.errors import UserError
-from kv.plan import LOCAL, KVPlan, Layer, Slot
+from kv.plan import KV_DTYPES, LOCAL, KVPlan, Layer, Slot
 from kv.slots import GlobalSlot, KVStore, RingSlot
 
-TORCH_DTYPES = {name: getattr(torch, name) for name in (
-    'float64', 'float32', 'bfloat16', 'float16', 'int8')}
+TORCH_DTYPES = {name: getattr(torch, name) for name in KV_DTYPES}
 
 
 class Step:
@@ -188,8 +187,7 @@ class KVCache:
 
     def reset(self, rows=None) -> None:
         """`rows` (numbers; None = all) hold nothing again. Their memory stays allocated."""
-        if rows is None:
-            rows = list(range(self.batch_size))
+        rows = range(self.batch_size) if rows is None else rows
         rows = torch.as_tensor(rows).tolist()
         if not isinstance(rows, list):
             raise UserError(f'reset({rows}): rows are a list of numbers, as reset([{rows}])')

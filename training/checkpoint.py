@@ -14,7 +14,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from training.fsdp import like
-from training.shards import fill
+from training.shard_files import fill
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int, 'best_val_loss': (torch.Tensor, float), 'config': dict}
 
@@ -98,7 +98,7 @@ def keep_beside(path: Path, kept: Path) -> None:
 def load_checkpoint(path: Path, device='cpu', whole: bool = True) -> dict:
     """The checkpoint at `path`, ours or nanoGPT's; `_orig_mod.` prefixes (of torch.compile) are taken off.
 
-    whole: tensors that lie beside it, in shards, are put back into it (`training.shards`).
+    whole: tensors that lie beside it, in shards, are put back into it (`training.shard_files`).
 
     Raises:
         UserError: missing, damaged, or not such a checkpoint.

@@ -1,220 +1,101 @@
-"""What a training step takes of the device's memory: measured on a real step, or predicted without memory or arithmetic.
+"""The largest micro-batch of every recomputation policy, predicted without training anything.
 
-    measure(model, (x, y), 'mlp')                  # one forward and backward of this batch
-    predict(config, batch_size=8, policy='mlp')    # the same under FakeTensorMode: tensors without numbers
+    python -m training.memory config/train_gpt2.py --budget=24GB
+    python -m training.memory config/train_gpt2.py --budget=24GB --device=cuda --chunked_loss=False
+    python -m training.memory --help
 
-    python -m training.memory config/train_gpt2.py --budget=24GB   # the largest micro-batch of each policy; see --help
-
-Both run the model as it is (eager) and follow its storages (`training.live`). Compiled code fuses operations and keeps less.
+Predictions are for the eager model on one process (`training.memory_use`); compiled models fuse
+operations and keep less.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
-import contextlib
-import functools
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+import json
+import os
+from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
+from rich.console import Console
 
-import attention.kernels.flex
-import training.recompute
+import configurator
 from config.errors import UserError
-from config.sizes import available_memory, nice_bytes
-from kv.parts import tensor_nbytes
-from model import GPT
-from training.device import autocast as autocast_for
-from training.device import memory_use
-from training.host_optimizer import HostAdamW
-from training.live import BACKWARD, LOSS, LiveBytes
-from training.loss import linear_cross_entropy
-from training.offload import offloaded
-from training.optim import state_nbytes
-from training.recompute import policy_of, set_recompute
+from config.gpt_config import GPTConfig
+from config.schema import MODEL
+from config.sizes import nice_bytes, parse_bytes
+from data.datasets import DATA_ROOT
+from data.tokenfiles import read_meta
+from kv.tables import titled
+from training.device import pick_device, pick_dtype
+from training.memory_plan import USABLE, Plans, least_peak, recommend
+from training.memory_table import policy_table
+from training.memory_use import free_memory
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one training step.
-
-    activations: kept from the forward pass for the backward, without logits and loss. by_block: of these, each block's;
-    by_kind: by what made them ('norms', 'attention', 'mlp', 'residual stream', 'cast weights': autocast's copies).
-    loss_peak: what lm_head and loss need beside them, forward and until the backward pass has left them.
-    peak: the most at any time, parameters, optimizer state and gradients included. offloaded: activations on the host.
-    flops: of the step (a micro-batch); what is computed again counts again. device: whose kernels these are.
-    """
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    loss_peak: int
-    peak: int
-    by_block: list = field(default_factory=list)
-    by_kind: dict = field(default_factory=dict)
-    offloaded: int = 0
-    flops: int = 0
-    policy: str = 'none'
-    device: str = 'cpu'
-
-    def as_dict(self) -> dict:
-        return asdict(self)
-
-
-def measure(model, batch, policy: str | None = None, autocast=None, *, chunked_loss: bool | None = None, optimizer='adamw',
-            accumulate: bool = False) -> Memory:
-    """Memory of a forward and backward pass over `batch`, which is really done; nothing of it remains.
-
-    Random numbers, gradients, training mode and policy are restored.
-
-    Args:
-        batch: (idx, targets), each (B, T) int64 on the model's device.
-        policy: of `training.recompute`; None = the model's. chunked_loss: None = the model's.
-        autocast: a context for the forward pass; None = float32.
-        optimizer: whose state counts, or its name (of `training.optim`) where there is none yet.
-        accumulate: gradients are there already when the step begins, as with gradient accumulation.
-    """
-    was = model.training, policy_of(model), model.loss_fn, [p.grad for p in model.parameters()]
-    devices = [model.device] if model.device.type == 'cuda' else []
-    with torch.random.fork_rng(devices, device_type='cuda'):
-        try:
-            model.train()
-            set_recompute(model, was[1] if policy is None else policy)
-            if chunked_loss is not None:
-                model.loss_fn = linear_cross_entropy if chunked_loss else None
-            for p in model.parameters():
-                p.grad = torch.zeros_like(p) if accumulate else None
-            return _follow(model, batch, autocast or contextlib.nullcontext(), optimizer, accumulate)
-        finally:
-            model.train(was[0])
-            set_recompute(model, was[1])
-            model.loss_fn = was[2]
-            for p, grad in zip(model.parameters(), was[3]):
-                p.grad = grad
+def main(argv=None):
+    s = configurator.parse('memory', argv, usage=__doc__, echo=False)
+    for name in ('batch_size', 'gradient_accumulation_steps'):
+        if getattr(s, name) < 1:
+            raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
+    device, dtype = planned_device(s)
+    config = planned_config(s, DATA_ROOT)
+    if not s.budget and device.type == 'cuda' and not torch.cuda.is_available():
+        raise UserError('there is no CUDA device here to ask what is free: say what it has, as '
+                        '--budget=8GB')
+    budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
+    console = Console()
+    with Console(stderr=True).status('predicting') as status:  # seen on a terminal only
+        plans = Plans(s, config, device, dtype)
+        rows = plans.rows(budget, status.update)
+    if not any(row['largest_batch'] for row in rows):
+        raise UserError(f'budget={s.budget!r}: nothing fits; {least_peak(plans, 1, budget)}')
+    advice = recommend(rows, s.batch_size)
+    m = plans.memory('none')
+    title = f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}'
+    console.print(titled(title, policy_table(rows, s.batch_size)))
+    dtype = str(dtype).removeprefix('torch.')
+    lines = [f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, '
+             f'optimizer {nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic']
+    lines += _words(advice)
+    if plans.predictor.device.type != device.type:
+        lines.append(f"There is no {device.type} here: these are the tensors of the CPU's kernels, "
+                     'without offloading')
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    if s.json:
+        print(json.dumps({
+            'budget': budget, 'device': str(device), 'kernels': str(plans.predictor.device),
+            'dtype': dtype, 'block_size': s.block_size, 'policies': rows,
+            'parameters': m.parameters, 'gradients': m.gradients, 'optimizer': m.optimizer,
+            **advice}))
 
 
-def _follow(model, batch, autocast, optimizer, accumulate):
-    for table in (model.rotary or {}).values():  # they stay, and are no activations
-        table(0, batch[0].size(1), model.device, model.lm_head.weight.dtype)
-    with _plain_flex(), LiveBytes(model) as live:
-        with autocast:
-            loss = model(*batch)[1]
-        kept, offloaded = live.by_label(), live.elsewhere
-        live.begin_backward()
-        loss.backward()
-        del loss
-    by_block, by_kind = Counter(), Counter()
-    for (block, kind), n in kept.items():
-        if kind not in (LOSS, BACKWARD):  # the chunked loss makes lm_head's gradient with the loss
-            by_block[block] += n
-            by_kind[kind] += n
-    parameters, gradients, state = state_bytes(model, optimizer)
-    return Memory(parameters, gradients, state, by_kind.total(), live.loss_peak,
-                  parameters + state + max(gradients, live.peak + gradients * accumulate),
-                  [by_block[i] for i in range(len(model.transformer.h))], dict(by_kind), offloaded, live.flops,
-                  policy_of(model), str(model.device))
+def _words(advice):
+    at = advice['at_batch_size']
+    yours = f"--recompute={at} is the fastest that fits" if at else 'nothing fits'
+    lines = [f"batch_size={advice['batch_size']}: {yours}",
+             f"without recomputing more than needed: --recompute={advice['fastest']} "
+             f"--batch_size={advice['fastest_batch']}"]
+    if advice['largest'] != advice['fastest']:
+        lines.append(f"largest micro-batch: --recompute={advice['largest']} "
+                     f"--batch_size={advice['largest_batch']}")
+    return lines
 
 
-def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
-    """Bytes of parameters, of their gradients, and of the optimizer's state; of one that is only named, what it will have.
-    What an optimizer keeps on the host does not count."""
-    params = list(model.parameters())
-    parameters = sum(tensor_nbytes(p) for p in params)
-    gradients = sum(tensor_nbytes(p) for p in params if p.requires_grad)
-    if isinstance(optimizer, HostAdamW):
-        return parameters, gradients, 0
-    if not isinstance(optimizer, str) and optimizer.state:
-        held = (x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x))
-        return parameters, gradients, sum(map(tensor_nbytes, held))
-    return parameters, gradients, state_nbytes(model, optimizer if isinstance(optimizer, str) else 'adamw')
+def planned_device(s):
+    """(device, dtype) of a plan: 'cuda' may be planned for where there is none (with bfloat16, if
+    dtype is 'auto')."""
+    if s.device.startswith('cuda') and not torch.cuda.is_available():
+        dtype = torch.bfloat16 if s.dtype == 'auto' else getattr(torch, s.dtype)
+        return torch.device('cuda'), dtype
+    device = pick_device(s.device)
+    return device, pick_dtype(s.dtype, device)
 
 
-class Predictor:
-    """A model without numbers, to ask for the memory of steps with different policies and batches.
-
-    device: 'cuda' needs a CUDA device here, for autograd asks for it even then; else the CPU's kernels stand for its, and
-    `device` says so.
-    """
-
-    def __init__(self, config, device='cpu'):
-        self.device = torch.device(device)
-        if self.device.type == 'cuda' and not torch.cuda.is_available():
-            self.device = torch.device('cpu')
-        self.fake = FakeTensorMode()
-        with torch.random.fork_rng([], device_type='cuda'), self.fake, torch.device(self.device):
-            self.model = GPT(config)
-
-    def predict(self, policy: str = 'none', batch_size: int = 1, block_size: int = 0, chunked_loss: bool = True,
-                dtype: torch.dtype = torch.float32, accumulate: bool = False, optimizer='adamw') -> Memory:
-        """Memory of a step over (batch_size, block_size) tokens, all of them targets; 0 = the config's block_size."""
-        T = block_size or self.model.config.block_size
-        with torch.random.fork_rng([], device_type='cuda'), self.fake, _simple_offload(self.device):
-            x = torch.zeros(batch_size, T, dtype=torch.int64, device=self.device)
-            return measure(self.model, (x, torch.zeros_like(x)), policy, autocast_for(self.device, dtype),
-                           chunked_loss=chunked_loss, accumulate=accumulate, optimizer=optimizer)
-
-
-def predict(config, batch_size: int, block_size: int = 0, policy: str = 'none', chunked_loss: bool = True,
-            dtype: torch.dtype = torch.float32, device='cpu', accumulate: bool = False) -> Memory:
-    """What `measure` would say of a new model of this GPTConfig, without its memory or arithmetic; see `Predictor`.
-
-    Raises:
-        UserError (a ValueError): from the config, its plan or the policy.
-    """
-    return Predictor(config, device).predict(policy, batch_size, block_size, chunked_loss, dtype, accumulate)
-
-
-@contextlib.contextmanager
-def _replaced(module, name, value):
-    was = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, was)
-
-
-def _plain_flex():
-    """FlexAttention is not compiled where a dispatch mode is active, and would hold all scores. SDPA keeps what it keeps: q, k,
-    v, the output and a float32 number for each query."""
-    def stand_in(q, k, v, window):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
-    return _replaced(attention.kernels.flex, 'flex_local_attention', stand_in)
-
-
-def _simple_offload(device):
-    """Offloading without streams and pinned memory, of which FakeTensorMode knows nothing."""
-    if device.type != 'cuda':
-        return contextlib.nullcontext()
-    return _replaced(training.recompute, 'offloaded', functools.partial(offloaded, streams=False))
-
-
-def memory_line(model, optimizer, device: torch.device) -> str:
-    """Two lines after a first step: what the live tensors take, and the device's own measure of the most so far."""
-    parameters, gradients, state = state_bytes(model, optimizer)
-    on_host = f' (and {nice_bytes(optimizer.host_nbytes())} on the host)' if isinstance(optimizer, HostAdamW) else ''
-    live = (f'memory: parameters {nice_bytes(parameters)}, gradients {nice_bytes(gradients)}, '
-            f'optimizer {nice_bytes(state)}{on_host}')
-    peak = memory_use(device).peak
-    if device.type == 'cuda':
-        live += (f',\n        activations and all else {nice_bytes(max(0, peak - parameters - gradients - state))}, '
-                 f'peak {nice_bytes(peak)}')
-    elif peak is not None:
-        live += f',\n        peak {nice_bytes(peak)} (of the whole process, with Python and torch)'
-    return live
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device now (of the host, where it has no memory of its own)."""
-    if device.type == 'cuda':
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, unused
-        return torch.cuda.mem_get_info(device)[0] + held
-    free = available_memory()
-    if not free:
-        raise UserError("this system does not say how much memory is free: give memory_budget, as '8GB'")
-    return free
+def planned_config(s, data_root: Path) -> GPTConfig:
+    """The settings' model; the data set says the vocabulary if it is prepared (else GPT-2's,
+    50304)."""
+    meta = read_meta(data_root / os.path.basename(s.dataset))
+    shape = {key.name: getattr(s, key.name) for key in MODEL}
+    return GPTConfig(vocab_size=meta['vocab_size'] if meta else 50304, **shape)
 
 
 if __name__ == '__main__':
-    import configurator
-    from training.memory_plan import main
     configurator.run_program(main)

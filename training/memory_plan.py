@@ -1,30 +1,18 @@
-"""Which recomputation fits in how much memory: `--recompute=auto`, and the largest micro-batch of every policy.
+"""Which recomputation fits in how much memory: `--recompute=auto`, and the largest micro-batch of
+every policy.
 
-    python -m training.memory config/train_gpt2.py --budget=24GB
-    python -m training.memory config/train_gpt2.py --budget=24GB --device=cuda --chunked_loss=False --json=True
-    python -m training.memory --help
-
-Nothing is trained and nothing allocated: figures are predictions for the eager model (`training.memory`), on one process.
-Compiled models fuse operations and keep less.
+Predictions for the eager model (`training.memory_use`), on one process: compiled models fuse
+operations and keep less.
 """
+
 import dataclasses
-import json
-import os
-from pathlib import Path
 
 import torch
 
-import configurator
 from config.errors import UserError
-from config.gpt_config import GPTConfig
-from config.schema import MODEL
 from config.sizes import available_memory, nice_bytes, parse_bytes
-from data.datasets import DATA_ROOT
-from data.tokenfiles import read_meta
-from kv.tables import titled
-from training.device import pick_device, pick_dtype
 from training.loss import rows_at_a_time
-from training.memory import Predictor, free_memory
+from training.memory_use import Predictor, free_memory
 from training.optim import state_name
 
 FASTEST_FIRST = ('none', 'selective', 'mlp', 'block', 'sqrt')
@@ -149,7 +137,7 @@ def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_process
             eager = ' (for the model as it is; compiled it keeps less)' if s.compile else ''
             print(f"recompute='auto' is {policy!r}: predicted peak {nice_bytes(peak)}{eager}, budget {words}")
             return policy
-    raise UserError(f"recompute='auto': no policy fits {words}; {_least(plans, plans.s.batch_size, budget)}: give a smaller "
+    raise UserError(f"recompute='auto': no policy fits {words}; {least_peak(plans, plans.s.batch_size, budget)}: give a smaller "
                     'batch_size or a larger memory_budget')
 
 
@@ -174,7 +162,7 @@ def warn_of_memory(s, config, policy: str, device, dtype: torch.dtype, n_process
               '(python -m training.memory finds what fits)')
 
 
-def _least(plans, batch_size, budget):
+def least_peak(plans, batch_size, budget):
     policy = min(plans.policies, key=lambda policy: plans.memory(policy, batch_size).peak)
     peak = plans.memory(policy, batch_size).peak
     return (f'the least is {nice_bytes(peak)} (recompute={policy!r}, batch_size={batch_size}), '
@@ -189,62 +177,3 @@ def recommend(rows, batch_size: int) -> dict:
             'largest_batch': max(row['largest_batch'] for row in rows),
             'fastest': next((row['policy'] for row in rows if row['largest_batch']), None),
             'fastest_batch': next((row['largest_batch'] for row in rows if row['largest_batch']), 0)}
-
-
-def main(argv=None):
-    from rich.console import Console
-
-    from training.memory_table import policy_table
-    s = configurator.parse('memory', argv, usage=__doc__, echo=False)
-    for name in ('batch_size', 'gradient_accumulation_steps'):
-        if getattr(s, name) < 1:
-            raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
-    device, dtype = planned_device(s)
-    config = planned_config(s, DATA_ROOT)
-    if not s.budget and device.type == 'cuda' and not torch.cuda.is_available():
-        raise UserError('there is no CUDA device here to ask what is free: say what it has, as --budget=8GB')
-    budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
-    console = Console()
-    with Console(stderr=True).status('predicting') as status:  # seen on a terminal only
-        plans = Plans(s, config, device, dtype)
-        rows = plans.rows(budget, status.update)
-    if not any(row['largest_batch'] for row in rows):
-        raise UserError(f'budget={s.budget!r}: nothing fits; {_least(plans, 1, budget)}')
-    advice = recommend(rows, s.batch_size)
-    m = plans.memory('none')
-    console.print(titled(f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}',
-                         policy_table(rows, s.batch_size)))
-    for line in [f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, optimizer '
-                 f'{nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic'.replace('torch.', '')] + _words(advice):
-        console.print(line, highlight=False, soft_wrap=True)
-    if plans.predictor.device.type != device.type:
-        console.print(f'There is no {device.type} here: these are the tensors of the CPU\'s kernels, without offloading',
-                      highlight=False, soft_wrap=True)
-    if s.json:
-        print(json.dumps({'budget': budget, 'device': str(device), 'kernels': str(plans.predictor.device),
-                          'dtype': str(dtype).removeprefix('torch.'), 'block_size': s.block_size, 'policies': rows,
-                          'parameters': m.parameters, 'gradients': m.gradients, 'optimizer': m.optimizer, **advice}))
-
-
-def _words(advice):
-    at = advice['at_batch_size']
-    yours = f"--recompute={at} is the fastest that fits" if at else 'nothing fits'
-    lines = [f"batch_size={advice['batch_size']}: {yours}",
-             f"without recomputing more than needed: --recompute={advice['fastest']} --batch_size={advice['fastest_batch']}"]
-    if advice['largest'] != advice['fastest']:
-        lines.append(f"largest micro-batch: --recompute={advice['largest']} --batch_size={advice['largest_batch']}")
-    return lines
-
-
-def planned_device(s):
-    """(device, dtype) of a plan: 'cuda' may be planned for where there is none (with bfloat16, if dtype is 'auto')."""
-    if s.device.startswith('cuda') and not torch.cuda.is_available():
-        return torch.device('cuda'), torch.bfloat16 if s.dtype == 'auto' else getattr(torch, s.dtype)
-    device = pick_device(s.device)
-    return device, pick_dtype(s.dtype, device)
-
-
-def planned_config(s, data_root: Path) -> GPTConfig:
-    """The settings' model; the data set says the vocabulary where it is there already (else GPT-2's, 50304)."""
-    meta = read_meta(data_root / os.path.basename(s.dataset))
-    return GPTConfig(vocab_size=meta['vocab_size'] if meta else 50304, **{key.name: getattr(s, key.name) for key in MODEL})

@@ -7,8 +7,8 @@ from rich.table import Table
 
 from config.sizes import nice_bytes
 from kv.tables import titled
-from training.memory import measure
 from training.memory_plan import Plans
+from training.memory_use import measure
 from training.recompute import policy_of
 
 PARTS = ('parameters', 'gradients', 'optimizer', 'activations', 'loss_peak', 'peak')

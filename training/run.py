@@ -12,7 +12,8 @@ from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
 from model import GPT
 from training import checkpoint as ckpt
-from training import fsdp, int8_training, shards
+from training import fsdp, int8_training
+from training import shard_files as shards
 from training.adapt import adapt, adapted_config, differences
 from training.batches import RECALL, open_batches, open_meta
 from training.device import autocast, describe_attention, memory_use, pick_dtype

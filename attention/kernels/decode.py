@@ -146,8 +146,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
            SCALES: tl.constexpr, HAS_LENS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
            PAIRS: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr,
            INT8_DOT: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
-    """One block of query rows over one split of a row's keys. `scale` includes log2(e): weights are
-    powers of 2."""
+    """One block of query rows over one split of a row's keys. `scale` includes log2(e)."""
     n_blocks = tl.cdiv(R, BLOCK_M)
     block, rest = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
     split, bh = rest % n_splits, (rest // n_splits).to(tl.int64)
@@ -162,7 +161,6 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
         q = q.to(QK)
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
     q_pos = n - T + r % T  # the last T keys are the queries' own
-
     first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
     length = tl.cdiv(tl.cdiv(n - first, n_splits), BLOCK_N) * BLOCK_N
     lo = first + split * length
@@ -192,7 +190,6 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
         v = tl.load(v_at, mask=some, other=0)
         v_scale = tl.load(V_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
         acc += _weighted(p, v, v_scale, held, SCALES, PV, PRECISION)
-
     part = (bh * n_splits + split) * R
     y = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(OUT + (part + r[:, None]) * D + d[None, :], y.to(OUT.dtype.element_ty), mask=whole)

@@ -19,7 +19,7 @@ from model import GPT
 from training.device import device_name, pick_device, pick_dtype
 from training.int8_training import train_in_int8
 from training.loss import linear_cross_entropy
-from training.memory import Predictor
+from training.memory_use import Predictor
 from training.optim import make_optimizer, state_name
 from training.recompute import set_recompute
 

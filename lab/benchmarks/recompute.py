@@ -13,7 +13,7 @@ from lab.benchmarks.report import show
 from lab.benchmarks.steps import TrainingSteps, training_models
 from training.device import pick_dtype
 from training.loss import linear_cross_entropy
-from training.memory import measure as measure_memory
+from training.memory_use import measure as measure_memory
 from training.recompute import Recompute, set_recompute
 
 WHOLE = 'whole logits'

@@ -27,7 +27,7 @@ from configurator import run_program
 from lab.benchmarks.setting import processor
 from model import GPT
 from training.device import device_name, memory_use, pick_device, synchronize
-from training.memory import state_bytes
+from training.memory_use import state_bytes
 from training.optim import make_optimizer
 from training.update import GuardedUpdate
 

@@ -23,7 +23,7 @@ from tests.helpers.models import VOCAB, random_model, tokens
 from tests.programs.support import FULL_STACK, HARD, ROOT, VANILLA, flags, losses, run_train
 from training import host_optimizer
 from training.batches import TokenBatches
-from training.memory import free_memory
+from training.memory_use import free_memory
 
 pytestmark = pytest.mark.gpu
 GPU = dict(device='cuda', dtype='float32', tf32=False)

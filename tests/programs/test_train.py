@@ -15,7 +15,7 @@ from model import GPT
 from tests.programs.support import BOTH, FULL_STACK, TINY, VANILLA, assert_same_weights, flags, load, losses, metrics, run_train
 from training import memory_plan
 from training.flops import flops_per_token
-from training.memory import predict
+from training.memory_use import predict
 from training.run import Run
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}

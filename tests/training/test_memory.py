@@ -14,7 +14,7 @@ from model import GPT
 from training.device import autocast, memory_use
 from training.live import LiveBytes
 from training.loss import linear_cross_entropy
-from training.memory import Predictor, measure, memory_line, predict, state_bytes
+from training.memory_use import Predictor, measure, memory_line, predict, state_bytes
 from training.recompute import policy_of, set_recompute
 
 V, T, B, C, L = 500, 64, 2, 32, 2

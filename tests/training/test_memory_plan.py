@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import training.loss
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from training.memory import Predictor
-from training.memory_plan import LARGEST, Plans, largest_batch, main
+from training.memory import main
+from training.memory_plan import LARGEST, Plans, largest_batch
+from training.memory_use import Predictor
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=4', '--dataset=unheard_of',
