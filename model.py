@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from attention import causal_attention
 from attention.backends import BACKENDS
-from attention.qk import norm_and_rotate
-from attention.rope import RotaryTable
+from attention.rope import RotaryTable, norm_and_rotate
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from kv.cache import KVCache

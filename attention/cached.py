@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from attention.backends import HALF, usable
 from attention.causal import causal_attention
-from attention.heads import fold_heads, unfold_heads
 from attention.local import blockwise_local_attention
 from attention.masks import in_window
 
@@ -50,12 +49,13 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
         mask = _mask(t, S, kv_lens, window if t > 1 else 0, q.device)
         if t > 1:  # `rows` below holds the t queries of each head of a group
             mask = mask.repeat(1, 1, q.size(1) // k.size(1), 1)
-    rows = fold_heads(q, k.size(1))                                   # (B, Hkv, H/Hkv * t, D)
+    # the query heads of one K/V head become rows of one matrix: K and V are never expanded
+    rows = q.reshape(q.size(0), k.size(1), -1, q.size(3))             # (B, Hkv, H/Hkv * t, D)
     if k.dtype != q.dtype or (q.dtype in HALF and mask is not None):
         y = _attend_tiles(rows, *stored, mask)
     else:
         y = _attend(rows, k, v, mask)
-    return unfold_heads(y, q.size(1))
+    return y.reshape(q.shape)
 
 
 def _mask(t, S, kv_lens, window, device):

@@ -3,7 +3,6 @@ import torch
 import torch.nn.functional as F
 
 from attention.backends import choose
-from attention.heads import expand_heads
 from attention.local import blockwise_local_attention
 from attention.masks import dense_mask
 
@@ -44,6 +43,12 @@ def sdpa(q, k, v, dropout_p: float = 0.0) -> torch.Tensor:
         k, v, gqa = expand_heads(k, q.size(1)), expand_heads(v, q.size(1)), False
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, dropout_p=dropout_p, enable_gqa=gqa)
+
+
+def expand_heads(x: torch.Tensor, n_head: int) -> torch.Tensor:
+    """K or V (B, Hkv, S, D) -> (B, H, S, D), repeated for its query heads; a view if Hkv is 1."""
+    B, n_kv_head, S, D = x.shape
+    return x[:, :, None].expand(B, n_kv_head, n_head // n_kv_head, S, D).flatten(1, 2)
 
 
 def math_attention(q, k, v, window: int = 0, dropout_p: float = 0.0) -> torch.Tensor:

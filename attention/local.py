@@ -2,7 +2,6 @@
 import torch
 import torch.nn.functional as F
 
-from attention.heads import fold_heads, unfold_heads
 from attention.masks import dense_mask
 
 MIN_BLOCK = 32  # below this, many tiny blocks cost more than the few keys they save
@@ -53,9 +52,9 @@ def masked_attention(q, k, v, window: int, dropout_p: float = 0.0) -> torch.Tens
     if group == 1 and t == S <= window:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
     mask = dense_mask(t, S, window, q.device).repeat(group, 1)               # (H/Hkv * t, S)
-    rows = fold_heads(q, k.size(1))
+    rows = q.reshape(q.size(0), k.size(1), -1, q.size(3))                    # (B, Hkv, H/Hkv * t, D)
     y = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, dropout_p=dropout_p)
-    return unfold_heads(y, q.size(1))
+    return y.reshape(q.shape)
 
 
 def _attend_blocks(q, k, v, window, block, dropout_p):

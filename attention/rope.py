@@ -1,5 +1,6 @@
-"""Rotary position embedding in half-split pairs (RoFormer, Su et al. 2021; Llama's layout in
-Hugging Face)."""
+"""Queries and keys before they meet: QK-norm (RMS norm over head_dim; Henry et al. 2020) and rotary
+position embedding in half-split pairs (RoFormer, Su et al. 2021; Llama's layout in Hugging Face).
+"""
 import torch
 
 
@@ -43,6 +44,25 @@ class RotaryTable:
         # as wide as a head, with the signs that `apply_rope` needs
         cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
         return cos.to(device, dtype), sin.to(device, dtype)
+
+
+def norm_and_rotate(x: torch.Tensor, norm: torch.nn.RMSNorm | None, rope=None) -> torch.Tensor:
+    """QK-norm of x's head vectors in the dtype of its gains (float32 under autocast), then RoPE; in
+    x's dtype, so that K matches V.
+
+    Args:
+        x: (B, h, t, D). norm: over D, or None.
+        rope: (cos, sin) from a `RotaryTable`, which broadcast to x, or None.
+    Returns:
+        (B, h, t, D).
+    """
+    if norm is None:
+        return x if rope is None else apply_rope(x, *rope)
+    if rope is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        from attention.kernels.norm_rope import NormAndRotate  # the same, keeping less for backward
+        return NormAndRotate.apply(x, norm.weight, norm.eps, *rope)
+    y = norm(x.to(norm.weight.dtype)).to(x.dtype)
+    return y if rope is None else apply_rope(y, *rope)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from attention.cached import TILE, PartialSoftmax, scores_dtype, tile_scores
-from attention.heads import fold_heads, unfold_heads
 
 # A slice of the pool may have this share of pages of other rows in it; beyond that, the pages of
 # the step are gathered.
@@ -70,7 +69,8 @@ def paged_attention(q, pool, pages: PageList):
     if not pages.runs:
         return torch.zeros_like(q)
     dtype = scores_dtype(q.dtype)
-    rows = fold_heads(q, n_kv_head).to(dtype) * q.size(-1) ** -0.5         # (B, Hkv, G, D)
+    rows = q.reshape(q.size(0), n_kv_head, -1, q.size(-1)).to(dtype)       # (B, Hkv, G, D)
+    rows = rows * q.size(-1) ** -0.5
     rows = torch.cat([rows, torch.zeros_like(rows[:1])])                   # row B: unowned pages
     parts = [_attend_pages(rows, pool, pages, *piece) for piece in _pieces(pool, pages, dtype)]
     top, total, values = (torch.cat(x) for x in zip(*parts))               # (entries, Hkv, G, ...)
@@ -80,7 +80,7 @@ def paged_attention(q, pool, pages: PageList):
     total = torch.zeros_like(highest).index_add_(0, pages.rows, total * weight)
     values = torch.zeros_like(rows).index_add_(0, pages.rows, values * weight)
     y = (values / total.clamp(min=torch.finfo(dtype).tiny))[:-1]
-    return unfold_heads(y.to(q.dtype), q.size(1))
+    return y.to(q.dtype).reshape(q.shape)
 
 
 def _pieces(pool, pages, dtype):

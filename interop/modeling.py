@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
-from attention.qk import norm_and_rotate
+from attention.rope import norm_and_rotate
 from config.gpt_config import model_args
 from interop.fields import LAYER_TYPE, checked, follows_from
 from kv.int8 import fake_quantize_int8

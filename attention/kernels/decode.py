@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from attention.backends import INTERPRETING
-from attention.heads import fold_heads, unfold_heads
 
 MAX_ROWS = 64      # of a block of queries (16 in float32); for larger R, programs share keys
 MIN_SPLIT = 256    # keys: shorter parts cost more than they bring
@@ -271,7 +270,7 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
     B, H, t, D = q.shape
     page_size = 0 if table is None else k.size(2)
     n_kv_head, S = k.size(1), table.size(1) * page_size if page_size else k.size(2)
-    rows = fold_heads(q, n_kv_head).contiguous()                           # (B, Hkv, R, D)
+    rows = q.reshape(B, n_kv_head, -1, D).contiguous()                     # (B, Hkv, R, D)
     R, scales, out = rows.size(2), k_scale is not None, torch.empty_like(rows)
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k.dtype == torch.float64:
         raise ValueError(f'q of {q.dtype} and K of {k.dtype}: the kernel takes float32, bfloat16 '
@@ -303,7 +302,7 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
         _join[(B * n_kv_head * R,)](
             part, lse, out, R, n_splits, D=D, BLOCK_D=block_d,
             BLOCK_S=FEW_SPLITS if few else MAX_SPLITS, num_warps=1 if few else 4)
-    return unfold_heads(out, H)
+    return out.view(B, H, t, D)
 
 
 def _scale_strides(k_scale) -> tuple[bool, tuple[int, int, int]]:

@@ -1,5 +1,5 @@
 """QK-norm and RoPE with one backward pass of their own, which keeps only the input and one number
-per head vector; its twin in plain torch is `attention.qk.norm_and_rotate`."""
+per head vector; its twin in plain torch is `attention.rope.norm_and_rotate`."""
 import torch
 from torch.autograd.function import once_differentiable
 

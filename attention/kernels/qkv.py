@@ -3,7 +3,7 @@ RoPE, int8, the write.
 
 One program takes one head of one token, so that a decode step needs one launch a layer for all that
 happens between the first matmul and attention. Its twin in plain torch:
-`attention.qk.norm_and_rotate`, `kv.int8.quantize_int8`, `engine.static.put`.
+`attention.rope.norm_and_rotate`, `kv.int8.quantize_int8`, `engine.static.put`.
 """
 import torch
 import triton

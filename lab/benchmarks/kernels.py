@@ -19,11 +19,9 @@ import torch.nn.functional as F
 from attention.backends import obstacle, usable
 from attention.cached import dequantized
 from attention.causal import causal_attention
-from attention.heads import fold_heads, unfold_heads
 from attention.kernels.flash import load_flash_attn
 from attention.kernels.flex import flex_local_attention
-from attention.qk import norm_and_rotate
-from attention.rope import RotaryTable
+from attention.rope import RotaryTable, norm_and_rotate
 from config.errors import UserError
 from engine.static import put
 from kv.slots import KVStore
@@ -145,7 +143,7 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
         return lambda store: attend(q, *store.tensors[:2], enable_gqa=H != n_kv_head)
 
     def folded(store):
-        return F.scaled_dot_product_attention(fold_heads(q, n_kv_head), *store.tensors[:2])
+        return F.scaled_dot_product_attention(q.reshape(batch, n_kv_head, -1, D), *store.tensors[:2])
     sides = {'kernel, int8': (kernel(), 'int8'),
              'kernel, int8 products': (kernel(int8_dot=True), 'int8'),
              'kernel': (kernel(), 'plain'),
@@ -191,8 +189,9 @@ def decode_error(y, q, store) -> float:
     """Largest difference from attention in float64 over the same stored values, relative to its largest value."""
     n = CHECKED_ROWS
     k, v = dequantized(torch.float64, *(x[:n] for x in store.tensors))
-    rows = fold_heads(q[:n].double(), k.size(1))
-    exact = unfold_heads((rows @ k.transpose(2, 3) * q.size(-1) ** -0.5).softmax(-1) @ v, q.size(1))
+    rows = q[:n].double().reshape(k.size(0), k.size(1), -1, q.size(-1))
+    exact = (rows @ k.transpose(2, 3) * q.size(-1) ** -0.5).softmax(-1) @ v
+    exact = exact.reshape(q[:n].shape)
     return ((y[:n].reshape_as(exact).double() - exact).abs().max() / exact.abs().max()).item()
 
 

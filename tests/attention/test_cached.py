@@ -5,7 +5,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attention.cached import cached_attention, dequantize, tiles
-from attention.heads import fold_heads, unfold_heads
 from kv.int8 import quantize_int8
 from tests.helpers.reference import dense_attention
 
@@ -84,12 +83,3 @@ def test_rows_of_different_lengths(tile, attend, held, data, t, window, heads):
 def test_a_row_without_keys_is_finite(tile, attend, held):
     q, k, v = qkv(1, 3, batch=1)
     assert attend(q, k, v, 2, torch.tensor([0])).isfinite().all()
-
-
-def test_folding_keeps_each_query_head_with_its_kv_head():
-    q = torch.arange(2 * 6 * 3 * 4).view(2, 6, 3, 4)
-    folded = fold_heads(q, 2)
-    assert folded.shape == (2, 2, 9, 4)
-    for h in range(6):
-        assert torch.equal(folded[:, h // 3, (h % 3) * 3:(h % 3) * 3 + 3], q[:, h])
-    assert torch.equal(unfold_heads(folded, 6), q)

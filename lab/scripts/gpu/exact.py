@@ -12,8 +12,7 @@ from attention.cached import dequantized
 from attention.causal import causal_attention
 from attention.kernels.flex import flex_local_attention
 from attention.local import blockwise_local_attention
-from attention.qk import norm_and_rotate
-from attention.rope import RotaryTable
+from attention.rope import RotaryTable, norm_and_rotate
 from engine.static import put
 from kv.slots import KVStore
 from lab.scripts.gpu.cells import FULL

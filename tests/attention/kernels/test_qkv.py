@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from attention.kernels.qkv import write_qkv
-from attention.qk import norm_and_rotate
-from attention.rope import RotaryTable
+from attention.rope import RotaryTable, norm_and_rotate
 from kv.int8 import quantize_int8
 from kv.slots import KVStore
 

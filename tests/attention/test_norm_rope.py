@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from attention.kernels.norm_rope import rotate, rotate_back
-from attention.qk import norm_and_rotate
-from attention.rope import RotaryTable, apply_rope
+from attention.rope import RotaryTable, apply_rope, norm_and_rotate
 
 D = 6
 
