@@ -1,4 +1,5 @@
-"""Train a ladder of models, each one change from the one above, and show side by side what each saving costs and buys.
+"""Train a ladder of models, each one change from the one above, and show side by side what each
+saving costs and buys.
 
     python ablate.py config/ablate_smoke.py                    # all of it in two minutes, on a tiny model
     python ablate.py config/ablate_shakespeare.py --dry_run=True   # the runs, and which of them are to be done
@@ -8,9 +9,10 @@
     python ablate.py config/ablate_shakespeare.py --report_only=True
     python ablate.py --help
 
-Writes results/NAME: report.md, report.html, pictures, results.json, and a JSON file for each row and seed. Finished runs are
-not repeated, not even on another machine, if their files are there. Ctrl-C loses nothing: runs that train save where they
-stand, and the same command goes on from there. How to write a ladder of your own: docs/ablations.md
+Writes results/NAME: report.md, report.html, pictures, results.json, and a JSON file for each row
+and seed. Finished runs are not repeated, not even on another machine, if their files are there.
+Ctrl-C loses nothing: runs that train save where they stand, and the same command goes on from
+there. How to write a ladder of your own: docs/ablations.md
 """
 import json
 import sys
@@ -31,16 +33,19 @@ from training.lock import only_writer
 
 
 def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dict[tuple, Job]:
-    """(row, seed) -> a job, for each training that some row still needs. argv: this program's, for the measuring."""
+    """(row, seed) -> a job, for each training that some row still needs. argv: this program's, for
+    the measuring."""
     wanted = [(row, seed) for row in ladder.rows.values() for seed in ladder.seeds(row)
               if not results.read(row, seed) and (not only or row.name in only)]
     for row, seed in list(wanted):
-        while row.converted_from:  # the weights it begins with may be of a row or a seed that was not asked for
+        # the weights it begins with may be of a row or a seed that was not asked for
+        while row.converted_from:
             row = ladder.rows[row.converted_from]
             if not results.read(row, seed):
                 wanted.append((row, seed))
     place = {row.name: {seed: i for i, seed in enumerate(ladder.seeds(row))} for row in ladder.rows.values()}
-    wanted.sort(key=lambda run: (run[0].side, place[run[0].name].get(run[1], 0)))  # the whole ladder with one seed first
+    # the whole ladder with one seed first
+    wanted.sort(key=lambda run: (run[0].side, place[run[0].name].get(run[1], 0)))
     runs = dict.fromkeys((ladder.trainer(row), seed) for row, seed in wanted)
     return {run: job(ladder, results, *run, argv) for run in runs}
 
@@ -92,7 +97,8 @@ def chosen(ladder) -> set:
 
 
 def measured_speed(ladder, results, measure: bool) -> dict | None:
-    """The speed of all rows: what was measured before, on whatever machine; what of it is missing is measured now if wanted."""
+    """The speed of all rows: what was measured before, on whatever machine; what of it is missing
+    is measured now if wanted."""
     path = results.folder / 'speed.json'
     found = read_json(path)
     if not ladder.s.speed:
@@ -136,7 +142,8 @@ def main(argv=None):
     if not s.report_only:
         with only_writer(results.folder, 'Wait until it has ended, or give another --folder'):
             failed = train_all(ladder, results, argv, only)
-            write_report(summary_of(ladder, results, measure=False), results.folder)  # what there is, should the rest go wrong
+            # what there is, should the rest go wrong
+            write_report(summary_of(ladder, results, measure=False), results.folder)
             summary = summary_of(ladder, results, measure=not only)
     else:
         summary = summary_of(ladder, results, measure=False)

@@ -1,4 +1,5 @@
-"""Time what the model does: training steps as nanoGPT's bench.py, tokens out of the cache, prompts into it.
+"""Time what the model does: training steps as nanoGPT's bench.py, tokens out of the cache, prompts
+into it.
 
     python bench.py --real_data=False                                      # GPT-2 124M's shape, one random batch
     python bench.py config/train_mqa_local.py --dataset=shakespeare_works  # a config's shape, windows of its data set
@@ -19,15 +20,17 @@
     python bench.py config/train_gpt2_mqa_local.py --mode=chat --contexts=1024,8192 --kv_dtype=int8 --requests=1000
     python bench.py --help
 
-train: a step is forward, backward and AdamW update of one batch, without dropout (lab/benchmarks/train.py).
-decode: time per output token (TPOT), greedy, from caches that hold `contexts` tokens; bytes stored and read, and how
-much of the measured memory bandwidth that is (lab/benchmarks/decode.py). prefill: time to first token (TTFT).
-serve: many requests of different lengths, continuous batching against static (lab/benchmarks/serve.py).
-recompute: training steps, time and memory by recomputation policy; lengths: training steps by length of the sequences.
-chat: conversations whose past is kept: what a store of prefixes finds, holds and saves (lab/benchmarks/chat.py).
-kernels: attention of decode and of training, and the K/V write, each alone, on CUDA (lab/benchmarks/kernels.py).
-Weights are random, in the settings' shape. Two sides alternate in one run: ratios are medians over pairs of rounds.
-With --json=True the last line of output is one JSON document; `python -m lab.benchmarks.table` makes a page from saved ones.
+train: a step is forward, backward and AdamW update of one batch, without dropout
+(lab/benchmarks/train.py). decode: time per output token (TPOT), greedy, from caches that hold
+`contexts` tokens; bytes stored and read, and how much of the measured memory bandwidth that is
+(lab/benchmarks/decode.py). prefill: time to first token (TTFT). serve: many requests of different
+lengths, continuous batching against static (lab/benchmarks/serve.py). recompute: training steps,
+time and memory by recomputation policy; lengths: training steps by length of the sequences. chat:
+conversations whose past is kept: what a store of prefixes finds, holds and saves
+(lab/benchmarks/chat.py). kernels: attention of decode and of training, and the K/V write, each
+alone, on CUDA (lab/benchmarks/kernels.py). Weights are random, in the settings' shape. Two sides
+alternate in one run: ratios are medians over pairs of rounds. With --json=True the last line of
+output is one JSON document; `python -m lab.benchmarks.table` makes a page from saved ones.
 """
 import importlib
 import json
@@ -42,7 +45,8 @@ def main(argv=None):
     s = configurator.parse('bench', argv, usage=__doc__)
     check_seed(s.seed)
     check_target(s.save)  # before minutes of measuring
-    figures = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)  # each mode is a module of its name
+    # each mode is a module of its name
+    figures = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
     if s.save:
         write_json(s.save, figures)
     if s.json:

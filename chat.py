@@ -40,10 +40,12 @@ class Chat:
     def __init__(self, s, model, tokenizer):
         self.s, self.path = s, Path(s.history or Path(s.out_dir) / 'chat.json')
         self.dialogue = Dialogue(tokenizer, Template(s.turn))
-        for name in (s.user, s.reply_as):  # an alphabet may lack some of it: better said now than after the first turn
+        # an alphabet may lack some of it: better said now than after the first turn
+        for name in (s.user, s.reply_as):
             tokenizer.encode(self.dialogue.template.head(name) + self.dialogue.template.end)
         max_seq_len = s.max_seq_len or longest_context(model.config)
-        self.longest = min(s.max_new_tokens, max_seq_len // 2)  # the other half is for what was said
+        # the other half is for what was said
+        self.longest = min(s.max_new_tokens, max_seq_len // 2)
         self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer, captured=s.captured,
                              prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget'), prefix_folder=s.prefix_folder)
         self.replies, self.ttft = 0, []
@@ -57,7 +59,8 @@ class Chat:
                             f'conversation ({self.longest:,} more are kept for its reply)')
         dialogue.untrim(room)  # as after a /switch, or with a larger max_seq_len than last time
         if len(dialogue.prompt(s.reply_as)) > room:
-            n = dialogue.trim(room // 2)  # much at once: a prompt that begins otherwise is recomputed
+            # much at once: a prompt that begins otherwise is recomputed
+            n = dialogue.trim(room // 2)
             print(f'(the conversation is longer than the {room:,} tokens that the model is given, with {self.longest:,} '
                   f'kept for its reply: it sees turns {n + 1} to {len(dialogue.turns)} from here on; /history and the file '
                   'have all)')
@@ -75,7 +78,8 @@ class Chat:
         dialogue.save(self.path)
 
     def _generated(self, index):
-        """What request `index` came to, printed as it comes. Ctrl-C ends it where it is, wherever that is."""
+        """What request `index` came to, printed as it comes. Ctrl-C ends it where it is, wherever
+        that is."""
         events, completion = [], None
         while completion is None and self.engine.n_unfinished:
             try:
@@ -84,7 +88,8 @@ class Chat:
                 for event in events:
                     print(event.text, end='', flush=True)
             except KeyboardInterrupt:
-                completion = completion or self._last(events)  # it may have ended by itself just then
+                # it may have ended by itself just then
+                completion = completion or self._last(events)
                 self.engine.cancel(index)
         if completion is None:
             raise UserError('interrupted')

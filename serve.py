@@ -53,7 +53,8 @@ def read_keys(path: str, environment) -> list[str]:
     """The keys that let a client in: of a file, or the environment's.
 
     Raises:
-        UserError: the file cannot be read; either has none in it: an empty variable is an oversight, not an open door.
+        UserError: the file cannot be read; either has none in it: an empty variable is an
+            oversight, not an open door.
     """
     if path:
         try:

@@ -1,1 +1,2 @@
-"""Many sequences at once, and speed: the batching engine, pages, the prefix cache, captured steps."""
+"""Many sequences at once, and speed: the batching engine, pages, the prefix cache, captured
+steps."""

@@ -1,8 +1,9 @@
-"""Blocks of tokens that a prefix store keeps, and their K and V outside of a cache: a page of every global slot, or a stretch
-of every ring, each as one buffer.
+"""Blocks of tokens that a prefix store keeps, and their K and V outside of a cache: a page of every
+global slot, or a stretch of every ring, each as one buffer.
 
-A buffer has the bytes as they are stored (int8 stays int8, with its scales), one tensor after another. On CUDA it is gathered
-on the device first, and goes to pinned memory of the host on a stream of its own, while the next step computes.
+A buffer has the bytes as they are stored (int8 stays int8, with its scales), one tensor after
+another. On CUDA it is gathered on the device first, and goes to pinned memory of the host on a
+stream of its own, while the next step computes.
 """
 import hashlib
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from config.errors import UserError
 from engine.paged import PagedKVCache
 from kv.slots import RingSlot
 
-OVERHEAD = 600  # bytes that Python takes for a block beside its buffers and tokens (measured: tests/engine/test_prefix_store.py)
+# bytes that Python takes for a block beside its buffers and tokens (measured:
+# tests/engine/test_prefix_store.py)
+OVERHEAD = 600
 
 
 def taken(buffer: torch.Tensor | None) -> int:
@@ -29,9 +32,10 @@ def chained_hash(before: bytes, tokens: bytes) -> bytes:
 class Block:
     """`size` tokens after those of `parent`, and what remembers them.
 
-    page: where its global K, V are in the pools, -1 = not there. copy: the same on the host, or None. local: the last n_local
-    positions of its local K, V, or None. anchor: a row can go on behind it. users: requests that run whose newest block it is
-    (of the root: that have none). used: when it was last of use. depth: blocks from the root on, itself included. saved: the
+    page: where its global K, V are in the pools, -1 = not there. copy: the same on the host, or
+    None. local: the last n_local positions of its local K, V, or None. anchor: a row can go on
+    behind it. users: requests that run whose newest block it is (of the root: that have none).
+    used: when it was last of use. depth: blocks from the root on, itself included. saved: the
     n_local with which it was written to disk or read from there, -1 = neither.
     """
     __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local', 'anchor', 'users', 'used',
@@ -59,7 +63,8 @@ class Block:
 
 @dataclass
 class Hit:
-    """What a request need not compute. known: how many blocks of it are there, whether or not a row can go on behind them."""
+    """What a request need not compute. known: how many blocks of it are there, whether or not a row
+    can go on behind them."""
     blocks: list[Block]
     known: int
 
@@ -71,7 +76,8 @@ class Hit:
 
 @dataclass
 class PrefixStats:
-    """Counts since the store was made. looked_up, found: tokens of requests, and those of them that were taken over."""
+    """Counts since the store was made. looked_up, found: tokens of requests, and those of them that
+    were taken over."""
     requests: int = 0
     looked_up: int = 0
     found: int = 0
@@ -90,16 +96,19 @@ class PrefixStats:
 
 
 class HostCopies:
-    """Takes buffers from a device to the host and back, without waiting; where the device is the host, they are what they are.
+    """Takes buffers from a device to the host and back, without waiting; where the device is the
+    host, they are what they are.
 
-    Pinned memory comes in powers of two (torch's allocator rounds up), so that is what is asked for, and counts (`taken`).
+    Pinned memory comes in powers of two (torch's allocator rounds up), so that is what is asked
+    for, and counts (`taken`).
     """
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device) if device.type == 'cuda' else None
 
     def out(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A buffer of the host that will hold what this one of the device, (n,) uint8, holds when the work before is done."""
+        """A buffer of the host that will hold what this one of the device, (n,) uint8, holds when
+        the work before is done."""
         if self.stream is None:
             return buffer
         host = torch.empty(1 << (buffer.numel() - 1).bit_length(), dtype=torch.uint8, pin_memory=True)[:buffer.numel()]
@@ -110,7 +119,8 @@ class HostCopies:
         return host
 
     def back(self, host: torch.Tensor) -> torch.Tensor:
-        """A buffer of the device that holds what `out` gave, for work that is queued from now on."""
+        """A buffer of the device that holds what `out` gave, for work that is queued from now
+        on."""
         if self.stream is None:
             return host
         with torch.cuda.stream(self.stream):  # behind the copies to the host that may be under way
@@ -123,8 +133,8 @@ class HostCopies:
 class BlockCopier:
     """Copies blocks out of a `PagedKVCache` and back into it.
 
-    size: positions of a block, which is a page. window: W of the local slots, 0 where there are none; what later tokens see
-    of a stretch are the W - 1 positions before them.
+    size: positions of a block, which is a page. window: W of the local slots, 0 where there are
+    none; what later tokens see of a stretch are the W - 1 positions before them.
     """
 
     def __init__(self, cache: PagedKVCache):
@@ -163,7 +173,8 @@ class BlockCopier:
         return max(0, min([end] + [end - held + store.capacity for store in self.rings]))
 
     def local(self, row: int, end: int, n: int) -> torch.Tensor:
-        """The n positions before `end`, of every ring, (local_nbytes(n),) uint8; they must be in reach."""
+        """The n positions before `end`, of every ring, (local_nbytes(n),) uint8; they must be in
+        reach."""
         buffer = torch.empty(self.local_nbytes(n), dtype=torch.uint8, device=self.cache.device)
         for x, copy in self._stretch(buffer, row, end, n):
             copy.copy_(x)
@@ -184,8 +195,8 @@ class BlockCopier:
                 offset += b - a
 
     def _parts(self, buffer, stores, n):
-        """Each tensor of the stores with its (Hkv, n, D or 1) place in the buffer; wide elements first, so that they are
-        aligned."""
+        """Each tensor of the stores with its (Hkv, n, D or 1) place in the buffer; wide elements
+        first, so that they are aligned."""
         at = 0
         for x in sorted((x for store in stores for x in store.tensors), key=lambda x: -x.element_size()):
             shape = x.size(1), n, x.size(3)

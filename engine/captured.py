@@ -1,11 +1,12 @@
-"""One decode step, from tokens to logits, captured as a CUDA graph and replayed: a small model's step is otherwise bound by
-the time that launching its hundred kernels takes.
+"""One decode step, from tokens to logits, captured as a CUDA graph and replayed: a small model's
+step is otherwise bound by the time that launching its hundred kernels takes.
 
     decode = captured_decode(model, cache)  # None where it would not be the fast way
     logits = decode(tokens)                 # (n, 1) ids for the first n rows -> (n, V); nothing waits for the device
 
-A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is on the device
-(`engine.static`): nothing is captured or compiled anew as they grow. (Elsewhere `CapturedDecode` only calls the step: for tests.)
+A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is
+on the device (`engine.static`): nothing is captured or compiled anew as they grow. (Elsewhere
+`CapturedDecode` only calls the step: for tests.)
 """
 import gc
 
@@ -16,7 +17,8 @@ from engine.fused import fuse
 from engine.paged import PagedKVCache
 from engine.static import StaticCache
 
-WARM_UP = 3  # calls before the capture: what is compiled, allocated or looked up once must not happen in it
+# calls before the capture: what is compiled, allocated or looked up once must not happen in it
+WARM_UP = 3
 
 
 def suits_capture(model) -> bool:
@@ -26,14 +28,15 @@ def suits_capture(model) -> bool:
 
 
 def can_be_captured(model, cache) -> bool:
-    """Not where pages are written by plain torch (K and V rounded to int8 but stored otherwise, an odd head_dim), which asks
-    the device how many there are."""
+    """Not where pages are written by plain torch (K and V rounded to int8 but stored otherwise, an
+    odd head_dim), which asks the device how many there are."""
     rounds_only = model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
     return not isinstance(cache, PagedKVCache) or not (rounds_only or model.plan.head_dim % 2)
 
 
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
-    """A captured decode step for this cache; None where it would not be the fast way, or cannot be."""
+    """A captured decode step for this cache; None where it would not be the fast way, or cannot
+    be."""
     if not suits_capture(model) or not can_be_captured(model, cache):
         return None
     return CapturedDecode(model, cache, compiled)
@@ -45,7 +48,8 @@ class CapturedDecode:
     Args:
         model: in eval mode; its weights may change in place only.
         cache: a `KVCache`, contiguous or paged.
-        compiled: `torch.compile` the step too, which fuses what lies between the matrix products; takes minutes per size.
+        compiled: `torch.compile` the step too, which fuses what lies between the matrix products;
+            takes minutes per size.
     """
 
     def __init__(self, model, cache, compiled: bool = False):
@@ -56,7 +60,8 @@ class CapturedDecode:
 
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
-        """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the others' logits mean nothing.
+        """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the others'
+        logits mean nothing.
 
         Returns:
             (n, V) logits, overwritten by the next call.
@@ -74,7 +79,8 @@ class CapturedDecode:
         return logits[:n]
 
     def prepare(self, *sizes: int) -> None:
-        """Capture the graphs for these numbers of rows now; without any, those for all numbers of rows."""
+        """Capture the graphs for these numbers of rows now; without any, those for all numbers of
+        rows."""
         with torch.inference_mode():
             for n in sizes or range(1, self.cache.batch_size + 1):
                 self._step_for(n)
@@ -102,7 +108,8 @@ class _Step:
         return self.model(tokens, cache=self.static)[0][:, -1]
 
     def prepare(self, pool):
-        """Calls without a row that takes part, which write nothing, then the capture; returns its memory pool."""
+        """Calls without a row that takes part, which write nothing, then the capture; returns its
+        memory pool."""
         self.static.set([])
         if self.tokens.device.type != 'cuda':
             self.call(self.tokens)

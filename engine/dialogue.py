@@ -1,4 +1,5 @@
-"""A conversation as a text: turns by a template, their token ids as they were said, branches. No torch here.
+"""A conversation as a text: turns by a template, their token ids as they were said, branches. No
+torch here.
 
     turn = '{name}.\n{text}\n\n'        ROMEO.                 what the model is given: all turns, then the next one up to its
                                         She speaks.            text; the reply ends where what follows a text comes up
@@ -18,7 +19,8 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Template:
-    """How a turn is written: '{name}' and then '{text}', each once, with something after it that ends the turn.
+    """How a turn is written: '{name}' and then '{text}', each once, with something after it that
+    ends the turn.
 
     Raises:
         UserError: another form.
@@ -77,8 +79,8 @@ class Dialogue:
         blank lines are left out, and where any line break ends a turn, spaces join the lines.
 
         Raises:
-            UserError: what ends a turn comes up before its end (in the name, the text, or where they meet
-                the template), or characters that the model does not know.
+            UserError: what ends a turn comes up before its end (in the name, the text, or where
+                they meet the template), or characters that the model does not know.
         """
         head, end = self.template.head(name), self.template.end
         if not text.strip():
@@ -96,7 +98,8 @@ class Dialogue:
         self.turns.append(Turn(name, text, self._encoded(head + text + end)))
 
     def _encoded(self, text):
-        return self.tokenizer.encode(text, special=False)  # what people say is text, and nothing else
+        # what people say is text, and nothing else
+        return self.tokenizer.encode(text, special=False)
 
     def prompt(self, name: str) -> list[int]:
         """Ids of the turns that are not trimmed, and of the next one by `name` up to its text."""
@@ -104,8 +107,9 @@ class Dialogue:
         return [i for turn in turns for i in turn.ids] + self._encoded(self.template.head(name))
 
     def reply(self, name: str, text: str, ids: list[int]) -> None:
-        """Append a turn that was generated behind `prompt(name)`: its text, cut at the end of the turn, and its token ids.
-        They are kept as they came if they are what the turn says, so that the cache that has them serves the next one."""
+        """Append a turn that was generated behind `prompt(name)`: its text, cut at the end of the
+        turn, and its token ids. They are kept as they came if they are what the turn says, so that
+        the cache that has them serves the next one."""
         head, end = self._encoded(self.template.head(name)), self.template.end
         said = self.tokenizer.decode(ids)
         if said != text + end:
@@ -118,8 +122,8 @@ class Dialogue:
             self.trimmed[self.branch] = 0
 
     def trim(self, room: int) -> int:
-        """Leave the oldest turns out of prompts until the others have at most `room` tokens; how many are left out then. The
-        turns themselves stay."""
+        """Leave the oldest turns out of prompts until the others have at most `room` tokens; how
+        many are left out then. The turns themselves stay."""
         n = self.trimmed.get(self.branch, 0)
         total = sum(len(turn.ids) for turn in self.turns[n:])
         while total > room:
@@ -147,7 +151,7 @@ class Dialogue:
             raise UserError(f"there is no branch {name!r}; there are {', '.join(map(repr, self.branches))}")
         self.branch = name
 
-    # -- on disk ------------------------------------------------------------------------------------------------------
+    # -- on disk -----------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
         """As JSON, whole or not at all.
@@ -167,7 +171,8 @@ class Dialogue:
             temporary.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
-        """What `save` wrote. Ids that the model does not have, or another template, are an error: nothing is loaded.
+        """What `save` wrote. Ids that the model does not have, or another template, are an error:
+        nothing is loaded.
 
         Raises:
             UserError: not such a file.

@@ -1,4 +1,5 @@
-"""The batching engine: many requests through one paged cache, each joining and leaving when it is ready.
+"""The batching engine: many requests through one paged cache, each joining and leaving when it is
+ready.
 
     engine = Engine(model, max_batch_size=16, max_seq_len=1024, kv_dtype='int8', tokenizer=tokenizer)
     for completion in engine.generate(['To be', 'Once more'], SamplingParams(max_new_tokens=50, seed=1)):
@@ -7,8 +8,9 @@
     for event in engine.stream(prompts, params):          # as tokens come, of all requests
         print(event.index, event.text, event.completion)
 
-What a request gets does not depend on the others (up to the rounding of GEMMs of another batch size): its random numbers
-come from its own seed, and when pages run out it may wait, but then goes on as before.
+What a request gets does not depend on the others (up to the rounding of GEMMs of another batch
+size): its random numbers come from its own seed, and when pages run out it may wait, but then goes
+on as before.
 """
 import operator
 import time
@@ -32,7 +34,8 @@ from engine.stopping import SampleText
 from engine.weights import pack_weights
 
 PREFILL_CHUNK = 256
-MANY_KEYS = 2304        # longer rows need no other kernels (`splits` and FEW_SPLITS in attention/kernels/decode.py)
+# longer rows need no other kernels (`splits` and FEW_SPLITS in attention/kernels/decode.py)
+MANY_KEYS = 2304
 DISK_BUDGET = 10 ** 11  # bytes of a prefix_folder
 
 
@@ -40,8 +43,9 @@ DISK_BUDGET = 10 ** 11  # bytes of a prefix_folder
 class Event:
     """One token of a request, or its end.
 
-    index: of the request, in the order of submission. token: -1 where there is none (an error, cancelled). text: the
-    further text that is now certain. completion: only in the last event of a request.
+    index: of the request, in the order of submission. token: -1 where there is none (an error,
+    cancelled). text: the further text that is now certain. completion: only in the last event of a
+    request.
     """
     index: int
     token: int
@@ -60,8 +64,8 @@ class _Job:
         self.restore()
 
     def restore(self) -> list[str]:
-        """Sampler and text from the tokens that there are, whatever state an interruption left them in; the piece of text of
-        each token."""
+        """Sampler and text from the tokens that there are, whatever state an interruption left them
+        in; the piece of text of each token."""
         params, tokens = self.request.params, self.request.tokens
         self.sampling = SampleRow(params, self.request.prompt + tokens, len(tokens))
         self.text = SampleText(self.tokenizer.stream(), params.stop) if self.tokenizer else None
@@ -94,19 +98,25 @@ class Engine:
         max_batch_size: rows: requests that run at once.
         max_seq_len: most positions of a request (prompt and generated); 0 = the model's block_size.
         kv_dtype: as in `model.new_cache`.
-        kv_budget: bytes of KV memory for all; 0 = enough for every row at max_seq_len. Rings of the local slots are
-            allocated for every row, the rest of the budget is pages of global slots, held by who needs them.
+        kv_budget: bytes of KV memory for all; 0 = enough for every row at max_seq_len. Rings of the
+            local slots are allocated for every row, the rest of the budget is pages of global
+            slots, held by who needs them.
         page_size: positions of a page.
         prefill_chunk: most prompt tokens that are computed between two decode steps.
         pack: on a CPU in float32, keep a second copy of the weights that larger batches read faster
             (`engine.weights.pack_weights`).
-        prefix_budget: bytes of host memory for what earlier requests have computed (`engine.prefix`), of which later ones that
-            begin alike take over what they can; 0 = every request computes its whole prompt.
-        prefix_folder: also on disk: what leaves the host's memory, and at `close` all of it; '' = not.
-        captured: on CUDA, decode steps are captured as CUDA graphs and replayed (`engine.captured`).
-        tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None = token ids only.
+        prefix_budget: bytes of host memory for what earlier requests have computed
+            (`engine.prefix`), of which later ones that begin alike take over what they can; 0 =
+            every request computes its whole prompt.
+        prefix_folder: also on disk: what leaves the host's memory, and at `close` all of it; '' =
+            not.
+        captured: on CUDA, decode steps are captured as CUDA graphs and replayed
+            (`engine.captured`).
+        tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None =
+            token ids only.
     Raises:
-        UserError: sizes below 1, a budget that cannot hold one page beside the rings, what `new_cache` refuses.
+        UserError: sizes below 1, a budget that cannot hold one page beside the rings, what
+            `new_cache` refuses.
     """
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *, kv_budget: int = 0,
@@ -126,12 +136,16 @@ class Engine:
         if pack:
             pack_weights(model, max_batch_size)
         self.captured = captured_decode(model, self.cache) if captured else None
-        self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by their number
+        # of requests that have not ended, by their number
+        self.jobs: dict[int, _Job] = {}
         self._undelivered: list[Event] = []          # the next step gives them
-        self._torn: list[Event] | None = None        # events of a step that failed, from which it has not been recovered yet
-        self._inboxes: dict[int, deque[Event]] = {}  # of requests that a stream awaits, by their number
+        # events of a step that failed, from which it has not been recovered yet
+        self._torn: list[Event] | None = None
+        # of requests that a stream awaits, by their number
+        self._inboxes: dict[int, deque[Event]] = {}
         self._submitted = 0
-        self.held_peak = 0  # most bytes of KV memory that were held at once, see `PagedKVCache.held_nbytes`
+        # most bytes of KV memory that were held at once, see `PagedKVCache.held_nbytes`
+        self.held_peak = 0
 
     def _prefix_store(self, budget, folder):
         if budget < 0 or (folder and not budget):
@@ -161,9 +175,9 @@ class Engine:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Compile the kernels and capture the decode steps that requests of any length take, so that none of them waits for it:
-        for servers, before the first request. Takes seconds, a minute where kernels are compiled for the first time; nothing
-        where steps are not captured.
+        """Compile the kernels and capture the decode steps that requests of any length take, so
+        that none of them waits for it: for servers, before the first request. Takes seconds, a
+        minute where kernels are compiled for the first time; nothing where steps are not captured.
 
         Raises:
             UserError: there are requests already.
@@ -173,7 +187,8 @@ class Engine:
         if self.n_unfinished:
             raise UserError(f'prepare: {self.n_unfinished} requests have not ended')
         self.captured.prepare()
-        for row in range(min(2, self.cache.batch_size)):  # of the second, tensors may begin at addresses aligned less well
+        # of the second, tensors may begin at addresses aligned less well
+        for row in range(min(2, self.cache.batch_size)):
             try:
                 for n in self._chunks_of_every_kind():
                     idx = torch.zeros(1, n, dtype=torch.int64, device=self.model.device)
@@ -182,8 +197,8 @@ class Engine:
                 self.cache.reset()
 
     def _chunks_of_every_kind(self) -> list[int]:
-        """Tokens of chunks, one behind the other in a row, which need all kernels of prefill among them: chunks of different
-        sizes behind few tokens, then behind many."""
+        """Tokens of chunks, one behind the other in a row, which need all kernels of prefill among
+        them: chunks of different sizes behind few tokens, then behind many."""
         table, most = self.cache.table, self.scheduler.prefill_chunk
         room, sizes = min(self.cache.max_seq_len, table.n_pages * table.page_size), [1 << k for k in range(most.bit_length())]
         chunks = []
@@ -197,10 +212,11 @@ class Engine:
         """Requests whose last event is still to come."""
         return len(self.jobs) + sum(event.completion is not None for event in self._undelivered + (self._torn or []))
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, prompt: str | list[int], params: SamplingParams | None = None) -> int:
-        """Queue a request; its index. One that can never run ends with an error in the next `step`, and disturbs no other."""
+        """Queue a request; its index. One that can never run ends with an error in the next `step`,
+        and disturbs no other."""
         index, params = self._submitted, params or SamplingParams()
         self._submitted += 1
         ids = []
@@ -216,8 +232,8 @@ class Engine:
         return index
 
     def cancel(self, index: int) -> Event | None:
-        """End a request where it is. Its last event, which the next step or its stream gives too; None if it has ended
-        already."""
+        """End a request where it is. Its last event, which the next step or its stream gives too;
+        None if it has ended already."""
         job = self.jobs.get(index)
         if job is None:
             return None
@@ -250,12 +266,13 @@ class Engine:
             raise UserError(f'stop={params.stop!r}: stop texts need an engine with a tokenizer')
         self.scheduler.check(len(ids), params.max_new_tokens)
 
-    # -- running them -------------------------------------------------------------------------------------------------
+    # -- running them ------------------------------------------------------------------------------
 
     def generate(self, prompts, params=None, on_event: Callable[[Event], None] | None = None) -> list[Completion]:
         """A completion for each of `prompts` (texts or lists of ids), in their order.
 
-        params: one `SamplingParams` for all, or one for each. on_event: called with each event as it comes.
+        params: one `SamplingParams` for all, or one for each. on_event: called with each event as
+        it comes.
         """
         completions = {}
         with closing(self.stream(prompts, params)) as events:  # also when `on_event` fails
@@ -267,8 +284,9 @@ class Engine:
         return [completions[index] for index in sorted(completions)]
 
     def stream(self, prompts, params=None) -> Iterator[Event]:
-        """The events of `prompts` as they come, with `index` counting from 0 here. Requests that were submitted otherwise
-        go on beside them, unseen. Left early, what has not ended is cancelled."""
+        """The events of `prompts` as they come, with `index` counting from 0 here. Requests that
+        were submitted otherwise go on beside them, unseen. Left early, what has not ended is
+        cancelled."""
         prompts = list(prompts)
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
@@ -290,9 +308,9 @@ class Engine:
             self._undelivered = [event for event in self._undelivered if not first <= event.index < first + len(prompts)]
 
     def step(self) -> list[Event]:
-        """One step: chunks of prompts, then one token for each request that decodes. Whatever interrupts it (Ctrl-C, no
-        memory), no request is lost: those that were running are computed anew by the next one, and what was drawn comes
-        out of it.
+        """One step: chunks of prompts, then one token for each request that decodes. Whatever
+        interrupts it (Ctrl-C, no memory), no request is lost: those that were running are computed
+        anew by the next one, and what was drawn comes out of it.
 
         Returns the events of all requests but those of a `stream`, which gives them itself.
         """
@@ -321,8 +339,8 @@ class Engine:
         return events
 
     def _recover(self) -> None:
-        """After a fault anywhere in a step: the tokens of each request and the events made so far are what is true; all
-        else is made again from them."""
+        """After a fault anywhere in a step: the tokens of each request and the events made so far
+        are what is true; all else is made again from them."""
         events = self._torn
         self.cache.reset()  # it may have been left half-written
         if self.prefix:
@@ -366,7 +384,8 @@ class Engine:
         if len(drawing) < len(parts):
             logits = logits[[b for b, _ in drawing]]
         drawn = sample_rows(logits, [job.sampling for _, job in drawing])
-        for (_, job), token, logprob in zip(drawing, drawn.tokens.tolist(), drawn.logprobs):  # tolist() waits for the device
+        # tolist() waits for the device
+        for (_, job), token, logprob in zip(drawing, drawn.tokens.tolist(), drawn.logprobs):
             if token < 0:
                 n, tip = len(job.request.tokens), job.request.tip
                 self._end(job, 'error', events, f'the logits of token {n} are not finite (NaN or inf)')

@@ -1,4 +1,5 @@
-"""What a trained model says of fixed windows of text: by the training forward pass, and through a cache as it would sample."""
+"""What a trained model says of fixed windows of text: by the training forward pass, and through a
+cache as it would sample."""
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from model import GPT
 
 @dataclass
 class Judgement:
-    """Of n windows of T targets: mean loss in nats by position and by window, and the likeliest tokens."""
+    """Of n windows of T targets: mean loss in nats by position and by window, and the likeliest
+    tokens."""
     by_position: torch.Tensor  # (T,) float64, mean over the windows
     by_window: torch.Tensor    # (n,) float64, mean over the positions
     choices: torch.Tensor      # (n, T) int64
@@ -23,8 +25,8 @@ class Judgement:
 
 
 def spread_windows(tokens, T: int, n: int = 0) -> torch.Tensor:
-    """(n, T + 1) int64: n windows (fewer if the split is short; 0 = as many as there are) spread evenly over `tokens`
-    (a `data.tokenfiles.TokenSplit`), whose targets do not overlap."""
+    """(n, T + 1) int64: n windows (fewer if the split is short; 0 = as many as there are) spread
+    evenly over `tokens` (a `data.tokenfiles.TokenSplit`), whose targets do not overlap."""
     most = (len(tokens) - 1) // T
     n = min(n, most) if n else most
     starts = [i * (len(tokens) - 1 - T) // max(n - 1, 1) for i in range(n)]
@@ -37,7 +39,8 @@ def forward(model):
 
 
 def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
-    """idx -> logits by way of a cache: a prompt of `first` tokens, then the rest appended in chunks, as they stand."""
+    """idx -> logits by way of a cache: a prompt of `first` tokens, then the rest appended in
+    chunks, as they stand."""
     def logits(idx):
         B, T = idx.shape
         cache = model.new_cache(B, T, kv_dtype)

@@ -21,8 +21,9 @@ def fitted(model, lines: list[PromptLine], ids: list[list[int]], budget: int, kv
            shorten: bool) -> list[PromptLine]:
     """The lines as they can be served; one that cannot has an error.
 
-    budget: bytes of KV memory; a line that alone takes more is refused, else the cache would be made as large as that.
-    shorten: where learned positions end before max_new_tokens, and the line does not say how many it wants, it gets as many
+    budget: bytes of KV memory; a line that alone takes more is refused, else the cache would be
+    made as large as that. shorten: where learned positions end before max_new_tokens, and the line
+    does not say how many it wants, it gets as many
         as there are positions for.
     """
     return [line if line.error else _fitted(model, line, len(i), budget, kv_dtype, shorten) for line, i in zip(lines, ids)]
@@ -30,7 +31,8 @@ def fitted(model, lines: list[PromptLine], ids: list[list[int]], budget: int, kv
 
 def _fitted(model, line, n_prompt, budget, kv_dtype, shorten):
     asked, positions = line.params.max_new_tokens, model.config.block_size
-    if model.rotary is None and n_prompt + asked - 1 > positions:  # the last token drawn is never fed
+    # the last token drawn is never fed
+    if model.rotary is None and n_prompt + asked - 1 > positions:
         room = positions - n_prompt + 1
         if room < 1 or not shorten or 'max_new_tokens' in line.given:
             return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and max_new_tokens={asked} are more than '
@@ -47,8 +49,8 @@ def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budge
                 pack: bool, prefix_budget: int = 0, captured: bool = True) -> Engine:
     """An engine that holds the longest of the lines that have no error.
 
-    prefix_budget: bytes of host memory for what lines begin with alike.
-    rows: requests at once; 0 = up to ROWS, fewer where the requests are, or where the budget cannot hold the windows of all.
+    prefix_budget: bytes of host memory for what lines begin with alike. rows: requests at once; 0 =
+    up to ROWS, fewer where the requests are, or where the budget cannot hold the windows of all.
     """
     lengths = [len(i) + line.params.max_new_tokens for line, i in zip(lines, ids) if not line.error]
     max_seq_len = max(lengths, default=1)
@@ -66,11 +68,12 @@ def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budge
 
 def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_samples: int, seed: int,
              write: Callable[[dict], None]) -> dict:
-    """`num_samples` completions of each line, each given to `write` as a dict, in the order of the lines.
+    """`num_samples` completions of each line, each given to `write` as a dict, in the order of the
+    lines.
 
-    A line that sets no seed gets numbers of its own, made from `seed` and its place; sample k of a line is drawn with
-    `sample_seed(its seed, k)`. A line with an error, in the file or in what it asks, becomes an answer that says so.
-    When interrupted, what is complete has been written.
+    A line that sets no seed gets numbers of its own, made from `seed` and its place; sample k of a
+    line is drawn with `sample_seed(its seed, k)`. A line with an error, in the file or in what it
+    asks, becomes an answer that says so. When interrupted, what is complete has been written.
 
     Returns:
         Numbers for `show_many`: requests, failed, tokens, seconds; bytes of KV memory.
@@ -160,7 +163,8 @@ def _progress() -> Progress:
 
 
 def json_lines(stream) -> Callable[[dict], None]:
-    """Writes dicts to `stream`, one a line, at once. What is not ASCII stays as it is where the stream can take all of it."""
+    """Writes dicts to `stream`, one a line, at once. What is not ASCII stays as it is where the
+    stream can take all of it."""
     everything = (getattr(stream, 'encoding', None) or '').lower().replace('-', '').startswith('utf')
 
     def write(answer):

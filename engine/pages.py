@@ -3,12 +3,14 @@
     page_size = 4       row 0 holds 6 tokens   pages [0, 1]      page  0 1 2 3 4 5
                         row 1 holds 5 tokens   pages [2, 4]      refs  1 1 1 0 1 0
 
-Beside rows, a prefix store (`engine.prefix`) may keep pages: what a row has written stays there for others that begin alike. A
-page that is only kept is *idle*: when free ones run out, the store gives idle ones back (`reclaim`).
+Beside rows, a prefix store (`engine.prefix`) may keep pages: what a row has written stays there for
+others that begin alike. A page that is only kept is *idle*: when free ones run out, the store gives
+idle ones back (`reclaim`).
 
-One table serves all global slots: they grow alike, so page 4 of every slot's pool belongs to the same row and positions.
-The idea is PagedAttention's (Kwon et al. 2023, vLLM): a short conversation holds few bytes, and rows that begin alike hold
-those pages once. A page with several holders is copied before one of them writes to it.
+One table serves all global slots: they grow alike, so page 4 of every slot's pool belongs to the
+same row and positions. The idea is PagedAttention's (Kwon et al. 2023, vLLM): a short conversation
+holds few bytes, and rows that begin alike hold those pages once. A page with several holders is
+copied before one of them writes to it.
 """
 import heapq
 from collections import Counter
@@ -23,10 +25,11 @@ class OutOfPages(UserError):
 class PageTable:
     """The pages of `n_rows` rows, out of a pool of `n_pages`, each of `page_size` positions.
 
-    rows[r]: the pages of row r, in the order of its positions. refs[p]: rows that hold page p, and one more where it is kept;
-    0 = free. kept: pages that a store keeps. reclaim: called with a number of pages that it is to free, of the idle ones.
-    version: grows whenever a row's pages change; versions[r]: the version in which those of row r last did. So what was made
-    from the table can be kept until then.
+    rows[r]: the pages of row r, in the order of its positions. refs[p]: rows that hold page p, and
+    one more where it is kept; 0 = free. kept: pages that a store keeps. reclaim: called with a
+    number of pages that it is to free, of the idle ones. version: grows whenever a row's pages
+    change; versions[r]: the version in which those of row r last did. So what was made from the
+    table can be kept until then.
     """
 
     def __init__(self, n_rows: int, n_pages: int, page_size: int):
@@ -35,7 +38,8 @@ class PageTable:
         self.n_pages, self.page_size = n_pages, page_size
         self.rows = [[] for _ in range(n_rows)]
         self.refs = [0] * n_pages
-        self._free = list(range(n_pages))  # a heap: the lowest page first, so that what is held stays close together
+        # a heap: the lowest page first, so that what is held stays close together
+        self._free = list(range(n_pages))
         self.kept, self.n_idle, self.reclaim = set(), 0, None
         self.version, self.versions = 0, [0] * n_rows
 
@@ -53,7 +57,8 @@ class PageTable:
         return -(-n_tokens // self.page_size)
 
     def missing(self, jobs: list[tuple[int, int, int]]) -> int:
-        """Free pages that `extend(row, held, length)` takes for all of `jobs`, one after another, each of another row."""
+        """Free pages that `extend(row, held, length)` takes for all of `jobs`, one after another,
+        each of another row."""
         new = sum(max(0, self.pages_for(length) - len(self.rows[row])) for row, held, length in jobs)
         writers = Counter(self.rows[row][place] for row, held, length in jobs for place in self._shared(row, held, length))
         # of those who hold a page, the last to write to it need not copy it
@@ -106,7 +111,7 @@ class PageTable:
         self._changes(row)
         self.rows[row] = list(pages)
 
-    # -- pages that a store keeps -------------------------------------------------------------------------------------
+    # -- pages that a store keeps ------------------------------------------------------------------
 
     def keep(self, page: int) -> None:
         """A page that some row holds stays when the row leaves."""
@@ -129,7 +134,8 @@ class PageTable:
         return not self.refs[page]
 
     def move(self, source: int, target: int) -> list[int]:
-        """What `source` holds belongs to `target`, whose own pages are released. Returns those that are free now."""
+        """What `source` holds belongs to `target`, whose own pages are released. Returns those that
+        are free now."""
         if source == target:
             return []
         freed = self.release(target)

@@ -16,22 +16,27 @@ LARGEST = 2 ** 31 - 1
 class SamplingParams:
     """How the tokens of one request are drawn, and where they end.
 
-    The restrictions apply in the order of Hugging Face's `generate`: repetition penalty, temperature, top-k, top-p,
-    min-p; `engine/sampler.py` says exactly what each keeps.
+    The restrictions apply in the order of Hugging Face's `generate`: repetition penalty,
+    temperature, top-k, top-p, min-p; `engine/sampler.py` says exactly what each keeps.
 
     Raises:
-        UserError: a value of the wrong type or out of range; the message names it and what is allowed.
+        UserError: a value of the wrong type or out of range; the message names it and what is
+            allowed.
     """
     max_new_tokens: int = 128
     temperature: float = 1.0         # divides the logits; 0 = greedy, else at least 1e-4
     top_k: int = 0                   # only the k likeliest; 0 = all
-    top_p: float = 1.0               # only the likeliest that together have this probability (Holtzman et al. 2019); 1 = all
-    min_p: float = 0.0               # only those with this share of the likeliest's probability (Nguyen et al. 2024); 0 = all
-    repetition_penalty: float = 1.0  # above 1: tokens seen in prompt or text get less likely (Keskar et al. 2019); 1 = off
+    # only the likeliest that together have this probability (Holtzman et al. 2019); 1 = all
+    top_p: float = 1.0
+    # only those with this share of the likeliest's probability (Nguyen et al. 2024); 0 = all
+    min_p: float = 0.0
+    # above 1: tokens seen in prompt or text get less likely (Keskar et al. 2019); 1 = off
+    repetition_penalty: float = 1.0
     seed: int = 0                    # the random number of token t is a function of (seed, t) alone
     stop_tokens: tuple[int, ...] = ()  # token ids that end the text
     stop: tuple[str, ...] = ()       # texts that end the text, looked for by engine/stopping.py
-    logprobs: int = -1               # -1 none; 0 of each chosen token; k > 0 also the k likeliest at each place
+    # -1 none; 0 of each chosen token; k > 0 also the k likeliest at each place
+    logprobs: int = -1
 
     def __post_init__(self):
         put = partial(object.__setattr__, self)  # how a frozen dataclass is given a value
@@ -53,10 +58,12 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, given: dict, defaults: 'SamplingParams | None' = None) -> 'SamplingParams':
-        """`defaults` with what a JSON object says otherwise; 'stop' may be one text or a list of them.
+        """`defaults` with what a JSON object says otherwise; 'stop' may be one text or a list of
+        them.
 
         Raises:
-            UserError: an unknown key (with those that look like it, and all there are), or a wrong value.
+            UserError: an unknown key (with those that look like it, and all there are), or a wrong
+                value.
         """
         if not isinstance(given, dict):
             raise UserError(f'{shown(given)}: must be an object of sampling parameters, such as {{"temperature": 0.8}}')
@@ -70,8 +77,9 @@ class SamplingParams:
 
 
 class TokenLogprob(NamedTuple):
-    """Natural logarithms of probabilities at one place of the text, of the model's own distribution: before penalty,
-    temperature and restrictions (as OpenAI's API and vLLM report them)."""
+    """Natural logarithms of probabilities at one place of the text, of the model's own
+    distribution: before penalty, temperature and restrictions (as OpenAI's API and vLLM report
+    them)."""
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob) of the likeliest, in falling order
@@ -90,9 +98,11 @@ class Completion:
     finish_reason: str                          # one of FINISH_REASONS
     error: str = ''                             # what went wrong, if finish_reason is 'error'
     logprobs: list[TokenLogprob] | None = None  # one per token, if they were asked for
-    ttft_s: float | None = None                 # from submission to the first token; None = there was none
+    # from submission to the first token; None = there was none
+    ttft_s: float | None = None
     seconds: float | None = None                # from submission to the end
-    n_cached: int = 0                           # prompt tokens that an earlier request had computed (`prefix_budget`)
+    # prompt tokens that an earlier request had computed (`prefix_budget`)
+    n_cached: int = 0
 
     FINISH_REASONS = ('length', 'stop', 'error', 'cancelled')
 
@@ -106,7 +116,8 @@ class Completion:
 
 
 def sample_seed(seed: int, k: int) -> int:
-    """The seed of sample k of a run with `seed`: that itself for k = 0, for others a number mixed from both."""
+    """The seed of sample k of a run with `seed`: that itself for k = 0, for others a number mixed
+    from both."""
     mixed = np.random.SeedSequence((seed % 2 ** 64, k)).generate_state(2).view(np.uint64)[0]
     return seed if k == 0 else int(mixed >> 1)
 

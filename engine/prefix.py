@@ -1,22 +1,27 @@
-"""What was said before, kept for whoever begins alike: a tree of blocks of tokens with their K and V.
+"""What was said before, kept for whoever begins alike: a tree of blocks of tokens with their K and
+V.
 
     root ── "To be, o" ── "r not to" ── " be"...          a block is a page of tokens; its key is a hash chained over all
                       └── "r else w"                      blocks before it, and its tokens are compared on every hit
 
-A new request takes over the longest path of blocks that its tokens begin with, and computes only the rest. That is easy for
-global slots, of which a block has a page. A local slot is a ring, and a ring that has wrapped cannot be rewound: to go on at a
-boundary, the W - 1 positions before it must have been copied while they were there. So the blocks also have *local parts*, and
-a hit ends at the deepest boundary before which they are whole (an *anchor*).
+A new request takes over the longest path of blocks that its tokens begin with, and computes only
+the rest. That is easy for global slots, of which a block has a page. A local slot is a ring, and a
+ring that has wrapped cannot be rewound: to go on at a boundary, the W - 1 positions before it must
+have been copied while they were there. So the blocks also have *local parts*, and a hit ends at the
+deepest boundary before which they are whole (an *anchor*).
 
-Most boundaries need not be anchors. Behind the newest one, anchors are kept at distances that about double, so that a text
-that departs from an old one x tokens before its end is computed anew from at most about 2 x before it; and where the tree
-branches. Local parts that no anchor needs are dropped (`prune=False` keeps all).
+Most boundaries need not be anchors. Behind the newest one, anchors are kept at distances that about
+double, so that a text that departs from an old one x tokens before its end is computed anew from at
+most about 2 x before it; and where the tree branches. Local parts that no anchor needs are dropped
+(`prune=False` keeps all).
 
-Pages stay in the pool of the cache while there is room, shared with the rows that read them; when a row needs them, those
-least recently used are copied to the host's memory. When that is over its budget, leaves go, least recently used first.
+Pages stay in the pool of the cache while there is room, shared with the rows that read them; when a
+row needs them, those least recently used are copied to the host's memory. When that is over its
+budget, leaves go, least recently used first.
 
-Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed blocks (vLLM), the same for
-conversations between turns (Character.AI, "Optimizing AI Inference", 2024).
+Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed
+blocks (vLLM), the same for conversations between turns (Character.AI, "Optimizing AI Inference",
+2024).
 """
 import heapq
 import itertools
@@ -36,11 +41,12 @@ class PrefixStore:
 
     Args:
         cache: it makes room in its pools from the store's pages.
-        budget: bytes of host memory for copies, local parts and bookkeeping (pages in the pool are the cache's); what requests
-            now use is kept even so.
+        budget: bytes of host memory for copies, local parts and bookkeeping (pages in the pool are
+            the cache's); what requests now use is kept even so.
         prune: drop local parts that no anchor needs.
         hash_block: (key of the block before, bytes of the tokens) -> key.
-        disk: where blocks go that leave the host's memory, and are looked for; None = they are gone.
+        disk: where blocks go that leave the host's memory, and are looked for; None = they are
+            gone.
     """
     cache: PagedKVCache
     budget: int
@@ -57,12 +63,14 @@ class PrefixStore:
         self._pooled = {}  # the blocks that have a page, by it
         self.table.reclaim = self.reclaim
 
-    # -- looking up ---------------------------------------------------------------------------------------------------
+    # -- looking up --------------------------------------------------------------------------------
 
     def match(self, tokens: list[int], disk: bool = True) -> Hit:
-        """What there is of the beginning of `tokens`; never all of it, as the last one's logits are wanted.
+        """What there is of the beginning of `tokens`; never all of it, as the last one's logits are
+        wanted.
 
-        disk: also look there. What is found comes into memory, which may then be over its budget until `restore`.
+        disk: also look there. What is found comes into memory, which may then be over its budget
+        until `restore`.
         """
         packed, path, block, n_before = self._packed(tokens), [], self.root, len(self.index)
         for i in range((len(tokens) - 1) // self.size):
@@ -71,28 +79,32 @@ class PrefixStore:
                 break
             path.append(block)
         if len(self.index) > n_before:
-            self.disk.touch([block.key for block in reversed(path)])  # the first blocks last: the others are nothing without
+            # the first blocks last: the others are nothing without
+            self.disk.touch([block.key for block in reversed(path)])
         n = len(path)
         while n and not self._whole(path[:n]):
             n -= 1
         return Hit(path[:n], len(path))
 
     def stops(self, hit: Hit, length: int) -> list[int]:
-        """Where chunks of a request of `length` tokens should end, so that there will be anchors: where it leaves what is
-        known, as others may too, and at its last boundary. (Without pruning, before windows are overwritten.)"""
+        """Where chunks of a request of `length` tokens should end, so that there will be anchors:
+        where it leaves what is known, as others may too, and at its last boundary. (Without
+        pruning, before windows are overwritten.)"""
         start, last = len(hit.blocks) * self.size, length // self.size * self.size
         step = last if self.prune or not self.reach else max(1, self.copier.window // self.size) * self.size
         stops = {hit.known * self.size, last, *range(start + step, last, step or 1)}
         return sorted(stop for stop in stops if start < stop <= length)
 
     def restore(self, row: int, hit: Hit) -> Block:
-        """The row, which must hold nothing, holds the tokens of the hit. Returns its newest block, for `extend` and `release`.
+        """The row, which must hold nothing, holds the tokens of the hit. Returns its newest block,
+        for `extend` and `release`.
 
         Raises:
             OutOfPages: the pool has no room for pages that are on the host; the row holds nothing.
         """
         tip = hit.blocks[-1] if hit.blocks else self.root
-        tip.users, tip.anchor = tip.users + 1, bool(hit.blocks)  # making room must not take this from us
+        # making room must not take this from us
+        tip.users, tip.anchor = tip.users + 1, bool(hit.blocks)
         try:
             if self.cache.pools:
                 self._to_pool(hit.blocks)
@@ -100,7 +112,8 @@ class PrefixStore:
             tip.users -= 1
             raise
         self.cache.adopt(row, [block.page for block in hit.blocks] if self.cache.pools else [], tip.depth * self.size)
-        for block, _ in reversed(list(self._window(hit.blocks))):  # what is too much of the first, the last overwrite
+        # what is too much of the first, the last overwrite
+        for block, _ in reversed(list(self._window(hit.blocks))):
             self.copier.put_local(row, block.depth * self.size, block.n_local, block.local)
         self._touch(tip)
         self._shrink()
@@ -132,7 +145,8 @@ class PrefixStore:
         return packed[4 * self.size * i:4 * self.size * (i + 1)]
 
     def _child(self, block, packed, i, disk=True) -> Block | None:
-        """The block that follows with these tokens. Another with the same key, by chance or malice, is not it."""
+        """The block that follows with these tokens. Another with the same key, by chance or malice,
+        is not it."""
         piece = self._piece(packed, i)
         key = self.hash_block(block.key, piece)
         found = self.index.get(key)
@@ -186,12 +200,14 @@ class PrefixStore:
                 return
             yield block, n
 
-    # -- growing ------------------------------------------------------------------------------------------------------
+    # -- growing -----------------------------------------------------------------------------------
 
     def extend(self, row: int, tip: Block, tokens: list[int]) -> Block:
-        """Keep the whole blocks of a row beyond its newest one. tokens: all that it holds. Returns its newest block.
+        """Keep the whole blocks of a row beyond its newest one. tokens: all that it holds. Returns
+        its newest block.
 
-        Call it whenever the row has come to hold a multiple of `size`, which makes that an anchor, and at its end.
+        Call it whenever the row has come to hold a multiple of `size`, which makes that an anchor,
+        and at its end.
         """
         held = self.cache.held(row)
         if held // self.size > tip.depth:
@@ -240,7 +256,8 @@ class PrefixStore:
             self._thin(tip)
 
     def _thin(self, tip) -> None:
-        """Of the anchors before this one keep those whose distances about double, and where the tree branches."""
+        """Of the anchors before this one keep those whose distances about double, and where the
+        tree branches."""
         last, before = 0, [block for block in reversed(tip.path()[:-1]) if block.anchor]
         for block, farther in itertools.zip_longest(before, before[1:], fillvalue=self.root):
             distance, next_distance = tip.depth - block.depth, tip.depth - farther.depth
@@ -270,10 +287,11 @@ class PrefixStore:
             self.nbytes -= taken(block.local)
             block.local, block.n_local = None, 0
 
-    # -- leaving ------------------------------------------------------------------------------------------------------
+    # -- leaving -----------------------------------------------------------------------------------
 
     def release(self, tip: Block) -> None:
-        """A request that had this newest block has ended or waits again; call it after its row has been reset."""
+        """A request that had this newest block has ended or waits again; call it after its row has
+        been reset."""
         tip.users -= 1
         self._touch(tip)
         self._shrink()
@@ -296,7 +314,8 @@ class PrefixStore:
         return block.used == used and self.index.get(block.key) is block and not block.children and not block.users
 
     def reclaim(self, n: int) -> None:
-        """Free n pages that only the store holds, the least recently used: their contents go to the host."""
+        """Free n pages that only the store holds, the least recently used: their contents go to the
+        host."""
         idle = [block for page, block in self._pooled.items() if self.table.refs[page] == 1 and block not in self._wanted]
         for block in heapq.nsmallest(n, idle, key=lambda block: (block.used, -block.depth)):
             if block.copy is None:
@@ -326,7 +345,8 @@ class PrefixStore:
                 self._evict(entry[-1])
 
     def _evict(self, block) -> None:
-        """Remove a leaf, and what before it is of no use without it: no row can go on behind a block after the last anchor."""
+        """Remove a leaf, and what before it is of no use without it: no row can go on behind a
+        block after the last anchor."""
         while True:
             parent = block.parent
             if self.disk:  # with what it needs of those before it, which is about to be dropped
@@ -348,7 +368,8 @@ class PrefixStore:
         self.stats.evicted += 1
 
     def forget(self, tip: Block) -> None:
-        """What a request computed is not to be trusted (its logits are not finite): it goes, as far as nobody else has it."""
+        """What a request computed is not to be trusted (its logits are not finite): it goes, as far
+        as nobody else has it."""
         while tip.parent and not (tip.children or tip.users) and self.index.get(tip.key) is tip:
             if self.disk:
                 self.disk.delete(tip.key)
@@ -367,12 +388,14 @@ class PrefixStore:
             self._to_disk(block)
 
     def recover(self) -> None:
-        """After a fault anywhere, when the cache has been reset: no request runs, and of what is kept the tree is the truth."""
+        """After a fault anywhere, when the cache has been reset: no request runs, and of what is
+        kept the tree is the truth."""
         self.index, self.nbytes, self._leaves, self._wanted, self._pooled, level = {}, 0, [], set(), {}, [self.root]
         while level:
             block = level.pop()
             for child in list(block.children.values()):
-                if self.cache.pools and child.page < 0 and child.copy is None:  # the fault was before it had any
+                # the fault was before it had any
+                if self.cache.pools and child.page < 0 and child.copy is None:
                     del block.children[child.key]
             level += block.children.values()
             block.users = 0

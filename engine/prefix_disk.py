@@ -1,11 +1,12 @@
-"""Blocks of a prefix store on disk, so that conversations survive a restart: one safetensors file a block.
+"""Blocks of a prefix store on disk, so that conversations survive a restart: one safetensors file a
+block.
 
     FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the block before, n_local, anchor, and
                                            a hash of all that
 
-A fingerprint stands for the weights, the plan and the dtypes: files of another model are never looked at. A file that is
-damaged, or says other tokens than were asked for, counts as missing. Several processes may share a folder; each keeps to its
-budget what it knows of.
+A fingerprint stands for the weights, the plan and the dtypes: files of another model are never
+looked at. A file that is damaged, or says other tokens than were asked for, counts as missing.
+Several processes may share a folder; each keeps to its budget what it knows of.
 """
 import contextlib
 import hashlib
@@ -25,7 +26,8 @@ ABANDONED = 3600.0  # seconds after which nobody writes to a temporary file any 
 
 
 def fingerprint(model, kv_dtype: str, page_size: int) -> str:
-    """64 hex digits that another model, plan, dtype or page size does not have. Reads all weights once."""
+    """64 hex digits that another model, plan, dtype or page size does not have. Reads all weights
+    once."""
     digest = hashlib.sha256(repr((VERSION, model.plan, model.config, kv_dtype, page_size)).encode())
     for name, x in sorted(model.state_dict().items()):
         for part in parts_of(x):
@@ -38,7 +40,8 @@ def fingerprint(model, kv_dtype: str, page_size: int) -> str:
 class DiskTier:
     """Files of one fingerprint in a folder.
 
-    budget: bytes; the files least recently used are deleted above it. nbytes: of the files there are.
+    budget: bytes; the files least recently used are deleted above it. nbytes: of the files there
+    are.
 
     Raises:
         UserError: the safetensors package is missing, or the folder cannot be made.
@@ -64,7 +67,8 @@ class DiskTier:
         self.nbytes, self._warned, self._latest = sum(self._sizes.values()), False, 0
 
     def write(self, block, page: torch.Tensor | None) -> None:
-        """A block with the bytes of its page. Where there is no room on the disk it is not kept; a warning says so."""
+        """A block with the bytes of its page. Where there is no room on the disk it is not kept; a
+        warning says so."""
         path = self._path(block.key)
         if block.saved >= block.n_local and path.name in self._sizes:
             return self.touch([block.key])
@@ -101,7 +105,8 @@ class DiskTier:
                     self._stamp(path)
 
     def _stamp(self, path):
-        """The time of its last use: later than all before, which the system's clock for files is too coarse to tell."""
+        """The time of its last use: later than all before, which the system's clock for files is
+        too coarse to tell."""
         self._latest = max(self._latest + 1, time.time_ns())
         os.utime(path, ns=(self._latest, self._latest))
 
@@ -111,8 +116,8 @@ class DiskTier:
             self._delete(self._path(key).name)
 
     def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int, bool] | None:
-        """({'page': ..., 'local': ...} as far as there are, n_local, anchor) of the block with these tokens behind `before`;
-        None where there is none."""
+        """({'page': ..., 'local': ...} as far as there are, n_local, anchor) of the block with
+        these tokens behind `before`; None where there is none."""
         path = self._path(key)
         if path.name not in self._sizes:
             return None

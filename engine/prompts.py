@@ -1,5 +1,5 @@
-"""Prompts that people give: one text (`start`), or a file of many (`prompts`), plain or each with parameters of its own.
-No torch here."""
+"""Prompts that people give: one text (`start`), or a file of many (`prompts`), plain or each with
+parameters of its own. No torch here."""
 import json
 import math
 from collections import Counter
@@ -11,13 +11,16 @@ from engine.params import SamplingParams, has_surrogate, shown
 
 
 def read_prompts(start: str, path: str) -> list[tuple[str, str]]:
-    """(where, text) of each prompt: those in the file `path` or, if that is '', the one that `start` is or names.
+    """(where, text) of each prompt: those in the file `path` or, if that is '', the one that
+    `start` is or names.
 
-    A file has one prompt a line, without the line's end; in a `.jsonl` file each line is a JSON string, so that prompts
-    may have several lines. Blank lines are passed over. `where` is for error messages: 'prompts='many.txt', line 3'.
+    A file has one prompt a line, without the line's end; in a `.jsonl` file each line is a JSON
+    string, so that prompts may have several lines. Blank lines are passed over. `where` is for
+    error messages: 'prompts='many.txt', line 3'.
 
     Raises:
-        UserError: a file that cannot be read as UTF-8, without prompts, or with a line that is no JSON string.
+        UserError: a file that cannot be read as UTF-8, without prompts, or with a line that is no
+            JSON string.
     """
     if not path:
         where = f'start={start!r}' if len(start) <= 200 else f'start={start[:200]!r}...'
@@ -27,7 +30,8 @@ def read_prompts(start: str, path: str) -> list[tuple[str, str]]:
 
 
 def encode_prompts(tokenizer, prompts: list[tuple[str, str]]) -> list[list[int]]:
-    """Token ids of each prompt. UserError names the prompt with characters that the alphabet lacks, or no tokens."""
+    """Token ids of each prompt. UserError names the prompt with characters that the alphabet lacks,
+    or no tokens."""
     encoded = []
     for where, text in prompts:
         try:
@@ -44,19 +48,22 @@ class PromptLine:
     """One line of a file of prompts; an `error` that is not '' says what is wrong with it."""
     where: str                             # "prompts='many.jsonl', line 3"
     line_number: int                       # from 1
-    id: str | int | float | bool | None    # the line's own name for it, to be given back with the result; None = it has none
+    # the line's own name for it, to be given back with the result; None = it has none
+    id: str | int | float | bool | None
     prompt: str                            # '' = the line has none that can be read
     params: SamplingParams
     error: str = ''
-    given: tuple[str, ...] = ()            # the parameters that the line itself sets, such as ('seed',)
+    # the parameters that the line itself sets, such as ('seed',)
+    given: tuple[str, ...] = ()
 
 
 def read_requests(path: str, defaults: SamplingParams) -> list[PromptLine]:
     """The requests in the file `path`, in its order; blank lines are passed over.
 
-    In a `.jsonl` file each line is a JSON string, the prompt, or an object with "prompt" and, as far as they differ from
-    `defaults`, "id" and fields of `SamplingParams`; any other file has one prompt a line, without the line's end.
-    A line with a mistake becomes one with an `error`, and the others still run.
+    In a `.jsonl` file each line is a JSON string, the prompt, or an object with "prompt" and, as
+    far as they differ from `defaults`, "id" and fields of `SamplingParams`; any other file has one
+    prompt a line, without the line's end. A line with a mistake becomes one with an `error`, and
+    the others still run.
 
     Raises:
         UserError: a file that cannot be read as UTF-8, or without prompts.
@@ -78,7 +85,8 @@ def read_requests(path: str, defaults: SamplingParams) -> list[PromptLine]:
 
 
 def encode_requests(tokenizer, requests: list[PromptLine]) -> tuple[list[PromptLine], list[list[int]]]:
-    """The same requests with token ids of each; one whose prompt cannot be encoded gets an `error` and no ids."""
+    """The same requests with token ids of each; one whose prompt cannot be encoded gets an `error`
+    and no ids."""
     checked, encoded = [], []
     for request in requests:
         ids = []
@@ -94,7 +102,8 @@ def encode_requests(tokenizer, requests: list[PromptLine]) -> tuple[list[PromptL
 
 def _lines(path: str) -> list[tuple[str, int, str]]:
     """(where, number, line) of each line that is not blank. UserError if there are none."""
-    lines = _read(path, f'prompts={path!r}').split('\n')  # not splitlines(): a prompt may contain U+2028 and the like
+    # not splitlines(): a prompt may contain U+2028 and the like
+    lines = _read(path, f'prompts={path!r}').split('\n')
     numbered = [(f'prompts={path!r}, line {n}', n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise UserError(f'prompts={path!r}: the file has no prompts; write one a line')
@@ -107,7 +116,8 @@ def _is_jsonl(path: str) -> bool:
 
 def _read(path: str, where: str) -> str:
     try:
-        return Path(path).read_text(encoding='utf-8-sig')  # some editors begin UTF-8 files with a mark
+        # some editors begin UTF-8 files with a mark
+        return Path(path).read_text(encoding='utf-8-sig')
     except OSError as e:
         raise UserError(f'{where}: cannot be read: {e.strerror or e}') from e
     except ValueError as e:  # not UTF-8, or a null character in the path

@@ -19,8 +19,8 @@ from engine.params import SamplingParams, TokenLogprob, sample_seed
 def sample_generators(seed: int, first: int, count: int, device: torch.device) -> list[torch.Generator]:
     """Generators of samples first .. first + count - 1, each seeded from (seed, k) alone.
 
-    Sample 0 draws what nanoGPT would: its sample.py seeds the global generator, builds the model from it, then draws.
-    So call this right after `torch.manual_seed(seed)` and building the model.
+    Sample 0 draws what nanoGPT would: its sample.py seeds the global generator, builds the model
+    from it, then draws. So call this right after `torch.manual_seed(seed)` and building the model.
     """
     generators = []
     for k in range(first, first + count):
@@ -33,7 +33,7 @@ def sample_generators(seed: int, first: int, count: int, device: torch.device) -
     return generators
 
 
-# -- rows with parameters of their own --------------------------------------------------------------------------------
+# -- rows with parameters of their own -------------------------------------------------------------
 
 class SampleRow:
     """What is drawn for one request, and what that depends on beside the logits.
@@ -41,14 +41,16 @@ class SampleRow:
     Args:
         params: the request's.
         tokens: prompt and what has been generated; only the repetition penalty looks at them.
-        n_drawn: how many of `tokens` were generated: the index of the next token's random number. A request that is
-            taken up again with what it had, `SampleRow(params, prompt + drawn, len(drawn))`, goes on as if never interrupted.
+        n_drawn: how many of `tokens` were generated: the index of the next token's random number. A
+            request that is taken up again with what it had, `SampleRow(params, prompt + drawn,
+            len(drawn))`, goes on as if never interrupted.
     """
 
     def __init__(self, params: SamplingParams, tokens=(), n_drawn: int = 0):
         self.params, self.n_drawn = params, n_drawn
         self.penalised = params.repetition_penalty != 1.0
-        self.seen_ids = array('q')  # each token once; grows by appending, so that a step costs O(1) in Python
+        # each token once; grows by appending, so that a step costs O(1) in Python
+        self.seen_ids = array('q')
         self._seen = set()
         if self.penalised:
             self._see(tokens)
@@ -70,39 +72,46 @@ class Drawn(NamedTuple):
     """What `sample_rows` returns."""
     tokens: torch.Tensor                 # (B,) int64, on the logits' device; -1 for a bad row
     logprobs: list[TokenLogprob | None]  # one per row; None where not asked for, or bad
-    bad: list[int]                       # rows whose logits say nothing: a NaN or +inf among them, or all -inf
+    # rows whose logits say nothing: a NaN or +inf among them, or all -inf
+    bad: list[int]
 
 
 @torch.no_grad()
 def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
-    """The next token of each row; nothing of `rows` or `logits` is changed (call `row.append` with what is taken).
+    """The next token of each row; nothing of `rows` or `logits` is changed (call `row.append` with
+    what is taken).
 
-    In this order, as in Hugging Face's `generate`; a set's members are drawn in proportion to their probabilities:
-      repetition penalty  logits of tokens seen are divided by it if above 0, else multiplied (CTRL, Keskar et al. 2019)
+    In this order, as in Hugging Face's `generate`; a set's members are drawn in proportion to their
+      probabilities: repetition penalty  logits of tokens seen are divided by it if above 0, else
+      multiplied (CTRL, Keskar et al. 2019)
       temperature         divides the logits; 0 takes the likeliest, of equals the one with the lowest id
       top-k               the k likeliest
       top-p               of these, the fewest likeliest that together have at least this probability
       min-p               of these, tokens with at least min_p times the likeliest's probability
-    Top-k and top-p keep tokens that are exactly as likely as the least likely one kept, for nothing tells them apart.
-    (So does top-k in nanoGPT and Hugging Face; top-p in Hugging Face and vLLM cuts among equals as its sort happens
-    to leave them. That shows with logits in bfloat16, where equals are common.)
+    Top-k and top-p keep tokens that are exactly as likely as the least likely one kept, for nothing
+    tells them apart. (So does top-k in nanoGPT and Hugging Face; top-p in Hugging Face and vLLM
+    cuts among equals as its sort happens to leave them. That shows with logits in bfloat16, where
+    equals are common.)
 
-    A token is drawn by one uniform number through the inverse of the cumulative distribution over the ids in order, in
-    float64: every row's result is a function of its own logits and `SampleRow`. On CPU that holds to the bit; on other
-    devices sums in another order may shift a boundary by 1e-16.
+    A token is drawn by one uniform number through the inverse of the cumulative distribution over
+    the ids in order, in float64: every row's result is a function of its own logits and
+    `SampleRow`. On CPU that holds to the bit; on other devices sums in another order may shift a
+    boundary by 1e-16.
 
     Args:
         logits: (B, V), of any floating dtype.
         rows: B of them.
     Raises:
-        ValueError: another number of rows than of logits; IndexError: a token seen that is not below V.
+        ValueError: another number of rows than of logits; IndexError: a token seen that is not
+            below V.
     """
     if logits.dim() != 2 or logits.size(0) != len(rows):
         raise ValueError(f'logits of shape {tuple(logits.shape)} for {len(rows)} rows')
     raw = _readable(logits)
     scores = _penalised(raw, rows)
     tokens = _argmax(scores)
-    finite = scores.gather(1, tokens[:, None]).isfinite()[:, 0].tolist()  # argmax takes a NaN if there is one, else +inf
+    # argmax takes a NaN if there is one, else +inf
+    finite = scores.gather(1, tokens[:, None]).isfinite()[:, 0].tolist()
     bad = [b for b, good in enumerate(finite) if not good]
     drawing = [b for b, good in enumerate(finite) if good and rows[b].params.temperature > 0]
     if drawing:
@@ -116,7 +125,8 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
 
 @torch.no_grad()
 def probabilities(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
-    """(B, V) float64: the distributions that `sample_rows` draws from, row by row (NaN for a bad row)."""
+    """(B, V) float64: the distributions that `sample_rows` draws from, row by row (NaN for a bad
+    row)."""
     scores = _penalised(_readable(logits), rows)
     probs = torch.zeros(scores.shape, dtype=torch.float64, device=scores.device)
     for b, row in enumerate(rows):
@@ -131,13 +141,16 @@ def probabilities(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> np.ndarray:
-    """Numbers in [0, 1), each a function of its seed (modulo 2**64) and position alone: (B,) float64.
+    """Numbers in [0, 1), each a function of its seed (modulo 2**64) and position alone: (B,)
+    float64.
 
-    Philox4x64-10 (Salmon et al. 2011) turns a key and a counter into random bits without any state between: what
-    `np.random.Philox(key=seed, counter=position).random_raw()` gives, at 1.5 us a number instead of 12.
+    Philox4x64-10 (Salmon et al. 2011) turns a key and a counter into random bits without any state
+    between: what `np.random.Philox(key=seed, counter=position).random_raw()` gives, at 1.5 us a
+    number instead of 12.
     """
     philox = np.random.Philox(key=0)
-    state = philox.state  # a copy; with its buffer at the end, so that the next number is made from the counter
+    # a copy; with its buffer at the end, so that the next number is made from the counter
+    state = philox.state
     bits = np.empty(len(seeds), np.uint64)
     for i, (seed, position) in enumerate(zip(seeds, positions)):
         state['state']['key'][0] = seed % 2 ** 64
@@ -170,7 +183,8 @@ def _penalised(scores, rows):
 
 
 def _groups(drawing, rows, n_vocab):
-    """Rows that `_draw` takes in one go: with few candidates; all tokens, but to be sorted for top-p; all tokens."""
+    """Rows that `_draw` takes in one go: with few candidates; all tokens, but to be sorted for
+    top-p; all tokens."""
     groups = [], [], []
     for b in drawing:
         params = rows[b].params
@@ -183,14 +197,16 @@ def _draw(scores, params, uniform):
     weights, ids = _restricted(scores, params)
     cumulative = weights.cumsum_(-1)
     u = torch.from_numpy(np.array(uniform)).to(scores.device)[:, None]
-    # u <= 1 - 2**-53, so u * total rounds to less than the total: a token of weight above 0 is found, and no other
+    # u <= 1 - 2**-53, so u * total rounds to less than the total: a token of weight above 0 is
+    # found, and no other
     drawn = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp(max=weights.size(1) - 1)
     return (drawn if ids is None else ids.gather(1, drawn))[:, 0]
 
 
 def _restricted(scores, params):
-    """(R, n) float64, n >= 1: probabilities relative to the likeliest token's, 0 where not kept; and the ids (R, n), in
-    order, or None for all V. The rows are of one of `_groups`, without bad ones."""
+    """(R, n) float64, n >= 1: probabilities relative to the likeliest token's, 0 where not kept;
+    and the ids (R, n), in order, or None for all V. The rows are of one of `_groups`, without bad
+    ones."""
     temperature, top_p, min_p = torch.from_numpy(np.array(
         [(p.temperature, p.top_p if p.top_p < 1 else np.inf, p.min_p) for p in params])).to(scores.device).T[..., None]
     ids = None
@@ -200,8 +216,10 @@ def _restricted(scores, params):
     if any(p.top_p < 1 for p in params):
         ordered = _sorted(scores)
         cumulative = _weights(ordered, temperature).cumsum_(-1)
-        last = torch.searchsorted(cumulative, cumulative[:, -1:] * top_p)  # the first at which that much is reached
-        lowest = ordered.gather(1, last.clamp(max=scores.size(1) - 1))  # the very last, where top_p is infinite
+        # the first at which that much is reached
+        last = torch.searchsorted(cumulative, cumulative[:, -1:] * top_p)
+        # the very last, where top_p is infinite
+        lowest = ordered.gather(1, last.clamp(max=scores.size(1) - 1))
         weights.masked_fill_(scores < lowest, 0)
     if any(p.min_p for p in params):
         weights.masked_fill_(weights < min_p, 0)
@@ -209,12 +227,14 @@ def _restricted(scores, params):
 
 
 def _weights(scores, temperature):
-    """Probabilities relative to the likeliest token's, (R, n) float64: exact enough, and never more than 1."""
+    """Probabilities relative to the likeliest token's, (R, n) float64: exact enough, and never more
+    than 1."""
     return scores.to(torch.float64, copy=True).sub_(scores.amax(-1, keepdim=True)).div_(temperature).exp_()
 
 
 def _candidates(scores, top_k):
-    """The k likeliest of each row with their ids, in the order of the ids: (R, n) both, filled up with -inf and 0."""
+    """The k likeliest of each row with their ids, in the order of the ids: (R, n) both, filled up
+    with -inf and 0."""
     row, ids = _at_least(scores, _kth_largest(scores, top_k))
     counts = torch.bincount(row, minlength=scores.size(0))
     column = torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]
@@ -224,12 +244,14 @@ def _candidates(scores, top_k):
 
 
 def _logprobs(raw, tokens, rows, bad):
-    """A TokenLogprob for each row that asks and is not bad, from the logits as the model gave them."""
+    """A TokenLogprob for each row that asks and is not bad, from the logits as the model gave
+    them."""
     found: list[TokenLogprob | None] = [None] * len(rows)
     asking = [b for b, row in enumerate(rows) if row.params.logprobs >= 0 and b not in bad]
     if not asking:
         return found
-    for b, token in zip(asking, tokens[asking].tolist()):  # each by itself: which equals are in the top depends on it alone
+    # each by itself: which equals are in the top depends on it alone
+    for b, token in zip(asking, tokens[asking].tolist()):
         logits, top = raw[b], ()
         normaliser = float(logits.max()) + math.log(_weights(logits[None], 1.0).sum())
         if rows[b].params.logprobs:
@@ -260,7 +282,8 @@ def _kth_largest(scores, ks):
 
 
 def _at_least(scores, lowest):
-    """Rows and columns of the scores that are at least their row's `lowest` (R, 1), ordered by row, then column."""
+    """Rows and columns of the scores that are at least their row's `lowest` (R, 1), ordered by row,
+    then column."""
     if _on_cpu(scores):
         flat = np.flatnonzero(scores.numpy() >= lowest.numpy())
         return torch.from_numpy(flat // scores.size(1)), torch.from_numpy(flat % scores.size(1))

@@ -1,13 +1,15 @@
-"""Which requests run, in which rows, and what each step of the engine computes. Pure Python: no tensors, no model.
+"""Which requests run, in which rows, and what each step of the engine computes. Pure Python: no
+tensors, no model.
 
     waiting   [r7, r8, ...]           first come, first served
     running   row  0   1   2   3      always the first rows, so that a decode step takes them as one slice: when a request
                    r2  r6  r1  r5     leaves, the last row moves into its place
 
-A request is *prefilling* while more than its last token is not yet in the cache, then *decoding*. Each step decodes one
-token for all that decode, and prefills at most `prefill_chunk` tokens beside it, so that a long prompt does not stall the
-others (chunked prefill, Agrawal et al. 2023, Sarathi; iteration-level scheduling, Yu et al. 2022, Orca). When pages run out,
-the request that was admitted last gives its own back and waits again; it is recomputed later and goes on as before.
+A request is *prefilling* while more than its last token is not yet in the cache, then *decoding*.
+Each step decodes one token for all that decode, and prefills at most `prefill_chunk` tokens beside
+it, so that a long prompt does not stall the others (chunked prefill, Agrawal et al. 2023, Sarathi;
+iteration-level scheduling, Yu et al. 2022, Orca). When pages run out, the request that was admitted
+last gives its own back and waits again; it is recomputed later and goes on as before.
 """
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,17 +20,22 @@ from engine.params import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, what is asked of it, and how far it has come. `number`: in the order of submission."""
+    """A prompt, what is asked of it, and how far it has come. `number`: in the order of
+    submission."""
     number: int
     prompt: list[int]
     params: SamplingParams
     tokens: list[int] = field(default_factory=list)  # generated
-    held: int = 0                                    # tokens (of prompt, then generated) that the cache has
+    # tokens (of prompt, then generated) that the cache has
+    held: int = 0
     row: int = -1                                    # -1 = not running
     preempted: int = 0                               # times that it had to give its pages back
-    tip: object = None                               # of a prefix store: the newest block that it has in it
-    stops: list[int] = field(default_factory=list)   # lengths at which a chunk of it is to end, for that store
-    found: int = -1                                  # tokens that it took over from there when it first ran
+    # of a prefix store: the newest block that it has in it
+    tip: object = None
+    # lengths at which a chunk of it is to end, for that store
+    stops: list[int] = field(default_factory=list)
+    # tokens that it took over from there when it first ran
+    found: int = -1
 
     @property
     def length(self) -> int:
@@ -57,18 +64,22 @@ class Request:
 
 @dataclass
 class Work:
-    """One step: forward passes over chunks of prompts, each [(request, tokens)], then one over all of `decode`."""
+    """One step: forward passes over chunks of prompts, each [(request, tokens)], then one over all
+    of `decode`."""
     prefill: list[list[tuple[Request, int]]]
     decode: list[Request]
 
 
 class Scheduler:
-    """Decides; the cache (a `engine.paged.PagedKVCache`, or in tests its bookkeeping alone) has the rows and pages.
+    """Decides; the cache (a `engine.paged.PagedKVCache`, or in tests its bookkeeping alone) has the
+    rows and pages.
 
     Args:
-        cache: with `batch_size`, `max_seq_len`, `table` and the methods `reset`, `move` and `reserve`.
+        cache: with `batch_size`, `max_seq_len`, `table` and the methods `reset`, `move` and
+            `reserve`.
         prefill_chunk: most prompt tokens that a step computes, padding included.
-        prefix: a `engine.prefix.PrefixStore` of that cache, or None: requests take over from it what they begin with.
+        prefix: a `engine.prefix.PrefixStore` of that cache, or None: requests take over from it
+            what they begin with.
     """
 
     def __init__(self, cache, prefill_chunk: int, prefix=None):
@@ -79,7 +90,8 @@ class Scheduler:
 
     def check(self, n_prompt: int, max_new_tokens: int) -> None:
         """UserError if such a request could never run."""
-        positions, table = n_prompt + max_new_tokens - 1, self.cache.table  # the last token drawn is never fed
+        # the last token drawn is never fed
+        positions, table = n_prompt + max_new_tokens - 1, self.cache.table
         asked = f'{n_prompt} prompt tokens and max_new_tokens={max_new_tokens} take {positions:,} positions'
         if positions > self.cache.max_seq_len:
             raise UserError(f'{asked}, and max_seq_len is {self.cache.max_seq_len:,}')
@@ -117,15 +129,16 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def restart(self, requests: list[Request]) -> None:
-        """After a fault midway: `requests`, which are all that have not ended, wait in their order, to be computed anew. The
-        cache must have been reset."""
+        """After a fault midway: `requests`, which are all that have not ended, wait in their order,
+        to be computed anew. The cache must have been reset."""
         for request in requests:
             request.preempted += request.row >= 0
             request.row, request.held, request.tip = -1, 0, None
         self.waiting, self.running = deque(sorted(requests, key=lambda r: r.number)), []
 
     def _keep_decoding(self) -> list[Request]:
-        """All that decode, after pages for their next token were found for each: who came first is served first."""
+        """All that decode, after pages for their next token were found for each: who came first is
+        served first."""
         for request in sorted((r for r in self.running if r.decoding), key=lambda r: r.number):
             while request.row >= 0:
                 if self.cache.table.missing([(request.row, request.held, request.length)]) <= self.cache.table.n_available:
@@ -138,10 +151,12 @@ class Scheduler:
         table = self.cache.table
         while self.waiting and len(self.running) < self.cache.batch_size:
             request = self.waiting[0]
-            # one page more than it needs now, if those who run may need it: who has just come must not stop them
+            # one page more than it needs now, if those who run may need it: who has just come must
+            # not stop them
             spare = any(table.pages_for(r.most) > len(table.rows[r.row]) for r in self.running)
             available, needed, hit = table.n_available, table.pages_for(request.length) + spare, None
-            if self.prefix:  # what is on disk has no page in the pool: it can be read when there is room
+            # what is on disk has no page in the pool: it can be read when there is room
+            if self.prefix:
                 hit = self.prefix.match(request.prompt + request.tokens, disk=False)
                 available, needed = self.prefix.n_available(hit.blocks), needed - hit.n_resident
             if available < needed:
@@ -156,14 +171,15 @@ class Scheduler:
             if hit:
                 request.tip = self.prefix.restore(request.row, hit)
                 request.held, request.stops = self.cache.held(request.row), self.prefix.stops(hit, request.length)
-                if request.found < 0:  # else it was told before, and comes back after it had to leave
+                # else it was told before, and comes back after it had to leave
+                if request.found < 0:
                     request.found = request.held
                     self.prefix.stats.count(request.length, request.held)
             self.cache.reserve(request.row, request.length)
 
     def _soon_more(self, request, found) -> bool:
-        """Whether a request that runs is about to compute more of what this one begins with than there is now: such as that of
-        another sample of the same prompt."""
+        """Whether a request that runs is about to compute more of what this one begins with than
+        there is now: such as that of another sample of the same prompt."""
         mine = request.prompt + request.tokens
         for other in self.running:
             its = other.prompt + other.tokens
@@ -172,7 +188,8 @@ class Scheduler:
         return False
 
     def _chunks(self) -> list[list[tuple[Request, int]]]:
-        """Prompts that fit are computed together, if they begin; else one chunk of one prompt a pass."""
+        """Prompts that fit are computed together, if they begin; else one chunk of one prompt a
+        pass."""
         room, passes, together = self.prefill_chunk, [], []
         for request in sorted((r for r in self.running if not r.decoding), key=lambda r: r.number):
             if request.held or request.pending > self.prefill_chunk or request.stops:
@@ -191,7 +208,8 @@ class Scheduler:
         return passes + [together] * bool(together)
 
     def _whole_pages(self, request, n) -> int:
-        """Of the next n tokens of a request with more to come: as many as end with a page, where the store can keep them."""
+        """Of the next n tokens of a request with more to come: as many as end with a page, where
+        the store can keep them."""
         end = request.held + n
         if self.prefix and n < request.pending and end // self.prefix.size * self.prefix.size > request.held:
             return end // self.prefix.size * self.prefix.size - request.held

@@ -12,9 +12,10 @@ from config.errors import UserError
 class StopFilter:
     """Text goes in piece by piece; out comes at once what is certainly no part of a stop text.
 
-    Text stops as soon as one of the stop texts is complete; of several that end with the same character the longest is
-    taken. So the result does not depend on how text is cut into tokens, and contains no stop text. (Engines that look
-    once per token, such as vLLM, take the first in the list that a token completed: the same but for rare overlaps.)
+    Text stops as soon as one of the stop texts is complete; of several that end with the same
+    character the longest is taken. So the result does not depend on how text is cut into tokens,
+    and contains no stop text. (Engines that look once per token, such as vLLM, take the first in
+    the list that a token completed: the same but for rare overlaps.)
 
     Raises:
         UserError: a stop text is empty.
@@ -24,7 +25,8 @@ class StopFilter:
         self.stops = tuple(stops)
         if '' in self.stops:
             raise UserError(f'stop={list(self.stops)!r}: a stop text must have at least one character')
-        self.held = ''       # the longest end of the text so far that may be the beginning of a stop text
+        # the longest end of the text so far that may be the beginning of a stop text
+        self.held = ''
         self.found = None    # the stop text at which it stopped
 
     def __call__(self, piece: str) -> str:
@@ -53,7 +55,8 @@ class StopFilter:
 
 
 class SampleText:
-    """The text of one sample, from its tokens: what `decode` makes of them, cut at the first stop text.
+    """The text of one sample, from its tokens: what `decode` makes of them, cut at the first stop
+    text.
 
     Args:
         decode: a `TextStream` of the tokenizer (one id in, the text that it completes out).
@@ -62,7 +65,8 @@ class SampleText:
 
     def __init__(self, decode, stops: Iterable[str] = ()):
         self.decode, self.filter = decode, StopFilter(stops)
-        self.pieces, self.n_tokens = [], 0  # the token that completes a stop text counts, later ones do not
+        # the token that completes a stop text counts, later ones do not
+        self.pieces, self.n_tokens = [], 0
 
     @property
     def text(self) -> str:
@@ -96,7 +100,8 @@ def parse_stops(value: str) -> tuple[str, ...]:
         'THE END'                that text, to the letter (in a shell --stop=$'\n\n' or --stop="'\n\n'" is two newlines)
         "['\n\n', 'THE END']"    each of a Python list
 
-    What begins with a bracket and a quote, or reads as a list, is a list; a text like that goes into one: "['[1]']".
+    What begins with a bracket and a quote, or reads as a list, is a list; a text like that goes
+    into one: "['[1]']".
 
     Raises:
         UserError: a broken list, something else than text in it, an empty text.

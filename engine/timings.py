@@ -5,15 +5,18 @@ from rich.console import Console
 
 
 class Timings:
-    """One entry per batch of samples: seconds to the first token (TTFT) and per further step (TPOT)."""
+    """One entry per batch of samples: seconds to the first token (TTFT) and per further step
+    (TPOT)."""
 
     def __init__(self):
         self.first, self.further, self.tokens, self.seconds = [], [], 0, 0.0
 
     def record(self, start: float, stamps: list[float], tokens: int) -> None:
-        """A batch that began at `start` and had a token for each row at each of `stamps`, on one clock, in seconds.
+        """A batch that began at `start` and had a token for each row at each of `stamps`, on one
+        clock, in seconds.
 
-        tokens: those that belong to a sample; a row that has ended and is waiting for the others makes none.
+        tokens: those that belong to a sample; a row that has ended and is waiting for the others
+        makes none.
         """
         self.first.append(stamps[0] - start)
         if len(stamps) > 1:

@@ -56,7 +56,8 @@ def main(argv=None):
 
 
 def saved_config(path: Path) -> GPTConfig:
-    """The configuration in a checkpoint or a folder's ckpt.pt, without reading weights. Needs torch.
+    """The configuration in a checkpoint or a folder's ckpt.pt, without reading weights. Needs
+    torch.
 
     Raises:
         UserError: there is none, or none that can be read.

@@ -1,20 +1,22 @@
-"""How many users a GPU serves, how many GPUs a service needs, and what a million tokens cost: arithmetic from the plan alone.
+"""How many users a GPU serves, how many GPUs a service needs, and what a million tokens cost:
+arithmetic from the plan alone.
 
     python -m kv.capacity config/train_gpt2_mqa_local.py --context=4096 --kv_dtype=int8
     python -m kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 --head_dim=64 \\
         --mlp_hidden=0 --requests_per_second=20000 --memory=80GB --bandwidth=3.35TB --flops=400e12 --price=2.5
     python -m kv.capacity --help
 
-A request is a message to a conversation: `message_tokens` new ones behind `context` tokens, of which a share `hit_rate` is
-still known from before and need not be computed, and an answer of `new_tokens`. What is counted, for each GPU:
+A request is a message to a conversation: `message_tokens` new ones behind `context` tokens, of
+which a share `hit_rate` is still known from before and need not be computed, and an answer of
+`new_tokens`. What is counted, for each GPU:
 
     prefill    2 FLOPs a parameter and token, and 4 * H * D for each key that a query sees; at `flops` a second
     decode     a step reads the weights once, and K and V of each sequence in each layer (a shared cache is read by all of its
                layers), at `bandwidth` bytes a second; or computes, as above, where that takes longer
     batch      as many sequences as memory holds beside the weights, or as a step within `tpot` can serve
 
-It is an estimate, of one GPU without its communication: `utilization` is the share of `flops` and `bandwidth` that is reached.
-No torch is needed.
+It is an estimate, of one GPU without its communication: `utilization` is the share of `flops` and
+`bandwidth` that is reached. No torch is needed.
 """
 import json
 import math

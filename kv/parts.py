@@ -1,9 +1,11 @@
-"""What a tensor is made of, where it is a subclass that holds others (torchao's: values and scales)."""
+"""What a tensor is made of, where it is a subclass that holds others (torchao's: values and
+scales)."""
 import torch
 
 
 def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
-    """Its plain tensors, in their order; a plain one is its own. (Of a DTensor: this process's part.)"""
+    """Its plain tensors, in their order; a plain one is its own. (Of a DTensor: this process's
+    part.)"""
     if not hasattr(x, '__tensor_flatten__'):
         return [x]
     names, _ = x.__tensor_flatten__()
