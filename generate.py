@@ -17,8 +17,8 @@ class Sampler:
     Args:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: only the k likeliest (ties with the k-th included, as in nanoGPT); 0 = all.
-        top_p: only the likeliest that together have this probability (Holtzman et al. 2019); 1 =
-            all.
+        top_p: only the likeliest that together have this probability, above 0 (Holtzman et al.
+            2019); 1 = all.
         generators: one torch.Generator per row, so that a row's draws do not depend on what else is
             in the batch; None = all rows from the global generator, as in nanoGPT.
     """
@@ -90,7 +90,7 @@ class Generation:
     last one they give) or by `finish`. Each row gets the tokens that its prompt would get alone.
     Finished rows are fed as long as others go on: so rows of one length keep one length, which is
     the fast way through the cache, and what a row draws does not depend on when another is
-    finished. They give their last token again.
+    finished. They give their last token again. (Batches of another shape round differently.)
 
     With learned positions nanoGPT crops to the last block_size tokens and numbers them from 0 again
     at every step, which changes every cached key. So past block_size, and only there, each token

@@ -62,9 +62,10 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_kv_head = config.n_head, n_kv_head
         self.dropout, self.kv_quant_train = config.dropout, config.kv_quant_train
         self.backend = 'auto'
-        self.rows = [self.n_head] + [n_kv_head] * 2 * layer.owns  # heads of q | k | v in c_attn
-        n_rows = sum(self.rows) * self.head_dim
-        self.c_attn = nn.Linear(config.n_embd, n_rows, bias=config.bias)
+        # c_attn computes the heads of q | k | v; a reading layer has q alone
+        self.head_counts = [self.n_head, n_kv_head, n_kv_head] if layer.owns else [self.n_head]
+        n_out = sum(self.head_counts) * self.head_dim
+        self.c_attn = nn.Linear(config.n_embd, n_out, bias=config.bias)
         self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         norm = functools.partial(nn.RMSNorm, self.head_dim, eps=1e-6)
@@ -75,22 +76,22 @@ class CausalSelfAttention(nn.Module):
         """x (B, t, C) -> (B, t, C), and the (K, V) that later layers of this slot read.
 
         rope: (cos, sin) for these positions, or None. kv: the owner's (K, V), each (B, Hkv, t, D),
-        in a layer that reads; with a cache it is there already.
+        in a reading layer. With a cache, K and V are passed on by the cache instead.
         """
         B, t, _ = x.shape
         heads = self.c_attn(x).view(B, t, -1, self.head_dim).transpose(1, 2)
-        q, *own = heads.split(self.rows, dim=1)                       # (B, H, t, D)
+        q, *own = heads.split(self.head_counts, dim=1)                # (B, H, t, D)
         q = norm_and_rotate(q, self.q_norm, rope)
         if self.layer.owns:
             k, v = norm_and_rotate(own[0], self.k_norm, rope), own[1]  # (B, Hkv, t, D)
+            # an int8 cache rounds by itself
             if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
                 k, v = fake_quantize_int8(k), fake_quantize_int8(v)
             kv = k, v
-        if cache is None:
-            dropout_p = self.dropout if self.training else 0.0
-            y = causal_attention(q, *kv, self.layer.window, dropout_p, self.backend)
-        else:
-            y = cache.attend(self.layer, q, kv if self.layer.owns else None)
+        if cache is not None:
+            return self.project(cache.attend(self.layer, q, kv)), None
+        dropout_p = self.dropout if self.training else 0.0
+        y = causal_attention(q, *kv, self.layer.window, dropout_p, self.backend)
         return self.project(y), kv
 
     def project(self, y):
@@ -110,7 +111,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         y = self.c_proj(self.gelu(self.c_fc(x)))
-        return self.dropout(y) if self.training else y  # a decode step feels every call
+        return self.dropout(y) if self.training else y  # call overhead matters in decoding
 
 
 class Block(nn.Module):
@@ -197,8 +198,8 @@ class GPT(nn.Module):
             targets: (B, t), -1 = ignored; then logits are (B, t, V) and loss is the mean
                 cross-entropy, in float32. Not with a cache. With a `loss_fn`, logits are None.
             cache: from `new_cache`; any t >= 1.
-            lens: with a cache, row b appends only its first lens[b] tokens (0 = untouched; its
-                logits mean nothing).
+            lens: with a cache, row b appends only its first lens[b] tokens; the others are padding
+                (any valid ids). 0 = the row is untouched, and its logits mean nothing.
             rows: with a cache, the cache rows that the B rows of idx are; None = all, in order.
             all_logits: (B, t, V) also without targets; otherwise (B, 1, V), of each row's last
                 token.
@@ -219,8 +220,6 @@ class GPT(nn.Module):
         else:
             x, _ = blocks(0, len(self.plan.layers), x, {})
         x = self.transformer.ln_f(x)
-        if cache is not None:
-            cache.commit()
         if targets is not None:
             if self.loss_fn is not None:
                 x, targets = x.flatten(0, 1), targets.reshape(-1)
@@ -229,7 +228,10 @@ class GPT(nn.Module):
             return logits, cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
         if not all_logits:
             x = x[:, -1:] if step is None or step.uniform or step.t == 1 else self._last(x, step)
-        return self.lm_head(x), None
+        logits = self.lm_head(x)
+        if cache is not None:
+            cache.commit()
+        return logits, None
 
     def _begin(self, idx, targets, cache, lens, rows):
         """Checks what was given; the cache's step, or None without a cache."""
@@ -263,10 +265,10 @@ class GPT(nn.Module):
                 made = {table: table(end - t, end, idx.device, dtype) for table in tables}
             rope = {kind: made[table] for kind, table in self.rotary.items()}
             return self.transformer.drop(x), rope
-        block_size = self.config.block_size
-        if end > block_size and not ragged:
-            raise UserError(f'a sequence of {end} tokens is longer than block_size={block_size}, '
-                            "for which pos_embedding='learned' has positions")
+        block_size, longest = self.config.block_size, end if step is None else step.longest
+        if longest > block_size:
+            raise UserError(f'a sequence of {longest} tokens is longer than block_size='
+                            f"{block_size}, for which pos_embedding='learned' has positions")
         positions = step.positions if ragged else torch.arange(end - t, end, device=idx.device)
         # the padding of a ragged step may be past the table
         x = x + self.transformer.wpe(positions.clamp(max=block_size - 1))
@@ -279,7 +281,8 @@ class GPT(nn.Module):
         """
         layers, kvs = self.plan.layers, dict(kvs)
         for block, layer in zip(self.transformer.h[first:last], layers[first:last]):
-            x, kvs[layer.slot] = block(x, rope.get(layer.kind), kvs.get(layer.slot), cache)
+            kv = None if layer.owns else kvs.get(layer.slot)
+            x, kvs[layer.slot] = block(x, rope.get(layer.kind), kv, cache)
         later = {layer.slot for layer in layers[last:] if not layer.owns}
         return x, {slot: kv for slot, kv in kvs.items() if slot in later}
 

@@ -27,34 +27,34 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
     Args:
         q: (B, H, t, D).
         k, v: (B, Hkv, S, D) as they are stored; with scales they are int8.
-        kv_lens: (B,) int64: row b has kv_lens[b] keys in order, the last t of them its queries' own
-            (or, at t = 1, the keys in reach in any order). None: every row has all S.
-        window: keys that a query sees, itself included; 0 = all before it. At t = 1 it is not
-            looked at: the keys given are those in the window.
+        kv_lens: (B,) int64, number of valid keys per row; keys from index kv_lens[b] on are
+            ignored. None = all S. If t > 1, keys are in order and the last t valid ones are the
+            queries' own; if t = 1, order does not matter.
+        window: keys that a query sees, itself included; 0 = all before it. Ignored if t = 1: the
+            caller passes only keys in the window.
     Returns:
         (B, H, t, D); rows without keys get values that mean nothing.
     """
     t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
-    in_order = kv_lens is None and t > 1
-    if kv_lens is None and S == t:
-        # not FlexAttention: prompts have any length, and each would need a mask and a kernel
+    if kv_lens is None and S == t:  # nothing precedes the chunk: plain causal attention
+        # (not by FlexAttention, which would compile a kernel for each prompt length)
         return causal_attention(q, *dequantized(q.dtype, *stored), window, backend='sdpa')
     if usable(q.device) and torch.float64 not in (q.dtype, k.dtype):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *stored, kv_lens=kv_lens, window=window)
-    if in_order and window:
+    if t > 1 and kv_lens is None and window:
         return blockwise_local_attention(q, *dequantized(q.dtype, *stored), window)
     mask = None
     if t > 1 or kv_lens is not None:
         mask = _mask(t, S, kv_lens, window if t > 1 else 0, q.device)
-        if t > 1:  # `rows` below holds the t queries of each head of a group
+        if t > 1:  # for the t queries of each head of a group
             mask = mask.repeat(1, 1, q.size(1) // k.size(1), 1)
-    # the query heads of one K/V head become rows of one matrix: K and V are never expanded
-    rows = q.reshape(q.size(0), k.size(1), -1, q.size(3))             # (B, Hkv, H/Hkv * t, D)
+    # the query heads of one K/V head are folded into one matrix: K and V are never expanded
+    folded = q.reshape(q.size(0), k.size(1), -1, q.size(3))           # (B, Hkv, H/Hkv * t, D)
     if k.dtype != q.dtype or (q.dtype in HALF and mask is not None):
-        y = _attend_tiles(rows, *stored, mask)
+        y = _attend_tiles(folded, *stored, mask)
     else:
-        y = _attend(rows, k, v, mask)
+        y = _attend(folded, k, v, mask)
     return y.reshape(q.shape)
 
 
@@ -68,25 +68,25 @@ def _mask(t, S, kv_lens, window, device):
     return in_window(q_pos, k_pos, window).view(-1, 1, t, S)
 
 
-def _attend(rows, k, v, mask):
-    """K and V as they are stored, read once for all query heads. rows (B, Hkv, R, D) -> same."""
-    scale = rows.size(-1) ** -0.5
-    if rows.dtype in HALF:  # SDPA keeps the scores in float32, which a GEMM would round
-        return F.scaled_dot_product_attention(rows, k, v)
-    if mask is None:  # two matmuls and a softmax: a decode step is slowed by every further call
-        q, k, v = (x.flatten(0, 1) for x in (rows, k, v))             # (B * Hkv, R or S, D)
+def _attend(q, k, v, mask):
+    """K and V as they are stored, read once for all query heads. q (B, Hkv, R, D) -> same."""
+    scale, shape = q.size(-1) ** -0.5, q.shape
+    if q.dtype in HALF:  # SDPA keeps the scores in float32, which a GEMM would round
+        return F.scaled_dot_product_attention(q, k, v)
+    if mask is None:  # two matmuls and a softmax: call overhead matters in decoding
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))                # (B * Hkv, R or S, D)
         scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
-        return torch.bmm(scores.softmax(-1), v).view_as(rows)
-    scores = (rows * scale) @ k.transpose(2, 3)                       # (B, Hkv, R, S)
+        return torch.bmm(scores.softmax(-1), v).view(shape)
+    scores = (q * scale) @ k.transpose(2, 3)                          # (B, Hkv, R, S)
     # finite: a row without keys gives a value that nobody reads, not NaN
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(-1) @ v
 
 
-def _attend_tiles(rows, k, v, k_scale, v_scale, mask):
-    """K and V converted a tile at a time. rows (B, Hkv, R, D) -> same."""
-    dtype = scores_dtype(rows.dtype)
-    scaled, parts, out = rows.to(dtype) * rows.size(-1) ** -0.5, [], []
+def _attend_tiles(q, k, v, k_scale, v_scale, mask):
+    """K and V converted a tile at a time. q (B, Hkv, R, D) -> same."""
+    dtype = scores_dtype(q.dtype)
+    scaled, parts, out = q.to(dtype) * q.size(-1) ** -0.5, [], []
     for batch, keys in tiles(k.shape):
         tile = [None if x is None else x[batch, :, keys] for x in (k, v, k_scale, v_scale)]
         scores = tile_scores(scaled[batch], tile[0], tile[2])         # (b, Hkv, R, s)
@@ -97,7 +97,7 @@ def _attend_tiles(rows, k, v, k_scale, v_scale, mask):
         if keys.stop == k.size(2):
             out.append(joined(parts))
             parts = []
-    return torch.cat(out).to(rows.dtype)
+    return torch.cat(out).to(q.dtype)
 
 
 def tiles(shape, size: int = TILE):
@@ -116,11 +116,11 @@ def scores_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def tile_scores(rows, k, k_scale):
-    """rows (b, Hkv, R, D), already scaled, against keys (b, Hkv, s, D): (b, Hkv, R, s). The scales
-    of int8 keys multiply the scores, which are fewer than the keys' elements."""
-    scores = rows @ k.to(rows.dtype).transpose(2, 3)
-    return scores if k_scale is None else scores.mul_(k_scale.to(rows.dtype).transpose(2, 3))
+def tile_scores(q, k, k_scale):
+    """q (b, Hkv, R, D), already scaled, against keys (b, Hkv, s, D): (b, Hkv, R, s). The scales of
+    int8 keys multiply the scores, which are fewer than the keys' elements."""
+    scores = q @ k.to(q.dtype).transpose(2, 3)
+    return scores if k_scale is None else scores.mul_(k_scale.to(q.dtype).transpose(2, 3))
 
 
 class PartialSoftmax(NamedTuple):

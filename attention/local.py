@@ -16,7 +16,7 @@ def blockwise_local_attention(q, k, v, window: int, dropout_p: float = 0.0) -> t
     Args:
         q: (B, H, t, D). k, v: (B, Hkv, S, D), S >= t. The last t keys are those of the queries' own
             positions; the S - t keys before them (a ring's contents) directly precede them, in
-            order, and more than window - 1 of them are not needed.
+            order. The first query sees at most window - 1 of these.
         window: keys that a query sees, itself included; any value >= 1, whatever t.
         dropout_p: dropout on the attention weights.
     Returns:
@@ -24,15 +24,15 @@ def blockwise_local_attention(q, k, v, window: int, dropout_p: float = 0.0) -> t
     """
     t, prefix = q.size(2), k.size(2) - q.size(2)
     block = _block_size(window, q.size(1) // k.size(1))
-    back = -(-(window - 1) // block) * block  # whole blocks that hold window - 1 keys
-    head = min(max(back, block), t)
-    q, later = q.split([head, t - head], dim=2)
-    k_first, v_first = k[:, :, :prefix + head], v[:, :, :prefix + head]
-    first = masked_attention(q, k_first, v_first, window, dropout_p)
-    if t <= head:
+    lookback = -(-(window - 1) // block) * block  # whole blocks that hold window - 1 keys
+    n_first = min(max(lookback, block), t)  # queries that do not have that many keys before them
+    q_first, q_rest = q.split([n_first, t - n_first], dim=2)
+    k_first, v_first = k[:, :, :prefix + n_first], v[:, :, :prefix + n_first]
+    first = masked_attention(q_first, k_first, v_first, window, dropout_p)
+    if t <= n_first:
         return first
-    start = prefix + head - back
-    rest = _attend_blocks(later, k[:, :, start:], v[:, :, start:], window, block, dropout_p)
+    start = prefix + n_first - lookback
+    rest = _attend_blocks(q_rest, k[:, :, start:], v[:, :, start:], window, block, dropout_p)
     return torch.cat([first, rest], dim=2)
 
 
@@ -52,27 +52,27 @@ def masked_attention(q, k, v, window: int, dropout_p: float = 0.0) -> torch.Tens
     if group == 1 and t == S <= window:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
     mask = dense_mask(t, S, window, q.device).repeat(group, 1)               # (H/Hkv * t, S)
-    rows = q.reshape(q.size(0), k.size(1), -1, q.size(3))                    # (B, Hkv, H/Hkv * t, D)
+    rows = q.reshape(q.size(0), k.size(1), -1, q.size(3))              # (B, Hkv, H/Hkv * t, D)
     y = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, dropout_p=dropout_p)
     return y.reshape(q.shape)
 
 
 def _attend_blocks(q, k, v, window, block, dropout_p):
-    """Blocks of queries that all have `back` keys before them.
+    """Blocks of queries that all have `lookback` keys before them.
 
-    q (B, H, t, D), k and v (B, Hkv, back + t, D) -> (B, H, t, D). The batch of the SDPA call is
-    B * Hkv and its heads are the blocks, so that spans of K and V are overlapping views, not copies.
+    q (B, H, t, D), k and v (B, Hkv, lookback + t, D) -> (B, H, t, D). The batch of the SDPA call is
+    B * Hkv and its heads are the blocks, so that spans of K and V are views that overlap.
     """
     B, H, t, D = q.shape
-    n_kv_head, back = k.size(1), k.size(2) - t
+    n_kv_head, lookback = k.size(1), k.size(2) - t
     group, n = H // n_kv_head, -(-t // block)  # n blocks, the last one padded
     padding = n * block - t
     if padding:
         q, k, v = (F.pad(x, (0, 0, 0, padding)) for x in (q, k, v))
     q = q.reshape(B * n_kv_head, group, n, block, D).transpose(1, 2)
-    k, v = (x.reshape(B * n_kv_head, -1, D).unfold(1, back + block, block).transpose(2, 3)
+    k, v = (x.reshape(B * n_kv_head, -1, D).unfold(1, lookback + block, block).transpose(2, 3)
             for x in (k, v))                                                 # (B*Hkv, n, span, D)
-    mask = dense_mask(block, back + block, window, q.device).repeat(group, 1)
+    mask = dense_mask(block, lookback + block, window, q.device).repeat(group, 1)
     # padded queries see at least themselves, so there is no NaN, and are cut off
     y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask, dropout_p=dropout_p)
     y = y.view(B * n_kv_head, n, group, block, D).transpose(1, 2).reshape(B, H, n * block, D)

@@ -139,7 +139,7 @@ class PagedKVCache(KVCache):
             active, pages, places = self._places
             return store.scatter(pages, places, pick(new, active))
         seen = []
-        for batch, n, _, start in step.chunks():
+        for batch, n, _, start in step.chunks:
             chunk, rows = cut(new, batch, n), step.rows[batch]
             store.write_chunk(chunk, rows, start)
             in_place = start == 0 or self._by_table(step)

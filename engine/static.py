@@ -23,7 +23,7 @@ class StaticStep:
     t, uniform = 1, False
 
     def __init__(self, positions: torch.Tensor, end: int):
-        self.positions, self.end = positions.clamp(min=0), end
+        self.positions, self.end, self.longest = positions.clamp(min=0), end, end
 
 
 class StaticCache:

@@ -171,7 +171,7 @@ def attend(attn, x, kv, rope, cache, mask, **kwargs):
     """`model.CausalSelfAttention` on a cache of transformers. x (B, t, C) -> (B, t, C), the K, V (B, Hkv, S, D) that the
     layers which read this one's see, and the attention's weights, if its function gives them."""
     B, t, _ = x.shape
-    q, *kv_rows = attn.c_attn(x).view(B, t, -1, attn.head_dim).transpose(1, 2).split(attn.rows, dim=1)
+    q, *kv_rows = attn.c_attn(x).view(B, t, -1, attn.head_dim).transpose(1, 2).split(attn.head_counts, dim=1)
     q = norm_and_rotate(q, attn.q_norm, rope)
     if attn.layer.owns:
         k, v = norm_and_rotate(kv_rows[0], attn.k_norm, rope), kv_rows[1]

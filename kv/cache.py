@@ -6,7 +6,7 @@ written), in each layer `attend`, and at the end `commit` (the new tokens count)
     y = cache.attend(layer, q, (k, v))     # an owner: append K, V to its slot, then attend
     y = cache.attend(layer, q)             # a reader: attend to what the owner has just appended
 
-Lengths are Python ints on the host, so that a step never waits for the device to tell them.
+Lengths are Python ints on the host: a step of rows of one length never waits for the device.
 """
 import torch
 
@@ -15,27 +15,34 @@ from config.errors import UserError
 from kv.plan import KV_DTYPES, LOCAL, KVPlan, Layer, Slot
 from kv.slots import GlobalSlot, KVStore, RingSlot
 
-TORCH_DTYPES = {name: getattr(torch, name) for name in KV_DTYPES}
-
 
 class Step:
     """t new tokens for each of `rows`; row b appends the first lens[b] of them to its starts[b].
 
-    rows: numbers of cache rows, in the order of the batch.
-    uniform: every row appends all t tokens at the same position. This is the fast way, without
-    index tensors: `select` picks the rows, a slice if they are neighbours.
+    rows: numbers of cache rows, in the order of the batch. select: the same as an index, a slice if
+        they are neighbours.
+    uniform: every row appends all t tokens at the same position, which needs no index tensors.
+        A step that is not is called ragged.
+    chunks: (batch rows, tokens, cache rows, start), each of rows that start at one position. A
+        ragged step has a chunk per row, so that padding is neither stored nor attended to.
+    active: of a ragged step of one token, the batch rows that append it; None = all.
     """
 
     def __init__(self, t: int, lens: list[int], starts: list[int], rows: list[int], device):
         self.t, self.lens, self.starts, self.rows = t, lens, starts, rows
         self.ends = [start + n for start, n in zip(starts, lens)]
+        self.longest = max(self.ends)
         self.end = max(starts) + t  # one past the highest position, padding included
+        self.unreset = set(rows)    # if the step fails: rows that have not been reset yet
         self.uniform = len(set(starts)) == 1 and all(n == t for n in lens)
         first, self.positions = rows[0], None
         neighbours = rows == list(range(first, first + len(rows)))
         self.select = slice(first, first + len(rows)) if neighbours else _tensor(rows, device)
         if self.uniform:
+            self.chunks = [(slice(None), t, self.select, starts[0])]
             return
+        self.chunks = [(slice(b, b + 1), n, slice(row, row + 1), start)
+                       for b, (n, row, start) in enumerate(zip(lens, rows, starts)) if n]
         self.positions = _tensor(starts, device)[:, None] + torch.arange(t, device=device)  # (B, t)
         if t == 1:
             active = [b for b, n in enumerate(lens) if n]
@@ -44,14 +51,6 @@ class Step:
             self.active_starts = _tensor([starts[b] for b in active], device)
             self.kv_lens = _tensor(self.ends, device)
 
-    def chunks(self) -> list[tuple[slice, int, slice, int]]:
-        """(batch rows, tokens, cache rows, start) of chunks whose rows all start at one position.
-        A ragged step is a chunk per row, so that padding is neither stored nor attended to."""
-        if self.uniform:
-            return [(slice(None), self.t, self.select, self.starts[0])]
-        return [(slice(b, b + 1), n, slice(row, row + 1), start)
-                for b, (n, row, start) in enumerate(zip(self.lens, self.rows, self.starts)) if n]
-
 
 class KVCache:
     """Keys and values of `batch_size` sequences of up to `max_seq_len` tokens, as `plan` says.
@@ -59,7 +58,7 @@ class KVCache:
     Usually made by `model.new_cache`. Global slots hold every position, local ones are rings.
 
     Args:
-        kv_dtype: one of TORCH_DTYPES. compute_dtype: that of the model.
+        kv_dtype: one of `kv.plan.KV_DTYPES`. compute_dtype: that of the model.
     Raises:
         UserError (a ValueError): a size below 1 or an unknown kv_dtype.
     """
@@ -69,24 +68,24 @@ class KVCache:
         if batch_size < 1 or max_seq_len < 1:
             raise UserError(f'batch_size={batch_size}, max_seq_len={max_seq_len}: '
                             'both must be at least 1')
-        if kv_dtype not in TORCH_DTYPES:
-            allowed = ', '.join(map(repr, TORCH_DTYPES))
+        if kv_dtype not in KV_DTYPES:
+            allowed = ', '.join(map(repr, KV_DTYPES))
             raise UserError(f"kv_dtype={kv_dtype!r}: allowed are {allowed} or 'auto'")
         self.plan, self.batch_size, self.max_seq_len = plan, batch_size, max_seq_len
-        self.kv_dtype, self.torch_dtype = kv_dtype, TORCH_DTYPES[kv_dtype]
+        self.kv_dtype, self.torch_dtype = kv_dtype, getattr(torch, kv_dtype)
         self.compute_dtype, self.device = compute_dtype, torch.device(device)
         self.stores = [self._new_store(slot) for slot in plan.slots]
         self._lengths = [0] * batch_size
         self._step = None        # the tokens that are being appended
-        self._appended = {}      # slot -> what this step's queries attend to, for its readers
+        self._visible = {}       # slot -> the K, V that this step's queries attend to
 
     def _new_store(self, slot: Slot) -> KVStore:
         shape = (self.batch_size, self.plan.n_kv_head, slot.capacity(self.max_seq_len),
                  self.plan.head_dim)
-        kind = (self.torch_dtype, self.compute_dtype, self.device)
+        options = (self.torch_dtype, self.compute_dtype, self.device)
         if slot.kind == LOCAL:
-            return RingSlot(slot.window, *shape, *kind)
-        return GlobalSlot(*shape, *kind)
+            return RingSlot(slot.window, *shape, *options)
+        return GlobalSlot(*shape, *options)
 
     @property
     def nbytes(self) -> int:
@@ -123,45 +122,48 @@ class KVCache:
                             'reset() it')
         step = Step(t, lens, [self._lengths[row] for row in rows], rows, self.device)
         self._make_room(step)
-        self._step, self._appended = step, {}
+        self._step, self._visible = step, {}
         return step
 
     def attend(self, layer: Layer, q: torch.Tensor, kv=None) -> torch.Tensor:
         """Append a layer's new K, V to its slot, if it owns one, then attend.
 
         q: (B, H, t, D). kv: (k, v), each (B, Hkv, t, D), from the slot's owner; None from a layer
-        that reads. Returns (B, H, t, D), zeros at padding.
+        that reads. Returns (B, H, t, D); what stands at padding means nothing.
         """
-        if torch.is_autocast_enabled(self.device.type):  # stored dtypes are not its to choose
+        if torch.is_autocast_enabled(self.device.type):  # which would change the stored dtypes
             with torch.autocast(self.device.type, enabled=False):
                 return self.attend(layer, q, kv)
         if kv is not None:
             self.append(layer, *kv)
-        return self._attend(layer, q, self._appended[layer.slot])
+        visible = self._visible[layer.slot]
+        if layer.index == self.plan.slots[layer.slot].layers[-1]:  # its last reader
+            del self._visible[layer.slot]
+        return self._attend(layer, q, visible)
 
     def append(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write an owner's new K, V, each (B, Hkv, t, D), to its slot."""
         store = self.stores[layer.slot]
         new = store.encode(k.detach(), v.detach())  # the cache must not keep a graph alive
-        self._appended[layer.slot] = self._append(store, new)
+        self._visible[layer.slot] = self._append(store, new)
 
     def _append(self, store: KVStore, new):
-        """Write encoded K, V of this step; returns what its queries attend to."""
+        """Write encoded K, V of this step; returns the K, V that its queries attend to."""
         step = self._step
         if step.t == 1 and not step.uniform:
             return store.append_token(pick(new, step.active), step)
         return [store.append(cut(new, batch, n), rows, start)
-                for batch, n, rows, start in step.chunks()]
+                for batch, n, rows, start in step.chunks]
 
-    def _attend(self, layer, q, appended):
+    def _attend(self, layer, q, visible):
         step = self._step
         if step.uniform:
-            return cached_attention(q, *appended[0], window=layer.window)
+            return cached_attention(q, *visible[0], window=layer.window)
         if step.t == 1:
-            kv, kv_lens = appended
+            kv, kv_lens = visible
             return cached_attention(q, *kv, kv_lens=kv_lens)
         y = torch.zeros_like(q)
-        for (batch, n, *_), kv in zip(step.chunks(), appended):
+        for (batch, n, *_), kv in zip(step.chunks, visible):
             y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window)
         return y
 
@@ -172,7 +174,7 @@ class KVCache:
         """The step is done: its tokens count as held."""
         for row, end in zip(self._step.rows, self._step.ends):
             self._lengths[row] = end
-        self._step, self._appended = None, {}
+        self._step, self._visible = None, {}
 
     def advance(self, rows: list[int]) -> None:
         """These rows hold one token more, which a captured step has written."""
@@ -193,12 +195,14 @@ class KVCache:
             raise UserError(f'reset({rows}): rows are a list of numbers, as reset([{rows}])')
         self._checked('reset', rows)
         self._forget(rows)
-        if len(set(rows)) == self.batch_size:
-            self._step, self._appended = None, {}
+        if self._step:  # it failed
+            self._step.unreset -= set(rows)
+            if not self._step.unreset:
+                self._step, self._visible = None, {}
 
     def _forget(self, rows: list[int]) -> None:
-        """Zero the values: the rows' next owners multiply them by weight 0, which must give 0 even
-        if a bad request left NaN. A step that failed has written beyond the lengths."""
+        """Zero V of `rows`: masked positions get weight 0, and 0 * NaN would be NaN. Also at
+        positions that a failed step has written."""
         written = dict(zip(self._step.rows, self._step.ends)) if self._step else {}
         end = max((max(self._lengths[row], written.get(row, 0)) for row in rows), default=0)
         for row in rows:

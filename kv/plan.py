@@ -28,7 +28,7 @@ KV_DTYPES = {'float64': (8, 0), 'float32': (4, 0), 'bfloat16': (2, 0), 'float16'
 
 @dataclass(frozen=True)
 class Layer:
-    """How one transformer block remembers. `window` is 0 in global layers."""
+    """KV settings of one transformer block. `window` is 0 in global layers."""
     index: int
     kind: str
     window: int
@@ -79,8 +79,8 @@ class KVPlan:
         return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots)
 
     def read_nbytes(self, batch: int, held: int, kv_dtype: str) -> int:
-        """Bytes that a decode step reads for `batch` sequences whose new tokens are their
-        `held`-th: each layer reads its slot, shared or not."""
+        """Bytes that a decode step reads for `batch` sequences of length `held`, the new token
+        included: each layer reads its slot, shared or not."""
         positions = sum(min(held, layer.window or held) for layer in self.layers)
         return positions * self.position_nbytes(kv_dtype) * batch
 
@@ -125,8 +125,8 @@ def plan_kv(config: GPTConfig) -> KVPlan:
             pattern or joins kinds, heads that do not divide, a local layer without a window. The
             message names the values at fault.
     Warns:
-        UserWarning: no layer is global; or the global slot shared by all periods is owned by layer
-            0, whose K/V are functions of single tokens.
+        UserWarning: the pattern's global layers are beyond n_layer; or the global slot shared by
+            all periods is owned by layer 0, whose K/V are functions of single tokens.
     """
     _check(config)
     pattern, share = config.layer_pattern, config.kv_share

@@ -44,14 +44,3 @@ def slot_row(plan, slot, batch, max_seq_len, kv_dtype) -> dict:
 def fitting(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str) -> int:
     """How many sequences of `max_seq_len` tokens fit into `budget` bytes of KV."""
     return budget // plan.nbytes(1, max_seq_len, kv_dtype)
-
-
-def factor_lines(figures: dict) -> str:
-    """The factors that multiply to the ratio: at equal dtype, and against vanilla in bfloat16."""
-    f = figures['factors']
-    lines = (f"heads {f['heads']:.3g} * window {f['window']:.3g} * sharing {f['sharing']:.3g} = "
-             f"{figures['kv_ratio']:.1f}x smaller than vanilla {figures['kv_dtype']}")
-    if figures['kv_dtype'] != 'bfloat16':
-        lines += (f"\n   ... * dtype {f['dtype']:.3g} = {figures['kv_ratio_bf16']:.1f}x smaller "
-                  'than vanilla bfloat16')
-    return lines

@@ -12,8 +12,8 @@ import torch
 
 from kv.int8 import quantize_int8
 
-# Decode steps of rows that differ in length read a global slot up to a multiple of this, so that
-# shapes change only now and then.
+# Decode steps of rows that differ in length read a global slot up to a multiple of this: a new
+# shape makes the allocator look for new memory, and a compiled step compile again.
 BUCKET = 64
 
 
@@ -48,7 +48,8 @@ class KVStore:
 
     def encode(self, k, v) -> tuple[torch.Tensor, ...]:
         """Computed K, V (B, Hkv, t, D) as they are stored. Queries attend to what is stored, also
-        within a chunk, so that logits do not depend on how a sequence is cut into chunks."""
+        within a chunk, so that logits do not depend on how a sequence is cut into chunks (but for
+        the rounding of the computation)."""
         if self.dtype == torch.int8:
             (k, k_scale), (v, v_scale) = quantize_int8(k), quantize_int8(v)
             return k, v, k_scale, v_scale
@@ -69,8 +70,7 @@ class KVStore:
             stored[rows, :, indices] = x[:, :, 0]
 
     def zero_values(self, rows: list[int], end: int) -> None:
-        """V of `rows` is zero below `end`, so that a masked key adds 0 (0 * NaN would be NaN). K
-        may stay: a mask replaces scores, whatever they are."""
+        """V of `rows` becomes zero below `end`. K may stay: a mask replaces scores, NaN too."""
         for x in self.tensors[1::2]:
             x[rows, :, :end] = 0
 
@@ -89,7 +89,7 @@ class GlobalSlot(KVStore):
     def append(self, new, rows, start: int):
         """Write a chunk (encoded, t tokens) to `rows`, which all hold `start` tokens.
 
-        Returns what its queries attend to: K, V in order, the chunk's last.
+        Returns the K, V that its queries attend to, in order, the chunk's last.
         """
         end = start + new[0].size(2)
         self.write(rows, start, new)
@@ -116,9 +116,9 @@ class RingSlot(KVStore):
         self.window = window
 
     def append(self, new, rows, start: int):
-        """As `GlobalSlot.append`: what is returned are the keys in reach, then the chunk."""
+        """As `GlobalSlot.append`; what is returned are the keys in the window, then the chunk."""
         t = new[0].size(2)
-        if t == 1:  # it overwrites the key that has just left the window; then order is irrelevant
+        if t == 1:  # overwrites the key that has just left the window; order does not matter
             self.write(rows, start % self.capacity, new)
             return self.read(rows, 0, min(start + 1, self.capacity))
         before = min(start, self.window - 1)

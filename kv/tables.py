@@ -4,7 +4,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv.plan import KVPlan
-from kv.report import REPORTED_DTYPES, account, factor_lines, fitting
+from kv.report import REPORTED_DTYPES, account, fitting
 
 
 def slot_table(figures: dict, title: str):
@@ -27,6 +27,17 @@ def slot_table(figures: dict, title: str):
     for dtype, n in vanilla.items():
         table.add_row('', 'vanilla', 'GPT-2', '', '', dtype, f'{n:,}')
     return titled(title, table)
+
+
+def factor_lines(figures: dict) -> str:
+    """The factors that multiply to the ratio: at equal dtype, and against vanilla in bfloat16."""
+    f = figures['factors']
+    lines = (f"heads {f['heads']:.3g} * window {f['window']:.3g} * sharing {f['sharing']:.3g} = "
+             f"{figures['kv_ratio']:.1f}x smaller than vanilla {figures['kv_dtype']}")
+    if figures['kv_dtype'] != 'bfloat16':
+        lines += (f"\n   ... * dtype {f['dtype']:.3g} = {figures['kv_ratio_bf16']:.1f}x smaller "
+                  'than vanilla bfloat16')
+    return lines
 
 
 def titled(title: str, table):
