@@ -1,0 +1,65 @@
+"""Settings of train.py that make no sense, refused before anything is loaded or written."""
+import warnings
+from pathlib import Path
+
+from config.errors import UserError, at_least
+from config.gpt_config import GPTConfig
+from config.schema import MODEL
+from data.tokenfiles import is_prepared
+from kv.plan import plan_kv
+from training.device import check_seed
+from training.int8_training import int8_linear
+from training.optim import check_optimizer, cooldown
+from training.shelf import checkpoint_in
+
+MOST_AHEAD = 64  # batches
+
+
+def check_settings(s, data_root: Path) -> None:
+    """Raises UserError: two settings that contradict each other, or one out of its range."""
+    by_default = 'dataset' not in s.given and s.init_from == 'scratch'
+    if by_default and not is_prepared(data_root / s.dataset):
+        raise UserError(f"no dataset was given, and nanoGPT's default, {s.dataset!r}, is not "
+                        f'prepared (data/{s.dataset}/prepare.py does it: 9 billion tokens, hours); '
+                        'to begin, train the demo: python train.py config/train_mqa_local.py')
+    at_least(s, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, log_interval=1,
+             eval_iters=1, keep_checkpoints=1, max_skipped=1)
+    for name in ('max_iters', 'warmup_iters', 'grad_clip', 'weight_decay', 'learning_rate',
+                 'min_lr', 'checkpoint_interval', 'cooldown_iters', 'data_prefetch'):
+        if getattr(s, name) < 0:
+            raise UserError(f'{name}={getattr(s, name)}: must not be negative')
+    if s.lr_schedule == 'wsd' and s.decay_lr and s.warmup_iters + cooldown(s) > s.lr_decay_iters:
+        raise UserError(f'warmup_iters={s.warmup_iters} and cooldown_iters={cooldown(s)} are more '
+                        f'than lr_decay_iters={s.lr_decay_iters}')
+    for name in ('beta1', 'beta2', 'muon_momentum'):
+        if not 0.0 <= getattr(s, name) < 1.0:
+            raise UserError(f'{name}={getattr(s, name)}: must be at least 0 and below 1')
+    if s.checkpoint_blocks and s.recompute not in ('none', 'block'):
+        raise UserError(f"checkpoint_blocks=True means recompute='block', not {s.recompute!r}: "
+                        'leave one out')
+    if s.recompute == 'offload' and s.compile:
+        raise UserError("recompute='offload' moves tensors in ways that torch.compile does not "
+                        'know: give --compile=False')
+    if s.data_prefetch > MOST_AHEAD:
+        raise UserError(f'data_prefetch={s.data_prefetch}: at most {MOST_AHEAD} batches ahead')
+    check_optimizer(s)
+    if s.int8_training:
+        int8_linear()
+    for seed in (s.seed, s.data_seed) if s.data_seed >= 0 else (s.seed,):
+        check_seed(seed)
+    if s.init_from == 'scratch':
+        with warnings.catch_warnings(action='ignore'):  # given when the model is built
+            plan_kv(GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}))
+    _check_folders(s)
+
+
+def _check_folders(s):
+    checkpoint_in(s.out_dir, s.resume_from)
+    if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
+        raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is '
+                        f'{s.init_from!r}: give --init_from=resume too')
+    out_dir = Path(s.out_dir)
+    blocker = next((p for p in (out_dir, *out_dir.parents) if p.exists()), None)
+    if not s.out_dir or (blocker and not blocker.is_dir()):
+        why = f': {blocker} is a file' if blocker else ''
+        raise UserError(f'out_dir={s.out_dir!r} cannot be a folder{why}')
