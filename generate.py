@@ -34,9 +34,9 @@ class Sampler:
             return logits.argmax(-1, keepdim=True)
         probs = F.softmax(self._restricted(logits / self.temperature), dim=-1)
         if self.generators is None:
-            return drawn(probs)
+            return draw(probs)
         rows = zip(probs, self.generators, strict=True)
-        return torch.cat([drawn(row[None], generator) for row, generator in rows])
+        return torch.cat([draw(row[None], generator) for row, generator in rows])
 
     def _restricted(self, logits):
         if self.top_k:
@@ -50,14 +50,14 @@ class Sampler:
         return logits
 
 
-def drawn(probs: torch.Tensor, generator=None) -> torch.Tensor:
+def draw(probs: torch.Tensor, generator=None) -> torch.Tensor:
     """(B, V) probabilities -> (B, 1) ids, as `torch.multinomial`."""
     if probs.device.type == 'cpu':
         return torch.multinomial(probs, num_samples=1, generator=generator)
-    return drawn_without_waiting(probs, generator)
+    return draw_without_waiting(probs, generator)
 
 
-def drawn_without_waiting(probs: torch.Tensor, generator=None) -> torch.Tensor:
+def draw_without_waiting(probs: torch.Tensor, generator=None) -> torch.Tensor:
     """The same draw from the same random numbers, without multinomial's check of `probs`, which
     waits for the device."""
     noise = torch.empty_like(probs).exponential_(1, generator=generator)

@@ -26,29 +26,29 @@ HALF = (torch.bfloat16, torch.float16)
 # TRITON_INTERPRET=1 makes Triton run its kernels on a CPU, for tests
 INTERPRETING = os.environ.get('TRITON_INTERPRET') == '1'
 TRITON_INSTALLED = importlib.util.find_spec('triton') is not None
-_wanted = None  # see `wanted`
+_enabled = None  # see `triton_enabled`
 
 
-def choose(kind: str, wish: str, device, dtype, head_dim: int, dropout_p: float = 0.0) -> str:
+def choose(kind: str, requested: str, device, dtype, head_dim: int, dropout_p: float = 0.0) -> str:
     """The backend for layers of one kind ('global' or 'local').
 
     Raises:
-        UserError: `wish` is not one of BACKENDS, or cannot serve here; the message says why.
+        UserError: `requested` is not one of BACKENDS, or cannot serve here; the message says why.
     """
-    if wish == 'auto':
-        able = (name for name in PREFERRED[kind]
-                if not obstacle(name, device, dtype, head_dim, dropout_p))
-        return next(able)
-    if wish not in BACKENDS:
+    if requested == 'auto':
+        available = (name for name in PREFERRED[kind]
+                     if not why_unavailable(name, device, dtype, head_dim, dropout_p))
+        return next(available)
+    if requested not in BACKENDS:
         allowed = ', '.join(map(repr, BACKENDS))
-        raise UserError(f'attention_backend={wish!r}: allowed are {allowed}')
-    why = obstacle(wish, device, dtype, head_dim, dropout_p)
+        raise UserError(f'attention_backend={requested!r}: allowed are {allowed}')
+    why = why_unavailable(requested, device, dtype, head_dim, dropout_p)
     if why:
-        raise UserError(f'attention_backend={wish!r} {why}')
-    return wish
+        raise UserError(f'attention_backend={requested!r} {why}')
+    return requested
 
 
-def obstacle(name: str, device, dtype, head_dim: int, dropout_p: float) -> str:
+def why_unavailable(name: str, device, dtype, head_dim: int, dropout_p: float) -> str:
     """Why a backend cannot serve; '' if it can."""
     if name in ('sdpa', 'math'):
         return ''
@@ -82,20 +82,20 @@ def _flash_attn_version() -> int:
 FLASH_ATTN_VERSION = _flash_attn_version()  # looked up here: a compiled forward cannot
 
 
-def usable(device: torch.device) -> bool:
+def triton_usable(device: torch.device) -> bool:
     """Whether the Triton kernels can run: on CUDA with Triton installed. On a CPU, where they are
-    interpreted, only inside `wanted(True)`."""
+    interpreted, only inside `triton_enabled(True)`."""
     if device.type == 'cuda':
-        return _wanted is not False and TRITON_INSTALLED
-    return _wanted is True and INTERPRETING and device.type == 'cpu' and TRITON_INSTALLED
+        return _enabled is not False and TRITON_INSTALLED
+    return _enabled is True and INTERPRETING and device.type == 'cpu' and TRITON_INSTALLED
 
 
 @contextlib.contextmanager
-def wanted(on: bool):
-    """`with wanted(False):` plain torch runs even where the kernels could: to compare the two."""
-    global _wanted
-    before, _wanted = _wanted, on
+def triton_enabled(on: bool):
+    """`with triton_enabled(False):` plain torch runs even where the kernels could, to compare."""
+    global _enabled
+    before, _enabled = _enabled, on
     try:
         yield
     finally:
-        _wanted = before
+        _enabled = before

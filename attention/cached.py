@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attention.backends import HALF, usable
+from attention.backends import HALF, triton_usable
 from attention.causal import causal_attention
 from attention.local import blockwise_local_attention
 from attention.masks import in_window
@@ -39,7 +39,7 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
     if kv_lens is None and S == t:  # nothing precedes the chunk: plain causal attention
         # (not by FlexAttention, which would compile a kernel for each prompt length)
         return causal_attention(q, *dequantized(q.dtype, *stored), window, backend='sdpa')
-    if usable(q.device) and torch.float64 not in (q.dtype, k.dtype):
+    if triton_usable(q.device) and torch.float64 not in (q.dtype, k.dtype):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *stored, kv_lens=kv_lens, window=window)
     if t > 1 and kv_lens is None and window:
@@ -95,7 +95,7 @@ def _attend_tiles(q, k, v, k_scale, v_scale, mask):
             scores = scores.masked_fill(~m, torch.finfo(dtype).min)
         parts.append(PartialSoftmax.of(scores, tile[1], tile[3]))
         if keys.stop == k.size(2):
-            out.append(joined(parts))
+            out.append(join_parts(parts))
             parts = []
     return torch.cat(out).to(q.dtype)
 
@@ -142,7 +142,7 @@ class PartialSoftmax(NamedTuple):
         return cls(top, total, weights @ v.to(weights.dtype))
 
 
-def joined(parts: list[PartialSoftmax]) -> torch.Tensor:
+def join_parts(parts: list[PartialSoftmax]) -> torch.Tensor:
     """The attention over all the keys of the parts, (b, Hkv, R, D)."""
     top, total, values = parts[0]
     for part in parts[1:]:

@@ -12,7 +12,7 @@ import gc
 
 import torch
 
-from attention.backends import usable
+from attention.backends import triton_usable
 from engine.fused import fuse
 from engine.paged import PagedKVCache
 from engine.static import StaticCache
@@ -23,7 +23,7 @@ WARM_UP = 3
 
 def suits_capture(model) -> bool:
     """Whether captured decode is the fast way here: on CUDA, with the Triton kernels."""
-    return (model.device.type == 'cuda' and usable(model.device)
+    return (model.device.type == 'cuda' and triton_usable(model.device)
             and model.lm_head.weight.dtype != torch.float64)
 
 

@@ -1,7 +1,7 @@
 """Attention of a captured decode step whose QK-norm, RoPE, int8 and write are one kernel."""
 import torch
 
-from attention.backends import usable
+from attention.backends import triton_usable
 from engine.static import StaticCache
 from model import CausalSelfAttention
 
@@ -26,7 +26,7 @@ class FusedAttention(CausalSelfAttention):
         """Not float64, and not K and V that are rounded to int8 but stored in another dtype."""
         rounds_only = self.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
         wide = x.dtype == torch.float64 or cache.kv_dtype == 'float64'
-        return usable(x.device) and self.head_dim % 2 == 0 and not rounds_only and not wide
+        return triton_usable(x.device) and self.head_dim % 2 == 0 and not rounds_only and not wide
 
 
 def fuse(model) -> None:

@@ -9,12 +9,12 @@ tokens that are held, not by rows times the longest sequence: PagedAttention (Kw
 """
 import torch
 
-from attention.backends import usable
+from attention.backends import triton_usable
 from attention.cached import cached_attention
 from config.errors import UserError
 from engine.paged_attention import PageList, page_entries, paged_attention
 from engine.pages import PageTable
-from kv.cache import KVCache, Step, cut, pick
+from kv.cache import KVCache, Step, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
 from kv.slots import KVStore
 
@@ -53,7 +53,7 @@ def table_attention(q, pool, table, kv_lens):
         table: (B, n) int32, the pages of each row in order; -1 after the last.
         kv_lens: (B,) int64, keys of each row; its t queries' own are the last.
     """
-    if usable(q.device) and torch.float64 not in (q.dtype, pool[0].dtype):
+    if triton_usable(q.device) and torch.float64 not in (q.dtype, pool[0].dtype):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *pool, kv_lens=kv_lens, table=table)
     missing = (table < 0)[:, :, None, None, None]
@@ -137,10 +137,10 @@ class PagedKVCache(KVCache):
         if step.t == 1:
             self._places = self._places or self._places_of(step)
             active, pages, places = self._places
-            return store.scatter(pages, places, pick(new, active))
+            return store.scatter(pages, places, select_rows(new, active))
         seen = []
         for batch, n, _, start in step.chunks:
-            chunk, rows = cut(new, batch, n), step.rows[batch]
+            chunk, rows = slice_tokens(new, batch, n), step.rows[batch]
             store.write_chunk(chunk, rows, start)
             in_place = start == 0 or self._by_table(step)
             seen.append(chunk if in_place else store.gather(rows, start + n))

@@ -151,8 +151,8 @@ class KVCache:
         """Write encoded K, V of this step; returns the K, V that its queries attend to."""
         step = self._step
         if step.t == 1 and not step.uniform:
-            return store.append_token(pick(new, step.active), step)
-        return [store.append(cut(new, batch, n), rows, start)
+            return store.append_token(select_rows(new, step.active), step)
+        return [store.append(slice_tokens(new, batch, n), rows, start)
                 for batch, n, rows, start in step.chunks]
 
     def _attend(self, layer, q, visible):
@@ -241,12 +241,12 @@ def _tensor(numbers, device) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def pick(new, rows):
+def select_rows(new, rows):
     """Rows of encoded K, V; None = all."""
     return new if rows is None else tuple(x[rows] for x in new)
 
 
-def cut(new, batch, n):
+def slice_tokens(new, batch, n):
     """The first n tokens of rows `batch` of encoded K, V."""
     whole = batch == slice(None) and n == new[0].size(2)
     return new if whole else tuple(x[batch, :, :n] for x in new)

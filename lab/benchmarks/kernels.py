@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from attention.backends import obstacle, usable
+from attention.backends import triton_usable, why_unavailable
 from attention.cached import dequantized
 from attention.causal import causal_attention
 from attention.kernels.flash import load_flash_attn
@@ -91,7 +91,7 @@ def n_copies(nbytes: int) -> int:
 def run(s, data_root: Path) -> dict:
     """All tables, printed; returns what --json prints."""
     device = pick_device(s.device)
-    if not usable(device):
+    if not triton_usable(device):
         raise UserError(f"mode='kernels' times the Triton kernels: it needs CUDA and the triton package (device={s.device!r})")
     for name in ('against', 'budget', 'nanogpt'):
         if getattr(s, name):
@@ -204,7 +204,7 @@ def training_cell(shape, T: int, window: int) -> dict:
     upstream, sides = torch.randn(1, H, T, D, device=device, dtype=dtype), {}
     for name in ('sdpa', 'flex', 'flash_attn'):
         for w in dict.fromkeys((0, window if window < T else 0)):
-            if obstacle(name, device, dtype, D, 0.0):
+            if why_unavailable(name, device, dtype, D, 0.0):
                 continue
             sides[f"{name}, {f'W={w}' if w else 'full'}"] = training_times(name, leaves, w, upstream)
     if device.type == 'cuda' and 0 < window < T:  # experimental, with flash-attn-4: fails where that is not installed

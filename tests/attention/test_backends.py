@@ -123,8 +123,8 @@ def test_of_a_model():
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('backend', ['auto', 'sdpa', 'flex', 'flash_attn', 'math'])
 def test_values_and_gradients_on_a_gpu(backend, dtype, T, window):
-    if backends.obstacle(backend, CUDA, dtype, 64, 0.0) and backend != 'auto':
-        pytest.skip(backends.obstacle(backend, CUDA, dtype, 64, 0.0))
+    if backends.why_unavailable(backend, CUDA, dtype, 64, 0.0) and backend != 'auto':
+        pytest.skip(backends.why_unavailable(backend, CUDA, dtype, 64, 0.0))
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(2, h, T, 64, generator=g) for h in (6, 2, 2)]
     leaves = [a.to('cuda', dtype).requires_grad_() for a in x]

@@ -18,7 +18,7 @@ def test_forward_is_one_graph_and_equals_eager(monkeypatch, flex):
         eager, _ = model(idx, all_logits=True)
         if flex:
             monkeypatch.setitem(PREFERRED, 'local', ('flex',))
-            monkeypatch.setattr('attention.backends.obstacle', lambda *_: '')
+            monkeypatch.setattr('attention.backends.why_unavailable', lambda *_: '')
             monkeypatch.setitem(PREFERRED, 'global', ('sdpa',))
         prepare(model, 64)
         compiled, _ = torch.compile(model, fullgraph=True, backend='aot_eager')(idx, all_logits=True)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.cached import PartialSoftmax, dequantize, joined, scores_dtype, tile_scores, tiles
+from attention.cached import PartialSoftmax, dequantize, join_parts, scores_dtype, tile_scores, tiles
 from kv.int8 import quantize_int8
 
 LOWEST = torch.finfo(torch.float64).min
@@ -43,7 +43,7 @@ def test_parts_of_any_split_in_any_order_join_to_one_softmax(data, cuts, sharpne
         mask[..., data.draw(st.integers(0, 16))] = True
     edges = [0, *sorted(cuts), 17]
     parts = data.draw(st.permutations([part(q, k, v, a, b, mask) for a, b in zip(edges, edges[1:])]))
-    assert gap(joined(parts), whole(q, k, v, mask)) < 1e-12
+    assert gap(join_parts(parts), whole(q, k, v, mask)) < 1e-12
 
 
 @pytest.mark.parametrize('place', [0, 1, 2])
@@ -53,13 +53,13 @@ def test_a_tile_that_is_masked_wholly_counts_for_nothing(place):
     mask[..., 5 * place:5 * place + 5] = False
     v[:, :, 5 * place:5 * place + 5] = 1e6
     parts = [part(q, k, v, a, a + 5, mask) for a in (0, 5, 10)]
-    assert gap(joined(parts), whole(q, k, v, mask)) < 1e-12
+    assert gap(join_parts(parts), whole(q, k, v, mask)) < 1e-12
 
 
 def test_a_row_that_sees_nothing_is_finite():
     q, k, v = inputs(S=10)
     mask = torch.zeros(1, 1, 3, 10, dtype=torch.bool)
-    assert joined([part(q, k, v, a, a + 5, mask) for a in (0, 5)]).isfinite().all()
+    assert join_parts([part(q, k, v, a, a + 5, mask) for a in (0, 5)]).isfinite().all()
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
@@ -71,7 +71,7 @@ def test_large_scores_neither_overflow_nor_vanish(dtype, shift):
     v = torch.randn(1, 1, 8, 4, generator=g).to(dtype)
     expected = scores.double().softmax(-1) @ v.double() if shift < 1e38 else v.double().mean(2, keepdim=True).expand(1, 1, 2, 4)
     parts = [PartialSoftmax.of((scores + shift)[..., a:b].clone(), v[:, :, a:b]) for a, b in ((0, 3), (3, 8))]
-    y = joined(parts)
+    y = join_parts(parts)
     assert gap(y.double(), expected) < 1e-5
 
 
@@ -79,7 +79,7 @@ def test_parts_far_apart_give_the_higher_one():
     v = torch.arange(8.).view(1, 1, 4, 2).double()
     low, high = torch.full((1, 1, 1, 2), -1e4).double(), torch.full((1, 1, 1, 2), 1e4).double()
     first, second = PartialSoftmax.of(low, v[:, :, :2]), PartialSoftmax.of(high, v[:, :, 2:])
-    for y in (joined([first, second]), joined([second, first])):
+    for y in (join_parts([first, second]), join_parts([second, first])):
         assert gap(y, v[:, :, 2:].mean(2, keepdim=True)) == 0
 
 
@@ -92,7 +92,7 @@ def test_scales_of_int8_keys_and_values_are_applied_after_the_matmuls():
         one = PartialSoftmax.of(scores, v8[rows, :, keys], v_scale[rows, :, keys])
         parts.setdefault(rows.start, []).append(one)
     assert sum(map(len, parts.values())) > 4
-    y = torch.cat([joined(each) for each in parts.values()])
+    y = torch.cat([join_parts(each) for each in parts.values()])
     rounded = dequantize(k8, k_scale, torch.float64), dequantize(v8, v_scale, torch.float64)
     assert gap(y, whole(q, *rounded)) < 1e-12
 

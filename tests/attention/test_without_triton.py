@@ -18,14 +18,14 @@ for package in (attention, config, engine, interop, kv, lab.ablation, lab.benchm
 import bench, sample, train, ablate
 from attention import backends
 from attention.backends import choose
-from attention.backends import usable
+from attention.backends import triton_usable
 from engine.engine import Engine
 from engine.params import SamplingParams
 from model import GPT, GPTConfig
 
 backends.FLASH_ATTN_VERSION = 0  # whatever is installed
 cuda = torch.device('cuda')
-assert not usable(cuda)
+assert not triton_usable(cuda)
 assert choose('global', 'auto', cuda, torch.bfloat16, 64) == 'sdpa'
 model = GPT(GPTConfig(block_size=32, vocab_size=20, n_layer=2, n_head=2, n_embd=16, layer_pattern='LG', window_size=4,
                       pos_embedding='rope'))

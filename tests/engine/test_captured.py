@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 
 import engine.captured as captured_module
-from attention.backends import INTERPRETING, wanted
+from attention.backends import INTERPRETING, triton_enabled
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.captured import CapturedDecode, can_be_captured, captured_decode, suits_capture
@@ -48,7 +48,7 @@ def run(model, kv_dtype, paged, how, n_steps):
         expected = model(step_tokens, cache=usual, lens=part)[0][:, -1]
         for row in range(3) if paged else []:
             captured.reserve(row, held[row] + part[row])
-        with wanted(how == 'kernels' or how == 'captured'):
+        with triton_enabled(how == 'kernels' or how == 'captured'):
             logits = decode(step_tokens, part)
         on = [row for row in range(3) if part[row]]
         gaps.append(max_gap(logits[on], expected[on]))
@@ -183,7 +183,7 @@ def test_where_it_suits(monkeypatch):
     """On CUDA, not in float64; nothing is asked of the device."""
     weights = SimpleNamespace(weight=torch.zeros(1))
     model = SimpleNamespace(device=torch.device('cuda'), lm_head=weights)
-    monkeypatch.setattr(captured_module, 'usable', lambda device: device.type == 'cuda')
+    monkeypatch.setattr(captured_module, 'triton_usable', lambda device: device.type == 'cuda')
     assert suits_capture(model)
     for name, value in (('device', torch.device('cpu')),
                         ('lm_head', SimpleNamespace(weight=torch.zeros(1, dtype=torch.float64)))):

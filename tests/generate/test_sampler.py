@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.sampler import sample_generators
-from generate import Sampler, drawn_without_waiting
+from generate import Sampler, draw_without_waiting
 
 CPU = torch.device('cpu')
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
@@ -166,5 +166,5 @@ def test_the_draw_that_does_not_wait_is_multinomials():
     for seed in range(20):
         generators = [torch.Generator().manual_seed(seed) for _ in 'ab']
         expected = torch.multinomial(probs, num_samples=1, generator=generators[0])
-        assert torch.equal(drawn_without_waiting(probs, generators[1]), expected)
+        assert torch.equal(draw_without_waiting(probs, generators[1]), expected)
         assert torch.equal(*(g.get_state() for g in generators))

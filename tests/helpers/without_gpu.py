@@ -46,7 +46,7 @@ def pretend() -> None:
     JITFunction.__call__ = lambda self, *args, **kwargs: interpreter(self)(*args, **kwargs)
     from attention import backends
     backends.INTERPRETING = True
-    backends._wanted = True
+    backends._enabled = True
 
 
 def run_alone(program: str, *args: str, **environment: str) -> dict:

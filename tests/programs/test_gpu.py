@@ -10,7 +10,7 @@ import torch
 
 import bench
 import sample
-from attention.backends import wanted
+from attention.backends import triton_enabled
 from config.gpt_config import GPTConfig
 from engine.captured import captured_decode
 from engine.engine import Engine
@@ -146,7 +146,7 @@ def test_generations_are_those_of_the_cpu(kv_dtype):
     captured, generation = greedy(model)
     assert generation.decode and generation.decode._steps
     plain, _ = greedy(model, captured=False)
-    with wanted(False):
+    with triton_enabled(False):
         torch_alone, generation = greedy(model)
         assert generation.decode is None
     same = [(found == expected).float().mean().item() for found in (captured, plain, torch_alone)]

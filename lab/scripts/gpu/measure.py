@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 
 import configurator
 from ablate import main as run_ladder
-from attention.backends import wanted
+from attention.backends import triton_enabled
 from data.datasets import DATA_ROOT
 from engine.captured import CapturedDecode, captured_decode
 from engine.paged import PagedKVCache
@@ -66,7 +66,7 @@ def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dic
         caches = [model.new_cache(batch, room, kv_dtype, kind, **pages) for _ in 'ab']
         prompt = torch.randint(model.config.vocab_size, (batch, room // 2), device=machine.device)
         for cache in caches:
-            with wanted(False):
+            with triton_enabled(False):
                 model(prompt, cache=cache)
         # Dynamo cannot trace interpreted kernels
         decode = CapturedDecode(model, caches[0], compiled and machine.real)
@@ -75,7 +75,7 @@ def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dic
             for row in range(batch if paged else 0):
                 caches[0].reserve(row, caches[0].held(row) + 1)
             found = decode(tokens).clone()
-            with wanted(False):
+            with triton_enabled(False):
                 exact = model(tokens, cache=caches[1])[0][:, -1].double()
             errors.append(judged(found, exact, 1.0)['error'])
     largest = max(errors)
@@ -111,7 +111,7 @@ def bench(machine, args: list[str]) -> dict:
     s = configurator.parse('bench', [*args, f'--device={machine.device}', '--json=True'],
                            echo=False)
     # whole models take minutes in the interpreter
-    with contextlib.nullcontext() if machine.real else wanted(s.mode == 'kernels'):
+    with contextlib.nullcontext() if machine.real else triton_enabled(s.mode == 'kernels'):
         document = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
     found = {'document': document}
     if s.mode == 'decode' and len(document['cells']) == 1:
@@ -270,7 +270,7 @@ def main(argv=None):
     cells = json.loads(Path(options['cells']).read_text(encoding='utf-8'))
     machine = Machine(options['device'])
     os.chdir(ROOT)
-    with contextlib.nullcontext() if machine.real else wanted(True):
+    with contextlib.nullcontext() if machine.real else triton_enabled(True):
         for name in names:
             emit(begin=name)
             result = run_cell(name, cells[name], machine)

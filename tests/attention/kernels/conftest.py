@@ -3,7 +3,7 @@ import importlib.util
 import pytest
 import torch
 
-from attention.backends import INTERPRETING, wanted
+from attention.backends import INTERPRETING, triton_enabled
 
 if importlib.util.find_spec('triton') is None:
     collect_ignore_glob = ['test_*.py']
@@ -14,5 +14,5 @@ def device(request):
     """Where kernels run: in Triton's interpreter on machines without a GPU, on the GPU of those that have one."""
     if request.param == 'cpu' and not INTERPRETING:
         pytest.skip('interpreted where there is no GPU')
-    with wanted(True):
+    with triton_enabled(True):
         yield torch.device(request.param)

@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
-from attention.backends import wanted
+from attention.backends import triton_enabled
 from config.gpt_config import GPTConfig
 from engine.paged import PagedKVCache
 from engine.fused import fuse
@@ -39,7 +39,7 @@ def not_while_tracing(*args):
 def new_cache():
     pages = dict(cache_class=PagedKVCache, n_pages=30, page_size=4) if layout == 'paged' else {}
     cache = model.new_cache(2, 40, kv_dtype, **pages)
-    with wanted(False):
+    with triton_enabled(False):
         model(tokens(2, 11), cache=cache, lens=[11, 5])
     for row, length in enumerate([12, 6] if layout == 'paged' else []):
         cache.reserve(row, length)
@@ -75,7 +75,7 @@ with torch.inference_mode():
     # before any kernel is interpreted: the interpreter patches triton.language, which the analysis
     # of a kernel's arguments compiles
     logits = step(ids)
-    with wanted(False):
+    with triton_enabled(False):
         expected = model(ids, cache=usual_static)[0]
 stored = max(max_gap(a, b) for store, other in zip(cache.stores, usual.stores)
              for a, b in zip(store.tensors, other.tensors))

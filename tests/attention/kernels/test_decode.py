@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from attention.backends import wanted
+from attention.backends import triton_enabled
 from attention.cached import cached_attention, dequantize
 from attention.kernels import decode
 from attention.kernels.decode import Tuning, splits, stored_attention
@@ -228,7 +228,7 @@ def test_what_it_serves(monkeypatch):
     monkeypatch.setattr(decode, 'stored_attention', lambda q, *_, **__: served.append(q.dtype) or q)
     half, double = (torch.zeros(1, 1, 1, 16, dtype=dtype) for dtype in (torch.float16, torch.float64))
     for on in (True, False):
-        with wanted(on):
+        with triton_enabled(on):
             for q in (half, double):
                 for k in (half, double):
                     k = k.expand(1, 1, 2, 16)

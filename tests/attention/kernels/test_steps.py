@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from attention.backends import wanted
+from attention.backends import triton_enabled
 from config.gpt_config import GPTConfig
 from engine.paged import PagedKVCache
 from tests.helpers.models import FULL_STACK, random_model, tokens
@@ -27,7 +27,7 @@ def test_give_what_plain_torch_gives(device, kv_dtype, paged, monkeypatch):
     model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
     idx, how = tokens(2, 40).to(device), dict(cache_class=PagedKVCache, n_pages=12, page_size=4) if paged else {}
     found = steps(model, model.new_cache(2, 20, kv_dtype, **how), idx)
-    with wanted(False):
+    with triton_enabled(False):
         expected = steps(model, model.new_cache(2, 20, kv_dtype, **how), idx)
     # a sum in another order may move a value over the edge between two int8 steps, which later layers feel
     gaps = (found - expected).abs().amax((1, 2))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import bench
-from attention.backends import INTERPRETING, wanted
+from attention.backends import INTERPRETING, triton_enabled
 from config.errors import UserError
 from lab.benchmarks import kernels
 
@@ -16,7 +16,7 @@ SHAPE = ['--mode=kernels', '--n_head=4', '--n_kv_head=1', '--n_embd=64', '--wind
 @pytest.mark.skipif(not INTERPRETING, reason='interpreted where there is no GPU')
 def test_every_cell_and_its_error(capsys, tmp_path):
     pytest.importorskip('triton')
-    with wanted(True):
+    with triton_enabled(True):
         bench.main([*SHAPE, '--device=cpu', f'--save={tmp_path}/kernels.json'])
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])
@@ -115,5 +115,5 @@ def test_one_way_that_fails_is_told_and_the_others_go_on():
 
 
 def test_a_machine_without_the_kernels():
-    with wanted(False), pytest.raises(UserError, match='needs CUDA and the triton package'):
+    with triton_enabled(False), pytest.raises(UserError, match='needs CUDA and the triton package'):
         bench.main([*SHAPE, '--device=cpu'])

@@ -25,14 +25,14 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's 
 @needs_interpreter
 def test_a_wrong_kernel_is_told_from_a_right_one(monkeypatch):
     decode = pytest.importorskip('attention.kernels.decode')
-    from attention.backends import wanted
+    from attention.backends import triton_enabled
     from lab.scripts.gpu.measure import Machine, run_cell
     right, machine = decode.stored_attention, Machine('cpu')
     args = dict(layout='ring', kv_dtype='int8')
     spoils = [(lambda y: y * 1.01, 'wrong'),
               (lambda y: y.index_fill(0, torch.tensor([3]), torch.nan), 'wrong'),
               (lambda y: 1 / 0, 'failed')]
-    with wanted(True):
+    with triton_enabled(True):
         assert run_cell('attention/ring/int8', args, machine)['status'] == 'ok'
         for spoil, status in spoils:
             monkeypatch.setattr(decode, 'stored_attention',
