@@ -69,28 +69,27 @@ def is_ours(module: str | None) -> bool:
     return bool(module) and module.partition('.')[0] in OURS
 
 
-def bundle(module: str, names: list[str], without: dict[str, set[str]] | None = None,
-           instead: dict[str, str] | None = None) -> str:
+def bundle(module: str, names: list[str], without: dict[str, set[str]] | None = None) -> str:
     """The source of `names` of a module of ours, and of all that they need.
 
     Args:
         without: 'module.Class' -> methods that are left out.
-        instead: 'module.name' -> a definition to use in place of the project's.
     Raises:
         BundleError: two definitions have one name, a name is found nowhere, or one is imported in a way that is not followed.
     """
-    return _Bundle(without or {}, instead or {}).made(module, names)
+    return _Bundle(without or {}).made(module, names)
 
 
 class _Bundle:
 
-    def __init__(self, without, instead):
-        self.without, self.instead = without, instead
+    def __init__(self, without):
+        self.without = without
         self.modules: dict[str, Module] = {}
         self.order: list[str] = []                      # modules, those that others need first
         self.needed: dict[str, set[str]] = {}           # module -> names of its definitions
         self.imports: dict[str, str] = {}               # name -> import statement
         self.owner: dict[str, str] = {}                 # name -> module
+        self.within: dict[str, list[str]] = {}          # module -> those that its functions import
 
     def made(self, module, names):
         for name in names:
@@ -146,13 +145,13 @@ class _Bundle:
             if isinstance(part, ast.Name):
                 used.add(part.id)
             elif isinstance(part, ast.ImportFrom) and is_ours(part.module):  # inside of a function
+                self.within.setdefault(module, []).append(part.module)
                 for alias in part.names:
                     self._need(part.module, alias.name)
         return used - {name} - set(dir(builtins)) | (used & self._module(module).definitions.keys()) - {name}
 
     def _node(self, module, name):
-        text = self.instead.get(f'{module}.{name}')
-        return ast.parse(text) if text is not None else self._module(module).definitions[name]
+        return self._module(module).definitions[name]
 
     def _walk(self, node, path):
         left_out = self.without.get(path, set())
@@ -166,7 +165,8 @@ class _Bundle:
         if name in seen:
             return
         seen.add(name)
-        for origin, _ in self._module(name).ours.values():
+        imported = [origin for origin, _ in self._module(name).ours.values()]
+        for origin in imported + self.within.get(name, []):
             if origin in self.modules:
                 self._arrange(origin, seen)
         self.order.append(name)
@@ -183,8 +183,6 @@ class _Bundle:
 
     def _source(self, module, node, name) -> str:
         key = f'{module.name}.{name}'
-        if key in self.instead:
-            return self.instead[key].strip('\n')
         dropped = set()
         for child in ast.walk(node):
             drop = isinstance(child, ast.ImportFrom) and is_ours(child.module)

@@ -68,6 +68,8 @@ class Top(Base):
 ''',
     'attention/again.py': 'from attention.high import Top\n\n\ndef length():\n    return Top\n',
     'attention/renamed.py': 'from kv.low import SEVEN as six\n\n\ndef f():\n    return six\n',
+    'attention/lazy.py': 'def area(x):\n    from kv.other import times_seven  # slow to load\n    return times_seven(2 * x)\n',
+    'kv/other.py': 'from kv.low import SEVEN\n\n\ndef times_seven(x):\n    return SEVEN * x\n',
     'attention/whole.py': 'import kv.low\n\n\ndef f():\n    return kv.low.SEVEN\n',
 }
 
@@ -104,9 +106,11 @@ def test_methods_are_left_out_with_what_only_they_need():
     assert 'late' in bundle('attention.high', ['Top'])
 
 
-def test_a_definition_takes_the_place_of_another_with_what_it_needs():
-    text = bundle('attention.high', ['Top'], instead={'kv.low.length': 'def length(x):\n    return -x\n'})
-    assert run(text).Top().value() == [3, 2, 7] and 'sqrt' not in text
+def test_what_only_a_function_imports_comes_too():
+    """From a module that is imported nowhere else."""
+    text = bundle('attention.lazy', ['area'])
+    assert run(text).area(2) == 28 and 'from kv' not in text
+    assert text.index('def times_seven') < text.index('def area')
 
 
 def test_names_handed_on_by_a_package_are_followed():
