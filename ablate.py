@@ -1,8 +1,8 @@
 """Train a ladder of models, each one change from the one above, and show side by side what each
 saving costs and buys.
 
-    python ablate.py config/ablate_smoke.py                    # all of it in two minutes, on a tiny model
-    python ablate.py config/ablate_shakespeare.py --dry_run=True   # the runs, and which of them are to be done
+    python ablate.py config/ablate_smoke.py                    # all in two minutes, on a tiny model
+    python ablate.py config/ablate_shakespeare.py --dry_run=True   # the runs, and which are to do
     python ablate.py config/ablate_shakespeare.py --jobs=2     # two runs at a time
     python ablate.py config/ablate_shakespeare.py --only='MQA' --seeds=1
     python ablate.py config/ablate_gpt2.py --devices=cuda:0,cuda:1
@@ -43,7 +43,8 @@ def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dic
             row = ladder.rows[row.converted_from]
             if not results.read(row, seed):
                 wanted.append((row, seed))
-    place = {row.name: {seed: i for i, seed in enumerate(ladder.seeds(row))} for row in ladder.rows.values()}
+    place = {row.name: {seed: i for i, seed in enumerate(ladder.seeds(row))}
+             for row in ladder.rows.values()}
     # the whole ladder with one seed first
     wanted.sort(key=lambda run: (run[0].side, place[run[0].name].get(run[1], 0)))
     runs = dict.fromkeys((ladder.trainer(row), seed) for row, seed in wanted)
@@ -53,7 +54,8 @@ def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dic
 def job(ladder, results, row, seed, argv) -> Job:
     """Train, then judge. row: the one that the training is named after."""
     out_dir = results.out_dir(row, seed)
-    train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}', '--always_save_checkpoint=True']
+    train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}',
+             '--always_save_checkpoint=True']
     commands = [train, ['-m', 'lab.ablation.measure', row.name, str(seed), *argv]]
     begun = (out_dir / 'ckpt.pt').is_file()
     if begun or row.converted_from:
@@ -77,7 +79,8 @@ def train_all(ladder, results, argv, only) -> int:
             results.write_failure(*next(run for run, other in jobs.items() if other is job), error)
     depths = {ladder.depth(row) for row in ladder.rows.values()}
     for depth in sorted(depths):  # those that begin with another row's weights when these are there
-        jobs = {run: job for run, job in jobs_of(ladder, results, argv, only).items() if ladder.depth(run[0]) == depth}
+        jobs = {run: job for run, job in jobs_of(ladder, results, argv, only).items()
+                if ladder.depth(run[0]) == depth}
         if jobs:
             run_jobs(list(jobs.values()), devices, s.jobs, ended)
     return len(failed)
@@ -92,7 +95,8 @@ def chosen(ladder) -> set:
     wanted = only.split(',') if only else []
     for name in wanted:
         if slug_of(name) not in slugs:
-            raise UserError(f"only={only!r}: there is no row {name.strip()!r}; there are {', '.join(map(repr, ladder.rows))}")
+            there = ', '.join(map(repr, ladder.rows))
+            raise UserError(f'only={only!r}: there is no row {name.strip()!r}; there are {there}')
     return {slugs[slug_of(name)] for name in wanted}
 
 
@@ -106,13 +110,15 @@ def measured_speed(ladder, results, measure: bool) -> dict | None:
     speed = cost.Speed(ladder)
     found = speed.of(found)
     if measure and not (found and speed.is_whole(found)):
-        return speed.measure(found, lambda document: write_whole(path, json.dumps(document, indent=1) + '\n'))
+        return speed.measure(found, lambda document: write_whole(
+            path, json.dumps(document, indent=1) + '\n'))
     return found
 
 
 def summary_of(ladder, results, measure: bool) -> dict:
     contexts = numbers('contexts', ladder.s.contexts)
-    return summarize(ladder, results, measured_speed(ladder, results, measure), recall_of(ladder, results.folder),
+    speed = measured_speed(ladder, results, measure)
+    return summarize(ladder, results, speed, recall_of(ladder, results.folder),
                      lambda row: cost.kv_bytes(ladder, row, contexts))
 
 
@@ -124,7 +130,8 @@ def list_runs(ladder, results, argv, only) -> None:
         trainer = ladder.trainer(row)
         todo = sorted(seed for trained, seed in runs if trained is trainer and seed not in done
                       and (row is trainer or seed in ladder.seeds(row)))
-        how = f'weights of {trainer.name!r}' if trainer is not row else f'{ladder.settings(row).max_iters:,} iterations'
+        how = (f'weights of {trainer.name!r}' if trainer is not row
+               else f'{ladder.settings(row).max_iters:,} iterations')
         print(f"{row.name}: seeds done {done or '-'}, to do {todo or '-'} ({how})")
 
 

@@ -1,23 +1,27 @@
 """Time what the model does: training steps as nanoGPT's bench.py, tokens out of the cache, prompts
 into it.
 
-    python bench.py --real_data=False                                      # GPT-2 124M's shape, one random batch
-    python bench.py config/train_mqa_local.py --dataset=shakespeare_works  # a config's shape, windows of its data set
+    python bench.py --real_data=False                   # GPT-2 124M's shape, one random batch
+    python bench.py --real_data=False --profile=True    # trace for chrome://tracing or TensorBoard
     python bench.py --real_data=False --compile=False --batch_size=4 --block_size=256 --json=True
-    python bench.py --real_data=False --profile=True                       # trace for chrome://tracing or TensorBoard
+    # a config's shape, windows of its data set
+    python bench.py config/train_mqa_local.py --dataset=shakespeare_works
+    # training steps, in turns with nanoGPT's
+    python bench.py --real_data=False --against=nanogpt --nanogpt=FOLDER
 
-    python bench.py config/train_gpt2_mqa_local.py --mode=decode --batch_sizes=1,4,16 --contexts=1024,4096
-    python bench.py config/train_gpt2_mqa_local.py --mode=decode --batch_sizes=16 --contexts=4096 --against=vanilla
-    python bench.py config/train_gpt2_mqa_local.py --mode=decode --contexts=4096 --budget=1GB --against=vanilla
-    python bench.py --mode=decode --batch_sizes=1,16 --contexts=960 --against=hf       # transformers, same vanilla weights
+    GPT2=config/train_gpt2_mqa_local.py
+    python bench.py $GPT2 --mode=decode --batch_sizes=1,4,16 --contexts=1024,4096
+    python bench.py $GPT2 --mode=decode --batch_sizes=16 --contexts=4096 --against=vanilla
+    python bench.py $GPT2 --mode=decode --contexts=4096 --budget=1GB --against=vanilla
+    # transformers, same vanilla weights
+    python bench.py --mode=decode --batch_sizes=1,16 --contexts=960 --against=hf
     python bench.py --mode=decode --contexts=960 --steps=8 --against=nanogpt --nanogpt=FOLDER
-    python bench.py config/train_gpt2_mqa_local.py --mode=prefill --contexts=1024,8192 --prefill_chunk=1024
-    python bench.py config/train_gpt2_mqa_local.py --mode=serve --batch_sizes=16 --contexts=64 --requests=64
-    python bench.py config/train_gpt2_mqa_local.py --mode=recompute --contexts=1024 --against=vanilla
-    python bench.py config/train_gpt2_mqa_local.py --mode=lengths --contexts=1024,8192 --against=vanilla
-    python bench.py --real_data=False --against=nanogpt --nanogpt=FOLDER             # training steps, in turns with nanoGPT's
-    python bench.py config/train_gpt2_mqa_local.py --mode=kernels --batch_sizes=256 --contexts=8192     # on CUDA
-    python bench.py config/train_gpt2_mqa_local.py --mode=chat --contexts=1024,8192 --kv_dtype=int8 --requests=1000
+    python bench.py $GPT2 --mode=prefill --contexts=1024,8192 --prefill_chunk=1024
+    python bench.py $GPT2 --mode=serve --batch_sizes=16 --contexts=64 --requests=64
+    python bench.py $GPT2 --mode=recompute --contexts=1024 --against=vanilla
+    python bench.py $GPT2 --mode=lengths --contexts=1024,8192 --against=vanilla
+    python bench.py $GPT2 --mode=kernels --batch_sizes=256 --contexts=8192              # on CUDA
+    python bench.py $GPT2 --mode=chat --contexts=1024,8192 --kv_dtype=int8 --requests=1000
     python bench.py --help
 
 train: a step is forward, backward and AdamW update of one batch, without dropout

@@ -46,8 +46,10 @@ class Chat:
         max_seq_len = s.max_seq_len or longest_context(model.config)
         # the other half is for what was said
         self.longest = min(s.max_new_tokens, max_seq_len // 2)
-        self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer, captured=s.captured,
-                             prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget'), prefix_folder=s.prefix_folder)
+        budget = parse_bytes(s.prefix_budget, 'prefix_budget')
+        self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer,
+                             captured=s.captured, prefix_budget=budget,
+                             prefix_folder=s.prefix_folder)
         self.replies, self.ttft = 0, []
 
     def reply(self) -> None:
@@ -55,16 +57,18 @@ class Chat:
         dialogue, s = self.dialogue, self.s
         room = self.engine.cache.max_seq_len - self.longest
         if dialogue.turns and len(dialogue.turns[-1].ids) > room // 2:
-            raise UserError(f'your turn is longer than half of the {room:,} tokens that the model is given of a '
-                            f'conversation ({self.longest:,} more are kept for its reply)')
+            raise UserError(f'your turn is longer than half of the {room:,} tokens that the model '
+                            f'is given of a conversation ({self.longest:,} more are kept for its '
+                            'reply)')
         dialogue.untrim(room)  # as after a /switch, or with a larger max_seq_len than last time
         if len(dialogue.prompt(s.reply_as)) > room:
             # much at once: a prompt that begins otherwise is recomputed
             n = dialogue.trim(room // 2)
-            print(f'(the conversation is longer than the {room:,} tokens that the model is given, with {self.longest:,} '
-                  f'kept for its reply: it sees turns {n + 1} to {len(dialogue.turns)} from here on; /history and the file '
-                  'have all)')
-        params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p, seed=sample_seed(s.seed, self.replies),
+            print(f'(the conversation is longer than the {room:,} tokens that the model is given, '
+                  f'with {self.longest:,} kept for its reply: it sees turns {n + 1} to '
+                  f'{len(dialogue.turns)} from here on; /history and the file have all)')
+        params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p,
+                                seed=sample_seed(s.seed, self.replies),
                                 stop=(dialogue.template.end,))
         self.replies += 1
         print(dialogue.template.head(s.reply_as), end='', flush=True)
@@ -134,12 +138,14 @@ class Chat:
                 self.dialogue.turns[:], self.dialogue.trimmed = before, trimmed
                 raise
         elif name in ('undo', 'fork', 'switch'):
-            {'undo': lambda _: self.undo(), 'fork': self.dialogue.fork, 'switch': self.dialogue.switch}[name](rest)
+            {'undo': lambda _: self.undo(), 'fork': self.dialogue.fork,
+             'switch': self.dialogue.switch}[name](rest)
             self.dialogue.save(self.path)
             print(f'({len(self.dialogue.turns)} turns on branch {self.dialogue.branch!r})')
         elif name == 'branches':
             for branch, turns in self.dialogue.branches.items():
-                print(f"{'*' if branch == self.dialogue.branch else ' '} {branch}: {len(turns)} turns")
+                mark = '*' if branch == self.dialogue.branch else ' '
+                print(f'{mark} {branch}: {len(turns)} turns')
         elif name == 'history':
             self.show(self.dialogue.turns)
         elif name == 'stats':
@@ -155,7 +161,8 @@ class Chat:
     def show(self, turns) -> None:
         """Turns as the template writes them."""
         template = self.dialogue.template
-        print(''.join(template.head(turn.name) + turn.text + template.end for turn in turns), end='')
+        print(''.join(template.head(turn.name) + turn.text + template.end for turn in turns),
+              end='')
 
     def stats(self) -> str:
         """What the store of prefixes has saved so far."""
@@ -163,18 +170,20 @@ class Chat:
         if not stats.requests:
             return 'no reply yet'
         held = store.nbytes + len(store.table.kept) * store.copier.page_nbytes
-        vanilla = self.engine.model.plan.vanilla().position_nbytes('bfloat16') * len(self.engine.model.plan.layers)
+        plan = self.engine.model.plan
+        vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
         tokens = len(store.index) * store.size
         replies = '1 reply' if stats.requests == 1 else f'{stats.requests} replies'
         return (f'{replies}: {stats.found:,} of {stats.looked_up:,} prompt tokens reused '
                 f'({stats.hit_rate:.1%})\ntime to the first token: {self._ttft()}\n'
-                f'held between turns: {nice_bytes(held)} for {tokens:,} tokens (vanilla GPT-2 in bfloat16: '
-                f'{nice_bytes(vanilla * tokens)})')
+                f'held between turns: {nice_bytes(held)} for {tokens:,} tokens (vanilla GPT-2 in '
+                f'bfloat16: {nice_bytes(vanilla * tokens)})')
 
     def _ttft(self) -> str:
         if not self.ttft:
             return 'no reply came so far'
-        return f'last {self.ttft[-1] * 1e3:.1f} ms, mean {sum(self.ttft) / len(self.ttft) * 1e3:.1f} ms'
+        mean = sum(self.ttft) / len(self.ttft)
+        return f'last {self.ttft[-1] * 1e3:.1f} ms, mean {mean * 1e3:.1f} ms'
 
 
 def talk(chat) -> None:
@@ -206,8 +215,8 @@ def main(argv=None):
         chat.dialogue.load(chat.path)
         print(f'(going on with {len(chat.dialogue.turns)} turns from {chat.path}; the last ones:)')
         chat.show(chat.dialogue.turns[-2:])
-    print(f'(up to {chat.engine.cache.max_seq_len:,} tokens of the conversation are given to the model; '
-          '/help lists what you can do)')
+    print(f'(up to {chat.engine.cache.max_seq_len:,} tokens of the conversation are given to the '
+          'model; /help lists what you can do)')
     try:
         talk(chat)
     finally:

@@ -1,8 +1,9 @@
 r"""Serve a trained model over HTTP, with OpenAI's interface for completions and chat.
 
-    python serve.py out-mqa-local                                     # http://127.0.0.1:8000/v1, for this machine alone
+    python serve.py out-mqa-local         # http://127.0.0.1:8000/v1, for this machine alone
     NANOKV_API_KEY=secret python serve.py --out_dir=out-mqa-local --host=0.0.0.0 --port=8080
-    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "ROMEO:", "max_tokens": 50}'
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
+        -d '{"prompt": "ROMEO:", "max_tokens": 50}'
     python serve.py --help
 
 POST /v1/completions and /v1/chat/completions (with stream too), GET /v1/models, /health, /metrics
@@ -40,7 +41,8 @@ def parts():
 
 
 def check(s):
-    for name, low in (('parallel', 1), ('max_new_tokens', 1), ('max_waiting', 0), ('port', 0), ('grace', 0.0)):
+    for name, low in (('parallel', 1), ('max_new_tokens', 1), ('max_waiting', 0), ('port', 0),
+                      ('grace', 0.0)):
         if getattr(s, name) < low:
             raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
     if s.port > 65535:  # some systems would take the rest of a division
@@ -58,7 +60,8 @@ def read_keys(path: str, environment) -> list[str]:
     """
     if path:
         try:
-            keys = [line.strip() for line in Path(path).read_text(encoding='utf-8-sig').splitlines() if line.strip()]
+            lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
+            keys = [line.strip() for line in lines if line.strip()]
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f'api_key_file={path!r} cannot be read: {e}') from e
         if not keys:
@@ -66,7 +69,8 @@ def read_keys(path: str, environment) -> list[str]:
         return keys
     key = environment.get('NANOKV_API_KEY')
     if key is not None and not key.strip():
-        raise UserError('NANOKV_API_KEY is set, and empty: give a key, or unset it to serve without')
+        raise UserError('NANOKV_API_KEY is set, and empty: '
+                        'give a key, or unset it to serve without')
     return [] if key is None else [key.strip()]
 
 
@@ -78,16 +82,19 @@ def make_service(s, model, tokenizer):
             tokenizer.encode(template.head(name) + template.end)
     except UserError as e:
         print(f'Note: conversations will be refused, by --turn, --user and --reply_as: {e}')
-    budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else total_memory(model.device) // 2
+    budget = (parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget
+              else total_memory(model.device) // 2)
     max_seq_len = s.max_seq_len or longest_context(model.config)
-    engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget, pack=s.pack, tokenizer=tokenizer, captured=s.captured,
-                    prefix_budget=parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0,
+    prefix_budget = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
+    engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget, pack=s.pack,
+                    tokenizer=tokenizer, captured=s.captured, prefix_budget=prefix_budget,
                     prefix_folder=s.prefix_folder)
     table = engine.cache.table
     positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
-    name = s.model_name or (Path(s.out_dir).resolve().name if s.init_from == 'resume' else Path(s.init_from).name)
-    return engine, Service(name, tokenizer, positions, s.max_new_tokens, s.parallel + s.max_waiting, template, s.user,
-                           s.reply_as, s.strict_messages)
+    source = Path(s.out_dir).resolve() if s.init_from == 'resume' else Path(s.init_from)
+    return engine, Service(s.model_name or source.name, tokenizer, positions, s.max_new_tokens,
+                           s.parallel + s.max_waiting, template, s.user, s.reply_as,
+                           s.strict_messages)
 
 
 def main(argv=None):
@@ -95,18 +102,20 @@ def main(argv=None):
     check(s)
     Limits, make_app, Metrics, RequestLog, Server, bind = parts()
     from serving.worker import Worker
-    keys, limits = read_keys(s.api_key_file, os.environ), Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
+    keys = read_keys(s.api_key_file, os.environ)
+    limits = Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
     sock = bind(s.host, s.port)  # before anything slow
     model, tokenizer = load(s)
     engine, service = make_service(s, model, tokenizer)
     if engine.captured:
-        print(f'Preparing decode steps of 1 to {s.parallel} rows: some seconds, a minute the first time', flush=True)
+        print(f'Preparing decode steps of 1 to {s.parallel} rows: '
+              'some seconds, a minute the first time', flush=True)
         engine.prepare()
     worker = Worker(engine, s.max_waiting, Metrics())
     worker.start()
     if s.host not in LOOPBACK and not keys:
-        print(f'Note: whoever reaches {s.host} may use this server: NANOKV_API_KEY or --api_key_file asks for a key',
-              file=sys.stderr)
+        print(f'Note: whoever reaches {s.host} may use this server: '
+              'NANOKV_API_KEY or --api_key_file asks for a key', file=sys.stderr)
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     greeting = f'Serving {service.model!r} at {url}/v1, a chat page at {url}/ (Ctrl-C ends it)'

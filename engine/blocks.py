@@ -38,14 +38,16 @@ class Block:
     used: when it was last of use. depth: blocks from the root on, itself included. saved: the
     n_local with which it was written to disk or read from there, -1 = neither.
     """
-    __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local', 'anchor', 'users', 'used',
-                 'saved')
+    __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local',
+                 'anchor', 'users', 'used', 'saved')
 
     def __init__(self, key: bytes, tokens: bytes, parent: 'Block | None'):
         self.key, self.tokens, self.parent, self.children = key, tokens, parent, {}
         self.depth = parent.depth + 1 if parent else 0
-        self.page, self.copy, self.local, self.n_local, self.anchor, self.users, self.used = -1, None, None, 0, False, 0, 0
-        self.saved = -1
+        self.page, self.copy = -1, None
+        self.local, self.n_local = None, 0
+        self.anchor, self.saved = False, -1
+        self.users, self.used = 0, 0
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +89,9 @@ class PrefixStats:
 
     def count(self, looked_up: int, found: int) -> None:
         """One more request."""
-        self.requests, self.looked_up, self.found = self.requests + 1, self.looked_up + looked_up, self.found + found
+        self.requests += 1
+        self.looked_up += looked_up
+        self.found += found
 
     @property
     def hit_rate(self) -> float:
@@ -104,14 +108,16 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.stream = device, torch.cuda.Stream(device) if device.type == 'cuda' else None
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
 
     def out(self, buffer: torch.Tensor) -> torch.Tensor:
         """A buffer of the host that will hold what this one of the device, (n,) uint8, holds when
         the work before is done."""
         if self.stream is None:
             return buffer
-        host = torch.empty(1 << (buffer.numel() - 1).bit_length(), dtype=torch.uint8, pin_memory=True)[:buffer.numel()]
+        n = buffer.numel()
+        host = torch.empty(1 << (n - 1).bit_length(), dtype=torch.uint8, pin_memory=True)[:n]
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             host.copy_(buffer, non_blocking=True)
@@ -142,7 +148,8 @@ class BlockCopier:
         self.rings = [store for store in cache.stores if isinstance(store, RingSlot)]
         windows = {store.window for store in self.rings} or {0}
         if len(windows) > 1:
-            raise UserError(f'local slots have windows of {sorted(windows)}: blocks are kept for one window only')
+            raise UserError(f'local slots have windows of {sorted(windows)}: '
+                            'blocks are kept for one window only')
         [self.window] = windows
         self.position_nbytes = cache.plan.position_nbytes(cache.kv_dtype)
 
@@ -198,7 +205,8 @@ class BlockCopier:
         """Each tensor of the stores with its (Hkv, n, D or 1) place in the buffer; wide elements
         first, so that they are aligned."""
         at = 0
-        for x in sorted((x for store in stores for x in store.tensors), key=lambda x: -x.element_size()):
+        tensors = [x for store in stores for x in store.tensors]
+        for x in sorted(tensors, key=lambda x: -x.element_size()):
             shape = x.size(1), n, x.size(3)
             end = at + x.element_size() * shape[0] * shape[1] * shape[2]
             yield x, buffer[at:end].view(x.dtype).view(shape)

@@ -2,7 +2,7 @@
 step is otherwise bound by the time that launching its hundred kernels takes.
 
     decode = captured_decode(model, cache)  # None where it would not be the fast way
-    logits = decode(tokens)                 # (n, 1) ids for the first n rows -> (n, V); nothing waits for the device
+    logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V); no waiting
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is
 on the device (`engine.static`): nothing is captured or compiled anew as they grow. (Elsewhere
@@ -101,7 +101,9 @@ class _Step:
         self.model, self.static = model, StaticCache(cache, size)
         with torch.inference_mode(False):
             self.tokens = torch.zeros(size, 1, dtype=torch.int64, device=model.device)
-        self.call = torch.compile(self._logits, fullgraph=True, dynamic=False) if compiled else self._logits
+        self.call = self._logits
+        if compiled:
+            self.call = torch.compile(self._logits, fullgraph=True, dynamic=False)
         self.graph = None
 
     def _logits(self, tokens):

@@ -1,10 +1,10 @@
 """A conversation as a text: turns by a template, their token ids as they were said, branches. No
 torch here.
 
-    turn = '{name}.\n{text}\n\n'        ROMEO.                 what the model is given: all turns, then the next one up to its
-                                        She speaks.            text; the reply ends where what follows a text comes up
+    turn = '{name}.\n{text}\n\n'    ROMEO.         the model is given all turns, then the next one
+                                    She speaks.    up to its text; what follows a text ends a reply
 
-                                        JULIET.
+                                    JULIET.
 """
 import json
 import os
@@ -32,9 +32,11 @@ class Template:
             pieces = list(string.Formatter().parse(self.turn))
         except ValueError as e:
             raise UserError(f'turn={self.turn!r}: {e}') from e
-        if [name for _, name, *_ in pieces if name is not None] != ['name', 'text'] or len(pieces) < 3:
-            raise UserError(f"turn={self.turn!r}: must have {{name}} and then {{text}}, each once, and end with something that "
-                            "a text does not have in it, as '{name}:\\n{text}\\n\\n'")
+        names = [name for _, name, *_ in pieces if name is not None]
+        if names != ['name', 'text'] or len(pieces) < 3:
+            raise UserError(f'turn={self.turn!r}: must have {{name}} and then {{text}}, each once, '
+                            'and end with something that a text does not have in it, as '
+                            "'{name}:\\n{text}\\n\\n'")
         object.__setattr__(self, '_pieces', [literal for literal, *_ in pieces])
 
     def head(self, name: str) -> str:
@@ -93,8 +95,8 @@ class Dialogue:
             lines = [line for line in text.splitlines() if line.strip()]
             text = (' ' if end == '\n' else '\n').join(lines)
         if ends_early():
-            raise UserError(f'a turn ends at {end!r}, and this one has it before its end: in its text, or where that begins or '
-                            'ends')
+            raise UserError(f'a turn ends at {end!r}, and this one has it before its end: '
+                            'in its text, or where that begins or ends')
         self.turns.append(Turn(name, text, self._encoded(head + text + end)))
 
     def _encoded(self, text):
@@ -140,7 +142,8 @@ class Dialogue:
     def fork(self, name: str) -> None:
         """Go on under a new name; the branch stays as it is."""
         if not name or name in self.branches:
-            raise UserError(f'there is a branch {name!r} already' if name else 'a branch needs a name')
+            raise UserError(f'there is a branch {name!r} already' if name
+                            else 'a branch needs a name')
         self.branches[name] = list(self.turns)
         self.trimmed[name] = self.trimmed.get(self.branch, 0)
         self.branch = name
@@ -148,7 +151,8 @@ class Dialogue:
     def switch(self, name: str) -> None:
         """Go on with another branch."""
         if name not in self.branches:
-            raise UserError(f"there is no branch {name!r}; there are {', '.join(map(repr, self.branches))}")
+            there = ', '.join(map(repr, self.branches))
+            raise UserError(f'there is no branch {name!r}; there are {there}')
         self.branch = name
 
     # -- on disk -----------------------------------------------------------------------------------
@@ -159,8 +163,9 @@ class Dialogue:
         Raises:
             UserError: it cannot be written.
         """
-        document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch, 'trimmed': self.trimmed,
-                    'branches': {name: [asdict(turn) for turn in turns] for name, turns in self.branches.items()}}
+        branches = {name: [asdict(turn) for turn in turns] for name, turns in self.branches.items()}
+        document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch,
+                    'trimmed': self.trimmed, 'branches': branches}
         temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
         try:
             temporary.write_text(json.dumps(document, ensure_ascii=False), encoding='utf-8')
@@ -180,22 +185,28 @@ class Dialogue:
         try:
             document = json.loads(path.read_text(encoding='utf-8'))
             if document['version'] != VERSION or document['turn'] != self.template.turn:
-                raise UserError(f"{path} was written with turn={document['turn']!r} (version {document['version']}): give "
-                                'that, or another file for the history')
-            branches = {str(name): [Turn(str(turn['name']), str(turn['text']), [int(i) for i in turn['ids']]) for turn in turns]
+                raise UserError(f"{path} was written with turn={document['turn']!r} (version "
+                                f"{document['version']}): give that, or another file for the "
+                                'history')
+            branches = {str(name): [Turn(str(turn['name']), str(turn['text']),
+                                         [int(i) for i in turn['ids']]) for turn in turns]
                         for name, turns in document['branches'].items()}
             branch = document['branch']
             for turn in (turn for turns in branches.values() for turn in turns):
-                if self.tokenizer.decode(turn.ids) != self.template.head(turn.name) + turn.text + self.template.end:
-                    raise UserError(f'{path} was said by a model with other tokens, or changed: {turn.text[:40]!r}')
-            trimmed = {str(name): min(max(0, int(n)), len(branches[name])) for name, n in document.get('trimmed', {}).items()
-                       if name in branches}
-            self.branches, self.branch = branches, branch if branch in branches else next(iter(branches))
-            self.trimmed = trimmed
+                said = self.template.head(turn.name) + turn.text + self.template.end
+                if self.tokenizer.decode(turn.ids) != said:
+                    raise UserError(f'{path} was said by a model with other tokens, or changed: '
+                                    f'{turn.text[:40]!r}')
+            trimmed = {str(name): min(max(0, int(n)), len(branches[name]))
+                       for name, n in document.get('trimmed', {}).items() if name in branches}
+            self.branch = branch if branch in branches else next(iter(branches))
+            self.branches, self.trimmed = branches, trimmed
         except UserError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as e:
-            raise UserError(f'{path} is no conversation that can be read: {type(e).__name__}: {e}') from e
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError,
+                StopIteration) as e:
+            raise UserError(f'{path} is no conversation that can be read: '
+                            f'{type(e).__name__}: {e}') from e
 
 
 def longest_context(config) -> int:

@@ -1,16 +1,14 @@
-"""The batching engine: many requests through one paged cache, each joining and leaving when it is
-ready.
+"""The batching engine: many requests in one paged cache; each joins and leaves when it is ready.
 
-    engine = Engine(model, max_batch_size=16, max_seq_len=1024, kv_dtype='int8', tokenizer=tokenizer)
-    for completion in engine.generate(['To be', 'Once more'], SamplingParams(max_new_tokens=50, seed=1)):
+    engine = Engine(model, 16, max_seq_len=1024, kv_dtype='int8', tokenizer=tokenizer)
+    for completion in engine.generate(['To be', 'Once more'], SamplingParams(seed=1)):
         print(completion.text)
 
     for event in engine.stream(prompts, params):          # as tokens come, of all requests
         print(event.index, event.text, event.completion)
 
-What a request gets does not depend on the others (up to the rounding of GEMMs of another batch
-size): its random numbers come from its own seed, and when pages run out it may wait, but then goes
-on as before.
+What a request gets does not depend on others (up to the rounding of GEMMs of another batch size):
+its random numbers come from its own seed; when pages run out it may wait, then goes on as before.
 """
 import operator
 import time
@@ -34,19 +32,15 @@ from engine.stopping import SampleText
 from engine.weights import pack_weights
 
 PREFILL_CHUNK = 256
-# longer rows need no other kernels (`splits` and FEW_SPLITS in attention/kernels/decode.py)
-MANY_KEYS = 2304
+MANY_KEYS = 2304        # longer rows need no other kernels: `splits` in attention/kernels/decode.py
 DISK_BUDGET = 10 ** 11  # bytes of a prefix_folder
 
 
 @dataclass
 class Event:
-    """One token of a request, or its end.
-
-    index: of the request, in the order of submission. token: -1 where there is none (an error,
-    cancelled). text: the further text that is now certain. completion: only in the last event of a
-    request.
-    """
+    """One token of a request, or its end. index: of the request, in the order of submission. token:
+    -1 where there is none (an error, cancelled). text: the further text that is now certain.
+    completion: only in the last event of a request."""
     index: int
     token: int
     text: str = ''
@@ -64,15 +58,15 @@ class _Job:
         self.restore()
 
     def restore(self) -> list[str]:
-        """Sampler and text from the tokens that there are, whatever state an interruption left them
-        in; the piece of text of each token."""
+        """Sampler and text anew from the tokens, whatever interrupted; the text of each token."""
         params, tokens = self.request.params, self.request.tokens
         self.sampling = SampleRow(params, self.request.prompt + tokens, len(tokens))
         self.text = SampleText(self.tokenizer.stream(), params.stop) if self.tokenizer else None
         return [self._piece(token) for token in tokens]
 
     def _piece(self, token: int) -> str:
-        return self.text.add(token) if self.text and token not in self.request.params.stop_tokens else ''
+        is_text = self.text and token not in self.request.params.stop_tokens
+        return self.text.add(token) if is_text else ''
 
     def take(self, token: int, logprob) -> str:
         """The token becomes part of the text; the piece of text that it makes certain."""
@@ -98,33 +92,27 @@ class Engine:
         max_batch_size: rows: requests that run at once.
         max_seq_len: most positions of a request (prompt and generated); 0 = the model's block_size.
         kv_dtype: as in `model.new_cache`.
-        kv_budget: bytes of KV memory for all; 0 = enough for every row at max_seq_len. Rings of the
-            local slots are allocated for every row, the rest of the budget is pages of global
-            slots, held by who needs them.
+        kv_budget: bytes of KV memory for all; 0 = enough for every row at max_seq_len. Every row
+            has rings for the local slots; the rest is pages of global slots, for who needs them.
         page_size: positions of a page.
         prefill_chunk: most prompt tokens that are computed between two decode steps.
-        pack: on a CPU in float32, keep a second copy of the weights that larger batches read faster
-            (`engine.weights.pack_weights`).
-        prefix_budget: bytes of host memory for what earlier requests have computed
-            (`engine.prefix`), of which later ones that begin alike take over what they can; 0 =
-            every request computes its whole prompt.
-        prefix_folder: also on disk: what leaves the host's memory, and at `close` all of it; '' =
-            not.
-        captured: on CUDA, decode steps are captured as CUDA graphs and replayed
-            (`engine.captured`).
-        tokenizer: for prompts that are text, for texts in the answers, and for stop texts; None =
-            token ids only.
+        pack: on a CPU in float32, keep a copy of the weights that larger batches read faster.
+        prefix_budget: bytes of host memory for what requests have computed (`engine.prefix`), which
+            later ones that begin alike take over; 0 = every request computes its whole prompt.
+        prefix_folder: also on disk: what leaves that memory, and at `close` all of it; '' = not.
+        captured: on CUDA, capture decode steps as graphs and replay them (`engine.captured`).
+        tokenizer: for texts: of prompts, in answers, and to stop at; None = token ids only.
     Raises:
-        UserError: sizes below 1, a budget that cannot hold one page beside the rings, what
-            `new_cache` refuses.
+        UserError: sizes below 1, a budget below rings and a page, what `new_cache` refuses.
     """
 
-    def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *, kv_budget: int = 0,
-                 page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK, pack: bool = True, prefix_budget: int = 0,
-                 prefix_folder: str = '', tokenizer=None, captured: bool = True, scheduler=Scheduler):
+    def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
+                 kv_budget: int = 0, page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK,
+                 pack: bool = True, prefix_budget: int = 0, prefix_folder: str = '', tokenizer=None,
+                 captured: bool = True, scheduler=Scheduler):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
-            raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, page_size={page_size}: '
-                            'must be at least 1')
+            raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, '
+                            f'page_size={page_size}: must be at least 1')
         self.model, self.tokenizer = model.eval(), tokenizer
         max_seq_len = max_seq_len or model.config.block_size
         n_pages = self._n_pages(max_batch_size, max_seq_len, kv_dtype, kv_budget, page_size)
@@ -136,16 +124,11 @@ class Engine:
         if pack:
             pack_weights(model, max_batch_size)
         self.captured = captured_decode(model, self.cache) if captured else None
-        # of requests that have not ended, by their number
-        self.jobs: dict[int, _Job] = {}
+        self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by number
         self._undelivered: list[Event] = []          # the next step gives them
-        # events of a step that failed, from which it has not been recovered yet
-        self._torn: list[Event] | None = None
-        # of requests that a stream awaits, by their number
-        self._inboxes: dict[int, deque[Event]] = {}
-        self._submitted = 0
-        # most bytes of KV memory that were held at once, see `PagedKVCache.held_nbytes`
-        self.held_peak = 0
+        self._torn: list[Event] | None = None        # of a step that failed, not recovered yet
+        self._inboxes: dict[int, deque[Event]] = {}  # of requests a stream awaits, by number
+        self._submitted, self.held_peak = 0, 0       # peak: most `PagedKVCache.held_nbytes` so far
 
     def _prefix_store(self, budget, folder):
         if budget < 0 or (folder and not budget):
@@ -153,8 +136,10 @@ class Engine:
                             ', for a prefix_folder too' * bool(folder))
         if not budget:
             return None
-        page_size, kv_dtype = self.cache.table.page_size, self.cache.kv_dtype
-        disk = DiskTier(folder, fingerprint(self.model, kv_dtype, page_size), DISK_BUDGET) if folder else None
+        disk = None
+        if folder:
+            known_by = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size)
+            disk = DiskTier(folder, known_by, DISK_BUDGET)
         return PrefixStore(self.cache, budget, disk=disk)
 
     def close(self) -> None:
@@ -163,21 +148,21 @@ class Engine:
             self.prefix.close()
 
     def _n_pages(self, rows, max_seq_len, kv_dtype, budget, page_size):
-        full, plan = rows * -(-max_seq_len // page_size), self.model.plan
-        kv_dtype = self.model.resolved_kv_dtype(kv_dtype)
-        page, rings = plan.page_nbytes(page_size, kv_dtype), plan.rings_nbytes(rows, max_seq_len, kv_dtype)
+        plan, kv_dtype = self.model.plan, self.model.resolved_kv_dtype(kv_dtype)
+        full, page = rows * -(-max_seq_len // page_size), plan.page_nbytes(page_size, kv_dtype)
+        rings = plan.rings_nbytes(rows, max_seq_len, kv_dtype)
         if not budget:
             return full
         if budget < rings + page:
-            raise UserError(f'kv_budget={budget:,} bytes: the windows of max_batch_size={rows} rows take {rings:,} and a page '
-                            f'of {page_size} positions {page:,}: give at least {rings + page:,}, or fewer rows')
+            raise UserError(f'kv_budget={budget:,} bytes: the windows of max_batch_size={rows} '
+                            f'rows take {rings:,} and a page of {page_size} positions {page:,}: '
+                            f'give at least {rings + page:,}, or fewer rows')
         return min(full, (budget - rings) // page) if page else full
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Compile the kernels and capture the decode steps that requests of any length take, so
-        that none of them waits for it: for servers, before the first request. Takes seconds, a
-        minute where kernels are compiled for the first time; nothing where steps are not captured.
+        """Compile the kernels and capture the decode steps of requests of any length, so that none
+        waits for it: seconds, a minute the first time; nothing where steps are not captured.
 
         Raises:
             UserError: there are requests already.
@@ -187,8 +172,7 @@ class Engine:
         if self.n_unfinished:
             raise UserError(f'prepare: {self.n_unfinished} requests have not ended')
         self.captured.prepare()
-        # of the second, tensors may begin at addresses aligned less well
-        for row in range(min(2, self.cache.batch_size)):
+        for row in range(min(2, self.cache.batch_size)):  # the second may be aligned less well
             try:
                 for n in self._chunks_of_every_kind():
                     idx = torch.zeros(1, n, dtype=torch.int64, device=self.model.device)
@@ -197,11 +181,10 @@ class Engine:
                 self.cache.reset()
 
     def _chunks_of_every_kind(self) -> list[int]:
-        """Tokens of chunks, one behind the other in a row, which need all kernels of prefill among
-        them: chunks of different sizes behind few tokens, then behind many."""
+        """Sizes of chunks of a row for all kernels of prefill: each, behind few tokens and many."""
         table, most = self.cache.table, self.scheduler.prefill_chunk
-        room, sizes = min(self.cache.max_seq_len, table.n_pages * table.page_size), [1 << k for k in range(most.bit_length())]
-        chunks = []
+        room = min(self.cache.max_seq_len, table.n_pages * table.page_size)
+        chunks, sizes = [], [1 << k for k in range(most.bit_length())]
         for n in [1, *sizes, *[most] * (MANY_KEYS // most), *sizes]:
             if sum(chunks) + n <= room:
                 chunks.append(n)
@@ -210,13 +193,13 @@ class Engine:
     @property
     def n_unfinished(self) -> int:
         """Requests whose last event is still to come."""
-        return len(self.jobs) + sum(event.completion is not None for event in self._undelivered + (self._torn or []))
+        events = self._undelivered + (self._torn or [])
+        return len(self.jobs) + sum(event.completion is not None for event in events)
 
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, prompt: str | list[int], params: SamplingParams | None = None) -> int:
-        """Queue a request; its index. One that can never run ends with an error in the next `step`,
-        and disturbs no other."""
+        """Queue a request; its index. One that can never run ends in an error at the next step."""
         index, params = self._submitted, params or SamplingParams()
         self._submitted += 1
         ids = []
@@ -224,7 +207,8 @@ class Engine:
             ids = self._ids(prompt)
             self._check(ids, params)
         except UserError as e:
-            self._undelivered.append(Event(index, -1, completion=Completion(ids, [], '', 'error', str(e), seconds=0.0)))
+            refused = Completion(ids, [], '', 'error', str(e), seconds=0.0)
+            self._undelivered.append(Event(index, -1, completion=refused))
             return index
         request = Request(index, ids, params)
         self.jobs[index] = _Job(request, self.tokenizer, time.perf_counter())
@@ -232,8 +216,7 @@ class Engine:
         return index
 
     def cancel(self, index: int) -> Event | None:
-        """End a request where it is. Its last event, which the next step or its stream gives too;
-        None if it has ended already."""
+        """End a request. Its last event, which `step` or stream gives too; None if it has ended."""
         job = self.jobs.get(index)
         if job is None:
             return None
@@ -247,12 +230,15 @@ class Engine:
     def _ids(self, prompt):
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise UserError('the prompt is text, and the engine has no tokenizer: give token ids')
+                raise UserError('the prompt is text, and the engine has no tokenizer: '
+                                'give token ids')
             return self.tokenizer.encode(prompt)
         try:
-            return [operator.index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
+            tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+            return [operator.index(token) for token in tokens]
         except TypeError:
-            raise UserError(f'prompt={shown(prompt)}: must be a text or a list of token ids') from None
+            raise UserError(f'prompt={shown(prompt)}: must be a text or a list of token '
+                            'ids') from None
 
     def _check(self, ids, params):
         vocab_size = self.model.config.vocab_size
@@ -268,12 +254,10 @@ class Engine:
 
     # -- running them ------------------------------------------------------------------------------
 
-    def generate(self, prompts, params=None, on_event: Callable[[Event], None] | None = None) -> list[Completion]:
-        """A completion for each of `prompts` (texts or lists of ids), in their order.
-
-        params: one `SamplingParams` for all, or one for each. on_event: called with each event as
-        it comes.
-        """
+    def generate(self, prompts, params=None,
+                 on_event: Callable[[Event], None] | None = None) -> list[Completion]:
+        """A completion for each of `prompts` (texts or lists of ids), in their order. params: one
+        `SamplingParams` for all, or one for each. on_event: called with each event as it comes."""
         completions = {}
         with closing(self.stream(prompts, params)) as events:  # also when `on_event` fails
             for event in events:
@@ -284,13 +268,13 @@ class Engine:
         return [completions[index] for index in sorted(completions)]
 
     def stream(self, prompts, params=None) -> Iterator[Event]:
-        """The events of `prompts` as they come, with `index` counting from 0 here. Requests that
-        were submitted otherwise go on beside them, unseen. Left early, what has not ended is
-        cancelled."""
+        """The events of `prompts` as they come, with `index` counting from 0. Other requests go on
+        beside them, unseen. Left early, what has not ended is cancelled."""
         prompts = list(prompts)
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
-            raise UserError(f'{len(params)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each')
+            raise UserError(f'{len(params)} SamplingParams for {len(prompts)} prompts: '
+                            'give one for all, or one for each')
         first, inbox, left = self._submitted, deque(), len(prompts)
         try:
             for prompt, p in zip(prompts, params):
@@ -305,15 +289,13 @@ class Engine:
             for index in [index for index, its in self._inboxes.items() if its is inbox]:
                 self.cancel(index)
                 del self._inboxes[index]
-            self._undelivered = [event for event in self._undelivered if not first <= event.index < first + len(prompts)]
+            mine = range(first, first + len(prompts))
+            self._undelivered = [event for event in self._undelivered if event.index not in mine]
 
     def step(self) -> list[Event]:
-        """One step: chunks of prompts, then one token for each request that decodes. Whatever
-        interrupts it (Ctrl-C, no memory), no request is lost: those that were running are computed
-        anew by the next one, and what was drawn comes out of it.
-
-        Returns the events of all requests but those of a `stream`, which gives them itself.
-        """
+        """One step: chunks of prompts, then one token for each request that decodes; its events,
+        but not those of a `stream`. Whatever interrupts it (Ctrl-C, no memory), no request is lost:
+        the next step computes them anew, and what was drawn comes out of it."""
         events = []
         for event in self._step():
             self._inboxes.get(event.index, events).append(event)
@@ -339,8 +321,7 @@ class Engine:
         return events
 
     def _recover(self) -> None:
-        """After a fault anywhere in a step: the tokens of each request and the events made so far
-        are what is true; all else is made again from them."""
+        """After a fault in a step: what requests have drawn and the events so far make all anew."""
         events = self._torn
         self.cache.reset()  # it may have been left half-written
         if self.prefix:
@@ -352,7 +333,8 @@ class Engine:
         for job in list(self.jobs.values()):
             pieces, tokens = job.restore(), job.request.tokens
             for k in range(job.told, len(tokens)):  # drawn, and not yet told
-                self._tell(job, tokens[k], pieces[k], job.logprobs and job.logprobs[k], events, last=k == len(tokens) - 1)
+                logprob, last = job.logprobs and job.logprobs[k], k == len(tokens) - 1
+                self._tell(job, tokens[k], pieces[k], logprob, events, last)
         self._undelivered, self._torn = events + self._undelivered, None
 
     def _decode(self, decoding, events):
@@ -362,14 +344,16 @@ class Engine:
         if not self.captured:
             return self._forward(parts, list(range(len(parts))), events)
         ids = torch.tensor([request.next_tokens(1) if n else [0] for request, n in parts])
-        self._draw(parts, self.captured(ids.to(self.model.device, non_blocking=True), [n for _, n in parts]), events)
+        ids = ids.to(self.model.device, non_blocking=True)
+        self._draw(parts, self.captured(ids, [n for _, n in parts]), events)
 
     def _forward(self, parts, rows, events) -> None:
         """parts: [(request or None, tokens)] for `rows`, which are appended to the cache."""
         width = max(n for _, n in parts)
         ids = [(request.next_tokens(n) if n else []) + [0] * (width - n) for request, n in parts]
         idx = torch.tensor(ids).to(self.model.device, non_blocking=True)
-        self._draw(parts, self.model(idx, cache=self.cache, lens=[n for _, n in parts], rows=rows)[0][:, -1], events)
+        logits = self.model(idx, cache=self.cache, lens=[n for _, n in parts], rows=rows)[0]
+        self._draw(parts, logits[:, -1], events)
 
     def _draw(self, parts, logits, events) -> None:
         """The tokens of `parts` are in the cache; draws one for each request that lacks no more."""
@@ -388,7 +372,8 @@ class Engine:
         for (_, job), token, logprob in zip(drawing, drawn.tokens.tolist(), drawn.logprobs):
             if token < 0:
                 n, tip = len(job.request.tokens), job.request.tip
-                self._end(job, 'error', events, f'the logits of token {n} are not finite (NaN or inf)')
+                self._end(job, 'error', events,
+                          f'the logits of token {n} are not finite (NaN or inf)')
                 if self.prefix:  # nobody is to go on from there
                     self.prefix.forget(tip)
                 continue
@@ -403,11 +388,12 @@ class Engine:
         job.told += 1
 
     def _end(self, job, reason, events, error='', token=-1, text='', logprob=None) -> None:
-        request, now = job.request, time.perf_counter()
+        request, seconds = job.request, time.perf_counter() - job.submitted
         if job.text:
             text += job.text.end()
-        completion = Completion(request.prompt, request.tokens, job.text.text if job.text else '', reason, error, job.logprobs,
-                                job.first and job.first - job.submitted, now - job.submitted, max(0, request.found))
-        events.append(Event(request.number, token, text, logprob, completion))
+        whole = job.text.text if job.text else ''
+        done = Completion(request.prompt, request.tokens, whole, reason, error, job.logprobs,
+                          job.first and job.first - job.submitted, seconds, max(0, request.found))
+        events.append(Event(request.number, token, text, logprob, done))
         self.jobs.pop(request.number, None)  # from here on it has ended, whatever interrupts
         self.scheduler.finish(request)

@@ -45,7 +45,8 @@ def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
         B, T = idx.shape
         cache = model.new_cache(B, T, kv_dtype)
         ends = [0, *range(min(first, T), T, chunk), T]
-        return torch.cat([model(idx[:, a:b], cache=cache, all_logits=True)[0] for a, b in zip(ends, ends[1:])], dim=1)
+        return torch.cat([model(idx[:, a:b], cache=cache, all_logits=True)[0]
+                          for a, b in zip(ends, ends[1:])], dim=1)
     return logits
 
 
@@ -55,7 +56,8 @@ def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
     by_position, by_window, choices = torch.zeros(windows.size(1) - 1, dtype=torch.float64), [], []
     for rows in windows.split(batch_size):
         logits = logits_of(rows[:, :-1])
-        nats = torch.stack([F.cross_entropy(one.double(), y, reduction='none') for one, y in zip(logits, rows[:, 1:])])
+        nats = torch.stack([F.cross_entropy(one.double(), y, reduction='none')
+                            for one, y in zip(logits, rows[:, 1:])])
         by_position += nats.sum(0).cpu()
         by_window.append(nats.mean(1).cpu())
         choices.append(logits.argmax(-1).cpu())

@@ -23,10 +23,10 @@ def fitted(model, lines: list[PromptLine], ids: list[list[int]], budget: int, kv
 
     budget: bytes of KV memory; a line that alone takes more is refused, else the cache would be
     made as large as that. shorten: where learned positions end before max_new_tokens, and the line
-    does not say how many it wants, it gets as many
-        as there are positions for.
+    does not say how many it wants, it gets as many as there are positions for.
     """
-    return [line if line.error else _fitted(model, line, len(i), budget, kv_dtype, shorten) for line, i in zip(lines, ids)]
+    return [line if line.error else _fitted(model, line, len(i), budget, kv_dtype, shorten)
+            for line, i in zip(lines, ids)]
 
 
 def _fitted(model, line, n_prompt, budget, kv_dtype, shorten):
@@ -35,18 +35,21 @@ def _fitted(model, line, n_prompt, budget, kv_dtype, shorten):
     if model.rotary is None and n_prompt + asked - 1 > positions:
         room = positions - n_prompt + 1
         if room < 1 or not shorten or 'max_new_tokens' in line.given:
-            return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and max_new_tokens={asked} are more than '
-                                       f"block_size={positions}, for which pos_embedding='learned' has positions")
+            return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and '
+                                       f'max_new_tokens={asked} are more than block_size='
+                                       f"{positions}, for which pos_embedding='learned' has "
+                                       'positions')
         return replace(line, params=replace(line.params, max_new_tokens=room))
     needed = model.plan.nbytes(1, n_prompt + asked, model.resolved_kv_dtype(kv_dtype))
     if needed <= budget:
         return line
-    return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and max_new_tokens={asked} need '
-                               f'{nice_bytes(needed)} of KV memory, and there is {nice_bytes(budget)}')
+    return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and max_new_tokens={asked} '
+                               f'need {nice_bytes(needed)} of KV memory, and there is '
+                               f'{nice_bytes(budget)}')
 
 
-def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budget: int, kv_dtype: str,
-                pack: bool, prefix_budget: int = 0, captured: bool = True) -> Engine:
+def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budget: int,
+                kv_dtype: str, pack: bool, prefix_budget: int = 0, captured: bool = True) -> Engine:
     """An engine that holds the longest of the lines that have no error.
 
     prefix_budget: bytes of host memory for what lines begin with alike. rows: requests at once; 0 =
@@ -66,8 +69,8 @@ def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budge
                   prefix_budget=prefix_budget, tokenizer=tokenizer, captured=captured)
 
 
-def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_samples: int, seed: int,
-             write: Callable[[dict], None]) -> dict:
+def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_samples: int,
+             seed: int, write: Callable[[dict], None]) -> dict:
     """`num_samples` completions of each line, each given to `write` as a dict, in the order of the
     lines.
 
@@ -79,10 +82,11 @@ def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_
         Numbers for `show_many`: requests, failed, tokens, seconds; bytes of KV memory.
     """
     work = [(n, k) for n in range(len(lines)) for k in range(num_samples)]
-    params = [replace(lines[n].params, seed=_seed(lines[n], n * num_samples, k, seed)) for n, k in work]
+    params = [replace(lines[n].params, seed=_seed(lines[n], n * num_samples, k, seed))
+              for n, k in work]
     good = [i for i, (n, _) in enumerate(work) if not lines[n].error]
-    done: dict[int, Completion] = {i: Completion([], [], '', 'error', lines[n].error) for i, (n, _) in enumerate(work)
-                                   if lines[n].error}
+    done: dict[int, Completion] = {i: Completion([], [], '', 'error', lines[n].error)
+                                   for i, (n, _) in enumerate(work) if lines[n].error}
     written, tokens, start = 0, 0, time.perf_counter()
     # prompts are strings of ids here; what the engine refuses comes back as its completion
     stream = engine.stream([ids[work[i][0]] for i in good], [params[i] for i in good])
@@ -106,8 +110,8 @@ def complete(engine: Engine, lines: list[PromptLine], ids: list[list[int]], num_
             write(_answer(lines[work[i][0]], work[i][1], params[i], done[i]))
     seconds = time.perf_counter() - start
     return {'requests': len(work), 'failed': sum(c.finish_reason == 'error' for c in done.values()),
-            'prompt_tokens': sum(len(c.prompt_tokens) for c in done.values()), 'tokens': tokens, 'seconds': seconds,
-            'tokens_per_second': tokens / seconds} | _kv_memory(engine)
+            'prompt_tokens': sum(len(c.prompt_tokens) for c in done.values()), 'tokens': tokens,
+            'seconds': seconds, 'tokens_per_second': tokens / seconds} | _kv_memory(engine)
 
 
 def _kv_memory(engine: Engine) -> dict:
@@ -135,7 +139,8 @@ def show_many(report: dict) -> None:
 
 
 def _seed(line: PromptLine, first: int, k: int, seed: int) -> int:
-    return sample_seed(line.params.seed, k) if 'seed' in line.given else sample_seed(seed, first + k)
+    own = 'seed' in line.given
+    return sample_seed(line.params.seed, k) if own else sample_seed(seed, first + k)
 
 
 def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
@@ -157,15 +162,16 @@ def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
 
 
 def _progress() -> Progress:
-    columns = TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(), TextColumn('{task.fields[rate]}')
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True,
-                    disable=not sys.stderr.isatty())
+    return Progress(TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(),
+                    TextColumn('{task.fields[rate]}'), TimeRemainingColumn(),
+                    console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def json_lines(stream) -> Callable[[dict], None]:
     """Writes dicts to `stream`, one a line, at once. What is not ASCII stays as it is where the
     stream can take all of it."""
-    everything = (getattr(stream, 'encoding', None) or '').lower().replace('-', '').startswith('utf')
+    encoding = getattr(stream, 'encoding', None) or ''
+    everything = encoding.lower().replace('-', '').startswith('utf')
 
     def write(answer):
         stream.write(json.dumps(answer, ensure_ascii=not everything) + '\n')

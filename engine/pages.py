@@ -34,7 +34,8 @@ class PageTable:
 
     def __init__(self, n_rows: int, n_pages: int, page_size: int):
         if min(n_rows, n_pages, page_size) < 1:
-            raise UserError(f'n_rows={n_rows}, n_pages={n_pages}, page_size={page_size}: all must be at least 1')
+            raise UserError(f'n_rows={n_rows}, n_pages={n_pages}, page_size={page_size}: '
+                            'all must be at least 1')
         self.n_pages, self.page_size = n_pages, page_size
         self.rows = [[] for _ in range(n_rows)]
         self.refs = [0] * n_pages
@@ -59,8 +60,9 @@ class PageTable:
     def missing(self, jobs: list[tuple[int, int, int]]) -> int:
         """Free pages that `extend(row, held, length)` takes for all of `jobs`, one after another,
         each of another row."""
-        new = sum(max(0, self.pages_for(length) - len(self.rows[row])) for row, held, length in jobs)
-        writers = Counter(self.rows[row][place] for row, held, length in jobs for place in self._shared(row, held, length))
+        new = sum(max(0, self.pages_for(length) - len(self.rows[row])) for row, _, length in jobs)
+        writers = Counter(self.rows[row][place] for row, held, length in jobs
+                          for place in self._shared(row, held, length))
         # of those who hold a page, the last to write to it need not copy it
         return new + sum(min(n, self.refs[page] - 1) for page, n in writers.items())
 
@@ -73,7 +75,8 @@ class PageTable:
             OutOfPages: and nothing has changed.
         """
         needed = self.missing([(row, held, length)])
-        self.make_free(needed, f'row {row} needs {needed} more pages of {self.page_size} positions to hold {length} tokens')
+        self.make_free(needed, f'row {row} needs {needed} more pages of {self.page_size} positions '
+                               f'to hold {length} tokens')
         if not needed:
             return []
         self._changes(row)
@@ -170,8 +173,8 @@ class PageTable:
         if length <= held:
             return []
         pages = self.rows[row]
-        return [place for place in range(held // self.page_size, min(self.pages_for(length), len(pages)))
-                if self.refs[pages[place]] > 1]
+        written = range(held // self.page_size, min(self.pages_for(length), len(pages)))
+        return [place for place in written if self.refs[pages[place]] > 1]
 
     def _take(self) -> int:
         page = heapq.heappop(self._free)

@@ -40,8 +40,8 @@ class SamplingParams:
 
     def __post_init__(self):
         put = partial(object.__setattr__, self)  # how a frozen dataclass is given a value
-        for name, low, high in (('max_new_tokens', 1, LARGEST), ('top_k', 0, LARGEST), ('logprobs', -1, LARGEST),
-                                ('seed', -2 ** 63, 2 ** 64 - 1)):
+        for name, low, high in (('max_new_tokens', 1, LARGEST), ('top_k', 0, LARGEST),
+                                ('logprobs', -1, LARGEST), ('seed', -2 ** 63, 2 ** 64 - 1)):
             _check_int(name, getattr(self, name), low, high)
         for name in ('temperature', 'top_p', 'min_p', 'repetition_penalty'):
             put(name, _number(name, getattr(self, name)))
@@ -52,7 +52,8 @@ class SamplingParams:
         if not 0 <= self.min_p < 1:
             raise UserError(f'min_p={self.min_p}: must be at least 0 and below 1')
         if not 1e-3 <= self.repetition_penalty <= 1e3:
-            raise UserError(f'repetition_penalty={self.repetition_penalty}: must be from 0.001 to 1000 (1 = off)')
+            raise UserError(f'repetition_penalty={self.repetition_penalty}: '
+                            'must be from 0.001 to 1000 (1 = off)')
         put('stop_tokens', _stop_tokens(self.stop_tokens))
         put('stop', _stop_texts(self.stop))
 
@@ -66,13 +67,15 @@ class SamplingParams:
                 value.
         """
         if not isinstance(given, dict):
-            raise UserError(f'{shown(given)}: must be an object of sampling parameters, such as {{"temperature": 0.8}}')
+            raise UserError(f'{shown(given)}: must be an object of sampling parameters, '
+                            'such as {"temperature": 0.8}')
         allowed = [f.name for f in fields(cls)]
         for key in given:
             if key not in allowed:
                 near = difflib.get_close_matches(str(key), allowed, n=3)
-                raise UserError(f'unknown key {shown(key)}' + f', did you mean {" or ".join(map(repr, near))}?' * bool(near)
-                                + f' (allowed are {", ".join(allowed)})')
+                guess = f', did you mean {" or ".join(map(repr, near))}?' * bool(near)
+                raise UserError(f'unknown key {shown(key)}{guess} '
+                                f'(allowed are {", ".join(allowed)})')
         return replace(defaults or cls(), **given)
 
 
@@ -108,11 +111,13 @@ class Completion:
 
     def __post_init__(self):
         if self.finish_reason not in self.FINISH_REASONS:
-            raise ValueError(f'finish_reason={self.finish_reason!r}: must be one of {self.FINISH_REASONS}')
+            raise ValueError(f'finish_reason={self.finish_reason!r}: '
+                             f'must be one of {self.FINISH_REASONS}')
 
     def as_json(self) -> dict:
         """A dict of plain lists, numbers and texts."""
-        return asdict(self) | {'logprobs': self.logprobs and [entry.as_json() for entry in self.logprobs]}
+        logprobs = self.logprobs and [entry.as_json() for entry in self.logprobs]
+        return asdict(self) | {'logprobs': logprobs}
 
 
 def sample_seed(seed: int, k: int) -> int:
@@ -156,8 +161,10 @@ def _number(name: str, value) -> float:
 
 
 def _stop_tokens(value) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or not all(_is_int(token) and token >= 0 for token in value):
-        raise UserError(f'stop_tokens={shown(value)}: must be a list of token ids (integers of at least 0)')
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(_is_int(token) and token >= 0 for token in value):
+        raise UserError(f'stop_tokens={shown(value)}: must be a list of token ids '
+                        '(integers of at least 0)')
     return tuple(value)
 
 
@@ -169,7 +176,8 @@ def _stop_texts(value) -> tuple[str, ...]:
         if not stop:
             raise UserError(f'stop={shown(value)}: a stop text must have at least one character')
         if has_surrogate(stop):
-            raise UserError(f'stop={shown(value)}: a stop text must not have half a surrogate pair: it can never come up')
+            raise UserError(f'stop={shown(value)}: a stop text must not have half a surrogate '
+                            'pair: it can never come up')
     return tuple(stops)
 
 

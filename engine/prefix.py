@@ -1,8 +1,7 @@
-"""What was said before, kept for whoever begins alike: a tree of blocks of tokens with their K and
-V.
+"""What was said before, kept for whoever begins alike: a tree of blocks of tokens with K and V.
 
-    root ── "To be, o" ── "r not to" ── " be"...          a block is a page of tokens; its key is a hash chained over all
-                      └── "r else w"                      blocks before it, and its tokens are compared on every hit
+    root ── "To be, o" ── "r not to" ── " be"...   a block is a page of tokens; its key is a hash
+                      └── "r else w"               chained over all before; hits compare its tokens
 
 A new request takes over the longest path of blocks that its tokens begin with, and computes only
 the rest. That is easy for global slots, of which a block has a page. A local slot is a ring, and a
@@ -10,18 +9,16 @@ ring that has wrapped cannot be rewound: to go on at a boundary, the W - 1 posit
 have been copied while they were there. So the blocks also have *local parts*, and a hit ends at the
 deepest boundary before which they are whole (an *anchor*).
 
-Most boundaries need not be anchors. Behind the newest one, anchors are kept at distances that about
-double, so that a text that departs from an old one x tokens before its end is computed anew from at
-most about 2 x before it; and where the tree branches. Local parts that no anchor needs are dropped
-(`prune=False` keeps all).
+Not all boundaries are anchors: behind the newest they are kept at distances that about double, so
+that a text that departs from an old one x tokens before its end is computed anew from at most about
+2 x before it; and where the tree branches. Other local parts are dropped (not with `prune=False`).
 
 Pages stay in the pool of the cache while there is room, shared with the rows that read them; when a
 row needs them, those least recently used are copied to the host's memory. When that is over its
 budget, leaves go, least recently used first.
 
 Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed
-blocks (vLLM), the same for conversations between turns (Character.AI, "Optimizing AI Inference",
-2024).
+blocks (vLLM), the same between turns (Character.AI, "Optimizing AI Inference", 2024).
 """
 import heapq
 import itertools
@@ -45,8 +42,7 @@ class PrefixStore:
             the cache's); what requests now use is kept even so.
         prune: drop local parts that no anchor needs.
         hash_block: (key of the block before, bytes of the tokens) -> key.
-        disk: where blocks go that leave the host's memory, and are looked for; None = they are
-            gone.
+        disk: where blocks go that leave the host's memory, and are looked for; None = nowhere.
     """
     cache: PagedKVCache
     budget: int
@@ -59,19 +55,16 @@ class PrefixStore:
         self.table, self.copier = self.cache.table, BlockCopier(self.cache)
         self.size, self.reach = self.table.page_size, max(0, self.copier.window - 1)
         self.root, self.index, self.nbytes = Block(b'', b'', None), {}, 0
-        self._clock, self._serial, self._leaves, self._wanted = itertools.count(1), itertools.count(), [], set()
+        self._clock, self._serial = itertools.count(1), itertools.count()
+        self._leaves, self._wanted = [], set()
         self._pooled = {}  # the blocks that have a page, by it
         self.table.reclaim = self.reclaim
 
     # -- looking up --------------------------------------------------------------------------------
 
     def match(self, tokens: list[int], disk: bool = True) -> Hit:
-        """What there is of the beginning of `tokens`; never all of it, as the last one's logits are
-        wanted.
-
-        disk: also look there. What is found comes into memory, which may then be over its budget
-        until `restore`.
-        """
+        """What there is of the beginning of `tokens`, without the last: its logits are wanted.
+        disk: also look there; what is found may bring memory over its budget until `restore`."""
         packed, path, block, n_before = self._packed(tokens), [], self.root, len(self.index)
         for i in range((len(tokens) - 1) // self.size):
             block = self._child(block, packed, i, disk)
@@ -79,8 +72,7 @@ class PrefixStore:
                 break
             path.append(block)
         if len(self.index) > n_before:
-            # the first blocks last: the others are nothing without
-            self.disk.touch([block.key for block in reversed(path)])
+            self.disk.touch([block.key for block in reversed(path)])  # the first last: all need it
         n = len(path)
         while n and not self._whole(path[:n]):
             n -= 1
@@ -88,30 +80,29 @@ class PrefixStore:
 
     def stops(self, hit: Hit, length: int) -> list[int]:
         """Where chunks of a request of `length` tokens should end, so that there will be anchors:
-        where it leaves what is known, as others may too, and at its last boundary. (Without
-        pruning, before windows are overwritten.)"""
+        where it leaves what is known, and at its last boundary. (Unpruned, in every window.)"""
         start, last = len(hit.blocks) * self.size, length // self.size * self.size
-        step = last if self.prune or not self.reach else max(1, self.copier.window // self.size) * self.size
+        window = max(1, self.copier.window // self.size) * self.size
+        step = last if self.prune or not self.reach else window
         stops = {hit.known * self.size, last, *range(start + step, last, step or 1)}
         return sorted(stop for stop in stops if start < stop <= length)
 
     def restore(self, row: int, hit: Hit) -> Block:
-        """The row, which must hold nothing, holds the tokens of the hit. Returns its newest block,
-        for `extend` and `release`.
+        """The row, which must hold nothing, holds the tokens of the hit. Returns its newest block.
 
         Raises:
             OutOfPages: the pool has no room for pages that are on the host; the row holds nothing.
         """
         tip = hit.blocks[-1] if hit.blocks else self.root
-        # making room must not take this from us
-        tip.users, tip.anchor = tip.users + 1, bool(hit.blocks)
+        tip.users, tip.anchor = tip.users + 1, bool(hit.blocks)  # making room must not take it
         try:
             if self.cache.pools:
                 self._to_pool(hit.blocks)
         except OutOfPages:
             tip.users -= 1
             raise
-        self.cache.adopt(row, [block.page for block in hit.blocks] if self.cache.pools else [], tip.depth * self.size)
+        pages = [block.page for block in hit.blocks] if self.cache.pools else []
+        self.cache.adopt(row, pages, tip.depth * self.size)
         # what is too much of the first, the last overwrite
         for block, _ in reversed(list(self._window(hit.blocks))):
             self.copier.put_local(row, block.depth * self.size, block.n_local, block.local)
@@ -122,8 +113,8 @@ class PrefixStore:
     def _to_pool(self, blocks):
         missing = [block for block in blocks if block.page < 0]
         if len(missing) > self.n_available(blocks):
-            raise OutOfPages(f'{len(missing)} pages of {self.size} positions are to be restored: {self.n_available(blocks)} of '
-                             f'{self.table.n_pages} are free')
+            raise OutOfPages(f'{len(missing)} pages of {self.size} positions are to be restored: '
+                             f'{self.n_available(blocks)} of {self.table.n_pages} are free')
         self._wanted = set(blocks)  # room is not to be made of these
         if len(missing) > self.table.n_free:
             self.reclaim(len(missing) - self.table.n_free)
@@ -136,7 +127,8 @@ class PrefixStore:
 
     def n_available(self, blocks: list[Block]) -> int:
         """Pages that can be taken beside those of `blocks`."""
-        return self.table.n_available - sum(block.page >= 0 and self.table.refs[block.page] == 1 for block in blocks)
+        idle = sum(block.page >= 0 and self.table.refs[block.page] == 1 for block in blocks)
+        return self.table.n_available - idle
 
     def _packed(self, tokens) -> bytes:
         return np.asarray(tokens, dtype=np.int32).tobytes()
@@ -145,8 +137,7 @@ class PrefixStore:
         return packed[4 * self.size * i:4 * self.size * (i + 1)]
 
     def _child(self, block, packed, i, disk=True) -> Block | None:
-        """The block that follows with these tokens. Another with the same key, by chance or malice,
-        is not it."""
+        """The block that follows with these tokens; another with the same key is not it."""
         piece = self._piece(packed, i)
         key = self.hash_block(block.key, piece)
         found = self.index.get(key)
@@ -203,12 +194,9 @@ class PrefixStore:
     # -- growing -----------------------------------------------------------------------------------
 
     def extend(self, row: int, tip: Block, tokens: list[int]) -> Block:
-        """Keep the whole blocks of a row beyond its newest one. tokens: all that it holds. Returns
-        its newest block.
-
-        Call it whenever the row has come to hold a multiple of `size`, which makes that an anchor,
-        and at its end.
-        """
+        """Keep the whole blocks of a row, which holds `tokens`, beyond its newest one; the newest
+        then. Call it whenever the row has come to hold a multiple of `size`, which makes that an
+        anchor, and at its end."""
         held = self.cache.held(row)
         if held // self.size > tip.depth:
             packed = self._packed(tokens[:held])
@@ -242,7 +230,8 @@ class PrefixStore:
 
     def _make_anchor(self, row, tip) -> None:
         window = list(self._window(tip.path()))
-        reach = {block: min(self.size, self.copier.n_in_reach(row, block.depth * self.size)) for block, _ in window}
+        reach = {block: min(self.size, self.copier.n_in_reach(row, block.depth * self.size))
+                 for block, _ in window}
         if any(max(reach[block], block.n_local) < n for block, n in window):
             return  # a part has been overwritten
         for block, n in window:
@@ -256,8 +245,7 @@ class PrefixStore:
             self._thin(tip)
 
     def _thin(self, tip) -> None:
-        """Of the anchors before this one keep those whose distances about double, and where the
-        tree branches."""
+        """Keep anchors before this one at distances that about double, and where the tree forks."""
         last, before = 0, [block for block in reversed(tip.path()[:-1]) if block.anchor]
         for block, farther in itertools.zip_longest(before, before[1:], fillvalue=self.root):
             distance, next_distance = tip.depth - block.depth, tip.depth - farther.depth
@@ -290,8 +278,7 @@ class PrefixStore:
     # -- leaving -----------------------------------------------------------------------------------
 
     def release(self, tip: Block) -> None:
-        """A request that had this newest block has ended or waits again; call it after its row has
-        been reset."""
+        """A request with this newest block has ended or waits again, and its row has been reset."""
         tip.users -= 1
         self._touch(tip)
         self._shrink()
@@ -311,12 +298,13 @@ class PrefixStore:
             heapq.heapify(self._leaves)
 
     def _evictable(self, used, _, block) -> bool:
-        return block.used == used and self.index.get(block.key) is block and not block.children and not block.users
+        current = block.used == used and self.index.get(block.key) is block
+        return current and not block.children and not block.users
 
     def reclaim(self, n: int) -> None:
-        """Free n pages that only the store holds, the least recently used: their contents go to the
-        host."""
-        idle = [block for page, block in self._pooled.items() if self.table.refs[page] == 1 and block not in self._wanted]
+        """Free n pages that only the store holds, the least recently used: they go to the host."""
+        idle = [block for page, block in self._pooled.items()
+                if self.table.refs[page] == 1 and block not in self._wanted]
         for block in heapq.nsmallest(n, idle, key=lambda block: (block.used, -block.depth)):
             if block.copy is None:
                 block.copy = self.copier.page(block.page)
@@ -334,7 +322,8 @@ class PrefixStore:
     def _shrink(self) -> None:
         """Within the budget again, as far as nobody uses what is there."""
         if self.nbytes > self.budget:
-            for block in sorted((b for b in self._pooled.values() if b.copy is not None), key=lambda b: b.used):
+            copied = [block for block in self._pooled.values() if block.copy is not None]
+            for block in sorted(copied, key=lambda block: block.used):
                 self.nbytes -= taken(block.copy)  # the pool has it, too
                 block.copy = None
                 if self.nbytes <= self.budget:
@@ -345,12 +334,12 @@ class PrefixStore:
                 self._evict(entry[-1])
 
     def _evict(self, block) -> None:
-        """Remove a leaf, and what before it is of no use without it: no row can go on behind a
-        block after the last anchor."""
+        """Remove a leaf, and what before it no row can go on behind: all after the last anchor."""
         while True:
             parent = block.parent
             if self.disk:  # with what it needs of those before it, which is about to be dropped
-                for each in [block, *(each for each, _ in self._window(block.path()) if block.anchor and each is not block)]:
+                window = self._window(block.path()) if block.anchor else ()
+                for each in [block, *(each for each, _ in window if each is not block)]:
                     self._to_disk(each)
             self._remove(block)
             if block.anchor:
@@ -368,8 +357,7 @@ class PrefixStore:
         self.stats.evicted += 1
 
     def forget(self, tip: Block) -> None:
-        """What a request computed is not to be trusted (its logits are not finite): it goes, as far
-        as nobody else has it."""
+        """What a request computed is not to be trusted (NaN): it goes where nobody else has it."""
         while tip.parent and not (tip.children or tip.users) and self.index.get(tip.key) is tip:
             if self.disk:
                 self.disk.delete(tip.key)
@@ -379,23 +367,24 @@ class PrefixStore:
         self._offer(tip)
 
     def _to_disk(self, block) -> None:
-        page = self.copier.page(block.page) if block.copy is None and block.page >= 0 else block.copy
-        self.disk.write(block, page)
+        in_pool = block.copy is None and block.page >= 0
+        self.disk.write(block, self.copier.page(block.page) if in_pool else block.copy)
 
     def close(self) -> None:
         """Everything that is kept is on disk, too, if there is one."""
-        for block in sorted(self.index.values(), key=lambda block: (block.used, -block.depth)) if self.disk else []:
+        blocks = self.index.values() if self.disk else ()
+        for block in sorted(blocks, key=lambda block: (block.used, -block.depth)):
             self._to_disk(block)
 
     def recover(self) -> None:
-        """After a fault anywhere, when the cache has been reset: no request runs, and of what is
-        kept the tree is the truth."""
-        self.index, self.nbytes, self._leaves, self._wanted, self._pooled, level = {}, 0, [], set(), {}, [self.root]
+        """After a fault, when the cache has been reset: of what is kept the tree is the truth."""
+        self.index, self._pooled = {}, {}
+        self._leaves, self._wanted = [], set()
+        self.nbytes, level = 0, [self.root]
         while level:
             block = level.pop()
             for child in list(block.children.values()):
-                # the fault was before it had any
-                if self.cache.pools and child.page < 0 and child.copy is None:
+                if self.cache.pools and child.page < 0 and child.copy is None:  # had none yet
                     del block.children[child.key]
             level += block.children.values()
             block.users = 0

@@ -1,8 +1,8 @@
 """Blocks of a prefix store on disk, so that conversations survive a restart: one safetensors file a
 block.
 
-    FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the block before, n_local, anchor, and
-                                           a hash of all that
+    FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the block
+                                           before, n_local, anchor, and a hash of all that
 
 A fingerprint stands for the weights, the plan and the dtypes: files of another model are never
 looked at. A file that is damaged, or says other tokens than were asked for, counts as missing.
@@ -51,7 +51,8 @@ class DiskTier:
         try:
             import safetensors.torch
         except ImportError as e:
-            raise UserError("keeping prefixes on disk needs the safetensors package: pip install -e '.[hf]'") from e
+            raise UserError('keeping prefixes on disk needs the safetensors package: '
+                            "pip install -e '.[hf]'") from e
         self.files, self.fingerprint, self.budget = safetensors.torch, fingerprint, budget
         self.folder = Path(folder) / fingerprint[:32]
         try:
@@ -59,7 +60,8 @@ class DiskTier:
             for path in self.folder.glob('*.tmp'):
                 if time.time() - path.stat().st_mtime > ABANDONED:
                     path.unlink(missing_ok=True)
-            found = sorted((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size) for entry in os.scandir(self.folder)
+            found = sorted((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size)
+                           for entry in os.scandir(self.folder)
                            if entry.name.endswith('.safetensors'))
         except OSError as e:
             raise UserError(f'{self.folder} cannot be used: {e}') from e
@@ -72,8 +74,9 @@ class DiskTier:
         path = self._path(block.key)
         if block.saved >= block.n_local and path.name in self._sizes:
             return self.touch([block.key])
-        about = {'fingerprint': self.fingerprint, 'tokens': block.tokens.hex(), 'before': block.parent.key.hex(),
-                 'n_local': str(block.n_local), 'anchor': str(int(block.anchor))}
+        about = {'fingerprint': self.fingerprint, 'tokens': block.tokens.hex(),
+                 'before': block.parent.key.hex(), 'n_local': str(block.n_local),
+                 'anchor': str(int(block.anchor))}
         tensors = {name: x for name, x in (('page', page), ('local', block.local)) if x is not None}
         temporary = path.with_suffix(f'.{uuid.uuid4().hex}.tmp')
         try:
@@ -85,7 +88,8 @@ class DiskTier:
             os.replace(temporary, path)
         except Exception as e:  # OSError, or safetensors' own
             if not self._warned:
-                warnings.warn(f'{path} cannot be written, it is not kept (nor may others be): {e}', stacklevel=2)
+                warnings.warn(f'{path} cannot be written, it is not kept (nor may others be): {e}',
+                              stacklevel=2)
             self._warned = True
             _unlink(temporary)
             return
@@ -128,12 +132,14 @@ class DiskTier:
                         self.fingerprint, tokens.hex(), before.hex()):
                     return None
                 # copies: each would be a mapping of its file, of which a process may have 65,530
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+                names = file.keys()  # it is no dict
+                tensors = {name: file.get_tensor(name).clone() for name in names}
             if about.pop('hash', '') != _hash(about, tensors):
                 raise ValueError('its hash is another')
             return tensors, int(about['n_local']), about['anchor'] == '1'
         except Exception as e:  # whatever a damaged file makes of it
-            warnings.warn(f'{path} cannot be read, it counts as missing: {type(e).__name__}: {e}', stacklevel=2)
+            warnings.warn(f'{path} cannot be read, it counts as missing: {type(e).__name__}: {e}',
+                          stacklevel=2)
             self._drop(path.name)
             return None
 

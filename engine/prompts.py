@@ -26,7 +26,9 @@ def read_prompts(start: str, path: str) -> list[tuple[str, str]]:
         where = f'start={start!r}' if len(start) <= 200 else f'start={start[:200]!r}...'
         return [(where, _read(start[5:], where) if start.startswith('FILE:') else start)]
     lines = [(where, line) for where, _, line in _lines(path)]
-    return [(where, _json_string(where, line)) for where, line in lines] if _is_jsonl(path) else lines
+    if _is_jsonl(path):
+        return [(where, _json_string(where, line)) for where, line in lines]
+    return lines
 
 
 def encode_prompts(tokenizer, prompts: list[tuple[str, str]]) -> list[list[int]]:
@@ -84,7 +86,8 @@ def read_requests(path: str, defaults: SamplingParams) -> list[PromptLine]:
     return requests
 
 
-def encode_requests(tokenizer, requests: list[PromptLine]) -> tuple[list[PromptLine], list[list[int]]]:
+def encode_requests(tokenizer, requests: list[PromptLine]
+                    ) -> tuple[list[PromptLine], list[list[int]]]:
     """The same requests with token ids of each; one whose prompt cannot be encoded gets an `error`
     and no ids."""
     checked, encoded = [], []
@@ -104,7 +107,8 @@ def _lines(path: str) -> list[tuple[str, int, str]]:
     """(where, number, line) of each line that is not blank. UserError if there are none."""
     # not splitlines(): a prompt may contain U+2028 and the like
     lines = _read(path, f'prompts={path!r}').split('\n')
-    numbered = [(f'prompts={path!r}, line {n}', n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    numbered = [(f'prompts={path!r}, line {n}', n, line)
+                for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise UserError(f'prompts={path!r}: the file has no prompts; write one a line')
     return numbered
@@ -128,22 +132,25 @@ def _json_string(where: str, line: str) -> str:
     try:
         text = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise UserError(f'{where}: {line[:60]!r} is not JSON ({e}): write each prompt as a JSON string, "like\\nthis"') from e
+        raise UserError(f'{where}: {line[:60]!r} is not JSON ({e}): '
+                        'write each prompt as a JSON string, "like\\nthis"') from e
     if not isinstance(text, str):
-        raise UserError(f'{where}: {line[:60]!r} is not a JSON string: write each prompt as one, "like\\nthis"')
+        raise UserError(f'{where}: {line[:60]!r} is not a JSON string: '
+                        'write each prompt as one, "like\\nthis"')
     return text
 
 
 def _json_object(line: str) -> dict:
     """What the line says, as a dict."""
     try:
-        given = json.loads(line, object_pairs_hook=_no_key_twice, parse_constant=_no_constant, parse_float=_finite)
+        given = json.loads(line, object_pairs_hook=_no_key_twice, parse_constant=_no_constant,
+                           parse_float=_finite)
     except UserError:
         raise
     except (ValueError, RecursionError) as e:
         reason = 'nested too deep' if isinstance(e, RecursionError) else e
-        raise UserError(f'{shown(line)} is not JSON ({reason}): write a string, "like\\nthis", or an object, '
-                        '{"prompt": "like this", "temperature": 0.8}') from e
+        raise UserError(f'{shown(line)} is not JSON ({reason}): write a string, "like\\nthis", '
+                        'or an object, {"prompt": "like this", "temperature": 0.8}') from e
     given = {'prompt': given} if isinstance(given, str) else given
     if not isinstance(given, dict):
         raise UserError(f'{shown(line)}: must be a JSON string, or an object with "prompt"')
@@ -154,7 +161,8 @@ def _id(given: dict):
     """Taken out of `given`; None if it has none."""
     name = given.pop('id', None)
     if isinstance(name, (dict, list)) or (isinstance(name, str) and has_surrogate(name)):
-        raise UserError(f'id={shown(name)}: must be a text (without half a surrogate pair), a number, true, false or null')
+        raise UserError(f'id={shown(name)}: must be a text (without half a surrogate pair), '
+                        'a number, true, false or null')
     return name
 
 
@@ -164,7 +172,8 @@ def _prompt(given: dict) -> str:
         raise UserError(f'{shown(given)}: must have "prompt", the text to go on from')
     prompt = given.pop('prompt')
     if not isinstance(prompt, str) or not prompt or has_surrogate(prompt):
-        raise UserError(f'prompt={shown(prompt)}: must be a text of at least one character, without half a surrogate pair')
+        raise UserError(f'prompt={shown(prompt)}: must be a text of at least one character, '
+                        'without half a surrogate pair')
     return prompt
 
 

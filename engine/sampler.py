@@ -16,7 +16,8 @@ import torch
 from engine.params import SamplingParams, TokenLogprob, sample_seed
 
 
-def sample_generators(seed: int, first: int, count: int, device: torch.device) -> list[torch.Generator]:
+def sample_generators(seed: int, first: int, count: int,
+                      device: torch.device) -> list[torch.Generator]:
     """Generators of samples first .. first + count - 1, each seeded from (seed, k) alone.
 
     Sample 0 draws what nanoGPT would: its sample.py seeds the global generator, builds the model
@@ -82,11 +83,12 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
     what is taken).
 
     In this order, as in Hugging Face's `generate`; a set's members are drawn in proportion to their
-      probabilities: repetition penalty  logits of tokens seen are divided by it if above 0, else
-      multiplied (CTRL, Keskar et al. 2019)
-      temperature         divides the logits; 0 takes the likeliest, of equals the one with the lowest id
+    probabilities:
+      repetition penalty  logits of tokens seen are divided by it if above 0, else multiplied (CTRL,
+                          Keskar et al. 2019)
+      temperature         divides the logits; 0 takes the likeliest, of equals that of the lowest id
       top-k               the k likeliest
-      top-p               of these, the fewest likeliest that together have at least this probability
+      top-p               of these, the fewest likeliest that together have this probability or more
       min-p               of these, tokens with at least min_p times the likeliest's probability
     Top-k and top-p keep tokens that are exactly as likely as the least likely one kept, for nothing
     tells them apart. (So does top-k in nanoGPT and Hugging Face; top-p in Hugging Face and vLLM
@@ -115,10 +117,12 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
     bad = [b for b, good in enumerate(finite) if not good]
     drawing = [b for b, good in enumerate(finite) if good and rows[b].params.temperature > 0]
     if drawing:
-        uniform = dict(zip(drawing, uniforms([rows[b].params.seed for b in drawing], [rows[b].n_drawn for b in drawing])))
+        seeds = [rows[b].params.seed for b in drawing]
+        uniform = dict(zip(drawing, uniforms(seeds, [rows[b].n_drawn for b in drawing])))
         for group in _groups(drawing, rows, scores.size(1)):
             members = scores if len(group) == len(rows) else scores[group]
-            tokens[group] = _draw(members, [rows[b].params for b in group], [uniform[b] for b in group])
+            params = [rows[b].params for b in group]
+            tokens[group] = _draw(members, params, [uniform[b] for b in group])
     tokens[bad] = -1
     return Drawn(tokens.to(logits.device), _logprobs(raw, tokens, rows, bad), bad)
 
@@ -175,7 +179,8 @@ def _penalised(scores, rows):
     counts = [len(seen) for seen in ids]
     at = (torch.from_numpy(np.repeat(asking, counts)).to(scores.device),
           torch.from_numpy(np.concatenate(ids)).to(scores.device))
-    penalty = torch.from_numpy(np.repeat([rows[b].params.repetition_penalty for b in asking], counts)).to(scores.device)
+    penalty = np.repeat([rows[b].params.repetition_penalty for b in asking], counts)
+    penalty = torch.from_numpy(penalty).to(scores.device)
     seen = scores[at].double()
     scores = scores.clone()
     scores[at] = torch.where(seen > 0, seen / penalty, seen * penalty).to(scores.dtype)
@@ -199,7 +204,8 @@ def _draw(scores, params, uniform):
     u = torch.from_numpy(np.array(uniform)).to(scores.device)[:, None]
     # u <= 1 - 2**-53, so u * total rounds to less than the total: a token of weight above 0 is
     # found, and no other
-    drawn = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp(max=weights.size(1) - 1)
+    drawn = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
+    drawn = drawn.clamp(max=weights.size(1) - 1)
     return (drawn if ids is None else ids.gather(1, drawn))[:, 0]
 
 
@@ -207,8 +213,8 @@ def _restricted(scores, params):
     """(R, n) float64, n >= 1: probabilities relative to the likeliest token's, 0 where not kept;
     and the ids (R, n), in order, or None for all V. The rows are of one of `_groups`, without bad
     ones."""
-    temperature, top_p, min_p = torch.from_numpy(np.array(
-        [(p.temperature, p.top_p if p.top_p < 1 else np.inf, p.min_p) for p in params])).to(scores.device).T[..., None]
+    asked = [(p.temperature, p.top_p if p.top_p < 1 else np.inf, p.min_p) for p in params]
+    temperature, top_p, min_p = torch.from_numpy(np.array(asked)).to(scores.device).T[..., None]
     ids = None
     if 0 < params[0].top_k < scores.size(1):
         scores, ids = _candidates(scores, [p.top_k for p in params])
@@ -229,7 +235,8 @@ def _restricted(scores, params):
 def _weights(scores, temperature):
     """Probabilities relative to the likeliest token's, (R, n) float64: exact enough, and never more
     than 1."""
-    return scores.to(torch.float64, copy=True).sub_(scores.amax(-1, keepdim=True)).div_(temperature).exp_()
+    likeliest = scores.amax(-1, keepdim=True)
+    return scores.to(torch.float64, copy=True).sub_(likeliest).div_(temperature).exp_()
 
 
 def _candidates(scores, top_k):
@@ -240,7 +247,8 @@ def _candidates(scores, top_k):
     column = torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]
     shape = scores.size(0), int(counts.max())
     padded_ids = ids.new_zeros(shape).index_put_((row, column), ids)
-    return scores.new_full(shape, -torch.inf).index_put_((row, column), scores[row, ids]), padded_ids
+    padded = scores.new_full(shape, -torch.inf).index_put_((row, column), scores[row, ids])
+    return padded, padded_ids
 
 
 def _logprobs(raw, tokens, rows, bad):
@@ -256,7 +264,8 @@ def _logprobs(raw, tokens, rows, bad):
         normaliser = float(logits.max()) + math.log(_weights(logits[None], 1.0).sum())
         if rows[b].params.logprobs:
             values, ids = logits.topk(min(rows[b].params.logprobs, len(logits)))
-            top = tuple((i, v - normaliser) for i, v in zip(ids.tolist(), values.tolist()) if v > -np.inf)
+            pairs = zip(ids.tolist(), values.tolist())
+            top = tuple((i, v - normaliser) for i, v in pairs if v > -np.inf)
         found[b] = TokenLogprob(token, float(logits[token]) - normaliser, top)
     return found
 
@@ -276,7 +285,8 @@ def _kth_largest(scores, ks):
     """(R, 1): in row r the ks[r]-th largest."""
     if _on_cpu(scores):
         n = scores.size(1)
-        return torch.from_numpy(np.stack([np.partition(row, n - k)[n - k:n - k + 1] for row, k in zip(scores.numpy(), ks)]))
+        found = [np.partition(row, n - k)[n - k:n - k + 1] for row, k in zip(scores.numpy(), ks)]
+        return torch.from_numpy(np.stack(found))
     largest = torch.topk(scores, max(ks)).values
     return largest.gather(1, torch.tensor(ks, device=scores.device)[:, None] - 1)
 

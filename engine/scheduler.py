@@ -1,9 +1,9 @@
 """Which requests run, in which rows, and what each step of the engine computes. Pure Python: no
 tensors, no model.
 
-    waiting   [r7, r8, ...]           first come, first served
-    running   row  0   1   2   3      always the first rows, so that a decode step takes them as one slice: when a request
-                   r2  r6  r1  r5     leaves, the last row moves into its place
+    waiting   [r7, r8, ...]         first come, first served
+    running   row  0   1   2   3    always the first rows, so that a decode step takes one slice:
+                   r2  r6  r1  r5   when a request leaves, the last row moves into its place
 
 A request is *prefilling* while more than its last token is not yet in the cache, then *decoding*.
 Each step decodes one token for all that decode, and prefills at most `prefill_chunk` tokens beside
@@ -92,12 +92,13 @@ class Scheduler:
         """UserError if such a request could never run."""
         # the last token drawn is never fed
         positions, table = n_prompt + max_new_tokens - 1, self.cache.table
-        asked = f'{n_prompt} prompt tokens and max_new_tokens={max_new_tokens} take {positions:,} positions'
+        asked = (f'{n_prompt} prompt tokens and max_new_tokens={max_new_tokens} take '
+                 f'{positions:,} positions')
         if positions > self.cache.max_seq_len:
             raise UserError(f'{asked}, and max_seq_len is {self.cache.max_seq_len:,}')
         if table.pages_for(positions) > table.n_pages:
-            raise UserError(f'{asked}, and the KV memory holds {table.n_pages * table.page_size:,}: '
-                            'more than any request may have')
+            raise UserError(f'{asked}, and the KV memory holds '
+                            f'{table.n_pages * table.page_size:,}: more than any request may have')
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -119,7 +120,8 @@ class Scheduler:
         """The cache holds n more of its tokens."""
         request.held += n
         if self.prefix and request.held // self.prefix.size > request.tip.depth:
-            request.tip = self.prefix.extend(request.row, request.tip, request.prompt + request.tokens)
+            tokens = request.prompt + request.tokens
+            request.tip = self.prefix.extend(request.row, request.tip, tokens)
 
     def preempt(self, request: Request) -> None:
         """A running request waits again, before all others, and will be computed anew."""
@@ -141,7 +143,8 @@ class Scheduler:
         served first."""
         for request in sorted((r for r in self.running if r.decoding), key=lambda r: r.number):
             while request.row >= 0:
-                if self.cache.table.missing([(request.row, request.held, request.length)]) <= self.cache.table.n_available:
+                missing = self.cache.table.missing([(request.row, request.held, request.length)])
+                if missing <= self.cache.table.n_available:
                     self.cache.reserve(request.row, request.length)
                     break
                 self.preempt(max(self.running, key=lambda r: r.number))
@@ -154,7 +157,8 @@ class Scheduler:
             # one page more than it needs now, if those who run may need it: who has just come must
             # not stop them
             spare = any(table.pages_for(r.most) > len(table.rows[r.row]) for r in self.running)
-            available, needed, hit = table.n_available, table.pages_for(request.length) + spare, None
+            available, hit = table.n_available, None
+            needed = table.pages_for(request.length) + spare
             # what is on disk has no page in the pool: it can be read when there is room
             if self.prefix:
                 hit = self.prefix.match(request.prompt + request.tokens, disk=False)
@@ -170,7 +174,8 @@ class Scheduler:
             self.running.append(request)
             if hit:
                 request.tip = self.prefix.restore(request.row, hit)
-                request.held, request.stops = self.cache.held(request.row), self.prefix.stops(hit, request.length)
+                request.held = self.cache.held(request.row)
+                request.stops = self.prefix.stops(hit, request.length)
                 # else it was told before, and comes back after it had to leave
                 if request.found < 0:
                     request.found = request.held
@@ -183,7 +188,8 @@ class Scheduler:
         mine = request.prompt + request.tokens
         for other in self.running:
             its = other.prompt + other.tokens
-            if any(max(found, other.held) < stop < len(mine) and its[:stop] == mine[:stop] for stop in other.stops):
+            more = [stop for stop in other.stops if max(found, other.held) < stop < len(mine)]
+            if any(its[:stop] == mine[:stop] for stop in more):
                 return True
         return False
 
@@ -195,12 +201,14 @@ class Scheduler:
             if request.held or request.pending > self.prefill_chunk or request.stops:
                 if room == 0:
                     break
-                pieces = self._pieces(request, self._whole_pages(request, min(request.pending, room)))
+                most = self._whole_pages(request, min(request.pending, room))
+                pieces = self._pieces(request, most)
                 passes += [[(request, n)] for n in pieces]
                 room -= sum(pieces)
                 continue
             widest = max([n for _, n in together] + [request.pending])
-            padded = widest * (len(together) + 1) - sum(max(n for _, n in together) for _ in together)
+            before = sum(max(n for _, n in together) for _ in together)
+            padded = widest * (len(together) + 1) - before
             if padded > room:
                 break
             together.append((request, request.pending))
@@ -210,15 +218,16 @@ class Scheduler:
     def _whole_pages(self, request, n) -> int:
         """Of the next n tokens of a request with more to come: as many as end with a page, where
         the store can keep them."""
-        end = request.held + n
-        if self.prefix and n < request.pending and end // self.prefix.size * self.prefix.size > request.held:
-            return end // self.prefix.size * self.prefix.size - request.held
-        return n
+        if not self.prefix or n >= request.pending:
+            return n
+        end = (request.held + n) // self.prefix.size * self.prefix.size
+        return end - request.held if end > request.held else n
 
     @staticmethod
     def _pieces(request, n) -> list[int]:
         """The next n tokens of a request, cut where chunks of it are to end."""
-        ends = [stop for stop in request.stops if request.held < stop < request.held + n] + [request.held + n]
+        last = request.held + n
+        ends = [stop for stop in request.stops if request.held < stop < last] + [last]
         return [end - start for start, end in zip([request.held, *ends], ends)]
 
     def _leave(self, request: Request) -> None:

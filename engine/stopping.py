@@ -1,7 +1,7 @@
 """Where the text of a sample ends: stop texts, found while it is being decoded. No torch here.
 
-    stop texts 'the end', '\\n\\n'      pieces in    'It is th' | 'en. Wa' | 'it for the e' | 'nd of it'
-                                      pieces out   'It is '   | 'then. Wa' | 'it for '    | ''   and it has stopped
+    stop texts 'the end', '\\n\\n'  pieces in  'It is th' | 'en. Wa'   | 'it for the e' | 'nd of it'
+                                  pieces out 'It is '   | 'then. Wa' | 'it for '      | '', stopped
 """
 import ast
 from collections.abc import Iterable
@@ -24,7 +24,8 @@ class StopFilter:
     def __init__(self, stops: Iterable[str] = ()):
         self.stops = tuple(stops)
         if '' in self.stops:
-            raise UserError(f'stop={list(self.stops)!r}: a stop text must have at least one character')
+            raise UserError(f'stop={list(self.stops)!r}: '
+                            'a stop text must have at least one character')
         # the longest end of the text so far that may be the beginning of a stop text
         self.held = ''
         self.found = None    # the stop text at which it stopped
@@ -34,7 +35,8 @@ class StopFilter:
         if self.found is not None:
             return ''
         text = self.held + piece
-        matches = [(start + len(stop), start, stop) for stop in self.stops if (start := text.find(stop)) >= 0]
+        matches = [(start + len(stop), start, stop) for stop in self.stops
+                   if (start := text.find(stop)) >= 0]
         if matches:
             _, start, self.found = min(matches)
             self.held = ''
@@ -86,7 +88,9 @@ class SampleText:
 
     def end(self) -> str:
         """The rest, when no more tokens come: text held back, an incomplete character."""
-        return '' if self.stopped else self._take(self.filter(self.decode.end()) + self.filter.end())
+        if self.stopped:
+            return ''
+        return self._take(self.filter(self.decode.end()) + self.filter.end())
 
     def _take(self, piece: str) -> str:
         self.pieces.append(piece)
@@ -97,7 +101,8 @@ def parse_stops(value: str) -> tuple[str, ...]:
     r"""The stop texts that the key `stop` means.
 
         ''                       none
-        'THE END'                that text, to the letter (in a shell --stop=$'\n\n' or --stop="'\n\n'" is two newlines)
+        'THE END'                that text, to the letter (in a shell --stop=$'\n\n' or
+                                 --stop="'\n\n'" is two newlines)
         "['\n\n', 'THE END']"    each of a Python list
 
     What begins with a bracket and a quote, or reads as a list, is a list; a text like that goes
@@ -112,13 +117,15 @@ def parse_stops(value: str) -> tuple[str, ...]:
         stops = ast.literal_eval(value.strip()) if value.lstrip().startswith('[') else value
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         if value.lstrip()[1:].lstrip()[:1] in ('"', "'"):
-            raise UserError(f"stop={value!r} begins like a list of texts, but is none: write \"['one', 'two']\", "
-                            "or to stop at just this text, a list with it inside") from None
+            raise UserError(f'stop={value!r} begins like a list of texts, but is none: write '
+                            "\"['one', 'two']\", or to stop at just this text, a list with it "
+                            'inside') from None
         stops = value  # such as '[END]'
     if not isinstance(stops, list):
         return (value,)
     for stop in stops:
         if not isinstance(stop, str) or stop == '':
-            raise UserError(f"stop={value!r}: {stop!r} is not a text of at least one character: write \"['one', 'two']\", "
-                            "or to stop at just this text, a list with it inside")
+            raise UserError(f'stop={value!r}: {stop!r} is not a text of at least one character: '
+                            "write \"['one', 'two']\", or to stop at just this text, a list with "
+                            'it inside')
     return tuple(stops)

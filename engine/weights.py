@@ -35,7 +35,8 @@ def quantize_weights(model, weight_dtype: str):
             warnings.simplefilter('ignore')
             from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as e:
-        raise UserError("weight_dtype='int8' needs the torchao package: pip install -e '.[int8]'") from e
+        raise UserError("weight_dtype='int8' needs the torchao package: "
+                        "pip install -e '.[int8]'") from e
     quantize_(model, Int8WeightOnlyConfig())
     return model
 
@@ -56,10 +57,12 @@ def compile_for_decode(model) -> None:
             (seen in 2.13 on a CPU).
     """
     c = model.config
-    if 'int8' in weights_dtype(model) and (c.n_embd % COMPILED_INT8_WIDTH or c.resolved_mlp_hidden % COMPILED_INT8_WIDTH):
-        raise UserError(f"compile=True with weight_dtype='int8' needs n_embd={c.n_embd} and the MLP's width "
-                        f"{c.resolved_mlp_hidden} to be multiples of {COMPILED_INT8_WIDTH}: torch's compiled int8 products "
-                        'are wrong for others; leave out one of the two')
+    widths = c.n_embd, c.resolved_mlp_hidden
+    if 'int8' in weights_dtype(model) and any(width % COMPILED_INT8_WIDTH for width in widths):
+        raise UserError(f"compile=True with weight_dtype='int8' needs n_embd={c.n_embd} and the "
+                        f"MLP's width {c.resolved_mlp_hidden} to be multiples of "
+                        f"{COMPILED_INT8_WIDTH}: torch's compiled int8 products are wrong for "
+                        'others; leave out one of the two')
     for block in model.transformer.h:
         block.mlp.compile()
 
@@ -79,7 +82,8 @@ def pack_weights(model, n_rows: int) -> bool:
     layers = [m for m in model.modules() if isinstance(m, FewRowsLinear)]
     for layer in layers:
         layer.packed = None
-    if n_rows not in PACKED_ROWS or not all(m.plain_on_cpu() and not m.weight.is_inference() for m in layers):
+    if n_rows not in PACKED_ROWS or not all(
+            m.plain_on_cpu() and not m.weight.is_inference() for m in layers):
         return False
     try:
         for layer in layers:
@@ -88,7 +92,8 @@ def pack_weights(model, n_rows: int) -> bool:
         first = layers[0]
         # draws no random numbers
         x = torch.linspace(-1, 1, n_rows * first.in_features).sin().view(n_rows, -1)
-        good = torch.allclose(first(x), nn.functional.linear(x, first.weight, first.bias), atol=1e-3, rtol=1e-3)
+        plain = nn.functional.linear(x, first.weight, first.bias)
+        good = torch.allclose(first(x), plain, atol=1e-3, rtol=1e-3)
     except (AttributeError, RuntimeError):
         good = False
     if not good:

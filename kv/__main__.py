@@ -1,7 +1,8 @@
 """The KV budget of a config, before a step is trained; no torch needed.
 
     python -m kv config/train_mqa_local.py --max_seq_len=8192
-    python -m kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB --kv_dtype=int8  # how many conversations fit
+    # how many conversations fit:
+    python -m kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB --kv_dtype=int8
     python -m kv out-mqa-local       # a trained model, by its folder or checkpoint (torch reads it)
     python -m kv --n_kv_head=1 --layer_pattern=LLLLLG --window_size=256 --pos_embedding=rope
     python -m kv --help
@@ -39,18 +40,21 @@ def main(argv=None):
             raise UserError(f'{name}={value}: must be at least 1')
     budget = parse_bytes(s.budget) if s.budget else 0
     console = Console()
-    shape = (f'{config.n_layer} layers, {plan.n_head} heads ({plan.n_kv_head} for K/V) of {plan.head_dim}, '
-             f'T={max_seq_len}, W={config.window_size or "-"}')
-    print_report(account(plan, s.batch, max_seq_len, s.kv_dtype), console, f'KV plan in {s.kv_dtype}: {shape}')
+    shape = (f'{config.n_layer} layers, {plan.n_head} heads ({plan.n_kv_head} for K/V) of '
+             f'{plan.head_dim}, T={max_seq_len}, W={config.window_size or "-"}')
+    print_report(account(plan, s.batch, max_seq_len, s.kv_dtype), console,
+                 f'KV plan in {s.kv_dtype}: {shape}')
     console.print(dtype_table(plan, s.batch, max_seq_len, budget))
     if config.pos_embedding == 'learned' and max_seq_len > config.block_size:
         console.print(f'Note: learned positions end at block_size={config.block_size:,}: '
                       'a cache of this model holds no more; these are the bytes of its shape '
                       'with --pos_embedding=rope', highlight=False, soft_wrap=True)
     if budget:
-        ours, vanilla = (fitting(p, budget, max_seq_len, s.kv_dtype) for p in (plan, plan.vanilla()))
-        console.print(f'{s.budget} of KV holds {ours:,} conversations of {max_seq_len:,} tokens in {s.kv_dtype}; '
-                      f'vanilla GPT-2 of this shape {vanilla:,}', highlight=False, soft_wrap=True)
+        ours = fitting(plan, budget, max_seq_len, s.kv_dtype)
+        vanilla = fitting(plan.vanilla(), budget, max_seq_len, s.kv_dtype)
+        console.print(f'{s.budget} of KV holds {ours:,} conversations of {max_seq_len:,} tokens in '
+                      f'{s.kv_dtype}; vanilla GPT-2 of this shape {vanilla:,}',
+                      highlight=False, soft_wrap=True)
     if s.json:
         print(json.dumps(as_json(plan, s.batch, max_seq_len, budget)))
 

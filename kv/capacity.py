@@ -2,18 +2,22 @@
 arithmetic from the plan alone.
 
     python -m kv.capacity config/train_gpt2_mqa_local.py --context=4096 --kv_dtype=int8
-    python -m kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 --head_dim=64 \\
-        --mlp_hidden=0 --requests_per_second=20000 --memory=80GB --bandwidth=3.35TB --flops=400e12 --price=2.5
+    python -m kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 \\
+        --head_dim=64 --mlp_hidden=0 --requests_per_second=20000 --memory=80GB \\
+        --bandwidth=3.35TB --flops=400e12 --price=2.5
     python -m kv.capacity --help
 
 A request is a message to a conversation: `message_tokens` new ones behind `context` tokens, of
 which a share `hit_rate` is still known from before and need not be computed, and an answer of
 `new_tokens`. What is counted, for each GPU:
 
-    prefill    2 FLOPs a parameter and token, and 4 * H * D for each key that a query sees; at `flops` a second
-    decode     a step reads the weights once, and K and V of each sequence in each layer (a shared cache is read by all of its
-               layers), at `bandwidth` bytes a second; or computes, as above, where that takes longer
-    batch      as many sequences as memory holds beside the weights, or as a step within `tpot` can serve
+    prefill    2 FLOPs a parameter and token, and 4 * H * D for each key that a query sees; at
+               `flops` a second
+    decode     a step reads the weights once, and K and V of each sequence in each layer (a shared
+               cache is read by all of its layers), at `bandwidth` bytes a second; or computes, as
+               above, where that takes longer
+    batch      as many sequences as memory holds beside the weights, or as a step within `tpot` can
+               serve
 
 It is an estimate, of one GPU without its communication: `utilization` is the share of `flops` and
 `bandwidth` that is reached. No torch is needed.
@@ -35,10 +39,13 @@ WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
 def parameters(config: GPTConfig, plan: KVPlan) -> int:
     """Of the model, position embeddings included; the output matrix is the embedding's."""
     C, D, M, bias = config.n_embd, plan.head_dim, config.resolved_mlp_hidden, int(config.bias)
-    total = config.vocab_size * C + (config.block_size * C if config.pos_embedding == 'learned' else 0) + (1 + bias) * C
+    total = config.vocab_size * C + (1 + bias) * C
+    if config.pos_embedding == 'learned':
+        total += config.block_size * C
     for layer in plan.layers:
         rows = (plan.n_head + 2 * plan.n_kv_head * layer.owns) * D
-        total += rows * (C + bias) + (plan.n_head * D + bias) * C + M * (C + bias) + (M + bias) * C + 2 * (1 + bias) * C
+        total += rows * (C + bias) + (plan.n_head * D + bias) * C
+        total += M * (C + bias) + (M + bias) * C + 2 * (1 + bias) * C
         total += D * (1 + layer.owns) * config.qk_norm
     return total
 
@@ -48,7 +55,8 @@ def keys_seen(plan: KVPlan, tokens: int, before: int) -> int:
     def up_to(n, window):  # of the queries 1 to n: one more for each, up to the window
         growing = min(n, window or n)
         return growing * (growing + 1) // 2 + (n - growing) * window
-    return sum(up_to(before + tokens, layer.window) - up_to(before, layer.window) for layer in plan.layers)
+    end = before + tokens
+    return sum(up_to(end, layer.window) - up_to(before, layer.window) for layer in plan.layers)
 
 
 def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
@@ -62,24 +70,28 @@ def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
         return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': 0}
     middle = held - s.new_tokens // 2  # of the answer
     read = plan.read_nbytes(1, middle, s.kv_dtype)
-    bandwidth, flops = s.utilization * parse_bytes(s.bandwidth, 'bandwidth'), s.utilization * float(s.flops)
+    bandwidth = s.utilization * parse_bytes(s.bandwidth, 'bandwidth')
+    flops = s.utilization * float(s.flops)
     of_a_key = 4 * plan.n_head * plan.head_dim
     of_a_token = 2 * n + of_a_key * keys_seen(plan, 1, middle - 1)
     batch = fit
     if s.tpot:  # the largest batch whose step is short enough
-        batch = min(fit, int((s.tpot / 1000 * bandwidth - nbytes) // read), int(s.tpot / 1000 * flops // of_a_token))
+        most = s.tpot / 1000
+        batch = min(fit, int((most * bandwidth - nbytes) // read), int(most * flops // of_a_token))
         if batch < 1:
-            return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': fit, 'batch': 0}
+            return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence,
+                    'sequences': fit, 'batch': 0}
     step = max((nbytes + batch * read) / bandwidth, of_a_token * batch / flops)
     asked = s.context + s.message_tokens
     computed = s.message_tokens + round((1 - s.hit_rate) * s.context)
     prefill = (2 * n * computed + of_a_key * keys_seen(plan, computed, asked - computed)) / flops
     seconds = prefill + s.new_tokens * step / batch
-    return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': fit, 'batch': batch,
-            'step_seconds': step, 'tokens_per_second': batch / step, 'prefill_seconds': prefill,
-            'gpu_seconds_per_request': seconds, 'requests_per_second': 1 / seconds,
-            'gpus': math.ceil(s.requests_per_second * seconds), 'kept': round(s.requests_per_second * s.away),
-            'kept_bytes': round(s.requests_per_second * s.away) * per_sequence,
+    kept = round(s.requests_per_second * s.away)
+    return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': fit,
+            'batch': batch, 'step_seconds': step, 'tokens_per_second': batch / step,
+            'prefill_seconds': prefill, 'gpu_seconds_per_request': seconds,
+            'requests_per_second': 1 / seconds, 'gpus': math.ceil(s.requests_per_second * seconds),
+            'kept': kept, 'kept_bytes': kept * per_sequence,
             'cost_per_million_tokens': s.price / 3600 * seconds / s.new_tokens * 1e6}
 
 
@@ -97,7 +109,8 @@ def check(s):
         if not 0 < float(s.flops) < math.inf:
             raise ValueError
     except ValueError:
-        raise UserError(f"flops={s.flops!r}: a number of operations a second is needed, as '400e12'") from None
+        raise UserError(f'flops={s.flops!r}: a number of operations a second is needed, '
+                        "as '400e12'") from None
 
 
 def compare(s) -> dict:
@@ -105,12 +118,16 @@ def compare(s) -> dict:
     check(s)
     config = GPTConfig(vocab_size=s.vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
     plan = plan_kv(config)
-    if config.pos_embedding == 'learned' and s.context + s.message_tokens + s.new_tokens > config.block_size:
-        raise UserError(f'a conversation of {s.context + s.message_tokens + s.new_tokens:,} tokens is longer than the '
-                        f"block_size={config.block_size} positions that the model has learned: make context smaller")
-    vanilla = GPTConfig(vocab_size=s.vocab_size, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd,
-                        head_dim=plan.head_dim, pos_embedding='rope', bias=config.bias)
-    found = {'settings': {key.name: getattr(s, key.name) for key in CAPACITY if key not in MODEL and key.name != 'json'}}
+    held = s.context + s.message_tokens + s.new_tokens
+    if config.pos_embedding == 'learned' and held > config.block_size:
+        raise UserError(f'a conversation of {held:,} tokens is longer than the '
+                        f'block_size={config.block_size} positions that the model has learned: '
+                        'make context smaller')
+    vanilla = GPTConfig(vocab_size=s.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
+                        n_embd=config.n_embd, head_dim=plan.head_dim, pos_embedding='rope',
+                        bias=config.bias)
+    settings = [key.name for key in CAPACITY if key not in MODEL and key.name != 'json']
+    found = {'settings': {name: getattr(s, name) for name in settings}}
     for name, c in (('ours', config), ('vanilla', vanilla)):
         p = plan_kv(c)
         found[name] = serving(c, p, s, parameters(c, p) * WEIGHT_BYTES[s.weight_dtype])
@@ -118,12 +135,14 @@ def compare(s) -> dict:
 
 
 ROWS = (('parameters', 'parameters', '{:,}'), ('weights, bytes', 'weights_bytes', '{:,}'),
-        ('K and V of a conversation, bytes', 'kv_bytes', '{:,}'), ('conversations in memory', 'sequences', '{:,}'),
+        ('K and V of a conversation, bytes', 'kv_bytes', '{:,}'),
+        ('conversations in memory', 'sequences', '{:,}'),
         ('sequences in a step', 'batch', '{:,}'), ('a step, ms (TPOT)', 'step_seconds', '{:,.2f}'),
         ('tokens/s, decoding alone', 'tokens_per_second', '{:,.0f}'),
         ('prefill of a request, ms', 'prefill_seconds', '{:,.2f}'),
         ('requests/s', 'requests_per_second', '{:,.1f}'), ('GPUs', 'gpus', '{:,}'),
-        ('conversations kept between messages', 'kept', '{:,}'), ('their K and V, bytes', 'kept_bytes', '{:,}'),
+        ('conversations kept between messages', 'kept', '{:,}'),
+        ('their K and V, bytes', 'kept_bytes', '{:,}'),
         ('$ a million tokens', 'cost_per_million_tokens', '{:,.3f}'))
 
 
@@ -145,7 +164,8 @@ def main(argv=None):
     found = compare(s)
     show(found)
     if not (found['ours'].get('batch') and found['vanilla'].get('batch')):
-        print('-: no conversation has room' + (f', or a step of one takes longer than tpot={s.tpot:g}' if s.tpot else ''))
+        too_slow = f', or a step of one takes longer than tpot={s.tpot:g}' if s.tpot else ''
+        print('-: no conversation has room' + too_slow)
     if s.json:
         print(json.dumps(found))
 
