@@ -12,7 +12,7 @@ import torch
 
 from config.errors import UserError
 from engine.paged import PagedKVCache
-from kv.slots import RingSlot
+from kv.slots import RingStore
 
 # bytes that Python takes for a block beside its buffers and tokens (measured:
 # tests/engine/test_prefix_store.py)
@@ -145,7 +145,7 @@ class BlockCopier:
 
     def __init__(self, cache: PagedKVCache):
         self.cache, self.size, self.copies = cache, cache.table.page_size, HostCopies(cache.device)
-        self.rings = [store for store in cache.stores if isinstance(store, RingSlot)]
+        self.rings = [store for store in cache.stores if isinstance(store, RingStore)]
         windows = {store.window for store in self.rings} or {0}
         if len(windows) > 1:
             raise UserError(f'local slots have windows of {sorted(windows)}: '

@@ -21,7 +21,7 @@ from kv.slots import KVStore
 PAGE_SIZE = 64
 
 
-class PagedSlot(KVStore):
+class PagedStore(KVStore):
     """The pool of a global slot: (n_pages, Hkv, page_size, D) of K and of V."""
 
     def __init__(self, table: PageTable, *args):
@@ -94,15 +94,15 @@ class PagedKVCache(KVCache):
         if slot.kind != GLOBAL:
             return super()._new_store(slot)
         shape = self.table.n_pages, self.plan.n_kv_head, self.table.page_size, self.plan.head_dim
-        return PagedSlot(self.table, *shape, self.torch_dtype, self.compute_dtype, self.device)
+        return PagedStore(self.table, *shape, self.torch_dtype, self.compute_dtype, self.device)
 
     @property
-    def pools(self) -> list[PagedSlot]:
-        return [store for store in self.stores if isinstance(store, PagedSlot)]
+    def pools(self) -> list[PagedStore]:
+        return [store for store in self.stores if isinstance(store, PagedStore)]
 
     @property
     def row_stores(self) -> list[KVStore]:
-        return [store for store in self.stores if not isinstance(store, PagedSlot)]
+        return [store for store in self.stores if not isinstance(store, PagedStore)]
 
     @property
     def held_nbytes(self) -> int:
@@ -132,7 +132,7 @@ class PagedKVCache(KVCache):
 
     def _append(self, store: KVStore, new):
         step = self._step
-        if not isinstance(store, PagedSlot):
+        if not isinstance(store, PagedStore):
             return super()._append(store, new)
         if step.t == 1:
             self._places = self._places or self._places_of(step)
@@ -158,7 +158,7 @@ class PagedKVCache(KVCache):
 
     def _attend(self, layer: Layer, q, appended):
         step, store = self._step, self.stores[layer.slot]
-        if not isinstance(store, PagedSlot) or (step.t > 1 and not self._by_table(step)):
+        if not isinstance(store, PagedStore) or (step.t > 1 and not self._by_table(step)):
             return super()._attend(layer, q, appended)
         if self._by_table(step):
             self._where = self._where or self._table_of(step)

@@ -11,10 +11,10 @@ import torch
 
 from attention.cached import cached_attention
 from config.errors import UserError
-from engine.paged import PagedKVCache, PagedSlot, table_attention
+from engine.paged import PagedKVCache, PagedStore, table_attention
 from kv.cache import KVCache
 from kv.plan import Layer
-from kv.slots import KVStore, RingSlot
+from kv.slots import KVStore, RingStore
 
 
 class StaticStep:
@@ -113,11 +113,11 @@ class StaticCache:
     def read(self, layer: Layer, q: torch.Tensor) -> torch.Tensor:
         """Attention to the slot of a layer, which has been written in this step."""
         store = self.cache.stores[layer.slot]
-        limit = store.capacity if isinstance(store, RingSlot) else self.cache.max_seq_len
+        limit = store.capacity if isinstance(store, RingStore) else self.cache.max_seq_len
         if limit not in self._kv_lens:
             self._kv_lens[limit] = (self.positions[:, 0] + 1).clamp(max=limit)
         kv_lens = self._kv_lens[limit]
-        if isinstance(store, PagedSlot):
+        if isinstance(store, PagedStore):
             return table_attention(q, store.tensors, self.table, kv_lens)
         kv = store.read(slice(0, self.batch_size), 0, store.capacity)
         return cached_attention(q, *kv, kv_lens=kv_lens)
@@ -126,15 +126,15 @@ class StaticCache:
         """(rows or pages, places), (B,) both: where a slot's new K and V go; a place below 0 is
         nowhere. Slots of one kind have their tokens at the same places."""
         store, positions = self.cache.stores[layer.slot], self.positions[:, 0]
-        kind = store.capacity if isinstance(store, RingSlot) else type(store)
+        kind = store.capacity if isinstance(store, RingStore) else type(store)
         if kind not in self._places:
             self._places[kind] = self._places_in(store, positions)
         return self._places[kind]
 
     def _places_in(self, store, positions):
-        if isinstance(store, RingSlot):
+        if isinstance(store, RingStore):
             return self._rows, torch.where(positions < 0, -1, positions % store.capacity)
-        if not isinstance(store, PagedSlot):
+        if not isinstance(store, PagedStore):
             return self._rows, positions
         size = self.cache.table.page_size
         page = self.positions.clamp(min=0) // size
@@ -154,7 +154,7 @@ def put(store: KVStore, rows, places, new) -> None:
     an unwritten token rewrites what is there. Pages of a pool may coincide: there the unwritten
     ones are left out.
     """
-    if isinstance(store, PagedSlot):
+    if isinstance(store, PagedStore):
         written = places >= 0
         rows, places, new = rows[written], places[written], [x[written] for x in new]
     at = rows, slice(None), places.clamp(min=0)

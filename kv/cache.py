@@ -13,7 +13,7 @@ import torch
 from attention import cached_attention
 from config.errors import UserError
 from kv.plan import KV_DTYPES, LOCAL, KVPlan, Layer, Slot
-from kv.slots import GlobalSlot, KVStore, RingSlot
+from kv.slots import GlobalStore, KVStore, RingStore
 
 
 class Step:
@@ -84,8 +84,8 @@ class KVCache:
                  self.plan.head_dim)
         options = (self.torch_dtype, self.compute_dtype, self.device)
         if slot.kind == LOCAL:
-            return RingSlot(slot.window, *shape, *options)
-        return GlobalSlot(*shape, *options)
+            return RingStore(slot.window, *shape, *options)
+        return GlobalStore(*shape, *options)
 
     @property
     def nbytes(self) -> int:

@@ -12,8 +12,8 @@ import torch
 
 from kv.int8 import quantize_int8
 
-# Decode steps of rows that differ in length read a global slot up to a multiple of this: a new
-# shape makes the allocator look for new memory, and a compiled step compile again.
+# Decode steps of rows that differ in length read a global slot up to a multiple of this, so that
+# shapes, and with them allocations, change once in so many steps.
 BUCKET = 64
 
 
@@ -83,7 +83,7 @@ class KVStore:
             self.write(slice(row, row + 1), 0, self.encode(k, v))
 
 
-class GlobalSlot(KVStore):
+class GlobalStore(KVStore):
     """Every position of every row, at the index of the same number."""
 
     def append(self, new, rows, start: int):
@@ -105,7 +105,7 @@ class GlobalSlot(KVStore):
         return self.read(step.select, 0, min(bucket, self.capacity)), step.kv_lens
 
 
-class RingSlot(KVStore):
+class RingStore(KVStore):
     """The last `capacity` positions of every row, position p at index p % capacity.
 
     window: keys that a query sees. capacity is that, or less if all sequences are shorter.
@@ -116,7 +116,7 @@ class RingSlot(KVStore):
         self.window = window
 
     def append(self, new, rows, start: int):
-        """As `GlobalSlot.append`; what is returned are the keys in the window, then the chunk."""
+        """As `GlobalStore.append`; what is returned are the keys in the window, then the chunk."""
         t = new[0].size(2)
         if t == 1:  # overwrites the key that has just left the window; order does not matter
             self.write(rows, start % self.capacity, new)
@@ -131,7 +131,7 @@ class RingSlot(KVStore):
         return seen
 
     def append_token(self, new, step):
-        """As `GlobalSlot.append_token`; no lengths if every ring is full."""
+        """As `GlobalStore.append_token`; no lengths if every ring is full."""
         self.scatter(step.active_rows, step.active_starts % self.capacity, new)
         if all(end >= self.capacity for n, end in zip(step.lens, step.ends) if n):
             return self.read(step.select, 0, self.capacity), None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.paged import PagedKVCache, PagedSlot, table_attention
+from engine.paged import PagedKVCache, PagedStore, table_attention
 from engine.pages import OutOfPages, PageTable
 from engine.static import put
 from tests.helpers.models import FULL_STACK, chunkings, configs, feed, full_logits, max_gap, random_model, tokens
@@ -333,7 +333,7 @@ def test_pages_that_were_reserved_or_freed_by_a_nan_row_are_clean():
 def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
     """Rows that take no part have page -1, which is the last one, or a page that they share."""
     table, cpu = PageTable(1, 4, 2), torch.device('cpu')
-    store = PagedSlot(table, 4, 1, 2, 3, torch.float32, torch.float32, cpu)
+    store = PagedStore(table, 4, 1, 2, 3, torch.float32, torch.float32, cpu)
     k = torch.arange(1.0, 10).view(3, 1, 1, 3)
     put(store, torch.tensor([3, -1, 3]), torch.tensor([0, -1, -1]), (k, -k))
     for x, wanted in zip(store.tensors, (k[0], -k[0])):

@@ -13,7 +13,7 @@ from engine.paged import PagedKVCache
 from engine.pages import OutOfPages
 from engine.prefix import PrefixStore
 from kv.plan import plan_kv
-from kv.slots import RingSlot
+from kv.slots import RingStore
 
 SIZE, LONGEST = 4, 60
 SHAPES = {
@@ -79,7 +79,7 @@ class World:
         for i, store in enumerate(self.cache.stores):
             k = self.kv(i, text, 0)
             expected = store.encode(k, -k)
-            ring = isinstance(store, RingSlot)
+            ring = isinstance(store, RingStore)
             for p in range(max(0, held - store.window + 1) if ring else 0, held):
                 index = (row, p % store.capacity) if ring else (self.cache.table.rows[row][p // SIZE], p % SIZE)
                 for x, wanted in zip(store.tensors, expected):
@@ -352,7 +352,7 @@ def test_blocks_of_an_odd_number_of_bytes(kv_dtype, device):
     cache = PagedKVCache(plan_kv(config), 2, 30, 8, 3, kv_dtype=kv_dtype, device=device)
     for store in cache.stores:
         store.fill_random_()
-    copier, rings = BlockCopier(cache), [store for store in cache.stores if isinstance(store, RingSlot)]
+    copier, rings = BlockCopier(cache), [store for store in cache.stores if isinstance(store, RingStore)]
     copier.put_page(5, copier.page(2))
     copier.put_local(1, 7, 3, copier.local(0, 7, 3))  # positions 4, 5 and 6, at 4, 5 and 0 of the ring
     assert copier.page(2).numel() == copier.page_nbytes and copier.local(0, 7, 3).numel() == copier.local_nbytes(3)
