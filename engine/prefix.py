@@ -1,10 +1,10 @@
-"""What was said before, kept for whoever begins alike: a tree of blocks of tokens with K and V.
+"""Prefix cache: a radix tree of token blocks with K and V, reused by requests that share a prefix.
 
     root ── "To be, o" ── "r not to" ── " be"...   a block is a page of tokens; its key is a hash
                       └── "r else w"               chained over all before; hits compare its tokens
 
-A new request takes over the longest path of blocks that its tokens begin with, and computes only
-the rest. That is easy for global slots, of which a block has a page. A local slot is a ring, and a
+A new request reuses the longest path of blocks that its tokens begin with, and computes only the
+rest. That is easy for global slots, of which a block has a page. A local slot is a ring, and a
 ring that has wrapped cannot be rewound: to go on at a boundary, the W - 1 positions before it must
 have been copied while they were there. So the blocks also have *local parts*, and a hit ends at the
 deepest boundary before which they are whole (an *anchor*).
