@@ -26,7 +26,7 @@ from rich.progress import track
 import configurator
 from config.errors import UserError
 from config.sizes import parse_bytes
-from engine.captured import captured_decode
+from engine.captured import MIN_CAPTURED, captured_decode
 from engine.many import complete, fitted, json_lines, make_engine, show_many
 from engine.params import SamplingParams
 from engine.prompts import encode_prompts, encode_requests, read_prompts, read_requests
@@ -40,8 +40,7 @@ from kv.report import account
 from kv.tables import print_report
 from training.device import check_seed, device_name, total_memory
 
-RULE = '-' * 15    # printed after each sample, as in nanoGPT
-MIN_CAPTURED = 32  # new tokens: a capture takes as long as some dozens of plain steps
+RULE = '-' * 15  # printed after each sample, as in nanoGPT
 
 
 def main(argv=None):
@@ -72,7 +71,7 @@ def sample_start(s):
     for k in range(0, s.num_samples, s.parallel):
         batch = generators[k:k + s.parallel]
         if cache is None or cache.batch_size != len(batch):  # the last batch may be smaller
-            cache = decode = None  # freed before the next is allocated
+            cache = decode = generation = None  # freed before the next is allocated
             cache = model.new_cache(len(batch), max_seq_len, s.kv_dtype)
             if s.captured and s.max_new_tokens >= MIN_CAPTURED:
                 decode = captured_decode(model, cache)

@@ -17,6 +17,8 @@ from engine.fused import fuse
 from engine.paged import PagedKVCache
 from engine.static import StaticCache
 
+# Tokens of a generation: a capture takes as long as some dozens of plain steps.
+MIN_CAPTURED = 32
 # calls before the capture: what is compiled, allocated or looked up once must not happen in it
 WARM_UP = 3
 

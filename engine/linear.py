@@ -16,11 +16,11 @@ class FewRowsLinear(nn.Linear):
     packed = None  # (number of rows it is for, the packed weight, the weight and its version then)
 
     def forward(self, x):
-        # Compiling goes first: there the number of rows may be symbolic. A single sequence pays for
-        # every further question, so few rows are the next.
+        if torch.compiler.is_compiling():  # the number of rows may be symbolic
+            return F.linear(x, self.weight, self.bias)
+        # a single sequence pays for every further question
         few = not self.packed and x.numel() < self.CHUNKED_ROWS[0] * self.in_features
-        if (torch.compiler.is_compiling() or few
-                or x.dtype != torch.float32 or not self.plain_on_cpu()):
+        if few or x.dtype != torch.float32 or not self.plain_on_cpu():
             return F.linear(x, self.weight, self.bias)
         n_rows = x.numel() // x.size(-1)
         rows, shape = x.reshape(n_rows, -1), x.shape[:-1]

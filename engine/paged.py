@@ -28,19 +28,14 @@ class PagedStore(KVStore):
         super().__init__(*args)
         self.table = table
 
-    def write_chunk(self, new, rows: list[int], start: int) -> None:
-        """Encoded K, V (rows, Hkv, t, D) to positions start .. start + t - 1 of `rows`, whose pages
-        have been taken."""
-        size, positions = self.table.page_size, range(start, start + new[0].size(2))
-        pages = [self.table.rows[row][position // size] for row in rows for position in positions]
-        places = [position % size for _ in rows for position in positions]
+    def write_chunk(self, new, pages, places) -> None:
+        """Encoded K, V (rows, Hkv, t, D), token by token, to these places in these pages, (rows *
+        t,)."""
         tokens = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new)  # (rows * t, Hkv, 1, D)
-        self.scatter(*torch.tensor([pages, places], device=self.device), tokens)
+        self.scatter(pages, places, tokens)
 
-    def gather(self, rows: list[int], n: int):
-        """Stored K, V of `rows` at positions 0 .. n - 1; a copy."""
-        n_pages = self.table.pages_for(n)
-        ids = torch.tensor([self.table.rows[row][:n_pages] for row in rows], device=self.device)
+    def gather(self, ids, n: int):
+        """Stored K, V at the first n positions of rows with pages `ids` (rows, pages); a copy."""
         return tuple(_in_order(x[ids])[:, :, :n] for x in self.tensors)
 
 
@@ -138,13 +133,26 @@ class PagedKVCache(KVCache):
             self._places = self._places or self._places_of(step)
             active, pages, places = self._places
             return store.scatter(pages, places, select_rows(new, active))
-        seen = []
-        for batch, n, _, start in step.chunks:
-            chunk, rows = slice_tokens(new, batch, n), step.rows[batch]
-            store.write_chunk(chunk, rows, start)
-            in_place = start == 0 or self._by_table(step)
-            seen.append(chunk if in_place else store.gather(rows, start + n))
+        seen, self._places = [], self._places or self._chunk_places(step)
+        for (batch, n, _, start), (pages, places, ids) in zip(step.chunks, self._places):
+            chunk = slice_tokens(new, batch, n)
+            store.write_chunk(chunk, pages, places)
+            seen.append(chunk if ids is None else store.gather(ids, start + n))
         return seen
+
+    def _chunk_places(self, step):
+        """Of each chunk: the page and the place in it of each token, row after row; and the pages
+        of its rows, (rows, pages), if its queries attend to a copy of them in order."""
+        size, found = self.table.page_size, []
+        for batch, n, _, start in step.chunks:
+            rows = [self.table.rows[row] for row in step.rows[batch]]
+            places = [(pages[position // size], position % size)
+                      for pages in rows for position in range(start, start + n)]
+            n_pages, ids = self.table.pages_for(start + n), None
+            if start and not self._by_table(step):
+                ids = torch.tensor([pages[:n_pages] for pages in rows], device=self.device)
+            found.append((*torch.tensor(places, device=self.device).T, ids))
+        return found
 
     def _places_of(self, step):
         """Of a step of one token: the batch rows that append it (None = all), the page and the

@@ -112,6 +112,9 @@ class StaticCache:
 
     def read(self, layer: Layer, q: torch.Tensor) -> torch.Tensor:
         """Attention to the slot of a layer, which has been written in this step."""
+        if torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):
+                return self.read(layer, q)
         store = self.cache.stores[layer.slot]
         limit = store.capacity if isinstance(store, RingStore) else self.cache.max_seq_len
         if limit not in self._kv_lens:

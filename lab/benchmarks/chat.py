@@ -83,7 +83,8 @@ class FirstToken:
 
     def __init__(self, model, past: list[int], s, prefix_budget: int):
         self.model, self.past, self.n, self.n_cached = model, past, s.message, 0
-        self.engine = Engine(model, 1, len(past) + s.message, s.kv_dtype, pack=False, prefix_budget=prefix_budget)
+        self.engine = Engine(model, 1, len(past) + s.message, s.kv_dtype, pack=False,
+                             prefix_budget=prefix_budget, captured=s.captured)
 
     def __call__(self) -> float:
         message = random_tokens(self.model, 1, self.n)[0].tolist()

@@ -41,10 +41,10 @@ class Generated:
 class Ours:
     """`model` through its cache: the prompt in one piece, then token by token."""
 
-    def __init__(self, model, prompt, steps: int, pack: bool = True):
+    def __init__(self, model, prompt, steps: int, pack: bool = True, captured: bool = True):
         self.model, self.prompt, self.steps = model, prompt, steps
         self.cache = make_cache(model, prompt.size(0), prompt.size(1) + steps, 'auto')
-        self.decode = captured_decode(model, self.cache)
+        self.decode = captured_decode(model, self.cache) if captured else None
         if self.decode:
             self.decode.prepare(prompt.size(0))
         if pack:

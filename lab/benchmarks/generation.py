@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError
+from engine.linear import speed_up_few_rows
 from lab.benchmarks import clock
 from lab.benchmarks.engines import HF_CACHES, HuggingFace, NanoGPT, Ours, check_vanilla, hugging_face, nanogpt
 from lab.benchmarks.report import show
@@ -60,6 +61,7 @@ def both(config, s):
         UserError: by more than TOLERANCE.
     """
     ours = GPT(config).eval()
+    speed_up_few_rows(ours)
     with torch.no_grad():
         for name, p in ours.named_parameters():
             if name.endswith('bias'):
@@ -80,7 +82,7 @@ def both(config, s):
 def measure(ours, theirs, batch: int, context: int, s) -> dict:
     """One cell: figures of each side, ratios of ours over each of theirs, and whether the tokens are the same."""
     prompt = random_tokens(ours, batch, context)
-    sides = {'ours': Ours(ours, prompt, s.steps, s.pack)}
+    sides = {'ours': Ours(ours, prompt, s.steps, s.pack, s.captured)}
     if s.against == 'hf':
         sides |= {name: HuggingFace(theirs, prompt, s.steps, cache) for name, cache in HF_CACHES.items()}
     else:

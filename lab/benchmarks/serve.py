@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from config.errors import UserError, at_least
+from engine.captured import MIN_CAPTURED, captured_decode
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.scheduler import Scheduler
@@ -49,8 +50,9 @@ class EngineRound:
 
     def __init__(self, model, prompts, lengths, rows, s, scheduler=Scheduler):
         self.prompts, self.params = prompts, [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
-        self.engine = Engine(model, rows, max(map(len, prompts)) + max(lengths), s.kv_dtype, pack=s.pack, scheduler=scheduler,
-                             **({'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}))
+        chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
+        self.engine = Engine(model, rows, max(map(len, prompts)) + max(lengths), s.kv_dtype,
+                             pack=s.pack, scheduler=scheduler, captured=s.captured, **chunk)
 
     def __call__(self) -> Served:
         start = clock.now()
@@ -69,6 +71,8 @@ class StaticRound:
         self.model, self.prompts, self.lengths = model, prompts, lengths
         self.rows = min(rows, len(prompts))
         self.cache = model.new_cache(self.rows, max(map(len, prompts)) + max(lengths), s.kv_dtype)
+        captured = s.captured and max(lengths) >= MIN_CAPTURED
+        self.decode = captured_decode(model, self.cache) if captured else None
         if s.pack:
             pack_weights(model, self.rows)  # as the engine does
 
@@ -77,9 +81,12 @@ class StaticRound:
         for k in range(0, len(self.prompts), self.rows):
             prompts, lengths = self.prompts[k:k + self.rows], self.lengths[k:k + self.rows]
             self.cache.reset()
-            cache = self.cache if len(prompts) == self.rows else None
+            whole = len(prompts) == self.rows
+            cache, decode = (self.cache, self.decode) if whole else (None, None)
+            generation = Generation(self.model, prompts, max(lengths), Sampler(0), cache,
+                                    decode=decode)
             made = []
-            for j, new in enumerate(Generation(self.model, prompts, max(lengths), Sampler(0), cache)):
+            for j, new in enumerate(generation):
                 made.append(new.flatten().tolist())  # read at every step, as a server that sends tokens out does
                 if j == 0:
                     firsts += [clock.now() - start] * len(prompts)

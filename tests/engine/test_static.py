@@ -14,6 +14,7 @@ from engine.paged import PagedKVCache
 from engine.pages import OutOfPages
 from engine.static import StaticCache
 from kv.plan import plan_kv
+from tests.helpers.models import FULL_STACK, max_gap, random_model, tokens
 
 N_ROWS, ROOM = 5, 24
 INTERVALS = {5: 1, 4: 3, 2: 5, 1: 30}  # rows of a static cache -> rules from one update to the next
@@ -197,3 +198,20 @@ def test_an_interruption_while_entries_are_sent_leaves_none_behind():
     cache.reserve(0, 4)
     view.set([])
     assert view.table.tolist() == whole(cache, 1)
+
+
+@pytest.mark.parametrize('paged', [False, True])
+def test_a_static_step_under_autocast_is_the_ordinary_one(paged):
+    """Autocast would make the scores bfloat16, which the stored float32 cannot join."""
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    pages = dict(cache_class=PagedKVCache, n_pages=20, page_size=4) if paged else {}
+    caches = [model.new_cache(2, 20, **pages) for _ in 'ab']
+    with torch.inference_mode(), torch.autocast('cpu', torch.bfloat16):
+        for cache in caches:
+            model(tokens(2, 6), cache=cache)
+        if paged:
+            caches[0].reserve(0, 7), caches[0].reserve(1, 7)
+        view = StaticCache(caches[0], 2)
+        view.set([6, 6])
+        found, expected = (model(tokens(2, 1), cache=c)[0] for c in (view, caches[1]))
+    assert max_gap(found.float(), expected.float()) < 1e-2 * expected.float().abs().max()

@@ -1,7 +1,9 @@
 """sample.py from tiny checkpoints: texts that depend on (seed, k) alone, and a report whose figures add up."""
+import gc
 import json
 import math
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -247,3 +249,18 @@ def test_dropout_of_training_is_off(capsys, trained, tmp_path):
     checkpoint['model_args']['dropout'] = 0.9
     torch.save(checkpoint, tmp_path / 'out' / 'ckpt.pt')
     assert texts(capsys, tmp_path / 'out') == texts(capsys, trained['full'])
+
+
+def test_the_cache_is_freed_before_a_smaller_one_is_allocated(trained, monkeypatch, capsys):
+    """The last batch may be smaller: on a GPU that is just large enough both would not fit."""
+    caches, plain = [], GPT.new_cache
+
+    def new_cache(*args, **kwargs):
+        gc.collect()
+        assert [cache() for cache in caches if cache()] == []
+        made = plain(*args, **kwargs)
+        caches.append(weakref.ref(made))
+        return made
+    monkeypatch.setattr(GPT, 'new_cache', new_cache)
+    run_sample(capsys, out_dir=trained['full'], num_samples=5, parallel=4, report=False)
+    assert len(caches) == 2
