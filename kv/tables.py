@@ -8,7 +8,7 @@ from kv.report import REPORTED_DTYPES, account, fitting
 
 
 def slot_table(figures: dict, title: str):
-    """A rich table with a row per slot, the total, and vanilla GPT-2 beneath; 80 columns are enough."""
+    """A rich table with a row per slot, the total, and vanilla GPT-2; 80 columns are enough."""
     table = Table(box=None, pad_edge=False, header_style='bold')
     for name, justify in (
             ('slot', 'right'), ('kind', 'left'), ('layers', 'left'), ('holds', 'right'),

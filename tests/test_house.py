@@ -1,4 +1,4 @@
-"""The order of the rooms (docs/architecture.md): what imports what, and that the core is small and stands alone."""
+"""The order of the rooms (docs/architecture.md), and that the core is small and stands alone."""
 import ast
 import subprocess
 import sys
