@@ -6,7 +6,7 @@ into it.
     python bench.py --real_data=False --compile=False --batch_size=4 --block_size=256 --json=True
     # a config's shape, windows of its data set
     python bench.py config/train_mqa_local.py --dataset=shakespeare_works
-    # training steps, in turns with nanoGPT's
+    # training steps, interleaved with nanoGPT's
     python bench.py --real_data=False --against=nanogpt --nanogpt=FOLDER
 
     GPT2=config/train_gpt2_mqa_local.py

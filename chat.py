@@ -44,7 +44,7 @@ class Chat:
         for name in (s.user, s.reply_as):
             tokenizer.encode(self.dialogue.template.head(name) + self.dialogue.template.end)
         max_seq_len = s.max_seq_len or longest_context(model.config)
-        # the other half is for what was said
+        # the other half is for the conversation so far
         self.longest = min(s.max_new_tokens, max_seq_len // 2)
         budget = parse_bytes(s.prefix_budget, 'prefix_budget')
         self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer,
