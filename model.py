@@ -187,7 +187,12 @@ class GPT(nn.Module):
 
     @property
     def device(self):
-        return self.lm_head.weight.device
+        return self.transformer.ln_f.weight.device
+
+    @property
+    def dtype(self):
+        """Of the parameters that are never quantized: what is computed in."""
+        return self.transformer.ln_f.weight.dtype
 
     def forward(self, idx, targets=None, *, cache: KVCache | None = None, lens=None, rows=None,
                 all_logits=False):
@@ -258,7 +263,7 @@ class GPT(nn.Module):
         ragged = step is not None and not step.uniform
         x = self.transformer.wte(idx)                                 # (B, t, C)
         if self.rotary is not None:
-            dtype, tables = self.lm_head.weight.dtype, set(self.rotary.values())
+            dtype, tables = self.dtype, set(self.rotary.values())
             if ragged:
                 made = {table: table.at(step.positions, end, dtype) for table in tables}
             else:
@@ -319,14 +324,13 @@ class GPT(nn.Module):
         if self.rotary is None and max_seq_len > block_size:
             raise UserError(f'max_seq_len={max_seq_len} is more than block_size={block_size}, for '
                             "which pos_embedding='learned' has positions")
-        dtype = self.lm_head.weight.dtype
         return cache_class(self.plan, batch_size, max_seq_len, device=self.device,
-                           kv_dtype=self.resolved_kv_dtype(kv_dtype), compute_dtype=dtype, **kwargs)
+                           kv_dtype=self.resolved_kv_dtype(kv_dtype), compute_dtype=self.dtype,
+                           **kwargs)
 
     def resolved_kv_dtype(self, kv_dtype: str) -> str:
         """What 'auto' stands for: the dtype of the parameters."""
-        dtype = str(self.lm_head.weight.dtype).removeprefix('torch.')
-        return dtype if kv_dtype == 'auto' else kv_dtype
+        return str(self.dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype
 
     @classmethod
     def from_pretrained(cls, model_type, override_args=None):

@@ -1,0 +1,140 @@
+"""The C++ extension for CPUs: matmuls and whole decode steps at memory speed.
+
+Compiled on first use by the machine's own compiler, for its own processor (about two seconds; g++
+or clang++, or what CXX names), and kept in the user's cache folder. Plain C, called by ctypes: it
+depends on neither torch's headers nor its version. Without a compiler everything runs in torch
+alone, slower.
+"""
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FLAGS = ('-O3', '-std=c++17', '-shared', '-fPIC', '-march=native', '-fopenmp', '-fno-math-errno',
+         '-fno-trapping-math')  # NaN and infinity keep their meaning
+TIMEOUT = 120  # seconds
+
+
+class Unavailable(Exception):
+    """The extension cannot be had here; the message says why."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The extension, compiled if need be; None where it cannot be had, which is said once."""
+    try:
+        return _load(_compiled())
+    except Unavailable as e:
+        print(f'Note: no C++ extension ({e}); the CPU runs plain torch, which is slower',
+              file=sys.stderr)
+        return None
+
+
+def cache_folder() -> Path:
+    """Where compiled extensions are kept."""
+    home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    return Path(home, 'nanokv', 'native')
+
+
+def _compiled() -> Path:
+    """The shared library of these sources, compiler, flags and processor.
+
+    Raises:
+        Unavailable: no compiler, or it fails.
+    """
+    if os.name != 'posix':
+        raise Unavailable('it is built on Linux and macOS only')
+    names = (os.environ['CXX'],) if os.environ.get('CXX') else ('g++', 'clang++', 'c++')
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise Unavailable(f"no compiler: {' or '.join(names)} is needed")
+    sources = sorted(HERE.glob('*.cpp')) + sorted(HERE.glob('*.h'))
+    known_by = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
+    name = hashlib.sha256('\0'.join(known_by).encode()).hexdigest()[:16]
+    path = cache_folder() / f'{name}.so'
+    if not path.exists():
+        _compile(compiler, path)
+    return path
+
+
+def _processor() -> str:
+    """What -march=native depends on: a home folder may be shared by several machines."""
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+    except OSError:
+        return os.uname().machine
+    return '\n'.join(dict.fromkeys(line for line in lines if line.startswith(('flags', 'model name',
+                                                                             'Features'))))
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Into a file of its own first: others may be compiling the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, 'made.so')
+            command = [compiler, *FLAGS, str(HERE / 'decode.cpp'), '-o', str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+            if done.returncode:
+                lines = [line for line in done.stderr.splitlines() if 'error' in line]
+                raise Unavailable(f'{compiler} fails: {(lines or ["no message"])[0].strip()}')
+            os.replace(made, path)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise Unavailable(f'{compiler}: {e}') from e
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as e:
+        raise Unavailable(str(e)) from e
+    found.nanokv_sizes.restype = ctypes.c_int64
+    for k, struct in enumerate((Linear, Slot, Layer, Model, Step)):
+        if found.nanokv_sizes(ctypes.c_int64(k)) != ctypes.sizeof(struct):
+            raise Unavailable(f'{struct.__name__} has another size in {path}')
+    for name in ('nanokv_decode', 'nanokv_linear'):
+        getattr(found, name).restype = None
+    return found
+
+
+# -- the structs of kernels.h and decode.cpp -------------------------------------------------------
+
+FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+STORE, ADD, GELU_EXACT, GELU_TANH = range(4)
+
+
+def _fields(pointers='', int64='', int32=''):
+    """Fields in this order: pointers, then int64, then int32."""
+    kinds = ((pointers, ctypes.c_void_p), (int64, ctypes.c_int64), (int32, ctypes.c_int32))
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class Linear(ctypes.Structure):
+    _fields_ = _fields('weight scale bias', 'n k', 'dtype group')
+
+
+class Slot(ctypes.Structure):
+    _fields_ = _fields('k v k_scale v_scale', 'capacity', 'dtype ring paged transposed')
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [*_fields('ln_1 ln_1_bias ln_2 ln_2_bias q_norm k_norm cos sin'),
+                *((name, Linear) for name in ('c_attn', 'attn_proj', 'c_fc', 'mlp_proj')),
+                *_fields(int32='slot owns')]
+
+
+class Model(ctypes.Structure):
+    _fields_ = [*_fields('layers slots wte wpe wte_scale ln_f ln_f_bias'), ('lm_head', Linear),
+                *_fields(int64='n_layer n_slot n_embd n_head n_kv_head head_dim',
+                         int32='wte_dtype wpe_dtype gelu round_kv')]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [*_fields('tokens positions rows table', 'm table_width threads'),
+                ('logits', ctypes.c_void_p)]

@@ -1,0 +1,424 @@
+// One decode step of a GPT in float32 arithmetic: a token per row in, logits out, K and V written to
+// the cache's own storage. What `model.py` computes, in the same order; `engine/native/__init__.py`
+// compiles this file, fills in the structs and says what it can serve.
+//
+// Notation: m active rows, H query heads, Hkv K/V heads of D, a part: a range of a row's keys.
+#include "kernels.h"
+
+#include <algorithm>
+#include <vector>
+
+typedef uint16_t half_t;  // the bits of an fp16 scale
+
+#if defined(__F16C__)
+#include <immintrin.h>
+INLINE float from_half(half_t x) { return _cvtsh_ss(x); }
+INLINE half_t to_half(float x) { return _cvtss_sh(x, 0); }
+#elif defined(__ARM_FP16_FORMAT_IEEE)
+INLINE float from_half(half_t x) { __fp16 y; memcpy(&y, &x, 2); return y; }
+INLINE half_t to_half(float x) { __fp16 y = x; half_t z; memcpy(&z, &y, 2); return z; }
+#else
+#error "no conversion to fp16 is known for this processor"
+#endif
+
+struct Slot {
+    void *k, *v;               // (units, Hkv, capacity, D); a unit is a row, or a page of a pool
+    half_t *k_scale, *v_scale; // INT8: (units, Hkv, capacity)
+    int64_t capacity;          // positions of a unit
+    int32_t dtype, ring, paged;
+    int32_t transposed;        // K lies in memory as (units, Hkv, D, capacity)
+};
+
+struct Layer {
+    const float *ln_1, *ln_1_bias, *ln_2, *ln_2_bias, *q_norm, *k_norm;
+    const float *cos, *sin;    // (positions, D), or null
+    Linear c_attn, attn_proj, c_fc, mlp_proj;
+    int32_t slot, owns;
+};
+
+struct Model {
+    const Layer* layers;
+    const Slot* slots;
+    const void *wte, *wpe;     // (vocabulary, C), (positions, C) or null
+    const float *wte_scale;    // INT8: (vocabulary,), and wte is laid out as a weight
+    const float *ln_f, *ln_f_bias;
+    Linear lm_head;
+    int64_t n_layer, n_slot, n_embd, n_head, n_kv_head, head_dim;
+    int32_t wte_dtype, wpe_dtype, gelu, round_kv;  // round_kv: as an int8 cache would
+};
+
+struct Step {
+    const int64_t *tokens, *positions;  // (m,)
+    const int64_t *rows;                // (m,): cache rows
+    const int32_t* table;               // (m, table_width): pages of the rows, or null
+    int64_t m, table_width, threads;
+    float* logits;                      // (m, V)
+};
+
+// -- K and V --------------------------------------------------------------------------------------
+
+constexpr int64_t TILE = 64;  // keys whose scores are computed together
+
+struct Place { int64_t unit, index; };
+
+INLINE Place place_of(const Slot& slot, const Step& step, int64_t i, int64_t key) {
+    if (!slot.paged) return {step.rows[i], key};
+    return {step.table[i * step.table_width + key / slot.capacity], key % slot.capacity};
+}
+
+INLINE float int8_scale(const float* x, int64_t n) {  // as `kv.int8.quantize_int8`
+    float scale = largest(x, n) / 127;
+    if (scale < 5.9604645e-8f) scale = 5.9604645e-8f;
+    if (scale > 65504) scale = 65504;
+    return from_half(to_half(scale));
+}
+
+INLINE int8_t to_int8(float x, float scale) {
+    float value = std::nearbyint(x / scale);
+    return (int8_t)(value < -127 ? -127 : value > 127 ? 127 : value);
+}
+
+INLINE uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+// One head's K or V of a token, stored from element `to` on, `stride` apart.
+static void write_vector(void* base, half_t* scales, int64_t scale_at, int32_t dtype, int64_t to,
+                         int64_t stride, const float* x, int64_t n) {
+    if (dtype == INT8) {
+        float scale = int8_scale(x, n);
+        scales[scale_at] = to_half(scale);
+        for (int64_t d = 0; d < n; d++) ((int8_t*)base)[to + d * stride] = to_int8(x[d], scale);
+    } else if (dtype == BFLOAT16) {
+        for (int64_t d = 0; d < n; d++) ((uint16_t*)base)[to + d * stride] = to_bfloat16(x[d]);
+    } else {
+        for (int64_t d = 0; d < n; d++) ((float*)base)[to + d * stride] = x[d];
+    }
+}
+
+static void round_to_int8(float* x, int64_t n) {
+    float scale = int8_scale(x, n);
+    for (int64_t d = 0; d < n; d++) x[d] = to_int8(x[d], scale) * scale;
+}
+
+static void append(const Model& model, const Slot& slot, const Step& step, int64_t i, float* k,
+                   float* v) {
+    const int64_t D = model.head_dim, position = step.positions[i];
+    auto [unit, index] = place_of(slot, step, i, slot.ring ? position % slot.capacity : position);
+    for (int64_t g = 0; g < model.n_kv_head; g++, k += D, v += D) {
+        if (model.round_kv) round_to_int8(k, D), round_to_int8(v, D);
+        int64_t head = (unit * model.n_kv_head + g) * slot.capacity;
+        int64_t at = (head + index) * D, at_k = slot.transposed ? head * D + index : at;
+        write_vector(slot.k, slot.k_scale, head + index, slot.dtype, at_k,
+                     slot.transposed ? slot.capacity : 1, k, D);
+        write_vector(slot.v, slot.v_scale, head + index, slot.dtype, at, 1, v, D);
+    }
+}
+
+// -- attention ------------------------------------------------------------------------------------
+
+// Keys `start` to `end` - 1 of active row i, by their index in the row's storage.
+struct Part { int64_t i, start, end; };
+
+// The parts of all rows; those of row i are first[i] .. first[i + 1] - 1. About as many keys in each.
+struct Parts {
+    std::vector<Part> parts;
+    std::vector<int64_t> first;
+
+    Parts(const Slot& slot, const Step& step, int64_t n_kv_head) {
+        int64_t total = 0, wanted = std::max<int64_t>(1, 4 * step.threads / n_kv_head);
+        for (int64_t i = 0; i < step.m; i++) total += n_keys(slot, step, i);
+        int64_t size = ((total + wanted - 1) / wanted + TILE - 1) / TILE * TILE;
+        for (int64_t i = 0; i < step.m; i++) {
+            first.push_back(parts.size());
+            for (int64_t start = 0, n = n_keys(slot, step, i); start < n; start += size)
+                parts.push_back({i, start, std::min(start + size, n)});
+        }
+        first.push_back(parts.size());
+    }
+
+    static int64_t n_keys(const Slot& slot, const Step& step, int64_t i) {
+        int64_t n = step.positions[i] + 1;
+        return slot.ring ? std::min(n, slot.capacity) : n;
+    }
+};
+
+// K transposed (D, stride) and V (keys, D) of up to TILE keys, in float32: where they are stored, or
+// a copy.
+struct KVTile {
+    const float *k, *v;
+    int64_t stride;
+    float k_scale[TILE], v_scale[TILE];
+};
+
+template <typename T>
+INLINE float value_of(T x) { return x; }
+INLINE float value_of(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+template <typename T>
+static void copy_tile(const T* k, const T* v, bool transposed, int64_t capacity, int64_t n, int64_t D,
+                      float* k_copy, float* v_copy) {
+    if (transposed && n == TILE) {
+        for (int64_t d = 0; d < D; d++)
+            for (int64_t s = 0; s < TILE; s++) k_copy[d * TILE + s] = value_of(k[d * capacity + s]);
+    } else {
+        memset(k_copy, 0, D * TILE * sizeof(float));
+        for (int64_t d = 0; d < D; d++)
+            for (int64_t s = 0; s < n; s++)
+                k_copy[d * TILE + s] = value_of(transposed ? k[d * capacity + s] : k[s * D + d]);
+    }
+    for (int64_t e = 0; e < n * D; e++) v_copy[e] = value_of(v[e]);
+}
+
+static KVTile read_tile(const Slot& slot, Place place, int64_t Hkv, int64_t g, int64_t n, int64_t D,
+                        float* copy) {
+    int64_t head = (place.unit * Hkv + g) * slot.capacity;
+    int64_t at_v = (head + place.index) * D, at_k = slot.transposed ? head * D + place.index : at_v;
+    KVTile tile{copy, copy + D * TILE, TILE, {}, {}};
+    if (slot.dtype == FLOAT32 && slot.transposed && n == TILE) {
+        tile.k = (const float*)slot.k + at_k;
+        tile.v = (const float*)slot.v + at_v;
+        tile.stride = slot.capacity;
+    } else if (slot.dtype == FLOAT32) {
+        copy_tile((const float*)slot.k + at_k, (const float*)slot.v + at_v, slot.transposed,
+                  slot.capacity, n, D, copy, copy + D * TILE);
+    } else if (slot.dtype == BFLOAT16) {
+        copy_tile((const uint16_t*)slot.k + at_k, (const uint16_t*)slot.v + at_v, slot.transposed,
+                  slot.capacity, n, D, copy, copy + D * TILE);
+    } else {
+        copy_tile((const int8_t*)slot.k + at_k, (const int8_t*)slot.v + at_v, slot.transposed,
+                  slot.capacity, n, D, copy, copy + D * TILE);
+        for (int64_t s = 0; s < n; s++) {
+            tile.k_scale[s] = from_half(slot.k_scale[head + place.index + s]);
+            tile.v_scale[s] = from_half(slot.v_scale[head + place.index + s]);
+        }
+    }
+    return tile;
+}
+
+// scores (N, TILE) of N queries (N, D), read once for all of them
+template <int N>
+static void tile_scores(const float* q, const KVTile& tile, int64_t D, float* scores) {
+    f16x acc[N][4] = {};
+    for (int64_t d = 0; d < D; d++)
+        for (int j = 0; j < 4; j++) {
+            f16x k = load(tile.k + d * tile.stride + j * LANES);
+            for (int h = 0; h < N; h++) acc[h][j] += k * q[h * D + d];
+        }
+    for (int h = 0; h < N; h++)
+        for (int j = 0; j < 4; j++) store(scores + h * TILE + j * LANES, acc[h][j]);
+}
+
+// out (N, D) += weights (N, TILE) @ v (n, D), columns d to d + 16 * J - 1
+template <int N, int J>
+static void add_values(const float* weights, const float* v, int64_t n, int64_t D, float* out) {
+    f16x acc[N][J];
+    for (int h = 0; h < N; h++)
+        for (int j = 0; j < J; j++) acc[h][j] = load(out + h * D + j * LANES);
+    for (int64_t s = 0; s < n; s++)
+        for (int j = 0; j < J; j++) {
+            f16x value = load(v + s * D + j * LANES);
+            for (int h = 0; h < N; h++) acc[h][j] += value * weights[h * TILE + s];
+        }
+    for (int h = 0; h < N; h++)
+        for (int j = 0; j < J; j++) store(out + h * D + j * LANES, acc[h][j]);
+}
+
+// N query heads over one tile: the running softmax of FlashAttention. top, total: (N,)
+template <int N>
+static void attend_tile(const float* q, const KVTile& tile, bool scaled, int64_t n, int64_t D,
+                        float* top, float* total, float* out) {
+    float scores[N * TILE];
+    tile_scores<N>(q, tile, D, scores);
+    for (int h = 0; h < N; h++) {
+        float *s = scores + h * TILE, most = top[h];
+        if (scaled)
+            for (int64_t i = 0; i < TILE; i++) s[i] *= tile.k_scale[i];
+        for (int64_t i = n; i < TILE; i++) s[i] = -INFINITY;  // of weight 1e-38
+        #pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < TILE; i++) most = s[i] > most ? s[i] : most;
+        f16x sums{};
+        for (int64_t i = 0; i < TILE; i += LANES) {
+            f16x weights = exp16(load(s + i) - most);
+            store(s + i, weights);
+            sums += weights;
+        }
+        float before = exp16(f16x{} + (top[h] - most))[0];
+        total[h] = total[h] * before + sum(sums);
+        top[h] = most;
+        for (int64_t d = 0; d < D; d++) out[h * D + d] *= before;
+        if (scaled)
+            for (int64_t i = 0; i < TILE; i++) s[i] *= tile.v_scale[i];
+    }
+    int64_t d = 0;
+    for (; d + 64 <= D; d += 64) add_values<N, 4>(scores, tile.v + d, n, D, out + d);
+    for (; d + 16 <= D; d += 16) add_values<N, 1>(scores, tile.v + d, n, D, out + d);
+}
+
+// A part's result for each of the heads: top, total, and the D sums of weighted values.
+static void attend_part(const Model& model, const Slot& slot, const Step& step, const Part& part,
+                        int64_t g, const float* q, float* result, float* copy) {
+    const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head;
+    float *top = result, *total = top + group, *out = total + group;
+    std::fill(top, top + group, -3e38f);
+    std::fill(total, out + group * D, 0.0f);
+    for (int64_t key = part.start, n; key < part.end; key += n) {
+        Place place = place_of(slot, step, part.i, key);
+        n = std::min({TILE, part.end - key, slot.capacity - place.index});
+        KVTile tile = read_tile(slot, place, model.n_kv_head, g, n, D, copy);
+        int64_t h = 0;
+        bool scaled = slot.dtype == INT8;
+        for (; h + 4 <= group; h += 4)
+            attend_tile<4>(q + h * D, tile, scaled, n, D, top + h, total + h, out + h * D);
+        for (; h < group; h++)
+            attend_tile<1>(q + h * D, tile, scaled, n, D, top + h, total + h, out + h * D);
+    }
+}
+
+// y (H * D,) of a row from the results of its parts: (parts, Hkv, group * (D + 2))
+static void join_parts(const Model& model, const float* results, int64_t n_parts, float* y) {
+    const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head;
+    const int64_t size = group * (D + 2), stride = size * model.n_kv_head;
+    for (int64_t head = 0; head < model.n_head; head++) {
+        const float* first = results + head / group * size + head % group;
+        float most = -3e38f, total = 0, *out = y + head * D;
+        for (int64_t p = 0; p < n_parts; p++) most = std::max(most, first[p * stride]);
+        std::fill(out, out + D, 0.0f);
+        for (int64_t p = 0; p < n_parts; p++) {
+            const float* part = first + p * stride;
+            const float* values = results + p * stride + head / group * size + 2 * group + head % group * D;
+            float weight = std::exp(part[0] - most);
+            total += part[group] * weight;
+            for (int64_t d = 0; d < D; d++) out[d] += values[d] * weight;
+        }
+        for (int64_t d = 0; d < D; d++) out[d] /= total;
+    }
+}
+
+// -- the step -------------------------------------------------------------------------------------
+
+static void add_row(const void* table, const float* scale, int32_t dtype, int64_t row, int64_t n,
+                    float* x) {
+    for (int64_t i = 0; i < n; i++) {
+        if (dtype == FLOAT32) x[i] += ((const float*)table)[row * n + i];
+        else if (dtype == BFLOAT16) x[i] += value_of(((const uint16_t*)table)[row * n + i]);
+        else {  // a weight's blocks: see `int8_tile`
+            const uint8_t* block = (const uint8_t*)table + row / LANES * LANES * n;
+            x[i] += (block[i / 4 * 4 * LANES + row % LANES * 4 + i % 4] - 128) * scale[row];
+        }
+    }
+}
+
+struct Workspace {
+    std::vector<float> x, h, y, qkv, mlp, results, scale;
+    std::vector<int8_t> values;
+    std::vector<int32_t> sum;
+};
+
+static void attention(const Model& model, const Layer& layer, const Step& step, const Parts& parts,
+                      Workspace& w) {
+    const int64_t D = model.head_dim, HD = model.n_head * D, Hkv = model.n_kv_head;
+    const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (D + 2);
+    const Slot& slot = model.slots[layer.slot];
+    std::vector<float> copy(2 * TILE * D);  // of each thread
+    #pragma omp for schedule(static)
+    for (int64_t i = 0; i < step.m; i++) {
+        float *q = &w.qkv[i * width], *k = q + HD;
+        const float* cos = layer.cos ? layer.cos + step.positions[i] * D : nullptr;
+        const float* sin = layer.sin ? layer.sin + step.positions[i] * D : nullptr;
+        for (int64_t head = 0; head < model.n_head; head++) {
+            norm_and_rotate(q + head * D, layer.q_norm, cos, sin, D, copy.data());
+            for (int64_t d = 0; d < D; d++) q[head * D + d] /= std::sqrt((float)D);
+        }
+        if (!layer.owns) continue;
+        for (int64_t g = 0; g < Hkv; g++)
+            norm_and_rotate(k + g * D, layer.k_norm, cos, sin, D, copy.data());
+        append(model, slot, step, i, k, k + Hkv * D);
+    }
+    #pragma omp for schedule(dynamic, 1)
+    for (int64_t item = 0; item < (int64_t)parts.parts.size() * Hkv; item++) {
+        const Part& part = parts.parts[item / Hkv];
+        attend_part(model, slot, step, part, item % Hkv,
+                    &w.qkv[part.i * width + item % Hkv * group * D], &w.results[item * size],
+                    copy.data());
+    }
+    #pragma omp for schedule(static)
+    for (int64_t i = 0; i < step.m; i++)
+        join_parts(model, &w.results[parts.first[i] * Hkv * size],
+                   parts.first[i + 1] - parts.first[i], &w.y[i * HD]);
+}
+
+static void norm_rows(const float* x, const float* gain, const float* bias, int64_t m, int64_t n,
+                      float* y) {
+    #pragma omp for schedule(static)
+    for (int64_t i = 0; i < m; i++) layer_norm(x + i * n, gain, bias, n, y + i * n);
+}
+
+extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
+    const Model& model = *model_;
+    const Step& step = *step_;
+    const int64_t m = step.m, C = model.n_embd, HD = model.n_head * model.head_dim;
+    static thread_local Workspace w;
+    std::vector<Parts> parts;
+    int64_t most = 0, widest = std::max(C, HD);
+    for (int64_t s = 0; s < model.n_slot; s++) {
+        parts.emplace_back(model.slots[s], step, model.n_kv_head);
+        most = std::max<int64_t>(most, parts.back().parts.size());
+    }
+    for (int64_t l = 0; l < model.n_layer; l++) widest = std::max(widest, model.layers[l].c_fc.n);
+    w.x.assign(m * C, 0);
+    w.h.resize(m * C);
+    w.y.resize(m * HD);
+    w.qkv.resize(m * (HD + 2 * model.n_kv_head * model.head_dim));
+    w.mlp.resize(m * widest);
+    w.results.resize(most * model.n_head * (model.head_dim + 2));
+    w.values.resize(m * widest);
+    w.scale.resize(m);
+    w.sum.resize(m);
+    Int8Rows rows{w.values.data(), w.scale.data(), w.sum.data()};
+    float *x = w.x.data(), *h = w.h.data();
+    Workspace* shared = &w;  // thread_local: the other threads have one of their own
+
+    #pragma omp parallel num_threads(step.threads)
+    {
+        #pragma omp for schedule(static)
+        for (int64_t i = 0; i < m; i++) {
+            add_row(model.wte, model.wte_scale, model.wte_dtype, step.tokens[i], C, x + i * C);
+            if (model.wpe) add_row(model.wpe, nullptr, model.wpe_dtype, step.positions[i], C, x + i * C);
+        }
+        for (int64_t l = 0; l < model.n_layer; l++) {
+            const Layer& layer = model.layers[l];
+            norm_rows(x, layer.ln_1, layer.ln_1_bias, m, C, h);
+            matmul(layer.c_attn, h, m, shared->qkv.data(), STORE, rows);
+            attention(model, layer, step, parts[layer.slot], *shared);
+            matmul(layer.attn_proj, shared->y.data(), m, x, ADD, rows);
+            norm_rows(x, layer.ln_2, layer.ln_2_bias, m, C, h);
+            matmul(layer.c_fc, h, m, shared->mlp.data(), model.gelu, rows);
+            matmul(layer.mlp_proj, shared->mlp.data(), m, x, ADD, rows);
+        }
+        norm_rows(x, model.ln_f, model.ln_f_bias, m, C, h);
+        matmul(model.lm_head, h, m, step.logits, STORE, rows);
+    }
+}
+
+// y (m, n) = x (m, k) @ weight.T + bias. values (m, k), scale (m,), sum (m,): scratch of INT8
+extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, float* y, int64_t threads) {
+    std::vector<int8_t> values(linear->dtype == INT8 ? m * linear->k : 0);
+    std::vector<float> scale(m);
+    std::vector<int32_t> sums(m);
+    Int8Rows rows{values.data(), scale.data(), sums.data()};
+    #pragma omp parallel num_threads(threads)
+    matmul(*linear, x, m, y, STORE, rows);
+}
+
+extern "C" int64_t nanokv_sizes(int64_t which) {  // of the structs, to compare with those in Python
+    const int64_t sizes[] = {sizeof(Linear), sizeof(Slot), sizeof(Layer), sizeof(Model), sizeof(Step)};
+    return sizes[which];
+}

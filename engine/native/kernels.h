@@ -1,0 +1,292 @@
+// Vectors, matmuls and row operations of the decode step (decode.cpp). Plain C++ on GCC's and Clang's
+// vector types, for any processor; only the int8 dot product names instructions.
+//
+// Loops marked `omp for` are shared by the threads of the region that calls them, and end in a
+// barrier: every function here but the inline ones is called by all threads.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#include <immintrin.h>
+#endif
+
+typedef float f16x __attribute__((vector_size(64), aligned(4), may_alias));     // 16 floats
+typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t u16x __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float f8x __attribute__((vector_size(32)));
+typedef float f4x __attribute__((vector_size(16)));
+constexpr int LANES = 16;
+
+enum Dtype : int32_t { FLOAT32, BFLOAT16, INT8, INT4 };
+
+#define INLINE static inline __attribute__((always_inline))
+
+// -- vectors --------------------------------------------------------------------------------------
+
+INLINE f16x load(const float* p) { return *(const f16x*)p; }
+INLINE void store(float* p, f16x x) { *(f16x*)p = x; }
+INLINE f16x load(const uint16_t* p) {  // bfloat16: the upper half of a float
+    return (f16x)(__builtin_convertvector(*(const u16x*)p, i16x) << 16);
+}
+
+INLINE float sum(f16x x) {
+    f8x a, b;
+    memcpy(&a, &x, 32);
+    memcpy(&b, (const char*)&x + 32, 32);
+    a += b;
+    f4x c, d;
+    memcpy(&c, &a, 16);
+    memcpy(&d, (const char*)&a + 16, 16);
+    c += d;
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+INLINE f16x select(i16x mask, f16x a, f16x b) {  // lanes of a where the mask is -1
+    return (f16x)((mask & (i16x)a) | (~mask & (i16x)b));
+}
+
+// e**x to 2e-7 (relative): 2**n times a polynomial of the rest. Below -87: about 1e-38. NaN stays.
+INLINE f16x exp16(f16x x) {
+    const f16x low = f16x{} - 87.0f, high = f16x{} + 88.0f;
+    f16x y = select(x < low, low, select(x > high, high, x));
+    const f16x magic = f16x{} + 12582912.0f;  // 1.5 * 2**23: adding it rounds to a whole number
+    f16x shifted = y * 1.44269504f + magic, n = shifted - magic;
+    f16x r = y - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts (Cephes)
+    f16x p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    return p * (f16x)(((i16x)shifted - (i16x)magic + 127) << 23);
+}
+
+// 1 - erf(|x|) by formula 7.1.26 of Abramowitz and Stegun, to 1.5e-7
+INLINE f16x gelu_exact(f16x x) {
+    f16x z = (f16x)((i16x)x & 0x7fffffff) * 0.70710678f, t = 1.0f / (z * 0.3275911f + 1.0f);
+    f16x p = t * 1.061405429f - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = (p * t + 0.254829592f) * t * exp16(-z * z) * 0.5f;
+    return x * select(x < 0.0f, p, 1.0f - p);
+}
+
+INLINE f16x gelu_tanh(f16x x) {
+    f16x z = 1.59576912f * (x + 0.044715f * x * x * x);  // x * (1 + tanh(z / 2)) / 2
+    return x / (1.0f + exp16(-z));
+}
+
+// -- rows -----------------------------------------------------------------------------------------
+
+INLINE float largest(const float* x, int64_t n) {  // NaN where one is, or infinity
+    float most = 0, check = 0;
+    #pragma omp simd reduction(max : most) reduction(+ : check)
+    for (int64_t i = 0; i < n; i++) {
+        float a = std::fabs(x[i]);
+        most = a > most ? a : most;
+        check += x[i] * 0.0f;
+    }
+    return most + check;
+}
+
+static void layer_norm(const float* x, const float* gain, const float* bias, int64_t n, float* y) {
+    float mean = 0, var = 0;
+    #pragma omp simd reduction(+ : mean)
+    for (int64_t i = 0; i < n; i++) mean += x[i];
+    mean /= n;
+    #pragma omp simd reduction(+ : var)
+    for (int64_t i = 0; i < n; i++) var += (x[i] - mean) * (x[i] - mean);
+    float scale = 1 / std::sqrt(var / n + 1e-5f);
+    for (int64_t i = 0; i < n; i++) y[i] = (x[i] - mean) * scale * gain[i] + (bias ? bias[i] : 0);
+}
+
+static void norm_and_rotate(float* x, const float* gain, const float* cos, const float* sin,
+                            int64_t n, float* scratch) {
+    if (gain) {
+        float squares = 0;
+        #pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < n; i++) squares += x[i] * x[i];
+        float scale = 1 / std::sqrt(squares / n + 1e-6f);
+        for (int64_t i = 0; i < n; i++) x[i] *= scale * gain[i];
+    }
+    if (!cos) return;
+    memcpy(scratch, x, n * sizeof(float));
+    for (int64_t i = 0, half = n / 2; i < half; i++) {
+        x[i] = scratch[i] * cos[i] + scratch[i + half] * sin[i];
+        x[i + half] = scratch[i + half] * cos[i + half] + scratch[i] * sin[i + half];
+    }
+}
+
+// -- matmuls --------------------------------------------------------------------------------------
+
+// A weight (n, k), as `engine/native/__init__.py` lays it out.
+struct Linear {
+    const void* weight;   // FLOAT32, BFLOAT16: rows. INT8: see `int8_tile`
+    const float* scale;   // INT8: (n,)
+    const float* bias;    // (n,), or null
+    int64_t n, k;
+    int32_t dtype, group;
+};
+
+enum Finish : int32_t { STORE, ADD, GELU_EXACT, GELU_TANH };  // what becomes of a result
+
+INLINE f16x finished(f16x value, const float* y, int finish) {
+    if (finish == GELU_EXACT) return gelu_exact(value);
+    if (finish == GELU_TANH) return gelu_tanh(value);
+    return finish == ADD ? value + load(y) : value;
+}
+
+// 16 results, of which `count` belong to y.
+INLINE void finish16(f16x value, const float* bias, float* y, int64_t count, int finish) {
+    if (count >= LANES) {
+        if (bias) value += load(bias);
+        return store(y, finished(value, y, finish));
+    }
+    float padded[LANES] = {}, old[LANES] = {};
+    memcpy(old, y, count * sizeof(float));
+    if (bias) memcpy(padded, bias, count * sizeof(float));
+    f16x result = finished(value + load(padded), old, finish);
+    memcpy(y, &result, count * sizeof(float));
+}
+
+// Rows of activations in int8: symmetric, one scale a row.
+struct Int8Rows {
+    int8_t* values;  // (m, k)
+    float* scale;    // (m,)
+    int32_t* sum;    // (m,): of the values
+};
+
+static void quantize_rows(const float* x, int64_t m, int64_t k, Int8Rows out) {
+    #pragma omp for schedule(static)
+    for (int64_t row = 0; row < m; row++) {
+        const float* from = x + row * k;
+        int8_t* to = out.values + row * k;
+        float most = largest(from, k), inverse = most > 0 ? 127 / most : 0;
+        int32_t total = 0;
+        #pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < k; i++) {
+            int32_t value = (int32_t)std::nearbyint(from[i] * inverse);
+            to[i] = (int8_t)value;
+            total += value;
+        }
+        out.scale[row] = most / 127;
+        out.sum[row] = total;
+    }
+}
+
+// acc + 4 products a lane: unsigned weights (16 rows of 4) times the 4 signed bytes of x
+INLINE i16x dot4(i16x acc, const uint8_t* w, const int8_t* x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+#if defined(__AVX512VNNI__)
+    return (i16x)_mm512_dpbusd_epi32((__m512i)acc, _mm512_loadu_si512(w), _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__)
+    __m256i half[2], broadcast = _mm256_set1_epi32(four);
+    memcpy(half, &acc, 64);
+    for (int j = 0; j < 2; j++)
+        half[j] = _mm256_dpbusd_avx_epi32(half[j], _mm256_loadu_si256((const __m256i*)w + j), broadcast);
+    memcpy(&acc, half, 64);
+    return acc;
+#else
+    int32_t total[LANES];
+    for (int j = 0; j < LANES; j++)
+        total[j] = w[4 * j] * x[0] + w[4 * j + 1] * x[1] + w[4 * j + 2] * x[2] + w[4 * j + 3] * x[3];
+    i16x products;
+    memcpy(&products, total, 64);
+    return acc + products;
+#endif
+}
+
+// R rows of x against BLOCKS blocks of 16 weight rows. A block has, for each group of 4 columns,
+// its 16 rows' 4 bytes: one load for 64 products. The bytes are w + 128, which adds 128 * sum(x).
+template <int R, int BLOCKS>
+static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t block, float* y,
+                      int finish) {
+    const int64_t k = l.k;
+    const uint8_t* w = (const uint8_t*)l.weight + block * LANES * k;
+    const int8_t* values = x.values + row * k;
+    i16x acc[R][BLOCKS] = {};
+    for (int64_t i = 0; i < k; i += 4)
+        for (int b = 0; b < BLOCKS; b++)
+            for (int r = 0; r < R; r++)
+                acc[r][b] = dot4(acc[r][b], w + b * LANES * k + i * LANES, values + r * k + i);
+    for (int b = 0; b < BLOCKS; b++)
+        for (int r = 0; r < R; r++) {
+            int64_t column = (block + b) * LANES;
+            i16x dot = acc[r][b] - 128 * x.sum[row + r];
+            f16x value = __builtin_convertvector(dot, f16x) * (load(l.scale + column) * x.scale[row + r]);
+            finish16(value, l.bias ? l.bias + column : nullptr, y + (row + r) * l.n + column,
+                     l.n - column, finish);
+        }
+}
+
+template <int BLOCKS>
+static void int8_rows(const Linear& l, const Int8Rows& x, int64_t m, int64_t block, float* y,
+                      int finish) {
+    int64_t row = 0;
+    for (; row + 8 <= m; row += 8) int8_tile<8, BLOCKS>(l, x, row, block, y, finish);
+    if (row + 4 <= m) int8_tile<4, BLOCKS>(l, x, row, block, y, finish), row += 4;
+    if (row + 2 <= m) int8_tile<2, BLOCKS>(l, x, row, block, y, finish), row += 2;
+    if (row < m) int8_tile<1, BLOCKS>(l, x, row, block, y, finish);
+}
+
+static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
+    const int64_t blocks = (l.n + LANES - 1) / LANES;
+    #pragma omp for schedule(static)
+    for (int64_t block = 0; block < blocks; block += 2) {
+        if (block + 1 < blocks) int8_rows<2>(l, x, m, block, y, finish);
+        else int8_rows<1>(l, x, m, block, y, finish);
+    }
+}
+
+// R rows of x against 4 weight rows, which are read where they are
+template <int R, typename W>
+static void float_tile(const Linear& l, const float* x, int64_t column, int n, float (*out)[LANES]) {
+    const W* w = (const W*)l.weight + column * l.k;
+    const int64_t k = l.k;
+    f16x acc[R][4] = {};
+    for (int64_t i = 0; i < k; i += LANES)
+        for (int c = 0; c < 4; c++) {
+            f16x weight = load(w + (c < n ? c : 0) * k + i);
+            for (int r = 0; r < R; r++) acc[r][c] += weight * load(x + r * k + i);
+        }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < 4; c++) out[r][c] = sum(acc[r][c]);
+}
+
+template <int R, typename W>
+static void float_block(const Linear& l, const float* x, int64_t column, float* y, int finish) {
+    float out[R][LANES] = {};
+    for (int c = 0; c < LANES && column + c < l.n; c += 4) {
+        int64_t left = l.n - column - c;
+        float_tile<R, W>(l, x, column + c, left < 4 ? left : 4, (float (*)[LANES])(out[0] + c));
+    }
+    for (int r = 0; r < R; r++)
+        finish16(load(out[r]), l.bias ? l.bias + column : nullptr, y + r * l.n + column,
+                 l.n - column, finish);
+}
+
+template <typename W>
+static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish) {
+    #pragma omp for schedule(static)
+    for (int64_t column = 0; column < l.n; column += LANES) {
+        int64_t row = 0;
+        for (; row + 4 <= m; row += 4)
+            float_block<4, W>(l, x + row * l.k, column, y + row * l.n, finish);
+        if (row + 2 <= m) float_block<2, W>(l, x + row * l.k, column, y + row * l.n, finish), row += 2;
+        if (row < m) float_block<1, W>(l, x + row * l.k, column, y + row * l.n, finish);
+    }
+}
+
+// y (m, n) = finish(x (m, k) @ weight.T + bias)
+static void matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, Int8Rows rows) {
+    if (l.dtype == INT8) {
+        quantize_rows(x, m, l.k, rows);
+        int8_matmul(l, rows, m, y, finish);
+    } else if (l.dtype == BFLOAT16) {
+        float_matmul<uint16_t>(l, x, m, y, finish);
+    } else {
+        float_matmul<float>(l, x, m, y, finish);
+    }
+}

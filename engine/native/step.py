@@ -1,0 +1,159 @@
+"""A decode step on a CPU as one call of the extension: see decode.cpp."""
+import ctypes
+
+import numpy as np
+import torch
+from torch import nn
+
+from engine import native
+from engine.paged import PagedKVCache, PagedStore
+from engine.quantized import Int8Embedding, Int8Linear
+from kv.cache import KVCache
+from kv.slots import RingStore
+from model import GPT
+
+DTYPES = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16, torch.int8: native.INT8}
+LANES = 16  # widths must be multiples of it
+
+
+def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
+    """A decode step by the extension for this cache; None where it cannot serve."""
+    if why_not(model, cache) or native.library() is None:
+        return None
+    return NativeDecode(model, cache)
+
+
+def why_not(model: GPT, cache: KVCache) -> str:
+    """Why the extension has no step for these; '' if it has."""
+    c, plan = model.config, model.plan
+    if model.device.type != 'cpu':
+        return f'device={model.device.type}'
+    if type(cache) not in (KVCache, PagedKVCache):
+        return type(cache).__name__
+    if model.dtype not in (torch.float32, torch.bfloat16) or cache.torch_dtype not in DTYPES:
+        return f'computed in {model.dtype}, K/V {cache.kv_dtype}'
+    widths = {'n_embd': c.n_embd, 'head_dim': plan.head_dim, 'mlp_hidden': c.resolved_mlp_hidden}
+    odd = [f'{name}={n}' for name, n in widths.items() if n % LANES]
+    return f"{', '.join(odd)} not a multiple of {LANES}" if odd else ''
+
+
+class NativeDecode:
+    """Decode steps over the first rows of `cache`, in float32 arithmetic whatever the weights are
+    stored in.
+
+    Args:
+        model: in eval mode; its weights may change in place only (those in bfloat16 not at all).
+        cache: a `KVCache` or `PagedKVCache`.
+    """
+
+    def __init__(self, model: GPT, cache: KVCache):
+        self.cache, self.vocab_size = cache, model.config.vocab_size
+        self._kept = []  # tensors whose addresses the structs have
+        self._model = self._describe(model)
+        self._logits = torch.empty(cache.batch_size, self.vocab_size)
+        self._table, self._versions = None, [-1] * cache.batch_size
+        if isinstance(cache, PagedKVCache):
+            width = cache.table.pages_for(cache.max_seq_len)
+            self._table = np.zeros((cache.batch_size, width), np.int32)
+
+    @torch.inference_mode()
+    def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
+        """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the others'
+        logits mean nothing.
+
+        Returns:
+            (n, V) float32 logits, overwritten by the next call.
+        Raises:
+            UserError: a row that is full.
+            IndexError: a token outside of the vocabulary.
+        """
+        n, ids = len(tokens), tokens[:, 0].numpy()
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise IndexError(f'tokens {ids.tolist()}: the model has 0 to {self.vocab_size - 1}')
+        step = self.cache.begin(1, lens, range(n))
+        rows = [row for row in step.rows if step.lens[row]]
+        logits = self._logits[:n]
+        if len(rows) == n:
+            self._run(ids, rows, step.starts, logits)
+        elif rows:
+            some = torch.empty(len(rows), self.vocab_size)
+            self._run(ids[rows], rows, [step.starts[row] for row in rows], some)
+            logits[rows] = some
+        self.cache.commit()
+        return logits
+
+    def _run(self, ids, rows, positions, logits):
+        ids, rows, positions = (np.ascontiguousarray(x, np.int64) for x in (ids, rows, positions))
+        table = None if self._table is None else self._pages(rows)
+        arrays = [x.ctypes.data if x is not None else None for x in (ids, positions, rows, table)]
+        width = 0 if table is None else table.shape[1]
+        step = native.Step(*arrays, len(rows), width, torch.get_num_threads(), logits.data_ptr())
+        native.library().nanokv_decode(ctypes.byref(self._model), ctypes.byref(step))
+
+    def _pages(self, rows):
+        """(m, pages) int32: those of these rows; what has changed since the last step is copied."""
+        source = self.cache.table
+        for row in rows.tolist():
+            if source.versions[row] != self._versions[row]:
+                self._table[row, :len(source.rows[row])] = source.rows[row]
+                self._versions[row] = source.versions[row]
+        return np.ascontiguousarray(self._table[rows])
+
+    # -- the structs ------------------------------------------------------------------------------
+
+    def _describe(self, model: GPT) -> native.Model:
+        plan, t, cache = model.plan, model.transformer, self.cache
+        layers = (native.Layer * len(plan.layers))(
+            *(self._layer(model, *pair) for pair in zip(plan.layers, t.h)))
+        slots = (native.Slot * len(plan.slots))(*map(self._slot, cache.stores))
+        self._kept += [layers, slots]
+        head, quantized = self._linear(model.lm_head), isinstance(t.wte, Int8Embedding)
+        wte = t.wte.head if quantized else t.wte
+        wpe = None if model.rotary else t.wpe.weight
+        gelu = native.GELU_TANH if model.config.gelu == 'tanh' else native.GELU_EXACT
+        return native.Model(
+            ctypes.addressof(layers), ctypes.addressof(slots), wte.weight.data_ptr(),
+            None if wpe is None else wpe.data_ptr(), wte.scale.data_ptr() if quantized else None,
+            *self._norm(t.ln_f), head, len(plan.layers), len(plan.slots), model.config.n_embd,
+            plan.n_head, plan.n_kv_head, plan.head_dim,
+            native.INT8 if quantized else DTYPES[wte.weight.dtype],
+            DTYPES[model.dtype if wpe is None else wpe.dtype], gelu,
+            model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8')
+
+    def _layer(self, model, layer, block) -> native.Layer:
+        attn, cos, sin = block.attn, None, None
+        if model.rotary:
+            tables = model.rotary[layer.kind](0, self.cache.max_seq_len, 'cpu', torch.float32)
+            cos, sin = map(self._pointer, tables)
+        gains = (self._pointer(norm and norm.weight) for norm in (attn.q_norm, attn.k_norm))
+        linears = map(self._linear, (attn.c_attn, attn.c_proj, block.mlp.c_fc, block.mlp.c_proj))
+        return native.Layer(*self._norm(block.ln_1), *self._norm(block.ln_2), *gains, cos, sin,
+                            *linears, layer.slot, layer.owns)
+
+    def _slot(self, store) -> native.Slot:
+        tensors = store.tensors
+        scales = [x.data_ptr() for x in tensors[2:]] or [None, None]
+        transposed = tensors[0].stride(2) == 1 and store.capacity > 1
+        return native.Slot(tensors[0].data_ptr(), tensors[1].data_ptr(), *scales, store.capacity,
+                           DTYPES[store.dtype], isinstance(store, RingStore),
+                           isinstance(store, PagedStore), transposed)
+
+    def _linear(self, linear) -> native.Linear:
+        if isinstance(linear, Int8Linear):
+            described, bias = linear.described()
+            self._kept += [linear.weight, linear.scale, bias]
+            return described
+        weight = linear.weight.detach()
+        self._kept.append(weight)
+        return native.Linear(weight.data_ptr(), None, self._pointer(linear.bias), *weight.shape,
+                             DTYPES[weight.dtype])
+
+    def _norm(self, norm: nn.Module):
+        return self._pointer(norm.weight), self._pointer(norm.bias)
+
+    def _pointer(self, x):
+        """Address of a vector or table in float32."""
+        if x is None:
+            return None
+        self._kept.append(x.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
