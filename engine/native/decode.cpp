@@ -11,7 +11,6 @@
 typedef uint16_t half_t;  // the bits of an fp16 scale
 
 #if defined(__F16C__)
-#include <immintrin.h>
 INLINE float from_half(half_t x) { return _cvtsh_ss(x); }
 INLINE half_t to_half(float x) { return _cvtss_sh(x, 0); }
 #elif defined(__ARM_FP16_FORMAT_IEEE)
@@ -76,6 +75,13 @@ INLINE float int8_scale(const float* x, int64_t n) {  // as `kv.int8.quantize_in
 INLINE int8_t to_int8(float x, float scale) {
     float value = std::nearbyint(x / scale);
     return (int8_t)(value < -127 ? -127 : value > 127 ? 127 : value);
+}
+
+INLINE float from_bfloat16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
 }
 
 INLINE uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
@@ -145,140 +151,153 @@ struct Parts {
     }
 };
 
-// K transposed (D, stride) and V (keys, D) of up to TILE keys, in float32: where they are stored, or
-// a copy.
-struct KVTile {
-    const float *k, *v;
-    int64_t stride;
-    float k_scale[TILE], v_scale[TILE];
+// Up to TILE keys as stored: K transposed, (D, stride), and V, (n, D).
+template <typename T>
+struct Tile {
+    const T *k, *v;
+    int64_t stride, n;
+    const half_t *k_scale, *v_scale;  // INT8: (n,)
 };
 
+// K of fewer keys than TILE, or not stored transposed, is copied to `copy` (D, TILE), zeros behind.
 template <typename T>
-INLINE float value_of(T x) { return x; }
-INLINE float value_of(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
+static Tile<T> read_tile(const Slot& slot, Place place, int64_t head, int64_t n, int64_t D, T* copy) {
+    const int64_t start = head * slot.capacity, at = (start + place.index) * D;
+    const T *k = (const T*)slot.k, *v = (const T*)slot.v + at;
+    const half_t* scales[2] = {};
+    if (slot.dtype == INT8) {
+        scales[0] = slot.k_scale + start + place.index;
+        scales[1] = slot.v_scale + start + place.index;
+    }
+    if (!slot.transposed) {
+        for (int64_t s = 0; s < n; s++)
+            for (int64_t d = 0; d < D; d++) copy[d * TILE + s] = k[at + s * D + d];
+    } else {
+        k += start * D + place.index;
+        if (n == TILE) return {k, v, slot.capacity, n, scales[0], scales[1]};
+        for (int64_t d = 0; d < D; d++) memcpy(copy + d * TILE, k + d * slot.capacity, n * sizeof(T));
+    }
+    for (int64_t d = 0; d < D; d++) memset(copy + d * TILE + n, 0, (TILE - n) * sizeof(T));
+    return {copy, v, TILE, n, scales[0], scales[1]};
 }
 
+// Start to fetch a tile: in a row's storage K's lines lie far apart, which the processor does not
+// foresee.
 template <typename T>
-static void copy_tile(const T* k, const T* v, bool transposed, int64_t capacity, int64_t n, int64_t D,
-                      float* k_copy, float* v_copy) {
-    if (transposed && n == TILE) {
-        for (int64_t d = 0; d < D; d++)
-            for (int64_t s = 0; s < TILE; s++) k_copy[d * TILE + s] = value_of(k[d * capacity + s]);
-    } else {
-        memset(k_copy, 0, D * TILE * sizeof(float));
-        for (int64_t d = 0; d < D; d++)
-            for (int64_t s = 0; s < n; s++)
-                k_copy[d * TILE + s] = value_of(transposed ? k[d * capacity + s] : k[s * D + d]);
-    }
-    for (int64_t e = 0; e < n * D; e++) v_copy[e] = value_of(v[e]);
+static void prefetch_tile(const Slot& slot, Place place, int64_t head, int64_t D) {
+    const int64_t start = head * slot.capacity, n = std::min(TILE, slot.capacity - place.index);
+    const char* v = (const char*)((const T*)slot.v + (start + place.index) * D);
+    for (int64_t byte = 0; byte < n * D * (int64_t)sizeof(T); byte += 64)
+        __builtin_prefetch(v + byte, 0, 2);
+    if (!slot.transposed) return;
+    const T* k = (const T*)slot.k + start * D + place.index;
+    for (int64_t d = 0; d < D; d++, k += slot.capacity)
+        for (int64_t byte = 63; byte < n * (int64_t)sizeof(T) + 63; byte += 64)
+            __builtin_prefetch((const char*)k + byte, 0, 2);
 }
 
-static KVTile read_tile(const Slot& slot, Place place, int64_t Hkv, int64_t g, int64_t n, int64_t D,
-                        float* copy) {
-    int64_t head = (place.unit * Hkv + g) * slot.capacity;
-    int64_t at_v = (head + place.index) * D, at_k = slot.transposed ? head * D + place.index : at_v;
-    KVTile tile{copy, copy + D * TILE, TILE, {}, {}};
-    if (slot.dtype == FLOAT32 && slot.transposed && n == TILE) {
-        tile.k = (const float*)slot.k + at_k;
-        tile.v = (const float*)slot.v + at_v;
-        tile.stride = slot.capacity;
-    } else if (slot.dtype == FLOAT32) {
-        copy_tile((const float*)slot.k + at_k, (const float*)slot.v + at_v, slot.transposed,
-                  slot.capacity, n, D, copy, copy + D * TILE);
-    } else if (slot.dtype == BFLOAT16) {
-        copy_tile((const uint16_t*)slot.k + at_k, (const uint16_t*)slot.v + at_v, slot.transposed,
-                  slot.capacity, n, D, copy, copy + D * TILE);
-    } else {
-        copy_tile((const int8_t*)slot.k + at_k, (const int8_t*)slot.v + at_v, slot.transposed,
-                  slot.capacity, n, D, copy, copy + D * TILE);
-        for (int64_t s = 0; s < n; s++) {
-            tile.k_scale[s] = from_half(slot.k_scale[head + place.index + s]);
-            tile.v_scale[s] = from_half(slot.v_scale[head + place.index + s]);
+// scores (N, TILE) of N queries, q (D, N): each key is loaded once for all of them
+template <int N, typename T>
+static void tile_scores(const float* q, const Tile<T>& tile, int64_t D, float* scores) {
+    constexpr int J = 4;  // as many sums as there are registers for
+    for (int64_t first = 0; first < TILE; first += J * LANES) {
+        f16x acc[N][J] = {};
+        const T* k = tile.k + first;
+        for (int64_t d = 0; d < D; d++, k += tile.stride) {
+            f16x keys[J];
+            for (int j = 0; j < J; j++) keys[j] = load(k + j * LANES);
+            for (int h = 0; h < N; h++)
+                for (int j = 0; j < J; j++) acc[h][j] += keys[j] * q[d * N + h];
         }
+        for (int h = 0; h < N; h++)
+            for (int j = 0; j < J; j++) store(scores + h * TILE + first + j * LANES, acc[h][j]);
     }
-    return tile;
 }
 
-// scores (N, TILE) of N queries (N, D), read once for all of them
-template <int N>
-static void tile_scores(const float* q, const KVTile& tile, int64_t D, float* scores) {
-    f16x acc[N][4] = {};
-    for (int64_t d = 0; d < D; d++)
-        for (int j = 0; j < 4; j++) {
-            f16x k = load(tile.k + d * tile.stride + j * LANES);
-            for (int h = 0; h < N; h++) acc[h][j] += k * q[h * D + d];
-        }
-    for (int h = 0; h < N; h++)
-        for (int j = 0; j < 4; j++) store(scores + h * TILE + j * LANES, acc[h][j]);
-}
-
-// out (N, D) += weights (N, TILE) @ v (n, D), columns d to d + 16 * J - 1
-template <int N, int J>
-static void add_values(const float* weights, const float* v, int64_t n, int64_t D, float* out) {
+// out (N, D) += weights (N, TILE) @ v (n, D), of J * 16 columns from d on
+template <int N, int J, typename T>
+static void add_values(const float* weights, const T* v, int64_t n, int64_t D, int64_t d, float* out) {
     f16x acc[N][J];
     for (int h = 0; h < N; h++)
-        for (int j = 0; j < J; j++) acc[h][j] = load(out + h * D + j * LANES);
-    for (int64_t s = 0; s < n; s++)
-        for (int j = 0; j < J; j++) {
-            f16x value = load(v + s * D + j * LANES);
-            for (int h = 0; h < N; h++) acc[h][j] += value * weights[h * TILE + s];
-        }
-    for (int h = 0; h < N; h++)
-        for (int j = 0; j < J; j++) store(out + h * D + j * LANES, acc[h][j]);
-}
-
-// N query heads over one tile: the running softmax of FlashAttention. top, total: (N,)
-template <int N>
-static void attend_tile(const float* q, const KVTile& tile, bool scaled, int64_t n, int64_t D,
-                        float* top, float* total, float* out) {
-    float scores[N * TILE];
-    tile_scores<N>(q, tile, D, scores);
-    for (int h = 0; h < N; h++) {
-        float *s = scores + h * TILE, most = top[h];
-        if (scaled)
-            for (int64_t i = 0; i < TILE; i++) s[i] *= tile.k_scale[i];
-        for (int64_t i = n; i < TILE; i++) s[i] = -INFINITY;  // of weight 1e-38
-        #pragma omp simd reduction(max : most)
-        for (int64_t i = 0; i < TILE; i++) most = s[i] > most ? s[i] : most;
-        f16x sums{};
-        for (int64_t i = 0; i < TILE; i += LANES) {
-            f16x weights = exp16(load(s + i) - most);
-            store(s + i, weights);
-            sums += weights;
-        }
-        float before = exp16(f16x{} + (top[h] - most))[0];
-        total[h] = total[h] * before + sum(sums);
-        top[h] = most;
-        for (int64_t d = 0; d < D; d++) out[h * D + d] *= before;
-        if (scaled)
-            for (int64_t i = 0; i < TILE; i++) s[i] *= tile.v_scale[i];
+        for (int j = 0; j < J; j++) acc[h][j] = load(out + h * D + d + j * LANES);
+    for (int64_t s = 0; s < n; s++) {
+        f16x values[J];
+        for (int j = 0; j < J; j++) values[j] = load(v + s * D + d + j * LANES);
+        for (int h = 0; h < N; h++)
+            for (int j = 0; j < J; j++) acc[h][j] += values[j] * weights[h * TILE + s];
     }
-    int64_t d = 0;
-    for (; d + 64 <= D; d += 64) add_values<N, 4>(scores, tile.v + d, n, D, out + d);
-    for (; d + 16 <= D; d += 16) add_values<N, 1>(scores, tile.v + d, n, D, out + d);
+    for (int h = 0; h < N; h++)
+        for (int j = 0; j < J; j++) store(out + h * D + d + j * LANES, acc[h][j]);
 }
 
-// A part's result for each of the heads: top, total, and the D sums of weighted values.
+// N query heads over one tile: the running softmax of FlashAttention. q (D, N); top, total (N,)
+template <int N, typename T>
+static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* top, float* total,
+                        float* out) {
+    float scores[N * TILE], k_scale[TILE] = {}, v_scale[TILE] = {};
+    tile_scores<N>(q, tile, D, scores);
+    const bool scaled = tile.k_scale;
+    for (int64_t s = 0; scaled && s < tile.n; s++) {
+        k_scale[s] = from_half(tile.k_scale[s]);
+        v_scale[s] = from_half(tile.v_scale[s]);
+    }
+    for (int h = 0; h < N; h++) {
+        float *row = scores + h * TILE, most = top[h];
+        if (scaled)
+            for (int64_t s = 0; s < TILE; s++) row[s] *= k_scale[s];
+        for (int64_t s = tile.n; s < TILE; s++) row[s] = -INFINITY;  // of weight 1e-38
+        #pragma omp simd reduction(max : most)
+        for (int64_t s = 0; s < TILE; s++) most = row[s] > most ? row[s] : most;
+        f16x sums{};
+        for (int64_t s = 0; s < TILE; s += LANES) {
+            f16x weights = exp16(load(row + s) - most);
+            sums += weights;
+            store(row + s, scaled ? weights * load(v_scale + s) : weights);
+        }
+        total[h] += sum(sums);
+        if (most == top[h]) continue;
+        float before = std::exp(top[h] - most);  // what has been added so far was relative to it
+        total[h] = (total[h] - sum(sums)) * before + sum(sums);
+        for (int64_t d = 0; d < D; d++) out[h * D + d] *= before;
+        top[h] = most;
+    }
+    constexpr int J = 4;
+    int64_t d = 0;
+    for (; d + J * LANES <= D; d += J * LANES) add_values<N, J>(scores, tile.v, tile.n, D, d, out);
+    for (; d < D; d += LANES) add_values<N, 1>(scores, tile.v, tile.n, D, d, out);
+}
+
+// A part's result: top, total and the sums of weighted values (D,) of each query head of K/V head g.
+template <typename T>
 static void attend_part(const Model& model, const Slot& slot, const Step& step, const Part& part,
-                        int64_t g, const float* q, float* result, float* copy) {
+                        int64_t g, const float* q, float* result, char* scratch) {
     const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head;
-    float *top = result, *total = top + group, *out = total + group;
-    std::fill(top, top + group, -3e38f);
+    float *top = result, *total = top + group, *out = total + group, *turned = (float*)scratch;
+    T* copy = (T*)(turned + group * D);
+    std::fill(top, total, -3e38f);
     std::fill(total, out + group * D, 0.0f);
+    const int sizes[] = {6, 4, 2, 1};  // of the blocks that the heads are taken in
+    auto block_of = [&](int64_t h) { return *std::find_if(sizes, sizes + 4, [&](int n) { return h + n <= group; }); };
+    for (int64_t h = 0, n; h < group; h += n) {
+        n = block_of(h);
+        for (int64_t j = 0; j < n; j++)
+            for (int64_t d = 0; d < D; d++) turned[h * D + d * n + j] = q[(h + j) * D + d];
+    }
     for (int64_t key = part.start, n; key < part.end; key += n) {
         Place place = place_of(slot, step, part.i, key);
+        int64_t head = place.unit * model.n_kv_head + g;
         n = std::min({TILE, part.end - key, slot.capacity - place.index});
-        KVTile tile = read_tile(slot, place, model.n_kv_head, g, n, D, copy);
-        int64_t h = 0;
-        bool scaled = slot.dtype == INT8;
-        for (; h + 4 <= group; h += 4)
-            attend_tile<4>(q + h * D, tile, scaled, n, D, top + h, total + h, out + h * D);
-        for (; h < group; h++)
-            attend_tile<1>(q + h * D, tile, scaled, n, D, top + h, total + h, out + h * D);
+        if (key + n < part.end) {
+            Place next = place_of(slot, step, part.i, key + n);
+            prefetch_tile<T>(slot, next, next.unit * model.n_kv_head + g, D);
+        }
+        Tile<T> tile = read_tile<T>(slot, place, head, n, D, copy);
+        for (int64_t h = 0, block; h < group; h += block) {
+            block = block_of(h);
+            auto attend = block == 6 ? attend_tile<6, T> : block == 4 ? attend_tile<4, T>
+                        : block == 2 ? attend_tile<2, T> : attend_tile<1, T>;
+            attend(turned + h * D, tile, D, top + h, total + h, out + h * D);
+        }
     }
 }
 
@@ -308,7 +327,7 @@ static void add_row(const void* table, const float* scale, int32_t dtype, int64_
                     float* x) {
     for (int64_t i = 0; i < n; i++) {
         if (dtype == FLOAT32) x[i] += ((const float*)table)[row * n + i];
-        else if (dtype == BFLOAT16) x[i] += value_of(((const uint16_t*)table)[row * n + i]);
+        else if (dtype == BFLOAT16) x[i] += from_bfloat16(((const uint16_t*)table)[row * n + i]);
         else {  // a weight's blocks: see `int8_tile`
             const uint8_t* block = (const uint8_t*)table + row / LANES * LANES * n;
             x[i] += (block[i / 4 * 4 * LANES + row % LANES * 4 + i % 4] - 128) * scale[row];
@@ -327,27 +346,29 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
     const int64_t D = model.head_dim, HD = model.n_head * D, Hkv = model.n_kv_head;
     const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (D + 2);
     const Slot& slot = model.slots[layer.slot];
-    std::vector<float> copy(2 * TILE * D);  // of each thread
+    std::vector<char> scratch((group + TILE) * D * sizeof(float));  // of each thread
+    float* turned = (float*)scratch.data();
     #pragma omp for schedule(static)
     for (int64_t i = 0; i < step.m; i++) {
         float *q = &w.qkv[i * width], *k = q + HD;
         const float* cos = layer.cos ? layer.cos + step.positions[i] * D : nullptr;
         const float* sin = layer.sin ? layer.sin + step.positions[i] * D : nullptr;
         for (int64_t head = 0; head < model.n_head; head++) {
-            norm_and_rotate(q + head * D, layer.q_norm, cos, sin, D, copy.data());
+            norm_and_rotate(q + head * D, layer.q_norm, cos, sin, D, turned);
             for (int64_t d = 0; d < D; d++) q[head * D + d] /= std::sqrt((float)D);
         }
         if (!layer.owns) continue;
         for (int64_t g = 0; g < Hkv; g++)
-            norm_and_rotate(k + g * D, layer.k_norm, cos, sin, D, copy.data());
+            norm_and_rotate(k + g * D, layer.k_norm, cos, sin, D, turned);
         append(model, slot, step, i, k, k + Hkv * D);
     }
     #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < (int64_t)parts.parts.size() * Hkv; item++) {
         const Part& part = parts.parts[item / Hkv];
-        attend_part(model, slot, step, part, item % Hkv,
-                    &w.qkv[part.i * width + item % Hkv * group * D], &w.results[item * size],
-                    copy.data());
+        auto attend = slot.dtype == INT8 ? attend_part<int8_t>
+                    : slot.dtype == BFLOAT16 ? attend_part<uint16_t> : attend_part<float>;
+        attend(model, slot, step, part, item % Hkv, &w.qkv[part.i * width + item % Hkv * group * D],
+               &w.results[item * size], scratch.data());
     }
     #pragma omp for schedule(static)
     for (int64_t i = 0; i < step.m; i++)

@@ -7,13 +7,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 typedef float f16x __attribute__((vector_size(64), aligned(4), may_alias));     // 16 floats
 typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16x __attribute__((vector_size(32), aligned(2), may_alias));
+typedef int8_t s8x __attribute__((vector_size(16), aligned(1), may_alias));
 typedef float f8x __attribute__((vector_size(32)));
 typedef float f4x __attribute__((vector_size(16)));
 constexpr int LANES = 16;
@@ -28,6 +29,14 @@ INLINE f16x load(const float* p) { return *(const f16x*)p; }
 INLINE void store(float* p, f16x x) { *(f16x*)p = x; }
 INLINE f16x load(const uint16_t* p) {  // bfloat16: the upper half of a float
     return (f16x)(__builtin_convertvector(*(const u16x*)p, i16x) << 16);
+}
+
+INLINE f16x load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (f16x)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(*(const s8x*)p, i16x), f16x);
+#endif
 }
 
 INLINE float sum(f16x x) {
