@@ -47,7 +47,7 @@ class Chat:
         # the other half is for the conversation so far
         self.longest = min(s.max_new_tokens, max_seq_len // 2)
         budget = parse_bytes(s.prefix_budget, 'prefix_budget')
-        self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, pack=False, tokenizer=tokenizer,
+        self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, tokenizer=tokenizer,
                              captured=s.captured, prefix_budget=budget,
                              prefix_folder=s.prefix_folder)
         self.replies, self.ttft = 0, []

@@ -26,14 +26,15 @@ from rich.progress import track
 import configurator
 from config.errors import UserError
 from config.sizes import parse_bytes
-from engine.captured import MIN_CAPTURED, captured_decode
+from engine.captured import MIN_CAPTURED
+from engine.decode import fast_decode
 from engine.many import complete, fitted, json_lines, make_engine, show_many
 from engine.params import SamplingParams
 from engine.prompts import encode_prompts, encode_requests, read_prompts, read_requests
 from engine.sampler import sample_generators
 from engine.stopping import SampleText, parse_stops
 from engine.timings import Timings, show_timings
-from engine.weights import pack_weights, weights_dtype
+from engine.weights import weights_dtype
 from generate import Generation, Sampler, cache_length, recomputes
 from interop.load import load
 from kv.report import account
@@ -63,8 +64,6 @@ def sample_start(s):
     generators = sample_generators(s.seed, 0, s.num_samples, model.device)
     [prompt] = encode_prompts(tokenizer, texts)
     note_what_is_special(s, model, tokenizer, stops, len(prompt))
-    if s.pack:
-        pack_weights(model, min(s.parallel, s.num_samples))
 
     timings, cache = Timings(), None
     max_seq_len = cache_length(model, len(prompt), s.max_new_tokens)
@@ -73,8 +72,8 @@ def sample_start(s):
         if cache is None or cache.batch_size != len(batch):  # the last batch may be smaller
             cache = decode = generation = None  # freed before the next is allocated
             cache = model.new_cache(len(batch), max_seq_len, s.kv_dtype)
-            if s.captured and s.max_new_tokens >= MIN_CAPTURED:
-                decode = captured_decode(model, cache)
+            decode = fast_decode(model, cache,
+                                 s.captured and s.max_new_tokens >= MIN_CAPTURED)
         cache.reset()
         sampler = Sampler(s.temperature, s.top_k, s.top_p, batch)
         generation = Generation(model, [prompt] * len(batch), s.max_new_tokens, sampler, cache,
@@ -158,7 +157,7 @@ def sample_prompts(s, write):
               'texts end there')
     rows = s.parallel if 'parallel' in s.given else 0
     engine = make_engine(model, tokenizer, lines, ids, s.num_samples, rows, budget, s.kv_dtype,
-                         s.pack, prefixes, s.captured)
+                         prefixes, s.captured)
     report = complete(engine, lines, ids, s.num_samples, s.seed, write) | machine(model)
     if s.report:
         show_many(report)

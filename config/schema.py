@@ -30,9 +30,9 @@ GPT2_TYPES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # OpenAI's weight
 GPT2_FOLDER = "a Hugging Face GPT-2 (config.json and *.safetensors)"
 
 WEIGHTS = _keys(
-    ('weight_dtype', 'auto', "storage of the matrices: 'auto' = dtype, 'int8' = by torchao: less memory, slower on a CPU",
+    ('weight_dtype', 'auto', "the matrices: 'auto' = dtype, 'int8' = weights and activations, four times less to read",
      ('auto', 'int8')),
-    ('pack', True, 'on a CPU in float32, with 4 to 64 sequences at once: a second copy of the weights, which decodes faster'),
+    ('native', True, 'on a CPU: decode steps and int8 matmuls by the C++ extension, compiled on first use; False = plain torch'),
     ('captured', True, 'on CUDA: decode steps (of 32 tokens and more) are captured as CUDA graphs and replayed'),
 )
 RUN = _keys(

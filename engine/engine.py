@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from config.errors import UserError
-from engine.captured import captured_decode
+from engine.captured import CapturedDecode
+from engine.decode import fast_decode
 from engine.linear import speed_up_few_rows
 from engine.paged import PAGE_SIZE, PagedKVCache
 from engine.params import Completion, SamplingParams, TokenLogprob, shown
@@ -29,7 +30,6 @@ from engine.prefix_disk import DiskTier, fingerprint
 from engine.sampler import SampleRow, sample_rows
 from engine.scheduler import Request, Scheduler
 from engine.stopping import SampleText
-from engine.weights import pack_weights
 
 PREFILL_CHUNK = 256
 MANY_KEYS = 2304        # longer rows need no other kernels: `splits` in attention/kernels/decode.py
@@ -96,7 +96,6 @@ class Engine:
             has rings for the local slots; the rest is pages of global slots, for who needs them.
         page_size: positions of a page.
         prefill_chunk: most prompt tokens that are computed between two decode steps.
-        pack: on a CPU in float32, keep a copy of the weights that larger batches read faster.
         prefix_budget: bytes of host memory for what requests have computed (`engine.prefix`), which
             later ones that begin alike take over; 0 = every request computes its whole prompt.
         prefix_folder: also on disk: what leaves that memory, and at `close` all of it; '' = not.
@@ -108,7 +107,7 @@ class Engine:
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
                  kv_budget: int = 0, page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK,
-                 pack: bool = True, prefix_budget: int = 0, prefix_folder: str = '', tokenizer=None,
+                 prefix_budget: int = 0, prefix_folder: str = '', tokenizer=None,
                  captured: bool = True, scheduler=Scheduler):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, '
@@ -121,9 +120,7 @@ class Engine:
         self.prefix = self._prefix_store(prefix_budget, prefix_folder)
         self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix)
         speed_up_few_rows(model)
-        if pack:
-            pack_weights(model, max_batch_size)
-        self.captured = captured_decode(model, self.cache) if captured else None
+        self.fast_decode = fast_decode(model, self.cache, captured)
         self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by number
         self._undelivered: list[Event] = []          # the next step gives them
         self._torn: list[Event] | None = None        # of a step that failed, not recovered yet
@@ -167,11 +164,11 @@ class Engine:
         Raises:
             UserError: there are requests already.
         """
-        if not self.captured:
+        if not isinstance(self.fast_decode, CapturedDecode):
             return
         if self.n_unfinished:
             raise UserError(f'prepare: {self.n_unfinished} requests have not ended')
-        self.captured.prepare()
+        self.fast_decode.prepare()
         for row in range(min(2, self.cache.batch_size)):  # the second may be aligned less well
             try:
                 for n in self._chunks_of_every_kind():
@@ -341,11 +338,11 @@ class Engine:
         """Rows that prefill in between take part without a token: so the rows are one slice."""
         by_row = {request.row: (request, n) for request, n in decoding}
         parts = [by_row.get(row, (None, 0)) for row in range(max(by_row) + 1)]
-        if not self.captured:
+        if not isinstance(self.fast_decode, CapturedDecode):
             return self._forward(parts, list(range(len(parts))), events)
         ids = torch.tensor([request.next_tokens(1) if n else [0] for request, n in parts])
         ids = ids.to(self.model.device, non_blocking=True)
-        self._draw(parts, self.captured(ids, [n for _, n in parts]), events)
+        self._draw(parts, self.fast_decode(ids, [n for _, n in parts]), events)
 
     def _forward(self, parts, rows, events) -> None:
         """parts: [(request or None, tokens)] for `rows`, which are appended to the cache."""

@@ -49,7 +49,7 @@ def _fitted(model, line, n_prompt, budget, kv_dtype, shorten):
 
 
 def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budget: int,
-                kv_dtype: str, pack: bool, prefix_budget: int = 0, captured: bool = True) -> Engine:
+                kv_dtype: str, prefix_budget: int = 0, captured: bool = True) -> Engine:
     """An engine that holds the longest of the lines that have no error.
 
     prefix_budget: bytes of host memory for what lines begin with alike. rows: requests at once; 0 =
@@ -65,7 +65,7 @@ def make_engine(model, tokenizer, lines, ids, num_samples: int, rows: int, budge
         page = model.plan.page_nbytes(PAGE_SIZE, dtype)
         while rows > 1 and model.plan.rings_nbytes(rows, max_seq_len, dtype) + page > budget:
             rows -= 1
-    return Engine(model, rows, max_seq_len, kv_dtype, kv_budget=budget, pack=pack,
+    return Engine(model, rows, max_seq_len, kv_dtype, kv_budget=budget,
                   prefix_budget=prefix_budget, tokenizer=tokenizer, captured=captured)
 
 

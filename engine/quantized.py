@@ -7,12 +7,11 @@ activations with a scale per token, found as they come; products are summed exac
 On a CPU by the extension (`engine.native`), elsewhere, and where there is none, by
 `torch._int_mm`: the same numbers, up to the rounding of the last line.
 """
-import ctypes
-
 import torch
 from torch import nn
 
 from engine import native
+from engine.linear import by_extension
 
 BLOCK, GROUP = 16, 4  # rows and columns of a block of packed weights: see `int8_tile` in kernels.h
 # On CUDA `torch._int_mm` takes more than 16 rows, and multiples of 8.
@@ -67,20 +66,12 @@ class Int8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x):
-        rows = x.reshape(-1, self.in_features)
-        y = self._by_extension(rows) if self.packed else int8_matmul(rows, self.weight, self.scale)
-        if self.bias is not None and not self.packed:
+        if self.packed:
+            return by_extension(self.described(), x).to(x.dtype)
+        y = int8_matmul(x.reshape(-1, self.in_features), self.weight, self.scale)
+        if self.bias is not None:
             y = y + self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
-
-    def _by_extension(self, x):
-        x = x.detach().float().contiguous()
-        y = x.new_empty(len(x), self.out_features)
-        linear, _kept = self.described()
-        native.library().nanokv_linear(
-            ctypes.byref(linear), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)),
-            ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(torch.get_num_threads()))
-        return y
 
     def described(self) -> tuple[native.Linear, torch.Tensor | None]:
         """For the extension; and a tensor that must live as long."""

@@ -12,6 +12,7 @@ from config.schema import MODEL
 from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import read_meta
 from data.tokenizer import load_tokenizer
+from engine import native
 from engine.linear import speed_up_few_rows
 from engine.weights import compile_for_decode, quantize_weights
 from interop.huggingface import noted_source
@@ -26,7 +27,7 @@ def load(s):
     """The model that the settings name, ready to run, and its tokenizer.
 
     s: settings of sample.py, chat.py or serve.py: init_from, out_dir, resume_from, dataset, device,
-    dtype, weight_dtype, compile, seed.
+    dtype, weight_dtype, native, compile, seed.
 
     The global random generator is seeded just before the model is built, and used by nothing else:
     sample 0 goes on from there, as in nanoGPT.
@@ -38,7 +39,9 @@ def load(s):
     model, dataset, known = read_model(s)
     tokenizer = None if 'dataset' in s.given else tokenizer_in(Path(s.init_from))
     tokenizer = tokenizer or tokenizer_of(dataset, model.config.vocab_size, known)
-    model = quantize_weights(model.to(device, pick_dtype(s.dtype, device)), s.weight_dtype)
+    native.use(s.native)
+    model = model.to(device, pick_dtype(s.dtype, device))
+    quantize_weights(model, s.weight_dtype)
     speed_up_few_rows(model)
     if s.compile:
         compile_for_decode(model)

@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent
 FLAGS = ('-O3', '-std=c++17', '-shared', '-fPIC', '-march=native', '-fopenmp', '-fno-math-errno',
          '-fno-trapping-math')  # NaN and infinity keep their meaning
@@ -25,9 +27,23 @@ class Unavailable(Exception):
     """The extension cannot be had here; the message says why."""
 
 
-@functools.cache
+_wanted = True  # see `use`
+
+
+def use(on: bool) -> None:
+    """Whether this process takes the extension from here on: False = plain torch everywhere."""
+    global _wanted
+    _wanted = on
+
+
 def library() -> ctypes.CDLL | None:
-    """The extension, compiled if need be; None where it cannot be had, which is said once."""
+    """The extension, compiled if need be; None where it is not wanted or cannot be had, which is
+    said once."""
+    return _library() if _wanted else None
+
+
+@functools.cache
+def _library():
     try:
         return _load(_compiled())
     except Unavailable as e:
@@ -106,6 +122,7 @@ def _load(path: Path) -> ctypes.CDLL:
 # -- the structs of kernels.h and decode.cpp -------------------------------------------------------
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # of weights in floats
 STORE, ADD, GELU_EXACT, GELU_TANH = range(4)
 
 

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 from engine import native
+from engine.linear import describe
 from engine.paged import PagedKVCache, PagedStore
 from engine.quantized import Int8Embedding, Int8Linear
 from kv.cache import KVCache
 from kv.slots import RingStore
 from model import GPT
 
-DTYPES = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16, torch.int8: native.INT8}
+DTYPES = native.DTYPES | {torch.int8: native.INT8}
 LANES = 16  # widths must be multiples of it
 
 
@@ -33,6 +34,8 @@ def why_not(model: GPT, cache: KVCache) -> str:
     if model.dtype not in (torch.float32, torch.bfloat16) or cache.torch_dtype not in DTYPES:
         return f'computed in {model.dtype}, K/V {cache.kv_dtype}'
     widths = {'n_embd': c.n_embd, 'head_dim': plan.head_dim, 'mlp_hidden': c.resolved_mlp_hidden}
+    if isinstance(model.lm_head, Int8Linear) and not model.lm_head.packed:
+        return 'int8 weights that are not packed'
     odd = [f'{name}={n}' for name, n in widths.items() if n % LANES]
     return f"{', '.join(odd)} not a multiple of {LANES}" if odd else ''
 
@@ -81,6 +84,9 @@ class NativeDecode:
             logits[rows] = some
         self.cache.commit()
         return logits
+
+    def prepare(self, *sizes: int) -> None:
+        """Nothing: no size needs a capture."""
 
     def _run(self, ids, rows, positions, logits):
         ids, rows, positions = (np.ascontiguousarray(x, np.int64) for x in (ids, rows, positions))
@@ -139,14 +145,10 @@ class NativeDecode:
                            isinstance(store, PagedStore), transposed)
 
     def _linear(self, linear) -> native.Linear:
-        if isinstance(linear, Int8Linear):
-            described, bias = linear.described()
-            self._kept += [linear.weight, linear.scale, bias]
-            return described
-        weight = linear.weight.detach()
-        self._kept.append(weight)
-        return native.Linear(weight.data_ptr(), None, self._pointer(linear.bias), *weight.shape,
-                             DTYPES[weight.dtype])
+        quantized = isinstance(linear, Int8Linear)
+        described, bias = linear.described() if quantized else describe(linear.weight, linear.bias)
+        self._kept += [linear.weight.detach(), linear.scale if quantized else None, bias]
+        return described
 
     def _norm(self, norm: nn.Module):
         return self._pointer(norm.weight), self._pointer(norm.bias)

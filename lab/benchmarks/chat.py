@@ -83,7 +83,7 @@ class FirstToken:
 
     def __init__(self, model, past: list[int], s, prefix_budget: int):
         self.model, self.past, self.n, self.n_cached = model, past, s.message, 0
-        self.engine = Engine(model, 1, len(past) + s.message, s.kv_dtype, pack=False,
+        self.engine = Engine(model, 1, len(past) + s.message, s.kv_dtype,
                              prefix_budget=prefix_budget, captured=s.captured)
 
     def __call__(self) -> float:

@@ -13,8 +13,7 @@ import torch
 
 from config.errors import UserError, at_least
 from config.sizes import parse_bytes
-from engine.captured import captured_decode
-from engine.weights import pack_weights
+from engine.decode import fast_decode
 from lab.benchmarks import clock, generation
 from lab.benchmarks.bandwidth import Bandwidth
 from lab.benchmarks.capacity import most_sequences
@@ -37,16 +36,14 @@ class DecodeRound:
     """Call it for the seconds per token (of all rows together) of one round."""
 
     def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str,
-                 pack: bool, compiled: bool = False, captured: bool = True):
-        self.model, self.held, self.steps, self.pack = model, held, steps, pack
+                 compiled: bool = False, captured: bool = True):
+        self.model, self.held, self.steps = model, held, steps
         self.cache = make_cache(model, batch, max_seq_len, kv_dtype)
-        self.decode = captured_decode(model, self.cache, compiled) if captured else None
+        self.decode = fast_decode(model, self.cache, captured, compiled)
         self.first = random_tokens(model, batch, 1)
 
     @torch.inference_mode()
     def __call__(self) -> float:
-        if self.pack:
-            pack_weights(self.model, self.cache.batch_size)  # of the same model another side may have another batch
         self.cache.fill_(self.held)
         decode = self.decode
         if decode:
@@ -105,8 +102,8 @@ def measure(models, cell, batches, s, bandwidth, rates) -> dict:
     """Figures of each side and the ratios between them; adds the bandwidths measured meanwhile to `rates`."""
     held, max_seq_len = cell['held'], cell['max_seq_len']
     compiled = s.compile and 'compile' in s.given
-    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, s.kv_dtype, s.pack,
-                                compiled, s.captured)
+    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, s.kv_dtype, compiled,
+                                s.captured)
               for name, model in models.items()}
     title = f"context {cell['context']}, batch {' and '.join(map(str, dict.fromkeys(batches.values())))}"
     found = clock.alternate({'bandwidth': bandwidth} | rounds, s.repeats, title)

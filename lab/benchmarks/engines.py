@@ -13,8 +13,7 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS
-from engine.captured import captured_decode
-from engine.weights import pack_weights
+from engine.decode import fast_decode
 from interop.huggingface import TRANSPOSED
 from kv.plan import plan_kv
 from lab.benchmarks import clock
@@ -41,14 +40,12 @@ class Generated:
 class Ours:
     """`model` through its cache: the prompt in one piece, then token by token."""
 
-    def __init__(self, model, prompt, steps: int, pack: bool = True, captured: bool = True):
+    def __init__(self, model, prompt, steps: int, captured: bool = True):
         self.model, self.prompt, self.steps = model, prompt, steps
         self.cache = make_cache(model, prompt.size(0), prompt.size(1) + steps, 'auto')
-        self.decode = captured_decode(model, self.cache) if captured else None
+        self.decode = fast_decode(model, self.cache, captured)
         if self.decode:
             self.decode.prepare(prompt.size(0))
-        if pack:
-            pack_weights(model, prompt.size(0))
 
     @torch.inference_mode()
     def __call__(self) -> Generated:

@@ -82,7 +82,7 @@ def both(config, s):
 def measure(ours, theirs, batch: int, context: int, s) -> dict:
     """One cell: figures of each side, ratios of ours over each of theirs, and whether the tokens are the same."""
     prompt = random_tokens(ours, batch, context)
-    sides = {'ours': Ours(ours, prompt, s.steps, s.pack, s.captured)}
+    sides = {'ours': Ours(ours, prompt, s.steps, s.captured)}
     if s.against == 'hf':
         sides |= {name: HuggingFace(theirs, prompt, s.steps, cache) for name, cache in HF_CACHES.items()}
     else:

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from config.errors import UserError, at_least
-from engine.captured import MIN_CAPTURED, captured_decode
+from engine.captured import MIN_CAPTURED
+from engine.decode import fast_decode
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.weights import pack_weights
 from generate import Generation, Sampler
 from lab.benchmarks import clock
 from lab.benchmarks.generation import same_tokens
@@ -52,7 +52,7 @@ class EngineRound:
         self.prompts, self.params = prompts, [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
         chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
         self.engine = Engine(model, rows, max(map(len, prompts)) + max(lengths), s.kv_dtype,
-                             pack=s.pack, scheduler=scheduler, captured=s.captured, **chunk)
+                             scheduler=scheduler, captured=s.captured, **chunk)
 
     def __call__(self) -> Served:
         start = clock.now()
@@ -72,9 +72,7 @@ class StaticRound:
         self.rows = min(rows, len(prompts))
         self.cache = model.new_cache(self.rows, max(map(len, prompts)) + max(lengths), s.kv_dtype)
         captured = s.captured and max(lengths) >= MIN_CAPTURED
-        self.decode = captured_decode(model, self.cache) if captured else None
-        if s.pack:
-            pack_weights(model, self.rows)  # as the engine does
+        self.decode = fast_decode(model, self.cache, captured)
 
     def __call__(self) -> Served:
         start, firsts, tokens = clock.now(), [], []

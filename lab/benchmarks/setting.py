@@ -12,9 +12,11 @@ from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import physical_memory
 from data.tokenfiles import read_meta
+from engine import native
 from engine.captured import suits_capture
 from engine.linear import speed_up_few_rows
 from engine.weights import compile_for_decode, quantize_weights, weights_dtype
+from kv.capacity import parameters
 from lab.benchmarks.traffic import weight_bytes
 from model import GPT
 from training.device import describe_attention, device_name, pick_device, pick_dtype
@@ -68,7 +70,8 @@ def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
     """A model with random weights, in eval mode, parameters in the settings' dtype or in another."""
     device = pick_device(s.device)
     model = GPT(config).to(device, parameters or pick_dtype(s.dtype, device)).eval()
-    model = quantize_weights(model, s.weight_dtype)
+    native.use(s.native)
+    quantize_weights(model, s.weight_dtype)
     speed_up_few_rows(model)
     model.attention_backend = s.attention_backend
     describe_attention(model, pick_dtype(s.dtype, device), dropout_p=0.0)  # a backend that cannot serve is refused
@@ -101,7 +104,7 @@ def facts(s, models: dict[str, GPT]) -> dict:
     model = next(iter(models.values()))
     return run_facts(s, model.device) | {
         'dtype': weights_dtype(model), 'captured': s.captured and suits_capture(model),
-        'compile': s.compile and 'compile' in s.given, 'pack': s.pack,
+        'compile': s.compile and 'compile' in s.given, 'native': native.library() is not None,
         'kv_dtype': model.resolved_kv_dtype(s.kv_dtype), 'models': {name: shape(m) for name, m in models.items()}}
 
 
@@ -115,7 +118,7 @@ def run_facts(s, device: torch.device) -> dict:
 
 def shape(model) -> dict:
     """Every field of the config, the number of parameters and their bytes."""
-    return dataclasses.asdict(model.config) | {'params': sum(p.numel() for p in model.parameters()),
+    return dataclasses.asdict(model.config) | {'params': parameters(model.config, model.plan),
                                                'weight_bytes': weight_bytes(model)}
 
 

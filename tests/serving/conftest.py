@@ -39,7 +39,7 @@ def assert_free(worker):
 
 
 def make_server(rows=3, max_waiting=8, keys=(), timeout=60.0, max_body=20_000, kind='full stack', **engine):
-    engine = Engine(model_of(kind), rows, LONGEST, page_size=4, prefill_chunk=16, pack=False, tokenizer=TOKENIZER,
+    engine = Engine(model_of(kind), rows, LONGEST, page_size=4, prefill_chunk=16, tokenizer=TOKENIZER,
                     **dict(prefix_budget=10 ** 6) | engine)
     worker = Worker(engine, max_waiting, Metrics())
     service = Service('tiny', TOKENIZER, LONGEST, 12, rows + max_waiting, TURN, 'a', 'b')

@@ -48,7 +48,7 @@ def test_ratios_are_medians_of_pairs_not_ratios_of_medians():
 
 def test_a_decode_round_times_its_steps_and_not_the_filling(model, fake_clock, monkeypatch):
     calls = costs(fake_clock, model, lambda idx: 0.25)
-    one = DecodeRound(model, 3, 10, 15, 5, 'auto', pack=True)
+    one = DecodeRound(model, 3, 10, 15, 5, 'auto')
     fill = one.cache.fill_
 
     def slow_fill(length):
@@ -62,7 +62,7 @@ def test_a_decode_round_times_its_steps_and_not_the_filling(model, fake_clock, m
 
 
 def test_figures_of_a_side(model):
-    one = DecodeRound(model, 3, 10, 11, 1, 'auto', pack=True)
+    one = DecodeRound(model, 3, 10, 11, 1, 'auto')
     found = figures(one, [0.5, 0.25, 1.0], [1000.0, 4000.0, 500.0])
     read = kv_read_bytes(model.plan, 'float32', 3, 11) + weight_read_bytes(model, 3)
     assert found['tpot_ms']['median'] == 500 and found['tokens_per_second']['each'] == [6, 12, 3]

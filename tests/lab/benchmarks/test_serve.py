@@ -13,7 +13,7 @@ from engine.scheduler import Request
 from lab.benchmarks import clock, serve
 from tests.helpers.models import FULL_STACK, random_model
 
-SETTINGS = SimpleNamespace(kv_dtype='auto', prefill_chunk=0, repeats=5, pack=True, captured=True)
+SETTINGS = SimpleNamespace(kv_dtype='auto', prefill_chunk=0, repeats=5, captured=True)
 
 
 def test_lengths_are_log_uniform_and_the_seeds():

@@ -63,8 +63,6 @@ def cpu(name):
 def test_the_page_of_cpu_benchmarks_is_made_from_their_json_files():
     names = [name for name in bench_cpu.BENCHES if (CPU / f'{name}.json').exists()]
     assert (CPU / 'README.md').read_text() == table.page({name: cpu(name) for name in names})
-    parts = json.loads((CPU / 'parts' / 'parts.json').read_text())
-    assert (CPU / 'parts' / 'README.md').read_text() == decode_parts.table(parts)
     assert (CPU / 'loss' / 'README.md').read_text() == loss_forms.table(json.loads((CPU / 'loss' / 'loss.json').read_text()))
 
 

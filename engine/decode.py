@@ -1,0 +1,13 @@
+"""The fastest decode step for a model and its cache."""
+from engine.captured import captured_decode
+from engine.native.step import native_decode
+
+
+def fast_decode(model, cache, captured: bool = True, compiled: bool = False):
+    """A step (n, 1) ids -> (n, V) logits for `Generation` and the engine: on CUDA a captured one,
+    on a CPU the extension's. None where there is neither: then the model's own forward is the step.
+
+    captured: whether it may be captured. compiled: also `torch.compile` it there.
+    """
+    decode = captured_decode(model, cache, compiled) if captured else None
+    return decode or native_decode(model, cache)

@@ -1,0 +1,229 @@
+"""The extension's decode step: equal to the model's own forward through the same cache."""
+import ctypes
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from engine import native
+from engine.decode import fast_decode
+from engine.native.step import NativeDecode, native_decode, why_not
+from engine.paged import PagedKVCache
+from engine.weights import quantize_weights
+from generate import Generation, Sampler
+from tests.helpers.models import FULL_STACK, random_model, tokens
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason='no compiler here')
+WIDE = dict(FULL_STACK, n_embd=32, head_dim=16, mlp_hidden=48)
+KINDS = {
+    'vanilla': dict(block_size=64, vocab_size=23, n_layer=3, n_head=2, n_embd=32),
+    'full stack': WIDE,
+    'grouped': dict(WIDE, n_kv_head=2, kv_share='', share_global_kv=False, qk_norm=False, rope_theta_global=700.0),
+    'odd groups': dict(WIDE, n_head=15, head_dim=32, bias=False, gelu='tanh'),
+    'rounded': dict(WIDE, kv_quant_train='int8'),
+    'wide heads': dict(WIDE, n_head=3, head_dim=112, layer_pattern='G', kv_share='', window_size=0),
+}
+
+
+def caches(model, kv_dtype, batch, paged, page_size=7):
+    """Two alike."""
+    kind = (PagedKVCache,) if paged else ()
+    kws = dict(n_pages=batch * -(-64 // page_size), page_size=page_size) if paged else {}
+    return [model.new_cache(batch, 64, kv_dtype, *kind, **kws) for _ in range(2)]
+
+
+@torch.inference_mode()
+def largest_gap(model, plain, other, prompts, steps, seed=0):
+    """Of the logits of `steps` steps, the rows of each drawn at random."""
+    decode, generator = native_decode(model, other), torch.Generator().manual_seed(seed)
+    width = max(map(len, prompts))
+    idx = torch.tensor([p + [0] * (width - len(p)) for p in prompts])
+    for cache in (plain, other):
+        model(idx, cache=cache, lens=[len(p) for p in prompts])
+    gap = 0.0
+    for _ in range(steps):
+        new = torch.randint(23, (len(prompts), 1), generator=generator)
+        lens = torch.randint(2, (len(prompts),), generator=generator).tolist()
+        a, b = model(new, cache=plain, lens=lens)[0][:, -1], decode(new, lens)
+        rows = [row for row, n in enumerate(lens) if n]
+        if rows:
+            gap = max(gap, (a[rows].float() - b[rows]).abs().max().item())
+    assert plain.lengths.tolist() == other.lengths.tolist()
+    return gap
+
+
+def prompts(*lengths):
+    return [tokens(1, n, seed=n)[0].tolist() for n in lengths]
+
+
+@pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
+@pytest.mark.parametrize('kv_dtype', ['float32', 'bfloat16', 'int8'])
+@pytest.mark.parametrize('kind', KINDS)
+def test_logits_equal_those_of_the_models_forward(kind, kv_dtype, paged):
+    model = random_model(GPTConfig(**KINDS[kind]), torch.float32)
+    gap = largest_gap(model, *caches(model, kv_dtype, 3, paged), prompts(13, 1, 4), steps=45)
+    # K and V that differ by a rounding of float32 may be rounded to neighbours in 8 bits
+    assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
+
+
+@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
+def test_what_is_stored_equals_what_the_models_forward_stores(kv_dtype):
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    plain, other = caches(model, kv_dtype, 2, paged=False)
+    largest_gap(model, plain, other, prompts(9, 3), steps=30)
+    for a, b in zip(plain.stores, other.stores):
+        for x, y in zip(a.tensors, b.tensors):
+            assert (x.float() - y.float()).abs().max() <= (1 if x.dtype == torch.int8 else 1e-4)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), steps=st.integers(1, 30),
+       window=st.sampled_from([1, 2, 5, 16, 40]), page_size=st.sampled_from([1, 3, 16, 64, 80]),
+       paged=st.booleans(), group=st.sampled_from([1, 2, 3, 6, 7]), kv_dtype=st.sampled_from(['float32', 'bfloat16']))
+def test_any_lengths_windows_and_pages(lengths, steps, window, page_size, paged, group, kv_dtype):
+    model = random_model(GPTConfig(**dict(WIDE, window_size=window, n_head=2 * group, n_kv_head=2)), torch.float32)
+    gap = largest_gap(model, *caches(model, kv_dtype, len(lengths), paged, page_size), prompts(*lengths), steps)
+    assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
+
+
+@pytest.mark.parametrize('weights, bound', [('bfloat16', 0.03), ('int8', 0.05)])
+def test_other_weights_stay_close(weights, bound):
+    """Roundings of activations differ: bfloat16 rounds each, and one that int8 rounds the other way moves by a step."""
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    model = model.bfloat16() if weights == 'bfloat16' else model
+    quantize_weights(model, weights if weights == 'int8' else 'auto')
+    plain, other = caches(model, 'float32', 3, paged=False)
+    with torch.inference_mode():
+        spread = model(tokens(3, 20), all_logits=True)[0].std().item()
+    assert largest_gap(model, plain, other, prompts(13, 1, 4), steps=45) < bound * spread
+
+
+def test_generation_takes_the_same_tokens():
+    model, both = random_model(GPTConfig(**WIDE), torch.float32), []
+    for step in (fast_decode, lambda *_: None):
+        cache = model.new_cache(2, 50)
+        made = Generation(model, prompts(5, 9), 40, Sampler(0), cache, decode=step(model, cache))
+        both.append(torch.cat(list(made), dim=1))
+    assert torch.equal(*both)
+
+
+def test_one_row_does_not_depend_on_the_others():
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    alone, beside = model.new_cache(1, 64), model.new_cache(3, 64)
+    a, b = native_decode(model, alone), native_decode(model, beside)
+    for token in tokens(1, 40)[0].tolist():
+        x = a(torch.tensor([[token]]))
+        y = b(torch.tensor([[(token + 5) % 23], [token], [1]]))
+        assert (x[0] - y[1]).abs().max() < 1e-5
+
+
+def test_threads_do_not_change_the_result():
+    model, found, before = random_model(GPTConfig(**WIDE), torch.float32), [], torch.get_num_threads()
+    try:
+        for n in (1, 2, 5):
+            torch.set_num_threads(n)
+            decode = native_decode(model, model.new_cache(2, 64).fill_(0))
+            found.append(torch.stack([decode(tokens(2, 1, seed=k)).clone() for k in range(30)]))
+    finally:
+        torch.set_num_threads(before)
+    assert all((x - found[0]).abs().max() < 1e-4 for x in found)
+
+
+def test_logits_that_are_not_finite_show_it():
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    with torch.no_grad():
+        model.transformer.h[2].mlp.c_fc.bias[3] = torch.nan
+    assert not native_decode(model, model.new_cache(1, 64))(torch.tensor([[1]])).isfinite().any()
+
+
+# -- what it refuses -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('token', [-1, 23])
+def test_a_token_outside_of_the_vocabulary_is_an_error_and_nothing_is_written(token):
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    cache = model.new_cache(1, 64)
+    with pytest.raises(IndexError, match=f'{token}.*0 to 22'):
+        native_decode(model, cache)(torch.tensor([[token]]))
+    assert cache.lengths.tolist() == [0] and cache._step is None
+
+
+def test_a_full_row_is_an_error():
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    cache = model.new_cache(2, 4).fill_(4)
+    with pytest.raises(UserError, match='max_seq_len=4'):
+        native_decode(model, cache)(torch.tensor([[1], [1]]))
+    cache.reset([0])
+    native_decode(model, cache)(torch.tensor([[1], [1]]), [1, 0])
+    assert cache.lengths.tolist() == [1, 4]
+
+
+@pytest.mark.parametrize('fields, dtype, kv_dtype, why', [
+    (dict(n_embd=24), torch.float32, 'auto', 'n_embd=24'), (dict(head_dim=8), torch.float32, 'auto', 'head_dim=8'),
+    (dict(mlp_hidden=50), torch.float32, 'auto', 'mlp_hidden=50'), ({}, torch.float64, 'auto', 'float64'),
+    ({}, torch.float32, 'float16', 'float16')])
+def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, why):
+    model = random_model(GPTConfig(**WIDE | fields), dtype)
+    cache = model.new_cache(1, 64, kv_dtype)
+    assert why in why_not(model, cache) and native_decode(model, cache) is None
+
+
+# -- building it -----------------------------------------------------------------------------------
+
+@pytest.fixture
+def unbuilt(monkeypatch, tmp_path):
+    """As in a process that has not looked for the extension, with an empty cache folder."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    native._library.cache_clear()
+    yield tmp_path
+    native._library.cache_clear()
+
+
+def test_it_is_compiled_once_and_kept(unbuilt, monkeypatch):
+    assert native.library() is not None
+    [made] = (unbuilt / 'nanokv' / 'native').iterdir()
+    native._library.cache_clear()
+    monkeypatch.setattr(native, '_compile', lambda *_: pytest.fail('compiled again'))
+    assert native.library() is not None and made.suffix == '.so'
+
+
+@pytest.mark.parametrize('compiler, message', [('no-such-compiler', 'no-such-compiler is needed'), ('false', 'false fails')])
+def test_without_a_compiler_one_line_says_so_and_torch_serves(unbuilt, monkeypatch, capsys, compiler, message):
+    monkeypatch.setenv('CXX', compiler)
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    cache = model.new_cache(1, 50)
+    assert fast_decode(model, cache) is None and fast_decode(model, cache) is None
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith('Note: no C++ extension') and message in line
+    assert not list(unbuilt.rglob('*.so'))
+    quantize_weights(model, 'int8')
+    assert not model.lm_head.packed
+    assert len(list(Generation(model, prompts(5), 8, Sampler(0), cache))) == 8
+
+
+def test_an_error_of_the_compiler_is_named(unbuilt, monkeypatch, capsys):
+    monkeypatch.setattr(native, 'FLAGS', (*native.FLAGS, '-DINLINE='))
+    monkeypatch.setattr(native, 'HERE', unbuilt / 'sources')
+    native.HERE.mkdir()
+    (native.HERE / 'decode.cpp').write_text('#error "this cannot be"\n')
+    assert native.library() is None
+    assert 'this cannot be' in capsys.readouterr().err
+
+
+def test_a_library_with_other_structs_is_not_used(unbuilt, monkeypatch, capsys):
+    class Wider(ctypes.Structure):
+        _fields_ = [*native.Step._fields_, ('more', ctypes.c_int64)]
+    monkeypatch.setattr(native, 'Step', Wider)
+    assert native.library() is None and 'another size' in capsys.readouterr().err
+
+
+def test_it_can_be_left_out():
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    native.use(False)
+    try:
+        assert native_decode(model, model.new_cache(1, 64)) is None
+    finally:
+        native.use(True)
+    assert isinstance(native_decode(model, model.new_cache(1, 64)), NativeDecode)
