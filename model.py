@@ -72,11 +72,12 @@ class CausalSelfAttention(nn.Module):
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm and layer.owns else None
 
-    def forward(self, x, rope=None, kv=None, cache=None):
+    def forward(self, x, rope=None, kv=None, cache=None, trim=None):
         """x (B, t, C) -> (B, t, C), and the (K, V) that later layers of this slot read.
 
         rope: (cos, sin) for these positions, or None. kv: the owner's (K, V), each (B, Hkv, t, D),
-        in a reading layer. With a cache, K and V are passed on by the cache instead.
+        in a reading layer. With a cache, K and V are passed on by the cache instead. trim: the
+        cache's step where only each row's last token is wanted, (B, 1, C).
         """
         B, t, _ = x.shape
         heads = self.c_attn(x).view(B, t, -1, self.head_dim).transpose(1, 2)
@@ -89,6 +90,7 @@ class CausalSelfAttention(nn.Module):
                 k, v = fake_quantize_int8(k), fake_quantize_int8(v)
             kv = k, v
         if cache is not None:
+            q = trim.last(q) if trim else q
             return self.project(cache.attend(self.layer, q, kv)), None
         dropout_p = self.dropout if self.training else 0.0
         y = causal_attention(q, *kv, self.layer.window, dropout_p, self.backend)
@@ -123,9 +125,9 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope=None, kv=None, cache=None):
-        y, kv = self.attn(self.ln_1(x), rope, kv, cache)
-        x = x + y
+    def forward(self, x, rope=None, kv=None, cache=None, trim=None):
+        y, kv = self.attn(self.ln_1(x), rope, kv, cache, trim)
+        x = (trim.last(x) if trim else x) + y
         return x + self.feed_forward(x), kv
 
     def feed_forward(self, x):
@@ -219,7 +221,8 @@ class GPT(nn.Module):
             if cache is not None:
                 cache.abandon()
             raise
-        blocks = functools.partial(self._blocks, rope=rope, cache=cache)
+        trim = None if step is None or step.t == 1 or all_logits else step
+        blocks = functools.partial(self._blocks, rope=rope, cache=cache, trim=trim)
         if self.recompute is not None and self.training:
             x = self.recompute(blocks, len(self.plan.layers), x)
         else:
@@ -232,7 +235,7 @@ class GPT(nn.Module):
             logits = self.lm_head(x)
             return logits, cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
         if not all_logits:
-            x = x[:, -1:] if step is None or step.uniform or step.t == 1 else self._last(x, step)
+            x = x[:, -1:]
         logits = self.lm_head(x)
         if cache is not None:
             cache.commit()
@@ -279,22 +282,21 @@ class GPT(nn.Module):
         x = x + self.transformer.wpe(positions.clamp(max=block_size - 1))
         return self.transformer.drop(x), {}
 
-    def _blocks(self, first, last, x, kvs, rope, cache):
+    def _blocks(self, first, last, x, kvs, rope, cache, trim=None):
         """x after blocks first to last - 1, and the K, V that later blocks read.
 
-        kvs: slot -> (K, V) of its owner.
+        kvs: slot -> (K, V) of its owner. trim: the cache's step where only logits of last tokens
+        are wanted: nothing else of other tokens is needed once the last K and V are stored.
         """
         layers, kvs = self.plan.layers, dict(kvs)
         for block, layer in zip(self.transformer.h[first:last], layers[first:last]):
             kv = None if layer.owns else kvs.get(layer.slot)
-            x, kvs[layer.slot] = block(x, rope.get(layer.kind), kv, cache)
+            here = trim if layer.index == self.plan.last_owner else None
+            x, kvs[layer.slot] = block(x, rope.get(layer.kind), kv, cache, here)
+            if here:
+                rope = {kind: [here.last(table) for table in both] for kind, both in rope.items()}
         later = {layer.slot for layer in layers[last:] if not layer.owns}
         return x, {slot: kv for slot, kv in kvs.items() if slot in later}
-
-    @staticmethod
-    def _last(x, step):
-        last = torch.tensor([max(n - 1, 0) for n in step.lens], device=x.device)
-        return x[torch.arange(x.size(0), device=x.device), last][:, None]
 
     @property
     def attention_backend(self) -> str:

@@ -26,7 +26,7 @@ WARM_UP = 3
 def suits_capture(model) -> bool:
     """Whether captured decode is the fast way here: on CUDA, with the Triton kernels."""
     return (model.device.type == 'cuda' and triton_usable(model.device)
-            and model.lm_head.weight.dtype != torch.float64)
+            and model.dtype != torch.float64)
 
 
 def can_be_captured(model, cache) -> bool:

@@ -67,7 +67,7 @@ def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
 def with_rounding(model, on: bool):
     """The same weights in a model that rounds K and V to int8 in its forward pass, or does not."""
     config = dataclasses.replace(model.config, kv_quant_train='int8' if on else '')
-    twin = GPT(config).to(model.device, model.lm_head.weight.dtype).eval()
+    twin = GPT(config).to(model.device, model.dtype).eval()
     twin.load_state_dict(model.state_dict())
     return twin
 

@@ -10,9 +10,9 @@ class FusedAttention(CausalSelfAttention):
     """`CausalSelfAttention` that takes the kernel of `attention.kernels.qkv` where it serves, and
     is the plain one elsewhere."""
 
-    def forward(self, x, rope=None, kv=None, cache=None):
+    def forward(self, x, rope=None, kv=None, cache=None, trim=None):
         if not (isinstance(cache, StaticCache) and self._suits(x, cache)):
-            return super().forward(x, rope, kv, cache)
+            return super().forward(x, rope, kv, cache, trim)
         from attention.kernels.qkv import write_qkv
         B, t, _ = x.shape
         qkv = self.c_attn(x).view(B, t, -1, self.head_dim)

@@ -170,7 +170,10 @@ class PagedKVCache(KVCache):
             return super()._attend(layer, q, appended)
         if self._by_table(step):
             self._where = self._where or self._table_of(step)
-            return table_attention(q, store.tensors, *self._where)
+            table, kv_lens = self._where
+            if q.size(2) < step.t:
+                kv_lens = torch.tensor(step.ends, device=self.device)
+            return table_attention(q, store.tensors, table, kv_lens)
         self._where = self._where or self._page_list(step)
         return paged_attention(q, store.tensors, self._where)
 

@@ -108,7 +108,7 @@ def evaluate(s) -> dict:
             'tokens': n, 'bytes': size, 'nats_per_token': nats / n, 'perplexity': math.exp(min(nats / n, 700)),
             'bits_per_byte': bits_per_byte(nats / n, n, size), 'context': context, 'stride': stride,
             'kv_dtype': model.resolved_kv_dtype(s.kv_dtype) if s.kv_dtype else '',
-            'dtype': str(model.lm_head.weight.dtype).removeprefix('torch.')}
+            'dtype': str(model.dtype).removeprefix('torch.')}
 
 
 def main(argv=None):

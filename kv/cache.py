@@ -51,6 +51,13 @@ class Step:
             self.active_starts = _tensor([starts[b] for b in active], device)
             self.kv_lens = _tensor(self.ends, device)
 
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., t, D) -> (..., 1, D): of each row, the last token that is not padding."""
+        if self.uniform:
+            return x[..., -1:, :]
+        last = [max(n - 1, 0) for n in self.lens]
+        return x.movedim(-2, 1)[list(range(len(last))), last].unsqueeze(-2)
+
 
 class KVCache:
     """Keys and values of `batch_size` sequences of up to `max_seq_len` tokens, as `plan` says.
@@ -128,8 +135,9 @@ class KVCache:
     def attend(self, layer: Layer, q: torch.Tensor, kv=None) -> torch.Tensor:
         """Append a layer's new K, V to its slot, if it owns one, then attend.
 
-        q: (B, H, t, D). kv: (k, v), each (B, Hkv, t, D), from the slot's owner; None from a layer
-        that reads. Returns (B, H, t, D); what stands at padding means nothing.
+        q: (B, H, t, D), or (B, H, 1, D) of each row's last token (`Step.last`). kv: (k, v), each
+        (B, Hkv, t, D), from the slot's owner; None from a layer that reads. Returns the shape of q;
+        what stands at padding means nothing.
         """
         if torch.is_autocast_enabled(self.device.type):  # which would change the stored dtypes
             with torch.autocast(self.device.type, enabled=False):
@@ -157,13 +165,16 @@ class KVCache:
 
     def _attend(self, layer, q, visible):
         step = self._step
-        if step.uniform:
+        only_last = q.size(2) < step.t
+        if step.uniform and not only_last:
             return cached_attention(q, *visible[0], window=layer.window)
         if step.t == 1:
             kv, kv_lens = visible
             return cached_attention(q, *kv, kv_lens=kv_lens)
         y = torch.zeros_like(q)
         for (batch, n, *_), kv in zip(step.chunks, visible):
+            if only_last:  # its window (all, if that is 0) ends with its own key
+                n, kv = 1, [x[:, :, -layer.window:] for x in kv]
             y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window)
         return y
 

@@ -61,6 +61,11 @@ class KVPlan:
     n_kv_head: int
     head_dim: int
 
+    @property
+    def last_owner(self) -> int:
+        """The last layer that computes K and V. Of a prompt, only the last token goes further."""
+        return self.slots[-1].owner
+
     def position_nbytes(self, kv_dtype: str) -> int:
         """Bytes of K and V (and their int8 scales) of one position in one slot:
         2 * Hkv * (D * element + scale)."""

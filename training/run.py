@@ -316,7 +316,7 @@ class Run:
 def prepare(model, n_positions: int) -> None:
     """Build what sequences of `n_positions` need and a compiled forward should find: rotary tables,
     block masks."""
-    dtype = model.lm_head.weight.dtype
+    dtype = model.dtype
     for table in (model.rotary or {}).values():
         table(0, n_positions, model.device, dtype)
     if model.attention_backend not in ('auto', 'flex'):

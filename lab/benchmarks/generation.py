@@ -116,7 +116,7 @@ def same_tokens(model, prompt, ours, theirs, name: str) -> dict:
         UserError: they differ where they should not.
     """
     unequal = [row for row in range(len(ours)) if not torch.equal(ours[row], theirs[row])]
-    for row in unequal if model.lm_head.weight.dtype in (torch.float32, torch.float64) else []:
+    for row in unequal if model.dtype in (torch.float32, torch.float64) else []:
         j = int((ours[row] != theirs[row]).nonzero()[0])
         logits = model(torch.cat([prompt[row], ours[row, :j]])[None])[0][0, -1]
         first, second = logits.topk(2).values.tolist()

@@ -56,7 +56,7 @@ config = FULL_STACK | dict(n_kv_head=heads, window_size=20, block_size=room, hea
 model = random_model(GPTConfig(**config), torch.float32)
 engine = Engine(model, 5, room, kv_dtype, prefill_chunk=64, page_size=16, prefix_budget=prefix)
 engine.prepare()
-prepared, steps = set(compiled), engine.captured._steps.copy()
+prepared, steps = set(compiled), engine.fast_decode._steps.copy()
 draw, longest = random.Random(1), room - 9
 params = SamplingParams(max_new_tokens=8, temperature=0)
 lengths = [1, 2, 3, 17, 60, 64, 65, 300, 3000]
@@ -68,7 +68,7 @@ for _ in range(6):
     done = engine.generate([prompt[:longest] for prompt in prompts], params)
     assert {completion.finish_reason for completion in done} == {'length'}
 print(json.dumps({'prepared': len(prepared), 'amid traffic': sorted(compiled - prepared),
-                  'steps': sorted(steps), 'captured amid traffic': engine.captured._steps != steps,
+                  'steps': sorted(steps), 'captured amid traffic': engine.fast_decode._steps != steps,
                   'held': engine.cache.lengths.tolist()}))
 '''
 
@@ -116,5 +116,5 @@ def test_where_steps_are_not_captured_it_does_nothing():
     engine = Engine(random_model(GPTConfig(**FULL_STACK)), 2, 40)
     engine.submit([1, 2])
     engine.prepare()
-    assert engine.captured is None
+    assert engine.fast_decode is None
     assert torch.equal(engine.cache.lengths, torch.zeros(2, dtype=torch.int64))

@@ -1,0 +1,54 @@
+"""Prefill computes only a row's last token once the last K and V are stored: the same logits and slots."""
+import pytest
+import torch
+
+from config.gpt_config import GPTConfig
+from engine.paged import PagedKVCache
+from tests.helpers.models import FULL_STACK, random_model, tokens
+
+KINDS = {
+    'full stack': FULL_STACK,
+    'unshared': dict(FULL_STACK, kv_share='', share_global_kv=False),
+    'local last': dict(FULL_STACK, layer_pattern='LG', kv_share='', window_size=3),
+    'vanilla': dict(block_size=64, vocab_size=23, n_layer=3, n_head=2, n_embd=16),
+}
+
+
+def caches(model, kv_dtype, paged):
+    kind = (PagedKVCache,) if paged else ()
+    kws = dict(n_pages=60, page_size=4) if paged else {}
+    return [model.new_cache(3, 64, kv_dtype, *kind, **kws) for _ in range(2)]
+
+
+@pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
+@pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
+@pytest.mark.parametrize('lens', [None, [9, 1, 0], [2, 9, 8]], ids=['even', 'a row is left out', 'ragged'])
+@pytest.mark.parametrize('kind', KINDS)
+@torch.no_grad()
+def test_logits_and_slots_equal_those_of_whole_prefill(kind, lens, kv_dtype, paged):
+    model = random_model(GPTConfig(**KINDS[kind]))
+    trimmed, whole = caches(model, kv_dtype, paged)
+    for k in range(4):  # past the window; later chunks attend to what is stored
+        idx = tokens(3, 9, seed=k)
+        logits = model(idx, cache=trimmed, lens=lens)[0]
+        every = model(idx, cache=whole, lens=lens, all_logits=True)[0]
+        for row, n in enumerate(lens or [9] * 3):
+            if n:
+                assert (logits[row, 0] - every[row, n - 1]).abs().max() < 1e-12
+        for a, b in zip(trimmed.stores, whole.stores):
+            assert all(torch.equal(x, y) for x, y in zip(a.tensors, b.tensors))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@torch.no_grad()
+def test_layers_behind_the_last_owner_see_one_token_of_a_row(kind):
+    model, seen = random_model(GPTConfig(**KINDS[kind])), []
+    for block in model.transformer.h:
+        block.mlp.register_forward_hook(lambda module, args, y: seen.append(y.size(1)))
+    cache, last = model.new_cache(2, 64), model.plan.last_owner
+    model(tokens(2, 20), cache=cache)
+    assert seen == [20] * last + [1] * (len(seen) - last)
+    assert not any(layer.owns for layer in model.plan.layers[last + 1:]) and model.plan.layers[last].owns
+    seen.clear()
+    model(tokens(2, 20), cache=cache, all_logits=True)
+    assert set(seen) == {20}
