@@ -234,9 +234,7 @@ class GPT(nn.Module):
                 return None, self.loss_fn(x, self.lm_head.weight, targets)
             logits = self.lm_head(x)
             return logits, cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
-        if not all_logits:
-            x = x[:, -1:]
-        logits = self.lm_head(x)
+        logits = self.lm_head(x if all_logits else x[:, -1:])
         if cache is not None:
             cache.commit()
         return logits, None

@@ -170,22 +170,24 @@ class Engine:
             raise UserError(f'prepare: {self.n_unfinished} requests have not ended')
         self.fast_decode.prepare()
         for row in range(min(2, self.cache.batch_size)):  # the second may be aligned less well
-            try:
-                for n in self._chunks_of_every_kind():
-                    idx = torch.zeros(1, n, dtype=torch.int64, device=self.model.device)
-                    self.model(idx, cache=self.cache, lens=[n], rows=[row])
-            finally:
-                self.cache.reset()
+            for chunks in self._chunks_of_every_kind():
+                try:
+                    for n in chunks:
+                        idx = torch.zeros(1, n, dtype=torch.int64, device=self.model.device)
+                        self.model(idx, cache=self.cache, lens=[n], rows=[row])
+                finally:
+                    self.cache.reset()
 
-    def _chunks_of_every_kind(self) -> list[int]:
-        """Sizes of chunks of a row for all kernels of prefill: each, behind few tokens and many."""
+    def _chunks_of_every_kind(self) -> list[list[int]]:
+        """Sizes of chunks of a row for all kernels of prefill: each, behind few tokens and many; and
+        of rows that begin with a chunk."""
         table, most = self.cache.table, self.scheduler.prefill_chunk
         room = min(self.cache.max_seq_len, table.n_pages * table.page_size)
         chunks, sizes = [], [1 << k for k in range(most.bit_length())]
         for n in [1, *sizes, *[most] * (MANY_KEYS // most), *sizes]:
             if sum(chunks) + n <= room:
                 chunks.append(n)
-        return chunks
+        return [chunks, *([n] for n in {2, 15, 16, most - 1, most} if 1 < n <= min(most, room))]
 
     @property
     def n_unfinished(self) -> int:

@@ -173,8 +173,9 @@ class KVCache:
             return cached_attention(q, *kv, kv_lens=kv_lens)
         y = torch.zeros_like(q)
         for (batch, n, *_), kv in zip(step.chunks, visible):
-            if only_last:  # its window (all, if that is 0) ends with its own key
-                n, kv = 1, [x[:, :, -layer.window:] for x in kv]
+            if only_last:  # its window ends with its own key; copies are laid out alike
+                whole = dict(memory_format=torch.contiguous_format)
+                n, kv = 1, [x[:, :, -layer.window:].clone(**whole) for x in kv]
             y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window)
         return y
 
