@@ -86,7 +86,7 @@ def make_service(s, model, tokenizer):
               else total_memory(model.device) // 2)
     max_seq_len = s.max_seq_len or longest_context(model.config)
     prefix_budget = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
-    engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget, pack=s.pack,
+    engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget,
                     tokenizer=tokenizer, captured=s.captured, prefix_budget=prefix_budget,
                     prefix_folder=s.prefix_folder)
     table = engine.cache.table

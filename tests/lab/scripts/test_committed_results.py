@@ -8,7 +8,7 @@ import pytest
 from kv import capacity
 from lab.ablation.tables import plus_minus, short
 from lab.benchmarks import table
-from lab.scripts import bench_cpu, decode_parts, loss_forms, nanogpt_parity, rope_finetune
+from lab.scripts import bench_cpu, loss_forms, nanogpt_parity, rope_finetune
 
 ROOT = Path(nanogpt_parity.__file__).resolve().parents[2]
 PARTS = {part: json.loads((nanogpt_parity.RESULTS / f'{part}.json').read_text()) for part in nanogpt_parity.PARTS}
