@@ -206,6 +206,7 @@ def chat_grids(document) -> list[Grid]:
 
 
 PEERS = ('llama.cpp', 'ctranslate2')  # of bench.py's against: engines for CPUs
+PEER_FACTS = ('llama.cpp K/V', 'llama.cpp processor', 'ctranslate2 arithmetic')
 WITHOUT_CACHE = ('lengths', 'recompute', 'kernels')  # modes
 
 # mode -> document -> its tables
@@ -225,7 +226,7 @@ def heading(document) -> list[str]:
              f"{document['device']}, {document['threads']} threads; {document['processor']}",
              f"torch {document['torch']}{packages}; {'arithmetic' if document['mode'] in WITHOUT_CACHE else 'weights'} "
              f"{document['dtype']}{kv}"]
-    lines += [f'{name}: {document[name]}' for name in ('llama.cpp K/V', 'llama.cpp processor') if name in document]
+    lines += [f'{name}: {document[name]}' for name in PEER_FACTS if name in document]
     lines += [f'{name}: {describe(model)}' for name, model in document['models'].items()]
     if 'bandwidth' in document:
         found = document['bandwidth']
