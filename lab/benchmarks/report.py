@@ -62,7 +62,7 @@ def capacities(document) -> Grid:
 
 def generations(document) -> Grid:
     """Of decoding against other programs."""
-    stars = {'hf': 'the faster of its caches', 'llama.cpp': 'the fastest of its', 'ctranslate2': 'the faster of its'}
+    stars = {'hf': 'the faster of its caches', 'llama.cpp': 'the fastest format', 'ctranslate2': 'the faster format'}
     star = f"; *: {stars[document['against']]}" if document['against'] in stars else ''
     grid = Grid(f'generations with the same weights and prompts, median (min-max){star}',
                 ('prompt', 'B', 'side', 'TTFT, ms', 'TPOT, ms', 'tokens/s', FASTER, 'equal rows'),
