@@ -22,8 +22,8 @@ INSTALLED = {'llama.cpp': ('llama_cpp', 'gguf'), 'ctranslate2': ('ctranslate2', 
 SIDES = {'llama.cpp': ['llama.cpp f32', 'llama.cpp f16', 'llama.cpp q8_0'],
          'ctranslate2': ['ctranslate2 float32', 'ctranslate2 int8']}
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=48, vocab_size=96, gelu='tanh')
-FLAGS = dict(mode='decode', n_layer=6, n_head=2, n_embd=64, block_size=48, device='cpu', contexts=12,
-             batch_sizes=2, steps=3, dataset='none')
+FLAGS = dict(mode='decode', n_layer=6, n_head=2, n_embd=64, block_size=48, device='cpu',
+             contexts=12, batch_sizes=2, steps=3, dataset='none')
 
 
 def flags(**settings):
@@ -175,8 +175,8 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch, against):
 @pytest.mark.parametrize('change, named', [
     (dict(pos_embedding='rope'), "pos_embedding='rope'"), (dict(n_kv_head=1), 'n_kv_head=1'),
     (dict(gelu='exact'), "gelu='exact'"), (dict(compile=True), 'compile=True'),
-    (dict(steps=1), 'steps=1'), (dict(budget='1GB'), 'budget='), (dict(contexts=46), 'block_size=48'),
-    (dict(nanogpt='there'), 'nanogpt=')], ids=str)
+    (dict(steps=1), 'steps=1'), (dict(budget='1GB'), 'budget='),
+    (dict(contexts=46), 'block_size=48'), (dict(nanogpt='there'), 'nanogpt=')], ids=str)
 def test_what_is_refused(monkeypatch, against, change, named):
     monkeypatch.setattr(peers, 'imported', lambda against: [])  # installed or not
     with pytest.raises(UserError, match=named):
