@@ -239,12 +239,12 @@ BENCH = _keys(
      "'chat' (conversations whose past is kept)",
      ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels', 'chat')),
     ('against', '', "mode decode: also time, in turns, 'vanilla' (GPT-2's memory in the same shape, in our code; modes "
-     "prefill, recompute and lengths too), 'hf' (transformers' generate) or 'nanogpt' (its generate), the last two with the "
-     "same vanilla weights; mode train: 'nanogpt'",
-     ('', 'vanilla', 'hf', 'nanogpt')),
+     "prefill, recompute and lengths too), or with the same vanilla weights 'hf' (transformers' generate), 'nanogpt' (its "
+     "generate), 'llama.cpp' (f32, f16, q8_0) or 'ctranslate2' (float32, int8); mode train: 'nanogpt'",
+     ('', 'vanilla', 'hf', 'nanogpt', 'llama.cpp', 'ctranslate2')),
     ('batch_sizes', '1', "all modes but train: sequences at once, a list as '1,4,16'"),
     ('contexts', '512', "all modes but train: tokens held when the first timed token is made, as '1024,4096'; "
-     'of the prompt, with modes prefill and serve or against hf or nanogpt; length of the whole sequences, with modes '
+     'of the prompt, with modes prefill and serve or against other programs; length of the whole sequences, with modes '
      'recompute and lengths, or a budget'),
     ('steps', 16, 'mode decode: tokens timed in a round'),
     ('repeats', 5, 'all modes but train and kernels: timed rounds, at least 5, after one to warm up; figures are medians'),

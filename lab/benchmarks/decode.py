@@ -14,7 +14,7 @@ import torch
 from config.errors import UserError, at_least
 from config.sizes import parse_bytes
 from engine.decode import fast_decode
-from lab.benchmarks import clock, generation
+from lab.benchmarks import clock, generation, peers
 from lab.benchmarks.bandwidth import Bandwidth
 from lab.benchmarks.capacity import most_sequences
 from lab.benchmarks.report import show
@@ -61,6 +61,8 @@ def run(s, data_root: Path) -> dict:
     at_least(s, steps=1, repeats=MIN_REPEATS)
     if s.against in generation.ENGINES:
         return generation.run(s, data_root)
+    if s.against in peers.PACKAGES:
+        return peers.run(s, data_root)
     if s.nanogpt:
         raise UserError(f"nanogpt={s.nanogpt!r} is a checkout to compare with: it needs against='nanogpt'")
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)

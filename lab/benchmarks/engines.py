@@ -40,9 +40,10 @@ class Generated:
 class Ours:
     """`model` through its cache: the prompt in one piece, then token by token."""
 
-    def __init__(self, model, prompt, steps: int, captured: bool = True):
+    def __init__(self, model, prompt, steps: int, captured: bool = True, kv_dtype: str = 'auto'):
         self.model, self.prompt, self.steps = model, prompt, steps
-        self.cache = make_cache(model, prompt.size(0), prompt.size(1) + steps, 'auto')
+        self.cache = make_cache(model, prompt.size(0), prompt.size(1) + steps, kv_dtype)
+        self.kv_bytes = self.cache.nbytes
         self.decode = fast_decode(model, self.cache, captured)
         if self.decode:
             self.decode.prepare(prompt.size(0))

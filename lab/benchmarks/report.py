@@ -62,7 +62,8 @@ def capacities(document) -> Grid:
 
 def generations(document) -> Grid:
     """Of decoding against other programs."""
-    star = '; *: the faster of its caches' if document['against'] == 'hf' else ''
+    stars = {'hf': 'the faster of its caches', 'llama.cpp': 'the fastest format', 'ctranslate2': 'the faster format'}
+    star = f"; *: {stars[document['against']]}" if document['against'] in stars else ''
     grid = Grid(f'generations with the same weights and prompts, median (min-max){star}',
                 ('prompt', 'B', 'side', 'TTFT, ms', 'TPOT, ms', 'tokens/s', FASTER, 'equal rows'),
                 left=('side', 'equal rows'))
@@ -72,6 +73,17 @@ def generations(document) -> Grid:
         grid.rows.append((f"{cell['context']:,}", f"{side['batch']:,}", name + fastest, f"{side['ttft_ms']['median']:.0f}",
                           spread(side['tpot_ms'], '.1f'), f"{side['tokens_per_second']['median']:,.1f}",
                           faster(cell, name, 'tokens_per_second'), equal))
+    return grid
+
+
+def full_stack_ratios(document) -> Grid:
+    """Of decoding against engines for CPUs."""
+    grid = Grid('how many times faster the full stack is, median (min-max)',
+                ('prompt', 'B', 'side', 'tokens/s, x', 'TTFT, x'))
+    for cell, name, side in each_side(document):
+        if name != 'full stack':
+            ratios = [spread(found[name], '.2f') for found in cell['full_stack_ratios'].values()]
+            grid.rows.append((f"{cell['context']:,}", f"{side['batch']:,}", name, *ratios))
     return grid
 
 
@@ -162,6 +174,8 @@ def kernel_grids(document) -> list[Grid]:
 def decode_grids(document) -> list[Grid]:
     if document['against'] in ('hf', 'nanogpt'):
         return [generations(document)]
+    if document['against'] in PEERS:
+        return [generations(document), full_stack_ratios(document)]
     budgeted = [capacities(document)] if document['budget'] else []
     return budgeted + [times(document), bytes_read(document)]
 
@@ -191,6 +205,8 @@ def chat_grids(document) -> list[Grid]:
     return [workload, size, first]
 
 
+PEERS = ('llama.cpp', 'ctranslate2')  # of bench.py's against: engines for CPUs
+PEER_FACTS = ('llama.cpp K/V', 'llama.cpp processor', 'ctranslate2 arithmetic')
 WITHOUT_CACHE = ('lengths', 'recompute', 'kernels')  # modes
 
 # mode -> document -> its tables
@@ -202,14 +218,15 @@ GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)
 def heading(document) -> list[str]:
     """Lines on hardware, versions, dtypes, rounds and models."""
     against = f" against {document['against']}" if document['against'] else ''
-    transformers = f", transformers {document['transformers']}" if 'transformers' in document else ''
+    packages = ''.join(f', {name} {document[name]}' for name in ('transformers', *PEERS) if name in document)
     steps = f" of {document['steps']} steps" if 'steps' in document else ''
     kv = '' if document['mode'] in WITHOUT_CACHE else f", K/V {document['kv_dtype']}"
     rounds = '' if document['mode'] == 'kernels' else f"; {document['repeats']} rounds{steps}, after one to warm up"
     lines = [f"{document['mode']}{against}{rounds}",
              f"{document['device']}, {document['threads']} threads; {document['processor']}",
-             f"torch {document['torch']}{transformers}; {'arithmetic' if document['mode'] in WITHOUT_CACHE else 'weights'} "
+             f"torch {document['torch']}{packages}; {'arithmetic' if document['mode'] in WITHOUT_CACHE else 'weights'} "
              f"{document['dtype']}{kv}"]
+    lines += [f'{name}: {document[name]}' for name in PEER_FACTS if name in document]
     lines += [f'{name}: {describe(model)}' for name, model in document['models'].items()]
     if 'bandwidth' in document:
         found = document['bandwidth']

@@ -68,8 +68,13 @@ def check_length(config: GPTConfig, contexts: list[int], further: int = 0) -> No
 
 def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
     """A model with random weights, in eval mode, parameters in the settings' dtype or in another."""
+    return prepared(GPT(config), s, parameters)
+
+
+def prepared(model: GPT, s, parameters: torch.dtype | None = None) -> GPT:
+    """`model` as the settings run it, in place: device, dtype, quantized weights, backends."""
     device = pick_device(s.device)
-    model = GPT(config).to(device, parameters or pick_dtype(s.dtype, device)).eval()
+    model = model.to(device, parameters or pick_dtype(s.dtype, device)).eval()
     native.use(s.native)
     quantize_weights(model, s.weight_dtype)
     speed_up_few_rows(model)

@@ -1,0 +1,157 @@
+"""llama.cpp, by llama-cpp-python's plain C functions, with the weights of a vanilla GPT-2 of ours.
+
+The model is written as a GGUF file in float32, from which llama.cpp's own quantizer makes the
+others. Every row is a sequence of its own in one context.
+"""
+import contextlib
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from config.errors import UserError
+from lab.benchmarks import clock
+from lab.benchmarks.engines import Generated
+
+PIECE = 512   # tokens of a prompt that llama.cpp is given at a time
+CELLS = 256   # its contexts hold a multiple of this many positions
+# our names of modules -> those of a GGUF file of arch gpt2
+GGUF = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm',
+        'ln_2': 'ffn_norm', 'attn.c_attn': 'attn_qkv', 'attn.c_proj': 'attn_output',
+        'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down'}
+
+
+class LlamaCpp:
+    """The weights of `ours` in llama.cpp: as f32, f16 and q8_0."""
+    float32 = 'llama.cpp f32'
+    tolerance = 5e-3  # its GELU is a table of float16: GPT-2 124M's logits are off by 1e-3
+
+    def __init__(self, lib, gguf, ours, folder: Path, stack):
+        self.lib, self.config, self.models = lib, ours.config, {}
+        silence(lib)
+        lib.llama_backend_init()
+        path = folder / 'f32'
+        write_gguf(gguf, ours, path)
+        for name, kind in (('f32', None), ('f16', lib.LLAMA_FTYPE_MOSTLY_F16),
+                           ('q8_0', lib.LLAMA_FTYPE_MOSTLY_Q8_0)):
+            options = lib.llama_model_quantize_default_params()
+            options.ftype, options.nthread = kind or 0, torch.get_num_threads()
+            if kind and lib.llama_model_quantize(str(path).encode(), str(folder / name).encode(),
+                                                 ctypes.byref(options)):
+                raise UserError(f"against='llama.cpp': it cannot make {name} of this model")
+            model = lib.llama_model_load_from_file(str(folder / name).encode(),
+                                                   lib.llama_model_default_params())
+            if not model:
+                raise UserError(f"against='llama.cpp': it cannot load this model as {name}")
+            stack.callback(lib.llama_model_free, model)
+            self.models[f'llama.cpp {name}'] = model
+
+    def facts(self) -> dict:
+        return {'llama.cpp': f'(llama-cpp-python) {self.lib.__version__}',
+                'llama.cpp K/V': 'float16',
+                'llama.cpp processor': self.lib.llama_print_system_info().decode().strip(' |')}
+
+    def logits(self, idx):
+        """Of a sequence (1, T), at all positions, with K and V in float32: (1, T, V)."""
+        with contextlib.ExitStack() as stack:
+            one = LlamaRound(self, self.models[self.float32], idx, 1, stack, self.lib.GGML_TYPE_F32)
+            return torch.from_numpy(one.append(idx.numpy(), 0, 0, range(idx.size(1))).copy())[None]
+
+    def sides(self, prompt, steps: int, stack) -> dict:
+        """Name -> what generates; `stack` frees them."""
+        return {name: LlamaRound(self, model, prompt, steps, stack)
+                for name, model in self.models.items()}
+
+
+class LlamaRound:
+    """Greedy generation in a context of its own, with a sequence for each row."""
+
+    def __init__(self, peer: LlamaCpp, model, prompt, steps: int, stack, kv_type=None):
+        self.lib, self.vocab_size = peer.lib, peer.config.vocab_size
+        self.prompt, self.steps = prompt.numpy(), steps
+        lib, (B, T) = peer.lib, prompt.shape
+        cells = -(-(T + steps) // CELLS) * CELLS
+        p = lib.llama_context_default_params()
+        p.n_ctx, p.n_seq_max, p.kv_unified = B * cells, B, False
+        p.n_batch, p.n_ubatch = max(PIECE, B), PIECE
+        p.n_threads = p.n_threads_batch = torch.get_num_threads()
+        if kv_type is not None:
+            p.type_k = p.type_v = kv_type
+        self.context = lib.llama_init_from_model(model, p)
+        if not self.context:
+            raise UserError(f"against='llama.cpp': it has no context for {B} x {T + steps} tokens")
+        stack.callback(lib.llama_free, self.context)
+        self.batch = lib.llama_batch_init(p.n_batch, 0, 1)
+        stack.callback(lib.llama_batch_free, self.batch)
+        self.kv_bytes = (2 * peer.config.n_layer * peer.config.n_embd * 2  # in float16
+                         * lib.llama_n_ctx(self.context))
+
+    def append(self, ids: np.ndarray, row: int, start: int, wanted) -> np.ndarray:
+        """ids (n, t), from position `start` on, to sequences `row`, ...: logits of places `wanted`
+        of each (n * wanted, V), valid until the next call."""
+        batch, (n, t) = self.batch, ids.shape
+        batch.n_tokens = n * t
+        for i, token in enumerate(ids.ravel().tolist()):
+            j = i % t
+            batch.token[i], batch.pos[i], batch.logits[i] = token, start + j, j in wanted
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, row + i // t
+        if self.lib.llama_decode(self.context, batch):
+            raise UserError(f"against='llama.cpp': it cannot decode {n} x {t} tokens")
+        self.lib.llama_synchronize(self.context)
+        shape = (n * len(wanted), self.vocab_size)
+        return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), shape)
+
+    def prefill(self) -> np.ndarray:
+        """First tokens (B,); short prompts share a piece, and long ones are cut."""
+        B, T = self.prompt.shape
+        together, first = max(1, PIECE // T), []
+        for row in range(0, B, together):
+            for start in range(0, T, PIECE):
+                ids = self.prompt[row:row + together, start:start + PIECE]
+                logits = self.append(ids, row, start, (ids.shape[1] - 1,))
+            first.append(logits.argmax(1))
+        return np.concatenate(first)
+
+    def __call__(self) -> Generated:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
+        start = clock.now()
+        tokens = [self.prefill()]
+        first = clock.now()
+        for j in range(self.steps - 1):
+            position = self.prompt.shape[1] + j
+            tokens.append(self.append(tokens[-1][:, None], 0, position, (0,)).argmax(1))
+        return Generated.timed(start, (first, clock.now()), torch.from_numpy(np.stack(tokens, 1)))
+
+
+@functools.cache  # what it sets has to live as long as the library
+def silence(lib):
+    """llama.cpp's messages go nowhere."""
+    callback = lib.llama_log_callback(lambda *_: None)
+    lib.llama_log_set(callback, ctypes.c_void_p(0))
+    return callback
+
+
+def write_gguf(gguf, ours, path: Path) -> None:
+    """The model as llama.cpp reads it, in float32, without a tokenizer."""
+    c = ours.config
+    writer = gguf.GGUFWriter(path, 'gpt2')
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_tokenizer_model('none')
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_context_length(c.block_size)
+    writer.add_block_count(c.n_layer)
+    writer.add_head_count(c.n_head)
+    writer.add_embedding_length(c.n_embd)
+    writer.add_feed_forward_length(c.resolved_mlp_hidden)
+    writer.add_layer_norm_eps(1e-5)
+    for name, x in ours.transformer.state_dict().items():
+        module, _, kind = name.rpartition('.')
+        _, layer, inner = module.split('.', 2) if module.startswith('h.') else ('', '', module)
+        prefix = f'blk.{layer}.' if layer else ''
+        writer.add_tensor(f'{prefix}{GGUF[inner]}.{kind}', x.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

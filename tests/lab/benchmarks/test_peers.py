@@ -1,0 +1,183 @@
+"""Engines for CPUs beside ours: the same weights give the same logits and tokens there."""
+import contextlib
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from engine.quantized import Int8Linear
+from kv.capacity import parameters
+from kv.plan import plan_kv
+from lab.benchmarks import llama, peers, table
+from lab.benchmarks.engines import Ours
+from lab.benchmarks.generation import same_tokens, with_biases
+
+NO_LLAMA = 'llama-cpp-python is compiled from source, and so in no list of requirements'
+INSTALLED = {'llama.cpp': ('llama_cpp', 'gguf'), 'ctranslate2': ('ctranslate2', 'transformers')}
+SIDES = {'llama.cpp': ['llama.cpp f32', 'llama.cpp f16', 'llama.cpp q8_0'],
+         'ctranslate2': ['ctranslate2 float32', 'ctranslate2 int8']}
+TINY = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=48, vocab_size=96, gelu='tanh')
+FLAGS = dict(mode='decode', n_layer=6, n_head=2, n_embd=64, block_size=48, device='cpu',
+             contexts=12, batch_sizes=2, steps=3, dataset='none')
+
+
+def flags(**settings):
+    return [f'--{name}={value}' for name, value in (FLAGS | settings).items()]
+
+
+@pytest.fixture
+def peer(request, tmp_path):
+    """Of the engine that `request.param` names: our model, and that engine with its weights."""
+    against = request.param
+    modules = [pytest.importorskip(name, reason=NO_LLAMA if name == 'llama_cpp' else None)
+               for name in INSTALLED[against]]
+    torch.manual_seed(0)
+    ours = with_biases(TINY)
+    with torch.no_grad():
+        ours.lm_head.weight.mul_(20)  # logits far apart
+    with contextlib.ExitStack() as stack:
+        kind = {'llama.cpp': peers.LlamaCpp, 'ctranslate2': peers.CTranslate2}[against]
+        yield ours, kind(*modules, ours, tmp_path, stack)
+
+
+each_peer = pytest.mark.parametrize('peer', INSTALLED, indirect=True)
+
+
+@each_peer
+def test_it_has_our_weights(peer):
+    ours, theirs = peer
+    assert peers.logit_gap(ours, theirs) < 20 * theirs.tolerance  # of logits 20 times as large
+    with torch.no_grad():
+        ours.transformer.h[1].mlp.c_proj.bias[3] += 0.5
+    assert peers.logit_gap(ours, theirs) > 20 * theirs.tolerance
+
+
+@each_peer
+@pytest.mark.parametrize('shape', [(1, 5), (3, 12), (3, 1)], ids=str)
+def test_it_makes_our_tokens(peer, monkeypatch, shape):
+    ours, theirs = peer
+    monkeypatch.setattr(llama, 'PIECE', 8)  # prompts are cut, or share a piece
+    prompt = torch.randint(96, shape)
+    expected = Ours(ours, prompt, 6)().tokens
+    with contextlib.ExitStack() as stack:
+        sides = theirs.sides(prompt, 6, stack)
+        for _ in range(2):  # nothing is left of the round before
+            made = {name: side() for name, side in sides.items()}
+    for one in made.values():
+        assert one.tokens.shape == (len(prompt), 6) and one.ttft > 0 and one.tpot > 0
+    assert same_tokens(ours, prompt, expected, made[theirs.float32].tokens, theirs.float32,
+                       theirs.tolerance)['rows_equal'] == len(prompt)
+
+
+@pytest.mark.parametrize('peer', ['ctranslate2'], indirect=True)
+def test_no_token_ends_a_text(peer, tmp_path):
+    """Also not the one that its converter takes for the end of text, which is likeliest here."""
+    ours, theirs = peer
+    with torch.no_grad():
+        ours.transformer.ln_f.weight.zero_()
+        ours.transformer.ln_f.bias.copy_(ours.lm_head.weight[0])
+    with contextlib.ExitStack() as stack:
+        changed = peers.CTranslate2(theirs.lib, None, ours, tmp_path / 'changed', stack)
+        made = changed.sides(torch.randint(96, (2, 4)), 5, stack)[theirs.float32]()
+    assert made.tokens.tolist() == [[0] * 5] * 2
+
+
+@pytest.mark.parametrize('against', INSTALLED)
+@pytest.mark.parametrize('weight_dtype', ['auto', 'int8'])
+def test_bench(capsys, tmp_path, against, weight_dtype):
+    for name in INSTALLED[against]:
+        pytest.importorskip(name, reason=NO_LLAMA if name == 'llama_cpp' else None)
+    file = tmp_path / 'peers.json'
+    bench.main(flags(against=against, weight_dtype=weight_dtype, kv_dtype=weight_dtype, save=file))
+    printed, found = capsys.readouterr().out, json.loads(file.read_text())
+    one, = found['cells']
+    assert list(one['sides']) == ['ours', 'full stack', *SIDES[against]]
+    assert found['max_logit_difference'] <= found['tolerance']
+    assert found['models']['ours']['gelu'] == 'tanh' and found['models']['ours']['bias'] is True
+    assert one['fastest'] in SIDES[against] and 'rows' not in one['sides']['full stack']
+    assert (one['sides'][SIDES[against][0]]['rows_equal'] == 2) or weight_dtype == 'int8'
+    assert one['sides']['full stack']['kv_bytes'] < one['sides']['ours']['kv_bytes']
+    if against == 'llama.cpp':  # 256 positions of float16 in each of 6 layers, for two rows
+        assert one['sides']['llama.cpp f32']['kv_bytes'] == 2 * 256 * 6 * 2 * 64 * 2
+    assert set(one['ratios']['tokens_per_second']) == {'full stack', *SIDES[against]}
+    for name in ('ours', *SIDES[against]):
+        speed = [one['sides'][x]['tokens_per_second']['each'] for x in ('full stack', name)]
+        assert one['full_stack_ratios']['tokens_per_second'][name]['each'] == pytest.approx(
+            [a / b for a, b in zip(*speed)])
+    page = table.page({'peers': table.read(str(file))})
+    for text in (printed, page):
+        assert all(name in text for name in SIDES[against])
+        assert 'how many times faster the full stack is' in text
+
+
+def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
+    """Against a stand-in, for which no package is needed."""
+    seen = {}
+
+    class Standin:
+        float32, tolerance = 'standin', 1e-4
+
+        def __init__(self, ours, folder, stack):
+            seen['ours'] = ours
+
+        def facts(self):
+            return {}
+
+        def logits(self, idx):
+            seen['checked'] = type(seen['ours'].lm_head)
+            return seen['ours'](idx, all_logits=True)[0]
+
+        def sides(self, prompt, steps, stack):
+            return {'standin': Ours(seen['ours'], prompt, steps)}
+    monkeypatch.setattr(peers, 'imported', lambda against: [])
+    monkeypatch.setattr(peers, 'CTranslate2', Standin)
+    bench.main(flags(against='ctranslate2', weight_dtype='int8', kv_dtype='int8', json=True))
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert seen['checked'] is not Int8Linear and type(seen['ours'].lm_head) is Int8Linear
+    assert (found['dtype'], found['kv_dtype']) == ('int8', 'int8')
+    ours = GPTConfig(n_layer=6, n_head=2, n_embd=64)
+    assert found['cells'][0]['sides']['ours']['kv_bytes'] == plan_kv(ours).nbytes(2, 15, 'int8')
+
+
+def test_other_logits_end_it_before_anything_is_timed(monkeypatch):
+    monkeypatch.setattr(peers, 'imported', lambda against: [])
+    monkeypatch.setattr(peers, 'LlamaCpp', lambda *_: SimpleNamespace(tolerance=5e-3))
+    monkeypatch.setattr(peers, 'logit_gap', lambda ours, peer: 6e-3)
+    with pytest.raises(UserError, match="against='llama.cpp'.* logits that differ by 6.0e-03"):
+        bench.main(flags(against='llama.cpp'))
+
+
+@pytest.mark.parametrize('shape', [dict(), dict(n_layer=6, n_head=4, n_embd=256, block_size=64)])
+def test_the_full_stack_has_as_many_parameters(shape):
+    vanilla = GPTConfig(**dict(dict(gelu='tanh'), **shape))
+    stack = peers.full_stack(vanilla)
+    n, ours = (parameters(config, plan_kv(config)) for config in (stack, vanilla))
+    assert abs(n - ours) <= 64 * vanilla.n_embd * vanilla.n_layer and stack.mlp_hidden % 64 == 0
+    if not shape:
+        assert stack.mlp_hidden == 3840
+
+
+@pytest.mark.parametrize('against', INSTALLED)
+def test_a_missing_package_is_named_with_its_command(monkeypatch, against):
+    for name in INSTALLED[against]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=f"against='{against}' needs .*pip install") as e:
+        bench.main(flags(against=against))
+    assert '\n' not in str(e.value) and INSTALLED[against][0] in str(e.value)
+
+
+@pytest.mark.parametrize('against', INSTALLED)
+@pytest.mark.parametrize('change, named', [
+    (dict(pos_embedding='rope'), "pos_embedding='rope'"), (dict(n_kv_head=1), 'n_kv_head=1'),
+    (dict(gelu='exact'), "gelu='exact'"), (dict(compile=True), 'compile=True'),
+    (dict(steps=1), 'steps=1'), (dict(budget='1GB'), 'budget='),
+    (dict(contexts=46), 'block_size=48'), (dict(nanogpt='there'), 'nanogpt=')], ids=str)
+def test_what_is_refused(monkeypatch, against, change, named):
+    monkeypatch.setattr(peers, 'imported', lambda against: [])  # installed or not
+    with pytest.raises(UserError, match=named):
+        bench.main(flags(against=against, **change))
