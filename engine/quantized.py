@@ -13,7 +13,7 @@ from torch import nn
 from engine import native
 from engine.linear import by_extension
 
-BLOCK, GROUP = 16, 4  # rows and columns of a block of packed weights: see `int8_tile` in kernels.h
+BLOCK, GROUP = 16, 4  # rows of a block, columns of a group of packed weights: see `int8_tile` in kernels.h
 # On CUDA `torch._int_mm` takes more than 16 rows, and multiples of 8.
 CUDA_ROWS = 32
 
@@ -58,7 +58,7 @@ class Int8Linear(nn.Module):
         values, scale = quantize_rows(linear.weight.detach())
         scale = scale[:, 0].contiguous()
         on_cpu = values.device.type == 'cpu'
-        self.packed = on_cpu and values.size(1) % GROUP == 0 and native.library() is not None
+        self.packed = on_cpu and values.size(1) % BLOCK == 0 and native.library() is not None
         if self.packed:
             values, scale = pack(values), nn.functional.pad(scale, (0, -len(scale) % BLOCK))
         self.register_buffer('weight', values)

@@ -5,7 +5,7 @@
 // Notation: m active rows, H query heads, Hkv K/V heads of D, a part: a range of a row's keys.
 #include "kernels.h"
 
-#include <algorithm>
+#include <new>
 #include <vector>
 
 typedef uint16_t half_t;  // the bits of an fp16 scale
@@ -159,7 +159,8 @@ struct Tile {
     const half_t *k_scale, *v_scale;  // INT8: (n,)
 };
 
-// K of fewer keys than TILE, or not stored transposed, is copied to `copy` (D, TILE), zeros behind.
+// K that ends before TILE keys, or is not stored transposed, is copied to `copy` (D, TILE), zeros
+// behind.
 template <typename T>
 static Tile<T> read_tile(const Slot& slot, Place place, int64_t head, int64_t n, int64_t D, T* copy) {
     const int64_t start = head * slot.capacity, at = (start + place.index) * D;
@@ -174,7 +175,8 @@ static Tile<T> read_tile(const Slot& slot, Place place, int64_t head, int64_t n,
             for (int64_t d = 0; d < D; d++) copy[d * TILE + s] = k[at + s * D + d];
     } else {
         k += start * D + place.index;
-        if (n == TILE) return {k, v, slot.capacity, n, scales[0], scales[1]};
+        if (place.index + TILE <= slot.capacity)  // what follows the n keys is masked
+            return {k, v, slot.capacity, n, scales[0], scales[1]};
         for (int64_t d = 0; d < D; d++) memcpy(copy + d * TILE, k + d * slot.capacity, n * sizeof(T));
     }
     for (int64_t d = 0; d < D; d++) memset(copy + d * TILE + n, 0, (TILE - n) * sizeof(T));
@@ -234,7 +236,7 @@ static void add_values(const float* weights, const T* v, int64_t n, int64_t D, i
 template <int N, typename T>
 static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* top, float* total,
                         float* out) {
-    float scores[N * TILE], k_scale[TILE] = {}, v_scale[TILE] = {};
+    alignas(64) float scores[N * TILE], k_scale[TILE] = {}, v_scale[TILE] = {};
     tile_scores<N>(q, tile, D, scores);
     const bool scaled = tile.k_scale;
     for (int64_t s = 0; scaled && s < tile.n; s++) {
@@ -335,10 +337,26 @@ static void add_row(const void* table, const float* scale, int32_t dtype, int64_
     }
 }
 
+// From a multiple of 64 bytes on: a vector load that crosses a cache line takes twice as long.
+template <typename T>
+struct AlignedAllocator {
+    typedef T value_type;
+    AlignedAllocator() = default;
+    template <typename U>
+    AlignedAllocator(const AlignedAllocator<U>&) {}
+    T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
+    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const AlignedAllocator&) const { return true; }
+    bool operator!=(const AlignedAllocator&) const { return false; }
+};
+
+template <typename T>
+using Buffer = std::vector<T, AlignedAllocator<T>>;
+
 struct Workspace {
-    std::vector<float> x, h, y, qkv, mlp, results, scale;
-    std::vector<int8_t> values;
-    std::vector<int32_t> sum;
+    Buffer<float> x, h, y, qkv, mlp, results, scale;
+    Buffer<int8_t> values;
+    Buffer<int32_t> sum;
 };
 
 static void attention(const Model& model, const Layer& layer, const Step& step, const Parts& parts,
@@ -346,7 +364,7 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
     const int64_t D = model.head_dim, HD = model.n_head * D, Hkv = model.n_kv_head;
     const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (D + 2);
     const Slot& slot = model.slots[layer.slot];
-    std::vector<char> scratch((group + TILE) * D * sizeof(float));  // of each thread
+    Buffer<char> scratch((group + TILE) * D * sizeof(float));  // of each thread
     float* turned = (float*)scratch.data();
     #pragma omp for schedule(static)
     for (int64_t i = 0; i < step.m; i++) {

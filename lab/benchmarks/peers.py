@@ -127,7 +127,7 @@ def logit_gap(ours: GPT, peer) -> float:
 
 def cell(models, peer, prompt, s) -> dict:
     """Figures of a prompt (B, T): `measure`'s, and the ratios of the full stack over each other."""
-    own_float32 = s.kv_dtype in ('auto', 'float32')
+    own_float32 = s.weight_dtype == 'auto' and s.kv_dtype in ('auto', 'float32')
     with contextlib.ExitStack() as stack:
         theirs = peer.sides(prompt, s.steps, stack)
         sides = {name: Ours(model, prompt, s.steps, kv_dtype=s.kv_dtype)
