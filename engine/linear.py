@@ -25,7 +25,7 @@ class FewRowsLinear(nn.Linear):
     def _suits(self, x):
         w = self.weight
         return (type(w) is nn.Parameter and w.dtype in native.DTYPES and w.device.type == 'cpu'
-                and x.dtype == w.dtype and not torch.is_grad_enabled() and x.size(-1) % 16 == 0
+                and x.dtype == w.dtype and not torch.is_grad_enabled() and x.size(-1) % 8 == 0
                 and x.numel() <= few_rows(w.dtype) * x.size(-1))
 
 

@@ -58,7 +58,7 @@ class Int8Linear(nn.Module):
         values, scale = quantize_rows(linear.weight.detach())
         scale = scale[:, 0].contiguous()
         on_cpu = values.device.type == 'cpu'
-        self.packed = on_cpu and values.size(1) % BLOCK == 0 and native.library() is not None
+        self.packed = on_cpu and values.size(1) % GROUP == 0 and native.library() is not None
         if self.packed:
             values, scale = pack(values), nn.functional.pad(scale, (0, -len(scale) % BLOCK))
         self.register_buffer('weight', values)

@@ -216,29 +216,38 @@ static void tile_scores(const float* q, const Tile<T>& tile, int64_t D, float* s
     }
 }
 
-// out (N, D) += weights (N, TILE) @ v (n, D), of J * 16 columns from d on
+// out (N, width) += weights (N, TILE) @ v (n, D), of J * 16 columns from d on (the last may be 8)
 template <int N, int J, typename T>
-static void add_values(const float* weights, const T* v, int64_t n, int64_t D, int64_t d, float* out) {
+static void add_values(const float* weights, const T* v, int64_t n, int64_t D, int64_t d, int64_t width,
+                       float* out) {
+    const bool whole = d + J * LANES <= D;
     f16x acc[N][J];
     for (int h = 0; h < N; h++)
-        for (int j = 0; j < J; j++) acc[h][j] = load(out + h * D + d + j * LANES);
+        for (int j = 0; j < J; j++) acc[h][j] = load(out + h * width + d + j * LANES);
     for (int64_t s = 0; s < n; s++) {
         f16x values[J];
-        for (int j = 0; j < J; j++) values[j] = load(v + s * D + d + j * LANES);
+        for (int j = 0; j < J; j++) {
+            const T* from = v + s * D + d + j * LANES;
+            values[j] = whole ? load(from) : load_half(from);
+        }
         for (int h = 0; h < N; h++)
             for (int j = 0; j < J; j++) acc[h][j] += values[j] * weights[h * TILE + s];
     }
     for (int h = 0; h < N; h++)
-        for (int j = 0; j < J; j++) store(out + h * D + d + j * LANES, acc[h][j]);
+        for (int j = 0; j < J; j++) store(out + h * width + d + j * LANES, acc[h][j]);
 }
 
-// N query heads over one tile: the running softmax of FlashAttention. q (D, N); top, total (N,)
+INLINE int64_t padded(int64_t D) { return (D + LANES - 1) / LANES * LANES; }
+
+// N query heads over one tile: the running softmax of FlashAttention. q (D, N); top, total (N,);
+// out (N, padded(D))
 template <int N, typename T>
 static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* top, float* total,
                         float* out) {
     alignas(64) float scores[N * TILE], k_scale[TILE] = {}, v_scale[TILE] = {};
     tile_scores<N>(q, tile, D, scores);
     const bool scaled = tile.k_scale;
+    const int64_t width = padded(D);
     for (int64_t s = 0; scaled && s < tile.n; s++) {
         k_scale[s] = from_half(tile.k_scale[s]);
         v_scale[s] = from_half(tile.v_scale[s]);
@@ -260,24 +269,24 @@ static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* t
         if (most == top[h]) continue;
         float before = std::exp(top[h] - most);  // what has been added so far was relative to it
         total[h] = (total[h] - sum(sums)) * before + sum(sums);
-        for (int64_t d = 0; d < D; d++) out[h * D + d] *= before;
+        for (int64_t d = 0; d < D; d++) out[h * width + d] *= before;
         top[h] = most;
     }
-    constexpr int J = 4;
     int64_t d = 0;
-    for (; d + J * LANES <= D; d += J * LANES) add_values<N, J>(scores, tile.v, tile.n, D, d, out);
-    for (; d < D; d += LANES) add_values<N, 1>(scores, tile.v, tile.n, D, d, out);
+    for (; d + 4 * LANES <= D; d += 4 * LANES)
+        add_values<N, 4>(scores, tile.v, tile.n, D, d, width, out);
+    for (; d < D; d += LANES) add_values<N, 1>(scores, tile.v, tile.n, D, d, width, out);
 }
 
 // A part's result: top, total and the sums of weighted values (D,) of each query head of K/V head g.
 template <typename T>
 static void attend_part(const Model& model, const Slot& slot, const Step& step, const Part& part,
                         int64_t g, const float* q, float* result, char* scratch) {
-    const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head;
+    const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head, width = padded(D);
     float *top = result, *total = top + group, *out = total + group, *turned = (float*)scratch;
     T* copy = (T*)(turned + group * D);
     std::fill(top, total, -3e38f);
-    std::fill(total, out + group * D, 0.0f);
+    std::fill(total, out + group * width, 0.0f);
     const int sizes[] = {6, 4, 2, 1};  // of the blocks that the heads are taken in
     auto block_of = [&](int64_t h) { return *std::find_if(sizes, sizes + 4, [&](int n) { return h + n <= group; }); };
     for (int64_t h = 0, n; h < group; h += n) {
@@ -298,15 +307,15 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
             block = block_of(h);
             auto attend = block == 6 ? attend_tile<6, T> : block == 4 ? attend_tile<4, T>
                         : block == 2 ? attend_tile<2, T> : attend_tile<1, T>;
-            attend(turned + h * D, tile, D, top + h, total + h, out + h * D);
+            attend(turned + h * D, tile, D, top + h, total + h, out + h * width);
         }
     }
 }
 
-// y (H * D,) of a row from the results of its parts: (parts, Hkv, group * (D + 2))
+// y (H * D,) of a row from the results of its parts: (parts, Hkv, group * (padded(D) + 2))
 static void join_parts(const Model& model, const float* results, int64_t n_parts, float* y) {
     const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head;
-    const int64_t size = group * (D + 2), stride = size * model.n_kv_head;
+    const int64_t width = padded(D), size = group * (width + 2), stride = size * model.n_kv_head;
     for (int64_t head = 0; head < model.n_head; head++) {
         const float* first = results + head / group * size + head % group;
         float most = -3e38f, total = 0, *out = y + head * D;
@@ -314,7 +323,7 @@ static void join_parts(const Model& model, const float* results, int64_t n_parts
         std::fill(out, out + D, 0.0f);
         for (int64_t p = 0; p < n_parts; p++) {
             const float* part = first + p * stride;
-            const float* values = results + p * stride + head / group * size + 2 * group + head % group * D;
+            const float* values = results + p * stride + head / group * size + 2 * group + head % group * width;
             float weight = std::exp(part[0] - most);
             total += part[group] * weight;
             for (int64_t d = 0; d < D; d++) out[d] += values[d] * weight;
@@ -362,7 +371,7 @@ struct Workspace {
 static void attention(const Model& model, const Layer& layer, const Step& step, const Parts& parts,
                       Workspace& w) {
     const int64_t D = model.head_dim, HD = model.n_head * D, Hkv = model.n_kv_head;
-    const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (D + 2);
+    const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (padded(D) + 2);
     const Slot& slot = model.slots[layer.slot];
     Buffer<char> scratch((group + TILE) * D * sizeof(float));  // of each thread
     float* turned = (float*)scratch.data();
@@ -417,7 +426,7 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     w.y.resize(m * HD);
     w.qkv.resize(m * (HD + 2 * model.n_kv_head * model.head_dim));
     w.mlp.resize(m * widest);
-    w.results.resize(most * model.n_head * (model.head_dim + 2));
+    w.results.resize(most * model.n_head * (padded(model.head_dim) + 2));
     w.values.resize(m * widest);
     w.scale.resize(m);
     w.sum.resize(m);

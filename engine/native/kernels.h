@@ -46,6 +46,13 @@ INLINE f16x load(const int8_t* p) {
 #endif
 }
 
+template <typename T>
+INLINE f16x load_half(const T* p) {  // 8 elements, zeros behind: where a width is no multiple of 16
+    T padded[LANES] = {};
+    memcpy(padded, p, LANES / 2 * sizeof(T));
+    return load(padded);
+}
+
 INLINE float sum(f16x x) {
     f8x a, b;
     memcpy(&a, &x, 32);
@@ -231,12 +238,16 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
     const uint8_t* w = (const uint8_t*)l.weight + block * LANES * k;
     const int8_t* values = x.values + row * k;
     i16x acc[R][BLOCKS][UNROLL] = {};
-    for (int64_t i = 0; i < k; i += 4 * UNROLL)
-        for (int u = 0; u < UNROLL; u++)
-            for (int b = 0; b < BLOCKS; b++)
-                for (int r = 0; r < R; r++)
-                    acc[r][b][u] = dot4(acc[r][b][u], w + b * LANES * k + (i + 4 * u) * LANES,
-                                        values + r * k + i + 4 * u);
+    int64_t i = 0;
+    auto add = [&](int u) {
+        for (int b = 0; b < BLOCKS; b++)
+            for (int r = 0; r < R; r++)
+                acc[r][b][u] = dot4(acc[r][b][u], w + (b * k + i) * LANES, values + r * k + i);
+        i += 4;
+    };
+    while (i + 4 * UNROLL <= k)
+        for (int u = 0; u < UNROLL; u++) add(u);
+    while (i < k) add(0);
     for (int b = 0; b < BLOCKS; b++)
         for (int r = 0; r < R; r++) {
             for (int u = 1; u < UNROLL; u++) acc[r][b][0] += acc[r][b][u];
@@ -281,7 +292,8 @@ static void float_tile(const W* w, const float* x, int64_t k, int64_t n, float* 
     };
     while (i + UNROLL * LANES <= n)
         for (int u = 0; u < UNROLL; u++) add(u);
-    while (i < n) add(0);
+    while (i + LANES <= n) add(0);
+    for (int r = 0; i < n && r < R; r++) acc[r][0] += load_half(w + i) * load_half(x + r * k + i);
     for (int r = 0; r < R; r++)
         out[r * LANES] += sum((acc[r][0] + acc[r][1]) + (acc[r][2] + acc[r][3]));
 }

@@ -14,7 +14,7 @@ from kv.slots import RingStore
 from model import GPT
 
 DTYPES = native.DTYPES | {torch.int8: native.INT8}
-LANES = 16  # widths must be multiples of it
+MULTIPLE = 8  # widths must be multiples of it: half a vector
 
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
@@ -36,8 +36,8 @@ def why_not(model: GPT, cache: KVCache) -> str:
     widths = {'n_embd': c.n_embd, 'head_dim': plan.head_dim, 'mlp_hidden': c.resolved_mlp_hidden}
     if isinstance(model.lm_head, Int8Linear) and not model.lm_head.packed:
         return 'int8 weights that are not packed'
-    odd = [f'{name}={n}' for name, n in widths.items() if n % LANES]
-    return f"{', '.join(odd)} not a multiple of {LANES}" if odd else ''
+    odd = [f'{name}={n}' for name, n in widths.items() if n % MULTIPLE]
+    return f"{', '.join(odd)} not a multiple of {MULTIPLE}" if odd else ''
 
 
 class NativeDecode:

@@ -24,6 +24,7 @@ KINDS = {
     'grouped': dict(WIDE, n_kv_head=2, kv_share='', share_global_kv=False, qk_norm=False, rope_theta_global=700.0),
     'odd groups': dict(WIDE, n_head=15, head_dim=32, bias=False, gelu='tanh'),
     'rounded': dict(WIDE, kv_quant_train='int8'),
+    'widths of 8': dict(WIDE, n_embd=40, n_head=3, head_dim=24, mlp_hidden=88),
     'wide heads': dict(WIDE, n_head=3, head_dim=112, layer_pattern='G', kv_share='', window_size=0),
 }
 
@@ -161,7 +162,7 @@ def test_a_full_row_is_an_error():
 
 
 @pytest.mark.parametrize('fields, dtype, kv_dtype, why', [
-    (dict(n_embd=24), torch.float32, 'auto', 'n_embd=24'), (dict(head_dim=8), torch.float32, 'auto', 'head_dim=8'),
+    (dict(n_embd=36), torch.float32, 'auto', 'n_embd=36'), (dict(head_dim=6), torch.float32, 'auto', 'head_dim=6'),
     (dict(mlp_hidden=50), torch.float32, 'auto', 'mlp_hidden=50'), ({}, torch.float64, 'auto', 'float64'),
     ({}, torch.float32, 'float16', 'float16')])
 def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, why):
