@@ -34,7 +34,7 @@ from engine.prompts import encode_prompts, encode_requests, read_prompts, read_r
 from engine.sampler import sample_generators
 from engine.stopping import SampleText, parse_stops
 from engine.timings import Timings, show_timings
-from engine.weights import weights_dtype
+from engine.weights import weight_bytes, weights_dtype
 from generate import Generation, Sampler, cache_length, recomputes
 from interop.load import load
 from kv.report import account
@@ -168,7 +168,8 @@ def sample_prompts(s, write):
 
 def machine(model) -> dict:
     return {'device': device_name(model.device), 'threads': torch.get_num_threads(),
-            'torch': torch.__version__, 'weights': weights_dtype(model)}
+            'torch': torch.__version__, 'weights': weights_dtype(model),
+            'weight_bytes': weight_bytes(model)}
 
 
 # -- settings --------------------------------------------------------------------------------------

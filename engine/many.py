@@ -134,7 +134,8 @@ def show_many(report: dict) -> None:
         f"{nice_bytes(f['kv_bytes'])} allocated, at most {held} held\n"
         f"vanilla GPT-2 would allocate {nice_bytes(f['kv_bytes_vanilla'])} in {f['kv_dtype']}, "
         f"{nice_bytes(f['kv_bytes_vanilla_bf16'])} in bfloat16\n"
-        f"on {f['device']}, {f['threads']} threads, weights {f['weights']}",
+        f"on {f['device']}, {f['threads']} threads, weights {f['weights']}: "
+        f"{nice_bytes(f['weight_bytes'])}",
         highlight=False, soft_wrap=True)
 
 

@@ -3,6 +3,8 @@ import statistics
 
 from rich.console import Console
 
+from config.sizes import nice_bytes
+
 
 class Timings:
     """One entry per batch of samples: seconds to the first token (TTFT) and per further step
@@ -39,4 +41,5 @@ def show_timings(report: dict) -> None:
         f"TTFT {report['ttft_ms']:.1f} ms ({n} prompt token{'s' * (n != 1)}), TPOT {tpot}, "
         f"{report['tokens_per_second']:,.1f} tokens/s\n"
         f"at batch {report['batch']} on {report['device']}, "
-        f"{report['threads']} threads, weights {report['weights']}", highlight=False)
+        f"{report['threads']} threads, weights {report['weights']}: "
+        f"{nice_bytes(report['weight_bytes'])}", highlight=False)

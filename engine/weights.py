@@ -1,6 +1,7 @@
 """Weights for inference: quantized, or compiled."""
 from config.errors import UserError
 from engine.quantized import Int8Linear, quantize_int8
+from kv.parts import tensor_nbytes
 
 
 def quantize_weights(model, weight_dtype: str) -> None:
@@ -18,6 +19,16 @@ def weights_dtype(model) -> str:
     if isinstance(model.lm_head, Int8Linear):
         return 'int8'
     return str(model.dtype).removeprefix('torch.')
+
+
+def weight_bytes(model) -> int:
+    """Bytes of all parameters and buffers."""
+    return sum(map(tensor_nbytes, stored_tensors(model)))
+
+
+def stored_tensors(model) -> list:
+    """Parameters and buffers (quantized weights may be either), each once."""
+    return list({id(x): x for x in (*model.parameters(), *model.buffers())}.values())
 
 
 def compile_for_decode(model) -> None:

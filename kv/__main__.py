@@ -16,8 +16,9 @@ import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from config.sizes import parse_bytes
-from kv.plan import plan_kv
+from config.sizes import nice_bytes, parse_bytes
+from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops
+from kv.plan import Slot, plan_kv
 from kv.report import REPORTED_DTYPES, account, fitting
 
 
@@ -45,6 +46,8 @@ def main(argv=None):
     print_report(account(plan, s.batch, max_seq_len, s.kv_dtype), console,
                  f'KV plan in {s.kv_dtype}: {shape}')
     console.print(dtype_table(plan, s.batch, max_seq_len, budget))
+    console.print(weight_lines(weight_figures(config, plan, max_seq_len)), highlight=False,
+                  soft_wrap=True)
     if config.pos_embedding == 'learned' and max_seq_len > config.block_size:
         console.print(f'Note: learned positions end at block_size={config.block_size:,}: '
                       'a cache of this model holds no more; these are the bytes of its shape '
@@ -56,7 +59,9 @@ def main(argv=None):
                       f'{s.kv_dtype}; vanilla GPT-2 of this shape {vanilla:,}',
                       highlight=False, soft_wrap=True)
     if s.json:
-        print(json.dumps(as_json(plan, s.batch, max_seq_len, budget)))
+        weights = {'weights': weight_figures(config, plan, max_seq_len)}
+        document = as_json(plan, s.batch, max_seq_len, budget)
+        print(json.dumps({dtype: figures | weights for dtype, figures in document.items()}))
 
 
 def saved_config(path: Path) -> GPTConfig:
@@ -75,6 +80,26 @@ def saved_config(path: Path) -> GPTConfig:
         return config_of(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)
     except Exception:  # it cannot be mapped, or the loader says what is wrong
         return config_of(load_to_resume(path, whole=False), path)
+
+
+def weight_figures(config, plan, tokens: int) -> dict:
+    """Parameters, their bytes by dtype, and FLOPs a token of a prompt of `tokens`: as prefill
+    computes them, and if it computed every token in every layer."""
+    n = parameters(config, plan)
+    every = dataclasses.replace(plan, slots=(*plan.slots, Slot(-1, '', 0, config.n_layer, ())))
+    return {'parameters': n, 'bytes': {dtype: n * size for dtype, size in WEIGHT_BYTES.items()},
+            'tokens': tokens, 'prefill_flops_per_token': prefill_flops(config, plan, tokens) / tokens,
+            'prefill_flops_per_token_in_every_layer': prefill_flops(config, every, tokens) / tokens}
+
+
+def weight_lines(figures: dict) -> str:
+    """The same in words."""
+    sizes = ', '.join(f'{nice_bytes(n)} in {dtype}' for dtype, n in figures['bytes'].items())
+    flops = figures['prefill_flops_per_token']
+    saved = figures['prefill_flops_per_token_in_every_layer'] / flops
+    return (f"\n{figures['parameters']:,} parameters: {sizes}\nprefill of {figures['tokens']:,} "
+            f'tokens: {flops / 1e6:,.1f} MFLOPs a token, {saved:.2f}x fewer than with every token '
+            'in every layer')
 
 
 def as_json(plan, batch, max_seq_len, budget) -> dict:

@@ -11,11 +11,11 @@ A request is a message to a conversation: `message_tokens` new ones behind `cont
 which a share `hit_rate` is still known from before and need not be computed, and an answer of
 `new_tokens`. What is counted, for each GPU:
 
-    prefill    2 FLOPs a parameter and token, and 4 * H * D for each key that a query sees; at
-               `flops` a second
+    prefill    2 FLOPs a weight and token, and 4 * H * D for each key that a query sees, at `flops`
+               a second; past the last layer that stores K and V only for the last token
     decode     a step reads the weights once, and K and V of each sequence in each layer (a shared
-               cache is read by all of its layers), at `bandwidth` bytes a second; or computes, as
-               above, where that takes longer
+               cache is read by all of its layers), at `bandwidth` bytes a second; or computes, 2
+               FLOPs a parameter, where that takes longer
     batch      as many sequences as memory holds beside the weights, or as a step within `tpot` can
                serve
 
@@ -30,7 +30,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import CAPACITY, MODEL
 from config.sizes import parse_bytes
-from kv.plan import KVPlan, plan_kv
+from kv.plan import KVPlan, Layer, plan_kv
 
 USABLE = 0.9  # of memory: the rest is for activations and what kernels need
 WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
@@ -52,11 +52,33 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
 
 def keys_seen(plan: KVPlan, tokens: int, before: int) -> int:
     """Keys that the queries of `tokens` tokens behind `before` others see, over all layers."""
-    def up_to(n, window):  # of the queries 1 to n: one more for each, up to the window
-        growing = min(n, window or n)
-        return growing * (growing + 1) // 2 + (n - growing) * window
-    end = before + tokens
-    return sum(up_to(end, layer.window) - up_to(before, layer.window) for layer in plan.layers)
+    return sum(_keys_seen(layer, tokens, before) for layer in plan.layers)
+
+
+def _keys_seen(layer: Layer, tokens: int, before: int) -> int:
+    def up_to(n):  # of the queries 1 to n: one more for each, up to the window
+        growing = min(n, layer.window or n)
+        return growing * (growing + 1) // 2 + (n - growing) * layer.window
+    return up_to(before + tokens) - up_to(before)
+
+
+def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0) -> int:
+    """FLOPs from `tokens` tokens behind `before` others to the logits of the last: 2 for each weight
+    that a token is multiplied with, 4 * H * D for each key that a query sees.
+
+    The last layer that stores K and V computes its projections of all tokens, and the rest of
+    itself for the last one only; the layers behind it compute nothing but that.
+    """
+    C, D, H = config.n_embd, plan.head_dim, plan.n_head
+    total = 2 * config.vocab_size * C
+    for layer in plan.layers:
+        projected = tokens if layer.index <= plan.last_owner else 1
+        whole = tokens if layer.index < plan.last_owner else 1
+        c_attn = C * (H + 2 * plan.n_kv_head * layer.owns) * D
+        others = H * D * C + 2 * C * config.resolved_mlp_hidden
+        total += 2 * (projected * c_attn + whole * others)
+        total += 4 * H * D * _keys_seen(layer, whole, before + tokens - whole)
+    return total
 
 
 def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
@@ -84,7 +106,7 @@ def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
     step = max((nbytes + batch * read) / bandwidth, of_a_token * batch / flops)
     asked = s.context + s.message_tokens
     computed = s.message_tokens + round((1 - s.hit_rate) * s.context)
-    prefill = (2 * n * computed + of_a_key * keys_seen(plan, computed, asked - computed)) / flops
+    prefill = prefill_flops(config, plan, computed, asked - computed) / flops
     seconds = prefill + s.new_tokens * step / batch
     kept = round(s.requests_per_second * s.away)
     return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': fit,

@@ -15,9 +15,8 @@ from data.tokenfiles import read_meta
 from engine import native
 from engine.captured import suits_capture
 from engine.linear import speed_up_few_rows
-from engine.weights import compile_for_decode, quantize_weights, weights_dtype
+from engine.weights import compile_for_decode, quantize_weights, weight_bytes, weights_dtype
 from kv.capacity import parameters
-from lab.benchmarks.traffic import weight_bytes
 from model import GPT
 from training.device import describe_attention, device_name, pick_device, pick_dtype
 

@@ -7,6 +7,7 @@ B sequences that hold n tokens, the new one included:
              output layer (`wte`, tied) is read in full by that
 """
 from config.errors import UserError
+from engine.weights import stored_tensors
 from kv.parts import tensor_nbytes
 from kv.plan import KVPlan
 
@@ -36,13 +37,3 @@ def weight_read_bytes(model, batch: int) -> int:
     for x in stored_tensors(model):
         total += tensor_nbytes(x) * embeddings[id(x)] // x.size(0) if id(x) in embeddings else tensor_nbytes(x)
     return total
-
-
-def weight_bytes(model) -> int:
-    """Bytes of all parameters and buffers."""
-    return sum(map(tensor_nbytes, stored_tensors(model)))
-
-
-def stored_tensors(model) -> list:
-    """Parameters and buffers (quantized weights may be either), each once."""
-    return list({id(x): x for x in (*model.parameters(), *model.buffers())}.values())

@@ -8,9 +8,8 @@ from engine import native
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.quantized import Int8Linear, int8_matmul, quantize_rows
-from engine.weights import compile_for_decode, quantize_weights, weights_dtype
+from engine.weights import compile_for_decode, quantize_weights, weight_bytes, weights_dtype
 from generate import generate
-from lab.benchmarks.traffic import weight_bytes
 from tests.helpers.models import FULL_STACK, full_logits, random_model, tokens
 
 WIDE = dict(FULL_STACK, n_embd=64, head_dim=16, mlp_hidden=128)

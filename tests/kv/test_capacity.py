@@ -3,6 +3,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
@@ -49,7 +50,11 @@ def test_a_gpus_figures_by_hand(capsys):
     read = 2 * 64 * 2 * (10 * 256 + 2 * 4070)
     computed = (2 * n + 4 * 12 * 64 * (10 * 256 + 2 * 4070)) * ours['batch']
     assert ours['step_seconds'] == pytest.approx(max((2 * n + ours['batch'] * read) / 0.5e12, computed / 0.5e14))
-    assert ours['prefill_seconds'] == pytest.approx((2 * n * 20 + 4 * 12 * 64 * 20 * (10 * 256 + 2 * 4010.5)) / 0.5e14)
+    # layers 0 to 7 of 20 tokens (0, 2, 5 and 6 own), of layer 8 its projections, the rest of the last token
+    owner, reader, rest = 768 * 14 * 64, 768 * 12 * 64, 768 * 768 + 2 * 768 * 3840
+    weights = 20 * (4 * owner + 4 * reader + 8 * rest + owner) + rest + 3 * (reader + rest) + 50304 * 768
+    keys = 20 * (7 * 256 + 4010.5) + 3 * 256 + 4020
+    assert ours['prefill_seconds'] == pytest.approx((2 * weights + 4 * 12 * 64 * keys) / 0.5e14)
     seconds = ours['prefill_seconds'] + 100 * ours['step_seconds'] / ours['batch']
     assert ours['requests_per_second'] == pytest.approx(1 / seconds) and ours['gpus'] == math.ceil(1000 * seconds)
     assert ours['cost_per_million_tokens'] == pytest.approx(0.001 * seconds / 100 * 1e6)
@@ -90,3 +95,31 @@ def test_wrong_settings(flag, named):
     with pytest.raises(UserError) as caught:
         capacity.main([*MINE, flag])
     assert named in str(caught.value)
+
+
+def counted_prefill(config, tokens, before):
+    """FLOPs of the matmuls that a cached prefill makes, counted as it runs: 2 * rows * n * k."""
+    model, flops = GPT(config).eval(), 0
+
+    def count(module, args, y):
+        nonlocal flops
+        flops += 2 * args[0].numel() * module.out_features
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(count)
+    cache = model.new_cache(1, before + tokens).fill_(before)
+    with torch.no_grad():
+        model(torch.zeros(1, tokens, dtype=torch.int64), cache=cache)
+    return flops
+
+
+@pytest.mark.parametrize('before', [0, 7])
+@pytest.mark.parametrize('fields', [FULL_STACK, dict(FULL_STACK, kv_share='', share_global_kv=False),
+                                    dict(n_layer=2, n_head=2, n_embd=8, block_size=64, vocab_size=23, bias=False)])
+def test_prefill_flops_are_those_of_the_matmuls_that_run(fields, before):
+    config, tokens = GPTConfig(**fields), 20
+    plan = plan_kv(config)
+    ends = [(layer, tokens if layer.index < plan.last_owner else 1) for layer in plan.layers]
+    seen = sum(min(before + tokens - k, layer.window or 999) for layer, n in ends for k in range(n))
+    attention = 4 * plan.n_head * plan.head_dim * seen
+    assert capacity.prefill_flops(config, plan, tokens, before) == counted_prefill(config, tokens, before) + attention

@@ -5,8 +5,9 @@ import torch
 from attention.masks import dense_mask
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from engine.weights import weight_bytes
 from kv.plan import plan_kv
-from lab.benchmarks.traffic import kv_read_bytes, kv_read_per_step, weight_bytes, weight_read_bytes
+from lab.benchmarks.traffic import kv_read_bytes, kv_read_per_step, weight_read_bytes
 from tests.helpers.models import FULL_STACK, VOCAB, random_model
 
 VANILLA = dict(n_layer=2, n_head=2, n_embd=12, block_size=16, vocab_size=VOCAB)
