@@ -7,6 +7,7 @@ reached is a median over rounds.
     without budget   held = context, room for context + steps
     with budget      room for exactly context tokens, of which the last `steps` are timed; batch: the most rows that fit
 """
+import copy
 from pathlib import Path
 
 import torch
@@ -72,18 +73,27 @@ def run(s, data_root: Path) -> dict:
     check_length(config, contexts, further)
     torch.manual_seed(s.seed)
     models = {'ours': build(config, s)}
+    vanilla = vanilla_config(config, max(contexts) + further)
     if s.against == 'vanilla':
-        models['vanilla'] = build(vanilla_config(config, max(contexts) + further), s)
+        models['vanilla'] = build(vanilla, s)
+    elif s.against == 'vanilla_float32':
+        plain = copy.copy(s)
+        plain.dtype, plain.weight_dtype = 'float32', 'auto'
+        models['vanilla float32'] = build(vanilla, plain)
+    elif s.against == 'float32_kv':
+        models['float32 K/V'] = models['ours']
+    kv_dtypes = {name: 'float32' if 'float32' in name else s.kv_dtype for name in models}
     document = facts(s, models) | {'steps': s.steps, 'budget': budget}
     bandwidth, rates, cells = Bandwidth(models['ours'].device), [], []
     for context in contexts:
         cell = {'context': context, 'held': context + further - s.steps, 'max_seq_len': context + further}
         if budget:
-            cell['capacity'] = {name: most_sequences(m, budget, context, s.kv_dtype, s.budget) for name, m in models.items()}
+            cell['capacity'] = {name: most_sequences(m, budget, context, kv_dtypes[name], s.budget)
+                                for name, m in models.items()}
             rows = [{name: c['sequences'] for name, c in cell['capacity'].items()}]
         else:
             rows = [dict.fromkeys(models, batch) for batch in batches]
-        cells += [cell | measure(models, cell, each, s, bandwidth, rates) for each in rows]
+        cells += [cell | measure(models, kv_dtypes, cell, each, s, bandwidth, rates) for each in rows]
     document |= {'bandwidth': bandwidth.describe(rates), 'cells': cells}
     show(document)
     return document
@@ -100,12 +110,12 @@ def checked_budget(s, contexts) -> int:
     return parse_bytes(s.budget)
 
 
-def measure(models, cell, batches, s, bandwidth, rates) -> dict:
+def measure(models, kv_dtypes, cell, batches, s, bandwidth, rates) -> dict:
     """Figures of each side and the ratios between them; adds the bandwidths measured meanwhile to `rates`."""
     held, max_seq_len = cell['held'], cell['max_seq_len']
     compiled = s.compile and 'compile' in s.given
-    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, s.kv_dtype, compiled,
-                                s.captured)
+    rounds = {name: DecodeRound(model, batches[name], held, max_seq_len, s.steps, kv_dtypes[name],
+                                compiled, s.captured)
               for name, model in models.items()}
     title = f"context {cell['context']}, batch {' and '.join(map(str, dict.fromkeys(batches.values())))}"
     found = clock.alternate({'bandwidth': bandwidth} | rounds, s.repeats, title)

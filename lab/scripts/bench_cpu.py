@@ -14,20 +14,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results' / 'cpu'
 FULL = 'config/train_gpt2_mqa_local.py --mode='  # GPT-2 124M's shape with every saving on, as many parameters as GPT-2
+INT8 = ' --weight_dtype=int8 --kv_dtype=int8 --against=vanilla_float32'
 BENCHES = {
     'decode-b1': FULL + 'decode --against=vanilla --batch_sizes=1 --contexts=1024,4096,16384,32768',
     'decode-b4': FULL + 'decode --against=vanilla --batch_sizes=4 --contexts=1024,4096,16384',
     'decode-b16': FULL + 'decode --against=vanilla --batch_sizes=16 --contexts=1024,4096',
-    'decode-int8': FULL + 'decode --batch_sizes=1,16 --contexts=1024,4096 --kv_dtype=int8',
-    'decode-1GB': FULL + 'decode --against=vanilla --contexts=4096 --budget=1GB',
+    'decode-int8-b1': FULL + 'decode --batch_sizes=1 --contexts=1024,4096,16384,32768' + INT8,
+    'decode-int8-b4': FULL + 'decode --batch_sizes=4 --contexts=1024,4096,16384' + INT8,
+    'decode-int8-b16': FULL + 'decode --batch_sizes=16 --contexts=1024,4096' + INT8,
+    'decode-int8-kv': FULL + 'decode --batch_sizes=1,4,16 --contexts=1024,4096,16384 --kv_dtype=int8 --against=float32_kv',
+    'decode-1GB': FULL + 'decode --contexts=4096 --budget=1GB' + INT8,
     'decode-bfloat16': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --dtype=bfloat16',
-    'decode-int8-weights': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --weight_dtype=int8',
-    'decode-int8-weights-compiled': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --weight_dtype=int8 --dtype=bfloat16 '
-                                           '--compile=True',
-    'decode-compiled': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --compile=True',
+    'decode-plain-torch': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --native=False',
+    # llama-cpp-python and gguf, or ctranslate2 and transformers, must be installed
+    'against-llama.cpp': '--mode=decode --against=llama.cpp --batch_sizes=1,16 --contexts=32,900 --steps=32',
+    'against-llama.cpp-int8': '--mode=decode --against=llama.cpp --batch_sizes=1,16 --contexts=32,900 --steps=32 '
+                              '--weight_dtype=int8',
+    'against-ctranslate2-int8': '--mode=decode --against=ctranslate2 --batch_sizes=1,16 --contexts=32,900 --steps=32 '
+                                '--weight_dtype=int8',
     'against-hf': '--mode=decode --against=hf --batch_sizes=1,16 --contexts=960 --steps=32',
     # a checkout of karpathy/nanoGPT in ./nanoGPT
     'against-nanogpt': '--mode=decode --against=nanogpt --nanogpt=nanoGPT --batch_sizes=1 --contexts=960 --steps=8',
+    'prefill-int8': FULL + 'prefill --contexts=1024,4096,8192 --weight_dtype=int8 --kv_dtype=int8',
     'prefill-chunked': FULL + 'prefill --against=vanilla --contexts=1024,4096 --prefill_chunk=256',
     'recompute': FULL + 'recompute --against=vanilla --contexts=1024',
     'lengths': FULL + 'lengths --against=vanilla --contexts=256,512,1024,2048,8192',
