@@ -1,5 +1,6 @@
 """A decode step on a CPU as one call of the extension: see decode.cpp."""
 import ctypes
+import sys
 
 import numpy as np
 import torch
@@ -18,10 +19,38 @@ MULTIPLE = 8  # widths must be multiples of it: half a vector
 
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
-    """A decode step by the extension for this cache; None where it cannot serve."""
+    """A decode step by the extension for this cache; None where it cannot serve, or does not
+    compute what model.py computes: that may have been changed since, and this is not to hide it."""
     if why_not(model, cache) or native.library() is None:
         return None
+    if not agrees(model, cache.kv_dtype):
+        print('Note: the C++ decode step gives other logits than model.py: plain torch decodes '
+              '(engine/native/decode.cpp computes what model.py did)', file=sys.stderr)
+        return None
     return NativeDecode(model, cache)
+
+
+@torch.inference_mode()
+def agrees(model: GPT, kv_dtype: str) -> bool:
+    """Whether two steps from an empty cache give the logits of the model's forward: but for the
+    rounding of its dtype, and with int8 weights of activations."""
+    plain, other = (model.new_cache(1, 2, kv_dtype) for _ in 'ab')
+    try:
+        decode, share = NativeDecode(model, other), 0.1
+    except (AttributeError, KeyError):  # it looks for a part that is not there
+        return False
+    if model.dtype == torch.float32 and kv_dtype == 'float32' and weights_are_floats(model):
+        share = 1e-3
+    for token in (0, model.config.vocab_size - 1):
+        idx = torch.tensor([[token]])
+        a, b = model(idx, cache=plain)[0][0, -1].double(), decode(idx)[0].double()
+        if a.isfinite().all() and not (a - b).abs().max() <= share * a.std() + 1e-4 * a.abs().max():
+            return False
+    return True
+
+
+def weights_are_floats(model: GPT) -> bool:
+    return not isinstance(model.lm_head, Int8Linear)
 
 
 def why_not(model: GPT, cache: KVCache) -> str:

@@ -78,7 +78,7 @@ def run(s, data_root: Path) -> dict:
         models['vanilla'] = build(vanilla, s)
     elif s.against == 'vanilla_float32':
         plain = copy.copy(s)
-        plain.dtype, plain.weight_dtype = 'float32', 'auto'
+        plain.given, plain.dtype, plain.weight_dtype = s.given, 'float32', 'auto'
         models['vanilla float32'] = build(vanilla, plain)
     elif s.against == 'float32_kv':
         models['float32 K/V'] = models['ours']

@@ -228,3 +228,18 @@ def test_it_can_be_left_out():
     finally:
         native.use(True)
     assert isinstance(native_decode(model, model.new_cache(1, 64)), NativeDecode)
+
+
+# -- a model that computes something else ----------------------------------------------------------
+
+@pytest.mark.parametrize('change', [
+    lambda model: setattr(model.transformer.h[1].mlp, 'gelu', torch.nn.ReLU()),
+    lambda model: setattr(model.transformer.h[3].attn, 'q_norm', torch.nn.Identity()),
+    lambda model: setattr(model.transformer, 'ln_f', torch.nn.RMSNorm(32)),
+    lambda model: model.transformer.h[2].register_forward_hook(lambda module, args, y: (y[0] * 1.01, y[1]))])
+def test_a_changed_model_is_decoded_by_its_own_forward(change, capsys):
+    model = random_model(GPTConfig(**WIDE), torch.float32)
+    assert native_decode(model, model.new_cache(1, 64)) is not None
+    change(model)
+    assert native_decode(model, model.new_cache(1, 64)) is None
+    assert 'gives other logits than model.py' in capsys.readouterr().err
