@@ -30,8 +30,9 @@ GPT2_TYPES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # OpenAI's weight
 GPT2_FOLDER = "a Hugging Face GPT-2 (config.json and *.safetensors)"
 
 WEIGHTS = _keys(
-    ('weight_dtype', 'auto', "the matrices: 'auto' = dtype, 'int8' = weights and activations, four times less to read",
-     ('auto', 'int8')),
+    ('weight_dtype', 'auto', "the matrices: 'auto' = dtype, 'int8' (activations too), 'int4' (groups; activations int8): docs/decoding.md",
+     ('auto', 'int8', 'int4')),
+    ('int4_group', 32, "with weight_dtype='int4': columns of a weight that share a scale"),
     ('native', True, 'on a CPU: decode steps and int8 matmuls by the C++ extension, compiled on first use; False = plain torch'),
     ('captured', True, 'on CUDA: decode steps (of 32 tokens and more) are captured as CUDA graphs and replayed'),
 )

@@ -1,19 +1,23 @@
-"""int8 weights, multiplied as int8 (W8A8): weights are symmetric with a scale per output row,
-activations with a scale per token, found as they come; products are summed exactly, in int32.
-(LLM.int8(), Dettmers et al. 2022, without outlier columns; what Character.AI and vLLM serve with.)
+"""Quantized weights, multiplied as integers. Activations are int8, with a scale per token, found as
+they come; sums are exact, in int32.
+
+    int8 (W8A8)   weights with a scale per output row (LLM.int8(), Dettmers et al. 2022, without
+                  outlier columns; what Character.AI and vLLM serve with)
+    int4 (W4A8)   a scale for each group of columns of a row; lm_head stays int8
 
     y[m, n] = x_scale[m] * w_scale[n] * sum_k x_int8[m, k] * w_int8[n, k]  + bias[n]
 
-On a CPU by the extension (`engine.native`), elsewhere, and where there is none, by
-`torch._int_mm`: the same numbers, up to the rounding of the last line.
+On a CPU by the extension (`engine.native`), elsewhere, and where there is none, by torch: the same
+numbers, up to the rounding of the last line.
 """
 import torch
 from torch import nn
 
+from config.errors import UserError
 from engine import native
 from engine.linear import by_extension
 
-BLOCK, GROUP = 16, 4  # rows of a block, columns of a group of packed weights: see `int8_tile` in kernels.h
+BLOCK, COLUMNS = 16, 4  # rows and columns of what a load reads: see `int8_tile` in kernels.h
 # On CUDA `torch._int_mm` takes more than 16 rows, and multiples of 8.
 CUDA_ROWS = 32
 
@@ -39,36 +43,58 @@ def int8_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> t
     return sums.float() * (x_scale * scale)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """(n, k) int8 -> uint8 blocks (n / 16, k / 4, 16, 4) of w + 128, rows filled up to 16."""
-    n, k = weight.shape
-    rows = nn.functional.pad(weight, (0, 0, 0, -n % BLOCK)).view(-1, BLOCK, k // GROUP, GROUP)
-    return (rows.transpose(1, 2).to(torch.int16) + 128).to(torch.uint8).contiguous()
+def int4_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x (m, k) float @ (weight (n, k) int8 of -8 to 7 * scale (n, k / group)).T -> (m, n) float32, by
+    torch: what a group's sum is exactly, rounded only as floats are."""
+    values, x_scale = quantize_rows(x)
+    group = weight.size(1) // scale.size(1)
+    floats = weight.float() * scale.float().repeat_interleave(group, dim=1)
+    return values.float() @ floats.T * x_scale
 
 
-class Int8Linear(nn.Module):
-    """A Linear whose weight is int8, made from one in floats.
+def quantize_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight (n, k) -> values (n, k) from -8 to 7 as int8, and bfloat16 scales (n, k / group)."""
+    groups = weight.float().view(len(weight), -1, group)
+    scale = torch.maximum(groups.amax(2) / 7, groups.amin(2) / -8).clamp(min=1e-30).to(torch.bfloat16)
+    values = (groups / scale.float()[:, :, None]).round().clamp(-8, 7)
+    return values.to(torch.int8).view_as(weight), scale
 
-    weight: int8 (n, k), or packed for the extension. scale: (n,) float32 (packed: filled up).
+
+def blocks(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """(n, k) -> (n / 16, k / columns, 16, columns), rows filled up to 16: as the extension reads it."""
+    rows = nn.functional.pad(x, (0, 0, 0, -len(x) % BLOCK))
+    return rows.view(-1, BLOCK, x.size(1) // columns, columns).transpose(1, 2).contiguous()
+
+
+def check_group(group: int, width: int) -> None:
+    """Raises UserError where a matrix of this width cannot have scales for so many columns."""
+    if group < 8 or group % 8 or width % group:
+        raise UserError(f'int4_group={group}: must be a multiple of 8 that divides the width of every '
+                        f'matrix, and one is {width} wide')
+
+
+class QuantizedLinear(nn.Module):
+    """A Linear with a quantized weight, made from one in floats.
+
+    weight, scale: as `quantize_rows` or `quantize_groups` gives them, or packed for the extension.
     """
+    kind: int           # in the extension
+    matmul: staticmethod
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, values, scale, group: int):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
-        values, scale = quantize_rows(linear.weight.detach())
-        scale = scale[:, 0].contiguous()
-        on_cpu = values.device.type == 'cpu'
-        self.packed = on_cpu and values.size(1) % GROUP == 0 and native.library() is not None
-        if self.packed:
-            values, scale = pack(values), nn.functional.pad(scale, (0, -len(scale) % BLOCK))
+        self.group, self.bias = group, linear.bias
+        self.packed = (values.device.type == 'cpu' and self.in_features % 4 == 0
+                       and native.library() is not None)
+        values, scale = self.pack(values, scale) if self.packed else (values, scale)
         self.register_buffer('weight', values)
         self.register_buffer('scale', scale)
-        self.bias = linear.bias
 
     def forward(self, x):
         if self.packed:
             return by_extension(self.described(), x).to(x.dtype)
-        y = int8_matmul(x.reshape(-1, self.in_features), self.weight, self.scale)
+        y = self.matmul(x.reshape(-1, self.in_features), self.weight, self.scale)
         if self.bias is not None:
             y = y + self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
@@ -78,7 +104,22 @@ class Int8Linear(nn.Module):
         bias = None if self.bias is None else self.bias.detach().float()
         return native.Linear(self.weight.data_ptr(), self.scale.data_ptr(),
                              None if bias is None else bias.data_ptr(), self.out_features,
-                             self.in_features, native.INT8), bias
+                             self.in_features, self.kind, self.group), bias
+
+
+class Int8Linear(QuantizedLinear):
+    """One scale a row; (n,) float32."""
+    kind, matmul = native.INT8, staticmethod(int8_matmul)
+
+    def __init__(self, linear: nn.Linear):
+        values, scale = quantize_rows(linear.weight.detach())
+        super().__init__(linear, values, scale[:, 0].contiguous(), linear.in_features)
+
+    @staticmethod
+    def pack(values, scale):
+        """uint8 blocks (n / 16, k / 4, 16, 4) of w + 128, and (n,) scales; n filled up to 16."""
+        values = (blocks(values, COLUMNS).to(torch.int16) + 128).to(torch.uint8)
+        return values, nn.functional.pad(scale, (0, -len(scale) % BLOCK))
 
     def rows(self, idx: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the weight as floats: (..., k) for idx (...)."""
@@ -87,6 +128,27 @@ class Int8Linear(nn.Module):
         else:
             values = self.weight[idx]
         return (values * self.scale[idx][..., None]).to(dtype)
+
+
+class Int4Linear(QuantizedLinear):
+    """One scale for `group` columns of a row. (Without the extension a value takes a byte.)
+
+    Raises:
+        UserError: columns that are no multiple of `group`.
+    """
+    kind, matmul = native.INT4, staticmethod(int4_matmul)
+
+    def __init__(self, linear: nn.Linear, group: int):
+        check_group(group, linear.in_features)
+        super().__init__(linear, *quantize_groups(linear.weight.detach(), group), group)
+
+    @staticmethod
+    def pack(values, scale):
+        """uint8 blocks (n / 16, k / 8, 16, 4) of w + 8, the first 4 of 8 columns in the lower halves;
+        and scales (n / 16, k / group, 16)."""
+        halves = blocks(values, 2 * COLUMNS) + 8                      # (n / 16, k / 8, 16, 8)
+        low, high = halves.to(torch.uint8).split(COLUMNS, dim=3)
+        return (low | high << 4).contiguous(), blocks(scale, 1)
 
 
 class Int8Embedding(nn.Module):
@@ -100,11 +162,13 @@ class Int8Embedding(nn.Module):
         return self.head.rows(idx, self.dtype)
 
 
-def quantize_int8(model) -> None:
-    """The model's Linear layers become `Int8Linear`, in place; the embedding reads lm_head's."""
+def quantize(model, make) -> None:
+    """The Linear layers of the model's blocks become `make(layer)`, its output layer int8 and the
+    embedding a view of that, in place."""
     dtype = model.dtype
-    for module in list(model.modules()):
+    for module in list(model.transformer.h.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
-                setattr(module, name, Int8Linear(child))
+                setattr(module, name, make(child))
+    model.lm_head = Int8Linear(model.lm_head)
     model.transformer.wte = Int8Embedding(model.lm_head, dtype)

@@ -1,23 +1,36 @@
 """Weights for inference: quantized, or compiled."""
+from torch import nn
+
 from config.errors import UserError
-from engine.quantized import Int8Linear, quantize_int8
+from engine.quantized import Int4Linear, Int8Linear, QuantizedLinear, check_group, quantize
 from kv.parts import tensor_nbytes
 
+INT4_GROUP = 32
 
-def quantize_weights(model, weight_dtype: str) -> None:
-    """The matrices of the model's Linear layers in less than its dtype, in place.
 
-    'auto' leaves them as they are. 'int8': weights and activations (`engine.quantized`); the token
-    embedding is the same matrix as the output layer and stays so.
+def quantize_weights(model, weight_dtype: str, int4_group: int = INT4_GROUP) -> None:
+    """The matrices of the model's Linear layers in less than its dtype, in place: see
+    `engine.quantized`.
+
+    weight_dtype: 'auto' leaves them as they are, 'int8', 'int4'. int4_group: columns of a scale.
+
+    Raises:
+        UserError: a group that does not divide the widths.
     """
     if weight_dtype == 'int8':
-        quantize_int8(model)
+        quantize(model, Int8Linear)
+    elif weight_dtype == 'int4':
+        for width in sorted({m.in_features for m in model.transformer.h.modules()
+                             if isinstance(m, nn.Linear)}):
+            check_group(int4_group, width)
+        quantize(model, lambda linear: Int4Linear(linear, int4_group))
 
 
 def weights_dtype(model) -> str:
-    """'float32', 'bfloat16', ... or 'int8'."""
-    if isinstance(model.lm_head, Int8Linear):
-        return 'int8'
+    """'float32', 'bfloat16', ... 'int8' or 'int4'."""
+    linear = model.transformer.h[0].mlp.c_fc
+    if isinstance(linear, QuantizedLinear):
+        return 'int8' if isinstance(linear, Int8Linear) else f'int4, groups of {linear.group}'
     return str(model.dtype).removeprefix('torch.')
 
 
@@ -38,7 +51,8 @@ def compile_for_decode(model) -> None:
     Raises:
         UserError: quantized weights, whose matmuls are not torch's to compile.
     """
-    if weights_dtype(model) == 'int8':
-        raise UserError("compile=True and weight_dtype='int8' do not go together: leave out one")
+    if isinstance(model.lm_head, Int8Linear):
+        raise UserError(f'compile=True does not go with weights in {weights_dtype(model)}: leave out '
+                        'one of the two')
     for block in model.transformer.h:
         block.mlp.compile()

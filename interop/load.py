@@ -41,7 +41,7 @@ def load(s):
     tokenizer = tokenizer or tokenizer_of(dataset, model.config.vocab_size, known)
     native.use(s.native)
     model = model.to(device, pick_dtype(s.dtype, device))
-    quantize_weights(model, s.weight_dtype)
+    quantize_weights(model, s.weight_dtype, s.int4_group)
     speed_up_few_rows(model)
     if s.compile:
         compile_for_decode(model)

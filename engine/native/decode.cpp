@@ -38,8 +38,8 @@ struct Layer {
 struct Model {
     const Layer* layers;
     const Slot* slots;
-    const void *wte, *wpe;     // (vocabulary, C), (positions, C) or null
-    const float *wte_scale;    // INT8: (vocabulary,), and wte is laid out as a weight
+    const void *wte, *wpe;     // (vocabulary, C), or null where it is lm_head's INT8 weight;
+                               // (positions, C) or null
     const float *ln_f, *ln_f_bias;
     Linear lm_head;
     int64_t n_layer, n_slot, n_embd, n_head, n_kv_head, head_dim;
@@ -334,16 +334,17 @@ static void join_parts(const Model& model, const float* results, int64_t n_parts
 
 // -- the step -------------------------------------------------------------------------------------
 
-static void add_row(const void* table, const float* scale, int32_t dtype, int64_t row, int64_t n,
-                    float* x) {
-    for (int64_t i = 0; i < n; i++) {
-        if (dtype == FLOAT32) x[i] += ((const float*)table)[row * n + i];
-        else if (dtype == BFLOAT16) x[i] += from_bfloat16(((const uint16_t*)table)[row * n + i]);
-        else {  // a weight's blocks: see `int8_tile`
-            const uint8_t* block = (const uint8_t*)table + row / LANES * LANES * n;
-            x[i] += (block[i / 4 * 4 * LANES + row % LANES * 4 + i % 4] - 128) * scale[row];
-        }
-    }
+static void add_row(const void* table, int32_t dtype, int64_t row, int64_t n, float* x) {
+    for (int64_t i = 0; i < n; i++)
+        x[i] += dtype == FLOAT32 ? ((const float*)table)[row * n + i]
+                                 : from_bfloat16(((const uint16_t*)table)[row * n + i]);
+}
+
+// The same from an INT8 weight: see `int8_tile`
+static void add_int8_row(const Linear& l, int64_t row, float* x) {
+    const uint8_t* block = (const uint8_t*)l.weight + row / LANES * LANES * l.k;
+    for (int64_t i = 0; i < l.k; i++)
+        x[i] += (block[i / 4 * 64 + row % LANES * 4 + i % 4] - 128) * ((const float*)l.scale)[row];
 }
 
 // From a multiple of 64 bytes on: a vector load that crosses a cache line takes twice as long.
@@ -421,6 +422,8 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
         most = std::max<int64_t>(most, parts.back().parts.size());
     }
     for (int64_t l = 0; l < model.n_layer; l++) widest = std::max(widest, model.layers[l].c_fc.n);
+    const Linear& linear = model.layers[0].c_fc;
+    const int64_t most_groups = linear.dtype == INT4 ? widest / linear.group : 1;
     w.x.assign(m * C, 0);
     w.h.resize(m * C);
     w.y.resize(m * HD);
@@ -429,7 +432,7 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     w.results.resize(most * model.n_head * (padded(model.head_dim) + 2));
     w.values.resize(m * widest);
     w.scale.resize(m);
-    w.sum.resize(m);
+    w.sum.resize(m * most_groups);
     Int8Rows rows{w.values.data(), w.scale.data(), w.sum.data()};
     float *x = w.x.data(), *h = w.h.data();
     Workspace* shared = &w;  // thread_local: the other threads have one of their own
@@ -438,8 +441,9 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     {
         #pragma omp for schedule(static)
         for (int64_t i = 0; i < m; i++) {
-            add_row(model.wte, model.wte_scale, model.wte_dtype, step.tokens[i], C, x + i * C);
-            if (model.wpe) add_row(model.wpe, nullptr, model.wpe_dtype, step.positions[i], C, x + i * C);
+            if (model.wte) add_row(model.wte, model.wte_dtype, step.tokens[i], C, x + i * C);
+            else add_int8_row(model.lm_head, step.tokens[i], x + i * C);
+            if (model.wpe) add_row(model.wpe, model.wpe_dtype, step.positions[i], C, x + i * C);
         }
         for (int64_t l = 0; l < model.n_layer; l++) {
             const Layer& layer = model.layers[l];
@@ -456,11 +460,12 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     }
 }
 
-// y (m, n) = x (m, k) @ weight.T + bias. values (m, k), scale (m,), sum (m,): scratch of INT8
+// y (m, n) = x (m, k) @ weight.T + bias
 extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, float* y, int64_t threads) {
-    std::vector<int8_t> values(linear->dtype == INT8 ? m * linear->k : 0);
-    std::vector<float> scale(m);
-    std::vector<int32_t> sums(m);
+    bool quantized = linear->dtype == INT8 || linear->dtype == INT4;
+    Buffer<int8_t> values(quantized ? m * linear->k : 0);
+    Buffer<float> scale(m);
+    Buffer<int32_t> sums(quantized ? m * linear->k / linear->group : 0);
     Int8Rows rows{values.data(), scale.data(), sums.data()};
     #pragma omp parallel num_threads(threads)
     matmul(*linear, x, m, y, STORE, rows);

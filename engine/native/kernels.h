@@ -22,6 +22,7 @@ typedef float f16x __attribute__((vector_size(64), aligned(4), may_alias));     
 typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16x __attribute__((vector_size(32), aligned(2), may_alias));
 typedef int8_t s8x __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint32_t b64x __attribute__((vector_size(64), aligned(4), may_alias));  // 64 bytes
 typedef float f8x __attribute__((vector_size(32)));
 typedef float f4x __attribute__((vector_size(16)));
 constexpr int LANES = 16;
@@ -145,11 +146,11 @@ static void norm_and_rotate(float* x, const float* gain, const float* cos, const
 
 // A weight (n, k), as `engine/native/__init__.py` lays it out.
 struct Linear {
-    const void* weight;   // FLOAT32, BFLOAT16: rows. INT8: see `int8_tile`
-    const float* scale;   // INT8: (n,)
+    const void* weight;   // FLOAT32, BFLOAT16: rows. INT8, INT4: see `int8_tile`, `int4_tile`
+    const void* scale;    // INT8: (n,) float32. INT4: (n / 16, k / group, 16) bfloat16
     const float* bias;    // (n,), or null
     int64_t n, k;
-    int32_t dtype, group;
+    int32_t dtype, group;  // columns of a scale: k for INT8
 };
 
 enum Finish : int32_t { STORE, ADD, GELU_EXACT, GELU_TANH };  // what becomes of a result
@@ -177,47 +178,45 @@ INLINE void finish16(f16x value, const float* bias, float* y, int64_t count, int
 struct Int8Rows {
     int8_t* values;  // (m, k)
     float* scale;    // (m,)
-    int32_t* sum;    // (m,): of the values
+    int32_t* sum;    // (m, k / group): of the values of each group
 };
 
-static void quantize_rows(const float* x, int64_t m, int64_t k, Int8Rows out) {
+static void quantize_rows(const float* x, int64_t m, int64_t k, int64_t group, Int8Rows out) {
     #pragma omp for schedule(static)
     for (int64_t row = 0; row < m; row++) {
         const float* from = x + row * k;
         int8_t* to = out.values + row * k;
         float most = largest(from, k), inverse = most > 0 ? 127 / most : 0;
-        int32_t total = 0;
-        #pragma omp simd reduction(+ : total)
-        for (int64_t i = 0; i < k; i++) {
-            int32_t value = (int32_t)std::nearbyint(from[i] * inverse);
-            to[i] = (int8_t)value;
-            total += value;
+        for (int64_t start = 0; start < k; start += group) {
+            int32_t total = 0;
+            #pragma omp simd reduction(+ : total)
+            for (int64_t i = start; i < start + group; i++) {
+                int32_t value = (int32_t)std::nearbyint(from[i] * inverse);
+                to[i] = (int8_t)value;
+                total += value;
+            }
+            out.sum[(row * k + start) / group] = total;
         }
         out.scale[row] = most / 127;
-        out.sum[row] = total;
     }
 }
 
 // acc + 4 products a lane: unsigned weights (16 rows of 4) times the 4 signed bytes of x
-INLINE i16x dot4(i16x acc, const uint8_t* w, const int8_t* x) {
+INLINE i16x dot4(i16x acc, b64x w, const int8_t* x) {
     int32_t four;
     memcpy(&four, x, 4);
 #if defined(__AVX512VNNI__)
-    return (i16x)_mm512_dpbusd_epi32((__m512i)acc, _mm512_loadu_si512(w), _mm512_set1_epi32(four));
+    return (i16x)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
 #elif defined(__AVXVNNI__)
-    __m256i half[2], broadcast = _mm256_set1_epi32(four);
+    __m256i half[2], weights[2], broadcast = _mm256_set1_epi32(four);
     memcpy(half, &acc, 64);
-    for (int j = 0; j < 2; j++)
-        half[j] = _mm256_dpbusd_avx_epi32(half[j], _mm256_loadu_si256((const __m256i*)w + j), broadcast);
+    memcpy(weights, &w, 64);
+    for (int j = 0; j < 2; j++) half[j] = _mm256_dpbusd_avx_epi32(half[j], weights[j], broadcast);
     memcpy(&acc, half, 64);
     return acc;
 #else
-    int32_t total[LANES];
-    for (int j = 0; j < LANES; j++)
-        total[j] = w[4 * j] * x[0] + w[4 * j + 1] * x[1] + w[4 * j + 2] * x[2] + w[4 * j + 3] * x[3];
-    i16x products;
-    memcpy(&products, total, 64);
-    return acc + products;
+    for (int j = 0; j < 4; j++) acc += (i16x)((w >> (8 * j)) & 0xff) * (int32_t)x[j];
+    return acc;
 #endif
 }
 
@@ -242,7 +241,8 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
     auto add = [&](int u) {
         for (int b = 0; b < BLOCKS; b++)
             for (int r = 0; r < R; r++)
-                acc[r][b][u] = dot4(acc[r][b][u], w + (b * k + i) * LANES, values + r * k + i);
+                acc[r][b][u] = dot4(acc[r][b][u], *(const b64x*)(w + (b * k + i) * LANES),
+                                    values + r * k + i);
         i += 4;
     };
     while (i + 4 * UNROLL <= k)
@@ -253,7 +253,7 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
             for (int u = 1; u < UNROLL; u++) acc[r][b][0] += acc[r][b][u];
             int64_t column = (block + b) * LANES;
             i16x dot = acc[r][b][0] - 128 * x.sum[row + r];
-            f16x value = __builtin_convertvector(dot, f16x) * (load(l.scale + column) * x.scale[row + r]);
+            f16x value = __builtin_convertvector(dot, f16x) * (load((const float*)l.scale + column) * x.scale[row + r]);
             finish16(value, l.bias ? l.bias + column : nullptr, y + (row + r) * l.n + column,
                      l.n - column, finish);
         }
@@ -275,6 +275,46 @@ static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y,
     for (int64_t block = 0; block < blocks; block += step) {
         if (step == 2 && block + 1 < blocks) int8_rows<2>(l, x, m, block, y, finish);
         else int8_rows<1>(l, x, m, block, y, finish);
+    }
+}
+
+// R rows of x against a block of 16 weight rows in groups of columns that have a scale. For each 8
+// columns the block has 64 bytes: its 16 rows' first 4 columns in their lower halves, the next 4 in
+// the upper ones. The halves are w + 8, which adds 8 * sum(x).
+template <int R>
+static void int4_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t block, float* y,
+                      int finish) {
+    const int64_t k = l.k, groups = k / l.group;
+    const uint8_t* w = (const uint8_t*)l.weight + block * LANES * k / 2;
+    const uint16_t* scale = (const uint16_t*)l.scale + block * LANES * groups;
+    f16x acc[R] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        i16x dot[R] = {};
+        for (int64_t i = g * l.group; i < (g + 1) * l.group; i += 8) {
+            b64x both = *(const b64x*)(w + i * LANES / 2);
+            for (int r = 0; r < R; r++) {
+                const int8_t* values = x.values + (row + r) * k + i;
+                dot[r] = dot4(dot4(dot[r], both & 0x0f0f0f0f, values), (both >> 4) & 0x0f0f0f0f, values + 4);
+            }
+        }
+        f16x of_group = load(scale + g * LANES);
+        for (int r = 0; r < R; r++)
+            acc[r] += of_group * __builtin_convertvector(dot[r] - 8 * x.sum[(row + r) * groups + g], f16x);
+    }
+    const int64_t column = block * LANES;
+    for (int r = 0; r < R; r++)
+        finish16(acc[r] * x.scale[row + r], l.bias ? l.bias + column : nullptr,
+                 y + (row + r) * l.n + column, l.n - column, finish);
+}
+
+static void int4_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
+    const int64_t blocks = (l.n + LANES - 1) / LANES;
+    #pragma omp for schedule(dynamic, rows_at_once(l, l.k / 2, LANES))
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t row = 0;
+        for (; row + 4 <= m; row += 4) int4_tile<4>(l, x, row, block, y, finish);
+        if (row + 2 <= m) int4_tile<2>(l, x, row, block, y, finish), row += 2;
+        if (row < m) int4_tile<1>(l, x, row, block, y, finish);
     }
 }
 
@@ -326,9 +366,9 @@ static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, i
 
 // y (m, n) = finish(x (m, k) @ weight.T + bias)
 static void matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, Int8Rows rows) {
-    if (l.dtype == INT8) {
-        quantize_rows(x, m, l.k, rows);
-        int8_matmul(l, rows, m, y, finish);
+    if (l.dtype == INT8 || l.dtype == INT4) {
+        quantize_rows(x, m, l.k, l.group, rows);
+        l.dtype == INT8 ? int8_matmul(l, rows, m, y, finish) : int4_matmul(l, rows, m, y, finish);
     } else if (l.dtype == BFLOAT16) {
         float_matmul<uint16_t>(l, x, m, y, finish);
     } else {

@@ -9,7 +9,7 @@ from torch import nn
 from engine import native
 from engine.linear import describe
 from engine.paged import PagedKVCache, PagedStore
-from engine.quantized import Int8Embedding, Int8Linear
+from engine.quantized import Int8Embedding, Int8Linear, QuantizedLinear
 from kv.cache import KVCache
 from kv.slots import RingStore
 from model import GPT
@@ -63,8 +63,8 @@ def why_not(model: GPT, cache: KVCache) -> str:
     if model.dtype not in (torch.float32, torch.bfloat16) or cache.torch_dtype not in DTYPES:
         return f'computed in {model.dtype}, K/V {cache.kv_dtype}'
     widths = {'n_embd': c.n_embd, 'head_dim': plan.head_dim, 'mlp_hidden': c.resolved_mlp_hidden}
-    if isinstance(model.lm_head, Int8Linear) and not model.lm_head.packed:
-        return 'int8 weights that are not packed'
+    if not all(m.packed for m in model.modules() if isinstance(m, QuantizedLinear)):
+        return 'quantized weights that are not packed'
     odd = [f'{name}={n}' for name, n in widths.items() if n % MULTIPLE]
     return f"{', '.join(odd)} not a multiple of {MULTIPLE}" if odd else ''
 
@@ -143,16 +143,15 @@ class NativeDecode:
         slots = (native.Slot * len(plan.slots))(*map(self._slot, cache.stores))
         self._kept += [layers, slots]
         head, quantized = self._linear(model.lm_head), isinstance(t.wte, Int8Embedding)
-        wte = t.wte.head if quantized else t.wte
         wpe = None if model.rotary else t.wpe.weight
         gelu = native.GELU_TANH if model.config.gelu == 'tanh' else native.GELU_EXACT
         return native.Model(
-            ctypes.addressof(layers), ctypes.addressof(slots), wte.weight.data_ptr(),
-            None if wpe is None else wpe.data_ptr(), wte.scale.data_ptr() if quantized else None,
+            ctypes.addressof(layers), ctypes.addressof(slots),
+            None if quantized else t.wte.weight.data_ptr(),
+            None if wpe is None else wpe.data_ptr(),
             *self._norm(t.ln_f), head, len(plan.layers), len(plan.slots), model.config.n_embd,
             plan.n_head, plan.n_kv_head, plan.head_dim,
-            native.INT8 if quantized else DTYPES[wte.weight.dtype],
-            DTYPES[model.dtype if wpe is None else wpe.dtype], gelu,
+            DTYPES[model.dtype], DTYPES[model.dtype], gelu,
             model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8')
 
     def _layer(self, model, layer, block) -> native.Layer:
@@ -174,7 +173,7 @@ class NativeDecode:
                            isinstance(store, PagedStore), transposed)
 
     def _linear(self, linear) -> native.Linear:
-        quantized = isinstance(linear, Int8Linear)
+        quantized = isinstance(linear, QuantizedLinear)
         described, bias = linear.described() if quantized else describe(linear.weight, linear.bias)
         self._kept += [linear.weight.detach(), linear.scale if quantized else None, bias]
         return described

@@ -164,7 +164,7 @@ class Speed:
 
             def run():
                 self._free()
-                return DecodeRound(model, batch, context, context + STEPS, STEPS, self.decoders[key][1], True)()
+                return DecodeRound(model, batch, context, context + STEPS, STEPS, self.decoders[key][1])()
             return run
         found, errors = self._turns({key: lambda key=key: make(key) for key in self.decoders},
                                     f'decoding at {context}, batch {batch}')

@@ -75,7 +75,7 @@ def prepared(model: GPT, s, parameters: torch.dtype | None = None) -> GPT:
     device = pick_device(s.device)
     model = model.to(device, parameters or pick_dtype(s.dtype, device)).eval()
     native.use(s.native)
-    quantize_weights(model, s.weight_dtype)
+    quantize_weights(model, s.weight_dtype, s.int4_group)
     speed_up_few_rows(model)
     model.attention_backend = s.attention_backend
     describe_attention(model, pick_dtype(s.dtype, device), dropout_p=0.0)  # a backend that cannot serve is refused

@@ -1,4 +1,4 @@
-"""What int8 costs in loss: weights, weights and activations, K and V, and all of them together.
+"""What int8 and int4 cost in loss: weights, activations, K and V, and all of them together.
 
     python lab/scripts/int8_loss.py out-a out-b out-c     # folders of trained runs, seeds of one row
     python lab/scripts/int8_loss.py --table               # only remake the page from the JSON file
@@ -50,19 +50,21 @@ def weights_only(model) -> GPT:
     return rounded
 
 
-def quantized(model, weight_dtype: str) -> GPT:
+def quantized(model, weight_dtype: str, group: int = 8) -> GPT:
     twin = copy.deepcopy(model)
-    quantize_weights(twin, weight_dtype)
+    quantize_weights(twin, weight_dtype, group)
     return twin
 
 
 # what is rounded -> model -> idx to logits
 KINDS = {
     'nothing (float32)': forward,
-    'weights': lambda model: forward(weights_only(model)),
-    'weights and activations': lambda model: forward(quantized(model, 'int8')),
-    'K and V': lambda model: through_cache(model, 'int8'),
-    'all of these': lambda model: through_cache(quantized(model, 'int8'), 'int8'),
+    'weights to int8': lambda model: forward(weights_only(model)),
+    'weights and activations to int8': lambda model: forward(quantized(model, 'int8')),
+    'K and V to int8': lambda model: through_cache(model, 'int8'),
+    'all of these to int8': lambda model: through_cache(quantized(model, 'int8'), 'int8'),
+    'weights to int4 in groups of 8, activations to int8':
+        lambda model: forward(quantized(model, 'int4')),
 }
 
 
@@ -86,7 +88,7 @@ def measure(folders: list[Path]) -> dict:
         losses = {}
         for kind, logits_of in KINDS.items():
             losses[kind] = judge(logits_of(model), windows).loss
-            print(f'{folder.name}: {kind:26} {losses[kind]:.5f}', file=sys.stderr)
+            print(f'{folder.name}: {kind:52} {losses[kind]:.5f}', file=sys.stderr)
         runs.append({'seed': checkpoint['config']['seed'], 'steps': checkpoint['iter_num'],
                      'losses': losses})
     return {'processor': processor(), 'torch': torch.__version__, 'windows': len(windows),
@@ -97,13 +99,13 @@ def measure(folders: list[Path]) -> dict:
 def table(document: dict) -> str:
     """The Markdown page."""
     runs, seeds = document['runs'], ', '.join(str(run['seed']) for run in document['runs'])
-    lines = ['# The loss that int8 costs', '',
+    lines = ['# The loss that int8 and int4 cost', '',
              f"`python lab/scripts/int8_loss.py RUN...`: {document['processor']}, torch "
              f"{document['torch']}; {document['params'] / 1e6:.2f}M parameters, "
              f"{runs[0]['steps']:,} steps; {document['windows']} windows of T={document['T']}, "
              f"W={document['W']}, B={document['B']}, seeds {seeds}. Nats per token above the same "
              'model in float32.', '',
-             '| rounded to int8 | loss | above float32, mean | smallest | largest |',
+             '| rounded | loss | above float32, mean | smallest | largest |',
              '|---|---:|---:|---:|---:|']
     for kind in KINDS:
         loss = statistics.mean(run['losses'][kind] for run in runs)

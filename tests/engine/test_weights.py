@@ -7,7 +7,7 @@ from config.gpt_config import GPTConfig
 from engine import native
 from engine.engine import Engine
 from engine.params import SamplingParams
-from engine.quantized import Int8Linear, int8_matmul, quantize_rows
+from engine.quantized import Int4Linear, Int8Linear, int4_matmul, int8_matmul, quantize_groups, quantize_rows
 from engine.weights import compile_for_decode, quantize_weights, weight_bytes, weights_dtype
 from generate import generate
 from tests.helpers.models import FULL_STACK, full_logits, random_model, tokens
@@ -96,6 +96,43 @@ def test_a_width_that_is_no_multiple_of_four_is_not_packed():
     assert not quantized.packed and (quantized(x) - linear(x)).abs().max() < 0.05
 
 
+@pytest.mark.parametrize('n_rows', [1, 2, 3, 4, 7, 9])
+@pytest.mark.parametrize('n_out, n_in, group', [(16, 64, 32), (20, 64, 16), (7, 24, 8), (128, 96, 96)])
+def test_int4_matmuls_equal_exact_sums_by_group(native_on, n_rows, n_out, n_in, group):
+    linear, x = torch.nn.Linear(n_in, n_out), torch.randn(n_rows, n_in)
+    (x_values, x_scale), (w_values, w_scale) = quantize_rows(x), quantize_groups(linear.weight.detach(), group)
+    assert w_values.min() >= -8 and w_values.max() <= 7
+    groups = w_values.double().view(n_out, -1, group) * w_scale.double()[:, :, None]
+    expected = x_values.double() @ groups.flatten(1).T * x_scale.double() + linear.bias
+    quantized = Int4Linear(linear, group)
+    assert quantized.packed == native_on
+    assert ((quantized(x) - expected).abs() <= 2e-6 * (1 + expected.abs())).all()
+    assert (groups.flatten(1) - linear.weight).abs().max() <= 0.52 * w_scale.max()
+
+
+def test_int4_takes_half_of_int8():
+    linear = torch.nn.Linear(512, 64, bias=False)
+    if native.library() is None:
+        pytest.skip('no compiler here')
+    sizes = [sum(x.nbytes for x in made.buffers()) for made in (Int8Linear(linear), Int4Linear(linear, 32))]
+    assert sizes == [64 * 512 + 64 * 4, 64 * 512 // 2 + 64 * 16 * 2]
+
+
+def test_extension_and_torch_agree_on_int4():
+    if native.library() is None:
+        pytest.skip('no compiler here')
+    linear, x = torch.nn.Linear(64, 48, bias=False), torch.randn(9, 64)
+    assert (Int4Linear(linear, 16)(x) - int4_matmul(x, *quantize_groups(linear.weight.detach(), 16))).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize('group', [0, 4, 12, 24, 48])
+def test_a_group_that_does_not_divide_is_an_error_before_anything_changes(group):
+    model = model_with()
+    with pytest.raises(UserError, match=f'int4_group={group}.*multiple of 8'):
+        quantize_weights(model, 'int4', group)
+    assert weights_dtype(model) == 'float32' and isinstance(model.lm_head, torch.nn.Linear)
+
+
 # -- whole models ----------------------------------------------------------------------------------
 
 def test_int8_weights_are_a_quarter_and_logits_move_little(native_on):
@@ -129,6 +166,17 @@ def test_extension_and_torch_give_the_same_logits():
     assert (found[0] - found[1]).abs().max() < 1e-4
 
 
+def test_int4_weights_serve_like_int8_ones(native_on):
+    model, idx = model_with(), tokens(2, 30)
+    plain = full_logits(model, idx)
+    quantize_weights(model, 'int4', 16)
+    assert weights_dtype(model) == 'int4, groups of 16' and isinstance(model.lm_head, Int8Linear)
+    change = (full_logits(model, idx) - plain).abs().mean()
+    assert 0 < change < 0.3 * plain.std()
+    [done] = Engine(model, 2, 40).generate([idx[0, :6].tolist()], SamplingParams(max_new_tokens=20, temperature=0))
+    assert done.tokens == generate(model, idx[:1, :6], 20, temperature=0)[0, 6:].tolist()
+
+
 @pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
 def test_int8_weights_in_cache_and_engine_equal_their_own_full_forward(native_on, kv_dtype):
     model, idx = model_with('int8'), tokens(1, 6)
@@ -146,7 +194,7 @@ def test_int8_weights_in_cache_and_engine_equal_their_own_full_forward(native_on
 
 
 def test_quantized_weights_are_not_compiled():
-    with pytest.raises(UserError, match="compile=True and weight_dtype='int8'"):
+    with pytest.raises(UserError, match='compile=True does not go with weights in int8'):
         compile_for_decode(model_with('int8'))
 
 
