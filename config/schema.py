@@ -242,8 +242,9 @@ BENCH = _keys(
     ('against', '', "mode decode: also time, interleaved, 'vanilla' (GPT-2's memory in the same shape, in our code; modes "
      "prefill, recompute and lengths too), 'vanilla_float32' (the same with weights and K/V in float32), 'float32_kv' (the "
      "same model with K/V in float32), or with the same vanilla weights 'hf' (transformers' generate), 'nanogpt' (its "
-     "generate), 'llama.cpp' (f32, f16, q8_0) or 'ctranslate2' (float32, int8); mode train: 'nanogpt'",
-     ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'hf', 'nanogpt', 'llama.cpp', 'ctranslate2')),
+     "generate), 'llama.cpp' (f32, f16, q8_0) or 'ctranslate2' (float32, int8); mode train: 'nanogpt'; mode "
+     "prefill: 'untrimmed' (every token in every layer)",
+     ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'hf', 'nanogpt', 'llama.cpp', 'ctranslate2')),
     ('batch_sizes', '1', "all modes but train: sequences at once, a list as '1,4,16'"),
     ('contexts', '512', "all modes but train: tokens held when the first timed token is made, as '1024,4096'; "
      'of the prompt, with modes prefill and serve or against other programs; length of the whole sequences, with modes '

@@ -18,7 +18,7 @@ from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import nice_bytes, parse_bytes
 from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops
-from kv.plan import Slot, plan_kv
+from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account, fitting
 
 
@@ -86,17 +86,17 @@ def weight_figures(config, plan, tokens: int) -> dict:
     """Parameters, their bytes by dtype, and FLOPs a token of a prompt of `tokens`: as prefill
     computes them, and if it computed every token in every layer."""
     n = parameters(config, plan)
-    every = dataclasses.replace(plan, slots=(*plan.slots, Slot(-1, '', 0, config.n_layer, ())))
+    flops = {name: prefill_flops(config, plan, tokens, trim=trim) / tokens for name, trim in
+             (('prefill_flops_per_token', True), ('prefill_flops_per_token_untrimmed', False))}
     return {'parameters': n, 'bytes': {dtype: n * size for dtype, size in WEIGHT_BYTES.items()},
-            'tokens': tokens, 'prefill_flops_per_token': prefill_flops(config, plan, tokens) / tokens,
-            'prefill_flops_per_token_in_every_layer': prefill_flops(config, every, tokens) / tokens}
+            'tokens': tokens} | flops
 
 
 def weight_lines(figures: dict) -> str:
     """The same in words."""
     sizes = ', '.join(f'{nice_bytes(n)} in {dtype}' for dtype, n in figures['bytes'].items())
     flops = figures['prefill_flops_per_token']
-    saved = figures['prefill_flops_per_token_in_every_layer'] / flops
+    saved = figures['prefill_flops_per_token_untrimmed'] / flops
     return (f"\n{figures['parameters']:,} parameters: {sizes}\nprefill of {figures['tokens']:,} "
             f'tokens: {flops / 1e6:,.1f} MFLOPs a token, {saved:.2f}x fewer than with every token '
             'in every layer')

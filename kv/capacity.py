@@ -62,18 +62,20 @@ def _keys_seen(layer: Layer, tokens: int, before: int) -> int:
     return up_to(before + tokens) - up_to(before)
 
 
-def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0) -> int:
+def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
+                  trim: bool = True) -> int:
     """FLOPs from `tokens` tokens behind `before` others to the logits of the last: 2 for each weight
     that a token is multiplied with, 4 * H * D for each key that a query sees.
 
     The last layer that stores K and V computes its projections of all tokens, and the rest of
-    itself for the last one only; the layers behind it compute nothing but that.
+    itself for the last one only; the layers behind it compute nothing but that. trim=False: every
+    token in every layer.
     """
     C, D, H = config.n_embd, plan.head_dim, plan.n_head
-    total = 2 * config.vocab_size * C
+    total, stop = 2 * config.vocab_size * C, plan.last_owner if trim else len(plan.layers)
     for layer in plan.layers:
-        projected = tokens if layer.index <= plan.last_owner else 1
-        whole = tokens if layer.index < plan.last_owner else 1
+        projected = tokens if layer.index <= stop else 1
+        whole = tokens if layer.index < stop else 1
         c_attn = C * (H + 2 * plan.n_kv_head * layer.owns) * D
         others = H * D * C + 2 * C * config.resolved_mlp_hidden
         total += 2 * (projected * c_attn + whole * others)

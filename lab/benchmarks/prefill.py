@@ -1,9 +1,11 @@
 """--mode=prefill: time to first token (TTFT): prompts into an empty cache, whole or in chunks, and the argmax."""
+import copy
 from pathlib import Path
 
 import torch
 
 from config.errors import UserError, at_least
+from kv.plan import KVPlan
 from lab.benchmarks import clock
 from lab.benchmarks.report import show
 from lab.benchmarks.setting import (
@@ -17,6 +19,11 @@ from lab.benchmarks.setting import (
     random_tokens,
     vanilla_config,
 )
+
+
+class Untrimmed(KVPlan):
+    """The same plan, by which prefill computes every token in every layer."""
+    last_owner = property(lambda plan: len(plan.layers))
 
 
 class PrefillRound:
@@ -40,9 +47,9 @@ class PrefillRound:
 def run(s, data_root: Path) -> dict:
     """All cells, printed as a table; returns what --json prints."""
     at_least(s, repeats=MIN_REPEATS, prefill_chunk=0)
-    if s.against not in ('', 'vanilla'):
-        raise UserError(f"against={s.against!r}: mode='prefill' is compared with 'vanilla' alone; mode='decode' against it "
-                        'reports the time to first token too')
+    if s.against not in ('', 'vanilla', 'untrimmed'):
+        raise UserError(f"against={s.against!r}: mode='prefill' is compared with 'vanilla' and 'untrimmed'; mode='decode' "
+                        'against another engine reports the time to first token too')
     if s.budget:
         raise UserError(f"budget={s.budget!r}: counts in mode='decode' alone")
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
@@ -50,8 +57,11 @@ def run(s, data_root: Path) -> dict:
     check_length(config, contexts)
     torch.manual_seed(s.seed)
     models = {'ours': build(config, s)}
-    if s.against:
+    if s.against == 'vanilla':
         models['vanilla'] = build(vanilla_config(config, max(contexts)), s)
+    elif s.against == 'untrimmed':
+        models['untrimmed'] = copy.copy(models['ours'])
+        models['untrimmed'].plan = Untrimmed(**vars(models['ours'].plan))
     document = facts(s, models) | {'prefill_chunk': s.prefill_chunk}
     document['cells'] = [measure(models, batch, context, s) for context in contexts for batch in batches]
     show(document)

@@ -35,7 +35,8 @@ BENCHES = {
     'against-hf': '--mode=decode --against=hf --batch_sizes=1,16 --contexts=960 --steps=32',
     # a checkout of karpathy/nanoGPT in ./nanoGPT
     'against-nanogpt': '--mode=decode --against=nanogpt --nanogpt=nanoGPT --batch_sizes=1 --contexts=960 --steps=8',
-    'prefill-int8': FULL + 'prefill --contexts=1024,4096,8192 --weight_dtype=int8 --kv_dtype=int8',
+    'prefill': FULL + 'prefill --against=untrimmed --contexts=1024,8192',
+    'prefill-int8': FULL + 'prefill --against=untrimmed --contexts=1024,4096,8192 --weight_dtype=int8 --kv_dtype=int8',
     'prefill-chunked': FULL + 'prefill --against=vanilla --contexts=1024,4096 --prefill_chunk=256',
     'recompute': FULL + 'recompute --against=vanilla --contexts=1024',
     'lengths': FULL + 'lengths --against=vanilla --contexts=256,512,1024,2048,8192',

@@ -197,14 +197,14 @@ def test_rows_are_as_many_as_requests_and_fewer_where_the_budget_is_small(tmp_pa
     model = model_of('full stack')
     lines, ids = lines_of(tmp_path, '"abc"', '"de"', '{"prompt": "f"')
     huge = 10 ** 9
-    assert make_engine(model, TOKENIZER, lines, ids, 3, 0, huge, 'auto', True).cache.batch_size == 6  # 2 good lines, 3 samples
-    assert make_engine(model, TOKENIZER, lines, ids, 99, 0, huge, 'auto', True).cache.batch_size == ROWS
-    assert make_engine(model, TOKENIZER, lines, ids, 9, 4, huge, 'auto', True).cache.batch_size == 4
+    assert make_engine(model, TOKENIZER, lines, ids, 3, 0, huge, 'auto').cache.batch_size == 6  # 2 good lines, 3 samples
+    assert make_engine(model, TOKENIZER, lines, ids, 99, 0, huge, 'auto').cache.batch_size == ROWS
+    assert make_engine(model, TOKENIZER, lines, ids, 9, 4, huge, 'auto').cache.batch_size == 4
     page = model.plan.page_nbytes(PAGE_SIZE, 'float64')
     small = model.plan.rings_nbytes(3, 13, 'float64') + page
-    engine = make_engine(model, TOKENIZER, lines, ids, 9, 0, small, 'auto', True)
+    engine = make_engine(model, TOKENIZER, lines, ids, 9, 0, small, 'auto')
     assert (engine.cache.batch_size, engine.cache.max_seq_len) == (3, 13) and engine.cache.nbytes <= small
-    assert make_engine(model, TOKENIZER, lines, ids, 9, 0, small - 1, 'auto', True).cache.batch_size == 2
+    assert make_engine(model, TOKENIZER, lines, ids, 9, 0, small - 1, 'auto').cache.batch_size == 2
 
 
 @pytest.mark.parametrize('shorten', [True, False])
@@ -218,6 +218,6 @@ def test_learned_positions_to_the_last(tmp_path, shorten):
     assert (asked.params.max_new_tokens, bool(asked.error)) == ((62, False) if shorten else (500, True))
     assert not exact.error and 'max_new_tokens=63 are more than block_size=64' in over.error
     assert (full.params.max_new_tokens == 1) == shorten and longer.error
-    engine = make_engine(model, TOKENIZER, [exact], ids[:1], 1, 0, 10 ** 9, 'auto', True)
+    engine = make_engine(model, TOKENIZER, [exact], ids[:1], 1, 0, 10 ** 9, 'auto')
     [done] = engine.generate(ids[:1], exact.params)
     assert len(done.tokens) == 62 and engine.cache.max_seq_len == 64
