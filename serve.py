@@ -17,6 +17,7 @@ from pathlib import Path
 import configurator
 from config.errors import UserError
 from config.sizes import parse_bytes
+from engine.captured import CapturedDecode
 from engine.dialogue import Template, longest_context
 from engine.engine import Engine
 from interop.load import load
@@ -107,7 +108,7 @@ def main(argv=None):
     sock = bind(s.host, s.port)  # before anything slow
     model, tokenizer = load(s)
     engine, service = make_service(s, model, tokenizer)
-    if engine.captured:
+    if isinstance(engine.fast_decode, CapturedDecode):
         print(f'Preparing decode steps of 1 to {s.parallel} rows: '
               'some seconds, a minute the first time', flush=True)
         engine.prepare()
