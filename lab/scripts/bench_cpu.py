@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results' / 'cpu'
 FULL = 'config/train_gpt2_mqa_local.py --mode='  # GPT-2 124M's shape with every saving on, as many parameters as GPT-2
 INT8 = ' --weight_dtype=int8 --kv_dtype=int8 --against=vanilla_float32'
+PEER = '--mode=decode --steps=32 --against='
 BENCHES = {
     'decode-b1': FULL + 'decode --against=vanilla --batch_sizes=1 --contexts=1024,4096,16384,32768',
     'decode-b4': FULL + 'decode --against=vanilla --batch_sizes=4 --contexts=1024,4096,16384',
@@ -27,11 +28,11 @@ BENCHES = {
     'decode-bfloat16': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --dtype=bfloat16',
     'decode-plain-torch': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --native=False',
     # llama-cpp-python and gguf, or ctranslate2 and transformers, must be installed
-    'against-llama.cpp': '--mode=decode --against=llama.cpp --batch_sizes=1,16 --contexts=32,900 --steps=32',
-    'against-llama.cpp-int8': '--mode=decode --against=llama.cpp --batch_sizes=1,16 --contexts=32,900 --steps=32 '
-                              '--weight_dtype=int8',
-    'against-ctranslate2-int8': '--mode=decode --against=ctranslate2 --batch_sizes=1,16 --contexts=32,900 --steps=32 '
-                                '--weight_dtype=int8',
+    'against-llama.cpp-b1': PEER + 'llama.cpp --batch_sizes=1 --contexts=32,900',
+    'against-llama.cpp-b16': PEER + 'llama.cpp --batch_sizes=16 --contexts=900',
+    'against-llama.cpp-int8-b1': PEER + 'llama.cpp --batch_sizes=1 --contexts=32,900 --weight_dtype=int8',
+    'against-llama.cpp-int8-b16': PEER + 'llama.cpp --batch_sizes=16 --contexts=900 --weight_dtype=int8',
+    'against-ctranslate2-int8': PEER + 'ctranslate2 --batch_sizes=1,16 --contexts=32 --weight_dtype=int8',
     'against-hf': '--mode=decode --against=hf --batch_sizes=1,16 --contexts=960 --steps=32',
     # a checkout of karpathy/nanoGPT in ./nanoGPT
     'against-nanogpt': '--mode=decode --against=nanogpt --nanogpt=nanoGPT --batch_sizes=1 --contexts=960 --steps=8',

@@ -71,12 +71,12 @@ def test_readme_quotes_the_decode_benchmarks():
     rows = re.findall(wanted, (ROOT / 'README.md').read_text())
     assert len(rows) >= 6
     for batch, context, ours, vanilla, ratio in rows:
-        [cell] = [cell for cell in cpu(f'decode-b{batch}')['cells'] if cell['context'] == int(context.replace(',', ''))
+        [cell] = [cell for cell in cpu(f'decode-int8-b{batch}')['cells'] if cell['context'] == int(context.replace(',', ''))
                   and cell['sides']['ours']['batch'] == int(batch)]
         assert [float(ours), float(vanilla), float(ratio)] == [
             pytest.approx(cell['sides']['ours']['tpot_ms']['median'], abs=0.06),
-            pytest.approx(cell['sides']['vanilla']['tpot_ms']['median'], abs=0.06),
-            pytest.approx(cell['ratios']['tokens_per_second']['vanilla']['median'], abs=0.06)]
+            pytest.approx(cell['sides']['vanilla float32']['tpot_ms']['median'], abs=0.06),
+            pytest.approx(cell['ratios']['tokens_per_second']['vanilla float32']['median'], abs=0.06)]
 
 
 def test_readme_quotes_the_budget_the_engine_and_transformers():
@@ -85,10 +85,10 @@ def test_readme_quotes_the_budget_the_engine_and_transformers():
     wanted = (r'room for (\d+) sequences against (\d+), and together they make ([\d.]+) times the tokens per second '
               r'\(([\d.]+) against ([\d.]+)\)')
     assert [float(x) for x in re.search(wanted, prose('README.md')).groups()] == [
-        sides['ours']['batch'], sides['vanilla']['batch'],
-        pytest.approx(cell['ratios']['tokens_per_second']['vanilla']['median'], abs=0.06),
+        sides['ours']['batch'], sides['vanilla float32']['batch'],
+        pytest.approx(cell['ratios']['tokens_per_second']['vanilla float32']['median'], abs=0.06),
         pytest.approx(sides['ours']['tokens_per_second']['median'], abs=0.6),
-        pytest.approx(sides['vanilla']['tokens_per_second']['median'], abs=0.06)]
+        pytest.approx(sides['vanilla float32']['tokens_per_second']['median'], abs=0.06)]
     [cell] = cpu('serve')['cells']
     wanted = r'continuous batching makes ([\d.]+) times the tokens per second of static batches \(([\d.]+) times'
     assert [float(x) for x in re.search(wanted, prose('README.md')).groups()] == [
