@@ -358,7 +358,7 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, *, stop_tokens=()):
         """idx (B, t) -> (B, t + max_new_tokens), drawn from the global RNG as in nanoGPT; less if
         all rows have ended on one of `stop_tokens`. See `generate.generate`; sample.py and the
-        engine decode faster on CUDA, by captured steps."""
+        engine decode faster, by whole steps (`engine.decode`)."""
         from generate import generate
         return generate(self, idx, max_new_tokens, temperature, top_k, stop_tokens)
 
