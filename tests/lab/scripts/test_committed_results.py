@@ -82,9 +82,9 @@ def test_readme_quotes_the_decode_benchmarks():
 def test_readme_quotes_the_budget_the_engine_and_transformers():
     [cell] = cpu('decode-1GB')['cells']
     sides = cell['sides']
-    wanted = (r'room for (\d+) sequences against (\d+), and together they make ([\d.]+) times the tokens per second '
-              r'\(([\d.]+) against ([\d.]+)\)')
-    assert [float(x) for x in re.search(wanted, prose('README.md')).groups()] == [
+    wanted = (r'room for ([\d,]+) sequences against (\d+), and together they make ([\d.]+) times the tokens per second '
+              r'\(([\d.,]+) against ([\d.]+)\)')
+    assert [float(x.replace(',', '')) for x in re.search(wanted, prose('README.md')).groups()] == [
         sides['ours']['batch'], sides['vanilla float32']['batch'],
         pytest.approx(cell['ratios']['tokens_per_second']['vanilla float32']['median'], abs=0.06),
         pytest.approx(sides['ours']['tokens_per_second']['median'], abs=0.6),
