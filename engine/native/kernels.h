@@ -221,7 +221,7 @@ INLINE i16x dot4(i16x acc, b64x w, const int8_t* x) {
 }
 
 // Weight rows that a thread takes at a time: about 192 KB, so that the threads read neighbouring
-// memory, which is 1.5 times as fast as two streams far apart; fewer where that would be all.
+// memory, which is faster than two streams far apart; fewer where that would be all.
 INLINE int64_t rows_at_once(const Linear& l, int64_t row_bytes, int64_t multiple) {
     int64_t rows = std::min<int64_t>(196608 / row_bytes, l.n / (4 * omp_get_num_threads()));
     return std::max<int64_t>(1, rows / multiple);
