@@ -41,6 +41,7 @@ side_rows = {
     'global first: GLLLLL/ABBCCC': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC', seeds='1,2,3')),
     'global first, untied': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC', share_global_kv=False)),
 }
+side_rows['int8 weights'] = ('+ int8 KV', dict(weight_dtype='int8', seeds='1,2,3'))  # W8A8: activations too
 # other ways to train the full stack (their cost: docs/training.md)
 side_rows |= {
     'Muon': (_FULL, dict(optimizer='muon', seeds='1,2,3')),

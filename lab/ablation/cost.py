@@ -1,4 +1,5 @@
-"""What every row costs to run, whatever it has learned: bytes of KV, speed of decoding, prefill and training."""
+"""What every row costs to run, whatever it has learned: bytes of KV and weights, FLOPs of a prompt,
+speed of decoding, prefill and training."""
 import contextlib
 import dataclasses
 import gc
@@ -7,7 +8,9 @@ import io
 import torch
 
 from config.errors import UserError, at_least
+from engine.weights import quantize_weights
 from kv.cache import KVCache
+from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops
 from kv.plan import plan_kv
 from lab.ablation.ladder import digest
 from lab.benchmarks import clock
@@ -24,23 +27,24 @@ from training.optim import make_optimizer, state_name
 from training.recompute import set_recompute
 
 STEPS = 16        # tokens timed in a round
-REFERENCE = 'bfloat16'  # what bytes of a row with kv_dtype='auto' are counted in, and vanilla's always
+REFERENCE = 'bfloat16'  # what bytes are counted in where a row says 'auto', and vanilla's always
 GIGABYTE = 10 ** 9
 FAILURES = UserError, MemoryError, RuntimeError  # RuntimeError: no memory on a CPU, and torch.OutOfMemoryError
 # keys of train.py, beside the model's, that change what a training step computes
 STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimizer', 'int8_training')
 
 
-def counted_dtype(row) -> str:
-    """The storage that a row's bytes are counted in."""
-    return REFERENCE if row.kv_dtype == 'auto' else row.kv_dtype
+def counted(dtype: str) -> str:
+    """The storage that bytes of a row that stores K and V, or weights, in `dtype` are counted in."""
+    return REFERENCE if dtype == 'auto' else dtype
 
 
 def kv_bytes(ladder, row, lengths: list[int]) -> dict:
     """Allocated by the cache for one sequence, at the lengths given and at block_size; beside vanilla GPT-2's in the first
-    row's shape. A cache is made to count them, the plan's arithmetic must agree."""
+    row's shape. A cache is made to count them, the plan's arithmetic must agree. Also bytes of the weights (without the
+    scales of int8), and FLOPs to the first token of a prompt."""
     config = ladder.config(row)
-    plan, dtype, T = plan_kv(config), counted_dtype(row), config.block_size
+    plan, dtype, T = plan_kv(config), counted(row.kv_dtype), config.block_size
     vanilla = plan_kv(ladder.config(ladder.rows[ladder.first])).vanilla()
     at = {}
     for n in sorted({*lengths, T}):
@@ -48,9 +52,12 @@ def kv_bytes(ladder, row, lengths: list[int]) -> dict:
         if held != plan.nbytes(1, n, dtype):
             raise RuntimeError(f'row {row.name!r}: a cache of {n} tokens takes {held} bytes, the plan says '
                                f'{plan.nbytes(1, n, dtype)}')
-        at[n] = {'bytes': held, 'vanilla_bytes': vanilla.nbytes(1, n, REFERENCE), 'sequences_per_GB': GIGABYTE // held}
+        at[n] = {'bytes': held, 'vanilla_bytes': vanilla.nbytes(1, n, REFERENCE), 'sequences_per_GB': GIGABYTE // held,
+                 'prefill_flops': prefill_flops(config, plan, n)}
+    weights = counted(row.weight_dtype)
     return {'dtype': dtype, 'T': T, 'bytes_per_token': at[T]['bytes'] / T, 'at': at,
-            'smaller': at[T]['vanilla_bytes'] / at[T]['bytes']}
+            'smaller': at[T]['vanilla_bytes'] / at[T]['bytes'],
+            'weights': {'dtype': weights, 'bytes': WEIGHT_BYTES[weights] * parameters(config, plan)}}
 
 
 class Speed:
@@ -68,8 +75,9 @@ class Speed:
         self.decoders, self.trainers, self.decodes_as, self.trains_as = {}, {}, {}, {}
         for row in ladder.rows.values():
             config = dataclasses.replace(ladder.config(row, s.shape), kv_quant_train='')
-            key = self.decodes_as[row.name] = digest([dataclasses.asdict(config), row.kv_dtype])
-            self.decoders[key] = config, row.kv_dtype
+            decoder = config, row.kv_dtype, row.weight_dtype
+            key = self.decodes_as[row.name] = digest([dataclasses.asdict(config), *decoder[1:]])
+            self.decoders[key] = decoder
             trained, settings = ladder.trained_config(row, s.shape), ladder.settings(row, s.shape)
             step = {name: getattr(settings, name) for name in STEP}
             key = self.trains_as[row.name] = digest([dataclasses.asdict(trained), step])
@@ -152,9 +160,10 @@ class Speed:
     def _model(self, key) -> GPT:
         """The one to decode with, long enough for every context."""
         if key not in self.models:
-            config, _ = self.decoders[key]
+            config, _, weight_dtype = self.decoders[key]
             longer = dataclasses.replace(config, block_size=max(config.block_size, max(self.contexts) + STEPS))
-            self.models[key] = GPT(longer).to(self.device, self.dtype).eval()
+            model = self.models[key] = GPT(longer).to(self.device, self.dtype).eval()
+            quantize_weights(model, weight_dtype)
         return self.models[key]
 
     def _decode(self, context, batch):

@@ -10,8 +10,9 @@
         'MQA': ('+ RoPE', dict(n_kv_head=1)),
     }
 
-A row changes keys of train.py, and four of its own:
+A row changes keys of train.py, and five of its own:
     kv_dtype       storage of the cache that the row is judged through: 'auto', 'float32', 'bfloat16', 'float16', 'int8'
+    weight_dtype   'int8': it is judged, and timed, with weights and activations in int8
     at_inference   model settings that change after training only, such as dict(share_global_kv=True): shows the mismatch
     converted_from name of a row whose trained weights are converted (interop/convert.py) to this one's, to be trained on
     seeds          '1,2,3': this row's, whatever those of the others are (not of rows that build on it)
@@ -41,7 +42,7 @@ from model import GPT
 from training.batches import RECALL, open_meta
 from training.checkpoint import tokens_id
 
-NOT_TRAINED = {'kv_dtype', 'at_inference', 'seeds'}  # what may change without another training
+NOT_TRAINED = {'kv_dtype', 'weight_dtype', 'at_inference', 'seeds'}  # what may change without another training
 OWN = (*NOT_TRAINED, 'converted_from')  # a row's keys that train.py does not have
 # keys of train.py that say where a run is and what it prints, not what it computes
 PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_loss', 'recompute', 'checkpoint_blocks',
@@ -50,18 +51,20 @@ PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_
          'always_save_checkpoint', 'eval_interval', 'eval_iters')
 DATA = ('dataset', 'block_size', 'recall_task')  # what losses are taken over
 MATCH = 'match'
+WEIGHT_DTYPES = 'auto', 'int8'
 
 
 @dataclass(frozen=True)
 class Row:
     """One row. `above` is the row that it departs from ('' for the first), `changes` what it changes there; `train`,
-    `kv_dtype` and `at_inference` add up all changes from the first row on."""
+    `kv_dtype`, `weight_dtype` and `at_inference` add up all changes from the first row on."""
     name: str
     above: str
     side: bool
     changes: dict = field(hash=False)
     train: dict = field(hash=False)
     kv_dtype: str = 'auto'
+    weight_dtype: str = 'auto'
     at_inference: dict = field(default_factory=dict, hash=False)
     converted_from: str = ''
     seeds: str = ''
@@ -115,9 +118,12 @@ class Ladder:
         before = self.rows.get(above)
         self._check_changes(name, above, changes)
         train = dict(before.train if before else {}) | {k: v for k, v in changes.items() if k not in OWN}
-        kv_dtype = changes.get('kv_dtype', before.kv_dtype if before else 'auto')
-        if kv_dtype not in KV_DTYPES:
-            raise UserError(f"row {name!r}: kv_dtype={kv_dtype!r}: allowed are {', '.join(map(repr, KV_DTYPES))}")
+        stored = {}
+        for key, allowed in (('kv_dtype', KV_DTYPES), ('weight_dtype', WEIGHT_DTYPES)):
+            stored[key] = changes.get(key, getattr(before, key) if before else 'auto')
+            if stored[key] not in allowed:
+                raise UserError(f"row {name!r}: {key}={stored[key]!r}: allowed are "
+                                f"{', '.join(map(repr, allowed))}")
         at_inference = dict(before.at_inference if before else {}) | changes.get('at_inference', {})
         origin = changes.get('converted_from', before.converted_from if before else '')
         if before and before.converted_from and 'converted_from' not in changes and changes.keys() - NOT_TRAINED:
@@ -128,7 +134,8 @@ class Ladder:
                             f"{', '.join(map(repr, self.rows))}")
         changes = dict(changes)
         seeds = changes.pop('seeds', '')
-        self.rows[name] = Row(name, above, side, changes, train, kv_dtype, at_inference, origin, seeds)
+        self.rows[name] = Row(name, above, side, changes, train, **stored,
+                              at_inference=at_inference, converted_from=origin, seeds=seeds)
 
     def _check_changes(self, name, above, changes):
         if not isinstance(name, str) or not name.isprintable() or name in self.rows:
@@ -223,7 +230,8 @@ class Ladder:
 
     def fingerprint(self, row: Row) -> str:
         """Of all that a row's figures depend on: results with another one are of another row."""
-        return digest([self.training(row), row.kv_dtype, row.at_inference, self.s.eval_windows])
+        return digest([self.training(row), row.kv_dtype, row.at_inference, self.s.eval_windows,
+                       *[row.weight_dtype] * (row.weight_dtype != 'auto')])
 
     def trainer(self, row: Row) -> Row:
         """The first row with the same weights: runs carry its name."""

@@ -20,6 +20,7 @@ from data.recall.lags import read_task
 from data.tokenfiles import open_split, read_meta
 from data.tokenizer import load_tokenizer
 from engine.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
+from engine.weights import quantize_weights
 from interop.convert import convert_weights
 from kv.plan import LOCAL
 from lab.ablation.ladder import read_ladder
@@ -64,7 +65,7 @@ def losses(model, row, windows, tokenizer) -> dict:
     cached = judge(through_cache(model, kv_dtype, first, chunk), windows, batch)
     apart, apart_all = (plain.by_window - cached.by_window).abs().max().item(), abs(plain.loss - cached.loss)
     exact = kv_dtype in ('int8', str(model.dtype).removeprefix('torch.'))
-    bound = AGREE_INT8 if kv_dtype == 'int8' else AGREE
+    bound = AGREE_INT8 if 'int8' in (kv_dtype, row.weight_dtype) else AGREE
     if exact and not (apart <= bound and apart_all <= bound / len(windows) ** 0.5):
         raise RuntimeError(f'row {row.name!r}: the loss through the cache is not that of the forward pass: a window differs by '
                            f'{apart:.1e} nats, all {len(windows)} together by {apart_all:.1e}; {bound:.0e} a window would be '
@@ -108,6 +109,8 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     s = ladder.settings(row)
     device = pick_device(s.device)
     model = trained_model(ladder, row, saved, path).to(device)
+    sizes = {'params': model.get_num_params(), 'params_all': model.get_num_params(non_embedding=False)}
+    quantize_weights(model, row.weight_dtype)
     if s.dataset == RECALL:
         judged = {'recall': recall(model, row, read_task(s.recall_task, s.block_size))}
     else:
@@ -115,8 +118,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
         windows = spread_windows(open_split(folder, 'val'), s.block_size, ladder.s.eval_windows).to(device)
         judged = losses(model, row, windows, load_tokenizer(read_meta(folder)))
     return {'row': row.name, 'seed': seed, 'fingerprint': ladder.fingerprint(row), 'trained_as': ladder.trainer(row).name,
-            'command': ladder.command(row, seed),
-            'params': model.get_num_params(), 'params_all': model.get_num_params(non_embedding=False), **judged,
+            'command': ladder.command(row, seed), **sizes, **judged,
             'training': training_figures(path.parent, s), 'settings': vars(s) | {'seed': seed, 'out_dir': '', 'device': ''},
             'dtype': str(pick_dtype(s.dtype, device)).removeprefix('torch.'),
             'hardware': f'{device_name(device)}, {os.cpu_count()} cores', 'torch': torch.__version__}

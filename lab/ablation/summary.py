@@ -117,7 +117,8 @@ def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
 def same_model(row) -> bool:
     """Whether the row differs from the one it departs from only in how it is trained: another optimizer, learning rate, origin
     of its weights."""
-    return bool(row.above) and not row.changes.keys() & {*(key.name for key in MODEL), 'kv_dtype', 'at_inference'}
+    return bool(row.above) and not row.changes.keys() & {
+        *(key.name for key in MODEL), 'kv_dtype', 'weight_dtype', 'at_inference'}
 
 
 def from_scratch(ladder, row) -> str:

@@ -178,6 +178,19 @@ def bytes_held(summary: dict) -> Grid:
     return grid
 
 
+def weights_and_prefill(summary: dict) -> Grid:
+    """Bytes of the weights, and FLOPs of a prompt for each of its tokens, by its length."""
+    lengths = list(summary['rows'][0]['kv']['at'])
+    grid = Grid('Weights: bytes (in int8 without scales). Prefill: MFLOPs for each token of a prompt, by its length, to '
+                "the logits of the last; counted from the plan",
+                ('row', 'weights in', 'bytes', *(f'prefill T={int(n):,}' for n in lengths)), left=('row', 'weights in'))
+    for row in models(summary):
+        weights, at = row['kv']['weights'], row['kv']['at']
+        grid.rows.append((label(row), weights['dtype'], nice_bytes(weights['bytes']),
+                          *(f"{at[n]['prefill_flops'] / int(n) / 1e6:,.2f}" for n in lengths)))
+    return grid
+
+
 def where(speed: dict) -> str:
     """On what it was measured."""
     shape = ''.join(f', {name}={value}' for name, value in speed['shape'].items())
@@ -256,7 +269,7 @@ def grids(summary: dict) -> list[Grid]:
     """All tables that there is something for."""
     text = any('val_loss' in row for row in summary['rows']) or not any(row.get('recall') for row in summary['rows'])
     made = [headline(summary), headline(summary, side=True)] if text else []
-    made += [recalls(summary), bytes_held(summary), speeds(summary), training(summary)]
+    made += [recalls(summary), bytes_held(summary), weights_and_prefill(summary), speeds(summary), training(summary)]
     return [grid for grid in made if grid and grid.rows]
 
 

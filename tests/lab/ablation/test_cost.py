@@ -6,10 +6,12 @@ import torch
 
 import ablate
 from config.errors import UserError
+from engine.weights import weights_dtype
 from lab.ablation import cost, tables
 from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
 from lab.ablation.summary import summarize
+from model import GPT
 from tests.lab.ablation.test_ladder import CONFIG
 
 SMALL = ['--contexts=16,100', '--batch_sizes=2', '--batch_size=2', '--device=cpu']
@@ -33,6 +35,31 @@ def test_bytes_by_hand(ladder_of):
     assert of['+ int8 KV']['at'][64]['bytes'] == (64 + 2 * 8) * 2 * (8 + 2) and of['+ int8 KV']['dtype'] == 'int8'
     assert of['tied later']['at'][64]['bytes'] == (64 + 8) * 2 * 8 * 2
     assert of['+ MQA']['at'][64]['sequences_per_GB'] == 10 ** 9 // (64 * 96)
+
+
+def test_bytes_of_weights_and_flops_of_a_prompt_by_hand(ladder_of):
+    ladder = ladder_of(text=CONFIG + "side_rows['int8 weights'] = ('+ int8 KV', dict(weight_dtype='int8'))\n")
+    of = {name: cost.kv_bytes(ladder, row, [16]) for name, row in ladder.rows.items()}
+    row = ladder.rows['vanilla GPT-2']
+    model, vocab_size = GPT(ladder.config(row)), ladder.config(row).vocab_size
+    assert of['vanilla GPT-2']['weights'] == {'dtype': 'bfloat16', 'bytes': 2 * model.get_num_params(non_embedding=False)}
+    # c_attn of the last layer for all 16 tokens, the rest of it for one
+    before = 16 * 2 * (2 * 12 * 32 ** 2 + 3 * 32 ** 2) + 2 * 9 * 32 ** 2
+    keys = 4 * 32 * (2 * 16 * 17 // 2 + 16)
+    assert of['vanilla GPT-2']['at'][16]['prefill_flops'] == before + keys + 2 * vocab_size * 32
+    full, int8 = of['+ int8 KV'], of['int8 weights']
+    assert int8['weights'] == {'dtype': 'int8', 'bytes': full['weights']['bytes'] // 2} and int8['at'] == full['at']
+
+
+def test_a_row_with_int8_weights_is_timed_with_them(ladder_of, once):
+    ladder = ladder_of(text=CONFIG + "side_rows['int8 weights'] = ('+ int8 KV', dict(weight_dtype='int8'))\n")
+    speed = cost.Speed(ladder)
+    assert speed.decodes_as['int8 weights'] != speed.decodes_as['+ int8 KV']
+    assert speed.trains_as['int8 weights'] == speed.trains_as['+ int8 KV']
+    assert not speed.measure()['cells'][0]['errors']
+    speed.device, speed.dtype, speed.models = torch.device('cpu'), torch.float32, {}
+    stored = {name: weights_dtype(speed._model(speed.decodes_as[name])) for name in ('+ int8 KV', 'int8 weights')}
+    assert stored == {'+ int8 KV': 'float32', 'int8 weights': 'int8'}
 
 
 def test_bytes_are_compared_with_the_first_rows_shape(ladder_of):

@@ -60,6 +60,14 @@ def test_rows_with_the_same_weights_share_a_training(ladder_of):
     assert len({ladder.fingerprint(row) for row in rows.values()}) == len(rows)
 
 
+def test_int8_weights_are_another_row_of_the_same_training(ladder_of):
+    ladder = ladder_of(CONFIG.replace("dict(kv_share='AAB')),", "dict(weight_dtype='int8')),"))
+    windows, int8 = ladder.rows['+ windows'], ladder.rows['shared']
+    assert int8.weight_dtype == 'int8' and windows.weight_dtype == 'auto'
+    assert ladder.training(int8) == ladder.training(windows)
+    assert ladder.fingerprint(int8) != ladder.fingerprint(windows)
+
+
 def test_at_inference_changes_the_model_that_is_judged_alone(ladder_of):
     ladder = ladder_of()
     row = ladder.rows['tied later']
@@ -95,6 +103,7 @@ def test_where_a_run_is_and_how_often_it_is_evaluated_is_no_other_training(ladde
     ("dict(n_kv_head=1)", "{}", r"row '\+ MQA' changes nothing"),
     ("dict(n_kv_head=1)", "1", r"row '\+ MQA': changes must be a dict"),
     ("kv_dtype='int8'", "kv_dtype='int7'", "kv_dtype='int7'"),
+    ("kv_dtype='int8'", "weight_dtype='int4'", "weight_dtype='int4': allowed are 'auto', 'int8'"),
     ("('+ windows', dict(kv_share='AAB'))", "('windows', dict(kv_share='AAB'))", r"no row 'windows'.*'\+ windows'"),
     ("('+ windows', dict(kv_share='AAB'))", "dict(kv_share='AAB')", r"side_rows\['shared'\]"),
     ("dict(at_inference=dict(kv_share='AAB'))", "dict(at_inference=dict(kv_shares='AAB'))", "row 'tied later'.*kv_shares"),

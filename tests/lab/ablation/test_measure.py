@@ -8,6 +8,7 @@ import torch
 from config.errors import UserError
 from data.recall.lags import LagTask
 from data.tokenizer import CharTokenizer
+from engine.weights import weights_dtype
 from kv.cache import KVCache
 from lab.ablation import measure
 from lab.ablation.ladder import read_ladder
@@ -43,8 +44,8 @@ def test_a_row_is_judged_through_a_cache_of_its_own_storage(ladder, saved):
     row = ladder.rows['+ windows']
     model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
     plain = measure.losses(model, row, windows(), TOKENIZER)
-    int8 = measure.losses(model, SimpleNamespace(name='x', kv_dtype='int8'), windows(), TOKENIZER)
-    half = measure.losses(model, SimpleNamespace(name='x', kv_dtype='bfloat16'), windows(), TOKENIZER)
+    int8 = measure.losses(model, SimpleNamespace(name='x', kv_dtype='int8', weight_dtype='auto'), windows(), TOKENIZER)
+    half = measure.losses(model, SimpleNamespace(name='x', kv_dtype='bfloat16', weight_dtype='auto'), windows(), TOKENIZER)
     assert plain['cache_minus_forward_largest'] < 1e-5
     assert plain['val_loss'] == pytest.approx(plain['val_loss_forward'], abs=1e-6)
     assert int8['cache_minus_forward_largest'] < measure.AGREE_INT8 and 0 < abs(int8['val_loss'] - plain['val_loss']) < 0.02
@@ -63,6 +64,19 @@ def test_a_cache_that_gives_other_losses_is_an_error(ladder, saved, monkeypatch)
     monkeypatch.setattr(KVCache, 'commit', forgetful)
     with pytest.raises(RuntimeError, match='loss through the cache is not that of the forward pass'):
         measure.losses(model, row, windows(), TOKENIZER)
+
+
+def test_a_row_with_int8_weights_is_judged_with_them(tmp_path, saved, monkeypatch):
+    text = CONFIG.replace("dict(kv_share='AAB')),", "dict(weight_dtype='int8')),")
+    (tmp_path / 'ablate_int8.py').write_text(text)
+    ladder = read_ladder([str(tmp_path / 'ablate_int8.py'), f'--folder={tmp_path}'], echo=False)[1]
+    monkeypatch.setattr(measure, 'training_figures', lambda *_: {})
+    monkeypatch.setattr(measure, 'recall', lambda model, *_: weights_dtype(model))
+    plain, int8 = (measure.measure(ladder, ladder.rows[name], 1, saved, tmp_path / 'ckpt.pt')
+                   for name in ('+ windows', 'shared'))
+    assert (plain['recall'], int8['recall']) == ('float32', 'int8')
+    assert plain['params_all'] == int8['params_all'] == 34_592
+    assert plain['fingerprint'] != int8['fingerprint']
 
 
 def test_a_row_that_changes_at_inference_gets_converted_weights(ladder, saved):
