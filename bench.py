@@ -21,6 +21,8 @@ into it.
     python bench.py --mode=decode --contexts=960 --against=ctranslate2 --weight_dtype=int8
     python bench.py $GPT2 --mode=prefill --contexts=1024,8192 --prefill_chunk=1024
     python bench.py $GPT2 --mode=serve --batch_sizes=16 --contexts=64 --requests=64
+    # the same model exported, in the environment that lab/scripts/vllm_env.sh makes
+    python bench.py $GPT2 --mode=serve --contexts=64 --requests=32 --against=vllm
     python bench.py $GPT2 --mode=recompute --contexts=1024 --against=vanilla
     python bench.py $GPT2 --mode=lengths --contexts=1024,8192 --against=vanilla
     python bench.py $GPT2 --mode=kernels --batch_sizes=256 --contexts=8192              # on CUDA

@@ -243,8 +243,8 @@ BENCH = _keys(
      "prefill, recompute and lengths too), 'vanilla_float32' (the same with weights and K/V in float32), 'float32_kv' (the "
      "same model with K/V in float32), or with the same vanilla weights 'hf' (transformers' generate), 'nanogpt' (its "
      "generate), 'llama.cpp' (f32, f16, q8_0) or 'ctranslate2' (float32, int8); mode train: 'nanogpt'; mode "
-     "prefill: 'untrimmed' (every token in every layer)",
-     ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'hf', 'nanogpt', 'llama.cpp', 'ctranslate2')),
+     "prefill: 'untrimmed' (every token in every layer); modes serve and prefill: 'vllm' (the same model, exported)",
+     ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'hf', 'nanogpt', 'llama.cpp', 'ctranslate2', 'vllm')),
     ('batch_sizes', '1', "all modes but train: sequences at once, a list as '1,4,16'"),
     ('contexts', '512', "all modes but train: tokens held when the first timed token is made, as '1024,4096'; "
      'of the prompt, with modes prefill and serve or against other programs; length of the whole sequences, with modes '
@@ -257,7 +257,7 @@ BENCH = _keys(
     ('requests', 64, 'mode serve: requests, all there from the start; contexts are their prompts, batch_sizes the rows; mode '
      'chat: requests that are counted'),
     ('dialogues', 64, 'mode chat: how many go on at any time, each of up to the longest of contexts'),
-    ('message', 20, 'mode chat: tokens of the message whose first token is timed'),
+    ('message', 20, 'mode chat, and prefill against vllm: tokens of the message whose first token is timed'),
     ('shares', '100,50,25', 'mode chat: sizes of the store, in percent of what all dialogues take'),
     ('page_sizes', '64', 'mode chat: positions of a page, which is a block of the store'),
     ('output_lengths', '16,256', 'mode serve: shortest and longest of the new tokens of a request, log-uniform between'),

@@ -6,7 +6,7 @@ import torch
 
 from config.errors import UserError, at_least
 from kv.plan import KVPlan
-from lab.benchmarks import clock
+from lab.benchmarks import clock, vllm
 from lab.benchmarks.report import show
 from lab.benchmarks.setting import (
     MIN_REPEATS,
@@ -46,10 +46,12 @@ class PrefillRound:
 
 def run(s, data_root: Path) -> dict:
     """All cells, printed as a table; returns what --json prints."""
+    if s.against == 'vllm':
+        return vllm.run(s, data_root)
     at_least(s, repeats=MIN_REPEATS, prefill_chunk=0)
     if s.against not in ('', 'vanilla', 'untrimmed'):
-        raise UserError(f"against={s.against!r}: mode='prefill' is compared with 'vanilla' and 'untrimmed'; mode='decode' "
-                        'against another engine reports the time to first token too')
+        raise UserError(f"against={s.against!r}: mode='prefill' is compared with 'vanilla', 'untrimmed' and "
+                        "'vllm'; mode='decode' against another engine reports the time to first token too")
     if s.budget:
         raise UserError(f"budget={s.budget!r}: counts in mode='decode' alone")
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)

@@ -115,6 +115,21 @@ def served(document) -> Grid:
     return grid
 
 
+def beside_vllm(document) -> list[Grid]:
+    """Of requests, or prompts, to our engine and to vLLM."""
+    what = f"time to first token; again: with {document['message']} tokens more, edited: the last 2% exchanged" \
+        if 'message' in document else \
+        f"{document['requests']} requests of {document['output_lengths'][0]} to {document['output_lengths'][-1]} new tokens"
+    which = 'rows' if 'requests' in document else 'past'
+    grid = Grid(f"{what}, median (min-max); vLLM in {document['vllm_dtype']}",
+                ('prompt', which, 'side', 'seconds', 'tokens/s', FASTER), left=('past', 'side'))
+    for cell, name, side in each_side(document):
+        grid.rows.append((f"{cell['context']:,}", str(cell.get('prompt') or cell['rows']), name,
+                          spread(side['seconds'], '.3f'), f"{side['tokens_per_second']['median']:,.0f}",
+                          faster(cell, name, 'tokens_per_second')))
+    return [grid]
+
+
 def trained_lengths(document) -> Grid:
     """Of training steps by length."""
     grid = Grid(f"a training step, median (min-max); recompute {document['recompute']}",
@@ -210,7 +225,9 @@ PEER_FACTS = ('llama.cpp K/V', 'llama.cpp processor', 'ctranslate2 arithmetic')
 WITHOUT_CACHE = ('lengths', 'recompute', 'kernels')  # modes
 
 # mode -> document -> its tables
-GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)], 'serve': lambda document: [served(document)],
+GRIDS = {'decode': decode_grids,
+         'prefill': lambda document: beside_vllm(document) if document['against'] == 'vllm' else [prefills(document)],
+         'serve': lambda document: beside_vllm(document) if document['against'] == 'vllm' else [served(document)],
          'lengths': lambda document: [trained_lengths(document)], 'recompute': policies, 'kernels': kernel_grids,
          'chat': chat_grids}
 
@@ -218,7 +235,7 @@ GRIDS = {'decode': decode_grids, 'prefill': lambda document: [prefills(document)
 def heading(document) -> list[str]:
     """Lines on hardware, versions, dtypes, rounds and models."""
     against = f" against {document['against']}" if document['against'] else ''
-    packages = ''.join(f', {name} {document[name]}' for name in ('transformers', *PEERS) if name in document)
+    packages = ''.join(f', {name} {document[name]}' for name in ('transformers', *PEERS, 'vllm') if name in document)
     steps = f" of {document['steps']} steps" if 'steps' in document else ''
     kv = '' if document['mode'] in WITHOUT_CACHE else f", K/V {document['kv_dtype']}"
     rounds = '' if document['mode'] == 'kernels' else f"; {document['repeats']} rounds{steps}, after one to warm up"

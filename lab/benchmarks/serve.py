@@ -23,7 +23,7 @@ from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.scheduler import Scheduler
 from generate import Generation, Sampler
-from lab.benchmarks import clock
+from lab.benchmarks import clock, vllm
 from lab.benchmarks.generation import same_tokens
 from lab.benchmarks.report import show
 from lab.benchmarks.setting import MIN_REPEATS, build, check_length, facts, model_config, numbers, random_tokens
@@ -101,11 +101,13 @@ def run(s, data_root: Path) -> dict:
     """All cells, printed as a table; returns what --json prints."""
     at_least(s, repeats=MIN_REPEATS, prefill_chunk=0, requests=1)
     for name in ('against', 'budget', 'nanogpt'):
-        if getattr(s, name):
+        if getattr(s, name) not in ('', 'vllm'):
             raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='serve'")
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
     low, high = output_range(s.output_lengths)
     lengths = log_uniform(low, high, s.requests, s.seed)
+    if s.against == 'vllm':
+        return vllm.run(s, data_root, lengths)
     config = model_config(s, data_root)
     check_length(config, contexts, high)
     torch.manual_seed(s.seed)

@@ -14,7 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results' / 'cpu'
 FULL = 'config/train_gpt2_mqa_local.py --mode='  # GPT-2 124M's shape with every saving on, as many parameters as GPT-2
-INT8 = ' --weight_dtype=int8 --kv_dtype=int8 --against=vanilla_float32'
+STORED_INT8 = ' --weight_dtype=int8 --kv_dtype=int8'
+INT8 = STORED_INT8 + ' --against=vanilla_float32'
+VLLM = FULL + 'serve --against=vllm --batch_sizes=16 --contexts=64 --requests=32 --output_lengths=64'
 PEER = '--mode=decode --steps=32 --against='
 BENCHES = {
     'decode-b1': FULL + 'decode --against=vanilla --batch_sizes=1 --contexts=1024,4096,16384,32768',
@@ -41,6 +43,10 @@ BENCHES = {
     'prefill-chunked': FULL + 'prefill --against=vanilla --contexts=1024,4096 --prefill_chunk=256',
     'recompute': FULL + 'recompute --against=vanilla --contexts=1024',
     'lengths': FULL + 'lengths --against=vanilla --contexts=256,512,1024,2048,8192',
+    # these in the environment that lab/scripts/vllm_env.sh makes
+    'against-vllm': VLLM + STORED_INT8,
+    'against-vllm-bfloat16': VLLM + ' --dtype=bfloat16',
+    'against-vllm-prefill': FULL + 'prefill --against=vllm --contexts=1024,4096' + STORED_INT8,
     'serve': FULL + 'serve --batch_sizes=16 --contexts=64',
     'chat': FULL + 'chat --contexts=1024,8192 --kv_dtype=int8 --requests=500 --page_sizes=16,64',
 }

@@ -1,0 +1,168 @@
+"""--against=vllm, modes serve and prefill: our engine and vLLM on a CPU with the same exported model.
+
+vLLM computes in bfloat16, compiled, its default, in a process of its own; ours in the settings'
+dtype, weight_dtype and kv_dtype. In turns, on one clock:
+
+    serve     requests that are all there from the start, prompts of `contexts` tokens: tokens/s
+    prefill   time to the first token of a prompt of `contexts` tokens: never seen before (cold),
+              the same with `message` tokens more (again), and with its last 2% exchanged and
+              `message` tokens more (edited). Both keep what they have computed of prefixes.
+"""
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from config.errors import UserError, at_least
+from engine.engine import Engine
+from engine.params import SamplingParams
+from interop.export import hf_model
+from lab.benchmarks import clock
+from lab.benchmarks.report import show
+from lab.benchmarks.setting import (
+    MIN_REPEATS,
+    check_length,
+    facts,
+    model_config,
+    numbers,
+    prepared,
+    random_tokens,
+)
+from model import GPT
+from training.device import pick_device
+
+DTYPE = 'bfloat16'
+PREFIXES = 2 ** 30  # bytes that our engine keeps of prefixes
+PROMPTS = 'cold', 'again', 'edited'
+
+
+class Ours:
+    """Call it with prompts and how many new tokens each gets."""
+
+    def __init__(self, model, rows: int, max_seq_len: int, s, prefix_budget: int = 0):
+        chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
+        self.engine = Engine(model, rows, max_seq_len, s.kv_dtype, captured=s.captured,
+                             prefix_budget=prefix_budget, **chunk)
+
+    def __call__(self, prompts, lengths) -> list[list[int]]:
+        params = [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
+        return [done.tokens for done in self.engine.generate(prompts, params)]
+
+
+class VLLM:
+    """The same of the model in `folder`."""
+
+    def __init__(self, llm_type, params_type, folder: str, rows: int, max_seq_len: int):
+        self.params_type = params_type
+        self.llm = llm_type(model=folder, skip_tokenizer_init=True, dtype=DTYPE,
+                            max_model_len=max_seq_len, max_num_seqs=rows)
+
+    def __call__(self, prompts, lengths) -> list[list[int]]:
+        params = [self.params_type(temperature=0, max_tokens=n, detokenize=False, ignore_eos=True)
+                  for n in lengths]
+        answers = self.llm.generate([{'prompt_token_ids': ids} for ids in prompts], params,
+                                    use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def imported():
+    """vLLM's LLM and SamplingParams.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    # ours has threads, with which a fork may stand still
+    os.environ.setdefault('VLLM_WORKER_MULTIPROC_METHOD', 'spawn')
+    os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
+    os.environ.setdefault('VLLM_CPU_KVCACHE_SPACE', '4')  # GiB
+    try:
+        import vllm
+    except ImportError as e:
+        raise UserError("against='vllm' needs vLLM: lab/scripts/vllm_env.sh makes an environment "
+                        'with it, .venv-vllm') from e
+    return vllm.LLM, vllm.SamplingParams, vllm.__version__
+
+
+def run(s, data_root: Path, lengths: list[int] = ()) -> dict:
+    """All cells, printed as a table; returns what --json prints. lengths: of the answers, in mode
+    serve."""
+    at_least(s, repeats=MIN_REPEATS, prefill_chunk=0, message=1)
+    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
+    if s.mode == 'prefill' and batches != [1]:
+        raise UserError(f"batch_sizes={s.batch_sizes!r}: against='vllm' prompts come one by one")
+    if pick_device(s.device).type != 'cpu':
+        raise UserError(f"device={s.device!r}: against='vllm' both run on the CPU: give "
+                        '--device=cpu')
+    further = max(lengths) if lengths else s.message + 1
+    config = model_config(s, data_root)
+    check_length(config, contexts, further)
+    *types, version = imported()
+    torch.manual_seed(s.seed)
+    model, longest = GPT(config).eval(), max(contexts) + further
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        hf_model(model, torch.bfloat16).save_pretrained(folder)
+        theirs = VLLM(*types, folder, max(batches), longest)
+        model = prepared(model, s)
+        document = facts(s, {'ours': model}) | {'vllm': version, 'vllm_dtype': DTYPE}
+        if lengths:
+            document |= {'requests': len(lengths), 'output_lengths': list(lengths)}
+            document['cells'] = [served(model, theirs, lengths, context, rows, s)
+                                 for context in contexts for rows in batches]
+        else:
+            ours = Ours(model, 1, longest, s, PREFIXES)
+            document |= {'message': s.message}
+            document['cells'] = [cell for context in contexts
+                                 for cell in first_tokens(ours, theirs, model, context, s)]
+    show(document)
+    return document
+
+
+def served(model, theirs, lengths, context: int, rows: int, s) -> dict:
+    """Figures of requests; each round has prompts of its own, so that none begins as an earlier."""
+    rounds = [random_tokens(model, len(lengths), context).tolist() for _ in range(s.repeats + 1)]
+    sides = {'ours': Ours(model, rows, context + max(lengths), s), 'vllm': theirs}
+    found = clock.alternate({name: timed(side, rounds, lengths) for name, side in sides.items()},
+                            s.repeats, f'{len(lengths)} requests, {rows} rows, prompts of {context}')
+    return cell(found, sum(lengths)) | {'context': context, 'rows': rows}
+
+
+def first_tokens(ours, theirs, model, context: int, s) -> list[dict]:
+    """A cell for each kind of prompt. The prompts of a round follow one another on each side."""
+    kept = context - context // 50
+    rounds = {name: [] for name in PROMPTS}
+    for _ in range(s.repeats + 1):
+        whole, further = (random_tokens(model, 1, n)[0].tolist() for n in (context, s.message))
+        other = random_tokens(model, 1, context - kept + s.message)[0].tolist()
+        for name, prompt in zip(PROMPTS, (whole, whole + further, whole[:kept] + other)):
+            rounds[name].append([prompt])
+    sides = {'ours': ours, 'vllm': theirs}
+    makers = {(prompt, name): timed(side, rounds[prompt], [1])
+              for name, side in sides.items() for prompt in PROMPTS}
+    found = clock.alternate(makers, s.repeats, f'prompts of {context}')
+    return [cell({name: found[prompt, name] for name in sides}, context)
+            | {'context': context, 'prompt': prompt} for prompt in PROMPTS]
+
+
+def timed(side, rounds, lengths):
+    """Call it for (seconds, tokens of each request) of the next of `rounds`, lists of prompts."""
+    waiting = iter(rounds)
+
+    def run():
+        prompts, start = next(waiting), clock.now()
+        tokens = side(prompts, lengths)
+        return clock.now() - start, tokens
+    return run
+
+
+def cell(found, tokens: int) -> dict:
+    """Figures of both sides, for so many tokens a round; how many texts of the last are the same."""
+    seconds = {name: [each for each, _ in runs] for name, runs in found.items()}
+    pairs = list(zip(*(runs[-1][1] for runs in found.values()), strict=True))
+    return {'sides': {name: {'seconds': clock.summary(each),
+                             'tokens_per_second': clock.summary(tokens / x for x in each)}
+                      for name, each in seconds.items()},
+            'rows_equal': sum(a == b for a, b in pairs), 'requests': len(pairs),
+            'ratios': {'tokens_per_second': {'vllm': clock.paired(seconds['vllm'], seconds['ours'])}}}
