@@ -340,7 +340,7 @@ class Engine:
         """Rows that prefill in between take part without a token: so the rows are one slice."""
         by_row = {request.row: (request, n) for request, n in decoding}
         parts = [by_row.get(row, (None, 0)) for row in range(max(by_row) + 1)]
-        if not isinstance(self.fast_decode, CapturedDecode):
+        if self.fast_decode is None:
             return self._forward(parts, list(range(len(parts))), events)
         ids = torch.tensor([request.next_tokens(1) if n else [0] for request, n in parts])
         ids = ids.to(self.model.device, non_blocking=True)

@@ -430,7 +430,7 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     w.qkv.resize(m * (HD + 2 * model.n_kv_head * model.head_dim));
     w.mlp.resize(m * widest);
     w.results.resize(most * model.n_head * (padded(model.head_dim) + 2));
-    w.values.resize(m * widest);
+    w.values.resize(2 * m * widest);
     w.scale.resize(m);
     w.sum.resize(m * most_groups);
     Int8Rows rows{w.values.data(), w.scale.data(), w.sum.data()};
@@ -463,7 +463,7 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
 // y (m, n) = x (m, k) @ weight.T + bias
 extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, float* y, int64_t threads) {
     bool quantized = linear->dtype == INT8 || linear->dtype == INT4;
-    Buffer<int8_t> values(quantized ? m * linear->k : 0);
+    Buffer<int8_t> values(linear->dtype == FLOAT32 ? 0 : 2 * m * linear->k);
     Buffer<float> scale(m);
     Buffer<int32_t> sums(quantized ? m * linear->k / linear->group : 0);
     Int8Rows rows{values.data(), scale.data(), sums.data()};

@@ -1,5 +1,5 @@
 // Vectors, matmuls and row operations of the decode step (decode.cpp). Plain C++ on GCC's and Clang's
-// vector types, for any processor; only the int8 dot product names instructions.
+// vector types, for any processor; only the dot products of int8 and bfloat16 name instructions.
 //
 // Loops marked `omp for` are shared by the threads of the region that calls them, and end in a
 // barrier: every function here but the inline ones is called by all threads.
@@ -176,7 +176,7 @@ INLINE void finish16(f16x value, const float* bias, float* y, int64_t count, int
 
 // Rows of activations in int8: symmetric, one scale a row.
 struct Int8Rows {
-    int8_t* values;  // (m, k)
+    int8_t* values;  // (m, k); room for as many of bfloat16
     float* scale;    // (m,)
     int32_t* sum;    // (m, k / group): of the values of each group
 };
@@ -364,11 +364,69 @@ static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, i
     }
 }
 
+#if defined(__AVX512BF16__)
+constexpr int BF16_ROWS = 4;  // from so many on, arithmetic takes longer than reading the weight
+
+// Dot products of R rows of x with C rows of a weight: out[r * LANES + c]
+template <int R, int C>
+static void bf16_tile(const uint16_t* w, const uint16_t* x, int64_t k, float* out) {
+    f16x acc[R][C] = {};
+    int64_t i = 0;
+    auto add = [&](__mmask32 lanes) {
+        b64x weight[C];
+        for (int c = 0; c < C; c++) weight[c] = (b64x)_mm512_maskz_loadu_epi16(lanes, w + c * k + i);
+        for (int r = 0; r < R; r++) {
+            __m512bh value = (__m512bh)_mm512_maskz_loadu_epi16(lanes, x + r * k + i);
+            for (int c = 0; c < C; c++)
+                acc[r][c] = (f16x)_mm512_dpbf16_ps((__m512)acc[r][c], (__m512bh)weight[c], value);
+        }
+        i += 2 * LANES;
+    };
+    while (i + 2 * LANES <= k) add(~0u);
+    if (i < k) add((1u << (k - i)) - 1);
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) out[r * LANES + c] = sum(acc[r][c]);
+}
+
+template <int R>
+static void bf16_rows(const Linear& l, const uint16_t* x, int64_t row, int64_t column, float* y,
+                      int finish) {
+    float out[R * LANES] = {};
+    const uint16_t *w = (const uint16_t*)l.weight + column * l.k, *from = x + row * l.k;
+    const int64_t count = std::min<int64_t>(LANES, l.n - column);
+    int64_t c = 0;
+    for (; c + 4 <= count; c += 4) bf16_tile<R, 4>(w + c * l.k, from, l.k, out + c);
+    for (; c < count; c++) bf16_tile<R, 1>(w + c * l.k, from, l.k, out + c);
+    for (int r = 0; r < R; r++)
+        finish16(load(out + r * LANES), l.bias ? l.bias + column : nullptr,
+                 y + (row + r) * l.n + column, count, finish);
+}
+
+// Activations are rounded to bfloat16, as torch has them.
+static void bf16_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, uint16_t* rounded) {
+    #pragma omp for schedule(static)
+    for (int64_t row = 0; row < m; row++)
+        for (int64_t i = row * l.k; i < (row + 1) * l.k; i += LANES / 2)
+            *(__m128bh*)(rounded + i) = _mm256_cvtneps_pbh(_mm256_loadu_ps(x + i));
+    #pragma omp for schedule(dynamic, rows_at_once(l, l.k * 2, LANES))
+    for (int64_t column = 0; column < l.n; column += LANES) {
+        int64_t row = 0;
+        for (; row + 4 <= m; row += 4) bf16_rows<4>(l, rounded, row, column, y, finish);
+        if (row + 2 <= m) bf16_rows<2>(l, rounded, row, column, y, finish), row += 2;
+        if (row < m) bf16_rows<1>(l, rounded, row, column, y, finish);
+    }
+}
+#endif
+
 // y (m, n) = finish(x (m, k) @ weight.T + bias)
 static void matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, Int8Rows rows) {
     if (l.dtype == INT8 || l.dtype == INT4) {
         quantize_rows(x, m, l.k, l.group, rows);
         l.dtype == INT8 ? int8_matmul(l, rows, m, y, finish) : int4_matmul(l, rows, m, y, finish);
+#if defined(__AVX512BF16__)
+    } else if (l.dtype == BFLOAT16 && m >= BF16_ROWS) {
+        bf16_matmul(l, x, m, y, finish, (uint16_t*)rows.values);
+#endif
     } else if (l.dtype == BFLOAT16) {
         float_matmul<uint16_t>(l, x, m, y, finish);
     } else {

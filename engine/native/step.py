@@ -70,8 +70,8 @@ def why_not(model: GPT, cache: KVCache) -> str:
 
 
 class NativeDecode:
-    """Decode steps over the first rows of `cache`, in float32 arithmetic whatever the weights are
-    stored in.
+    """Decode steps over the first rows of `cache`. Arithmetic is float32 but for quantized weights'
+    products, and those of weights in bfloat16 with several rows where the processor has them.
 
     Args:
         model: in eval mode; its weights may change in place only (those in bfloat16 not at all).

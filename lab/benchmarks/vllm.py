@@ -96,11 +96,12 @@ def run(s, data_root: Path, lengths: list[int] = ()) -> dict:
         raise UserError(f"device={s.device!r}: against='vllm' both run on the CPU: give "
                         '--device=cpu')
     further = max(lengths) if lengths else s.message + 1
-    config = model_config(s, data_root)
+    config, longest = model_config(s, data_root), max(contexts) + further
     check_length(config, contexts, further)
+    config.block_size = max(config.block_size, longest)  # vLLM goes no further
     *types, version = imported()
     torch.manual_seed(s.seed)
-    model, longest = GPT(config).eval(), max(contexts) + further
+    model = GPT(config).eval()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         hf_model(model, torch.bfloat16).save_pretrained(folder)

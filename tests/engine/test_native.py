@@ -10,8 +10,10 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine import native
 from engine.decode import fast_decode
+from engine.engine import Engine
 from engine.native.step import NativeDecode, native_decode, why_not
 from engine.paged import PagedKVCache
+from engine.params import SamplingParams
 from engine.weights import quantize_weights
 from generate import Generation, Sampler
 from tests.helpers.models import FULL_STACK, random_model, tokens
@@ -109,6 +111,17 @@ def test_generation_takes_the_same_tokens():
         made = Generation(model, prompts(5, 9), 40, Sampler(0), cache, decode=step(model, cache))
         both.append(torch.cat(list(made), dim=1))
     assert torch.equal(*both)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_the_engine_decodes_by_it(monkeypatch, dtype):
+    model, steps = random_model(GPTConfig(**WIDE), torch.float32).to(dtype), []
+    engine = Engine(model, 3, 64)
+    run = NativeDecode._run
+    monkeypatch.setattr(NativeDecode, '_run', lambda self, ids, *rest: (steps.append(len(ids)), run(self, ids, *rest)))
+    made = engine.generate(prompts(5, 9, 2), [SamplingParams(max_new_tokens=n, temperature=0) for n in (7, 3, 12)])
+    assert sum(steps) == 7 + 3 + 12 - 3  # the prompts give the first tokens
+    assert [len(done.tokens) for done in made] == [7, 3, 12]
 
 
 def test_one_row_does_not_depend_on_the_others():
