@@ -47,12 +47,14 @@ import json
 import configurator
 from data.datasets import DATA_ROOT
 from lab.benchmarks.saving import check_target, write_json
+from lab.benchmarks.setting import check_against
 from training.device import check_seed
 
 
 def main(argv=None):
     s = configurator.parse('bench', argv, usage=__doc__)
     check_seed(s.seed)
+    check_against(s)
     check_target(s.save)  # before minutes of measuring
     # each mode is a module of its name
     figures = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)

@@ -29,7 +29,7 @@ ENOUGH = 10 ** 15  # bytes
 def run(s, data_root: Path) -> dict:
     """All of it, printed as tables; returns what --json prints."""
     at_least(s, repeats=MIN_REPEATS, requests=1, dialogues=1, message=1)
-    for name in ('against', 'budget', 'nanogpt'):
+    for name in ('budget', 'nanogpt'):
         if getattr(s, name):
             raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='chat'")
     contexts, shares, page_sizes = (numbers(name, getattr(s, name)) for name in ('contexts', 'shares', 'page_sizes'))

@@ -93,7 +93,7 @@ def run(s, data_root: Path) -> dict:
     device = pick_device(s.device)
     if not triton_usable(device):
         raise UserError(f"mode='kernels' times the Triton kernels: it needs CUDA and the triton package (device={s.device!r})")
-    for name in ('against', 'budget', 'nanogpt'):
+    for name in ('budget', 'nanogpt'):
         if getattr(s, name):
             raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='kernels'")
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)

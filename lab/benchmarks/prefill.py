@@ -49,9 +49,6 @@ def run(s, data_root: Path) -> dict:
     if s.against == 'vllm':
         return vllm.run(s, data_root)
     at_least(s, repeats=MIN_REPEATS, prefill_chunk=0)
-    if s.against not in ('', 'vanilla', 'untrimmed'):
-        raise UserError(f"against={s.against!r}: mode='prefill' is compared with 'vanilla', 'untrimmed' and "
-                        "'vllm'; mode='decode' against another engine reports the time to first token too")
     if s.budget:
         raise UserError(f"budget={s.budget!r}: counts in mode='decode' alone")
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)

@@ -100,8 +100,8 @@ class StaticRound:
 def run(s, data_root: Path) -> dict:
     """All cells, printed as a table; returns what --json prints."""
     at_least(s, repeats=MIN_REPEATS, prefill_chunk=0, requests=1)
-    for name in ('against', 'budget', 'nanogpt'):
-        if getattr(s, name) not in ('', 'vllm'):
+    for name in ('budget', 'nanogpt'):
+        if getattr(s, name):
             raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='serve'")
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
     low, high = output_range(s.output_lengths)

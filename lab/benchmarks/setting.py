@@ -21,6 +21,19 @@ from model import GPT
 from training.device import describe_attention, device_name, pick_device, pick_dtype
 
 MIN_REPEATS = 5  # medians of fewer rounds say little
+# mode -> what it can be timed against
+AGAINST = {'train': ('nanogpt',), 'serve': ('vllm',), 'prefill': ('vanilla', 'untrimmed', 'vllm'),
+           'decode': ('vanilla', 'vanilla_float32', 'float32_kv', 'hf', 'nanogpt', 'llama.cpp', 'ctranslate2'),
+           'recompute': ('vanilla',), 'lengths': ('vanilla',)}
+
+
+def check_against(s) -> None:
+    """Raises UserError where the mode is not timed against that."""
+    here = AGAINST.get(s.mode, ())
+    if s.against and s.against not in here:
+        modes = ' or '.join(f'mode={mode!r}' for mode, known in AGAINST.items() if s.against in known)
+        these = f"is compared with {', '.join(map(repr, here))}" if here else 'is compared with nothing'
+        raise UserError(f'against={s.against!r}: mode={s.mode!r} {these}; {s.against!r} goes with {modes}')
 
 
 def numbers(name: str, text: str) -> list[int]:

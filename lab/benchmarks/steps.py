@@ -27,8 +27,6 @@ def training_models(s, data_root: Path):
         UserError: settings that have no meaning where training is timed.
     """
     at_least(s, repeats=MIN_REPEATS)
-    if s.against not in ('', 'vanilla'):
-        raise UserError(f"against={s.against!r}: mode={s.mode!r} is compared with 'vanilla' alone")
     if s.budget or s.weight_dtype != 'auto':
         raise UserError(f'mode={s.mode!r} trains: budget and weight_dtype have no meaning there')
     if s.compile and 'compile' in s.given:

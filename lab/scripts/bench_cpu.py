@@ -33,7 +33,7 @@ BENCHES = {
     'against-llama.cpp-b1': PEER + 'llama.cpp --batch_sizes=1 --contexts=32,900',
     'against-llama.cpp-b16': PEER + 'llama.cpp --batch_sizes=16 --contexts=900',
     'against-llama.cpp-int8-b1': PEER + 'llama.cpp --batch_sizes=1 --contexts=32,900 --weight_dtype=int8',
-    'against-llama.cpp-int8-b16': PEER + 'llama.cpp --batch_sizes=16 --contexts=900 --weight_dtype=int8',
+    'against-llama.cpp-int8-b16': PEER + 'llama.cpp --batch_sizes=16 --contexts=900 --weight_dtype=int8 --kv_dtype=bfloat16',
     'against-ctranslate2-int8': PEER + 'ctranslate2 --batch_sizes=1,16 --contexts=32 --weight_dtype=int8',
     'against-hf': '--mode=decode --against=hf --batch_sizes=1,16 --contexts=960 --steps=32',
     # a checkout of karpathy/nanoGPT in ./nanoGPT

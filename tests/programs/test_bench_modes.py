@@ -159,7 +159,7 @@ def test_training_against_nanogpt(capsys, tmp_path):
     found, lines = run_bench(capsys, VANILLA, mode='train', against='nanogpt', nanogpt='nano', batch_size=2)
     assert sum(line.startswith('19/20') or line.startswith('3/4 ') for line in lines) == 10  # five turns of each
     assert found['faster']['min'] <= found['faster']['median'] <= found['faster']['max'] and 'times its tokens/s' in lines[-3]
-    with pytest.raises(UserError, match="against='vanilla'.*mode='train' is compared with 'nanogpt' alone"):
+    with pytest.raises(UserError, match="against='vanilla'.*mode='train' is compared with 'nanogpt'; 'vanilla' goes with"):
         bench.main(flags(VANILLA | dict(mode='train', against='vanilla')))
     with pytest.raises(UserError, match='qk_norm=True'):
         bench.main(flags(VANILLA | dict(mode='train', against='nanogpt', nanogpt='nano', qk_norm=True)))
@@ -207,7 +207,9 @@ DECODE, PREFILL = dict(VANILLA, mode='decode'), dict(VANILLA, mode='prefill')
 
 
 @pytest.mark.parametrize('settings, named', [
-    (dict(DECODE, against='vllm'), ["against='vllm'", "'vanilla'", "'hf'", "'nanogpt'"]),
+    (dict(DECODE, against='vllm'), ["against='vllm'", "'vanilla'", "'hf'", "'nanogpt'", "mode='serve' or mode='prefill'"]),
+    (dict(DECODE, against='others'), ["against='others'", "'vanilla'", "'hf'", "'nanogpt'"]),
+    (dict(VANILLA, mode='chat', against='hf'), ["against='hf'", "mode='chat' is compared with nothing", "mode='decode'"]),
     (dict(VANILLA, against='vanilla'), ["against='vanilla'", "mode='train'"]),
     (dict(PREFILL, against='hf'), ["against='hf'", "'vanilla'", "mode='decode'"]),
     (dict(PREFILL, budget='1GB'), ["budget='1GB'", "mode='decode'"]),
