@@ -56,7 +56,8 @@ struct Step {
 
 // -- K and V --------------------------------------------------------------------------------------
 
-constexpr int64_t TILE = 64;  // keys whose scores are computed together
+constexpr int64_t TILE = 64;         // keys whose scores are computed together
+constexpr int64_t LONG_TILE = 1024;  // of one query
 
 struct Place { int64_t unit, index; };
 
@@ -89,6 +90,10 @@ INLINE uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
     memcpy(&bits, &x, 4);
     return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(uint16_t x) { return from_bfloat16(x); }
+INLINE float to_float(int8_t x) { return x; }
 
 // One head's K or V of a token, stored from element `to` on, `stride` apart.
 static void write_vector(void* base, half_t* scales, int64_t scale_at, int32_t dtype, int64_t to,
@@ -151,36 +156,38 @@ struct Parts {
     }
 };
 
-// Up to TILE keys as stored: K transposed, (D, stride), and V, (n, D).
+// Keys as stored: K transposed, (D, stride), or like V, (n, D).
 template <typename T>
 struct Tile {
     const T *k, *v;
+    bool transposed;
     int64_t stride, n;
     const half_t *k_scale, *v_scale;  // INT8: (n,)
 };
 
-// K that ends before TILE keys, or is not stored transposed, is copied to `copy` (D, TILE), zeros
-// behind.
+// Where n keys from `place` on lie.
+template <typename T>
+static Tile<T> stored_tile(const Slot& slot, Place place, int64_t head, int64_t n, int64_t D) {
+    const int64_t start = head * slot.capacity, first = start + place.index;
+    const T* k = (const T*)slot.k + (slot.transposed ? start * D + place.index : first * D);
+    const bool scaled = slot.dtype == INT8;
+    return {k, (const T*)slot.v + first * D, slot.transposed, slot.capacity, n, scaled ? slot.k_scale + first : nullptr,
+            scaled ? slot.v_scale + first : nullptr};
+}
+
+// The same with room for TILE keys. K that ends before, or is not stored transposed, is copied to
+// `copy` (D, TILE), zeros behind.
 template <typename T>
 static Tile<T> read_tile(const Slot& slot, Place place, int64_t head, int64_t n, int64_t D, T* copy) {
-    const int64_t start = head * slot.capacity, at = (start + place.index) * D;
-    const T *k = (const T*)slot.k, *v = (const T*)slot.v + at;
-    const half_t* scales[2] = {};
-    if (slot.dtype == INT8) {
-        scales[0] = slot.k_scale + start + place.index;
-        scales[1] = slot.v_scale + start + place.index;
+    Tile<T> tile = stored_tile<T>(slot, place, head, n, D);
+    if (slot.transposed && place.index + TILE <= slot.capacity) return tile;  // the rest is masked
+    for (int64_t d = 0; d < D; d++) {
+        if (slot.transposed) memcpy(copy + d * TILE, tile.k + d * slot.capacity, n * sizeof(T));
+        else for (int64_t s = 0; s < n; s++) copy[d * TILE + s] = tile.k[s * D + d];
+        memset(copy + d * TILE + n, 0, (TILE - n) * sizeof(T));
     }
-    if (!slot.transposed) {
-        for (int64_t s = 0; s < n; s++)
-            for (int64_t d = 0; d < D; d++) copy[d * TILE + s] = k[at + s * D + d];
-    } else {
-        k += start * D + place.index;
-        if (place.index + TILE <= slot.capacity)  // what follows the n keys is masked
-            return {k, v, slot.capacity, n, scales[0], scales[1]};
-        for (int64_t d = 0; d < D; d++) memcpy(copy + d * TILE, k + d * slot.capacity, n * sizeof(T));
-    }
-    for (int64_t d = 0; d < D; d++) memset(copy + d * TILE + n, 0, (TILE - n) * sizeof(T));
-    return {copy, v, TILE, n, scales[0], scales[1]};
+    tile.k = copy, tile.stride = TILE, tile.transposed = true;
+    return tile;
 }
 
 // Start to fetch a tile: in a row's storage K's lines lie far apart, which the processor does not
@@ -216,8 +223,38 @@ static void tile_scores(const float* q, const Tile<T>& tile, int64_t D, float* s
     }
 }
 
-// out (N, width) += weights (N, TILE) @ v (n, D), of J * 16 columns from d on (the last may be 8)
-template <int N, int J, typename T>
+// scores (n,) of one query: K is read from its beginning to its end, the order that memory is fastest
+// in. Where a group of queries shares K, `tile_scores` does more with a key once it is there.
+template <typename T>
+static void long_scores(const float* q, const Tile<T>& tile, int64_t D, float* scores) {
+    constexpr int ROWS = 8;
+    if (!tile.transposed) {
+        for (int64_t s = 0; s < tile.n; s++) {
+            const T* k = tile.k + s * D;
+            f16x acc{};
+            int64_t d = 0;
+            for (; d + LANES <= D; d += LANES) acc += load(k + d) * load(q + d);
+            if (d < D) acc += load_half(k + d) * load_half(q + d);
+            scores[s] = sum(acc);
+        }
+        return;
+    }
+    memset(scores, 0, sizeof(float) * tile.n);
+    for (int64_t d = 0; d < D; d += ROWS) {
+        const T* k = tile.k + d * tile.stride;
+        int64_t s = 0;
+        for (; s + LANES <= tile.n; s += LANES) {
+            f16x acc = load(scores + s);
+            for (int j = 0; j < ROWS; j++) acc += load(k + j * tile.stride + s) * q[d + j];
+            store(scores + s, acc);
+        }
+        for (; s < tile.n; s++)
+            for (int j = 0; j < ROWS; j++) scores[s] += to_float(k[j * tile.stride + s]) * q[d + j];
+    }
+}
+
+// out (N, width) += weights (N, SIZE) @ v (n, D), of J * 16 columns from d on (the last may be 8)
+template <int N, int J, int64_t SIZE, typename T>
 static void add_values(const float* weights, const T* v, int64_t n, int64_t D, int64_t d, int64_t width,
                        float* out) {
     const bool whole = d + J * LANES <= D;
@@ -231,7 +268,7 @@ static void add_values(const float* weights, const T* v, int64_t n, int64_t D, i
             values[j] = whole ? load(from) : load_half(from);
         }
         for (int h = 0; h < N; h++)
-            for (int j = 0; j < J; j++) acc[h][j] += values[j] * weights[h * TILE + s];
+            for (int j = 0; j < J; j++) acc[h][j] += values[j] * weights[h * SIZE + s];
     }
     for (int h = 0; h < N; h++)
         for (int j = 0; j < J; j++) store(out + h * width + d + j * LANES, acc[h][j]);
@@ -239,28 +276,28 @@ static void add_values(const float* weights, const T* v, int64_t n, int64_t D, i
 
 INLINE int64_t padded(int64_t D) { return (D + LANES - 1) / LANES * LANES; }
 
-// N query heads over one tile: the running softmax of FlashAttention. q (D, N); top, total (N,);
-// out (N, padded(D))
-template <int N, typename T>
+// N query heads over one tile of up to SIZE keys: the running softmax of FlashAttention. q (D, N);
+// top, total (N,); out (N, padded(D))
+template <int N, int64_t SIZE, typename T>
 static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* top, float* total,
                         float* out) {
-    alignas(64) float scores[N * TILE], k_scale[TILE] = {}, v_scale[TILE] = {};
-    tile_scores<N>(q, tile, D, scores);
+    alignas(64) float scores[N * SIZE], k_scale[SIZE], v_scale[SIZE];
+    if constexpr (SIZE == TILE) tile_scores<N>(q, tile, D, scores);
+    else long_scores(q, tile, D, scores);
     const bool scaled = tile.k_scale;
-    const int64_t width = padded(D);
+    const int64_t width = padded(D), end = padded(tile.n);
     for (int64_t s = 0; scaled && s < tile.n; s++) {
         k_scale[s] = from_half(tile.k_scale[s]);
         v_scale[s] = from_half(tile.v_scale[s]);
     }
     for (int h = 0; h < N; h++) {
-        float *row = scores + h * TILE, most = top[h];
-        if (scaled)
-            for (int64_t s = 0; s < TILE; s++) row[s] *= k_scale[s];
-        for (int64_t s = tile.n; s < TILE; s++) row[s] = -INFINITY;  // of weight 1e-38
+        float *row = scores + h * SIZE, most = top[h];
+        for (int64_t s = 0; scaled && s < tile.n; s++) row[s] *= k_scale[s];
+        for (int64_t s = tile.n; s < end; s++) row[s] = -INFINITY;  // of weight 1e-38
         #pragma omp simd reduction(max : most)
-        for (int64_t s = 0; s < TILE; s++) most = row[s] > most ? row[s] : most;
+        for (int64_t s = 0; s < end; s++) most = row[s] > most ? row[s] : most;
         f16x sums{};
-        for (int64_t s = 0; s < TILE; s += LANES) {
+        for (int64_t s = 0; s < end; s += LANES) {
             f16x weights = exp16(load(row + s) - most);
             sums += weights;
             store(row + s, scaled ? weights * load(v_scale + s) : weights);
@@ -274,8 +311,8 @@ static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* t
     }
     int64_t d = 0;
     for (; d + 4 * LANES <= D; d += 4 * LANES)
-        add_values<N, 4>(scores, tile.v, tile.n, D, d, width, out);
-    for (; d < D; d += LANES) add_values<N, 1>(scores, tile.v, tile.n, D, d, width, out);
+        add_values<N, 4, SIZE>(scores, tile.v, tile.n, D, d, width, out);
+    for (; d < D; d += LANES) add_values<N, 1, SIZE>(scores, tile.v, tile.n, D, d, width, out);
 }
 
 // A part's result: top, total and the sums of weighted values (D,) of each query head of K/V head g.
@@ -285,6 +322,8 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
     const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head, width = padded(D);
     float *top = result, *total = top + group, *out = total + group, *turned = (float*)scratch;
     T* copy = (T*)(turned + group * D);
+    const bool in_rows = group == 1 && (!slot.transposed || slot.capacity > TILE);
+    const int64_t most = in_rows ? LONG_TILE : TILE;
     std::fill(top, total, -3e38f);
     std::fill(total, out + group * width, 0.0f);
     const int sizes[] = {6, 4, 2, 1};  // of the blocks that the heads are taken in
@@ -297,7 +336,12 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
     for (int64_t key = part.start, n; key < part.end; key += n) {
         Place place = place_of(slot, step, part.i, key);
         int64_t head = place.unit * model.n_kv_head + g;
-        n = std::min({TILE, part.end - key, slot.capacity - place.index});
+        n = std::min({most, part.end - key, slot.capacity - place.index});
+        if (in_rows) {
+            Tile<T> tile = stored_tile<T>(slot, place, head, n, D);
+            attend_tile<1, LONG_TILE>(turned, tile, D, top, total, out);
+            continue;
+        }
         if (key + n < part.end) {
             Place next = place_of(slot, step, part.i, key + n);
             prefetch_tile<T>(slot, next, next.unit * model.n_kv_head + g, D);
@@ -305,8 +349,8 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
         Tile<T> tile = read_tile<T>(slot, place, head, n, D, copy);
         for (int64_t h = 0, block; h < group; h += block) {
             block = block_of(h);
-            auto attend = block == 6 ? attend_tile<6, T> : block == 4 ? attend_tile<4, T>
-                        : block == 2 ? attend_tile<2, T> : attend_tile<1, T>;
+            auto attend = block == 6 ? attend_tile<6, TILE, T> : block == 4 ? attend_tile<4, TILE, T>
+                        : block == 2 ? attend_tile<2, TILE, T> : attend_tile<1, TILE, T>;
             attend(turned + h * D, tile, D, top + h, total + h, out + h * width);
         }
     }

@@ -36,7 +36,11 @@ enum Dtype : int32_t { FLOAT32, BFLOAT16, INT8, INT4 };
 INLINE f16x load(const float* p) { return *(const f16x*)p; }
 INLINE void store(float* p, f16x x) { *(f16x*)p = x; }
 INLINE f16x load(const uint16_t* p) {  // bfloat16: the upper half of a float
+#if defined(__AVX512F__)
+    return (f16x)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
     return (f16x)(__builtin_convertvector(*(const u16x*)p, i16x) << 16);
+#endif
 }
 
 INLINE f16x load(const int8_t* p) {

@@ -92,6 +92,15 @@ def test_any_lengths_windows_and_pages(lengths, steps, window, page_size, paged,
     assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
 
 
+@pytest.mark.parametrize('kv_dtype, bound', [('float32', 1e-4), ('int8', 1e-4), ('bfloat16', 0.02)])
+@pytest.mark.parametrize('head_dim', [8, 32])
+def test_long_contexts(kv_dtype, bound, head_dim):
+    """Of heads with K of their own: more keys than are taken at a time."""
+    model = random_model(GPTConfig(**dict(KINDS['vanilla'], head_dim=head_dim, block_size=1200)), torch.float32)
+    plain, other = (model.new_cache(3, 1150, kv_dtype) for _ in 'ab')
+    assert largest_gap(model, plain, other, prompts(1015, 70, 1100), steps=30) < bound
+
+
 @pytest.mark.parametrize('weights, bound', [('bfloat16', 0.03), ('int8', 0.05)])
 def test_other_weights_stay_close(weights, bound):
     """Roundings of activations differ: bfloat16 rounds each, and one that int8 rounds the other way moves by a step."""
