@@ -102,6 +102,34 @@ def test_readme_quotes_the_budget_the_engine_and_transformers():
     assert int(re.search(wanted, prose('README.md'))[1]) == round(cell['ratios']['tokens_per_second']['nanogpt']['median'])
 
 
+def test_readme_quotes_other_engines():
+    def ratio(name, cell, side):
+        return cpu(name)['cells'][cell]['ratios']['tokens_per_second'][side]['median']
+    text, llama = prose('README.md'), cpu('against-llama.cpp-int8-b1')['cells'][1]
+    assert llama['context'] == 900
+    wanted = r'([\d.]+) ms a token in int8 at batch 1, ([\d.]+) ms in its Q8_0; .* ([\d.]+) times its .* stack takes ([\d.]+) ms\. vLLM'
+    ours, q8_0, faster, full = map(float, re.search(wanted, text).groups())
+    tpot = [llama['sides'][side]['tpot_ms']['median'] for side in ('ours', 'llama.cpp q8_0', 'full stack')]
+    assert [ours, q8_0, full] == pytest.approx(tpot, abs=0.06)
+    assert faster == pytest.approx(ratio('against-llama.cpp-int8-b16', 0, 'llama.cpp q8_0'), abs=0.06)
+    wanted = (r'are ([\d.]+) times as fast here in int8 \(([\d,]+) tokens per second against (\d+)\), ([\d.]+) times in '
+              r'bfloat16; prompts of 4,096 tokens ([\d.]+) times; .* known ones comes ([\d.]+) times sooner')
+    found = [float(x.replace(',', '')) for x in re.search(wanted, text).groups()]
+    prompts = cpu('against-vllm-prefill')['cells']
+    assert [(cell['context'], cell['prompt']) for cell in prompts[3:5]] == [(4096, 'cold'), (4096, 'again')]
+    assert found[1:3] == [round(side['tokens_per_second']['median'])
+                          for side in cpu('against-vllm')['cells'][0]['sides'].values()]
+    assert [found[0], *found[3:]] == pytest.approx([
+        ratio(name, cell, 'vllm') for name, cell in (
+            ('against-vllm', 0), ('against-vllm-bfloat16', 0), ('against-vllm-prefill', 3), ('against-vllm-prefill', 4))], abs=0.06)
+    wanted = r'CTranslate2 in int8: ([\d.]+) times its tokens per second at batch 1, ([\d.]+) times at 16'
+    assert [float(x) for x in re.search(wanted, text).groups()] == pytest.approx(
+        [ratio('against-ctranslate2-int8', cell, 'ctranslate2 int8') for cell in (0, 1)], abs=0.06)
+    prefill = {cell['context']: cell['sides']['ours']['tokens_per_second']['median'] for cell in cpu('prefill-int8')['cells']}
+    wanted = r'\*\*Prompts\*\* of 1,024 tokens are computed at ([\d,]+) tokens per second, of 8,192 at ([\d,]+)'
+    assert [int(x.replace(',', '')) for x in re.search(wanted, text).groups()] == [round(prefill[n]) for n in (1024, 8192)]
+
+
 def test_readme_quotes_the_recomputation_policies_and_the_soak():
     cells = {cell['model']: cell for cell in cpu('recompute')['cells']}
     rows = re.findall(r'\| `(\w+)` \| (\d+)% \| ([\d.]+)x \| (\d+)% \| ([\d.]+)x \|', (ROOT / 'README.md').read_text())
