@@ -37,6 +37,7 @@ from engine.timings import Timings, show_timings
 from engine.weights import weight_bytes, weights_dtype
 from generate import Generation, Sampler, cache_length, recomputes
 from interop.load import load
+from kv.capacity import prefill_flops
 from kv.report import account
 from kv.tables import print_report
 from training.device import check_seed, device_name, total_memory
@@ -85,6 +86,7 @@ def sample_start(s):
 
     report |= timings.summary() | machine(model)
     report |= {'num_samples': s.num_samples, 'prompt_tokens': len(prompt),
+               'prefill_flops': prefill_flops(model.config, model.plan, len(prompt)),
                'new_tokens': s.max_new_tokens}
     if s.report:
         size = f"{report['batch']} x {report['max_seq_len']:,} tokens"

@@ -34,11 +34,13 @@ class Timings:
 
 
 def show_timings(report: dict) -> None:
-    """Print a report that has a `summary`, prompt_tokens, batch, device, threads and weights."""
+    """Print a report that has a `summary`, prompt_tokens, prefill_flops, batch, device, threads and
+    weights."""
     n = report['prompt_tokens']
     tpot = f"{report['tpot_ms']:.2f} ms" if report['tpot_ms'] is not None else '-'
     Console().print(
-        f"TTFT {report['ttft_ms']:.1f} ms ({n} prompt token{'s' * (n != 1)}), TPOT {tpot}, "
+        f"TTFT {report['ttft_ms']:.1f} ms ({n} prompt token{'s' * (n != 1)}, "
+        f"{report['prefill_flops'] / 1e6:,.1f} MFLOPs), TPOT {tpot}, "
         f"{report['tokens_per_second']:,.1f} tokens/s\n"
         f"at batch {report['batch']} on {report['device']}, "
         f"{report['threads']} threads, weights {report['weights']}: "

@@ -5,13 +5,10 @@
 
 Losses in nats over fixed windows of the runs' validation split, by the plain forward pass, or for K
 and V through a cache. Writes results/int8_loss/loss.json and README.md. The committed page is of
-the ladder's full stack (config/ablate_shakespeare.py, '+ wider heads and MLP'), trained by
+the three seeds of the ladder's full stack, which this trains:
 
-    for seed in 1 2 3; do python train.py config/train_vanilla.py --optimizer=adamw \\
-        --max_iters=1000 --lr_decay_iters=1000 --warmup_iters=100 --n_kv_head=1 --head_dim=24 \\
-        --layer_pattern=LLLLLG --window_size=32 --kv_share=AABBBC --share_global_kv=True \\
-        --pos_embedding=rope --qk_norm=True --mlp_hidden=568 --seed=$seed --out_dir=out-full-$seed
-    done
+    python ablate.py config/ablate_shakespeare.py --only='+ wider heads and MLP'
+    python lab/scripts/int8_loss.py results/ablate_shakespeare/runs/wider-heads-and-mlp-seed?-*
 """
 import copy
 import json

@@ -12,6 +12,7 @@ import sample
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.cache import KVCache
+from kv.capacity import prefill_flops
 from kv.plan import plan_kv
 from model import GPT
 from tests.programs.support import ALPHABET, load, run_sample
@@ -143,7 +144,8 @@ ASKED_FOR = {'kv_bytes', 'kv_bytes_vanilla', 'kv_ratio', 'kv_ratio_bf16', 'facto
 def test_json_figures_add_up(capsys, trained, kind, kv_dtype):
     f = figures(capsys, trained[kind], kv_dtype=kv_dtype, parallel=2, num_samples=2)
     assert f.keys() >= ASKED_FOR
-    plan = plan_kv(GPTConfig(**load(trained[kind] / 'ckpt.pt')['model_args']))
+    config = GPTConfig(**load(trained[kind] / 'ckpt.pt')['model_args'])
+    plan = plan_kv(config)
     stored = 'float32' if kv_dtype == 'auto' else kv_dtype
     assert (f['batch'], f['max_seq_len'], f['kv_dtype']) == (2, 14, stored)
     assert f['kv_bytes'] == plan.nbytes(2, 14, stored) == sum(slot['bytes'] for slot in f['slots'])
@@ -154,6 +156,7 @@ def test_json_figures_add_up(capsys, trained, kind, kv_dtype):
     assert f['kv_ratio'] == pytest.approx(equal, rel=1e-12)
     assert f['kv_ratio_bf16'] == pytest.approx(equal * factors['dtype'], rel=1e-12)
     assert f['kv_ratio_bf16'] == pytest.approx(plan.vanilla().nbytes(2, 14, 'bfloat16') / f['kv_bytes'], rel=1e-12)
+    assert f['prefill_flops'] == prefill_flops(config, plan, f['prompt_tokens'])
     assert f['ttft_ms'] > 0 and f['tpot_ms'] > 0 and f['tokens_per_second'] > 0
 
 
