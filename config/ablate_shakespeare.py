@@ -64,5 +64,5 @@ for _row, _rates in (('vanilla GPT-2', (1.5e-3, 3e-3)), ('+ qk_norm', (3e-3, 9e-
 
 baseline = '+ qk_norm'
 recall = 'ablate_recall'
-contexts = '256,1024,4096,16384'
+contexts = '256,1024,4096'
 batch_sizes = '1,16'

@@ -282,7 +282,8 @@ ABLATE = _keys(
     ('name', '', 'of the ladder; by default that of its config file'),
     ('folder', '', "where results go, and what is trained in its folder runs/; '' = results/NAME"),
     ('base', '', 'training config that the first row starts from'),
-    ('rows', {}, 'the ladder: name -> what changes against the row above, keys of train.py, kv_dtype or at_inference'),
+    ('rows', {}, 'the ladder: name -> what changes against the row above, keys of train.py, kv_dtype, weight_dtype or '
+     'at_inference'),
     ('side_rows', {}, 'alternatives: name -> (name of the row it departs from, what changes)'),
     ('baseline', '', "the row that all are compared with, beside the first and the one above: the best with all of the memory"),
     ('seeds', '1,2,3', 'seeds that each row of the ladder is trained with'),

@@ -1,13 +1,12 @@
 """What a trained model says of fixed windows of text: by the training forward pass, and through a
 cache as it would sample."""
+import copy
 import dataclasses
 import math
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-
-from model import GPT
 
 
 @dataclass
@@ -66,9 +65,10 @@ def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
 
 def with_rounding(model, on: bool):
     """The same weights in a model that rounds K and V to int8 in its forward pass, or does not."""
-    config = dataclasses.replace(model.config, kv_quant_train='int8' if on else '')
-    twin = GPT(config).to(model.device, model.dtype).eval()
-    twin.load_state_dict(model.state_dict())
+    twin = copy.deepcopy(model).eval()
+    twin.config = dataclasses.replace(model.config, kv_quant_train='int8' if on else '')
+    for block in twin.transformer.h:
+        block.attn.kv_quant_train = twin.config.kv_quant_train
     return twin
 
 

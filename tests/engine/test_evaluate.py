@@ -9,6 +9,7 @@ from data.making.writer import write_dataset
 from data.tokenfiles import open_split
 from data.tokenizer import CharTokenizer
 from engine.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
+from engine.weights import quantize_weights
 from model import GPT, GPTConfig
 
 TINY = dict(block_size=16, vocab_size=13, n_layer=3, n_head=2, n_embd=32, n_kv_head=1, layer_pattern='LLG', kv_share='AAB',
@@ -54,8 +55,10 @@ def test_a_position_has_the_mean_over_windows_of_its_own_target(tiny):
         assert judged.by_position[position].item() == pytest.approx(wanted, abs=1e-9)
 
 
-def test_the_int8_cache_is_the_forward_pass_that_rounds(tiny):
+@pytest.mark.parametrize('weight_dtype', ['auto', 'int8'])
+def test_the_int8_cache_is_the_forward_pass_that_rounds(tiny, weight_dtype):
     model, windows = tiny
+    quantize_weights(model, weight_dtype)
     a = judge(forward(with_rounding(model, True)), windows)
     b = judge(through_cache(model, 'int8', 4, 3), windows)
     assert torch.allclose(a.by_window, b.by_window, atol=1e-5)

@@ -220,6 +220,10 @@ def test_readme_has_the_ladder():
     for name in ('qk_norm', 'wider heads and MLP'):  # neither rate is better by more than rounding
         [first] = [loss for seed, loss in zip(rows['+ ' + name]['seeds'], rows['+ ' + name]['val_loss']['each']) if seed == 1]
         assert all(rows[f'{name} at learning rate {lr}']['val_loss']['mean'] > first - 5e-4 for lr in ('0.003', '0.009'))
+    wanted = r'by at most ([\d.]+) nats, .* on top of it .* add ([\d.]+) \(three seeds'
+    most, added = map(float, re.search(wanted, prose('README.md')).groups())
+    assert max(map(abs, rows['+ int8 KV']['against_above']['each'])) <= most
+    assert added == pytest.approx(rows['int8 weights']['against_above']['mean'], abs=6e-6)
     full, baseline, vanilla = (rows[name] for name in ('+ int8 KV', ladder['baseline'], ladder['first']))
     assert full['kv']['smaller'] >= 70 and full['val_loss']['mean'] < vanilla['val_loss']['mean']
     assert full['val_loss']['mean'] <= baseline['val_loss']['mean']
