@@ -212,8 +212,13 @@ def speeds(summary: dict) -> Grid | None:
         by = {(cell['kind'], cell['context'], cell['batch']): cell for cell in row.get('speed') or []}
         found = [by.get((cell['kind'], cell['context'], cell['batch'])) for cell in cells]
         times = [c and (c.get('tpot_ms') or c.get('ttft_ms')) for c in found]
-        grid.rows.append((label(row), *(f"{x['median']:.1f}" if x else MISSING for x in times)))
+        grid.rows.append((label(row), *(milliseconds(x['median']) if x else MISSING for x in times)))
     return grid
+
+
+def milliseconds(x: float) -> str:
+    """'0.31', '25.5'."""
+    return f'{x:.2f}' if x < 10 else f'{x:,.1f}'
 
 
 def training(summary: dict) -> Grid | None:
