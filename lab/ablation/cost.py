@@ -153,8 +153,8 @@ class Speed:
 
     def _free(self):
         """The memory of what is done with: captured steps hold their caches in cycles."""
-        gc.collect()
         if self.device.type == 'cuda':
+            gc.collect()
             torch.cuda.empty_cache()
 
     def _model(self, key) -> GPT:
