@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow test-vllm data kv contexts recall quantization bench-cpu ablate ablate-smoke soak nanogpt gpu-check clean
+.PHONY: help demo test test-slow test-vllm data kv contexts recall bench-cpu ablate ablate-smoke soak nanogpt gpu-check docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -62,13 +62,8 @@ contexts: $(VENV)/.installed data  ## loss in contexts longer than those trained
 recall: $(VENV)/.installed-test  ## the ladder's rows on a task that needs memory (an hour on 2 cores; finished runs are kept)
 	$(BIN)/python ablate.py config/ablate_recall.py --jobs=2
 
-quantization: $(VENV)/.installed  ## what int8 and int4 caches cost in loss (over half an hour on 2 cores; finished runs are kept)
-	$(BIN)/python lab/scripts/quantization.py
-
 bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU (about an hour; finished runs are kept)
-	$(BIN)/python lab/scripts/decode_parts.py
 	$(BIN)/python lab/scripts/bench_cpu.py
-	$(BIN)/python lab/scripts/loss_forms.py
 
 ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with its report (a minute or two on 2 cores)
 	$(BIN)/python ablate.py config/ablate_smoke.py
@@ -82,6 +77,9 @@ soak: $(VENV)/.installed  ## training killed 20 times at any moment, against tra
 
 nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
 	$(BIN)/python lab/scripts/nanogpt_parity.py $(NANOGPT)
+
+docs: $(VENV)/.installed  ## write the numbers of results/ into README.md and docs/
+	$(BIN)/python -m lab.quoted
 
 PART ?= first
 gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=first, tests, tune, train, ...

@@ -30,7 +30,6 @@ from config.errors import UserError
 from configurator import parse, run_program
 from data.datasets import DATA_ROOT, ensure_dataset
 from data.tokenfiles import open_tokens
-from lab.scripts.runs import whole_split_loss
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights
 
@@ -83,6 +82,17 @@ def our_model(path: Path) -> GPT:
     model = GPT(config_of(checkpoint, path))
     load_weights(model, checkpoint, path)
     return model.eval()
+
+
+@torch.inference_mode()
+def whole_split_loss(model, tokens, block_size, batch_size=16) -> float:
+    """Mean loss in nats per token over a whole split, in windows that do not overlap (a last partial one left out)."""
+    starts, total = range(0, len(tokens) - block_size, block_size), 0.0
+    for first in range(0, len(starts), batch_size):
+        some = starts[first:first + batch_size]
+        rows = torch.stack([torch.from_numpy(tokens[i:i + block_size + 1].astype('int64')) for i in some])
+        total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(some)
+    return total / len(starts)
 
 
 def losses(output: str) -> dict[int, float]:

@@ -1,9 +1,9 @@
-"""lab/scripts/runs.py: the loss over a whole split is the mean over its windows."""
+"""lab/scripts/nanogpt_parity.py: the loss over a whole split is the mean over its windows."""
 import numpy as np
 import pytest
 import torch
 
-from lab.scripts.runs import whole_split_loss
+from lab.scripts.nanogpt_parity import whole_split_loss
 from model import GPT, GPTConfig
 
 
