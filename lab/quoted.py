@@ -10,7 +10,10 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from lab.ablation.tables import plus_minus, short
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'results'
-BLOCK = re.compile(r'<!-- begin (\S+) -->\n(.*?)<!-- end -->', re.DOTALL)
+BLOCK = re.compile(r'^<!-- begin (\S+) -->\n(.*?)^<!-- end -->', re.DOTALL | re.MULTILINE)
 BLOCKS = {}
 
 
@@ -114,6 +117,17 @@ def demo() -> list[str]:
     printed = (RESULTS / 'demo' / 'sample.txt').read_text(encoding='utf-8')
     text = printed.split('---------------\n')[1].strip('\n') + '\n'
     return [text, re.search(r'KV cache, as allocated.*?weights \S+ .*?\n', printed, re.DOTALL)[0]]
+
+
+@block
+def plan_report() -> str:
+    """What `python -m kv` prints for GPT-2's shape."""
+    command = [sys.executable, '-m', 'kv', 'config/train_gpt2_mqa_local.py', '--max_seq_len=8192',
+               '--budget=1GB']
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True,
+                          env=os.environ | {'COLUMNS': '120'})
+    lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
+    return '```\n' + '\n'.join(lines) + '\n```'
 
 
 @block
@@ -250,6 +264,18 @@ def int8_matmuls() -> str:
     return prose(
         f"""In the Shakespeare ladder, with seed 1, int8 matmuls and rounded K and V reach a loss of
         {products:.3f}, rounded K and V alone {kv_only:.3f}, and float32 {full:.3f}.""")
+
+
+@block
+def uptraining() -> str:
+    rows = rows_of('ablate_shakespeare')
+    to_mqa, to_all = (rows[f'uptrained to {name}'] for name in ('MQA', 'all but wider heads'))
+    mqa, everything = (row['against_above']['mean'] for row in (to_mqa, to_all))
+    share = to_mqa['iterations'] / to_mqa['recovery']['scratch']['iterations']
+    return prose(
+        f"""After {share:.0%} of the steps our small models are still {mqa:.3f} nats (MQA) and
+        {everything:.3f} nats (all but wider heads) behind the same memory trained from scratch
+        (seed 1, `results/ablate_shakespeare/recovery.png`).""")
 
 
 @block
