@@ -125,7 +125,7 @@ class _Step:
                 self.call(self.tokens)
         torch.cuda.current_stream().wait_stream(side)
         # the graph has the addresses of these: a table that grows is another tensor
-        self.kept = [dict(table._tables) for table in (self.model.rotary or {}).values()]
+        self.pinned = [dict(table._tables) for table in (self.model.rotary or {}).values()]
         gc.collect()  # an old graph must not be destroyed while another is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):

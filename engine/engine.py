@@ -54,7 +54,7 @@ class _Job:
     def __init__(self, request: Request, tokenizer, now: float):
         self.request, self.tokenizer, self.submitted, self.first = request, tokenizer, now, None
         self.logprobs = [] if request.params.logprobs >= 0 else None
-        self.told = 0  # tokens of which there has been an event
+        self.num_emitted = 0  # tokens of which there has been an event
         self.restore()
 
     def restore(self) -> list[str]:
@@ -123,7 +123,7 @@ class Engine:
         self.fast_decode = fast_decode(model, self.cache, captured)
         self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by number
         self._undelivered: list[Event] = []          # the next step gives them
-        self._torn: list[Event] | None = None        # of a step that failed, not recovered yet
+        self._failed_events: list[Event] | None = None        # of a step that failed, not recovered yet
         self._inboxes: dict[int, deque[Event]] = {}  # of requests a stream awaits, by number
         self._submitted, self.held_peak = 0, 0       # peak: most `PagedKVCache.held_nbytes` so far
 
@@ -192,7 +192,7 @@ class Engine:
     @property
     def n_unfinished(self) -> int:
         """Requests whose last event is still to come."""
-        events = self._undelivered + (self._torn or [])
+        events = self._undelivered + (self._failed_events or [])
         return len(self.jobs) + sum(event.completion is not None for event in events)
 
     # -- requests ----------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Engine:
         try:
             self._end(job, 'cancelled', self._undelivered)
         except BaseException:
-            self._torn = []  # the next step puts it right
+            self._failed_events = []  # the next step puts it right
             raise
         return self._undelivered[-1]
 
@@ -302,7 +302,7 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
-        if self._torn is not None:  # an interruption of the recovery itself
+        if self._failed_events is not None:  # an interruption of the recovery itself
             self._recover()
         events, self._undelivered = self._undelivered, []
         try:
@@ -314,14 +314,14 @@ class Engine:
             if decoding:
                 self._decode(decoding, events)
         except BaseException:
-            self._torn = events
+            self._failed_events = events
             self._recover()
             raise
         return events
 
     def _recover(self) -> None:
         """After a fault in a step: what requests have drawn and the events so far make all anew."""
-        events = self._torn
+        events = self._failed_events
         self.cache.reset()  # it may have been left half-written
         if self.prefix:
             self.prefix.recover()
@@ -331,10 +331,10 @@ class Engine:
         self.scheduler.restart([job.request for job in self.jobs.values()])
         for job in list(self.jobs.values()):
             pieces, tokens = job.restore(), job.request.tokens
-            for k in range(job.told, len(tokens)):  # drawn, and not yet told
+            for k in range(job.num_emitted, len(tokens)):  # drawn, and not yet told
                 logprob, last = job.logprobs and job.logprobs[k], k == len(tokens) - 1
-                self._tell(job, tokens[k], pieces[k], logprob, events, last)
-        self._undelivered, self._torn = events + self._undelivered, None
+                self._emit(job, tokens[k], pieces[k], logprob, events, last)
+        self._undelivered, self._failed_events = events + self._undelivered, None
 
     def _decode(self, decoding, events):
         """Rows that prefill in between take part without a token: so the rows are one slice."""
@@ -359,7 +359,7 @@ class Engine:
         drawing = []
         for b, (request, n) in enumerate(parts):
             if n:
-                self.scheduler.fed(request, n)
+                self.scheduler.computed(request, n)
                 if request.pending == 0:
                     drawing.append((b, self.jobs[request.number]))
         if not drawing:
@@ -370,21 +370,21 @@ class Engine:
         # tolist() waits for the device
         for (_, job), token, logprob in zip(drawing, drawn.tokens.tolist(), drawn.logprobs):
             if token < 0:
-                n, tip = len(job.request.tokens), job.request.tip
+                n, tip = len(job.request.tokens), job.request.last_block
                 self._end(job, 'error', events,
                           f'the logits of token {n} are not finite (NaN or inf)')
                 if self.prefix:  # nobody is to go on from there
                     self.prefix.forget(tip)
                 continue
             job.first = job.first or time.perf_counter()
-            self._tell(job, token, job.take(token, logprob), logprob, events)
+            self._emit(job, token, job.take(token, logprob), logprob, events)
 
-    def _tell(self, job, token, text, logprob, events, last=True) -> None:
+    def _emit(self, job, token, text, logprob, events, last=True) -> None:
         """The event of a token that has been taken; with it a request may end."""
         if last and job.ending():
             return self._end(job, job.ending(), events, token=token, text=text, logprob=logprob)
         events.append(Event(job.request.number, token, text, logprob))
-        job.told += 1
+        job.num_emitted += 1
 
     def _end(self, job, reason, events, error='', token=-1, text='', logprob=None) -> None:
         request, seconds = job.request, time.perf_counter() - job.submitted
@@ -392,7 +392,7 @@ class Engine:
             text += job.text.end()
         whole = job.text.text if job.text else ''
         done = Completion(request.prompt, request.tokens, whole, reason, error, job.logprobs,
-                          job.first and job.first - job.submitted, seconds, max(0, request.found))
+                          job.first and job.first - job.submitted, seconds, max(0, request.num_cached_tokens))
         events.append(Event(request.number, token, text, logprob, done))
         self.jobs.pop(request.number, None)  # from here on it has ended, whatever interrupts
         self.scheduler.finish(request)

@@ -231,7 +231,7 @@ def test_an_interrupted_stream_is_cancelled_and_the_engine_may_be_used_again(mon
 
 
 BOOKKEEPING = ['engine.stopping.SampleText.add', 'engine.sampler.SampleRow.append',
-               'engine.scheduler.Scheduler.finish', 'engine.scheduler.Scheduler._leave',
+               'engine.scheduler.Scheduler.finish', 'engine.scheduler.Scheduler._free_row',
                'engine.paged.PagedKVCache.move', 'engine.paged.PagedKVCache.reserve', 'engine.pages.PageTable.extend',
                'engine.engine.Completion']
 

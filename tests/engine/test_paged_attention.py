@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import engine.paged_attention
 from attention.cached import dequantize
-from engine.paged_attention import MOST_UNOWNED, PageList, page_entries, paged_attention
+from engine.paged_attention import MAX_UNOWNED, PageList, page_entries, paged_attention
 from engine.pages import PageTable
 from kv.int8 import quantize_int8
 from tests.helpers.reference import dense_attention
@@ -105,7 +105,7 @@ def test_few_foreign_pages_are_read_over_and_many_gone_around(kind, n_others, on
     """Row 0: 8 pages, with those of row 1 among them."""
     pool = kind([16, 2 * n_others], 2, 20, extend=[(0, 6), (1, 2 * n_others)])
     pool.table.extend(0, 6, 16)
-    assert (n_others <= MOST_UNOWNED * 8) == one_slice
+    assert (n_others <= MAX_UNOWNED * 8) == one_slice
     listed = pool.listed([0])
     assert listed.runs == ([(0, 8 + n_others, 0)] if one_slice else [(0, 8, None)])
     assert listed.ids.tolist() == [page for page in range(8 + n_others) if one_slice or page in pool.table.rows[0]]

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from config.errors import UserError
-from engine.blocks import taken
+from engine.blocks import allocated_nbytes
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.prefix_disk import DiskTier, _hash, fingerprint
@@ -180,10 +180,10 @@ def test_buffers_in_more_memory_than_they_need(tmp_path, monkeypatch):
         assert_same(completion, alone(model_of('full stack'), ids, PARAMS, kv_dtype='int8', tokenizer=TOKENIZER))
     assert completion.n_cached == 36
     store = engine.prefix
-    assert store.nbytes == sum(block.nbytes for block in store.index.values()) <= budget
-    local = [block.local for block in store.index.values() if block.local is not None]
-    assert local and all(taken(buffer).bit_count() == 1 and taken(buffer) >= buffer.numel() for buffer in local)
-    assert any(taken(buffer) > buffer.numel() for buffer in local)
+    assert store.nbytes == sum(block.nbytes for block in store.blocks) <= budget
+    local = [block.local for block in store.blocks if block.local is not None]
+    assert local and all(allocated_nbytes(buffer).bit_count() == 1 and allocated_nbytes(buffer) >= buffer.numel() for buffer in local)
+    assert any(allocated_nbytes(buffer) > buffer.numel() for buffer in local)
     engine.close()
     sizes = {path.name: path.stat().st_size for path in files(tmp_path / 'rounded')}
     assert all(sizes[path.name] == path.stat().st_size for path in files(tmp_path / 'plain'))
@@ -223,7 +223,7 @@ def test_the_ends_of_texts_leave_a_full_disk_first(tmp_path):
         again = engine_of(tmp_path / order)
         if order == 'read':
             again.prefix.match(prompt(50))
-            again.prefix.index.clear()
+            again.prefix.blocks.clear()
             again = engine_of(tmp_path / order)
         again.prefix.disk.budget = room
         while again.prefix.disk.nbytes > room:
@@ -285,4 +285,4 @@ def test_another_process_deletes_amid_a_write(tmp_path, monkeypatch):
     engine.close()
     assert not files(tmp_path)
     with pytest.warns(UserWarning, match='cannot be read'):
-        assert engine.prefix.disk.read(next(iter(engine.prefix.index)), b'', b'') is None
+        assert engine.prefix.disk.read(next(iter(engine.prefix.blocks)).key, b'', b'') is None

@@ -73,7 +73,7 @@ class Simulation:
             tokens = request.next_tokens(n)
             assert len(tokens) == n >= 1 and request.row >= 0
             self.cache.append(request.row, tokens)
-            request.held += n
+            request.num_computed_tokens += n
         for request, _ in parts:
             if request.pending == 0:
                 request.tokens.append(-len(request.tokens) - 1)
@@ -93,10 +93,10 @@ class Simulation:
     def check_rows(self):
         scheduler, table = self.scheduler, self.cache.table
         assert [r.row for r in scheduler.running] == list(range(len(scheduler.running))) and all(
-            r.row == -1 and r.held == 0 for r in scheduler.waiting)
+            r.row == -1 and r.num_computed_tokens == 0 for r in scheduler.waiting)
         for row in range(self.cache.batch_size):
             r = scheduler.running[row] if row < len(scheduler.running) else None
-            assert self.cache.texts[row] == ((r.prompt + r.tokens)[:r.held] if r else [])
+            assert self.cache.texts[row] == ((r.prompt + r.tokens)[:r.num_computed_tokens] if r else [])
             # the latest token is not held yet; no page is taken long before it is needed
             assert len(table.rows[row]) in ([table.pages_for(r.length), table.pages_for(r.length - 1)] if r else [0])
         # first come, first served: who waits came later than all who run
@@ -125,7 +125,7 @@ class Requests(RuleBasedStateMachine):
     def step(self):
         s, before = self.s, {r: len(r.tokens) for r in self.s.scheduler.running}
         decoding = [r for r in before if r.decoding]
-        needed = s.cache.table.missing([(r.row, r.held, r.length) for r in decoding])
+        needed = s.cache.table.pages_needed([(r.row, r.num_computed_tokens, r.length) for r in decoding])
         n_free, preempted_before = s.cache.table.n_free, {r: r.preempted for r in s.requests}
         work = s.step()
         # preemption: only when pages lack, of the latest, and the oldest goes on whatever happens
@@ -205,7 +205,7 @@ def test_the_latest_gives_its_pages_back_and_later_goes_on_with_what_it_had():
     first, second = s.add(4, 12), s.add(4, 9)
     while not second.preempted:
         s.step()
-    assert first.preempted == 0 and second.tokens and s.scheduler.waiting[0] is second and second.held == 0
+    assert first.preempted == 0 and second.tokens and s.scheduler.waiting[0] is second and second.num_computed_tokens == 0
     kept = list(second.tokens)
     while second.row < 0:
         s.step()
@@ -220,7 +220,7 @@ def test_a_request_that_needs_every_page_runs_alone_and_to_its_end():
     """The page that admission keeps spare for those who decode must not keep out the only one."""
     s = Simulation(batch_size=3, max_seq_len=12, n_pages=3, page_size=4, prefill_chunk=5)
     requests = [s.add(12, 1), s.add(1, 12), s.add(6, 7), s.add(12, 1)]
-    assert s.run() > 0 and requests[2].held == 12
+    assert s.run() > 0 and requests[2].num_computed_tokens == 12
     for lengths in ((12, 2), (13, 1), (1, 13)):
         with pytest.raises(UserError, match='13 positions, and max_seq_len is 12'):
             s.add(*lengths)
@@ -269,7 +269,7 @@ def test_the_last_row_moves_into_the_place_of_one_that_leaves():
     s.finish(a)
     assert (a.row, b.row, c.row) == (-1, 1, 0) and s.scheduler.running == [c, b]
     s.check_rows()
-    assert shape(s.step())[1] == [2, 1] and (c.held, b.held) == (4, 4)
+    assert shape(s.step())[1] == [2, 1] and (c.num_computed_tokens, b.num_computed_tokens) == (4, 4)
 
 
 def test_memory_less_than_max_seq_len_is_named():
