@@ -1,4 +1,5 @@
-"""Who holds which page: the bookkeeping beside a naive model that knows each row's pages by what is written in them."""
+"""Who holds which page: the bookkeeping beside a naive model that knows each row's pages by what is
+written in them."""
 import copy
 
 import pytest
@@ -14,8 +15,9 @@ ROW = st.integers(0, N_ROWS - 1)
 
 
 class Pages(RuleBasedStateMachine):
-    """Rows write, fork, move and release at will. `text[r]` is what row r wrote; `memory` is the pages' contents, changed
-    only as the table says. If some row could write into another's page, its text would not be found in its pages."""
+    """Rows write, fork, move and release at will. `text[r]` is what row r wrote; `memory` is the
+    pages' contents, changed only as the table says. If some row could write into another's page,
+    its text would not be found in its pages."""
 
     @initialize(n_pages=st.integers(1, 14), page_size=st.sampled_from([1, 2, 3, 7]))
     def start(self, n_pages, page_size):
@@ -27,10 +29,11 @@ class Pages(RuleBasedStateMachine):
         self.count = 0
         self.seen = {}                # version -> rows at that version
 
-    # -- rules --------------------------------------------------------------------------------------------------------
+    # -- rules -------------------------------------------------------------------------------------
 
     def state(self):
-        return copy.deepcopy((self.table.rows, self.table.refs, sorted(self.table._free), self.table.pinned, self.table.version))
+        return copy.deepcopy((self.table.rows, self.table.refs, sorted(self.table._free),
+                              self.table.pinned, self.table.version))
 
     def free(self):
         return [page for page in range(self.table.n_pages) if not self.holders(page)]
@@ -39,7 +42,8 @@ class Pages(RuleBasedStateMachine):
         return sum(page in pages for pages in self.table.rows) + (page in self.table.pinned)
 
     def idle(self):
-        return sorted(page for page in self.table.pinned if not any(page in pages for pages in self.table.rows))
+        return sorted(page for page in self.table.pinned
+                      if not any(page in pages for pages in self.table.rows))
 
     def reclaim(self, n):
         for page in self.idle()[:n]:
@@ -50,15 +54,18 @@ class Pages(RuleBasedStateMachine):
         held, before, free = len(self.text[row]), copy.deepcopy(self.table.rows), self.free()
         free += self.idle()[:max(0, self.table.pages_needed([(row, held, length)]) - len(free))]
         first = held // self.table.page_size
-        shared = [page for page in before[row][first:self.table.pages_for(length)] if self.holders(page) > 1]
+        shared = [page for page in before[row][first:self.table.pages_for(length)]
+                  if self.holders(page) > 1]
         copies = self.table.extend(row, held, length)
         assert [a for a, _ in copies] == (shared if length > held else [])
         for source, target in copies:
             assert target in free
             self.memory[target] = list(self.memory[source])
         taken = [page for page in self.table.rows[row] if page not in before[row]]
-        assert sorted(taken) == sorted(free)[:len(taken)]                   # the lowest, whatever was freed when
-        assert self.table.rows[row][:first] == before[row][:first]          # what is not written stays shared
+        # the lowest, whatever was freed when
+        assert sorted(taken) == sorted(free)[:len(taken)]
+        # what is not written stays shared
+        assert self.table.rows[row][:first] == before[row][:first]
         assert all(self.table.rows[r] == before[r] for r in range(N_ROWS) if r != row)
         self.reserved[row] = max(self.reserved[row], length)
         assert len(self.table.rows[row]) == self.table.pages_for(self.reserved[row])
@@ -87,9 +94,11 @@ class Pages(RuleBasedStateMachine):
         assert self.extend(row, length) == needed
         self.write(row, n)
 
-    @rule(rows=st.permutations(range(N_ROWS)), ns=st.lists(st.integers(0, 9), min_size=1, max_size=N_ROWS))
+    @rule(rows=st.permutations(range(N_ROWS)),
+          ns=st.lists(st.integers(0, 9), min_size=1, max_size=N_ROWS))
     def append_several(self, rows, ns):
-        """`missing` counts a whole step beforehand: writers of one shared page copy it but for the last of its holders."""
+        """`missing` counts a whole step beforehand: writers of one shared page copy it but for the
+        last of its holders."""
         jobs = [(row, len(self.text[row]), len(self.text[row]) + n) for row, n in zip(rows, ns)]
         before = self.state()
         needed = self.table.pages_needed(jobs)
@@ -134,7 +143,8 @@ class Pages(RuleBasedStateMachine):
         before, state = self.table.n_evictable, self.state()
         self.table.refs = [7] * self.table.n_pages
         self.table.rebuild(set(self.table.pinned))
-        assert self.table.n_evictable == before and self.state()[:4] == state[:4] and self.table.version > state[4]
+        assert self.table.n_evictable == before and self.state()[:4] == state[:4]
+        assert self.table.version > state[4]
 
     @rule(source=ROW, to=ROW)
     def fork(self, source, to):
@@ -174,7 +184,7 @@ class Pages(RuleBasedStateMachine):
             self.release(row)
         assert self.table.n_available == self.table.n_pages
 
-    # -- invariants ---------------------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------
 
     @invariant()
     def a_page_is_free_or_held_by_as_many_rows_as_it_has_references(self):
@@ -195,7 +205,8 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def a_version_stands_for_one_state_of_the_rows(self):
-        assert self.seen.setdefault(self.table.version, copy.deepcopy(self.table.rows)) == self.table.rows
+        assert self.seen.setdefault(self.table.version,
+                                    copy.deepcopy(self.table.rows)) == self.table.rows
 
 
 TestPages = Pages.TestCase
@@ -206,7 +217,9 @@ def test_two_writers_of_one_shared_page_copy_it_once():
     table = PageTable(3, 4, 4)
     table.extend(0, 0, 6)
     table.adopt(1, table.rows[0])
-    assert table.pages_needed([(0, 6, 7)]) == table.pages_needed([(1, 6, 7)]) == table.pages_needed([(0, 6, 7), (1, 6, 7)]) == 1
+    assert table.pages_needed([(0, 6, 7)]) == table.pages_needed([(1, 6,
+                                                            7)]) == table.pages_needed([(0, 6, 7),
+                                                            (1, 6, 7)]) == 1
     table.adopt(2, table.rows[0])
     assert table.pages_needed([(row, 6, 7) for row in range(3)]) == 2
     assert table.pages_needed([(row, 6, 9) for row in range(3)]) == 5
@@ -252,6 +265,7 @@ def test_a_table_of_nothing_is_refused(sizes):
         PageTable(*sizes)
 
 
-@pytest.mark.parametrize('page_size, n_tokens, n_pages', [(4, 0, 0), (4, 1, 1), (4, 4, 1), (4, 5, 2), (1, 3, 3), (64, 64, 1)])
+@pytest.mark.parametrize('page_size, n_tokens, n_pages',
+                         [(4, 0, 0), (4, 1, 1), (4, 4, 1), (4, 5, 2), (1, 3, 3), (64, 64, 1)])
 def test_pages_for(page_size, n_tokens, n_pages):
     assert PageTable(1, 1, page_size).pages_for(n_tokens) == n_pages

@@ -112,7 +112,8 @@ class Tables(RuleBasedStateMachine):
     def look(self, n):
         self.statics[n].set([None])
         assert self.statics[n].block_table.tolist() == whole(self.cache, n)
-        assert self.statics[n].block_table.data_ptr() == self.addresses[n]  # which a CUDA graph knows
+        # which a CUDA graph knows
+        assert self.statics[n].block_table.data_ptr() == self.addresses[n]
 
     @invariant()
     def tables_are_the_caches(self):
