@@ -169,10 +169,10 @@ class Chat:
         store, stats = self.engine.prefix, self.engine.prefix.stats
         if not stats.requests:
             return 'no reply yet'
-        held = store.nbytes + len(store.table.kept) * store.copier.page_nbytes
+        held = store.nbytes + len(store.table.pinned) * store.copier.page_nbytes
         plan = self.engine.model.plan
         vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
-        tokens = len(store.index) * store.size
+        tokens = len(store.blocks) * store.size
         replies = '1 reply' if stats.requests == 1 else f'{stats.requests} replies'
         return (f'{replies}: {stats.found:,} of {stats.looked_up:,} prompt tokens reused '
                 f'({stats.hit_rate:.1%})\ntime to the first token: {self._ttft()}\n'

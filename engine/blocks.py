@@ -1,9 +1,9 @@
-"""Blocks of tokens that a prefix store keeps, and their K and V outside of a cache: a page of every
-global slot, or a stretch of every ring, each as one buffer.
+"""Blocks of the prefix cache, and copies of their K and V outside of the KV cache: a page of every
+global slot, or a range of positions of every ring, each as one buffer.
 
 A buffer has the bytes as they are stored (int8 stays int8, with its scales), one tensor after
-another. On CUDA it is gathered on the device first, and goes to pinned memory of the host on a
-stream of its own, while the next step computes.
+another. On CUDA it is gathered on the device first and copied to pinned host memory on a separate
+stream, while the next step computes.
 """
 import hashlib
 from dataclasses import dataclass
@@ -14,36 +14,36 @@ from config.errors import UserError
 from engine.paged import PagedKVCache
 from kv.slots import RingStore
 
-# bytes that Python takes for a block beside its buffers and tokens (measured:
+# bytes of Python objects of a block, without buffers and tokens (measured in
 # tests/engine/test_prefix_store.py)
 OVERHEAD = 600
 
 
-def taken(buffer: torch.Tensor | None) -> int:
-    """Bytes of memory behind a buffer, which may be more than it has: see `HostCopies`."""
+def allocated_nbytes(buffer: torch.Tensor | None) -> int:
+    """Bytes allocated for a buffer, which may be more than it uses: see `HostCopies`."""
     return 0 if buffer is None else buffer.untyped_storage().nbytes()
 
 
-def chained_hash(before: bytes, tokens: bytes) -> bytes:
-    """The key of a block after the block with the key `before`."""
-    return hashlib.blake2b(before + tokens, digest_size=16).digest()
-
-
 class Block:
-    """`size` tokens after those of `parent`, and what remembers them.
+    """`size` tokens after those of `parent`, with their K and V.
 
-    page: where its global K, V are in the pools, -1 = not there. copy: the same on the host, or
-    None. local: the last n_local positions of its local K, V, or None. anchor: a row can go on
-    behind it. users: requests that run whose newest block it is (of the root: that have none).
-    used: when it was last of use. depth: blocks from the root on, itself included. saved: the
-    n_local with which it was written to disk or read from there, -1 = neither.
+    key: a hash chained over all tokens up to its end; the name of its file on disk.
+    children: by their tokens. depth: number of blocks from the root, itself included.
+    page: page of its global K, V in the pools, -1 = not there. copy: that page on the host, or
+    None. local: the last n_local positions of its local K, V, or None.
+    anchor: whether a row can resume at its end. users: running requests whose last block it is (the
+    root: those without a block). used: time of its last use. saved: n_local of its file on disk,
+    -1 = it has none.
     """
     __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local',
                  'anchor', 'users', 'used', 'saved')
 
-    def __init__(self, key: bytes, tokens: bytes, parent: 'Block | None'):
-        self.key, self.tokens, self.parent, self.children = key, tokens, parent, {}
-        self.depth = parent.depth + 1 if parent else 0
+    def __init__(self, tokens: bytes, parent: 'Block | None'):
+        self.tokens, self.parent, self.children = tokens, parent, {}
+        self.key, self.depth = b'', 0
+        if parent:
+            self.key = hashlib.blake2b(parent.key + tokens, digest_size=16).digest()
+            self.depth = parent.depth + 1
         self.page, self.copy = -1, None
         self.local, self.n_local = None, 0
         self.anchor, self.saved = False, -1
@@ -51,35 +51,34 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the host's memory."""
-        return OVERHEAD + len(self.tokens) + taken(self.copy) + taken(self.local)
+        """Bytes of host memory."""
+        buffers = allocated_nbytes(self.copy) + allocated_nbytes(self.local)
+        return OVERHEAD + len(self.tokens) + buffers
 
-    def path(self) -> 'list[Block]':
-        """From the first block on, itself included; the root is none."""
-        found, block = [], self
+    def lineage(self):
+        """This block, its parent and so on, without the root."""
+        block = self
         while block.parent:
-            found.append(block)
+            yield block
             block = block.parent
-        return found[::-1]
 
 
 @dataclass
 class Hit:
-    """What a request need not compute. known: how many blocks of it are there, whether or not a row
-    can go on behind them."""
+    """Blocks that a request reuses. n_matched: blocks whose tokens match, some of which may follow
+    the last anchor and so cannot be reused."""
     blocks: list[Block]
-    known: int
+    n_matched: int
 
     @property
-    def n_resident(self) -> int:
-        """Pages that are in the pool already."""
+    def n_in_pool(self) -> int:
         return sum(block.page >= 0 for block in self.blocks)
 
 
 @dataclass
 class PrefixStats:
-    """Counts since the store was made. looked_up, found: tokens of requests, and those of them that
-    were taken over."""
+    """Counts since the store was created. looked_up: tokens of requests; found: those of them that
+    were cached; copied_out, copied_in: pages, to the host and back; evicted: blocks."""
     requests: int = 0
     looked_up: int = 0
     found: int = 0
@@ -88,23 +87,22 @@ class PrefixStats:
     evicted: int = 0
 
     def count(self, looked_up: int, found: int) -> None:
-        """One more request."""
         self.requests += 1
         self.looked_up += looked_up
         self.found += found
 
     @property
     def hit_rate(self) -> float:
-        """Share of tokens that need not be computed."""
+        """Share of tokens that were cached."""
         return self.found / max(1, self.looked_up)
 
 
 class HostCopies:
-    """Takes buffers from a device to the host and back, without waiting; where the device is the
-    host, they are what they are.
+    """Copies buffers from the device to the host and back asynchronously. On a CPU it returns them
+    unchanged.
 
-    Pinned memory comes in powers of two (torch's allocator rounds up), so that is what is asked
-    for, and counts (`taken`).
+    Torch's allocator rounds pinned memory up to a power of two, so that is the size allocated and
+    counted (`allocated_nbytes`).
     """
 
     def __init__(self, device: torch.device):
@@ -112,8 +110,7 @@ class HostCopies:
         self.stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
 
     def out(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A buffer of the host that will hold what this one of the device, (n,) uint8, holds when
-        the work before is done."""
+        """A host copy of a device buffer, (n,) uint8, complete once the work queued so far is."""
         if self.stream is None:
             return buffer
         n = buffer.numel()
@@ -125,11 +122,10 @@ class HostCopies:
         return host
 
     def back(self, host: torch.Tensor) -> torch.Tensor:
-        """A buffer of the device that holds what `out` gave, for work that is queued from now
-        on."""
+        """A device copy of a buffer that `out` returned, for work queued from now on."""
         if self.stream is None:
             return host
-        with torch.cuda.stream(self.stream):  # behind the copies to the host that may be under way
+        with torch.cuda.stream(self.stream):  # after pending copies to the host
             buffer = host.to(self.device, non_blocking=True)
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         buffer.record_stream(torch.cuda.current_stream(self.device))
@@ -139,8 +135,7 @@ class HostCopies:
 class BlockCopier:
     """Copies blocks out of a `PagedKVCache` and back into it.
 
-    size: positions of a block, which is a page. window: W of the local slots, 0 where there are
-    none; what later tokens see of a stretch are the W - 1 positions before them.
+    size: positions of a block, which is a page. window: W of the local slots, 0 without any.
     """
 
     def __init__(self, cache: PagedKVCache):
@@ -149,51 +144,51 @@ class BlockCopier:
         windows = {store.window for store in self.rings} or {0}
         if len(windows) > 1:
             raise UserError(f'local slots have windows of {sorted(windows)}: '
-                            'blocks are kept for one window only')
+                            'prefix caching supports one window only')
         [self.window] = windows
         self.position_nbytes = cache.plan.position_nbytes(cache.kv_dtype)
 
     @property
     def page_nbytes(self) -> int:
-        """Bytes of what `page` gives."""
+        """Size of the buffer that `page` returns."""
         return len(self.cache.pools) * self.size * self.position_nbytes
 
     def local_nbytes(self, n: int) -> int:
-        """Bytes of what `local` gives for n positions."""
+        """Size of the buffer that `local` returns for n positions."""
         return len(self.rings) * n * self.position_nbytes
 
     def page(self, page: int) -> torch.Tensor:
-        """What a page holds, (page_nbytes,) uint8."""
+        """The contents of a page, (page_nbytes,) uint8."""
         buffer = torch.empty(self.page_nbytes, dtype=torch.uint8, device=self.cache.device)
         for x, copy in self._parts(buffer, self.cache.pools, self.size):
             copy.copy_(x[page])
         return self.copies.out(buffer)
 
     def put_page(self, page: int, buffer: torch.Tensor) -> None:
-        """The page holds what `page` gave."""
+        """Write a buffer from `page` to a page."""
         for x, copy in self._parts(self.copies.back(buffer), self.cache.pools, self.size):
             x[page].copy_(copy)
 
-    def n_in_reach(self, row: int, end: int) -> int:
+    def n_in_ring(self, row: int, end: int) -> int:
         """How many of the last positions before `end` the rings of a row still hold."""
-        held = self.cache.held(row)
-        return max(0, min([end] + [end - held + store.capacity for store in self.rings]))
+        behind = self.cache.length(row) - end
+        return max(0, min([end] + [store.capacity - behind for store in self.rings]))
 
     def local(self, row: int, end: int, n: int) -> torch.Tensor:
-        """The n positions before `end`, of every ring, (local_nbytes(n),) uint8; they must be in
-        reach."""
+        """The n positions before `end` of every ring, which must still hold them (`n_in_ring`);
+        (local_nbytes(n),) uint8."""
         buffer = torch.empty(self.local_nbytes(n), dtype=torch.uint8, device=self.cache.device)
-        for x, copy in self._stretch(buffer, row, end, n):
+        for x, copy in self._ring_parts(buffer, row, end, n):
             copy.copy_(x)
         return self.copies.out(buffer)
 
     def put_local(self, row: int, end: int, n: int, buffer: torch.Tensor) -> None:
-        """The row's rings hold what `local` gave."""
-        for x, copy in self._stretch(self.copies.back(buffer), row, end, n):
+        """Write a buffer from `local` to the rings of a row."""
+        for x, copy in self._ring_parts(self.copies.back(buffer), row, end, n):
             x.copy_(copy)
 
-    def _stretch(self, buffer, row, end, n):
-        """Pieces of the rings, which may wrap, with their places in the buffer."""
+    def _ring_parts(self, buffer, row, end, n):
+        """Parts of the rings, which may wrap, each with its view of the buffer."""
         spans = self.rings[0].spans(end - n, n) if self.rings else []
         for x, copy in self._parts(buffer, self.rings, n):
             offset = 0
@@ -202,8 +197,8 @@ class BlockCopier:
                 offset += b - a
 
     def _parts(self, buffer, stores, n):
-        """Each tensor of the stores with its (Hkv, n, D or 1) place in the buffer; wide elements
-        first, so that they are aligned."""
+        """Each tensor of the stores with its (Hkv, n, D or 1) view of the buffer; wide elements
+        first, so that views are aligned."""
         at = 0
         tensors = [x for store in stores for x in store.tensors]
         for x in sorted(tensors, key=lambda x: -x.element_size()):

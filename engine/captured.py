@@ -1,12 +1,12 @@
-"""One decode step, from tokens to logits, captured as a CUDA graph and replayed: a small model's
-step is otherwise bound by the time that launching its hundred kernels takes.
+"""Decode steps, from tokens to logits, captured as CUDA graphs and replayed. Otherwise launching a
+hundred kernels takes longer than the step of a small model.
 
-    decode = captured_decode(model, cache)  # None where it would not be the fast way
-    logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V); no waiting
+    decode = captured_decode(model, cache)  # None if capture is not supported or not faster
+    logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V), asynchronous
 
-A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows, and how long rows are is
-on the device (`engine.static`): nothing is captured or compiled anew as they grow. (Elsewhere
-`CapturedDecode` only calls the step: for tests.)
+A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows. Row lengths are on the
+device (`engine.static`), so nothing is recaptured or recompiled as they grow. On other devices
+`CapturedDecode` calls the step directly, for tests.
 """
 import gc
 
@@ -17,28 +17,27 @@ from engine.fused import fuse
 from engine.paged import PagedKVCache
 from engine.static import StaticCache
 
-# Tokens of a generation: a capture takes as long as some dozens of plain steps.
+# Shortest generation worth a capture, which takes as long as a few dozen plain steps.
 MIN_CAPTURED = 32
-# calls before the capture: what is compiled, allocated or looked up once must not happen in it
+# Calls before the capture, during which nothing may be compiled or allocated for the first time.
 WARM_UP = 3
 
 
 def suits_capture(model) -> bool:
-    """Whether captured decode is the fast way here: on CUDA, with the Triton kernels."""
+    """Whether captured decode is faster: on CUDA, with the Triton kernels."""
     return (model.device.type == 'cuda' and triton_usable(model.device)
             and model.dtype != torch.float64)
 
 
 def can_be_captured(model, cache) -> bool:
-    """Not where pages are written by plain torch (K and V rounded to int8 but stored otherwise, an
-    odd head_dim), which asks the device how many there are."""
+    """Not if pages are written by plain torch (K and V rounded to int8 but stored as floats, or an
+    odd head_dim), which synchronizes with the device."""
     rounds_only = model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
     return not isinstance(cache, PagedKVCache) or not (rounds_only or model.plan.head_dim % 2)
 
 
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
-    """A captured decode step for this cache; None where it would not be the fast way, or cannot
-    be."""
+    """A captured decode step for this cache, or None if it is not supported or not faster."""
     if not suits_capture(model) or not can_be_captured(model, cache):
         return None
     return CapturedDecode(model, cache, compiled)
@@ -50,7 +49,7 @@ class CapturedDecode:
     Args:
         model: in eval mode; its weights may change in place only.
         cache: a `KVCache`, contiguous or paged.
-        compiled: `torch.compile` the step too, which fuses what lies between the matrix products;
+        compiled: also `torch.compile` the step, which fuses the operations between matmuls;
             takes minutes per size.
     """
 
@@ -62,8 +61,8 @@ class CapturedDecode:
 
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
-        """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the others'
-        logits mean nothing.
+        """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the logits of
+        the remaining rows are undefined.
 
         Returns:
             (n, V) logits, overwritten by the next call.
@@ -72,17 +71,16 @@ class CapturedDecode:
         """
         n = len(tokens)
         rows = [row for row in range(n) if lens is None or lens[row]]
-        held = self.cache.lengths.tolist()
+        lengths = self.cache.lengths.tolist()
         step = self._step_for(n)
-        step.static.set([held[row] if lens is None or lens[row] else None for row in range(n)])
+        step.static.set([lengths[row] if lens is None or lens[row] else None for row in range(n)])
         step.tokens[:n].copy_(tokens, non_blocking=True)
         logits = step.run()
         step.static.advance(rows)
         return logits[:n]
 
     def prepare(self, *sizes: int) -> None:
-        """Capture the graphs for these numbers of rows now; without any, those for all numbers of
-        rows."""
+        """Capture the graphs for these numbers of rows now; by default for all."""
         with torch.inference_mode():
             for n in sizes or range(1, self.cache.batch_size + 1):
                 self._step_for(n)
@@ -97,7 +95,7 @@ class CapturedDecode:
 
 
 class _Step:
-    """The step of one number of rows, with the tensors that it reads and writes."""
+    """The step for a fixed number of rows, with its input and output tensors."""
 
     def __init__(self, model, cache, size, compiled):
         self.model, self.static = model, StaticCache(cache, size)
@@ -112,8 +110,8 @@ class _Step:
         return self.model(tokens, cache=self.static)[0][:, -1]
 
     def prepare(self, pool):
-        """Calls without a row that takes part, which write nothing, then the capture; returns its
-        memory pool."""
+        """Warm up with all rows inactive, which writes nothing, then capture. Returns the memory
+        pool of the graph."""
         self.static.set([])
         if self.tokens.device.type != 'cuda':
             self.call(self.tokens)
@@ -124,8 +122,8 @@ class _Step:
             for _ in range(WARM_UP):
                 self.call(self.tokens)
         torch.cuda.current_stream().wait_stream(side)
-        # the graph has the addresses of these: a table that grows is another tensor
-        self.kept = [dict(table._tables) for table in (self.model.rotary or {}).values()]
+        # keep the RoPE tables whose addresses are in the graph: a table that grows is reallocated
+        self.pinned = [dict(table._tables) for table in (self.model.rotary or {}).values()]
         gc.collect()  # an old graph must not be destroyed while another is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):

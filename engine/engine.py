@@ -1,14 +1,14 @@
-"""The batching engine: many requests in one paged cache; each joins and leaves when it is ready.
+"""The batching engine: many requests in one paged cache, with continuous batching.
 
     engine = Engine(model, 16, max_seq_len=1024, kv_dtype='int8', tokenizer=tokenizer)
     for completion in engine.generate(['To be', 'Once more'], SamplingParams(seed=1)):
         print(completion.text)
 
-    for event in engine.stream(prompts, params):          # as tokens come, of all requests
+    for event in engine.stream(prompts, params):          # tokens of all requests, as they come
         print(event.index, event.text, event.completion)
 
-What a request gets does not depend on others (up to the rounding of GEMMs of another batch size):
-its random numbers come from its own seed; when pages run out it may wait, then goes on as before.
+The completion of a request does not depend on other requests (up to GEMM rounding, which varies
+with the batch size): it samples with its own seed, and preemption does not change its tokens.
 """
 import operator
 import time
@@ -32,15 +32,16 @@ from engine.scheduler import Request, Scheduler
 from engine.stopping import SampleText
 
 PREFILL_CHUNK = 256
-MANY_KEYS = 2304        # longer rows need no other kernels: `splits` in attention/kernels/decode.py
-DISK_BUDGET = 10 ** 11  # bytes of a prefix_folder
+MANY_KEYS = 2304        # longer rows use the same kernels: `splits` in attention/kernels/decode.py
+DISK_BUDGET = 10 ** 11  # bytes of prefix_folder
 
 
 @dataclass
 class Event:
-    """One token of a request, or its end. index: of the request, in the order of submission. token:
-    -1 where there is none (an error, cancelled). text: the further text that is now certain.
-    completion: only in the last event of a request."""
+    """One token of a request, or its end.
+
+    index: of the request, in the order of submission. token: -1 = none (error, cancelled).
+    text: new text that no stop text can cut off any more. completion: in the last event only."""
     index: int
     token: int
     text: str = ''
@@ -49,16 +50,16 @@ class Event:
 
 
 class _Job:
-    """What the engine knows of a request beside its place: clock, sampler, text."""
+    """The clock, sampler and text of a request."""
 
     def __init__(self, request: Request, tokenizer, now: float):
         self.request, self.tokenizer, self.submitted, self.first = request, tokenizer, now, None
         self.logprobs = [] if request.params.logprobs >= 0 else None
-        self.told = 0  # tokens of which there has been an event
+        self.num_emitted = 0  # tokens whose event was emitted
         self.restore()
 
     def restore(self) -> list[str]:
-        """Sampler and text anew from the tokens, whatever interrupted; the text of each token."""
+        """Rebuild sampler and text from the tokens. Returns the text of each token."""
         params, tokens = self.request.params, self.request.tokens
         self.sampling = SampleRow(params, self.request.prompt + tokens, len(tokens))
         self.text = SampleText(self.tokenizer.stream(), params.stop) if self.tokenizer else None
@@ -69,7 +70,7 @@ class _Job:
         return self.text.add(token) if is_text else ''
 
     def take(self, token: int, logprob) -> str:
-        """The token becomes part of the text; the piece of text that it makes certain."""
+        """Append a token. Returns the new text."""
         if self.logprobs is not None:
             self.logprobs[len(self.request.tokens):] = [logprob]
         self.request.tokens.append(token)
@@ -77,7 +78,7 @@ class _Job:
         return self._piece(token)
 
     def ending(self) -> str:
-        """'stop', 'length', or '' where the text goes on."""
+        """'stop', 'length', or '' if the request continues."""
         params, tokens = self.request.params, self.request.tokens
         if tokens and (tokens[-1] in params.stop_tokens or (self.text and self.text.stopped)):
             return 'stop'
@@ -89,20 +90,19 @@ class Engine:
 
     Args:
         model: a GPT; it is put into eval mode.
-        max_batch_size: rows: requests that run at once.
+        max_batch_size: rows, i.e. requests that run at once.
         max_seq_len: most positions of a request (prompt and generated); 0 = the model's block_size.
         kv_dtype: as in `model.new_cache`.
-        kv_budget: bytes of KV memory for all; 0 = enough for every row at max_seq_len. Every row
-            has rings for the local slots; the rest is pages of global slots, for who needs them.
+        kv_budget: bytes of KV memory; 0 = enough for every row at max_seq_len. It holds the rings
+            of all rows; the rest is pages of the global slots.
         page_size: positions of a page.
-        prefill_chunk: most prompt tokens that are computed between two decode steps.
-        prefix_budget: bytes of host memory for what requests have computed (`engine.prefix`), which
-            later ones that begin alike take over; 0 = every request computes its whole prompt.
-        prefix_folder: also on disk: what leaves that memory, and at `close` all of it; '' = not.
+        prefill_chunk: most prompt tokens computed between two decode steps.
+        prefix_budget: bytes of host memory of the prefix cache (`engine.prefix`); 0 = no cache.
+        prefix_folder: folder for blocks evicted from it, and at `close` for all; '' = none.
         captured: on CUDA, capture decode steps as graphs and replay them (`engine.captured`).
-        tokenizer: for texts: of prompts, in answers, and to stop at; None = token ids only.
+        tokenizer: for text prompts, completions and stop texts; None = token ids only.
     Raises:
-        UserError: sizes below 1, a budget below rings and a page, what `new_cache` refuses.
+        UserError: sizes below 1, a budget below rings and a page, invalid `new_cache` arguments.
     """
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
@@ -121,11 +121,12 @@ class Engine:
         self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix)
         speed_up_few_rows(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
-        self.jobs: dict[int, _Job] = {}              # of requests that have not ended, by number
-        self._undelivered: list[Event] = []          # the next step gives them
-        self._torn: list[Event] | None = None        # of a step that failed, not recovered yet
-        self._inboxes: dict[int, deque[Event]] = {}  # of requests a stream awaits, by number
-        self._submitted, self.held_peak = 0, 0       # peak: most `PagedKVCache.held_nbytes` so far
+        self.jobs: dict[int, _Job] = {}              # unfinished requests, by number
+        self._undelivered: list[Event] = []          # returned by the next step
+        self._failed_events: list[Event] | None = None        # of a failed step, until recovered
+        self._inboxes: dict[int, deque[Event]] = {}  # of streamed requests, by number
+        self._submitted = 0
+        self.held_peak = 0                           # largest `PagedKVCache.held_nbytes` so far
 
     def _prefix_store(self, budget, folder):
         if budget < 0 or (folder and not budget):
@@ -135,12 +136,12 @@ class Engine:
             return None
         disk = None
         if folder:
-            known_by = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size)
-            disk = DiskTier(folder, known_by, DISK_BUDGET)
+            digest = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size)
+            disk = DiskTier(folder, digest, DISK_BUDGET)
         return PrefixStore(self.cache, budget, disk=disk)
 
     def close(self) -> None:
-        """What is kept of prefixes is on disk, if it is to be there."""
+        """Write the prefix cache to `prefix_folder`, if there is one."""
         if self.prefix:
             self.prefix.close()
 
@@ -158,18 +159,19 @@ class Engine:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Compile the kernels and capture the decode steps of requests of any length, so that none
-        waits for it: seconds, a minute the first time; nothing where steps are not captured.
+        """Compile the kernels and capture the decode steps for requests of any length, so that no
+        request waits for it. Takes seconds, the first time a minute. Does nothing unless decode
+        steps are captured.
 
         Raises:
-            UserError: there are requests already.
+            UserError: there are unfinished requests.
         """
         if not isinstance(self.fast_decode, CapturedDecode):
             return
         if self.n_unfinished:
             raise UserError(f'prepare: {self.n_unfinished} requests have not ended')
         self.fast_decode.prepare()
-        for row in range(min(2, self.cache.batch_size)):  # the second may be aligned less well
+        for row in range(min(2, self.cache.batch_size)):  # row 1 may have another alignment
             for chunks in self._chunks_of_every_kind():
                 try:
                     for n in chunks:
@@ -179,8 +181,8 @@ class Engine:
                     self.cache.reset()
 
     def _chunks_of_every_kind(self) -> list[list[int]]:
-        """Sizes of chunks of a row for all kernels of prefill: each, behind few tokens and many; and
-        of rows that begin with a chunk."""
+        """Chunk sizes that use every prefill kernel: each size after few tokens and after many, and
+        as the first chunk of a row."""
         table, most = self.cache.table, self.scheduler.prefill_chunk
         room = min(self.cache.max_seq_len, table.n_pages * table.page_size)
         chunks, sizes = [], [1 << k for k in range(most.bit_length())]
@@ -191,14 +193,14 @@ class Engine:
 
     @property
     def n_unfinished(self) -> int:
-        """Requests whose last event is still to come."""
-        events = self._undelivered + (self._torn or [])
+        """Requests whose last event has not been returned yet."""
+        events = self._undelivered + (self._failed_events or [])
         return len(self.jobs) + sum(event.completion is not None for event in events)
 
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, prompt: str | list[int], params: SamplingParams | None = None) -> int:
-        """Queue a request; its index. One that can never run ends in an error at the next step."""
+        """Queue a request and return its index. An invalid one ends with an error event."""
         index, params = self._submitted, params or SamplingParams()
         self._submitted += 1
         ids = []
@@ -215,14 +217,15 @@ class Engine:
         return index
 
     def cancel(self, index: int) -> Event | None:
-        """End a request. Its last event, which `step` or stream gives too; None if it has ended."""
+        """End a request. Returns its last event, which `step` or the stream returns too, or None if
+        it has already ended."""
         job = self.jobs.get(index)
         if job is None:
             return None
         try:
             self._end(job, 'cancelled', self._undelivered)
         except BaseException:
-            self._torn = []  # the next step puts it right
+            self._failed_events = []  # the next step recovers
             raise
         return self._undelivered[-1]
 
@@ -255,8 +258,9 @@ class Engine:
 
     def generate(self, prompts, params=None,
                  on_event: Callable[[Event], None] | None = None) -> list[Completion]:
-        """A completion for each of `prompts` (texts or lists of ids), in their order. params: one
-        `SamplingParams` for all, or one for each. on_event: called with each event as it comes."""
+        """The completions of `prompts` (texts or lists of ids), in the same order.
+
+        params: one `SamplingParams` for all, or one for each. on_event: called with every event."""
         completions = {}
         with closing(self.stream(prompts, params)) as events:  # also when `on_event` fails
             for event in events:
@@ -267,8 +271,8 @@ class Engine:
         return [completions[index] for index in sorted(completions)]
 
     def stream(self, prompts, params=None) -> Iterator[Event]:
-        """The events of `prompts` as they come, with `index` counting from 0. Other requests go on
-        beside them, unseen. Left early, what has not ended is cancelled."""
+        """Yield the events of `prompts` as they come, with `index` counting from 0. Other requests
+        keep running. Closing the iterator cancels the unfinished prompts."""
         prompts = list(prompts)
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
@@ -285,16 +289,18 @@ class Engine:
                 left -= event.completion is not None
                 yield replace(event, index=event.index - first)
         finally:
-            for index in [index for index, its in self._inboxes.items() if its is inbox]:
+            for index in [index for index, other in self._inboxes.items() if other is inbox]:
                 self.cancel(index)
                 del self._inboxes[index]
             mine = range(first, first + len(prompts))
             self._undelivered = [event for event in self._undelivered if event.index not in mine]
 
     def step(self) -> list[Event]:
-        """One step: chunks of prompts, then one token for each request that decodes; its events,
-        but not those of a `stream`. Whatever interrupts it (Ctrl-C, no memory), no request is lost:
-        the next step computes them anew, and what was drawn comes out of it."""
+        """Run one step: prompt chunks, then one token for each decoding request.
+
+        Returns its events, without those of streams. After an exception (Ctrl-C, out of memory) no
+        request or sampled token is lost: the next step recomputes the cache and returns the pending
+        events."""
         events = []
         for event in self._step():
             self._inboxes.get(event.index, events).append(event)
@@ -302,7 +308,7 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
-        if self._torn is not None:  # an interruption of the recovery itself
+        if self._failed_events is not None:  # the recovery was interrupted
             self._recover()
         events, self._undelivered = self._undelivered, []
         try:
@@ -314,15 +320,15 @@ class Engine:
             if decoding:
                 self._decode(decoding, events)
         except BaseException:
-            self._torn = events
+            self._failed_events = events
             self._recover()
             raise
         return events
 
     def _recover(self) -> None:
-        """After a fault in a step: what requests have drawn and the events so far make all anew."""
-        events = self._torn
-        self.cache.reset()  # it may have been left half-written
+        """After a fault in a step: rebuild everything from the sampled tokens and the events."""
+        events = self._failed_events
+        self.cache.reset()  # it may be half-written
         if self.prefix:
             self.prefix.recover()
         for event in events:
@@ -331,68 +337,69 @@ class Engine:
         self.scheduler.restart([job.request for job in self.jobs.values()])
         for job in list(self.jobs.values()):
             pieces, tokens = job.restore(), job.request.tokens
-            for k in range(job.told, len(tokens)):  # drawn, and not yet told
+            for k in range(job.num_emitted, len(tokens)):  # sampled, not emitted yet
                 logprob, last = job.logprobs and job.logprobs[k], k == len(tokens) - 1
-                self._tell(job, tokens[k], pieces[k], logprob, events, last)
-        self._undelivered, self._torn = events + self._undelivered, None
+                self._emit(job, tokens[k], pieces[k], logprob, events, last)
+        self._undelivered, self._failed_events = events + self._undelivered, None
 
     def _decode(self, decoding, events):
-        """Rows that prefill in between take part without a token: so the rows are one slice."""
+        """Prefilling rows in between take part with 0 tokens, so that the rows are one slice."""
         by_row = {request.row: (request, n) for request, n in decoding}
         parts = [by_row.get(row, (None, 0)) for row in range(max(by_row) + 1)]
         if self.fast_decode is None:
             return self._forward(parts, list(range(len(parts))), events)
         ids = torch.tensor([request.next_tokens(1) if n else [0] for request, n in parts])
         ids = ids.to(self.model.device, non_blocking=True)
-        self._draw(parts, self.fast_decode(ids, [n for _, n in parts]), events)
+        self._sample(parts, self.fast_decode(ids, [n for _, n in parts]), events)
 
     def _forward(self, parts, rows, events) -> None:
-        """parts: [(request or None, tokens)] for `rows`, which are appended to the cache."""
+        """Append to the cache; parts: [(request or None, number of tokens)], one for each row."""
         width = max(n for _, n in parts)
         ids = [(request.next_tokens(n) if n else []) + [0] * (width - n) for request, n in parts]
         idx = torch.tensor(ids).to(self.model.device, non_blocking=True)
         logits = self.model(idx, cache=self.cache, lens=[n for _, n in parts], rows=rows)[0]
-        self._draw(parts, logits[:, -1], events)
+        self._sample(parts, logits[:, -1], events)
 
-    def _draw(self, parts, logits, events) -> None:
-        """The tokens of `parts` are in the cache; draws one for each request that lacks no more."""
-        drawing = []
+    def _sample(self, parts, logits, events) -> None:
+        """Sample a token for each request whose tokens are now all in the cache."""
+        sampling = []
         for b, (request, n) in enumerate(parts):
             if n:
-                self.scheduler.fed(request, n)
+                self.scheduler.computed(request, n)
                 if request.pending == 0:
-                    drawing.append((b, self.jobs[request.number]))
-        if not drawing:
+                    sampling.append((b, self.jobs[request.number]))
+        if not sampling:
             return
-        if len(drawing) < len(parts):
-            logits = logits[[b for b, _ in drawing]]
-        drawn = sample_rows(logits, [job.sampling for _, job in drawing])
+        if len(sampling) < len(parts):
+            logits = logits[[b for b, _ in sampling]]
+        sampled = sample_rows(logits, [job.sampling for _, job in sampling])
         # tolist() waits for the device
-        for (_, job), token, logprob in zip(drawing, drawn.tokens.tolist(), drawn.logprobs):
+        for (_, job), token, logprob in zip(sampling, sampled.tokens.tolist(), sampled.logprobs):
             if token < 0:
-                n, tip = len(job.request.tokens), job.request.tip
+                n, last_block = len(job.request.tokens), job.request.last_block
                 self._end(job, 'error', events,
                           f'the logits of token {n} are not finite (NaN or inf)')
-                if self.prefix:  # nobody is to go on from there
-                    self.prefix.forget(tip)
+                if self.prefix:  # no request may reuse its blocks
+                    self.prefix.forget(last_block)
                 continue
             job.first = job.first or time.perf_counter()
-            self._tell(job, token, job.take(token, logprob), logprob, events)
+            self._emit(job, token, job.take(token, logprob), logprob, events)
 
-    def _tell(self, job, token, text, logprob, events, last=True) -> None:
-        """The event of a token that has been taken; with it a request may end."""
+    def _emit(self, job, token, text, logprob, events, last=True) -> None:
+        """Emit the event of a token, which may end the request."""
         if last and job.ending():
             return self._end(job, job.ending(), events, token=token, text=text, logprob=logprob)
         events.append(Event(job.request.number, token, text, logprob))
-        job.told += 1
+        job.num_emitted += 1
 
     def _end(self, job, reason, events, error='', token=-1, text='', logprob=None) -> None:
         request, seconds = job.request, time.perf_counter() - job.submitted
         if job.text:
             text += job.text.end()
         whole = job.text.text if job.text else ''
-        done = Completion(request.prompt, request.tokens, whole, reason, error, job.logprobs,
-                          job.first and job.first - job.submitted, seconds, max(0, request.found))
+        ttft, n_cached = job.first and job.first - job.submitted, max(0, request.num_cached_tokens)
+        done = Completion(request.prompt, request.tokens, whole, reason, error, job.logprobs, ttft,
+                          seconds, n_cached)
         events.append(Event(request.number, token, text, logprob, done))
-        self.jobs.pop(request.number, None)  # from here on it has ended, whatever interrupts
+        self.jobs.pop(request.number, None)  # it counts as ended even if the next line fails
         self.scheduler.finish(request)

@@ -1,11 +1,11 @@
 """The engine's cache: global slots in pages from one pool, local slots rings per row.
 
-    pool of a slot   (n_pages, Hkv, page_size, D)     what a row holds: the pages of its row in the
+    pool of a slot   (n_pages, Hkv, page_size, D)     the K/V of a row: the pages of its row in the
     page  0 1 2 3                                     `engine.pages.PageTable`, the same ids in the
-    row   0 0 1 0    row 0 holds pages [0, 1, 3]      pool of every global slot
+    row   0 0 1 0    row 0 has pages [0, 1, 3]        pool of every global slot
 
-A row takes a page when it grows into it and gives it back when it is reset, so memory goes by the
-tokens that are held, not by rows times the longest sequence: PagedAttention (Kwon et al. 2023).
+A row takes a page when it grows into it and frees it when it is reset, so memory use depends on the
+tokens stored, not on rows times the longest sequence: PagedAttention (Kwon et al. 2023).
 """
 import torch
 
@@ -29,8 +29,7 @@ class PagedStore(KVStore):
         self.table = table
 
     def write_chunk(self, new, pages, places) -> None:
-        """Encoded K, V (rows, Hkv, t, D), token by token, to these places in these pages, (rows *
-        t,)."""
+        """Write encoded K, V (rows, Hkv, t, D) to these pages and offsets, (rows * t,) each."""
         tokens = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new)  # (rows * t, Hkv, 1, D)
         self.scatter(pages, places, tokens)
 
@@ -40,8 +39,8 @@ class PagedStore(KVStore):
 
 
 def table_attention(q, pool, table, kv_lens):
-    """New tokens over the pages of their rows, by the Triton kernel, which reads them in place, or
-    over a copy in order.
+    """Attention of new tokens over the pages of their rows: by the Triton kernel, which reads them
+    in place, or over a contiguous copy.
 
     Args:
         q: (B, H, t, D). pool: stored K, V, (n_pages, Hkv, page_size, D).
@@ -57,7 +56,7 @@ def table_attention(q, pool, table, kv_lens):
 
 
 def copy_row(store: KVStore, source: int, target: int) -> None:
-    """Row (or page) `target` of a store holds what `source` does."""
+    """Copy row (or page) `source` of a store to `target`."""
     for x in store.tensors:
         x[target] = x[source]
 
@@ -71,7 +70,7 @@ class PagedKVCache(KVCache):
     """A cache whose global slots take pages from a pool of `n_pages`, each of `page_size` positions
     of every global slot: `model.new_cache(B, T, kv_dtype, PagedKVCache, n_pages=...)`.
 
-    `nbytes` counts pool and rings, allocated once; `held_nbytes` what rows hold of it now.
+    `nbytes` counts pool and rings, allocated once; `held_nbytes` the part that rows use now.
 
     Raises:
         OutOfPages (a UserError): by a step, before anything is written.
@@ -82,7 +81,7 @@ class PagedKVCache(KVCache):
         if page_size < 1 or n_pages < 1:
             raise UserError(f'page_size={page_size}, n_pages={n_pages}: both must be at least 1')
         self.table = PageTable(batch_size, n_pages, page_size)
-        self._listed = None, None  # the pages of the last decode step, which most steps share
+        self._listed = None, None  # page list of the last decode step; most steps reuse it
         super().__init__(plan, batch_size, max_seq_len, **kinds)
 
     def _new_store(self, slot: Slot) -> KVStore:
@@ -101,19 +100,19 @@ class PagedKVCache(KVCache):
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of the pages that rows hold, each counted once, and of all rings."""
+        """Bytes of the pages in rows, each counted once, and of all rings."""
         pools = sum(store.nbytes for store in self.pools)
         return self.nbytes - pools // self.table.n_pages * self.table.n_available
 
-    def held(self, row: int) -> int:
-        """Tokens that a row holds."""
+    def length(self, row: int) -> int:
+        """Number of tokens in a row."""
         return self._lengths[row]
 
     # -- one step of the model: global slots ------------------------------------------------------
 
     def begin(self, t: int, lens=None, rows=None) -> Step:
         step = super().begin(t, lens, rows)
-        self._places = self._where = None  # made by the first global layer, for all of them
+        self._places = self._where = None  # set by the first global layer, for all
         return step
 
     def _make_room(self, step: Step) -> None:
@@ -121,8 +120,8 @@ class PagedKVCache(KVCache):
         self._take_pages([job for job in jobs if job[1] < job[2]])
 
     def _by_table(self, step: Step) -> bool:
-        """On CUDA the Triton kernel takes a table of each row's pages. (A prompt that begins there
-        attends to itself alone.)"""
+        """Whether to use the Triton kernel with a block table (on CUDA, unless all rows start at
+        position 0 and attend only to the chunk itself)."""
         return self.device.type == 'cuda' and max(step.starts) > 0
 
     def _append(self, store: KVStore, new):
@@ -141,8 +140,8 @@ class PagedKVCache(KVCache):
         return seen
 
     def _chunk_places(self, step):
-        """Of each chunk: the page and the place in it of each token, row after row; and the pages
-        of its rows, (rows, pages), if its queries attend to a copy of them in order."""
+        """For each chunk: page and offset of each token, row after row; and the pages of its rows,
+        (rows, pages), if its queries attend to a contiguous copy of them."""
         size, found = self.table.page_size, []
         for batch, n, _, start in step.chunks:
             rows = [self.table.rows[row] for row in step.rows[batch]]
@@ -155,8 +154,8 @@ class PagedKVCache(KVCache):
         return found
 
     def _places_of(self, step):
-        """Of a step of one token: the batch rows that append it (None = all), the page and the
-        place in it of each."""
+        """For a step of one token: the batch rows that append it (None = all), and the page and
+        offset of each."""
         size = self.table.page_size
         jobs = [(b, self.table.rows[row][start // size], start % size)
                 for b, (row, start, n) in enumerate(zip(step.rows, step.starts, step.lens)) if n]
@@ -178,8 +177,8 @@ class PagedKVCache(KVCache):
         return paged_attention(q, store.tensors, self._where)
 
     def _table_of(self, step):
-        """The step's rows' pages (B, n) int32, filled up with -1, and their keys, padding
-        included."""
+        """Block table (B, n) int32 of the step, padded with -1, and the number of keys of each row,
+        with padding, (B,)."""
         rows = [self.table.rows[row] for row in step.rows]
         width = max(1, *map(len, rows))
         table = [row + [-1] * (width - len(row)) for row in rows]
@@ -189,11 +188,11 @@ class PagedKVCache(KVCache):
 
     def _page_list(self, step: Step) -> PageList:
         """The pages of a step of one token."""
-        rows = [row if n else None for row, n in zip(step.rows, step.lens)]  # None: its y is unread
+        rows = [row if n else None for row, n in zip(step.rows, step.lens)]  # None: output unused
         key = self.table.version, rows
         if self._listed[0] != key:
             entries, runs = page_entries(self.table, rows)
-            with torch.inference_mode(False):  # what is kept must also serve a step with a graph
+            with torch.inference_mode(False):  # also reused by steps with gradients
                 entries = torch.tensor(entries, dtype=torch.int64, device=self.device)
                 self._listed = key, (entries.view(-1, 3).unbind(1), runs)
         (ids, of_row, first), runs = self._listed[1]
@@ -203,13 +202,13 @@ class PagedKVCache(KVCache):
     # -- rows and their pages ---------------------------------------------------------------------
 
     def reset(self, rows=None) -> None:
-        """Rows hold nothing again, and their pages are free unless others hold them."""
+        """Empty rows and free their pages, except shared ones."""
         rows = range(self.batch_size) if rows is None else torch.as_tensor(rows).tolist()
         super().reset(rows)
         self._clean([page for row in rows for page in self.table.release(row)])
 
     def move(self, source: int, target: int) -> None:
-        """Row `target` holds what row `source` held, which then holds nothing."""
+        """Move the contents of row `source` to row `target`, and empty `source`."""
         self._checked('move', [source, target])
         if source == target:
             return
@@ -220,20 +219,20 @@ class PagedKVCache(KVCache):
         self._clean(self.table.move(source, target))
 
     def fork(self, source: int, target: int) -> None:
-        """`target`, which must hold nothing, holds what `source` does: its pages are shared until
-        one of the two writes to the last, rings are copied."""
+        """Copy `source` to `target`, which must be empty. Rings are copied; pages are shared, and
+        the last one is copied when either row writes to it."""
         self._checked('fork', [source, target])
         if self._lengths[target]:
             raise UserError(f'fork: row {target} holds {self._lengths[target]} tokens; reset it '
                             'first')
-        self.table.fork(source, target)
+        self.table.adopt(target, self.table.rows[source])
         for store in self.row_stores:
             copy_row(store, source, target)
         self._lengths[target] = self._lengths[source]
 
     def adopt(self, row: int, pages: list[int], length: int) -> None:
-        """`row`, which must hold nothing, holds `length` tokens in these pages, which others may
-        hold too; its rings are to be filled."""
+        """Set `row`, which must be empty, to `length` tokens in these pages, shared with other
+        rows. The caller fills the rings."""
         self._checked('adopt', [row])
         if self._lengths[row] or length > self.max_seq_len:
             raise UserError(f'adopt: row {row} holds {self._lengths[row]} tokens, and {length} are '
@@ -242,14 +241,17 @@ class PagedKVCache(KVCache):
         self.table.adopt(row, pages)
         self._lengths[row] = length
 
-    def give_back(self, page: int) -> None:
-        """A page that was pinned is free, unless a row holds it."""
-        if self.table.let_go(page):
+    def unpin(self, page: int) -> None:
+        """Free a pinned page, unless a row holds it."""
+        if self.table.unpin(page):
             self._clean([page])
 
     def reserve(self, row: int, length: int) -> None:
-        """Take the pages for the first `length` tokens of `row` now. OutOfPages: and nothing has
-        changed."""
+        """Take the pages for the first `length` tokens of `row`.
+
+        Raises:
+            OutOfPages: and nothing has changed.
+        """
         self._checked('reserve', [row])
         if length > self.max_seq_len:
             raise UserError(f'reserve: {length} tokens for row {row}: the cache has '
@@ -257,20 +259,19 @@ class PagedKVCache(KVCache):
         self._take_pages([(row, self._lengths[row], length)])
 
     def _take_pages(self, jobs: list[tuple[int, int, int]]) -> None:
-        """Pages for each (row, tokens held, tokens to be held), or OutOfPages and nothing has
-        changed."""
-        if not self.pools:  # a model of local layers alone has nothing to put into them
+        """Take pages for each (row, start, end), or raise OutOfPages and change nothing."""
+        if not self.pools:  # no global layers
             return
-        needed, size = self.table.missing(jobs), self.table.page_size
-        self.table.make_free(needed, f'{needed} more pages of {size} positions are needed')
+        needed, size = self.table.pages_needed(jobs), self.table.page_size
+        self.table.ensure_free(needed, f'{needed} more pages of {size} positions are needed')
         for job in jobs:
             for source, target in self.table.extend(*job):
                 for pool in self.pools:
                     copy_row(pool, source, target)
 
     def _clean(self, freed: list[int]) -> None:
-        """The next row to take one of these pages reads all of it, with weight 0 beyond what it has
-        written: see `KVCache._forget`."""
+        """Zero the values of freed pages: the next row reads whole pages, with weight 0 beyond its
+        length, and 0 * NaN would be NaN (see `KVCache._forget`)."""
         if freed:
             for pool in self.pools:
                 pool.zero_values(freed, self.table.page_size)

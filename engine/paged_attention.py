@@ -1,25 +1,24 @@
-"""Decode over pages: each page is a part of its row's attention, computed where it is in the pool,
-and the parts of a row are joined by their maxima and sums (flash-decoding's split KV, Dao et al.
-2023, with PagedAttention's pages as splits)."""
+"""Decode attention over pages: partial softmaxes are computed page by page, in place, and the parts
+of each row are merged (flash-decoding's split KV, Dao et al. 2023, with the pages of PagedAttention
+as splits)."""
 from dataclasses import dataclass
 
 import torch
 
 from attention.cached import TILE, PartialSoftmax, scores_dtype, tile_scores
 
-# A slice of the pool may have this share of pages of other rows in it; beyond that, the pages of
-# the step are gathered.
-MOST_UNOWNED = 0.25
+# Maximum ratio of unowned pages in a slice of the pool; beyond it, pages are gathered instead.
+MAX_UNOWNED = 0.25
 
 
 @dataclass
 class PageList:
-    """Which pages of a pool the rows of a step attend to, for steps of one token.
+    """The pages that the rows of a step of one token attend to.
 
-    Entry e says: page ids[e] holds positions first[e] .. first[e] + page_size - 1 of the step's row
-    rows[e]. Entries are in the order of the pool. `runs` are (a, b, lo): entries a to b - 1 are the
-    pages from lo on, all of them; if lo is None they are any pages. An unowned page within a run
-    belongs to row B, whose result is dropped: what the page holds, NaN even, reaches no row.
+    Entry e: page ids[e] holds positions first[e] .. first[e] + page_size - 1 of batch row rows[e].
+    Entries are in the order of the pool. Each of `runs` is (a, b, lo): entries a .. b - 1 are the
+    consecutive pages from lo on, or any pages if lo is None. An unowned page within a run is
+    assigned to row B, whose result is dropped, so its contents (NaN even) reach no row.
 
     rows, first, ids: (n,) int64. kv_lens: (B + 1,) int64, keys of each row; 0 for row B.
     """
@@ -31,39 +30,39 @@ class PageList:
 
 
 def page_entries(table, rows: list[int | None]):
-    """([(page, row of the step, its first position)] in the order of the pool, their runs), see
-    `PageList`. The second and further rows of a shared page come last. None: a row without keys."""
+    """([(page, batch row, first position)] in the order of the pool, runs), see `PageList`. For a
+    shared page, the entries of the second and later rows come last. None: a row without keys."""
     entries = sorted((page, b, place * table.page_size)
                      for b, row in enumerate(rows) if row is not None
                      for place, page in enumerate(table.rows[row]))
-    first_owners, others = [], []
+    first_owners, sharers = [], []
     for entry in entries:
         shared = first_owners and first_owners[-1][0] == entry[0]
-        (others if shared else first_owners).append(entry)
-    ordered, runs = _runs(first_owners, nobody=len(rows))
-    if others:
-        runs.append((len(ordered), len(ordered) + len(others), None))
-    return ordered + others, runs
+        (sharers if shared else first_owners).append(entry)
+    ordered, runs = _runs(first_owners, unowned=len(rows))
+    if sharers:
+        runs.append((len(ordered), len(ordered) + len(sharers), None))
+    return ordered + sharers, runs
 
 
-def _runs(entries, nobody):
-    """The entries and their runs: one slice of the pool if few pages in between are unowned."""
+def _runs(entries, unowned):
+    """Entries and runs: one slice of the pool if few of its pages are unowned."""
     if not entries:
         return [], []
     lo, hi = entries[0][0], entries[-1][0] + 1
-    if hi - lo > (1 + MOST_UNOWNED) * len(entries):
+    if hi - lo > (1 + MAX_UNOWNED) * len(entries):
         return entries, [(0, len(entries), None)]
     filled = dict.fromkeys(range(lo, hi))
     filled |= {entry[0]: entry for entry in entries}
-    filled = [entry or (page, nobody, 0) for page, entry in filled.items()]
+    filled = [entry or (page, unowned, 0) for page, entry in filled.items()]
     return filled, [(0, hi - lo, lo)]
 
 
 def paged_attention(q, pool, pages: PageList):
-    """One new token per row over the pages that its row holds.
+    """Attention of one new token per row over the pages of the row.
 
     q: (B, H, 1, D). pool: (k, v) or (k, v, k_scale, v_scale), (n_pages, Hkv, page_size, D or 1).
-    Returns (B, H, 1, D); zeros for rows that hold nothing.
+    Returns (B, H, 1, D); zeros for empty rows.
     """
     n_kv_head = pool[0].size(1)
     if not pages.runs:
@@ -84,10 +83,10 @@ def paged_attention(q, pool, pages: PageList):
 
 
 def _pieces(pool, pages, dtype):
-    """(first entry, end, index of their pages in the pool) of about a tile each: slices of the pool
-    where its pages are neighbours, so that nothing is copied; index tensors elsewhere."""
+    """(first entry, end, index into the pool), about a tile each. The index is a slice where pages
+    are consecutive, so that nothing is copied, otherwise a tensor."""
     _, n_kv_head, page_size, D = pool[0].shape
-    in_place = pool[0].dtype == dtype  # read as it is stored, so that no tile is needed
+    in_place = pool[0].dtype == dtype  # no conversion, so tiles need no memory
     most = max(1, TILE // (n_kv_head * page_size * D))
     for a, b, lo in pages.runs:
         size = b - a if lo is not None and in_place else most
@@ -98,7 +97,7 @@ def _pieces(pool, pages, dtype):
 
 
 def _attend_pages(rows, pool, pages, first, end, where) -> PartialSoftmax:
-    """Entries first .. end - 1, each by itself: parts of (end - first, Hkv, G, ...)."""
+    """Partial softmax of each of entries first .. end - 1: (end - first, Hkv, G, ...)."""
     k, v, k_scale, v_scale = (*(x[where] for x in pool), None, None)[:4]
     row, start = pages.rows[first:end], pages.first[first:end]
     scores = tile_scores(rows[row], k, k_scale)                            # (entries, Hkv, G, s)

@@ -1,16 +1,16 @@
-"""Who holds which page: the bookkeeping of paged global slots. Pure Python, no tensors here.
+"""Page bookkeeping of the paged global slots. Pure Python, no tensors.
 
-    page_size = 4       row 0 holds 6 tokens   pages [0, 1]      page  0 1 2 3 4 5
-                        row 1 holds 5 tokens   pages [2, 4]      refs  1 1 1 0 1 0
+    page_size = 4       row 0 has 6 tokens     pages [0, 1]      page  0 1 2 3 4 5
+                        row 1 has 5 tokens     pages [2, 4]      refs  1 1 1 0 1 0
 
-Beside rows, a prefix store (`engine.prefix`) may keep pages: what a row has written stays there for
-others that begin alike. A page that is only kept is *idle*: when free ones run out, the store gives
-idle ones back (`reclaim`).
+A prefix store (`engine.prefix`) may pin pages, so that they outlive the row that wrote them and
+later rows share them. A page that is pinned and in no row is *evictable*: when free pages run out,
+the store unpins some (`reclaim`).
 
 One table serves all global slots: they grow alike, so page 4 of every slot's pool belongs to the
-same row and positions. The idea is PagedAttention's (Kwon et al. 2023, vLLM): a short conversation
-holds few bytes, and rows that begin alike hold those pages once. A page with several holders is
-copied before one of them writes to it.
+same row and positions. The idea is PagedAttention's (Kwon et al. 2023, vLLM): a short sequence
+takes few bytes, and rows with a common prefix share its pages. A shared page is copied before a row
+writes to it.
 """
 import heapq
 from collections import Counter
@@ -25,11 +25,11 @@ class OutOfPages(UserError):
 class PageTable:
     """The pages of `n_rows` rows, out of a pool of `n_pages`, each of `page_size` positions.
 
-    rows[r]: the pages of row r, in the order of its positions. refs[p]: rows that hold page p, and
-    one more where it is kept; 0 = free. kept: pages that a store keeps. reclaim: called with a
-    number of pages that it is to free, of the idle ones. version: grows whenever a row's pages
-    change; versions[r]: the version in which those of row r last did. So what was made from the
-    table can be kept until then.
+    rows[r]: the pages of row r, in the order of its positions.
+    refs[p]: number of rows with page p, plus one if it is pinned; 0 = free.
+    reclaim: called with a number of evictable pages that it must unpin.
+    version: incremented whenever the pages of a row change; versions[r]: its value when row r last
+    changed. Anything derived from the table stays valid until then.
     """
 
     def __init__(self, n_rows: int, n_pages: int, page_size: int):
@@ -39,9 +39,9 @@ class PageTable:
         self.n_pages, self.page_size = n_pages, page_size
         self.rows = [[] for _ in range(n_rows)]
         self.refs = [0] * n_pages
-        # a heap: the lowest page first, so that what is held stays close together
+        # a heap: the lowest page is taken first, which keeps pages in use close together
         self._free = list(range(n_pages))
-        self.kept, self.n_idle, self.reclaim = set(), 0, None
+        self.pinned, self.n_evictable, self.reclaim = set(), 0, None
         self.version, self.versions = 0, [0] * n_rows
 
     @property
@@ -50,139 +50,135 @@ class PageTable:
 
     @property
     def n_available(self) -> int:
-        """Pages that can be taken: free ones, and idle ones, which are given back for it."""
-        return len(self._free) + self.n_idle
+        """Pages that can be taken: free and evictable ones."""
+        return len(self._free) + self.n_evictable
 
     def pages_for(self, n_tokens: int) -> int:
-        """Pages that a row of `n_tokens` holds."""
+        """Pages of a row of `n_tokens`."""
         return -(-n_tokens // self.page_size)
 
-    def missing(self, jobs: list[tuple[int, int, int]]) -> int:
-        """Free pages that `extend(row, held, length)` takes for all of `jobs`, one after another,
-        each of another row."""
-        new = sum(max(0, self.pages_for(length) - len(self.rows[row])) for row, _, length in jobs)
-        writers = Counter(self.rows[row][place] for row, held, length in jobs
-                          for place in self._shared(row, held, length))
-        # of those who hold a page, the last to write to it need not copy it
+    def pages_needed(self, jobs: list[tuple[int, int, int]]) -> int:
+        """Pages that `extend(row, start, end)` takes for all of `jobs`, one after another, each of
+        a different row."""
+        new = sum(max(0, self.pages_for(end) - len(self.rows[row])) for row, _, end in jobs)
+        writers = Counter(self.rows[row][i] for row, start, end in jobs
+                          for i in self._shared(row, start, end))
+        # if all rows that share a page write to it, the last one need not copy it
         return new + sum(min(n, self.refs[page] - 1) for page, n in writers.items())
 
-    def extend(self, row: int, held: int, length: int) -> list[tuple[int, int]]:
-        """Give `row`, which holds `held` tokens, pages of its own for positions held .. length - 1.
+    def extend(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Give `row` unshared pages for positions start .. end - 1, before which it is full.
 
         Returns:
-            (from, to) of each page whose contents must be copied, because another row holds it too.
+            (source, target) of each shared page whose contents must be copied.
         Raises:
             OutOfPages: and nothing has changed.
         """
-        needed = self.missing([(row, held, length)])
-        self.make_free(needed, f'row {row} needs {needed} more pages of {self.page_size} positions '
-                               f'to hold {length} tokens')
+        needed = self.pages_needed([(row, start, end)])
+        self.ensure_free(needed, f'row {row} needs {needed} more pages of {self.page_size} '
+                                 f'positions to hold {end} tokens')
         if not needed:
             return []
-        self._changes(row)
+        self._mark_changed(row)
         pages, copies = self.rows[row], []
-        for place in self._shared(row, held, length):
+        for i in self._shared(row, start, end):
             new = self._take()
-            copies.append((pages[place], new))
-            self._drop(pages[place])
-            pages[place] = new
-        pages += [self._take() for _ in range(self.pages_for(length) - len(pages))]
+            copies.append((pages[i], new))
+            self._unref(pages[i])
+            pages[i] = new
+        pages += [self._take() for _ in range(self.pages_for(end) - len(pages))]
         return copies
 
-    def make_free(self, n: int, why: str) -> None:
-        """At least n pages are free afterwards.
+    def ensure_free(self, n: int, why: str) -> None:
+        """Reclaim evictable pages until n are free.
 
         Raises:
-            OutOfPages: there are not so many, idle ones included; the message begins with `why`.
+            OutOfPages: fewer than n are free or evictable; the message begins with `why`.
         """
         if n > self.n_available:
             raise OutOfPages(f'{why}: {self.n_available} of {self.n_pages} are free')
         if n > self.n_free:
             self.reclaim(n - self.n_free)
 
-    def fork(self, source: int, target: int) -> None:
-        """`target` holds what `source` holds, page by page the same. It must hold nothing."""
-        self.adopt(target, self.rows[source])
-
     def adopt(self, row: int, pages: list[int]) -> None:
-        """`row`, which must hold nothing, holds these pages too."""
+        """Share these pages with `row`, which must be empty."""
         if self.rows[row]:
             raise UserError(f'row {row} holds {len(self.rows[row])} pages; release it first')
         for page in pages:
-            self.n_idle -= page in self.kept and self.refs[page] == 1
+            self.n_evictable -= page in self.pinned and self.refs[page] == 1
             self.refs[page] += 1
-        self._changes(row)
+        self._mark_changed(row)
         self.rows[row] = list(pages)
 
-    # -- pages that a store keeps ------------------------------------------------------------------
-
-    def keep(self, page: int) -> None:
-        """A page that some row holds stays when the row leaves."""
-        if page not in self.kept:
-            self.kept.add(page)
-            self.refs[page] += 1
-
-    def take_kept(self) -> int:
-        """A free page, kept from now on, and idle."""
-        page = self._take()
-        self.kept.add(page)
-        self.n_idle += 1
-        return page
-
-    def let_go(self, page: int) -> bool:
-        """No longer keep a page; whether it is free now."""
-        self.kept.remove(page)
-        self.n_idle -= self.refs[page] == 1
-        self._drop(page)
-        return not self.refs[page]
-
     def move(self, source: int, target: int) -> list[int]:
-        """What `source` holds belongs to `target`, whose own pages are released. Returns those that
-        are free now."""
+        """Move the pages of `source` to `target`, whose own are released. Returns the pages that
+        this frees."""
         if source == target:
             return []
         freed = self.release(target)
-        self._changes(source)
+        self._mark_changed(source)
         self.rows[source], self.rows[target] = [], self.rows[source]
         return freed
 
     def release(self, row: int) -> list[int]:
-        """`row` holds nothing; pages that nobody else holds are free again. Returns these."""
-        self._changes(row)
+        """Empty `row`. Returns the pages that this frees."""
+        self._mark_changed(row)
         pages, self.rows[row] = self.rows[row], []
         for page in pages:
-            self._drop(page)
+            self._unref(page)
         return [page for page in pages if not self.refs[page]]
 
-    def rebuild(self, kept: set[int]) -> None:
-        """After a fault midway: references and free pages as rows and `kept` say."""
-        self.kept, self.refs = set(kept), [0] * self.n_pages
-        for page in [*kept, *(page for pages in self.rows for page in pages)]:
+    # -- pages pinned by a prefix store ------------------------------------------------------------
+
+    def pin(self, page: int) -> None:
+        """Keep a page of some row when the row is released."""
+        if page not in self.pinned:
+            self.pinned.add(page)
+            self.refs[page] += 1
+
+    def take_pinned(self) -> int:
+        """Take a free page and pin it."""
+        page = self._take()
+        self.pinned.add(page)
+        self.n_evictable += 1
+        return page
+
+    def unpin(self, page: int) -> bool:
+        """Returns whether the page is free now."""
+        self.pinned.remove(page)
+        self.n_evictable -= self.refs[page] == 1
+        self._unref(page)
+        return not self.refs[page]
+
+    def rebuild(self, pinned: set[int]) -> None:
+        """Recompute references and free pages from the rows and `pinned`, after a fault."""
+        self.pinned, self.refs = set(pinned), [0] * self.n_pages
+        for page in [*pinned, *(page for pages in self.rows for page in pages)]:
             self.refs[page] += 1
         self._free = [page for page, n in enumerate(self.refs) if not n]
-        self.n_idle = sum(self.refs[page] == 1 for page in kept)
+        self.n_evictable = sum(self.refs[page] == 1 for page in pinned)
         self.version += 1
 
-    def _changes(self, row: int) -> None:
-        """Called before its pages do, so that a change that is interrupted counts too."""
+    def _mark_changed(self, row: int) -> None:
+        """Called before the change, so that an interrupted change counts too."""
         self.version += 1
         self.versions[row] = self.version
 
-    def _shared(self, row, held, length) -> list[int]:
-        """Places in the row's list of pages that will be written and that others hold too."""
-        if length <= held:
+    def _shared(self, row, start, end) -> list[int]:
+        """Indices of the shared pages of a row among those that will be written."""
+        if end <= start:
             return []
         pages = self.rows[row]
-        written = range(held // self.page_size, min(self.pages_for(length), len(pages)))
-        return [place for place in written if self.refs[pages[place]] > 1]
+        written = range(start // self.page_size, min(self.pages_for(end), len(pages)))
+        return [i for i in written if self.refs[pages[i]] > 1]
 
     def _take(self) -> int:
         page = heapq.heappop(self._free)
         self.refs[page] = 1
         return page
 
-    def _drop(self, page: int) -> None:
+    def _unref(self, page: int) -> None:
         self.refs[page] -= 1
         if self.refs[page] == 0:
             heapq.heappush(self._free, page)
-        self.n_idle += self.refs[page] == 1 and page in self.kept
+        self.n_evictable += self.refs[page] == 1 and page in self.pinned

@@ -1,12 +1,11 @@
-"""Blocks of a prefix store on disk, so that conversations survive a restart: one safetensors file a
-block.
+"""The prefix cache on disk, which survives a restart: one safetensors file per block.
 
-    FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the block
-                                           before, n_local, anchor, and a hash of all that
+    FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the parent
+                                           ("before"), n_local, anchor, and a hash of all that
 
-A fingerprint stands for the weights, the plan and the dtypes: files of another model are never
-looked at. A file that is damaged, or says other tokens than were asked for, counts as missing.
-Several processes may share a folder; each keeps to its budget what it knows of.
+The fingerprint identifies weights, plan and dtypes, so that files of another model are never read.
+A file that is damaged or has other tokens than requested counts as missing. Several processes may
+share a folder; each applies its budget to the files that it knows.
 """
 import contextlib
 import hashlib
@@ -22,12 +21,11 @@ from config.errors import UserError
 from kv.parts import parts_of
 
 VERSION = 2
-ABANDONED = 3600.0  # seconds after which nobody writes to a temporary file any more
+ABANDONED = 3600.0  # age in seconds at which temporary files are deleted
 
 
 def fingerprint(model, kv_dtype: str, page_size: int) -> str:
-    """64 hex digits that another model, plan, dtype or page size does not have. Reads all weights
-    once."""
+    """64 hex digits that identify model, plan, dtype and page size. Reads all weights."""
     digest = hashlib.sha256(repr((VERSION, model.plan, model.config, kv_dtype, page_size)).encode())
     for name, x in sorted(model.state_dict().items()):
         for part in parts_of(x):
@@ -38,10 +36,9 @@ def fingerprint(model, kv_dtype: str, page_size: int) -> str:
 
 
 class DiskTier:
-    """Files of one fingerprint in a folder.
+    """The files of one fingerprint in a folder.
 
-    budget: bytes; the files least recently used are deleted above it. nbytes: of the files there
-    are.
+    budget: bytes, above which the least recently used files are deleted. nbytes: size of all files.
 
     Raises:
         UserError: the safetensors package is missing, or the folder cannot be made.
@@ -65,12 +62,12 @@ class DiskTier:
                            if entry.name.endswith('.safetensors'))
         except OSError as e:
             raise UserError(f'{self.folder} cannot be used: {e}') from e
-        self._sizes = {name: size for _, name, size in found}  # the least recently used first
-        self.nbytes, self._warned, self._latest = sum(self._sizes.values()), False, 0
+        self._sizes = {name: size for _, name, size in found}  # least recently used first
+        self.nbytes = sum(self._sizes.values())
+        self._warned, self._latest = False, 0
 
     def write(self, block, page: torch.Tensor | None) -> None:
-        """A block with the bytes of its page. Where there is no room on the disk it is not kept; a
-        warning says so."""
+        """Write a block and the bytes of its page. If that fails, warn the first time."""
         path = self._path(block.key)
         if block.saved >= block.n_local and path.name in self._sizes:
             return self.touch([block.key])
@@ -81,14 +78,14 @@ class DiskTier:
         temporary = path.with_suffix(f'.{uuid.uuid4().hex}.tmp')
         try:
             if any(x.is_pinned() for x in tensors.values()):
-                torch.cuda.synchronize()  # the copies may be under way
+                torch.cuda.synchronize()  # copies to the host may be pending
             self.files.save_file(tensors, temporary, about | {'hash': _hash(about, tensors)})
             size = temporary.stat().st_size
             self._stamp(temporary)
             os.replace(temporary, path)
         except Exception as e:  # OSError, or safetensors' own
             if not self._warned:
-                warnings.warn(f'{path} cannot be written, it is not kept (nor may others be): {e}',
+                warnings.warn(f'{path} cannot be written, so its prefix is not stored: {e}',
                               stacklevel=2)
             self._warned = True
             _unlink(temporary)
@@ -101,7 +98,7 @@ class DiskTier:
             self._delete(next(iter(self._sizes)))
 
     def touch(self, keys: list[bytes]) -> None:
-        """These were of use, the last of them most recently."""
+        """Mark blocks as used, the last key most recently."""
         for path in map(self._path, keys):
             if path.name in self._sizes:
                 self._sizes[path.name] = self._sizes.pop(path.name)
@@ -109,19 +106,19 @@ class DiskTier:
                     self._stamp(path)
 
     def _stamp(self, path):
-        """The time of its last use: later than all before, which the system's clock for files is
-        too coarse to tell."""
+        """Set a modification time later than all before; the clock of the file system is too coarse
+        for that."""
         self._latest = max(self._latest + 1, time.time_ns())
         os.utime(path, ns=(self._latest, self._latest))
 
     def delete(self, key: bytes) -> None:
-        """The block with this key is not there any more."""
-        if self._path(key).name in self._sizes:
-            self._delete(self._path(key).name)
+        name = self._path(key).name
+        if name in self._sizes:
+            self._delete(name)
 
     def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int, bool] | None:
-        """({'page': ..., 'local': ...} as far as there are, n_local, anchor) of the block with
-        these tokens behind `before`; None where there is none."""
+        """({'page': ..., 'local': ...}, n_local, anchor) of the block with these tokens after the
+        block with key `before`; None if there is none. Either tensor may be absent."""
         path = self._path(key)
         if path.name not in self._sizes:
             return None
@@ -131,14 +128,14 @@ class DiskTier:
                 if (about.get('fingerprint'), about.get('tokens'), about.get('before')) != (
                         self.fingerprint, tokens.hex(), before.hex()):
                     return None
-                # copies: each would be a mapping of its file, of which a process may have 65,530
-                names = file.keys()  # it is no dict
+                # cloned, since each would map its file, and a process has at most 65,530 mappings
+                names = file.keys()
                 tensors = {name: file.get_tensor(name).clone() for name in names}
             if about.pop('hash', '') != _hash(about, tensors):
-                raise ValueError('its hash is another')
+                raise ValueError('hash mismatch')
             return tensors, int(about['n_local']), about['anchor'] == '1'
-        except Exception as e:  # whatever a damaged file makes of it
-            warnings.warn(f'{path} cannot be read, it counts as missing: {type(e).__name__}: {e}',
+        except Exception as e:  # a damaged file may raise anything
+            warnings.warn(f'{path} cannot be read and counts as missing: {type(e).__name__}: {e}',
                           stacklevel=2)
             self._drop(path.name)
             return None

@@ -1,15 +1,15 @@
-"""Which requests run, in which rows, and what each step of the engine computes. Pure Python: no
-tensors, no model.
+"""Which requests run, in which rows, and what each engine step computes. Pure Python: no tensors,
+no model.
 
     waiting   [r7, r8, ...]         first come, first served
     running   row  0   1   2   3    always the first rows, so that a decode step takes one slice:
                    r2  r6  r1  r5   when a request leaves, the last row moves into its place
 
-A request is *prefilling* while more than its last token is not yet in the cache, then *decoding*.
-Each step decodes one token for all that decode, and prefills at most `prefill_chunk` tokens beside
-it, so that a long prompt does not stall the others (chunked prefill, Agrawal et al. 2023, Sarathi;
-iteration-level scheduling, Yu et al. 2022, Orca). When pages run out, the request that was admitted
-last gives its own back and waits again; it is recomputed later and goes on as before.
+A request is *prefilling* while the cache lacks more than its last token, then *decoding*. Each step
+decodes one token for all decoding requests and prefills at most `prefill_chunk` tokens, so that a
+long prompt does not stall the rest (chunked prefill, Agrawal et al. 2023, Sarathi; iteration-level
+scheduling, Yu et al. 2022, Orca). When pages run out, the latest request is preempted: its pages
+are freed, and it waits to be recomputed.
 """
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,46 +20,42 @@ from engine.params import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, what is asked of it, and how far it has come. `number`: in the order of
-    submission."""
+    """A prompt with its parameters and progress. `number`: in the order of submission."""
     number: int
     prompt: list[int]
     params: SamplingParams
-    tokens: list[int] = field(default_factory=list)  # generated
-    # tokens (of prompt, then generated) that the cache has
-    held: int = 0
-    row: int = -1                                    # -1 = not running
-    preempted: int = 0                               # times that it had to give its pages back
-    # of a prefix store: the newest block that it has in it
-    tip: object = None
-    # lengths at which a chunk of it is to end, for that store
-    stops: list[int] = field(default_factory=list)
-    # tokens that it took over from there when it first ran
-    found: int = -1
+    tokens: list[int] = field(default_factory=list)      # generated
+    num_computed_tokens: int = 0                         # of prompt and generated, in the cache
+    row: int = -1                                        # -1 = not running
+    preempted: int = 0                                   # how many times
+    last_block: object = None                            # in the prefix store
+    chunk_ends: list[int] = field(default_factory=list)  # `PrefixStore.chunk_ends`
+    num_cached_tokens: int = -1                          # reused when it first ran; -1 = has not
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
     @property
-    def most(self) -> int:
-        """Positions that it may come to hold; the last token drawn is never fed."""
+    def max_positions(self) -> int:
+        """The last sampled token is never appended to the cache."""
         return len(self.prompt) + self.params.max_new_tokens - 1
 
     @property
     def pending(self) -> int:
-        """Tokens that the cache lacks; 1 while decoding: the token drawn last."""
-        return self.length - self.held
+        """Tokens that the cache lacks; 1 while decoding: the last sampled token."""
+        return self.length - self.num_computed_tokens
 
     @property
     def decoding(self) -> bool:
-        return self.held > 0 and self.pending == 1
+        return self.num_computed_tokens > 0 and self.pending == 1
 
     def next_tokens(self, n: int) -> list[int]:
-        """The first n of those that the cache lacks."""
-        if self.held >= len(self.prompt):
-            return self.tokens[self.held - len(self.prompt):][:n]
-        return (self.prompt[self.held:self.held + n] + self.tokens)[:n]
+        """The first n tokens that the cache lacks."""
+        start = self.num_computed_tokens
+        if start >= len(self.prompt):
+            return self.tokens[start - len(self.prompt):][:n]
+        return (self.prompt[start:start + n] + self.tokens)[:n]
 
 
 @dataclass
@@ -71,15 +67,13 @@ class Work:
 
 
 class Scheduler:
-    """Decides; the cache (a `engine.paged.PagedKVCache`, or in tests its bookkeeping alone) has the
-    rows and pages.
+    """Assigns rows and pages of the cache to requests.
 
     Args:
-        cache: with `batch_size`, `max_seq_len`, `table` and the methods `reset`, `move` and
-            `reserve`.
+        cache: an `engine.paged.PagedKVCache`, or any object with `batch_size`, `max_seq_len`,
+            `table` and the methods `reset`, `move` and `reserve`.
         prefill_chunk: most prompt tokens that a step computes, padding included.
-        prefix: a `engine.prefix.PrefixStore` of that cache, or None: requests take over from it
-            what they begin with.
+        prefix: an `engine.prefix.PrefixStore` of that cache, or None.
     """
 
     def __init__(self, cache, prefill_chunk: int, prefix=None):
@@ -89,8 +83,7 @@ class Scheduler:
         self.waiting, self.running = deque(), []
 
     def check(self, n_prompt: int, max_new_tokens: int) -> None:
-        """UserError if such a request could never run."""
-        # the last token drawn is never fed
+        """Raise UserError if a request of this size could never run."""
         positions, table = n_prompt + max_new_tokens - 1, self.cache.table
         asked = (f'{n_prompt} prompt tokens and max_new_tokens={max_new_tokens} take '
                  f'{positions:,} positions')
@@ -104,47 +97,50 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> Work:
-        """What the next step computes. Rows and pages for it are taken."""
-        decode = self._keep_decoding()
+        """The work of the next step, for which rows and pages are taken."""
+        decode = self._reserve_decoding()
         self._admit()
         return Work(self._chunks(), decode)
 
     def finish(self, request: Request) -> None:
-        """It needs no more tokens, wherever it is now. Its row and pages are free."""
+        """Remove a request, running or waiting, and free its row and pages."""
         if request.row < 0:
             self.waiting = deque(r for r in self.waiting if r is not request)
         else:
-            self._leave(request)
+            self._free_row(request)
 
-    def fed(self, request: Request, n: int) -> None:
-        """The cache holds n more of its tokens."""
-        request.held += n
-        if self.prefix and request.held // self.prefix.size > request.tip.depth:
+    def computed(self, request: Request, n: int) -> None:
+        """n more tokens of a request are in the cache."""
+        request.num_computed_tokens += n
+        blocks = request.num_computed_tokens // self.prefix.size if self.prefix else 0
+        if self.prefix and blocks > request.last_block.depth:
             tokens = request.prompt + request.tokens
-            request.tip = self.prefix.extend(request.row, request.tip, tokens)
+            request.last_block = self.prefix.extend(request.row, request.last_block, tokens)
 
     def preempt(self, request: Request) -> None:
-        """A running request waits again, before all others, and will be computed anew."""
-        self._leave(request)
-        request.held = 0
+        """Move a running request to the front of the queue; it will be recomputed."""
+        self._free_row(request)
+        request.num_computed_tokens = 0
         request.preempted += 1
         self.waiting.appendleft(request)
 
     def restart(self, requests: list[Request]) -> None:
-        """After a fault midway: `requests`, which are all that have not ended, wait in their order,
-        to be computed anew. The cache must have been reset."""
+        """After a fault and a reset of the cache: queue all unfinished requests in their order, to
+        be recomputed."""
         for request in requests:
             request.preempted += request.row >= 0
-            request.row, request.held, request.tip = -1, 0, None
+            request.row, request.num_computed_tokens = -1, 0
+            request.last_block = None
         self.waiting, self.running = deque(sorted(requests, key=lambda r: r.number)), []
 
-    def _keep_decoding(self) -> list[Request]:
-        """All that decode, after pages for their next token were found for each: who came first is
-        served first."""
+    def _reserve_decoding(self) -> list[Request]:
+        """The decoding requests, each with a page for its next token; earlier requests come first,
+        and the latest are preempted when pages run out."""
+        table = self.cache.table
         for request in sorted((r for r in self.running if r.decoding), key=lambda r: r.number):
             while request.row >= 0:
-                missing = self.cache.table.missing([(request.row, request.held, request.length)])
-                if missing <= self.cache.table.n_available:
+                job = request.row, request.num_computed_tokens, request.length
+                if table.pages_needed([job]) <= table.n_available:
                     self.cache.reserve(request.row, request.length)
                     break
                 self.preempt(max(self.running, key=lambda r: r.number))
@@ -154,88 +150,93 @@ class Scheduler:
         table = self.cache.table
         while self.waiting and len(self.running) < self.cache.batch_size:
             request = self.waiting[0]
-            # one page more than it needs now, if those who run may need it: who has just come must
-            # not stop them
-            spare = any(table.pages_for(r.most) > len(table.rows[r.row]) for r in self.running)
+            # a spare page if a running request may grow, lest it preempt the new one at once
+            spare = any(table.pages_for(r.max_positions) > len(table.rows[r.row])
+                        for r in self.running)
             available, hit = table.n_available, None
             needed = table.pages_for(request.length) + spare
-            # what is on disk has no page in the pool: it can be read when there is room
             if self.prefix:
+                # without disk: its blocks have no page in the pool, and are read only when admitted
                 hit = self.prefix.match(request.prompt + request.tokens, disk=False)
-                available, needed = self.prefix.n_available(hit.blocks), needed - hit.n_resident
+                available, needed = self.prefix.n_available(hit.blocks), needed - hit.n_in_pool
             if available < needed:
                 return
             if self.prefix:
                 hit = self.prefix.match(request.prompt + request.tokens)
-                if self._soon_more(request, len(hit.blocks) * self.prefix.size):
+                if self._is_being_computed(request, len(hit.blocks) * self.prefix.size):
                     return
             self.waiting.popleft()
             request.row = len(self.running)
             self.running.append(request)
             if hit:
-                request.tip = self.prefix.restore(request.row, hit)
-                request.held = self.cache.held(request.row)
-                request.stops = self.prefix.stops(hit, request.length)
-                # else it was told before, and comes back after it had to leave
-                if request.found < 0:
-                    request.found = request.held
-                    self.prefix.stats.count(request.length, request.held)
+                self._restore(request, hit)
             self.cache.reserve(request.row, request.length)
 
-    def _soon_more(self, request, found) -> bool:
-        """Whether a request that runs is about to compute more of what this one begins with than
-        there is now: such as that of another sample of the same prompt."""
+    def _restore(self, request, hit) -> None:
+        request.last_block = self.prefix.restore(request.row, hit)
+        request.num_computed_tokens = self.cache.length(request.row)
+        request.chunk_ends = self.prefix.chunk_ends(hit, request.length)
+        if request.num_cached_tokens < 0:  # not after a preemption
+            request.num_cached_tokens = request.num_computed_tokens
+            self.prefix.stats.count(request.length, request.num_cached_tokens)
+
+    def _is_being_computed(self, request, n_cached) -> bool:
+        """Whether a running request is about to compute a longer prefix of this one than is cached,
+        e.g. another sample of the same prompt."""
         mine = request.prompt + request.tokens
         for other in self.running:
-            its = other.prompt + other.tokens
-            more = [stop for stop in other.stops if max(found, other.held) < stop < len(mine)]
-            if any(its[:stop] == mine[:stop] for stop in more):
+            theirs = other.prompt + other.tokens
+            known = max(n_cached, other.num_computed_tokens)
+            ends = [end for end in other.chunk_ends if known < end < len(mine)]
+            if any(theirs[:end] == mine[:end] for end in ends):
                 return True
         return False
 
     def _chunks(self) -> list[list[tuple[Request, int]]]:
-        """Prompts that fit are computed together, if they begin; else one chunk of one prompt a
-        pass."""
-        room, passes, together = self.prefill_chunk, [], []
+        """Whole prompts that fit are computed in one pass; otherwise a pass has one chunk of one
+        prompt."""
+        room, passes, batch = self.prefill_chunk, [], []
         for request in sorted((r for r in self.running if not r.decoding), key=lambda r: r.number):
-            if request.held or request.pending > self.prefill_chunk or request.stops:
+            started = request.num_computed_tokens or request.chunk_ends
+            if started or request.pending > self.prefill_chunk:
                 if room == 0:
                     break
-                most = self._whole_pages(request, min(request.pending, room))
+                most = self._to_page_end(request, min(request.pending, room))
                 pieces = self._pieces(request, most)
                 passes += [[(request, n)] for n in pieces]
                 room -= sum(pieces)
                 continue
-            widest = max([n for _, n in together] + [request.pending])
-            before = sum(max(n for _, n in together) for _ in together)
-            padded = widest * (len(together) + 1) - before
+            width = max((n for _, n in batch), default=0)
+            new_width = max(width, request.pending)
+            padded = new_width * (len(batch) + 1) - width * len(batch)
             if padded > room:
                 break
-            together.append((request, request.pending))
+            batch.append((request, request.pending))
             room -= padded
-        return passes + [together] * bool(together)
+        return passes + [batch] * bool(batch)
 
-    def _whole_pages(self, request, n) -> int:
-        """Of the next n tokens of a request with more to come: as many as end with a page, where
-        the store can keep them."""
+    def _to_page_end(self, request, n) -> int:
+        """With a prefix store, let a partial prefill of n tokens end with a page if it can."""
         if not self.prefix or n >= request.pending:
             return n
-        end = (request.held + n) // self.prefix.size * self.prefix.size
-        return end - request.held if end > request.held else n
+        start = request.num_computed_tokens
+        end = (start + n) // self.prefix.size * self.prefix.size
+        return end - start if end > start else n
 
     @staticmethod
     def _pieces(request, n) -> list[int]:
-        """The next n tokens of a request, cut where chunks of it are to end."""
-        last = request.held + n
-        ends = [stop for stop in request.stops if request.held < stop < last] + [last]
-        return [end - start for start, end in zip([request.held, *ends], ends)]
+        """The next n tokens of a request, split at `chunk_ends`."""
+        start = request.num_computed_tokens
+        last = start + n
+        ends = [end for end in request.chunk_ends if start < end < last] + [last]
+        return [b - a for a, b in zip([start, *ends], ends)]
 
-    def _leave(self, request: Request) -> None:
+    def _free_row(self, request: Request) -> None:
         row, last = request.row, self.running[-1]
         self.cache.reset([row])
         if self.prefix:
-            self.prefix.release(request.tip)
-            request.tip = None
+            self.prefix.release(request.last_block)
+            request.last_block = None
         self.running[row] = last
         self.running.pop()
         if last is not request:

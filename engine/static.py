@@ -1,11 +1,11 @@
-"""A cache as a decode step sees it that is captured once and replayed (CUDA graphs), or compiled:
-where its tokens go and which keys they see is computed on the device, from positions there. Nothing
-depends on lengths known to the host, so shapes and Python values are the same in every step.
+"""A view of a cache for decode steps that are captured as CUDA graphs or compiled. Write positions
+and key counts are computed on the device from `positions`. Shapes and Python values are the same in
+every step, because nothing depends on lengths known to the host.
 
     static = StaticCache(cache, n_rows)         # the cache's own storage, its first n_rows rows
-    static.set(lengths)                         # before a step: tokens that each row holds
+    static.set(lengths)                         # before a step: the length of each row
     logits, _ = model(tokens, cache=static)     # (n_rows, 1) -> (n_rows, 1, V)
-    static.advance(rows)                        # afterwards: these hold one token more
+    static.advance(rows)                        # afterwards: these are one token longer
 """
 import torch
 
@@ -18,8 +18,7 @@ from kv.slots import KVStore, RingStore
 
 
 class StaticStep:
-    """One token for each row, at `positions` (B, 1): a `kv.cache.Step` without numbers on the
-    host."""
+    """A `kv.cache.Step` of one token per row, with `positions` (B, 1) on the device."""
     t, uniform = 1, False
 
     def __init__(self, positions: torch.Tensor, end: int):
@@ -27,11 +26,11 @@ class StaticStep:
 
 
 class StaticCache:
-    """The first `n_rows` rows of `cache`, for steps of one token. A row that takes no part has
-    position -1: nothing of it is written, and its logits mean nothing.
+    """The first `n_rows` rows of `cache`, for steps of one token. An inactive row has position -1:
+    nothing is written for it, and its logits are undefined.
 
-    positions: (n_rows, 1) int64, tokens that each row holds. table: (n_rows, n) int32, its pages,
-    if the cache is paged.
+    positions: (n_rows, 1) int64, length of each row. block_table: (n_rows, n) int32, the pages of
+    each row if the cache is paged.
     """
 
     def __init__(self, cache: KVCache, n_rows: int):
@@ -40,19 +39,19 @@ class StaticCache:
             like = dict(device=cache.device)
             self.positions = torch.full((n_rows, 1), -1, dtype=torch.int64, **like)
             self._rows = torch.arange(n_rows, **like)
-            self.table = None
+            self.block_table = None
             if isinstance(cache, PagedKVCache):
                 width = cache.table.pages_for(cache.max_seq_len)
-                self.table = torch.full((n_rows, width), -1, dtype=torch.int32, **like)
-        # what `table` holds: the pages of each row, and of which version of the cache's table
+                self.block_table = torch.full((n_rows, width), -1, dtype=torch.int32, **like)
+        # pages in `block_table`, and the versions of the cache's page table that they are from
         self._sent, self._versions = [[] for _ in range(n_rows)], [0] * n_rows
         self._places, self._kv_lens = {}, {}
 
     # -- on the host, around a step ---------------------------------------------------------------
 
     def set(self, lengths: list[int | None]) -> None:
-        """The next step appends a token to each row b, which holds lengths[b] tokens; None: it
-        takes no part. Pages for it must have been taken (`reserve`).
+        """Set the lengths of the rows to which the next step appends a token; None: inactive.
+        Pages for the token must have been reserved.
 
         Raises:
             UserError: more rows than there are, or a row that is full.
@@ -62,39 +61,38 @@ class StaticCache:
         if len(lengths) > self.batch_size or full:
             raise UserError(f'lengths={lengths}: at most {self.batch_size}, each below '
                             f'max_seq_len={most}')
-        held = [-1 if n is None else n for n in lengths] + [-1] * (self.batch_size - len(lengths))
-        positions = _on_host(held, torch.int64, self.positions)
+        starts = [-1 if n is None else n for n in lengths] + [-1] * (self.batch_size - len(lengths))
+        positions = _on_host(starts, torch.int64, self.positions)
         self.positions.copy_(positions[:, None], non_blocking=True)
-        if self.table is not None:
+        if self.block_table is not None:
             self._send_pages()
 
     def _send_pages(self) -> None:
-        """Write to `table` the entries that have changed, in place, since a CUDA graph has its
-        address: most rows have the pages that they had, or one more. Entries after the end of a row
-        are -1."""
+        """Update changed entries of `block_table` in place, since a CUDA graph holds its address.
+        Most rows keep their pages or get one more. Entries after the end of a row are -1."""
         source, entries, sent = self.cache.table, [], {}
         for row, version in enumerate(source.versions[:self.batch_size]):
             if version != self._versions[row]:
                 old = self._sent[row]
-                new = sent.setdefault(row, source.rows[row][:self.table.size(1)])
+                new = sent.setdefault(row, source.rows[row][:self.block_table.size(1)])
                 first = len(old) if new[:len(old)] == old else 0
                 pages = new[first:] + [-1] * (len(old) - len(new))
                 entries += [(row, first + k, page) for k, page in enumerate(pages)]
-        for row, pages in sent.items():  # if interrupted, the next call sends all of the row
+        for row, pages in sent.items():  # if interrupted, the next call sends the whole row
             self._sent[row] = [None] * max(len(self._sent[row]), len(pages))
             self._versions[row] = -1
-        if entries:  # indices made on the host: nothing waits for the device
-            entries = _on_host(entries, torch.int64, self.table)
-            rows, places, pages = entries.to(self.table.device, non_blocking=True).T
-            self.table.index_put_((rows, places), pages.int())
+        if entries:  # indices come from the host: no device synchronization
+            entries = _on_host(entries, torch.int64, self.block_table)
+            rows, places, pages = entries.to(self.block_table.device, non_blocking=True).T
+            self.block_table.index_put_((rows, places), pages.int())
         for row, pages in sent.items():
             self._sent[row], self._versions[row] = pages, source.versions[row]
 
     def advance(self, rows: list[int]) -> None:
-        """These rows hold one token more: what the step has written."""
+        """Count the token that the step has written to these rows."""
         self.cache.advance(rows)
 
-    # -- what the model calls, with nothing but the device's numbers ------------------------------
+    # -- called by the model; uses device tensors only --------------------------------------------
 
     def begin(self, t: int, lens=None, rows=None) -> StaticStep:
         if t != 1 or lens is not None or rows is not None:
@@ -103,7 +101,7 @@ class StaticCache:
         return StaticStep(self.positions, self.cache.max_seq_len)
 
     def attend(self, layer: Layer, q: torch.Tensor, kv=None) -> torch.Tensor:
-        """As `KVCache.attend`, by plain torch operations; q (B, H, 1, D)."""
+        """As `KVCache.attend`, in plain torch operations; q (B, H, 1, D)."""
         store = self.cache.stores[layer.slot]
         if kv is not None:
             rows, places = self.target(layer)
@@ -111,7 +109,7 @@ class StaticCache:
         return self.read(layer, q)
 
     def read(self, layer: Layer, q: torch.Tensor) -> torch.Tensor:
-        """Attention to the slot of a layer, which has been written in this step."""
+        """Attention to the slot of a layer, after this step's K and V were written."""
         if torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
                 return self.read(layer, q)
@@ -121,13 +119,13 @@ class StaticCache:
             self._kv_lens[limit] = (self.positions[:, 0] + 1).clamp(max=limit)
         kv_lens = self._kv_lens[limit]
         if isinstance(store, PagedStore):
-            return table_attention(q, store.tensors, self.table, kv_lens)
+            return table_attention(q, store.tensors, self.block_table, kv_lens)
         kv = store.read(slice(0, self.batch_size), 0, store.capacity)
         return cached_attention(q, *kv, kv_lens=kv_lens)
 
     def target(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows or pages, places), (B,) both: where a slot's new K and V go; a place below 0 is
-        nowhere. Slots of one kind have their tokens at the same places."""
+        """(rows or pages, offsets), (B,) each: where the new K and V of a slot are written; a
+        negative offset means not at all. Slots of one kind share the result."""
         store, positions = self.cache.stores[layer.slot], self.positions[:, 0]
         kind = store.capacity if isinstance(store, RingStore) else type(store)
         if kind not in self._places:
@@ -141,21 +139,20 @@ class StaticCache:
             return self._rows, positions
         size = self.cache.table.page_size
         page = self.positions.clamp(min=0) // size
-        pages = self.table.gather(1, page)[:, 0].long()
+        pages = self.block_table.gather(1, page)[:, 0].long()
         return pages, torch.where(positions < 0, -1, positions % size)
 
     def commit(self) -> None:
-        """Nothing: `advance` counts, on the host."""
+        """No-op: `advance` updates the lengths on the host."""
 
     abandon = commit
 
 
 def put(store: KVStore, rows, places, new) -> None:
-    """Encoded K, V (B, Hkv, 1, D) to (rows[b], places[b]), or nowhere if that place is below 0.
+    """Write encoded K, V (B, Hkv, 1, D) to (rows[b], places[b]), unless places[b] is negative.
 
-    Rows of a contiguous store are distinct, so shapes need not depend on which tokens are written;
-    an unwritten token rewrites what is there. Pages of a pool may coincide: there the unwritten
-    ones are left out.
+    The rows of a contiguous store are distinct, so skipped tokens rewrite the present values and
+    shapes stay fixed. Rows of a pool may share a page, so there skipped tokens are filtered out.
     """
     if isinstance(store, PagedStore):
         written = places >= 0
@@ -166,5 +163,5 @@ def put(store: KVStore, rows, places, new) -> None:
 
 
 def _on_host(numbers, dtype, like) -> torch.Tensor:
-    """Pinned if the device copies from it meanwhile; the allocator keeps it until that is done."""
+    """A host tensor, pinned for asynchronous copies to the device of `like`."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=like.device.type == 'cuda')

@@ -45,7 +45,7 @@ class Metrics:
         store = engine.prefix
         if store:
             self.prefix_bytes.labels('host').set(store.nbytes)
-            self.prefix_bytes.labels('pool').set(len(store.table.kept) * store.copier.page_nbytes)
+            self.prefix_bytes.labels('pool').set(len(store.table.pinned) * store.copier.page_nbytes)
             self.hit_rate.set(store.stats.hit_rate)
 
     def text(self) -> bytes:

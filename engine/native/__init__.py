@@ -1,9 +1,8 @@
 """The C++ extension for CPUs: matmuls and whole decode steps at memory speed.
 
-Compiled on first use by the machine's own compiler, for its own processor (about two seconds; g++
-or clang++, or what CXX names), and kept in the user's cache folder. Plain C, called by ctypes: it
-depends on neither torch's headers nor its version. Without a compiler everything runs in torch
-alone, slower.
+Compiled on first use for the local processor (about two seconds; with g++, clang++ or $CXX), and
+cached in the user's cache folder. It has a plain C interface, called by ctypes, so it depends on
+neither torch's headers nor its version. Without a compiler everything runs in torch, slower.
 """
 import ctypes
 import functools
@@ -24,21 +23,21 @@ TIMEOUT = 120  # seconds
 
 
 class Unavailable(Exception):
-    """The extension cannot be had here; the message says why."""
+    """The extension cannot be built or loaded; the message says why."""
 
 
 _wanted = True  # see `use`
 
 
 def use(on: bool) -> None:
-    """Whether this process takes the extension from here on: False = plain torch everywhere."""
+    """Enable or disable the extension in this process; False = plain torch."""
     global _wanted
     _wanted = on
 
 
 def library() -> ctypes.CDLL | None:
-    """The extension, compiled if need be; None where it is not wanted or cannot be had, which is
-    said once."""
+    """The extension, compiled if necessary. None if it is disabled, or unavailable (noted once on
+    stderr)."""
     return _library() if _wanted else None
 
 
@@ -53,16 +52,16 @@ def _library():
 
 
 def cache_folder() -> Path:
-    """Where compiled extensions are kept."""
+    """The folder of compiled extensions."""
     home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(home, 'nanokv', 'native')
 
 
 def _compiled() -> Path:
-    """The shared library of these sources, compiler, flags and processor.
+    """The shared library for these sources, compiler, flags and processor.
 
     Raises:
-        Unavailable: no compiler, or it fails.
+        Unavailable: there is no compiler, or it fails.
     """
     if os.name != 'posix':
         raise Unavailable('it is built on Linux and macOS only')
@@ -71,8 +70,8 @@ def _compiled() -> Path:
     if compiler is None:
         raise Unavailable(f"no compiler: {' or '.join(names)} is needed")
     sources = sorted(HERE.glob('*.cpp')) + sorted(HERE.glob('*.h'))
-    known_by = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
-    name = hashlib.sha256('\0'.join(known_by).encode()).hexdigest()[:16]
+    inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
+    name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
     path = cache_folder() / f'{name}.so'
     if not path.exists():
         _compile(compiler, path)
@@ -80,7 +79,7 @@ def _compiled() -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on: a home folder may be shared by several machines."""
+    """The processor, on which -march=native depends: machines may share a home folder."""
     try:
         lines = Path('/proc/cpuinfo').read_text().splitlines()
     except OSError:
@@ -90,7 +89,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Into a file of its own first: others may be compiling the same."""
+    """Compile to a temporary file first: another process may be compiling too."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -113,7 +112,7 @@ def _load(path: Path) -> ctypes.CDLL:
     found.nanokv_sizes.restype = ctypes.c_int64
     for k, struct in enumerate((Linear, Slot, Layer, Model, Step)):
         if found.nanokv_sizes(ctypes.c_int64(k)) != ctypes.sizeof(struct):
-            raise Unavailable(f'{struct.__name__} has another size in {path}')
+            raise Unavailable(f'{struct.__name__} has a different size in {path}')
     for name in ('nanokv_decode', 'nanokv_linear'):
         getattr(found, name).restype = None
     return found

@@ -19,8 +19,8 @@ MULTIPLE = 8  # widths must be multiples of it: half a vector
 
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
-    """A decode step by the extension for this cache; None where it cannot serve, or does not
-    compute what model.py computes: that may have been changed since, and this is not to hide it."""
+    """A C++ decode step for this cache. None if it is not supported, or if its logits differ from
+    those of model.py, whose code may have been changed."""
     if why_not(model, cache) or native.library() is None:
         return None
     if not agrees(model, cache.kv_dtype):
@@ -54,7 +54,7 @@ def weights_are_floats(model: GPT) -> bool:
 
 
 def why_not(model: GPT, cache: KVCache) -> str:
-    """Why the extension has no step for these; '' if it has."""
+    """Why the extension does not support these; '' if it does."""
     c, plan = model.config, model.plan
     if model.device.type != 'cpu':
         return f'device={model.device.type}'
@@ -70,17 +70,17 @@ def why_not(model: GPT, cache: KVCache) -> str:
 
 
 class NativeDecode:
-    """Decode steps over the first rows of `cache`. Arithmetic is float32 but for quantized weights'
-    products, and those of weights in bfloat16 with several rows where the processor has them.
+    """Decode steps over the first rows of `cache`. Computes in float32, except for matmuls with
+    quantized weights, and with bfloat16 weights and several rows if the processor supports that.
 
     Args:
-        model: in eval mode; its weights may change in place only (those in bfloat16 not at all).
+        model: in eval mode; its weights may change in place only (bfloat16 weights not at all).
         cache: a `KVCache` or `PagedKVCache`.
     """
 
     def __init__(self, model: GPT, cache: KVCache):
         self.cache, self.vocab_size = cache, model.config.vocab_size
-        self._kept = []  # tensors whose addresses the structs have
+        self._kept = []  # tensors whose addresses are in the structs
         self._model = self._describe(model)
         self._logits = torch.empty(cache.batch_size, self.vocab_size)
         self._table, self._versions = None, [-1] * cache.batch_size
@@ -90,8 +90,8 @@ class NativeDecode:
 
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
-        """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the others'
-        logits mean nothing.
+        """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the logits of
+        the remaining rows are undefined.
 
         Returns:
             (n, V) float32 logits, overwritten by the next call.
@@ -115,7 +115,7 @@ class NativeDecode:
         return logits
 
     def prepare(self, *sizes: int) -> None:
-        """Nothing: no size needs a capture."""
+        """No-op, for the interface of `CapturedDecode`."""
 
     def _run(self, ids, rows, positions, logits):
         ids, rows, positions = (np.ascontiguousarray(x, np.int64) for x in (ids, rows, positions))
@@ -126,7 +126,7 @@ class NativeDecode:
         native.library().nanokv_decode(ctypes.byref(self._model), ctypes.byref(step))
 
     def _pages(self, rows):
-        """(m, pages) int32: those of these rows; what has changed since the last step is copied."""
+        """Block table (m, pages) int32 of these rows, updated where rows have changed."""
         source = self.cache.table
         for row in rows.tolist():
             if source.versions[row] != self._versions[row]:
@@ -182,7 +182,7 @@ class NativeDecode:
         return self._pointer(norm.weight), self._pointer(norm.bias)
 
     def _pointer(self, x):
-        """Address of a vector or table in float32."""
+        """Address of a float32 copy of a vector or table."""
         if x is None:
             return None
         self._kept.append(x.detach().float().contiguous())

@@ -96,32 +96,32 @@ class Served:
         """As the engine would; returns how many tokens it need not compute."""
         store = self.store
         hit = store.match(tokens)
-        self.tip = store.restore(0, hit)
-        found, stops = self.cache.held(0), store.stops(hit, len(tokens))
+        self.last_block = store.restore(0, hit)
+        found, stops = self.cache.length(0), store.chunk_ends(hit, len(tokens))
         store.stats.count(len(tokens), found)
         for stop in [*stops, len(tokens)]:
-            while self.cache.held(0) < stop:
-                self._feed(tokens, min(stop, self.cache.held(0) + self.chunk))
+            while self.cache.length(0) < stop:
+                self._feed(tokens, min(stop, self.cache.length(0) + self.chunk))
         said, size = tokens + reply[:-1], store.size  # the last token drawn is never fed
-        while self.cache.held(0) < len(said):
-            self._feed(said, min(len(said), (self.cache.held(0) // size + 1) * size))
+        while self.cache.length(0) < len(said):
+            self._feed(said, min(len(said), (self.cache.length(0) // size + 1) * size))
         self.cache.reset([0])
-        store.release(self.tip)
+        store.release(self.last_block)
         return found
 
     def _feed(self, tokens, end):
-        n = end - self.cache.held(0)
+        n = end - self.cache.length(0)
         k = self.kv[:, :, :n]
         self.cache.begin(n)
         for slot in self.cache.plan.slots:
             self.cache.append(self.cache.plan.layers[slot.owner], k, k)
         self.cache.commit()
-        self.tip = self.store.extend(0, self.tip, tokens[:end])
+        self.last_block = self.store.extend(0, self.last_block, tokens[:end])
 
     @property
     def held_nbytes(self) -> int:
         """Bytes of all that is kept: host memory, and pages that have no copy there."""
-        only_in_pool = sum(block.page >= 0 and block.copy is None for block in self.store.index.values())
+        only_in_pool = sum(block.page >= 0 and block.copy is None for block in self.store.blocks)
         return self.store.nbytes + only_in_pool * self.store.copier.page_nbytes
 
 
@@ -140,7 +140,7 @@ def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype
                     'computed_per_request': sum(n - k for n, k in found) / n_requests,
                     'prompt_tokens_per_request': sum(n for n, _ in found) / n_requests, 'held_nbytes': served.held_nbytes,
                     'dialogue_tokens': held, 'dialogues': workload.dialogues, 'vanilla_nbytes': vanilla * held,
-                    'blocks': len(served.store.index)}
+                    'blocks': len(served.store.blocks)}
 
 
 def one(served: Served, workload: Workload) -> tuple[int, int, int]:

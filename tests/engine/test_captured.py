@@ -1,4 +1,5 @@
-"""Static decode steps, plain, compiled, through interpreted kernels, captured on a GPU: all give what an ordinary one does."""
+"""Static decode steps, plain, compiled, through interpreted kernels, captured on a GPU: all give
+what an ordinary one does."""
 import statistics
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -21,18 +22,23 @@ from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, token
 
 MODELS = {
     'full stack': FULL_STACK,
-    'learned positions': dict(n_layer=3, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB, layer_pattern='LG',
+    'learned positions': dict(n_layer=3, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB,
+                              layer_pattern='LG',
                               window_size=5, bias=True),
     'int8 in training': FULL_STACK | dict(kv_quant_train='int8'),
-    'local only': dict(n_layer=2, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB, layer_pattern='L', window_size=4),
+    'local only': dict(n_layer=2, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB,
+                       layer_pattern='L', window_size=4),
 }
-interpreted = pytest.mark.skipif(not INTERPRETING or find_spec('triton') is None, reason='interpreted where there is no GPU')
+interpreted = pytest.mark.skipif(not INTERPRETING or find_spec('triton') is None,
+                                 reason='interpreted where there is no GPU')
 HOW = [pytest.param('plain', 'cpu'), pytest.param('kernels', 'cpu', marks=interpreted),
        pytest.param('captured', 'cuda', marks=pytest.mark.gpu)]
 
 
 def new_cache(model, kv_dtype, paged):
-    cache = model.new_cache(3, 40, kv_dtype, **(dict(cache_class=PagedKVCache, n_pages=30, page_size=4) if paged else {}))
+    cache = model.new_cache(3, 40, kv_dtype,
+                            **(dict(cache_class=PagedKVCache, n_pages=30, page_size=4) if paged
+                               else {}))
     model(tokens(3, 11).to(model.device), cache=cache, lens=[11, 2, 7])
     return cache
 
@@ -69,7 +75,8 @@ def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
     gaps = run(model, kv_dtype, paged, how, n_steps=2 if how == 'kernels' else 12)
     if kv_dtype == 'float32' or how == 'plain':
         assert max(gaps) < 1e-4
-    else:  # other kernels may move a value over the edge between two int8 steps, which later layers feel
+    # other kernels may move a value over the edge between two int8 steps, which later layers feel
+    else:
         assert statistics.median(gaps) < 1e-3 and max(gaps) < 5e-2
 
 
@@ -129,7 +136,8 @@ def test_what_cannot_be():
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_a_graph_keeps_what_it_reads():
-    """A longer sequence grows the rotary tables; the graphs go on with those that they were captured with."""
+    """A longer sequence grows the rotary tables; the graphs go on with those that they were
+    captured with."""
     model = random_model(GPTConfig(**FULL_STACK), torch.float32).cuda()
     assert suits_capture(model)
     usual, captured = (new_cache(model, 'float32', False) for _ in 'ab')
@@ -151,7 +159,8 @@ def everywhere(monkeypatch):
 def test_what_asks_the_device_is_not_captured(everywhere):
     model = random_model(GPTConfig(**MODELS['int8 in training']))
     assert captured_decode(model, new_cache(model, 'auto', True)) is None
-    assert captured_decode(model, new_cache(model, 'auto', False)) and captured_decode(model, new_cache(model, 'int8', True))
+    assert captured_decode(model, new_cache(model, 'auto', False)) and captured_decode(model,
+                                                            new_cache(model, 'int8', True))
 
 
 @pytest.mark.parametrize('name', ['full stack', 'learned positions'])

@@ -23,7 +23,8 @@ WIDE = dict(FULL_STACK, n_embd=32, head_dim=16, mlp_hidden=48)
 KINDS = {
     'vanilla': dict(block_size=64, vocab_size=23, n_layer=3, n_head=2, n_embd=32),
     'full stack': WIDE,
-    'grouped': dict(WIDE, n_kv_head=2, kv_share='', share_global_kv=False, qk_norm=False, rope_theta_global=700.0),
+    'grouped': dict(WIDE, n_kv_head=2, kv_share='', share_global_kv=False, qk_norm=False,
+                    rope_theta_global=700.0),
     'odd groups': dict(WIDE, n_head=15, head_dim=32, bias=False, gelu='tanh'),
     'rounded': dict(WIDE, kv_quant_train='int8'),
     'widths of 8': dict(WIDE, n_embd=40, n_head=3, head_dim=24, mlp_hidden=88),
@@ -85,10 +86,13 @@ def test_what_is_stored_equals_what_the_models_forward_stores(kv_dtype):
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), steps=st.integers(1, 30),
        window=st.sampled_from([1, 2, 5, 16, 40]), page_size=st.sampled_from([1, 3, 16, 64, 80]),
-       paged=st.booleans(), group=st.sampled_from([1, 2, 3, 6, 7]), kv_dtype=st.sampled_from(['float32', 'bfloat16']))
+       paged=st.booleans(), group=st.sampled_from([1, 2, 3, 6, 7]),
+       kv_dtype=st.sampled_from(['float32', 'bfloat16']))
 def test_any_lengths_windows_and_pages(lengths, steps, window, page_size, paged, group, kv_dtype):
-    model = random_model(GPTConfig(**dict(WIDE, window_size=window, n_head=2 * group, n_kv_head=2)), torch.float32)
-    gap = largest_gap(model, *caches(model, kv_dtype, len(lengths), paged, page_size), prompts(*lengths), steps)
+    model = random_model(GPTConfig(**dict(WIDE, window_size=window, n_head=2 * group, n_kv_head=2)),
+                         torch.float32)
+    gap = largest_gap(model, *caches(model, kv_dtype, len(lengths), paged, page_size),
+                      prompts(*lengths), steps)
     assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
 
 
@@ -96,14 +100,16 @@ def test_any_lengths_windows_and_pages(lengths, steps, window, page_size, paged,
 @pytest.mark.parametrize('head_dim', [8, 32])
 def test_long_contexts(kv_dtype, bound, head_dim):
     """Of heads with K of their own: more keys than are taken at a time."""
-    model = random_model(GPTConfig(**dict(KINDS['vanilla'], head_dim=head_dim, block_size=1200)), torch.float32)
+    model = random_model(GPTConfig(**dict(KINDS['vanilla'], head_dim=head_dim, block_size=1200)),
+                         torch.float32)
     plain, other = (model.new_cache(3, 1150, kv_dtype) for _ in 'ab')
     assert largest_gap(model, plain, other, prompts(1015, 70, 1100), steps=30) < bound
 
 
 @pytest.mark.parametrize('weights, bound', [('bfloat16', 0.03), ('int8', 0.05)])
 def test_other_weights_stay_close(weights, bound):
-    """Roundings of activations differ: bfloat16 rounds each, and one that int8 rounds the other way moves by a step."""
+    """Roundings of activations differ: bfloat16 rounds each, and one that int8 rounds the other way
+    moves by a step."""
     model = random_model(GPTConfig(**WIDE), torch.float32)
     model = model.bfloat16() if weights == 'bfloat16' else model
     quantize_weights(model, weights if weights == 'int8' else 'auto')
@@ -127,8 +133,10 @@ def test_the_engine_decodes_by_it(monkeypatch, dtype):
     model, steps = random_model(GPTConfig(**WIDE), torch.float32).to(dtype), []
     engine = Engine(model, 3, 64)
     run = NativeDecode._run
-    monkeypatch.setattr(NativeDecode, '_run', lambda self, ids, *rest: (steps.append(len(ids)), run(self, ids, *rest)))
-    made = engine.generate(prompts(5, 9, 2), [SamplingParams(max_new_tokens=n, temperature=0) for n in (7, 3, 12)])
+    monkeypatch.setattr(NativeDecode, '_run', lambda self, ids,
+                        *rest: (steps.append(len(ids)), run(self, ids, *rest)))
+    made = engine.generate(prompts(5, 9, 2),
+                           [SamplingParams(max_new_tokens=n, temperature=0) for n in (7, 3, 12)])
     assert sum(steps) == 7 + 3 + 12 - 3  # the prompts give the first tokens
     assert [len(done.tokens) for done in made] == [7, 3, 12]
 
@@ -144,7 +152,8 @@ def test_one_row_does_not_depend_on_the_others():
 
 
 def test_threads_do_not_change_the_result():
-    model, found, before = random_model(GPTConfig(**WIDE), torch.float32), [], torch.get_num_threads()
+    model, found, before = random_model(GPTConfig(**WIDE),
+                                        torch.float32), [], torch.get_num_threads()
     try:
         for n in (1, 2, 5):
             torch.set_num_threads(n)
@@ -184,8 +193,10 @@ def test_a_full_row_is_an_error():
 
 
 @pytest.mark.parametrize('fields, dtype, kv_dtype, why', [
-    (dict(n_embd=36), torch.float32, 'auto', 'n_embd=36'), (dict(head_dim=6), torch.float32, 'auto', 'head_dim=6'),
-    (dict(mlp_hidden=50), torch.float32, 'auto', 'mlp_hidden=50'), ({}, torch.float64, 'auto', 'float64'),
+    (dict(n_embd=36), torch.float32, 'auto', 'n_embd=36'),
+    (dict(head_dim=6), torch.float32, 'auto', 'head_dim=6'),
+    (dict(mlp_hidden=50), torch.float32, 'auto', 'mlp_hidden=50'),
+                                                          ({}, torch.float64, 'auto', 'float64'),
     ({}, torch.float32, 'float16', 'float16')])
 def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, why):
     model = random_model(GPTConfig(**WIDE | fields), dtype)
@@ -212,8 +223,11 @@ def test_it_is_compiled_once_and_kept(unbuilt, monkeypatch):
     assert native.library() is not None and made.suffix == '.so'
 
 
-@pytest.mark.parametrize('compiler, message', [('no-such-compiler', 'no-such-compiler is needed'), ('false', 'false fails')])
-def test_without_a_compiler_one_line_says_so_and_torch_serves(unbuilt, monkeypatch, capsys, compiler, message):
+@pytest.mark.parametrize('compiler, message',
+                         [('no-such-compiler', 'no-such-compiler is needed'),
+                          ('false', 'false fails')])
+def test_without_a_compiler_one_line_says_so_and_torch_serves(unbuilt, monkeypatch, capsys,
+                                                            compiler, message):
     monkeypatch.setenv('CXX', compiler)
     model = random_model(GPTConfig(**WIDE), torch.float32)
     cache = model.new_cache(1, 50)
@@ -239,7 +253,7 @@ def test_a_library_with_other_structs_is_not_used(unbuilt, monkeypatch, capsys):
     class Wider(ctypes.Structure):
         _fields_ = [*native.Step._fields_, ('more', ctypes.c_int64)]
     monkeypatch.setattr(native, 'Step', Wider)
-    assert native.library() is None and 'another size' in capsys.readouterr().err
+    assert native.library() is None and 'a different size' in capsys.readouterr().err
 
 
 def test_it_can_be_left_out():
@@ -258,7 +272,8 @@ def test_it_can_be_left_out():
     lambda model: setattr(model.transformer.h[1].mlp, 'gelu', torch.nn.ReLU()),
     lambda model: setattr(model.transformer.h[3].attn, 'q_norm', torch.nn.Identity()),
     lambda model: setattr(model.transformer, 'ln_f', torch.nn.RMSNorm(32)),
-    lambda model: model.transformer.h[2].register_forward_hook(lambda module, args, y: (y[0] * 1.01, y[1]))])
+    lambda model: model.transformer.h[2].register_forward_hook(lambda module, args,
+                                                            y: (y[0] * 1.01, y[1]))])
 def test_a_changed_model_is_decoded_by_its_own_forward(change, capsys):
     model = random_model(GPTConfig(**WIDE), torch.float32)
     assert native_decode(model, model.new_cache(1, 64)) is not None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import engine.paged_attention
 from attention.cached import dequantize
-from engine.paged_attention import MOST_UNOWNED, PageList, page_entries, paged_attention
+from engine.paged_attention import MAX_UNOWNED, PageList, page_entries, paged_attention
 from engine.pages import PageTable
 from kv.int8 import quantize_int8
 from tests.helpers.reference import dense_attention
@@ -16,21 +16,26 @@ D = 6
 
 
 class Pool:
-    """Rows in pages, everything in the pool that no row of the step may see NaN or inf: other rows' pages and free ones."""
+    """Rows in pages, everything in the pool that no row of the step may see NaN or inf: other rows'
+    pages and free ones."""
 
-    def __init__(self, lengths, page_size, n_pages, heads=(4, 2), dtype=torch.float64, spoiled=torch.nan, extend=None):
+    def __init__(self, lengths, page_size, n_pages, heads=(4, 2), dtype=torch.float64,
+                 spoiled=torch.nan, extend=None):
         self.heads, self.page_size, self.lengths = heads, page_size, list(lengths)
         self.table = PageTable(len(lengths), n_pages, page_size)
         for row, n in extend or [(row, n) for row, n in enumerate(lengths)]:
             self.table.extend(row, 0, n)
         g = torch.Generator().manual_seed(0)
-        self.k, self.v = (torch.randn(n_pages, heads[1], page_size, D, generator=g, dtype=torch.float64).to(dtype) * 1.4
+        self.k, self.v = (torch.randn(n_pages, heads[1], page_size, D, generator=g,
+                                      dtype=torch.float64).to(dtype) * 1.4
                           for _ in 'kv')
-        self.q = torch.randn(len(lengths), heads[0], 1, D, generator=g, dtype=torch.float64).to(dtype) * 1.4
+        self.q = torch.randn(len(lengths), heads[0], 1, D, generator=g,
+                             dtype=torch.float64).to(dtype) * 1.4
         self.spoiled = spoiled
 
     def listed(self, rows):
-        entries, runs = page_entries(self.table, [row if self.lengths[row] else None for row in rows])
+        entries, runs = page_entries(self.table,
+                                     [row if self.lengths[row] else None for row in rows])
         columns = torch.tensor(entries, dtype=torch.int64).view(-1, 3).unbind(1)
         return PageList(*columns, torch.tensor([self.lengths[row] for row in rows] + [0]), runs)
 
@@ -91,7 +96,7 @@ def test_any_rows_over_any_pages(kind, data, page_size, heads, spoiled, tile):
         pool.lengths[row] += n
     source, target = data.draw(st.permutations(range(batch)))[:2] if batch > 1 else (0, 0)
     if not pool.lengths[target]:
-        pool.table.fork(source, target)
+        pool.table.adopt(target, pool.table.rows[source])
         pool.lengths[target] = pool.lengths[source]
     rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, unique=True))
     with pytest.MonkeyPatch.context() as patch:
@@ -101,14 +106,15 @@ def test_any_rows_over_any_pages(kind, data, page_size, heads, spoiled, tile):
 
 @KINDS
 @pytest.mark.parametrize('n_others, one_slice', [(1, True), (2, True), (3, False)])
-def test_few_foreign_pages_are_read_over_and_many_gone_around(kind, n_others, one_slice):
+def test_few_unowned_pages_are_read_over_and_many_skipped(kind, n_others, one_slice):
     """Row 0: 8 pages, with those of row 1 among them."""
     pool = kind([16, 2 * n_others], 2, 20, extend=[(0, 6), (1, 2 * n_others)])
     pool.table.extend(0, 6, 16)
-    assert (n_others <= MOST_UNOWNED * 8) == one_slice
+    assert (n_others <= MAX_UNOWNED * 8) == one_slice
     listed = pool.listed([0])
     assert listed.runs == ([(0, 8 + n_others, 0)] if one_slice else [(0, 8, None)])
-    assert listed.ids.tolist() == [page for page in range(8 + n_others) if one_slice or page in pool.table.rows[0]]
+    assert listed.ids.tolist() == [page for page in range(8 + n_others) if one_slice
+                                   or page in pool.table.rows[0]]
     pool.check([0])
 
 
@@ -125,12 +131,13 @@ def test_a_slice_need_not_begin_at_page_0(kind):
 def test_pages_of_several_rows_are_attended_for_each(kind):
     pool = kind([7, 0, 0, 3], 2, 20)
     for target in (2, 1):
-        pool.table.fork(0, target)
+        pool.table.adopt(target, pool.table.rows[0])
         pool.lengths[target] = 7
     assert pool.table.extend(2, 7, 8) == [(3, 6)]
     pool.lengths[2] = 8
     pool.v[6] = 5.0
-    listed = pool.listed([0, 1, 2])  # pages 0 1 2 3 6; then 0 1 2 twice more and 3 once; 4 and 5 are row 3's
+    # pages 0 1 2 3 6; then 0 1 2 twice more and 3 once; 4 and 5 are row 3's
+    listed = pool.listed([0, 1, 2])
     assert listed.runs == [(0, 5, None), (5, 12, None)]
     assert listed.ids.tolist() == [0, 1, 2, 3, 6, 0, 0, 1, 1, 2, 2, 3]
     for rows in ([0, 1, 2], [2, 1], [1, 3], [0], [3, 2, 1, 0]):
@@ -141,16 +148,18 @@ def test_each_page_of_each_row_is_listed_once():
     table = PageTable(4, 30, 2)
     for row, n in [(0, 5), (1, 4), (0, 9), (2, 3)]:
         table.extend(row, 2 * len(table.rows[row]), n)
-    table.fork(0, 3)
+    table.adopt(3, table.rows[0])
     for rows in ([0, 1, 2, 3], [3, 1], [2, None, 0], [None, 1, None, 2], [None]):
         entries, runs = page_entries(table, rows)
         own = [(page, b, first) for page, b, first in entries if b < len(rows)]
-        assert sorted(own) == sorted((page, b, 2 * place) for b, row in enumerate(rows) if row is not None
+        assert sorted(own) == sorted((page, b, 2 * place) for b, row in enumerate(rows)
+                                     if row is not None
                                      for place, page in enumerate(table.rows[row]))
         edges = [0, *(b for _, b, _ in runs)]
         assert [a for a, _, _ in runs] == edges[:-1] and edges[-1] == len(entries)
         for a, b, lo in runs:
-            assert lo is None or [page for page, _, _ in entries[a:b]] == list(range(lo, lo + b - a))
+            assert lo is None or [page for page, _,
+                                  _ in entries[a:b]] == list(range(lo, lo + b - a))
 
 
 @KINDS
@@ -167,7 +176,8 @@ def test_rows_that_hold_nothing_get_zeros():
     assert not y[0].any() and not y[2].any() and y[1].any()
 
 
-@pytest.mark.parametrize('dtype, bound', [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize('dtype, bound',
+                         [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_other_dtypes(dtype, bound):
     Pool([11, 3, 20], 4, 12, dtype=dtype).check([0, 1, 2], bound)
 

@@ -20,7 +20,8 @@ STACK = GPTConfig(**FULL_STACK)
 
 def live_bytes():
     gc.collect()
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects()
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+                for x in gc.get_objects()
                 if type(x) is torch.Tensor and x.device.type == 'cpu'}
     return sum(storages.values())
 
@@ -28,23 +29,28 @@ def live_bytes():
 @pytest.mark.parametrize('kv_dtype', KV_DTYPES)
 @pytest.mark.parametrize('max_seq_len', [100, 1024])
 def test_live_storages_grow_by_what_cache_and_plan_say(kv_dtype, max_seq_len):
-    plan = plan_kv(GPTConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=64, **PUBLISHED, window_size=256))
+    plan = plan_kv(GPTConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=64, **PUBLISHED,
+                             window_size=256))
     before = live_bytes()
     cache = PagedKVCache(plan, 2, max_seq_len, n_pages=9, page_size=16, kv_dtype=kv_dtype)
     grown = live_bytes() - before
-    assert grown == cache.nbytes == plan.page_nbytes(16, kv_dtype) * 9 + plan.rings_nbytes(2, max_seq_len, kv_dtype)
+    assert grown == cache.nbytes == plan.page_nbytes(16, kv_dtype) * 9 + plan.rings_nbytes(2,
+                                                            max_seq_len, kv_dtype)
     assert cache.held_nbytes == plan.rings_nbytes(2, max_seq_len, kv_dtype)
 
 
 @settings(max_examples=30)
-@given(config=configs(), batch=st.integers(1, 3), max_seq_len=st.integers(1, 50), kv_dtype=st.sampled_from(list(KV_DTYPES)),
+@given(config=configs(), batch=st.integers(1, 3), max_seq_len=st.integers(1, 50),
+       kv_dtype=st.sampled_from(list(KV_DTYPES)),
        n_pages=st.integers(1, 20), page_size=st.sampled_from([1, 2, 3, 7, 64]))
-def test_allocated_equals_planned_for_any_plan(config, batch, max_seq_len, kv_dtype, n_pages, page_size):
+def test_allocated_equals_planned_for_any_plan(config, batch, max_seq_len, kv_dtype, n_pages,
+                                               page_size):
     plan = plan_kv(config)
     cache = PagedKVCache(plan, batch, max_seq_len, n_pages, page_size, kv_dtype=kv_dtype)
     rings = plan.rings_nbytes(batch, max_seq_len, kv_dtype)
     assert cache.nbytes == plan.page_nbytes(page_size, kv_dtype) * n_pages + rings
-    assert rings + plan.page_nbytes(batch * max_seq_len, kv_dtype) == plan.nbytes(batch, max_seq_len, kv_dtype)
+    assert rings + plan.page_nbytes(batch * max_seq_len, kv_dtype) == plan.nbytes(batch,
+                                                            max_seq_len, kv_dtype)
 
 
 def test_steps_forks_and_resets_allocate_no_keys_or_values():
@@ -57,10 +63,11 @@ def test_steps_forks_and_resets_allocate_no_keys_or_values():
     run.reset(0)
     run.move(1, 0)
     run.step([3, 1, 4])
-    assert [x.data_ptr() for store in run.cache.stores for x in store.tensors] == storages and run.cache.nbytes == nbytes
+    assert [x.data_ptr() for store in run.cache.stores
+            for x in store.tensors] == storages and run.cache.nbytes == nbytes
 
 
-# -- fill_ and what is refused ----------------------------------------------------------------------------------------
+# -- fill_ and what is refused ---------------------------------------------------------------------
 
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
 def test_fill_takes_pages_for_every_row(kv_dtype):
@@ -91,7 +98,9 @@ def test_fill_beyond_the_pool_leaves_an_empty_cache():
     run.step([1, 1])
 
 
-@pytest.mark.parametrize('paging', [dict(cache_class=PagedKVCache, n_pages=-1), dict(cache_class=PagedKVCache, n_pages=4, page_size=0)])
+@pytest.mark.parametrize('paging',
+                         [dict(cache_class=PagedKVCache, n_pages=-1),
+                          dict(cache_class=PagedKVCache, n_pages=4, page_size=0)])
 def test_a_pool_of_nothing_is_refused(paging):
     with pytest.raises(UserError, match='page_size=.*n_pages=.*at least 1'):
         random_model(STACK).new_cache(2, 20, **paging)

@@ -1,4 +1,5 @@
-"""Who holds which page: the bookkeeping beside a naive model that knows each row's pages by what is written in them."""
+"""Who holds which page: the bookkeeping beside a naive model that knows each row's pages by what is
+written in them."""
 import copy
 
 import pytest
@@ -14,8 +15,9 @@ ROW = st.integers(0, N_ROWS - 1)
 
 
 class Pages(RuleBasedStateMachine):
-    """Rows write, fork, move and release at will. `text[r]` is what row r wrote; `memory` is the pages' contents, changed
-    only as the table says. If some row could write into another's page, its text would not be found in its pages."""
+    """Rows write, fork, move and release at will. `text[r]` is what row r wrote; `memory` is the
+    pages' contents, changed only as the table says. If some row could write into another's page,
+    its text would not be found in its pages."""
 
     @initialize(n_pages=st.integers(1, 14), page_size=st.sampled_from([1, 2, 3, 7]))
     def start(self, n_pages, page_size):
@@ -27,38 +29,43 @@ class Pages(RuleBasedStateMachine):
         self.count = 0
         self.seen = {}                # version -> rows at that version
 
-    # -- rules --------------------------------------------------------------------------------------------------------
+    # -- rules -------------------------------------------------------------------------------------
 
     def state(self):
-        return copy.deepcopy((self.table.rows, self.table.refs, sorted(self.table._free), self.table.kept, self.table.version))
+        return copy.deepcopy((self.table.rows, self.table.refs, sorted(self.table._free),
+                              self.table.pinned, self.table.version))
 
     def free(self):
         return [page for page in range(self.table.n_pages) if not self.holders(page)]
 
     def holders(self, page):
-        return sum(page in pages for pages in self.table.rows) + (page in self.table.kept)
+        return sum(page in pages for pages in self.table.rows) + (page in self.table.pinned)
 
     def idle(self):
-        return sorted(page for page in self.table.kept if not any(page in pages for pages in self.table.rows))
+        return sorted(page for page in self.table.pinned
+                      if not any(page in pages for pages in self.table.rows))
 
     def reclaim(self, n):
         for page in self.idle()[:n]:
-            assert self.table.let_go(page)
+            assert self.table.unpin(page)
 
     def extend(self, row, length):
         """`PageTable.extend` as a cache uses it; returns the free pages that it took."""
         held, before, free = len(self.text[row]), copy.deepcopy(self.table.rows), self.free()
-        free += self.idle()[:max(0, self.table.missing([(row, held, length)]) - len(free))]
+        free += self.idle()[:max(0, self.table.pages_needed([(row, held, length)]) - len(free))]
         first = held // self.table.page_size
-        shared = [page for page in before[row][first:self.table.pages_for(length)] if self.holders(page) > 1]
+        shared = [page for page in before[row][first:self.table.pages_for(length)]
+                  if self.holders(page) > 1]
         copies = self.table.extend(row, held, length)
         assert [a for a, _ in copies] == (shared if length > held else [])
         for source, target in copies:
             assert target in free
             self.memory[target] = list(self.memory[source])
         taken = [page for page in self.table.rows[row] if page not in before[row]]
-        assert sorted(taken) == sorted(free)[:len(taken)]                   # the lowest, whatever was freed when
-        assert self.table.rows[row][:first] == before[row][:first]          # what is not written stays shared
+        # the lowest, whatever was freed when
+        assert sorted(taken) == sorted(free)[:len(taken)]
+        # what is not written stays shared
+        assert self.table.rows[row][:first] == before[row][:first]
         assert all(self.table.rows[r] == before[r] for r in range(N_ROWS) if r != row)
         self.reserved[row] = max(self.reserved[row], length)
         assert len(self.table.rows[row]) == self.table.pages_for(self.reserved[row])
@@ -77,7 +84,7 @@ class Pages(RuleBasedStateMachine):
     def append(self, row, n, ahead):
         length = len(self.text[row]) + n + ahead
         before = self.state()
-        needed = self.table.missing([(row, len(self.text[row]), length)])
+        needed = self.table.pages_needed([(row, len(self.text[row]), length)])
         if needed > self.table.n_available:
             available = f'{self.table.n_available} of {self.table.n_pages}'
             with pytest.raises(OutOfPages, match=f'row {row} needs {needed} .* {available}'):
@@ -87,12 +94,14 @@ class Pages(RuleBasedStateMachine):
         assert self.extend(row, length) == needed
         self.write(row, n)
 
-    @rule(rows=st.permutations(range(N_ROWS)), ns=st.lists(st.integers(0, 9), min_size=1, max_size=N_ROWS))
+    @rule(rows=st.permutations(range(N_ROWS)),
+          ns=st.lists(st.integers(0, 9), min_size=1, max_size=N_ROWS))
     def append_several(self, rows, ns):
-        """`missing` counts a whole step beforehand: writers of one shared page copy it but for the last of its holders."""
+        """`missing` counts a whole step beforehand: writers of one shared page copy it but for the
+        last of its holders."""
         jobs = [(row, len(self.text[row]), len(self.text[row]) + n) for row, n in zip(rows, ns)]
         before = self.state()
-        needed = self.table.missing(jobs)
+        needed = self.table.pages_needed(jobs)
         assert self.state() == before
         if needed <= self.table.n_available:
             assert sum(self.extend(row, length) for row, _, length in jobs) == needed
@@ -107,44 +116,45 @@ class Pages(RuleBasedStateMachine):
     @rule(row=ROW, place=st.integers(0, 3))
     def keep(self, row, place):
         if place < len(self.text[row]) // self.table.page_size:
-            self.table.keep(self.table.rows[row][place])
+            self.table.pin(self.table.rows[row][place])
 
     @rule(pick=st.integers(0, 20))
     def let_go(self, pick):
-        if self.table.kept:
-            page = sorted(self.table.kept)[pick % len(self.table.kept)]
-            assert self.table.let_go(page) == (not self.holders(page))
+        if self.table.pinned:
+            page = sorted(self.table.pinned)[pick % len(self.table.pinned)]
+            assert self.table.unpin(page) == (not self.holders(page))
 
     @rule(row=ROW, pick=st.integers(0, 20))
     def adopt(self, row, pick):
         """A row that holds nothing takes over a kept page, as one that begins alike would."""
-        if self.table.kept and not self.table.rows[row]:
-            page = sorted(self.table.kept)[pick % len(self.table.kept)]
+        if self.table.pinned and not self.table.rows[row]:
+            page = sorted(self.table.pinned)[pick % len(self.table.pinned)]
             self.table.adopt(row, [page])
             self.text[row], self.reserved[row] = list(self.memory[page]), self.table.page_size
 
     @precondition(lambda self: self.table.n_free)
     @rule()
     def take_kept(self):
-        page = self.table.take_kept()
+        page = self.table.take_pinned()
         self.memory[page] = [-1] * self.table.page_size
 
     @rule()
     def rebuild(self):
-        before, state = self.table.n_idle, self.state()
+        before, state = self.table.n_evictable, self.state()
         self.table.refs = [7] * self.table.n_pages
-        self.table.rebuild(set(self.table.kept))
-        assert self.table.n_idle == before and self.state()[:4] == state[:4] and self.table.version > state[4]
+        self.table.rebuild(set(self.table.pinned))
+        assert self.table.n_evictable == before and self.state()[:4] == state[:4]
+        assert self.table.version > state[4]
 
     @rule(source=ROW, to=ROW)
     def fork(self, source, to):
         before = self.state()
         if self.table.rows[to]:
             with pytest.raises(UserError, match=f'row {to} .*release'):
-                self.table.fork(source, to)
+                self.table.adopt(to, self.table.rows[source])
             assert self.state() == before
         elif source != to:
-            self.table.fork(source, to)
+            self.table.adopt(to, self.table.rows[source])
             assert self.table.rows[to] == self.table.rows[source]
             assert self.table.rows[to] is not self.table.rows[source]
             self.text[to], self.reserved[to] = list(self.text[source]), self.reserved[source]
@@ -153,7 +163,7 @@ class Pages(RuleBasedStateMachine):
     def move(self, source, to):
         before, held = self.table.rows[source], set(sum(self.table.rows, []))
         freed = self.table.move(source, to)
-        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])) - self.table.kept)
+        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])) - self.table.pinned)
         assert self.table.rows[to] == before
         if source != to:
             self.text[to], self.text[source] = self.text[source], []
@@ -163,7 +173,7 @@ class Pages(RuleBasedStateMachine):
     def release(self, row):
         held = set(sum(self.table.rows, []))
         freed = self.table.release(row)
-        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])) - self.table.kept)
+        assert sorted(freed) == sorted(held - set(sum(self.table.rows, [])) - self.table.pinned)
         assert self.table.rows[row] == []
         self.text[row], self.reserved[row] = [], 0
 
@@ -174,13 +184,13 @@ class Pages(RuleBasedStateMachine):
             self.release(row)
         assert self.table.n_available == self.table.n_pages
 
-    # -- invariants ---------------------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------
 
     @invariant()
     def a_page_is_free_or_held_by_as_many_rows_as_it_has_references(self):
         assert self.table.refs == [self.holders(page) for page in range(self.table.n_pages)]
         assert sorted(self.table._free) == self.free()
-        assert self.table.n_free == len(self.free()) and self.table.n_idle == len(self.idle())
+        assert self.table.n_free == len(self.free()) and self.table.n_evictable == len(self.idle())
 
     @invariant()
     def a_row_holds_each_page_once_and_as_many_as_it_needs(self):
@@ -195,7 +205,8 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def a_version_stands_for_one_state_of_the_rows(self):
-        assert self.seen.setdefault(self.table.version, copy.deepcopy(self.table.rows)) == self.table.rows
+        assert self.seen.setdefault(self.table.version,
+                                    copy.deepcopy(self.table.rows)) == self.table.rows
 
 
 TestPages = Pages.TestCase
@@ -205,11 +216,13 @@ TestPages.settings = settings(max_examples=150, stateful_step_count=30)
 def test_two_writers_of_one_shared_page_copy_it_once():
     table = PageTable(3, 4, 4)
     table.extend(0, 0, 6)
-    table.fork(0, 1)
-    assert table.missing([(0, 6, 7)]) == table.missing([(1, 6, 7)]) == table.missing([(0, 6, 7), (1, 6, 7)]) == 1
-    table.fork(0, 2)
-    assert table.missing([(row, 6, 7) for row in range(3)]) == 2
-    assert table.missing([(row, 6, 9) for row in range(3)]) == 5
+    table.adopt(1, table.rows[0])
+    assert table.pages_needed([(0, 6, 7)]) == table.pages_needed([(1, 6,
+                                                            7)]) == table.pages_needed([(0, 6, 7),
+                                                            (1, 6, 7)]) == 1
+    table.adopt(2, table.rows[0])
+    assert table.pages_needed([(row, 6, 7) for row in range(3)]) == 2
+    assert table.pages_needed([(row, 6, 9) for row in range(3)]) == 5
     assert table.extend(2, 6, 7) == [(1, 2)]
     assert table.extend(0, 6, 7) == [(1, 3)]
     assert table.extend(1, 6, 7) == []
@@ -219,7 +232,7 @@ def test_two_writers_of_one_shared_page_copy_it_once():
 def test_a_fork_that_ends_with_its_page_is_continued_without_a_copy():
     table = PageTable(2, 3, 4)
     table.extend(0, 0, 4)
-    table.fork(0, 1)
+    table.adopt(1, table.rows[0])
     assert table.extend(0, 4, 5) == table.extend(1, 4, 5) == []
     assert table.rows == [[0, 1], [0, 2]]
 
@@ -237,10 +250,10 @@ def test_the_lowest_page_is_taken_first_whatever_order_they_were_freed_in():
 def test_nothing_to_write_takes_nothing_and_keeps_the_version():
     table = PageTable(2, 4, 4)
     table.extend(0, 0, 6)
-    table.fork(0, 1)
+    table.adopt(1, table.rows[0])
     version = table.version
     assert table.extend(1, 6, 6) == table.extend(1, 6, 3) == []
-    assert table.missing([]) == table.missing([(1, 6, 6)]) == 0
+    assert table.pages_needed([]) == table.pages_needed([(1, 6, 6)]) == 0
     assert table.version == version
     table.move(1, 1)
     assert table.rows[1] == [0, 1]
@@ -252,6 +265,7 @@ def test_a_table_of_nothing_is_refused(sizes):
         PageTable(*sizes)
 
 
-@pytest.mark.parametrize('page_size, n_tokens, n_pages', [(4, 0, 0), (4, 1, 1), (4, 4, 1), (4, 5, 2), (1, 3, 3), (64, 64, 1)])
+@pytest.mark.parametrize('page_size, n_tokens, n_pages',
+                         [(4, 0, 0), (4, 1, 1), (4, 4, 1), (4, 5, 2), (1, 3, 3), (64, 64, 1)])
 def test_pages_for(page_size, n_tokens, n_pages):
     assert PageTable(1, 1, page_size).pages_for(n_tokens) == n_pages

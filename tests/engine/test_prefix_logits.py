@@ -1,4 +1,5 @@
-"""Logits after a hit are those of a full forward, in float32 to 1e-5, whatever conversations came before."""
+"""Logits after a hit are those of a full forward, in float32 to 1e-5, whatever conversations came
+before."""
 import copy
 import functools
 
@@ -21,21 +22,23 @@ def float_model(kind):
 
 
 class Recorded(Engine):
-    """An engine that keeps the logits of each token it draws: drawn[number of the request] is a list of (V,)."""
+    """An engine that keeps the logits of each token it draws: drawn[number of the request] is a
+    list of (V,)."""
 
     drawn: dict
 
-    def _draw(self, parts, logits, events):
+    def _sample(self, parts, logits, events):
         before = [len(request.tokens) if n else 0 for request, n in parts]
-        super()._draw(parts, logits, events)
-        for (request, n), told, row in zip(parts, before, logits):
-            if n and len(request.tokens) > told:
+        super()._sample(parts, logits, events)
+        for (request, n), n_before, row in zip(parts, before, logits):
+            if n and len(request.tokens) > n_before:
                 self.drawn.setdefault(request.number, []).append(row.clone())
 
 
 def engine_of(kind, budget, n_pages, prefill_chunk):
     model = float_model(kind)
-    engine = Recorded(model, 2, LONGEST, 'float32', page_size=SIZE, prefill_chunk=prefill_chunk, prefix_budget=budget,
+    engine = Recorded(model, 2, LONGEST, 'float32', page_size=SIZE, prefill_chunk=prefill_chunk,
+                      prefix_budget=budget,
                       kv_budget=budget_for(model, 2, LONGEST, n_pages, SIZE, 'float32'))
     engine.drawn = {}
     return engine
@@ -44,12 +47,15 @@ def engine_of(kind, budget, n_pages, prefill_chunk):
 def next_prompt(kind, said, pick, n):
     """How a conversation may go on. said: what was said in each one so far, prompts and replies."""
     old, new = said[pick % len(said)], prompt(n, seed=pick)
-    return {'append few': old + new[:3], 'append many': old + new * 3, 'edit': old[:-(1 + pick % 9)] + new,
-            'fork': old[:1 + pick % len(old)] + new, 'repeat': old, 'below a block': new[:1 + pick % (SIZE - 1)],
+    return {'append few': old + new[:3], 'append many': old + new * 3, 'edit': old[:-(1 + pick % 9)]
+            + new,
+            'fork': old[:1 + pick % len(old)] + new, 'repeat': old,
+            'below a block': new[:1 + pick % (SIZE - 1)],
             'evict': prompt(LONGEST, seed=pick)}[kind][:LONGEST - 8] or new
 
 
-TURN = st.tuples(st.sampled_from(['append few', 'append many', 'edit', 'fork', 'repeat', 'below a block', 'evict']),
+TURN = st.tuples(st.sampled_from(['append few', 'append many', 'edit', 'fork', 'repeat',
+                                  'below a block', 'evict']),
                  st.integers(0, 10 ** 6), st.integers(1, 12), st.integers(1, 8))
 
 
@@ -62,7 +68,8 @@ def test_logits_are_those_of_a_full_forward(kind, turns, budget, n_pages, prefil
     for number, (how, pick, n, new) in enumerate(turns):
         ids = next_prompt(how, said, pick, n)
         [completion] = engine.generate([ids], SamplingParams(new, seed=pick))
-        whole = full_logits(engine.model, torch.tensor([ids + completion.tokens[:-1]]))[0, len(ids) - 1:]
+        whole = full_logits(engine.model, torch.tensor([ids + completion.tokens[:-1]]))[0,
+                                                            len(ids) - 1:]
         assert max_gap(torch.stack(engine.drawn.pop(number)), whole) < 1e-5, f'turn {number}: {how}'
         said.append(ids + completion.tokens)
         found += completion.n_cached

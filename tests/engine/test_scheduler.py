@@ -1,4 +1,5 @@
-"""The scheduler without a model: rows and pages by a cache that is lists of numbers, requests that come and go at will."""
+"""The scheduler without a model: rows and pages by a cache that is lists of numbers, requests that
+come and go at will."""
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,7 +15,8 @@ class Cache:
     """The bookkeeping of a paged cache. `texts[row]` are the very tokens that the row holds."""
 
     def __init__(self, batch_size, max_seq_len, n_pages, page_size):
-        self.batch_size, self.max_seq_len, self.table = batch_size, max_seq_len, PageTable(batch_size, n_pages, page_size)
+        self.batch_size, self.max_seq_len = batch_size, max_seq_len
+        self.table = PageTable(batch_size, n_pages, page_size)
         self.texts = [[] for _ in range(batch_size)]
 
     def reset(self, rows):
@@ -29,16 +31,20 @@ class Cache:
 
     def reserve(self, row, length):
         assert length <= self.max_seq_len
-        self.table.extend(row, len(self.texts[row]), length)  # OutOfPages, had the scheduler not looked before
+        # OutOfPages, had the scheduler not looked before
+        self.table.extend(row, len(self.texts[row]), length)
 
     def append(self, row, tokens):
-        """Pages must have been taken already: a step that finds none fails for all who take part in it."""
+        """Pages must have been taken already: a step that finds none fails for all who take part in
+        it."""
         self.texts[row] += tokens
-        assert len(self.texts[row]) <= min(self.max_seq_len, len(self.table.rows[row]) * self.table.page_size)
+        assert len(self.texts[row]) <= min(self.max_seq_len,
+                                           len(self.table.rows[row]) * self.table.page_size)
 
 
 class Simulation:
-    """Scheduler and cache, and what the engine does with them: feed tokens, draw new ones, finish."""
+    """Scheduler and cache, and what the engine does with them: feed tokens, draw new ones,
+    finish."""
 
     def __init__(self, batch_size=3, max_seq_len=20, n_pages=10, page_size=4, prefill_chunk=8):
         self.cache = Cache(batch_size, max_seq_len, n_pages, page_size)
@@ -48,7 +54,8 @@ class Simulation:
     def add(self, n_prompt, max_new_tokens):
         number = len(self.requests)
         self.scheduler.check(n_prompt, max_new_tokens)
-        request = Request(number, [1000 * number + i for i in range(n_prompt)], SamplingParams(max_new_tokens=max_new_tokens))
+        request = Request(number, [1000 * number + i for i in range(n_prompt)],
+                          SamplingParams(max_new_tokens=max_new_tokens))
         self.requests.append(request)
         self.scheduler.add(request)
         return request
@@ -73,7 +80,7 @@ class Simulation:
             tokens = request.next_tokens(n)
             assert len(tokens) == n >= 1 and request.row >= 0
             self.cache.append(request.row, tokens)
-            request.held += n
+            request.num_computed_tokens += n
         for request, _ in parts:
             if request.pending == 0:
                 request.tokens.append(-len(request.tokens) - 1)
@@ -81,7 +88,8 @@ class Simulation:
                     self.finish(request)
 
     def run(self):
-        """Until all have finished. The oldest gets a token in every step, so they cannot be more than there are tokens."""
+        """Until all have finished. The oldest gets a token in every step, so they cannot be more
+        than there are tokens."""
         most = sum(r.length + r.params.max_new_tokens for r in self.requests)
         for n in range(most + 1):
             if not self.unfinished:
@@ -93,15 +101,19 @@ class Simulation:
     def check_rows(self):
         scheduler, table = self.scheduler, self.cache.table
         assert [r.row for r in scheduler.running] == list(range(len(scheduler.running))) and all(
-            r.row == -1 and r.held == 0 for r in scheduler.waiting)
+            r.row == -1 and r.num_computed_tokens == 0 for r in scheduler.waiting)
         for row in range(self.cache.batch_size):
             r = scheduler.running[row] if row < len(scheduler.running) else None
-            assert self.cache.texts[row] == ((r.prompt + r.tokens)[:r.held] if r else [])
+            assert self.cache.texts[row] == ((r.prompt + r.tokens)[:r.num_computed_tokens] if r
+                                             else [])
             # the latest token is not held yet; no page is taken long before it is needed
-            assert len(table.rows[row]) in ([table.pages_for(r.length), table.pages_for(r.length - 1)] if r else [0])
+            assert len(table.rows[row]) in ([table.pages_for(r.length),
+                                             table.pages_for(r.length - 1)] if r else [0])
         # first come, first served: who waits came later than all who run
-        waiting, running = ([r.number for r in part] for part in (scheduler.waiting, scheduler.running))
-        assert waiting == sorted(waiting) and max(running, default=-1) < min(waiting, default=10 ** 9)
+        waiting, running = ([r.number for r in part]
+                            for part in (scheduler.waiting, scheduler.running))
+        assert waiting == sorted(waiting) and max(running, default=-1) < min(waiting,
+                                                            default=10 ** 9)
         assert sorted(waiting + running) == [r.number for r in self.unfinished]
 
 
@@ -113,31 +125,36 @@ class Requests(RuleBasedStateMachine):
 
     @rule(n_prompt=st.integers(1, 20), max_new_tokens=st.integers(1, 12))
     def add(self, n_prompt, max_new_tokens):
-        """`check` refuses exactly what does not fit by itself: the last token is drawn, but never held."""
+        """`check` refuses exactly what does not fit by itself: the last token is drawn, but never
+        held."""
         cache, positions = self.s.cache, n_prompt + max_new_tokens - 1
         if positions <= min(cache.max_seq_len, cache.table.n_pages * cache.table.page_size):
             self.s.add(n_prompt, max_new_tokens)
         else:
-            with pytest.raises(UserError, match=f'{n_prompt} prompt .* max_new_tokens={max_new_tokens} take {positions}'):
+            message = f'{n_prompt} prompt .* max_new_tokens={max_new_tokens} take {positions}'
+            with pytest.raises(UserError, match=message):
                 self.s.add(n_prompt, max_new_tokens)
 
     @rule()
     def step(self):
         s, before = self.s, {r: len(r.tokens) for r in self.s.scheduler.running}
         decoding = [r for r in before if r.decoding]
-        needed = s.cache.table.missing([(r.row, r.held, r.length) for r in decoding])
+        needed = s.cache.table.pages_needed([(r.row, r.num_computed_tokens, r.length)
+                                             for r in decoding])
         n_free, preempted_before = s.cache.table.n_free, {r: r.preempted for r in s.requests}
         work = s.step()
         # preemption: only when pages lack, of the latest, and the oldest goes on whatever happens
         preempted = [r for r in s.requests if r.preempted > preempted_before[r]]
         assert bool(preempted) == (needed > n_free)
-        assert all(r in before and r.number > max(kept.number for kept in before if kept not in preempted) for r in preempted)
+        assert all(r in before and r.number > max(kept.number for kept in before
+                                                  if kept not in preempted) for r in preempted)
         # one token for each that decodes, whatever is prefilled beside
         assert {r.number for r in work.decode} == {r.number for r in decoding if r not in preempted}
         assert all(len(r.tokens) >= before[r] + 1 for r in work.decode)
         # prefill: at most a chunk, padding included, in the order of arrival
         passes = [[n for _, n in chunk] for chunk in work.prefill]
-        assert all(min(ns) >= 1 for ns in passes) and sum(max(ns) * len(ns) for ns in passes) <= s.scheduler.prefill_chunk
+        assert all(min(ns) >= 1 for ns in passes)
+        assert sum(max(ns) * len(ns) for ns in passes) <= s.scheduler.prefill_chunk
         taken = [r for chunk in work.prefill for r, _ in chunk]
         assert len(set(taken + work.decode)) == len(taken + work.decode)
         left_out = [r.number for r in s.scheduler.running if r not in taken and not r.decoding]
@@ -153,7 +170,8 @@ class Requests(RuleBasedStateMachine):
 
     @rule()
     def start_over(self):
-        """What the engine does when a step was interrupted: all that run wait again, and keep what they have drawn."""
+        """What the engine does when a step was interrupted: all that run wait again, and keep what
+        they have drawn."""
         tokens = {r: list(r.tokens) for r in self.s.unfinished}
         for request in sorted(self.s.scheduler.running, key=lambda r: -r.number):
             self.s.scheduler.preempt(request)
@@ -176,7 +194,8 @@ TestRequests.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def shape(work):
-    return [[(r.number, n) for r, n in chunk] for chunk in work.prefill], [r.number for r in work.decode]
+    return [[(r.number, n) for r, n in chunk] for chunk in work.prefill], [r.number
+                                                            for r in work.decode]
 
 
 def test_short_prompts_are_computed_together_and_a_long_one_in_chunks_beside_those_that_decode():
@@ -205,7 +224,8 @@ def test_the_latest_gives_its_pages_back_and_later_goes_on_with_what_it_had():
     first, second = s.add(4, 12), s.add(4, 9)
     while not second.preempted:
         s.step()
-    assert first.preempted == 0 and second.tokens and s.scheduler.waiting[0] is second and second.held == 0
+    assert first.preempted == 0 and second.tokens and s.scheduler.waiting[0] is second
+    assert second.num_computed_tokens == 0
     kept = list(second.tokens)
     while second.row < 0:
         s.step()
@@ -220,14 +240,15 @@ def test_a_request_that_needs_every_page_runs_alone_and_to_its_end():
     """The page that admission keeps spare for those who decode must not keep out the only one."""
     s = Simulation(batch_size=3, max_seq_len=12, n_pages=3, page_size=4, prefill_chunk=5)
     requests = [s.add(12, 1), s.add(1, 12), s.add(6, 7), s.add(12, 1)]
-    assert s.run() > 0 and requests[2].held == 12
+    assert s.run() > 0 and requests[2].num_computed_tokens == 12
     for lengths in ((12, 2), (13, 1), (1, 13)):
         with pytest.raises(UserError, match='13 positions, and max_seq_len is 12'):
             s.add(*lengths)
 
 
 def test_admission_keeps_a_page_spare_for_those_who_run():
-    """Else who has just come is thrown out by the next token of the first, with all its prefill for nothing."""
+    """Else who has just come is thrown out by the next token of the first, with all its prefill for
+    nothing."""
     s = Simulation(batch_size=2, max_seq_len=16, n_pages=4, page_size=4, prefill_chunk=100)
     first, second = s.add(8, 5), s.add(8, 2)
     s.step()
@@ -239,7 +260,8 @@ def test_admission_keeps_a_page_spare_for_those_who_run():
 
 
 def test_no_page_is_kept_spare_that_nobody_can_need():
-    """With memory for all rows in full, the last row stayed empty as long as requests held a page each."""
+    """With memory for all rows in full, the last row stayed empty as long as requests held a page
+    each."""
     s = Simulation(batch_size=3, max_seq_len=8, n_pages=6, page_size=4)
     for n_prompt, max_new_tokens in ((5, 4), (8, 1), (5, 4)):
         s.add(n_prompt, max_new_tokens)
@@ -269,12 +291,13 @@ def test_the_last_row_moves_into_the_place_of_one_that_leaves():
     s.finish(a)
     assert (a.row, b.row, c.row) == (-1, 1, 0) and s.scheduler.running == [c, b]
     s.check_rows()
-    assert shape(s.step())[1] == [2, 1] and (c.held, b.held) == (4, 4)
+    assert shape(s.step())[1] == [2, 1] and (c.num_computed_tokens, b.num_computed_tokens) == (4, 4)
 
 
 def test_memory_less_than_max_seq_len_is_named():
     s = Simulation(max_seq_len=4000, n_pages=300, page_size=4)
-    with pytest.raises(UserError, match='take 1,201 positions, and the KV memory holds 1,200: more than any request may have'):
+    with pytest.raises(UserError,
+                       match='take 1,201 positions, and the KV memory holds 1,200: more than any'):
         s.add(1200, 2)
     s.add(1200, 1)
 

@@ -43,7 +43,7 @@ class Tables(RuleBasedStateMachine):
     @rule(n=st.sampled_from([*INTERVALS]))
     def begin_anew(self, n):
         self.statics[n] = StaticCache(self.cache, n)
-        self.addresses[n] = self.statics[n].table.data_ptr()
+        self.addresses[n] = self.statics[n].block_table.data_ptr()
 
     def reserve(self, row, length):
         try:
@@ -54,7 +54,7 @@ class Tables(RuleBasedStateMachine):
 
     @rule(row=ROW, n=st.integers(0, 9), ahead=st.sampled_from([0, 0, 3]))
     def extend(self, row, n, ahead):
-        held = self.cache.held(row)
+        held = self.cache.length(row)
         n = min(n, ROOM - held)
         if self.reserve(row, min(ROOM, held + n + ahead)):
             for _ in range(n):
@@ -71,7 +71,7 @@ class Tables(RuleBasedStateMachine):
             return take()
         with mock.patch.object(table, '_take', interrupted_take):
             try:
-                self.reserve(row, min(ROOM, self.cache.held(row) + 5))
+                self.reserve(row, min(ROOM, self.cache.length(row) + 5))
             except KeyboardInterrupt:
                 table.rebuild(set())
 
@@ -91,7 +91,7 @@ class Tables(RuleBasedStateMachine):
     @rule(source=ROW, to=ROW, n=st.integers(0, 4))
     def adopt(self, source, to, n):
         pages = self.cache.table.rows[source][:n]
-        length = min(len(pages) * self.cache.table.page_size, self.cache.held(source))
+        length = min(len(pages) * self.cache.table.page_size, self.cache.length(source))
         if not self.cache.table.rows[to]:
             self.cache.adopt(to, pages[:self.cache.table.pages_for(length)], length)
 
@@ -111,8 +111,9 @@ class Tables(RuleBasedStateMachine):
 
     def look(self, n):
         self.statics[n].set([None])
-        assert self.statics[n].table.tolist() == whole(self.cache, n)
-        assert self.statics[n].table.data_ptr() == self.addresses[n]  # which a CUDA graph knows
+        assert self.statics[n].block_table.tolist() == whole(self.cache, n)
+        # which a CUDA graph knows
+        assert self.statics[n].block_table.data_ptr() == self.addresses[n]
 
     @invariant()
     def tables_are_the_caches(self):
@@ -158,7 +159,7 @@ def test_a_page_that_one_row_takes_costs_one_entry(sent):
     tracemalloc.stop()
     assert sent == [64, 3]  # positions; row, place and page of one entry
     assert most < 3 * 8 * 512  # bytes of three lists as long as a row; the table has 64 rows
-    assert view.table.tolist() == whole(cache, 64)
+    assert view.block_table.tolist() == whole(cache, 64)
     sent.clear()
     view.set(held)
     assert sent == [64]
@@ -176,7 +177,7 @@ def test_other_rows_are_not_sent_and_a_release_sends_what_was_there(sent):
     cache.reset([0])
     view.set([])
     assert sent[2:] == [2, 2, 3 * 3]
-    assert torch.equal(view.table, torch.full((2, 10), -1, dtype=torch.int32))
+    assert torch.equal(view.block_table, torch.full((2, 10), -1, dtype=torch.int32))
 
 
 def test_an_interruption_while_entries_are_sent_leaves_none_behind():
@@ -197,7 +198,7 @@ def test_an_interruption_while_entries_are_sent_leaves_none_behind():
     cache.reset([0])
     cache.reserve(0, 4)
     view.set([])
-    assert view.table.tolist() == whole(cache, 1)
+    assert view.block_table.tolist() == whole(cache, 1)
 
 
 @pytest.mark.parametrize('paged', [False, True])

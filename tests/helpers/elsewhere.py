@@ -14,16 +14,21 @@ ALPHABET = '\n' + ''.join(map(chr, range(32, 127)))
 
 def commands(language: str) -> list[str]:
     """The section's blocks of `language`: each shell command, or each block of Python whole."""
-    section = re.search(r'^## Take it elsewhere\n(.*?)^## ', (ROOT / 'README.md').read_text(), re.M | re.S)[1]
+    section = re.search(r'^## Take it elsewhere\n(.*?)^## ', (ROOT / 'README.md').read_text(), re.M
+                        | re.S)[1]
     blocks = re.findall(rf'^```{language}\n(.*?)^```', section, re.M | re.S)
-    return [line.partition('  #')[0].strip() for block in blocks for line in block.splitlines()] if language == 'sh' else blocks
+    return [line.partition('  #')[0].strip() for block in blocks
+            for line in block.splitlines()] if language == 'sh' else blocks
 
 
 def train_in(folder: Path, monkeypatch) -> Path:
-    """Train the model that README exports, small, in folder/out-mqa-local, on printable characters. -> data sets' folder."""
+    """Train the model that README exports, small, in folder/out-mqa-local, on printable characters.
+    -> data sets' folder."""
     ids = np.random.default_rng(3).integers(len(ALPHABET), size=2000)
-    meta = {'vocab_size': len(ALPHABET), 'stoi': {c: i for i, c in enumerate(ALPHABET)}, 'itos': dict(enumerate(ALPHABET))}
+    meta = {'vocab_size': len(ALPHABET), 'stoi': {c: i for i, c in enumerate(ALPHABET)},
+            'itos': dict(enumerate(ALPHABET))}
     write_dataset(folder / 'data' / 'printable', {'train': ids, 'val': ids[:400]}, meta)
     monkeypatch.setattr(train, 'DATA_ROOT', folder / 'data')
-    run_train(folder / 'out-mqa-local', FULL_STACK, dataset='printable', max_iters=3, eval_interval=3, block_size=64)
+    run_train(folder / 'out-mqa-local', FULL_STACK, dataset='printable', max_iters=3,
+              eval_interval=3, block_size=64)
     return folder / 'data'

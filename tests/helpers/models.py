@@ -1,4 +1,5 @@
-"""Small random models whose attention is sharp, so that one wrong key shows, and the ways to feed them through a cache."""
+"""Small random models whose attention is sharp, so that one wrong key shows, and the ways to feed
+them through a cache."""
 import torch
 from hypothesis import strategies as st
 
@@ -6,10 +7,12 @@ from config.gpt_config import GPTConfig
 from model import GPT
 
 VOCAB = 23
-PUBLISHED = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1, pos_embedding='rope',
+PUBLISHED = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1,
+                 pos_embedding='rope',
                  qk_norm=True)
 # one period plus one layer, small enough to run token by token
-FULL_STACK = dict(PUBLISHED, n_layer=7, n_head=4, n_embd=24, head_dim=6, window_size=5, block_size=64, vocab_size=VOCAB,
+FULL_STACK = dict(PUBLISHED, n_layer=7, n_head=4, n_embd=24, head_dim=6, window_size=5,
+                  block_size=64, vocab_size=VOCAB,
                   rope_theta=100.0)
 
 
@@ -38,7 +41,8 @@ def full_logits(model, idx):
 def feed(model, cache, idx, chunks):
     """All logits of idx (B, T), appended chunk by chunk."""
     assert sum(chunks) == idx.size(1)
-    return torch.cat([model(piece, cache=cache, all_logits=True)[0] for piece in idx.split(list(chunks), dim=1)], dim=1)
+    return torch.cat([model(piece, cache=cache, all_logits=True)[0]
+                      for piece in idx.split(list(chunks), dim=1)], dim=1)
 
 
 def max_gap(a, b):
@@ -49,14 +53,18 @@ def max_gap(a, b):
 @st.composite
 def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
     """Every kind of plan, at least one period plus one layer deep."""
-    pattern = draw(st.sampled_from(['LLLLLG', 'LG', 'GL', 'LLG', 'G', 'L']) | st.text('GL', min_size=1, max_size=4))
+    pattern = draw(st.sampled_from(['LLLLLG', 'LG', 'GL', 'LLG', 'G', 'L'])
+                   | st.text('GL', min_size=1, max_size=4))
     share = ''.join(draw(st.sampled_from('AB' if kind == 'L' else 'XY')) for kind in pattern)
     n_head = draw(st.sampled_from([1, 2, 4, 6]))
     rope = draw(st.booleans())
     return GPTConfig(**dict(dict(
-        block_size=160, vocab_size=VOCAB, n_layer=len(pattern) + draw(st.integers(1, 3)), n_head=n_head, n_embd=12,
-        head_dim=draw(st.sampled_from([4, 6] + [0] * (12 // n_head % 2 == 0))), bias=draw(st.booleans()),
-        n_kv_head=draw(st.sampled_from([n for n in range(n_head + 1) if n == 0 or n_head % n == 0])),
+        block_size=160, vocab_size=VOCAB, n_layer=len(pattern) + draw(st.integers(1, 3)),
+                                 n_head=n_head, n_embd=12,
+        head_dim=draw(st.sampled_from([4, 6] + [0] * (12 // n_head % 2 == 0))),
+                                 bias=draw(st.booleans()),
+        n_kv_head=draw(st.sampled_from([n for n in range(n_head + 1) if n == 0 or n_head % n
+                                        == 0])),
         layer_pattern=pattern, window_size=draw(st.sampled_from(windows)) if 'L' in pattern else 0,
         kv_share=draw(st.sampled_from([share, ''])), share_global_kv=draw(st.booleans()),
         pos_embedding='rope' if rope else 'learned', rope_theta=50.0,

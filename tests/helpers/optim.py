@@ -5,7 +5,8 @@ import torch
 
 from model import GPT, GPTConfig
 
-SETTINGS = dict(optimizer='muon', offload_optimizer=False, muon_momentum=0.9, weight_decay=0.2, learning_rate=1e-2,
+SETTINGS = dict(optimizer='muon', offload_optimizer=False, muon_momentum=0.9, weight_decay=0.2,
+                learning_rate=1e-2,
                 beta1=0.8, beta2=0.9)
 
 
@@ -15,7 +16,8 @@ def settings(**changes):
 
 def model_of(bias=True):
     torch.manual_seed(0)
-    return GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=80, block_size=8, bias=bias, n_kv_head=1))
+    return GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=80, block_size=8, bias=bias,
+                         n_kv_head=1))
 
 
 def backward(model, seed):

@@ -1,8 +1,9 @@
-"""The whole model once more, dense and in float64, from DESIGN's rules alone: what every faster form is compared with.
+"""The whole model once more, dense and in float64, from DESIGN's rules alone: what every faster
+form is compared with.
 
-Nothing here comes from attention/, kv/ or model.py: masks are explicit (T, T) matrices, K/V heads are repeated, rotations
-are complex multiplications, and each layer finds its own kind, window and KV owner.
-"""
+Nothing here comes from attention/, kv/ or model.py: masks are explicit (T, T) matrices, K/V heads
+are repeated, rotations are complex multiplications, and each layer finds its own kind, window and
+KV owner. """
 import math
 
 import torch
@@ -30,7 +31,8 @@ def visible(n_positions, window):
 
 
 def dense_attention(q, k, v, window=0):
-    """float64 attention of q (B, H, t, D) over k, v (B, Hkv, S, D); the last query stands at the last key."""
+    """float64 attention of q (B, H, t, D) over k, v (B, Hkv, S, D); the last query stands at the
+    last key."""
     q, k, v = (x.to(torch.float64) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     scores = torch.einsum('bhtd,bhsd->bhts', q, k) / math.sqrt(q.size(-1))
@@ -64,13 +66,15 @@ def gelu(x, form):
 
 
 def int8_rounded(x):
-    """x as int8 with one fp16 scale per position and head would hold it; straight-through gradient."""
+    """x as int8 with one fp16 scale per position and head would hold it; straight-through
+    gradient."""
     scale = (x.detach().abs().amax(-1, keepdim=True) / 127).half().double()
     return x + ((x / scale).round().clamp(-127, 127) * scale - x).detach()
 
 
 class Reference:
-    """logits = Reference(state_dict, config)(idx): (B, T) -> (B, T, V) in float64, differentiable in the state dict."""
+    """logits = Reference(state_dict, config)(idx): (B, T) -> (B, T, V) in float64, differentiable
+    in the state dict."""
 
     def __init__(self, state, config):
         self.state = {name: x.to(torch.float64) for name, x in state.items()}
@@ -83,7 +87,8 @@ class Reference:
         return y + self.state[name + '.bias'] if self.config.bias else y
 
     def norm(self, x, name):
-        return layer_norm(x, self.state[name + '.weight'], self.state[name + '.bias'] if self.config.bias else None)
+        return layer_norm(x, self.state[name + '.weight'], self.state[name + '.bias']
+                          if self.config.bias else None)
 
     def positioned(self, x, i, gain):
         """q or k (B, h, T, D) of layer `i` after QK-norm and RoPE."""
@@ -91,7 +96,8 @@ class Reference:
         if c.qk_norm:
             x = rms_norm(x, self.state[f'transformer.h.{i}.attn.{gain}.weight'])
         if c.pos_embedding == 'rope':
-            theta = c.rope_theta if is_local(c, i) or not c.rope_theta_global else c.rope_theta_global
+            theta = c.rope_theta if is_local(c,
+                                             i) or not c.rope_theta_global else c.rope_theta_global
             x = rotate(x, range(x.size(2)), theta)
         return x
 
@@ -105,7 +111,8 @@ class Reference:
             k, v = self.positioned(rows[:, n_q:n_q + n_kv], i, 'k_norm'), rows[:, n_q + n_kv:]
             held[i] = (int8_rounded(k), int8_rounded(v)) if self.config.kv_quant_train else (k, v)
         assert rows.size(1) == n_q + (2 * n_kv if owner == i else 0)
-        y = dense_attention(q, *held[owner], self.config.window_size if is_local(self.config, i) else 0)
+        y = dense_attention(q, *held[owner], self.config.window_size if is_local(self.config, i)
+                            else 0)
         return self.linear(y.transpose(1, 2).reshape(B, T, -1), f'transformer.h.{i}.attn.c_proj')
 
     def mlp(self, x, i):

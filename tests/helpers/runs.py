@@ -1,17 +1,21 @@
-"""A cache beside the texts of its rows: whatever is done to it, every step must equal a full forward of each row's text."""
+"""A cache beside the texts of its rows: whatever is done to it, every step must equal a full
+forward of each row's text."""
 import torch
 from hypothesis import strategies as st
 
 from engine.paged import PagedKVCache
 from tests.helpers.models import VOCAB, full_logits, max_gap, random_model
 
-BAD = VOCAB - 1  # a token whose embedding is NaN: its row is NaN from then on. No other row may be, nor the next in its place
+# a token whose embedding is NaN: its row is NaN from then on. No other row may be, nor the next in
+# its place
+BAD = VOCAB - 1
 
 
 class Run:
     """`text[r]`: the tokens that row r should hold. Rows that hold BAD are not compared."""
 
-    def __init__(self, config, batch, room, kv_dtype='auto', dtype=torch.float64, bound=1e-9, **paging):
+    def __init__(self, config, batch, room, kv_dtype='auto', dtype=torch.float64, bound=1e-9,
+                 **paging):
         self.model = random_model(config, dtype)
         with torch.no_grad():
             self.model.transformer.wte.weight[BAD] = torch.nan
@@ -21,7 +25,8 @@ class Run:
         self.generator = torch.Generator().manual_seed(1)
 
     def step(self, lens, rows=None, bad=(), t=None):
-        """The rows (all, if None) append lens[b] random tokens of t; in those of `bad` the first is BAD."""
+        """The rows (all, if None) append lens[b] random tokens of t; in those of `bad` the first is
+        BAD."""
         rows_ = range(len(self.text)) if rows is None else rows
         idx = torch.randint(BAD, (len(lens), t or max(*lens, 1)), generator=self.generator)
         for b, row in enumerate(rows_):
@@ -35,11 +40,14 @@ class Run:
         self.compare(logits, lens, rows_)
 
     def compare(self, logits, lens, rows):
-        compared = [(b, self.text[row], n) for b, (row, n) in enumerate(zip(rows, lens)) if n and BAD not in self.text[row]]
+        compared = [(b, self.text[row], n) for b, (row, n) in enumerate(zip(rows, lens)) if n
+                    and BAD not in self.text[row]]
         if not compared:
             return
         longest = max(len(text) for _, text, _ in compared)
-        full = full_logits(self.model, torch.tensor([text + [0] * (longest - len(text)) for _, text, _ in compared]))
+        full = full_logits(self.model,
+                           torch.tensor([text + [0] * (longest - len(text)) for _, text,
+                                         _ in compared]))
         for (b, text, n), alone in zip(compared, full):
             assert max_gap(logits[b, :n, :BAD], alone[len(text) - n:len(text), :BAD]) < self.bound
 
@@ -58,7 +66,8 @@ class Run:
             self.text[target], self.text[source] = self.text[source], []
 
     def anything(self, data, can_fork=False, n_steps=(4, 10)):
-        """Steps of any shape over any rows in any order, some of them NaN, and between them resets, moves and forks."""
+        """Steps of any shape over any rows in any order, some of them NaN, and between them resets,
+        moves and forks."""
         numbers = range(len(self.text))
         row = st.sampled_from(numbers)
         for _ in range(data.draw(st.integers(*n_steps))):

@@ -1,4 +1,5 @@
-"""What tests of the batching engine share: tiny models, requests drawn at random, and what each must get."""
+"""What tests of the batching engine share: tiny models, requests drawn at random, and what each
+must get."""
 import functools
 
 import torch
@@ -15,8 +16,10 @@ SMALL = dict(n_head=2, n_embd=16, block_size=64, vocab_size=VOCAB)
 KINDS = {
     'full stack': FULL_STACK,
     'vanilla': dict(SMALL, n_layer=2),  # learned positions
-    'unshared': dict(SMALL, n_layer=3, layer_pattern='LG', window_size=6, pos_embedding='rope', n_kv_head=1),
-    'all local': dict(SMALL, n_layer=2, layer_pattern='L', window_size=7, pos_embedding='rope', qk_norm=True),
+    'unshared': dict(SMALL, n_layer=3, layer_pattern='LG', window_size=6, pos_embedding='rope',
+                     n_kv_head=1),
+    'all local': dict(SMALL, n_layer=2, layer_pattern='L', window_size=7, pos_embedding='rope',
+                      qk_norm=True),
 }
 ALPHABET = 'abcdefghijklmnopqrstuvw'
 TOKENIZER = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
@@ -24,7 +27,8 @@ TOKENIZER = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate
 
 @functools.cache
 def model_of(kind: str) -> GPT:
-    """In float64, where the size of a batch changes no token. Its final weights are small, so that samples vary."""
+    """In float64, where the size of a batch changes no token. Its final weights are small, so that
+    samples vary."""
     model = random_model(GPTConfig(**KINDS[kind]))
     with torch.no_grad():
         model.lm_head.weight *= 0.5
@@ -42,13 +46,16 @@ def needed(requests) -> int:
 
 def budget_for(model, rows, max_seq_len, n_pages, page_size, kv_dtype='float64') -> int:
     plan = model.plan
-    return plan.rings_nbytes(rows, max_seq_len, kv_dtype) + n_pages * plan.page_nbytes(page_size, kv_dtype)
+    return plan.rings_nbytes(rows, max_seq_len, kv_dtype) + n_pages * plan.page_nbytes(page_size,
+                                                            kv_dtype)
 
 
 def assert_as_full_forwards_say(model, completion, params):
-    """Token t is what `sample_rows` draws from the logits of a full forward over all before it; the end is where it must be."""
+    """Token t is what `sample_rows` draws from the logits of a full forward over all before it; the
+    end is where it must be."""
     tokens, n_prompt = completion.tokens, len(completion.prompt_tokens)
-    logits = full_logits(model, torch.tensor([completion.prompt_tokens + tokens[:-1]]))[0, n_prompt - 1:]
+    logits = full_logits(model, torch.tensor([completion.prompt_tokens + tokens[:-1]]))[0,
+                                                            n_prompt - 1:]
     row, ends = SampleRow(params, completion.prompt_tokens), []
     for t, token in enumerate(tokens):
         drawn = sample_rows(logits[t:t + 1], [row])
@@ -64,19 +71,23 @@ def assert_as_full_forwards_say(model, completion, params):
         assert entry.token == token and abs(entry.logprob - expected[token]) < 1e-9
         likeliest = expected.topk(max(params.logprobs, 0)).values.tolist()
         assert len(entry.top) == len(likeliest) and all(
-            abs(lp - expected[i]) < 1e-9 and abs(lp - best) < 1e-9 for (i, lp), best in zip(entry.top, likeliest))
+            abs(lp - expected[i]) < 1e-9 and abs(lp - best) < 1e-9 for (i, lp),
+                                                        best in zip(entry.top, likeliest))
 
 
 def alone(model, ids, params, **kinds):
     """The completion by an engine of one row that has nothing else to do."""
-    params_len = (len(ids) if not isinstance(ids, str) else len(TOKENIZER.encode(ids))) + params.max_new_tokens
-    [completion] = Engine(model, 1, min(params_len, model.config.block_size), **kinds).generate([ids], params)
+    params_len = (len(ids) if not isinstance(ids, str)
+                  else len(TOKENIZER.encode(ids))) + params.max_new_tokens
+    [completion] = Engine(model, 1, min(params_len, model.config.block_size),
+                          **kinds).generate([ids], params)
     return completion
 
 
 def said(completion):
     """What must not depend on other requests (but for log-probabilities in their last bits)."""
-    return completion.prompt_tokens, completion.tokens, completion.text, completion.finish_reason, completion.error
+    c = completion
+    return c.prompt_tokens, c.tokens, c.text, c.finish_reason, c.error
 
 
 def assert_same(a, b):
@@ -88,17 +99,21 @@ def assert_same(a, b):
 def assert_idle(engine):
     """Nothing runs, waits or is held."""
     table = engine.cache.table
-    assert engine.n_unfinished == 0 and engine.step() == [] and not engine.jobs and not engine._inboxes
+    assert engine.n_unfinished == 0 and engine.step() == [] and not engine.jobs
+    assert not engine._inboxes
     assert not engine.scheduler.running and not engine.scheduler.waiting
-    assert table.n_free == table.n_pages and engine.cache.lengths.tolist() == [0] * engine.cache.batch_size
+    assert table.n_free == table.n_pages
+    assert engine.cache.lengths.tolist() == [0] * engine.cache.batch_size
 
 
 @st.composite
 def params(draw, most_new=12, **fixed):
     return SamplingParams(**dict(
-        max_new_tokens=draw(st.integers(1, most_new)), temperature=draw(st.sampled_from([0, 0.7, 1.5])),
+        max_new_tokens=draw(st.integers(1, most_new)),
+                                 temperature=draw(st.sampled_from([0, 0.7, 1.5])),
         top_k=draw(st.sampled_from([0, 0, 4])), top_p=draw(st.sampled_from([1.0, 0.8])),
-        min_p=draw(st.sampled_from([0.0, 0.05])), repetition_penalty=draw(st.sampled_from([1.0, 1.4])),
+        min_p=draw(st.sampled_from([0.0, 0.05])),
+                                 repetition_penalty=draw(st.sampled_from([1.0, 1.4])),
         seed=draw(st.integers(0, 99)), stop_tokens=draw(st.sampled_from([(), (), (3, 8, 11)])),
         logprobs=draw(st.sampled_from([-1, 0, 2]))) | fixed)
 
@@ -117,5 +132,7 @@ def engines(draw, model, wanted, **fixed):
     max_seq_len, kv_dtype = needed(wanted), fixed.get('kv_dtype', 'float64')
     least = -(-max_seq_len // page_size)
     n_pages = least + draw(st.sampled_from([0, 1, least // 2, 3 * least]))
-    return Engine(model, rows, max_seq_len, page_size=page_size, prefill_chunk=draw(st.sampled_from([1, 2, 5, 8, 30, 256])),
-                  kv_budget=budget_for(model, rows, max_seq_len, n_pages, page_size, kv_dtype), **fixed)
+    return Engine(model, rows, max_seq_len, page_size=page_size,
+                  prefill_chunk=draw(st.sampled_from([1, 2, 5, 8, 30, 256])),
+                  kv_budget=budget_for(model, rows, max_seq_len, n_pages, page_size, kv_dtype),
+                  **fixed)

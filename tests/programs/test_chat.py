@@ -106,8 +106,8 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_was_said(talk, monkeypatch, tmp_path
 def test_a_reply_that_fails_takes_its_turn_back(talk, monkeypatch):
     talk(['ab'])
     before = talk.turns()
-    plain = Engine._draw
-    monkeypatch.setattr(Engine, '_draw', lambda engine, parts, logits, events: plain(engine, parts, logits * torch.nan, events))
+    plain = Engine._sample
+    monkeypatch.setattr(Engine, '_sample', lambda engine, parts, logits, events: plain(engine, parts, logits * torch.nan, events))
     out = talk(['ba', '/history'])
     assert 'not finite' in out and talk.turns() == before and out.splitlines()[-1].count('ac') == 1
 

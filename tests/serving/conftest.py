@@ -33,8 +33,8 @@ def assert_free(worker):
     engine, table = worker.engine, worker.engine.cache.table
     eventually(lambda: not (worker._owners or worker._inbox or worker._stale or engine.n_unfinished), 'an idle worker')
     assert not engine.jobs and not engine.scheduler.running and not engine.scheduler.waiting and worker._n_open == 0
-    assert table.n_free + table.n_idle == table.n_pages
-    assert all(block.users == 0 for block in engine.prefix.index.values()) and engine.prefix.root.users == 0
+    assert table.n_free + table.n_evictable == table.n_pages
+    assert all(block.users == 0 for block in engine.prefix.blocks) and engine.prefix.root.users == 0
     assert not (worker._refused or worker._strikes or worker._first)
 
 

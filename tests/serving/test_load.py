@@ -79,4 +79,4 @@ def test_64_streams_of_which_a_tenth_leave_for_a_minute(running):
     assert store.stats.found and store.stats.evicted
     assert store.nbytes <= 20_000 and store.nbytes == sum(
         OVERHEAD + len(block.tokens) + sum(x.numel() for x in (block.copy, block.local) if x is not None)
-        for block in store.index.values())
+        for block in store.blocks)

@@ -73,7 +73,7 @@ def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dic
         for step in range(5 if machine.real else 1):
             tokens = prompt[:, step:step + 1]
             for row in range(batch if paged else 0):
-                caches[0].reserve(row, caches[0].held(row) + 1)
+                caches[0].reserve(row, caches[0].length(row) + 1)
             found = decode(tokens).clone()
             with triton_enabled(False):
                 exact = model(tokens, cache=caches[1])[0][:, -1].double()
