@@ -1,4 +1,4 @@
-"""README's section 'Take it elsewhere', and a model to try its commands on."""
+"""The section of docs/interop.md 'Take it elsewhere', and a model to try its commands on."""
 import re
 from pathlib import Path
 
@@ -14,7 +14,7 @@ ALPHABET = '\n' + ''.join(map(chr, range(32, 127)))
 
 def commands(language: str) -> list[str]:
     """The section's blocks of `language`: each shell command, or each block of Python whole."""
-    section = re.search(r'^## Take it elsewhere\n(.*?)^## ', (ROOT / 'README.md').read_text(), re.M
+    section = re.search(r'^## Take it elsewhere\n(.*?)^## ', (ROOT / 'docs/interop.md').read_text(), re.M
                         | re.S)[1]
     blocks = re.findall(rf'^```{language}\n(.*?)^```', section, re.M | re.S)
     return [line.partition('  #')[0].strip() for block in blocks
