@@ -16,7 +16,7 @@ into it.
     # transformers, same vanilla weights
     python bench.py --mode=decode --batch_sizes=1,16 --contexts=960 --against=hf
     python bench.py --mode=decode --contexts=960 --steps=8 --against=nanogpt --nanogpt=FOLDER
-    # others' engines for CPUs with the same vanilla weights, and a full-stack model of that size
+    # other inference engines with the same vanilla weights, and a full-stack model of that size
     python bench.py --mode=decode --contexts=960 --against=llama.cpp --weight_dtype=int8
     python bench.py --mode=decode --contexts=960 --against=ctranslate2 --weight_dtype=int8
     python bench.py $GPT2 --mode=prefill --contexts=1024,8192 --prefill_chunk=1024
@@ -35,10 +35,10 @@ train: a step is forward, backward and AdamW update of one batch, without dropou
 (lab/benchmarks/decode.py). prefill: time to first token (TTFT). serve: many requests of different
 lengths, continuous batching against static (lab/benchmarks/serve.py). recompute: training steps,
 time and memory by recomputation policy; lengths: training steps by length of the sequences. chat:
-conversations whose past is kept: what a store of prefixes finds, holds and saves
+conversations that reuse a prefix cache: its hits, its bytes, the time it saves
 (lab/benchmarks/chat.py). kernels: attention of decode and of training, and the K/V write, each
-alone, on CUDA (lab/benchmarks/kernels.py). Weights are random, in the settings' shape. Two sides
-alternate in one run: ratios are medians over pairs of rounds. With --json=True the last line of
+alone, on CUDA (lab/benchmarks/kernels.py). Weights are random, in the settings' shape. The models
+compared are interleaved: ratios are medians over pairs of rounds. With --json=True the last line of
 output is one JSON document; `python -m lab.benchmarks.table` makes a page from saved ones.
 """
 import importlib
@@ -46,6 +46,7 @@ import json
 
 import configurator
 from data.datasets import DATA_ROOT
+from lab.benchmarks.report import TABLES, show
 from lab.benchmarks.saving import check_target, write_json
 from lab.benchmarks.setting import check_against
 from training.device import check_seed
@@ -57,11 +58,13 @@ def main(argv=None):
     check_against(s)
     check_target(s.save)  # before minutes of measuring
     # each mode is a module of its name
-    figures = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
+    document = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
+    if s.mode in TABLES:
+        show(document)
     if s.save:
-        write_json(s.save, figures)
+        write_json(s.save, document)
     if s.json:
-        print(json.dumps(figures))
+        print(json.dumps(document))
 
 
 if __name__ == '__main__':

@@ -4,7 +4,7 @@ import io
 
 from config.sizes import nice_bytes
 from lab.ablation.summary import LEARNED, local_reach
-from lab.benchmarks.grid import Grid
+from lab.tables import Table as Grid
 
 MISSING = '-'
 

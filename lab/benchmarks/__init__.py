@@ -1,1 +1,1 @@
-"""What bench.py measures: a module for each mode, with `run(settings, data_root) -> figures`, and what they share."""
+"""The modes of bench.py, a module each, and what they share."""

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory (on CUDA: copies it): the measure that decoding is held against."""
+"""The memory bandwidth of this machine, which decoding is compared with."""
 import statistics
 
 import torch
@@ -12,9 +12,9 @@ PASSES = 3                    # per measurement; their median counts
 class Bandwidth:
     """Call it for bytes per second, measured now.
 
-    Kernels that do nothing but read a buffer of random float32, and the fastest of them here is the measure: a matrix
-    times a vector (short rows and long), a sum, a dot product of the two halves. On CUDA, where a kernel that only reads
-    is no common yardstick, a device-to-device copy, its bytes counted as read and as written.
+    On a CPU, the fastest of several kernels that only read a buffer of random float32: matrix times
+    vector (short rows and long), sum, dot product of the two halves. On CUDA, a device-to-device
+    copy, as is usual there; its bytes count as read and as written.
     """
 
     def __init__(self, device: torch.device):
@@ -29,8 +29,9 @@ class Bandwidth:
         return statistics.median(self._pass(self.kernels[self.kernel]) for _ in range(PASSES))
 
     def describe(self, rates) -> dict:
-        """What goes into the JSON document: the kernel, and all that was measured during the run, bytes per second."""
-        return {'kernel': self.kernel, 'buffer_bytes': self.buffer.nbytes, 'bytes_per_second': clock.summary(rates),
+        """For the JSON document: the kernel and the rates of the run, bytes per second."""
+        return {'kernel': self.kernel, 'buffer_bytes': self.buffer.nbytes,
+                'bytes_per_second': clock.summary(rates),
                 'kernels_bytes_per_second': self.found}
 
     def _reads(self):

@@ -1,4 +1,4 @@
-"""Two sides and more, timed in turns: A B C, A B C, ... so that what slows the machine down slows all of them."""
+"""Interleaved timing (A B C, A B C, ...), so that whatever slows the machine slows every side."""
 import statistics
 import sys
 import time
@@ -13,7 +13,8 @@ now = time.perf_counter  # seconds
 
 
 class Stopwatch:
-    """Seconds that a device works on what is done inside of `with`: by CUDA events there, else by the clock."""
+    """`with Stopwatch(device) as watch: ...` sets `watch.seconds` to the time that the device spent
+    on the block: by CUDA events on a GPU, by the clock elsewhere."""
 
     def __init__(self, device):
         self.device, self.seconds = device, None
@@ -26,7 +27,10 @@ class Stopwatch:
     def __exit__(self, *_):
         end = self._stamp()
         synchronize(self.device)
-        self.seconds = self.start.elapsed_time(end) / 1000 if self.device.type == 'cuda' else now() - self.start
+        if self.device.type == 'cuda':
+            self.seconds = self.start.elapsed_time(end) / 1000
+        else:
+            self.seconds = now() - self.start
 
     def _stamp(self):
         if self.device.type != 'cuda':
@@ -36,27 +40,45 @@ class Stopwatch:
         return event
 
 
-def alternate(sides: dict, rounds: int, title: str) -> dict[str, list]:
-    """name -> what each side's call gave in each of `rounds` rounds; the round before them, to warm up, is not kept.
+def progress(items, title: str):
+    """Iterates over `items` with a progress bar on stderr, if that is a terminal."""
+    return track(items, title, console=Console(stderr=True), transient=True,
+                 disable=not sys.stderr.isatty())
 
-    sides: name -> callable without arguments, called in this order in every round.
-    title: names the measurement on stderr, where that is a terminal.
+
+def alternate(sides: dict, rounds: int, title: str) -> dict[str, list]:
+    """name -> results of `rounds` calls of each side, after one discarded warm-up round.
+
+    sides: name -> callable without arguments; every round calls all of them in this order.
+    title: label of the progress bar.
     """
-    found = {name: [] for name in sides}
-    for k in track(range(1 + rounds), title, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()):
+    results = {name: [] for name in sides}
+    for k in progress(range(1 + rounds), title):
         for name, run in sides.items():
             result = run()
             if k:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 def summary(values) -> dict:
-    """Median, min and max, and the values themselves, in the order in which they were measured."""
+    """Median, minimum and maximum, and the values themselves in the order of measurement."""
     values = [float(x) for x in values]
-    return {'median': statistics.median(values), 'min': min(values), 'max': max(values), 'each': values}
+    return {'median': statistics.median(values), 'min': min(values), 'max': max(values),
+            'each': values}
 
 
 def paired(a, b) -> dict:
-    """Of a[r] / b[r], round by round: not the ratio of two medians, which may stem from different rounds."""
+    """Summary of a[r] / b[r], round by round: the two medians may stem from different rounds."""
     return summary(x / y for x, y in zip(a, b, strict=True))
+
+
+def ratios(seconds: dict, base: str = 'ours') -> dict:
+    """name -> summary of its seconds over those of `base`, for every other side."""
+    return {name: paired(each, seconds[base]) for name, each in seconds.items() if name != base}
+
+
+def metrics(seconds, time_key: str, tokens: int) -> dict:
+    """The times under `time_key`, in milliseconds, and the rate for `tokens` tokens a round."""
+    return {time_key: summary(1000 * x for x in seconds),
+            'tokens_per_second': summary(tokens / x for x in seconds)}

@@ -1,8 +1,9 @@
-"""Conversations that come and go, and what a store of prefixes does for them; without a model, so that thousands can be served.
+"""A simulated chat workload on the prefix cache, without a model, so that it takes little time.
 
-Users talk in sessions: turns a minute apart, about ten of them, then hours until they are back. Some turns are edited (the last
-message is written anew), some go back to an earlier one and on from there. When a conversation has filled its context, its user
-begins another. The numbers are ours; the mean number of earlier messages, 180, is Character.AI's.
+Users talk in sessions: about ten turns a minute apart, then hours of absence. Some turns replace
+the last message, some go back to an earlier message and continue from there. A conversation that
+has filled its context is replaced by a new one. The parameters are our guesses, except the mean
+number of earlier messages, 180, which is Character.AI's.
 """
 import heapq
 from dataclasses import dataclass
@@ -12,17 +13,21 @@ import torch
 
 from engine.paged import PagedKVCache
 from engine.prefix import PrefixStore
+from lab.benchmarks.clock import progress
 
 THINK_S, AWAY_S, SESSION_TURNS = 60.0, 4 * 3600.0, 10
-EDITED, WENT_BACK, FARTHEST_BACK = 0.05, 0.02, 20  # shares of turns; messages that are gone back at most
+EDITED, WENT_BACK = 0.05, 0.02  # shares of turns
+FARTHEST_BACK = 20  # messages
 
 
 @dataclass
 class Workload:
     """Requests in the order of their arrival.
 
-    dialogues: how many are alive at any time. messages: earlier ones that a dialogue has at the start, on average (log-normal).
-    message_tokens: of a message or a reply, on average (log-normal). max_seq_len: of a whole dialogue.
+    dialogues: number alive at any time.
+    messages: mean number of messages of a dialogue at the start (log-normal).
+    message_tokens: mean length of a message or a reply (log-normal).
+    max_seq_len: of a whole dialogue.
     """
     dialogues: int
     messages: int
@@ -33,9 +38,10 @@ class Workload:
 
     def __post_init__(self):
         self.random = np.random.default_rng(self.seed)
-        self.texts = [self._history() for _ in range(self.dialogues)]  # of each dialogue, its messages (arrays of ids)
-        self.left = [self._session() for _ in range(self.dialogues)]   # turns until the user leaves
-        self.events = [(self._away() * self.random.random(), i) for i in range(self.dialogues)]
+        dialogues = range(self.dialogues)
+        self.texts = [self._history() for _ in dialogues]  # messages (arrays of ids) of each
+        self.left = [self._session() for _ in dialogues]   # turns until the user leaves
+        self.events = [(self._away() * self.random.random(), i) for i in dialogues]
         heapq.heapify(self.events)
 
     def next(self) -> tuple[int, list[int], int]:
@@ -66,8 +72,8 @@ class Workload:
         return self.random.integers(self.vocab_size, size=n).tolist()
 
     def _history(self):
-        n = int(self.random.lognormal(np.log(self.messages) - 0.25, 0.7)) // 2 * 2 if self.messages else 0
-        messages, room = [self._message() for _ in range(n)], self.max_seq_len // 2
+        n = int(self.random.lognormal(np.log(self.messages) - 0.25, 0.7)) if self.messages else 0
+        messages, room = [self._message() for _ in range(n // 2 * 2)], self.max_seq_len // 2
         while sum(map(len, messages)) > room:
             del messages[:2]
         return messages
@@ -84,11 +90,14 @@ class Workload:
 
 
 class Served:
-    """One row of a cache with a store, through which requests go one after another; K and V are random numbers."""
+    """One row of a paged cache with a prefix store, serving one request after another; K and V are
+    random numbers."""
 
-    def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int, prune: bool, chunk: int = 256):
-        n_pages = -(-max_seq_len // page_size) + 1  # no more than a request needs: all else is on the host, and is counted
-        self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages=n_pages, page_size=page_size, kv_dtype=kv_dtype)
+    def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int,
+                 prune: bool, chunk: int = 256):
+        n_pages = -(-max_seq_len // page_size) + 1  # one request's: all else is in host memory
+        self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages=n_pages, page_size=page_size,
+                                  kv_dtype=kv_dtype)
         self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(chunk, page_size)
         self.kv = torch.randn(1, plan.n_kv_head, self.chunk, plan.head_dim)
 
@@ -102,7 +111,7 @@ class Served:
         for stop in [*stops, len(tokens)]:
             while self.cache.length(0) < stop:
                 self._feed(tokens, min(stop, self.cache.length(0) + self.chunk))
-        said, size = tokens + reply[:-1], store.size  # the last token drawn is never fed
+        said, size = tokens + reply[:-1], store.size  # the last sampled token is never fed
         while self.cache.length(0) < len(said):
             self._feed(said, min(len(said), (self.cache.length(0) // size + 1) * size))
         self.cache.reset([0])
@@ -120,27 +129,34 @@ class Served:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of all that is kept: host memory, and pages that have no copy there."""
-        only_in_pool = sum(block.page >= 0 and block.copy is None for block in self.store.blocks)
+        """Bytes of everything cached: host memory, and pages without a copy there."""
+        only_in_pool = sum(block.page >= 0 and block.copy is None
+                           for block in self.store.blocks)
         return self.store.nbytes + only_in_pool * self.store.copier.page_nbytes
 
 
-def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype: str, budget: int, prune: bool,
-             watch=lambda requests: requests) -> dict:
-    """Every dialogue is visited until the store has seen all of them; then `n_requests` are counted."""
+def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype: str, budget: int,
+             prune: bool, title: str = '') -> dict:
+    """Serves requests until every dialogue has had one, then `n_requests` more, which count.
+
+    title: label of the progress bar.
+    """
     served, seen = Served(plan, workload.max_seq_len, page_size, kv_dtype, budget, prune), set()
     while len(seen) < workload.dialogues:
         seen.add(one(served, workload)[0])
     before = vars(served.store.stats).copy()
-    found = [one(served, workload)[1:] for _ in watch(range(n_requests))]
+    found = [one(served, workload)[1:] for _ in progress(range(n_requests), title)]
     stats = {name: value - before[name] for name, value in vars(served.store.stats).items()}
     held = sum(sum(map(len, text)) for text in workload.texts)
     vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
-    return stats | {'page_size': page_size, 'budget': budget, 'prune': prune, 'hit_rate': stats['found'] / stats['looked_up'],
-                    'computed_per_request': sum(n - k for n, k in found) / n_requests,
-                    'prompt_tokens_per_request': sum(n for n, _ in found) / n_requests, 'held_nbytes': served.held_nbytes,
-                    'dialogue_tokens': held, 'dialogues': workload.dialogues, 'vanilla_nbytes': vanilla * held,
-                    'blocks': len(served.store.blocks)}
+    return stats | {
+        'page_size': page_size, 'budget': budget, 'prune': prune,
+        'hit_rate': stats['found'] / stats['looked_up'],
+        'computed_per_request': sum(n - k for n, k in found) / n_requests,
+        'prompt_tokens_per_request': sum(n for n, _ in found) / n_requests,
+        'held_nbytes': served.held_nbytes, 'dialogue_tokens': held,
+        'dialogues': workload.dialogues, 'vanilla_nbytes': vanilla * held,
+        'blocks': len(served.store.blocks)}
 
 
 def one(served: Served, workload: Workload) -> tuple[int, int, int]:

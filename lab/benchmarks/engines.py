@@ -1,7 +1,6 @@
-"""Greedy generation by ours, by transformers and by nanoGPT, from the same vanilla weights; each on the same clock.
+"""Greedy generation by our model, transformers and nanoGPT from the same vanilla weights.
 
-The clock is read when the first new token is there and when the last is: time to first token (TTFT), and time per output
-token (TPOT) as the mean over the others.
+Each gives the time to the first token (TTFT), and the mean time per further output token (TPOT).
 """
 import contextlib
 import importlib.util
@@ -20,13 +19,15 @@ from lab.benchmarks import clock
 from lab.benchmarks.setting import make_cache
 from training.device import synchronize
 
-ACTIVATIONS = {'exact': 'gelu', 'tanh': 'gelu_new'}  # our gelu -> the same function in transformers' GPT2Config
-HF_CACHES = {'hf dynamic': None, 'hf static': 'static'}  # name of the side -> generate's cache_implementation
+# our gelu -> activation_function of transformers' GPT2Config
+ACTIVATIONS = {'exact': 'gelu', 'tanh': 'gelu_new'}
+# name in the tables -> generate's cache_implementation
+HF_CACHES = {'hf dynamic': None, 'hf static': 'static'}
 
 
 @dataclass
 class Generated:
-    """One round: seconds to the first token, seconds per further token, and the new tokens (B, steps)."""
+    """One round: seconds to the first token and per further token; the new tokens (B, steps)."""
     ttft: float
     tpot: float
     tokens: torch.Tensor
@@ -54,8 +55,10 @@ class Ours:
         synchronize(self.model.device)
         start, stamps, tokens = clock.now(), [], [self.prompt]
         for j in range(self.steps):
-            by_graph = self.decode and j > 0
-            logits = self.decode(tokens[-1]) if by_graph else self.model(tokens[-1], cache=self.cache)[0][:, -1]
+            if self.decode and j > 0:
+                logits = self.decode(tokens[-1])
+            else:
+                logits = self.model(tokens[-1], cache=self.cache)[0][:, -1]
             tokens.append(logits.argmax(-1, keepdim=True))
             if j in (0, self.steps - 1):
                 synchronize(self.model.device)
@@ -64,7 +67,7 @@ class Ours:
 
 
 class Stamps:
-    """A streamer of transformers' `generate`: reads the clock when tokens arrive (the prompt comes first)."""
+    """A streamer of transformers' `generate`: when the prompt and then each token came."""
 
     def __init__(self):
         self.times = []
@@ -77,13 +80,15 @@ class Stamps:
 
 
 class HuggingFace:
-    """`generate` of a GPT2LMHeadModel; cache: its `cache_implementation`, None = the default (dynamic)."""
+    """`generate` of a GPT2LMHeadModel; cache: its `cache_implementation`, None: dynamic."""
 
     def __init__(self, hf_model, prompt, steps: int, cache: str | None):
         self.model, self.prompt = hf_model, prompt
-        # the model's config knows no end of text: every row makes all its tokens
+        # the model's config has no end-of-text token: every row gets all its tokens
         self.options = dict(max_new_tokens=steps, do_sample=False, pad_token_id=0,
-                            attention_mask=torch.ones_like(prompt), **({'cache_implementation': cache} if cache else {}))
+                            attention_mask=torch.ones_like(prompt))
+        if cache:
+            self.options['cache_implementation'] = cache
 
     @torch.inference_mode()
     def __call__(self) -> Generated:
@@ -95,7 +100,7 @@ class HuggingFace:
 
 
 class NanoGPT:
-    """nanoGPT's `generate`, which computes the whole context anew for every token; greedy is its top_k=1."""
+    """nanoGPT's `generate`, which recomputes the context for every token; greedy is top_k=1."""
 
     def __init__(self, their_model, prompt, steps: int):
         self.model, self.prompt, self.steps = their_model, prompt, steps
@@ -118,13 +123,15 @@ class NanoGPT:
 
 
 def check_vanilla(config, against: str) -> None:
-    """Raises UserError where `config` is not a model that the other side has, too."""
-    plan = plan_kv(config)
-    wrong = {name: getattr(config, name) for name, value in (('pos_embedding', 'learned'), ('qk_norm', False))
-             if getattr(config, name) != value}
+    """Raises UserError where the program named by `against` does not have the model."""
+    plan, wrong = plan_kv(config), {}
+    if config.pos_embedding != 'learned':
+        wrong['pos_embedding'] = config.pos_embedding
+    if config.qk_norm:
+        wrong['qk_norm'] = config.qk_norm
     if plan != plan.vanilla():
-        wrong |= {name: getattr(config, name) for name in ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share',
-                                                           'share_global_kv') if getattr(config, name)}
+        memory = ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv')
+        wrong |= {name: getattr(config, name) for name in memory if getattr(config, name)}
     if config.resolved_head_dim * config.n_head != config.n_embd:
         wrong['head_dim'] = config.head_dim
     if against == 'nanogpt' and config.resolved_mlp_hidden != 4 * config.n_embd:
@@ -133,8 +140,9 @@ def check_vanilla(config, against: str) -> None:
         wrong['gelu'] = config.gelu
     if wrong:
         named = ', '.join(f'{name}={value!r}' for name, value in wrong.items())
-        raise UserError(f'against={against!r} takes the same weights into both, so the model must be vanilla GPT-2, without '
-                        f"{named}; the memory settings' gain is measured with against='vanilla'")
+        raise UserError(f'against={against!r} runs both with the same weights, so the model must '
+                        f"be vanilla GPT-2, without {named}; against='vanilla' measures the gain "
+                        'of the memory settings')
 
 
 def hugging_face(ours):
@@ -147,14 +155,16 @@ def hugging_face(ours):
         from transformers import GPT2Config, GPT2LMHeadModel
         from transformers.utils import logging
     except ImportError as e:
-        raise UserError("against='hf' needs the transformers package: pip install transformers") from e
+        raise UserError("against='hf' needs the transformers package: "
+                        'pip install transformers') from e
     logging.set_verbosity_error()
     c = ours.config
     model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
-        n_inner=c.resolved_mlp_hidden, activation_function=ACTIVATIONS[c.gelu], bos_token_id=None, eos_token_id=None,
-        attn_implementation='sdpa'))
-    model.load_state_dict({name: x.t() if name.endswith(TRANSPOSED) else x for name, x in ours.state_dict().items()})
+        vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer,
+        n_head=c.n_head, n_inner=c.resolved_mlp_hidden, activation_function=ACTIVATIONS[c.gelu],
+        bos_token_id=None, eos_token_id=None, attn_implementation='sdpa'))
+    model.load_state_dict({name: x.t() if name.endswith(TRANSPOSED) else x
+                           for name, x in ours.state_dict().items()})
     return model.eval()
 
 
@@ -162,7 +172,8 @@ def check_checkout(folder: str) -> Path:
     """The model.py of nanoGPT's checkout; UserError where there is none."""
     path = Path(folder) / 'model.py'
     if not folder or not path.is_file():
-        raise UserError(f"nanogpt={folder!r}: against='nanogpt' needs the folder of a nanoGPT checkout, with its model.py")
+        raise UserError(f"nanogpt={folder!r}: against='nanogpt' needs the folder of a nanoGPT "
+                        'checkout, with its model.py')
     return path
 
 
@@ -179,10 +190,13 @@ def nanogpt(ours, folder: str):
     spec.loader.exec_module(module)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # it prints its size
-            model = module.GPT(module.GPTConfig(**{name: getattr(ours.config, name) for name in NANOGPT_FIELDS}))
-        missing, unknown = model.load_state_dict(ours.state_dict(), strict=False)  # it may keep masks of its own
+            fields = {name: getattr(ours.config, name) for name in NANOGPT_FIELDS}
+            model = module.GPT(module.GPTConfig(**fields))
+        missing, unknown = model.load_state_dict(ours.state_dict(), strict=False)
     except (AttributeError, TypeError, RuntimeError) as e:
-        raise UserError(f'nanogpt={folder!r}: its model.py is not that of nanoGPT ({type(e).__name__})') from e
+        raise UserError(f"nanogpt={folder!r}: its model.py is not nanoGPT's ({type(e).__name__})"
+                        ) from e
+    # its state dict may hold causal masks
     if unknown or any(not name.endswith('attn.bias') for name in missing):
-        raise UserError(f'nanogpt={folder!r}: its model.py is not that of nanoGPT (tensors have other names)')
+        raise UserError(f"nanogpt={folder!r}: its model.py is not nanoGPT's (other tensor names)")
     return model.eval()

@@ -1,13 +1,13 @@
-"""--mode=kernels: attention of decode steps, attention of training, and the K/V write, each alone, on CUDA.
+"""--mode=kernels: decode attention, training attention and the K/V write, each alone, on CUDA.
 
 Triton's own clock times them (CUDA events, the L2 cache emptied before each measurement), and what
-they reach is held against what the device does in the same run: bytes per second of a
-device-to-device copy, FLOP/s of a large product in its dtype. Decode attention and the write take
-microseconds: they are measured by CUDA graphs of 20 calls, over buffers in turn of which none is
-found in the L2 cache, and figures are of one call. Decode attention is compared with attention
-in float64 before it is timed.
+they reach is compared with the device's rates in the same run: bytes per second of a
+device-to-device copy, FLOP/s of a large matmul in its dtype. Decode attention and the write take
+microseconds: they are measured by CUDA graphs of 20 calls that rotate through enough buffers to
+miss the L2 cache; times are of one call. Decode attention is compared with attention in float64
+before it is timed.
 
-    batch_sizes, contexts   decode: rows, and keys that each holds; training: sequences are as long as the contexts
+    batch_sizes, contexts   decode: rows, and keys of each; training: length of the sequences
     n_head, n_kv_head, head_dim, window_size, dtype: as in the config
 """
 from functools import partial
@@ -26,8 +26,7 @@ from config.errors import UserError
 from engine.static import put
 from kv.slots import KVStore
 from lab.benchmarks import clock
-from lab.benchmarks.report import show
-from lab.benchmarks.setting import numbers, run_facts
+from lab.benchmarks.setting import check_unused, numbers, run_facts
 from training.device import pick_device, pick_dtype
 
 PRODUCT = 8192         # rows and columns of the product
@@ -38,13 +37,14 @@ MOST_COPIES = CALLS    # of a buffer
 ROTATED_BYTES = 2 ** 27  # of all copies together: over twice the L2 cache of an H100 (50 MB)
 REPLAYED_MS = 300      # for several measurements even where 20 calls take 50 ms
 FLASH = {'BACKEND': 'FLASH'}
-TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k, int8_dot=i) for i in (False, True) for n in (64, 128) for w in (1, 2, 4)
-           for k in (2, 3)] + [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
+TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k, int8_dot=i)
+           for i in (False, True) for n in (64, 128) for w in (1, 2, 4) for k in (2, 3)]
+TUNINGS += [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
 
 
 def milliseconds(call, device, grad_to_none=None, rep=100) -> dict:
     """Median, min and max over the calls of about `rep` milliseconds."""
-    if device.type != 'cuda':  # where the kernels are interpreted there is nothing to be timed: to try the mode out
+    if device.type != 'cuda':  # interpreted kernels: only to try the mode out
         start = clock.now()
         call()
         return clock.summary([1000 * (clock.now() - start)])
@@ -92,10 +92,9 @@ def run(s, data_root: Path) -> dict:
     """All tables, printed; returns what --json prints."""
     device = pick_device(s.device)
     if not triton_usable(device):
-        raise UserError(f"mode='kernels' times the Triton kernels: it needs CUDA and the triton package (device={s.device!r})")
-    for name in ('budget', 'nanogpt'):
-        if getattr(s, name):
-            raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='kernels'")
+        raise UserError("mode='kernels' times the Triton kernels: it needs CUDA and the triton "
+                        f'package (device={s.device!r})')
+    check_unused(s, 'budget', 'nanogpt')
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
     dtype = pick_dtype(s.dtype, device)
     head_dim, n_kv_head = s.head_dim or s.n_embd // s.n_head, s.n_kv_head or s.n_head
@@ -103,13 +102,13 @@ def run(s, data_root: Path) -> dict:
     import triton
     document = run_facts(s, device) | {
         'triton': triton.__version__, 'dtype': str(dtype).removeprefix('torch.'), 'models': {},
-        'heads': [s.n_head, n_kv_head, head_dim], 'window_size': s.window_size, 'rates': rates(device, dtype)}
+        'heads': [s.n_head, n_kv_head, head_dim], 'window_size': s.window_size,
+        'rates': rates(device, dtype)}
     shape = s.n_head, n_kv_head, head_dim, dtype, device
     document['decode'] = [decode_cell(shape, batch, context, s.tune, document['rates'])
                           for context in contexts for batch in batches]
     document['training'] = [training_cell(shape, context, s.window_size) for context in contexts]
     document['write'] = [write_cell(shape, batch) for batch in batches]
-    show(document)
     return document
 
 
@@ -119,19 +118,21 @@ def rates(device, dtype) -> dict:
     source = torch.randn(n, device=device)
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in 'ab')
-    copy, product = milliseconds(lambda: target.copy_(source), device), milliseconds(lambda: a @ b, device)
+    copy = milliseconds(lambda: target.copy_(source), device)
+    product = milliseconds(lambda: a @ b, device)
     return {'copy_bytes_per_second': 2 * source.nbytes / copy['median'] * 1000,
             'product_flops': 2 * side ** 3 / product['median'] * 1000}
 
 
-# -- decode: one token a row over stored keys -------------------------------------------------------------------------
+# -- decode: one token a row over stored keys ------------------------------------------------------
 
 def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> dict:
     """Every way to attend over `context` keys of `batch` rows: time, bytes per second, error."""
     from attention.kernels.decode import Tuning, stored_attention
     H, n_kv_head, D, dtype, device = shape
     if batch * n_kv_head * context * D * dtype.itemsize * 2 > MOST_BYTES:
-        return {'context': context, 'batch': batch, 'sides': {'(all)': {'failed': f'K and V of over {MOST_BYTES:,} bytes'}}}
+        failed = {'failed': f'K and V of over {MOST_BYTES:,} bytes'}
+        return {'context': context, 'batch': batch, 'sides': {'(all)': failed}}
     q = torch.randn(batch, 1, H, D, device=device, dtype=dtype).transpose(1, 2)
     stores = {name: random_stores(batch, n_kv_head, context, D, kind, dtype, device)
               for name, kind in (('int8', torch.int8), ('plain', dtype))}
@@ -143,7 +144,8 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
         return lambda store: attend(q, *store.tensors[:2], enable_gqa=H != n_kv_head)
 
     def folded(store):
-        return F.scaled_dot_product_attention(q.reshape(batch, n_kv_head, -1, D), *store.tensors[:2])
+        rows = q.reshape(batch, n_kv_head, -1, D)
+        return F.scaled_dot_product_attention(rows, *store.tensors[:2])
     sides = {'kernel, int8': (kernel(), 'int8'),
              'kernel, int8 products': (kernel(int8_dot=True), 'int8'),
              'kernel': (kernel(), 'plain'),
@@ -179,14 +181,21 @@ def attempt(attend, device, q, stores, device_rates) -> dict:
             error = decode_error(y, q, store)
             ms = milliseconds_a_call([partial(attend, each) for each in stores], device)
     except Exception as e:  # one layout that does not fit must not end the run
-        return {'failed': f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'}
+        return failure(e)
     rate = store.nbytes / ms['median'] * 1000
-    return {'ms': ms, 'bytes': store.nbytes, 'bytes_per_second': rate, 'share': rate / device_rates['copy_bytes_per_second'],
-            'error': error}
+    return {'ms': ms, 'bytes': store.nbytes, 'bytes_per_second': rate,
+            'share': rate / device_rates['copy_bytes_per_second'], 'error': error}
+
+
+def failure(e: Exception) -> dict:
+    """The first line of an error, in the place of a side's metrics."""
+    first_line = (str(e).splitlines() or [''])[0]
+    return {'failed': f'{type(e).__name__}: {first_line[:200]}'}
 
 
 def decode_error(y, q, store) -> float:
-    """Largest difference from attention in float64 over the same stored values, relative to its largest value."""
+    """Largest difference from float64 attention over the same stored values, relative to its
+    largest value."""
     n = CHECKED_ROWS
     k, v = dequantized(torch.float64, *(x[:n] for x in store.tensors))
     rows = q[:n].double().reshape(k.size(0), k.size(1), -1, q.size(-1))
@@ -195,20 +204,23 @@ def decode_error(y, q, store) -> float:
     return ((y[:n].reshape_as(exact).double() - exact).abs().max() / exact.abs().max()).item()
 
 
-# -- training: whole sequences, forward and backward ------------------------------------------------------------------
+# -- training: whole sequences, forward and backward -----------------------------------------------
 
 def training_cell(shape, T: int, window: int) -> dict:
     """Local attention by each backend, and full causal attention, forward and backward, batch 1."""
     H, n_kv_head, D, dtype, device = shape
-    leaves = [torch.randn(1, h, T, D, device=device, dtype=dtype, requires_grad=True) for h in (H, n_kv_head, n_kv_head)]
+    leaves = [torch.randn(1, h, T, D, device=device, dtype=dtype, requires_grad=True)
+              for h in (H, n_kv_head, n_kv_head)]
     upstream, sides = torch.randn(1, H, T, D, device=device, dtype=dtype), {}
     for name in ('sdpa', 'flex', 'flash_attn'):
         for w in dict.fromkeys((0, window if window < T else 0)):
             if why_unavailable(name, device, dtype, D, 0.0):
                 continue
-            sides[f"{name}, {f'W={w}' if w else 'full'}"] = training_times(name, leaves, w, upstream)
-    if device.type == 'cuda' and 0 < window < T:  # experimental, with flash-attn-4: fails where that is not installed
-        sides[f'flex with its FLASH backend, W={window}'] = training_times('flex', leaves, window, upstream, FLASH)
+            side = f'{name}, W={w}' if w else f'{name}, full'
+            sides[side] = training_times(name, leaves, w, upstream)
+    if device.type == 'cuda' and 0 < window < T:  # fails where flash-attn-4 is not installed
+        sides[f'flex with its FLASH backend, W={window}'] = training_times(
+            'flex', leaves, window, upstream, FLASH)
     return {'context': T, 'sides': sides}
 
 
@@ -228,12 +240,13 @@ def training_times(backend, leaves, window, upstream, kernel_options=None) -> di
         if backend == 'flash_attn':
             load_flash_attn()
         device = upstream.device
-        return {'forward_ms': milliseconds(forward, device), 'ms': milliseconds(both, device, grad_to_none=leaves)}
+        return {'forward_ms': milliseconds(forward, device),
+                'ms': milliseconds(both, device, grad_to_none=leaves)}
     except Exception as e:
-        return {'failed': f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'}
+        return failure(e)
 
 
-# -- the write: QK-norm, RoPE, int8 and the store ---------------------------------------------------------------------
+# -- the write: QK-norm, RoPE, int8 and the store --------------------------------------------------
 
 def write_cell(shape, batch: int) -> dict:
     """One decode step's queries and K/V of one layer, by the kernel and by plain torch."""

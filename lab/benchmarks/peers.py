@@ -1,6 +1,6 @@
-"""--mode=decode --against=llama.cpp|ctranslate2: whole generations by other engines for CPUs.
+"""--mode=decode --against=llama.cpp|ctranslate2: generations by other inference engines for CPUs.
 
-They have the weights of our vanilla GPT-2 in formats of their own. In turns, on one clock:
+They have the weights of our vanilla GPT-2 in formats of their own. Interleaved, on one clock:
 
     ours          these weights in the settings' dtype, weight_dtype and kv_dtype
     full stack    a model of ours with as many parameters and the full memory stack, random weights
@@ -8,7 +8,7 @@ They have the weights of our vanilla GPT-2 in formats of their own. In turns, on
     ctranslate2   float32 and int8, made by its own converter
 
 Before anything is timed the float32 logits must agree, and after it the tokens of the peer's
-float32 side, if ours computes in float32 too; those of the others are only counted.
+float32 format, if ours computes in float32 too; equal rows of other formats are only counted.
 """
 import contextlib
 import dataclasses
@@ -30,17 +30,16 @@ from lab.benchmarks.generation import (
     check_gap,
     check_settings,
     measure,
-    prompts,
     with_biases,
 )
 from lab.benchmarks.llama import LlamaCpp
-from lab.benchmarks.report import show
 from lab.benchmarks.setting import (
     build,
     check_length,
+    compiles,
+    contexts_and_batches,
     facts,
     model_config,
-    numbers,
     prepared,
     random_tokens,
 )
@@ -58,15 +57,14 @@ FULL_STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_
 
 
 def run(s, data_root: Path) -> dict:
-    """All cells, printed as tables; returns what --json prints."""
+    """The document with all cells."""
     check_settings(s)
     check_peer(s)
     modules = imported(s.against)
-    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
-    config = model_config(s, data_root)
+    shapes, config = contexts_and_batches(s), model_config(s, data_root)
     config.bias, config.gelu = True, 'tanh'  # as OpenAI's GPT-2, which is what the others compute
     check_vanilla(config, s.against)
-    check_length(config, contexts, s.steps)
+    check_length(config, [max(shapes)[0]], s.steps)
     torch.manual_seed(s.seed)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -78,15 +76,14 @@ def run(s, data_root: Path) -> dict:
         models = {'ours': prepared(ours, s), 'full stack': build(full_stack(config), s)}
         document = facts(s, models) | peer.facts() | {
             'steps': s.steps, 'max_logit_difference': gap, 'tolerance': peer.tolerance}
-        document['cells'] = [cell(models, peer, prompt, s)
-                             for prompt in prompts(ours, contexts, batches)]
-    show(document)
+        document['cells'] = [cell(models, peer, random_tokens(ours, batch, context), s)
+                             for context, batch in shapes]
     return document
 
 
 def check_peer(s) -> None:
     """Raises UserError for settings that these engines cannot be compared under."""
-    if s.compile and 'compile' in s.given:
+    if compiles(s):
         raise UserError(f'compile=True: against={s.against!r} nothing is compiled')
     if 'gelu' in s.given and s.gelu != 'tanh':
         raise UserError(f"gelu={s.gelu!r}: against={s.against!r} it is 'tanh', OpenAI's GPT-2's")
@@ -120,13 +117,13 @@ def full_stack(config: GPTConfig) -> GPTConfig:
 
 @torch.inference_mode()
 def logit_gap(ours: GPT, peer) -> float:
-    """By how much float32 logits of a random text differ at most."""
+    """The largest difference of float32 logits on a random text."""
     idx = random_tokens(ours, 1, min(CHECKED, ours.config.block_size))
     return float((peer.logits(idx) - ours(idx, all_logits=True)[0]).abs().max())
 
 
 def cell(models, peer, prompt, s) -> dict:
-    """Figures of a prompt (B, T): `measure`'s, and the ratios of the full stack over each other."""
+    """`measure`'s cell of a prompt (B, T), with the ratios of the full stack to every side."""
     own_float32 = s.weight_dtype == 'auto' and s.kv_dtype in ('auto', 'float32')
     with contextlib.ExitStack() as stack:
         theirs = peer.sides(prompt, s.steps, stack)
@@ -135,13 +132,10 @@ def cell(models, peer, prompt, s) -> dict:
         tolerances = {name: peer.tolerance if own_float32 and name == peer.float32 else None
                       for name in theirs}
         found = measure(models['ours'], sides, prompt, s, tolerances)
-    figures = found['sides']
-    rate, first = ({name: side[key]['each'] for name, side in figures.items()}
-                   for key in ('tokens_per_second', 'ttft_ms'))
-    others = [name for name in figures if name != 'full stack']
-    found['full_stack_ratios'] = {
-        'tokens_per_second': {x: clock.paired(rate['full stack'], rate[x]) for x in others},
-        'ttft': {x: clock.paired(first[x], first['full stack']) for x in others}}
+    tpot, ttft = ({name: side[key]['each'] for name, side in found['sides'].items()}
+                  for key in ('tpot_ms', 'ttft_ms'))
+    found['full_stack_ratios'] = {'tokens_per_second': clock.ratios(tpot, 'full stack'),
+                                  'ttft': clock.ratios(ttft, 'full stack')}
     return found
 
 

@@ -1,7 +1,8 @@
-"""--mode=recompute: what each recomputation policy saves of a training step's activations, and what it costs in time.
+"""--mode=recompute: activation memory that each recomputation policy saves, and its cost in time.
 
-All policies take turns on one model, one batch, with the loss in chunks; 'whole logits' is policy 'none' with the loss as it
-is usually computed. Activations are what a forward pass leaves behind for the backward pass, without logits and loss.
+All policies are interleaved on one model and batch, with the chunked loss; 'whole logits' is policy
+'none' with the usual loss. Activations are the tensors that the forward pass keeps for the backward
+pass, without logits and loss.
 """
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import torch
 
 from config.errors import UserError
 from lab.benchmarks import clock
-from lab.benchmarks.report import show
 from lab.benchmarks.steps import TrainingSteps, training_models
 from training.device import pick_dtype
 from training.loss import linear_cross_entropy
@@ -20,7 +20,7 @@ WHOLE = 'whole logits'
 
 
 class Policy:
-    """Training steps under one policy."""
+    """Training steps under one policy; call it for the seconds of a step."""
 
     def __init__(self, steps: TrainingSteps, name: str):
         self.steps, self.name = steps, name
@@ -34,62 +34,63 @@ class Policy:
         self.steps.model.loss_fn = None if self.name == WHOLE else linear_cross_entropy
 
     def memory(self) -> dict:
-        """Bytes, by `training.memory`."""
+        """Bytes, by `training.memory_use`; allocated_peak: the most bytes of a step that the CUDA
+        allocator counts, None on other devices."""
         self.choose()
-        return measure_memory(self.steps.model, self.steps.batch, autocast=self.steps.autocast,
-                              optimizer=self.steps.optimizer).as_dict()
-
-    def allocated_peak(self) -> int | None:
-        """Most bytes of a step by the CUDA allocator's own count; None on other devices."""
-        if self.steps.model.device.type != 'cuda':
-            return None
-        self.choose()
-        torch.cuda.reset_peak_memory_stats(self.steps.model.device)
-        self.steps()
-        return torch.cuda.max_memory_allocated(self.steps.model.device)
+        steps, peak = self.steps, None
+        memory = measure_memory(steps.model, steps.batch, autocast=steps.autocast,
+                                optimizer=steps.optimizer).as_dict()
+        if steps.model.device.type == 'cuda':
+            torch.cuda.reset_peak_memory_stats(steps.model.device)
+            steps()
+            peak = torch.cuda.max_memory_allocated(steps.model.device)
+        return memory | {'allocated_peak': peak}
 
     def gradients(self) -> list[torch.Tensor]:
         self.choose()
         self.steps.backward()
-        found = [p.grad for p in self.steps.model.parameters()]
+        gradients = [p.grad for p in self.steps.model.parameters()]
         self.steps.optimizer.zero_grad(set_to_none=True)
-        return found
+        return gradients
 
 
 def run(s, data_root: Path) -> dict:
-    """All cells, printed as a table; returns what --json prints."""
-    policies = [name.strip() for name in s.policies.split(',')]
-    if policies[0] != 'none' or len(set(policies)) < len(policies):
-        raise UserError(f"policies={s.policies!r}: first 'none', which the others are compared with, and each of them once")
-    for name in policies:
+    """The document with all cells."""
+    names = [name.strip() for name in s.policies.split(',')]
+    if names[0] != 'none' or len(set(names)) < len(names):
+        raise UserError(f"policies={s.policies!r}: the first must be 'none', the baseline of the "
+                        'others, and each may come only once')
+    for name in names:
         Recompute.parse(name, s.n_layer)
-    contexts, batches, models, document = training_models(s, data_root)
-    document['cells'] = [measure(name, model, policies + [WHOLE], batch, context, s)
-                         for context in contexts for batch in batches for name, model in models.items()]
-    show(document)
-    return document
+    shapes, models, document = training_models(s, data_root)
+    cells = [measure(name, model, [*names, WHOLE], batch, context, s)
+             for context, batch in shapes for name, model in models.items()]
+    return document | {'cells': cells}
 
 
 def measure(model_name, model, names, batch, context, s) -> dict:
-    """Figures of each policy for one model, batch and context, and their ratios to those of 'none'."""
+    """One cell: each policy's metrics for a model, batch and context, and ratios to 'none'."""
     steps = TrainingSteps(model, batch, context, pick_dtype(s.dtype, model.device))
     policies = {name: Policy(steps, name) for name in names}
-    truth = policies['none'].gradients()
-    off = {name: difference(policy.gradients(), truth) for name, policy in policies.items()}
-    del truth
-    found = clock.alternate(policies, s.repeats, f'{model_name}: sequences of {context}, batch {batch}')
-    held = {name: policy.memory() | {'allocated_peak': policy.allocated_peak()} for name, policy in policies.items()}
-    sides = {name: {'batch': batch, 'step_ms': clock.summary(1000 * x for x in seconds),
-                    'tokens_per_second': clock.summary(batch * context / x for x in seconds), 'memory': held[name],
-                    'gradient_difference': off[name],
-                    'activations_saved': 1 - held[name]['activations'] / held['none']['activations']}
-             for name, seconds in found.items()}
-    ratios = {name: clock.paired(found[name], found['none']) for name in names if name != 'none'}
-    return {'model': model_name, 'context': context, 'sides': sides, 'ratios': {'step_time': ratios},
-            'loss_saved': 1 - held['none']['loss_peak'] / held[WHOLE]['loss_peak']}
+    expected = policies['none'].gradients()
+    errors = {name: relative_error(p.gradients(), expected) for name, p in policies.items()}
+    del expected
+    title = f'{model_name}: sequences of {context}, batch {batch}'
+    times = clock.alternate(policies, s.repeats, title)
+    memory = {name: policy.memory() for name, policy in policies.items()}
+    sides = {}
+    for name, seconds in times.items():
+        kept = memory[name]['activations'] / memory['none']['activations']
+        sides[name] = {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),
+                       'memory': memory[name], 'gradient_difference': errors[name],
+                       'activations_saved': 1 - kept}
+    return {'model': model_name, 'context': context, 'sides': sides,
+            'ratios': {'step_time': clock.ratios(times, 'none')},
+            'loss_saved': 1 - memory['none']['loss_peak'] / memory[WHOLE]['loss_peak']}
 
 
-def difference(some, truth) -> float:
-    """Of all gradients as one vector, relative: |some - truth| / |truth|, in float64."""
-    error = sum((a.double() - b.double()).square().sum() for a, b in zip(some, truth, strict=True))
-    return (error / sum(b.double().square().sum() for b in truth)).sqrt().item()
+def relative_error(gradients, expected) -> float:
+    """|gradients - expected| / |expected|, all gradients as one vector, in float64."""
+    pairs = zip(gradients, expected, strict=True)
+    error = sum((a.double() - b.double()).square().sum() for a, b in pairs)
+    return (error / sum(b.double().square().sum() for b in expected)).sqrt().item()

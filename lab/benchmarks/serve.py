@@ -1,16 +1,18 @@
-"""--mode=serve: many requests of different lengths over a fixed number of rows: continuous batching against static.
+"""--mode=serve: requests of different lengths, continuous batching against static.
 
-All requests are there from the start: prompts of `contexts` random tokens, as many new tokens as `output_lengths` says,
-log-uniform between the two (by `seed`), greedy. The sides, in turns:
+All requests are submitted at the start: prompts of `contexts` random tokens, greedy, the numbers of
+new tokens log-uniform between the two `output_lengths` (by `seed`). Interleaved:
 
     ours           the engine: a request joins when another leaves
-    static         batches of as many rows through `generate.Generation`, each until its longest request is done
-    static engine  the engine, which lets nobody in before all have left (rows that are done are not computed)
+    static         batches through `generate.Generation`, each until its longest request is done
+    static engine  the engine, which admits requests only when all rows are free (finished rows are
+                   not computed)
 
 Afterwards the texts must be the same, request by request.
 """
 import math
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +27,17 @@ from engine.scheduler import Scheduler
 from generate import Generation, Sampler
 from lab.benchmarks import clock, vllm
 from lab.benchmarks.generation import same_tokens
-from lab.benchmarks.report import show
-from lab.benchmarks.setting import MIN_REPEATS, build, check_length, facts, model_config, numbers, random_tokens
+from lab.benchmarks.setting import (
+    MIN_REPEATS,
+    build,
+    check_length,
+    check_unused,
+    contexts_and_batches,
+    facts,
+    model_config,
+    numbers,
+    random_tokens,
+)
 from training.device import synchronize
 
 
@@ -38,18 +49,22 @@ class StaticScheduler(Scheduler):
             super()._admit()
 
 
+@dataclass
 class Served:
-    """One round: seconds in all, seconds to each request's first token, the tokens of each, most bytes of K/V held."""
-
-    def __init__(self, seconds, firsts, tokens, kv_held):
-        self.seconds, self.firsts, self.tokens, self.kv_held = seconds, firsts, tokens, kv_held
+    """One round: seconds in all and to each request's first token, the tokens of each request, the
+    largest number of K/V bytes in use."""
+    seconds: float
+    firsts: list[float]
+    tokens: list[list[int]]
+    kv_held: int
 
 
 class EngineRound:
     """Call it to serve all requests through one engine, which is kept."""
 
     def __init__(self, model, prompts, lengths, rows, s, scheduler=Scheduler):
-        self.prompts, self.params = prompts, [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
+        self.prompts = prompts
+        self.params = [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
         chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
         self.engine = Engine(model, rows, max(map(len, prompts)) + max(lengths), s.kv_dtype,
                              scheduler=scheduler, captured=s.captured, **chunk)
@@ -57,7 +72,8 @@ class EngineRound:
     def __call__(self) -> Served:
         start = clock.now()
         done = self.engine.generate(self.prompts, self.params)
-        return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done], self.engine.held_peak)
+        return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done],
+                      self.engine.held_peak)
 
     @property
     def kv_bytes(self):
@@ -85,7 +101,7 @@ class StaticRound:
                                     decode=decode)
             made = []
             for j, new in enumerate(generation):
-                made.append(new.flatten().tolist())  # read at every step, as a server that sends tokens out does
+                made.append(new.flatten().tolist())  # every step, as a server streams tokens
                 if j == 0:
                     firsts += [clock.now() - start] * len(prompts)
             tokens += [[step[b] for step in made[:n]] for b, n in enumerate(lengths)]
@@ -98,24 +114,21 @@ class StaticRound:
 
 
 def run(s, data_root: Path) -> dict:
-    """All cells, printed as a table; returns what --json prints."""
+    """The document with all cells."""
     at_least(s, repeats=MIN_REPEATS, prefill_chunk=0, requests=1)
-    for name in ('budget', 'nanogpt'):
-        if getattr(s, name):
-            raise UserError(f"{name}={getattr(s, name)!r}: counts for nothing in mode='serve'")
-    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
+    check_unused(s, 'budget', 'nanogpt')
+    shapes = contexts_and_batches(s)
     low, high = output_range(s.output_lengths)
     lengths = log_uniform(low, high, s.requests, s.seed)
     if s.against == 'vllm':
         return vllm.run(s, data_root, lengths)
     config = model_config(s, data_root)
-    check_length(config, contexts, high)
+    check_length(config, [max(shapes)[0]], high)
     torch.manual_seed(s.seed)
     model = build(config, s)
-    document = facts(s, {'ours': model}) | {'requests': s.requests, 'output_lengths': lengths}
-    document['cells'] = [measure(model, lengths, rows, context, s) for context in contexts for rows in batches]
-    show(document)
-    return document
+    cells = [measure(model, lengths, rows, context, s) for context, rows in shapes]
+    return facts(s, {'ours': model}) | {'requests': s.requests, 'output_lengths': lengths,
+                                        'cells': cells}
 
 
 def output_range(text: str) -> tuple[int, int]:
@@ -123,34 +136,36 @@ def output_range(text: str) -> tuple[int, int]:
     low, *more = numbers('output_lengths', text)
     high = more[0] if more else low
     if len(more) > 1 or high < low:
-        raise UserError(f"output_lengths={text!r}: the shortest and the longest are needed, as '16,256'")
+        raise UserError(f'output_lengths={text!r}: give the shortest and the longest length, as '
+                        "'16,256'")
     return low, high
 
 
 def log_uniform(low: int, high: int, n: int, seed: int) -> list[int]:
-    """n whole numbers whose logarithms are uniform between those of low and high."""
+    """n integers whose logarithms are uniform between those of low and high."""
     u = np.random.default_rng(seed % 2 ** 64).uniform(math.log(low), math.log(high + 1), n)
     return [min(int(math.exp(x)), high) for x in u]
 
 
 def measure(model, lengths, rows: int, context: int, s) -> dict:
-    """One cell: figures of each side, ratios of ours over each of the others, and whether the texts are the same."""
+    """One cell: metrics of each side, ratios of ours to each, and whether the texts are equal."""
     prompts = random_tokens(model, len(lengths), context).tolist()
-    sides = {'ours': EngineRound(model, prompts, lengths, rows, s), 'static': StaticRound(model, prompts, lengths, rows, s),
+    sides = {'ours': EngineRound(model, prompts, lengths, rows, s),
+             'static': StaticRound(model, prompts, lengths, rows, s),
              'static engine': EngineRound(model, prompts, lengths, rows, s, StaticScheduler)}
-    found = clock.alternate(sides, s.repeats, f'{len(lengths)} requests, {rows} rows, prompts of {context}')
-    cell = {'context': context, 'sides': {name: figures(runs, sides[name], sum(lengths), rows) for name, runs in found.items()}}
-    ours = [1 / one.seconds for one in found['ours']]
-    others = [name for name in sides if name != 'ours']
-    cell['ratios'] = {'tokens_per_second': {name: clock.paired(ours, [1 / one.seconds for one in found[name]])
-                                            for name in others}}
-    for name in others:
-        cell['sides'][name] |= same_texts(model, prompts, found['ours'][-1].tokens, found[name][-1].tokens, name)
-    return cell
+    results = clock.alternate(sides, s.repeats,
+                              f'{len(lengths)} requests, {rows} rows, prompts of {context}')
+    found = {name: metrics(runs, sides[name], sum(lengths), rows) for name, runs in results.items()}
+    ours = results['ours'][-1].tokens
+    for name in ('static', 'static engine'):
+        found[name] |= same_texts(model, prompts, ours, results[name][-1].tokens, name)
+    seconds = {name: [served.seconds for served in runs] for name, runs in results.items()}
+    return {'context': context, 'sides': found,
+            'ratios': {'tokens_per_second': clock.ratios(seconds)}}
 
 
-def figures(runs, side, n_tokens: int, rows: int) -> dict:
-    """One side: throughput, times to first tokens (of all requests, all submitted at the start), bytes."""
+def metrics(runs, side, n_tokens: int, rows: int) -> dict:
+    """One side: throughput, median time to the first token over all requests, bytes."""
     return {'batch': rows, 'seconds': clock.summary(one.seconds for one in runs),
             'tokens_per_second': clock.summary(n_tokens / one.seconds for one in runs),
             'ttft_ms': clock.summary(1000 * statistics.median(one.firsts) for one in runs),
@@ -158,7 +173,10 @@ def figures(runs, side, n_tokens: int, rows: int) -> dict:
 
 
 def same_texts(model, prompts, ours, theirs, name) -> dict:
-    """How many requests have equal tokens; see `generation.same_tokens` for where they may differ."""
-    equal = [same_tokens(model, *(torch.tensor([x], device=model.device) for x in three), name)['rows_equal']
-             for three in zip(prompts, ours, theirs, strict=True)]
-    return {'rows_equal': sum(equal), 'rows': len(equal)}
+    """The number of requests with equal tokens; `generation.same_tokens` says where others may
+    differ."""
+    equal = 0
+    for request in zip(prompts, ours, theirs, strict=True):
+        tensors = (torch.tensor([tokens], device=model.device) for tokens in request)
+        equal += same_tokens(model, *tensors, name)['rows_equal']
+    return {'rows_equal': equal, 'rows': len(prompts)}

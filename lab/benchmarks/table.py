@@ -8,26 +8,29 @@ from pathlib import Path
 
 from config.errors import UserError
 from configurator import run_program
-from lab.benchmarks.report import GRIDS, heading
+from lab.benchmarks.report import TABLES, heading
 
 INTRODUCTION = '''# Decoding and prefill, measured
 
-Made by `python -m lab.benchmarks.table results/cpu/*.json` from the JSON files here, each of which names the command it was
-made by. In a run all sides take turns; ratios are medians over the rounds, with the smallest and the largest. B sequences;
-W the window of local layers; TTFT and TPOT are times to the first and per further output token.
+Made by `python -m lab.benchmarks.table results/cpu/*.json` from the JSON files here, each of which
+names the command that made it. In a run all sides are interleaved; ratios are medians over the
+rounds, with the smallest and the largest. B: sequences; W: the window of local layers; TTFT and
+TPOT: times to the first and per further output token.
 '''
 
 
 def page(documents: dict[str, dict]) -> str:
     """Markdown from name of the file -> its document."""
-    return '\n'.join([INTRODUCTION, *(section(name, document) for name, document in documents.items())])
+    sections = (section(name, document) for name, document in documents.items())
+    return '\n'.join([INTRODUCTION, *sections])
 
 
 def section(name: str, document: dict) -> str:
     """The tables of one file."""
-    lines = [f'## {name}', '', f"`{document['command']}`", '', *(f'- {line}' for line in heading(document)), '']
-    for grid in GRIDS[document['mode']](document):
-        lines += [grid.title + ':', '', grid.markdown(), '']
+    facts = (f'- {line}' for line in heading(document))
+    lines = [f'## {name}', '', f"`{document['command']}`", '', *facts, '']
+    for table in TABLES[document['mode']](document):
+        lines += [table.title + ':', '', table.markdown(), '']
     return '\n'.join(lines)
 
 
@@ -41,8 +44,9 @@ def read(path: str) -> dict:
         document = json.loads(Path(path).read_text(encoding='utf-8'))
     except (OSError, ValueError) as e:
         raise UserError(f'{path} cannot be read as JSON: {type(e).__name__}') from e
-    if not isinstance(document, dict) or document.get('mode') not in GRIDS:
-        raise UserError(f"{path} is no document of bench.py with a table: those of modes {', '.join(map(repr, GRIDS))} are")
+    if not isinstance(document, dict) or document.get('mode') not in TABLES:
+        modes = ', '.join(map(repr, TABLES))
+        raise UserError(f'{path} is not a document of bench.py with tables: {modes} have them')
     return document
 
 

@@ -1,8 +1,8 @@
 """--mode=train: a step is forward, backward and AdamW update of one batch, without dropout.
 
-10 steps warm up, then 20 are on the clock; with against='nanogpt' as many of nanoGPT's own model, 4 at a time in turns. MFU
-is nanoGPT's (every query sees every key, against an A100's 312 TFLOP/s); the line below it counts what the model asks for
-(`training/flops.py`).
+After 10 warm-up steps 20 are timed; with against='nanogpt' as many of nanoGPT's own model, 4 at a
+time, interleaved. MFU is nanoGPT's (every query sees every key, against an A100's 312 TFLOP/s); the
+line below it counts the keys that queries do see (`training/flops.py`).
 """
 import statistics
 import time
@@ -12,15 +12,21 @@ import torch
 from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
 
 from config.errors import UserError
-from config.gpt_config import GPTConfig
-from config.schema import MODEL
 from data.datasets import available_datasets, ensure_dataset
-from data.tokenfiles import is_prepared, read_meta
+from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
 from lab.benchmarks.engines import check_checkout, check_vanilla, nanogpt
+from lab.benchmarks.setting import check_nanogpt_unused, model_config
 from model import GPT
 from training.batches import TokenBatches
-from training.device import autocast, describe_attention, device_name, pick_device, pick_dtype, synchronize
+from training.device import (
+    autocast,
+    describe_attention,
+    device_name,
+    pick_device,
+    pick_dtype,
+    synchronize,
+)
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.run import prepare
@@ -30,20 +36,21 @@ TRACES = Path('bench_log')  # in the working directory
 
 
 def prepared(dataset: str, data_root: Path) -> Path:
-    """The folder of a data set that has its token files: a benchmark starts no download."""
+    """The folder of a prepared data set: a benchmark starts no download."""
     folder = data_root / dataset
     if is_prepared(folder):
-        return ensure_dataset(dataset, data_root)  # which only checks the name then
+        return ensure_dataset(dataset, data_root)  # only checks the name here
     remedy = f'prepare it with python data/{dataset}/prepare.py'
     if not (dataset and (folder / 'prepare.py').is_file()):
         remedy = f"choose one of {', '.join(available_datasets(data_root)) or 'none'}"
-    raise UserError(f'dataset={dataset!r} is not prepared: {remedy}, or time random tokens with --real_data=False')
+    raise UserError(f'dataset={dataset!r} is not prepared: {remedy}, or time random tokens with '
+                    '--real_data=False')
 
 
 class TrainStep:
-    """One step of training, ready to be called: a model in the settings' shape, its optimizer and its batches.
+    """A model in the settings' shape, its optimizer and its batches; call it for a training step.
 
-    theirs: the model is nanoGPT's own, from its checkout, with the same weights.
+    theirs: nanoGPT's own model, from its checkout, with the same weights.
     """
 
     def __init__(self, s, data_root: Path, theirs: bool = False):
@@ -52,22 +59,21 @@ class TrainStep:
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
         folder = prepared(s.dataset, data_root) if s.real_data else data_root / s.dataset
-        vocab_size = (read_meta(folder) or {'vocab_size': 50304})['vocab_size']
-        shape = {key.name: getattr(s, key.name) for key in MODEL} | {'dropout': 0.0}  # as in nanoGPT
-        self.model = GPT(GPTConfig(vocab_size=vocab_size, **shape))
+        self.model = GPT(model_config(s, data_root))
         if theirs:
             check_vanilla(self.model.config, 'nanogpt')
             self.model = nanogpt(self.model, s.nanogpt).train()
         self.model.to(self.device)
         if not theirs:
             self.model.attention_backend = s.attention_backend
-            if s.chunked_loss and 'chunked_loss' in s.given:  # nanoGPT, with which it compares, has none
+            if s.chunked_loss and 'chunked_loss' in s.given:  # nanoGPT has none
                 self.model.loss_fn = linear_cross_entropy
             print(describe_attention(self.model, self.dtype, dropout_p=0.0))
         if s.real_data:
             self.next_batch = TokenBatches(folder, s.block_size, s.batch_size, self.device).next
         else:
-            batch = torch.randint(vocab_size, (2, s.batch_size, s.block_size), device=self.device)
+            shape = 2, s.batch_size, s.block_size
+            batch = torch.randint(self.model.config.vocab_size, shape, device=self.device)
             self.next_batch = lambda: tuple(batch)
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         self.optimizer = self.model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), self.device.type)
@@ -80,7 +86,7 @@ class TrainStep:
         self.batch, self.losses = self.next_batch(), []
 
     def __call__(self) -> float:
-        """The batch's loss, read last: whoever has it knows that the device is done."""
+        """The loss of the batch; reading it waits for the device."""
         with autocast(self.device, self.dtype):
             loss = self.compiled(*self.batch)[1]
         self.batch = self.next_batch()  # fetched while the device is busy
@@ -114,25 +120,29 @@ def in_turns(ours, theirs) -> tuple[list[float], list[float]]:
 
 
 def compared(ours, theirs, s) -> dict:
-    """How many times nanoGPT's tokens per second ours makes: the median over the turns, with the smallest and the largest."""
+    """Our tokens per second over nanoGPT's: median, minimum and maximum over the turns."""
     turns = [slice(k, k + IN_TURN) for k in range(0, TIMED, IN_TURN)]
     ratio = clock.summary(sum(theirs[turn]) / sum(ours[turn]) for turn in turns)
     rate = s.batch_size * s.block_size / statistics.mean(theirs)
-    print(f"nanoGPT: {1000 * statistics.mean(theirs):.4f}ms, {rate:,.0f} tokens/s; ours makes {ratio['median']:.2f} times its "
-          f"tokens/s ({ratio['min']:.2f}-{ratio['max']:.2f})")
+    print(f'nanoGPT: {1000 * statistics.mean(theirs):.4f}ms, {rate:,.0f} tokens/s; ours makes '
+          f"{ratio['median']:.2f} times its tokens/s ({ratio['min']:.2f}-{ratio['max']:.2f})")
     return {'against': s.against, 'nanogpt_tokens_per_second': rate, 'faster': ratio}
 
 
 def profile(step) -> None:
-    """nanoGPT's schedule: 5 steps unobserved, 5 to warm the profiler up, 5 recorded. Leaves a trace and prints a table."""
+    """nanoGPT's schedule: 5 steps without profiler, 5 to warm it up, 5 recorded. Prints a table and
+    writes a trace."""
     try:
         TRACES.mkdir(exist_ok=True)
     except OSError as e:
-        raise UserError(f'{TRACES}/ cannot be made in the working directory, for the trace: {e.strerror}') from e
+        raise UserError(f'{TRACES}/ cannot be made in the working directory, for the trace: '
+                        f'{e.strerror}') from e
     cuda = step.device.type == 'cuda'
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    with torch.profiler.profile(activities=activities, schedule=schedule(wait=5, warmup=5, active=5, repeat=1), with_flops=True,
-                                on_trace_ready=tensorboard_trace_handler(str(TRACES), worker_name='bench')) as profiler:
+    steps = schedule(wait=5, warmup=5, active=5, repeat=1)
+    write_trace = tensorboard_trace_handler(str(TRACES), worker_name='bench')
+    with torch.profiler.profile(activities=activities, schedule=steps, with_flops=True,
+                                on_trace_ready=write_trace) as profiler:
         for k in range(15):
             print(f'{k}/15 loss: {step():.4f}', flush=True)
             profiler.step()
@@ -145,33 +155,35 @@ def run(s, data_root: Path) -> dict:
     """Time (or profile) training steps; returns what --json prints."""
     if s.against and s.profile:
         raise UserError(f'against={s.against!r}: nothing is compared under the profiler')
-    if s.nanogpt and not s.against:
-        raise UserError(f"nanogpt={s.nanogpt!r} is a checkout to compare with: it needs against='nanogpt'")
+    check_nanogpt_unused(s)
     if s.against:
         check_checkout(s.nanogpt)
     if s.batch_size < 1:
         raise UserError(f'batch_size={s.batch_size}: must be at least 1')
     step = TrainStep(s, data_root)
     model = step.model
-    figures = {'device': device_name(step.device), 'threads': torch.get_num_threads(), 'torch': torch.__version__,
-               'dtype': str(step.dtype).removeprefix('torch.'), 'params': model.get_num_params()}
-    figures |= {name: getattr(s, name) for name in ('mode', 'compile', 'batch_size', 'block_size', 'window_size',
-                                                    'layer_pattern', 'n_kv_head', 'real_data')}
+    settings = ('mode', 'compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern',
+                'n_kv_head', 'real_data')
+    document = {'device': device_name(step.device), 'threads': torch.get_num_threads(),
+               'torch': torch.__version__, 'dtype': str(step.dtype).removeprefix('torch.'),
+               'params': model.get_num_params(), **{name: getattr(s, name) for name in settings}}
     if s.profile:
         profile(step)
-        return figures | {'trace': str(TRACES)}
+        return document | {'trace': str(TRACES)}
     run_steps(step, BURN_IN)
     if s.against:
         seconds, theirs = in_turns(step, TrainStep(s, data_root, theirs=True))
-        figures |= compared(seconds, theirs, s)
+        document |= compared(seconds, theirs, s)
     else:
         seconds = run_steps(step, TIMED)
     mean = statistics.mean(seconds)
     mfu, tflops = model.estimate_mfu(s.batch_size, mean), achieved(model, s.batch_size, mean)
     rate = s.batch_size * s.block_size / mean
     print(f'time per iteration: {mean * 1000:.4f}ms, MFU: {mfu * 100:.2f}%')
-    print(f'counting only the keys each query sees: {tflops:.3f} model TFLOP/s; {rate:,.0f} tokens/s')
+    print(f'counting only the keys each query sees: {tflops:.3f} model TFLOP/s; '
+          f'{rate:,.0f} tokens/s')
     ms = [1000 * x for x in seconds]
-    summary = {'mean_ms': 1000 * mean, 'median_ms': statistics.median(ms), 'min_ms': min(ms), 'max_ms': max(ms)}
-    figures |= {'first_loss': step.losses[0], 'last_loss': step.losses[-1]}
-    return figures | summary | {'tokens_per_second': rate, 'mfu': mfu, 'model_tflops_per_second': tflops, 'step_ms': ms}
+    return document | {
+        'first_loss': step.losses[0], 'last_loss': step.losses[-1], 'mean_ms': 1000 * mean,
+        'median_ms': statistics.median(ms), 'min_ms': min(ms), 'max_ms': max(ms),
+        'tokens_per_second': rate, 'mfu': mfu, 'model_tflops_per_second': tflops, 'step_ms': ms}

@@ -1,12 +1,12 @@
-"""--against=vllm, modes serve and prefill: our engine and vLLM on a CPU with the same exported model.
+"""--against=vllm, modes serve and prefill: our engine and vLLM on a CPU with one exported model.
 
 vLLM computes in bfloat16, compiled, its default, in a process of its own; ours in the settings'
-dtype, weight_dtype and kv_dtype. In turns, on one clock:
+dtype, weight_dtype and kv_dtype. Interleaved, on one clock:
 
-    serve     requests that are all there from the start, prompts of `contexts` tokens: tokens/s
+    serve     requests submitted at the start, prompts of `contexts` tokens: tokens/s
     prefill   time to the first token of a prompt of `contexts` tokens: never seen before (cold),
               the same with `message` tokens more (again), and with its last 2% exchanged and
-              `message` tokens more (edited). Both keep what they have computed of prefixes.
+              `message` tokens more (edited). Both have a prefix cache.
 """
 import contextlib
 import os
@@ -20,13 +20,12 @@ from engine.engine import Engine
 from engine.params import SamplingParams
 from interop.export import hf_model
 from lab.benchmarks import clock
-from lab.benchmarks.report import show
 from lab.benchmarks.setting import (
     MIN_REPEATS,
     check_length,
+    contexts_and_batches,
     facts,
     model_config,
-    numbers,
     prepared,
     random_tokens,
 )
@@ -34,7 +33,7 @@ from model import GPT
 from training.device import pick_device
 
 DTYPE = 'bfloat16'
-PREFIXES = 2 ** 30  # bytes that our engine keeps of prefixes
+PREFIXES = 2 ** 30  # bytes of our engine's prefix cache
 PROMPTS = 'cold', 'again', 'edited'
 
 
@@ -73,7 +72,7 @@ def imported():
     Raises:
         UserError: it is not installed.
     """
-    # ours has threads, with which a fork may stand still
+    # this process has threads, after which a fork may deadlock
     os.environ.setdefault('VLLM_WORKER_MULTIPROC_METHOD', 'spawn')
     os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
     os.environ.setdefault('VLLM_CPU_KVCACHE_SPACE', '4')  # GiB
@@ -86,18 +85,18 @@ def imported():
 
 
 def run(s, data_root: Path, lengths: list[int] = ()) -> dict:
-    """All cells, printed as a table; returns what --json prints. lengths: of the answers, in mode
-    serve."""
+    """The document with all cells. lengths: of the answers, in mode serve."""
     at_least(s, repeats=MIN_REPEATS, prefill_chunk=0, message=1)
-    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
-    if s.mode == 'prefill' and batches != [1]:
+    shapes = contexts_and_batches(s)
+    longest_context, most_rows = max(shapes)[0], max(rows for _, rows in shapes)
+    if s.mode == 'prefill' and most_rows > 1:
         raise UserError(f"batch_sizes={s.batch_sizes!r}: against='vllm' prompts come one by one")
     if pick_device(s.device).type != 'cpu':
         raise UserError(f"device={s.device!r}: against='vllm' both run on the CPU: give "
                         '--device=cpu')
     further = max(lengths) if lengths else s.message + 1
-    config, longest = model_config(s, data_root), max(contexts) + further
-    check_length(config, contexts, further)
+    config, longest = model_config(s, data_root), longest_context + further
+    check_length(config, [longest_context], further)
     config.block_size = max(config.block_size, longest)  # vLLM goes no further
     *types, version = imported()
     torch.manual_seed(s.seed)
@@ -105,33 +104,33 @@ def run(s, data_root: Path, lengths: list[int] = ()) -> dict:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         hf_model(model, torch.bfloat16).save_pretrained(folder)
-        theirs = VLLM(*types, folder, max(batches), longest)
+        theirs = VLLM(*types, folder, most_rows, longest)
         model = prepared(model, s)
         document = facts(s, {'ours': model}) | {'vllm': version, 'vllm_dtype': DTYPE}
         if lengths:
             document |= {'requests': len(lengths), 'output_lengths': list(lengths)}
             document['cells'] = [served(model, theirs, lengths, context, rows, s)
-                                 for context in contexts for rows in batches]
+                                 for context, rows in shapes]
         else:
             ours = Ours(model, 1, longest, s, PREFIXES)
             document |= {'message': s.message}
-            document['cells'] = [cell for context in contexts
+            document['cells'] = [cell for context, _ in shapes
                                  for cell in first_tokens(ours, theirs, model, context, s)]
-    show(document)
     return document
 
 
 def served(model, theirs, lengths, context: int, rows: int, s) -> dict:
-    """Figures of requests; each round has prompts of its own, so that none begins as an earlier."""
+    """A cell of mode serve. Each round has new prompts, so that no prefix is cached."""
     rounds = [random_tokens(model, len(lengths), context).tolist() for _ in range(s.repeats + 1)]
     sides = {'ours': Ours(model, rows, context + max(lengths), s), 'vllm': theirs}
-    found = clock.alternate({name: timed(side, rounds, lengths) for name, side in sides.items()},
-                            s.repeats, f'{len(lengths)} requests, {rows} rows, prompts of {context}')
+    makers = {name: timed(side, rounds, lengths) for name, side in sides.items()}
+    title = f'{len(lengths)} requests, {rows} rows, prompts of {context}'
+    found = clock.alternate(makers, s.repeats, title)
     return cell(found, sum(lengths)) | {'context': context, 'rows': rows}
 
 
 def first_tokens(ours, theirs, model, context: int, s) -> list[dict]:
-    """A cell for each kind of prompt. The prompts of a round follow one another on each side."""
+    """A cell for each kind of prompt. Each engine gets the prompts of a round in this order."""
     kept = context - context // 50
     rounds = {name: [] for name in PROMPTS}
     for _ in range(s.repeats + 1):
@@ -159,11 +158,11 @@ def timed(side, rounds, lengths):
 
 
 def cell(found, tokens: int) -> dict:
-    """Figures of both sides, for so many tokens a round; how many texts of the last are the same."""
+    """Metrics of both, for `tokens` tokens a round, and the equal texts of the last round."""
     seconds = {name: [each for each, _ in runs] for name, runs in found.items()}
     pairs = list(zip(*(runs[-1][1] for runs in found.values()), strict=True))
     return {'sides': {name: {'seconds': clock.summary(each),
                              'tokens_per_second': clock.summary(tokens / x for x in each)}
                       for name, each in seconds.items()},
             'rows_equal': sum(a == b for a, b in pairs), 'requests': len(pairs),
-            'ratios': {'tokens_per_second': {'vllm': clock.paired(seconds['vllm'], seconds['ours'])}}}
+            'ratios': {'tokens_per_second': clock.ratios(seconds)}}

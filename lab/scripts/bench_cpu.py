@@ -1,10 +1,11 @@
-"""The benchmarks behind results/cpu/, one after another: bench.py's commands, then the page made from their JSON files.
+"""Run the benchmarks behind results/cpu/: bench.py's commands, then the page made of their JSON.
 
-    python lab/scripts/bench_cpu.py                   # all that are not there yet (about an hour on 2 cores; leave it alone)
-    python lab/scripts/bench_cpu.py decode-b16 serve  # some, again
+    python lab/scripts/bench_cpu.py                   # all missing ones: an hour on 2 idle cores
+    python lab/scripts/bench_cpu.py decode-b16 serve  # these again
     python lab/scripts/bench_cpu.py --list
+    python lab/scripts/bench_cpu.py --table           # only the page
 
-Ctrl-C keeps what is finished.
+Ctrl-C keeps the finished files.
 """
 import os
 import subprocess
@@ -13,37 +14,47 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results' / 'cpu'
-FULL = 'config/train_gpt2_mqa_local.py --mode='  # GPT-2 124M's shape with every saving on, as many parameters as GPT-2
+# the full stack: GPT-2 124M's shape and number of parameters, with every memory saving on
+FULL = 'config/train_gpt2_mqa_local.py --mode='
 STORED_INT8 = ' --weight_dtype=int8 --kv_dtype=int8'
 INT8 = STORED_INT8 + ' --against=vanilla_float32'
-VLLM = FULL + 'serve --against=vllm --batch_sizes=16 --contexts=64 --requests=32 --output_lengths=64'
+B1 = ' --batch_sizes=1 --contexts=1024,4096,16384,32768'
+B4 = ' --batch_sizes=4 --contexts=1024,4096,16384'
+B16 = ' --batch_sizes=16 --contexts=1024,4096'
+VLLM = FULL + ('serve --against=vllm --batch_sizes=16 --contexts=64 --requests=32 '
+               '--output_lengths=64')
 PEER = '--mode=decode --steps=32 --against='
 BENCHES = {
-    'decode-b1': FULL + 'decode --against=vanilla --batch_sizes=1 --contexts=1024,4096,16384,32768',
-    'decode-b4': FULL + 'decode --against=vanilla --batch_sizes=4 --contexts=1024,4096,16384',
-    'decode-b16': FULL + 'decode --against=vanilla --batch_sizes=16 --contexts=1024,4096',
-    'decode-int8-b1': FULL + 'decode --batch_sizes=1 --contexts=1024,4096,16384,32768' + INT8,
-    'decode-int8-b4': FULL + 'decode --batch_sizes=4 --contexts=1024,4096,16384' + INT8,
-    'decode-int8-b16': FULL + 'decode --batch_sizes=16 --contexts=1024,4096' + INT8,
-    'decode-int8-kv': FULL + 'decode --batch_sizes=1,4,16 --contexts=1024,4096,16384 --kv_dtype=int8 --against=float32_kv',
+    'decode-b1': FULL + 'decode --against=vanilla' + B1,
+    'decode-b4': FULL + 'decode --against=vanilla' + B4,
+    'decode-b16': FULL + 'decode --against=vanilla' + B16,
+    'decode-int8-b1': FULL + 'decode' + B1 + INT8,
+    'decode-int8-b4': FULL + 'decode' + B4 + INT8,
+    'decode-int8-b16': FULL + 'decode' + B16 + INT8,
+    'decode-int8-kv': FULL + 'decode --batch_sizes=1,4,16 --contexts=1024,4096,16384 '
+                             '--kv_dtype=int8 --against=float32_kv',
     'decode-1GB': FULL + 'decode --contexts=4096 --budget=1GB' + INT8,
     'decode-bfloat16': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --dtype=bfloat16',
     'decode-plain-torch': FULL + 'decode --batch_sizes=1,16 --contexts=1024 --native=False',
     # llama-cpp-python and gguf, or ctranslate2 and transformers, must be installed
     'against-llama.cpp-b1': PEER + 'llama.cpp --batch_sizes=1 --contexts=32,900',
     'against-llama.cpp-b16': PEER + 'llama.cpp --batch_sizes=16 --contexts=900',
-    'against-llama.cpp-int8-b1': PEER + 'llama.cpp --batch_sizes=1 --contexts=32,900 --weight_dtype=int8',
-    'against-llama.cpp-int8-b16': PEER + 'llama.cpp --batch_sizes=16 --contexts=900 --weight_dtype=int8 --kv_dtype=bfloat16',
-    'against-ctranslate2-int8': PEER + 'ctranslate2 --batch_sizes=1,16 --contexts=32 --weight_dtype=int8',
+    'against-llama.cpp-int8-b1':
+        PEER + 'llama.cpp --batch_sizes=1 --contexts=32,900 --weight_dtype=int8',
+    'against-llama.cpp-int8-b16':
+        PEER + 'llama.cpp --batch_sizes=16 --contexts=900 --weight_dtype=int8 --kv_dtype=bfloat16',
+    'against-ctranslate2-int8':
+        PEER + 'ctranslate2 --batch_sizes=1,16 --contexts=32 --weight_dtype=int8',
     'against-hf': '--mode=decode --against=hf --batch_sizes=1,16 --contexts=960 --steps=32',
     # a checkout of karpathy/nanoGPT in ./nanoGPT
-    'against-nanogpt': '--mode=decode --against=nanogpt --nanogpt=nanoGPT --batch_sizes=1 --contexts=960 --steps=8',
+    'against-nanogpt': '--mode=decode --against=nanogpt --nanogpt=nanoGPT --batch_sizes=1 '
+                       '--contexts=960 --steps=8',
     'prefill': FULL + 'prefill --against=untrimmed --contexts=1024,8192',
-    'prefill-int8': FULL + 'prefill --against=untrimmed --contexts=1024,4096,8192 --weight_dtype=int8 --kv_dtype=int8',
+    'prefill-int8': FULL + 'prefill --against=untrimmed --contexts=1024,4096,8192' + STORED_INT8,
     'prefill-chunked': FULL + 'prefill --against=vanilla --contexts=1024,4096 --prefill_chunk=256',
     'recompute': FULL + 'recompute --against=vanilla --contexts=1024',
     'lengths': FULL + 'lengths --against=vanilla --contexts=256,512,1024,2048,8192',
-    # these in the environment that lab/scripts/vllm_env.sh makes
+    # in the environment that lab/scripts/vllm_env.sh makes
     'against-vllm': VLLM + STORED_INT8,
     'against-vllm-bfloat16': VLLM + ' --dtype=bfloat16',
     'against-vllm-prefill': FULL + 'prefill --against=vllm --contexts=1024,4096' + STORED_INT8,
@@ -52,33 +63,50 @@ BENCHES = {
 }
 
 
+def result(name: str) -> Path:
+    return RESULTS / f'{name}.json'
+
+
+def write_page() -> None:
+    """results/cpu/README.md from the files that are there."""
+    command = [sys.executable, '-m', 'lab.benchmarks.table',
+               *(str(result(name)) for name in BENCHES if result(name).exists())]
+    page = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, encoding='utf-8',
+                          env=os.environ | {'PYTHONIOENCODING': 'utf-8'})
+    (RESULTS / 'README.md').write_text(page.stdout, encoding='utf-8')
+
+
 def main(names: list[str]) -> int:
     if '--list' in names:
         print('\n'.join(f'{name}: python bench.py {args}' for name, args in BENCHES.items()))
         return 0
+    if names == ['--table']:
+        write_page()
+        return 0
     unknown = [name for name in names if name not in BENCHES]
     if unknown:
-        print(f"error: {unknown[0]!r} is none of {', '.join(BENCHES)}" if not unknown[0].startswith('-') else __doc__.strip(),
-              file=sys.stderr)
+        print(__doc__.strip() if unknown[0].startswith('-')
+              else f"error: {unknown[0]!r} is none of {', '.join(BENCHES)}", file=sys.stderr)
         return 2
     failed = []
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for name in names or [name for name in BENCHES if not (RESULTS / f'{name}.json').exists()]:
+    for name in names or [name for name in BENCHES if not result(name).exists()]:
         print(f'== {name}', flush=True)
-        command = [sys.executable, 'bench.py', *BENCHES[name].split(), '--device=cpu', f'--save={RESULTS / name}.json']
-        failed += [name] * (subprocess.run(command, cwd=ROOT).returncode != 0)  # the others are measured all the same
-    made = [str(RESULTS / f'{name}.json') for name in BENCHES if (RESULTS / f'{name}.json').exists()]
-    page = subprocess.run([sys.executable, '-m', 'lab.benchmarks.table', *made], cwd=ROOT, check=True, stdout=subprocess.PIPE,
-                          encoding='utf-8', env=os.environ | {'PYTHONIOENCODING': 'utf-8'})
-    (RESULTS / 'README.md').write_text(page.stdout, encoding='utf-8')
+        command = [sys.executable, 'bench.py', *BENCHES[name].split(), '--device=cpu',
+                   f'--save={result(name)}']
+        if subprocess.run(command, cwd=ROOT).returncode:
+            failed.append(name)
+    write_page()
     if failed:
         print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+        return 1
+    return 0
 
 
 if __name__ == '__main__':
     try:
         raise SystemExit(main(sys.argv[1:]))
     except (KeyboardInterrupt, subprocess.CalledProcessError) as e:
-        print('interrupted' if isinstance(e, KeyboardInterrupt) else f'error: {e}', file=sys.stderr)
+        interrupted = isinstance(e, KeyboardInterrupt)
+        print('interrupted' if interrupted else f'error: {e}', file=sys.stderr)
         raise SystemExit(1) from None

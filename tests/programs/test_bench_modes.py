@@ -175,7 +175,7 @@ def test_saved_files_become_the_page(capsys, tmp_path):
     assert page == table.page(documents) and page.startswith('# ') and 'W=4' in page
     for name, document in documents.items():
         assert f'## {name}\n\n`{document["command"]}`' in page
-        for grid in report.GRIDS[document['mode']](document):
+        for grid in report.TABLES[document['mode']](document):
             for row in grid.rows:
                 assert len(row) == len(grid.columns) and '| ' + ' | '.join(row) + ' |' in page
     capsys.readouterr()

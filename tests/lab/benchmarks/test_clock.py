@@ -5,10 +5,10 @@ import torch
 from config.gpt_config import GPTConfig
 from lab.benchmarks import bandwidth, clock
 from lab.benchmarks.bandwidth import Bandwidth
-from lab.benchmarks.decode import DecodeRound, figures
+from lab.benchmarks.decode import DecodeRound, metrics
 from lab.benchmarks.engines import NanoGPT, Ours
 from lab.benchmarks.prefill import PrefillRound
-from lab.benchmarks.traffic import kv_read_bytes, weight_read_bytes
+from lab.benchmarks.memory import kv_read_per_step, weight_read_bytes
 from tests.helpers.models import FULL_STACK, random_model, tokens
 
 
@@ -63,8 +63,8 @@ def test_a_decode_round_times_its_steps_and_not_the_filling(model, fake_clock, m
 
 def test_figures_of_a_side(model):
     one = DecodeRound(model, 3, 10, 11, 1, 'auto')
-    found = figures(one, [0.5, 0.25, 1.0], [1000.0, 4000.0, 500.0])
-    read = kv_read_bytes(model.plan, 'float32', 3, 11) + weight_read_bytes(model, 3)
+    found = metrics(one, [0.5, 0.25, 1.0], [1000.0, 4000.0, 500.0])
+    read = kv_read_per_step(model.plan, 'float32', 3, 10, 1) + weight_read_bytes(model, 3)
     assert found['tpot_ms']['median'] == 500 and found['tokens_per_second']['each'] == [6, 12, 3]
     assert found['read_bytes_per_second']['each'] == [2 * read, 4 * read, read]
     assert found['bandwidth_share']['each'] == pytest.approx([read / 500, read / 1000, read / 500])

@@ -1,4 +1,7 @@
-"""Bytes read per step: the arithmetic against rows that are really read (poisoned ones show) and keys that masks let see."""
+"""Bytes read per step: the arithmetic against the rows that are really read (NaN in them shows) and
+the keys that the masks allow; sequences within a budget, counted from allocated caches."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,7 +10,8 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.weights import weight_bytes
 from kv.plan import plan_kv
-from lab.benchmarks.traffic import kv_read_bytes, kv_read_per_step, weight_read_bytes
+from lab.benchmarks import setting
+from lab.benchmarks.memory import kv_read_per_step, most_sequences, weight_read_bytes
 from tests.helpers.models import FULL_STACK, VOCAB, random_model
 
 VANILLA = dict(n_layer=2, n_head=2, n_embd=12, block_size=16, vocab_size=VOCAB)
@@ -20,13 +24,13 @@ CONFIGS = pytest.mark.parametrize('config', [VANILLA, FULL_STACK, dict(FULL_STAC
 def test_kv_read_is_what_each_layers_mask_lets_the_new_token_see(config, held):
     plan = plan_kv(GPTConfig(**config))
     keys = sum(int(dense_mask(1, held, layer.window).sum()) for layer in plan.layers)
-    assert kv_read_bytes(plan, 'float32', 3, held) == keys * 2 * plan.n_kv_head * plan.head_dim * 4 * 3
+    assert kv_read_per_step(plan, 'float32', 3, held - 1, 1) == keys * 2 * plan.n_kv_head * plan.head_dim * 4 * 3
 
 
 def test_kv_read_by_hand():
     plan = plan_kv(GPTConfig(**FULL_STACK))  # LLLLLG L, W=5: six local layers and one global; one K/V head of 6
-    assert kv_read_bytes(plan, 'float32', 2, 20) == (6 * 5 + 20) * (2 * 6 * 4) * 2
-    assert kv_read_bytes(plan, 'int8', 1, 3) == 7 * 3 * 2 * (6 + 2)   # below the window all see all; scales are read too
+    assert kv_read_per_step(plan, 'float32', 2, 19, 1) == (6 * 5 + 20) * (2 * 6 * 4) * 2
+    assert kv_read_per_step(plan, 'int8', 1, 2, 1) == 7 * 3 * 2 * (6 + 2)   # below the window all see all; scales are read too
     assert kv_read_per_step(plan, 'float32', 1, 3, 4) == (6 * (4 + 5 + 5 + 5) + 4 + 5 + 6 + 7) / 4 * 48
     with pytest.raises(UserError, match='steps=0'):
         kv_read_per_step(plan, 'float32', 1, 3, 0)
@@ -34,7 +38,7 @@ def test_kv_read_by_hand():
 
 def test_vanilla_reads_all_that_it_holds():
     plan = plan_kv(GPTConfig())
-    assert kv_read_bytes(plan, 'float32', 1, 1024) == plan.nbytes(1, 1024, 'float32') == 75_497_472
+    assert kv_read_per_step(plan, 'float32', 1, 1023, 1) == plan.nbytes(1, 1024, 'float32') == 75_497_472
 
 
 def really_read(model, batch, held) -> int:
@@ -78,3 +82,35 @@ def test_untied_embeddings_are_read_by_the_row():
 def test_weights_in_other_dtypes_count_as_stored():
     model = random_model(GPTConfig(**VANILLA), torch.float32)
     assert 2 * weight_read_bytes(model.bfloat16(), 2) == weight_read_bytes(model.float(), 2)
+
+
+# -- sequences within a budget ---------------------------------------------------------------------
+
+MODEL = random_model(GPTConfig(**FULL_STACK), torch.float32)
+ONE = MODEL.plan.nbytes(1, 40, 'int8')
+
+
+@pytest.mark.parametrize('budget, fit', [(ONE, 1), (2 * ONE - 1, 1), (2 * ONE, 2), (10 * ONE + 1, 10)])
+def test_the_largest_batch_that_fits(budget, fit):
+    found = most_sequences(MODEL, budget, 40, 'int8', 'text')
+    assert found == {'sequences': fit, 'kv_bytes': fit * ONE, 'kv_bytes_of_one_more': (fit + 1) * ONE}
+
+
+@pytest.mark.parametrize('really, fit', [(150, 6), (100, 10), (50, 20)])
+def test_what_is_allocated_counts_and_not_the_plan(really, fit):
+    plan = SimpleNamespace(nbytes=lambda batch, *_: 100 * batch)
+    model = SimpleNamespace(plan=plan, device=torch.device('cpu'), resolved_kv_dtype=lambda kv_dtype: 'float32',
+                            new_cache=lambda batch, *_: SimpleNamespace(nbytes=really * batch, kv_dtype='float32'))
+    assert most_sequences(model, 1000, 40, 'auto', '1kB')['sequences'] == fit
+
+
+def test_not_even_one():
+    with pytest.raises(UserError, match=rf"budget='1B'.* 40 tokens takes {ONE:,} bytes"):
+        most_sequences(MODEL, ONE - 1, 40, 'int8', '1B')
+
+
+def test_a_cache_larger_than_the_machine_is_refused_before_it_is_made(monkeypatch):
+    monkeypatch.setattr(setting, 'physical_memory', lambda: ONE)
+    with pytest.raises(UserError, match='2 x 40 tokens.*this machine has'):
+        setting.make_cache(MODEL, 2, 40, 'int8')
+    assert setting.make_cache(MODEL, 1, 40, 'int8').nbytes == ONE
