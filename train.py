@@ -21,15 +21,15 @@ import torch
 
 import configurator
 from config.errors import UserError
+from config.folder_lock import only_writer
 from data.datasets import DATA_ROOT
+from training.checkpoint_manager import launch_of
 from training.distributed import Ranks, go_on_after_restart
-from training.lock import only_writer
 from training.log import Pace, RunLog
 from training.memory_use import memory_line
 from training.optim import learning_rate_at, set_learning_rate
 from training.run import Run
 from training.settings import check_settings
-from training.shelf import launch_of
 from training.signals import StopRequest
 from training.trackers import check_packages, open_trackers
 
@@ -123,7 +123,7 @@ def report(run, log, loss, lr, losses, pace, speed):
     log.skipped(seen)
     evaluated = {f'{split}_loss': each for split, each in losses.items()}
     log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000,
-                tokens_per_second=tokens_per_second, **run.figures(seen, dt))
+                tokens_per_second=tokens_per_second, **run.metrics(seen, dt))
     log.advance(run.iter_num, tokens_per_second, loss)
 
 

@@ -1,7 +1,6 @@
 """The processes that torchrun started for one run; without torchrun there is one."""
 import contextlib
 import os
-import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from config.errors import UserError
+from config.folder_lock import process_start
 from training.device import pick_device
 
 LONG = timedelta(days=7)  # others wait while rank 0 prepares a data set
@@ -151,17 +151,7 @@ class Ranks:
 def launch_id() -> str:
     """What tells one start of torchrun from another, and not one of its restarts from the next; '' without torchrun."""
     run = os.environ.get('TORCHELASTIC_RUN_ID', '')
-    return f'none, agent {begun(os.getppid())}' if run == 'none' else run  # where no --rdzv-id was given
-
-
-def begun(pid: int) -> str:
-    """A process of this machine among all that had or will have its number: in containers torchrun often has the same."""
-    try:
-        boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
-        ticks = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8').rpartition(')')[2].split()[19]
-        return f'{pid}, {ticks} after {boot}'
-    except (OSError, IndexError):  # not Linux
-        return f'{pid}, {socket.gethostname()}'
+    return f'none, agent {process_start(os.getppid())}' if run == 'none' else run  # where no --rdzv-id was given
 
 
 def go_on_after_restart(s, ranks: Ranks, holds) -> None:

@@ -15,7 +15,7 @@ from training.fsdp import full
 HEALTHY_SCALE = 1.0  # an overflow while the loss is scaled by more than this is ordinary: the scaler is finding its scale
 
 
-def contagious(loss: torch.Tensor) -> torch.Tensor:
+def propagate_nonfinite(loss: torch.Tensor) -> torch.Tensor:
     """The same loss, of which all gradients are NaN unless it is finite: 1 + 0 * loss is exactly 1 there.
 
     So the gradients alone say whether to step, and where ranks average them, all ranks see what happened on one.

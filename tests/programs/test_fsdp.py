@@ -8,7 +8,7 @@ import sample
 from config.errors import UserError
 from tests.programs.support import FULL_STACK, VANILLA, load, metrics, run_train
 from tests.programs.test_distributed import SIX_STEPS, assert_same_losses, run, start
-from training import shard_files, shards
+from training import checkpoint, shards
 from training.checkpoint import load_checkpoint
 
 FSDP = dict(parallel='fsdp')
@@ -130,7 +130,7 @@ def test_shards_that_a_copy_names_stay(out, tmp_path):
     run = folder.name.removeprefix('shards_').rpartition('_')[0].rpartition('_')[0]
     (out / 'ckpt.pt').rename(out / 'good.pt')
     shutil.copytree(folder, out / f'shards_{run}_0000001_00000000')
-    shard_files.collect(out, run)
+    checkpoint.delete_unused_shards(out, run)
     assert [path.name for path in out.glob('shards_*')] == [folder.name]
 
 
@@ -144,10 +144,10 @@ def test_in_bfloat16_it_has_the_losses_of_ddp(tmp_path, data_root):
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_no_shards(tmp_path, monkeypatch):
-    dcp, *_ = shard_files.storage()
+    dcp, *_ = checkpoint.storage()
     monkeypatch.setattr(dcp, 'save', lambda *args, **kwargs: (tmp_path / 'part').mkdir() or 1 / 0)
     with pytest.raises(UserError, match='cannot write checkpoint'):
-        shard_files.write(tmp_path / 'part', {'x': torch.zeros(3)}, alone=True)
+        checkpoint.write_shards(tmp_path / 'part', {'x': torch.zeros(3)})
     assert not (tmp_path / 'part').exists()
 
 

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
+from config.folder_lock import only_writer
 from tests.programs.support import FULL_STACK, LAUNCH, ROOT, VANILLA, flags, losses, metrics, run_train
-from training.lock import only_writer
 
 
 def start(data_root, out_dir, program='train', **settings):
