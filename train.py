@@ -119,11 +119,11 @@ def report(run, log, loss, lr, losses, pace, speed):
         left = speed.mean_dt * (s.max_iters - run.iter_num)
         words = pace_words(run.device, speed.mfu, tokens_per_second, left)
         log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, {words}')
-    seen = run.update.read()
-    log.skipped(seen)
+    updates = run.update.read()
+    log.skipped(updates)
     evaluated = {f'{split}_loss': each for split, each in losses.items()}
     log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000,
-                tokens_per_second=tokens_per_second, **run.metrics(seen, dt))
+                tokens_per_second=tokens_per_second, **run.metrics(updates, dt))
     log.advance(run.iter_num, tokens_per_second, loss)
 
 
