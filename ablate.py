@@ -20,6 +20,7 @@ import warnings
 
 import configurator
 from config.errors import UserError
+from config.folder_lock import only_writer
 from lab.ablation import cost
 from lab.ablation.jobs import ROOT, Job, run_jobs
 from lab.ablation.ladder import Ladder, read_ladder, slug_of
@@ -29,7 +30,6 @@ from lab.ablation.results import Results, read_json, write_whole
 from lab.ablation.summary import recall_of, summarize
 from lab.benchmarks.setting import numbers
 from training.device import pick_device
-from training.lock import only_writer
 
 
 def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dict[tuple, Job]:

@@ -21,15 +21,15 @@ import torch
 
 import configurator
 from config.errors import UserError
+from config.folder_lock import only_writer
 from data.datasets import DATA_ROOT
+from training.checkpoint_manager import launch_of
 from training.distributed import Ranks, go_on_after_restart
-from training.lock import only_writer
 from training.log import Pace, RunLog
 from training.memory_use import memory_line
 from training.optim import learning_rate_at, set_learning_rate
 from training.run import Run
 from training.settings import check_settings
-from training.shelf import launch_of
 from training.signals import StopRequest
 from training.trackers import check_packages, open_trackers
 
@@ -119,11 +119,11 @@ def report(run, log, loss, lr, losses, pace, speed):
         left = speed.mean_dt * (s.max_iters - run.iter_num)
         words = pace_words(run.device, speed.mfu, tokens_per_second, left)
         log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, {words}')
-    seen = run.update.read()
-    log.skipped(seen)
+    updates = run.update.read()
+    log.skipped(updates)
     evaluated = {f'{split}_loss': each for split, each in losses.items()}
     log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000,
-                tokens_per_second=tokens_per_second, **run.figures(seen, dt))
+                tokens_per_second=tokens_per_second, **run.metrics(updates, dt))
     log.advance(run.iter_num, tokens_per_second, loss)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from config.errors import UserError
-from data.making.lock import one_at_a_time
+from config.folder_lock import one_at_a_time
 from data.tokenfiles import is_prepared
 
 DATA_ROOT = Path(__file__).resolve().parent

@@ -23,7 +23,7 @@ from config.schema import MODEL
 from kv.plan import plan_kv
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights
-from training.shelf import Shelf
+from training.checkpoint_manager import CheckpointManager
 
 # what a conversion may change; everything else stays as it was trained
 MEMORY = ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'rope_theta', 'rope_theta_global',
@@ -118,7 +118,7 @@ def main(argv=None):
         target.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(f'{target} cannot be made: {e}') from e
-    Shelf(target, 1).save(checkpoint | {'holds_best': False}, print)
+    CheckpointManager(target, 1).save(checkpoint | {'holds_best': False}, print)
     print(f'{target / "ckpt.pt"}: ' + ', '.join(f'{name} = {value!r}' for name, value in changes.items()))
 
 

@@ -34,7 +34,7 @@ from interop.huggingface import GELUS, TRANSPOSED
 from interop.tokenizer_files import save_tokenizer
 from kv.plan import plan_kv
 from training.checkpoint import config_of, load_weights, tokens_id
-from training.shelf import checkpoint_in, load_to_resume
+from training.checkpoint_manager import checkpoint_in, load_to_resume
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 HEADER = '''# {name}: a model trained with nanoKV, for transformers ({version}).

@@ -19,7 +19,7 @@ import configurator
 from config.errors import UserError
 from config.gpt_config import model_args
 from interop.huggingface import from_pretrained, noted_source
-from training.shelf import Shelf
+from training.checkpoint_manager import CheckpointManager
 
 
 def checkpoint_of(folder: Path) -> dict:
@@ -50,7 +50,7 @@ def main(argv=None):
     path = args.out_dir / 'ckpt.pt'
     if path.exists():
         raise UserError(f'{path} is there already: delete it or give another folder')
-    Shelf(args.out_dir).save(checkpoint_of(args.folder))
+    CheckpointManager(args.out_dir).save(checkpoint_of(args.folder))
     print(f'{path} is written')
 
 

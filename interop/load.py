@@ -19,8 +19,8 @@ from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
 from model import GPT
 from training.checkpoint import config_of, load_weights, note_fixed_settings, tokens_id
+from training.checkpoint_manager import checkpoint_in, load_to_resume
 from training.device import pick_device, pick_dtype
-from training.shelf import checkpoint_in, load_to_resume
 
 
 def load(s):

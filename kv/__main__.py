@@ -74,7 +74,7 @@ def saved_config(path: Path) -> GPTConfig:
     import torch
 
     from training.checkpoint import config_of
-    from training.shelf import load_to_resume
+    from training.checkpoint_manager import load_to_resume
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:
         return config_of(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)

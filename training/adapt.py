@@ -1,4 +1,4 @@
-"""Give a checkpoint other settings, where its weights allow it: a shorter or longer context, RoPE, other windows."""
+"""Change settings of a checkpoint where its weights allow it: context length, RoPE, windows."""
 import dataclasses
 
 import torch
@@ -9,62 +9,70 @@ from config.schema import MODEL
 from kv.plan import plan_kv
 from training.checkpoint import restoring
 
-NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')  # nanoGPT takes them from the checkpoint whatever the config says
-FREE = ('dropout', 'window_size', 'layer_pattern', 'rope_theta', 'rope_theta_global', 'gelu', 'kv_quant_train')
+# nanoGPT takes these from the checkpoint, whatever the settings say
+NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')
+FREE = ('dropout', 'window_size', 'layer_pattern', 'rope_theta', 'rope_theta_global', 'gelu',
+        'kv_quant_train')
 CONVERTED = ('n_kv_head', 'kv_share', 'share_global_kv')
 POOLED = 'convert the checkpoint (python -m interop.convert pools its K/V projections) '
 WPE = 'transformer.wpe.weight'
 
 
 def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
-    """`old` with the settings of `wanted` (model keys that the user gave), as far as trained weights can follow.
+    """`old` with the settings `wanted` (model keys that the user gave), where the weights allow it.
 
-    Can be changed: what has no weights (windows and the kinds of layers, RoPE bases, the form of GELU, dropout, rounding of
-    K and V in training), a shorter context, a longer one with RoPE, and learned positions for RoPE. n_layer, n_head,
-    n_embd and bias stay as they are whatever is wanted, as in nanoGPT.
+    Can be changed: settings without weights (`FREE`), a shorter context, a longer one with RoPE,
+    and learned positions to RoPE. `NANOGPT_KEPT` stay, as in nanoGPT.
 
     Raises:
-        UserError: anything else that differs; positions that do not exist; an invalid combination.
+        UserError: another setting differs, or the combination is invalid.
     """
     changes = {name: value for name, value in wanted.items() if name not in NANOGPT_KEPT
-               and _meaning(old, name, value) != _meaning(old, name, getattr(old, name))}
+               and _resolve(old, name, value) != _resolve(old, name, getattr(old, name))}
     if changes.get('pos_embedding') == 'learned':
-        raise UserError("pos_embedding='learned': the checkpoint has RoPE, and so no position embeddings to go on with; "
-                        "leave pos_embedding='rope'")
+        raise UserError("pos_embedding='learned': the checkpoint has RoPE, and so no position "
+                        "embeddings to go on with; leave pos_embedding='rope'")
     fixed = sorted(changes.keys() - {*FREE, 'block_size', 'pos_embedding'})
     if fixed:
         name = fixed[0]
-        raise UserError(f'{name}={changes[name]!r}, but the weights were trained with {name}={getattr(old, name)!r}, which '
-                        f'they cannot change: leave it out, {POOLED * (name in CONVERTED)}or train from scratch '
+        raise UserError(f'{name}={changes[name]!r}, but the weights were trained with '
+                        f'{name}={getattr(old, name)!r}, which they cannot change: leave it out, '
+                        f'{POOLED * (name in CONVERTED)}or train from scratch '
                         f'(can be changed: block_size, pos_embedding to rope, {", ".join(FREE)})')
     new = dataclasses.replace(old, **changes)
     if new.pos_embedding == 'learned' and new.block_size > old.block_size:
-        raise UserError(f"block_size={new.block_size}: pos_embedding='learned' has positions up to {old.block_size}; for a "
-                        'longer context finetune with --pos_embedding=rope as well')
+        raise UserError(f"block_size={new.block_size}: pos_embedding='learned' has positions up to "
+                        f'{old.block_size}; for a longer context finetune with '
+                        '--pos_embedding=rope as well')
     before, after = plan_kv(old), plan_kv(new)
     for old_layer, new_layer in zip(before.layers, after.layers):
         was, now = before.slots[old_layer.slot].owner, after.slots[new_layer.slot].owner
         if was != now:
-            raise UserError(f'layer_pattern={new.layer_pattern!r} would have layer {old_layer.index} use the K/V of layer '
-                            f'{now}, but it was trained with those of layer {was} (layer_pattern={old.layer_pattern!r}, '
+            raise UserError(f'layer_pattern={new.layer_pattern!r} would have layer '
+                            f'{old_layer.index} use the K/V of layer {now}, but it was trained '
+                            f'with those of layer {was} (layer_pattern={old.layer_pattern!r}, '
                             f'kv_share={old.kv_share!r}): give a pattern that shares alike')
     return new
 
 
-def _meaning(config: GPTConfig, name: str, value):
-    """The value that 0 stands for in these keys."""
-    defaults = {'n_kv_head': config.n_head, 'head_dim': config.n_embd // config.n_head, 'mlp_hidden': 4 * config.n_embd}
+def _resolve(config: GPTConfig, name: str, value):
+    """Replace 0 by its default."""
+    defaults = {'n_kv_head': config.n_head, 'head_dim': config.n_embd // config.n_head,
+                'mlp_hidden': 4 * config.n_embd}
     return value or defaults.get(name, value)
 
 
 def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
-    """Make the checkpoint `saved` (in place) one of `new` = `adapted_config(old, ...)`: weights, moments, model_args.
+    """Change the checkpoint `saved` in place to `new` = `adapted_config(old, ...)`: weights,
+    moments, model_args.
 
+    origin: the path of the checkpoint, for errors.
     Raises:
-        UserError: an optimizer state that is no such thing; `origin` says whose. Missing weights are left to load_weights.
+        UserError: an invalid optimizer state. Missing weights are left to load_weights.
     """
     saved['model_args'] = model_args(new)
-    if old.pos_embedding != 'learned' or (new.pos_embedding, new.block_size) == (old.pos_embedding, old.block_size):
+    same = (new.pos_embedding, new.block_size) == (old.pos_embedding, old.block_size)
+    if old.pos_embedding != 'learned' or same:
         return
     crop = None if new.pos_embedding == 'rope' else new.block_size
     weight = saved['model'].pop(WPE, None)
@@ -76,12 +84,13 @@ def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
 
 
 def _adapt_moments(optimizer: dict, crop: int | None) -> None:
-    """AdamW's state of wpe, the second parameter of its first group (see `training.optim`), cropped or taken out."""
+    """Crop or remove AdamW's state of wpe, the second parameter of its first group."""
     state, groups = optimizer['state'], optimizer['param_groups']
     index = next(group['params'][1] for group in groups if 'betas' in group)
     if crop is not None:
-        if index in state:
-            state[index].update({name: x[:crop].clone() for name, x in state[index].items() if name.startswith('exp_avg')})
+        for name, x in state.get(index, {}).items():
+            if name.startswith('exp_avg'):
+                state[index][name] = x[:crop].clone()
         return
     optimizer['state'] = {i - (i > index): s for i, s in state.items() if i != index}
     for group in groups:
@@ -89,6 +98,8 @@ def _adapt_moments(optimizer: dict, crop: int | None) -> None:
 
 
 def differences(old: GPTConfig, new: GPTConfig) -> list[str]:
-    """One phrase for each setting that was changed, dropout aside."""
-    return [f'{key.name} = {getattr(new, key.name)!r} (trained with {getattr(old, key.name)!r})' for key in MODEL
-            if key.name != 'dropout' and getattr(new, key.name) != getattr(old, key.name)]
+    """A phrase for each changed setting but dropout."""
+    changed = [key.name for key in MODEL
+               if key.name != 'dropout' and getattr(new, key.name) != getattr(old, key.name)]
+    return [f'{name} = {getattr(new, name)!r} (trained with {getattr(old, name)!r})'
+            for name in changed]

@@ -15,24 +15,25 @@ RECALL = 'recall'  # the data set whose batches are made by `data.recall`
 
 
 class TokenBatches:
-    """Windows of `block_size` tokens out of a data set's token files, in shards or not.
+    """Windows of `block_size` tokens from a data set's token files, in shards or not.
 
-    Training windows come in one of the orders of `data.order`, by default as nanoGPT draws them: one `torch.randint` a
-    micro-batch. With several processes each of them draws the windows of all and takes every `world_size`-th micro-batch, so
-    that what a run trains on does not depend on how many processes share it. `state` is the place in the order from before the
-    batch handed out last, which a checkpoint keeps so that a resumed run starts with the same batch.
+    Training windows come in one of the orders of `data.order`, by default as nanoGPT draws them:
+    one `torch.randint` a micro-batch. Each process draws the windows of all and takes every
+    `world_size`-th micro-batch, so the data do not depend on the number of processes. `state` is
+    the position before the batch returned last: a run resumed from it starts with that batch.
 
     Args:
-        generator: what training windows are drawn from; None = torch's global CPU generator.
-        order, seed: of `data.order`; the seed is that of shuffling.
-        vocab_size: ids that the model has; 0 = as many as there are.
+        generator: draws the training windows; None = torch's global CPU generator.
+        order, seed: of `data.order`; the seed is for shuffling.
+        vocab_size: of the model; 0 = unlimited.
     Raises:
-        UserError: a missing or damaged token file, or one with too few tokens for a window; from `next`, a token that is not
-            in the vocabulary.
+        UserError: a missing or damaged token file, or one with too few tokens for a window; from
+            `next`, a token outside the vocabulary.
     """
 
-    def __init__(self, folder: Path, block_size: int, batch_size: int, device: torch.device, generator=None,
-                 rank: int = 0, world_size: int = 1, order: str = 'random', seed: int = 0, vocab_size: int = 0):
+    def __init__(self, folder: Path, block_size: int, batch_size: int, device: torch.device,
+                 generator=None, rank: int = 0, world_size: int = 1, order: str = 'random',
+                 seed: int = 0, vocab_size: int = 0):
         self.block_size, self.batch_size, self.device = block_size, batch_size, device
         self.generator = torch.default_generator if generator is None else generator
         self.rank, self.world_size = rank, world_size
@@ -40,30 +41,30 @@ class TokenBatches:
         for split in ('train', 'val'):
             tokens = open_split(Path(folder), split)
             if len(tokens) <= block_size:
-                raise UserError(f'{Path(folder).name}: {split}.bin has {len(tokens)} tokens, more than '
-                                f'block_size={block_size} are needed')
+                raise UserError(f'{Path(folder).name}: {split}.bin has {len(tokens)} tokens, '
+                                f'more than block_size={block_size} are needed')
             self.tokens[split] = tokens
             for path in tokens.short_files() if rank == 0 else []:
-                print(f'Note: token file {str(path)!r} is shorter than others: if it was cut short, prepare '
-                      'the data set again')
+                print(f'Note: token file {str(path)!r} is shorter than others: if it was cut '
+                      'short, prepare the data set again')
         self.vocab_size = vocab_size or 2 ** 32
         self.order = make_order(order, len(self.tokens['train']), block_size, self.generator, seed)
         self.state = self.order.state
 
     def next(self):
-        """(x, y), each (batch_size, block_size) int64, of the training split; y is x one token later."""
+        """Training (x, y), each (batch_size, block_size) int64; y is x one token later."""
         self.state = self.order.state
         drawn = [self.order.draw(self.batch_size) for _ in range(self.world_size)]
         return self._windows('train', drawn[self.rank])
 
     def resume(self, state: torch.Tensor):
-        """Go back to a former `state`, and hand out the batch that was drawn from there."""
+        """Go back to a former `state`, and return the batch drawn from there."""
         self.order.state = state
         return self.next()
 
     def evaluation(self, split: str, n_batches: int, seed: int):
-        """`n_batches` batches of `split`, the same windows at every call with this seed; training's numbers are untouched.
-        With several processes each gets every world_size-th of them."""
+        """`n_batches` batches of `split`, the same at every call with this seed, of which each
+        process gets every world_size-th. Training's generator is not used."""
         generator = torch.Generator().manual_seed(seed)
         high = len(self.tokens[split]) - self.block_size
         for k in range(n_batches):
@@ -73,23 +74,25 @@ class TokenBatches:
 
     def _windows(self, split, offsets):
         tokens = self.tokens[split]
-        rows = np.stack([tokens.window(i, self.block_size + 1) for i in offsets.tolist()]).astype(np.int64)
+        rows = np.stack([tokens.window(i, self.block_size + 1) for i in offsets.tolist()])
+        rows = rows.astype(np.int64)
         if rows.max() >= self.vocab_size:
             row, place = np.unravel_index(rows.argmax(), rows.shape)
             path = tokens.file_of(int(offsets[row]) + int(place))
-            raise UserError(f'token file {str(path)!r} has token {rows.max()}, and the vocabulary {self.vocab_size}: it is '
-                            'damaged, or of another tokenizer')
+            raise UserError(f'token file {str(path)!r} has token {rows.max()}, and the vocabulary '
+                            f'{self.vocab_size}: it is damaged, or of another tokenizer')
         rows = torch.from_numpy(rows)
         return on_device((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), self.device)
 
 
 class TaskBatches:
-    """Sequences of a task of `data.recall`, new ones in every batch; targets are -1 where nothing is asked. Otherwise as
-    `TokenBatches`: in order, the same for any number of processes, one ahead, gone on with from a former `state`."""
+    """New sequences of a task of `data.recall` in every batch; targets are -1 where no answer is
+    due. Otherwise as `TokenBatches`."""
 
-    def __init__(self, task: LagTask, batch_size: int, device: torch.device, generator: torch.Generator,
-                 rank: int = 0, world_size: int = 1):
-        self.task, self.batch_size, self.device, self.generator = task, batch_size, device, generator
+    def __init__(self, task: LagTask, batch_size: int, device: torch.device,
+                 generator: torch.Generator, rank: int = 0, world_size: int = 1):
+        self.task, self.batch_size = task, batch_size
+        self.device, self.generator = device, generator
         self.rank, self.world_size = rank, world_size
         self.state = generator.get_state()
 
@@ -100,7 +103,7 @@ class TaskBatches:
         return self._made((seeds[self.rank].item(),))
 
     def resume(self, state: torch.Tensor):
-        """Set the generator to a former `state`, and hand out the batch that was drawn from there."""
+        """Go back to a former `state`, and return the batch drawn from there."""
         self.generator.set_state(state)
         return self.next()
 
@@ -115,29 +118,31 @@ class TaskBatches:
 
 
 def on_device(tensors, device):
-    """CPU tensors there; for CUDA pinned, so that nobody waits for the copy."""
+    """Copy CPU tensors to the device; to CUDA without waiting, from pinned memory."""
     if device.type == 'cuda':
         return tuple(a.pin_memory().to(device, non_blocking=True) for a in tensors)
     return tuple(a.to(device) for a in tensors)
 
 
 def open_meta(s, data_root: Path) -> dict | None:
-    """What is known of the settings' data set before its files are opened, as `data.tokenfiles.read_meta`; it is prepared
-    if need be."""
+    """The data set's metadata, as from `data.tokenfiles.read_meta`. Prepares it if need be."""
     if s.dataset == RECALL:
-        return {'vocab_size': read_task(s.recall_task, s.block_size).vocab_size, RECALL: s.recall_task}
+        task = read_task(s.recall_task, s.block_size)
+        return {'vocab_size': task.vocab_size, RECALL: s.recall_task}
     return read_meta(ensure_dataset(s.dataset, data_root))
 
 
-def open_batches(s, data_root: Path, device: torch.device, generator: torch.Generator, rank: int = 0, world_size: int = 1,
-                 vocab_size: int = 0):
+def open_batches(s, data_root: Path, device: torch.device, generator: torch.Generator,
+                 rank: int = 0, world_size: int = 1, vocab_size: int = 0):
     """The settings' batches, for one of `world_size` processes."""
     share = (s.batch_size, device, generator, rank, world_size)
     if s.dataset == RECALL:
         if s.data_order != 'random':
-            raise UserError(f"data_order={s.data_order!r} is for token files; dataset={RECALL!r} makes new sequences")
+            raise UserError(f'data_order={s.data_order!r} is for token files; '
+                            f'dataset={RECALL!r} makes new sequences')
         batches = TaskBatches(read_task(s.recall_task, s.block_size), *share)
     else:
-        batches = TokenBatches(data_root / s.dataset, s.block_size, *share, s.data_order,
-                               s.seed if s.data_seed < 0 else s.data_seed, vocab_size)
+        seed = s.seed if s.data_seed < 0 else s.data_seed
+        batches = TokenBatches(data_root / s.dataset, s.block_size, *share, s.data_order, seed,
+                               vocab_size)
     return Prefetched(batches, s.data_prefetch)

@@ -1,10 +1,21 @@
-"""Checkpoints on disk: nanoGPT's keys, written whole or not at all, read without running anything."""
+"""Checkpoint files: nanoGPT's keys, written whole or not at all, read without running any code.
+
+Where parameters are sharded (FSDP2), the tensors lie beside the file:
+
+    ckpt.pt               all but weights and moments; its key 'shards' says where these are
+    shards_RUN_ITERATION/ safetensors files, one a process: model.NAME, optimizer.INDEX.MOMENT
+
+These are files of torch.distributed.checkpoint, so any number of processes can resume from them.
+`load_checkpoint` puts the tensors back: what reads checkpoints reads these too.
+"""
 import contextlib
 import dataclasses
 import hashlib
 import os
 import random
+import re
 import shutil
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -13,26 +24,30 @@ import torch
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from training.fsdp import like
-from training.shard_files import fill
 
-REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int, 'best_val_loss': (torch.Tensor, float), 'config': dict}
+REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
+            'best_val_loss': (torch.Tensor, float), 'config': dict}
+SHARDS = 'shards_'
+MOMENT = re.compile(r'optimizer\.(\d+)\.(.+)')
 
+
+# -- the file ------------------------------------------------------------------------------------
 
 def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -> None:
-    """Write to a temporary file beside `path`, flush it to disk, then rename: a crash leaves the old one or the new one.
+    """Write a temporary file, flush it to disk, then rename it: a crash leaves the old checkpoint
+    or the new one.
 
-    before_replace: called when the new file is whole, just before it takes the place of the old one.
+    before_replace: called when the new file is complete, before it replaces the old one.
     Raises:
-        UserError: the folder cannot be written to, or is full. The previous checkpoint is still whole then.
+        UserError: the folder is full or cannot be written to. The old checkpoint is still whole.
     """
     temporary, failed = temporary_for(path), []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f'.{path.stem}*.tmp'):  # of a run that was killed while writing
+        for stale in path.parent.glob(f'.{path.stem}*.tmp'):  # of a process killed while writing
             stale.unlink(missing_ok=True)
         with open(temporary, 'wb') as f:
-            torch.save(checkpoint, _Noting(f, failed))
+            torch.save(checkpoint, _ErrorRecorder(f, failed))
             f.flush()
             os.fsync(f.fileno())
         before_replace()
@@ -41,15 +56,15 @@ def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -
     except (OSError, RuntimeError) as e:
         raise UserError(f'cannot write checkpoint {path}: {[*failed, e][0]}') from e
     finally:
-        if temporary.is_file():
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
-class _Noting:
-    """A file that notes why it could not be written to: torch reports a full disk as an error about positions in it."""
+class _ErrorRecorder:
+    """Records why a write failed: torch reports a full disk as an error about file positions."""
 
     def __init__(self, file, failed: list):
         self.file, self.failed = file, failed
+        self.flush = file.flush
 
     def write(self, data):
         try:
@@ -58,112 +73,136 @@ class _Noting:
             self.failed.append(e)
             raise
 
-    def flush(self):
-        self.file.flush()
-
 
 def temporary_for(path: Path) -> Path:
-    """Where this process writes what is to become `path`."""
+    """The file that this process writes before it is renamed to `path`."""
     return path.with_name(f'.{path.name}.{os.getpid()}.tmp')
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is on disk only when its folder is. Not every system lets a folder be opened or flushed."""
+    """Put a rename on disk. Not every system can open or flush a folder."""
     with contextlib.suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
+        fd = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(number)
+            os.fsync(fd)
         finally:
-            os.close(number)
+            os.close(fd)
 
 
-def keep_beside(path: Path, kept: Path) -> None:
-    """Give the file at `path` a second name in its folder, in place of what may have it; at no time has neither. Where it has
-    to be a copy, that is whole and on disk before it takes the name."""
-    temporary = temporary_for(kept)
+def link_or_copy(path: Path, target: Path) -> None:
+    """Give the file at `path` a second name in its folder, replacing `target` atomically. Without
+    hard links that is a copy, on disk before it takes the name."""
+    temporary = temporary_for(target)
     try:
         try:
             os.link(path, temporary)
-        except OSError:  # a file system without hard links
+        except OSError:
             with open(path, 'rb') as source, open(temporary, 'wb') as f:
                 shutil.copyfileobj(source, f, 2 ** 20)
                 f.flush()
                 os.fsync(f.fileno())
-        os.replace(temporary, kept)
-        _sync_folder(kept.parent)
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
     finally:
-        temporary.unlink(missing_ok=True)  # also where both were the same file already: then a rename does nothing
+        temporary.unlink(missing_ok=True)  # renaming a link onto its own file does nothing
 
 
-def load_checkpoint(path: Path, device='cpu', whole: bool = True) -> dict:
-    """The checkpoint at `path`, ours or nanoGPT's; `_orig_mod.` prefixes (of torch.compile) are taken off.
+def load_checkpoint(path: Path, whole: bool = True) -> dict:
+    """The checkpoint at `path`, ours or nanoGPT's, without torch.compile's `_orig_mod.` prefixes.
 
-    whole: tensors that lie beside it, in shards, are put back into it (`training.shard_files`).
-
+    whole: also read tensors that lie in shards.
     Raises:
-        UserError: missing, damaged, or not such a checkpoint.
+        UserError: missing, damaged, or not a checkpoint.
     """
     if not path.is_file():
-        raise UserError(f'no checkpoint at {path}: train first, or point --out_dir at a folder with a ckpt.pt')
+        raise UserError(f'no checkpoint at {path}: train first, or point --out_dir at a folder '
+                        'with a ckpt.pt')
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-    except Exception as e:  # torch raises many kinds, all meaning the same here
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as e:  # torch raises errors of many types
         reason = str(e).strip().splitlines() or [type(e).__name__]
-        raise UserError(f'checkpoint {path} is damaged or not a checkpoint: {reason[0][:200]}') from e
-    missing = [key for key in REQUIRED if not isinstance(checkpoint, dict) or key not in checkpoint]
+        raise UserError(f'checkpoint {path} is damaged or not a checkpoint: {reason[0][:200]}'
+                        ) from e
+    has = checkpoint if isinstance(checkpoint, dict) else {}
+    missing = [key for key in REQUIRED if key not in has]
     if missing:
-        raise UserError(f'checkpoint {path} lacks {", ".join(missing)}: it needs {", ".join(REQUIRED)}')
+        raise UserError(f'checkpoint {path} lacks {", ".join(missing)}: '
+                        f'it needs {", ".join(REQUIRED)}')
     for key, kind in REQUIRED.items():
-        if not isinstance(checkpoint[key], kind) or (key == 'iter_num' and checkpoint[key] < 0):
-            raise UserError(f'checkpoint {path}: {key} is {str(checkpoint[key])[:50]!r}, which is not such a thing')
-    checkpoint['model'] = {str(name).removeprefix('_orig_mod.'): x for name, x in checkpoint['model'].items()}
+        value = checkpoint[key]
+        if not isinstance(value, kind) or (key == 'iter_num' and value < 0):
+            raise UserError(f'checkpoint {path}: invalid {key} {str(value)[:50]!r}')
+    checkpoint['model'] = {str(name).removeprefix('_orig_mod.'): x
+                           for name, x in checkpoint['model'].items()}
     if whole and 'shards' in checkpoint:
-        fill(path, checkpoint)
+        fill_from_shards(path, checkpoint)
     return checkpoint
 
+
+@contextlib.contextmanager
+def restoring(path: Path, key: str):
+    """Turn errors in the body into a UserError about `key` of the checkpoint at `path`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as e:
+        reason = ' '.join(str(e).split())[:200]
+        raise UserError(f'checkpoint {path}: its {key} does not fit: '
+                        f'{type(e).__name__}: {reason}') from e
+
+
+# -- the model -----------------------------------------------------------------------------------
 
 def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
     """The GPTConfig in a checkpoint's `model_args`.
 
     Raises:
-        UserError: a field that this version does not know, of another type, or out of its range.
+        UserError: a field that is unknown, of another type, or out of its range.
     """
-    args, fields = {**checkpoint['model_args'], **overrides}, {f.name: f for f in dataclasses.fields(GPTConfig)}
+    args = {**checkpoint['model_args'], **overrides}
+    fields = {f.name: f for f in dataclasses.fields(GPTConfig)}
     for name, value in args.items():
         if name not in fields:
-            raise UserError(f'checkpoint {path}: model_args have {name!r}, which this version does not know')
+            raise UserError(f'checkpoint {path}: model_args have {name!r}, '
+                            'which this version does not know')
         wanted = type(fields[name].default)
         if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise UserError(f'checkpoint {path}: model_args have {name}={value!r}, which should be {wanted.__name__}')
+            raise UserError(f'checkpoint {path}: model_args have {name}={value!r}, '
+                            f'which should be {wanted.__name__}')
     return GPTConfig(**args)
 
 
 def note_fixed_settings(s, config: GPTConfig) -> None:
-    """Print which of the model settings given in `s` differ from those of the trained `config`,
-    which stay. (Dropout is no part of trained weights.)"""
+    """Print the model settings given in `s` that the trained `config` overrides. Dropout may
+    change."""
     for key in MODEL:
-        kept, asked = getattr(config, key.name), getattr(s, key.name)
-        if key.name in s.given and kept != asked and key.name != 'dropout':
-            print(f'{key.name} = {kept!r}, as in the checkpoint (not {asked!r})')
+        trained, asked = getattr(config, key.name), getattr(s, key.name)
+        if key.name in s.given and trained != asked and key.name != 'dropout':
+            print(f'{key.name} = {trained!r}, as in the checkpoint (not {asked!r})')
 
 
 def load_weights(model, checkpoint: dict, path: Path) -> None:
-    """`load_state_dict`, strictly; what does not fit is named in one line."""
+    """`load_state_dict`, strictly. Raises UserError naming the first tensor that does not fit."""
     have, want = checkpoint['model'], model.state_dict()
-    for problem, names in (('lacks', want.keys() - have.keys()), ('has unknown', have.keys() - want.keys())):
+    missing, unknown = want.keys() - have.keys(), have.keys() - want.keys()
+    for problem, names in (('lacks', missing), ('has unknown', unknown)):
         if names:
-            raise UserError(f'checkpoint {path} {problem} {sorted(names)[0]} ({len(names)} in all)')
+            raise UserError(f'checkpoint {path} {problem} {sorted(names)[0]} '
+                            f'({len(names)} in all)')
     for name, x in want.items():
         if not torch.is_tensor(have[name]):
-            raise UserError(f'checkpoint {path}: {name} is {type(have[name]).__name__}, not a tensor')
+            raise UserError(f'checkpoint {path}: {name} is {type(have[name]).__name__}, '
+                            'not a tensor')
         if have[name].shape != x.shape:
-            raise UserError(f'checkpoint {path}: {name} is {tuple(have[name].shape)}, model_args say {tuple(x.shape)}')
+            raise UserError(f'checkpoint {path}: {name} is {tuple(have[name].shape)}, '
+                            f'model_args say {tuple(x.shape)}')
     model.load_state_dict(have)
 
 
 def tokens_id(meta: dict | None) -> str:
-    """What the ids of a data set with this meta.pkl stand for: 'gpt2', or a hash of its alphabet. A model is of use with
-    no other."""
+    """Identifies the vocabulary of a data set with this meta.pkl: 'gpt2', or a hash of its
+    alphabet. A model works with no other."""
     if meta is not None and 'recall' in meta:
         return f"recall: {meta['recall']}"
     if meta is None or 'stoi' not in meta:
@@ -171,62 +210,10 @@ def tokens_id(meta: dict | None) -> str:
     return 'sha256:' + hashlib.sha256(repr(sorted(meta['stoi'].items())).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def restoring(path: Path, key: str):
-    """What goes wrong inside is said to be the fault of `key` in the checkpoint at `path`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as e:
-        reason = ' '.join(str(e).split())[:200]
-        raise UserError(f'checkpoint {path}: its {key} does not fit: {type(e).__name__}: {reason}') from e
-
-
-def optimizer_state(optimizer) -> dict:
-    """Its `state_dict`, with what is no plain tensor (torchao's 8-bit averages) in parts, so that it can be read without the
-    package."""
-    state = optimizer.state_dict()
-    return {**state, 'state': {i: {name: _in_parts(x) for name, x in its.items()} for i, its in state['state'].items()}}
-
-
-def _in_parts(x):
-    if not hasattr(x, '__tensor_flatten__'):
-        return x
-    names, about = x.__tensor_flatten__()
-    return {'8bit': {name: getattr(x, name) for name in names}, 'about': about}
-
-
-def _whole(x):
-    if not isinstance(x, dict):
-        return x
-    from torchao.optim.subclass_8bit import OptimState8bit
-    return OptimState8bit.__tensor_unflatten__(x['8bit'], x['about'])
-
-
-def load_optimizer(optimizer, state: dict) -> None:
-    """`load_state_dict`, and the shapes, which torch leaves to the first step (a crash where that is fused).
-
-    The settings of the groups, and how the update is computed (`fused`), stay as they are here: the checkpoint may come from
-    another kind of device. A state without a step in it is of no use, and is left out, whatever optimizer it is of.
-    """
-    if not state['state']:
-        return
-    saved = state['param_groups']
-    kept = [{name: x for name, x in group.items() if name != 'params'} for group in optimizer.param_groups]
-    groups = [{**group, **own} for group, own in zip(saved, kept)] + saved[len(kept):]
-    params = [p for group in optimizer.param_groups for p in group['params']]
-    whole = {i: {name: like(params[i], _whole(x)) if torch.is_tensor(x) else _whole(x) for name, x in its.items()}
-             for i, its in state['state'].items()}
-    optimizer.load_state_dict({'state': whole, 'param_groups': groups})
-    for p in (p for group in optimizer.param_groups for p in group['params']):
-        for name, x in optimizer.state[p].items():
-            if name != 'step' and torch.is_tensor(x) and x.shape != p.shape:
-                raise ValueError(f'{name} is {tuple(x.shape)}, its parameter {tuple(p.shape)}')
-
+# -- random number generators --------------------------------------------------------------------
 
 def rng_state() -> dict:
-    """Every generator that training draws from, as tensors and plain values (safe to load without unpickling code)."""
+    """The state of every generator that training uses, as tensors and plain values."""
     state = {'torch': torch.get_rng_state()}
     if torch.cuda.is_available():
         state['cuda'] = torch.cuda.get_rng_state_all()
@@ -240,9 +227,156 @@ def rng_state() -> dict:
 def set_rng_state(state: dict) -> None:
     """The inverse of `rng_state`."""
     torch.set_rng_state(state['torch'])
-    if 'cuda' in state and torch.cuda.is_available() and len(state['cuda']) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state['cuda'])
+    cuda = state.get('cuda', ())
+    if cuda and len(cuda) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(cuda)
     kind, keys, *rest = state['numpy']
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     version, internal, gauss = state['python']
     random.setstate((version, tuple(internal), gauss))
+
+
+# -- shards --------------------------------------------------------------------------------------
+
+def storage():
+    """torch.distributed.checkpoint with its safetensors reader and writer.
+
+    Raises:
+        UserError: the safetensors package is missing.
+    """
+    try:
+        import safetensors  # noqa: F401
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+    except ImportError as e:
+        raise UserError(f'checkpoints in shards need the package {e.name}: '
+                        "pip install -e '.[hf]'") from e
+    return dcp, HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+
+def split_tensors(model: dict, optimizer: dict) -> tuple[dict, dict]:
+    """The tensors of {parameter: tensor} and of an optimizer's `state_dict`, by their names in the
+    shards; and the rest of the latter: its groups and step counts."""
+    tensors, rest = {f'model.{name}': x for name, x in model.items()}, {}
+    for i, state in optimizer['state'].items():
+        rest[i] = {}
+        for name, x in state.items():
+            if torch.is_tensor(x) and x.dim():
+                tensors[f'optimizer.{i}.{name}'] = x
+            else:
+                rest[i][name] = x
+    return tensors, {**optimizer, 'state': rest}
+
+
+def merge_moments(optimizer: dict, tensors: dict) -> dict:
+    """The optimizer's `state_dict` before `split_tensors`."""
+    state = {i: dict(values) for i, values in optimizer['state'].items()}
+    for key, x in tensors.items():
+        if match := MOMENT.fullmatch(key):
+            state.setdefault(int(match[1]), {})[match[2]] = x
+    return {**optimizer, 'state': state}
+
+
+def shards_name(run: str, iteration: int) -> str:
+    """A new name for a checkpoint's folder of shards."""
+    return f'{SHARDS}{run[:8]}_{iteration:07d}_{uuid.uuid4().hex[:8]}'
+
+
+def write_shards(folder: Path, tensors: dict, group=None) -> dict:
+    """Write the tensors into the new `folder`, which all processes of `group` see; without a group
+    this process writes alone. Returns the value of the checkpoint's key 'shards'.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    dcp, _, Writer = storage()
+    try:
+        writer = Writer(str(folder), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    except BaseException as e:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(e, (Exception, dcp.CheckpointException)):
+            raise
+        reason = ' '.join(str(e).split())[:300]
+        raise UserError(f'cannot write checkpoint {folder}: {reason}') from e
+    return {'folder': folder.name, 'files': files}
+
+
+def shard_metadata(path: Path, shards: dict) -> dict:
+    """name -> size and dtype of each tensor in the shards of the checkpoint at `path`.
+
+    Raises:
+        UserError: a file is missing, damaged or of another size.
+    """
+    _, Reader, _ = storage()
+    folder = path.parent / shards['folder']
+    for name, size in shards['files'].items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = 'is missing' if found is None else f'has {found:,} bytes'
+            raise UserError(f'checkpoint {path}: its shard {folder / name} {what}, and should have '
+                            f'{size:,} bytes')
+    with _reading_shards(path, folder):
+        return Reader(str(folder)).read_metadata().state_dict_metadata
+
+
+def read_shards(path: Path, shards: dict, tensors: dict | None = None, group=None) -> dict:
+    """The tensors in the shards of the checkpoint at `path`.
+
+    tensors: name -> tensor to read into, by all processes of `group` (a DTensor takes its own
+        part); None = this process reads all of them whole.
+    Raises:
+        UserError: a file or a tensor is missing, damaged or of another size.
+    """
+    dcp, Reader, _ = storage()
+    known, folder = shard_metadata(path, shards), path.parent / shards['folder']
+    if tensors is None:
+        tensors = {key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in known.items()}
+    for key, x in tensors.items():
+        if key not in known or known[key].size != x.shape:
+            has = tuple(known[key].size) if key in known else 'missing'
+            raise UserError(f'checkpoint {path}: {key} is {has} in its shards, and should be '
+                            f'{tuple(x.shape)}')
+    with _reading_shards(path, folder):
+        dcp.load(tensors, storage_reader=Reader(str(folder)), process_group=group,
+                 no_dist=group is None)
+    return tensors
+
+
+@contextlib.contextmanager
+def _reading_shards(path, folder):
+    dcp, *_ = storage()
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as e:  # the latter is a BaseException
+        reason = ' '.join(str(e).split())[:300]
+        raise UserError(f'checkpoint {path}: its shards in {folder} cannot be read: {reason}'
+                        ) from e
+
+
+def fill_from_shards(path: Path, checkpoint: dict) -> None:
+    """Read the shards of the checkpoint at `path` into it, in place."""
+    tensors = read_shards(path, checkpoint.pop('shards'))
+    model = {key.removeprefix('model.'): x for key, x in tensors.items()
+             if key.startswith('model.')}
+    model['lm_head.weight'] = model['transformer.wte.weight']  # tied
+    checkpoint['model'] = model
+    checkpoint['optimizer'] = merge_moments(checkpoint['optimizer'], tensors)
+
+
+def delete_unused_shards(folder: Path, run: str) -> None:
+    """Delete the shards of this run that no checkpoint in the folder refers to, whatever its
+    name."""
+    found = list(folder.glob(f'{SHARDS}{run[:8]}_*'))
+    if not found:
+        return
+    try:
+        checkpoints = (torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+                       for path in folder.glob('*.pt'))
+        used = {checkpoint.get('shards', {}).get('folder') for checkpoint in checkpoints}
+    except Exception:  # an unreadable checkpoint may refer to any of them
+        return
+    for path in found:
+        if path.name not in used:
+            shutil.rmtree(path, ignore_errors=True)

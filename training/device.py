@@ -31,7 +31,8 @@ def pick_device(name: str) -> torch.device:
         if device.type == 'cuda' and device.index is not None:
             torch.cuda.set_device(device)  # where kernels are launched and graphs captured
     except (RuntimeError, AssertionError, ValueError) as e:
-        usable = ['cpu'] + ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
+        usable = ['cpu'] + ['cuda'] * torch.cuda.is_available()
+        usable += ['mps'] * torch.backends.mps.is_available()
         raise UserError(f'device={name!r} cannot be used here{_why_no_cuda(name)}; '
                         "usable are 'auto', " + ', '.join(map(repr, usable))) from e
     return device
@@ -56,7 +57,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == 'auto':
         if device.type != 'cuda':
             return torch.float32
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if bf16 else torch.float16
     return getattr(torch, name)
 
 
@@ -76,15 +78,14 @@ def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
-    """Mixed precision: matrix products in `dtype`, parameters in float32. Nothing for float32."""
+    """Mixed precision: matmuls in `dtype`, parameters in float32. Nothing for float32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.type, dtype=dtype)
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory that there is, free ones on a GPU; of it KV memory takes at most half by
-    default."""
+    """Bytes of memory, on a GPU those that are free. The KV cache takes at most half by default."""
     if device.type == 'cuda':
         return torch.cuda.mem_get_info(device)[0]
     return physical_memory() or 2 ** 35
@@ -92,7 +93,9 @@ def total_memory(device: torch.device) -> int:
 
 def device_name(device: torch.device) -> str:
     """For reports: the GPU's name, or the processor's kind."""
-    return torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type} ({platform.machine()})'
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    return f'{device.type} ({platform.machine()})'
 
 
 def synchronize(device: torch.device) -> None:
@@ -105,26 +108,28 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes; None where the system does not say. peak: the most at any time so far. total: what there is in all."""
+    """Bytes, or None where unknown. peak: the most used so far. total: of the device."""
     used: int | None
     peak: int | None
     total: int | None
 
     @property
     def share(self) -> float | None:
-        """The peak's, of all that there is."""
+        """The peak as a share of the total."""
         return self.peak / self.total if self.peak and self.total else None
 
 
 def memory_use(device: torch.device) -> MemoryUse:
-    """What tensors take on a GPU (the caching allocator holds more), or what this process takes of the machine's memory."""
+    """Memory of the tensors on a GPU (the caching allocator holds more), or of this process."""
     if device.type == 'cuda':
-        return MemoryUse(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device),
+        return MemoryUse(torch.cuda.memory_allocated(device),
+                         torch.cuda.max_memory_allocated(device),
                          torch.cuda.mem_get_info(device)[1])
     if device.type == 'mps':
-        return MemoryUse(torch.mps.current_allocated_memory(), None, torch.mps.recommended_max_memory())
+        return MemoryUse(torch.mps.current_allocated_memory(), None,
+                         torch.mps.recommended_max_memory())
     used, peak = _resident(), _most_resident()
-    # Linux notes the most that there was only now and then: it can lie behind what there is
+    # Linux updates the peak only now and then: it can be below the current use
     return MemoryUse(used, peak and max(peak, used or 0), physical_memory() or None)
 
 
@@ -142,4 +147,4 @@ def _most_resident():
     except ImportError:  # Windows
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == 'darwin' else most * 1024  # getrusage(2): bytes there, kilobytes on Linux
+    return most if sys.platform == 'darwin' else most * 1024  # bytes on macOS, kilobytes on Linux

@@ -1,7 +1,6 @@
 """The processes that torchrun started for one run; without torchrun there is one."""
 import contextlib
 import os
-import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -10,37 +9,40 @@ import torch
 import torch.distributed as dist
 
 from config.errors import UserError
+from config.folder_lock import process_start
 from training.device import pick_device
 
-LONG = timedelta(days=7)  # others wait while rank 0 prepares a data set
+LONG = timedelta(days=7)  # a timeout: the other ranks wait while rank 0 prepares a data set
 
 
 class Ranks:
-    """This process's place among all of them, and the few things that they must agree on.
+    """The rank of this process, and the small collectives that training needs.
 
-    A context manager: joins the process group and leaves it. With one process every method is trivial and nothing of
-    torch.distributed is touched. Only rank 0 prints.
+    A context manager: joins the process group and leaves it. With one process every method is
+    trivial and torch.distributed is not used. Only rank 0 prints.
 
     Args:
-        backend: of gradients, 'nccl' (CUDA) or 'gloo' (CPU); the control messages below always go by gloo.
-        device: as in `pick_device`; with several processes any CUDA device means that of this process's local rank.
+        backend: of gradients, 'nccl' (CUDA) or 'gloo' (CPU); the collectives here always use gloo.
+        device: as in `pick_device`; with several processes CUDA means the GPU of the local rank.
     Raises:
-        UserError: no such device for this rank, or a backend that cannot serve it.
+        UserError: no such device for this rank, or a backend that does not support it.
     """
 
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
-        self.rank, self.local_rank, self.world_size = (_env(name, default) for name, default in
-                                                       (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+        self.rank = _env('RANK', 0)
+        self.local_rank = _env('LOCAL_RANK', 0)
+        self.world_size = _env('WORLD_SIZE', 1)
         if not 0 <= self.rank < self.world_size:
-            raise UserError(f'RANK={self.rank} and WORLD_SIZE={self.world_size} in the environment: ranks are numbered from 0 '
-                            'to WORLD_SIZE - 1, as torchrun sets them')
+            raise UserError(f'RANK={self.rank} and WORLD_SIZE={self.world_size} in the '
+                            'environment: ranks are numbered from 0 to WORLD_SIZE - 1, as '
+                            'torchrun sets them')
         self.device = pick_device(device) if self.world_size == 1 else self._own_device(device)
-        self.backend = backend
+        self.backend, self.control = backend, None
         if self.world_size > 1 and backend == 'nccl' and self.device.type != 'cuda':
             if backend_given:
-                raise UserError(f"backend='nccl' needs CUDA, but the device is {str(self.device)!r}: use --backend=gloo")
+                raise UserError("backend='nccl' needs CUDA, but the device is "
+                                f'{str(self.device)!r}: use --backend=gloo')
             self.backend = 'gloo'
-        self.control = None
 
     @property
     def main(self) -> bool:
@@ -50,53 +52,62 @@ class Ranks:
     def _own_device(self, name):
         device = pick_device(name)
         if device.type == 'mps':
-            raise UserError(f'device={name!r}: several processes cannot share MPS; use --device=cpu')
+            raise UserError(f'device={name!r}: several processes cannot share MPS; '
+                            'use --device=cpu')
         if device.type == 'cuda':
-            if self.local_rank >= torch.cuda.device_count():
-                raise UserError(f'LOCAL_RANK={self.local_rank}, but there are {torch.cuda.device_count()} CUDA devices: '
+            n = torch.cuda.device_count()
+            if self.local_rank >= n:
+                raise UserError(f'LOCAL_RANK={self.local_rank}, but there are {n} CUDA devices: '
                                 'start at most that many processes a node (--nproc_per_node)')
             device = torch.device('cuda', self.local_rank)
             torch.cuda.set_device(device)
         return device
 
     def __enter__(self):
-        if self.world_size > 1:
-            if not dist.is_available():
-                raise UserError('this torch was built without torch.distributed: start train.py with python, not torchrun')
-            if not self.main:
-                sys.stdout = open(os.devnull, 'w')
-            try:
-                device = self.device if self.backend == 'nccl' else None
-                dist.init_process_group(self.backend, device_id=device, **self._store())
-            except (ValueError, RuntimeError) as e:
-                reason = ' '.join(str(e).split())[:200]
-                raise UserError(f'the {self.world_size} processes (WORLD_SIZE) cannot be joined: {reason}; start them with '
-                                'torchrun, which sets MASTER_ADDR, MASTER_PORT and the ranks') from e
-            self.control = dist.new_group(backend='gloo', timeout=LONG)
+        if self.world_size == 1:
+            return self
+        if not dist.is_available():
+            raise UserError('this torch was built without torch.distributed: '
+                            'start train.py with python, not torchrun')
+        if not self.main:
+            sys.stdout = open(os.devnull, 'w')
+        try:
+            device = self.device if self.backend == 'nccl' else None
+            dist.init_process_group(self.backend, device_id=device, **self._store())
+        except (ValueError, RuntimeError) as e:
+            reason = ' '.join(str(e).split())[:200]
+            raise UserError(f'the {self.world_size} processes (WORLD_SIZE) cannot be joined: '
+                            f'{reason}; start them with torchrun, which sets MASTER_ADDR, '
+                            'MASTER_PORT and the ranks') from e
+        self.control = dist.new_group(backend='gloo', timeout=LONG)
         return self
 
     def _store(self):
-        """Where the processes find each other, for `init_process_group`; {} = as torchrun says.
+        """Arguments of `init_process_group`: where the processes meet; {} = as torchrun says.
 
-        A restarted launch on one node gets the store of the former processes, with their addresses still in it (pytorch
-        #135712): there the new ones meet under a name of their own. Nodes do not count restarts alike, see docs/training.md.
+        A launch on one node that torchrun restarts gets the store of the former processes, with
+        their addresses in it (pytorch #135712), so the new ones meet under a prefix of their own.
+        Nodes do not count restarts alike, see docs/training.md.
         """
         restarts = _env('TORCHELASTIC_RESTART_COUNT', 0)
-        alone = _env('LOCAL_WORLD_SIZE', self.world_size) == self.world_size
-        if not (restarts and alone and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'):
+        one_node = _env('LOCAL_WORLD_SIZE', self.world_size) == self.world_size
+        shared = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
+        if not (restarts and one_node and shared):
             return {}
-        store = dist.TCPStore(os.environ['MASTER_ADDR'], _env('MASTER_PORT', 0), self.world_size, is_master=False)
-        return {'store': dist.PrefixStore(f'restart {restarts}', store), 'rank': self.rank, 'world_size': self.world_size}
+        store = dist.TCPStore(os.environ['MASTER_ADDR'], _env('MASTER_PORT', 0), self.world_size,
+                              is_master=False)
+        return {'store': dist.PrefixStore(f'restart {restarts}', store), 'rank': self.rank,
+                'world_size': self.world_size}
 
     def __exit__(self, kind, *_):
-        # after an error the others may be in the midst of a collective: leave without waiting, torchrun ends them
+        # after an error others may be inside a collective: leave without waiting, torchrun ends all
         if self.world_size > 1 and kind is None:
             dist.barrier(group=self.control)
             dist.destroy_process_group()
 
     @contextlib.contextmanager
     def main_first(self):
-        """Rank 0 goes through the body while the others wait, then they do: for what must be made once."""
+        """Rank 0 runs the body while the others wait; then they run it."""
         if self.world_size > 1 and not self.main:
             dist.barrier(group=self.control)
         yield
@@ -119,28 +130,27 @@ class Ranks:
         """The smallest of the ranks' values."""
         if self.world_size == 1:
             return value
-        held = torch.tensor([value])
-        dist.all_reduce(held, op=dist.ReduceOp.MIN, group=self.control)
-        return int(held)
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.control)
+        return int(tensor)
 
-    def from_last(self, value: float) -> float:
+    def from_last(self, value):
         """The value of the last rank, on all ranks."""
-        if self.world_size == 1:
-            return value
-        held = torch.tensor([value], dtype=torch.float64)
-        dist.broadcast(held, src=self.world_size - 1, group=self.control)
-        return held.item()
+        return self._broadcast(value, self.world_size - 1)
 
     def from_first(self, value):
         """The value of rank 0, on all ranks."""
+        return self._broadcast(value, 0)
+
+    def _broadcast(self, value, rank):
         if self.world_size == 1:
             return value
-        held = [value]
-        dist.broadcast_object_list(held, src=0, group=self.control)
-        return held[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=rank, group=self.control)
+        return values[0]
 
     def gather(self, value) -> list:
-        """The values of all ranks in their order, on rank 0; an empty list on the others."""
+        """The values of all ranks in order, on rank 0; an empty list elsewhere."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size if self.main else None
@@ -149,30 +159,23 @@ class Ranks:
 
 
 def launch_id() -> str:
-    """What tells one start of torchrun from another, and not one of its restarts from the next; '' without torchrun."""
+    """Identifies a launch of torchrun, the same after a restart; '' without torchrun."""
     run = os.environ.get('TORCHELASTIC_RUN_ID', '')
-    return f'none, agent {begun(os.getppid())}' if run == 'none' else run  # where no --rdzv-id was given
+    if run == 'none':  # no --rdzv-id was given
+        return f'none, agent {process_start(os.getppid())}'
+    return run
 
 
-def begun(pid: int) -> str:
-    """A process of this machine among all that had or will have its number: in containers torchrun often has the same."""
-    try:
-        boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
-        ticks = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8').rpartition(')')[2].split()[19]
-        return f'{pid}, {ticks} after {boot}'
-    except (OSError, IndexError):  # not Linux
-        return f'{pid}, {socket.gethostname()}'
+def go_on_after_restart(s, ranks: Ranks, launch_of) -> None:
+    """Where torchrun has restarted the processes (--max-restarts), because one died or joined:
+    change the settings to resume from ckpt.pt, if this launch has saved one.
 
-
-def go_on_after_restart(s, ranks: Ranks, holds) -> None:
-    """Where torchrun has started the processes again, because one died or joined (--max-restarts): make the settings those of
-    a run that goes on from ckpt.pt, if this launch has saved one.
-
-    holds: path -> the `launch_id` in a checkpoint, '' where there is none.
+    launch_of: path -> the `launch_id` in a checkpoint, '' where there is none.
     """
     path = Path(s.out_dir) / 'ckpt.pt'
-    if ranks.from_first(launch_id() != '' and holds(path) == launch_id()):
-        print(f'{path} was saved by this launch ({launch_id()}), so this is a restart: going on from it')
+    if ranks.from_first(launch_id() != '' and launch_of(path) == launch_id()):
+        print(f'{path} was saved by this launch ({launch_id()}), so this is a restart: '
+              'going on from it')
         s.init_from, s.resume_from = 'resume', path.name
 
 
@@ -181,4 +184,5 @@ def _env(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UserError(f'environment variable {name}={text!r}: must be a whole number, as torchrun sets it') from None
+        raise UserError(f'environment variable {name}={text!r}: must be a whole number, '
+                        'as torchrun sets it') from None

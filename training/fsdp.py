@@ -1,6 +1,7 @@
-"""FSDP2: parameters, gradients and optimizer state shared out over the processes, a block gathered while it is at work.
+"""FSDP2: parameters, gradients and optimizer state are sharded over the processes, and a block is
+gathered while it runs.
 
-Source: torch.distributed.fsdp.fully_shard; the idea is ZeRO's third stage (Rajbhandari et al. 2020).
+Source: torch.distributed.fsdp.fully_shard; the idea is ZeRO stage 3 (Rajbhandari et al. 2020).
 """
 import warnings
 
@@ -11,35 +12,37 @@ from config.errors import UserError
 
 def check(s, dtype: torch.dtype) -> None:
     """Raises UserError: settings that do not go with parallel='fsdp'."""
-    for name, wrong in (('optimizer', 'adamw8bit'), ('offload_optimizer', True), ('recompute', 'auto'),
-                        ('memory_report', True)):
+    for name, wrong in (('optimizer', 'adamw8bit'), ('offload_optimizer', True),
+                        ('recompute', 'auto'), ('memory_report', True)):
         if getattr(s, name) == wrong:
             raise UserError(f"{name}={wrong!r} does not go with parallel='fsdp'")
     if dtype == torch.float16:
-        raise UserError("dtype='float16' needs loss scaling, which does not go with parallel='fsdp': use bfloat16 or float32")
+        raise UserError("dtype='float16' needs loss scaling, which does not go with "
+                        "parallel='fsdp': use bfloat16 or float32")
 
 
 def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool = False) -> None:
-    """Share out the parameters of a GPT in place, a block at a time; they become DTensors on the ranks' device.
+    """Shard the parameters of a GPT in place, by block; they become DTensors on the ranks' device.
 
-    Their values are those of rank 0's model; the others' may be on the 'meta' device.
+    Their values are rank 0's; the models of other ranks may be on the 'meta' device.
 
-    empty: no rank has any yet. dtype: of the arithmetic. In bfloat16 blocks are gathered in it, and gradients are still
-    averaged in float32; embeddings, the last norm and the head, whose products autocast rounds by itself, stay in float32, and
-    so does the residual stream.
+    dtype: of the arithmetic. In bfloat16 blocks are gathered in it, but gradients are averaged in
+    float32. Embeddings, the last norm, the head (autocast rounds its matmul) and the residual
+    stream stay in float32. empty: no rank has values yet.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    # V is a view of what a product gave. Nothing writes to it.
+    # V is a view of c_attn's output. Nothing writes to it.
     warnings.filterwarnings('ignore', message='FSDP2-wrapped module .* returned a view tensor')
     weights = model.state_dict() if ranks.main and not empty else {}
     model.to('meta')
-    model.transformer.wte.weight = model.lm_head.weight  # `to` makes new parameters, and of a tied one two
+    model.transformer.wte.weight = model.lm_head.weight  # `to` unties them
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    half = dtype != torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype if half else None, reduce_dtype=torch.float32 if half else None,
-                                  cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32,
+                                      cast_forward_inputs=False)
     for block in model.transformer.h:
         if compiled:
             block.compile()
@@ -47,7 +50,8 @@ def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool 
     fully_shard(model, mesh=mesh)
     model.to_empty(device=ranks.device)
     if not empty:
-        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, weights, options=options)
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +60,7 @@ def full(x: torch.Tensor) -> torch.Tensor:
 
 
 def like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x, which every process has whole, as p is: this process's part of it where p is shared out."""
+    """x, whole on every process, sharded as the parameter p is."""
     from torch.distributed.tensor import DTensor, distribute_tensor
     if not isinstance(p, DTensor) or isinstance(x, DTensor) or x.dim() == 0:
         return x

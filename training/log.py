@@ -1,4 +1,4 @@
-"""What a run says: nanoGPT's log lines, a live progress line on a terminal, metrics.jsonl; and passes on to trackers."""
+"""A run's log: nanoGPT's lines, a live progress line on a terminal, metrics.jsonl, trackers."""
 import json
 import math
 import os
@@ -14,40 +14,45 @@ from config.errors import UserError
 
 
 class RunLog:
-    """Log lines and metrics of one run; a context manager, so that files and the progress line are closed properly.
+    """Log lines and metrics of one run; a context manager, which closes files and trackers.
 
-    metrics.jsonl has one JSON object per logged step, in full precision; what is not finite is null there:
+    metrics.jsonl has one JSON object per logged step, in full precision, null where not finite:
 
-        iter, loss, lr              loss of the iteration's last micro-batch, learning rate it was trained with
-        time_ms                     of an iteration, averaged since the row before; evaluations do not count
+        iter, loss, lr              loss of the last micro-batch, learning rate of this iteration
+        time_ms                     of an iteration, mean since the last row, without evaluations
         tokens_per_second           of all processes together
         grad_norm                   of all gradients together, before clipping
         loss_scale                  where float16 is trained with one
-        skipped                     iterations without an update so far, resumed ones included (`training.update`)
-        model_tflops_per_second     as the model asks for, windows and heads counted (`training.flops.achieved`), all processes
-        mfu                         that as a share of the devices' peak, 0 to 1; only where the peak is known. Not the printed
-                                    one, which is nanoGPT's: every layer as full attention, an A100's peak
-        memory_bytes, memory_peak_bytes, memory_share, data_wait_share (of the time since the first batch)
-                                    of the device, or on a CPU of the process (`training.device.memory_use`)
+        skipped                     iterations skipped so far, since the start (`training.update`)
+        model_tflops_per_second     of all processes, by the plan (`training.flops.achieved`)
+        mfu                         that as a share of the devices' peak, 0 to 1, where it is known.
+                                    The printed one is nanoGPT's: full attention, an A100's peak
+        memory_bytes, memory_peak_bytes, memory_share
+                                    of the device, or on a CPU of the process (`memory_use`)
+        data_wait_share             of the time since the first batch
         train_loss, val_loss        where the step was evaluated
 
-    On resume rows from `start_iter` on are dropped: they are written again. A new run keeps the file of the one before as
-    metrics_old.jsonl.
+    On resume, rows from `start_iter` on are dropped: they are written again. A new run renames the
+    previous run's file to metrics_old.jsonl.
 
-    trackers: from `training.trackers`, closed with the log. write: False leaves metrics.jsonl alone. keep_old:
-    a copy of metrics.jsonl as it is becomes metrics_old.jsonl first.
+    Args:
+        trackers: from `training.trackers`, closed with the log.
+        write: False leaves metrics.jsonl alone.
+        keep_old: first copy metrics.jsonl to metrics_old.jsonl.
     """
 
-    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, trackers=(), write: bool = True,
-                 keep_old: bool = False):
+    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, trackers=(),
+                 write: bool = True, keep_old: bool = False):
         self.path, self.trackers = out_dir / 'metrics.jsonl', trackers
         self.file = self._reopen(start_iter, keep_old) if write else open(os.devnull, 'w')
         self.console = Console()
         self.progress = Progress(
-            TextColumn('[bold]{task.description:10}'), BarColumn(bar_width=None), MofNCompleteColumn(),
-            TextColumn('loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s  ETA'), TimeRemainingColumn(),
-            console=self.console, transient=True, speed_estimate_period=60,
-            disable=not (self.console.is_terminal and sys.stdout.isatty()))  # FORCE_COLOR makes rich believe in pipes
+            TextColumn('[bold]{task.description:10}'), BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn('loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s  ETA'),
+            TimeRemainingColumn(), console=self.console, transient=True, speed_estimate_period=60,
+            # with FORCE_COLOR rich takes a pipe for a terminal
+            disable=not (self.console.is_terminal and sys.stdout.isatty()))
         self.task = self.progress.add_task('training', total=max_iters + 1, completed=start_iter,
                                            loss=float('nan'), rate=0.0)
 
@@ -62,11 +67,12 @@ class RunLog:
             tracker.close()
 
     def _reopen(self, start_iter, keep_old):
-        kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter] if start_iter else []
+        kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter]
+        old = self.path.with_name('metrics_old.jsonl')
         if keep_old and self.path.is_file():
-            shutil.copy2(self.path, self.path.with_name('metrics_old.jsonl'))
+            shutil.copy2(self.path, old)
         elif not start_iter and self.path.is_file() and self.path.stat().st_size:
-            os.replace(self.path, self.path.with_name('metrics_old.jsonl'))  # of the run that was here before
+            os.replace(self.path, old)
         temporary = self.path.with_suffix('.tmp')
         try:
             temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
@@ -76,8 +82,8 @@ class RunLog:
         return open(self.path, 'a', buffering=1)
 
     def line(self, text: str) -> None:
-        """A log line, above the progress line if there is one. A reader that went away (Ctrl-C ends `| tee log` too) must
-        not keep the run from saving."""
+        """Print a line, above the progress line if there is one. A closed pipe (Ctrl-C also ends
+        `| tee log`) must not keep the run from saving."""
         try:
             if self.progress.disable:
                 print(text, flush=True)
@@ -86,15 +92,19 @@ class RunLog:
         except BrokenPipeError:
             sys.stdout = open(os.devnull, 'w')
 
-    def skipped(self, seen) -> None:
-        """A line of its own where iterations were skipped since the last one. seen: `training.update.Updates`."""
-        if seen.new:
-            which = f'iteration {seen.latest}' if seen.new == 1 else f'{seen.new} iterations, the last of them {seen.latest}'
-            scale = '' if seen.loss_scale is None else f'; loss scale now {seen.loss_scale:g}'
+    def skipped(self, updates) -> None:
+        """Print how many iterations were skipped, if any. updates: `training.update.Updates`."""
+        if updates.new:
+            which = f'iteration {updates.latest}'
+            if updates.new > 1:
+                which = f'{updates.new} iterations, the last of them {updates.latest}'
+            scale = ''
+            if updates.loss_scale is not None:
+                scale = f'; loss scale now {updates.loss_scale:g}'
             self.line(f'skipped {which}: loss or gradients were not finite{scale}')
 
     def doing(self, what: str) -> None:
-        """What the progress line says in front: 'training', 'evaluating'."""
+        """Set the progress line's description: 'training', 'evaluating'."""
         self.progress.update(self.task, description=what)
 
     def advance(self, iter_num: int, tokens_per_second: float, loss: float | None = None) -> None:
@@ -102,17 +112,19 @@ class RunLog:
         self.progress.update(self.task, completed=iter_num + 1, **fields)
 
     def stepped(self, iter_num: int, evaluated: dict, **row) -> None:
-        """Figures of a logged step, with the losses of an evaluation just before it.
+        """Write the metrics of a step, with the losses of an evaluation just before it.
 
         Raises:
             UserError: metrics.jsonl cannot be written to, as on a full disk.
         """
-        known = {name: value if math.isfinite(value) else None for name, value in {**row, **evaluated}.items()}
+        known = {name: value if math.isfinite(value) else None
+                 for name, value in {**row, **evaluated}.items()}
         try:
             self.file.write(json.dumps({'iter': iter_num, **known}) + '\n')
         except OSError as e:
-            raise UserError(f'cannot write to {self.path} at iteration {iter_num}: {e.strerror or e}; go on from the latest '
-                            'checkpoint with --init_from=resume') from e
+            raise UserError(f'cannot write to {self.path} at iteration {iter_num}: '
+                            f'{e.strerror or e}; go on from the latest checkpoint with '
+                            '--init_from=resume') from e
         for tracker in self.trackers:
             tracker.stepped(iter_num, row)
 
@@ -122,7 +134,7 @@ class RunLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, up to the first line that is none (a crash may cut the last one short)."""
+    """The rows of a metrics.jsonl, up to the first invalid line: a crash may cut the last one."""
     rows = []
     for line in path.read_text(errors='replace').splitlines() if path.is_file() else []:
         try:

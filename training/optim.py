@@ -1,37 +1,38 @@
-"""Optimizers, in nanoGPT's two groups (matrices decay, vectors do not), and the learning-rate schedules.
+"""Optimizers, in nanoGPT's two groups (matrices decay, vectors do not), and the learning rate.
 
     'adamw'      AdamW (Loshchilov & Hutter 2019), fused where torch can
-    'muon'       Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for embeddings and vectors
-    'adamw8bit'  AdamW whose averages are kept in 8 bits (Dettmers et al. 2022), torchao's
+    'muon'       Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest
+    'adamw8bit'  torchao's AdamW with moments in 8 bits (Dettmers et al. 2022)
 
-With `offload_optimizer` AdamW's state and steps are in host memory (`training.host_optimizer`).
+With `offload_optimizer`, AdamW's state and steps are in host memory (`training.host_optimizer`).
 
-Muon replaces a matrix's averaged gradient by the nearest orthogonal matrix. Its steps are scaled to the size of AdamW's (Liu et
-al. 2025, "Muon is scalable for LLM training"): so both take one learning rate, and one that suits AdamW is a good first try.
+Muon replaces a matrix's momentum by the nearest orthogonal matrix. Its steps are scaled to the size
+of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"), so that both take one learning
+rate, and one tuned for AdamW is a good start.
 """
-import inspect
 import math
 
 import torch
 
 from config.errors import UserError
+from training.fsdp import like
 from training.host_optimizer import HostAdamW
 
-ON_HOST = 'adamw on the host'  # what `state_nbytes` knows it by
+ON_HOST = 'adamw on the host'
 
 
 def configure_optimizers(model, weight_decay, learning_rate, betas, device_type):
-    """AdamW: parameters of two or more dimensions decay, vectors (biases, norm gains) do not. Fused where torch can."""
-    decay, no_decay = _by_dimension(model)
-    _say(decay, no_decay)
-    fused = 'fused' in inspect.signature(torch.optim.AdamW).parameters and device_type in ('cuda', 'cpu')
+    """AdamW: parameters of two or more dimensions decay, vectors (biases, norm gains) do not."""
+    groups = _groups(model, weight_decay)
+    fused = device_type in ('cuda', 'cpu')
     print(f'using fused AdamW: {fused}')
-    return torch.optim.AdamW(_groups(decay, no_decay, weight_decay), lr=learning_rate, betas=betas,
-                             **({'fused': True} if fused else {}))
+    more = {'fused': True} if fused else {}
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, **more)
 
 
 def check_optimizer(s) -> None:
-    """Raises UserError: torchao is missing, or `offload_optimizer` is set with another than AdamW."""
+    """Raises UserError: torchao is missing, or `offload_optimizer` is set with another optimizer
+    than AdamW."""
     if s.offload_optimizer and s.optimizer != 'adamw':
         raise UserError(f"offload_optimizer=True goes with optimizer='adamw', not {s.optimizer!r}")
     if s.optimizer == 'adamw8bit':
@@ -39,56 +40,51 @@ def check_optimizer(s) -> None:
 
 
 def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
-    """The one that the settings `s` (train.py's) name.
-
-    Raises:
-        UserError: as `check_optimizer`.
-    """
+    """The optimizer that train.py's settings `s` name. Raises UserError as `check_optimizer`."""
     check_optimizer(s)
     betas = s.beta1, s.beta2
     if s.optimizer == 'adamw' and not s.offload_optimizer:
         return model.configure_optimizers(s.weight_decay, s.learning_rate, betas, device_type)
-    decay, no_decay = _by_dimension(model)
-    _say(decay, no_decay)
+    options = {'lr': s.learning_rate, 'betas': betas}
+    groups = _groups(model, s.weight_decay)
     if s.offload_optimizer:
         print('using AdamW on the host')
-        return HostAdamW(_groups(decay, no_decay, s.weight_decay), lr=s.learning_rate, betas=betas)
+        return HostAdamW(groups, **options)
     if s.optimizer == 'adamw8bit':
-        return _adamw8bit()(_groups(decay, no_decay, s.weight_decay), lr=s.learning_rate, betas=betas)
+        return _adamw8bit()(groups, **options)
     blocks = {id(p) for p in model.transformer.h.parameters()}
-    matrices = [p for p in decay if id(p) in blocks]
-    print(f'using Muon for {len(matrices)} matrices of blocks, with {sum(p.numel() for p in matrices):,} parameters, and AdamW '
-          'for the others')
-    others = [p for p in decay if id(p) not in blocks]
-    muon = torch.optim.Muon(matrices, lr=s.learning_rate, weight_decay=s.weight_decay, momentum=s.muon_momentum,
-                            adjust_lr_fn='match_rms_adamw')
-    return Together(muon, torch.optim.AdamW(_groups(others, no_decay, s.weight_decay), lr=s.learning_rate, betas=betas))
+    matrices = [p for p in groups[0]['params'] if id(p) in blocks]
+    groups[0]['params'] = [p for p in groups[0]['params'] if id(p) not in blocks]
+    print(f'using Muon for {len(matrices)} matrices of blocks, with '
+          f'{sum(p.numel() for p in matrices):,} parameters, and AdamW for the others')
+    muon = torch.optim.Muon(matrices, lr=s.learning_rate, weight_decay=s.weight_decay,
+                            momentum=s.muon_momentum, adjust_lr_fn='match_rms_adamw')
+    return CombinedOptimizer(muon, torch.optim.AdamW(groups, **options))
 
 
-def _by_dimension(model):
+def _groups(model, weight_decay):
+    """nanoGPT's parameter groups, printed as it does."""
     params = [p for p in model.parameters() if p.requires_grad]
-    return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
-
-
-def _say(decay, no_decay):
-    print(f'num decayed parameter tensors: {len(decay)}, with {sum(p.numel() for p in decay):,} parameters')
-    print(f'num non-decayed parameter tensors: {len(no_decay)}, with {sum(p.numel() for p in no_decay):,} parameters')
-
-
-def _groups(decay, no_decay, weight_decay):
-    return [{'params': decay, 'weight_decay': weight_decay}, {'params': no_decay, 'weight_decay': 0.0}]
+    decay = [p for p in params if p.dim() >= 2]
+    no_decay = [p for p in params if p.dim() < 2]
+    for name, group in (('decayed', decay), ('non-decayed', no_decay)):
+        print(f'num {name} parameter tensors: {len(group)}, with '
+              f'{sum(p.numel() for p in group):,} parameters')
+    return [{'params': decay, 'weight_decay': weight_decay},
+            {'params': no_decay, 'weight_decay': 0.0}]
 
 
 def _adamw8bit():
     try:
         from torchao.optim import AdamW8bit
     except ImportError as e:
-        raise UserError("optimizer='adamw8bit' needs the torchao package: pip install -e '.[int8]'") from e
+        raise UserError("optimizer='adamw8bit' needs the torchao package: "
+                        "pip install -e '.[int8]'") from e
     return AdamW8bit
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimizers, each for parameters of its own, as one: its groups are theirs in their order, and so is its state."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one, with the groups and the state of all."""
 
     def __init__(self, *parts: torch.optim.Optimizer):
         self.parts, self.sizes = parts, [len(part.param_groups) for part in parts]
@@ -97,7 +93,7 @@ class Together(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._share()  # `load_state_dict` makes new groups and another state
+        self._share()  # `load_state_dict` makes new groups and a new state
 
     def _share(self):
         start = 0
@@ -111,21 +107,67 @@ class Together(torch.optim.Optimizer):
             part.step()
 
 
+def optimizer_state(optimizer) -> dict:
+    """Its `state_dict`, with torchao's 8-bit moments as plain tensors, so that a checkpoint can be
+    read without torchao."""
+    state = optimizer.state_dict()
+    plain = {i: {name: _to_plain(x) for name, x in values.items()}
+             for i, values in state['state'].items()}
+    return {**state, 'state': plain}
+
+
+def _to_plain(x):
+    if not hasattr(x, '__tensor_flatten__'):
+        return x
+    names, about = x.__tensor_flatten__()
+    return {'8bit': {name: getattr(x, name) for name in names}, 'about': about}
+
+
+def _from_plain(x, param):
+    """The inverse of `_to_plain`; an ordinary tensor is sharded as its parameter is."""
+    if isinstance(x, dict):
+        from torchao.optim.subclass_8bit import OptimState8bit
+        return OptimState8bit.__tensor_unflatten__(x['8bit'], x['about'])
+    return like(param, x) if torch.is_tensor(x) else x
+
+
+def load_optimizer(optimizer, state: dict) -> None:
+    """`load_state_dict`; also checks shapes, which torch does not.
+
+    The settings of the groups, `fused` among them, stay as they are here: the checkpoint may come
+    from another device. A state before the first step is ignored, whatever optimizer it is of.
+    """
+    if not state['state']:
+        return
+    saved, groups = state['param_groups'], []
+    for i, group in enumerate(saved):
+        own = optimizer.param_groups[i] if i < len(optimizer.param_groups) else {}
+        groups.append({**group, **{name: x for name, x in own.items() if name != 'params'}})
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    values = {i: {name: _from_plain(x, params[i]) for name, x in its.items()}
+              for i, its in state['state'].items()}
+    optimizer.load_state_dict({'state': values, 'param_groups': groups})
+    for p in params:
+        for name, x in optimizer.state[p].items():
+            if name != 'step' and torch.is_tensor(x) and x.shape != p.shape:
+                raise ValueError(f'{name} is {tuple(x.shape)}, its parameter {tuple(p.shape)}')
+
+
 def state_name(s) -> str:
-    """What `state_nbytes` is to be asked about, by train.py's settings."""
+    """The name of the optimizer in train.py's settings, for `state_nbytes`."""
     return ON_HOST if s.offload_optimizer else s.optimizer
 
 
 def state_nbytes(model, name: str) -> int:
-    """Bytes of the device that the state of this optimizer will have after its first step: two averages and a step count, or
-    one average."""
+    """Bytes on the device of an optimizer's state after its first step."""
     if name == ON_HOST:
         return 0
     blocks = {id(p) for p in model.transformer.h.parameters()}
     total = 0
     for p in (p for p in model.parameters() if p.requires_grad):
-        if name == 'adamw8bit' and p.numel() >= 4096 and p.numel() % 256 == 0:
-            total += 2 * (p.numel() + 4 * p.numel() // 256 + 4 * 256) + 4  # codes, a scale for 256 of them, their meaning
+        n = p.numel()
+        if name == 'adamw8bit' and n >= 4096 and n % 256 == 0:
+            total += 2 * (n + 4 * n // 256 + 4 * 256) + 4  # codes, a scale for 256 of them, a map
         elif name == 'muon' and p.dim() >= 2 and id(p) in blocks:
             total += p.nbytes
         else:
@@ -134,18 +176,21 @@ def state_nbytes(model, name: str) -> int:
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
-    """For all groups."""
+    """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
-        if torch.is_tensor(group['lr']):  # torchao's: its step is compiled, and would be anew for another number
+        if torch.is_tensor(group['lr']):  # torchao's compiled step would recompile for a new number
             group['lr'].fill_(lr)
         else:
             group['lr'] = lr
 
 
 def learning_rate_at(it: int, s) -> float:
-    """Linear warm-up; then, by `lr_schedule`, cosine decay to min_lr at lr_decay_iters, or the learning rate as it is until
-    cooldown_iters before that, and from there in a line to min_lr (warm-up, stable, decay; Hu et al. 2024, MiniCPM). `s` has
-    train.py's keys."""
+    """The learning rate of iteration `it`, by train.py's settings.
+
+    Linear warm-up, then by `lr_schedule`: cosine decay to min_lr at lr_decay_iters; or 'wsd'
+    (warm-up, stable, decay; Hu et al. 2024, MiniCPM), which is constant until cooldown_iters before
+    that and then decays linearly.
+    """
     if not s.decay_lr:
         return s.learning_rate
     if it < s.warmup_iters:
@@ -160,5 +205,5 @@ def learning_rate_at(it: int, s) -> float:
 
 
 def cooldown(s) -> int:
-    """Iterations of the last part of 'wsd': cooldown_iters, or a fifth of lr_decay_iters."""
+    """Iterations of the decay of 'wsd': cooldown_iters, or a fifth of lr_decay_iters."""
     return s.cooldown_iters or max(1, s.lr_decay_iters // 5)

@@ -7,10 +7,10 @@ from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from data.tokenfiles import is_prepared
 from kv.plan import plan_kv
+from training.checkpoint_manager import checkpoint_in
 from training.device import check_seed
 from training.int8_training import int8_linear
 from training.optim import check_optimizer, cooldown
-from training.shelf import checkpoint_in
 
 MOST_AHEAD = 64  # batches
 

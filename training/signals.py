@@ -4,10 +4,10 @@ import time
 
 
 class StopRequest:
-    """Context manager; true once Ctrl-C or SIGTERM came. A second Ctrl-C interrupts at once, as usual.
+    """Context manager; true once Ctrl-C or SIGTERM came. A second one interrupts at once.
 
-    repeats: seconds in which further signals count as the same request. torchrun passes Ctrl-C on to processes that may
-    have had it from the terminal already.
+    repeats: seconds in which further signals count as the same request: torchrun passes Ctrl-C on
+    to processes that may have had it from the terminal already.
     """
 
     def __init__(self, repeats: float = 0.0):

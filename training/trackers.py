@@ -1,4 +1,4 @@
-"""Where else a run's figures go: Weights & Biases, TensorBoard. Both optional."""
+"""Optional trackers of a run's metrics: Weights & Biases, TensorBoard."""
 import importlib
 from pathlib import Path
 
@@ -12,12 +12,13 @@ def check_packages(s) -> None:
         try:
             wanted and importlib.import_module(module)
         except ImportError as e:
-            raise UserError(f'{package}_log=True needs the {package} package: pip install {package}') from e
+            raise UserError(f'{package}_log=True needs the {package} package: '
+                            f'pip install {package}') from e
 
 
 def open_trackers(s, out_dir: Path, start_iter: int) -> list:
-    """The trackers that the settings ask for. What TensorBoard has from `start_iter` on is replaced, unless the run only
-    evaluates.
+    """The trackers in the settings. TensorBoard's events from `start_iter` on are replaced, unless
+    the run only evaluates.
 
     Raises:
         UserError: a package that is not installed; Weights & Biases cannot start.
@@ -32,7 +33,7 @@ def open_trackers(s, out_dir: Path, start_iter: int) -> list:
 
 
 class WandB:
-    """As nanoGPT does it: one row at each evaluation, with iter, train/loss, val/loss, lr and mfu."""
+    """As in nanoGPT, a row at each evaluation: iter, train/loss, val/loss, lr and mfu."""
 
     def __init__(self, s):
         import wandb
@@ -40,8 +41,8 @@ class WandB:
             self.run = wandb.init(project=s.wandb_project, name=s.wandb_run_name, config=vars(s))
         except Exception as e:  # noqa: BLE001  its errors have no base of their own
             reason = ' '.join(str(e).split())[:300]
-            raise UserError(f'wandb_log=True, but Weights & Biases cannot start: {reason}; `wandb login`, or set '
-                            'WANDB_MODE=offline') from e
+            raise UserError(f'wandb_log=True, but Weights & Biases cannot start: {reason}; '
+                            '`wandb login`, or set WANDB_MODE=offline') from e
 
     def evaluated(self, iter_num: int, row: dict) -> None:
         self.run.log({'iter': iter_num, **row})
@@ -54,7 +55,7 @@ class WandB:
 
 
 class TensorBoard:
-    """Evaluations under the same names, and what metrics.jsonl has of each logged step (`RunLog`), under step/.
+    """Evaluations under the same names, and the metrics of each logged step (`RunLog`) under step/.
 
     See them with `tensorboard --logdir OUT_DIR`.
     """

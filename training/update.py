@@ -1,9 +1,9 @@
-"""The optimizer's step of an iteration, left out where the loss or a gradient is not finite.
+"""The optimizer's step of an iteration, skipped where the loss or a gradient is not finite.
 
-A NaN or an infinity that reaches AdamW stays in its moments and in the weights for good, so the step is skipped and counted
-instead, as loss scaling does for float16 (Micikevicius et al. 2017, "Mixed precision training", section 3.2). Nothing here
-waits for the device: the fused AdamW takes the flag as a tensor (`found_inf`, made for torch.amp.GradScaler) and does nothing
-where it is set, and the counts stay on the device until `read`.
+A NaN or an infinity in AdamW's moments or in the weights stays there, so the step is skipped and
+counted, as loss scaling does for float16 (Micikevicius et al. 2017, "Mixed precision training",
+section 3.2). Nothing here waits for the device: fused AdamW takes a tensor as flag (`found_inf`,
+made for torch.amp.GradScaler), and the counts stay on the device until `read`.
 """
 import math
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ import torch
 
 from training.fsdp import full
 
-HEALTHY_SCALE = 1.0  # an overflow while the loss is scaled by more than this is ordinary: the scaler is finding its scale
+HEALTHY_SCALE = 1.0  # overflows at a larger loss scale are normal: the scaler is still adapting
 
 
-def contagious(loss: torch.Tensor) -> torch.Tensor:
-    """The same loss, of which all gradients are NaN unless it is finite: 1 + 0 * loss is exactly 1 there.
+def propagate_nonfinite(loss: torch.Tensor) -> torch.Tensor:
+    """The same loss, but if it is not finite, all its gradients are NaN (1 + 0 * loss is 1 else).
 
-    So the gradients alone say whether to step, and where ranks average them, all ranks see what happened on one.
+    So the gradients alone decide whether to step; averaged over the ranks, they tell all of them.
     """
     return loss * (1 + 0 * loss.detach())
 
 
 @dataclass(frozen=True)
 class Updates:
-    """What `GuardedUpdate.read` found, as plain numbers.
+    """The counts of a `GuardedUpdate`, as plain numbers.
 
-    skipped: iterations without a step, in all; new: since it was last read; latest: the last of them (-1: none).
-    in_row: those at the end of the run so far that count against `max_skipped`.
+    skipped: iterations without a step, in total; new: since the last read; latest: the last of them
+    (-1: none). in_row: those at the end of the run so far that count against `max_skipped`.
     grad_norm: of the last iteration, unscaled, before clipping. loss_scale: None without a scaler.
     finite_loss: this rank's loss in the last iteration that was not skipped (NaN: none).
     """
@@ -42,53 +42,58 @@ class Updates:
 
 
 class GuardedUpdate:
-    """Unscales and clips the gradients, steps the optimizer where they are finite, and counts where they are not.
+    """Unscales and clips the gradients, and steps the optimizer if they are finite.
 
-    An iteration counts towards a broken run only where the loss scale has come down to `HEALTHY_SCALE`: from 65536, where a
-    scaler begins, that takes 16 skipped iterations, which say nothing against the run.
+    A skipped iteration counts towards a broken run only once the loss scale is down to
+    `HEALTHY_SCALE`: from 65536, where a scaler starts, that alone takes 16 skipped iterations.
 
     Args:
-        scaler: torch.amp.GradScaler; not enabled for anything but float16.
-        grad_clip: largest norm of all gradients together; 0 = any.
+        scaler: torch.amp.GradScaler, enabled for float16 only.
+        grad_clip: largest norm of all gradients together; 0 = unlimited.
     """
 
     def __init__(self, optimizer, scaler, grad_clip: float, device: torch.device):
         self.optimizer, self.scaler, self.grad_clip = optimizer, scaler, grad_clip
-        self.on_device = bool(optimizer.param_groups[0].get('fused'))
+        self.fused = bool(optimizer.param_groups[0].get('fused'))
         self.one = torch.ones((), device=device)
         self.norm, self.finite_loss = self.one * torch.nan, self.one * torch.nan
         self.counts = torch.tensor([0, 0, -1], device=device)  # skipped, in a row, latest
-        self.told = 0
+        self.reported = 0
 
     def restore(self, skipped: int) -> None:
-        """Go on counting from what an interrupted run had."""
-        self.counts[0] = self.told = skipped
+        """Continue the count of an interrupted run."""
+        self.counts[0] = self.reported = skipped
 
     def __call__(self, iter_num: int, loss: torch.Tensor) -> None:
-        """Update the parameters from their gradients, which are dropped. loss: of the last micro-batch, unscaled."""
+        """Update the parameters and drop their gradients. loss: unscaled, of the last
+        micro-batch."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
         if self.grad_clip != 0.0:
-            self.norm = full(torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip))
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip)
         else:
-            self.norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+        self.norm = full(norm)
         bad = ~self.norm.isfinite()
         self._step(bad)
-        counts = self.scaler.scale(self.one) <= HEALTHY_SCALE  # `scale` in place of `get_scale`, which waits for the device
+        # `scale(1)` is `get_scale` without waiting for the device
+        counts = self.scaler.scale(self.one) <= HEALTHY_SCALE
         skipped, in_row, latest = self.counts
-        self.counts = torch.stack([skipped + bad, torch.where(bad, in_row + counts, 0), torch.where(bad, iter_num, latest)])
+        self.counts = torch.stack([skipped + bad, torch.where(bad, in_row + counts, 0),
+                                   torch.where(bad, iter_num, latest)])
         self.finite_loss = torch.where(bad, self.finite_loss, loss)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _step(self, bad):
-        """In place of GradScaler.step, which knows of overflows but not of norms, and does nothing without float16."""
-        if self.on_device:
+        """Replaces GradScaler.step, which ignores norms and does nothing without float16."""
+        if self.fused:
             self.optimizer.found_inf = bad.float()
             try:
                 self.optimizer.step()
             finally:
-                del self.optimizer.found_inf  # the optimizer is pickled and used elsewhere too
+                del self.optimizer.found_inf
         elif not bad.item():
             self.optimizer.step()
 
@@ -99,24 +104,30 @@ class GuardedUpdate:
 
     @property
     def in_row(self) -> int:
-        """Iterations skipped in a row up to now that count towards a broken run; waits for the device."""
+        """As in `Updates`; waits for the device."""
         return int(self.counts[1])
 
     def read(self) -> Updates:
-        """Everything counted so far; waits for the device."""
+        """All counts so far; waits for the device."""
         skipped, in_row, latest = self.counts.tolist()
-        new, self.told = skipped - self.told, skipped
-        return Updates(skipped, new, latest, in_row, self.norm.item(),
-                       self.scaler.get_scale() if self.scaler.is_enabled() else None, self.finite_loss.item())
+        new, self.reported = skipped - self.reported, skipped
+        scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
+        return Updates(skipped, new, latest, in_row, self.norm.item(), scale,
+                       self.finite_loss.item())
 
 
-def broken(seen: Updates, iter_num: int, loss: float, lr: float, s, saved) -> str:
-    """What is said of a run that ends here. s: train.py's settings. saved: path of the run's checkpoint, or None."""
-    what = f'gradient norm is {seen.grad_norm} (loss {loss:.4f})' if math.isfinite(loss) else f'loss is {loss}'
-    scale = '' if seen.loss_scale is None else f', loss scale {seen.loss_scale:g}'
-    last = 'no loss was finite yet' if math.isnan(seen.finite_loss) else f'last finite loss {seen.finite_loss:.4f}'
+def broken(updates: Updates, iter_num: int, loss: float, lr: float, s, saved) -> str:
+    """The error of a run that ends here. saved: path of its checkpoint, or None."""
+    what = f'loss is {loss}'
+    if math.isfinite(loss):
+        what = f'gradient norm is {updates.grad_norm} (loss {loss:.4f})'
+    scale = '' if updates.loss_scale is None else f', loss scale {updates.loss_scale:g}'
+    last = f'last finite loss {updates.finite_loss:.4f}'
+    if math.isnan(updates.finite_loss):
+        last = 'no loss was finite yet'
     state = f'{saved} has the last saved state' if saved else 'nothing has been saved yet'
     clip = f'grad_clip below {s.grad_clip:g}' if s.grad_clip else 'grad_clip=1 (it is off)'
-    return (f'iteration {iter_num}: the {what}, and {seen.in_row} iterations in a row were skipped for such reasons '
-            f'(max_skipped={s.max_skipped}); learning rate {lr:g}{scale}, {last}. They left the weights as they were; {state}. '
-            f'Try a lower learning_rate, a longer warmup_iters, {clip}, dtype=bfloat16 or float32')
+    return (f'iteration {iter_num}: the {what}, and {updates.in_row} iterations in a row were '
+            f'skipped for such reasons (max_skipped={s.max_skipped}); learning rate {lr:g}{scale}, '
+            f'{last}. They left the weights as they were; {state}. Try a lower learning_rate, '
+            f'a longer warmup_iters, {clip}, dtype=bfloat16 or float32')

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from config.errors import UserError
+from config.folder_lock import one_at_a_time
 from data.making import journal
-from data.making.lock import one_at_a_time
 from data.tokenfiles import MAX_ID, dtype_of, meta_problem, split_files
 
 

@@ -10,7 +10,7 @@ from interop.convert import MEMORY, convert_checkpoint
 from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
 from training.checkpoint import load_checkpoint
-from training.shelf import Shelf
+from training.checkpoint_manager import CheckpointManager
 
 
 def main(argv=None):
@@ -26,7 +26,7 @@ def main(argv=None):
                          else 'are not trained yet: train that row first (or name it in --only too)'))
     config = ladder.trained_config(row)
     checkpoint = convert_checkpoint(path, {key: getattr(config, key) for key in MEMORY})
-    Shelf(results.out_dir(row, int(seed))).save(checkpoint | {'holds_best': False})
+    CheckpointManager(results.out_dir(row, int(seed))).save(checkpoint | {'holds_best': False})
 
 
 if __name__ == '__main__':

@@ -34,8 +34,8 @@ from config.errors import UserError
 from data.making.writer import write_dataset
 from lab.benchmarks.setting import processor
 from training.checkpoint import load_checkpoint
+from training.checkpoint_manager import peek
 from training.log import read_metrics
-from training.shelf import peek
 
 RESULT = ROOT / 'results' / 'cpu' / 'soak.json'
 VOCAB = 64

@@ -12,7 +12,7 @@ import torch
 
 from config.errors import UserError
 from tests.programs.support import VANILLA, Died, die, flags, load, run_train, start_program
-from training.checkpoint import keep_beside, load_checkpoint, save_checkpoint
+from training.checkpoint import link_or_copy, load_checkpoint, save_checkpoint
 
 resource = pytest.importorskip('resource')  # not on Windows
 
@@ -201,7 +201,7 @@ def test_a_copy_is_whole_and_on_disk_before_it_takes_the_name(tmp_path, monkeypa
         replace(old, new)
     for name, stand_in in (('link', no_links), ('fsync', synced), ('replace', renamed)):
         monkeypatch.setattr(os, name, stand_in)
-    keep_beside(tmp_path / 'a', tmp_path / 'b')
+    link_or_copy(tmp_path / 'a', tmp_path / 'b')
     copy = (tmp_path / 'b').stat().st_ino
     assert done == [(copy, 256 * 5000), ('renamed', copy), 'folder']
     assert (tmp_path / 'b').read_bytes() == (tmp_path / 'a').read_bytes() and not (tmp_path / 'b').samefile(tmp_path / 'a')
@@ -216,12 +216,12 @@ def test_a_copy_that_cannot_be_finished_leaves_the_one_before(tmp_path, monkeypa
     monkeypatch.setattr(os, 'link', no_links)
     monkeypatch.setattr(os, 'fsync', full)
     with pytest.raises(OSError, match='No space left'):
-        keep_beside(tmp_path / 'a', tmp_path / 'b')
+        link_or_copy(tmp_path / 'a', tmp_path / 'b')
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {'a': 'new', 'b': 'the one before'}
 
 
 def test_a_second_name_for_the_same_file_again_leaves_nothing_behind(tmp_path):
     (tmp_path / 'a').write_text('a')
     for _ in range(2):
-        keep_beside(tmp_path / 'a', tmp_path / 'b')
+        link_or_copy(tmp_path / 'a', tmp_path / 'b')
     assert {p.name for p in tmp_path.iterdir()} == {'a', 'b'} and (tmp_path / 'b').samefile(tmp_path / 'a')

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from config.errors import UserError
 from tests.programs.support import FULL_STACK, LAUNCH, ROOT, VANILLA, flags, load, losses, metrics, run_train
 
 SIX_STEPS = dict(gradient_accumulation_steps=4, max_iters=5, eval_interval=3, eval_iters=3)
@@ -71,27 +72,29 @@ def assert_same_losses(a, b):
         assert pairs and max(abs(x - y) for x, y in pairs) < 1e-5
 
 
-@pytest.mark.parametrize('config', [pytest.param(VANILLA, marks=pytest.mark.slow), dict(FULL_STACK, checkpoint_blocks=True)],
-                         ids=['vanilla', 'full stack'])
-def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(tmp_path, data_root, config):
-    run(data_root, 1, tmp_path / 'one', config, **SIX_STEPS)
-    out = run(data_root, 2, tmp_path / 'two', config, **SIX_STEPS)
-    assert_same_losses(metrics(tmp_path / 'one'), metrics(tmp_path / 'two'))
-    one, two = load(tmp_path / 'one' / 'ckpt.pt'), load(tmp_path / 'two' / 'ckpt.pt')
+SMALL_CHUNKS = "import training.loss; training.loss.CHUNK_BYTES = {'cpu': 4 * 12 * 9}\n"
+
+
+@pytest.mark.parametrize('config', [
+    pytest.param(VANILLA, marks=pytest.mark.slow, id='vanilla'),
+    pytest.param(dict(FULL_STACK, recompute='selective'), id='full stack, recomputed'),
+    pytest.param(dict(FULL_STACK, checkpoint_blocks=True), marks=pytest.mark.slow, id='blocks')])
+def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
+        tmp_path, data_root, config):
+    """With recomputation and a chunked loss, against one process without either."""
+    plain = {name: x for name, x in config.items() if name not in ('recompute', 'checkpoint_blocks')}
+    run_train(tmp_path / 'one', plain, **SIX_STEPS, chunked_loss=False)
+    out = run(data_root, 2, tmp_path / 'two', config, **SIX_STEPS, before=SMALL_CHUNKS)
+    rows = [metrics(tmp_path / name) for name in ('one', 'two')]
+    assert_same_losses(*rows)
+    norms = [[row['grad_norm'] for row in each] for each in rows]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    one, two = (load(tmp_path / name / 'ckpt.pt') for name in ('one', 'two'))
     assert max((one['model'][name] - x).abs().max() for name, x in two['model'].items()) < 1e-5
     assert torch.equal(one['data_rng'], two['data_rng']) and len(two['rng']) == 2
-    assert out.count('step 0:') == out.count('iter 0:') == out.count('tokens per iteration') == 1  # rank 1 is silent
+    for line in ('step 0:', 'iter 0:', 'tokens per iteration'):
+        assert out.count(line) == 1  # rank 1 is silent
     assert 'tokens per iteration will be: 256' in out  # 4 micro-batches of 4 sequences of 16
-
-
-def test_recomputation_and_a_chunked_loss_under_ddp(tmp_path, data_root):
-    """Two processes that keep little against one that keeps all: the same gradients, averaged once an iteration."""
-    run_train(tmp_path / 'plain', **SIX_STEPS, chunked_loss=False)
-    run(data_root, 2, tmp_path / 'little', **SIX_STEPS, recompute='selective',
-        before="import training.loss; training.loss.CHUNK_BYTES = {'cpu': 4 * 12 * 9}\n")
-    assert_same_losses(metrics(tmp_path / 'plain'), metrics(tmp_path / 'little'))
-    norms = [[row['grad_norm'] for row in metrics(tmp_path / name)] for name in ('plain', 'little')]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -189,25 +192,16 @@ def test_wrong_settings_end_all_processes(tmp_path, data_root, settings, named):
     assert all(text in line for text in named)
 
 
-def test_a_wrong_environment_is_named(tmp_path, data_root, monkeypatch):
-    monkeypatch.setenv('WORLD_SIZE', 'two')
-    process = start(data_root, 1, tmp_path / 'out')
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and err.strip() == "error: environment variable WORLD_SIZE='two': must be a whole number, " \
-        'as torchrun sets it'
-
-
-def test_a_rank_outside_of_the_world_is_named(tmp_path, data_root, monkeypatch):
-    monkeypatch.setenv('RANK', '1')
-    process = start(data_root, 1, tmp_path / 'out')
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and err.startswith('error: RANK=1 and WORLD_SIZE=1') and len(err.splitlines()) == 1
-
-
-def test_processes_that_torchrun_did_not_start_are_told_to(tmp_path, data_root, monkeypatch):
-    monkeypatch.setenv('WORLD_SIZE', '2')
+@pytest.mark.parametrize('name, value, error', [
+    ('WORLD_SIZE', 'two', "^environment variable WORLD_SIZE='two': must be a whole number, "
+                          'as torchrun sets it$'),
+    ('RANK', '1', '^RANK=1 and WORLD_SIZE=1'),
+    ('RANK', '-1', '^RANK=-1 and WORLD_SIZE=1'),
+    ('WORLD_SIZE', '2', '^the 2 processes .* torchrun')])
+def test_an_environment_that_torchrun_did_not_set_is_an_error(
+        tmp_path, monkeypatch, name, value, error):
+    monkeypatch.setenv(name, value)
     monkeypatch.delenv('MASTER_ADDR', raising=False)
-    process = start(data_root, 1, tmp_path / 'out')
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and err.startswith('error: the 2 processes') and 'torchrun' in err
-    assert len(err.splitlines()) == 1
+    with pytest.raises(UserError, match=error) as caught:
+        run_train(tmp_path / 'out')
+    assert '\n' not in str(caught.value) and not (tmp_path / 'out').exists()

@@ -46,8 +46,8 @@ def test_what_another_launch_left_is_not_gone_on_from(tmp_path, monkeypatch):
     """A run that begins anew, and dies before its first checkpoint, begins anew again."""
     from types import SimpleNamespace
 
+    from training.checkpoint_manager import launch_of
     from training.distributed import Ranks, go_on_after_restart
-    from training.shelf import launch_of
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'first')
     run_train(tmp_path, max_iters=2, eval_interval=2)
     assert load(tmp_path / 'ckpt.pt')['launch'] == 'first'

@@ -3,12 +3,13 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import sample
 from config.errors import UserError
 from tests.programs.support import FULL_STACK, VANILLA, load, metrics, run_train
 from tests.programs.test_distributed import SIX_STEPS, assert_same_losses, run, start
-from training import shard_files, shards
+from training import checkpoint, shards
 from training.checkpoint import load_checkpoint
 
 FSDP = dict(parallel='fsdp')
@@ -21,16 +22,34 @@ def assert_same_state(a, b, exact=True):
     assert one['model'].keys() == two['model'].keys() and gap <= (0 if exact else 1e-5)
 
 
-@pytest.mark.parametrize('n, policy', [(2, 'none'), *(pytest.param(4, policy, marks=pytest.mark.slow) for policy in (
-    'none', 'selective', 'mlp', 'block', 'every:3', 'sqrt', 'offload'))])
-def test_several_processes_have_the_losses_of_one(tmp_path, data_root, n, policy):
+@pytest.fixture(scope='module')
+def sharded(tmp_path_factory, data_root):
+    """(folder, printed): a run of two processes, for tests that copy it."""
+    folder = tmp_path_factory.mktemp('sharded')
+    printed = run(data_root, 2, folder / 'out', STACK, **SIX_STEPS, **FSDP)
+    return folder / 'out', printed
+
+
+def assert_same_run(one, several, printed):
+    rows = [metrics(folder) for folder in (one, several)]
+    assert_same_losses(*rows)
+    assert_same_state(one, several, exact=False)
+    norms = [[row['grad_norm'] for row in each] for each in rows]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and printed.count('step 0:') == 1
+
+
+def test_two_processes_have_the_losses_of_one(tmp_path, sharded):
+    run_train(tmp_path, STACK, **SIX_STEPS)
+    assert_same_run(tmp_path, *sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('policy', ['none', 'selective', 'mlp', 'block', 'every:3', 'sqrt', 'offload'])
+def test_recomputation_changes_no_loss(tmp_path, data_root, policy):
     settings = SIX_STEPS | dict(recompute=policy, max_iters=19, eval_interval=10, eval_iters=3)
     run_train(tmp_path / 'one', STACK, **settings)
-    out = run(data_root, n, tmp_path / 'several', STACK, **settings, **FSDP)
-    assert_same_losses(metrics(tmp_path / 'one'), metrics(tmp_path / 'several'))
-    assert_same_state(tmp_path / 'one', tmp_path / 'several', exact=False)
-    norms = [[row['grad_norm'] for row in metrics(tmp_path / name)] for name in ('one', 'several')]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and out.count('step 0:') == 1
+    printed = run(data_root, 4, tmp_path / 'several', STACK, **settings, **FSDP)
+    assert_same_run(tmp_path / 'one', tmp_path / 'several', printed)
 
 
 @pytest.mark.slow
@@ -64,17 +83,9 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root, cou
     assert_same_state(tmp_path / 'whole', parts, exact=False)
 
 
-@pytest.fixture(scope='module')
-def sharded(tmp_path_factory, data_root):
-    """A folder with a checkpoint in two shards, for tests that copy it."""
-    folder = tmp_path_factory.mktemp('sharded')
-    run(data_root, 2, folder / 'out', STACK, **SIX_STEPS, **FSDP)
-    return folder / 'out'
-
-
 @pytest.fixture
 def out(sharded, tmp_path):
-    return shutil.copytree(sharded, tmp_path / 'out')
+    return shutil.copytree(sharded[0], tmp_path / 'out')
 
 
 def test_it_is_sampled_as_any_other(out, capsys):
@@ -130,7 +141,7 @@ def test_shards_that_a_copy_names_stay(out, tmp_path):
     run = folder.name.removeprefix('shards_').rpartition('_')[0].rpartition('_')[0]
     (out / 'ckpt.pt').rename(out / 'good.pt')
     shutil.copytree(folder, out / f'shards_{run}_0000001_00000000')
-    shard_files.collect(out, run)
+    checkpoint.delete_unused_shards(out, run)
     assert [path.name for path in out.glob('shards_*')] == [folder.name]
 
 
@@ -143,11 +154,15 @@ def test_in_bfloat16_it_has_the_losses_of_ddp(tmp_path, data_root):
     assert ddp == pytest.approx(fsdp, abs=3e-3) and len(ddp) == 6
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_no_shards(tmp_path, monkeypatch):
-    dcp, *_ = shard_files.storage()
-    monkeypatch.setattr(dcp, 'save', lambda *args, **kwargs: (tmp_path / 'part').mkdir() or 1 / 0)
+@pytest.mark.parametrize('error', [ZeroDivisionError(), CheckpointException('full', {})])
+def test_a_checkpoint_that_cannot_be_written_leaves_no_shards(tmp_path, monkeypatch, error):
+    """CheckpointException derives from BaseException."""
+    def save(*args, **kwargs):
+        (tmp_path / 'part').mkdir()
+        raise error
+    monkeypatch.setattr(checkpoint.storage()[0], 'save', save)
     with pytest.raises(UserError, match='cannot write checkpoint'):
-        shard_files.write(tmp_path / 'part', {'x': torch.zeros(3)}, alone=True)
+        checkpoint.write_shards(tmp_path / 'part', {'x': torch.zeros(3)})
     assert not (tmp_path / 'part').exists()
 
 

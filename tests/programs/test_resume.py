@@ -43,8 +43,7 @@ def check_resume(tmp_path, at_step, final_weights):
     return check
 
 
-@BOTH
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('config, number', [(VANILLA, signal.SIGINT), (FULL_STACK, signal.SIGTERM)])
 def test_stopped_by_a_signal_and_resumed_gives_the_same_losses_and_weights(check_resume, config, number):
     check_resume(config, number)
 

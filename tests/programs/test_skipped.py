@@ -95,7 +95,7 @@ def test_without_skipped_iterations_the_guard_changes_no_bit(tmp_path, monkeypat
         update.optimizer.step()
         update.optimizer.zero_grad(set_to_none=True)
     monkeypatch.setattr('training.update.GuardedUpdate.__call__', plainly)
-    monkeypatch.setattr('training.run.contagious', lambda loss: loss)
+    monkeypatch.setattr('training.run.propagate_nonfinite', lambda loss: loss)
     run_train(tmp_path / 'b', max_iters=6)
     assert [(row['iter'], row['loss']) for row in guarded] == losses(tmp_path / 'b')
 

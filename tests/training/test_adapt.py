@@ -8,7 +8,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from model import GPT
 from training.adapt import adapt, adapted_config, differences
-from training.checkpoint import load_optimizer
+from training.optim import load_optimizer
 
 SHAPE = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=8)
 

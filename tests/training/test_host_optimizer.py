@@ -7,10 +7,9 @@ import torch
 from config.errors import UserError
 from config.sizes import nice_bytes
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
-from training.checkpoint import load_optimizer, optimizer_state
 from training.host_optimizer import HostAdamW
 from training.memory_use import memory_line, state_bytes
-from training.optim import make_optimizer, set_learning_rate, state_name
+from training.optim import load_optimizer, make_optimizer, optimizer_state, set_learning_rate, state_name
 from training.update import GuardedUpdate
 
 HOST = settings(optimizer='adamw', offload_optimizer=True)

@@ -8,9 +8,8 @@ import torch
 
 from config.errors import UserError
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
-from training.checkpoint import load_optimizer, optimizer_state
 from training.memory_use import state_bytes
-from training.optim import cooldown, learning_rate_at, make_optimizer, set_learning_rate
+from training.optim import cooldown, learning_rate_at, load_optimizer, make_optimizer, optimizer_state, set_learning_rate
 from training.update import GuardedUpdate
 
 EIGHT_BIT = pytest.param('adamw8bit', marks=pytest.mark.slow)  # torch.compile

@@ -11,12 +11,12 @@ import pytest
 
 import ablate
 from config.errors import UserError
+from config.folder_lock import only_writer
 from interop.convert import convert_weights
 from lab.ablation import convert
 from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
 from training.checkpoint import load_checkpoint, save_checkpoint
-from training.lock import only_writer
 
 LADDER = '''
 base = 'config/train_recall.py'

@@ -101,7 +101,7 @@ def test_steps_are_those_of_each_rows_optimizer(ladder_of, once):
     speed.device, speed.dtype = torch.device('cpu'), torch.float32
     figures = speed._train()
     of = {name: speed._steps(speed.trains_as[name]) for name in ('+ MQA', 'Muon', 'int8 products')}
-    assert [type(x.optimizer).__name__ for x in of.values()] == ['AdamW', 'Together', 'AdamW']
+    assert [type(x.optimizer).__name__ for x in of.values()] == ['AdamW', 'CombinedOptimizer', 'AdamW']
     assert [type(x.model.transformer.h[0].mlp.c_fc).__name__ for x in of.values()] == ['Linear', 'Linear', 'Int8Linear']
     assert not figures['errors']
     peak = {name: figures['memory'][speed.trains_as[name]]['peak'] for name in of}

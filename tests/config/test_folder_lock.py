@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from config import folder_lock as lock
 from config.errors import UserError
-from training import lock
-from training.lock import only_writer, this_process
+from config.folder_lock import only_writer, this_process
 
 ROOT = Path(lock.__file__).resolve().parents[1]
 HOLDER = '''
 import sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from training.lock import only_writer
+from config.folder_lock import only_writer
 with only_writer(Path(sys.argv[1]), ''):
     Path(sys.argv[1], 'written').touch()
     print('held', flush=True)

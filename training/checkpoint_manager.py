@@ -1,0 +1,199 @@
+"""The checkpoints of a run: their names, which of them are kept, and which one to resume from."""
+import itertools
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+
+from config.errors import UserError
+from training.checkpoint import (
+    delete_unused_shards,
+    link_or_copy,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+NUMBERED = re.compile(r'ckpt_(\d{7,})\.pt')
+
+
+class CheckpointManager:
+    """Saves the checkpoints of one run to `folder`.
+
+    ckpt.pt is the latest. ckpt_best.pt has the best validation loss; it is made when ckpt.pt no
+    longer has it. ckpt_ITERATION.pt are the `keep` - 1 checkpoints before the latest; older ones of
+    this run are deleted, and no other file is. With keep = 1 none is made or deleted.
+
+    A file under one of these names that belongs to another run, or is ahead of the checkpoint that
+    this run resumed from, gets a name with `_old` before the first save replaces it.
+    """
+
+    def __init__(self, folder: Path, keep: int = 1):
+        self.folder, self.keep = folder, keep
+        self.path, self.best_path = folder / 'ckpt.pt', folder / 'ckpt_best.pt'
+        self.run = uuid.uuid4().hex
+        self.start = -1     # checkpoints of this run up to this iteration belong to it
+        self.origin = None  # the file it was resumed from
+        self.best = None    # the file with the best validation loss
+        self.latest = None  # the iteration of ckpt.pt, if that belongs to this run
+        self.numbered = {}  # iteration -> file of this run
+        self.cleared = False
+
+    def resume(self, origin: Path, saved: dict) -> None:
+        """Continue the run that wrote the checkpoint `saved`, read from `origin`."""
+        # one without a run id, such as nanoGPT's, belongs to this run; other such files may not
+        self.run = _run_of(saved) or self.run
+        self.start, self.origin = saved['iter_num'], origin
+        self.best = origin if saved.get('holds_best', True) else None
+        self.latest = self.start if origin == self.path else None
+
+    def save(self, checkpoint: dict, say=print) -> None:
+        """Write ckpt.pt, then name, copy and delete older checkpoints as described above.
+
+        checkpoint: its key `holds_best` says whether it is the best so far. say: called with a line
+            for each file that got another name.
+        Raises:
+            UserError: it cannot be written; names the checkpoint that is left to resume from.
+        """
+        lines, iteration, best = [], checkpoint['iter_num'], checkpoint['holds_best']
+        try:
+            save_checkpoint(self.path, {**checkpoint, 'run': self.run},
+                            lambda: self._keep_previous(iteration, best, lines))
+        except UserError as e:
+            if 'shards' in checkpoint:
+                shutil.rmtree(self.folder / checkpoint['shards']['folder'], ignore_errors=True)
+            raise UserError(f'{e}; {self._left_to_resume()}') from e
+        self.latest = iteration
+        try:
+            self._update_best_and_delete(best)
+        except OSError as e:
+            raise UserError(f'{self.path} is saved, but older checkpoints cannot be renamed or '
+                            f'deleted: {e}; {self._left_to_resume()}') from e
+        for line in lines:
+            say(line)
+        delete_unused_shards(self.folder, self.run)
+
+    def _left_to_resume(self):
+        if self.latest is not None:
+            return f'that of iteration {self.latest} is kept, go on with --init_from=resume'
+        if self.origin:
+            return f'{self.origin} of iteration {self.start} is kept, go on with ' \
+                   f'--init_from=resume --resume_from={self.origin.name}'
+        return 'this run has no earlier one'
+
+    def _keep_previous(self, iteration, best, lines):
+        """Give the files that the new checkpoint replaces another name, if they are to be kept."""
+        if not self.cleared:
+            self._move_others_aside(lines)
+            self.cleared = True
+        if not best and self.best not in (None, self.best_path) and self.best.is_file():
+            link_or_copy(self.best, self.best_path)
+            self.best = self.best_path
+            lines.append(f'the best checkpoint so far is kept as {self.best_path}')
+        if self.keep > 1 and self.latest not in (None, iteration) and self.path.is_file():
+            kept = self.folder / f'ckpt_{self.latest:07d}.pt'
+            if kept.is_file() and self.latest not in self.numbered:
+                self._rename_old(kept, lines)
+            link_or_copy(self.path, kept)
+            self.numbered[self.latest] = kept
+
+    def _move_others_aside(self, lines):
+        """Before the first save: rename files of other runs, or ahead of `start`."""
+        if self.origin != self.path:
+            found = peek(self.path)
+            self.latest = found[1] if self._owns(found) else None
+        if self.latest is None and self.path.is_file():
+            kept = _free_name(self.path)
+            link_or_copy(self.path, kept)  # not renamed: there is a ckpt.pt at any time
+            lines.append(f'{self.path} was there before this run: kept as {kept}')
+        if self.best_path.is_file() and not self._owns(peek(self.best_path)):
+            self._rename_old(self.best_path, lines)
+        for path in sorted(self.folder.glob('ckpt_*.pt')):
+            match = NUMBERED.fullmatch(path.name)
+            found = peek(path) if match else None
+            if self._owns(found):
+                self.numbered[int(match[1])] = path
+            elif found and found[0] == self.run:
+                self._rename_old(path, lines)
+
+    def _owns(self, found):
+        return found is not None and found[0] == self.run and found[1] <= self.start
+
+    @staticmethod
+    def _rename_old(path, lines):
+        kept = _free_name(path)
+        path.replace(kept)
+        lines.append(f'{path} was there before this run: kept as {kept}')
+
+    def _update_best_and_delete(self, best):
+        if best:
+            self.best = self.path
+            if self.best_path.is_file():
+                link_or_copy(self.path, self.best_path)
+        older = sorted(self.numbered.keys() - {self.latest})
+        for iteration in older[:-(self.keep - 1)] if self.keep > 1 else []:
+            self.numbered.pop(iteration).unlink(missing_ok=True)
+
+
+def _run_of(checkpoint: dict) -> str:
+    """The id of the run that wrote a checkpoint; '' for nanoGPT's and for ours before run ids."""
+    return str(checkpoint.get('run', ''))
+
+
+def _free_name(path: Path) -> Path:
+    """The first of ckpt_old.pt, ckpt_old2.pt, ... that is free, or is a link to this very file."""
+    for n in itertools.count(1):
+        name = path.name.replace('ckpt', f'ckpt_old{n if n > 1 else ""}', 1)
+        candidate = path.with_name(name)
+        if not candidate.exists() or candidate.samefile(path):
+            return candidate
+
+
+def _open_mapped(path: Path) -> dict | None:
+    """A checkpoint without reading its tensors; None if there is none that loads."""
+    try:
+        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    except Exception:  # torch raises errors of many types
+        return None
+
+
+def peek(path: Path) -> tuple[str, int] | None:
+    """The run and the iteration of a checkpoint; None if there is none that loads."""
+    try:
+        checkpoint = _open_mapped(path)
+        return _run_of(checkpoint), int(checkpoint['iter_num'])
+    except (AttributeError, KeyError, TypeError, ValueError):  # another kind of file, or none
+        return None
+
+
+def launch_of(path: Path) -> str:
+    """The `training.distributed.launch_id` that saved the checkpoint; '' if there is none."""
+    checkpoint = _open_mapped(path)
+    return str(checkpoint.get('launch', '')) if isinstance(checkpoint, dict) else ''
+
+
+def checkpoint_in(out_dir: str, name: str) -> Path:
+    """The file that `resume_from` names. Raises UserError: it is not a plain name."""
+    if not name.strip('.') or set(name) & set('/\\\0'):
+        raise UserError(f'resume_from={name!r}: must be the name of a file in out_dir, '
+                        'as ckpt_best.pt')
+    return Path(out_dir) / name
+
+
+def load_to_resume(path: Path, whole: bool = True) -> dict:
+    """`load_checkpoint`; where that fails, the error names the other checkpoints in the folder.
+
+    Raises:
+        UserError: missing, damaged, or not a checkpoint.
+    """
+    try:
+        return load_checkpoint(path, whole=whole)
+    except UserError as e:
+        found = [(peek(p), p.name) for p in path.parent.glob('ckpt*.pt') if p != path]
+        others = sorted(((at[1], name) for at, name in found if at), reverse=True)
+        if not others:
+            raise
+        named = ' or '.join(f'--resume_from={name} (iteration {iteration})'
+                            for iteration, name in others[:4])
+        raise UserError(f'{e}; there are other checkpoints: {named}') from e
