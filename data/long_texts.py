@@ -1,4 +1,4 @@
-"""Turn long texts into token ids piece by piece, with bounded memory and the same ids as in one go."""
+"""Encode long texts in pieces: the same ids as of the whole, in bounded memory."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -9,23 +9,26 @@ import numpy as np
 from config.errors import UserError
 from data.gpt2_bpe import encode_text
 
-LONGEST_PIECE = 1 << 24  # a text without any blank is cut after so many characters, which may change a token there
+# a text without any blank is cut after this many characters, which may change a token there
+LONGEST_PIECE = 1 << 24
 
-# GPT-2 splits text into words before it merges bytes, and a blank that follows something visible always starts a new
-# word: text cut just before such a blank gives the same ids as the whole.
+# GPT-2 splits text into words before it merges bytes, and a blank after a visible character always
+# starts a new word: text cut just before such a blank gives the same ids as the whole.
 WORD_BREAK = re.compile(r'(?<=\S)(?=[ \n])')
 
 
 def alphabet_meta(characters: Iterable[str]) -> dict:
-    """nanoGPT's meta.pkl for the characters of a text: ids by sorted order. UserError for more than 65,536 of them."""
+    """nanoGPT's meta.pkl for the characters of a text, sorted. UserError for over 65,536."""
     chars = sorted(set(characters))
     if not 0 < len(chars) <= 65536:
-        raise UserError(f'the text has {len(chars):,} different characters; allowed are 1 to 65,536 (or --tokenizer=gpt2)')
-    return {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}
+        raise UserError(f'the text has {len(chars):,} different characters; '
+                        'allowed are 1 to 65,536 (or --tokenizer=gpt2)')
+    itos = dict(enumerate(chars))
+    return {'vocab_size': len(chars), 'itos': itos, 'stoi': {c: i for i, c in itos.items()}}
 
 
 def char_encoder(stoi: dict[str, int]) -> Callable[[str], np.ndarray]:
-    """A function from a text to its ids, (len(text),) uint16. It raises UserError for a character that `stoi` lacks."""
+    """A function from a text to its ids, (len(text),) uint16; UserError for unknown characters."""
     points = np.array([ord(c) for c in stoi])
     table = np.full(points.max() + 1, -1, dtype=np.int32)
     table[points] = list(stoi.values())
@@ -35,16 +38,17 @@ def char_encoder(stoi: dict[str, int]) -> Callable[[str], np.ndarray]:
         ids = table[np.minimum(given, len(table) - 1)]
         unknown = (given >= len(table)) | (ids < 0)
         if unknown.any():
-            raise UserError(f'character {chr(given[unknown][0])!r} is not in the alphabet of {len(stoi)} characters')
+            raise UserError(f'character {chr(given[unknown][0])!r} is not in the alphabet '
+                            f'of {len(stoi)} characters')
         return ids.astype(np.uint16)
 
     return encode
 
 
 def bpe_arrays(encoding: Any, blocks: Iterable[str]) -> Iterator[np.ndarray]:
-    """The ids of the text whose pieces are `blocks`, as uint16 arrays; joined they are encode_ordinary of the whole.
+    """uint16 arrays that, joined, are encode_ordinary of the joined `blocks`.
 
-    encoding: a tiktoken.Encoding of GPT-2. Memory: two pieces, unless the text has no blanks (see LONGEST_PIECE).
+    encoding: a tiktoken.Encoding of GPT-2. Memory: two blocks, or LONGEST_PIECE without blanks.
     """
     rest = ''
     for block in blocks:

@@ -1,8 +1,8 @@
-"""In which order the windows of a data set are trained on. None of them keeps a list of windows, however many there are.
+"""The order in which the windows of a data set are trained on; no order stores a list of windows.
 
     'random'      drawn with replacement from a generator, as nanoGPT does
-    'sequential'  one after another; when all have been, from the beginning again
-    'shuffled'    each once before any comes again, in another order each time
+    'sequential'  one after another, then from the beginning again
+    'shuffled'    each once per epoch, in a different order in every epoch
 """
 import numpy as np
 import torch
@@ -33,14 +33,18 @@ class RandomOrder:
 
 
 class EpochOrder:
-    """Windows of `size` tokens side by side, each once an epoch. The place in the order is the number of windows drawn
-    and their size: with another size it goes on behind as many tokens.
+    """Adjacent windows of `size` tokens, each once per epoch.
+
+    The state is the number of windows drawn and their size: with another size, the order continues
+    after as many tokens.
 
     seed: of the shuffling; None = in their own order.
     """
 
     def __init__(self, n_tokens: int, size: int, seed: int | None):
-        self.n, self.size, self.seed, self.drawn = (n_tokens - 1) // size, size, seed, 0  # a target is one token later
+        self.n = (n_tokens - 1) // size  # a target is one token later
+        self.size, self.seed = size, seed
+        self.drawn = 0
 
     @property
     def state(self) -> torch.Tensor:
@@ -49,7 +53,8 @@ class EpochOrder:
     @state.setter
     def state(self, state: torch.Tensor):
         if state.shape != (2,) or state.dtype != torch.int64 or state[0] < 0 or state[1] < 1:
-            raise ValueError('it is no number of windows and their size: the run was in random order (data_order)')
+            raise ValueError('it is no number of windows and their size: '
+                             'the run was in random order (data_order)')
         self.drawn = int(state[0]) * int(state[1]) // self.size
 
     def draw(self, n: int) -> torch.Tensor:
@@ -65,14 +70,15 @@ class EpochOrder:
 
 
 def permuted(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where each of `index`, (k,) uint64 below n, comes in a permutation of range(n) that seed and epoch choose.
+    """The images of `index`, (k,) uint64 below n, in a permutation of range(n) by seed and epoch.
 
-    A Feistel network over the next power of four, walked until it is below n (Black and Rogaway 2002, "Ciphers with arbitrary
-    finite domains"): every number is found by itself.
+    A Feistel network over the next power of four, applied until the result is below n (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains"), which needs no table.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask, shift = np.uint64(2 ** half - 1), np.uint64(half)
-    keys = [_mixed(np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95 + k) % 2 ** 64)) for k in range(ROUNDS)]
+    base = seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95
+    keys = [_mixed(np.uint64((base + k) % 2 ** 64)) for k in range(ROUNDS)]
     found, open_ = index.astype(np.uint64).copy(), np.ones(len(index), bool)
     while open_.any():
         left, right = found[open_] >> shift, found[open_] & mask

@@ -1,9 +1,11 @@
-"""Read nanoGPT's token files: train.bin and val.bin (raw little-endian ids, no header) and meta.pkl. Ids are uint16; or uint32
-where meta.pkl says so (dtype: 'uint32'), as a vocabulary of more than 65,536 needs.
+"""Read nanoGPT's token files: train.bin and val.bin (raw little-endian ids, no header), meta.pkl.
 
-A big train split may lie in shards train_00000.bin, train_00001.bin, ... instead of train.bin.
+Ids are uint16, or uint32 where meta.pkl says so (dtype: 'uint32'), as a vocabulary of more than
+65,536 needs. A big train split may be in shards train_00000.bin, train_00001.bin, ... instead of
+train.bin.
 
-meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a GPT-2 BPE dataset has none.
+meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a GPT-2 BPE dataset
+has none.
 making/writer.py writes them.
 """
 
@@ -29,15 +31,18 @@ MAX_META_BYTES = 64 * 2**20  # the largest honest meta.pkl (65,536 entries) is a
 
 def is_prepared(folder: Path) -> bool:
     """Whether `folder` holds a complete dataset: train.bin or train_00000.bin, and likewise val."""
-    return all(any(os.path.isfile(Path(folder) / f'{split}{end}') for end in ('.bin', '_00000.bin'))  # no error, whatever it is
-               for split in ('train', 'val'))
+    def exists(split: str) -> bool:  # os.path.isfile raises no error for any path
+        return any(os.path.isfile(Path(folder) / f'{split}{end}') for end in ('.bin', '_00000.bin'))
+
+    return exists('train') and exists('val')
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """The token files of a split that exist, in order: `<split>.bin`, then shards `<split>_<number>.bin` by number."""
+    """Existing token files of a split: `<split>.bin`, then `<split>_<number>.bin` by number."""
     folder = Path(folder)
-    shards = {path: re.fullmatch(r'_(\d+)', path.stem[len(split):]) for path in folder.glob(f'{split}_*.bin')}
-    shards = sorted((int(match[1]), path) for path, match in shards.items() if match)
+    matches = {path: re.fullmatch(r'_(\d+)', path.stem[len(split):])
+               for path in folder.glob(f'{split}_*.bin')}
+    shards = sorted((int(match[1]), path) for path, match in matches.items() if match)
     single = folder / f'{split}.bin'
     return ([single] if single.is_file() else []) + [path for _, path in shards]
 
@@ -45,24 +50,26 @@ def split_files(folder: Path, split: str) -> list[Path]:
 def open_split(folder: Path, split: str) -> 'TokenSplit':
     """The tokens of a split ('train', 'val'), in one file or in shards, opened but not read.
 
-    Raises UserError naming the file when there is none, `<split>.bin` lies beside shards, a shard is missing in the
-    numbering 0, 1, 2, ... or there twice, or a file is empty or of odd size.
+    Raises UserError naming the file when there is none, `<split>.bin` is beside shards, a shard is
+    missing in the numbering 0, 1, 2, ... or there twice, or a file is empty or of odd size.
     """
     folder = Path(folder)
     files, dtype = split_files(folder, split), dtype_of(read_meta(folder))
     single = folder / f'{split}.bin'
     if files == [single] or not files:
-        return TokenSplit([single], dtype)  # refuses a missing file with the advice to prepare the dataset
+        return TokenSplit([single], dtype)  # raises the error for a missing file
     if single in files:
-        raise UserError(f'{str(single)!r} and the shard {files[1].name!r} are both there; allowed is one kind: '
-                        'remove the other')
+        raise UserError(f'{str(single)!r} and the shard {files[1].name!r} are both there; '
+                        'allowed is one kind: remove the other')
     for number, path in enumerate(files):
         found = int(path.stem.rsplit('_', 1)[1])
         if found < number:
-            raise UserError(f'{str(path)!r} and {files[number - 1].name!r} have the same number; remove one of them')
+            raise UserError(f'{str(path)!r} and {files[number - 1].name!r} have the same number; '
+                            'remove one of them')
         if found > number:
-            raise UserError(f"no shard '{split}_{number:05d}.bin' in {str(folder)!r}, but {path.name!r}: "
-                            'allowed are shards numbered from 0 without a gap; prepare the dataset again')
+            raise UserError(f"no shard '{split}_{number:05d}.bin' in {str(folder)!r}, "
+                            f'but {path.name!r}: allowed are shards numbered from 0 without a gap; '
+                            'prepare the dataset again')
     return TokenSplit(files, dtype)
 
 
@@ -72,8 +79,10 @@ def dtype_of(meta: dict | None) -> np.dtype:
 
 
 class TokenSplit:
-    """The tokens of one or several files as one sequence, of which only windows are read: not mapped, so that the pages that
-    the system keeps of a file count for no process, and a file that is cut short while it is in use is an error, not a crash.
+    """The tokens of one or several files as one sequence, of which only windows are read.
+
+    The files are not memory-mapped: cached pages do not count as memory of the process, and a file
+    truncated while it is in use is an error, not a crash.
     """
 
     MAX_OPEN = 64  # file descriptors
@@ -82,7 +91,8 @@ class TokenSplit:
         self.files, self.dtype = list(files), dtype
         sizes = [_token_count(path, dtype) for path in self.files]
         self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last one
-        self._open = functools.lru_cache(self.MAX_OPEN)(lambda i: open(self.files[i], 'rb', buffering=0))
+        cache = functools.lru_cache(self.MAX_OPEN)
+        self._open = cache(lambda i: open(self.files[i], 'rb', buffering=0))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -108,7 +118,7 @@ class TokenSplit:
         return self.files[bisect.bisect_right(self.starts, position, hi=len(self.files)) - 1]
 
     def short_files(self) -> list[Path]:
-        """Files, the last one left out, with fewer tokens than the largest: shards are of one size unless one was cut short."""
+        """Truncated files: all but the last that have fewer tokens than the largest."""
         sizes = [end - start for start, end in itertools.pairwise(self.starts)]
         return [path for path, size in zip(self.files[:-1], sizes) if size < max(sizes)]
 
@@ -117,9 +127,11 @@ class TokenSplit:
         try:
             data = _read_at(self._open(i), start * size, n * size)
         except OSError as e:
-            raise UserError(f'token file {str(self.files[i])!r} cannot be read: {e.strerror or e}') from e
+            raise UserError(f'token file {str(self.files[i])!r} cannot be read: '
+                            f'{e.strerror or e}') from e
         if len(data) < n * size:
-            raise UserError(f'token file {str(self.files[i])!r} has become shorter while it was in use')
+            raise UserError(f'token file {str(self.files[i])!r} has become shorter '
+                            'while it was in use')
         return np.frombuffer(data, self.dtype)
 
 
@@ -146,7 +158,7 @@ def _read_some(file, offset: int, n: int) -> bytes:
 
 
 def open_tokens(path: Path, dtype: np.dtype = TOKEN_DTYPE) -> np.memmap:
-    """Map a token file read-only: ids of shape (n_tokens,). UserError if it is missing, empty or no whole number of ids."""
+    """Map a token file read-only: ids (n_tokens,). UserError if missing, empty or of odd size."""
     _token_count(Path(path), dtype)
     return np.memmap(path, dtype=dtype, mode='r')
 
@@ -157,15 +169,17 @@ def _token_count(path: Path, dtype: np.dtype) -> int:
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:
         allowed = 'a positive even number' if dtype.itemsize == 2 else 'a positive multiple of 4'
-        raise UserError(f'token file {str(path)!r} has {size} bytes; allowed is {allowed} ({dtype.name} ids)')
+        raise UserError(f'token file {str(path)!r} has {size} bytes; '
+                        f'allowed is {allowed} ({dtype.name} ids)')
     return size // dtype.itemsize
 
 
 def read_meta(folder: Path) -> dict | None:
-    """Read meta.pkl: vocab_size, and stoi/itos if it has them; other keys survive if they hold a str or an int.
+    """Read meta.pkl: vocab_size, stoi/itos if present, and other keys that hold a str or an int.
 
-    None when `folder` has no meta.pkl (GPT-2 BPE). People exchange these files, so nothing but plain containers,
-    strings and numbers can be unpickled. UserError if the file is damaged, malicious or inconsistent.
+    None when `folder` has no meta.pkl (GPT-2 BPE). People exchange these files, so nothing but
+    plain containers, strings and numbers can be unpickled. UserError if the file is damaged,
+    malicious or inconsistent.
     """
     path = Path(folder) / 'meta.pkl'
     if not path.exists():
@@ -177,12 +191,14 @@ def read_meta(folder: Path) -> dict | None:
             meta = _PlainUnpickler(file).load()
     except Exception as error:  # noqa: BLE001  a damaged pickle can raise nearly anything
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f'cannot read {str(path)!r}: {reason}; allowed is a pickle of plain dict, str, int') from None
+        raise UserError(f'cannot read {str(path)!r}: {reason}; '
+                        'allowed is a pickle of plain dict, str, int') from None
     problem = meta_problem(meta)
     if problem:
         raise UserError(f'{str(path)!r} is not a valid meta.pkl: {problem}')
     known = ('vocab_size', 'stoi', 'itos')
-    return {key: value for key, value in meta.items() if isinstance(key, str) and (key in known or _is_plain(value))}
+    return {key: value for key, value in meta.items()
+            if isinstance(key, str) and (key in known or type(value) in (str, int))}
 
 
 def meta_problem(meta: Any) -> str:
@@ -194,13 +210,15 @@ def meta_problem(meta: Any) -> str:
         return f'dtype is {dtype!r:.40}; allowed are {", ".join(DTYPES)}'
     max_id = np.iinfo(DTYPES[dtype]).max
     if type(vocab_size) is not int or not 0 < vocab_size <= max_id + 1:
-        shown = vocab_size if type(vocab_size) is int and abs(vocab_size) < 10**9 else type(vocab_size).__name__
+        short = type(vocab_size) is int and abs(vocab_size) < 10**9
+        shown = vocab_size if short else type(vocab_size).__name__
         return f'vocab_size is {shown}; allowed is an int from 1 to {max_id + 1} ({dtype} ids)'
     if 'stoi' not in meta and 'itos' not in meta:
         return ''  # nanoGPT's train.py needs no more than vocab_size
     stoi, itos = meta.get('stoi'), meta.get('itos')
     if type(stoi) is not dict or type(itos) is not dict:
-        return f'stoi and itos must both be dicts, got {type(stoi).__name__} and {type(itos).__name__}'
+        kinds = f'{type(stoi).__name__} and {type(itos).__name__}'
+        return f'stoi and itos must both be dicts, got {kinds}'
     if not all(type(s) is str and type(i) is int for s, i in stoi.items()):
         return 'stoi must map str to int'
     if len(stoi) != len(itos) or any(itos.get(i) != s for s, i in stoi.items()):
@@ -217,7 +235,3 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f'it asks for {module}.{name}')
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in (str, int)

@@ -1,4 +1,4 @@
-"""Turn text into token ids and back: the characters of a dataset's meta.pkl, or GPT-2's byte pair encoding."""
+"""Text to token ids and back: the characters of a dataset's meta.pkl, or GPT-2 BPE."""
 
 import codecs
 import functools
@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from config.errors import UserError
 from data.gpt2_bpe import END_OF_TEXT, gpt2_encoding
 
-UNKNOWN = '\ufffd'  # what an id outside the vocabulary decodes to (models pad GPT-2's 50,257 ids to 50,304)
+# the text of ids outside the vocabulary (models pad GPT-2's 50,257 ids to 50,304)
+UNKNOWN = '\ufffd'
 
 
 class TextStream(Protocol):
@@ -22,15 +23,18 @@ class TextStream(Protocol):
 
 
 def load_tokenizer(meta: dict | None) -> 'CharTokenizer | GPT2Tokenizer':
-    """The tokenizer of a dataset whose meta.pkl (see tokenfiles.read_meta) is `meta`: characters if it has stoi and
-    itos, else GPT-2 BPE as in nanoGPT. UserError if tiktoken or its vocabulary is needed and cannot be had."""
+    """The tokenizer of a dataset with this meta.pkl (see tokenfiles.read_meta).
+
+    Characters if it has stoi and itos, else GPT-2 BPE as in nanoGPT. UserError if tiktoken or its
+    vocabulary is needed and not available.
+    """
     if meta is not None and 'stoi' in meta and 'itos' in meta:
         return CharTokenizer(meta['stoi'], meta['itos'], meta.get('vocab_size'))
     return GPT2Tokenizer()
 
 
 class CharTokenizer:
-    """One id per character. vocab_size may exceed the number of characters (padding ids decode to '\ufffd')."""
+    """One id per character. vocab_size may include padding ids (decoded as '\ufffd')."""
 
     def __init__(self, stoi: dict[str, int], itos: dict[int, str], vocab_size: int | None = None):
         self.stoi, self.itos = stoi, itos
@@ -42,14 +46,16 @@ class CharTokenizer:
         return 1
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of the characters; UserError names those that the alphabet lacks. special: means nothing here."""
+        """Ids of the characters; UserError names unknown ones. `special` has no effect."""
         lacking = [c for c in dict.fromkeys(text) if c not in self.stoi]
         if lacking:
-            shown = ', '.join(repr(c) for c in lacking[:10]) + (', ...' if len(lacking) > 10 else '')
+            shown = ', '.join(repr(c) for c in lacking[:10])
+            shown += ', ...' if len(lacking) > 10 else ''
             known = ''.join(sorted(self.stoi))
             known = known if len(known) <= 200 else known[:200] + '...'
             count = '1 character' if len(lacking) == 1 else f'{len(lacking)} characters'
-            raise UserError(f"prompt has {count} that the model's alphabet lacks: {shown} (known: {known!r})")
+            raise UserError(f"prompt has {count} that the model's alphabet lacks: "
+                            f'{shown} (known: {known!r})')
         return [self.stoi[c] for c in text]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -67,9 +73,10 @@ class CharTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte pair encoding by tiktoken. `encoding` is a ready `tiktoken.Encoding` to use instead of 'gpt2'.
+    """GPT-2's byte pair encoding by tiktoken.
 
-    UserError if tiktoken is not installed, or GPT-2's vocabulary neither cached nor reachable (see gpt2_bpe.py).
+    encoding: a `tiktoken.Encoding` to use instead of 'gpt2'. UserError if tiktoken is not
+    installed, or GPT-2's vocabulary neither cached nor reachable (see gpt2_bpe.py).
     """
 
     def __init__(self, encoding: Any = None):
@@ -79,20 +86,21 @@ class GPT2Tokenizer:
     @functools.cached_property
     def longest(self) -> int:
         """Most characters that one id stands for (GPT-2's: 128 spaces)."""
-        return max(map(len, [*self.encoding.token_byte_values(), *self.encoding.special_tokens_set]))
+        encoding = self.encoding
+        return max(map(len, [*encoding.token_byte_values(), *encoding.special_tokens_set]))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of `text`. special: '<|endoftext|>' in it is the special token, as in nanoGPT; else it is text like any other."""
+        """Ids of `text`. special: encode '<|endoftext|>' as the special token, as nanoGPT does."""
         allowed = {END_OF_TEXT} & self.encoding.special_tokens_set if special else set()
         return self.encoding.encode(text, allowed_special=allowed, disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; an id outside the vocabulary or bytes that are no UTF-8 become '\ufffd'."""
+        """Text of the ids; unknown ids and bytes that are no UTF-8 become '\ufffd'."""
         stream = self.stream()
         return ''.join([stream(i) for i in ids]) + stream.end()
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What an id stands for, which need not be whole characters; None outside the vocabulary."""
+        """The bytes of an id, not always whole characters; None outside the vocabulary."""
         try:
             return self.encoding.decode_single_token_bytes(int(token))
         except (KeyError, OverflowError):  # a padding id, a negative id

@@ -1,9 +1,8 @@
-"""What the prepare.py programs share. Nothing else needs it: a dataset that is made is read by data/tokenfiles.py.
+"""What the prepare.py programs share; data/tokenfiles.py reads the results.
 
     script.py            their command lines
-    writer.py            tokens into train.bin or shards, val.bin and meta.pkl
-    journal.py lock.py   so that an interruption loses nothing and two preparations do not meet
+    writer.py lock.py    write a dataset safely, one process at a time
     tinyshakespeare.py   the text of shakespeare_char and shakespeare
     textfiles.py         text: files of your own
-    stream.py resume.py  openwebtext and fineweb_edu: streamed, in several processes, going on after an interruption
+    stream.py            openwebtext and fineweb_edu: streamed, encoded in threads, resumable
 """

@@ -8,13 +8,14 @@ from config.errors import UserError
 
 
 class Arguments(argparse.ArgumentParser):
-    """A script's command line: `--help` prints the script's docstring, bad input raises UserError."""
+    """A script's command line: --help prints the docstring, bad input raises UserError."""
 
     def __init__(self, doc: str):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        super().__init__(description=doc, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def out(self, script: str) -> None:
-        """Add --out, the folder to write to; by default that of the script, whose `__file__` is given."""
+        """Add --out, the folder to write to; by default that of `script`, a `__file__`."""
         self.add_argument('--out', type=Path, metavar='DIR', default=Path(script).resolve().parent,
                           help='where to write (default: the folder of this script)')
 
@@ -32,11 +33,12 @@ def fraction(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """For argparse: a positive whole number, underscores allowed (10_000_000). ValueError otherwise."""
+    """For argparse: a positive whole number, 10_000_000 included. ValueError otherwise."""
     value = int(text)
     if value < 1:
         raise ValueError
     return value
 
 
-fraction.__name__, whole.__name__ = 'share between 0 and 1', 'positive whole number'  # as argparse's errors call them
+# the names that argparse's errors use
+fraction.__name__, whole.__name__ = 'share between 0 and 1', 'positive whole number'

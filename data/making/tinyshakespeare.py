@@ -1,4 +1,4 @@
-"""nanoGPT's tiny Shakespeare, the 1.1 MB that its shakespeare_char and shakespeare data sets are made of."""
+"""nanoGPT's tiny Shakespeare, 1.1 MB of text for shakespeare_char and shakespeare."""
 
 import os
 from collections.abc import Callable
@@ -18,13 +18,14 @@ SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 def prepare(doc: str, script: str, argv: list[str] | None,
             encoder: Callable[[str], tuple[Callable[[str], np.ndarray], dict | None]]) -> None:
-    """The main of a prepare.py, whose docstring and `__file__` are given: nanoGPT's split of the text (the first 90% of
-    the characters are train, the rest val), in tokens.
+    """Run the main of a prepare.py, given its docstring and `__file__`.
 
-    encoder: from the whole text to (the function that encodes a part of it, what meta.pkl shall hold).
+    The split is nanoGPT's: the first 90% of the characters are train, the rest val.
+    encoder: from the whole text to (the function that encodes a part of it, content of meta.pkl).
     """
     parser = Arguments(doc)
-    parser.add_argument('--input', type=Path, metavar='FILE', help='the text, instead of the download')
+    parser.add_argument('--input', type=Path, metavar='FILE',
+                        help='the text, instead of the download')
     parser.out(script)
     args = parser.parse_args(argv)
     text = read_text(args.out, args.input, f'data/{Path(script).resolve().parent.name}/prepare.py')
@@ -37,17 +38,19 @@ def prepare(doc: str, script: str, argv: list[str] | None,
 
 
 def read_text(folder: Path, given: Path | None, script: str) -> str:
-    """The text to prepare: of the file `given`, else of `folder`/input.txt, which is downloaded if it is not there.
+    """The text of the file `given`, else of `folder`/input.txt, downloaded if it is missing.
 
-    Only the download must be tiny Shakespeare to the byte (sha256); other texts are the user's own affair.
-    script: the name of the prepare.py, for the advice in errors. UserError if there is no text to be had.
+    Only the download is checked (sha256): a given text may be another one.
+    script: the name of the prepare.py, for the advice in errors. UserError if there is no text.
     """
     path = given
     if path is None:
         path = Path(folder) / 'input.txt'
         if not os.path.isfile(path):
-            fetch(URL, path, SHA256, f'give the file, or any other text: python {script} --input=FILE')
+            hint = f'give the file, or any other text: python {script} --input=FILE'
+            fetch(URL, path, SHA256, hint)
     text = ''.join(read_blocks(path))
     if len(text) < 20:
-        raise UserError(f'{str(path)!r} has {len(text)} characters; allowed are at least 20, to train on and to validate')
+        raise UserError(f'{str(path)!r} has {len(text)} characters; '
+                        'allowed are at least 20, to train on and to validate')
     return text

@@ -1,10 +1,23 @@
-"""Write a dataset: train.bin or its shards, val.bin, meta.pkl (see tokenfiles.py), safe against interruptions."""
+"""Write a dataset (see tokenfiles.py). An interruption leaves the old one or the new one.
+
+In the dataset's folder, while a dataset is being made:
+
+    .new.tmp/         the files being written, and progress.json if the preparation can be resumed
+    .complete.tmp/    the same, renamed when all is written: the old dataset is being removed
+    .ready.tmp/       the same, renamed when the old dataset is gone: files are being moved up
+
+publish() finishes what a killed process left in the last two. The file that makes a folder look
+prepared (train.bin or train_00000.bin) is the first to go and the last to appear.
+"""
 
 import contextlib
 import json
 import os
 import pickle
 import re
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,23 +25,24 @@ import numpy as np
 
 from config.errors import UserError
 from config.folder_lock import one_at_a_time
-from data.making import journal
-from data.tokenfiles import MAX_ID, dtype_of, meta_problem, split_files
+from data.tokenfiles import MAX_ID, TOKEN_DTYPE, dtype_of, meta_problem, split_files
+
+NEW, COMPLETE, READY = '.new.tmp', '.complete.tmp', '.ready.tmp'
+PROGRESS, RESULT = 'progress.json', 'result.json'  # not part of the dataset
+MARKERS = ('train.bin', 'train_00000.bin')
 
 
 def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None) -> None:
-    """Write `<split>.bin` for every split, and meta.pkl unless `meta` is None, so that an interruption is harmless.
+    """Write `<split>.bin` for every split, and meta.pkl unless `meta` is None, as TokenWriter does.
 
     splits: split name ('train', 'val', ...) -> 1-D array of integer token ids in 0..65535.
-    For tokens that do not fit into memory, and for what an interruption leaves, see TokenWriter.
-    Raises UserError for a bad split name or meta, an empty split, ids that do not fit uint16 or meta's vocab_size, and
-    a folder that cannot be written to.
+    Raises UserError as TokenWriter does, and for an empty split.
     """
     writer = TokenWriter(folder, meta)
     for name, ids in splits.items():
         if np.size(ids) == 0:
             raise UserError(f'split {name!r} is empty; allowed is at least one token id')
-        writer.check(name, ids)  # all of them, before anything is written
+        writer.check(name, ids)  # before anything is written
     with writer:
         for name, ids in splits.items():
             writer.add(name, ids)
@@ -41,144 +55,272 @@ class TokenWriter:
             for ids in arrays:
                 out.add('train', ids)
 
-    meta: what meta.pkl shall hold, None for no meta.pkl (GPT-2 BPE).
-    shard_tokens: 0 writes train.bin; else train_00000.bin, train_00001.bin, ... of exactly so many tokens, the last one
-        of what is left. Other splits are always one file.
-    source: what source.json shall hold, None for no source.json.
+    meta: the content of meta.pkl; None for no meta.pkl (GPT-2 BPE).
+    shard_tokens: 0 writes train.bin; otherwise train_00000.bin, train_00001.bin, ... of this many
+        tokens each (the last one may be shorter). Other splits are always one file.
+    source: the content of source.json; None for no source.json.
+    key: makes the preparation resumable: the settings (plain JSON) that determine the tokens.
+    restart: discard the progress of an interrupted preparation.
 
-    The `with` block holds the folder's lock. Everything is written under temporary names; leaving the block publishes it,
-    and leaving it by an exception removes it, the older dataset in `folder` staying whole. An interruption while it is
-    published loses nothing either: after Ctrl-C the new dataset is complete, after a kill the next preparation of the
-    folder completes it (see journal.py), and until then the folder does not look prepared.
-    Raises UserError for a bad meta or shard size, on entering for a folder that cannot be written to or holds the progress
-    of another preparation, from add() for ids or split names that are not allowed and for a full disk, and on publishing
-    when there are no train tokens.
+    The `with` block holds the folder's lock. Leaving it publishes the dataset; leaving it by an
+    exception removes the new files and keeps the older dataset, if any.
+
+    With a key, call checkpoint(n) when all tokens of the first n documents have been added. After
+    an interruption, the next TokenWriter with that key continues from the last checkpoint, whose n
+    is `documents` (0 at first). If the earlier preparation only had to be published, entering the
+    block does that and sets `finished`: nothing may be added.
+
+    Raises UserError for a bad meta or shard size; on entering, for a folder that cannot be written
+    to or holds the progress of another preparation (one whose key differs in more than a
+    max_tokens that is still ahead); from add(), for bad ids or split names and a full disk; and on
+    publishing, when there are no train tokens.
     """
 
-    def __init__(self, folder: Path, meta: dict | None = None, shard_tokens: int = 0, source: dict | None = None):
-        self.folder, self.meta, self.shard_tokens, self.source = Path(folder), meta, shard_tokens, source
+    def __init__(self, folder: Path, meta: dict | None = None, shard_tokens: int = 0,
+                 source: dict | None = None, key: dict[str, Any] | None = None,
+                 restart: bool = False):
+        self.folder, self.shard_tokens = Path(folder), shard_tokens
+        self.meta, self.source = meta, source
+        self.key, self.restart = key, restart
         problem = '' if meta is None else meta_problem(meta)
         if problem:
             raise UserError(f'meta for {str(folder)!r}: {problem}')
         if type(shard_tokens) is not int or shard_tokens < 0:
-            raise UserError(f'shard_tokens={shard_tokens!r}; allowed is a positive whole number, or 0 for one file')
+            raise UserError(f'shard_tokens={shard_tokens!r}; allowed is a positive whole number, '
+                            'or 0 for one file')
         self.dtype = dtype_of(meta)
         self.max_id = MAX_ID if meta is None else meta['vocab_size'] - 1
         self.tokens: dict[str, int] = {}  # split -> tokens added so far
-        self._names: set[str] = set()  # of the files written
+        self.documents = 0
+        self.finished = False
+        self._new = self.folder / NEW
         self._open: dict[str, BinaryIO] = {}  # split -> the file being written
 
     def check(self, split: str, ids: np.ndarray) -> np.ndarray:
-        """`ids` as uint16, or as meta says. UserError for a bad split name, or what is no 1-D array of integers that fit."""
+        """`ids` in the dataset's dtype. UserError for a bad split name or ids that do not fit."""
         ids = np.asarray(ids)
         if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9_-]*', split) or re.search(r'_\d+$', split):
-            raise UserError(f'split name {split!r}: allowed are letters, digits, "_" and "-", no number at the end')
+            raise UserError(f'split name {split!r}: allowed are letters, digits, "_" and "-", '
+                            'no number at the end')
         if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
             raise UserError(f'split {split!r} has shape {ids.shape} and dtype {ids.dtype}; '
                             'allowed is a 1-D array of integers')
         low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
         if low < 0 or high > self.max_id:
-            raise UserError(f'split {split!r} has token id {low if low < 0 else high}; allowed are 0 to {self.max_id}')
+            bad = low if low < 0 else high
+            raise UserError(f'split {split!r} has token id {bad}; allowed are 0 to {self.max_id}')
         return ids.astype(self.dtype, copy=False)
 
     def add(self, split: str, ids: np.ndarray) -> None:
-        """Append `ids`, a 1-D array of integers in 0..65535 (and below meta's vocab_size), to a split; see check()."""
+        """Append `ids`, a 1-D array of integers below the vocabulary size, to a split."""
         ids = self.check(split, ids)
-        with journal.as_user_error(self.folder):
+        sharded = self.shard_tokens and split == 'train'
+        with write_errors(self.folder):
             while ids.size:
                 done = self.tokens.get(split, 0)
-                sharded = self.shard_tokens and split == 'train'
+                shard, offset = divmod(done, self.shard_tokens) if sharded else (0, 0)
+                room = self.shard_tokens - offset if sharded else ids.size
                 if split not in self._open:
-                    name = f'{split}_{done // self.shard_tokens:05d}.bin' if sharded else f'{split}.bin'
-                    self._open[split] = self._new_file(name)
-                room = self.shard_tokens - done % self.shard_tokens if sharded else ids.size
+                    name = f'{split}_{shard:05d}.bin' if sharded else f'{split}.bin'
+                    self._open[split] = open(self._new / name, 'ab')
                 part, ids = ids[:room], ids[room:]
                 self._open[split].write(part.tobytes())
                 self.tokens[split] = done + part.size
-                if part.size == room and sharded:
-                    self._close(split)
+                if sharded and part.size == room:
+                    with self._open.pop(split) as file:
+                        _sync(file)
 
-    def publish(self) -> None:
-        """Make the files the dataset; called on leaving the `with` block."""
-        with journal.as_user_error(self.folder, '; run the same command again when that is mended'):
-            for split in list(self._open):
-                self._close(split)
-            if not self.tokens.get('train'):
-                raise UserError(f'no train tokens for {str(self.folder)!r}; allowed is at least one')
-            if self.meta is not None:
-                self._write('meta.pkl', pickle.dumps(self.meta))
-            if self.source is not None:
-                self._write('source.json', json.dumps(self.source, indent=1).encode())
-            old = [path.name for split in self.tokens for path in split_files(self.folder, split)]
-            # an older meta.pkl would decode the new ids
-            journal.publish(self.folder, list(self._names), [*old, 'meta.pkl', 'source.json'], self._state())
+    def checkpoint(self, documents: int) -> None:
+        """Record that all tokens of the first `documents` documents have been added."""
+        with write_errors(self.folder):
+            for file in self._open.values():
+                _sync(file)
+            files = {path.name: path.stat().st_size for path in self._new.glob('*.bin')}
+            progress = {'key': self.key, 'documents': documents, 'files': files}
+            self._write('progress.new', json.dumps(progress).encode())
+            os.replace(self._new / 'progress.new', self._new / PROGRESS)
+        self.documents = documents
 
-    def discard(self) -> None:
-        """Remove what was written and not published."""
-        self._close_all()
-        journal.clear(self.folder)
+    @property
+    def resumable(self) -> bool:
+        """Whether there is a checkpoint to continue from."""
+        return (self._new / PROGRESS).exists()
+
+    def forget(self) -> None:
+        """Make the preparation start afresh next time if this one fails."""
+        (self._new / PROGRESS).unlink(missing_ok=True)
 
     def __enter__(self) -> 'TokenWriter':
         with contextlib.ExitStack() as stack:
-            with journal.as_user_error(self.folder):
+            with write_errors(self.folder):
                 if not self.folder.exists():
                     stack.callback(_remove_if_empty, self.folder)  # when the lock is released
                 self.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(one_at_a_time(self.folder))
-            with journal.as_user_error(self.folder):
-                self._begin(journal.finish(self.folder))
+            with write_errors(self.folder):
+                self._begin()
             self._lock = stack.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         with self._lock:
             try:
-                if kind is None:
-                    self.publish()
-            finally:  # also after KeyboardInterrupt
-                with contextlib.suppress(OSError):  # what cannot be removed now goes with the next preparation
-                    self.discard()
+                if kind is None and not self.finished:
+                    self._publish()
+            finally:
+                for file in self._open.values():
+                    with contextlib.suppress(OSError):  # the disk may be full
+                        file.close()
+                if self.key is None or not self.resumable:
+                    shutil.rmtree(self._new, ignore_errors=True)
 
-    def _begin(self, finished: dict[str, Any]) -> None:
-        """Make the folder ready; `finished` is the state of an interrupted publication that was finished just now."""
-        folders = [path.name for path in [*self.folder.glob('*.bin'), self.folder / 'meta.pkl'] if path.is_dir()]
-        if folders:
-            raise UserError(f'{str(self.folder / folders[0])!r} is a folder, where a file of the dataset belongs')
-        if 'key' in journal.read_state(self.folder):
-            raise UserError(f'{str(self.folder)!r} holds the progress of another preparation: finish it, or remove '
-                            'the files .*.tmp there')
-        journal.clear(self.folder)
+    def _begin(self) -> None:
+        """Finish an interrupted publication, then continue from a checkpoint or start afresh."""
+        for path in [*self.folder.glob('*.bin'), self.folder / 'meta.pkl']:
+            if path.is_dir():
+                raise UserError(f'{str(path)!r} is a folder, where a file of the dataset belongs')
+        result = {}
+        for name in (COMPLETE, READY):
+            result |= _read_json(self.folder / name / RESULT)
+        publish(self.folder)
+        if self.key is not None and not self.restart and result.get('key') == self.key:
+            self.finished, self.tokens = True, result['tokens']
+            return
+        progress = {} if self.restart else self._progress()
+        if progress:
+            self._resume(progress)
+        elif self._new.exists():
+            shutil.rmtree(self._new)
+        self._new.mkdir(exist_ok=True)
 
-    def _state(self) -> dict[str, Any]:
-        """What to note while this dataset is published."""
-        return {}
+    def _progress(self) -> dict[str, Any]:
+        """The last checkpoint; {} if there is none or files are missing or too short for it."""
+        if not self.resumable:
+            return {}
+        progress = _read_json(self._new / PROGRESS)
+        try:
+            valid = type(progress['documents']) is int and type(progress['key']) is dict
+            for name, size in progress['files'].items():
+                valid = valid and type(size) is int and (self._new / name).stat().st_size >= size
+        except (OSError, KeyError, TypeError, AttributeError):
+            valid = False
+        if not valid:
+            print(f'the progress in {str(self.folder)!r} is damaged: starting afresh',
+                  file=sys.stderr)
+        return progress if valid else {}
 
-    def _close(self, split: str) -> None:
-        with self._open.pop(split) as file:
-            sync(file)
+    def _resume(self, progress: dict[str, Any]) -> None:
+        """Cut the files back to the checkpoint. UserError if it is of another preparation."""
+        if self.key is None:
+            raise UserError(f'{str(self.folder)!r} holds the progress of another preparation: '
+                            f'finish it, or remove {NEW} there')
+        files = progress['files']
+        for name, size in files.items():
+            split = re.sub(r'(_\d+)?\.bin$', '', name)
+            self.tokens[split] = self.tokens.get(split, 0) + size // TOKEN_DTYPE.itemsize
+        self._check_key(progress['key'])
+        self.documents = progress['documents']
+        for path in self._new.iterdir():
+            if path.name in files:
+                os.truncate(path, files[path.name])
+            elif path.name != PROGRESS:
+                path.unlink()
 
-    def _close_all(self) -> None:
-        for file in self._open.values():
-            with contextlib.suppress(OSError):  # it may hold bytes for which the disk has no room
-                file.close()
-        self._open.clear()
+    def _check_key(self, old: dict[str, Any]) -> None:
+        """UserError unless progress of the settings `old` can become a dataset of self.key."""
+        names = [name for name in self.key
+                 if name != 'max_tokens' and self.key[name] != old.get(name)]
+        limit, done = self.key.get('max_tokens'), self.tokens.get('train', 0)
+        if names:
+            there = _settings(old, names)
+        elif limit is not None and limit <= done:
+            names = ['max_tokens']
+            there = f'{_settings(old, names)} and {done} train tokens so far'
+        else:
+            return
+        raise UserError(f'{str(self.folder)!r} holds the progress of a preparation with {there}; '
+                        f'this one has {_settings(self.key, names)}: continue with those settings, '
+                        'or discard the progress with --restart')
 
-    def _new_file(self, name: str) -> BinaryIO:
-        self._names.add(name)
-        return open(journal.temporary(self.folder, name), 'wb')
+    def _publish(self) -> None:
+        with write_errors(self.folder, '; run the same command again when that is mended'):
+            for split in list(self._open):
+                with self._open.pop(split) as file:
+                    _sync(file)
+            if not self.tokens.get('train'):
+                raise UserError(f'no train tokens for {str(self.folder)!r}; '
+                                'allowed is at least one')
+            if self.meta is not None:
+                self._write('meta.pkl', pickle.dumps(self.meta))
+            if self.source is not None:
+                self._write('source.json', json.dumps(self.source, indent=1).encode())
+            if self.key is not None:
+                result = {'key': self.key, 'tokens': self.tokens}
+                self._write(RESULT, json.dumps(result).encode())
+            try:
+                os.replace(self._new, self.folder / COMPLETE)
+                publish(self.folder)
+            except KeyboardInterrupt:  # too late to keep the old dataset
+                publish(self.folder)
+                raise
 
     def _write(self, name: str, data: bytes) -> None:
-        with self._new_file(name) as file:
+        with open(self._new / name, 'wb') as file:
             file.write(data)
-            sync(file)
+            _sync(file)
+
+
+def publish(folder: Path) -> None:
+    """Put a completely written dataset in place of the one in `folder`, or go on doing so."""
+    complete, ready = folder / COMPLETE, folder / READY
+    if complete.exists():
+        old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
+               folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
+        for path in sorted(old, key=_order, reverse=True):
+            path.unlink(missing_ok=True)
+        os.replace(complete, ready)
+    if ready.exists():
+        for path in sorted(ready.iterdir(), key=_order):
+            if path.name not in (PROGRESS, RESULT):
+                os.replace(path, folder / path.name)
+        shutil.rmtree(ready)
+
+
+def _order(path: Path) -> int:
+    """The owner of a dataset must be known as long as any of its files is there."""
+    return 0 if path.name == 'source.json' else 2 if path.name in MARKERS else 1
+
+
+@contextlib.contextmanager
+def write_errors(folder: Path, advice: str = '') -> Iterator[None]:
+    """Turn an OSError of writing to `folder` (a full disk, no permission) into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        not_a_folder = isinstance(error, FileExistsError)
+        reason = 'it is not a folder' if not_a_folder else error.strerror or error
+        raise UserError(f'cannot write a dataset to {str(folder)!r}: {reason}{advice}') from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _settings(key: dict[str, Any], names: list[str]) -> str:
+    return ', '.join(f'{name}={key.get(name)}'[:300] for name in names)
+
+
+def _sync(file: BinaryIO) -> None:
+    """Return when everything written to `file` is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _remove_if_empty(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.rmdir()
-
-
-def sync(file: BinaryIO) -> None:
-    """Return when what was written to `file` is on disk."""
-    file.flush()
-    os.fsync(file.fileno())

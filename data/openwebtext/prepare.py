@@ -1,19 +1,20 @@
-"""Prepare the openwebtext dataset: 8 million web pages, an open copy of what GPT-2 was trained on; GPT-2 BPE.
+"""Prepare the openwebtext dataset: 8 million web pages, an open copy of GPT-2's data; GPT-2 BPE.
 
-    python data/openwebtext/prepare.py                             # 9 billion tokens: 18 GB of shards, hours
-    python data/openwebtext/prepare.py --max_tokens=100_000_000    # the first 100 million
-    python data/openwebtext/prepare.py --from dump.jsonl           # from a copy you have
+    python data/openwebtext/prepare.py                           # 9 billion tokens: 18 GB, hours
+    python data/openwebtext/prepare.py --max_tokens=100_000_000  # the first 100 million
+    python data/openwebtext/prepare.py --from dump.jsonl         # from a copy you have
 
-Streamed from the Hugging Face hub (pip install 'datasets>=4') into train_00000.bin, ... and val.bin; it needs no room for
-the raw text. Ctrl-C keeps what is done, and the same command goes on; --restart discards it. One document in 2,000 is for
-validation, by a hash of its text: about as many as nanoGPT's (4.4 million tokens), but not the same ones. Document order is
-the hub's.
+Streamed from the Hugging Face hub (pip install 'datasets>=4') into train_00000.bin, ... and
+val.bin, without a copy of the raw text on disk. Ctrl-C keeps the progress, and the same command
+continues; --restart discards it. One document in 2,000 is for
+validation, by a hash of its text: about as many as nanoGPT's (4.4 million tokens), but not the
+same ones. Document order is the hub's.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from configurator import run_program
 from data.making.stream import arguments, prepare

@@ -1,5 +1,7 @@
-"""Looking up tokens at marked distances, the task of the recall ladders: soon learned (with RoPE and qk_norm) where the answer
-can be seen at all."""
+"""Recall of tokens at marked distances, the task of the recall ladders.
+
+Models with RoPE and qk_norm learn it quickly wherever attention reaches the answer.
+"""
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,15 +14,15 @@ QUERIES = 1 / 3  # share of the positions that ask; the others are what is asked
 
 @dataclass(frozen=True)
 class LagTask:
-    """Random tokens, and among them queries: each is a marker that says how far back its answer stands.
+    """Random tokens and queries: markers that say how many positions back their answer is.
 
-        x         a b c d e P f g Q h        P, Q markers: P asks for the token 3 back, Q for the one 7 back
+        x         a b c d e P f g Q h        P asks for the token 3 back, Q for the one 7 back
         y         - - - - - c - - b -        - is -1: not scored
         distance            3     7
 
-    What is asked is whether the model can see that far, not whether it can search: a query knows where its answer stands from
-    itself alone, so that one attention head for each distance is enough, and nothing but the token there tells the answer.
-    Ids: n_tokens tokens, then a marker for each of `distances`. Raises UserError for settings that leave no room.
+    The task tests whether the model can attend that far, not whether it can search: the marker
+    determines the position of the answer, so that one attention head per distance is enough.
+    Ids: n_tokens tokens, then a marker per distance. Raises UserError for invalid settings.
     """
 
     block_size: int               # T, positions in a sequence
@@ -36,23 +38,27 @@ class LagTask:
         for name in ('block_size', 'n_tokens'):
             if getattr(self, name) < 1:
                 raise UserError(f'recall: {name}={getattr(self, name)}; allowed is 1 or more')
-        if not self.distances or min(self.distances) < 1 or len(set(self.distances)) < len(self.distances):
-            raise UserError(f'recall: distances={self.distances}; needed are one or more different ones, each 1 or more')
+        repeated = len(set(self.distances)) < len(self.distances)
+        if not self.distances or min(self.distances) < 1 or repeated:
+            raise UserError(f'recall: distances={self.distances}; '
+                            'needed are one or more different ones, each 1 or more')
         if max(self.distances) >= self.block_size:
-            raise UserError(f'recall: distance {max(self.distances)} does not fit into block_size={self.block_size}')
+            raise UserError(f'recall: distance {max(self.distances)} does not fit into '
+                            f'block_size={self.block_size}')
 
-    def batch(self, rng: np.random.Generator, batch_size: int, distance: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw `batch_size` sequences: x, y, distance (0 = nothing is asked), each int64 of shape (B, T).
+    def batch(self, rng: np.random.Generator, batch_size: int,
+              distance: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Draw `batch_size` sequences: x, y, distance (0 = no query), each (B, T) int64.
 
         distance: of all queries; 0 = any.
         """
         B, T, known = batch_size, self.block_size, np.array(self.distances)
         asked = rng.random((B, T)) < QUERIES
-        source = np.arange(T)[:, None] - known                                                      # (T, n distances)
-        found = (source >= 0) & ~asked[:, source.clip(0)]                                           # a token stands there
+        source = np.arange(T)[:, None] - known              # (T, n distances)
+        found = (source >= 0) & ~asked[:, source.clip(0)]   # whether a token is there, not a query
         if distance:
             found &= known == distance
-        which = (rng.random(found.shape) * found).argmax(-1)                                        # one of those, at random
+        which = (rng.random(found.shape) * found).argmax(-1)  # one of those, at random
         asked &= found.any(-1)
         x = rng.integers(self.n_tokens, size=(B, T), dtype=np.int64)
         y, back = np.full_like(x, IGNORE), np.zeros_like(x)
@@ -77,7 +83,8 @@ def read_task(text: str, block_size: int) -> LagTask:
         try:
             numbers = tuple(int(piece) for piece in value.split(','))
         except ValueError:
-            raise UserError(f'recall_task={text!r}: {word!r}: {value!r} is no whole number') from None
+            raise UserError(f'recall_task={text!r}: {word!r}: '
+                            f'{value!r} is no whole number') from None
         if name != 'distances' and len(numbers) > 1:
             raise UserError(f'recall_task={text!r}: {word!r} is one number')
         given[name] = numbers if name == 'distances' else numbers[0]

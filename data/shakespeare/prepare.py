@@ -1,17 +1,18 @@
-"""Prepare the shakespeare dataset: nanoGPT's tiny Shakespeare in GPT-2's byte pair encoding, for finetuning GPT-2.
+"""Prepare the shakespeare dataset: nanoGPT's tiny Shakespeare in GPT-2 BPE, to finetune GPT-2.
 
-    python data/shakespeare/prepare.py                # downloads input.txt (1.1 MB) unless it is there
-    python data/shakespeare/prepare.py --input=FILE   # from a file you have: that one, or any UTF-8 text
-    python data/shakespeare/prepare.py --out=DIR      # write train.bin and val.bin somewhere else
+    python data/shakespeare/prepare.py               # downloads input.txt (1.1 MB) if missing
+    python data/shakespeare/prepare.py --input=FILE  # any other UTF-8 text
+    python data/shakespeare/prepare.py --out=DIR     # write train.bin and val.bin somewhere else
 
-The ids are nanoGPT's: of tiny Shakespeare train has 301,966 tokens and val 36,059. No meta.pkl: that means GPT-2's encoding.
+The ids are nanoGPT's: train has 301,966 tokens and val 36,059. There is no meta.pkl, which means
+GPT-2's encoding.
 """
 
 import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from configurator import run_program
 from data.gpt2_bpe import encode_text, gpt2_encoding
@@ -19,7 +20,7 @@ from data.making import tinyshakespeare
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the dataset as the module's docstring says. UserError if there is no text or no vocabulary to be had."""
+    """Make the dataset as the module's docstring says. UserError without a text or a vocabulary."""
     tinyshakespeare.prepare(__doc__, __file__, argv, encoder)
 
 

@@ -1,17 +1,17 @@
 """Prepare the shakespeare_char dataset: nanoGPT's tiny Shakespeare, character by character.
 
-    python data/shakespeare_char/prepare.py                # downloads input.txt (1.1 MB) unless it is there
-    python data/shakespeare_char/prepare.py --input=FILE   # from a file you have: that one, or any UTF-8 text
-    python data/shakespeare_char/prepare.py --out=DIR      # write train.bin, val.bin, meta.pkl somewhere else
+    python data/shakespeare_char/prepare.py               # downloads input.txt (1.1 MB) if missing
+    python data/shakespeare_char/prepare.py --input=FILE  # any other UTF-8 text
+    python data/shakespeare_char/prepare.py --out=DIR     # write somewhere else
 
-The ids are nanoGPT's: the characters in sorted order. Of tiny Shakespeare train has 1,003,854 tokens and val 111,540, and
+The ids are nanoGPT's: the characters in sorted order. Train has 1,003,854 tokens and val 111,540;
 the vocabulary is 65.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from configurator import run_program
 from data.long_texts import alphabet_meta, char_encoder
@@ -19,7 +19,7 @@ from data.making import tinyshakespeare
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the dataset as the module's docstring says. UserError if there is no text, or it cannot be used."""
+    """Make the dataset as the module's docstring says. UserError without a usable text."""
     tinyshakespeare.prepare(__doc__, __file__, argv, encoder)
 
 

