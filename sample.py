@@ -62,7 +62,7 @@ def sample_start(s):
     """`num_samples` samples of one prompt, in batches of `parallel`, as nanoGPT would draw them."""
     stops, texts = parse_stops(s.stop), read_prompts(s.start, '')
     model, tokenizer = load(s)
-    generators = sample_generators(s.seed, 0, s.num_samples, model.device)
+    generators = sample_generators(s.seed, s.num_samples, model.device)
     [prompt] = encode_prompts(tokenizer, texts)
     note_what_is_special(s, model, tokenizer, stops, len(prompt))
 
@@ -144,9 +144,7 @@ def note_what_is_special(s, model, tokenizer, stops, n_prompt):
 def sample_prompts(s, write):
     """The prompts of a file through the batching engine; each answer is given to `write`. Returns
     how many failed."""
-    defaults = SamplingParams(s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p,
-                              s.repetition_penalty, s.seed, stop=parse_stops(s.stop),
-                              logprobs=s.logprobs)
+    defaults = sampling_params(s)
     budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
     prefixes = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     lines = read_requests(s.prompts, defaults)
@@ -191,16 +189,19 @@ def parse(argv):
     return s
 
 
+def sampling_params(s) -> SamplingParams:
+    """UserError: a value out of range."""
+    return SamplingParams(s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p,
+                          s.repetition_penalty, s.seed, stop=parse_stops(s.stop),
+                          logprobs=s.logprobs)
+
+
 def check(s):
-    for name, low in (('num_samples', 1), ('parallel', 1), ('max_new_tokens', 1),
-                      ('temperature', 0.0), ('top_k', 0)):
-        if getattr(s, name) < low:
-            raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
-    if 0.0 < s.temperature < 1e-4:
-        raise UserError(f'temperature={s.temperature}: must be 0 (greedy) or at least 1e-4')
+    for name in ('num_samples', 'parallel'):
+        if getattr(s, name) < 1:
+            raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
     check_seed(s.seed)
-    if not 0.0 < s.top_p <= 1.0:
-        raise UserError(f'top_p={s.top_p}: must be above 0 and at most 1')
+    sampling_params(s)
     for name in ('min_p', 'repetition_penalty', 'logprobs', 'kv_budget', 'prefix_budget'):
         if name in s.given and not s.prompts:
             raise UserError(f'{name}={getattr(s, name)!r} is for many prompts: give a file of them '
