@@ -10,10 +10,11 @@ operations and keep less.
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import json
 import os
-from pathlib import Path
+from itertools import groupby
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 import configurator
 from config.errors import UserError
@@ -24,9 +25,9 @@ from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from kv.tables import titled
 from training.device import pick_device, pick_dtype
-from training.memory_plan import USABLE, Plans, least_peak, recommend
-from training.memory_table import policy_table
-from training.memory_use import free_memory
+from training.memory_plan import USABLE, Plans
+from training.memory_use import free_memory, measure
+from training.recompute import policy_of
 
 
 def main(argv=None):
@@ -34,42 +35,59 @@ def main(argv=None):
     for name in ('batch_size', 'gradient_accumulation_steps'):
         if getattr(s, name) < 1:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
-    device, dtype = planned_device(s)
-    config = planned_config(s, DATA_ROOT)
-    if not s.budget and device.type == 'cuda' and not torch.cuda.is_available():
-        raise UserError('there is no CUDA device here to ask what is free: say what it has, as '
-                        '--budget=8GB')
+    if s.device.startswith('cuda') and not torch.cuda.is_available():
+        device = torch.device('cuda')  # planned for, with bfloat16 if dtype is 'auto'
+        dtype = torch.bfloat16 if s.dtype == 'auto' else getattr(torch, s.dtype)
+        if not s.budget:
+            raise UserError('there is no CUDA device here to ask what is free: say what it has, as '
+                            '--budget=8GB')
+    else:
+        device = pick_device(s.device)
+        dtype = pick_dtype(s.dtype, device)
+    meta = read_meta(DATA_ROOT / os.path.basename(s.dataset))
+    vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's if the data set is not prepared
+    config = GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
     budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
     console = Console()
-    with Console(stderr=True).status('predicting') as status:  # seen on a terminal only
+    with Console(stderr=True).status('predicting') as status:  # on a terminal only
         plans = Plans(s, config, device, dtype)
         rows = plans.rows(budget, status.update)
     if not any(row['largest_batch'] for row in rows):
-        raise UserError(f'budget={s.budget!r}: nothing fits; {least_peak(plans, 1, budget)}')
-    advice = recommend(rows, s.batch_size)
-    m = plans.memory('none')
+        raise UserError(f'budget={s.budget!r}: nothing fits; {plans.least_peak(1, budget)}')
+    m, advice = plans.memory('none'), recommend(rows, s.batch_size)
+    kernels, dtype = plans.predictor.device, str(dtype).removeprefix('torch.')
     title = f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}'
-    console.print(titled(title, policy_table(rows, s.batch_size)))
-    dtype = str(dtype).removeprefix('torch.')
+    console.print(titled(title, _policy_table(rows, s.batch_size)))
     lines = [f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, '
              f'optimizer {nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic']
-    lines += _words(advice)
-    if plans.predictor.device.type != device.type:
+    lines += _advice_lines(advice)
+    if kernels.type != device.type:
         lines.append(f"There is no {device.type} here: these are the tensors of the CPU's kernels, "
                      'without offloading')
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     if s.json:
         print(json.dumps({
-            'budget': budget, 'device': str(device), 'kernels': str(plans.predictor.device),
+            'budget': budget, 'device': str(device), 'kernels': str(kernels),
             'dtype': dtype, 'block_size': s.block_size, 'policies': rows,
             'parameters': m.parameters, 'gradients': m.gradients, 'optimizer': m.optimizer,
             **advice}))
 
 
-def _words(advice):
+def recommend(rows: list[dict], batch_size: int) -> dict:
+    """The fastest policy that fits this batch_size (None if none does), the fastest that fits at
+    all, and the fastest of those with the largest micro-batch. rows: of `Plans.rows`."""
+    largest = max(rows, key=lambda row: row['largest_batch'])
+    fastest = next(row for row in rows if row['largest_batch'])
+    at_batch_size = next((row['policy'] for row in rows if row['fits']), None)
+    return {'at_batch_size': at_batch_size, 'batch_size': batch_size,
+            'largest': largest['policy'], 'largest_batch': largest['largest_batch'],
+            'fastest': fastest['policy'], 'fastest_batch': fastest['largest_batch']}
+
+
+def _advice_lines(advice):
     at = advice['at_batch_size']
-    yours = f"--recompute={at} is the fastest that fits" if at else 'nothing fits'
+    yours = f'--recompute={at} is the fastest that fits' if at else 'nothing fits'
     lines = [f"batch_size={advice['batch_size']}: {yours}",
              f"without recomputing more than needed: --recompute={advice['fastest']} "
              f"--batch_size={advice['fastest_batch']}"]
@@ -79,22 +97,92 @@ def _words(advice):
     return lines
 
 
-def planned_device(s):
-    """(device, dtype) of a plan: 'cuda' may be planned for where there is none (with bfloat16, if
-    dtype is 'auto')."""
-    if s.device.startswith('cuda') and not torch.cuda.is_available():
-        dtype = torch.bfloat16 if s.dtype == 'auto' else getattr(torch, s.dtype)
-        return torch.device('cuda'), dtype
-    device = pick_device(s.device)
-    return device, pick_dtype(s.dtype, device)
+def print_memory_report(run, dtype: torch.dtype) -> None:
+    """What train.py's --memory_report prints, for a `Run` that has its first batch; on rank 0 only.
+
+    Measured is one forward and backward pass over that batch of the eager model. The run's random
+    state, data and gradients stay as they are.
+    """
+    s, console = run.s, Console()
+    plans = Plans(s, run.model.config, run.device, dtype, run.ranks.world_size, run.optimizer)
+    policy = policy_of(run.model)
+    predicted = plans.memory(policy)
+    try:
+        measured = measure(run.model, run.batch, autocast=run.autocast, optimizer=plans.optimizer,
+                           accumulate=plans.accumulate)
+    except torch.OutOfMemoryError:
+        measured = None
+    eager = '; compiled, less' if s.compile else ''
+    title = (f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
+             f'recompute={policy!r}{eager}')
+    console.print(title, style='italic', highlight=False)
+    console.print(_parts_table(predicted, measured))
+    if measured is None:
+        console.print(f'measured: it does not fit on {run.device}', highlight=False)
+    kinds = _table('', 'predicted', 'measured')
+    for kind, n in sorted(predicted.by_kind.items(), key=lambda item: -item[1]):
+        kinds.add_row(kind, _size(n), _size(measured and measured.by_kind.get(kind, 0)))
+    console.print(titled('\nactivations by kind', kinds))
+    blocks = _blocks_table(predicted, measured, run.model.plan.layers)
+    console.print(titled('\nactivations by block (each)', blocks))
+    policies = _policy_table(plans.rows(), s.batch_size)
+    console.print(titled('\nevery policy, predicted', policies))
+    console.print('\nTraining begins. (python -m training.memory reports without training.)')
 
 
-def planned_config(s, data_root: Path) -> GPTConfig:
-    """The settings' model; the data set says the vocabulary if it is prepared (else GPT-2's,
-    50304)."""
-    meta = read_meta(data_root / os.path.basename(s.dataset))
-    shape = {key.name: getattr(s, key.name) for key in MODEL}
-    return GPTConfig(vocab_size=meta['vocab_size'] if meta else 50304, **shape)
+def _table(*columns):
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    for i, name in enumerate(columns):
+        table.add_column(name, justify='right' if i else 'left', no_wrap=True)
+    return table
+
+
+def _size(n):
+    return '-' if n is None else nice_bytes(n)
+
+
+def _parts_table(predicted, measured):
+    table = _table('', 'predicted', 'measured')
+    parts = {'parameters': 'parameters', 'gradients': 'gradients', 'optimizer': 'optimizer state',
+             'activations': 'activations', 'loss_peak': 'logits and loss', 'peak': 'peak'}
+    if predicted.offloaded:
+        parts['offloaded'] = 'on the host'
+    for part, name in parts.items():
+        table.add_row(name, _size(getattr(predicted, part)),
+                      _size(measured and getattr(measured, part)),
+                      style='bold' if part == 'peak' else None)
+    return table
+
+
+def _blocks_table(predicted, measured, layers):
+    """A row per run of blocks of the same kind and size."""
+    table = _table('blocks', 'kind', 'predicted', 'measured')
+    measured_blocks = measured.by_block if measured else [None] * len(layers)
+    kinds = [layer.kind for layer in layers]
+    rows = list(zip(kinds, predicted.by_block, measured_blocks))
+    for (kind, p, m), group in groupby(range(len(rows)), key=lambda i: rows[i]):
+        first, *others = group
+        blocks = f'{first} to {others[-1]}' if others else str(first)
+        table.add_row(blocks, kind, _size(p), _size(m))
+    outside = [memory and memory.activations - sum(memory.by_block)
+               for memory in (predicted, measured)]
+    table.add_row('outside', '', *map(_size, outside))
+    return table
+
+
+def _policy_table(rows, batch_size):
+    """The rows of `Plans.rows`; with a budget also the largest micro-batches."""
+    columns = ['recompute', 'activations', f'peak at {batch_size}', 'FLOPs']
+    has_budget = 'largest_batch' in rows[0]
+    table = _table(*columns, *(('fits', 'largest', 'its peak') if has_budget else ()))
+    for row in rows:
+        cells = [row['policy'], _size(row['activations']), _size(row['peak'])]
+        cells.append(f"+{row['recomputed']:.1%}")
+        if has_budget:
+            cells += ['yes' if row['fits'] else 'no', f"{row['largest_batch']:,}"]
+            cells.append(_size(row['largest_peak']))
+        table.add_row(*cells)
+    return table
 
 
 if __name__ == '__main__':

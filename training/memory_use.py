@@ -1,47 +1,61 @@
-"""What a training step takes of the device's memory: measured on a real step, or predicted without
-memory or arithmetic.
+"""Memory of a training step: measured on a real step, or predicted without memory or arithmetic.
 
-    measure(model, (x, y), 'mlp')                  # one forward and backward of this batch
-    predict(config, batch_size=8, policy='mlp')    # the same, with tensors without numbers
+    measure(model, (x, y), 'mlp')                  # one forward and backward pass of this batch
+    predict(config, batch_size=8, policy='mlp')    # the same with fake tensors
 
-Both run the model as it is (eager) and follow its storages (`training.live`). Compiled code fuses
-operations and keeps less.
+Both run the eager model and track every storage. Compiled models fuse operations and keep less.
 """
 import contextlib
 import functools
+import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from unittest import mock
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 import attention.kernels.flex
 import training.recompute
 from config.errors import UserError
 from config.sizes import available_memory, nice_bytes
 from kv.parts import tensor_nbytes
-from model import GPT
+from model import GPT, LayerNorm
 from training.device import autocast as autocast_for
 from training.device import memory_use
 from training.host_optimizer import HostAdamW
-from training.live import BACKWARD, LOSS, LiveBytes
 from training.loss import linear_cross_entropy
 from training.offload import offloaded
 from training.optim import state_nbytes
 from training.recompute import policy_of, set_recompute
+
+LOSS = (None, 'logits and loss')
+BACKWARD = (None, 'backward')  # gradients
+aten = torch.ops.aten
+# The FLOP formulas of torch, and the operations that it has none for.
+FLOPS = dict(flop_registry)
+FLOPS[aten.addmm_] = flop_registry[aten.addmm]
+for suffix in ('', '_backward'):
+    name = '_scaled_dot_product_flash_attention'
+    cpu_op = getattr(aten, f'{name}_for_cpu{suffix}')
+    FLOPS[cpu_op] = flop_registry[getattr(aten, name + suffix)]
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one training step.
 
-    activations: kept from the forward pass for the backward, without logits and loss. by_block: of
-    these, each block's; by_kind: by what made them ('norms', 'attention', 'mlp', 'residual stream',
-    'cast weights': autocast's copies). loss_peak: what lm_head and loss need beside them, forward
-    and until the backward pass has left them. peak: the most at any time, parameters, optimizer
-    state and gradients included. offloaded: activations on the host. flops: of the step (a
-    micro-batch); what is computed again counts again. device: whose kernels these are.
+    activations: kept from the forward pass for the backward pass, without logits and loss; by_block
+    of these per block, by_kind per part of the model ('norms', 'attention', 'mlp', 'residual
+    stream', 'cast weights': autocast's copies). loss_peak: the most that lm_head and the loss take
+    beside them, until the gradient of lm_head's input is known. peak: the most at any time, with
+    parameters, gradients and optimizer state. offloaded: activations on the host. flops: of the
+    step's matmuls and attention, recomputation included. device: whose kernels these are.
     """
     parameters: int
     gradients: int
@@ -60,84 +74,221 @@ class Memory:
         return asdict(self)
 
 
+class StorageTracker(TorchDispatchMode):
+    """A context that tracks the storages allocated inside it, by block and part of the model.
+
+    Enter it before any other dispatch mode, so that it sees the operations that really run, also
+    under FakeTensorMode. torch.distributed's MemTracker predicts nearly the same peak, but knows
+    neither the parts of a block nor `_scratch_bytes`. Hooks on saved tensors would miss what
+    selective checkpointing keeps. Not counted: kernels' other workspaces, and the allocator's
+    rounding and fragmentation.
+
+    Attributes:
+        live: (block number or None, kind) -> bytes on the model's device now.
+        peak, loss_peak: the most at any time, of all labels and of LOSS (without the gradient of
+            lm_head's weight).
+        offloaded: bytes on other devices now.
+        flops: of matmuls and attention (causal masks count as full), by torch's formulas.
+        in_backward: to be set before `loss.backward()`.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.device = model.device
+        self.labels, self.final_norm = _labels(model), model.transformer.ln_f
+        self.head_shape = model.lm_head.weight.shape
+        self.weights = {id(p.untyped_storage()) for p in model.parameters()}
+        self.live = Counter()
+        self.total = self.peak = self.loss_peak = self.offloaded = self.flops = 0
+        self.stack = [(None, 'residual stream')]  # labels of the modules that run now
+        self.in_backward = False
+        self._hooks, self._finalizers = [], {}
+
+    def __enter__(self):
+        for module in self.labels:
+            self._hooks += [module.register_forward_pre_hook(self._enter_module),
+                            module.register_forward_hook(self._leave_module, always_call=True)]
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        for hook in self._hooks:
+            hook.remove()
+        return super().__exit__(*exc)
+
+    def _enter_module(self, module, _):
+        self.stack.append(self.labels[module])
+
+    def _leave_module(self, module, _, output):
+        self.stack.pop()
+        if module is self.final_norm and torch.is_tensor(output):
+            self.stack[0] = LOSS
+            if output.requires_grad:
+                output.register_hook(self._end_loss)
+
+    def _end_loss(self, _):
+        self.stack[0] = BACKWARD
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if func is aten.add.Tensor and self.in_backward and not torch.is_grad_enabled():
+            self._accumulate_in_place(*args[:2])
+        out = func(*args, **kwargs)
+        label = self.stack[-1]
+        input_storages = {id(x.untyped_storage()) for x in inputs}
+        if func is aten._to_copy.default and input_storages <= self.weights and len(self.stack) > 1:
+            label = (label[0], 'cast weights')
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in input_storages:
+                is_head_grad = label == LOSS and x.shape == self.head_shape  # the chunked loss's
+                self._allocate(x, BACKWARD if is_head_grad else label)
+        self._update_peaks(_scratch_bytes(func, inputs), label)
+        flops = FLOPS.get(func.overloadpacket)
+        if flops is not None:
+            self.flops += flops(*args, **kwargs, out_val=out)
+        return out
+
+    def _accumulate_in_place(self, grad, other):
+        """Autograd sums gradients in place, but not under a dispatch mode: free the first one."""
+        if torch.is_tensor(other) and grad.shape == other.shape:
+            storage = grad.untyped_storage()
+            if storage.nbytes() == grad.nbytes and id(storage) in self._finalizers:
+                self._finalizers[id(storage)]()
+
+    def _allocate(self, x, label):
+        storage = x.untyped_storage()
+        n, key = storage.nbytes(), id(storage)
+        known = self._finalizers.get(key)
+        if known is not None and known.alive:
+            return
+        on_device = x.device == self.device
+        self._finalizers[key] = weakref.finalize(storage, self._count, -n, label, on_device)
+        self._count(n, label, on_device)
+
+    def _count(self, n, label, on_device):
+        if not on_device:
+            self.offloaded += n
+            return
+        self.total += n
+        self.live[label] += n
+        self._update_peaks(0, label)
+
+    def _update_peaks(self, scratch, label):
+        self.peak = max(self.peak, self.total + scratch)
+        self.loss_peak = max(self.loss_peak, self.live[LOSS] + scratch * (label == LOSS))
+
+
+def _labels(model) -> dict:
+    """Module -> (block number or None, kind)."""
+    labels = {model.transformer.ln_f: (None, 'norms'), model.lm_head: LOSS}
+    for i, block in enumerate(model.transformer.h):
+        labels[block] = (i, 'residual stream')
+        labels[block.attn] = (i, 'attention')
+        labels[block.mlp] = (i, 'mlp')
+        norms = (m for m in block.modules() if isinstance(m, (LayerNorm, nn.RMSNorm)))
+        labels |= dict.fromkeys(norms, (i, 'norms'))
+    return labels
+
+
+def _scratch_bytes(func, inputs) -> int:
+    """Bytes that a kernel holds while it runs: logsumexp a tensor of its input's size, a sum of two
+    dtypes on a CPU its narrower operand, widened."""
+    if func is aten.logsumexp.default:
+        return inputs[0].nbytes
+    is_add = func in (aten.add.Tensor, aten.add_.Tensor) and len(inputs) == 2
+    if is_add and inputs[0].device.type == 'cpu':
+        narrow, wide = sorted(inputs, key=lambda x: x.itemsize)
+        return narrow.numel() * wide.itemsize if narrow.dtype != wide.dtype else 0
+    return 0
+
+
 def measure(model, batch, policy: str | None = None, autocast=None, *,
             chunked_loss: bool | None = None, optimizer='adamw',
             accumulate: bool = False) -> Memory:
-    """Memory of a forward and backward pass over `batch`, which is really done; nothing of it
-    remains.
+    """Memory of a forward and backward pass over `batch`, which is really run.
 
-    Random numbers, gradients, training mode and policy are restored.
+    Random state, gradients, training mode, policy and loss function are restored.
 
     Args:
         batch: (idx, targets), each (B, T) int64 on the model's device.
-        policy: of `training.recompute`; None = the model's. chunked_loss: None = the model's.
-        autocast: a context for the forward pass; None = float32.
-        optimizer: whose state counts, or its name (of `training.optim`) where there is none yet.
-        accumulate: gradients are there already when the step begins, as with gradient accumulation.
+        policy: of `training.recompute`. None = the model's.
+        autocast: a context for the forward pass. None = float32.
+        chunked_loss: None = as the model has it.
+        optimizer: an optimizer, or before there is one its name (of `training.optim`).
+        accumulate: gradients exist when the step begins, as with gradient accumulation.
     """
-    was = model.training, policy_of(model), model.loss_fn, [p.grad for p in model.parameters()]
+    old = model.training, policy_of(model), model.loss_fn, [p.grad for p in model.parameters()]
     devices = [model.device] if model.device.type == 'cuda' else []
     with torch.random.fork_rng(devices, device_type='cuda'):
         try:
             model.train()
-            set_recompute(model, was[1] if policy is None else policy)
+            set_recompute(model, old[1] if policy is None else policy)
             if chunked_loss is not None:
                 model.loss_fn = linear_cross_entropy if chunked_loss else None
             for p in model.parameters():
                 p.grad = torch.zeros_like(p) if accumulate else None
             autocast = autocast or contextlib.nullcontext()
-            return _follow(model, batch, autocast, optimizer, accumulate)
+            return _track_step(model, batch, autocast, optimizer, accumulate)
         finally:
-            model.train(was[0])
-            set_recompute(model, was[1])
-            model.loss_fn = was[2]
-            for p, grad in zip(model.parameters(), was[3]):
+            model.train(old[0])
+            set_recompute(model, old[1])
+            model.loss_fn = old[2]
+            for p, grad in zip(model.parameters(), old[3]):
                 p.grad = grad
 
 
-def _follow(model, batch, autocast, optimizer, accumulate):
-    for table in (model.rotary or {}).values():  # they stay, and are no activations
-        table(0, batch[0].size(1), model.device, model.lm_head.weight.dtype)
-    with _plain_flex(), LiveBytes(model) as live:
+def _track_step(model, batch, autocast, optimizer, accumulate):
+    for rope in (model.rotary or {}).values():  # cached tables are no activations
+        rope(0, batch[0].size(1), model.device, model.lm_head.weight.dtype)
+    # FlexAttention is not compiled under a dispatch mode, and would keep all scores. SDPA keeps
+    # what it keeps: q, k, v, the output and a float32 number per query.
+    flex = mock.patch.object(attention.kernels.flex, 'flex_local_attention', _sdpa)
+    with flex, StorageTracker(model) as tracker:
         with autocast:
             loss = model(*batch)[1]
-        kept, offloaded = live.by_label(), live.elsewhere
-        live.begin_backward()
+        kept, on_host = +tracker.live, tracker.offloaded
+        tracker.in_backward = True
         loss.backward()
         del loss
     by_block, by_kind = Counter(), Counter()
     for (block, kind), n in kept.items():
-        if kind not in (LOSS, BACKWARD):  # the chunked loss makes lm_head's gradient with the loss
+        if (block, kind) not in (LOSS, BACKWARD):
             by_block[block] += n
             by_kind[kind] += n
     parameters, gradients, state = state_bytes(model, optimizer)
-    return Memory(parameters, gradients, state, by_kind.total(), live.loss_peak,
-                  parameters + state + max(gradients, live.peak + gradients * accumulate),
-                  [by_block[i] for i in range(len(model.transformer.h))], dict(by_kind), offloaded,
-                  live.flops, policy_of(model), str(model.device))
+    peak = max(gradients, tracker.peak + gradients * accumulate)
+    return Memory(parameters, gradients, state, by_kind.total(), tracker.loss_peak,
+                  parameters + state + peak, [by_block[i] for i in range(model.config.n_layer)],
+                  dict(by_kind), on_host, tracker.flops, policy_of(model), str(model.device))
+
+
+def _sdpa(q, k, v, window):
+    gqa = q.size(1) != k.size(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
 
 
 def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
-    """Bytes of parameters, of their gradients, and of the optimizer's state; of one that is only
-    named, what it will have. What an optimizer keeps on the host does not count."""
+    """Bytes of parameters, gradients and optimizer state on the device.
+
+    optimizer: an optimizer, or a name. The state is predicted where it does not exist yet.
+    """
     params = list(model.parameters())
-    parameters = sum(tensor_nbytes(p) for p in params)
+    parameters = sum(map(tensor_nbytes, params))
     gradients = sum(tensor_nbytes(p) for p in params if p.requires_grad)
     if isinstance(optimizer, HostAdamW):
         return parameters, gradients, 0
     if not isinstance(optimizer, str) and optimizer.state:
-        states = optimizer.state.values()
-        held = (x for state in states for x in state.values() if torch.is_tensor(x))
-        return parameters, gradients, sum(map(tensor_nbytes, held))
+        state = tree_leaves(list(optimizer.state.values()))
+        return parameters, gradients, sum(tensor_nbytes(x) for x in state if torch.is_tensor(x))
     name = optimizer if isinstance(optimizer, str) else 'adamw'
     return parameters, gradients, state_nbytes(model, name)
 
 
 class Predictor:
-    """A model without numbers, to ask for the memory of steps with different policies and batches.
+    """A fake model that predicts the memory of steps with different policies and batches.
 
-    device: 'cuda' needs a CUDA device here, for autograd asks for it even then; else the CPU's
-    kernels stand for its, and `device` says so.
+    device: 'cuda' needs a CUDA device here, because autograd asks for it even with fake tensors.
+    Without one the CPU's kernels are used, and `device` says so.
     """
 
     def __init__(self, config, device='cpu'):
@@ -151,10 +302,12 @@ class Predictor:
     def predict(self, policy: str = 'none', batch_size: int = 1, block_size: int = 0,
                 chunked_loss: bool = True, dtype: torch.dtype = torch.float32,
                 accumulate: bool = False, optimizer='adamw') -> Memory:
-        """Memory of a step over (batch_size, block_size) tokens, all of them targets; 0 = the
-        config's block_size."""
+        """Memory of a step over (batch_size, block_size) tokens; 0 = the config's block_size."""
         T = block_size or self.model.config.block_size
-        with torch.random.fork_rng([], device_type='cuda'), self.fake, _simple_offload(self.device):
+        # FakeTensorMode supports neither streams nor pinned memory.
+        offload = functools.partial(offloaded, streams=False)
+        offload = mock.patch.object(training.recompute, 'offloaded', offload)
+        with torch.random.fork_rng([], device_type='cuda'), self.fake, offload:
             x = torch.zeros(batch_size, T, dtype=torch.int64, device=self.device)
             batch, autocast = (x, torch.zeros_like(x)), autocast_for(self.device, dtype)
             return measure(self.model, batch, policy, autocast, chunked_loss=chunked_loss,
@@ -164,8 +317,7 @@ class Predictor:
 def predict(config, batch_size: int, block_size: int = 0, policy: str = 'none',
             chunked_loss: bool = True, dtype: torch.dtype = torch.float32, device='cpu',
             accumulate: bool = False) -> Memory:
-    """What `measure` would say of a new model of this GPTConfig, without its memory or arithmetic;
-    see `Predictor`.
+    """`measure` of a new model of this GPTConfig, by a `Predictor`.
 
     Raises:
         UserError (a ValueError): from the config, its plan or the policy.
@@ -174,57 +326,32 @@ def predict(config, batch_size: int, block_size: int = 0, policy: str = 'none',
     return predictor.predict(policy, batch_size, block_size, chunked_loss, dtype, accumulate)
 
 
-@contextlib.contextmanager
-def _replaced(module, name, value):
-    was = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, was)
-
-
-def _plain_flex():
-    """FlexAttention is not compiled where a dispatch mode is active, and would hold all scores.
-    SDPA keeps what it keeps: q, k, v, the output and a float32 number for each query."""
-    def stand_in(q, k, v, window):
-        gqa = q.size(1) != k.size(1)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
-    return _replaced(attention.kernels.flex, 'flex_local_attention', stand_in)
-
-
-def _simple_offload(device):
-    """Offloading without streams and pinned memory, of which FakeTensorMode knows nothing."""
-    if device.type != 'cuda':
-        return contextlib.nullcontext()
-    return _replaced(training.recompute, 'offloaded', functools.partial(offloaded, streams=False))
-
-
 def memory_line(model, optimizer, device: torch.device) -> str:
-    """Two lines after a first step: what the live tensors take, and the device's own measure of the
-    most so far."""
+    """Two lines after the first step: the bytes of live tensors, and the device's own peak."""
     parameters, gradients, state = state_bytes(model, optimizer)
     on_host = ''
     if isinstance(optimizer, HostAdamW):
         on_host = f' (and {nice_bytes(optimizer.host_nbytes())} on the host)'
-    live = (f'memory: parameters {nice_bytes(parameters)}, gradients {nice_bytes(gradients)}, '
+    text = (f'memory: parameters {nice_bytes(parameters)}, gradients {nice_bytes(gradients)}, '
             f'optimizer {nice_bytes(state)}{on_host}')
     peak = memory_use(device).peak
     if device.type == 'cuda':
         rest = max(0, peak - parameters - gradients - state)
-        live += (f',\n        activations and all else {nice_bytes(rest)}, '
+        text += (f',\n        activations and all else {nice_bytes(rest)}, '
                  f'peak {nice_bytes(peak)}')
     elif peak is not None:
-        live += f',\n        peak {nice_bytes(peak)} (of the whole process, with Python and torch)'
-    return live
+        text += f',\n        peak {nice_bytes(peak)} (of the whole process, with Python and torch)'
+    return text
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device now (of the host, where it has no memory of its own)."""
+    """Bytes free on the device now, or on the host for a device without memory of its own.
+
+    Raises UserError: the system does not say.
+    """
     if device.type == 'cuda':
-        # torch's own, unused
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     free = available_memory()
     if not free:
         raise UserError('this system does not say how much memory is free: give memory_budget, as '

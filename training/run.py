@@ -63,7 +63,7 @@ class Run:
         self.batch = self._resume(saved) if saved else self.batches.next()
         del saved
         if s.memory_report and ranks.main:
-            from training.memory_table import print_memory_report
+            from training.memory import print_memory_report
             print_memory_report(self, self.dtype)
         self._compile_and_distribute()
 

@@ -12,9 +12,15 @@ from config.gpt_config import GPTConfig
 from config.sizes import nice_bytes
 from model import GPT
 from training.device import autocast, memory_use
-from training.live import LiveBytes
 from training.loss import linear_cross_entropy
-from training.memory_use import Predictor, measure, memory_line, predict, state_bytes
+from training.memory_use import (
+    Predictor,
+    StorageTracker,
+    measure,
+    memory_line,
+    predict,
+    state_bytes,
+)
 from training.recompute import policy_of, set_recompute
 
 V, T, B, C, L = 500, 64, 2, 32, 2
@@ -109,9 +115,9 @@ def test_what_is_kept_is_what_hooks_on_saved_tensors_see(made, shape, dtype):
     model = made[shape][0].train()
     x, y = batch()
     model(x)  # rotary tables are there before
-    with LiveBytes(model) as live, autocast(model.device, dtype):
+    with StorageTracker(model) as live, autocast(model.device, dtype):
         loss = model(x, y)[1]
-    kept = sum(live.by_label().values())
+    kept = live.total
     del loss
     known = {p.untyped_storage()._cdata for p in model.parameters()}
     known |= {a.untyped_storage()._cdata for a in (x, y)}

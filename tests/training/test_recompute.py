@@ -15,7 +15,7 @@ from tests.helpers.models import FULL_STACK, VOCAB, tokens
 from tests.programs.support import VANILLA as VANILLA_RUN
 from tests.programs.support import flags
 from training.loss import linear_cross_entropy
-from training.recompute import ATTENTION, PRODUCTS, Recompute, set_recompute
+from training.recompute import ATTENTION, MATMULS, Recompute, set_recompute
 from training.run import prepare
 
 aten = torch.ops.aten
@@ -126,7 +126,7 @@ def test_what_runs_twice(policy, shape):
 @pytest.mark.parametrize('dropout', [0.0, 0.1])
 def test_selective_computes_no_product_again(dropout):
     backward = {policy: work(policy, dropout=dropout)[1] for policy in ('none', 'selective', 'mlp', 'block')}
-    products = {policy: counted.of(PRODUCTS) for policy, counted in backward.items()}
+    products = {policy: counted.of(MATMULS) for policy, counted in backward.items()}
     n = SMALL['n_layer']
     assert products['selective'] == products['none']
     # of what a segment ends with the backward pass needs the input alone: c_proj of the MLP is not computed again, but up to
