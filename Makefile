@@ -79,7 +79,7 @@ nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside our
 	$(BIN)/python lab/scripts/nanogpt_parity.py $(NANOGPT)
 
 docs: $(VENV)/.installed  ## write the numbers of results/ into README.md and docs/
-	$(BIN)/python -m lab.quoted
+	$(BIN)/python -m lab.pages
 
 PART ?= first
 gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=first, tests, tune, train, ...

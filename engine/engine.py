@@ -15,74 +15,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from config.errors import UserError
 from engine.captured import CapturedDecode
 from engine.decode import fast_decode
+from engine.job import Event, Job
 from engine.linear import speed_up_few_rows
 from engine.paged import PAGE_SIZE, PagedKVCache
-from engine.params import Completion, SamplingParams, TokenLogprob, shown
+from engine.params import Completion, SamplingParams, shown
 from engine.prefix import PrefixStore
 from engine.prefix_disk import DiskTier, fingerprint
-from engine.sampler import SampleRow, sample_rows
+from engine.sampler import sample_rows
 from engine.scheduler import Request, Scheduler
-from engine.stopping import SampleText
 
 PREFILL_CHUNK = 256
 MANY_KEYS = 2304        # longer rows use the same kernels: `splits` in attention/kernels/decode.py
 DISK_BUDGET = 10 ** 11  # bytes of prefix_folder
-
-
-@dataclass
-class Event:
-    """One token of a request, or its end.
-
-    index: of the request, in the order of submission. token: -1 = none (error, cancelled).
-    text: new text that no stop text can cut off any more. completion: in the last event only."""
-    index: int
-    token: int
-    text: str = ''
-    logprob: TokenLogprob | None = None
-    completion: Completion | None = None
-
-
-class _Job:
-    """The clock, sampler and text of a request."""
-
-    def __init__(self, request: Request, tokenizer, now: float):
-        self.request, self.tokenizer, self.submitted, self.first = request, tokenizer, now, None
-        self.logprobs = [] if request.params.logprobs >= 0 else None
-        self.num_emitted = 0  # tokens whose event was emitted
-        self.restore()
-
-    def restore(self) -> list[str]:
-        """Rebuild sampler and text from the tokens. Returns the text of each token."""
-        params, tokens = self.request.params, self.request.tokens
-        self.sampling = SampleRow(params, self.request.prompt + tokens, len(tokens))
-        self.text = SampleText(self.tokenizer.stream(), params.stop) if self.tokenizer else None
-        return [self._piece(token) for token in tokens]
-
-    def _piece(self, token: int) -> str:
-        is_text = self.text and token not in self.request.params.stop_tokens
-        return self.text.add(token) if is_text else ''
-
-    def take(self, token: int, logprob) -> str:
-        """Append a token. Returns the new text."""
-        if self.logprobs is not None:
-            self.logprobs[len(self.request.tokens):] = [logprob]
-        self.request.tokens.append(token)
-        self.sampling.append(token)
-        return self._piece(token)
-
-    def ending(self) -> str:
-        """'stop', 'length', or '' if the request continues."""
-        params, tokens = self.request.params, self.request.tokens
-        if tokens and (tokens[-1] in params.stop_tokens or (self.text and self.text.stopped)):
-            return 'stop'
-        return 'length' if len(tokens) >= params.max_new_tokens else ''
 
 
 class Engine:
@@ -121,7 +72,7 @@ class Engine:
         self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix)
         speed_up_few_rows(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
-        self.jobs: dict[int, _Job] = {}              # unfinished requests, by number
+        self.jobs: dict[int, Job] = {}              # unfinished requests, by number
         self._undelivered: list[Event] = []          # returned by the next step
         self._failed_events: list[Event] | None = None        # of a failed step, until recovered
         self._inboxes: dict[int, deque[Event]] = {}  # of streamed requests, by number
@@ -212,7 +163,7 @@ class Engine:
             self._undelivered.append(Event(index, -1, completion=refused))
             return index
         request = Request(index, ids, params)
-        self.jobs[index] = _Job(request, self.tokenizer, time.perf_counter())
+        self.jobs[index] = Job(request, self.tokenizer, time.perf_counter())
         self.scheduler.add(request)
         return index
 

@@ -4,32 +4,34 @@ import json
 import pytest
 
 from kv import capacity
-from lab import quoted
 from lab.benchmarks import table
+from lab.pages import __main__ as pages
+from lab.pages import blocks, memory
 from lab.scripts import bench_cpu, nanogpt_parity
 
 
-@pytest.mark.parametrize('page', quoted.pages(), ids=lambda path: path.name)
+@pytest.mark.parametrize('page', pages.pages(), ids=lambda path: path.name)
 def test_the_blocks_of_the_pages_are_up_to_date(page):
     text = page.read_text()
-    assert quoted.rewritten(text) == text, 'run `make docs`'
+    assert pages.rewritten(text) == text, 'run `make docs`'
 
 
 def test_each_block_is_used_once():
-    names = [m[1] for page in quoted.pages() for m in quoted.BLOCK.finditer(page.read_text())]
-    assert sorted(names) == sorted(quoted.BLOCKS)
+    names = [m[1] for page in pages.pages() for m in pages.BLOCK.finditer(page.read_text())]
+    assert sorted(names) == sorted(blocks.BLOCKS)
 
 
 def test_a_changed_number_is_noticed_and_rewritten(tmp_path, monkeypatch, capsys):
     page = tmp_path / 'README.md'
     page.write_text('before\n<!-- begin kv-bytes -->\n| 1 |\n<!-- end -->\nafter\n')
     (tmp_path / 'docs').mkdir()
-    monkeypatch.setattr(quoted, 'ROOT', tmp_path)
+    monkeypatch.setattr(pages, 'ROOT', tmp_path)
     for argv, status in ((['--check'], 1), ([], 0), (['--check'], 0)):
         with pytest.raises(SystemExit) as exit_:
-            quoted.main(argv)
+            pages.main(argv)
         assert exit_.value.code == status
-    assert capsys.readouterr().out.splitlines() == ['README.md: out of date', 'README.md: rewritten']
+    said = capsys.readouterr().out.splitlines()
+    assert said == ['README.md: out of date', 'README.md: rewritten']
     text = page.read_text()
     assert text.startswith('before\n<!-- begin') and text.endswith('<!-- end -->\nafter\n')
     assert '| vanilla GPT-2, bfloat16 | 37,748,736 bytes |' in text
@@ -37,24 +39,24 @@ def test_a_changed_number_is_noticed_and_rewritten(tmp_path, monkeypatch, capsys
 
 def test_tables_under_results_are_made_from_their_json_files():
     names = [name for name in bench_cpu.BENCHES if (bench_cpu.RESULTS / f'{name}.json').exists()]
-    made = table.page({name: quoted.load(f'cpu/{name}') for name in names})
+    made = table.page({name: blocks.load(f'cpu/{name}') for name in names})
     assert (bench_cpu.RESULTS / 'README.md').read_text() == made
-    parts = {part: quoted.load(f'nanogpt/{part}') for part in nanogpt_parity.PARTS}
+    parts = {part: blocks.load(f'nanogpt/{part}') for part in nanogpt_parity.PARTS}
     assert (nanogpt_parity.RESULTS / 'README.md').read_text() == nanogpt_parity.table(parts)
 
 
 def test_the_example_of_capacity(capsys):
-    command = quoted.capacity_example().partition('config/')[2].partition('\n```')[0]
+    command = memory.capacity_example().partition('config/')[2].partition('\n```')[0]
     config, *options = command.replace('\\\n', ' ').split()
-    capacity.main([str(quoted.ROOT / 'config' / config), *options, '--json=True'])
+    capacity.main([str(blocks.ROOT / 'config' / config), *options, '--json=True'])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert document == quoted.load('capacity/example')
+    assert document == blocks.load('capacity/example')
 
 
 # -- what the pages say in words -------------------------------------------------------------------
 
 def test_the_full_stack_is_not_distinguishable_from_the_baseline():
-    rows = quoted.rows_of('ablate_shakespeare')
+    rows = blocks.rows_of('ablate_shakespeare')
     full, baseline = rows['+ int8 KV'], rows['+ qk_norm']
     against = full['against_baseline']
     assert len(against['each']) == 3 and max(against['each']) < 0
@@ -66,44 +68,44 @@ def test_the_full_stack_is_not_distinguishable_from_the_baseline():
 
 
 def test_other_learning_rates_are_no_better():
-    rows = quoted.rows_of('ablate_shakespeare')
+    rows = blocks.rows_of('ablate_shakespeare')
     for name in ('qk_norm', 'wider heads and MLP'):
         for rate in ('0.003', '0.009'):
             other = rows[f'{name} at learning rate {rate}']
-            assert quoted.mean(other) > quoted.first_seed(rows['+ ' + name]) - 5e-4
+            assert blocks.mean(other) > blocks.first_seed(rows['+ ' + name]) - 5e-4
     low = rows['vanilla GPT-2 at learning rate 0.0015']
-    assert quoted.first_seed(low) < quoted.first_seed(rows['vanilla GPT-2'])
+    assert blocks.first_seed(low) < blocks.first_seed(rows['vanilla GPT-2'])
 
 
 def test_longer_training_narrows_the_gap():
-    short, long = (quoted.rows_of(name) for name in ('ablate_shakespeare', 'ablate_long'))
+    short, long = (blocks.rows_of(name) for name in ('ablate_shakespeare', 'ablate_long'))
     full, baseline = long['+ int8 KV'], long['RoPE + qk_norm MHA']
-    gap = quoted.mean(baseline) - quoted.mean(full)
-    before = quoted.first_seed(short['+ qk_norm']) - quoted.first_seed(short['+ int8 KV'])
+    gap = blocks.mean(baseline) - blocks.mean(full)
+    before = blocks.first_seed(short['+ qk_norm']) - blocks.first_seed(short['+ int8 KV'])
     assert 0 < gap < before
     assert full['iterations'] == 5 * short['+ int8 KV']['iterations']
 
 
 def test_all_rows_with_global_layers_recall_everything():
-    rows = quoted.rows_of('ablate_recall')
+    rows = blocks.rows_of('ablate_recall')
     far = {name: row['recall']['accuracy']['47']['mean'] for name, row in rows.items()}
     steps = [name for name in rows if name.startswith('+ ')]
     orders = ['untied', 'global first: GLLLLL/ABBCCC', 'global first, untied']
     assert all(far[name] > 0.9995 for name in steps[steps.index('+ MQA'):] + orders)
     assert all(rows[name]['seeds'] == [1, 2, 3] for name in steps)
     assert rows['+ int8 KV']['recall']['local_reach'] < 47
-    apart = quoted.rows_of('ablate_shakespeare')['global first: GLLLLL/ABBCCC']['against_above']
+    apart = blocks.rows_of('ablate_shakespeare')['global first: GLLLLL/ABBCCC']['against_above']
     assert abs(apart['mean']) < apart['half_95']
 
 
 def test_muon_needs_half_the_steps_at_most():
-    rows = quoted.rows_of('ablate_shakespeare')
-    assert quoted.mean(rows['Muon, 500 steps']) < quoted.mean(rows['+ wider heads and MLP'])
+    rows = blocks.rows_of('ablate_shakespeare')
+    assert blocks.mean(rows['Muon, 500 steps']) < blocks.mean(rows['+ wider heads and MLP'])
 
 
 def test_recomputation_changes_no_gradient_and_no_run_differed_after_kills():
-    for cell in quoted.cells('recompute'):
+    for cell in blocks.cells('recompute'):
         for policy in ('selective', 'mlp', 'block', 'sqrt'):
             assert cell['sides'][policy]['gradient_difference'] == 0
-    soak = quoted.load('cpu/soak')
+    soak = blocks.load('cpu/soak')
     assert soak['rows_that_differ'] == 0 and soak['same_weights'] and soak['same_checkpoints']

@@ -1,0 +1,56 @@
+"""What the engine keeps of a request beside the scheduler, and the events that it emits."""
+from dataclasses import dataclass
+
+from engine.params import Completion, TokenLogprob
+from engine.sampler import SampleRow
+from engine.scheduler import Request
+from engine.stopping import SampleText
+
+
+@dataclass
+class Event:
+    """One token of a request, or its end.
+
+    index: of the request, in the order of submission. token: -1 = none (error, cancelled).
+    text: new text that no stop text can cut off any more. completion: in the last event only."""
+    index: int
+    token: int
+    text: str = ''
+    logprob: TokenLogprob | None = None
+    completion: Completion | None = None
+
+
+class Job:
+    """The clock, sampler and text of a request."""
+
+    def __init__(self, request: Request, tokenizer, now: float):
+        self.request, self.tokenizer, self.submitted, self.first = request, tokenizer, now, None
+        self.logprobs = [] if request.params.logprobs >= 0 else None
+        self.num_emitted = 0  # tokens whose event was emitted
+        self.restore()
+
+    def restore(self) -> list[str]:
+        """Rebuild sampler and text from the tokens. Returns the text of each token."""
+        params, tokens = self.request.params, self.request.tokens
+        self.sampling = SampleRow(params, self.request.prompt + tokens, len(tokens))
+        self.text = SampleText(self.tokenizer.stream(), params.stop) if self.tokenizer else None
+        return [self._piece(token) for token in tokens]
+
+    def _piece(self, token: int) -> str:
+        is_text = self.text and token not in self.request.params.stop_tokens
+        return self.text.add(token) if is_text else ''
+
+    def take(self, token: int, logprob) -> str:
+        """Append a token. Returns the new text."""
+        if self.logprobs is not None:
+            self.logprobs[len(self.request.tokens):] = [logprob]
+        self.request.tokens.append(token)
+        self.sampling.append(token)
+        return self._piece(token)
+
+    def ending(self) -> str:
+        """'stop', 'length', or '' if the request continues."""
+        params, tokens = self.request.params, self.request.tokens
+        if tokens and (tokens[-1] in params.stop_tokens or (self.text and self.text.stopped)):
+            return 'stop'
+        return 'length' if len(tokens) >= params.max_new_tokens else ''

@@ -1,0 +1,44 @@
+"""Write the measured numbers into README.md and docs/ from the files under results/.
+
+    python -m lab.pages            # rewrite the blocks of all pages
+    python -m lab.pages --check    # only say which pages are out of date; exit status 1 if any is
+"""
+import argparse
+import re
+from pathlib import Path
+
+from configurator import run_program
+from lab.pages import cost, memory, speed, training  # noqa: F401  they register their blocks
+from lab.pages.blocks import BLOCKS, ROOT
+
+BLOCK = re.compile(r'^<!-- begin (\S+) -->\n(.*?)^<!-- end -->', re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    return [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+
+
+def rewritten(text: str) -> str:
+    """The page with its blocks as results/ has them. KeyError: no function makes such a block."""
+    return BLOCK.sub(lambda m: f'<!-- begin {m[1]} -->\n{BLOCKS[m[1]]()}\n<!-- end -->', text)
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(prog='python -m lab.pages', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--check', action='store_true', help='write nothing')
+    args = parser.parse_args(argv)
+    stale = 0
+    for page in pages():
+        old = page.read_text(encoding='utf-8')
+        new = rewritten(old)
+        if new != old:
+            stale += 1
+            print(f"{page.relative_to(ROOT)}: {'out of date' if args.check else 'rewritten'}")
+            if not args.check:
+                page.write_text(new, encoding='utf-8')
+    raise SystemExit(1 if args.check and stale else 0)
+
+
+if __name__ == '__main__':
+    run_program(main)

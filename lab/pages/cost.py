@@ -1,0 +1,138 @@
+"""Blocks: what the savings cost, from the ladders."""
+import json
+
+from lab.ablation.tables import plus_minus, short
+from lab.pages.blocks import RESULTS, block, first_seed, load, mean, prose, rows_of
+
+
+@block
+def ladder() -> str:
+    return short(load('ablate_shakespeare/results')).markdown().strip()
+
+
+@block
+def ladder_findings() -> str:
+    rows = rows_of('ablate_shakespeare')
+    long = rows_of('ablate_long')
+    full, baseline, wide = rows['+ int8 KV'], rows['+ qk_norm'], rows['+ wider heads and MLP']
+    against = full['against_baseline']
+    gap = first_seed(baseline) - first_seed(full)
+    long_full, long_baseline = long['+ int8 KV'], long['RoPE + qk_norm MHA']
+    muon, baseline_muon = first_seed(rows['Muon']), first_seed(rows['qk_norm, Muon'])
+    low = first_seed(rows['vanilla GPT-2 at learning rate 0.0015'])
+    window = plus_minus(rows['+ window']['against_above'])
+    return prose(
+        f"""The fair baseline is `+ qk_norm`: what vanilla GPT-2 lacks here is RoPE, not memory. The
+        full stack has as many parameters as the baseline (those saved in K and V are spent on
+        heads of 24 and a wider MLP), holds {full['kv']['smaller']:.0f} times fewer KV bytes than
+        vanilla, and its loss cannot be told from the baseline's: {plus_minus(against)}, all three
+        differences negative (p = 0.25).""",
+        f"""Other learning rates (3e-3, 9e-3, seed 1) improve neither; vanilla GPT-2 alone improves
+        at a lower one ({low:.3f} at 1.5e-3, seed 1). Trained five times as long
+        ({long_full['tokens'] / 1e6:.1f}M tokens, seed 1) the full stack reaches
+        {mean(long_full):.4f} and the baseline {mean(long_baseline):.4f}: the gap narrows from
+        {gap:.3f} to {mean(long_baseline) - mean(long_full):.3f}, too small for one seed to tell.
+        With Muon in place of AdamW the difference is {muon - baseline_muon:.4f} (seed 1 of both:
+        {muon:.3f} and {baseline_muon:.3f}).""",
+        f"""Below `+ qk_norm`, `+ window` differs from the row above it by more than its interval
+        ({window}), and so does int8, by too little to matter
+        ({rows['+ int8 KV']['against_above']['mean']:+.5f}). Among 40 intervals that may be chance.
+        The loss of this text is flat beyond about 15 characters: it *cannot* show what a smaller
+        memory costs. Recall can. (Full stack before int8: {mean(wide):.4f}.)""")
+
+
+@block
+def int8_loss() -> str:
+    rows = rows_of('ablate_shakespeare')
+    most = max(map(abs, rows['+ int8 KV']['against_above']['each']))
+    added = rows['int8 weights']['against_above']['mean']
+    return prose(
+        f"""K and V in int8 (`--kv_dtype=int8`) change the loss of these models by at most
+        {rounded_up(most)} nats, without training for it. Weights and activations in int8
+        (`--weight_dtype=int8`) add {added:.5f} (three seeds).""")
+
+
+def rounded_up(x: float) -> str:
+    """To five decimals, never below `x`."""
+    return f'{-(-x * 1e5 // 1) / 1e5:.5f}'
+
+
+@block
+def recall() -> str:
+    rows = rows_of('ablate_recall')
+    far = {name: 100 * row['recall']['accuracy']['47']['mean'] for name, row in rows.items()}
+    tied_later = rows['tied at inference only']['recall']['accuracy']['47']['each']
+    each = ', '.join(f'{100 * x:.0f}%' for x in tied_later)
+    cost = rows_of('ablate_shakespeare')['tied at inference only']['against_above']
+    reach = rows['+ int8 KV']['recall']['local_reach']
+    return prose(
+        f"""The task is to name a random token 47 positions back, where all ten local layers
+        together reach {reach} (12 layers of 64, T=96, W=4, B=32, 400 steps, float32 on 2 CPU cores,
+        three seeds; `make recall`). The baseline names {far['+ qk_norm']:.1f}% right, and so does
+        every row from `+ MQA` to `+ int8 KV`; local layers alone {far['local layers only']:.1f}%
+        (seed 1). The two global layers, and the one cache that they share, carry what windows
+        cannot reach. Vanilla GPT-2 gets to {far['vanilla GPT-2']:.0f}% in these steps, with RoPE
+        alone to {far['+ RoPE']:.0f}%.""",
+        f"""Sharing caches only *after* training is a matter of luck: global K/V tied at inference
+        name {each} right, by seed, and cost {cost['mean']:.3f} ±{cost['half_95']:.3f} nats on
+        Shakespeare. Train with the memory that you will sample with.""")
+
+
+@block
+def layer_order() -> str:
+    rows = rows_of('ablate_shakespeare')
+    first, full = rows['global first: GLLLLL/ABBCCC'], rows['+ wider heads and MLP']
+    return prose(
+        f"""`LLLLLG`/`AABBBC` and `GLLLLL`/`ABBCCC` both recall everything, tied and (seed 1) untied.
+        On Shakespeare they cannot be told apart: {mean(first):.4f} with the global layer first,
+        {mean(full):.4f} with it last, difference {plus_minus(first['against_above'])} (three seeds).
+        The default is `LLLLLG`: K and V of a tied layer 0 would be functions of single tokens.""")
+
+
+@block
+def muon() -> str:
+    rows = rows_of('ablate_shakespeare')
+    full, half, short_run = (rows[name] for name in ('Muon', 'Muon, 500 steps', 'Muon, 400 steps'))
+    return prose(
+        f"""In the Shakespeare ladder (full stack, 2.4M parameters, learning rate 6e-3, three seeds)
+        AdamW reaches a loss of {mean(rows['+ wider heads and MLP']):.3f} in 1,000 steps; Muon
+        reaches {mean(short_run):.3f} in 400 steps, {mean(half):.3f} in 500 and {mean(full):.3f} in
+        1,000: it needs at most half the steps. On the baseline with full memory Muon reaches
+        {first_seed(rows['qk_norm, Muon']):.3f}, AdamW {first_seed(rows['+ qk_norm']):.3f}
+        (seed 1).""")
+
+
+@block
+def int8_matmuls() -> str:
+    rows = rows_of('ablate_shakespeare')
+    names = ('int8 products', 'int8 in training', '+ wider heads and MLP')
+    products, kv_only, full = (first_seed(rows[name]) for name in names)
+    return prose(
+        f"""In the Shakespeare ladder, with seed 1, int8 matmuls and rounded K and V reach a loss of
+        {products:.3f}, rounded K and V alone {kv_only:.3f}, and float32 {full:.3f}.""")
+
+
+@block
+def uptraining() -> str:
+    rows = rows_of('ablate_shakespeare')
+    to_mqa, to_all = (rows[f'uptrained to {name}'] for name in ('MQA', 'all but wider heads'))
+    mqa, everything = (row['against_above']['mean'] for row in (to_mqa, to_all))
+    share = to_mqa['iterations'] / to_mqa['recovery']['scratch']['iterations']
+    return prose(
+        f"""After {share:.0%} of the steps our small models are still {mqa:.3f} nats (MQA) and
+        {everything:.3f} nats (all but wider heads) behind the same memory trained from scratch
+        (seed 1, `results/ablate_shakespeare/recovery.png`).""")
+
+
+@block
+def contexts() -> str:
+    lines = (RESULTS / 'demo' / 'contexts.jsonl').read_text(encoding='utf-8').splitlines()
+    found = {(row['model'], row['context']): row['bits_per_byte'] for row in map(json.loads, lines)}
+    demo_short, demo_long = (found['out-mqa-local', T] for T in (256, 8192))
+    rope_short, rope_long = (found['out-rope-mha', T] for T in (256, 8192))
+    return prose(
+        f"""The demo model, trained on 256 characters, predicts held-out text as well with 8,192
+        characters of context ({demo_long:.4f} bits per byte) as with 256 ({demo_short:.4f}). The
+        same model with RoPE and all of the memory goes from {rope_short:.4f} to {rope_long:.4f}
+        (one seed each, 60,000 characters; `make contexts`). So `chat.py` and `serve.py` allow
+        models with RoPE and windows up to 32 times their `block_size`, at most 8,192 tokens.""")

@@ -1,0 +1,109 @@
+"""Blocks: KV bytes, the demo, the lines of the core."""
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from kv import capacity
+from lab.pages.blocks import RESULTS, ROOT, block, load, prose, table
+
+
+@block
+def kv_bytes() -> str:
+    found = {T: load(f'kv/gpt2_mqa_local-T{T}') for T in (1024, 8192)}
+    vanilla = [f"{by_dtype['bfloat16']['kv_bytes_vanilla']:,} bytes" for by_dtype in found.values()]
+    fit = found[8192]['bfloat16']['fit_vanilla']
+    rows = [f"| vanilla GPT-2, bfloat16 | {' | '.join(vanilla)} | {fit} |"]
+    names = {'bfloat16': '`config/train_gpt2_mqa_local.py`, bfloat16', 'int8': 'the same, int8'}
+    for dtype, name in names.items():
+        each = [by_dtype[dtype] for by_dtype in found.values()]
+        texts = [f"{x['kv_bytes']:,} bytes, **{x['kv_ratio_bf16']:.0f}x** smaller" for x in each]
+        rows.append(f"| {name} | {' | '.join(texts)} | {each[1]['fit']} |")
+    return table("| GPT-2's shape, one sequence | T=1,024 | T=8,192 | sequences in 1 GB, T=8,192 |",
+                 rows)
+
+
+@block
+def demo_text() -> str:
+    return '```\n' + demo()[0] + '```'
+
+
+@block
+def demo_report() -> str:
+    minutes = re.search(r'(\d+ min \d+ s) in all', (RESULTS / 'demo/sample.txt').read_text())[1]
+    return (f'```\n{demo()[1]}```\n\n'
+            + prose(f'(2 cores of an AMD EPYC; all of `make demo`, installation included, took '
+                    f'{minutes} there.)'))
+
+
+def demo() -> list[str]:
+    """The sampled text and the report that `make demo` printed."""
+    printed = (RESULTS / 'demo' / 'sample.txt').read_text(encoding='utf-8')
+    text = printed.split('---------------\n')[1].strip('\n') + '\n'
+    return [text, re.search(r'KV cache, as allocated.*?weights \S+ .*?\n', printed, re.DOTALL)[0]]
+
+
+@block
+def plan_report() -> str:
+    """What `python -m kv` prints for GPT-2's shape."""
+    command = [sys.executable, '-m', 'kv', 'config/train_gpt2_mqa_local.py', '--max_seq_len=8192',
+               '--budget=1GB']
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True,
+                          env=os.environ | {'COLUMNS': '120'})
+    lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
+    return '```\n' + '\n'.join(lines) + '\n```'
+
+
+@block
+def capacity_example() -> str:
+    """The worked example of docs/scaling.md: the command, and what it prints."""
+    command = ('config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 '
+               '--head_dim=64 --mlp_hidden=0 --kv_dtype=int8 --context=4096 --hit_rate=0.95 '
+               '--requests_per_second=20000 --tpot=50')
+    config, *options = command.split()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        capacity.main([str(ROOT / config), *options])
+    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+    wrapped = textwrap.fill(f'python -m kv.capacity {command}', 96, break_on_hyphens=False)
+    shown = wrapped.replace('\n', ' \\\n  ')
+    return f'```sh\n{shown}\n```\n\n```\n' + '\n'.join(lines) + '\n```'
+
+
+@block
+def vllm_kv() -> str:
+    rows = []
+    for T in (1024, 8192):
+        found = load(f'vllm/kv-T{T}')
+        vanilla, ours = (found[name]['bytes_per_request'] for name in ('vanilla', 'ours'))
+        rows.append(f"| {T:,} | {vanilla:,} | {ours:,} | {found['smaller_bytes_per_request']:.1f}x "
+                    f"| {found['ours']['planned']:,}, {found['smaller_planned']:.1f}x |")
+    return table("| tokens | vanilla | ours | smaller | by the plan's arithmetic |", rows)
+
+
+CORE = [('kv/plan.py', 'which layers are local, which share a slot, and what that costs in bytes'),
+        ('kv/slots.py', 'how a slot is stored: every position, or a ring of the last W'),
+        ('kv/int8.py', 'int8 with one scale per position and head'),
+        ('kv/cache.py', 'a step of the cache: `begin`, then `attend` in each layer, then `commit`'),
+        ('attention/', 'causal and sliding-window attention, cached attention, RoPE'),
+        ('model.py', "the GPT: nanoGPT's file with a plan"),
+        ('generate.py', 'the generation loop and the sampler'),
+        ('train.py', 'the training loop; `training/` has the parts'),
+        ('sample.py', 'sampling, with the KV report')]
+
+
+@block
+def reading_path() -> str:
+    rows = [f'| [`{name}`]({name}) | {round(n_lines(ROOT / name), -1)} | {what} |'
+            for name, what in CORE]
+    return table('| file | lines | what it says |', rows).replace('---:|---:|', '---:|---|')
+
+
+def n_lines(path: Path) -> int:
+    """Lines of a file, or of the Python files directly in a folder."""
+    files = [path] if path.is_file() else sorted(path.glob('*.py'))
+    return sum(len(file.read_text(encoding='utf-8').splitlines()) for file in files)

@@ -1,0 +1,123 @@
+"""Blocks: what the savings buy in decoding and serving."""
+from lab.pages.blocks import block, cells, item, load, prose, ratio, speed, table, tpot
+
+
+def decode_cells() -> dict[tuple[int, int], dict]:
+    """(batch, context) -> cell of the int8 decode benchmarks."""
+    return {(batch, cell['context']): cell for batch in (1, 4, 16)
+            for cell in cells(f'decode-int8-b{batch}')}
+
+
+@block
+def speed_table() -> str:
+    """README's: one row for each kind of work."""
+    rows = []
+    for batch, context in ((1, 1024), (1, 32768), (16, 4096)):
+        cell = decode_cells()[batch, context]
+        rows.append(f'| decode, batch {batch}, context {context:,} '
+                    f"| {tpot(cell, 'ours'):.1f} ms/token "
+                    f"| vanilla GPT-2, float32: {tpot(cell, 'vanilla float32'):.1f} ms "
+                    f"| {ratio(cell, 'vanilla float32'):.1f}x |")
+    [cell] = cells('decode-1GB')
+    ours, vanilla = (cell['sides'][name]['batch'] for name in ('ours', 'vanilla float32'))
+    rows.append(f"| decode in 1 GB of KV memory, context 4,096 | {ours:,} sequences, "
+                f"{speed(cell, 'ours'):,.0f} tokens/s | vanilla GPT-2, float32: {vanilla} sequences, "
+                f"{speed(cell, 'vanilla float32'):.0f} tokens/s "
+                f"| {ratio(cell, 'vanilla float32'):.1f}x |")
+    [_, cell] = cells('against-llama.cpp-int8-b1')
+    rows.append(f"| vanilla GPT-2's weights, batch 1, context 900 | {tpot(cell, 'ours'):.1f} "
+                f"ms/token | llama.cpp Q8_0: {tpot(cell, 'llama.cpp q8_0'):.1f} ms "
+                f"| {ratio(cell, 'llama.cpp q8_0'):.1f}x |")
+    [cell] = cells('against-vllm')
+    rows.append(f"| 32 requests of 64 + 64 tokens | {speed(cell, 'ours'):,.0f} tokens/s "
+                f"| vLLM, bfloat16: {speed(cell, 'vllm'):,.0f} tokens/s | {ratio(cell, 'vllm'):.1f}x |")
+    return table('| work | nanoKV, int8 | against | faster |', rows)
+
+
+@block
+def decode() -> str:
+    rows = [f"| {batch} | {context:,} | {tpot(cell, 'ours'):.1f} ms "
+            f"| {tpot(cell, 'vanilla float32'):.1f} ms | {ratio(cell, 'vanilla float32'):.1f}x |"
+            for (batch, context), cell in decode_cells().items()]
+    return table('| batch | context | full stack, per token | vanilla, per token | faster |', rows)
+
+
+@block
+def budget() -> str:
+    [cell] = cells('decode-1GB')
+    ours, vanilla = (cell['sides'][name]['batch'] for name in ('ours', 'vanilla float32'))
+    return prose(
+        f"""1 GB of KV memory holds {ours:,} sequences of 4,096 tokens against {vanilla}, and together
+        they make {ratio(cell, 'vanilla float32'):.1f} times the tokens per second
+        ({speed(cell, 'ours'):,.0f} against {speed(cell, 'vanilla float32'):.1f}).""")
+
+
+@block
+def other_engines() -> str:
+    [_, llama] = cells('against-llama.cpp-int8-b1')
+    [llama_16] = cells('against-llama.cpp-int8-b16')
+    [served], [served_bf16] = cells('against-vllm'), cells('against-vllm-bfloat16')
+    prompts = {(cell['context'], cell['prompt']): cell for cell in cells('against-vllm-prefill')}
+    ctranslate2 = [ratio(cell, 'ctranslate2 int8') for cell in cells('against-ctranslate2-int8')]
+    hugging_face = [ratio(cell, cell['fastest']) for cell in cells('against-hf')]
+    hf_dynamic = [ratio(cell, 'hf dynamic') for cell in cells('against-hf')]
+    [nanogpt_cell] = cells('against-nanogpt')
+    return '\n'.join([
+        item(f"""**llama.cpp** (built for this machine; vanilla GPT-2 with the same weights, 900
+             tokens before): {tpot(llama, 'ours'):.1f} ms per token in int8 at batch 1 against
+             {tpot(llama, 'llama.cpp q8_0'):.1f} ms in its Q8_0; 16 sequences at once
+             {ratio(llama_16, 'llama.cpp q8_0'):.1f} times its tokens per second. The full stack
+             takes {tpot(llama, 'full stack'):.1f} ms."""),
+        item(f"""**vLLM** (bfloat16, compiled; the full stack, exported): 32 requests of 64 + 64
+             tokens are {ratio(served, 'vllm'):.1f} times as fast here in int8
+             ({speed(served, 'ours'):,.0f} tokens per second against {speed(served, 'vllm'):,.0f}),
+             {ratio(served_bf16, 'vllm'):.1f} times in bfloat16; prompts of 4,096 tokens
+             {ratio(prompts[4096, 'cold'], 'vllm'):.1f} times; the first token after 4,096 cached
+             ones comes {ratio(prompts[4096, 'again'], 'vllm'):.1f} times sooner."""),
+        item(f"""**CTranslate2** in int8: {ctranslate2[0]:.1f} times its tokens per second at batch
+             1, {ctranslate2[1]:.1f} times at 16."""),
+        item(f"""**transformers** (float32, prompts of 960, Intel Xeon at 2.80 GHz, before the C++
+             decode step): {hugging_face[0]:.1f} times the tokens per second of `generate` with its
+             static cache at batch 1, {hugging_face[1]:.1f} at batch 16; with its default cache
+             {hf_dynamic[0]:.1f} and {hf_dynamic[1]:.1f} times."""),
+        item(f"""**nanoGPT** (same machine as transformers): its `generate` has no cache; ours is
+             {ratio(nanogpt_cell, 'nanogpt'):.0f} times as fast at batch 1.""")])
+
+
+@block
+def batching() -> str:
+    [cell] = cells('serve')
+    return prose(
+        f"""64 requests of 16 to 247 new tokens (prompts of 64, 16 rows, float32): continuous
+        batching makes {ratio(cell, 'static'):.2f} times the tokens per second of static batches,
+        and {ratio(cell, 'static engine'):.2f} times those of the same engine when it admits
+        requests only to an empty batch. Every text is the same.""")
+
+
+@block
+def prefill() -> str:
+    by_length = {cell['context']: speed(cell, 'ours') for cell in cells('prefill-int8')}
+    return prose(f"""The full stack in int8 computes prompts of 1,024 tokens at
+                 {by_length[1024]:,.0f} tokens per second, of 8,192 at {by_length[8192]:,.0f}.""")
+
+
+@block
+def conversations() -> str:
+    chat = load('cpu/chat')
+    [cell] = [cell for cell in chat['cells'] if cell['context'] == 8192]
+    [held] = [row for row in chat['bytes'] if row['page_size'] == 64 and row['prune']]
+    hits = {row['share']: row['hit_rate'] for row in chat['workload']
+            if row['page_size'] == 64 and row['prune']}
+    ttft = {name: model['ttft_ms']['median'] for name, model in cell['sides'].items()}
+    rounds = cell['ratios']['ttft']['without a store']
+    return prose(
+        f"""With 8,192 tokens of history, a message of 20 tokens has its first token after
+        {ttft['ours']:.0f} ms instead of {ttft['without a store'] / 1000:.1f} s (median of ratios
+        {rounds['median']:.0f}, {rounds['min']:.0f} to {rounds['max']:.0f} in five rounds). The
+        {held['held_nbytes'] / 1e6:.1f} MB that the prefix cache keeps for the conversation,
+        everything included, are {held['smaller']:.0f} times less than vanilla's K/V in bfloat16
+        (int8 K/V, blocks of 64, batch 1).""",
+        f"""Of {chat['dialogues']} such dialogues ({chat['requests']} requests; edits, forks, users
+        who leave and return) {hits[100]:.0%} of the prompt tokens are reused, {hits[50]:.0%} in half
+        the memory, {hits[25]:.0%} in a quarter. Measured on 2 cores of an Intel Xeon at 2.80 GHz,
+        before the C++ decode step.""")
