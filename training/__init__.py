@@ -1,1 +1,1 @@
-"""What a training step needs around the model: batches, optimizer, checkpoints, metrics. Knows nothing of sampling."""
+"""What a training step needs around the model: batches, optimizers, checkpoints, metrics."""

@@ -1,7 +1,8 @@
-"""FLOPs of a training step: as nanoGPT counts them, and counting only the keys that each query sees.
+"""FLOPs of a training step: as nanoGPT counts them, and counting only the keys that each query
+attends to.
 
-Notation: N parameters, L layers, H query heads, Hkv key/value heads, D head_dim, C n_embd, F mlp_hidden, V vocab_size,
-T sequence length, W window_size. A multiplication and an addition are two FLOPs.
+Notation: N parameters, L layers, H query heads, Hkv key/value heads, D head_dim, C n_embd,
+F mlp_hidden, V vocab_size, T sequence length, W window_size. A multiply-add is two FLOPs.
 """
 import re
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ A100_BF16_FLOPS = 312e12
 
 
 def estimate_mfu(model, fwdbwd_per_iter: int, dt: float) -> float:
-    """Model FLOPs utilisation as nanoGPT counts it: 6N + 12*L*H*D*T per token (PaLM, appendix B) over an A100's peak.
+    """Model FLOPs utilization as nanoGPT counts it: 6N + 12*L*H*D*T per token (PaLM, appendix B)
+    over an A100's peak.
 
-    Counts every layer as full attention over block_size, so it flatters windows: it is for comparison with nanoGPT.
+    Counts every layer as full attention over block_size and so overstates models with windows. For
+    comparison with nanoGPT.
     """
-    return _classic(model, model.config.block_size) * model.config.block_size * fwdbwd_per_iter / dt / A100_BF16_FLOPS
+    T = model.config.block_size
+    return _classic(model, T) * T * fwdbwd_per_iter / dt / A100_BF16_FLOPS
 
 
 def _classic(model, T):
@@ -29,7 +33,8 @@ def _classic(model, T):
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Forward and backward FLOPs of one token; see `flops_per_token`. `classic` is nanoGPT's figure, beside `total`."""
+    """Forward and backward FLOPs of one token; see `flops_per_token`. `classic` is nanoGPT's count,
+    not a part of `total`."""
     weights: float
     attention: float
     classic: float
@@ -40,21 +45,25 @@ class FlopsPerToken:
 
 
 def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
-    """Model FLOPs of one token, forward and backward, averaged over the positions of a sequence of T (0 = block_size).
+    """Model FLOPs of one token, forward and backward, averaged over the positions of a sequence of
+    T (0 = block_size).
 
-        weights    6 * (elements of all weight matrices that tokens are multiplied with)
-                     = 6 * (sum over layers of (H + 2*Hkv [owners only])*D*C + H*D*C + 2*C*F, and V*C for lm_head)
+        weights    6 * (elements of all weight matrices)
+                     = 6 * (V*C for lm_head, and the sum over layers of
+                            (H + 2*Hkv [owners only])*D*C + H*D*C + 2*C*F)
         attention  12 * H * D * (sum over layers of mean_keys(T, window))
-        classic    6N + 12*L*H*D*T: nanoGPT's, every layer seeing all T keys; N has norms and biases, but not wpe
+        classic    6N + 12*L*H*D*T: nanoGPT's, every layer attending to all T keys; N includes norms
+                     and biases, but not wpe
 
-    Six is two forward and four backward (gradients of the input and of the weight cost as much each as the forward pass);
-    twelve is the same six twice, for the H*D products that a key seen costs in the scores and again in the sum over values.
-    The number of key/value heads is not in it: fewer heads make K and V cheaper to compute and store, not to read.
-    Looking up wte and wpe is no arithmetic; norms, biases, GELU and softmax are left out, as usual.
+    Six is two forward and four backward (the gradients of input and weight cost as much each as the
+    forward pass). Twelve is six each for the scores and for the weighted sum of values. The number
+    of key/value heads does not appear: fewer heads make K and V cheaper to compute and store, not
+    to read. Embedding lookups are no arithmetic; norms, biases, GELU and softmax are left out, as
+    usual.
 
-    These are *model* FLOPs, what the mathematics asks for. The hardware does more: kernels compute whole blocks of a mask
-    and throw part away, and activation checkpointing runs the forward pass twice. So a rate from them is a lower bound
-    of what the chip did. Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys".
+    These are *model* FLOPs. The hardware does more: kernels compute whole blocks of a mask, and
+    recomputation runs the forward pass twice. A rate from them is a lower bound of what the chip
+    did. Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys".
 
     Raises:
         UserError (a ValueError): T below 1, or longer than learned positions reach.
@@ -63,37 +72,38 @@ def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
     c, plan = model.config, model.plan
     T = T or c.block_size
     if T < 1 or (T > c.block_size and c.pos_embedding == 'learned'):
-        raise UserError(f"T={T}: must be at least 1, and with pos_embedding='learned' at most block_size={c.block_size}")
+        raise UserError(f"T={T}: must be at least 1, and with pos_embedding='learned' at most "
+                        f'block_size={c.block_size}')
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     keys = sum(mean_keys(T, layer.window) for layer in plan.layers)
-    return FlopsPerToken(weights=6 * matrices, attention=12 * plan.n_head * plan.head_dim * keys, classic=_classic(model, T))
+    attention = 12 * plan.n_head * plan.head_dim * keys
+    return FlopsPerToken(6 * matrices, attention, classic=_classic(model, T))
 
 
 def _on_meta(config):
-    """The model of `config` without storage: its shapes are what they are, and not worked out here a second time."""
+    """The model of `config` without storage."""
     from model import GPT
     with torch.device('meta'):
         return GPT(config)
 
 
 def mean_keys(T: int, window: int) -> float:
-    """Keys that a query sees, averaged over positions 0..T-1: the mean of min(i + 1, W), where window 0 is no limit.
-
-    Positions below W see 1, 2, ..., W keys and the T - W others W each: (W(W+1)/2 + (T - W)W) / T.
-    """
+    """Keys per query, averaged over positions 0..T-1: the mean of min(i + 1, W); window 0 = no
+    limit."""
     W = min(window or T, T)
     return (W * (W + 1) / 2 + (T - W) * W) / T
 
 
 def achieved(model, sequences: int, dt: float, T: int = 0) -> float:
-    """Model TFLOP/s of forward and backward over `sequences` sequences of T tokens (0 = block_size) in `dt` seconds."""
+    """Model TFLOP/s of forward and backward over `sequences` sequences of T tokens (0 = block_size)
+    in `dt` seconds."""
     T = T or model.config.block_size
     return flops_per_token(model, T).total * T * sequences / dt / 1e12
 
 
-# Dense TFLOP/s at most, with float32 accumulation, from NVIDIA's data sheets and architecture whitepapers (their figures
-# "with sparsity" are twice these). What a line lacks, the hardware lacks. Of a name that torch gives
-# ("NVIDIA A100-SXM4-80GB") the first line counts that is found in it as whole words.
+# Peak dense TFLOP/s with float32 accumulation, from NVIDIA's data sheets and whitepapers (numbers
+# "with sparsity" are twice these). A dtype that is missing is not supported by the hardware. The
+# first line counts whose words are in the device name, such as "NVIDIA A100-SXM4-80GB".
 PEAKS = (
     ('V100-PCIE', dict(float16=112.0, float32=14.0)),
     ('V100', dict(float16=125.0, float32=15.7)),
@@ -114,15 +124,16 @@ PEAKS = (
     ('RTX 4090', dict(float16=165.2, bfloat16=165.2, tf32=82.6, float32=82.6)),
     ('RTX 5090', dict(float16=209.5, bfloat16=209.5, tf32=104.8, float32=104.8)),
 )
-OTHER_CHIP = r'\bMIG\b|\bLaptop\b|\bMax-Q\b|\bTi\b|\bD\b'  # a part of one, or another one under nearly the same name
+# a partition of a chip, or another chip with nearly the same name
+OTHER_CHIP = r'\bMIG\b|\bLaptop\b|\bMax-Q\b|\bTi\b|\bD\b'
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense TFLOP/s that one such device has at most for products in `dtype`; float32 is TF32 where torch may use that.
-
-    None where it is not known, as of every CPU.
-    """
-    return named_peak(torch.cuda.get_device_name(device), dtype) if device.type == 'cuda' else None
+    """Peak dense TFLOP/s of the device for matmuls in `dtype`; float32 is TF32 where torch may use
+    it. None if unknown, as for every CPU."""
+    if device.type != 'cuda':
+        return None
+    return named_peak(torch.cuda.get_device_name(device), dtype)
 
 
 def named_peak(name: str, dtype: torch.dtype) -> float | None:

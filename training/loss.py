@@ -1,30 +1,32 @@
-"""The loss of a language model without its logits: (tokens, vocabulary) of them, several times over, take more memory than
-anything else in a step of a small GPT.
+"""The loss of a language model without all logits at once: (tokens, vocabulary) of them, several
+times over, take more memory than anything else in a training step of a small GPT.
 
-Tokens are taken a chunk at a time: logits, loss and gradients of the chunk, and the logits are gone before the next (as in
-Liger Kernel's FusedLinearCrossEntropy, Hsu et al. 2024, and `torch.nn.functional.linear_cross_entropy` of torch 2.13). Nothing
-is computed twice: the gradients are made in the forward pass, and only scaled in the backward pass.
+Logits, loss and gradients are computed for a chunk of tokens at a time, and the chunk's logits are
+freed (as in Liger Kernel's FusedLinearCrossEntropy, Hsu et al. 2024, and
+`torch.nn.functional.linear_cross_entropy` of torch 2.13). Nothing is computed twice: the forward
+pass computes the gradients, and the backward pass only scales them.
 """
 import torch
 import torch.nn.functional as F
 
 from model import cross_entropy
 
-# Bytes of float32 logits held at a time.
+# bytes of float32 logits in memory at a time
 CHUNK_BYTES = {'cpu': 32 * 2 ** 20, 'cuda': 128 * 2 ** 20}
-MOST_COMPILED = 8  # chunks; a compiled graph has each of them
+MOST_COMPILED = 8  # chunks in a compiled model, whose graph contains each of them
 
 
 def rows_at_a_time(vocab_size: int, device: str) -> int:
-    """Tokens whose logits are held at a time on this type of device; a loss over more of them is in chunks."""
+    """Tokens in a chunk on this type of device; a loss over more tokens is chunked."""
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES['cpu']) // (4 * vocab_size))
 
 
 def linear_cross_entropy(x, weight, targets, ignore_index: int = -1) -> torch.Tensor:
-    """Mean cross-entropy of the logits `x @ weight.T`, in float32 whatever autocast says of the product.
+    """Mean cross-entropy of the logits `x @ weight.T`, in float32 even if the matmul is autocast.
 
     Args:
-        x: (N, C). weight: (V, C). targets: (N,) int64; those that are `ignore_index` do not count (NaN where none do).
+        x: (N, C). weight: (V, C). targets: (N,) int64; targets equal to `ignore_index` do not count
+            (NaN if none counts).
     Raises:
         RuntimeError: in a second backward pass over it.
     """
@@ -36,7 +38,8 @@ def linear_cross_entropy(x, weight, targets, ignore_index: int = -1) -> torch.Te
         return cross_entropy(F.linear(x, weight), targets, ignore_index)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     with torch.autocast(device, enabled=False):
-        return _Chunked.apply(x, weight, targets, ignore_index, rows, dtype, torch.is_grad_enabled())
+        return _Chunked.apply(x, weight, targets, ignore_index, rows, dtype,
+                              torch.is_grad_enabled())
 
 
 class _Chunked(torch.autograd.Function):
@@ -45,7 +48,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, x, weight, targets, ignore_index, rows, dtype, differentiated):
         w, counted = weight.to(dtype), targets != ignore_index
         n, counted, targets = counted.sum(), counted[:, None], targets.where(counted, 0)[:, None]
-        # in float32 also where the products are not: chunks are added up
+        # at least float32 even if the matmuls are not, because chunks are accumulated
         full = torch.promote_types(weight.dtype, torch.float32)
         total = x.new_zeros((), dtype=full)
         if differentiated:
@@ -55,11 +58,13 @@ class _Chunked(torch.autograd.Function):
             xc = x[chunk].to(dtype)
             logits = F.linear(xc, w).to(full)                                      # (rows, V)
             most, hit = logits.amax(1, keepdim=True), logits.gather(1, targets[chunk])
-            p = logits.sub_(most).exp_()  # in place from here on: the chunk's logits are the only (rows, V) there is
+            # in place from here on: one (rows, V) tensor in memory
+            p = logits.sub_(most).exp_()
             norm, counts = p.sum(1, keepdim=True), counted[chunk].to(full)
-            # `where`: no shape that depends on data
+            # `where` instead of indexing: shapes do not depend on data
             total += (most + norm.log() - hit).where(counted[chunk], 0).sum()
-            if differentiated:  # d loss / d logits, but for 1 / n: float16 would lose most of it below its smallest number
+            if differentiated:
+                # d loss / d logits without the factor 1 / n, which would underflow in float16
                 d = p.mul_(counts / norm).scatter_add_(1, targets[chunk], -counts).to(dtype)
                 grad_x[chunk] = (d @ w).to(full)
                 if dtype == full:
@@ -67,7 +72,7 @@ class _Chunked(torch.autograd.Function):
                 else:
                     grad_w += d.t() @ xc
                 del d
-            del logits, p  # not to be there beside those of the next chunk
+            del logits, p  # free them before the next chunk
         if differentiated:
             ctx.save_for_backward(grad_x.div_(n).to(x.dtype), grad_w.div_(n).to(weight.dtype))
         return total / n

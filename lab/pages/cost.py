@@ -83,10 +83,10 @@ def layer_order() -> str:
     rows = rows_of('ablate_shakespeare')
     first, full = rows['global first: GLLLLL/ABBCCC'], rows['+ wider heads and MLP']
     return prose(
-        f"""`LLLLLG`/`AABBBC` and `GLLLLL`/`ABBCCC` both recall everything, tied and (seed 1) untied.
-        On Shakespeare they cannot be told apart: {mean(first):.4f} with the global layer first,
-        {mean(full):.4f} with it last, difference {plus_minus(first['against_above'])} (three seeds).
-        The default is `LLLLLG`: K and V of a tied layer 0 would be functions of single tokens.""")
+        f"""`LLLLLG`/`AABBBC` and `GLLLLL`/`ABBCCC` both recall everything, tied and (seed 1)
+        untied. On Shakespeare they cannot be told apart: {mean(first):.4f} with the global layer first,
+        {mean(full):.4f} with it last, difference {plus_minus(first['against_above'])} (three
+        seeds). The default is `LLLLLG`: K and V of a tied layer 0 would be functions of single tokens.""")
 
 
 @block

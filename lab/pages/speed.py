@@ -21,7 +21,8 @@ def speed_table() -> str:
     [cell] = cells('decode-1GB')
     ours, vanilla = (cell['sides'][name]['batch'] for name in ('ours', 'vanilla float32'))
     rows.append(f"| decode in 1 GB of KV memory, context 4,096 | {ours:,} sequences, "
-                f"{speed(cell, 'ours'):,.0f} tokens/s | vanilla GPT-2, float32: {vanilla} sequences, "
+                f"{speed(cell, 'ours'):,.0f} tokens/s "
+                f"| vanilla GPT-2, float32: {vanilla} sequences, "
                 f"{speed(cell, 'vanilla float32'):.0f} tokens/s "
                 f"| {ratio(cell, 'vanilla float32'):.1f}x |")
     [_, cell] = cells('against-llama.cpp-int8-b1')
@@ -30,7 +31,8 @@ def speed_table() -> str:
                 f"| {ratio(cell, 'llama.cpp q8_0'):.1f}x |")
     [cell] = cells('against-vllm')
     rows.append(f"| 32 requests of 64 + 64 tokens | {speed(cell, 'ours'):,.0f} tokens/s "
-                f"| vLLM, bfloat16: {speed(cell, 'vllm'):,.0f} tokens/s | {ratio(cell, 'vllm'):.1f}x |")
+                f"| vLLM, bfloat16: {speed(cell, 'vllm'):,.0f} tokens/s "
+                f"| {ratio(cell, 'vllm'):.1f}x |")
     return table('| work | nanoKV, int8 | against | faster |', rows)
 
 
@@ -47,8 +49,8 @@ def budget() -> str:
     [cell] = cells('decode-1GB')
     ours, vanilla = (cell['sides'][name]['batch'] for name in ('ours', 'vanilla float32'))
     return prose(
-        f"""1 GB of KV memory holds {ours:,} sequences of 4,096 tokens against {vanilla}, and together
-        they make {ratio(cell, 'vanilla float32'):.1f} times the tokens per second
+        f"""1 GB of KV memory holds {ours:,} sequences of 4,096 tokens against {vanilla}, and
+        together they make {ratio(cell, 'vanilla float32'):.1f} times the tokens per second
         ({speed(cell, 'ours'):,.0f} against {speed(cell, 'vanilla float32'):.1f}).""")
 
 
@@ -118,6 +120,6 @@ def conversations() -> str:
         everything included, are {held['smaller']:.0f} times less than vanilla's K/V in bfloat16
         (int8 K/V, blocks of 64, batch 1).""",
         f"""Of {chat['dialogues']} such dialogues ({chat['requests']} requests; edits, forks, users
-        who leave and return) {hits[100]:.0%} of the prompt tokens are reused, {hits[50]:.0%} in half
-        the memory, {hits[25]:.0%} in a quarter. Measured on 2 cores of an Intel Xeon at 2.80 GHz,
+        who leave and return) {hits[100]:.0%} of the prompt tokens are reused, {hits[50]:.0%} in
+        half the memory, {hits[25]:.0%} in a quarter. Measured on 2 cores of an Intel Xeon at 2.80 GHz,
         before the C++ decode step.""")

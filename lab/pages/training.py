@@ -80,11 +80,12 @@ def soak() -> str:
 @block
 def nanogpt() -> str:
     parts = {part: load(f'nanogpt/{part}') for part in ('curves', 'exchange', 'speed', 'recipe')}
-    logits = max(parts['exchange'][writer]['max_logit_difference'] for writer in ('nanoGPT', 'ours'))
+    logits = max(parts['exchange'][writer]['max_logit_difference']
+                 for writer in ('nanoGPT', 'ours'))
     times, recipe = parts['speed']['ratio'], parts['recipe']
     return prose(
-        f"""Beside nanoGPT itself ({parts['speed']['nanogpt'][:7]}; its CPU recipe's shape: 4 layers,
-        4 heads, width 128, B=12, T=64, float32, 2 CPU cores; `make nanogpt NANOGPT=FOLDER`), losses
+        f"""Beside nanoGPT itself ({parts['speed']['nanogpt'][:7]}; its CPU recipe's shape: 4
+        layers, 4 heads, width 128, B=12, T=64, float32, 2 CPU cores; `make nanogpt NANOGPT=FOLDER`), losses
         logged over {parts['curves']['steps']} steps with one seed agree to
         {parts['curves']['max_loss_difference']:.0e}, logits of exchanged checkpoints to
         {logits:.1e}, and greedy text past `block_size` is the same. Training makes

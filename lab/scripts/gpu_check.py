@@ -140,7 +140,7 @@ def merge(files: list[Path], out: Path) -> None:
 
 
 def dry_run(parts) -> None:
-    """Print every cell with its estimate, the time an H100's limits allow and the time we expect."""
+    """Print every cell with its estimate, the time at an H100's limits and the expected time."""
     for part in parts:
         if PARTS[part] is None:
             print(f'{part}: the tests marked gpu, {TEST_PROCESSES} processes, programs first; '

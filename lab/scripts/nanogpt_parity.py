@@ -2,7 +2,7 @@
 the CPU recipe.
 
     git clone https://github.com/karpathy/nanoGPT
-    python lab/scripts/nanogpt_parity.py nanoGPT                 # all; under half an hour on 2 cores
+    python lab/scripts/nanogpt_parity.py nanoGPT                 # all; half an hour on 2 cores
     python lab/scripts/nanogpt_parity.py nanoGPT --parts curves exchange
     python lab/scripts/nanogpt_parity.py --table                 # only remake the table
 
@@ -210,7 +210,8 @@ def table(found: dict) -> str:
         c = found['curves']
         lines += [f"| largest difference of a logged loss (4 decimals) over {c['steps']} steps | "
                   f"{c['max_loss_difference']:.1e} |",
-                  f"| largest difference of a weight after them | {c['max_weight_difference']:.1e} |"]
+                  '| largest difference of a weight after them | '
+                  f"{c['max_weight_difference']:.1e} |"]
     for writer in ('nanoGPT', 'ours') if 'exchange' in found else ():
         e = found['exchange'][writer]
         equal = 'equal' if e['greedy_equal'] else 'DIFFERENT'
@@ -229,7 +230,8 @@ def table(found: dict) -> str:
                   f"({ratio['min']:.3f} to {ratio['max']:.3f}) |"]
     if 'recipe' in found:
         r = found['recipe']
-        logged = ' / '.join(f"{r[name]['logged_val_losses'][-1]:.4f}" for name in ('nanoGPT', 'ours'))
+        logged = ' / '.join(f"{r[name]['logged_val_losses'][-1]:.4f}"
+                            for name in ('nanoGPT', 'ours'))
         lines += ['| CPU recipe, validation loss over the whole split, nanoGPT / ours '
                   f"(published {r['published']}, on sampled batches) | "
                   f"{r['nanoGPT']['val_loss']:.4f} / {r['ours']['val_loss']:.4f} |",
@@ -259,8 +261,8 @@ def main(argv=None):
 def measure(nanogpt: Path | None, parts: list[str]) -> None:
     """Run the parts and write a JSON file for each."""
     if nanogpt is None or not (nanogpt / 'model.py').is_file():
-        raise UserError(f'{nanogpt} is not a checkout of nanoGPT: give the folder with its train.py '
-                        'and model.py')
+        raise UserError(f'{nanogpt} is not a checkout of nanoGPT: give the folder with its '
+                        'train.py and model.py')
     command = ['git', '-C', str(nanogpt), 'rev-parse', '--short', 'HEAD']
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     facts = {'nanogpt': commit, 'hardware': f'{os.cpu_count()} CPU cores ({platform.machine()})',

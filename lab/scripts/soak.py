@@ -1,13 +1,14 @@
-"""Training that is killed again and again, at any moment, ends exactly where training that is left alone does.
+"""Kill a training run again and again and compare it with one that is left alone.
 
-    python lab/scripts/soak.py                 # 20 kills: results/cpu/soak.json (a few minutes on 2 cores)
+    python lab/scripts/soak.py                 # 20 kills: results/cpu/soak.json; a few minutes
     python lab/scripts/soak.py --kills=100 --seed=2 --save=soak.json
 
-One small run (dropout, gradient accumulation; made-up tokens, nothing is fetched) is trained twice by train.py as a process
-of its own: once to the end, and once killed with SIGKILL `--kills` times, each time resumed from its last checkpoint. Half
-of the kills wait for a checkpoint that is being written; of the others a third come while it starts. Exit status 1 if a
-loss, learning rate or gradient norm of metrics.jsonl, a weight at the end or a checkpoint's place differs, or if a kill
-lost more than the iterations since the last checkpoint.
+A small run (dropout, gradient accumulation, synthetic tokens) is trained twice by train.py in a
+process of its own: once to the end, and once killed with SIGKILL `--kills` times and resumed from
+its last checkpoint each time. Half of the kills wait until a checkpoint is being written; a third
+of the others come during start-up. Exit status 1 if a loss, learning rate or gradient norm in
+metrics.jsonl, a final weight or the set of checkpoints differs, or if a kill lost more than the
+iterations since the last checkpoint.
 """
 import argparse
 import json
@@ -26,7 +27,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import configurator
 import train
@@ -40,34 +40,39 @@ from training.log import read_metrics
 RESULT = ROOT / 'results' / 'cpu' / 'soak.json'
 VOCAB = 64
 SETTINGS = dict(  # a checkpoint of 21 MB, so that writing it takes a while
-    dataset='soak', device='cpu', compile=False, n_layer=4, n_head=4, n_embd=192, block_size=32, batch_size=2, dropout=0.1,
-    gradient_accumulation_steps=2, max_iters=400, lr_decay_iters=400, warmup_iters=20, learning_rate=1e-3, min_lr=1e-4,
-    eval_interval=50, eval_iters=4, checkpoint_interval=10, keep_checkpoints=3)
-SPAN = 2.0  # seconds: a kill comes up to so long after the first iteration,
-STARTING = 4.0  # or up to so long after the process was started
-COMPARED = ('iter', 'loss', 'lr', 'grad_norm', 'train_loss', 'val_loss')  # of the rows; others are the clock's
+    dataset='soak', device='cpu', compile=False, n_layer=4, n_head=4, n_embd=192, block_size=32,
+    batch_size=2, dropout=0.1, gradient_accumulation_steps=2, max_iters=400, lr_decay_iters=400,
+    warmup_iters=20, learning_rate=1e-3, min_lr=1e-4, eval_interval=50, eval_iters=4,
+    checkpoint_interval=10, keep_checkpoints=3)
+SPAN = 2.0      # seconds: the longest time from the first iteration to a kill,
+STARTING = 4.0  # or from the start of the process
+COMPARED = ('iter', 'loss', 'lr', 'grad_norm', 'train_loss', 'val_loss')  # the rest are timings
 
 
 def make_data(root: Path) -> None:
-    """data/ with one data set: a cycle of ids with noise, something to learn and never quite."""
+    """data/ with one data set: a cycle of ids with noise."""
     rng = np.random.default_rng(1)
-    noisy = {split: np.where(rng.random(n) < 0.2, rng.integers(VOCAB, size=n), np.arange(n) % VOCAB)
-             for split, n in (('train', 50_000), ('val', 5_000))}
-    write_dataset(root / 'soak', noisy, {'vocab_size': VOCAB, 'stoi': {chr(48 + i): i for i in range(VOCAB)},
-                                         'itos': {i: chr(48 + i) for i in range(VOCAB)}})
+    splits = {}
+    for split, n in (('train', 50_000), ('val', 5_000)):
+        cycle, noise = np.arange(n) % VOCAB, rng.integers(VOCAB, size=n)
+        splits[split] = np.where(rng.random(n) < 0.2, noise, cycle)
+    itos = {i: chr(48 + i) for i in range(VOCAB)}
+    meta = {'vocab_size': VOCAB, 'stoi': {c: i for i, c in itos.items()}, 'itos': itos}
+    write_dataset(root / 'soak', splits, meta)
 
 
 class Child:
-    """train.py as a process, on the made-up data, writing to `out_dir`."""
+    """train.py as a process on the synthetic data, writing to `out_dir`."""
 
     def __init__(self, folder: Path, out_dir: Path):
-        self.out_dir, self.log, at = out_dir, folder / 'log.txt', peek(out_dir / 'ckpt.pt')
-        self.start = at[1] if at else 0
-        settings = SETTINGS | dict(out_dir=out_dir, init_from='resume' if at else 'scratch')
+        self.out_dir, self.log = out_dir, folder / 'log.txt'
+        found = peek(out_dir / 'ckpt.pt')
+        self.start = found[1] if found else 0
+        settings = SETTINGS | dict(out_dir=out_dir, init_from='resume' if found else 'scratch')
+        flags = [f'--{name}={value}' for name, value in settings.items()]
+        command = [sys.executable, __file__, '--child', str(folder / 'data'), *flags]
         with open(self.log, 'w') as log:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, '--child', str(folder / 'data'), *(f'--{k}={v}' for k, v in settings.items())],
-                stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def __enter__(self):
         return self
@@ -78,143 +83,162 @@ class Child:
         self.process.wait()
 
     def ended(self) -> bool:
-        """Whether it has trained to its end.
+        """Whether training has finished.
 
         Raises:
             UserError: it ended with an error.
         """
         if self.process.poll():
             last = self.log.read_text().strip().splitlines()[-1:]
-            raise UserError(f'training ended with status {self.process.returncode}: {"".join(last)}')
+            raise UserError(f'training ended with status {self.process.returncode}: '
+                            f'{"".join(last)}')
         return self.process.returncode == 0
 
     def reached(self) -> int:
-        """Iterations done, from the first of the run."""
+        """Iterations done, from the start of the run."""
         done = re.findall(r'^iter (\d+):', self.log.read_text(), re.M)
         return int(done[-1]) + 1 if done else self.start
 
     def writing(self) -> bool:
-        """Whether a checkpoint is being written, or was when it died."""
+        """Whether it is writing a checkpoint, or was when it died."""
         return (self.out_dir / f'.ckpt.pt.{self.process.pid}.tmp').exists()
 
 
-def trained(folder: Path, out_dir: Path, show) -> None:
-    """Train to the end."""
+def train_to_end(folder: Path, out_dir: Path, show) -> None:
     with Child(folder, out_dir) as child:
         while not child.ended():
             show(child.reached())
             time.sleep(0.2)
 
 
-def killed(folder: Path, out_dir: Path, when: str, delay: float, limit: int, show) -> dict | None:
-    """Train, and kill after `delay` seconds of the first iteration, or `limit` iterations after it.
+def train_and_kill(folder: Path, out_dir: Path, when: str, delay: float, limit: int,
+                   show) -> dict | None:
+    """Train, and kill `delay` seconds after the first iteration, or `limit` iterations after it.
 
-    when: 'training': just then; 'writing': in the writing of the first checkpoint from then on; 'starting': the delay
-    counts from the start of the process.
-    Returns what the kill met and cost, or None if training came to its end before.
+    when: 'training': kill at once then; 'writing': while the next checkpoint is being written;
+        'starting': the delay counts from the start of the process.
+    Returns what the kill met and cost, or None if training ended before.
     """
     with Child(folder, out_dir) as child:
-        reached, looked, since = 0, 0.0, time.monotonic() if when == 'starting' else None
+        reached, looked = 0, 0.0
+        since = time.monotonic() if when == 'starting' else None
         while not child.ended():
             now = time.monotonic()
             due = since is not None and (now >= since + delay or reached >= child.start + limit)
             if due and (when != 'writing' or child.writing()):
                 break
-            if now >= looked + 0.05:  # rarely: it reads a file
+            if now >= looked + 0.05:  # not more often, because it reads a file
                 reached, looked = child.reached(), now
-                since = now if since is None and reached > child.start else since
+                if since is None and reached > child.start:
+                    since = now
                 show(reached)
             time.sleep(0.0005)
         else:
             return None
         child.process.kill()
         child.process.wait()
-        at = peek(out_dir / 'ckpt.pt')
-        return {'when': when, 'iteration': child.reached(), 'inside': child.writing(), 'resumed': at[1] if at else 0}
+        found = peek(out_dir / 'ckpt.pt')
+        return {'when': when, 'iteration': child.reached(), 'inside': child.writing(),
+                'resumed': found[1] if found else 0}
 
 
 def soak(folder: Path, out_dir: Path, kills: int, seed: int, console, show) -> list[dict]:
-    """The run that is killed, and then trained to its end."""
+    """Train with kills, then to the end. Returns what each kill met."""
     rng, met = random.Random(seed), []
-    moments = [('writing', 'training', 'writing', 'training', 'writing', 'starting')[i % 6] for i in range(kills)]
+    cycle = ('writing', 'training', 'writing', 'training', 'writing', 'starting')
+    moments = [cycle[i % len(cycle)] for i in range(kills)]
     rng.shuffle(moments)
     for i, when in enumerate(moments):
-        begun = met[-1]['resumed'] if met else 0
-        limit = (SETTINGS['max_iters'] - begun) // (kills - i + 1)  # so that there is something left to kill
-        found = killed(folder, out_dir, when, rng.uniform(0, STARTING if when == 'starting' else SPAN), limit, show)
+        start = met[-1]['resumed'] if met else 0
+        limit = (SETTINGS['max_iters'] - start) // (kills - i + 1)  # leave some for later kills
+        delay = rng.uniform(0, STARTING if when == 'starting' else SPAN)
+        found = train_and_kill(folder, out_dir, when, delay, limit, show)
         if found is None:
             break
         met.append(found)
-        where = 'inside checkpoint writing' if found['inside'] else f'while {found["when"]}'
-        console.print(f"kill {i + 1} of {kills}: iteration {found['iteration']}, {where}; goes on from {found['resumed']}")
-    trained(folder, out_dir, show)
+        where = 'inside checkpoint writing' if found['inside'] else f'while {when}'
+        console.print(f"kill {i + 1} of {kills}: iteration {found['iteration']}, {where}; "
+                      f"resumes from {found['resumed']}")
+    train_to_end(folder, out_dir, show)
     return met
 
 
 def compare(one: Path, other: Path) -> dict:
-    """Rows, weights and files of two runs."""
-    rows = [[{k: v for k, v in row.items() if k in COMPARED} for row in read_metrics(d / 'metrics.jsonl')]
-            for d in (one, other)]
+    """Compare rows, weights, moments and files of two runs."""
+    rows, files, tensors = [], [], []
+    for folder in (one, other):
+        rows.append([{k: v for k, v in row.items() if k in COMPARED}
+                     for row in read_metrics(folder / 'metrics.jsonl')])
+        # a run killed before its first checkpoint leaves a metrics_old.jsonl
+        files.append({path.name: (peek(path) or ('', None))[1] for path in folder.iterdir()
+                      if path.suffix != '.jsonl'})
+        checkpoint = load_checkpoint(folder / 'ckpt.pt')
+        moments = [m for state in checkpoint['optimizer']['state'].values()
+                   for m in state.values()]
+        tensors.append([*checkpoint['model'].values(), *moments])
     differ = sum(a != b for a, b in zip(*rows)) + abs(len(rows[0]) - len(rows[1]))
-    # whatever is there, but for a metrics_old.jsonl: of what was killed before its first checkpoint
-    files = [{p.name: (peek(p) or ('', None))[1] for p in d.iterdir() if p.suffix != '.jsonl'} for d in (one, other)]
-    saved = [load_checkpoint(d / 'ckpt.pt') for d in (one, other)]
-    weights = [[*c['model'].values(), *(m for p in c['optimizer']['state'].values() for m in p.values())] for c in saved]
-    return {'rows': len(rows[0]), 'compared': sorted(set().union(*rows[0])), 'rows_that_differ': differ,
-            'checkpoints': files[0], 'same_checkpoints': files[0] == files[1],
-            'same_weights': all(torch.equal(a, b) for a, b in zip(*weights, strict=True))}
+    same = all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+    return {'rows': len(rows[0]), 'compared': sorted(set().union(*rows[0])),
+            'rows_that_differ': differ, 'checkpoints': files[0],
+            'same_checkpoints': files[0] == files[1], 'same_weights': same}
 
 
 def result(args, met: list[dict], comparison: dict, n_bytes: int, seconds: float) -> dict:
     """The JSON document."""
     lost = [kill['iteration'] - kill['resumed'] for kill in met]
-    save = [f'--save={args.save}'] if args.save != RESULT else []
-    return {'kills': len(met), 'kills_inside_checkpoint_writing': sum(kill['inside'] for kill in met),
+    command = f'python lab/scripts/soak.py --kills={args.kills} --seed={args.seed}'
+    if args.save != RESULT:
+        command += f' --save={args.save}'
+    return {'kills': len(met), 'kills_inside_checkpoint_writing': sum(k['inside'] for k in met),
             'iterations_lost': sum(lost), 'most_lost_by_one_kill': max(lost, default=0),
-            'iterations_between_checkpoints': SETTINGS['checkpoint_interval'], 'checkpoint_bytes': n_bytes,
-            **comparison, 'seconds': round(seconds, 1), 'hardware': processor(), 'threads': torch.get_num_threads(),
+            'iterations_between_checkpoints': SETTINGS['checkpoint_interval'],
+            'checkpoint_bytes': n_bytes, **comparison, 'seconds': round(seconds, 1),
+            'hardware': processor(), 'threads': torch.get_num_threads(),
             'torch': torch.__version__, 'seed': args.seed, 'settings': SETTINGS, 'each': met,
-            'command': ' '.join(['python', 'lab/scripts/soak.py', f'--kills={args.kills}', f'--seed={args.seed}', *save])}
+            'command': command}
 
 
 def passed(found: dict, kills: int) -> bool:
-    """Whether all that was asked for happened, and nothing of it shows."""
-    return (found['kills'] == kills and found['rows_that_differ'] == 0 and found['same_weights'] and found['same_checkpoints']
+    """Whether all kills happened and none left a trace."""
+    return (found['kills'] == kills and found['rows_that_differ'] == 0
+            and found['same_weights'] and found['same_checkpoints']
             and found['most_lost_by_one_kill'] <= found['iterations_between_checkpoints'])
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--kills', type=int, default=20, help='default: 20')
-    parser.add_argument('--seed', type=int, default=1, help='of the moments of the kills; default: 1')
-    parser.add_argument('--save', type=Path, default=RESULT, help='JSON file to write; default: results/cpu/soak.json')
+    parser.add_argument('--seed', type=int, default=1, help='of the moments of the kills (1)')
+    parser.add_argument('--save', type=Path, default=RESULT, help='default: results/cpu/soak.json')
     args = parser.parse_args(argv)
     if args.kills < 1:
         parser.error(f'--kills={args.kills}: must be at least 1')
     args.save.parent.mkdir(parents=True, exist_ok=True)
-    console, begun = Console(), time.monotonic()
-    with tempfile.TemporaryDirectory() as name, Progress(console=console, disable=not console.is_terminal) as progress:
+    console, start = Console(), time.monotonic()
+    progress = Progress(console=console, disable=not console.is_terminal)
+    with tempfile.TemporaryDirectory() as name, progress:
         folder = Path(name)
         make_data(folder / 'data')
-        shows = {}
-        for run in ('alone', 'killed'):
-            task = progress.add_task(f'iterations, {run}', total=SETTINGS['max_iters'] + 1)
-            shows[run] = lambda reached, task=task: progress.update(task, completed=reached)
-        trained(folder, folder / 'alone', shows['alone'])
-        met = soak(folder, folder / 'killed', args.kills, args.seed, console, shows['killed'])
-        found = result(args, met, compare(folder / 'alone', folder / 'killed'),
-                       (folder / 'alone' / 'ckpt.pt').stat().st_size, time.monotonic() - begun)
+        total = SETTINGS['max_iters'] + 1
+        tasks = {run: progress.add_task(f'iterations, {run}', total=total)
+                 for run in ('alone', 'killed')}
+        train_to_end(folder, folder / 'alone',
+                     lambda n: progress.update(tasks['alone'], completed=n))
+        met = soak(folder, folder / 'killed', args.kills, args.seed, console,
+                   lambda n: progress.update(tasks['killed'], completed=n))
+        n_bytes = (folder / 'alone' / 'ckpt.pt').stat().st_size
+        comparison = compare(folder / 'alone', folder / 'killed')
+        found = result(args, met, comparison, n_bytes, time.monotonic() - start)
     args.save.write_text(json.dumps(found, indent=1) + '\n')
-    table = Table('', 'measured', title=f'{args.kills} times SIGKILL')
     for key, value in found.items():
-        if type(value) in (int, float, bool):
-            table.add_row(key.replace('_', ' '), f'{value:,}' if type(value) is not bool else str(value))
-    console.print(table)
+        if isinstance(value, (int, float)):
+            console.print(f"{key.replace('_', ' ')}: {value:,}")
     return 0 if passed(found, args.kills) else 1
 
 
 def child(argv: list[str]) -> None:
-    """train.py, but for the folder that holds its data sets."""
+    """train.py with another data folder."""
     train.DATA_ROOT = Path(argv[0])
     configurator.run_program(lambda: train.main(argv[1:]))
 
@@ -223,8 +247,4 @@ if __name__ == '__main__':
     if sys.argv[1:2] == ['--child']:
         child(sys.argv[2:])
         raise SystemExit(0)
-    try:
-        raise SystemExit(main(sys.argv[1:]))
-    except (KeyboardInterrupt, UserError, OSError) as e:
-        print('interrupted' if isinstance(e, KeyboardInterrupt) else f'error: {e}', file=sys.stderr)
-        raise SystemExit(130 if isinstance(e, KeyboardInterrupt) else 2) from None
+    configurator.run_program(lambda: sys.exit(main(sys.argv[1:])))

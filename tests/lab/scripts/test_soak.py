@@ -16,7 +16,7 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=128, batch_size=1, block_size=16, max_i
 @pytest.fixture
 def left_alone_here(monkeypatch):
     """The run that is left alone needs no process of its own: starting one takes longer than training."""
-    process = soak.trained
+    process = soak.train_to_end
 
     def trained(folder, out_dir, show):
         if out_dir.name != 'alone':
@@ -24,7 +24,7 @@ def left_alone_here(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(train, 'DATA_ROOT', folder / 'data')
             train.main([f'--{name}={value}' for name, value in (soak.SETTINGS | dict(out_dir=out_dir)).items()])
-    monkeypatch.setattr(soak, 'trained', trained)
+    monkeypatch.setattr(soak, 'train_to_end', trained)
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_short_soak(tmp_path, monkeypatch, capsys, left_alone_here):
 def test_a_run_that_fails_is_an_error_and_not_a_kill(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, 'SETTINGS', soak.SETTINGS | dict(batch_size=0))
     with pytest.raises(UserError, match='ended with status 2: error: batch_size=0'):
-        soak.trained(tmp_path, tmp_path / 'out', lambda reached: None)
+        soak.train_to_end(tmp_path, tmp_path / 'out', lambda reached: None)
 
 
 @pytest.fixture
