@@ -89,7 +89,7 @@ def short(runs, records) -> str:
 def page(runs, records) -> str:
     """All results as Markdown."""
     lines = ['# On a GPU', '',
-             'Made by `lab/scripts/gpu_check.sh`; `cells.jsonl` has every number. Limits come from an '
+             'Made by `lab/scripts/gpu_check.sh`; `cells.jsonl` has every number. Limits are from an '
              "H100's data sheet (3.35 TB/s, 989 TFLOP/s in bfloat16); expected shares were written "
              'down before the first run.', '']
     lines += [f'- {listed(facts)}' for facts in runs[-5:]] + ['']
