@@ -1,8 +1,8 @@
-"""GPT with a small memory: nanoGPT's model, plus the settings that decide what it must remember.
+"""GPT with a small KV cache: nanoGPT's model, plus the settings that shrink the cache.
 
 With the default config this *is* nanoGPT: the same parameters under the same names, the same
-logits. What differs by layer (window, KV slot, who owns it) comes from the plan (`kv/plan.py`),
-what attention does from `attention/`, and what inference remembers from the cache (`kv/cache.py`).
+logits. The plan (`kv/plan.py`) gives each layer's window, KV slot and owner; `attention/` computes
+attention; the cache (`kv/cache.py`) stores K and V in inference.
 
     model = GPT(GPTConfig(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC',
                           share_global_kv=True, window_size=256, pos_embedding='rope',
@@ -32,7 +32,7 @@ __all__ = ['GPT', 'GPTConfig', 'model_args']
 
 
 def cross_entropy(logits, targets, ignore_index: int = -1) -> torch.Tensor:
-    """logits (N, V), targets (N,) int64 -> mean over targets that count, in at least float32."""
+    """logits (N, V), targets (N,) int64 -> mean over targets not ignored, in at least float32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, targets, ignore_index=ignore_index)
 
@@ -76,8 +76,8 @@ class CausalSelfAttention(nn.Module):
         """x (B, t, C) -> (B, t, C), and the (K, V) that later layers of this slot read.
 
         rope: (cos, sin) for these positions, or None. kv: the owner's (K, V), each (B, Hkv, t, D),
-        in a reading layer. With a cache, K and V are passed on by the cache instead. trim: the
-        cache's step where only each row's last token is wanted, (B, 1, C).
+        in a reading layer; with a cache, the cache provides them. trim: the cache's step if only
+        each row's last token is needed, (B, 1, C).
         """
         B, t, _ = x.shape
         heads = self.c_attn(x).view(B, t, -1, self.head_dim).transpose(1, 2)
@@ -85,7 +85,7 @@ class CausalSelfAttention(nn.Module):
         q = norm_and_rotate(q, self.q_norm, rope)
         if self.layer.owns:
             k, v = norm_and_rotate(own[0], self.k_norm, rope), own[1]  # (B, Hkv, t, D)
-            # an int8 cache rounds by itself
+            # an int8 cache does its own rounding
             if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
                 k, v = fake_quantize_int8(k), fake_quantize_int8(v)
             kv = k, v
@@ -145,8 +145,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.plan = plan_kv(config)
-        # Training may hand in a loss of (x, weight, targets) that never holds all logits, and a way
-        # to run the blocks that keeps fewer activations (`training.loss`, `training.recompute`).
+        # Training may set a loss of (x, weight, targets) that never materializes all logits, and a
+        # function that runs the blocks with recomputation (`training.loss`, `training.recompute`).
         self.loss_fn = self.recompute = None
         rope = config.pos_embedding == 'rope'
         wpe = {} if rope else dict(wpe=nn.Embedding(config.block_size, config.n_embd))
@@ -193,26 +193,26 @@ class GPT(nn.Module):
 
     @property
     def dtype(self):
-        """Of the parameters that are never quantized: what is computed in."""
+        """The compute dtype: that of the parameters that are never quantized."""
         return self.transformer.ln_f.weight.dtype
 
     def forward(self, idx, targets=None, *, cache: KVCache | None = None, lens=None, rows=None,
                 all_logits=False):
-        """Logits and loss, as in nanoGPT; with a cache, of tokens appended to what it holds.
+        """Logits and loss, as in nanoGPT; with a cache, idx is appended to its tokens.
 
         Args:
             idx: (B, t) int64.
             targets: (B, t), -1 = ignored; then logits are (B, t, V) and loss is the mean
                 cross-entropy, in float32. Not with a cache. With a `loss_fn`, logits are None.
             cache: from `new_cache`; any t >= 1.
-            lens: with a cache, row b appends only its first lens[b] tokens; the others are padding
-                (any valid ids). 0 = the row is untouched, and its logits mean nothing.
-            rows: with a cache, the cache rows that the B rows of idx are; None = all, in order.
+            lens: with a cache, row b appends only its first lens[b] tokens; the rest is padding
+                (any valid ids). 0 = the row is untouched and its logits are undefined.
+            rows: with a cache, the cache row of each row of idx; None = all, in order.
             all_logits: (B, t, V) also without targets; otherwise (B, 1, V), of each row's last
                 token.
         Raises:
-            UserError (a ValueError): a sequence longer than block_size with learned positions, or
-                than the cache holds.
+            UserError (a ValueError): a sequence longer than the cache, or with learned positions
+                longer than block_size.
         """
         step = self._begin(idx, targets, cache, lens, rows)
         try:
@@ -240,7 +240,7 @@ class GPT(nn.Module):
         return logits, None
 
     def _begin(self, idx, targets, cache, lens, rows):
-        """Checks what was given; the cache's step, or None without a cache."""
+        """Check the arguments; returns the cache's step, or None without a cache."""
         B, t = idx.shape
         if t == 0:
             raise UserError('idx has no tokens (t=0): give at least one')
@@ -283,8 +283,8 @@ class GPT(nn.Module):
     def _blocks(self, first, last, x, kvs, rope, cache, trim=None):
         """x after blocks first to last - 1, and the K, V that later blocks read.
 
-        kvs: slot -> (K, V) of its owner. trim: the cache's step where only logits of last tokens
-        are wanted: nothing else of other tokens is needed once the last K and V are stored.
+        kvs: slot -> (K, V) of its owner. trim: the cache's step if only logits of last tokens are
+        needed: the other tokens are dropped once the last K and V are stored.
         """
         layers, kvs = self.plan.layers, dict(kvs)
         for block, layer in zip(self.transformer.h[first:last], layers[first:last]):
@@ -298,7 +298,7 @@ class GPT(nn.Module):
 
     @property
     def attention_backend(self) -> str:
-        """What computes attention over whole sequences: one of `attention.backends.BACKENDS`."""
+        """The backend for whole sequences: one of `attention.backends.BACKENDS`."""
         return self.transformer.h[0].attn.backend
 
     @attention_backend.setter
@@ -315,7 +315,7 @@ class GPT(nn.Module):
 
         Args:
             kv_dtype: 'auto' (that of the parameters), 'float32', 'bfloat16', 'float16', 'int8'.
-            cache_class: `KVCache` or a subclass, which is given `kwargs` too.
+            cache_class: `KVCache` or a subclass, which also gets `kwargs`.
         Raises:
             UserError (a ValueError): max_seq_len over block_size with learned positions; an unknown
                 kv_dtype.
@@ -329,7 +329,7 @@ class GPT(nn.Module):
                            **kwargs)
 
     def resolved_kv_dtype(self, kv_dtype: str) -> str:
-        """What 'auto' stands for: the dtype of the parameters."""
+        """`kv_dtype`, with 'auto' resolved to the dtype of the parameters."""
         return str(self.dtype).removeprefix('torch.') if kv_dtype == 'auto' else kv_dtype
 
     @classmethod
@@ -356,9 +356,9 @@ class GPT(nn.Module):
             wpe.num_embeddings = block_size
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, *, stop_tokens=()):
-        """idx (B, t) -> (B, t + max_new_tokens), drawn from the global RNG as in nanoGPT; less if
-        all rows have ended on one of `stop_tokens`. See `generate.generate`; sample.py and the
-        engine decode faster, by whole steps (`engine.decode`)."""
+        """idx (B, t) -> (B, t + max_new_tokens), sampled with the global RNG as in nanoGPT; shorter
+        if all rows have ended on one of `stop_tokens`. See `generate.generate`; sample.py and the
+        engine decode faster (`engine.decode`)."""
         from generate import generate
         return generate(self, idx, max_new_tokens, temperature, top_k, stop_tokens)
 

@@ -1,4 +1,4 @@
-"""How queries meet keys: plain tensors in, plain tensors out.
+"""Attention functions: plain tensors in, plain tensors out.
 
 Letters: B rows, H query heads, Hkv K/V heads, t new tokens, S keys, D head_dim.
 q (B, H, t, D); k, v (B, Hkv, S, D).

@@ -1,4 +1,4 @@
-"""What computes attention: backends for whole sequences, and whether Triton kernels can run.
+"""Attention backends for whole sequences, and whether Triton kernels can run.
 
     backend       global layers      local layers             can serve
     'sdpa'        torch's SDPA       exact blocks on SDPA     everything
@@ -7,7 +7,7 @@
     'math'        softmax of all scores, in at least float32  everything, slowly: a reference
     'auto'        flash_attn, sdpa   flex, flash_attn, sdpa   the first of these that can
 
-A backend that was asked for and cannot serve is an error (`choose`), never a silent fallback.
+Requesting a backend that cannot serve is an error (`choose`); there is no silent fallback.
 """
 import contextlib
 import importlib.util

@@ -33,7 +33,7 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
         window: keys that a query sees, itself included; 0 = all before it. Ignored if t = 1: the
             caller passes only keys in the window.
     Returns:
-        (B, H, t, D); rows without keys get values that mean nothing.
+        (B, H, t, D); undefined for rows without keys.
     """
     t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
     if kv_lens is None and S == t:  # nothing precedes the chunk: plain causal attention

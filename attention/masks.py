@@ -1,4 +1,4 @@
-"""Which query sees which key: the one definition of causality and of the sliding window."""
+"""Causal and sliding-window masks: the only definition of which query sees which key."""
 import torch
 
 

@@ -1,4 +1,4 @@
-"""Queries and keys before they meet: QK-norm (RMS norm over head_dim; Henry et al. 2020) and rotary
+"""QK-norm (RMS norm over head_dim; Henry et al. 2020) of queries and keys, and rotary
 position embedding in half-split pairs (RoFormer, Su et al. 2021; Llama's layout in Hugging Face).
 """
 import torch

@@ -1,1 +1,1 @@
-"""Settings: plain Python config files, `GPTConfig`, and the schema of every key that a program takes. No torch here."""
+"""Settings: config files, `GPTConfig`, and the schema of every program's keys. No torch here."""

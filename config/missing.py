@@ -1,4 +1,4 @@
-"""Without a package that every program needs, a program ends with one line. Import this first."""
+"""Importing this first turns a missing required package into a one-line error."""
 import os
 import sys
 from pathlib import Path
@@ -8,14 +8,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def excepthook(kind, error, trace):
-    """For `sys.excepthook`: one line where a required package is missing, else the traceback."""
+    """For `sys.excepthook`: one line if a required package is missing, else the traceback."""
     if not (isinstance(error, ModuleNotFoundError) and error.name in REQUIRED):
         return previous(kind, error, trace)
     root = os.path.relpath(ROOT)
     activate = os.path.normpath(os.path.join(root, '.venv/bin/activate'))
     advice = f'activate the environment (source {activate}) or ' * os.path.isfile(activate)
+    python = os.path.basename(sys.executable)
     print(f'error: this Python ({sys.executable}) has no {error.name}: {advice}'
-          f'install with {os.path.basename(sys.executable)} -m pip install -e {root} (or make demo)', file=sys.stderr)
+          f'install with {python} -m pip install -e {root} (or make demo)', file=sys.stderr)
 
 
 previous, sys.excepthook = sys.excepthook, excepthook

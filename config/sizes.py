@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them. No torch here."""
+"""Sizes in bytes: reading and printing them, and the machine's memory. No torch here."""
 import os
 import re
 from decimal import Decimal
@@ -13,14 +13,12 @@ UNITS = {'': 1, 'K': 10 ** 3, 'M': 10 ** 6, 'G': 10 ** 9, 'T': 10 ** 12,
 def parse_bytes(text: str, name: str = 'budget') -> int:
     """'1GB', '1G', '1e9' -> 1_000_000_000, '512MiB' -> 536_870_912, '4096' -> 4096.
 
-    name: the key's, for the message.
-
     Raises:
-        UserError: something else, or less than a byte.
+        UserError: not a size, or less than a byte. The message starts with `name`, the key.
     """
     match = re.fullmatch(r'\s*([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)\s*', text)
     unit = UNITS.get(match[2].upper().removesuffix('B'), 0) if match else 0
-    n = int(Decimal(match[1]) * unit) if unit else 0  # Decimal: not a byte lost to rounding
+    n = int(Decimal(match[1]) * unit) if unit else 0  # Decimal: exact
     if n < 1:
         raise UserError(f'{name}={text!r}: a number of bytes is needed, '
                         "as '1GB' or '1G' (10^9), '1GiB' (2^30) or '4096'")
@@ -28,7 +26,7 @@ def parse_bytes(text: str, name: str = 'budget') -> int:
 
 
 def physical_memory() -> int:
-    """Bytes that this machine has; 0 where the system does not say."""
+    """Bytes of memory of this machine; 0 if the system does not say."""
     try:
         return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     except (AttributeError, ValueError, OSError):
@@ -36,54 +34,54 @@ def physical_memory() -> int:
 
 
 def available_memory(root: Path = Path('/')) -> int:
-    """Bytes that programs can still get without swapping: MemAvailable where there is /proc/meminfo, else all that the machine
-    has; on Linux no more than the control groups of this process, as a container's, have left. 0 where the system says
-    nothing. root: the folder that has proc/ and sys/.
+    """Bytes that programs can get without swapping; 0 if the system does not say.
+
+    MemAvailable of /proc/meminfo, else the machine's memory; on Linux at most what is left of the
+    limits of this process's control groups, such as a container's. root: parent of proc/ and sys/.
     """
     try:
-        lines = (root / 'proc/meminfo').read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith('MemAvailable:'))
-    except (OSError, StopIteration, ValueError, IndexError):
+        meminfo = (root / 'proc/meminfo').read_text()
+        free = int(re.search(r'^MemAvailable:\s*(\d+) kB', meminfo, re.M)[1]) * 1024
+    except (OSError, TypeError):  # TypeError: no such line
         free = physical_memory()
-    known = [n for n in (free, *(_left_in(*group) for group in _memory_groups(root))) if n]
-    return min(known, default=0)
+    limits = [_left_in(folder, *files) for folder, files in _memory_groups(root)]
+    return min((n for n in (free, *limits) if n), default=0)
 
 
-# a control group's files, of version 2 and 1: its limit, its use, and what part of it in memory.stat the kernel gives up
-V2 = ('memory.max', 'memory.current', 'inactive_file')
-V1 = ('memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file')
+# files with the limit and the usage of a group, and the evictable part of usage in memory.stat
+CGROUP_V2 = ('memory.max', 'memory.current', 'inactive_file')
+CGROUP_V1 = ('memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file')
 
 
-def _memory_groups(root):
-    """(folder, V2 or V1) of this process's control group and of those around it, whose limits hold for it too. Not all exist:
-    in a container the path may be the host's, and its own group is then what is mounted."""
-    mounted = {'': (root / 'sys/fs/cgroup', V2), 'memory': (root / 'sys/fs/cgroup/memory', V1)}
-    groups = set(mounted.values())
+def _memory_groups(root: Path):
+    """(folder, files) of this process's memory control groups and of their ancestors, whose limits
+    apply too. In a container the path may be the host's, and only the mount point exists."""
+    mounted = {'': (root / 'sys/fs/cgroup', CGROUP_V2),
+               'memory': (root / 'sys/fs/cgroup/memory', CGROUP_V1)}
+    yield from mounted.values()
     try:
-        entries = [line.split(':', 2) for line in (root / 'proc/self/cgroup').read_text().splitlines()]
+        entries = (root / 'proc/self/cgroup').read_text().splitlines()
     except OSError:
-        entries = []
-    for _, kinds, path in (entry for entry in entries if len(entry) == 3):
-        for kind in {*kinds.split(',')} & mounted.keys():
-            folder, files = mounted[kind]
-            inner = Path(path.lstrip('/'))
-            groups |= {(folder / part, files) for part in (inner, *inner.parents)}
-    return groups
+        return
+    for entry in entries:
+        _, controllers, path = entry.split(':', 2)
+        inner = Path(path.lstrip('/'))
+        for controller in mounted.keys() & controllers.split(','):
+            folder, files = mounted[controller]
+            yield from ((folder / part, files) for part in (inner, *inner.parents))
 
 
-def _left_in(folder, files):
-    """Bytes that a group may still take, at least 1; None where it has no limit, which version 1 writes as nearly 2^63."""
-    limit, used, cache = files
+def _left_in(folder: Path, limit: str, usage: str, evictable: str) -> int:
+    """Bytes that a group may still take, at least 1; 0 if it has no limit."""
     try:
-        most, now = int((folder / limit).read_text()), int((folder / used).read_text())
+        limit, usage = (int((folder / name).read_text()) for name in (limit, usage))
     except (OSError, ValueError):  # no such group, or 'max'
-        return None
-    try:
-        stat = dict(line.split() for line in (folder / 'memory.stat').read_text().splitlines())
-        now -= int(stat.get(cache, 0))
-    except (OSError, ValueError):
-        pass
-    return max(1, most - now) if most < 2 ** 60 else None
+        return 0
+    if limit > 2 ** 60:  # version 1 writes "no limit" as nearly 2^63
+        return 0
+    stat = folder / 'memory.stat'
+    cache = re.search(rf'^{evictable} (\d+)$', stat.read_text() if stat.is_file() else '', re.M)
+    return max(1, limit - usage + (int(cache[1]) if cache else 0))
 
 
 def nice_bytes(n: float) -> str:

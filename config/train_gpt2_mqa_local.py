@@ -1,4 +1,5 @@
-# GPT-2's shape (12 layers, 12 heads of 64, context 1024) with a KV cache 72 times smaller, on OpenWebText.
+# GPT-2's shape (12 layers, 12 heads of 64, context 1024) with a KV cache 72 times smaller,
+# on OpenWebText.
 #   python train.py config/train_gpt2_mqa_local.py
 out_dir = 'out-gpt2-mqa-local'
 dataset = 'openwebtext'
@@ -12,7 +13,7 @@ n_layer = 12
 n_head = 12
 n_embd = 768
 
-# what it remembers
+# the KV cache
 n_kv_head = 1
 layer_pattern = 'LLLLLG'
 window_size = 256
@@ -20,7 +21,7 @@ kv_share = 'AABBBC'
 share_global_kv = True
 pos_embedding = 'rope'
 qk_norm = True
-mlp_hidden = 3840          # 4 * 768 and what the smaller K/V projections save: as many parameters as GPT-2 (to 0.3%)
+mlp_hidden = 3840          # larger than 4 * 768, to match GPT-2's parameter count (to 0.3%)
 
 max_iters = 600000         # 300B tokens
 lr_decay_iters = 600000

@@ -1,6 +1,7 @@
-# Looking up random tokens at marked distances: whether a model can see that far back (data/recall/lags.py).
+# Recall of random tokens at marked distances, which shows how far back a model can see
+# (data/recall/lags.py).
 #   python train.py config/train_recall.py
-#   python ablate.py config/ablate_recall.py       # rows that remember less and less
+#   python ablate.py config/ablate_recall.py       # ladder of ever smaller caches
 out_dir = 'out-recall'
 dataset = 'recall'
 recall_task = 'distances=3,16,47'

@@ -1,4 +1,5 @@
-# The strong full-memory baseline at the demo's size: RoPE and qk_norm, but every layer global and every head its own K/V.
+# The strong baseline at the demo's size: RoPE and qk_norm with a full-size KV cache (all layers
+# global, a K/V head for every query head).
 #   python train.py config/train_rope_mha.py
 #   python sample.py config/train_rope_mha.py
 out_dir = 'out-rope-mha'
@@ -11,8 +12,8 @@ n_embd = 128
 block_size = 256
 gelu = 'tanh'              # GPT-2's own form, and the faster one on a CPU
 
-# what it remembers: everything
-n_kv_head = 0              # each head has K and V of its own
+# the KV cache: full size
+n_kv_head = 0              # each query head has its own K/V head
 layer_pattern = 'G'        # every layer sees the whole context
 pos_embedding = 'rope'
 qk_norm = True
@@ -22,7 +23,7 @@ gradient_accumulation_steps = 1
 max_iters = 400
 lr_decay_iters = 400
 warmup_iters = 40
-optimizer = 'muon'         # as config/train_mqa_local.py, beside which this stands
+optimizer = 'muon'         # as in config/train_mqa_local.py, for comparison
 learning_rate = 6e-3
 min_lr = 6e-4
 beta2 = 0.99

@@ -1,5 +1,5 @@
-# Text of your own, on a laptop: the demo's model, trained longer, keeping the checkpoint that predicts
-# the held-out part best (a small text is soon learned by heart).
+# Your own text, on a laptop: the demo's model, trained longer. A small text is soon overfitted, so
+# only the checkpoint with the best validation loss is kept.
 #   python data/text/prepare.py --input=book.txt
 #   python train.py config/train_text.py
 #   python sample.py config/train_text.py
@@ -13,7 +13,7 @@ block_size = 256
 gelu = 'tanh'
 dropout = 0.1
 
-# what it remembers: see config/train_mqa_local.py
+# the KV cache: see config/train_mqa_local.py
 n_kv_head = 1
 layer_pattern = 'LLLLLG'
 window_size = 64

@@ -1,4 +1,4 @@
-# Vanilla GPT-2 at the demo's size: learned positions, full attention, a K/V head for every query head.
+# Vanilla GPT-2 at the demo's size: learned positions, full attention, a K/V head per query head.
 #   python train.py config/train_vanilla.py
 #   python sample.py config/train_vanilla.py
 out_dir = 'out-vanilla'
@@ -11,8 +11,8 @@ n_embd = 128
 block_size = 256
 gelu = 'tanh'              # GPT-2's own form, and the faster one on a CPU
 
-# what it remembers: everything
-n_kv_head = 0              # each head has K and V of its own
+# the KV cache: full size
+n_kv_head = 0              # each query head has its own K/V head
 layer_pattern = 'G'        # every layer sees the whole context
 pos_embedding = 'learned'
 
@@ -21,7 +21,7 @@ gradient_accumulation_steps = 1
 max_iters = 400
 lr_decay_iters = 400
 warmup_iters = 40
-optimizer = 'muon'         # as config/train_mqa_local.py, beside which this stands
+optimizer = 'muon'         # as in config/train_mqa_local.py, for comparison
 learning_rate = 6e-3
 min_lr = 6e-4
 beta2 = 0.99

@@ -1,1 +1,1 @@
-"""What is remembered: the plan, the slots, the cache, int8 storage, the report."""
+"""The KV cache: plan, slots, cache, int8 storage, report."""

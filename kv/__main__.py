@@ -65,11 +65,10 @@ def main(argv=None):
 
 
 def saved_config(path: Path) -> GPTConfig:
-    """The configuration in a checkpoint or a folder's ckpt.pt, without reading weights. Needs
-    torch.
+    """The config in a checkpoint or a folder's ckpt.pt, without reading weights. Needs torch.
 
     Raises:
-        UserError: there is none, or none that can be read.
+        UserError: no checkpoint, or a damaged one.
     """
     import torch
 
@@ -78,13 +77,13 @@ def saved_config(path: Path) -> GPTConfig:
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:
         return config_of(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)
-    except Exception:  # it cannot be mapped, or the loader says what is wrong
+    except Exception:  # cannot be mapped; if damaged, the loader explains the error
         return config_of(load_to_resume(path, whole=False), path)
 
 
 def weight_figures(config, plan, tokens: int) -> dict:
-    """Parameters, their bytes by dtype, and FLOPs a token of a prompt of `tokens`: as prefill
-    computes them, and if it computed every token in every layer."""
+    """Number of parameters, their bytes by dtype, and prefill FLOPs per token of a prompt of
+    `tokens`, trimmed and untrimmed."""
     n = parameters(config, plan)
     flops = {name: prefill_flops(config, plan, tokens, trim=trim) / tokens for name, trim in
              (('prefill_flops_per_token', True), ('prefill_flops_per_token_untrimmed', False))}
@@ -93,7 +92,7 @@ def weight_figures(config, plan, tokens: int) -> dict:
 
 
 def weight_lines(figures: dict) -> str:
-    """The same in words."""
+    """`weight_figures` as text."""
     sizes = ', '.join(f'{nice_bytes(n)} in {dtype}' for dtype, n in figures['bytes'].items())
     flops = figures['prefill_flops_per_token']
     saved = figures['prefill_flops_per_token_untrimmed'] / flops
@@ -103,7 +102,7 @@ def weight_lines(figures: dict) -> str:
 
 
 def as_json(plan, batch, max_seq_len, budget) -> dict:
-    """{kv_dtype: figures}, each with `fit` and `fit_vanilla` where a budget was given."""
+    """{kv_dtype: metrics}; with a budget also `fit` and `fit_vanilla`, numbers of sequences."""
     document = {}
     for dtype in REPORTED_DTYPES:
         document[dtype] = account(plan, batch, max_seq_len, dtype)

@@ -7,20 +7,18 @@ arithmetic from the plan alone.
         --bandwidth=3.35TB --flops=400e12 --price=2.5
     python -m kv.capacity --help
 
-A request is a message to a conversation: `message_tokens` new ones behind `context` tokens, of
-which a share `hit_rate` is still known from before and need not be computed, and an answer of
-`new_tokens`. What is counted, for each GPU:
+A request adds `message_tokens` tokens to a conversation of `context` tokens, of which a share
+`hit_rate` is in the prefix cache, and is answered by `new_tokens` tokens. Costs on each GPU:
 
-    prefill    2 FLOPs a weight and token, and 4 * H * D for each key that a query sees, at `flops`
-               a second; past the last layer that stores K and V only for the last token
+    prefill    2 FLOPs per weight and token, 4 * H * D per query and visible key, at `flops` a
+               second; layers after the last one that stores K and V compute only the last token
     decode     a step reads the weights once, and K and V of each sequence in each layer (a shared
                cache is read by all of its layers), at `bandwidth` bytes a second; or computes, 2
                FLOPs a parameter, where that takes longer
-    batch      as many sequences as memory holds beside the weights, or as a step within `tpot` can
-               serve
+    batch      as many sequences as fit into memory beside the weights, or into a step of `tpot` ms
 
-It is an estimate, of one GPU without its communication: `utilization` is the share of `flops` and
-`bandwidth` that is reached. No torch is needed.
+This is an estimate that ignores communication between GPUs. `utilization` is the share of `flops`
+and `bandwidth` that is reached. Torch is not needed.
 """
 import json
 import math
@@ -32,12 +30,12 @@ from config.schema import CAPACITY, MODEL
 from config.sizes import parse_bytes
 from kv.plan import KVPlan, Layer, plan_kv
 
-USABLE = 0.9  # of memory: the rest is for activations and what kernels need
+USABLE = 0.9  # share of memory; the rest is for activations and workspaces
 WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
 
 
 def parameters(config: GPTConfig, plan: KVPlan) -> int:
-    """Of the model, position embeddings included; the output matrix is the embedding's."""
+    """Number of parameters, with position embeddings; the output matrix is tied."""
     C, D, M, bias = config.n_embd, plan.head_dim, config.resolved_mlp_hidden, int(config.bias)
     total = config.vocab_size * C + (1 + bias) * C
     if config.pos_embedding == 'learned':
@@ -51,12 +49,12 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
 
 
 def keys_seen(plan: KVPlan, tokens: int, before: int) -> int:
-    """Keys that the queries of `tokens` tokens behind `before` others see, over all layers."""
+    """Visible keys of `tokens` queries that follow `before` tokens, over all queries and layers."""
     return sum(_keys_seen(layer, tokens, before) for layer in plan.layers)
 
 
 def _keys_seen(layer: Layer, tokens: int, before: int) -> int:
-    def up_to(n):  # of the queries 1 to n: one more for each, up to the window
+    def up_to(n):  # the i-th query sees i keys, at most the window
         growing = min(n, layer.window or n)
         return growing * (growing + 1) // 2 + (n - growing) * layer.window
     return up_to(before + tokens) - up_to(before)
@@ -64,12 +62,11 @@ def _keys_seen(layer: Layer, tokens: int, before: int) -> int:
 
 def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
                   trim: bool = True) -> int:
-    """FLOPs from `tokens` tokens behind `before` others to the logits of the last: 2 for each weight
-    that a token is multiplied with, 4 * H * D for each key that a query sees.
+    """FLOPs of a prefill of `tokens` tokens after `before` cached ones, to the last logits: 2 per
+    weight and token, 4 * H * D per query and visible key.
 
-    The last layer that stores K and V computes its projections of all tokens, and the rest of
-    itself for the last one only; the layers behind it compute nothing but that. trim=False: every
-    token in every layer.
+    The last layer that stores K and V projects all tokens but computes the rest only for the last
+    token, and so do all layers after it. trim=False: every token in every layer.
     """
     C, D, H = config.n_embd, plan.head_dim, plan.n_head
     total, stop = 2 * config.vocab_size * C, plan.last_owner if trim else len(plan.layers)
@@ -84,7 +81,7 @@ def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
 
 
 def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
-    """Figures of one GPU that serves this plan. nbytes: of the weights."""
+    """Metrics of one GPU that serves this plan. nbytes: bytes of the weights."""
     held = s.context + s.message_tokens + s.new_tokens
     n = parameters(config, plan)
     room = USABLE * parse_bytes(s.memory, 'memory') - nbytes
@@ -92,7 +89,7 @@ def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
     fit = max(0, int(room // per_sequence))
     if not fit:
         return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': 0}
-    middle = held - s.new_tokens // 2  # of the answer
+    middle = held - s.new_tokens // 2  # length in the middle of the answer
     read = plan.read_nbytes(1, middle, s.kv_dtype)
     bandwidth = s.utilization * parse_bytes(s.bandwidth, 'bandwidth')
     flops = s.utilization * float(s.flops)
@@ -138,7 +135,7 @@ def check(s):
 
 
 def compare(s) -> dict:
-    """Ours, vanilla GPT-2 in the same shape, and the settings that they were counted for."""
+    """Metrics of this model and of vanilla GPT-2 of the same shape, and the settings."""
     check(s)
     config = GPTConfig(vocab_size=s.vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
     plan = plan_kv(config)

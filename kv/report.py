@@ -1,4 +1,4 @@
-"""The KV-cache report: what each slot takes, what vanilla GPT-2 would, and the factors in between.
+"""The KV-cache report: bytes of each slot and of vanilla GPT-2, and the factors of the ratio.
 No torch here; `kv/tables.py` prints it."""
 from kv.plan import KVPlan
 
@@ -9,7 +9,7 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,
             allocated: int | None = None) -> dict:
     """The numbers of a cache for `batch` sequences of `max_seq_len` tokens, ready for JSON.
 
-    allocated: bytes counted from a live cache; None = without one, by the plan's arithmetic.
+    allocated: bytes of an allocated cache; None = the plan's.
     `kv_ratio` is against vanilla GPT-2 of the same shape in the same dtype, `kv_ratio_bf16` against
     it in bf16; the factors heads * window * sharing make the first, times dtype the second.
     """

@@ -1,4 +1,4 @@
-"""The registry of attention backends: what serves where, what is refused, and that each computes the same."""
+"""Attention backends: which is chosen, what is refused, and that all compute the same."""
 
 import pytest
 import torch
@@ -38,25 +38,35 @@ def flash(monkeypatch):
 
 
 def test_what_auto_takes(flash):
-    assert (choose('global', 'auto', CPU, torch.float32, 64), choose('local', 'auto', CPU, BF16, 64)) == ('sdpa', 'sdpa')
-    assert (choose('global', 'auto', CUDA, BF16, 64), choose('local', 'auto', CUDA, BF16, 64)) == ('sdpa', 'flex')
+    assert choose('global', 'auto', CPU, torch.float32, 64) == 'sdpa'
+    assert choose('local', 'auto', CPU, BF16, 64) == 'sdpa'
+    assert choose('global', 'auto', CUDA, BF16, 64) == 'sdpa'
+    assert choose('local', 'auto', CUDA, BF16, 64) == 'flex'
     assert choose('local', 'auto', CUDA, BF16, 64, dropout_p=0.1) == 'sdpa'
-    assert choose('local', 'auto', CUDA, torch.float64, 64) == choose('local', 'auto', CUDA, BF16, 8) == 'sdpa'
-    assert choose('local', 'auto', CUDA, BF16, 15) == 'sdpa' and choose('local', 'auto', CUDA, BF16, 16) == 'flex'
+    assert choose('local', 'auto', CUDA, torch.float64, 64) == 'sdpa'
+    assert choose('local', 'auto', CUDA, BF16, 8) == 'sdpa'
+    assert choose('local', 'auto', CUDA, BF16, 15) == 'sdpa'
+    assert choose('local', 'auto', CUDA, BF16, 16) == 'flex'
     flash(2)
-    assert choose('global', 'auto', CUDA, BF16, 256) == 'flash_attn' and choose('global', 'auto', CUDA, BF16, 257) == 'sdpa'
-    assert (choose('global', 'auto', CUDA, BF16, 64), choose('local', 'auto', CUDA, BF16, 64)) == ('flash_attn', 'flex')
+    assert choose('global', 'auto', CUDA, BF16, 256) == 'flash_attn'
+    assert choose('global', 'auto', CUDA, BF16, 257) == 'sdpa'
+    assert choose('global', 'auto', CUDA, BF16, 64) == 'flash_attn'
+    assert choose('local', 'auto', CUDA, BF16, 64) == 'flex'
     assert choose('local', 'auto', CUDA, BF16, 64, dropout_p=0.1) == 'flash_attn'
-    assert choose('global', 'auto', CUDA, torch.float32, 64) == choose('global', 'auto', CUDA, BF16, 512) == 'sdpa'
+    assert choose('global', 'auto', CUDA, torch.float32, 64) == 'sdpa'
+    assert choose('global', 'auto', CUDA, BF16, 512) == 'sdpa'
     flash(4)
     assert choose('global', 'auto', CUDA, BF16, 64, dropout_p=0.1) == 'sdpa'
 
 
 @pytest.mark.parametrize('wish, device, dtype, dropout_p, version, why', [
-    ('flex', CPU, BF16, 0.0, 0, "runs on CUDA, not on device='cpu'"), ('flash_attn', CPU, BF16, 0.0, 2, 'runs on CUDA'),
+    ('flex', CPU, BF16, 0.0, 0, "runs on CUDA, not on device='cpu'"),
+    ('flash_attn', CPU, BF16, 0.0, 2, 'runs on CUDA'),
     ('flex', CUDA, BF16, 0.1, 0, 'no dropout'), ('flex', CUDA, torch.float64, 0.0, 0, 'float64'),
-    ('flash_attn', CUDA, BF16, 0.0, 0, 'pip install flash-attn'), ('flash_attn', CUDA, torch.float32, 0.0, 2, 'dtype float32'),
-    ('flash_attn', CUDA, BF16, 0.1, 4, 'no dropout in version 4'), ('fastest', CPU, BF16, 0.0, 0, "'auto', 'sdpa'")])
+    ('flash_attn', CUDA, BF16, 0.0, 0, 'pip install flash-attn'),
+    ('flash_attn', CUDA, torch.float32, 0.0, 2, 'dtype float32'),
+    ('flash_attn', CUDA, BF16, 0.1, 4, 'no dropout in version 4'),
+    ('fastest', CPU, BF16, 0.0, 0, "'auto', 'sdpa'")])
 def test_a_wish_that_cannot_be_met_is_an_error(flash, wish, device, dtype, dropout_p, version, why):
     if version:
         flash(version)
@@ -79,7 +89,8 @@ def test_math_in_half_precision_and_with_dropout():
     assert y.dtype == BF16 and (y - dense_attention(*[q.bfloat16()] * 3)).abs().max() < 2e-2
     torch.manual_seed(0)
     ones = torch.ones_like(q)
-    kept = causal_attention(ones, ones, ones, 50, dropout_p=0.5, backend='math')[0, 0, 60:, 0]  # of 50 weights of 1/50, doubled
+    # of 50 weights of 1/50, doubled
+    kept = causal_attention(ones, ones, ones, 50, dropout_p=0.5, backend='math')[0, 0, 60:, 0]
     assert kept.std() > 0.05 and abs(kept.mean() - 1) < 0.05
 
 
@@ -90,8 +101,9 @@ def test_how_the_flash_attn_package_is_called(flash, monkeypatch, version, whole
     q, k = torch.randn(2, 6, 40, 16, dtype=BF16), torch.randn(2, 2, 40, 16, dtype=BF16)
     for window in (0, 8, 64):
         assert torch.equal(causal_attention(q, k, k, window, backend='flash_attn'), q)
-    assert [(q_shape, k_shape) for q_shape, k_shape, _ in calls] == [((2, 40, 6, 16), (2, 40, 2, 16))] * 3
-    assert [how['window_size'] for *_, how in calls] == [whole, (7, 0), whole] and all(how['causal'] for *_, how in calls)
+    assert [shapes for *shapes, _ in calls] == [[(2, 40, 6, 16), (2, 40, 2, 16)]] * 3
+    assert [how['window_size'] for *_, how in calls] == [whole, (7, 0), whole]
+    assert all(how['causal'] for *_, how in calls)
 
 
 def test_one_that_cannot_be_imported(flash, monkeypatch):
@@ -103,11 +115,13 @@ def test_one_that_cannot_be_imported(flash, monkeypatch):
 
 def test_of_a_model():
     model = GPT(GPTConfig(**FULL_STACK))
-    assert describe_attention(model, torch.float32, 0.0) == 'attention: global layers sdpa, local layers sdpa'
+    described = describe_attention(model, torch.float32, 0.0)
+    assert described == 'attention: global layers sdpa, local layers sdpa'
     idx = torch.arange(20)[None]
     expected = model(idx)[0]
     model.attention_backend = 'math'
-    assert describe_attention(model, torch.float32, 0.0) == 'attention: global layers math, local layers math'
+    described = describe_attention(model, torch.float32, 0.0)
+    assert described == 'attention: global layers math, local layers math'
     assert (model(idx)[0] - expected).abs().max() < 1e-5
     with pytest.raises(UserError, match="attention_backend='magic'"):
         model.attention_backend = 'magic'
@@ -132,10 +146,12 @@ def test_values_and_gradients_on_a_gpu(backend, dtype, T, window):
     upstream = torch.randn(2, 6, T, 64, generator=g)
     if backend == 'flash_attn':
         flash_attn.load_flash_attn()
-    y, expected = causal_attention(*leaves, window, backend=backend), dense_attention(*exact, window)
+    y = causal_attention(*leaves, window, backend=backend)
+    expected = dense_attention(*exact, window)
     y.backward(upstream.to('cuda', dtype))
     expected.backward(upstream.double())
-    bound = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}[dtype]  # float32: FlexAttention may use TF32
+    # float32: FlexAttention may use TF32
+    bound = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}[dtype]
     assert (y.cpu().double() - expected).abs().max() < bound
     for leaf, want in zip(leaves, exact):
         assert (leaf.grad.cpu().double() - want.grad).abs().max() < bound * want.grad.abs().max()

@@ -31,7 +31,8 @@ def rounded(x):
 
 
 # how K and V are stored -> (attention over them so stored, what the dense reference must be given)
-STORED = pytest.mark.parametrize('attend, held', [(attend, lambda x: x), (attend_int8, rounded)], ids=['float64', 'int8'])
+STORED = pytest.mark.parametrize('attend, held', [(attend, lambda x: x), (attend_int8, rounded)],
+                                 ids=['float64', 'int8'])
 
 
 @pytest.fixture(params=[1, 30, 100, 2 ** 18])
@@ -67,7 +68,8 @@ def test_one_token_sees_every_key_in_any_order(tile, attend, held, heads, window
 
 @STORED
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), t=st.integers(1, 6), window=st.sampled_from([0, 1, 3, 8]), heads=st.sampled_from(HEADS))
+@given(data=st.data(), t=st.integers(1, 6), window=st.sampled_from([0, 1, 3, 8]),
+       heads=st.sampled_from(HEADS))
 def test_rows_of_different_lengths(tile, attend, held, data, t, window, heads):
     """Each row's answer is that of the row alone, whatever follows its keys."""
     lengths = data.draw(st.lists(st.integers(t, 20), min_size=2, max_size=3))

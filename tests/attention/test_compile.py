@@ -1,4 +1,4 @@
-"""The whole model compiles into one graph: also with FlexAttention in its local layers, whose masks are built beforehand."""
+"""The whole model compiles into one graph, also with FlexAttention in its local layers."""
 import pytest
 import torch
 
@@ -11,8 +11,10 @@ from training.run import prepare
 def test_forward_is_one_graph_and_equals_eager(monkeypatch, flex):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=64, vocab_size=78, n_layer=3, n_head=4, n_embd=64, n_kv_head=1, layer_pattern='LLG',
-                          kv_share='AAB', share_global_kv=True, window_size=16, pos_embedding='rope', qk_norm=True)).eval()
+    model = GPT(GPTConfig(block_size=64, vocab_size=78, n_layer=3, n_head=4, n_embd=64, n_kv_head=1,
+                          layer_pattern='LLG',
+                          kv_share='AAB', share_global_kv=True, window_size=16,
+                          pos_embedding='rope', qk_norm=True)).eval()
     idx = torch.randint(78, (2, 64))
     with torch.no_grad():
         eager, _ = model(idx, all_logits=True)
@@ -21,5 +23,6 @@ def test_forward_is_one_graph_and_equals_eager(monkeypatch, flex):
             monkeypatch.setattr('attention.backends.why_unavailable', lambda *_: '')
             monkeypatch.setitem(PREFERRED, 'global', ('sdpa',))
         prepare(model, 64)
-        compiled, _ = torch.compile(model, fullgraph=True, backend='aot_eager')(idx, all_logits=True)
+        compiled, _ = torch.compile(model, fullgraph=True, backend='aot_eager')(idx,
+                                                                                all_logits=True)
     assert (compiled - eager).abs().max() < 1e-6

@@ -1,4 +1,4 @@
-"""QK-norm and RoPE with a backward pass of their own, against autograd through the plain formulas."""
+"""QK-norm and RoPE with their own backward pass, against autograd of the plain formulas."""
 import pytest
 import torch
 
@@ -11,14 +11,16 @@ D = 6
 def normed(seed=0):
     norm = torch.nn.RMSNorm(D, eps=1e-6, dtype=torch.float64)
     with torch.no_grad():
-        norm.weight.copy_(torch.randn(D, generator=torch.Generator().manual_seed(seed)))  # negative ones too
+        # negative ones too
+        norm.weight.copy_(torch.randn(D, generator=torch.Generator().manual_seed(seed)))
         norm.weight[0] = 0.0
     return norm
 
 
 def plain(x, norm, rope):
     """The formulas, for autograd."""
-    x = x if norm is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+    if norm is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
     return x if rope is None else apply_rope(x, *rope)
 
 
@@ -43,7 +45,8 @@ def test_values_and_gradients(with_norm, with_rope, shape):
 
 def test_tables_may_differ_from_row_to_row():
     x = torch.randn(3, 2, 4, D, dtype=torch.float64, requires_grad=True)
-    table = RotaryTable(D, 100.0).at(torch.tensor([[0, 1, 2, 3], [9, 8, 7, 6], [5, 5, 5, 5]]), 10, torch.float64)
+    table = RotaryTable(D, 100.0).at(torch.tensor([[0, 1, 2, 3], [9, 8, 7, 6], [5, 5, 5, 5]]), 10,
+                                     torch.float64)
     norm, upstream = normed(), torch.randn(3, 2, 4, D, dtype=torch.float64)
     mine, = torch.autograd.grad(norm_and_rotate(x, norm, table), x, upstream)
     autograds, = torch.autograd.grad(plain(x, norm, table), x, upstream)

@@ -4,7 +4,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.cached import PartialSoftmax, dequantize, join_parts, scores_dtype, tile_scores, tiles
+from attention.cached import (
+    PartialSoftmax,
+    dequantize,
+    join_parts,
+    scores_dtype,
+    tile_scores,
+    tiles,
+)
 from kv.int8 import quantize_int8
 
 LOWEST = torch.finfo(torch.float64).min
@@ -13,7 +20,8 @@ LOWEST = torch.finfo(torch.float64).min
 def inputs(b=2, n_kv_head=2, n_rows=3, S=17, D=4, sharpness=1.0, seed=0):
     """Queries (b, Hkv, R, D), keys and values (b, Hkv, S, D)."""
     g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(b, n_kv_head, n, D, generator=g, dtype=torch.float64) for n in (n_rows, S, S))
+    q, k, v = (torch.randn(b, n_kv_head, n, D, generator=g, dtype=torch.float64)
+               for n in (n_rows, S, S))
     return q * sharpness, k, v
 
 
@@ -34,7 +42,8 @@ def gap(a, b):
 
 
 @settings(max_examples=80)
-@given(data=st.data(), cuts=st.sets(st.integers(1, 16)), sharpness=st.sampled_from([0.1, 1.0, 30.0]), masked=st.booleans())
+@given(data=st.data(), cuts=st.sets(st.integers(1, 16)),
+       sharpness=st.sampled_from([0.1, 1.0, 30.0]), masked=st.booleans())
 def test_parts_of_any_split_in_any_order_join_to_one_softmax(data, cuts, sharpness, masked):
     q, k, v = inputs(sharpness=sharpness)
     mask = None
@@ -42,7 +51,8 @@ def test_parts_of_any_split_in_any_order_join_to_one_softmax(data, cuts, sharpne
         mask = torch.rand(2, 1, 3, 17, generator=torch.Generator().manual_seed(len(cuts))) < 0.3
         mask[..., data.draw(st.integers(0, 16))] = True
     edges = [0, *sorted(cuts), 17]
-    parts = data.draw(st.permutations([part(q, k, v, a, b, mask) for a, b in zip(edges, edges[1:])]))
+    parts = data.draw(st.permutations([part(q, k, v, a, b, mask)
+                                       for a, b in zip(edges, edges[1:])]))
     assert gap(join_parts(parts), whole(q, k, v, mask)) < 1e-12
 
 
@@ -69,8 +79,12 @@ def test_large_scores_neither_overflow_nor_vanish(dtype, shift):
     g = torch.Generator().manual_seed(0)
     scores = torch.randint(-3, 4, (1, 1, 2, 8), generator=g).to(dtype)
     v = torch.randn(1, 1, 8, 4, generator=g).to(dtype)
-    expected = scores.double().softmax(-1) @ v.double() if shift < 1e38 else v.double().mean(2, keepdim=True).expand(1, 1, 2, 4)
-    parts = [PartialSoftmax.of((scores + shift)[..., a:b].clone(), v[:, :, a:b]) for a, b in ((0, 3), (3, 8))]
+    if shift < 1e38:
+        expected = scores.double().softmax(-1) @ v.double()
+    else:  # the differences of the scores are lost in rounding
+        expected = v.double().mean(2, keepdim=True).expand(1, 1, 2, 4)
+    parts = [PartialSoftmax.of((scores + shift)[..., a:b].clone(), v[:, :, a:b])
+             for a, b in ((0, 3), (3, 8))]
     y = join_parts(parts)
     assert gap(y.double(), expected) < 1e-5
 
@@ -97,13 +111,15 @@ def test_scales_of_int8_keys_and_values_are_applied_after_the_matmuls():
     assert gap(y, whole(q, *rounded)) < 1e-12
 
 
-@pytest.mark.parametrize('dtype, expected', [(torch.bfloat16, torch.float32), (torch.float16, torch.float32),
-                                             (torch.float32, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize('dtype, expected', [
+    (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64)])
 def test_scores_are_at_least_float32(dtype, expected):
     assert scores_dtype(dtype) == expected
 
 
-# -- tiles ------------------------------------------------------------------------------------------------------------
+# -- tiles -----------------------------------------------------------------------------------------
 
 @settings(max_examples=150)
 @given(B=st.integers(1, 5), n_kv_head=st.integers(1, 3), S=st.integers(1, 40), D=st.integers(1, 6),

@@ -1,4 +1,4 @@
-"""Neither Triton nor flash-attn is needed: without them everything imports, and a CPU does what it does with them."""
+"""Triton and flash-attn are optional: without them everything imports and runs on a CPU."""
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +9,8 @@ import importlib, pkgutil, sys
 sys.modules['triton'] = sys.modules['flash_attn'] = None  # importing them is an ImportError now
 import torch
 import attention, config, data, engine, interop, kv, lab.ablation, lab.benchmarks, training
-of_other_packages = {'attention.kernels.decode', 'attention.kernels.qkv', 'interop.nanokv_vllm.model'}  # the last: vLLM
+of_other_packages = {'attention.kernels.decode', 'attention.kernels.qkv',
+                     'interop.nanokv_vllm.model'}  # Triton, Triton, vLLM
 for package in (attention, config, engine, interop, kv, lab.ablation, lab.benchmarks, training):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
         ladders_and_mains = module.name.startswith('config.') or module.name.endswith('__main__')
@@ -27,10 +28,11 @@ backends.FLASH_ATTN_VERSION = 0  # whatever is installed
 cuda = torch.device('cuda')
 assert not triton_usable(cuda)
 assert choose('global', 'auto', cuda, torch.bfloat16, 64) == 'sdpa'
-model = GPT(GPTConfig(block_size=32, vocab_size=20, n_layer=2, n_head=2, n_embd=16, layer_pattern='LG', window_size=4,
-                      pos_embedding='rope'))
+model = GPT(GPTConfig(block_size=32, vocab_size=20, n_layer=2, n_head=2, n_embd=16,
+                      layer_pattern='LG', window_size=4, pos_embedding='rope'))
 model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long))[1].backward()
-print(len(Engine(model, 2, 32, 'int8').generate([[1, 2], [3]], SamplingParams(max_new_tokens=9))[0].tokens))
+engine = Engine(model, 2, 32, 'int8')
+print(len(engine.generate([[1, 2], [3]], SamplingParams(max_new_tokens=9))[0].tokens))
 '''
 
 

@@ -1,4 +1,4 @@
-"""The config files in config/: they parse for every program, make valid models, and are what they say they are."""
+"""The config files in config/: they parse for every program and are what they claim to be."""
 import warnings
 
 import pytest
@@ -10,8 +10,10 @@ from config.schema import MODEL, PROGRAMS
 from kv.plan import plan_kv
 from model import GPT
 
-SHIPPED = sorted(p.name for kind in ('train', 'finetune', 'eval') for p in (configurator.ROOT / 'config').glob(f'{kind}_*.py'))
-MEMORY = {'n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'pos_embedding', 'qk_norm'}
+SHIPPED = sorted(p.name for kind in ('train', 'finetune', 'eval')
+                 for p in (configurator.ROOT / 'config').glob(f'{kind}_*.py'))
+MEMORY = {'n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv',
+          'pos_embedding', 'qk_norm'}
 COMPARED = ['train_mqa_local.py', 'train_vanilla.py', 'train_rope_mha.py']
 
 
@@ -27,15 +29,6 @@ def gpt_config(name, vocab_size):
 def n_params(name, vocab_size):
     with torch.device('meta'):
         return sum(p.numel() for p in GPT(gpt_config(name, vocab_size)).parameters())
-
-
-def ratio(name, max_seq_len, kv_dtype, against):
-    plan = plan_kv(gpt_config(name, 50304))
-    return plan.vanilla().nbytes(1, max_seq_len, against) / plan.nbytes(1, max_seq_len, kv_dtype)
-
-
-def test_the_five_configs_are_there():
-    assert set(SHIPPED) >= {*COMPARED, 'train_gpt2.py', 'train_gpt2_mqa_local.py'}
 
 
 @pytest.mark.parametrize('program', PROGRAMS)
@@ -63,8 +56,9 @@ def test_every_config_has_a_folder_of_its_own():
 def test_the_three_compared_configs_differ_in_memory_settings_alone():
     demo, *others = map(settings, COMPARED)
     for other in others:
-        assert {name for name in demo if demo[name] != other[name]} <= MEMORY | {'mlp_hidden', 'out_dir'}
-    assert settings('train_rope_mha.py')['mlp_hidden'] == settings('train_vanilla.py')['mlp_hidden'] == 0
+        different = {name for name in demo if demo[name] != other[name]}
+        assert different <= MEMORY | {'mlp_hidden', 'out_dir'}
+        assert other['mlp_hidden'] == 0
 
 
 def test_the_demo_has_no_more_parameters_than_its_baseline_and_hardly_fewer():
@@ -77,8 +71,10 @@ def test_the_demo_has_every_saving_and_the_shape_that_was_asked_for():
     plan = plan_kv(gpt_config('train_mqa_local.py', 65))
     assert len(plan.layers) == 12 and s['n_head'] >= 8 and s['n_kv_head'] == 1
     assert (s['layer_pattern'], s['kv_share'], s['share_global_kv']) == ('LLLLLG', 'AABBBC', True)
-    assert s['window_size'] == s['block_size'] // 4 and s['pos_embedding'] == 'rope' and s['qk_norm']
-    assert ratio('train_mqa_local.py', s['block_size'], 'float32', 'float32') >= 40
+    assert s['window_size'] == s['block_size'] // 4 and s['pos_embedding'] == 'rope'
+    assert s['qk_norm']
+    full, ours = (p.nbytes(1, s['block_size'], 'float32') for p in (plan.vanilla(), plan))
+    assert full / ours >= 40
 
 
 @pytest.mark.parametrize('name', ['train_vanilla.py', 'train_gpt2.py'])
@@ -88,7 +84,8 @@ def test_vanilla_configs_remember_all_that_gpt2_does(name):
 
 
 def test_gpt2_config_is_gpt2_124m():
-    assert n_params('train_gpt2.py', 50304) == 124_373_760  # nanoGPT's count: no biases, vocabulary padded
+    # nanoGPT's count: no biases, vocabulary padded
+    assert n_params('train_gpt2.py', 50304) == 124_373_760
 
 
 def test_gpt2_mqa_local_has_as_many_parameters_as_gpt2():
@@ -98,13 +95,6 @@ def test_gpt2_mqa_local_has_as_many_parameters_as_gpt2():
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_gpt2_mqa_local_is_72_times_below_gpt2_at_1024(dtype):
-    vanilla = plan_kv(gpt_config('train_gpt2.py', 50304)).nbytes(1, 1024, dtype)
-    assert vanilla / plan_kv(gpt_config('train_gpt2_mqa_local.py', 50304)).nbytes(1, 1024, dtype) == 72
-    assert ratio('train_gpt2_mqa_local.py', 1024, dtype, dtype) == 72
-
-
-def test_designs_other_figures_of_gpt2s_shape():
-    assert plan_kv(gpt_config('train_gpt2_mqa_local.py', 50304)).nbytes(1, 1024, 'float32') == 1_048_576
-    assert round(ratio('train_gpt2_mqa_local.py', 1024, 'int8', 'bfloat16')) in (139, 140)
-    assert ratio('train_gpt2_mqa_local.py', 8192, 'float32', 'float32') == pytest.approx(128, abs=0.5)
-    assert ratio('train_gpt2_mqa_local.py', 8192, 'int8', 'bfloat16') == pytest.approx(248, abs=0.5)
+    vanilla, ours = (plan_kv(gpt_config(name, 50304)).nbytes(1, 1024, dtype)
+                     for name in ('train_gpt2.py', 'train_gpt2_mqa_local.py'))
+    assert vanilla / ours == 72

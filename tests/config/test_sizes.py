@@ -21,7 +21,8 @@ def group(folder, limit, used, cache=0, version=2):
             f'{folder}/memory.stat': f'anon {used - cache}\n{names[2]} {cache}'}
 
 
-V2, V1, FREE = 'sys/fs/cgroup', 'sys/fs/cgroup/memory', {'proc/meminfo': 'MemTotal: 9999999 kB\nMemAvailable:   1024000 kB'}
+V2, V1 = 'sys/fs/cgroup', 'sys/fs/cgroup/memory'
+FREE = {'proc/meminfo': 'MemTotal: 9999999 kB\nMemAvailable:   1024000 kB'}
 
 
 @pytest.mark.parametrize('files, free', [
@@ -34,7 +35,8 @@ V2, V1, FREE = 'sys/fs/cgroup', 'sys/fs/cgroup/memory', {'proc/meminfo': 'MemTot
     (group(V1, 600 * MB, 100 * MB, version=1), 500),
     (group(V1, 600 * MB, 100 * MB, cache=40 * MB, version=1), 540),
     (group(V1, UNLIMITED, 100 * MB, version=1), 1000),
-    (group(V2, 600 * MB, 700 * MB), 0),                       # its limit was lowered: 1 byte, for 0 means unknown
+    # its limit was lowered: 1 byte, for 0 means unknown
+    (group(V2, 600 * MB, 700 * MB), 0),
     ({f'{V2}/memory.max': 600 * MB}, 1000),                   # it does not say what is used
     ({f'{V2}/memory.max': 600 * MB, f'{V2}/memory.current': 100 * MB}, 500)])
 def test_a_limit_of_the_control_group_is_respected(tmp_path, files, free):
@@ -45,7 +47,8 @@ def test_a_limit_of_the_control_group_is_respected(tmp_path, files, free):
     (V2, 2, '0::/job/step'), (V1, 1, '5:cpu:/other\n4:freezer,memory:/job/step\n0::/'),
     (V1, 1, '0::/elsewhere\n4:memory:/job/step')])
 def test_groups_around_the_process_count_too(tmp_path, folder, version, entries):
-    written(tmp_path, FREE | {'proc/self/cgroup': entries} | group(f'{folder}/job/step', 800 * MB, 100 * MB, version=version))
+    step = group(f'{folder}/job/step', 800 * MB, 100 * MB, version=version)
+    written(tmp_path, FREE | {'proc/self/cgroup': entries} | step)
     assert available_memory(tmp_path) == 700 * MB
     written(tmp_path, group(f'{folder}/job', 650 * MB, 250 * MB, version=version))
     written(tmp_path, group(f'{folder}/other', 1 * MB, 0, version=version))  # not of this process
@@ -53,7 +56,8 @@ def test_groups_around_the_process_count_too(tmp_path, folder, version, entries)
 
 
 def test_a_path_that_is_the_hosts_leaves_what_is_mounted(tmp_path):
-    written(tmp_path, FREE | {'proc/self/cgroup': '0::/docker/1234'} | group(V2, 600 * MB, 100 * MB))
+    mounted = group(V2, 600 * MB, 100 * MB)
+    written(tmp_path, FREE | {'proc/self/cgroup': '0::/docker/1234'} | mounted)
     assert available_memory(tmp_path) == 500 * MB
 
 

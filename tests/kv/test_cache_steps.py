@@ -1,4 +1,4 @@
-"""What happens inside one step of a cache: failures midway, decoded copies, misuse."""
+"""Inside one step of a cache: failures midway, decoded copies, misuse."""
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +40,7 @@ class LargestFloat(TorchDispatchMode):
 @pytest.mark.parametrize('t', [1, 3])
 @pytest.mark.parametrize('ragged', [False, True])
 def test_an_int8_cache_is_decoded_a_tile_at_a_time(monkeypatch, t, ragged):
-    """No operation gives a decoded copy of a slot: floats are small beside what the global slot holds."""
+    """No operation returns a decoded copy of a slot: its tensors are much smaller than one."""
     monkeypatch.setattr(tiles, '__defaults__', (256,))
     model = random_model(GPTConfig(**FULL_STACK | dict(block_size=1024)))
     prepare(model, 1000)  # rotary tables are no part of the step
@@ -54,18 +54,13 @@ def test_an_int8_cache_is_decoded_a_tile_at_a_time(monkeypatch, t, ragged):
     assert 256 <= floats.largest <= held / 5
 
 
-def test_lens_without_a_cache_is_refused():
-    model = random_model(GPTConfig(**FULL_STACK))
-    with pytest.raises(UserError, match='lens'):
-        model(tokens(2, 4), lens=[4, 2])
-
-
 def test_rows_may_be_reset_one_by_one_after_a_failure(monkeypatch):
     model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(3, 20)
     cache = model.new_cache(3, 40)
     feed(model, cache, idx[:, :9], [9])
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(model.transformer.h[4], 'forward', lambda *_: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(model.transformer.h[4], 'forward',
+                      lambda *_: (_ for _ in ()).throw(MemoryError()))
         model(idx[1:, :2], cache=cache, rows=[1, 2])
     cache.reset([1])
     with pytest.raises(UserError, match='reset'):
@@ -101,7 +96,8 @@ def test_keys_are_dropped_after_their_last_reader():
     model = random_model(GPTConfig(**FULL_STACK))
     cache, held = model.new_cache(1, 40), []
     plain = cache.attend
-    cache.attend = lambda layer, *args: (plain(layer, *args), held.append((layer, set(cache._visible))))[0]
+    cache.attend = lambda layer, *args: (plain(layer, *args),
+                                         held.append((layer, set(cache._visible))))[0]
     model(tokens(1, 20), cache=cache)
     for layer, slots in held:
         assert slots == {s.index for s in model.plan.slots if s.owner <= layer.index < s.layers[-1]}

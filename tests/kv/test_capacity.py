@@ -1,4 +1,4 @@
-"""Capacity by arithmetic: parameters and keys are those of the model, and a GPU's figures follow."""
+"""Capacity by arithmetic: parameters, keys and FLOPs are those of the model."""
 import json
 import math
 
@@ -14,19 +14,22 @@ from tests.helpers.models import FULL_STACK
 
 SHAPES = [dict(n_layer=3, n_head=4, n_embd=24, vocab_size=30, block_size=16), FULL_STACK,
           dict(FULL_STACK, bias=False, qk_norm=False),
-          dict(FULL_STACK, n_kv_head=2, mlp_hidden=33, layer_pattern='LG', kv_share='', share_global_kv=False)]
+          dict(FULL_STACK, n_kv_head=2, mlp_hidden=33, layer_pattern='LG', kv_share='',
+               share_global_kv=False)]
 
 
 @pytest.mark.parametrize('shape', SHAPES)
 def test_parameters_are_the_models(shape):
     config = GPTConfig(**shape)
-    assert capacity.parameters(config, plan_kv(config)) == GPT(config).get_num_params(non_embedding=False)
+    n_params = GPT(config).get_num_params(non_embedding=False)
+    assert capacity.parameters(config, plan_kv(config)) == n_params
 
 
 @pytest.mark.parametrize('tokens, before', [(1, 0), (4, 0), (3, 50), (50, 0), (7, 3), (1, 4)])
 def test_keys(tokens, before):
     plan = plan_kv(GPTConfig(**FULL_STACK))
-    exact = sum(min(i, layer.window or i) for layer in plan.layers for i in range(before + 1, before + tokens + 1))
+    exact = sum(min(i, layer.window or i)
+                for layer in plan.layers for i in range(before + 1, before + tokens + 1))
     assert capacity.keys_seen(plan, tokens, before) == exact
 
 
@@ -37,8 +40,10 @@ def said(capsys, *flags):
     return json.loads(out.splitlines()[-1]), out
 
 
-MINE = ['config/train_gpt2_mqa_local.py', '--context=4000', '--message_tokens=20', '--new_tokens=100', '--memory=10GB',
-        '--bandwidth=1TB', '--flops=1e14', '--price=3.6', '--utilization=0.5', '--requests_per_second=1000']
+MINE = ['config/train_gpt2_mqa_local.py', '--context=4000', '--message_tokens=20',
+        '--new_tokens=100', '--memory=10GB',
+        '--bandwidth=1TB', '--flops=1e14', '--price=3.6', '--utilization=0.5',
+        '--requests_per_second=1000']
 
 
 def test_a_gpus_figures_by_hand(capsys):
@@ -49,14 +54,16 @@ def test_a_gpus_figures_by_hand(capsys):
     assert ours['batch'] == ours['sequences'] == int((9e9 - 2 * n) // ours['kv_bytes'])
     read = 2 * 64 * 2 * (10 * 256 + 2 * 4070)
     computed = (2 * n + 4 * 12 * 64 * (10 * 256 + 2 * 4070)) * ours['batch']
-    assert ours['step_seconds'] == pytest.approx(max((2 * n + ours['batch'] * read) / 0.5e12, computed / 0.5e14))
-    # layers 0 to 7 of 20 tokens (0, 2, 5 and 6 own), of layer 8 its projections, the rest of the last token
+    assert ours['step_seconds'] == pytest.approx(max((2 * n + ours['batch'] * read) / 0.5e12,
+                                                     computed / 0.5e14))
+    # layers 0 to 7 (0, 2, 5 and 6 own) and the projections of layer 8 for 20 tokens, the rest for 1
     owner, reader, rest = 768 * 14 * 64, 768 * 12 * 64, 768 * 768 + 2 * 768 * 3840
-    weights = 20 * (4 * owner + 4 * reader + 8 * rest + owner) + rest + 3 * (reader + rest) + 50304 * 768
+    weights = 20 * (5 * owner + 4 * reader + 8 * rest) + rest + 3 * (reader + rest) + 50304 * 768
     keys = 20 * (7 * 256 + 4010.5) + 3 * 256 + 4020
     assert ours['prefill_seconds'] == pytest.approx((2 * weights + 4 * 12 * 64 * keys) / 0.5e14)
     seconds = ours['prefill_seconds'] + 100 * ours['step_seconds'] / ours['batch']
-    assert ours['requests_per_second'] == pytest.approx(1 / seconds) and ours['gpus'] == math.ceil(1000 * seconds)
+    assert ours['requests_per_second'] == pytest.approx(1 / seconds)
+    assert ours['gpus'] == math.ceil(1000 * seconds)
     assert ours['cost_per_million_tokens'] == pytest.approx(0.001 * seconds / 100 * 1e6)
     assert (ours['kept'], ours['kept_bytes']) == (10_000, 10_000 * ours['kv_bytes'])
     assert vanilla['kv_bytes'] == 2 * 12 * 64 * 2 * 12 * 4120 and ours['gpus'] < vanilla['gpus']
@@ -67,7 +74,8 @@ def test_a_limit_on_the_time_of_a_token(capsys):
     free, _ = said(capsys, *MINE)
     found, _ = said(capsys, *MINE, '--tpot=5')
     assert found['ours']['step_seconds'] <= 0.005 < free['ours']['step_seconds']
-    assert 1 <= found['ours']['batch'] < free['ours']['batch'] and found['ours']['sequences'] == free['ours']['sequences']
+    assert 1 <= found['ours']['batch'] < free['ours']['batch']
+    assert found['ours']['sequences'] == free['ours']['sequences']
     assert found['ours']['gpus'] >= free['ours']['gpus']
 
 
@@ -78,19 +86,24 @@ def test_what_is_not_known_is_computed(capsys):
 
 def test_what_does_not_fit_is_told(capsys):
     found, out = said(capsys, *MINE, '--memory=260MB')
-    assert found['ours']['sequences'] == found['vanilla']['sequences'] == 0 and 'gpus' not in found['ours'] and ' - ' in out
+    assert found['ours']['sequences'] == found['vanilla']['sequences'] == 0
+    assert 'gpus' not in found['ours'] and ' - ' in out
 
 
 def test_a_limit_that_one_side_cannot_keep(capsys):
     found, out = said(capsys, *MINE, '--tpot=0.7')
-    assert found['vanilla']['batch'] == 0 < found['ours']['batch'] and 'gpus' not in found['vanilla']
+    assert found['vanilla']['batch'] == 0 < found['ours']['batch']
+    assert 'gpus' not in found['vanilla']
     assert 'takes longer than tpot=0.7' in out
 
 
 @pytest.mark.parametrize('flag, named', [
-    ('--context=0', 'context=0'), ('--hit_rate=2', 'hit_rate=2'), ('--flops=many', "flops='many'"), ('--away=-1', 'away=-1'),
-    ('--memory=much', "memory='much'"), ('--utilization=0', 'utilization=0'), ('--flops=nan', "flops='nan'"),
-    ('--flops=inf', "flops='inf'"), ('--pos_embedding=learned', '4,120 tokens is longer than the block_size=1024')])
+    ('--context=0', 'context=0'), ('--hit_rate=2', 'hit_rate=2'), ('--flops=many', "flops='many'"),
+    ('--away=-1', 'away=-1'),
+    ('--memory=much', "memory='much'"), ('--utilization=0', 'utilization=0'),
+    ('--flops=nan', "flops='nan'"),
+    ('--flops=inf', "flops='inf'"),
+    ('--pos_embedding=learned', '4,120 tokens is longer than the block_size=1024')])
 def test_wrong_settings(flag, named):
     with pytest.raises(UserError) as caught:
         capacity.main([*MINE, flag])
@@ -114,12 +127,15 @@ def counted_prefill(config, tokens, before):
 
 
 @pytest.mark.parametrize('before', [0, 7])
-@pytest.mark.parametrize('fields', [FULL_STACK, dict(FULL_STACK, kv_share='', share_global_kv=False),
-                                    dict(n_layer=2, n_head=2, n_embd=8, block_size=64, vocab_size=23, bias=False)])
+@pytest.mark.parametrize('fields', [
+    FULL_STACK, dict(FULL_STACK, kv_share='', share_global_kv=False),
+    dict(n_layer=2, n_head=2, n_embd=8, block_size=64,
+    vocab_size=23, bias=False)])
 def test_prefill_flops_are_those_of_the_matmuls_that_run(fields, before):
     config, tokens = GPTConfig(**fields), 20
     plan = plan_kv(config)
     ends = [(layer, tokens if layer.index < plan.last_owner else 1) for layer in plan.layers]
     seen = sum(min(before + tokens - k, layer.window or 999) for layer, n in ends for k in range(n))
     attention = 4 * plan.n_head * plan.head_dim * seen
-    assert capacity.prefill_flops(config, plan, tokens, before) == counted_prefill(config, tokens, before) + attention
+    matmuls = counted_prefill(config, tokens, before)
+    assert capacity.prefill_flops(config, plan, tokens, before) == matmuls + attention

@@ -12,7 +12,8 @@ from kv.__main__ import main, parse_bytes
 from kv.plan import plan_kv
 
 ROOT = Path(__file__).resolve().parents[2]
-STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, window_size=256,
+STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
+             window_size=256,
              pos_embedding='rope')
 FLAGS = [f'--{key}={value}' for key, value in STACK.items()]
 PLAN = plan_kv(GPTConfig(**STACK))
@@ -28,7 +29,8 @@ def test_json_figures_equal_the_plan(capsys):
     assert list(document) == ['float32', 'bfloat16', 'float16', 'int8']
     for kv_dtype, figures in document.items():
         vanilla = PLAN.vanilla().nbytes(3, 2048, kv_dtype)
-        assert (figures['batch'], figures['max_seq_len'], figures['kv_dtype']) == (3, 2048, kv_dtype)
+        assert (figures['batch'], figures['max_seq_len']) == (3, 2048)
+        assert figures['kv_dtype'] == kv_dtype
         assert figures['kv_bytes'] == PLAN.nbytes(3, 2048, kv_dtype)
         assert figures['kv_bytes_counted'] == 'planned'
         assert figures['kv_bytes_vanilla'] == vanilla
@@ -36,7 +38,8 @@ def test_json_figures_equal_the_plan(capsys):
         assert figures['kv_ratio'] == vanilla / figures['kv_bytes']
         assert figures['kv_ratio_bf16'] == figures['kv_bytes_vanilla_bf16'] / figures['kv_bytes']
         assert figures['factors'] == PLAN.factors(2048, kv_dtype)
-        assert figures['bytes_per_token'] * 3 * 2048 == pytest.approx(figures['kv_bytes'], rel=1e-12)
+        assert figures['bytes_per_token'] * 3 * 2048 == pytest.approx(figures['kv_bytes'],
+                                                                      rel=1e-12)
 
 
 def test_json_slots_add_up_and_say_who_owns(capsys):
@@ -58,7 +61,8 @@ def test_budget_counts_are_exact(capsys, budget, n_bytes):
     document = last_line(capsys, *FLAGS, '--max_seq_len=8192', f'--budget={budget}')
     for kv_dtype, figures in document.items():
         for plan, fit in ((PLAN, figures['fit']), (PLAN.vanilla(), figures['fit_vanilla'])):
-            assert plan.nbytes(fit, 8192, kv_dtype) <= n_bytes < plan.nbytes(fit + 1, 8192, kv_dtype)
+            fits, more = (plan.nbytes(n, 8192, kv_dtype) for n in (fit, fit + 1))
+            assert fits <= n_bytes < more
         assert figures['budget'] == n_bytes
 
 
@@ -68,10 +72,13 @@ def test_budget_of_exactly_n_sequences_holds_n(capsys):
     assert last_line(capsys, *FLAGS, f'--budget={7 * one - 1}')['float32']['fit'] == 6
 
 
-@pytest.mark.parametrize('text, n_bytes', [('4096', 4096), ('1GB', 10 ** 9), ('1.5 kb', 1500), ('512MiB', 2 ** 29),
-                                           ('2tb', 2 * 10 ** 12), ('3GiB', 3 * 2 ** 30), ('8B', 8), ('8G', 8 * 10 ** 9),
-                                           ('500M', 500 * 10 ** 6), ('1e9', 10 ** 9), ('1.5E+3 kB', 1_500_000),
-                                           ('2Ki', 2048), ('1k', 1000)])
+@pytest.mark.parametrize('text, n_bytes', [
+    ('4096', 4096), ('1GB', 10 ** 9), ('1.5 kb', 1500), ('512MiB', 2 ** 29),
+    ('2tb', 2 * 10 ** 12), ('3GiB', 3 * 2 ** 30), ('8B', 8),
+    ('8G', 8 * 10 ** 9),
+    ('500M', 500 * 10 ** 6), ('1e9', 10 ** 9),
+    ('1.5E+3 kB', 1_500_000),
+    ('2Ki', 2048), ('1k', 1000)])
 def test_budget_units(text, n_bytes):
     assert parse_bytes(text) == n_bytes
 
@@ -99,7 +106,8 @@ def test_defaults_budget_block_size_and_batch_1(capsys):
 
 
 def test_config_files_are_read(capsys):
-    figures = last_line(capsys, str(ROOT / 'config/train_mqa_local.py'), '--max_seq_len=100')['int8']
+    figures = last_line(capsys, str(ROOT / 'config/train_mqa_local.py'),
+                        '--max_seq_len=100')['int8']
     assert len(figures['slots']) == 5 and figures['n_head'] == 8
 
 
@@ -118,6 +126,8 @@ def test_config_files_are_read(capsys):
     (['--n_head=12', '--n_kv_head=5'], ['n_head=12', 'n_kv_head=5']),
     (['--n_layer=many'], ['n_layer', "'many'"]),
     (['no_such_file.py'], ["'no_such_file.py'"]),
+    (['--kv_dtype=int4'], ["kv_dtype='int4'", "'int8'"]),
+    (['a.pt', 'b.pt'], ['one run at a time, not a.pt and b.pt']),
 ])
 def test_bad_input_raises_and_names_the_value(argv, named):
     with pytest.raises(UserError) as caught:
@@ -129,18 +139,17 @@ def test_bad_input_raises_and_names_the_value(argv, named):
 def test_longer_than_learned_positions_is_counted_with_a_note(capsys):
     main(['--max_seq_len=2000', '--json=True'])
     *_, note, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last)['bfloat16']['kv_bytes'] == plan_kv(GPTConfig()).nbytes(1, 2000, 'bfloat16')
-    assert note.startswith('Note: learned positions end at block_size=1,024') and '--pos_embedding=rope' in note
+    expected = plan_kv(GPTConfig()).nbytes(1, 2000, 'bfloat16')
+    assert json.loads(last)['bfloat16']['kv_bytes'] == expected
+    assert note.startswith('Note: learned positions end at block_size=1,024')
+    assert '--pos_embedding=rope' in note
     main(['--max_seq_len=2000', '--pos_embedding=rope'])
     assert 'Note' not in capsys.readouterr().out
 
 
-def test_longer_than_block_size_is_fine_with_rope(capsys):
-    assert last_line(capsys, *FLAGS, '--max_seq_len=2000')['float32']['max_seq_len'] == 2000
-
-
 def test_bad_input_as_a_program_is_one_line_and_status_2():
-    done = subprocess.run([sys.executable, '-m', 'kv', '--budget=lots', '--json=True'], cwd=ROOT, capture_output=True,
+    done = subprocess.run([sys.executable, '-m', 'kv', '--budget=lots', '--json=True'], cwd=ROOT,
+                          capture_output=True,
                           text=True)
     assert done.returncode == 2
     assert done.stdout == ''
@@ -152,18 +161,15 @@ def test_the_slots_and_the_last_line_are_in_the_asked_dtype(capsys):
     out = capsys.readouterr().out
     fit, vanilla = (10 ** 9 // plan.nbytes(1, 8192, 'int8') for plan in (PLAN, PLAN.vanilla()))
     assert 'KV plan in int8' in out and f"{PLAN.nbytes(1, 8192, 'int8'):,}" in out
-    assert f'holds {fit} conversations of 8,192 tokens in int8; vanilla GPT-2 of this shape {vanilla}' in out
-
-
-def test_an_unknown_kv_dtype_is_refused():
-    with pytest.raises(UserError, match="kv_dtype='int4'.*'int8'"):
-        main([*FLAGS, '--kv_dtype=int4'])
+    assert f'holds {fit} conversations of 8,192 tokens in int8' in out
+    assert f'vanilla GPT-2 of this shape {vanilla}' in out
 
 
 @pytest.fixture
 def run(tmp_path):
     import torch
-    torch.save({'model_args': dict(STACK, n_layer=12, vocab_size=65, block_size=256), 'model': {}}, tmp_path / 'ckpt.pt')
+    torch.save({'model_args': dict(STACK, n_layer=12, vocab_size=65, block_size=256), 'model': {}},
+               tmp_path / 'ckpt.pt')
     return tmp_path
 
 
@@ -182,13 +188,3 @@ def test_a_folder_without_a_checkpoint_is_one_line(run):
     (run / 'ckpt.pt').write_bytes(b'x')
     with pytest.raises(UserError, match='damaged or not a checkpoint'):
         main([str(run)])
-
-
-def test_one_run_at_a_time(run):
-    with pytest.raises(UserError, match='one run at a time, not a.pt and b.pt'):
-        main(['a.pt', 'b.pt'])
-
-
-def test_a_config_file_needs_no_torch():
-    code = "import sys, kv.__main__; kv.__main__.main(['config/train_mqa_local.py']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0

@@ -25,13 +25,15 @@ def test_shapes_and_dtypes():
     assert (scale.shape, scale.dtype) == ((3, 2, 5, 1), torch.float16)
 
 
-@given(seed=st.integers(0, 999), exponent=st.floats(-1, 6), dtype=st.sampled_from([torch.float64, torch.float32,
-                                                                                   torch.bfloat16, torch.float16]))
+@given(seed=st.integers(0, 999), exponent=st.floats(-1, 6),
+       dtype=st.sampled_from(
+           [torch.float64, torch.float32, torch.bfloat16, torch.float16]))
 def test_error_is_at_most_half_a_step_and_the_rounding_of_the_scale(seed, exponent, dtype):
     x = sample(seed, 10 ** (min(exponent, 4.0) if dtype == torch.float16 else exponent), dtype)
     _, scale = quantize_int8(x)
     largest = x.double().abs().amax(-1, keepdim=True)
-    rounding = (largest - 127 * scale.double()).clamp(min=0)          # what the clamp to 127 may cut off
+    # what the clamp to 127 may cut off
+    rounding = (largest - 127 * scale.double()).clamp(min=0)
     assert (rounding <= 2 ** -11 * largest).all()
     error = (roundtrip(x) - x.double()).abs()
     assert (error <= (scale.double() / 2).maximum(rounding) * (1 + 1e-6)).all()
@@ -50,8 +52,10 @@ def test_signs_are_symmetric():
     assert quantize_int8(x)[0].min() >= -127
 
 
-def test_zeros_stay_zeros():
-    assert torch.equal(roundtrip(torch.zeros(2, 4)), torch.zeros(2, 4, dtype=torch.float64))
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize('row', [[0.0, 0.0], [1e-12, -3e-20]])
+def test_zeros_and_values_far_below_the_smallest_scale_become_zero_not_nan(dtype, row):
+    assert torch.equal(roundtrip(torch.tensor([row], dtype=dtype)), torch.zeros(1, 2).double())
 
 
 def test_huge_values_saturate_at_the_largest_fp16_scale():
@@ -59,18 +63,14 @@ def test_huge_values_saturate_at_the_largest_fp16_scale():
     assert back.tolist() == [[127 * 65504.0, -127 * 65504.0, 127 * 65504.0]]
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
-def test_values_far_below_the_smallest_scale_become_zero_not_nan(dtype):
-    back = roundtrip(torch.tensor([[1e-12, -3e-20]], dtype=dtype))
-    assert torch.equal(back, torch.zeros(1, 2, dtype=torch.float64))
-
-
 def test_tiny_values_are_off_by_a_few_smallest_steps():
     x = sample(0, 1e-6)
-    assert (roundtrip(x) - x).abs().max() <= 127 * 2 ** -25  # the scale itself is rounded to a multiple of 2**-24
+    # the scale itself is rounded to a multiple of 2**-24
+    assert (roundtrip(x) - x).abs().max() <= 127 * 2 ** -25
 
 
-@given(seed=st.integers(0, 999), exponent=st.floats(-1, 6), dtype=st.sampled_from([torch.float64, torch.float32]))
+@given(seed=st.integers(0, 999), exponent=st.floats(-1, 6),
+       dtype=st.sampled_from([torch.float64, torch.float32]))
 def test_quantising_again_changes_nothing(seed, exponent, dtype):
     x = sample(seed, 10 ** exponent, dtype)
     assert x.abs().amax(-1).min() > NORMAL_FP16

@@ -1,4 +1,4 @@
-"""Caches in circumstances that are easily forgotten: autocast, inference mode, a step that fails before it writes."""
+"""Caches under autocast, in inference mode, and after a step that fails before it writes."""
 import pytest
 import torch
 
@@ -12,25 +12,28 @@ from tests.helpers.models import FULL_STACK, VOCAB, feed, full_logits, max_gap, 
 
 VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
 KINDS = pytest.mark.parametrize('kind', [FULL_STACK, VANILLA], ids=['full stack', 'vanilla'])
-PAGED = pytest.mark.parametrize('pages', [{}, dict(cache_class=PagedKVCache, n_pages=40, page_size=4)], ids=['contiguous', 'paged'])
+PAGED = pytest.mark.parametrize('pages',
+                                [{}, dict(cache_class=PagedKVCache, n_pages=40, page_size=4)],
+                                ids=['contiguous', 'paged'])
 
 
 @KINDS
 @PAGED
 @pytest.mark.parametrize('kv_dtype', ['auto', 'bfloat16', 'int8'])
 def test_ragged_prompts_chunks_and_decode_under_autocast(kind, pages, kv_dtype):
-    """"value cannot be converted to type c10::BFloat16 without overflow": autocast made the scores bfloat16. nanoGPT's own
-    sample.py generates under it."""
+    """Autocast once made the scores bfloat16, which overflowed ("value cannot be converted")."""
     model, idx = random_model(GPTConfig(**kind), torch.float32), tokens(2, 14)
     plain, cast = (model.new_cache(2, 30, kv_dtype, **pages) for _ in range(2))
     with torch.no_grad():
-        for a, b, lens in ((0, 5, [5, 3]), (5, 9, [4, 2]), (9, 10, [1, 1]), (10, 11, [0, 1]), (11, 14, [3, 3])):
+        for a, b, lens in ((0, 5, [5, 3]), (5, 9, [4, 2]), (9, 10, [1, 1]), (10, 11, [0, 1]),
+                           (11, 14, [3, 3])):
             expected = model(idx[:, a:b], cache=plain, lens=lens, all_logits=True)[0]
             with torch.autocast('cpu', torch.bfloat16):
                 logits = model(idx[:, a:b], cache=cast, lens=lens, all_logits=True)[0]
-            for row, n in enumerate(lens):  # 8 bits of every product: near, and never wild
-                off = (logits[row, :n].float() - expected[row, :n]).abs().mean() if n else torch.zeros(())
-                assert off < 0.1 * expected.std()
+            for row, n in enumerate(lens):
+                if n:
+                    error = (logits[row, :n].float() - expected[row, :n]).abs().mean()
+                    assert error < 0.1 * expected.std()
     assert cast.lengths.tolist() == plain.lengths.tolist() == [13, 10]
 
 

@@ -1,4 +1,5 @@
-"""The plan: which layer is local, whose K/V it reads, what that costs in bytes, and what is refused."""
+"""The plan: which layer is local, whose K/V it reads, its bytes, and what is refused."""
+import math
 import subprocess
 import sys
 import warnings
@@ -14,7 +15,8 @@ from kv.plan import KV_DTYPES, plan_kv
 from tests.helpers.reference import is_local, kv_owner
 
 ROOT = Path(__file__).resolve().parents[2]
-STACK = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1, window_size=256,
+STACK = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1,
+             window_size=256,
              pos_embedding='rope')
 
 
@@ -30,7 +32,7 @@ def owners(p):
     return [layer.index for layer in p.layers if layer.owns]
 
 
-# -- which layer uses which cache -------------------------------------------------------------------------------------
+# -- which layer uses which cache ------------------------------------------------------------------
 
 def test_published_example_is_the_drawing():
     p = plan(**STACK)
@@ -52,23 +54,15 @@ def test_defaults_are_vanilla_gpt2():
     assert p == p.vanilla()
 
 
-def test_sharing_without_tying_gives_each_period_its_own_global_slot():
-    p = plan(**dict(STACK, share_global_kv=False))
-    assert layer_slots(p) == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4, 5]
-
-
-def test_tying_without_a_share_string_joins_only_global_layers():
-    p = plan(**dict(STACK, kv_share=''))
-    assert layer_slots(p) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 5]
-
-
-def test_tying_joins_global_layers_of_different_letters():
-    assert layer_slots(plan(n_layer=6, layer_pattern='LGG', kv_share='ABC', share_global_kv=True, window_size=4)) == \
-        [0, 1, 1, 2, 1, 1]
-
-
-def test_letters_need_not_be_neighbours():
-    assert layer_slots(plan(n_layer=6, layer_pattern='LLLLLG', kv_share='ABABAC', window_size=4)) == [0, 1, 0, 1, 0, 2]
+@pytest.mark.parametrize('settings_, slots', [
+    (dict(STACK, share_global_kv=False), [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4, 5]),
+    (dict(STACK, kv_share=''), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 5]),
+    (dict(n_layer=6, layer_pattern='LGG', kv_share='ABC', share_global_kv=True, window_size=4),
+     [0, 1, 1, 2, 1, 1]),
+    (dict(n_layer=6, layer_pattern='LLLLLG', kv_share='ABABAC', window_size=4), [0, 1, 0, 1, 0, 2]),
+], ids=['shared, not tied', 'tied alone', 'tied letters', 'letters apart'])
+def test_slots_of_sharing_and_tying(settings_, slots):
+    assert layer_slots(plan(**settings_)) == slots
 
 
 def test_a_last_period_may_be_cut_short():
@@ -99,9 +93,12 @@ def plan_configs(draw):
     pattern = draw(st.text('GL', min_size=1, max_size=7))
     share = ''.join(draw(st.sampled_from('ABC' if kind == 'L' else 'XY')) for kind in pattern)
     n_head = draw(st.sampled_from([1, 2, 6, 12]))
-    return GPTConfig(n_layer=draw(st.integers(1, 20)), n_head=n_head, n_embd=n_head * 8, layer_pattern=pattern,
-                     n_kv_head=draw(st.sampled_from([n for n in range(n_head + 1) if n == 0 or n_head % n == 0])),
-                     window_size=draw(st.integers(1, 40)), kv_share=draw(st.sampled_from(['', share])),
+    n_kv_heads = [0, *(n for n in range(1, n_head + 1) if n_head % n == 0)]
+    return GPTConfig(n_layer=draw(st.integers(1, 20)), n_head=n_head, n_embd=n_head * 8,
+                     layer_pattern=pattern,
+                     n_kv_head=draw(st.sampled_from(n_kv_heads)),
+                     window_size=draw(st.integers(1, 40)),
+                     kv_share=draw(st.sampled_from(['', share])),
                      share_global_kv=draw(st.booleans()))
 
 
@@ -111,16 +108,19 @@ def test_any_plan_follows_the_rule_text(config):
     p = plan_kv(config)
     for i, layer in enumerate(p.layers):
         assert layer.index == i
-        assert (layer.kind, layer.window) == (('local', config.window_size) if is_local(config, i) else ('global', 0))
+        expected = ('local', config.window_size) if is_local(config, i) else ('global', 0)
+        assert (layer.kind, layer.window) == expected
         assert p.slots[layer.slot].owner == kv_owner(config, i)
         assert layer.owns == (kv_owner(config, i) == i)
     for s, slot in enumerate(p.slots):
-        assert slot.index == s and slot.layers == tuple(i for i, layer in enumerate(p.layers) if layer.slot == s)
-        assert {(p.layers[i].kind, p.layers[i].window) for i in slot.layers} == {(slot.kind, slot.window)}
+        assert slot.index == s
+        assert slot.layers == tuple(i for i, layer in enumerate(p.layers) if layer.slot == s)
+        kinds = {(p.layers[i].kind, p.layers[i].window) for i in slot.layers}
+        assert kinds == {(slot.kind, slot.window)}
     assert sorted(i for slot in p.slots for i in slot.layers) == list(range(config.n_layer))
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('settings_, named', [
     (dict(layer_pattern='LXG', window_size=4), ["'LXG'", "'X'"]),
@@ -165,22 +165,24 @@ def test_warns_when_the_tied_global_slot_is_owned_by_layer_0():
         plan(**dict(STACK, layer_pattern='GLLLLL', kv_share='ABBCCC'))
 
 
-@pytest.mark.parametrize('settings_', [STACK, dict(), dict(STACK, layer_pattern='GLLLLL', kv_share='ABBCCC',
-                                                           share_global_kv=False)])
+@pytest.mark.parametrize('settings_', [
+    STACK, dict(), dict(STACK, layer_pattern='GLLLLL', kv_share='ABBCCC',
+    share_global_kv=False)])
 def test_no_warning_where_global_kv_is_made_deeper_or_not_tied(settings_):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         plan(**settings_)
 
 
-# -- bytes ------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('max_seq_len, megabytes', [(1024, 1.05), (8192, None)])
 def test_gpt2_shape_is_72_and_128_times_smaller_at_equal_dtype(max_seq_len, megabytes):
     p = plan(**STACK, block_size=8192)
     ratio = {1024: 72, 8192: 128}[max_seq_len]
     for kv_dtype in KV_DTYPES:
-        assert p.vanilla().nbytes(1, max_seq_len, kv_dtype) == ratio * p.nbytes(1, max_seq_len, kv_dtype)
+        vanilla, ours = (q.nbytes(1, max_seq_len, kv_dtype) for q in (p.vanilla(), p))
+        assert vanilla == ratio * ours
     if megabytes:
         assert p.nbytes(1, max_seq_len, 'float32') == (4 * 256 + 1024) * 2 * 64 * 4 == 1_048_576
 
@@ -197,8 +199,9 @@ def test_vanilla_gpt2_bytes():
     assert plan().nbytes(1, 1024, 'bfloat16') == 37_748_736
 
 
-@pytest.mark.parametrize('kv_dtype, per_head', [('float64', 64), ('float32', 32), ('bfloat16', 16), ('float16', 16),
-                                                ('int8', 8 + 2)])
+@pytest.mark.parametrize('kv_dtype, per_head', [
+    ('float64', 64), ('float32', 32), ('bfloat16', 16), ('float16', 16),
+    ('int8', 8 + 2)])
 def test_bytes_of_a_position(kv_dtype, per_head):
     p = plan(n_layer=2, n_head=4, n_embd=32, n_kv_head=2, layer_pattern='LG', window_size=3)
     assert p.position_nbytes(kv_dtype) == 2 * 2 * per_head  # K and V of 2 heads, D=8
@@ -208,7 +211,8 @@ def test_bytes_of_a_position(kv_dtype, per_head):
 
 def test_a_window_longer_than_the_sequence_saves_nothing():
     p = plan(**dict(STACK, kv_share='', share_global_kv=False))
-    assert p.slots[0].capacity(255) == 255 and p.slots[0].capacity(256) == p.slots[0].capacity(257) == 256
+    assert p.slots[0].capacity(255) == 255
+    assert p.slots[0].capacity(256) == p.slots[0].capacity(257) == 256
     assert p.factors(256, 'float32')['window'] == 1 and p.factors(257, 'float32')['window'] > 1
 
 
@@ -221,22 +225,24 @@ def test_factors_multiply_to_the_ratios(config, batch, max_seq_len, kv_dtype, ag
     ours, same, other = (q.nbytes(batch, max_seq_len, dtype) for q, dtype in
                          ((p, kv_dtype), (p.vanilla(), kv_dtype), (p.vanilla(), against)))
     assert f['heads'] * f['window'] * f['sharing'] == pytest.approx(same / ours, rel=1e-12)
-    assert f['heads'] * f['window'] * f['sharing'] * f['dtype'] == pytest.approx(other / ours, rel=1e-12)
+    assert math.prod(f.values()) == pytest.approx(other / ours, rel=1e-12)
     assert f['heads'] == config.n_head / (config.n_kv_head or config.n_head)
     assert f['window'] >= 1 and f['sharing'] >= 1
     assert f['sharing'] > 1 or all(layer.owns for layer in p.layers)
 
 
-# -- no torch ---------------------------------------------------------------------------------------------------------
+# -- no torch --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('program', [
     'import kv.plan, kv.report, config.gpt_config',
     "import sys, runpy; sys.argv = ['kv', '--help']; runpy.run_module('kv', run_name='__main__')",
-    "import sys, runpy; sys.argv = ['kv', '--json=True']; runpy.run_module('kv', run_name='__main__')",
+    "import sys, runpy; sys.argv = ['kv', '--json=True']; "
+    "runpy.run_module('kv', run_name='__main__')",
 ])
 def test_plan_and_its_program_do_not_import_torch(program):
     watched = ("import atexit, sys\n"
-               "atexit.register(lambda: print('torch imported:', 'torch' in sys.modules))\n" + program)
+               "atexit.register(lambda: print('torch imported:', 'torch' in sys.modules))\n"
+               + program)
     done = subprocess.run([sys.executable, '-c', watched], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith('torch imported: False')

@@ -30,7 +30,8 @@ def test_after_cropping_positions_end_there():
         model(tokens(1, 7))
     with pytest.raises(ValueError, match='block_size=6'):
         model.new_cache(1, 7)
-    assert model.new_cache(1, 6).nbytes == 6 * 2 * 2 * 8 * 8  # tokens, layers, K and V, width, bytes
+    # tokens, layers, K and V, width, bytes
+    assert model.new_cache(1, 6).nbytes == 6 * 2 * 2 * 8 * 8
 
 
 @pytest.mark.parametrize('block_size', [0, -1, 17])
@@ -59,4 +60,5 @@ def test_cropped_logits_are_those_of_a_model_made_short():
     long.crop_block_size(5)
     idx = tokens(2, 5, seed=3)
     assert max_gap(full_logits(long, idx), full_logits(short, idx)) == 0
-    assert torch.equal(long.generate(idx[:, :3], 9, top_k=1), short.generate(idx[:, :3], 9, top_k=1))
+    assert torch.equal(long.generate(idx[:, :3], 9, top_k=1),
+                       short.generate(idx[:, :3], 9, top_k=1))

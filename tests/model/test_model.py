@@ -1,4 +1,4 @@
-"""The model: nanoGPT's tensors under nanoGPT's names, forward and gradients as the dense reference has them."""
+"""The model: nanoGPT's tensors and names; forward and gradients equal a dense reference."""
 import math
 
 import pytest
@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from config.gpt_config import NANOGPT_FIELDS
 from model import GPT, GPTConfig, model_args
-from tests.helpers.models import FULL_STACK, VOCAB, configs, full_logits, max_gap, random_model, tokens
+from tests.helpers.models import (
+    FULL_STACK,
+    VOCAB,
+    configs,
+    full_logits,
+    max_gap,
+    random_model,
+    tokens,
+)
 from tests.helpers.reference import Reference, cross_entropy, kv_owner
 from training.recompute import set_recompute
 
@@ -16,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:layer_pattern')
 VANILLA = dict(block_size=16, vocab_size=VOCAB, n_layer=2, n_head=4, n_embd=8)
 
 
-# -- names, shapes, initial values ------------------------------------------------------------------------------------
+# -- names, shapes, initial values -----------------------------------------------------------------
 
 def nanogpt_tensors(V, T, C, n_layer, bias):
     """nanoGPT's state dict, in order."""
@@ -28,8 +36,9 @@ def nanogpt_tensors(V, T, C, n_layer, bias):
     tensors = [('transformer.wte.weight', (V, C)), ('transformer.wpe.weight', (T, C))]
     for i in range(n_layer):
         h = f'transformer.h.{i}'
-        tensors += norm(f'{h}.ln_1') + linear(f'{h}.attn.c_attn', 3 * C, C) + linear(f'{h}.attn.c_proj', C, C)
-        tensors += norm(f'{h}.ln_2') + linear(f'{h}.mlp.c_fc', 4 * C, C) + linear(f'{h}.mlp.c_proj', C, 4 * C)
+        tensors += norm(f'{h}.ln_1') + linear(f'{h}.attn.c_attn', 3 * C, C)
+        tensors += linear(f'{h}.attn.c_proj', C, C) + norm(f'{h}.ln_2')
+        tensors += linear(f'{h}.mlp.c_fc', 4 * C, C) + linear(f'{h}.mlp.c_proj', C, 4 * C)
     return tensors + norm('transformer.ln_f') + [('lm_head.weight', (V, C))]
 
 
@@ -50,10 +59,12 @@ def test_the_names_of_the_full_stack():
     assert 'transformer.wpe.weight' not in state
     for i in range(config.n_layer):
         owner = kv_owner(config, i) == i
-        attn = {name.removeprefix(f'transformer.h.{i}.attn.'): tuple(x.shape) for name, x in state.items()
+        attn = {name.removeprefix(f'transformer.h.{i}.attn.'): tuple(x.shape)
+                for name, x in state.items()
                 if name.startswith(f'transformer.h.{i}.attn.')}
         rows = (H + 2 * owner) * D  # a reader has its query rows and nothing else
-        assert attn == {'c_attn.weight': (rows, C), 'c_attn.bias': (rows,), 'c_proj.weight': (C, H * D), 'c_proj.bias': (C,),
+        assert attn == {'c_attn.weight': (rows, C), 'c_attn.bias': (rows,),
+                        'c_proj.weight': (C, H * D), 'c_proj.bias': (C,),
                         'q_norm.weight': (D,)} | ({'k_norm.weight': (D,)} if owner else {})
 
 
@@ -72,8 +83,11 @@ def test_the_state_dict_holds_parameters_alone_and_loads_strictly(config):
     assert ('transformer.wpe.weight' in state) == (config.pos_embedding == 'learned')
 
 
-@pytest.mark.parametrize('config', [dict(), dict(layer_pattern='LG', kv_share='AB', share_global_kv=True, n_kv_head=1,
-                                                 window_size=4, pos_embedding='rope', qk_norm=True)])
+@pytest.mark.parametrize('config', [
+    dict(), dict(layer_pattern='LG', kv_share='AB', share_global_kv=True,
+    n_kv_head=1,
+    window_size=4, pos_embedding='rope',
+    qk_norm=True)])
 def test_initial_values_are_gpt2s(config):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, vocab_size=64, n_layer=6, n_head=4, n_embd=64, **config))
@@ -84,7 +98,8 @@ def test_initial_values_are_gpt2s(config):
             assert (p == 1).all()
         else:
             std = 0.02 / math.sqrt(2 * 6) if name.endswith('c_proj.weight') else 0.02
-            assert p.std().item() == pytest.approx(std, rel=0.05) and abs(p.mean().item()) < std / 10
+            assert p.std().item() == pytest.approx(std, rel=0.05)
+            assert abs(p.mean().item()) < std / 10
 
 
 def test_number_of_parameters_leaves_out_position_embeddings_alone():
@@ -96,20 +111,18 @@ def test_number_of_parameters_leaves_out_position_embeddings_alone():
     assert rope.get_num_params() == rope.get_num_params(non_embedding=False)
 
 
-def test_model_args_of_vanilla_are_nanogpts_seven():
-    assert set(NANOGPT_FIELDS) == {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout'}
-    assert model_args(GPTConfig(**VANILLA)) == dict(VANILLA, bias=True, dropout=0.0)
-    assert model_args(GPTConfig()) == dict(block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768,
-                                           dropout=0.0, bias=True)
-
-
-def test_model_args_add_only_what_is_not_vanilla_and_make_the_same_config():
+def test_model_args_are_nanogpts_seven_and_what_is_not_vanilla():
+    vanilla = dict(VANILLA, bias=True, dropout=0.0)
+    assert set(NANOGPT_FIELDS) == vanilla.keys()
+    assert model_args(GPTConfig(**VANILLA)) == vanilla
+    assert model_args(GPTConfig()) == dict(vanilla, block_size=1024, vocab_size=50304, n_layer=12,
+                                           n_head=12, n_embd=768)
     config = GPTConfig(**VANILLA, n_kv_head=1, gelu='tanh', window_size=0)
-    assert model_args(config) == dict(VANILLA, bias=True, dropout=0.0, n_kv_head=1, gelu='tanh')
+    assert model_args(config) == dict(vanilla, n_kv_head=1, gelu='tanh')
     assert GPTConfig(**model_args(config)) == config
 
 
-# -- forward ----------------------------------------------------------------------------------------------------------
+# -- forward ---------------------------------------------------------------------------------------
 
 @settings(max_examples=40)
 @given(config=configs(), T=st.integers(1, 80))
@@ -151,7 +164,7 @@ def test_global_layers_turn_by_a_base_of_their_own():
 
 
 def test_casting_the_module_does_not_round_the_rotary_tables():
-    """bf16 tables, or angles from bf16 frequencies, would be off by 1e-2 and more at these positions."""
+    """bf16 tables, or angles from bf16 frequencies, would be off by over 1e-2 here."""
     config = GPTConfig(**dict(FULL_STACK, block_size=400))
     model, idx = random_model(config, torch.float32), tokens(1, 400)
     full_logits(model, idx)
@@ -169,7 +182,7 @@ def test_kv_quant_train_rounds_k_and_v():
     assert 1e-4 < ((rounded - full).norm() / full.norm()).item() < 2e-2
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 def gradients(model, idx, targets):
     model.zero_grad()
@@ -196,7 +209,7 @@ def test_gradients_of_every_parameter_are_the_references(config, T, quantised):
 
 
 def test_every_reader_sends_gradients_to_its_owner():
-    """With all but one of a slot's layers silenced, what reaches the owner's K/V rows is that layer's part: never nothing."""
+    """With all but one of a slot's layers silenced, the owner's K/V rows get its gradient."""
     config = GPTConfig(**dict(FULL_STACK, layer_pattern='LLLG', kv_share='AAAB', n_layer=4))
     idx, targets = tokens(2, 20), tokens(2, 20, seed=1)
 
@@ -205,15 +218,17 @@ def test_every_reader_sends_gradients_to_its_owner():
         with torch.no_grad():
             for i in {0, 1, 2} - {heard}:
                 model.transformer.h[i].attn.c_proj.weight.zero_()
-        return gradients(model, idx, targets)[1]['transformer.h.0.attn.c_attn.weight'][config.n_head * config.head_dim:]
+        grads = gradients(model, idx, targets)[1]
+        return grads['transformer.h.0.attn.c_attn.weight'][config.n_head * config.head_dim:]
     assert all((reaching_the_owner(i) != 0).all() for i in (0, 1, 2))
     assert (reaching_the_owner(None) == 0).all()
 
 
-# -- dropout ----------------------------------------------------------------------------------------------------------
+# -- dropout ---------------------------------------------------------------------------------------
 
 def with_attention_dropout_only(pattern):
-    model = random_model(GPTConfig(**dict(FULL_STACK, layer_pattern=pattern, kv_share='', dropout=0.3)))
+    model = random_model(GPTConfig(**dict(FULL_STACK, layer_pattern=pattern, kv_share='',
+                                          dropout=0.3)))
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             assert module.p == 0.3
@@ -237,31 +252,17 @@ def test_attention_dropout_works_in_layers_of_both_kinds(pattern):
     assert torch.equal(full_logits(model, idx), first)
 
 
-# -- activation checkpointing -----------------------------------------------------------------------------------------
+# -- activation checkpointing ----------------------------------------------------------------------
 
-@pytest.mark.parametrize('dropout', [0.0, 0.2])
-@pytest.mark.parametrize('quantised', ['', 'int8'])
-def test_checkpointed_blocks_give_the_same_loss_and_gradients(dropout, quantised):
-    model = random_model(GPTConfig(**dict(FULL_STACK, dropout=dropout, kv_quant_train=quantised))).train()
-    idx, targets = tokens(2, 40), tokens(2, 40, seed=1)
+def test_checkpointed_blocks_that_round_k_and_v_give_the_same_loss_and_gradients():
+    """Other shapes: tests/training/test_recompute.py."""
+    config = GPTConfig(**dict(FULL_STACK, dropout=0.2, kv_quant_train='int8'))
+    model, idx, targets = random_model(config).train(), tokens(2, 40), tokens(2, 40, seed=1)
     torch.manual_seed(0)
     loss, grads = gradients(model, idx, targets)
-    entered = []
-    for block in model.transformer.h:
-        block.register_forward_pre_hook(lambda *_: entered.append(1))
     set_recompute(model, 'block')
     torch.manual_seed(0)
     again, recomputed = gradients(model, idx, targets)
-    assert len(entered) == 2 * model.config.n_layer  # each block once more in the backward pass
     assert torch.equal(loss, again)
     for name in grads:
         assert max_gap(grads[name], recomputed[name]) < 1e-12, name
-
-
-def test_checkpointing_is_for_training_only():
-    model = random_model(GPTConfig(**FULL_STACK))
-    set_recompute(model, 'block')
-    entered = []
-    model.transformer.h[0].register_forward_pre_hook(lambda *_: entered.append(1))
-    model(tokens(1, 9), tokens(1, 9))[1].backward()
-    assert len(entered) == 1

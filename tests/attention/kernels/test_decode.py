@@ -1,4 +1,4 @@
-"""The attention kernel against dense attention in float64, for everything that a cache can hand it."""
+"""The attention kernel against dense attention in float64, for all inputs of a cache."""
 import math
 
 import pytest
@@ -31,7 +31,8 @@ def attend(q, k, v, **how):
 def dense(q, k, v, seen):
     """float64; seen (B, t, S) bool. Rows that see nothing give zeros."""
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
-    scores = (q.double() @ k.transpose(2, 3) / math.sqrt(q.size(-1))).masked_fill(~seen[:, None], -math.inf)
+    scores = q.double() @ k.transpose(2, 3) / math.sqrt(q.size(-1))
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
     return scores.softmax(-1).nan_to_num(0.0) @ v
 
 
@@ -63,24 +64,27 @@ def test_half_precision(device, dtype, kv_dtype):
     v, v64 = stored((2, 2, 200, 64), kv_dtype or dtype, device, 2)
     y = attend(q, k, v, tuning=Tuning(n_splits=2))
     assert y.dtype == dtype
-    assert off(y, dense(q_cpu, k64, v64, torch.ones(2, 1, 200, dtype=torch.bool))) < TOLERANCE[dtype]
+    everything = torch.ones(2, 1, 200, dtype=torch.bool)
+    assert off(y, dense(q_cpu, k64, v64, everything)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize('spread', [1e-5, 1e-2, 300.0])
 def test_int8_values_of_any_size_in_half_precision(device, spread):
-    """Weights times scales would be subnormal in float16, or overflow, were they not relative to the largest scale."""
+    """In float16, weights times scales would be subnormal or overflow if the scales were not
+    relative to the largest."""
     q, q_cpu = queries(1, 4, 1, 32, torch.float16, device)
     k, k64 = stored((1, 1, 100, 32), torch.int8, device, 1)
     v, v64 = stored((1, 1, 100, 32), torch.int8, device, 2, spread)
     expected = dense(q_cpu, k64, v64, torch.ones(1, 1, 100, dtype=torch.bool))
     y = attend(q.float(), k, v)
     assert off(y, expected) < 2e-5 * spread
-    assert off(attend(q, k, v), expected) < 3e-3 * max(spread, 2e-5)  # the output's own smallest step
+    # the output's own smallest step
+    assert off(attend(q, k, v), expected) < 3e-3 * max(spread, 2e-5)
 
 
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
 def test_rows_of_different_lengths(device, kv_dtype):
-    """Whatever stands behind a row's keys, NaN even, touches nothing; a row without keys gives zeros."""
+    """Values after a row's keys, even NaN, have no effect; a row without keys gives zeros."""
     lengths = torch.tensor([40, 0, 1, 33])
     q, q_cpu = queries(4, 4, 1, 16, torch.float32, device)
     k, k64 = stored((4, 2, 40, 16), kv_dtype, device, 1)
@@ -90,7 +94,8 @@ def test_rows_of_different_lengths(device, kv_dtype):
             x[-1][b, :, n:] = torch.nan  # the scales, where it is int8
     seen = torch.arange(40) < lengths[:, None, None]
     for n_splits in (1, 4):
-        y = attend(q, k, v, kv_lens=lengths.to(device, torch.int32), tuning=Tuning(n_splits=n_splits))
+        y = attend(q, k, v, kv_lens=lengths.to(device, torch.int32),
+                   tuning=Tuning(n_splits=n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
         assert not y[1].any()
 
@@ -104,7 +109,8 @@ def test_chunks_in_order(device, t, window, H, n_kv_head):
     v, v64 = stored((2, n_kv_head, 40, 16), torch.int8, device, 2)
     back = torch.arange(40 - t, 40)[:, None] - torch.arange(40)
     seen = (back >= 0) & (back < (window or 99))
-    for n_splits in (1, 2) if t < 40 else (1,):  # the interpreter takes a second for each 100 rows to be joined
+    # the interpreter takes a second for each 100 rows to be joined
+    for n_splits in (1, 2) if t < 40 else (1,):
         y = attend(q, k, v, window=window, tuning=Tuning(n_splits=n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen.expand(2, t, 40))) < 2e-5
 
@@ -123,19 +129,22 @@ def test_a_window_that_begins_in_the_middle_of_the_keys(device):
 
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
 def test_padding_that_counts_past_the_keys_looks_at_none(device, kv_dtype):
-    """A row of 10 keys whose chunk of 4 has 2 tokens of padding: what lies behind, NaN even, is not weighed with 0."""
+    """A row of 10 keys whose chunk of 4 has 2 tokens of padding: values after the keys may be NaN,
+    so a weight of 0 is not enough."""
     q, q_cpu = queries(1, 4, 4, 16, torch.float32, device)
     k, k64 = stored((1, 1, 12, 16), kv_dtype, device, 1)
     v, v64 = stored((1, 1, 12, 16), kv_dtype, device, 2)
     v[-1][:, :, 10:] = torch.nan
-    k, v, k64, v64 = tuple(x[:, :, :10] for x in k), tuple(x[:, :, :10] for x in v), k64[:, :, :10], v64[:, :, :10]
+    k, v = (tuple(x[:, :, :10] for x in kv) for kv in (k, v))
+    k64, v64 = k64[:, :, :10], v64[:, :, :10]
     y = attend(q, k, v, kv_lens=torch.tensor([12], device=device))[:, :, :2]
     order = torch.arange(10) <= 8 + torch.arange(2)[:, None]
     assert off(y, dense(q_cpu[:, :, :2], k64, v64, order[None])) < 2e-5
 
 
 def test_chunks_of_different_lengths(device):
-    """Rows that held 3, 30 and 0 tokens append 4, of the last row only 2: its padding counts, and gives anything."""
+    """Rows of 3, 30 and 0 tokens append 4. Two of the last row's are padding, whose output is not
+    defined."""
     held, t = torch.tensor([3, 30, 0]), 4
     q, q_cpu = queries(3, 6, t, 16, torch.float32, device)
     k, k64 = stored((3, 2, 34, 16), torch.float32, device, 1)
@@ -159,11 +168,12 @@ def test_pages(device, t, page_size, block_n, kv_dtype):
     q, q_cpu = queries(3, 6, t, 16, torch.float32, device)
     k, k64 = stored((len(pages), 2, page_size, 16), kv_dtype, device, 1)
     v, v64 = stored((len(pages), 2, page_size, 16), kv_dtype, device, 2)
-    k64, v64 = (x[table].transpose(1, 2).flatten(2, 3) for x in (k64, v64))              # (B, Hkv, n_pages * page_size, D)
+    # (B, Hkv, n_pages * page_size, D)
+    k64, v64 = (x[table].transpose(1, 2).flatten(2, 3) for x in (k64, v64))
     seen = torch.arange(k64.size(2)) <= (lengths[:, None] - t + torch.arange(t))[..., None]
     for n_splits in (1, 3):
         y = attend(q, k, v, table=table.to(device, torch.int32), kv_lens=lengths.to(device),
-                             tuning=Tuning(block_n, n_splits))
+                   tuning=Tuning(block_n, n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
 
 
@@ -177,7 +187,8 @@ def test_padding_that_counts_past_the_pages_of_a_row_looks_at_none(device, page_
     v[-1][0] = torch.nan
     k, v = (tuple(x[1:] for x in kv) for kv in (k, v))
     table = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32, device=device)
-    seen = torch.tensor([2 * page_size, page_size + 3], device=device)  # of row 1, the last 3 tokens are padding
+    # of row 1, the last 3 tokens are padding
+    seen = torch.tensor([2 * page_size, page_size + 3], device=device)
     y = attend(q, k, v, table=table, kv_lens=seen)[1, :, :-3]
     order = torch.arange(page_size) <= page_size - 5 + torch.arange(5)[:, None]
     assert off(y, dense(q_cpu[1:, :, :5], k64[3:], v64[3:], order[None])[0]) < 2e-5
@@ -198,7 +209,8 @@ def test_storage_in_any_layout(device):
     k = torch.randn(3, 2, 16, 60).transpose(2, 3)[1:, :, 10:50]
     v = torch.randn(3, 2, 60, 16)[1:, :, 10:50]
     y = attend(q, (k.to(device),), (v.to(device),), tuning=Tuning(n_splits=2))
-    assert off(y, dense(q_cpu, k.double(), v.double(), torch.ones(2, 1, 40, dtype=torch.bool))) < 2e-5
+    assert off(y, dense(q_cpu, k.double(), v.double(),
+                        torch.ones(2, 1, 40, dtype=torch.bool))) < 2e-5
 
 
 def test_int8_products(device):
@@ -207,7 +219,8 @@ def test_int8_products(device):
     k, k64 = stored((2, 1, 300, 64), torch.int8, device, 1)
     v, v64 = stored((2, 1, 300, 64), torch.int8, device, 2)
     everything = torch.ones(2, 1, 300, dtype=torch.bool)
-    scale = q_cpu.abs().amax(-1, keepdim=True) / 127  # in float32, while those of `quantize_int8` are float16
+    # in float32, while those of `quantize_int8` are float16
+    scale = q_cpu.abs().amax(-1, keepdim=True) / 127
     of_rounded = dense((q_cpu / scale).round() * scale.double(), k64, v64, everything)
     y = attend(q, k, v, tuning=Tuning(n_splits=2, int8_dot=True))
     assert off(y, of_rounded) < 2e-5
@@ -217,16 +230,19 @@ def test_int8_products(device):
 def test_no_split_is_short(monkeypatch):
     cpu = torch.device('cpu')
     assert splits(1, 100, 4, cpu) == 1
-    assert splits(1, 10 ** 6, 4, cpu) == 4 and splits(1, 10 ** 6, 1, cpu) == 16 and splits(100, 10 ** 6, 4, cpu) == 1
+    assert splits(1, 10 ** 6, 4, cpu) == 4 and splits(1, 10 ** 6, 1, cpu) == 16
+    assert splits(100, 10 ** 6, 4, cpu) == 1
     monkeypatch.setattr(decode, '_n_processors', lambda device: 132)
-    assert splits(1, 10 ** 6, 4, cpu) == 64 and splits(256, 8192, 4, cpu) == 2  # no more than can be joined
+    # no more than can be joined
+    assert splits(1, 10 ** 6, 4, cpu) == 64 and splits(256, 8192, 4, cpu) == 2
 
 
 def test_what_it_serves(monkeypatch):
     """Not float64, and on a CPU only where it is wanted."""
     served = []
     monkeypatch.setattr(decode, 'stored_attention', lambda q, *_, **__: served.append(q.dtype) or q)
-    half, double = (torch.zeros(1, 1, 1, 16, dtype=dtype) for dtype in (torch.float16, torch.float64))
+    half, double = (torch.zeros(1, 1, 1, 16, dtype=dtype)
+                    for dtype in (torch.float16, torch.float64))
     for on in (True, False):
         with triton_enabled(on):
             for q in (half, double):
