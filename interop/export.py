@@ -9,8 +9,9 @@ Then, anywhere that has transformers:
     model = AutoModelForCausalLM.from_pretrained(DEST, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(DEST, trust_remote_code=True)
 
-DEST gets config.json, generation_config.json, the weights (safetensors), the tokenizer and modeling_nanokv.py, made from our
-own source, which trust_remote_code runs: read it. Vanilla models become a plain GPT2LMHeadModel, which needs none.
+DEST gets config.json, generation_config.json, the weights (safetensors), the tokenizer and a copy
+of interop/modeling_nanokv.py, which trust_remote_code runs: read it. A vanilla model becomes a
+plain GPT2LMHeadModel, which needs no such file.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
@@ -29,7 +30,6 @@ from configurator import run_program
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from data.tokenizer import GPT2Tokenizer, load_tokenizer
-from interop.bundle import bundle
 from interop.huggingface import GELUS, TRANSPOSED
 from interop.tokenizer_files import save_tokenizer
 from kv.plan import plan_kv
@@ -37,22 +37,7 @@ from training.checkpoint import config_of, load_weights, tokens_id
 from training.shelf import checkpoint_in, load_to_resume
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-HEADER = '''# {name}: a model trained with nanoKV, for transformers ({version}).
-# Made by `python -m interop.export` out of nanoKV's own source; each part says which file it is from.
-# Copyright (c) 2026 the nanoKV authors, MIT License.
-'''
-# of what the exported model does in another way, or not at all
-KEPT = {'GPT': ('__init__', '_init_weights'), 'CausalSelfAttention': ('__init__', 'project'), 'Block': ('__init__',)}
-
-
-def modeling_source(name: str) -> str:
-    """The file that defines the model's classes, for a model called `name`."""
-    import transformers
-    without = {f'model.{kind}': {method for method, value in vars(getattr(model_py, kind)).items()
-                                 if (callable(value) or isinstance(value, (property, classmethod, staticmethod)))
-                                 and method not in kept} for kind, kept in KEPT.items()}
-    made = bundle('interop.modeling', ['NanoKVForCausalLM'], without)
-    return HEADER.format(name=name, version=f'written with {transformers.__version__}') + made
+MODELING = Path(__file__).with_name('modeling_nanokv.py')
 
 
 def is_gpt2(config: GPTConfig) -> bool:
@@ -86,7 +71,7 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None, 
     try:
         import transformers
 
-        from interop.modeling import NanoKVConfig, NanoKVForCausalLM
+        from interop.modeling_nanokv import NanoKVConfig, NanoKVForCausalLM
     except ImportError as e:
         raise UserError(f"exporting needs {e.name or 'a newer transformers'}: pip install -e '.[export]'") from e
     config, weights = model.config, model.state_dict()
@@ -129,7 +114,7 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
         made.save_pretrained(folder, max_shard_size=max_shard_size)
         save_tokenizer(tokenizer, folder, 0 if config.pos_embedding == 'rope' else config.block_size)
         if not is_gpt2(config):
-            (folder / 'modeling_nanokv.py').write_text(modeling_source(target.name), encoding='utf-8')
+            shutil.copy(MODELING, folder)
         for path in folder.iterdir():
             path.chmod(0o644)
         folder.chmod(0o755)  # a temporary one is for its owner alone

@@ -1,17 +1,19 @@
 """The model on transformers' caches has the logits of ours: whole, in pieces, padded on the left, generated."""
 import copy
+import dataclasses
 
 import pytest
 import torch
+from hypothesis import given
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface
 from transformers.cache_utils import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from config.gpt_config import GPTConfig, model_args
-from interop.fields import checked
-from interop.modeling import NanoKVConfig, NanoKVForCausalLM
-from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model, tokens
+from interop.fields import follows_from
+from interop.modeling_nanokv import DEFAULTS, NanoKVConfig, NanoKVForCausalLM
+from tests.helpers.models import FULL_STACK, VOCAB, configs, full_logits, random_model, tokens
 
 SHAPE = dict(n_layer=7, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
 SHAPES = {
@@ -108,12 +110,12 @@ def test_generate_by_a_static_cache(pair):
 
 @torch.no_grad()
 def test_what_layers_give_can_be_had(pair):
-    _, theirs = pair
+    ours, theirs = pair
     theirs.set_attn_implementation('eager')
     idx = tokens(2, 20)
     found = theirs(idx, output_hidden_states=True, output_attentions=True)
     assert len(found.hidden_states) == 8 and torch.equal(theirs.lm_head(found.hidden_states[-1]), found.logits)
-    for layer, weights in zip(theirs.plan.layers, found.attentions):
+    for layer, weights in zip(ours.plan.layers, found.attentions):
         seen = torch.tensor([min(i, layer.window or i) for i in range(1, 21)])
         assert torch.equal((weights > 0).sum(-1), seen.expand(2, 4, 20))
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 20))
@@ -123,7 +125,7 @@ def test_what_layers_give_can_be_had(pair):
 @torch.no_grad()
 def test_attention_functions_are_told(pair):
     """What kernels without masks go by: whether it is causal, the window, and positions, which tell packed texts apart."""
-    _, theirs = pair
+    ours, theirs = pair
     told = []
 
     def spy(module, q, k, v, mask, **settings):
@@ -132,8 +134,8 @@ def test_attention_functions_are_told(pair):
     AttentionInterface.register('sdpa_spied', spy)
     theirs.set_attn_implementation('sdpa_spied')
     theirs(tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
-    scale, ids = theirs.plan.head_dim ** -0.5, [[0, 1, 2, 0, 1, 2]]
-    assert told == [(True, layer.window or None, scale, ids) for layer in theirs.plan.layers]
+    scale, ids = ours.plan.head_dim ** -0.5, [[0, 1, 2, 0, 1, 2]]
+    assert told == [(True, layer.window or None, scale, ids) for layer in ours.plan.layers]
 
 
 @torch.no_grad()
@@ -153,7 +155,7 @@ def test_positions_that_are_given(pair):
 
 
 def test_recomputation_changes_no_gradient(pair):
-    _, theirs = pair
+    ours, theirs = pair
     idx, grads = tokens(2, 20), []
     for recompute in (False, True):
         if recompute:
@@ -210,19 +212,38 @@ def test_more_positions_than_were_learned_are_refused():
         theirs(torch.zeros(1, 65, dtype=torch.long))
 
 
-@pytest.mark.parametrize('keys, named', [
-    (dict(nanokv=dict(window=3)), "'window'"), (dict(nanokv=dict(n_layer=0)), 'n_layer=0'),
-    (dict(nanokv=SHAPE, num_hidden_layers=8), 'num_hidden_layers=8.*it is 7'),
-    (dict(nanokv=FULL_STACK, sliding_window=6), 'sliding_window=6.*it is 5')])
-def test_a_config_that_makes_no_sense(keys, named):
-    with pytest.raises(ValueError, match=named):
+@pytest.mark.parametrize('keys, message', [
+    (dict(nanokv=dict(window=3)), 'nanokv.window is unknown'),
+    (dict(nanokv=[1]), 'is not an object'),
+    (dict(nanokv=dict(n_layer='7')), "n_layer='7' is not int"),
+    (dict(nanokv=dict(n_layer=0)), 'n_layer=0'),
+    (dict(nanokv=dict(gelu='new')), "gelu='new'.*'exact', 'tanh'"),
+    (dict(nanokv=dict(n_kv_head=5)), 'n_head=12.*n_kv_head=5'),
+    (dict(nanokv=dict(layer_pattern='GX')), "'GX'.*G and L"),
+    (dict(nanokv=dict(kv_share='AB')), "'AB'.*'G'"),
+    (dict(nanokv=dict(layer_pattern='L')), 'window_size=0'),
+    (dict(nanokv=SHAPE, num_hidden_layers=8), 'num_hidden_layers=8, but by nanokv it is 7'),
+    (dict(nanokv=FULL_STACK, sliding_window=6), 'sliding_window=6, but by nanokv it is 5')])
+def test_invalid_configs_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
         NanoKVConfig(**keys)
 
 
-def test_a_config_survives_its_file(tmp_path):
-    config = NanoKVConfig(nanokv=FULL_STACK)
-    config.save_pretrained(tmp_path)
+@pytest.mark.filterwarnings('ignore:layer_pattern')
+@given(configs())
+def test_config_keys_follow_the_plan(config):
+    """The exported file has its own copy of the defaults and of the plan."""
+    assert DEFAULTS == {f.name: f.default for f in dataclasses.fields(GPTConfig)}
+    exported = NanoKVConfig(nanokv=model_args(config)).to_dict()
+    assert exported['nanokv'] == model_args(config)
+    expected = follows_from(config)
+    assert {name: exported[name] for name in expected} == expected
+
+
+def test_config_file_round_trip(tmp_path):
+    NanoKVConfig(nanokv=FULL_STACK).save_pretrained(tmp_path)
     again = NanoKVConfig.from_pretrained(tmp_path)
-    assert checked(again.nanokv, {}) == checked(config.nanokv, {}) == GPTConfig(**FULL_STACK)
+    assert GPTConfig(**again.nanokv) == GPTConfig(**FULL_STACK)
     assert again.layer_types == ['sliding_attention'] * 5 + ['full_attention', 'sliding_attention']
-    assert again.kv_owners == [0, 0, 2, 2, 2, 5, 6] and again.kv_sharing_modes.count('reuse') == 3
+    assert again.kv_owners == [0, 0, 2, 2, 2, 5, 6]
+    assert again.kv_sharing_modes.count('reuse') == 3
