@@ -11,7 +11,7 @@ from transformers.cache_utils import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from config.gpt_config import GPTConfig, model_args
-from interop.fields import follows_from
+from interop.fields import derived_keys
 from interop.modeling_nanokv import DEFAULTS, NanoKVConfig, NanoKVForCausalLM
 from tests.helpers.models import FULL_STACK, VOCAB, configs, full_logits, random_model, tokens
 
@@ -236,7 +236,7 @@ def test_config_keys_follow_the_plan(config):
     assert DEFAULTS == {f.name: f.default for f in dataclasses.fields(GPTConfig)}
     exported = NanoKVConfig(nanokv=model_args(config)).to_dict()
     assert exported['nanokv'] == model_args(config)
-    expected = follows_from(config)
+    expected = derived_keys(config)
     assert {name: exported[name] for name in expected} == expected
 
 

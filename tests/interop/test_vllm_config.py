@@ -5,7 +5,7 @@ import pytest
 
 from config.gpt_config import GPTConfig, model_args
 from interop.export import hf_model
-from interop.fields import follows_from
+from interop.fields import derived_keys
 from interop.nanokv_vllm.config import FIELDS, NanoKVConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK
@@ -25,5 +25,5 @@ def test_shapes_are_those_that_are_exported(shape):
     config = GPTConfig(**shape)
     weights = hf_model(GPT(config)).state_dict()
     del weights['lm_head.weight']  # tied
-    found = NanoKVConfig(nanokv=model_args(config), **follows_from(config)).shapes()
+    found = NanoKVConfig(nanokv=model_args(config), **derived_keys(config)).shapes()
     assert found == {name: tuple(x.shape) for name, x in weights.items()}
