@@ -95,7 +95,7 @@ def test_a_folder_that_was_exported(out, tmp_path, capsys, data_root):
 
 
 @pytest.mark.parametrize('settings, named', [
-    (dict(text=''), 'give the text to judge'), (dict(text='nowhere.txt'), 'nowhere.txt'),
+    (dict(text=''), 'give the text to evaluate on'), (dict(text='nowhere.txt'), 'nowhere.txt'),
     (dict(stride=17), 'stride=17 is more'), (dict(context=-1), 'context=-1'), (dict(batch_size=0), 'batch_size=0')])
 def test_wrong_settings(out, capsys, settings, named):
     with pytest.raises(UserError) as caught:
