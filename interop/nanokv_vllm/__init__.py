@@ -1,4 +1,4 @@
-"""A plugin for vLLM: `vllm serve FOLDER`, where FOLDER is from nanoKV's `python -m interop.export`."""
+"""A plugin for vLLM: `vllm serve FOLDER`, where FOLDER is from nanoKV's `interop.export`."""
 
 
 def register() -> None:

@@ -1,5 +1,5 @@
-"""The K/V bytes that vLLM allocates for a request: of an exported model, and of vanilla GPT-2 in the
-same shape.
+"""The K/V bytes that vLLM allocates for a request: of an exported model, and of vanilla GPT-2 in
+the same shape.
 
     python -m interop.nanokv_vllm.kv FOLDER --max_model_len=8192
     python -m interop.nanokv_vllm.kv FOLDER --max_model_len=8192 --max_num_batched_tokens=512 --json
