@@ -1,4 +1,4 @@
-"""interop.export and interop.import_hf: transformers computes our logits; a round trip is exact."""
+"""interop.export and import_hf: transformers computes our logits; a round trip is exact."""
 import json
 import os
 import re
@@ -120,7 +120,8 @@ def test_the_folder_needs_nothing_of_ours(made, tmp_path):
         print(model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist())
     """
     done = subprocess.run([sys.executable, '-I', '-c', program], cwd=tmp_path, capture_output=True,
-                          text=True, env=os.environ | {'HF_MODULES_CACHE': str(tmp_path / 'modules')})
+                          text=True,
+                          env=os.environ | {'HF_MODULES_CACHE': str(tmp_path / 'modules')})
     assert done.returncode == 0, done.stderr
     ours, idx = ours_of(out), torch.tensor([[ALPHABET.index(c) for c in 'abc']])
     with torch.no_grad():
@@ -193,8 +194,8 @@ def test_biases_that_were_trained_there_come_back(made, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('said', [
-    dict(head_dim=8), dict(n_kv_head=2), dict(mlp_hidden=64), dict(window_size=9), dict(layer_pattern='GG'),
-    dict(kv_share='A'), dict(rope_theta=100.0)], ids=lambda said: next(iter(said)))
+    dict(head_dim=8), dict(n_kv_head=2), dict(mlp_hidden=64), dict(window_size=9),
+    dict(layer_pattern='GG'), dict(kv_share='A'), dict(rope_theta=100.0)], ids=lambda said: next(iter(said)))
 def test_vanilla_however_it_is_said_comes_back(tmp_path, said):
     """Exported as GPT-2, whose config.json has no words for these."""
     model = random_model(GPTConfig(**SMALL, **said), torch.float32)
