@@ -1,16 +1,18 @@
-"""How well a model predicts a text: bits per byte, which compares models of any alphabet or tokenizer.
+"""How well a model predicts a text, in bits per byte, which compares models of any tokenizer.
 
     python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt
-    python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt --stride=64 --kv_dtype=int8 --json=True
+    python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt --stride=64 --kv_dtype=int8 \\
+        --json=True
     python -m interop.evaluate --init_from=gpt2 --text=my.txt
-    python -m interop.evaluate --init_from=my-model --text=my.txt        # what interop.export wrote
+    python -m interop.evaluate --init_from=my-model --text=my.txt    # a folder of interop.export
 
-A window of `context` tokens moves over the text by `stride`; each token is predicted once, in the first window that has it, so
-that all but those of the first window see at least context - stride tokens before them. GPT-2's text begins with <|endoftext|>,
-from which the first token is predicted; a text of characters has nothing before its first one, which does not count. Line
-ends count as one byte, however the file writes them.
+A window of `context` tokens moves over the text by `stride`. Each token is predicted once, in the
+first window that has it, so all but those of the first window see at least context - stride tokens
+before them. With GPT-2's tokenizer the text follows <|endoftext|>; with characters, the first one
+is not predicted and does not count. Line ends count as one byte, as in the data sets.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+import itertools
 import json
 import math
 import sys
@@ -29,39 +31,38 @@ from interop.load import load
 
 
 def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
-    """(begin, end, scored) of windows over n tokens, of which all but the first are predicted: each takes tokens begin to
-    end - 1 and predicts begin + 1 to end, of which the last `scored` are new."""
-    found, done = [], 0  # predictions so far
-    while done < n - 1:
-        end = min(context if not found else done + stride, n - 1)
-        found.append((max(0, end - context), end, end - done))
-        done = end
-    return found
+    """(begin, end, scored) of each window over n tokens: it takes tokens begin to end - 1 and
+    predicts begin + 1 to end, of which the last `scored` are new. All tokens but the first are
+    predicted."""
+    windows, num_predicted = [], 0
+    while num_predicted < n - 1:
+        end = min(num_predicted + stride if windows else context, n - 1)
+        windows.append((max(0, end - context), end, end - num_predicted))
+        num_predicted = end
+    return windows
 
 
 @torch.inference_mode()
-def nats_of(logits_of, ids: torch.Tensor, context: int, stride: int, batch_size: int) -> float:
-    """The sum over all predictions of ids (n,), on the model's device."""
-    windows, total = windows_of(len(ids), context, stride), 0.0
-    batches: list[list] = []
-    for window in windows:  # alike side by side
-        alike = batches and len(batches[-1]) < batch_size and _shape(batches[-1][0]) == _shape(window)
-        batches[-1].append(window) if alike else batches.append([window])
-    for batch in track(batches, 'judging', console=Console(stderr=True), disable=not sys.stderr.isatty()):
+def total_nats(logits_of, ids: torch.Tensor, context: int, stride: int, batch_size: int) -> float:
+    """The sum of cross-entropies over all predictions of ids (n,), on the model's device."""
+    batches = []
+    windows = windows_of(len(ids), context, stride)
+    for (_, scored), same_shape in itertools.groupby(windows, lambda w: (w[1] - w[0], w[2])):
+        same_shape = list(same_shape)
+        for i in range(0, len(same_shape), batch_size):
+            batches.append((same_shape[i:i + batch_size], scored))
+    total, console = 0.0, Console(stderr=True)
+    for batch, scored in track(batches, 'evaluating', console=console,
+                               disable=not sys.stderr.isatty()):
         rows = torch.stack([ids[begin:end + 1] for begin, end, _ in batch])
-        scored = batch[0][2]
-        logits = logits_of(rows[:, :-1])[:, -scored:]
-        total += sum(F.cross_entropy(one.double(), y, reduction='sum').item() for one, y in zip(logits, rows[:, -scored:]))
+        logits, targets = logits_of(rows[:, :-1])[:, -scored:], rows[:, -scored:]
+        for row, y in zip(logits, targets):  # a row at a time: float64 logits are large
+            total += F.cross_entropy(row.double(), y, reduction='sum').item()
     return total
 
 
-def _shape(window):
-    begin, end, scored = window
-    return end - begin, scored
-
-
 def check_alphabet(name: str, text: str, alphabet) -> None:
-    """Raises UserError: the file `name` has characters that the alphabet lacks; says where."""
+    """Raises UserError: the file `name` has characters that the alphabet lacks. Says where."""
     lacking = [i for i, c in enumerate(text) if c not in alphabet]
     if lacking:
         i = lacking[0]
@@ -72,52 +73,73 @@ def check_alphabet(name: str, text: str, alphabet) -> None:
                         f'occurrences: {len(lacking):,}')
 
 
-def evaluate(s) -> dict:
-    """The figures of the settings' model and text.
-
-    Raises:
-        UserError: no readable text, or one with characters that the model's alphabet lacks; numbers out of range.
-    """
-    if not s.text:
-        raise UserError('give the text to judge: --text=FILE')
-    at_least(s, context=0, stride=0, batch_size=1)
+def read_text(name: str) -> str:
+    if not name:
+        raise UserError('give the text to evaluate on: --text=FILE')
     try:
-        text = Path(s.text).read_text(encoding='utf-8-sig')  # as data sets are read: line ends are \n
+        return Path(name).read_text(encoding='utf-8-sig')  # line ends become \n, as in data sets
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f'text={s.text!r} cannot be read as UTF-8 text: {e}') from e
-    model, tokenizer = load(s)
-    context = s.context or model.config.block_size
-    if model.config.pos_embedding == 'learned' and context > model.config.block_size:
-        raise UserError(f'context={context}: the model has learned {model.config.block_size} positions')
-    stride = s.stride or max(1, context // 2)
-    if stride > context:
-        raise UserError(f'stride={stride} is more than context={context}: some tokens would be in no window')
+        raise UserError(f'text={name!r} cannot be read as UTF-8 text: {e}') from e
+
+
+def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
+    """The token ids, and how many bytes of the text are predicted."""
     if isinstance(tokenizer, CharTokenizer):
-        check_alphabet(s.text, text, tokenizer.stoi)
-    ids, uncounted = tokenizer.encode(text, special=False), 0
+        check_alphabet(name, text, tokenizer.stoi)
+    ids, n_bytes = tokenizer.encode(text, special=False), len(text.encode())
     if isinstance(tokenizer, GPT2Tokenizer):
         ids = [tokenizer.encoding.eot_token, *ids]
     elif ids:
-        uncounted = len(tokenizer.decode(ids[:1]).encode())
+        n_bytes -= len(tokenizer.decode(ids[:1]).encode())
     if len(ids) < 2:
-        raise UserError(f'text={s.text!r} has nothing to predict')
-    logits_of = through_cache(model, s.kv_dtype, max(1, context // 4), max(1, context // 16)) if s.kv_dtype else forward(model)
-    nats = nats_of(logits_of, torch.tensor(ids, device=model.device), context, stride, s.batch_size)
-    n, size = len(ids) - 1, len(text.encode()) - uncounted
+        raise UserError(f'text={name!r} has nothing to predict')
+    return ids, n_bytes
+
+
+def evaluate(s) -> dict:
+    """The metrics of the model and text that the settings name.
+
+    Raises:
+        UserError: no readable text, or one with characters that the model's alphabet lacks;
+            numbers out of range.
+    """
+    at_least(s, context=0, stride=0, batch_size=1)
+    text = read_text(s.text)
+    model, tokenizer = load(s)
+    block_size = model.config.block_size
+    context = s.context or block_size
+    if model.config.pos_embedding == 'learned' and context > block_size:
+        raise UserError(f'context={context}: the model has learned {block_size} positions')
+    stride = s.stride or max(1, context // 2)
+    if stride > context:
+        raise UserError(f'stride={stride} is more than context={context}: some tokens would be in '
+                        'no window')
+    ids, n_bytes = encode(s.text, text, tokenizer)
+    logits_of, kv_dtype = forward(model), ''
+    if s.kv_dtype:
+        logits_of = through_cache(model, s.kv_dtype, max(1, context // 4), max(1, context // 16))
+        kv_dtype = model.resolved_kv_dtype(s.kv_dtype)
+    ids = torch.tensor(ids, device=model.device)
+    n = len(ids) - 1
+    nats = total_nats(logits_of, ids, context, stride, s.batch_size) / n
     return {'model': s.out_dir if s.init_from == 'resume' else s.init_from, 'text': s.text,
-            'tokens': n, 'bytes': size, 'nats_per_token': nats / n, 'perplexity': math.exp(min(nats / n, 700)),
-            'bits_per_byte': bits_per_byte(nats / n, n, size), 'context': context, 'stride': stride,
-            'kv_dtype': model.resolved_kv_dtype(s.kv_dtype) if s.kv_dtype else '',
+            'tokens': n, 'bytes': n_bytes, 'nats_per_token': nats,
+            'perplexity': math.exp(min(nats, 700)),
+            'bits_per_byte': bits_per_byte(nats, n, n_bytes),
+            'context': context, 'stride': stride, 'kv_dtype': kv_dtype,
             'dtype': str(model.dtype).removeprefix('torch.')}
 
 
 def main(argv=None):
     s = configurator.parse('evaluate', argv, usage=__doc__, echo=False)
     found = evaluate(s)
-    how = f"through a cache in {found['kv_dtype']}" if found['kv_dtype'] else 'by the forward pass'
-    print(f"{found['bits_per_byte']:.4f} bits per byte, {found['nats_per_token']:.4f} nats per token, perplexity "
-          f"{found['perplexity']:,.2f}: {found['tokens']:,} tokens, {found['bytes']:,} bytes, windows of {found['context']:,} "
-          f"that move by {found['stride']:,}, {how}, {found['dtype']}")
+    how = 'by the forward pass'
+    if found['kv_dtype']:
+        how = f"through a cache in {found['kv_dtype']}"
+    print(f"{found['bits_per_byte']:.4f} bits per byte, "
+          f"{found['nats_per_token']:.4f} nats per token, perplexity {found['perplexity']:,.2f}: "
+          f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, windows of "
+          f"{found['context']:,} that move by {found['stride']:,}, {how}, {found['dtype']}")
     if s.json:
         print(json.dumps(found))
 

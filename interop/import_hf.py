@@ -2,15 +2,14 @@
 
     python -m interop.import_hf FOLDER out-imported
     python sample.py --out_dir=out-imported
-    python train.py CONFIG --init_from=resume --out_dir=out-imported      # go on training it, on a schedule of its own
+    python train.py CONFIG --init_from=resume --out_dir=out-imported      # continue training
 
-What was exported in float32 comes back to the last bit. The checkpoint stands at iteration 0, without optimizer state.
+Weights exported in float32 come back bit for bit. The checkpoint is at iteration 0, without
+optimizer state.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
 import dataclasses
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ import torch
 import configurator
 from config.errors import UserError
 from config.gpt_config import model_args
-from interop.huggingface import from_pretrained, noted_source
+from interop.huggingface import from_pretrained, noted_source, read_json
 from training.checkpoint_manager import CheckpointManager
 
 
@@ -29,14 +28,14 @@ def checkpoint_of(folder: Path) -> dict:
         UserError: as `interop.huggingface.from_pretrained`.
     """
     model = from_pretrained(str(folder))
-    raw = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
     dataset, tokens = noted_source(str(folder))
-    config = dataclasses.replace(model.config, dropout=raw['nanokv'].get('dropout', 0.0) if 'nanokv' in raw else 0.0)
+    fields = read_json(folder / 'config.json').get('nanokv', {})
+    config = dataclasses.replace(model.config, dropout=fields.get('dropout', 0.0))
     settings = vars(configurator.parse('train', [], echo=False))
-    return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []}, 'model_args': model_args(config),
-            'iter_num': 0, 'best_val_loss': torch.tensor(1e9), 'holds_best': False, 'tokens': tokens,
-            'config': {name: value for name, value in settings.items() if name != 'given'} |
-                      {'dataset': dataset, 'init_from': 'resume'}}
+    return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []},
+            'model_args': model_args(config), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
+            'holds_best': False, 'tokens': tokens,
+            'config': settings | {'dataset': dataset, 'init_from': 'resume'}}
 
 
 def main(argv=None):
@@ -44,9 +43,9 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', type=Path, help='with config.json and safetensors')
     parser.add_argument('out_dir', type=Path, help='folder for the ckpt.pt')
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
     if not args.folder.is_dir():
-        raise UserError(f'{args.folder} is no folder')
+        raise UserError(f'{args.folder} is not a folder')
     path = args.out_dir / 'ckpt.pt'
     if path.exists():
         raise UserError(f'{path} is there already: delete it or give another folder')

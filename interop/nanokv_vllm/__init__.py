@@ -1,12 +1,12 @@
-"""A plugin for vLLM: `vllm serve FOLDER`, where FOLDER is what `python -m interop.export` of nanoKV wrote."""
+"""A plugin for vLLM: `vllm serve FOLDER`, where FOLDER is from nanoKV's `interop.export`."""
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes (entry point vllm.general_plugins); more than once is as good as once."""
+    """vLLM's entry point (vllm.general_plugins), called in each process, maybe more than once."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
     from .config import NanoKVConfig
-    AutoConfig.register('nanokv', NanoKVConfig, exist_ok=True)  # so that --trust-remote-code is not needed
+    AutoConfig.register('nanokv', NanoKVConfig, exist_ok=True)  # no --trust-remote-code needed
     if 'NanoKVForCausalLM' not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model('NanoKVForCausalLM', f'{__name__}.model:NanoKVForCausalLM')

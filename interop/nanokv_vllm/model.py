@@ -1,8 +1,8 @@
-"""nanoKV's model in vLLM's parts.
+"""nanoKV's model in vLLM.
 
-Layers that read another layer's K and V name it as their target, and have no K/V projections; local layers have a sliding
-window of their own; vLLM's cache manager does the rest: no pages for the former, and of the latter's only those in the window
-are kept. With tensor parallelism query heads are shared out; K/V heads too, or each rank has a copy where they are fewer.
+A layer that reads another's K and V names that layer as its target and has no K/V projection; a
+local layer declares its window. vLLM's cache manager does the rest. With tensor parallelism, query
+and K/V heads are divided among the ranks; K/V heads fewer than ranks are replicated.
 """
 from collections.abc import Iterable
 
@@ -13,84 +13,101 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.platforms import current_platform
 
 from .config import NanoKVConfig
 
 
-def kept_size(head_dim: int) -> int:
-    """The size of a head that vLLM's attention has kernels for, and that K and V are therefore kept in: the next larger one.
+def padded_head_dim(head_dim: int) -> int:
+    """The smallest head size that vLLM's attention has kernels for, `head_dim` or more.
 
     Raises:
-        ValueError: heads larger than any.
+        ValueError: there is none.
     """
     if not current_platform.is_cpu():
         return -(-head_dim // 8) * 8
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    sizes = [size for size in CPUAttentionBackend.get_supported_head_sizes() if size >= head_dim]
-    if not sizes:
-        raise ValueError(f'heads of {head_dim} are larger than any that vLLM has kernels for on a CPU')
-    return min(sizes)
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    large_enough = [size for size in sizes if size >= head_dim]
+    if not large_enough:
+        raise ValueError(f'head_dim={head_dim}: vLLM has CPU kernels only for {sizes}')
+    return min(large_enough)
 
 
 class NanoKVAttention(nn.Module):
-    """Of one layer. An owner projects q, k and v by one matrix, a reader only q. x (tokens, C) -> (tokens, C)."""
+    """An owner projects q, k and v by one matrix, a reader only q. x (tokens, C) -> (tokens, C)."""
 
     def __init__(self, config: NanoKVConfig, layer: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        C, D, ranks = config.hidden_size, config.head_dim, get_tensor_model_parallel_world_size()
+        C, D = config.hidden_size, config.head_dim
         n_head, n_kv_head = config.num_attention_heads, config.num_key_value_heads
+        ranks = get_tensor_model_parallel_world_size()
         if n_head % ranks or max(n_kv_head, ranks) % min(n_kv_head, ranks):
-            raise ValueError(f'{n_head} heads with {n_kv_head} for K/V cannot be shared out over {ranks} ranks')
-        owner, bias, quant = config.kv_owners[layer], config.field('bias', True), vllm_config.quant_config
-        self.owns, self.head_dim, self.kept = owner == layer, D, kept_size(D)
+            raise ValueError(f'{n_head} heads with {n_kv_head} for K/V cannot be divided among '
+                             f'{ranks} ranks')
+        owner = config.kv_owners[layer]
+        self.owns, self.head_dim, self.padded_dim = owner == layer, D, padded_head_dim(D)
         self.n_head, self.n_kv_head = n_head // ranks, max(1, n_kv_head // ranks)
+        settings = dict(bias=config.field('bias'), quant_config=vllm_config.quant_config)
         if self.owns:
-            self.c_attn = QKVParallelLinear(C, D, n_head, n_kv_head, bias=bias, quant_config=quant, prefix=f'{prefix}.c_attn')
+            self.c_attn = QKVParallelLinear(C, D, n_head, n_kv_head, prefix=f'{prefix}.c_attn',
+                                            **settings)
         else:
-            self.c_attn = ColumnParallelLinear(C, n_head * D, bias=bias, quant_config=quant, prefix=f'{prefix}.c_attn')
-        self.c_proj = RowParallelLinear(n_head * D, C, bias=bias, quant_config=quant, prefix=f'{prefix}.c_proj')
-        qk_norm = config.field('qk_norm', False)
+            self.c_attn = ColumnParallelLinear(C, n_head * D, prefix=f'{prefix}.c_attn', **settings)
+        self.c_proj = RowParallelLinear(n_head * D, C, prefix=f'{prefix}.c_proj', **settings)
+        qk_norm = config.field('qk_norm')
         self.q_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm and self.owns else None
         local = config.layer_types[layer] == 'sliding_attention'
         self.rotary = None
-        if config.field('pos_embedding', 'learned') == 'rope':
-            theta = config.field('rope_theta', 10000.0)
-            theta = theta if local else config.field('rope_theta_global', 0.0) or theta
+        if config.field('pos_embedding') == 'rope':
+            theta = config.field('rope_theta')
+            if not local:
+                theta = config.field('rope_theta_global') or theta
             longest = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
+            parameters = {'rope_type': 'default', 'rope_theta': theta}
             self.rotary = get_rope(D, max_position=longest, is_neox_style=True,
-                                   rope_parameters={'rope_type': 'default', 'rope_theta': theta})
-        # prefix is '...h.LAYER.attn'
-        before = prefix.removesuffix(f'{layer}.attn')
-        self.attn = Attention(self.n_head, self.kept, scale=D ** -0.5, num_kv_heads=self.n_kv_head,
-                              cache_config=vllm_config.cache_config, quant_config=quant,
+                                   rope_parameters=parameters)
+        layers = prefix.removesuffix(f'{layer}.attn')  # prefix is '...h.LAYER.attn'
+        target = None if self.owns else f'{layers}{owner}.attn.attn'
+        self.attn = Attention(self.n_head, self.padded_dim, scale=D ** -0.5,
+                              num_kv_heads=self.n_kv_head, cache_config=vllm_config.cache_config,
+                              quant_config=vllm_config.quant_config,
                               per_layer_sliding_window=config.sliding_window if local else None,
-                              kv_sharing_target_layer_name=None if self.owns else f'{before}{owner}.attn.attn',
-                              prefix=f'{prefix}.attn')
+                              kv_sharing_target_layer_name=target, prefix=f'{prefix}.attn')
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         rows, _ = self.c_attn(x)
-        sizes = [self.n_head * self.head_dim] + [self.n_kv_head * self.head_dim] * 2 * self.owns
+        q_size, kv_size = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
+        sizes = [q_size, kv_size, kv_size] if self.owns else [q_size]
         q, *kv = rows.split(sizes, dim=-1)
         k, v = kv if self.owns else (None, None)
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotary is not None:
             q, k = self.rotary(positions, q, k)
         y = self.attn(self._padded(q), self._padded(k), self._padded(v))
-        y, _ = self.c_proj(y.unflatten(-1, (-1, self.kept))[..., :self.head_dim].flatten(-2))
+        y = y.unflatten(-1, (-1, self.padded_dim))[..., :self.head_dim]
+        y, _ = self.c_proj(y.flatten(-2))
         return y
 
     def _padded(self, x):
-        """With heads of the size that is kept: zeros add nothing to the products of q and k, and only zeros to those with v."""
-        if x is None or self.kept == self.head_dim:
+        """Pad the heads with zeros, which change neither q @ k nor the other dimensions of v."""
+        if x is None or self.padded_dim == self.head_dim:
             return x
-        return functional.pad(x.unflatten(-1, (-1, self.head_dim)), (0, self.kept - self.head_dim)).flatten(-2)
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        return functional.pad(heads, (0, self.padded_dim - self.head_dim)).flatten(-2)
 
     def _normed(self, x, norm):
         if x is None or norm is None:
@@ -102,10 +119,11 @@ class NanoKVMLP(nn.Module):
 
     def __init__(self, config: NanoKVConfig, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        settings = dict(bias=config.field('bias', True), quant_config=vllm_config.quant_config)
-        self.c_fc = ColumnParallelLinear(config.hidden_size, config.intermediate_size, prefix=f'{prefix}.c_fc', **settings)
-        self.gelu = nn.GELU(approximate='tanh' if config.field('gelu', 'exact') == 'tanh' else 'none')
-        self.c_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, prefix=f'{prefix}.c_proj', **settings)
+        width, hidden = config.hidden_size, config.intermediate_size
+        settings = dict(bias=config.field('bias'), quant_config=vllm_config.quant_config)
+        self.c_fc = ColumnParallelLinear(width, hidden, prefix=f'{prefix}.c_fc', **settings)
+        self.gelu = nn.GELU(approximate='tanh' if config.field('gelu') == 'tanh' else 'none')
+        self.c_proj = RowParallelLinear(hidden, width, prefix=f'{prefix}.c_proj', **settings)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, _ = self.c_fc(x)
@@ -117,8 +135,8 @@ class NanoKVBlock(nn.Module):
 
     def __init__(self, config: NanoKVConfig, layer: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        bias = config.field('bias', True)
-        self.ln_1, self.ln_2 = (nn.LayerNorm(config.hidden_size, eps=1e-5, bias=bias) for _ in range(2))
+        self.ln_1 = nn.LayerNorm(config.hidden_size, bias=config.field('bias'))
+        self.ln_2 = nn.LayerNorm(config.hidden_size, bias=config.field('bias'))
         self.attn = NanoKVAttention(config, layer, vllm_config, f'{prefix}.attn')
         self.mlp = NanoKVMLP(config, vllm_config, f'{prefix}.mlp')
 
@@ -134,16 +152,20 @@ class NanoKVModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ''):
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.wte = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f'{prefix}.wte')
-        learned = config.field('pos_embedding', 'learned') == 'learned'
-        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.h = nn.ModuleList(NanoKVBlock(config, i, vllm_config, f'{prefix}.h.{i}') for i in range(config.num_hidden_layers))
-        self.ln_f = nn.LayerNorm(config.hidden_size, eps=1e-5, bias=config.field('bias', True))
+        C = config.hidden_size
+        self.wte = VocabParallelEmbedding(config.vocab_size, C, prefix=f'{prefix}.wte')
+        self.wpe = None
+        if config.field('pos_embedding') == 'learned':
+            self.wpe = nn.Embedding(config.max_position_embeddings, C)
+        self.h = nn.ModuleList(NanoKVBlock(config, i, vllm_config, f'{prefix}.h.{i}')
+                               for i in range(config.num_hidden_layers))
+        self.ln_f = nn.LayerNorm(C, bias=config.field('bias'))
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.wte(input_ids)
 
-    def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor, intermediate_tensors=None,
+    def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor,
+                intermediate_tensors=None,
                 inputs_embeds: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         if self.wpe is not None:
@@ -154,21 +176,24 @@ class NanoKVModel(nn.Module):
 
 
 class NanoKVForCausalLM(nn.Module):
-    """What vLLM runs: nanoKV's weights, under their names."""
+    """The model that vLLM runs. Tensors have nanoKV's names."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ''):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.config, self.quant_config = config, vllm_config.quant_config
-        self.transformer = NanoKVModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, 'transformer'))
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, 'lm_head'))
+        self.transformer = NanoKVModel(vllm_config=vllm_config,
+                                       prefix=maybe_prefix(prefix, 'transformer'))
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size,
+                                      prefix=maybe_prefix(prefix, 'lm_head'))
         self.lm_head = self.lm_head.tie_weights(self.transformer.wte)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.transformer.embed_input_ids(input_ids)
 
-    def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor, intermediate_tensors=None,
+    def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor,
+                intermediate_tensors=None,
                 inputs_embeds: torch.Tensor | None = None) -> torch.Tensor:
         return self.transformer(input_ids, positions, intermediate_tensors, inputs_embeds)
 
@@ -176,8 +201,8 @@ class NanoKVForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Raises ValueError for a tensor that the model does not have, or has in another shape (of which vLLM would take as
-        much as it needs)."""
+        """Raises ValueError for an unknown tensor, or one of the wrong shape (of which vLLM would
+        load a part)."""
         shapes = self.config.shapes()
 
         def checked():
@@ -185,6 +210,8 @@ class NanoKVForCausalLM(nn.Module):
                 if name.startswith('lm_head.'):  # tied
                     continue
                 if tuple(x.shape) != shapes.get(name):
-                    raise ValueError(f'{name} is {tuple(x.shape)}, config.json says {shapes.get(name, "nothing of it")}')
+                    expected = shapes.get(name, 'nothing of it')
+                    raise ValueError(f'{name} is {tuple(x.shape)}, config.json says {expected}')
                 yield name, x
+
         return AutoWeightsLoader(self).load_weights(checked())

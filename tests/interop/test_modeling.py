@@ -1,23 +1,27 @@
-"""The model on transformers' caches has the logits of ours: whole, in pieces, padded on the left, generated."""
+"""The exported model has the logits of GPT: whole, cached, left-padded, generated, trained."""
 import copy
+import dataclasses
 
 import pytest
 import torch
+from hypothesis import given
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface
 from transformers.cache_utils import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from config.gpt_config import GPTConfig, model_args
-from interop.fields import checked
-from interop.modeling import NanoKVConfig, NanoKVForCausalLM
-from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model, tokens
+from interop.fields import derived_keys
+from interop.modeling_nanokv import DEFAULTS, NanoKVConfig, NanoKVForCausalLM
+from tests.helpers.models import FULL_STACK, VOCAB, configs, full_logits, random_model, tokens
 
 SHAPE = dict(n_layer=7, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
 SHAPES = {
     'vanilla': SHAPE, 'no bias, tanh': dict(SHAPE, bias=False, gelu='tanh', mlp_hidden=30),
-    'gqa': dict(SHAPE, n_kv_head=2, pos_embedding='rope', layer_pattern='LLG', window_size=5, rope_theta_global=1e5),
-    'full': FULL_STACK, 'first': dict(FULL_STACK, layer_pattern='GLLLLL', kv_share='ABBCCC', bias=False),
+    'gqa': dict(SHAPE, n_kv_head=2, pos_embedding='rope', layer_pattern='LLG', window_size=5,
+                rope_theta_global=1e5),
+    'full': FULL_STACK,
+    'first': dict(FULL_STACK, layer_pattern='GLLLLL', kv_share='ABBCCC', bias=False),
     'local': dict(FULL_STACK, layer_pattern='L', kv_share='', share_global_kv=False),
 }
 NEAR = dict(rtol=0, atol=1e-4)
@@ -40,7 +44,8 @@ def test_whole_texts(pair, attention):
     theirs.set_attn_implementation(attention)
     idx = tokens(2, 40)
     for use_cache in (False, True):
-        torch.testing.assert_close(theirs(idx, use_cache=use_cache).logits, full_logits(ours, idx), **NEAR)
+        logits = theirs(idx, use_cache=use_cache).logits
+        torch.testing.assert_close(logits, full_logits(ours, idx), **NEAR)
     torch.testing.assert_close(theirs(idx, logits_to_keep=1).logits, ours(idx)[0], **NEAR)
 
 
@@ -56,8 +61,9 @@ def test_in_pieces_by_a_cache_that_is_small(pair):
     held = [getattr(layer, 'keys', None) for layer in cache.layers]
     for layer, keys in zip(ours.plan.layers, held):
         assert (keys is not None and keys.numel() > 0) == layer.owns
-        if layer.owns:  # a window's own query is not kept
-            assert keys.shape == (2, ours.plan.n_kv_head, layer.window - 1 if layer.window else 40, ours.plan.head_dim)
+        if layer.owns:  # the last window without the next query's own position
+            positions = layer.window - 1 if layer.window else 40
+            assert keys.shape == (2, ours.plan.n_kv_head, positions, ours.plan.head_dim)
 
 
 def greedy(model, idx, n):
@@ -74,14 +80,17 @@ def test_generate(pair):
     prompts, n = tokens(3, 9, seed=1), 25
     settings = dict(max_new_tokens=n, do_sample=False, pad_token_id=0)
     expected = greedy(ours, prompts, n)
-    assert torch.equal(theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **settings), expected)
+    found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+    assert torch.equal(found, expected)
     mask = torch.tensor([[0] * 4 + [1] * 9] * 3)
-    padded = theirs.generate(torch.cat([torch.zeros(3, 4, dtype=torch.long), prompts], dim=1), attention_mask=mask, **settings)
-    assert torch.equal(padded[:, 4:], expected)
+    padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), prompts], dim=1)
+    found = theirs.generate(padded, attention_mask=mask, **settings)
+    assert torch.equal(found[:, 4:], expected)
     mixed = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompts[:1, :5]], dim=1), prompts[1:2]
     mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
     found = theirs.generate(torch.cat(mixed), attention_mask=mask, **settings)
-    assert torch.equal(found[0, 4:], greedy(ours, prompts[:1, :5], n)[0]) and torch.equal(found[1], expected[1])
+    assert torch.equal(found[0, 4:], greedy(ours, prompts[:1, :5], n)[0])
+    assert torch.equal(found[1], expected[1])
     settings |= dict(num_beams=3, attention_mask=torch.ones_like(prompts[:1]))
     beams = theirs.generate(prompts[:1], **settings)
     assert torch.equal(beams, theirs.generate(prompts[:1], use_cache=False, **settings))
@@ -93,7 +102,8 @@ def test_a_static_cache_serves_too(pair):
     idx = tokens(1, 12)
     cache = StaticCache(config=theirs.config, max_cache_len=20)
     first = theirs(idx[:, :9], past_key_values=cache, use_cache=True).logits
-    rest = [theirs(idx[:, i:i + 1], past_key_values=cache, use_cache=True).logits for i in range(9, 12)]
+    rest = [theirs(idx[:, i:i + 1], past_key_values=cache, use_cache=True).logits
+            for i in range(9, 12)]
     torch.testing.assert_close(torch.cat([first, *rest], dim=1), full_logits(ours, idx), **NEAR)
 
 
@@ -101,44 +111,48 @@ def test_a_static_cache_serves_too(pair):
 def test_generate_by_a_static_cache(pair):
     ours, theirs = pair
     prompts = tokens(2, 9, seed=1)
-    found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=25, do_sample=False,
-                            pad_token_id=0, cache_implementation='static', disable_compile=True)
+    found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=25,
+                            do_sample=False, pad_token_id=0, cache_implementation='static',
+                            disable_compile=True)
     assert torch.equal(found, greedy(ours, prompts, 25))
 
 
 @torch.no_grad()
 def test_what_layers_give_can_be_had(pair):
-    _, theirs = pair
+    ours, theirs = pair
     theirs.set_attn_implementation('eager')
     idx = tokens(2, 20)
     found = theirs(idx, output_hidden_states=True, output_attentions=True)
-    assert len(found.hidden_states) == 8 and torch.equal(theirs.lm_head(found.hidden_states[-1]), found.logits)
-    for layer, weights in zip(theirs.plan.layers, found.attentions):
+    assert len(found.hidden_states) == 8
+    assert torch.equal(theirs.lm_head(found.hidden_states[-1]), found.logits)
+    for layer, weights in zip(ours.plan.layers, found.attentions):
         seen = torch.tensor([min(i, layer.window or i) for i in range(1, 21)])
         assert torch.equal((weights > 0).sum(-1), seen.expand(2, 4, 20))
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 20))
-    assert theirs(idx).hidden_states is None and torch.equal(theirs(idx, return_dict=False)[0], found.logits)
+    assert theirs(idx).hidden_states is None
+    assert torch.equal(theirs(idx, return_dict=False)[0], found.logits)
 
 
 @torch.no_grad()
-def test_attention_functions_are_told(pair):
-    """What kernels without masks go by: whether it is causal, the window, and positions, which tell packed texts apart."""
-    _, theirs = pair
-    told = []
+def test_arguments_of_attention_functions(pair):
+    """Kernels without masks need causality, the window, and the positions of packed texts."""
+    ours, theirs = pair
+    passed = []
 
     def spy(module, q, k, v, mask, **settings):
-        told.append((module.is_causal, settings['sliding_window'], settings['scaling'], settings['position_ids'].tolist()))
+        passed.append((module.is_causal, settings['sliding_window'], settings['scaling'],
+                       settings['position_ids'].tolist()))
         return sdpa_attention_forward(module, q, k, v, mask, **settings)
     AttentionInterface.register('sdpa_spied', spy)
     theirs.set_attn_implementation('sdpa_spied')
     theirs(tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
-    scale, ids = theirs.plan.head_dim ** -0.5, [[0, 1, 2, 0, 1, 2]]
-    assert told == [(True, layer.window or None, scale, ids) for layer in theirs.plan.layers]
+    scale, ids = ours.plan.head_dim ** -0.5, [[0, 1, 2, 0, 1, 2]]
+    assert passed == [(True, layer.window or None, scale, ids) for layer in ours.plan.layers]
 
 
 @torch.no_grad()
 def test_positions_that_are_given(pair):
-    """Ahead of the tokens so far; of one row for all; and behind padding, which takes no learned ones."""
+    """After cached tokens; one row for all; and after padding, which has no learned position."""
     ours, theirs = pair
     idx = tokens(2, 40)
     first = theirs(idx[:, :30], use_cache=True)
@@ -147,13 +161,15 @@ def test_positions_that_are_given(pair):
         found = theirs(idx[:, 30:], position_ids=ids, past_key_values=cache).logits
         torch.testing.assert_close(found, full_logits(ours, idx)[:, 30:], **NEAR)
     assert theirs(idx[:, :4], position_ids=torch.arange(60, 64)).logits.isfinite().all()
-    padded, mask = torch.cat([idx[:, :30], idx], dim=1), torch.cat([torch.zeros(2, 30), torch.ones(2, 40)], dim=1).long()
-    found = theirs(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, 30:]
-    torch.testing.assert_close(found, full_logits(ours, idx), **NEAR)
+    padded = torch.cat([idx[:, :30], idx], dim=1)
+    mask = torch.cat([torch.zeros(2, 30), torch.ones(2, 40)], dim=1).long()
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    found = theirs(padded, attention_mask=mask, position_ids=position_ids).logits
+    torch.testing.assert_close(found[:, 30:], full_logits(ours, idx), **NEAR)
 
 
 def test_recomputation_changes_no_gradient(pair):
-    _, theirs = pair
+    ours, theirs = pair
     idx, grads = tokens(2, 20), []
     for recompute in (False, True):
         if recompute:
@@ -174,13 +190,14 @@ def test_more_tokens_survive_their_file(tmp_path):
     assert torch.equal(again(tokens(1, 9)).logits, theirs(tokens(1, 9)).logits)
 
 
-@pytest.mark.parametrize('gone', ['transformer.ln_f.', 'transformer.h.2.attn.q_norm.', 'transformer.h.1.attn.c_proj.'])
+@pytest.mark.parametrize('gone', ['transformer.ln_f.', 'transformer.h.2.attn.q_norm.',
+                                  'transformer.h.1.attn.c_proj.'])
 def test_what_a_folder_lacks_begins_as_in_training(tmp_path, gone):
     theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=dict(FULL_STACK, n_embd=128)))
     theirs.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / 'model.safetensors')
-    save_file({name: x for name, x in weights.items() if not name.startswith(gone)}, tmp_path / 'model.safetensors',
-              {'format': 'pt'})
+    path = tmp_path / 'model.safetensors'
+    kept = {name: x for name, x in load_file(path).items() if not name.startswith(gone)}
+    save_file(kept, path, {'format': 'pt'})
     found = NanoKVForCausalLM.from_pretrained(tmp_path).state_dict()
     x = found[gone + 'weight']
     if 'c_proj' in gone:
@@ -210,19 +227,38 @@ def test_more_positions_than_were_learned_are_refused():
         theirs(torch.zeros(1, 65, dtype=torch.long))
 
 
-@pytest.mark.parametrize('keys, named', [
-    (dict(nanokv=dict(window=3)), "'window'"), (dict(nanokv=dict(n_layer=0)), 'n_layer=0'),
-    (dict(nanokv=SHAPE, num_hidden_layers=8), 'num_hidden_layers=8.*it is 7'),
-    (dict(nanokv=FULL_STACK, sliding_window=6), 'sliding_window=6.*it is 5')])
-def test_a_config_that_makes_no_sense(keys, named):
-    with pytest.raises(ValueError, match=named):
+@pytest.mark.parametrize('keys, message', [
+    (dict(nanokv=dict(window=3)), 'nanokv.window is unknown'),
+    (dict(nanokv=[1]), 'is not an object'),
+    (dict(nanokv=dict(n_layer='7')), "n_layer='7' is not int"),
+    (dict(nanokv=dict(n_layer=0)), 'n_layer=0'),
+    (dict(nanokv=dict(gelu='new')), "gelu='new'.*'exact', 'tanh'"),
+    (dict(nanokv=dict(n_kv_head=5)), 'n_head=12.*n_kv_head=5'),
+    (dict(nanokv=dict(layer_pattern='GX')), "'GX'.*G and L"),
+    (dict(nanokv=dict(kv_share='AB')), "'AB'.*'G'"),
+    (dict(nanokv=dict(layer_pattern='L')), 'window_size=0'),
+    (dict(nanokv=SHAPE, num_hidden_layers=8), 'num_hidden_layers=8, but by nanokv it is 7'),
+    (dict(nanokv=FULL_STACK, sliding_window=6), 'sliding_window=6, but by nanokv it is 5')])
+def test_invalid_configs_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
         NanoKVConfig(**keys)
 
 
-def test_a_config_survives_its_file(tmp_path):
-    config = NanoKVConfig(nanokv=FULL_STACK)
-    config.save_pretrained(tmp_path)
+@pytest.mark.filterwarnings('ignore:layer_pattern')
+@given(configs())
+def test_config_keys_follow_the_plan(config):
+    """The exported file has its own copy of the defaults and of the plan."""
+    assert DEFAULTS == {f.name: f.default for f in dataclasses.fields(GPTConfig)}
+    exported = NanoKVConfig(nanokv=model_args(config)).to_dict()
+    assert exported['nanokv'] == model_args(config)
+    expected = derived_keys(config)
+    assert {name: exported[name] for name in expected} == expected
+
+
+def test_config_file_round_trip(tmp_path):
+    NanoKVConfig(nanokv=FULL_STACK).save_pretrained(tmp_path)
     again = NanoKVConfig.from_pretrained(tmp_path)
-    assert checked(again.nanokv, {}) == checked(config.nanokv, {}) == GPTConfig(**FULL_STACK)
+    assert GPTConfig(**again.nanokv) == GPTConfig(**FULL_STACK)
     assert again.layer_types == ['sliding_attention'] * 5 + ['full_attention', 'sliding_attention']
-    assert again.kv_owners == [0, 0, 2, 2, 2, 5, 6] and again.kv_sharing_modes.count('reuse') == 3
+    assert again.kv_owners == [0, 0, 2, 2, 2, 5, 6]
+    assert again.kv_sharing_modes.count('reuse') == 3

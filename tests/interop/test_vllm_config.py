@@ -5,18 +5,19 @@ import pytest
 
 from config.gpt_config import GPTConfig, model_args
 from interop.export import hf_model
-from interop.fields import follows_from
-from interop.nanokv_vllm.config import FIELDS, NanoKVConfig
+from interop.fields import derived_keys
+from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK
 
-SHAPES = [FULL_STACK, dict(FULL_STACK, bias=False, qk_norm=False, n_kv_head=2, mlp_hidden=30, head_dim=8),
+SHAPES = [FULL_STACK, dict(FULL_STACK, bias=False, qk_norm=False, n_kv_head=2, mlp_hidden=30,
+                           head_dim=8),
           dict(FULL_STACK, pos_embedding='learned', layer_pattern='G', kv_share='')]
 
 
 def test_it_knows_the_fields_that_there_are():
-    assert FIELDS == {f.name for f in dataclasses.fields(GPTConfig)}
-    with pytest.raises(ValueError, match="'colour', which this version of the plugin does not know"):
+    assert DEFAULTS == {f.name: f.default for f in dataclasses.fields(GPTConfig)}
+    with pytest.raises(ValueError, match='nanokv.colour is unknown to this version of the plugin'):
         NanoKVConfig(nanokv={'colour': 'red'})
 
 
@@ -25,5 +26,5 @@ def test_shapes_are_those_that_are_exported(shape):
     config = GPTConfig(**shape)
     weights = hf_model(GPT(config)).state_dict()
     del weights['lm_head.weight']  # tied
-    found = NanoKVConfig(nanokv=model_args(config), **follows_from(config)).shapes()
+    found = NanoKVConfig(nanokv=model_args(config), **derived_keys(config)).shapes()
     assert found == {name: tuple(x.shape) for name, x in weights.items()}

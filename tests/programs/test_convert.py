@@ -4,7 +4,7 @@ import torch
 
 from config.errors import UserError
 from interop import convert
-from tests.programs.support import VANILLA, metrics, run_train
+from tests.programs.support import VANILLA, flags, metrics, run_train
 from training.checkpoint import load_checkpoint
 
 CHANGES = dict(n_kv_head=1, layer_pattern='LG', window_size=4)
@@ -12,7 +12,7 @@ CHANGES = dict(n_kv_head=1, layer_pattern='LG', window_size=4)
 
 def test_training_goes_on_from_a_converted_checkpoint(trained, tmp_path, capsys):
     new = tmp_path / 'new'
-    convert.main([str(trained['vanilla']), str(new), *(f'--{name}={value}' for name, value in CHANGES.items())])
+    convert.main([str(trained['vanilla']), str(new), *flags(CHANGES)])
     assert 'n_kv_head = 1' in capsys.readouterr().out
     saved = load_checkpoint(new / 'ckpt.pt')
     assert saved['iter_num'] == 0 and saved['model_args']['n_kv_head'] == 1
@@ -21,7 +21,8 @@ def test_training_goes_on_from_a_converted_checkpoint(trained, tmp_path, capsys)
     run_train(new, VANILLA, **CHANGES, init_from='resume', max_iters=10, lr_decay_iters=10)
     rows = metrics(new)
     assert [row['iter'] for row in rows] == list(range(11))
-    scratch = run_train(tmp_path / 'scratch', VANILLA, **CHANGES, max_iters=10, lr_decay_iters=10).rows
+    scratch = run_train(tmp_path / 'scratch', VANILLA, **CHANGES, max_iters=10,
+                        lr_decay_iters=10).rows
     assert rows[0]['loss'] < scratch[0]['loss'] - 0.1  # it knows something already
     assert load_checkpoint(new / 'ckpt.pt')['model_args']['window_size'] == 4
 

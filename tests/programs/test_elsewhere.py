@@ -1,4 +1,4 @@
-"""README's section 'Take it elsewhere': each of its commands does what is said. (vllm and lm_eval: tests/vllm.)"""
+"""The commands of docs/interop.md, 'Take it elsewhere' (vllm and lm_eval: tests/vllm)."""
 import importlib
 import re
 import shlex
@@ -42,7 +42,8 @@ def test_the_commands(folder, capsys):
 
 
 def test_what_is_to_be_installed_is_an_extra():
-    extras = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['optional-dependencies']
+    project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+    extras = project['optional-dependencies']
     installs = [command for command in commands('sh') if command.startswith('pip')]
     asked = [re.fullmatch(r"pip install -e '\.\[(.+)\]'", command)[1] for command in installs]
     assert asked == ['export', 'vllm', 'lm-eval'] and set(asked) <= set(extras)

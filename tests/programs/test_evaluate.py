@@ -1,4 +1,4 @@
-"""python -m interop.evaluate: every token of a text is predicted once, and its bits are spread over the text's bytes."""
+"""interop.evaluate predicts every token of a text once, and reports bits per byte."""
 import json
 import math
 
@@ -37,7 +37,7 @@ def judged(capsys, out, **settings):
 @pytest.mark.parametrize('text, where', [
     (f'{TEXT}\nab\u2014\u2014z', "line 9, column 3: '\u2014' .*lacks: 2, occurrences: 3"),
     ('z' + TEXT, "line 1, column 1: 'z' .*lacks: 1, occurrences: 1")])
-def test_a_character_that_the_alphabet_lacks_is_named_with_its_place(out, capsys, tmp_path, text, where):
+def test_a_character_outside_the_alphabet_is_located(out, capsys, tmp_path, text, where):
     (tmp_path / 'text.txt').write_text(text, encoding='utf-8')
     with pytest.raises(UserError, match=f"text='text.txt', {where}"):
         judged(capsys, out)
@@ -74,8 +74,10 @@ def test_by_hand(out, capsys, context, stride):
     found, line = judged(capsys, out, context=context, stride=stride, batch_size=3)
     assert found['nats_per_token'] == pytest.approx(nats / (len(TEXT) - 1), rel=1e-5)
     assert found['bits_per_byte'] == pytest.approx(nats / math.log(2) / (len(TEXT) - 1), rel=1e-5)
-    assert [found[name] for name in ('tokens', 'bytes', 'context', 'stride')] == [len(TEXT) - 1] * 2 + [context, stride]
-    assert line.startswith(f"{found['bits_per_byte']:.4f} bits per byte") and 'by the forward pass, float32' in line
+    assert found['tokens'] == found['bytes'] == len(TEXT) - 1
+    assert (found['context'], found['stride']) == (context, stride)
+    assert line.startswith(f"{found['bits_per_byte']:.4f} bits per byte")
+    assert 'by the forward pass, float32' in line
 
 
 def test_through_a_cache_it_is_the_same_but_for_rounding(out, capsys):
@@ -95,16 +97,18 @@ def test_a_folder_that_was_exported(out, tmp_path, capsys, data_root):
 
 
 @pytest.mark.parametrize('settings, named', [
-    (dict(text=''), 'give the text to judge'), (dict(text='nowhere.txt'), 'nowhere.txt'),
-    (dict(stride=17), 'stride=17 is more'), (dict(context=-1), 'context=-1'), (dict(batch_size=0), 'batch_size=0')])
+    (dict(text=''), 'give the text to evaluate on'), (dict(text='nowhere.txt'), 'nowhere.txt'),
+    (dict(stride=17), 'stride=17 is more'), (dict(context=-1), 'context=-1'),
+    (dict(batch_size=0), 'batch_size=0')])
 def test_wrong_settings(out, capsys, settings, named):
     with pytest.raises(UserError) as caught:
         judged(capsys, out, **settings)
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize('content, named', [(b'a', 'nothing to predict'), (b'', 'nothing to predict'), (b'abZ', "'Z'"),
-                                            (b'\xff\xfe', 'UTF-8')])
+@pytest.mark.parametrize('content, named', [
+    (b'a', 'nothing to predict'), (b'', 'nothing to predict'), (b'abZ', "'Z'"),
+    (b'\xff\xfe', 'UTF-8')])
 def test_texts_that_cannot_be_judged(out, tmp_path, capsys, content, named):
     (tmp_path / 'x.txt').write_bytes(content)
     with pytest.raises(UserError) as caught:

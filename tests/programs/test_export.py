@@ -1,4 +1,4 @@
-"""python -m interop.export and interop.import_hf: what transformers loads has the logits of ours, and comes back as it was."""
+"""interop.export and import_hf: transformers computes our logits; a round trip is exact."""
 import json
 import os
 import re
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 import sample
 from config.errors import UserError
@@ -19,9 +19,10 @@ from tests.programs.support import ALPHABET, FULL_STACK, ROOT, TINY, VANILLA, fl
 from training.checkpoint import config_of
 
 SHAPES = {
-    'vanilla': dict(VANILLA, bias=True, gelu='tanh', dropout=0.1), 'vanilla without biases': dict(VANILLA, bias=False),
-    'wide MLP': dict(VANILLA, mlp_hidden=24), 'gqa': dict(TINY, n_kv_head=1, pos_embedding='rope', window_size=4,
-                                                          layer_pattern='LG'),
+    'vanilla': dict(VANILLA, bias=True, gelu='tanh', dropout=0.1),
+    'vanilla without biases': dict(VANILLA, bias=False),
+    'wide MLP': dict(VANILLA, mlp_hidden=24),
+    'gqa': dict(TINY, n_kv_head=1, pos_embedding='rope', window_size=4, layer_pattern='LG'),
     'full': FULL_STACK, 'rounded': dict(FULL_STACK, kv_quant_train='int8', bias=True)}
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=12)
 GPT2 = ('vanilla', 'vanilla without biases', 'wide MLP')
@@ -37,7 +38,8 @@ def made(tmp_path_factory, data_root):
         if name not in cache:
             out, dest = root / name / 'out', root / name / 'hf'
             run_train(out, SHAPES[name], max_iters=3, eval_interval=3)
-            export.export(out / 'ckpt.pt', dest, data_root=data_root, max_shard_size='20KB' if name == 'full' else '5GB')
+            size = '20KB' if name == 'full' else '5GB'
+            export.export(out / 'ckpt.pt', dest, data_root=data_root, max_shard_size=size)
             cache[name] = out, dest
         return cache[name]
     return make
@@ -58,7 +60,8 @@ def ours_of(out):
 def test_transformers_has_the_logits(pair):
     """Past two windows, whole and by its cache."""
     name, out, dest = pair
-    ours, theirs = ours_of(out), AutoModelForCausalLM.from_pretrained(dest, trust_remote_code=True).eval()
+    ours = ours_of(out)
+    theirs = AutoModelForCausalLM.from_pretrained(dest, trust_remote_code=True).eval()
     assert isinstance(theirs, GPT2LMHeadModel) == (name in GPT2)
     idx = torch.randint(len(ALPHABET), (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -68,8 +71,8 @@ def test_transformers_has_the_logits(pair):
         rest, cache = [first.logits], first.past_key_values
         for i in range(6, 16):
             rest.append(theirs(idx[:, i:i + 1], past_key_values=cache, use_cache=True).logits)
-        # rounding to int8 may fall to the other side
-        torch.testing.assert_close(torch.cat(rest, dim=1), expected, rtol=0, atol=1e-2 if name == 'rounded' else 1e-4)
+        atol = 1e-2 if name == 'rounded' else 1e-4  # int8 may round the other way
+        torch.testing.assert_close(torch.cat(rest, dim=1), expected, rtol=0, atol=atol)
 
 
 def test_the_tokenizer_is_ours(pair):
@@ -97,7 +100,8 @@ def test_there_and_back(pair, tmp_path, capsys):
 def test_what_came_back_is_trained_on_and_exported_again(made, tmp_path, data_root):
     out, dest = made('full')
     import_hf.main([str(dest), str(tmp_path / 'again')])
-    export.export(tmp_path / 'again' / 'ckpt.pt', tmp_path / 'hf', data_root=data_root, max_shard_size='20KB')
+    export.export(tmp_path / 'again' / 'ckpt.pt', tmp_path / 'hf', data_root=data_root,
+                  max_shard_size='20KB')
     for path in dest.glob('*.safetensors'):
         assert (tmp_path / 'hf' / path.name).read_bytes() == path.read_bytes()
     rows = run_train(tmp_path / 'again', FULL_STACK, max_iters=4, init_from='resume').rows
@@ -115,7 +119,8 @@ def test_the_folder_needs_nothing_of_ours(made, tmp_path):
         ids = tokenizer('abc', return_tensors='pt')
         print(model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist())
     """
-    done = subprocess.run([sys.executable, '-I', '-c', program], cwd=tmp_path, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, '-I', '-c', program], cwd=tmp_path, capture_output=True,
+                          text=True,
                           env=os.environ | {'HF_MODULES_CACHE': str(tmp_path / 'modules')})
     assert done.returncode == 0, done.stderr
     ours, idx = ours_of(out), torch.tensor([[ALPHABET.index(c) for c in 'abc']])
@@ -130,10 +135,9 @@ def test_what_it_says_of_itself(made):
     config = json.loads((dest / 'config.json').read_text())
     assert config['architectures'] == ['NanoKVForCausalLM'] and config['num_key_value_heads'] == 1
     assert config['kv_owners'] == [0, 0, 2, 2, 2, 5, 6] and config['sliding_window'] == 4
-    assert len(list(dest.glob('model-*.safetensors'))) > 1 and (dest / 'generation_config.json').is_file()
-    text = (dest / 'modeling_nanokv.py').read_text()
-    assert text.startswith('# hf: a model trained with nanoKV') and 'trust_remote_code' not in text.partition('import')[0]
-    assert 'Triton' not in text and len(text.splitlines()) < 800
+    assert len(list(dest.glob('model-*.safetensors'))) > 1
+    assert (dest / 'generation_config.json').is_file()
+    assert (dest / 'modeling_nanokv.py').read_bytes() == export.MODELING.read_bytes()
 
 
 def damaged(dest, tmp_path, change):
@@ -156,25 +160,23 @@ def edit(**changes):
 
 @pytest.mark.parametrize('change, named', [
     (lambda d: sorted(d.glob('*.safetensors'))[1].unlink(), 'is missing'),
-    (edit(nanokv={'n_embd': 24}, hidden_size=24, head_dim=12, intermediate_size=96), 'config.json says'),
-    (edit(nanokv={'colour': 'red'}), "'colour', which this version does not know"),
-    (edit(sliding_window=9), 'sliding_window=9, but by its nanokv fields it is 4'),
-    (edit(nanokv={'n_layer': '7'}), "n_layer='7', which is no int"), (edit(nanokv={'bias': 3}), 'bias=3, which is no bool'),
-    (edit(nanokv={'n_layer': -1}), 'n_layer=-1'), (lambda d: (d / 'config.json').unlink(), 'no config.json'),
+    (edit(nanokv={'n_embd': 24}, hidden_size=24, head_dim=12, intermediate_size=96),
+     'config.json says'),
+    (edit(nanokv={'colour': 'red'}), 'nanokv.colour is unknown to this version'),
+    (edit(sliding_window=9), 'sliding_window=9, but by nanokv it is 4'),
+    (edit(nanokv={'n_layer': '7'}), "n_layer='7' is not int"),
+    (edit(nanokv={'bias': 3}), 'bias=3 is not bool'),
+    (edit(nanokv={'n_layer': -1}), 'n_layer=-1'),
+    (lambda d: (d / 'config.json').unlink(), 'no config.json'),
     (lambda d: (d / 'model.safetensors.index.json').write_text('{'), 'cannot be read as JSON')],
-    ids=['missing shard', 'other shape', 'unknown field', 'contradiction', 'text', 'number', 'range', 'no config', 'index'])
+    ids=['missing shard', 'other shape', 'unknown field', 'contradiction', 'text', 'number',
+         'range', 'no config', 'index'])
 def test_a_damaged_folder_is_told_in_a_line(made, tmp_path, change, named):
     folder = damaged(made('full')[1], tmp_path, change)
     with pytest.raises(UserError) as caught:
         import_hf.main([str(folder), str(tmp_path / 'out')])
     assert named in str(caught.value) and '\n' not in str(caught.value)
     assert not (tmp_path / 'out').exists()
-
-
-def test_transformers_refuses_an_unknown_field(made, tmp_path):
-    folder = damaged(made('full')[1], tmp_path, edit(nanokv={'colour': 'red'}))
-    with pytest.raises(ValueError, match="'colour', which this version does not know"):
-        AutoConfig.from_pretrained(folder, trust_remote_code=True)
 
 
 def test_biases_that_were_trained_there_come_back(made, tmp_path, capsys):
@@ -192,8 +194,8 @@ def test_biases_that_were_trained_there_come_back(made, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('said', [
-    dict(head_dim=8), dict(n_kv_head=2), dict(mlp_hidden=64), dict(window_size=9), dict(layer_pattern='GG'), dict(kv_share='A'),
-    dict(rope_theta=100.0)], ids=lambda said: next(iter(said)))
+    dict(head_dim=8), dict(n_kv_head=2), dict(mlp_hidden=64), dict(window_size=9),
+    dict(layer_pattern='GG'), dict(kv_share='A'), dict(rope_theta=100.0)], ids=lambda said: next(iter(said)))
 def test_vanilla_however_it_is_said_comes_back(tmp_path, said):
     """Exported as GPT-2, whose config.json has no words for these."""
     model = random_model(GPTConfig(**SMALL, **said), torch.float32)
@@ -208,7 +210,8 @@ def test_a_vocabulary_that_grew_there_comes_back(made, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(made('vanilla')[1])
     model.resize_token_embeddings(len(ALPHABET) + 2)
     model.save_pretrained(tmp_path)
-    assert import_hf.checkpoint_of(tmp_path)['model']['lm_head.weight'].shape[0] == len(ALPHABET) + 2
+    weights = import_hf.checkpoint_of(tmp_path)['model']
+    assert weights['lm_head.weight'].shape[0] == len(ALPHABET) + 2
 
 
 def test_windows_of_one_token_are_refused():
@@ -220,14 +223,15 @@ def test_windows_of_one_token_are_refused():
 @pytest.mark.parametrize('name', ['full', 'vanilla'])
 def test_it_says_what_its_tokens_are(made, tmp_path, capsys, monkeypatch, name):
     """sample.py on the folder alone, where data/ has nothing of its data set."""
-    settings = dict(init_from=made(name)[1], device='cpu', start='abc', max_new_tokens=8, num_samples=1, temperature=0,
-                    report=False)
+    settings = dict(init_from=made(name)[1], device='cpu', start='abc', max_new_tokens=8,
+                    num_samples=1, temperature=0, report=False)
     with monkeypatch.context() as patch:
         patch.setattr('interop.load.DATA_ROOT', tmp_path)
         sample.main(flags(settings))
     found = capsys.readouterr().out
     sample.main(flags(settings | dict(init_from='resume', out_dir=made(name)[0])))
-    texts = [re.search(r'\nabc(.{8})\n-----', out, re.S)[1] for out in (found, capsys.readouterr().out)]
+    texts = [re.search(r'\nabc(.{8})\n-----', printed, re.S)[1]
+             for printed in (found, capsys.readouterr().out)]
     assert texts[0] == texts[1]
 
 
@@ -249,7 +253,7 @@ def test_an_alphabet_that_is_not_known_is_refused(made, tmp_path):
 
 def test_without_transformers_it_says_what_to_install(made, tmp_path, data_root, monkeypatch):
     out, _ = made('full')
-    monkeypatch.delitem(sys.modules, 'interop.modeling', raising=False)
+    monkeypatch.delitem(sys.modules, 'interop.modeling_nanokv', raising=False)
     monkeypatch.setitem(sys.modules, 'transformers', None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[export\]'"):
         export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=data_root)
@@ -259,7 +263,8 @@ def test_without_transformers_it_says_what_to_install(made, tmp_path, data_root,
 def test_half_precision(made, tmp_path, data_root):
     out, _ = made('full')
     export.export(out / 'ckpt.pt', tmp_path / 'hf', 'bfloat16', data_root=data_root)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', trust_remote_code=True, dtype='auto')
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', trust_remote_code=True,
+                                                 dtype='auto')
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
@@ -267,8 +272,10 @@ def test_half_precision(made, tmp_path, data_root):
 def test_the_program_says_nothing_of_packages_that_it_does_not_need(made, tmp_path, data_root):
     """transformers imports torchao, which warned of its own libraries."""
     out, _ = made('full')
-    launch = ("import sys, runpy, pathlib, data.datasets; data.datasets.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); "
+    launch = ("import sys, runpy, pathlib, data.datasets; "
+              "data.datasets.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); "
               "runpy.run_module('interop.export', run_name='__main__', alter_sys=True)")
-    done = subprocess.run([sys.executable, '-c', launch, str(data_root), str(out), str(tmp_path / 'hf')],
+    args = [str(data_root), str(out), str(tmp_path / 'hf')]
+    done = subprocess.run([sys.executable, '-c', launch, *args],
                           cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and 'torch' not in done.stderr, done.stderr

@@ -9,7 +9,7 @@ import torch
 
 from config.gpt_config import GPTConfig, model_args
 from interop.export import hf_model
-from interop.modeling import NanoKVConfig
+from interop.modeling_nanokv import NanoKVConfig
 from kv.plan import plan_kv
 from tests.helpers.models import full_logits, random_model
 
