@@ -22,7 +22,8 @@ def draw(document: dict, path: str) -> None:
             cells = sorted(cells, key=lambda cell: cell['held_nbytes'])
             megabytes = [cell['held_nbytes'] / cell['dialogues'] / 1e6 for cell in cells]
             parts = 'pruned' if prune else 'all kept'
-            left.plot(megabytes, [100 * cell['hit_rate'] for cell in cells], 'o-' if prune else 's--',
+            hits = [100 * cell['hit_rate'] for cell in cells]
+            left.plot(megabytes, hits, 'o-' if prune else 's--',
                       label=f'blocks of {page_size}, local parts {parts}')
         left.set(xscale='log', xlabel='MB kept per dialogue',
                  ylabel='prompt tokens that need not be computed, %')
