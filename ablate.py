@@ -24,12 +24,12 @@ from config.folder_lock import only_writer
 from lab.ablation import cost
 from lab.ablation.jobs import ROOT, Job, run_jobs
 from lab.ablation.ladder import Ladder, read_ladder, slug_of
-from lab.ablation.pictures import pyplot
 from lab.ablation.report import show, write_report
 from lab.ablation.results import Results, read_json, write_whole
 from lab.ablation.summary import recall_of, summarize
 from lab.benchmarks.setting import numbers
 from training.device import pick_device
+from training.plotting import pyplot
 
 
 def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dict[tuple, Job]:
@@ -141,7 +141,7 @@ def main(argv=None):
     warnings.filterwarnings('ignore', 'layer_pattern=')  # told when the row trains
     results, only = Results(ladder), chosen(ladder)
     if s.pictures:
-        pyplot()  # missing, it is to be known now, not when all is trained
+        pyplot(' (or give --pictures=False)')  # fails now rather than after training
     if s.dry_run:
         list_runs(ladder, results, argv, only)
         return

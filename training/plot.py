@@ -23,6 +23,7 @@ from rich.text import Text
 from config.errors import UserError
 from configurator import run_program
 from training.log import read_metrics
+from training.plotting import plain_log_ticks, save, subplots
 
 # Okabe and Ito's colours, which colour-blind people tell apart (https://jfly.uni-koeln.de/color/); no yellow on white
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
@@ -97,45 +98,33 @@ def running_mean(y: np.ndarray, n: int) -> np.ndarray:
 
 # -- the figure -------------------------------------------------------------------------------------------------------
 
-STYLE = {'font.size': 9, 'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': '#e8e8e8',
-         'grid.linewidth': 0.6, 'axes.axisbelow': True, 'axes.edgecolor': '#888888', 'xtick.color': '#444444',
-         'ytick.color': '#444444', 'legend.frameon': False}
-
-
-def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0, log_y: bool = False) -> None:
+def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0,
+         log_y: bool = False) -> None:
     """Write the figure. smooth: values in the running mean; 0 = a fiftieth of a run.
 
     Raises:
-        UserError: matplotlib is missing, `path` cannot be written (or has a suffix that matplotlib does not know), or a
-            run did not log what `x` needs.
+        UserError: matplotlib is missing, `path` cannot be written (or has a suffix that matplotlib
+            does not know), or a run did not log what `x` needs.
     """
-    try:
-        import matplotlib
-    except ImportError as e:
-        raise UserError('plotting needs the matplotlib package: pip install matplotlib') from e
-    matplotlib.use('Agg')  # no display needed
-    from matplotlib import pyplot as plt
     for run in runs:
         if np.isnan(run.x[x]).any():
-            raise UserError(f'{run.name}: its metrics.jsonl has lines without time_ms or tokens_per_second: use --x=iter')
+            raise UserError(f'{run.name}: its metrics.jsonl has lines without time_ms or '
+                            'tokens_per_second: use --x=iter')
     unit, scale = unit_of(x, max(run.x[x].max() for run in runs))
     curves = [(run.x[x] / scale, running_mean(run.loss, _width(run, smooth)), run) for run in runs]
-    below = [panel for name, panel in (('grad_norm', functools.partial(_draw_norms, smooth=smooth)), ('lr', _draw_rates))
+    panels = {'grad_norm': functools.partial(_draw_norms, smooth=smooth), 'lr': _draw_rates}
+    below = [panel for name, panel in panels.items()
              if any((~np.isnan(getattr(run, name))).any() for run in runs)]
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1 + len(below), sharex=True, squeeze=False, figsize=(8, 4.2 + 0.8 * len(below)),
-                                    layout='constrained', height_ratios=[5] + [1] * len(below))
-        try:
-            _draw_losses(axes[0, 0], curves, log_y)
-            for axis, panel in zip(axes[1:, 0], below):
-                panel(axis, curves)
-            axes[-1, 0].set_xlabel(X_LABELS[x] + unit)
-            axes[-1, 0].xaxis.set_major_formatter(lambda value, _: f'{value:,g}')
-            figure.savefig(path, dpi=150)
-        except (OSError, ValueError) as e:
-            raise UserError(f'cannot write {path}: {e}') from e
-        finally:
-            plt.close(figure)
+    with subplots(1 + len(below), sharex=True, squeeze=False, figsize=(8, 4.2 + 0.8 * len(below)),
+                  layout='constrained', height_ratios=[5] + [1] * len(below)) as (figure, axes):
+        _draw_losses(axes[0, 0], curves, log_y)
+        for axis, panel in zip(axes[1:, 0], below):
+            panel(axis, curves)
+        for axis in axes[:, 0]:
+            axis.set_axisbelow(True)  # the grid under the points
+        axes[-1, 0].set_xlabel(X_LABELS[x] + unit)
+        axes[-1, 0].xaxis.set_major_formatter(lambda value, _: f'{value:,g}')
+        save(figure, path, dpi=150)
 
 
 def _width(run, smooth):
@@ -175,14 +164,6 @@ def loss_range(curves) -> tuple[float, float]:
     """Lowest and highest of the running means and validation losses, the first ones too."""
     seen = np.concatenate([y[~np.isnan(y)] for _, mean, run in curves for y in (mean, run.val_loss)])
     return (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 1.0)
-
-
-def plain_log_ticks(axis, low, high, most=7, subs=(1, 2, 5)):
-    """On an x or y axis 2, 3, 5, not 2 x 10^0; at most `most` even steps where `low` to `high` is within a factor of four."""
-    from matplotlib import ticker
-    axis.set_major_locator(ticker.MaxNLocator(most) if high < 4 * low else ticker.LogLocator(subs=subs))
-    axis.set_major_formatter(lambda value, _: f'{value:,.10g}')
-    axis.set_minor_locator(ticker.NullLocator())
 
 
 def _draw_norms(axis, curves, smooth):

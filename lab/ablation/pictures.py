@@ -3,11 +3,10 @@ import io
 import math
 from pathlib import Path
 
-from config.errors import UserError
 from config.sizes import nice_bytes
 from lab.ablation.summary import local_reach
 from lab.ablation.tables import models
-from training.plot import plain_log_ticks
+from training.plotting import COLOURS, context_axes, label_line_ends, plain_log_ticks, subplots
 
 # name -> what it shows; the order is that of the report
 TITLES = {
@@ -24,50 +23,22 @@ TITLES = {
     'decode': 'Time per output token over tokens held',
     'kv': 'KV bytes of one sequence over its length',
 }
-LIGHT = {'figure.facecolor': 'white', 'axes.facecolor': 'white', 'text.color': '#1f2328', 'axes.labelcolor': '#1f2328',
-         'axes.edgecolor': '#8c959f', 'xtick.color': '#57606a', 'ytick.color': '#57606a', 'grid.color': '#d0d7de'}
-DARK = {'figure.facecolor': '#0d1117', 'axes.facecolor': '#0d1117', 'text.color': '#e6edf3', 'axes.labelcolor': '#e6edf3',
-        'axes.edgecolor': '#6e7681', 'xtick.color': '#9da7b1', 'ytick.color': '#9da7b1', 'grid.color': '#30363d'}
-COMMON = {'font.size': 10, 'axes.grid': True, 'grid.linewidth': 0.6, 'axes.spines.top': False, 'axes.spines.right': False,
-          'legend.frameon': False, 'legend.fontsize': 8.5, 'figure.dpi': 110, 'savefig.bbox': 'tight', 'lines.linewidth': 1.6}
-
 FEW = 3  # points: with fewer of them a line alone would say little, or nothing
-LINE_COLOURS = [f'C{k}' for k in range(10) if k != 7]  # without the grey, which is for side rows
-
-
-def pyplot():
-    """matplotlib's, without a display.
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
-    try:
-        import matplotlib
-    except ImportError as e:
-        raise UserError("the report's pictures need matplotlib: pip install -e '.[plot]' (or give --pictures=False)") from e
-    matplotlib.use('Agg')
-    from matplotlib import pyplot as plt
-    return plt
 
 
 def draw_all(summary: dict, dark: bool = False, kind: str = 'png') -> dict[str, bytes]:
     """name of TITLES -> file ('png', 'svg' or 'pdf'); those there is nothing to draw for are left out."""
     if not summary['pictures']:
         return {}
-    plt = pyplot()
     made = {}
-    with plt.rc_context(COMMON | (DARK if dark else LIGHT)):
-        for name in TITLES:
-            figure, axis = plt.subplots(figsize=(7.2, 4.4))
-            try:
-                if DRAWN[name](axis, summary, Colors(summary)):
-                    file = io.BytesIO()
-                    # without what would change from run to run
-                    metadata = {'png': {'Software': None}, 'svg': {'Date': None}, 'pdf': {'CreationDate': None}}
-                    figure.savefig(file, format=kind, metadata=metadata[kind])
-                    made[name] = file.getvalue()
-            finally:
-                plt.close(figure)
+    # leave out what would change from run to run
+    metadata = {'png': {'Software': None}, 'svg': {'Date': None}, 'pdf': {'CreationDate': None}}
+    for name, draw in DRAWN.items():
+        with subplots(figsize=(7.2, 4.4), page='dark' if dark else 'light') as (figure, axis):
+            if draw(axis, summary, Colors(summary)):
+                file = io.BytesIO()
+                figure.savefig(file, format=kind, metadata=metadata[kind])
+                made[name] = file.getvalue()
     return made
 
 
@@ -101,7 +72,7 @@ class Colors:
 
     def __init__(self, summary):
         ladder = [row['name'] for row in summary['rows'] if not row['side']]
-        self.of_row = dict(zip(ladder, LINE_COLOURS * len(ladder)))
+        self.of_row = dict(zip(ladder, COLOURS * len(ladder)))
         self.side = '#8b949e'
 
     def __call__(self, row):
@@ -117,29 +88,6 @@ def lines_of(summary, key):
         seen.add(row.get('trained_as'))
         rows.append(row)
     return rows
-
-
-def name_ends(axis):
-    """Each line's label beside its end, moved up or down where labels would cover one another."""
-    axis.autoscale_view()
-    to_share = axis.transData + axis.transAxes.inverted()
-    ends = []
-    for line in axis.lines:
-        x, y = line.get_data()
-        if len(x) and not line.get_label().startswith('_'):
-            x_end = 1 if line.get_transform() == axis.get_yaxis_transform() else to_share.transform((x[-1], y[-1]))[0]
-            ends.append([to_share.transform((x[-1], y[-1]))[1], x_end, line])
-    ends.sort(key=lambda end: end[0])
-    gap = 0.052
-    places = [end[0] for end in ends]
-    for _ in range(200):  # neighbours that are too close push each other away
-        for k in range(len(places) - 1):
-            if (lack := gap - (places[k + 1] - places[k])) > 1e-4:
-                places[k], places[k + 1] = places[k] - lack / 2, places[k + 1] + lack / 2
-    for place, (y, x, line) in zip(places, ends):
-        axis.annotate(line.get_label(), (x, y), (1.05, place), xycoords='axes fraction', fontsize=8.5, va='center',
-                      color=line.get_color(),
-                      arrowprops=dict(arrowstyle='-', color=line.get_color(), lw=0.6, shrinkA=1, shrinkB=3))
 
 
 def talk(axis, summary, color):
@@ -235,7 +183,7 @@ def curves(axis, summary, color):
         axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
         axis.set_xlabel('iteration (losses of the first tenth are above the picture)')
     axis.set_ylabel('validation loss, nats per token')
-    name_ends(axis)
+    label_line_ends(axis)
     return True
 
 
@@ -260,7 +208,7 @@ def gaps(axis, summary, color):
         far = ', '.join(row['name'] for row in rows if row not in shown)
         axis.set_xlabel('iteration' + f' (far off, not shown: {far})' * bool(far))
         axis.set_ylabel(f"nats per token above {summary['baseline'].lstrip('+ ')}")
-        name_ends(axis)
+        label_line_ends(axis)
     return bool(rows)
 
 
@@ -279,7 +227,7 @@ def recovery(axis, summary, color):
     if rows:
         axis.set_xlabel('iteration after the conversion')
         axis.set_ylabel('validation loss, nats per token')
-        name_ends(axis)
+        label_line_ends(axis)
     return bool(rows)
 
 
@@ -293,7 +241,7 @@ def positions(axis, summary, color):
     if rows:
         axis.set_xlabel('position in the window')
         axis.set_ylabel('validation loss, nats per token')
-        name_ends(axis)
+        label_line_ends(axis)
     return bool(rows)
 
 
@@ -328,10 +276,10 @@ def decode(axis, summary, color):
         cells = [cell for cell in row['speed'] if 'tpot_ms' in cell and cell['batch'] == batches[-1]]
         axis.plot([c['context'] for c in cells], [c['tpot_ms']['median'] for c in cells], color=color(row), label=row['name'],
                   marker='o', markersize=4)
-    log_axes(axis, sorted({cell['context'] for row in rows for cell in row['speed'] if 'tpot_ms' in cell}))
+    context_axes(axis, sorted({cell['context'] for row in rows for cell in row['speed'] if 'tpot_ms' in cell}))
     axis.set_xlabel('tokens held')
     axis.set_ylabel(f"ms per token, {batches[-1]:,} sequence{'s at once' * (batches[-1] > 1)}")
-    name_ends(axis)
+    label_line_ends(axis)
     return True
 
 
@@ -341,19 +289,12 @@ def kv(axis, summary, color):
         at = row['kv']['at']
         axis.plot([int(n) for n in at], [a['bytes'] for a in at.values()], color=color(row), label=row['name'], marker='o',
                   markersize=4)
-    log_axes(axis, [int(n) for n in rows[0]['kv']['at']])
+    context_axes(axis, [int(n) for n in rows[0]['kv']['at']])
     axis.yaxis.set_major_formatter(lambda y, _: nice_bytes(round(y)))
     axis.set_xlabel('tokens')
     axis.set_ylabel('KV bytes of one sequence')
-    name_ends(axis)
+    label_line_ends(axis)
     return bool(rows)
-
-
-def log_axes(axis, contexts):
-    axis.set_xscale('log', base=2)
-    axis.set_yscale('log')
-    axis.set_xticks(contexts, [f'{n:,}' for n in contexts])
-    plain_log_ticks(axis.yaxis, *axis.get_ylim())
 
 
 DRAWN = {'talk': talk, 'pareto': pareto, 'curves': curves, 'gaps': gaps, 'recovery': recovery, 'positions': positions,

@@ -1,4 +1,4 @@
-"""The pictures of a measurement of conversations, beside the file that `bench.py --mode=chat --save=FILE` wrote.
+"""Plot a measurement of conversations from the file that `bench.py --mode=chat --save=FILE` wrote.
 
     python -m lab.benchmarks.chat_plot results/cpu/chat.json results/cpu/chat.png
 """
@@ -8,54 +8,41 @@ from pathlib import Path
 
 from config.errors import UserError
 from configurator import run_program
+from training.plotting import plain_log_ticks, save, subplots
 
 
 def draw(document: dict, path: str) -> None:
-    """Tokens found over the size of the store, and the time to the first token over the past, as one PNG (or SVG, PDF).
-
-    Raises:
-        UserError: matplotlib is missing, or the file cannot be written.
-    """
-    try:
-        import matplotlib
-        import matplotlib.ticker
-    except ImportError as e:
-        raise UserError("the picture needs matplotlib: pip install -e '.[plot]'") from e
-    matplotlib.use('Agg')
-    from matplotlib import pyplot as plt
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    lines = {}
-    for cell in document['workload']:
-        lines.setdefault((cell['page_size'], cell['prune']), []).append(cell)
-    for (page_size, prune), cells in lines.items():
-        cells = sorted(cells, key=lambda cell: cell['held_nbytes'])
-        left.plot([cell['held_nbytes'] / cell['dialogues'] / 1e6 for cell in cells], [100 * cell['hit_rate'] for cell in cells],
-                  'o-' if prune else 's--', label=f"blocks of {page_size}, local parts {'pruned' if prune else 'all kept'}")
-    left.set(xscale='log', xlabel='MB kept per dialogue', ylabel='prompt tokens that need not be computed, %',
-             title=f"{document['requests']:,} requests, {document['dialogues']:,} dialogues of up to "
-                   f"{document['longest']:,} tokens")
-    past = [cell['context'] for cell in document['cells']]
-    for name in document['cells'][0]['sides']:
-        right.plot(past, [cell['sides'][name]['ttft_ms']['median'] for cell in document['cells']], 'o-',
-                   label='with a store' if name == 'ours' else name)
-    right.set(xscale='log', yscale='log', xlabel='tokens of the conversation so far', ylabel='time to the first token, ms',
-              title=f"a message of {document['message']} tokens, batch 1, {document['device']}")
-    for scale in (left.xaxis, right.xaxis, right.yaxis):
-        scale.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-        scale.set_major_formatter('{x:,g}')
-        scale.set_minor_formatter('')
-    for axis in (left, right):
-        axis.tick_params(which='both', labelsize=8)
-        axis.grid(True, linewidth=0.5, alpha=0.5)
-        axis.legend(frameon=False, fontsize=8.5)
-        axis.title.set_fontsize(10)
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as e:
-        raise UserError(f'{path} cannot be written: {e}') from e
-    finally:
-        plt.close(figure)
+    """Left, cached tokens over the size of the cache; right, time to the first token over the
+    length of the conversation. Raises UserError if the PNG, SVG or PDF cannot be made."""
+    with subplots(1, 2, figsize=(10, 4), layout='constrained') as (figure, (left, right)):
+        lines = {}
+        for cell in document['workload']:
+            lines.setdefault((cell['page_size'], cell['prune']), []).append(cell)
+        for (page_size, prune), cells in lines.items():
+            cells = sorted(cells, key=lambda cell: cell['held_nbytes'])
+            megabytes = [cell['held_nbytes'] / cell['dialogues'] / 1e6 for cell in cells]
+            parts = 'pruned' if prune else 'all kept'
+            hits = [100 * cell['hit_rate'] for cell in cells]
+            left.plot(megabytes, hits, 'o-' if prune else 's--',
+                      label=f'blocks of {page_size}, local parts {parts}')
+        left.set(xscale='log', xlabel='MB kept per dialogue',
+                 ylabel='prompt tokens that need not be computed, %')
+        left.set_title(f"{document['requests']:,} requests, {document['dialogues']:,} dialogues of "
+                       f"up to {document['longest']:,} tokens", fontsize=10)
+        past = [cell['context'] for cell in document['cells']]
+        for name in document['cells'][0]['sides']:
+            times = [cell['sides'][name]['ttft_ms']['median'] for cell in document['cells']]
+            right.plot(past, times, 'o-', label='with a store' if name == 'ours' else name)
+        right.set(xscale='log', yscale='log', xlabel='tokens of the conversation so far',
+                  ylabel='time to the first token, ms')
+        right.set_title(f"a message of {document['message']} tokens, batch 1, "
+                        f"{document['device']}", fontsize=10)
+        for axis in left, right:
+            axis.legend()
+            axis.tick_params(which='both', labelsize=8)
+        for scale in left.xaxis, right.xaxis, right.yaxis:
+            plain_log_ticks(scale, *scale.get_view_interval())
+        save(figure, path, dpi=120)
 
 
 def main(argv=None):
@@ -68,7 +55,7 @@ def main(argv=None):
     except (OSError, ValueError) as e:
         raise UserError(f'{argv[0]} cannot be read as JSON: {type(e).__name__}') from e
     if not isinstance(document, dict) or document.get('mode') != 'chat':
-        raise UserError(f"{argv[0]} is no document of bench.py --mode=chat")
+        raise UserError(f'{argv[0]} is no document of bench.py --mode=chat')
     draw(document, argv[1])
 
 

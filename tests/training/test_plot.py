@@ -181,7 +181,7 @@ def test_an_axis_that_was_not_logged(tmp_path, monkeypatch):
 @pytest.mark.parametrize('path', ['no/such/folder.png', 'loss.abacus', 'out'])
 def test_outputs_that_cannot_be_written(out, tmp_path, path):
     (tmp_path / 'out.png').mkdir()
-    refused([out, f'--out={path}'], f'cannot write {path}')
+    refused([out, f'--out={path}'], path, 'cannot be written')
     assert not (tmp_path / path).is_file()
 
 

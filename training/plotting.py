@@ -1,0 +1,100 @@
+"""What all plots share: matplotlib without a display, one style for light and dark pages, readable
+logarithmic axes, and labels beside the ends of lines."""
+import contextlib
+
+from config.errors import UserError
+
+STYLE = {'font.size': 10, 'axes.grid': True, 'grid.linewidth': 0.6,
+         'axes.spines.top': False, 'axes.spines.right': False, 'legend.frameon': False,
+         'legend.fontsize': 8.5, 'figure.dpi': 110, 'savefig.bbox': 'tight',
+         'lines.linewidth': 1.6}
+PAGES = {  # text, background, edges, tick labels, grid
+    'light': ('#1f2328', 'white', '#8c959f', '#57606a', '#d0d7de'),
+    'dark': ('#e6edf3', '#0d1117', '#6e7681', '#9da7b1', '#30363d'),
+}
+COLOURS = [f'C{k}' for k in range(10) if k != 7]  # without matplotlib's grey
+
+
+def pyplot(alternative: str = ''):
+    """matplotlib.pyplot, without a display.
+
+    Raises:
+        UserError: matplotlib is missing; `alternative` says what else the user can do.
+    """
+    try:
+        import matplotlib
+    except ImportError as e:
+        raise UserError(f'plots need matplotlib: pip install matplotlib{alternative}') from e
+    matplotlib.use('Agg')
+    from matplotlib import pyplot as plt
+    return plt
+
+
+@contextlib.contextmanager
+def subplots(*args, page: str = 'light', **kwargs):
+    """`pyplot.subplots` in the shared style; yields (figure, axes) and closes the figure."""
+    plt = pyplot()
+    text, background, edge, ticks, grid = PAGES[page]
+    colours = {'figure.facecolor': background, 'axes.facecolor': background, 'text.color': text,
+               'axes.labelcolor': text, 'axes.edgecolor': edge, 'xtick.color': ticks,
+               'ytick.color': ticks, 'grid.color': grid}
+    with plt.rc_context(STYLE | colours):
+        figure, axes = plt.subplots(*args, **kwargs)
+        try:
+            yield figure, axes
+        finally:
+            plt.close(figure)
+
+
+def save(figure, path, **kwargs) -> None:
+    """Write a figure. Raises UserError for a path that cannot be written or an unknown suffix."""
+    try:
+        figure.savefig(path, **kwargs)
+    except (OSError, ValueError) as e:
+        raise UserError(f'{path} cannot be written: {e}') from e
+
+
+def plain_log_ticks(axis, low, high, most=7, subs=(1, 2, 5)):
+    """Label the x or y axis 2, 5, 10 rather than 2 x 10^0. Where `low` to `high` is within a factor
+    of four, use at most `most` evenly spaced ticks."""
+    from matplotlib import ticker
+    narrow = high < 4 * low
+    axis.set_major_locator(ticker.MaxNLocator(most) if narrow else ticker.LogLocator(subs=subs))
+    axis.set_major_formatter(lambda value, _: f'{value:,.10g}')
+    axis.set_minor_locator(ticker.NullLocator())
+
+
+def context_axes(axis, contexts):
+    """Logarithmic axes; x is labelled at the context lengths given."""
+    axis.set_xscale('log', base=2)
+    axis.set_yscale('log')
+    axis.set_xticks(contexts, [f'{n:,}' for n in contexts])
+    plain_log_ticks(axis.yaxis, *axis.get_ylim())
+
+
+def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
+    """Write each line's label beside its end, at least `gap` of the axis height apart."""
+    axis.autoscale_view()
+    to_axes = axis.transData + axis.transAxes.inverted()
+    ends = []
+    for line in axis.lines:
+        x, y = line.get_data()
+        if not len(x) or line.get_label().startswith('_'):
+            continue
+        x_end, y_end = to_axes.transform((x[-1], y[-1]))
+        if line.get_transform() == axis.get_yaxis_transform():  # axhline: x is in axes coordinates
+            x_end = 1
+        ends.append((y_end, x_end, line))
+    ends.sort(key=lambda end: end[0])
+    places = [end[0] for end in ends]
+    for _ in range(200):  # labels that are too close push each other away
+        for k in range(len(places) - 1):
+            lack = gap - (places[k + 1] - places[k])
+            if lack > 1e-4:
+                places[k] -= lack / 2
+                places[k + 1] += lack / 2
+    for place, (y, x, line) in zip(places, ends):
+        colour = line.get_color()
+        arrow = dict(arrowstyle='-', color=colour, lw=0.6, shrinkA=1, shrinkB=3)
+        axis.annotate(line.get_label(), (x, y), (1.05, place), xycoords='axes fraction',
+                      fontsize=fontsize, va='center', color=colour, arrowprops=arrow)
