@@ -24,11 +24,11 @@ def answers(tmp_path):
     def run(lines, num_samples=1, seed=7, rows=3, write=None, **engine):
         path = tmp_path / 'many.jsonl'
         path.write_text('\n'.join(lines))
-        requests, ids = encode_requests(TOKENIZER, read_requests(str(path), DEFAULTS))
+        requests = encode_requests(TOKENIZER, read_requests(str(path), DEFAULTS))
         engine = Engine(model_of('full stack'), rows, 60, tokenizer=TOKENIZER, page_size=4, **engine)
         written = []
         try:
-            figures = complete(engine, requests, ids, num_samples, seed, write or written.append)
+            figures = complete(engine, requests, num_samples, seed, write or written.append)
         finally:  # whatever ended it
             assert_idle(engine)
         return written, figures
@@ -195,29 +195,29 @@ def lines_of(tmp_path, *lines, defaults=DEFAULTS):
 
 def test_rows_are_as_many_as_requests_and_fewer_where_the_budget_is_small(tmp_path):
     model = model_of('full stack')
-    lines, ids = lines_of(tmp_path, '"abc"', '"de"', '{"prompt": "f"')
+    lines = lines_of(tmp_path, '"abc"', '"de"', '{"prompt": "f"')
     huge = 10 ** 9
-    assert make_engine(model, TOKENIZER, lines, ids, 3, 0, huge, 'auto').cache.batch_size == 6  # 2 good lines, 3 samples
-    assert make_engine(model, TOKENIZER, lines, ids, 99, 0, huge, 'auto').cache.batch_size == ROWS
-    assert make_engine(model, TOKENIZER, lines, ids, 9, 4, huge, 'auto').cache.batch_size == 4
+    assert make_engine(model, TOKENIZER, lines, 3, 0, huge, 'auto').cache.batch_size == 6  # 2 good lines, 3 samples
+    assert make_engine(model, TOKENIZER, lines, 99, 0, huge, 'auto').cache.batch_size == ROWS
+    assert make_engine(model, TOKENIZER, lines, 9, 4, huge, 'auto').cache.batch_size == 4
     page = model.plan.page_nbytes(PAGE_SIZE, 'float64')
     small = model.plan.rings_nbytes(3, 13, 'float64') + page
-    engine = make_engine(model, TOKENIZER, lines, ids, 9, 0, small, 'auto')
+    engine = make_engine(model, TOKENIZER, lines, 9, 0, small, 'auto')
     assert (engine.cache.batch_size, engine.cache.max_seq_len) == (3, 13) and engine.cache.nbytes <= small
-    assert make_engine(model, TOKENIZER, lines, ids, 9, 0, small - 1, 'auto').cache.batch_size == 2
+    assert make_engine(model, TOKENIZER, lines, 9, 0, small - 1, 'auto').cache.batch_size == 2
 
 
 @pytest.mark.parametrize('shorten', [True, False])
 def test_learned_positions_to_the_last(tmp_path, shorten):
     """64 positions: a prompt of 3 has room for 62 further tokens, the last of which is never fed."""
     model = model_of('vanilla')
-    lines, ids = lines_of(tmp_path, '"abc"', '{"prompt": "abc", "max_new_tokens": 62}',
+    lines = lines_of(tmp_path, '"abc"', '{"prompt": "abc", "max_new_tokens": 62}',
                           '{"prompt": "abc", "max_new_tokens": 63}', f'"{"a" * 64}"', f'"{"a" * 65}"',
                           defaults=SamplingParams(500))
-    asked, exact, over, full, longer = fitted(model, lines, ids, 10 ** 9, 'auto', shorten)
+    asked, exact, over, full, longer = fitted(model, lines, 10 ** 9, 'auto', shorten)
     assert (asked.params.max_new_tokens, bool(asked.error)) == ((62, False) if shorten else (500, True))
     assert not exact.error and 'max_new_tokens=63 are more than block_size=64' in over.error
     assert (full.params.max_new_tokens == 1) == shorten and longer.error
-    engine = make_engine(model, TOKENIZER, [exact], ids[:1], 1, 0, 10 ** 9, 'auto')
-    [done] = engine.generate(ids[:1], exact.params)
+    engine = make_engine(model, TOKENIZER, [exact], 1, 0, 10 ** 9, 'auto')
+    [done] = engine.generate([exact.ids], exact.params)
     assert len(done.tokens) == 62 and engine.cache.max_seq_len == 64

@@ -67,11 +67,6 @@ def test_nothing_comes_after_a_stop_text():
     assert [filter('ab'), filter('a'), filter('b'), filter.end()] == ['a', '', '', ''] and filter.found == 'b'
 
 
-def test_an_empty_stop_text_is_refused():
-    with pytest.raises(UserError, match='at least one character'):
-        StopFilter(['a', ''])
-
-
 # -- the text of a sample ---------------------------------------------------------------------------------------------
 
 class Halves:

@@ -10,7 +10,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from data.tokenizer import CharTokenizer
 from engine.engine import Engine
-from engine.prompts import encode_prompts, read_prompts
+from engine.prompts import encode_prompt, read_start
 from model import GPT
 from tests.programs.support import ALPHABET, flags, load, start_program
 from tests.programs.test_sample import KINDS, RULE
@@ -209,15 +209,6 @@ def test_a_reader_that_goes_away_ends_it_quietly(trained, prompts_file, data_roo
     assert process.wait(timeout=120) in (1, 120) and 'Traceback' not in err and 'Broken' not in err
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('content, expected', [
-    ('a\n\n  \nb c \n', ['a', 'b c ']), ('a\r\nb\r\n', ['a', 'b']), ('\ufeffa\nb', ['a', 'b']),
-    ('a\u2028b\x0bc\nd', ['a\u2028b\x0bc', 'd']), ('"a"', ['"a"'])], ids=ascii)
-def test_lines_of_a_text_file(prompts_file, content, expected):
-    assert [text for _, text in read_prompts('', str(prompts_file(content)))] == expected
-
-
 # -- wrong input ------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -302,5 +293,5 @@ def test_start_and_prompts_together(trained, prompts_file):
 def test_a_long_start_is_not_all_repeated_in_the_message():
     tokenizer = CharTokenizer({'a': 0}, {0: 'a'})
     with pytest.raises(UserError) as caught:
-        encode_prompts(tokenizer, read_prompts('a' * 5000 + 'b', ''))
+        encode_prompt(tokenizer, *read_start('a' * 5000 + 'b'))
     assert "'b'" in str(caught.value) and len(str(caught.value)) < 500
