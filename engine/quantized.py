@@ -17,7 +17,7 @@ from config.errors import UserError
 from engine import native
 from engine.linear import by_extension
 
-BLOCK, COLUMNS = 16, 4  # rows and columns of one load of the extension: see `int8_tile` in kernels.h
+BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
 CUDA_ROWS = 32  # on CUDA `torch._int_mm` takes more than 16 rows, in multiples of 8
 
 
@@ -137,7 +137,7 @@ class Int4Linear(QuantizedLinear):
 
     @staticmethod
     def pack(values, scale):
-        """uint8 blocks (n / 16, k / 8, 16, 4) of w + 8, the first 4 of 8 columns in the low nibbles;
+        """uint8 blocks (n / 16, k / 8, 16, 4) of w + 8, the first 4 of 8 columns in low nibbles;
         and scales (n / 16, k / group, 16)."""
         halves = blocks(values, 2 * COLUMNS) + 8                      # (n / 16, k / 8, 16, 8)
         low, high = halves.to(torch.uint8).split(COLUMNS, dim=3)
