@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from engine.params import SamplingParams
 from engine.sampler import SampleRow, _penalised, _weights, sample_rows, uniforms
 
-PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
-
 params = st.builds(SamplingParams, temperature=st.sampled_from([0, 0.3, 1.0, 1.7]),
                    top_k=st.integers(0, 12), top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
                    min_p=st.one_of(st.just(0.0), st.floats(0.01, 0.9)),

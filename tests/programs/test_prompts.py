@@ -125,8 +125,9 @@ def test_equal_prompts_get_different_samples_and_seeds_say_which(many, trained, 
 def test_lines_with_settings_of_their_own(many, trained, prompts_file):
     """What the command line says holds where a line says nothing; wrong lines are answered where
     they stand."""
-    path = prompts_file('"a\\nb"\n\n{"prompt": "cd", "id": "x", "max_new_tokens": 3, "logprobs": 0}\n'
-                        '{"prompt": "aXb"}\n[5\n{"prompt": "ab", "temperature": -1, "id": 7}\n"ab"', 'p.jsonl')
+    path = prompts_file('"a\\nb"\n\n{"prompt": "cd", "id": "x", "max_new_tokens": 3, "logprobs": 0}'
+                        '\n{"prompt": "aXb"}\n[5\n'
+                        '{"prompt": "ab", "temperature": -1, "id": 7}\n"ab"', 'p.jsonl')
     a, cd, unknown, broken, negative, last = many(trained['full'], path, max_new_tokens=5)
     assert (a['line'], a['prompt'], a['tokens'], a['finish_reason']) == (1, 'a\nb', 5, 'length')
     assert 'id' not in a
