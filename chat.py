@@ -14,15 +14,15 @@ At the prompt, text is your turn, and a line that begins with / a command:
     /fork NAME     go on under a new name, keeping this branch as it is
     /switch NAME   go on with another branch
     /branches      which branches there are
-    /history       all that was said
-    /stats         tokens computed and reused, bytes held
+    /history       all turns
+    /stats         tokens computed and reused, bytes in use
     /help          this list
     /quit          leave (so does Ctrl-D)
 
-Ctrl-C ends a reply where it is. The conversation is saved after every turn, and goes
-on from there next time.
+Ctrl-C ends a reply. The conversation is saved after every turn, and continued next time.
 """
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import configurator
@@ -35,17 +35,18 @@ from interop.load import load
 
 
 class Chat:
-    """The conversation, the engine that makes its replies, and what they took."""
+    """A conversation, the engine that generates its replies, and their times to first token."""
 
     def __init__(self, s, model, tokenizer):
         self.s, self.path = s, Path(s.history or Path(s.out_dir) / 'chat.json')
         self.dialogue = Dialogue(tokenizer, Template(s.turn))
-        # an alphabet may lack some of it: better said now than after the first turn
+        # the alphabet may lack some of it: fail now, not after the first turn
         for name in (s.user, s.reply_as):
             tokenizer.encode(self.dialogue.template.head(name) + self.dialogue.template.end)
         max_seq_len = s.max_seq_len or longest_context(model.config)
-        # the other half is for the conversation so far
-        self.longest = min(s.max_new_tokens, max_seq_len // 2)
+        self.longest = min(s.max_new_tokens, max_seq_len // 2)  # of a reply
+        self.params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p, seed=s.seed,
+                                     stop=(self.dialogue.template.end,))
         budget = parse_bytes(s.prefix_budget, 'prefix_budget')
         self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, tokenizer=tokenizer,
                              captured=s.captured, prefix_budget=budget,
@@ -53,26 +54,24 @@ class Chat:
         self.replies, self.ttft = 0, []
 
     def reply(self) -> None:
-        """The model's turn, streamed; what it said before Ctrl-C counts."""
+        """Stream the model's turn, up to Ctrl-C if that comes first."""
         dialogue, s = self.dialogue, self.s
         room = self.engine.cache.max_seq_len - self.longest
         if dialogue.turns and len(dialogue.turns[-1].ids) > room // 2:
             raise UserError(f'your turn is longer than half of the {room:,} tokens that the model '
-                            f'is given of a conversation ({self.longest:,} more are kept for its '
-                            'reply)')
+                            f'is given of a conversation ({self.longest:,} more are reserved for '
+                            'its reply)')
         dialogue.untrim(room)  # as after a /switch, or with a larger max_seq_len than last time
         if len(dialogue.prompt(s.reply_as)) > room:
-            # much at once: a prompt that begins otherwise is recomputed
+            # down to half: each new beginning of the prompt has to be recomputed
             n = dialogue.trim(room // 2)
             print(f'(the conversation is longer than the {room:,} tokens that the model is given, '
-                  f'with {self.longest:,} kept for its reply: it sees turns {n + 1} to '
+                  f'with {self.longest:,} reserved for its reply: it sees turns {n + 1} to '
                   f'{len(dialogue.turns)} from here on; /history and the file have all)')
-        params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p,
-                                seed=sample_seed(s.seed, self.replies),
-                                stop=(dialogue.template.end,))
+        params = replace(self.params, seed=sample_seed(s.seed, self.replies))
         self.replies += 1
         print(dialogue.template.head(s.reply_as), end='', flush=True)
-        completion = self._generated(self.engine.submit(dialogue.prompt(s.reply_as), params))
+        completion = self._stream(self.engine.submit(dialogue.prompt(s.reply_as), params))
         print()
         if completion.error:
             raise UserError(completion.error)
@@ -81,30 +80,24 @@ class Chat:
         dialogue.reply(s.reply_as, completion.text, completion.tokens)
         dialogue.save(self.path)
 
-    def _generated(self, index):
-        """What request `index` came to, printed as it comes. Ctrl-C ends it where it is, wherever
-        that is."""
+    def _stream(self, index):
+        """The completion of request `index`, printed as it is generated. Ctrl-C ends it."""
         events, completion = [], None
         while completion is None and self.engine.n_unfinished:
             try:
                 events = self.engine.step()
-                completion = self._last(events)
+                ended = (event.completion for event in events if event.completion)
+                completion = next(ended, None)
                 for event in events:
                     print(event.text, end='', flush=True)
             except KeyboardInterrupt:
-                # it may have ended by itself just then
-                completion = completion or self._last(events)
-                self.engine.cancel(index)
+                self.engine.cancel(index)  # unless it has just ended by itself
         if completion is None:
             raise UserError('interrupted')
         return completion
 
-    @staticmethod
-    def _last(events):
-        return next((event.completion for event in events if event.completion), None)
-
     def say(self, text: str) -> None:
-        """Your turn, and the reply."""
+        """Add the user's turn, and the reply."""
         self.dialogue.say(self.s.user, text)
         try:
             self.reply()
@@ -114,7 +107,7 @@ class Chat:
             raise
 
     def undo(self) -> str:
-        """Take the last turn of yours back, with what follows; its text, '' if there is none."""
+        """Remove the user's last turn and what follows. Returns its text, '' if there is none."""
         turns = self.dialogue.turns
         mine = [i for i, turn in enumerate(turns) if turn.name == self.s.user]
         if not mine:
@@ -124,7 +117,7 @@ class Chat:
         return text
 
     def command(self, line: str) -> bool:
-        """Obey one; whether to go on."""
+        """Run a command. Returns whether to go on."""
         name, _, rest = line[1:].partition(' ')
         rest = rest.strip()
         if name in ('retry', 'edit'):
@@ -138,8 +131,10 @@ class Chat:
                 self.dialogue.turns[:], self.dialogue.trimmed = before, trimmed
                 raise
         elif name in ('undo', 'fork', 'switch'):
-            {'undo': lambda _: self.undo(), 'fork': self.dialogue.fork,
-             'switch': self.dialogue.switch}[name](rest)
+            if name == 'undo':
+                self.undo()
+            else:
+                getattr(self.dialogue, name)(rest)
             self.dialogue.save(self.path)
             print(f'({len(self.dialogue.turns)} turns on branch {self.dialogue.branch!r})')
         elif name == 'branches':
@@ -159,13 +154,13 @@ class Chat:
         return True
 
     def show(self, turns) -> None:
-        """Turns as the template writes them."""
+        """Print turns as the template writes them."""
         template = self.dialogue.template
         print(''.join(template.head(turn.name) + turn.text + template.end for turn in turns),
               end='')
 
     def stats(self) -> str:
-        """What the store of prefixes has saved so far."""
+        """How much the prefix cache has saved so far."""
         store, stats = self.engine.prefix, self.engine.prefix.stats
         if not stats.requests:
             return 'no reply yet'
@@ -174,20 +169,18 @@ class Chat:
         vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
         tokens = len(store.blocks) * store.size
         replies = '1 reply' if stats.requests == 1 else f'{stats.requests} replies'
+        ttft = 'no reply came so far'
+        if self.ttft:
+            mean = sum(self.ttft) / len(self.ttft)
+            ttft = f'last {self.ttft[-1] * 1e3:.1f} ms, mean {mean * 1e3:.1f} ms'
         return (f'{replies}: {stats.found:,} of {stats.looked_up:,} prompt tokens reused '
-                f'({stats.hit_rate:.1%})\ntime to the first token: {self._ttft()}\n'
+                f'({stats.hit_rate:.1%})\ntime to the first token: {ttft}\n'
                 f'held between turns: {nice_bytes(held)} for {tokens:,} tokens (vanilla GPT-2 in '
                 f'bfloat16: {nice_bytes(vanilla * tokens)})')
 
-    def _ttft(self) -> str:
-        if not self.ttft:
-            return 'no reply came so far'
-        mean = sum(self.ttft) / len(self.ttft)
-        return f'last {self.ttft[-1] * 1e3:.1f} ms, mean {mean * 1e3:.1f} ms'
-
 
 def talk(chat) -> None:
-    """Lines from the terminal until its end."""
+    """Read lines until the end of the input."""
     while True:
         try:
             prompt = chat.dialogue.template.head(chat.s.user) if sys.stdin.isatty() else ''

@@ -16,6 +16,7 @@ from config import missing  # noqa: F401  # isort: skip  (before packages that m
 import contextlib
 import io
 import json
+import statistics
 import sys
 import time
 
@@ -24,23 +25,22 @@ from rich.console import Console
 from rich.progress import track
 
 import configurator
-from config.errors import UserError
-from config.sizes import parse_bytes
+from config.errors import UserError, at_least
+from config.sizes import nice_bytes, parse_bytes
 from engine.captured import MIN_CAPTURED
 from engine.decode import fast_decode
 from engine.many import complete, fitted, json_lines, make_engine, show_many
 from engine.params import SamplingParams
-from engine.prompts import encode_prompts, encode_requests, read_prompts, read_requests
+from engine.prompts import encode_prompt, encode_requests, read_requests, read_start
 from engine.sampler import sample_generators
 from engine.stopping import SampleText, parse_stops
-from engine.timings import Timings, show_timings
 from engine.weights import weight_bytes, weights_dtype
 from generate import Generation, Sampler, cache_length, recomputes
 from interop.load import load
 from kv.capacity import prefill_flops
 from kv.report import account
 from kv.tables import print_report
-from training.device import check_seed, device_name, total_memory
+from training.device import device_name, total_memory
 
 RULE = '-' * 15  # printed after each sample, as in nanoGPT
 
@@ -60,11 +60,11 @@ def main(argv=None):
 
 def sample_start(s):
     """`num_samples` samples of one prompt, in batches of `parallel`, as nanoGPT would draw them."""
-    stops, texts = parse_stops(s.stop), read_prompts(s.start, '')
+    stops, start = parse_stops(s.stop), read_start(s.start)
     model, tokenizer = load(s)
     generators = sample_generators(s.seed, s.num_samples, model.device)
-    [prompt] = encode_prompts(tokenizer, texts)
-    note_what_is_special(s, model, tokenizer, stops, len(prompt))
+    prompt = encode_prompt(tokenizer, *start)
+    print_notes(s, model, tokenizer, stops, len(prompt))
 
     timings, cache = Timings(), None
     max_seq_len = cache_length(model, len(prompt), s.max_new_tokens)
@@ -97,8 +97,8 @@ def sample_start(s):
 
 
 def generate_batch(generation, tokenizer, prompt, stops, timings):
-    """Print the samples of a batch: a single one is streamed as it is made, several are printed
-    when all are done."""
+    """Print the samples of a batch: a single one is streamed, several are printed when all are
+    done."""
     samples = [SampleText(tokenizer.stream(), stops) for _ in generation.prompts]
     stream, hidden = len(samples) == 1, not sys.stderr.isatty()
     if stream:
@@ -115,7 +115,7 @@ def generate_batch(generation, tokenizer, prompt, stops, timings):
                 if stream:
                     print(piece, end='', flush=True)
             stamps.append(time.perf_counter())
-    finally:  # also if interrupted: text that was held back is part of the sample
+    finally:  # also if interrupted: pending text is part of the sample
         ends = [sample.end() for sample in samples]
         if stream:
             print(ends[0], end='', flush=True)
@@ -125,8 +125,8 @@ def generate_batch(generation, tokenizer, prompt, stops, timings):
     timings.record(start, stamps, sum(sample.n_tokens for sample in samples))
 
 
-def note_what_is_special(s, model, tokenizer, stops, n_prompt):
-    """Say beforehand what a user may not expect."""
+def print_notes(s, model, tokenizer, stops, n_prompt):
+    """Notes on what a user may not expect."""
     if recomputes(model, n_prompt, s.max_new_tokens):
         print(f'Note: learned positions end at block_size={model.config.block_size}; tokens past '
               'it are made by full recomputation over the last block_size tokens, exactly as '
@@ -139,26 +139,62 @@ def note_what_is_special(s, model, tokenizer, stops, n_prompt):
                   'character of it')
 
 
+class Timings:
+    """Of each batch of samples, seconds to the first token (TTFT) and per further step (TPOT)."""
+
+    def __init__(self):
+        self.first, self.further, self.tokens, self.seconds = [], [], 0, 0.0
+
+    def record(self, start: float, stamps: list[float], tokens: int) -> None:
+        """Add a batch that began at `start` and made a step at each of `stamps`, in seconds.
+
+        tokens: those that belong to a sample; a row that has ended makes none.
+        """
+        self.first.append(stamps[0] - start)
+        if len(stamps) > 1:
+            self.further.append((stamps[-1] - stamps[0]) / (len(stamps) - 1))
+        self.tokens += tokens
+        self.seconds += stamps[-1] - start
+
+    def summary(self) -> dict:
+        """Medians over the batches; tokens_per_second over everything, prefill included."""
+        return {'ttft_ms': statistics.median(self.first) * 1e3,
+                'tpot_ms': statistics.median(self.further) * 1e3 if self.further else None,
+                'tokens_per_second': self.tokens / self.seconds, 'tokens': self.tokens}
+
+
+def show_timings(report: dict) -> None:
+    n = report['prompt_tokens']
+    tpot = f"{report['tpot_ms']:.2f} ms" if report['tpot_ms'] is not None else '-'
+    Console().print(
+        f"TTFT {report['ttft_ms']:.1f} ms ({n} prompt token{'s' * (n != 1)}, "
+        f"{report['prefill_flops'] / 1e6:,.1f} MFLOPs), TPOT {tpot}, "
+        f"{report['tokens_per_second']:,.1f} tokens/s\n"
+        f"at batch {report['batch']} on {report['device']}, "
+        f"{report['threads']} threads, weights {report['weights']}: "
+        f"{nice_bytes(report['weight_bytes'])}", highlight=False)
+
+
 # -- many prompts ----------------------------------------------------------------------------------
 
 def sample_prompts(s, write):
-    """The prompts of a file through the batching engine; each answer is given to `write`. Returns
-    how many failed."""
+    """Complete the prompts of a file by the batching engine, and pass the answers to `write`.
+    Returns the number of requests that failed."""
     defaults = sampling_params(s)
     budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
     prefixes = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     lines = read_requests(s.prompts, defaults)
     model, tokenizer = load(s)
-    lines, ids = encode_requests(tokenizer, lines)
+    lines = encode_requests(tokenizer, lines)
     asked, budget = lines, budget or total_memory(model.device) // 2
-    lines = fitted(model, lines, ids, budget, s.kv_dtype, 'max_new_tokens' not in s.given)
+    lines = fitted(model, lines, budget, s.kv_dtype, 'max_new_tokens' not in s.given)
     if any(a.params != b.params for a, b in zip(asked, lines)):
         print(f'Note: learned positions end at block_size={model.config.block_size}; '
               'texts end there')
     rows = s.parallel if 'parallel' in s.given else 0
-    engine = make_engine(model, tokenizer, lines, ids, s.num_samples, rows, budget, s.kv_dtype,
+    engine = make_engine(model, tokenizer, lines, s.num_samples, rows, budget, s.kv_dtype,
                          prefixes, s.captured)
-    report = complete(engine, lines, ids, s.num_samples, s.seed, write) | machine(model)
+    report = complete(engine, lines, s.num_samples, s.seed, write) | machine(model)
     if s.report:
         show_many(report)
     if s.json:
@@ -197,10 +233,7 @@ def sampling_params(s) -> SamplingParams:
 
 
 def check(s):
-    for name in ('num_samples', 'parallel'):
-        if getattr(s, name) < 1:
-            raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
-    check_seed(s.seed)
+    at_least(s, num_samples=1, parallel=1)
     sampling_params(s)
     for name in ('min_p', 'repetition_penalty', 'logprobs', 'kv_budget', 'prefix_budget'):
         if name in s.given and not s.prompts:

@@ -1,8 +1,8 @@
-"""A conversation as a text: turns by a template, their token ids as they were said, branches. No
-torch here.
+"""A conversation as text: turns written by a template, with their token ids, and branches. No torch
+here.
 
-    turn = '{name}.\n{text}\n\n'    ROMEO.         the model is given all turns, then the next one
-                                    She speaks.    up to its text; what follows a text ends a reply
+    turn = '{name}.\n{text}\n\n'    ROMEO.         a prompt is all turns, then the beginning of the
+                                    She speaks.    next one; what follows {text} ends a reply
 
                                     JULIET.
 """
@@ -19,8 +19,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Template:
-    """How a turn is written: '{name}' and then '{text}', each once, with something after it that
-    ends the turn.
+    """How a turn is written: '{name}', then '{text}', each once, then what ends the turn.
 
     Raises:
         UserError: another form.
@@ -40,18 +39,18 @@ class Template:
         object.__setattr__(self, '_pieces', [literal for literal, *_ in pieces])
 
     def head(self, name: str) -> str:
-        """All before the text."""
+        """What precedes the text."""
         return self._pieces[0] + name + self._pieces[1]
 
     @property
     def end(self) -> str:
-        """All after it."""
+        """What follows the text."""
         return self._pieces[2]
 
 
 @dataclass
 class Turn:
-    """Who said what, and the token ids of the whole turn, head and end included."""
+    """A speaker's text, and the token ids of the whole turn, head and end included."""
     name: str
     text: str
     ids: list[int]
@@ -61,9 +60,9 @@ class Turn:
 class Dialogue:
     """Turns on one of several branches.
 
-    tokenizer: as `data.tokenizer`. branches: name -> turns; `branch` is the one that goes on.
+    tokenizer: as in `data.tokenizer`. branches: name -> turns; `branch` is the current one.
     trimmed: name of a branch -> how many of its oldest turns are left out of prompts.
-    strict: refuse what `say` would fold.
+    strict: refuse texts that `say` would fold.
     """
     tokenizer: object
     template: Template
@@ -81,8 +80,8 @@ class Dialogue:
         blank lines are left out, and where any line break ends a turn, spaces join the lines.
 
         Raises:
-            UserError: what ends a turn comes up before its end (in the name, the text, or where
-                they meet the template), or characters that the model does not know.
+            UserError: an empty text, one in which the end of a turn occurs, or characters that
+                the alphabet lacks.
         """
         head, end = self.template.head(name), self.template.end
         if not text.strip():
@@ -100,32 +99,34 @@ class Dialogue:
         self.turns.append(Turn(name, text, self._encoded(head + text + end)))
 
     def _encoded(self, text):
-        # what people say is text, and nothing else
+        # text is never read as special tokens
         return self.tokenizer.encode(text, special=False)
 
     def prompt(self, name: str) -> list[int]:
-        """Ids of the turns that are not trimmed, and of the next one by `name` up to its text."""
+        """Ids of the turns that are not trimmed, and of the head of the next one, by `name`."""
         turns = self.turns[self.trimmed.get(self.branch, 0):]
         return [i for turn in turns for i in turn.ids] + self._encoded(self.template.head(name))
 
     def reply(self, name: str, text: str, ids: list[int]) -> None:
-        """Append a turn that was generated behind `prompt(name)`: its text, cut at the end of the
-        turn, and its token ids. They are kept as they came if they are what the turn says, so that
-        the cache that has them serves the next one."""
+        """Append a turn that was generated after `prompt(name)`: its text, without the end of the
+        turn, and its token ids. The ids are kept where they decode to the turn, so that the prefix
+        cache has the next prompt."""
         head, end = self._encoded(self.template.head(name)), self.template.end
-        said = self.tokenizer.decode(ids)
-        if said != text + end:
-            ids = ids + self._encoded(end) if said == text else self._encoded(text + end)
+        decoded = self.tokenizer.decode(ids)
+        if decoded == text:
+            ids = ids + self._encoded(end)
+        elif decoded != text + end:
+            ids = self._encoded(text + end)
         self.turns.append(Turn(name, text, head + ids))
 
     def untrim(self, room: int) -> None:
-        """All turns are in prompts again if they have at most `room` tokens together."""
+        """Put all turns in prompts again if they have at most `room` tokens."""
         if sum(len(turn.ids) for turn in self.turns) <= room:
             self.trimmed[self.branch] = 0
 
     def trim(self, room: int) -> int:
-        """Leave the oldest turns out of prompts until the others have at most `room` tokens; how
-        many are left out then. The turns themselves stay."""
+        """Leave the oldest turns out of prompts until the rest have at most `room` tokens. Returns
+        how many are left out."""
         n = self.trimmed.get(self.branch, 0)
         total = sum(len(turn.ids) for turn in self.turns[n:])
         while total > room:
@@ -137,10 +138,10 @@ class Dialogue:
         """Drop all turns but the first n."""
         del self.turns[n:]
         if self.trimmed.get(self.branch, 0) >= n:
-            self.trimmed[self.branch] = 0  # there is room for earlier ones again
+            self.trimmed[self.branch] = 0  # there is room for the earlier ones again
 
     def fork(self, name: str) -> None:
-        """Go on under a new name; the branch stays as it is."""
+        """Copy the branch under a new name, and go on with the copy."""
         if not name or name in self.branches:
             raise UserError(f'there is a branch {name!r} already' if name
                             else 'a branch needs a name')
@@ -158,17 +159,17 @@ class Dialogue:
     # -- on disk -----------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """As JSON, whole or not at all.
+        """Write JSON, atomically.
 
         Raises:
             UserError: it cannot be written.
         """
-        branches = {name: [asdict(turn) for turn in turns] for name, turns in self.branches.items()}
         document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch,
-                    'trimmed': self.trimmed, 'branches': branches}
+                    'trimmed': self.trimmed, 'branches': self.branches}
         temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
         try:
-            temporary.write_text(json.dumps(document, ensure_ascii=False), encoding='utf-8')
+            temporary.write_text(json.dumps(document, ensure_ascii=False, default=asdict),
+                                 encoding='utf-8')
             os.replace(temporary, path)
         except OSError as e:
             raise UserError(f'{path} cannot be written: {e}') from e
@@ -176,11 +177,10 @@ class Dialogue:
             temporary.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
-        """What `save` wrote. Ids that the model does not have, or another template, are an error:
-        nothing is loaded.
+        """Read what `save` wrote; on an error nothing changes.
 
         Raises:
-            UserError: not such a file.
+            UserError: another kind of file, another template, or ids of another tokenizer.
         """
         try:
             document = json.loads(path.read_text(encoding='utf-8'))
@@ -193,9 +193,9 @@ class Dialogue:
                         for name, turns in document['branches'].items()}
             branch = document['branch']
             for turn in (turn for turns in branches.values() for turn in turns):
-                said = self.template.head(turn.name) + turn.text + self.template.end
-                if self.tokenizer.decode(turn.ids) != said:
-                    raise UserError(f'{path} was said by a model with other tokens, or changed: '
+                whole = self.template.head(turn.name) + turn.text + self.template.end
+                if self.tokenizer.decode(turn.ids) != whole:
+                    raise UserError(f'{path} is from a model with other tokens, or was changed: '
                                     f'{turn.text[:40]!r}')
             trimmed = {str(name): min(max(0, int(n)), len(branches[name]))
                        for name, n in document.get('trimmed', {}).items() if name in branches}
@@ -205,15 +205,15 @@ class Dialogue:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError,
                 StopIteration) as e:
-            raise UserError(f'{path} is no conversation that can be read: '
+            raise UserError(f'{path} is not a conversation that can be read: '
                             f'{type(e).__name__}: {e}') from e
 
 
 def longest_context(config) -> int:
-    """Tokens that chat.py and serve.py let the model see by default.
+    """The default max_seq_len of chat.py and serve.py.
 
-    A model with RoPE and local layers gets 32 times its block_size, up to 8,192: as far as the demo
-    model was found to predict as well as within its block_size (results/demo/contexts.jsonl)."""
+    With RoPE and local layers it is 32 times block_size, up to 8,192: the demo model predicts as
+    well there as within its block_size (results/demo/contexts.jsonl)."""
     local = config.window_size and 'L' in config.layer_pattern
     if config.pos_embedding != 'rope' or not local:
         return config.block_size

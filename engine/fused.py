@@ -7,8 +7,7 @@ from model import CausalSelfAttention
 
 
 class FusedAttention(CausalSelfAttention):
-    """`CausalSelfAttention` that takes the kernel of `attention.kernels.qkv` where it serves, and
-    is the plain one elsewhere."""
+    """`CausalSelfAttention` that uses the kernel of `attention.kernels.qkv` where it can."""
 
     def forward(self, x, rope=None, kv=None, cache=None, trim=None):
         if not (isinstance(cache, StaticCache) and self._suits(x, cache)):
@@ -23,7 +22,7 @@ class FusedAttention(CausalSelfAttention):
         return self.project(cache.read(self.layer, q)), None
 
     def _suits(self, x, cache) -> bool:
-        """Not float64, and not K and V that are rounded to int8 but stored in another dtype."""
+        """Not for float64, nor for K and V rounded to int8 but stored in another dtype."""
         rounds_only = self.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
         wide = x.dtype == torch.float64 or cache.kv_dtype == 'float64'
         return triton_usable(x.device) and self.head_dim % 2 == 0 and not rounds_only and not wide

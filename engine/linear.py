@@ -2,7 +2,7 @@
 import ctypes
 import functools
 import statistics
-import time
+import timeit
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ MOST_ROWS = 256
 
 
 class FewRowsLinear(nn.Linear):
-    """nn.Linear that takes the extension's matmul where that is faster: in float32 and bfloat16 on
-    a CPU, for up to `few_rows` rows. A GEMM reads the weight at half of memory speed there."""
+    """nn.Linear that uses the extension's matmul where that is faster: in float32 and bfloat16 on
+    a CPU, for up to `few_rows` rows, where torch's GEMM reads the weight at half of memory speed.
+    """
 
     def forward(self, x):
         if torch.compiler.is_compiling() or not self._suits(x):
@@ -30,15 +31,15 @@ class FewRowsLinear(nn.Linear):
 
 
 def describe(weight, bias) -> tuple[native.Linear, torch.Tensor | None]:
-    """For the extension; and a tensor that must live as long."""
+    """(descriptor for the extension, a tensor that must live as long as the descriptor)"""
     bias = None if bias is None else bias.detach().float()
     return native.Linear(weight.data_ptr(), None, None if bias is None else bias.data_ptr(),
                          *weight.shape, native.DTYPES[weight.dtype]), bias
 
 
 def by_extension(described, x: torch.Tensor) -> torch.Tensor:
-    """x (..., k) -> (..., n) float32. described: a `native.Linear`, and what must live meanwhile."""
-    linear, _kept = described
+    """x (..., k) -> (..., n) float32. described: as `describe` returns it."""
+    linear, _bias = described
     rows = x.detach().reshape(-1, linear.k).float().contiguous()
     y = rows.new_empty(len(rows), linear.n)
     native.library().nanokv_linear(
@@ -48,34 +49,29 @@ def by_extension(described, x: torch.Tensor) -> torch.Tensor:
 
 
 def few_rows(dtype: torch.dtype) -> int:
-    """Up to how many rows the extension's matmul is the faster one; 0 without it."""
+    """The number of rows up to which the extension's matmul is faster; 0 without it."""
     return _measured(dtype) if native.library() else 0
 
 
 @functools.cache
 def _measured(dtype) -> int:
-    """On a weight of GPT-2's MLP, for 1, 4, 16 ... rows: some 100 ms."""
+    """Timed on a weight of GPT-2's MLP for 1, 4, 16 ... rows: takes some 100 ms."""
     weight = torch.ones(3072, 768, dtype=dtype)
     described, rows = describe(weight, None), 1
     while rows <= MOST_ROWS:
         x = torch.ones(rows, 768, dtype=dtype)
-        ours, torchs = _seconds(by_extension, described, x), _seconds(F.linear, x, weight)
-        if ours > torchs:
+        if _seconds(by_extension, described, x) > _seconds(F.linear, x, weight):
             break
         rows *= 4
     return rows // 4
 
 
 def _seconds(call, *args) -> float:
-    def once():
-        start = time.perf_counter()
-        call(*args)
-        return time.perf_counter() - start
-    return statistics.median(once() for _ in range(7))
+    return statistics.median(timeit.repeat(lambda: call(*args), repeat=7, number=1))
 
 
 def speed_up_few_rows(model) -> None:
-    """The model's Linear layers become `FewRowsLinear`, in place; their weights stay."""
+    """Turn the model's Linear layers into `FewRowsLinear`, in place, with the same weights."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FewRowsLinear

@@ -2,69 +2,62 @@
 import difflib
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from config.errors import UserError
 
-LARGEST = 2 ** 31 - 1
+MAX_INT = 2 ** 31 - 1
+
+# parameter -> its type, which values are allowed, and how the error describes them
+RANGES = {
+    'max_new_tokens': (int, lambda x: 1 <= x <= MAX_INT, f'at least 1 and at most {MAX_INT:,}'),
+    'temperature': (float, lambda x: x == 0 or x >= 1e-4, '0 (greedy) or at least 1e-4'),
+    'top_k': (int, lambda x: 0 <= x <= MAX_INT, f'at least 0 and at most {MAX_INT:,}'),
+    'top_p': (float, lambda x: 0 < x <= 1, 'above 0 and at most 1'),
+    'min_p': (float, lambda x: 0 <= x < 1, 'at least 0 and below 1'),
+    'repetition_penalty': (float, lambda x: 1e-3 <= x <= 1e3, 'from 0.001 to 1000 (1 = off)'),
+    'seed': (int, lambda x: -2 ** 63 <= x < 2 ** 64, 'at least -2**63 and below 2**64'),
+    'logprobs': (int, lambda x: -1 <= x <= MAX_INT, f'at least -1 and at most {MAX_INT:,}'),
+}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are drawn, and where they end.
+    """How the tokens of one request are sampled, and where they end.
 
     The restrictions apply in the order of Hugging Face's `generate`: repetition penalty,
-    temperature, top-k, top-p, min-p; `engine/sampler.py` says exactly what each keeps.
+    temperature, top-k, top-p, min-p; `generate.lowest_kept` defines the last three.
 
     Raises:
-        UserError: a value of the wrong type or out of range; the message names it and what is
-            allowed.
+        UserError: a value of the wrong type or out of range.
     """
     max_new_tokens: int = 128
     temperature: float = 1.0         # divides the logits; 0 = greedy, else at least 1e-4
     top_k: int = 0                   # only the k likeliest; 0 = all
-    # only the likeliest that together have this probability (Holtzman et al. 2019); 1 = all
-    top_p: float = 1.0
-    # only those with this share of the likeliest's probability (Nguyen et al. 2024); 0 = all
-    min_p: float = 0.0
-    # above 1: tokens seen in prompt or text get less likely (Keskar et al. 2019); 1 = off
-    repetition_penalty: float = 1.0
+    top_p: float = 1.0               # only the likeliest that sum to this probability; 1 = all
+    min_p: float = 0.0               # relative to the likeliest token's probability; 0 = all
+    repetition_penalty: float = 1.0  # above 1, tokens in prompt or text become less likely
     seed: int = 0                    # the random number of token t is a function of (seed, t) alone
     stop_tokens: tuple[int, ...] = ()  # token ids that end the text
-    stop: tuple[str, ...] = ()       # texts that end the text, looked for by engine/stopping.py
-    # -1 none; 0 of each chosen token; k > 0 also the k likeliest at each place
-    logprobs: int = -1
+    stop: tuple[str, ...] = ()       # stop texts, see engine/stopping.py
+    logprobs: int = -1               # -1: none; 0: the sampled token's; k: and the k likeliest's
 
     def __post_init__(self):
-        put = partial(object.__setattr__, self)  # how a frozen dataclass is given a value
-        for name, low, high in (('max_new_tokens', 1, LARGEST), ('top_k', 0, LARGEST),
-                                ('logprobs', -1, LARGEST), ('seed', -2 ** 63, 2 ** 64 - 1)):
-            _check_int(name, getattr(self, name), low, high)
-        for name in ('temperature', 'top_p', 'min_p', 'repetition_penalty'):
-            put(name, _number(name, getattr(self, name)))
-        if not (self.temperature == 0 or self.temperature >= 1e-4):
-            raise UserError(f'temperature={self.temperature}: must be 0 (greedy) or at least 1e-4')
-        if not 0 < self.top_p <= 1:
-            raise UserError(f'top_p={self.top_p}: must be above 0 and at most 1')
-        if not 0 <= self.min_p < 1:
-            raise UserError(f'min_p={self.min_p}: must be at least 0 and below 1')
-        if not 1e-3 <= self.repetition_penalty <= 1e3:
-            raise UserError(f'repetition_penalty={self.repetition_penalty}: '
-                            'must be from 0.001 to 1000 (1 = off)')
-        put('stop_tokens', _stop_tokens(self.stop_tokens))
-        put('stop', _stop_texts(self.stop))
+        checked = {'stop_tokens': _stop_tokens(self.stop_tokens), 'stop': _stop_texts(self.stop)}
+        for name, (kind, allows, allowed) in RANGES.items():
+            checked[name] = _number(name, getattr(self, name), kind)
+            if not allows(checked[name]):
+                raise UserError(f'{name}={shown(checked[name])}: must be {allowed}')
+        self.__dict__.update(checked)  # the dataclass is frozen
 
     @classmethod
     def from_dict(cls, given: dict, defaults: 'SamplingParams | None' = None) -> 'SamplingParams':
-        """`defaults` with what a JSON object says otherwise; 'stop' may be one text or a list of
-        them.
+        """`defaults` updated from a JSON object, in which 'stop' may also be a single text.
 
         Raises:
-            UserError: an unknown key (with those that look like it, and all there are), or a wrong
-                value.
+            UserError: an unknown key, or a wrong value.
         """
         if not isinstance(given, dict):
             raise UserError(f'{shown(given)}: must be an object of sampling parameters, '
@@ -80,12 +73,11 @@ class SamplingParams:
 
 
 class TokenLogprob(NamedTuple):
-    """Natural logarithms of probabilities at one place of the text, of the model's own
-    distribution: before penalty, temperature and restrictions (as OpenAI's API and vLLM report
-    them)."""
+    """Log-probabilities at one position, in nats, from the model's logits: before the repetition
+    penalty, temperature and restrictions (as in OpenAI's API and vLLM)."""
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token, logprob) of the likeliest, in falling order
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), likeliest first
 
     def as_json(self) -> dict:
         return {'token': self.token, 'logprob': self.logprob,
@@ -101,11 +93,9 @@ class Completion:
     finish_reason: str                          # one of FINISH_REASONS
     error: str = ''                             # what went wrong, if finish_reason is 'error'
     logprobs: list[TokenLogprob] | None = None  # one per token, if they were asked for
-    # from submission to the first token; None = there was none
-    ttft_s: float | None = None
+    ttft_s: float | None = None                 # from submission to the first token, if any
     seconds: float | None = None                # from submission to the end
-    # prompt tokens that an earlier request had computed (`prefix_budget`)
-    n_cached: int = 0
+    n_cached: int = 0                           # prompt tokens reused from the prefix cache
 
     FINISH_REASONS = ('length', 'stop', 'error', 'cancelled')
 
@@ -115,14 +105,12 @@ class Completion:
                              f'must be one of {self.FINISH_REASONS}')
 
     def as_json(self) -> dict:
-        """A dict of plain lists, numbers and texts."""
         logprobs = self.logprobs and [entry.as_json() for entry in self.logprobs]
         return asdict(self) | {'logprobs': logprobs}
 
 
 def sample_seed(seed: int, k: int) -> int:
-    """The seed of sample k of a run with `seed`: that itself for k = 0, for others a number mixed
-    from both."""
+    """The seed of sample k of a run: `seed` itself for k = 0, else a number mixed from both."""
     mixed = np.random.SeedSequence((seed % 2 ** 64, k)).generate_state(2).view(np.uint64)[0]
     return seed if k == 0 else int(mixed >> 1)
 
@@ -136,28 +124,25 @@ def shown(value) -> str:
     return text if len(text) <= 60 else text[:57] + '...'
 
 
+def has_surrogate(text: str) -> bool:
+    """Half a surrogate pair is no character: JSON can spell it, UTF-8 cannot."""
+    return any('\ud800' <= c <= '\udfff' for c in text)
+
+
 def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_int(name: str, value, low: int, high: int):
-    if not _is_int(value):
-        raise UserError(f'{name}={shown(value)}: must be an integer')
-    if not low <= value <= high:
-        allowed = f'at least {low:,}' if value < low else f'at most {high:,}'
-        allowed = 'at least -2**63 and below 2**64' if name == 'seed' else allowed
-        raise UserError(f'{name}={shown(value)}: must be {allowed}')
-
-
-def _number(name: str, value) -> float:
+def _number(name: str, value, kind: type) -> int | float:
     try:
-        if isinstance(value, float) or _is_int(value):
-            number = float(value)
-            if math.isfinite(number):
+        if _is_int(value) or (kind is float and isinstance(value, float)):
+            number = kind(value)
+            if kind is int or math.isfinite(number):
                 return number
-    except OverflowError:  # an int that no float can hold
+    except OverflowError:  # an int too large for a float
         pass
-    raise UserError(f'{name}={shown(value)}: must be a finite number')
+    allowed = 'an integer' if kind is int else 'a finite number'
+    raise UserError(f'{name}={shown(value)}: must be {allowed}')
 
 
 def _stop_tokens(value) -> tuple[int, ...]:
@@ -172,15 +157,9 @@ def _stop_texts(value) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
         raise UserError(f'stop={shown(value)}: must be a text or a list of texts')
-    for stop in stops:
-        if not stop:
-            raise UserError(f'stop={shown(value)}: a stop text must have at least one character')
-        if has_surrogate(stop):
-            raise UserError(f'stop={shown(value)}: a stop text must not have half a surrogate '
-                            'pair: it can never come up')
+    if '' in stops:
+        raise UserError(f'stop={shown(value)}: a stop text must have at least one character')
+    if any(map(has_surrogate, stops)):
+        raise UserError(f'stop={shown(value)}: a stop text must not have half a surrogate pair: '
+                        'no token decodes to it')
     return tuple(stops)
-
-
-def has_surrogate(text: str) -> bool:
-    """Half a surrogate pair is no character: JSON can spell it, UTF-8 cannot."""
-    return any('\ud800' <= c <= '\udfff' for c in text)

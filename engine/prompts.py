@@ -3,6 +3,7 @@ parameters of its own. No torch here."""
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,140 +11,102 @@ from config.errors import UserError
 from engine.params import SamplingParams, has_surrogate, shown
 
 
-def read_prompts(start: str, path: str) -> list[tuple[str, str]]:
-    """(where, text) of each prompt: those in the file `path` or, if that is '', the one that
-    `start` is or names.
-
-    A file has one prompt a line, without the line's end; in a `.jsonl` file each line is a JSON
-    string, so that prompts may have several lines. Blank lines are passed over. `where` is for
-    error messages: 'prompts='many.txt', line 3'.
+def read_start(start: str) -> tuple[str, str]:
+    """(where, text): `start` itself, or the file that 'FILE:path' names. `where` is for messages.
 
     Raises:
-        UserError: a file that cannot be read as UTF-8, without prompts, or with a line that is no
-            JSON string.
+        UserError: a file that cannot be read as UTF-8.
     """
-    if not path:
-        where = f'start={start!r}' if len(start) <= 200 else f'start={start[:200]!r}...'
-        return [(where, _read(start[5:], where) if start.startswith('FILE:') else start)]
-    lines = [(where, line) for where, _, line in _lines(path)]
-    if _is_jsonl(path):
-        return [(where, _json_string(where, line)) for where, line in lines]
-    return lines
+    where = f'start={start!r}' if len(start) <= 200 else f'start={start[:200]!r}...'
+    return where, _read(start[5:], where) if start.startswith('FILE:') else start
 
 
-def encode_prompts(tokenizer, prompts: list[tuple[str, str]]) -> list[list[int]]:
-    """Token ids of each prompt. UserError names the prompt with characters that the alphabet lacks,
-    or no tokens."""
-    encoded = []
-    for where, text in prompts:
-        try:
-            encoded.append(tokenizer.encode(text))
-        except UserError as e:
-            raise UserError(f'{where}: {e}') from e
-        if not encoded[-1]:
-            raise UserError(f'{where}: the prompt has no tokens; give at least one character')
-    return encoded
+def encode_prompt(tokenizer, where: str, text: str) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        UserError: characters that the alphabet lacks, or no tokens.
+    """
+    try:
+        ids = tokenizer.encode(text)
+    except UserError as e:
+        raise UserError(f'{where}: {e}') from e
+    if not ids:
+        raise UserError(f'{where}: the prompt has no tokens; give at least one character')
+    return ids
 
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a file of prompts; an `error` that is not '' says what is wrong with it."""
+    """One line of a file of prompts. A non-empty `error` says what is wrong with it."""
     where: str                             # "prompts='many.jsonl', line 3"
     line_number: int                       # from 1
-    # the line's own name for it, to be given back with the result; None = it has none
-    id: str | int | float | bool | None
-    prompt: str                            # '' = the line has none that can be read
+    id: str | int | float | bool | None    # the line's own, returned with its answer
+    prompt: str                            # '' if it cannot be read
     params: SamplingParams
     error: str = ''
-    # the parameters that the line itself sets, such as ('seed',)
-    given: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()            # parameters that the line itself sets, as ('seed',)
+    ids: Sequence[int] = ()                # token ids of the prompt, from `encode_requests`
 
 
 def read_requests(path: str, defaults: SamplingParams) -> list[PromptLine]:
-    """The requests in the file `path`, in its order; blank lines are passed over.
+    """The requests in the file `path`, in its order; blank lines are skipped.
 
-    In a `.jsonl` file each line is a JSON string, the prompt, or an object with "prompt" and, as
-    far as they differ from `defaults`, "id" and fields of `SamplingParams`; any other file has one
-    prompt a line, without the line's end. A line with a mistake becomes one with an `error`, and
+    In a `.jsonl` file each line is a JSON string, the prompt, or an object with "prompt" and
+    optionally "id" and fields of `SamplingParams` that override `defaults`. In any other file each
+    line is a prompt, without its line end. A line with a mistake becomes one with an `error`, and
     the others still run.
 
     Raises:
         UserError: a file that cannot be read as UTF-8, or without prompts.
     """
-    requests = []
-    for where, number, line in _lines(path):
-        request = PromptLine(where, number, None, '' if _is_jsonl(path) else line, defaults)
-        try:
-            if _is_jsonl(path):
-                given = _json_object(line)
-                request = replace(request, id=_id(given))  # known also if something else is wrong
-                request = replace(request, prompt=_prompt(given))
-                request = replace(request, params=SamplingParams.from_dict(given, defaults),
-                                  given=tuple(given))
-        except UserError as e:
-            request = replace(request, error=f'{where}: {e}')
-        requests.append(request)
+    # not splitlines(): a prompt may contain U+2028 and the like
+    lines = enumerate(_read(path, f'prompts={path!r}').split('\n'), 1)
+    requests = [_request(path, number, line, defaults) for number, line in lines if line.strip()]
+    if not requests:
+        raise UserError(f'prompts={path!r}: the file has no prompts; write one a line')
     return requests
 
 
-def encode_requests(tokenizer, requests: list[PromptLine]
-                    ) -> tuple[list[PromptLine], list[list[int]]]:
-    """The same requests with token ids of each; one whose prompt cannot be encoded gets an `error`
-    and no ids."""
-    checked, encoded = [], []
-    for request in requests:
-        ids = []
+def _request(path, number, line, defaults) -> PromptLine:
+    where = f'prompts={path!r}, line {number}'
+    if not path.lower().endswith('.jsonl'):
+        return PromptLine(where, number, None, line, defaults)
+    request = PromptLine(where, number, None, '', defaults)
+    try:
+        given = _json_object(line)
+        request = replace(request, id=_id(given))  # kept even if the rest is wrong
+        request = replace(request, prompt=_prompt(given))
+        params = SamplingParams.from_dict(given, defaults)
+        return replace(request, params=params, given=tuple(given))
+    except UserError as e:
+        return replace(request, error=f'{where}: {e}')
+
+
+def encode_requests(tokenizer, requests: list[PromptLine]) -> list[PromptLine]:
+    """The requests with their token ids; one whose prompt cannot be encoded gets an `error`."""
+    def encoded(request):
+        if request.error:
+            return request
         try:
-            if not request.error:
-                [ids] = encode_prompts(tokenizer, [(request.where, request.prompt)])
+            return replace(request, ids=encode_prompt(tokenizer, request.where, request.prompt))
         except UserError as e:
-            request = replace(request, error=str(e))
-        checked.append(request)
-        encoded.append(ids)
-    return checked, encoded
-
-
-def _lines(path: str) -> list[tuple[str, int, str]]:
-    """(where, number, line) of each line that is not blank. UserError if there are none."""
-    # not splitlines(): a prompt may contain U+2028 and the like
-    lines = _read(path, f'prompts={path!r}').split('\n')
-    numbered = [(f'prompts={path!r}, line {n}', n, line)
-                for n, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise UserError(f'prompts={path!r}: the file has no prompts; write one a line')
-    return numbered
-
-
-def _is_jsonl(path: str) -> bool:
-    return path.lower().endswith('.jsonl')
+            return replace(request, error=str(e))
+    return [encoded(request) for request in requests]
 
 
 def _read(path: str, where: str) -> str:
     try:
-        # some editors begin UTF-8 files with a mark
-        return Path(path).read_text(encoding='utf-8-sig')
+        return Path(path).read_text(encoding='utf-8-sig')  # some editors write a byte order mark
     except OSError as e:
         raise UserError(f'{where}: cannot be read: {e.strerror or e}') from e
     except ValueError as e:  # not UTF-8, or a null character in the path
         raise UserError(f'{where}: cannot be read as UTF-8 text: {e}') from e
 
 
-def _json_string(where: str, line: str) -> str:
-    try:
-        text = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise UserError(f'{where}: {line[:60]!r} is not JSON ({e}): '
-                        'write each prompt as a JSON string, "like\\nthis"') from e
-    if not isinstance(text, str):
-        raise UserError(f'{where}: {line[:60]!r} is not a JSON string: '
-                        'write each prompt as one, "like\\nthis"')
-    return text
-
-
 def _json_object(line: str) -> dict:
-    """What the line says, as a dict."""
     try:
-        given = json.loads(line, object_pairs_hook=_no_key_twice, parse_constant=_no_constant,
+        given = json.loads(line, object_pairs_hook=_unique_keys, parse_constant=_no_constant,
                            parse_float=_finite)
     except UserError:
         raise
@@ -158,7 +121,7 @@ def _json_object(line: str) -> dict:
 
 
 def _id(given: dict):
-    """Taken out of `given`; None if it has none."""
+    """Removed from `given`; None if it has none."""
     name = given.pop('id', None)
     if isinstance(name, (dict, list)) or (isinstance(name, str) and has_surrogate(name)):
         raise UserError(f'id={shown(name)}: must be a text (without half a surrogate pair), '
@@ -167,9 +130,9 @@ def _id(given: dict):
 
 
 def _prompt(given: dict) -> str:
-    """Taken out of `given`."""
+    """Removed from `given`."""
     if 'prompt' not in given:
-        raise UserError(f'{shown(given)}: must have "prompt", the text to go on from')
+        raise UserError(f'{shown(given)}: must have "prompt", the text to continue')
     prompt = given.pop('prompt')
     if not isinstance(prompt, str) or not prompt or has_surrogate(prompt):
         raise UserError(f'prompt={shown(prompt)}: must be a text of at least one character, '
@@ -177,7 +140,7 @@ def _prompt(given: dict) -> str:
     return prompt
 
 
-def _no_key_twice(pairs):
+def _unique_keys(pairs):
     key, times = Counter(key for key, _ in pairs).most_common(1)[0] if pairs else ('', 1)
     if times > 1:
         raise UserError(f'key {shown(key)} is given twice')

@@ -1,14 +1,14 @@
-"""Quantized weights, multiplied as integers. Activations are int8, with a scale per token, found as
-they come; sums are exact, in int32.
+"""Quantized weights, multiplied as integers. Activations are quantized to int8 on the fly, with a
+scale per token; sums are exact, in int32.
 
     int8 (W8A8)   weights with a scale per output row (LLM.int8(), Dettmers et al. 2022, without
                   outlier columns; what Character.AI and vLLM serve with)
-    int4 (W4A8)   a scale for each group of columns of a row; lm_head stays int8
+    int4 (W4A8)   weights with a scale for each group of columns of a row; lm_head stays int8
 
     y[m, n] = x_scale[m] * w_scale[n] * sum_k x_int8[m, k] * w_int8[n, k]  + bias[n]
 
-On a CPU by the extension (`engine.native`), elsewhere, and where there is none, by torch: the same
-numbers, up to the rounding of the last line.
+On a CPU the extension (`engine.native`) computes this; elsewhere, and without it, torch does: the
+same numbers, up to the rounding of the last line.
 """
 import torch
 from torch import nn
@@ -17,9 +17,8 @@ from config.errors import UserError
 from engine import native
 from engine.linear import by_extension
 
-BLOCK, COLUMNS = 16, 4  # rows and columns of what a load reads: see `int8_tile` in kernels.h
-# On CUDA `torch._int_mm` takes more than 16 rows, and multiples of 8.
-CUDA_ROWS = 32
+BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
+CUDA_ROWS = 32  # on CUDA `torch._int_mm` takes more than 16 rows, in multiples of 8
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,17 +34,15 @@ def int8_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> t
     """x (m, k) float @ (weight (n, k) int8 * scale (n,)).T -> (m, n) float32, by torch."""
     m = x.size(0)
     values, x_scale = quantize_rows(x)
-    if x.is_cuda and m < CUDA_ROWS:
-        values = nn.functional.pad(values, (0, 0, 0, CUDA_ROWS - m))
-    elif x.is_cuda and m % 8:
-        values = nn.functional.pad(values, (0, 0, 0, -m % 8))
+    if x.is_cuda:
+        values = nn.functional.pad(values, (0, 0, 0, max(CUDA_ROWS - m, -m % 8)))
     sums = torch._int_mm(values, weight.t())[:m]
     return sums.float() * (x_scale * scale)
 
 
 def int4_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x (m, k) float @ (weight (n, k) int8 of -8 to 7 * scale (n, k / group)).T -> (m, n) float32, by
-    torch: what a group's sum is exactly, rounded only as floats are."""
+    """x (m, k) float @ (weight (n, k) int8 of -8 to 7 * scale (n, k / group)).T -> (m, n) float32,
+    by torch."""
     values, x_scale = quantize_rows(x)
     group = weight.size(1) // scale.size(1)
     floats = weight.float() * scale.float().repeat_interleave(group, dim=1)
@@ -55,30 +52,31 @@ def int4_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> t
 def quantize_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """weight (n, k) -> values (n, k) from -8 to 7 as int8, and bfloat16 scales (n, k / group)."""
     groups = weight.float().view(len(weight), -1, group)
-    scale = torch.maximum(groups.amax(2) / 7, groups.amin(2) / -8).clamp(min=1e-30).to(torch.bfloat16)
+    largest = torch.maximum(groups.amax(2) / 7, groups.amin(2) / -8)
+    scale = largest.clamp(min=1e-30).to(torch.bfloat16)
     values = (groups / scale.float()[:, :, None]).round().clamp(-8, 7)
     return values.to(torch.int8).view_as(weight), scale
 
 
 def blocks(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """(n, k) -> (n / 16, k / columns, 16, columns), rows filled up to 16: as the extension reads it."""
+    """(n, k) -> (n / 16, k / columns, 16, columns), the extension's layout; n is padded to 16."""
     rows = nn.functional.pad(x, (0, 0, 0, -len(x) % BLOCK))
     return rows.view(-1, BLOCK, x.size(1) // columns, columns).transpose(1, 2).contiguous()
 
 
 def check_group(group: int, width: int) -> None:
-    """Raises UserError where a matrix of this width cannot have scales for so many columns."""
+    """Raises UserError if matrices of this width cannot have groups of this size."""
     if group < 8 or group % 8 or width % group:
-        raise UserError(f'int4_group={group}: must be a multiple of 8 that divides the width of every '
-                        f'matrix, and one is {width} wide')
+        raise UserError(f'int4_group={group}: must be a multiple of 8 that divides the width of '
+                        f'every matrix, and one is {width} wide')
 
 
 class QuantizedLinear(nn.Module):
-    """A Linear with a quantized weight, made from one in floats.
+    """A quantized copy of a Linear layer.
 
-    weight, scale: as `quantize_rows` or `quantize_groups` gives them, or packed for the extension.
+    weight, scale: as from `quantize_rows` or `quantize_groups`, or packed for the extension.
     """
-    kind: int           # in the extension
+    kind: int           # the extension's number for it
     matmul: staticmethod
 
     def __init__(self, linear: nn.Linear, values, scale, group: int):
@@ -100,7 +98,7 @@ class QuantizedLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
     def described(self) -> tuple[native.Linear, torch.Tensor | None]:
-        """For the extension; and a tensor that must live as long."""
+        """As `engine.linear.describe`."""
         bias = None if self.bias is None else self.bias.detach().float()
         return native.Linear(self.weight.data_ptr(), self.scale.data_ptr(),
                              None if bias is None else bias.data_ptr(), self.out_features,
@@ -108,7 +106,7 @@ class QuantizedLinear(nn.Module):
 
 
 class Int8Linear(QuantizedLinear):
-    """One scale a row; (n,) float32."""
+    """One scale per row: (n,) float32."""
     kind, matmul = native.INT8, staticmethod(int8_matmul)
 
     def __init__(self, linear: nn.Linear):
@@ -117,7 +115,7 @@ class Int8Linear(QuantizedLinear):
 
     @staticmethod
     def pack(values, scale):
-        """uint8 blocks (n / 16, k / 4, 16, 4) of w + 128, and (n,) scales; n filled up to 16."""
+        """uint8 blocks (n / 16, k / 4, 16, 4) of w + 128, and (n,) scales; n is padded to 16."""
         values = (blocks(values, COLUMNS).to(torch.int16) + 128).to(torch.uint8)
         return values, nn.functional.pad(scale, (0, -len(scale) % BLOCK))
 
@@ -131,20 +129,15 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int4Linear(QuantizedLinear):
-    """One scale for `group` columns of a row. (Without the extension a value takes a byte.)
-
-    Raises:
-        UserError: columns that are no multiple of `group`.
-    """
+    """One scale per `group` columns of a row. (Without the extension a value takes a byte.)"""
     kind, matmul = native.INT4, staticmethod(int4_matmul)
 
     def __init__(self, linear: nn.Linear, group: int):
-        check_group(group, linear.in_features)
         super().__init__(linear, *quantize_groups(linear.weight.detach(), group), group)
 
     @staticmethod
     def pack(values, scale):
-        """uint8 blocks (n / 16, k / 8, 16, 4) of w + 8, the first 4 of 8 columns in the lower halves;
+        """uint8 blocks (n / 16, k / 8, 16, 4) of w + 8, the first 4 of 8 columns in low nibbles;
         and scales (n / 16, k / group, 16)."""
         halves = blocks(values, 2 * COLUMNS) + 8                      # (n / 16, k / 8, 16, 8)
         low, high = halves.to(torch.uint8).split(COLUMNS, dim=3)
@@ -163,8 +156,8 @@ class Int8Embedding(nn.Module):
 
 
 def quantize(model, make) -> None:
-    """The Linear layers of the model's blocks become `make(layer)`, its output layer int8 and the
-    embedding a view of that, in place."""
+    """Replace the Linear layers of the model's blocks by `make(layer)`, the output layer by an int8
+    one and the token embedding by a view of that, in place."""
     dtype = model.dtype
     for module in list(model.transformer.h.modules()):
         for name, child in module.named_children():

@@ -73,7 +73,7 @@ class Drawn(NamedTuple):
 
 @torch.no_grad()
 def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
-    """The next token of each row. It does not change `rows`: call `row.append` with the tokens.
+    """Sample the next token of each row. Does not change `rows`: call `row.append` then.
 
     Applied in this order, as in Hugging Face's `generate`:
       repetition penalty  logits of tokens seen are divided by it if positive, else multiplied

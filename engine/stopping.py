@@ -1,4 +1,4 @@
-"""Where the text of a sample ends: stop texts, found while it is being decoded. No torch here.
+"""Stop texts, found while a sample is being decoded. No torch here.
 
     stop texts 'the end', '\\n\\n'  pieces in  'It is th' | 'en. Wa'   | 'it for the e' | 'nd of it'
                                   pieces out 'It is '   | 'then. Wa' | 'it for '      | '', stopped
@@ -10,70 +10,53 @@ from config.errors import UserError
 
 
 class StopFilter:
-    """Text goes in piece by piece; out comes at once what is certainly no part of a stop text.
+    """Passes text on, piece by piece, except what is or may become part of a stop text.
 
-    Text stops as soon as one of the stop texts is complete; of several that end with the same
-    character the longest is taken. So the result does not depend on how text is cut into tokens,
-    and contains no stop text. (Engines that look once per token, such as vLLM, take the first in
-    the list that a token completed: the same but for rare overlaps.)
-
-    Raises:
-        UserError: a stop text is empty.
+    Text ends before the stop text that is complete first; of several that are complete at the same
+    character, the longest counts. So the result does not depend on how text is split into tokens.
+    (Engines that look once per token, such as vLLM, take the first in the list that a token
+    completed: the same but for rare overlaps.)
     """
 
     def __init__(self, stops: Iterable[str] = ()):
         self.stops = tuple(stops)
-        if '' in self.stops:
-            raise UserError(f'stop={list(self.stops)!r}: '
-                            'a stop text must have at least one character')
-        # the longest end of the text so far that may be the beginning of a stop text
-        self.held = ''
-        self.found = None    # the stop text at which it stopped
+        self.pending = ''  # the longest end of the text so far that may begin a stop text
+        self.found = None  # the stop text at which it ended
 
     def __call__(self, piece: str) -> str:
-        """What `piece` makes certain; '' for all that comes after a stop text."""
+        """The text that is certain after `piece`; '' once a stop text was found."""
         if self.found is not None:
             return ''
-        text = self.held + piece
+        text = self.pending + piece
         matches = [(start + len(stop), start, stop) for stop in self.stops
                    if (start := text.find(stop)) >= 0]
         if matches:
             _, start, self.found = min(matches)
-            self.held = ''
+            self.pending = ''
             return text[:start]
-        kept = self._possible_beginning(text)
-        self.held = text[len(text) - kept:]
-        return text[:len(text) - kept]
+        starts = (i for i in range(len(text))
+                  if any(stop.startswith(text[i:]) for stop in self.stops))
+        start = next(starts, len(text))
+        self.pending = text[start:]
+        return text[:start]
 
     def end(self) -> str:
-        """What was held back, when no more text comes."""
-        held, self.held = self.held, ''
-        return held
-
-    def _possible_beginning(self, text: str) -> int:
-        longest = max((len(stop) - 1 for stop in self.stops), default=0)
-        return next((n for n in range(min(longest, len(text)), 0, -1)
-                     if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
+        """The pending text, when no more comes."""
+        pending, self.pending = self.pending, ''
+        return pending
 
 
 class SampleText:
-    """The text of one sample, from its tokens: what `decode` makes of them, cut at the first stop
-    text.
+    """The decoded text of one sample, cut at the first stop text.
 
     Args:
         decode: a `TextStream` of the tokenizer (one id in, the text that it completes out).
-        stops: stop texts; they are looked for in what is generated, not in the prompt.
+        stops: stop texts; they are looked for in the generated text, not in the prompt.
     """
 
     def __init__(self, decode, stops: Iterable[str] = ()):
         self.decode, self.filter = decode, StopFilter(stops)
-        # the token that completes a stop text counts, later ones do not
-        self.pieces, self.n_tokens = [], 0
-
-    @property
-    def text(self) -> str:
-        """All that has come out so far."""
-        return ''.join(self.pieces)
+        self.text, self.n_tokens = '', 0  # up to the token that completes a stop text
 
     @property
     def stopped(self) -> bool:
@@ -84,48 +67,43 @@ class SampleText:
         if self.stopped:
             return ''
         self.n_tokens += 1
-        return self._take(self.filter(self.decode(token)))
+        piece = self.filter(self.decode(token))
+        self.text += piece
+        return piece
 
     def end(self) -> str:
-        """The rest, when no more tokens come: text held back, an incomplete character."""
+        """The rest, when no more tokens come: pending text, an incomplete character."""
         if self.stopped:
             return ''
-        return self._take(self.filter(self.decode.end()) + self.filter.end())
-
-    def _take(self, piece: str) -> str:
-        self.pieces.append(piece)
+        piece = self.filter(self.decode.end()) + self.filter.end()
+        self.text += piece
         return piece
 
 
 def parse_stops(value: str) -> tuple[str, ...]:
-    r"""The stop texts that the key `stop` means.
+    r"""The stop texts of the key `stop`.
 
         ''                       none
-        'THE END'                that text, to the letter (in a shell --stop=$'\n\n' or
-                                 --stop="'\n\n'" is two newlines)
+        'THE END'                that text, literally (in a shell --stop=$'\n\n' or
+                                 --stop="['\n\n']" is two newlines)
         "['\n\n', 'THE END']"    each of a Python list
 
-    What begins with a bracket and a quote, or reads as a list, is a list; a text like that goes
-    into one: "['[1]']".
+    A value that begins with a bracket and a quote, or reads as a list, is a list; a text that looks
+    like one goes into a list: "['[1]']".
 
     Raises:
-        UserError: a broken list, something else than text in it, an empty text.
+        UserError: a broken list, or one with an empty text or something other than texts.
     """
-    if value == '':
-        return ()
+    text = value.strip()
+    if not text.startswith('['):
+        return (value,) if value else ()
     try:
-        stops = ast.literal_eval(value.strip()) if value.lstrip().startswith('[') else value
+        stops = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        if value.lstrip()[1:].lstrip()[:1] in ('"', "'"):
-            raise UserError(f'stop={value!r} begins like a list of texts, but is none: write '
-                            "\"['one', 'two']\", or to stop at just this text, a list with it "
-                            'inside') from None
-        stops = value  # such as '[END]'
-    if not isinstance(stops, list):
+        stops = None if text[1:].lstrip()[:1] in ('"', "'") else value
+    if isinstance(stops, (str, tuple)):  # such as '[END]' and '[1], [2]'
         return (value,)
-    for stop in stops:
-        if not isinstance(stop, str) or stop == '':
-            raise UserError(f'stop={value!r}: {stop!r} is not a text of at least one character: '
-                            "write \"['one', 'two']\", or to stop at just this text, a list with "
-                            'it inside')
+    if stops is None or not all(isinstance(stop, str) and stop for stop in stops):
+        raise UserError(f'stop={value!r} is not a list of texts of at least one character: write '
+                        "\"['one', 'two']\", or to stop at just this text, a list with it inside")
     return tuple(stops)

@@ -1,4 +1,4 @@
-"""Weights for inference: quantized, or compiled."""
+"""Prepare a model's weights for inference: quantize or compile them."""
 from torch import nn
 
 from config.errors import UserError
@@ -9,13 +9,12 @@ INT4_GROUP = 32
 
 
 def quantize_weights(model, weight_dtype: str, int4_group: int = INT4_GROUP) -> None:
-    """The matrices of the model's Linear layers in less than its dtype, in place: see
-    `engine.quantized`.
+    """Quantize the model's Linear layers in place; see `engine.quantized`.
 
-    weight_dtype: 'auto' leaves them as they are, 'int8', 'int4'. int4_group: columns of a scale.
+    weight_dtype: 'auto' (unchanged), 'int8' or 'int4'. int4_group: columns that share a scale.
 
     Raises:
-        UserError: a group that does not divide the widths.
+        UserError: a group that does not divide the widths; nothing is changed.
     """
     if weight_dtype == 'int8':
         quantize(model, Int8Linear)
@@ -45,14 +44,13 @@ def stored_tensors(model) -> list:
 
 
 def compile_for_decode(model) -> None:
-    """torch.compile what of a decode step keeps its shapes: the MLPs, in place. Not the attention:
-    it would be compiled anew as the cache grows.
+    """torch.compile the MLPs, in place. (Attention would be recompiled as the cache grows.)
 
     Raises:
-        UserError: quantized weights, whose matmuls are not torch's to compile.
+        UserError: quantized weights, whose matmuls torch cannot compile.
     """
     if isinstance(model.lm_head, Int8Linear):
-        raise UserError(f'compile=True does not go with weights in {weights_dtype(model)}: leave out '
-                        'one of the two')
+        raise UserError(f'compile=True does not go with weights in {weights_dtype(model)}: '
+                        'leave out one of the two')
     for block in model.transformer.h:
         block.mlp.compile()

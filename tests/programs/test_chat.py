@@ -11,7 +11,8 @@ from config.errors import UserError
 from engine.engine import Engine
 from tests.programs.support import flags
 
-NAMES = dict(user='a', reply_as='b', turn='{name}c{text}d', max_new_tokens=20, max_seq_len=200, temperature=1.0, device='cpu')
+NAMES = dict(user='a', reply_as='b', turn='{name}c{text}d', max_new_tokens=20, max_seq_len=200,
+             temperature=1.0, device='cpu')
 
 
 @pytest.fixture
@@ -32,17 +33,22 @@ def talk(monkeypatch, capsys, trained, tmp_path):
         capsys.readouterr()
         chat.main(flags(settings))
         return capsys.readouterr().out
-    run.turns = lambda branch='main': [(turn['name'], turn['text']) for turn in
-                                       json.loads((tmp_path / 'chat.json').read_text())['branches'][branch]]
+
+    def turns(branch='main'):
+        document = json.loads((tmp_path / 'chat.json').read_text())
+        return [(turn['name'], turn['text']) for turn in document['branches'][branch]]
+    run.turns = turns
     return run
 
 
 def test_turns_are_replied_to_and_kept(talk):
     out = talk(['ab', '', KeyboardInterrupt, 'ba', '/stats', '/history'])
     turns = talk.turns()
-    assert [name for name, _ in turns] == ['a', 'b', 'a', 'b'] and [turns[0][1], turns[2][1]] == ['ab', 'ba']
+    assert [name for name, _ in turns] == ['a', 'b', 'a', 'b']
+    assert [turns[0][1], turns[2][1]] == ['ab', 'ba']
     assert ''.join(f'{name}c{text}d' for name, text in turns) in out.splitlines()[-1]
-    assert '2 replies: ' in out and 'held between turns' in out and '(/quit or Ctrl-D leaves)' in out
+    assert '2 replies: ' in out and 'held between turns' in out
+    assert '(/quit or Ctrl-D leaves)' in out
     assert all('d' not in text for _, text in turns)
 
 
@@ -61,24 +67,24 @@ def test_the_next_time_its_past_is_on_disk(talk, tmp_path):
 
 def test_replies_are_those_without_a_store(talk, monkeypatch, tmp_path):
     """Three turns, a retry, an edit: the same texts as when all is computed anew each time."""
-    lines, seen = ['ab', 'ba', '/retry', '/edit bb', 'aa'], {}
+    lines, seen, plain = ['ab', 'ba', '/retry', '/edit bb', 'aa'], {}, Engine.__init__
     for budget in (10 ** 8, 0):
-        plain = Engine.__init__
-        monkeypatch.setattr(Engine, '__init__', lambda self, *args, plain=plain, budget=budget, **kinds: plain(
-            self, *args, **kinds | dict(prefix_budget=budget, page_size=8)))
+        def init(self, *args, budget=budget, **kinds):
+            plain(self, *args, **kinds | dict(prefix_budget=budget, page_size=8))
+        monkeypatch.setattr(Engine, '__init__', init)
         (tmp_path / 'chat.json').unlink(missing_ok=True)
         talk(lines, dtype='float32')
-        monkeypatch.setattr(Engine, '__init__', plain)
         seen[budget] = talk.turns()
     assert seen[0] == seen[10 ** 8] and [name for name, _ in seen[0]] == ['a', 'b'] * 3
 
 
 def test_commands(talk):
-    out = talk(['/retry', '/undo', '/stats', 'ab', '/fork x', 'ba', '/branches', '/switch main', '/undo', '/bogus', '/switch y',
-                'no such letters: Q', '/help'])
-    for said in ('(/retry: you have said nothing yet)', 'no reply yet', '* x: 4 turns', '  main: 2 turns',
-                 "(2 turns on branch 'main')", "(0 turns on branch 'main')", '(/bogus: no such command',
-                 "there is no branch 'y'", "alphabet lacks", '/edit TEXT'):
+    out = talk(['/retry', '/undo', '/stats', 'ab', '/fork x', 'ba', '/branches', '/switch main',
+                '/undo', '/bogus', '/switch y', 'no such letters: Q', '/help'])
+    for said in ('(/retry: you have said nothing yet)', 'no reply yet', '* x: 4 turns',
+                 '  main: 2 turns', "(2 turns on branch 'main')", "(0 turns on branch 'main')",
+                 '(/bogus: no such command', "there is no branch 'y'", "alphabet lacks",
+                 '/edit TEXT'):
         assert said in out, said
     assert talk.turns() == [] and len(talk.turns('x')) == 4
 
@@ -95,31 +101,39 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_was_said(talk, monkeypatch, tmp_path
         if next(steps) == 1:
             raise KeyboardInterrupt
         return plain(engine)
-    settings = dict(turn='{name}e{text}d', temperature=0, max_new_tokens=60)  # of itself it would go on: fghij...
+    # of itself it would go on: fghij...
+    settings = dict(turn='{name}e{text}d', temperature=0, max_new_tokens=60)
     whole = talk(['ab'], history=tmp_path / 'other.json', **settings)
     monkeypatch.setattr(Engine, 'step', step)
     talk(['ab', 'ba'], **settings)
     turns = talk.turns()
-    assert len(turns) == 4 and len(turns[1][1]) == 1 and f'be{turns[1][1]}' in whole and f'be{turns[1][1]}\n' not in whole
+    assert len(turns) == 4 and len(turns[1][1]) == 1 and f'be{turns[1][1]}' in whole
+    assert f'be{turns[1][1]}\n' not in whole
 
 
 def test_a_reply_that_fails_takes_its_turn_back(talk, monkeypatch):
     talk(['ab'])
     before = talk.turns()
     plain = Engine._sample
-    monkeypatch.setattr(Engine, '_sample', lambda engine, parts, logits, events: plain(engine, parts, logits * torch.nan, events))
+
+    def sample(engine, parts, logits, events):
+        return plain(engine, parts, logits * torch.nan, events)
+    monkeypatch.setattr(Engine, '_sample', sample)
     out = talk(['ba', '/history'])
     assert 'not finite' in out and talk.turns() == before and out.splitlines()[-1].count('ac') == 1
 
 
 def test_what_is_longer_than_the_context_is_left_out_of_prompts_alone(talk, monkeypatch):
     submitted, plain = [], Engine.submit
-    monkeypatch.setattr(Engine, 'submit', lambda engine, prompt, params: submitted.append(len(prompt)) or plain(
-        engine, prompt, params))
+    monkeypatch.setattr(Engine, 'submit',
+                        lambda engine, prompt, params: submitted.append(len(prompt))
+                        or plain(engine, prompt, params))
     out = talk(['ab' * 5] * 12, max_seq_len=100)
     assert 0 < out.count('it sees turns ') < 6  # much at once, and seldom
-    assert sum(len(f'{name}c{text}d') for name, text in talk.turns()) > 200 and max(submitted) <= 100
-    assert len(talk.turns()) == 24 and [text for name, text in talk.turns() if name == 'a'] == ['ab' * 5] * 12
+    assert sum(len(f'{name}c{text}d') for name, text in talk.turns()) > 200
+    assert max(submitted) <= 100
+    assert len(talk.turns()) == 24
+    assert [text for name, text in talk.turns() if name == 'a'] == ['ab' * 5] * 12
     out = talk(['ab', '/history'], max_seq_len=100)
     assert 'going on with 24 turns' in out and len(talk.turns()) == 26 and submitted[-1] <= 100
     assert out.count('ac' + 'ab' * 5 + 'd') >= 12
@@ -129,12 +143,15 @@ def test_what_is_longer_than_the_context_is_left_out_of_prompts_alone(talk, monk
 def test_what_goes_wrong_loses_no_turn(talk):
     talk(['ab', 'ba'])
     before = talk.turns()
-    out = talk(['/edit Q', '/edit ' + 'ab' * 90, 'ab' * 90, '/undo', '/retry'], user='j')  # (who has said nothing)
-    assert out.count('/edit: you have said nothing yet') == 2 and 'longer than half' in out and '(4 turns' in out
+    # (who has said nothing)
+    out = talk(['/edit Q', '/edit ' + 'ab' * 90, 'ab' * 90, '/undo', '/retry'], user='j')
+    assert out.count('/edit: you have said nothing yet') == 2 and 'longer than half' in out
+    assert '(4 turns' in out
     assert talk.turns() == before
     out = talk(['/edit Q', '/edit ' + 'ab' * 90])
     assert 'alphabet lacks' in out and 'longer than half' in out and talk.turns() == before
-    talk(['ab' * 30, 'ba' * 30, 'ab' * 43, 'ab' * 100])  # the oldest go for turns that fit, not for one that does not
+    # the oldest go for turns that fit, not for one that does not
+    talk(['ab' * 30, 'ba' * 30, 'ab' * 43, 'ab' * 100])
     assert talk.turns()[-2][1] == 'ab' * 43
 
 

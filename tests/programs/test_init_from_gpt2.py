@@ -7,15 +7,17 @@ from config.errors import UserError
 from data.tokenfiles import open_tokens
 from tests.programs.support import ALPHABET, VANILLA, load, run_sample, run_train
 
-GIVEN = {name: value for name, value in VANILLA.items() if name not in ('n_layer', 'n_head', 'n_embd')}
+GIVEN = {name: value for name, value in VANILLA.items()
+         if name not in ('n_layer', 'n_head', 'n_embd')}
 
 
 @pytest.fixture(scope='module')
 def hub_model(tmp_path_factory):
     """A tiny random GPT-2 as Hugging Face saves it; weights large enough that its parts matter."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, vocab_size=len(ALPHABET),
-                                       initializer_range=0.5, bos_token_id=0, eos_token_id=0)).eval()
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16,
+                                       vocab_size=len(ALPHABET), initializer_range=0.5,
+                                       bos_token_id=0, eos_token_id=0)).eval()
     folder = tmp_path_factory.mktemp('gpt2')
     model.save_pretrained(folder)
     return folder, model
@@ -28,11 +30,12 @@ def args_of(run):
 def test_finetuning_starts_at_their_loss_and_goes_down(tmp_path, hub_model, data_root, capsys):
     folder, theirs = hub_model
     run = run_train(tmp_path, GIVEN, init_from=folder, max_iters=20)
-    assert args_of(run) == dict(n_layer=2, n_head=2, n_embd=8, block_size=16, bias=True, vocab_size=len(ALPHABET),
-                                dropout=0.0, gelu='tanh')
+    assert args_of(run) == dict(n_layer=2, n_head=2, n_embd=8, block_size=16, bias=True,
+                                vocab_size=len(ALPHABET), dropout=0.0, gelu='tanh')
     evaluated = [row['val_loss'] for row in run.rows if 'val_loss' in row]
     assert evaluated[-1] < evaluated[0] - 0.1
-    once = run_train(tmp_path / 'once', GIVEN, init_from=folder, max_iters=0, eval_iters=1).rows  # one batch of 4 windows
+    # one batch of 4 windows
+    once = run_train(tmp_path / 'once', GIVEN, init_from=folder, max_iters=0, eval_iters=1).rows
     tokens = torch.from_numpy(open_tokens(data_root / 'tiny' / 'val.bin').astype('int64'))
     starts = torch.randint(400 - 16, (4,), generator=torch.Generator().manual_seed(1337)).tolist()
     rows = torch.stack([tokens[i:i + 17] for i in starts])
@@ -45,14 +48,17 @@ def test_finetuning_starts_at_their_loss_and_goes_down(tmp_path, hub_model, data
 
 def test_gelu_exact_makes_a_checkpoint_for_nanogpt(tmp_path, hub_model):
     run = run_train(tmp_path, GIVEN, init_from=hub_model[0], gelu='exact', max_iters=10)
-    assert args_of(run).keys() == {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout'}
+    assert args_of(run).keys() == {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias',
+                                   'vocab_size', 'dropout'}
 
 
 def test_cropping_dropout_and_rope(tmp_path, hub_model):
-    run = run_train(tmp_path / 'short', GIVEN, init_from=hub_model[0], block_size=8, dropout=0.1, max_iters=10)
+    run = run_train(tmp_path / 'short', GIVEN, init_from=hub_model[0], block_size=8, dropout=0.1,
+                    max_iters=10)
     assert args_of(run)['block_size'] == 8 and args_of(run)['dropout'] == 0.1
     assert load(run.path)['model']['transformer.wpe.weight'].shape == (8, 8)
-    run = run_train(tmp_path / 'rope', GIVEN, init_from=hub_model[0], block_size=32, pos_embedding='rope', max_iters=10)
+    run = run_train(tmp_path / 'rope', GIVEN, init_from=hub_model[0], block_size=32,
+                    pos_embedding='rope', max_iters=10)
     assert args_of(run)['pos_embedding'] == 'rope' and args_of(run)['block_size'] == 32
     resumed = run_train(tmp_path / 'rope', GIVEN, init_from='resume', block_size=32, max_iters=12)
     assert [row['iter'] for row in resumed.rows] == list(range(13))
@@ -60,9 +66,10 @@ def test_cropping_dropout_and_rope(tmp_path, hub_model):
 
 def test_sampling(hub_model, capsys):
     folder, theirs = hub_model
-    out = run_sample(capsys, init_from=folder, dataset='tiny', temperature=0, max_new_tokens=8, report=False)
-    ids = theirs.generate(torch.tensor([[ALPHABET.index(c) for c in 'ab']]), max_new_tokens=8, do_sample=False,
-                          eos_token_id=None, pad_token_id=0)[0].tolist()
+    out = run_sample(capsys, init_from=folder, dataset='tiny', temperature=0, max_new_tokens=8,
+                     report=False)
+    ids = theirs.generate(torch.tensor([[ALPHABET.index(c) for c in 'ab']]), max_new_tokens=8,
+                          do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
     assert ''.join(ALPHABET[i] for i in ids) + '\n---------------\n' in out
 
 
