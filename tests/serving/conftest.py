@@ -31,11 +31,11 @@ def eventually(true, what='it', patience=60.0):
 def assert_free(worker):
     """Nothing runs, waits or is held but what the prefix store may let go."""
     engine, table = worker.engine, worker.engine.cache.table
-    eventually(lambda: not (worker._owners or worker._inbox or worker._stale or engine.n_unfinished), 'an idle worker')
-    assert not engine.jobs and not engine.scheduler.running and not engine.scheduler.waiting and worker._n_open == 0
+    eventually(lambda: not (worker._choices or worker._must_step or engine.n_unfinished
+                            or worker._commands and worker.running), 'an idle worker')
+    assert not engine.jobs and not engine.scheduler.running and not engine.scheduler.waiting and worker._num_open == 0
     assert table.n_free + table.n_evictable == table.n_pages
     assert all(block.users == 0 for block in engine.prefix.blocks) and engine.prefix.root.users == 0
-    assert not (worker._refused or worker._strikes or worker._first)
 
 
 def make_server(rows=3, max_waiting=8, keys=(), timeout=60.0, max_body=20_000, kind='full stack', **engine):

@@ -12,7 +12,7 @@ from data.tokenizer import CharTokenizer
 from engine.dialogue import Template
 from engine.params import SamplingParams
 from serving import app as serving_app
-from serving.api import Ask
+from serving.api import GenerationRequest
 from serving.replies import Reply
 from serving.server import bind
 from tests.helpers.serving import TOKENIZER, alone, model_of
@@ -76,7 +76,7 @@ def test_pieces_are_made_for_streams_alone(monkeypatch):
     completion = alone(model_of('full stack'), 'abc', SamplingParams(3, logprobs=2), tokenizer=TOKENIZER)
     from engine.engine import Event
     for stream in (False, True):
-        reply = Reply(Ask([[1]], [SamplingParams(3)], 1, stream), 'tiny', TOKENIZER)
+        reply = Reply(GenerationRequest([[1]], [SamplingParams(3)], 1, stream), 'tiny', TOKENIZER)
         reply.take(0, Event(0, 1, 'a', completion.logprobs[0], completion))
         assert reply.complete and len(made) == stream
 
@@ -84,9 +84,9 @@ def test_pieces_are_made_for_streams_alone(monkeypatch):
 def test_few_are_read_at_once(slow):
     server = slow()
     threads = [in_background(lambda: server.client.post(COMPLETIONS, json=dict(prompt='abc', seed=1))) for _ in range(6)]
-    eventually(lambda: server.tokenizer.waiting == serving_app.READERS)
+    eventually(lambda: server.tokenizer.waiting == serving_app.PARSERS)
     time.sleep(0.1)
-    assert server.tokenizer.waiting == serving_app.READERS
+    assert server.tokenizer.waiting == serving_app.PARSERS
     server.tokenizer.go.set()
     for thread in threads:
         thread.join()
@@ -159,7 +159,7 @@ def ended(sock) -> bool:
 
 @pytest.mark.parametrize('sent', [b'', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow:'])
 def test_a_head_that_does_not_come(running, monkeypatch, sent):
-    monkeypatch.setattr('serving.server.IDLE', 0.3)
+    monkeypatch.setattr('serving.server.IDLE_TIMEOUT', 0.3)
     server = running()
     sock = connect(server, sent)
     eventually(lambda: ended(sock))
@@ -167,7 +167,7 @@ def test_a_head_that_does_not_come(running, monkeypatch, sent):
 
 
 def test_a_body_that_drips_behind_a_refusal(running, monkeypatch):
-    monkeypatch.setattr('serving.server.IDLE', 0.3)
+    monkeypatch.setattr('serving.server.IDLE_TIMEOUT', 0.3)
     server = running(keys=('sesame',))
     sock = connect(server, request(dict(prompt='abc'), **{'Content-Length': 10 ** 4}))
     assert b'401' in sock.recv(65536)
@@ -182,7 +182,7 @@ def test_a_body_that_drips_behind_a_refusal(running, monkeypatch):
 
 
 def test_an_answer_that_is_not_read(running, monkeypatch):
-    monkeypatch.setattr('serving.server.IDLE', 0.5)
+    monkeypatch.setattr('serving.server.IDLE_TIMEOUT', 0.5)
 
     def small(*address):  # the system would take megabytes off the server's hands
         sock = bind(*address)
@@ -200,7 +200,7 @@ def test_an_answer_that_is_not_read(running, monkeypatch):
 
 
 def test_a_request_at_work_is_no_idle_connection(running, monkeypatch, held):
-    monkeypatch.setattr('serving.server.IDLE', 0.1)
+    monkeypatch.setattr('serving.server.IDLE_TIMEOUT', 0.1)
     server = running()
     sock = connect(server, request(dict(prompt='abc', max_tokens=3), Connection='close'))
     time.sleep(1.5)  # it is looked every second
@@ -231,7 +231,7 @@ def test_where_the_loops_of_several_have_ended_the_engine_is_closed_all_the_same
     server.worker.drain(0)
     held.set()
     server.worker.join(60)
-    assert closed == [1] and not server.worker.running and not server.worker._owners
+    assert closed == [1] and not server.worker.running and not server.worker._choices
 
 
 # -- what a chat may say ----------------------------------------------------------------------------------------------

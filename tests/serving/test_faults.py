@@ -49,9 +49,9 @@ def test_a_request_that_always_fails_ends_alone(serve, held, failing, stream):
     others = [dict(prompt='abc' * k, temperature=0, max_tokens=12) for k in (1, 2)]
     for other in others:
         good.append(in_background(lambda other=other: server.client.post(COMPLETIONS, json=other)))
-    eventually(lambda: server.worker._n_open == 2)
+    eventually(lambda: server.worker._num_open == 2)
     bad = in_background(lambda: server.client.post(COMPLETIONS, json=dict(prompt='abw', stream=stream)))
-    eventually(lambda: server.worker._n_open == 3)
+    eventually(lambda: server.worker._num_open == 3)
     held.set()
     bad.join()
     assert_refused(bad.result, 500, 'failed on this request')
@@ -109,7 +109,7 @@ def test_a_worker_that_dies_leaves_nobody_waiting(serve, held, failing):
         raise SystemExit  # which ends a thread without a word
     server.metrics.publish = publish
     threads = [in_background(lambda: server.client.post(COMPLETIONS, json=dict(prompt='abc'))) for _ in range(3)]
-    eventually(lambda: server.worker._n_open == 3)
+    eventually(lambda: server.worker._num_open == 3)
     held.set()
     for thread in threads:
         thread.join()

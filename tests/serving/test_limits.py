@@ -59,7 +59,7 @@ WRONG = [
     (dict(prompt='a', stream=True, stream_options={'x': 1}), 'stream_options', "'x'"),
     (dict(prompt='a', stream=True, stream_options={'include_usage': 1}), 'stream_options', '1'),
     (dict(prompt='a', frequency_penalty=0.5), 'frequency_penalty', '0.5'), (dict(prompt='a', echo=True), 'echo', 'True'),
-    (dict(prompt='a', logit_bias={'5': 1}), 'logit_bias', 'not offered'), (dict(prompt='a', best_of=3), 'best_of', '3'),
+    (dict(prompt='a', logit_bias={'5': 1}), 'logit_bias', 'not supported'), (dict(prompt='a', best_of=3), 'best_of', '3'),
     (dict(prompt='a', suffix='b'), 'suffix', "'b'"),
 ]
 WRONG_CHATS = [
@@ -80,10 +80,10 @@ WRONG_CHATS = [
     (dict(messages=[{'role': 'user', 'content': 'Hi'}]), 'messages[0]', "'H'"),
     (dict(messages=[{'role': 'system', 'content': 'Hi'}]), 'messages[0]', "'H'"),
     (dict(messages=[USER] * 10), 'messages', '62 tokens'), (dict(messages=[USER] * 9, max_tokens=6), 'max_tokens', '56 prompt'),
-    (dict(messages=[USER], logprobs=1), 'logprobs', '1'), (dict(messages=[USER], top_logprobs=2), 'top_logprobs', 'alone'),
+    (dict(messages=[USER], logprobs=1), 'logprobs', '1'), (dict(messages=[USER], top_logprobs=2), 'top_logprobs', 'requires'),
     (dict(messages=[USER], logprobs=True, top_logprobs=21), 'top_logprobs', '21'),
-    (dict(messages=[USER], tools=[{'type': 'function'}]), 'tools', 'not offered'),
-    (dict(messages=[USER], response_format={'type': 'json_object'}), 'response_format', 'not offered'),
+    (dict(messages=[USER], tools=[{'type': 'function'}]), 'tools', 'not supported'),
+    (dict(messages=[USER], response_format={'type': 'json_object'}), 'response_format', 'not supported'),
     (dict(messages=[USER], stop=''), 'stop', 'at least one'),
 ]
 
@@ -166,12 +166,12 @@ def in_background(call):
 def test_too_many_are_told_to_come_again(serve, held):
     server = serve(rows=2, max_waiting=3)
     first = in_background(lambda: server.client.post(COMPLETIONS, json=dict(prompt='abc', n=4)))
-    eventually(lambda: server.worker._n_open == 4)
+    eventually(lambda: server.worker._num_open == 4)
     response = server.client.post(COMPLETIONS, json=dict(prompt='abc', n=2, stream=True))
     assert_refused(response, 429, 'try again')
     assert int(response.headers['retry-after']) > 0
     last = in_background(lambda: server.client.post(COMPLETIONS, json=dict(prompt='abc')))
-    eventually(lambda: server.worker._n_open == 5)
+    eventually(lambda: server.worker._num_open == 5)
     assert server.client.post(COMPLETIONS, json=dict(prompt='abc')).status_code == 429
     held.set()
     for thread in (first, last):
@@ -235,7 +235,7 @@ def test_whoever_leaves_is_cancelled(serve, held, stream):
         body = json.dumps(dict(prompt='abcdefgh', max_tokens=50, n=3, stream=stream)).encode()
         requests = [Asgi(server.app, COMPLETIONS, body) for _ in range(2)]
         tasks = [asyncio.create_task(request.run()) for request in requests]
-        while server.worker._n_open < 6 or not held.in_step.is_set():
+        while server.worker._num_open < 6 or not held.in_step.is_set():
             await asyncio.sleep(0.005)
         for request in requests:
             request.gone.set()
