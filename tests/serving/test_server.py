@@ -7,21 +7,17 @@ import threading
 import openai
 import pytest
 
-from engine.params import SamplingParams, sample_seed
+from engine.params import sample_seed
 from serving.server import MAX_LOG_LINES, RequestLog
-from tests.helpers.serving import TOKENIZER, alone, model_of
-from tests.serving.conftest import assert_free, eventually
+from tests.helpers.serving import TOKENIZER
+from tests.serving.conftest import USER, assert_free, eventually, expected
 
-MODEL = model_of('full stack')
-MESSAGES = [{'role': 'user', 'content': 'jab'}]
+MESSAGES = [USER]
 
 
 def client_of(server, key='none'):
-    return openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key=key, max_retries=0, timeout=60)
-
-
-def expected(text, n=12, **params):
-    return alone(MODEL, text, SamplingParams(n, **params), tokenizer=TOKENIZER)
+    return openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key=key,
+                         max_retries=0, timeout=60)
 
 
 def request(document, path='/v1/completions', **headers) -> bytes:
@@ -182,7 +178,7 @@ def test_one_connection_serves_one_request_after_another(shared):
 # -- who leaves -------------------------------------------------------------------------------------------------------
 
 def drop(server, n, at_once):
-    """n connections, of which up to `at_once` are open together: each asks for something long, and leaves."""
+    """n connections, up to `at_once` of them open together, whose clients leave early."""
     for start in range(0, n, at_once):
         socks = []
         for k in range(start, min(n, start + at_once)):
@@ -194,7 +190,7 @@ def drop(server, n, at_once):
             if k % 3 == 0:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # reset
             sock.close()
-    eventually(lambda: not server.server.server_state.connections, 'the end of all connections')
+    eventually(lambda: not server.server.server_state.connections)
 
 
 @pytest.mark.parametrize('n, at_once', [(300, 100), pytest.param(10_000, 200, marks=pytest.mark.slow)])
@@ -215,7 +211,7 @@ def test_connections_that_are_dropped_leave_nothing_behind(running, n, at_once):
 
 def stopping(server):
     server.server.should_exit = True
-    eventually(lambda: not server.worker.alive, 'the end')
+    eventually(lambda: not server.worker.alive)
 
 
 def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
