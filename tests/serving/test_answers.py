@@ -21,7 +21,8 @@ def pieces(response):
     """The documents of a stream."""
     assert response.status_code == 200 and response.headers['content-type'] == 'text/event-stream'
     *events, end = response.text.split('\n\n')
-    assert end == '' and events.pop() == 'data: [DONE]' and all(event.startswith('data: ') for event in events)
+    assert end == '' and events.pop() == 'data: [DONE]'
+    assert all(event.startswith('data: ') for event in events)
     return [json.loads(event[6:]) for event in events]
 
 
@@ -104,8 +105,8 @@ def test_log_probabilities(serve):
                 pieces(client.post('/v1/completions', json=fields | dict(stream=True)))]
     for name in ('tokens', 'text_offset'):
         assert [x for piece in streamed for x in piece[name]] == whole[name]
-    assert client.post('/v1/completions', json=fields | dict(logprobs=0)).json()['choices'][0]['logprobs']['top_logprobs'] == [
-        None] * len(said.tokens)
+    [choice] = client.post('/v1/completions', json=fields | dict(logprobs=0)).json()['choices']
+    assert choice['logprobs']['top_logprobs'] == [None] * len(said.tokens)
 
 
 def test_a_chat_is_rendered_by_the_template_and_ends_with_the_turn(serve):
@@ -115,13 +116,15 @@ def test_a_chat_is_rendered_by_the_template_and_ends_with_the_turn(serve):
     fields = dict(model='tiny', messages=MESSAGES, seed=1, max_completion_tokens=30)
     document = server.client.post('/v1/chat/completions', json=fields).json()
     [choice] = document['choices']
-    assert choice['message'] == {'role': 'assistant', 'content': said.text} and choice['finish_reason'] == 'stop'
-    assert document['object'] == 'chat.completion' and document['usage']['prompt_tokens'] == len(RENDERED)
+    assert choice['message'] == {'role': 'assistant', 'content': said.text}
+    assert (choice['finish_reason'], document['object']) == ('stop', 'chat.completion')
+    assert document['usage']['prompt_tokens'] == len(RENDERED)
     streamed = pieces(server.client.post('/v1/chat/completions', json=fields | dict(stream=True)))
     deltas = [piece['choices'][0]['delta'] for piece in streamed]
     assert deltas[0] == {'role': 'assistant', 'content': ''} and deltas[-1] == {}
     assert ''.join(delta.get('content', '') for delta in deltas) == said.text
-    assert streamed[-1]['choices'][0]['finish_reason'] == 'stop' and streamed[0]['object'] == 'chat.completion.chunk'
+    assert streamed[-1]['choices'][0]['finish_reason'] == 'stop'
+    assert streamed[0]['object'] == 'chat.completion.chunk'
     assert_free(server.worker)
 
 
