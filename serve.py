@@ -7,8 +7,7 @@ r"""Serve a trained model over HTTP, with OpenAI's interface for completions and
     python serve.py --help
 
 POST /v1/completions and /v1/chat/completions (with stream too), GET /v1/models, /health, /metrics
-(Prometheus), / (a page to chat in a browser).
-docs/serving.md has the rest. Needs pip install -e '.[serve]'.
+(Prometheus), / (a chat page). docs/serving.md describes all of it. Needs pip install -e '.[serve]'.
 """
 import os
 import sys
@@ -25,11 +24,11 @@ from serving.api import Service
 from training.device import total_memory
 
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')
-LOOPBACK_NAMES = ('127.0.0.1', '[::1]', 'localhost')  # as a client's Host header has them
+LOOPBACK_NAMES = ('127.0.0.1', '[::1]', 'localhost')  # in a Host header
 
 
 def parts():
-    """What is made of other people's packages, which not everybody needs."""
+    """Import what needs the optional packages of the extra `serve`."""
     try:
         from serving.app import Limits, make_app
         from serving.metrics import Metrics
@@ -46,18 +45,18 @@ def check(s):
                       ('grace', 0.0)):
         if getattr(s, name) < low:
             raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
-    if s.port > 65535:  # some systems would take the rest of a division
+    if s.port > 65535:  # some systems take it modulo 65536
         raise UserError(f'port={s.port}: must be at most 65535')
     if s.timeout <= 0:
         raise UserError(f'timeout={s.timeout}: must be above 0 seconds')
 
 
 def read_keys(path: str, environment) -> list[str]:
-    """The keys that let a client in: of a file, or the environment's.
+    """The accepted API keys, from a file or else from NANOKV_API_KEY.
 
     Raises:
-        UserError: the file cannot be read; either has none in it: an empty variable is an
-            oversight, not an open door.
+        UserError: the file cannot be read, or the file or the variable is empty, which is more
+            likely a mistake than a wish for no keys.
     """
     if path:
         try:
@@ -76,13 +75,13 @@ def read_keys(path: str, environment) -> list[str]:
 
 
 def make_service(s, model, tokenizer):
-    """The engine, and what requests are read for."""
+    """The engine, and the settings that requests are validated by."""
     template = Template(s.turn)
     try:
         for name in (s.user, s.reply_as):
             tokenizer.encode(template.head(name) + template.end)
     except UserError as e:
-        print(f'Note: conversations will be refused, by --turn, --user and --reply_as: {e}')
+        print(f'Note: conversations will be refused because of --turn, --user or --reply_as: {e}')
     budget = (parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget
               else total_memory(model.device) // 2)
     max_seq_len = s.max_seq_len or longest_context(model.config)
@@ -115,8 +114,8 @@ def main(argv=None):
     worker = Worker(engine, s.max_waiting, Metrics())
     worker.start()
     if s.host not in LOOPBACK and not keys:
-        print(f'Note: whoever reaches {s.host} may use this server: '
-              'NANOKV_API_KEY or --api_key_file asks for a key', file=sys.stderr)
+        print(f'Note: anybody who can reach {s.host} can use this server: '
+              'set NANOKV_API_KEY or --api_key_file to require a key', file=sys.stderr)
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     greeting = f'Serving {service.model!r} at {url}/v1, a chat page at {url}/ (Ctrl-C ends it)'

@@ -1,8 +1,7 @@
-"""OpenAI's request documents, read: which prompts, how sampled, how answered. No HTTP and no torch here."""
+"""Parse OpenAI's request documents. No HTTP or torch."""
+import contextlib
 import difflib
-import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from config.errors import UserError
@@ -10,31 +9,39 @@ from engine.dialogue import Dialogue, Template
 from engine.params import SamplingParams, has_surrogate, sample_seed, shown
 from serving.errors import ApiError
 
-MAX_CHOICES = 128   # of one request, as with OpenAI
+MAX_CHOICES = 128  # of a request, as in OpenAI's API
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 
-# field -> of SamplingParams
-SAMPLING = {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens', 'temperature': 'temperature',
-            'top_p': 'top_p', 'top_k': 'top_k', 'min_p': 'min_p', 'repetition_penalty': 'repetition_penalty', 'seed': 'seed',
-            'stop': 'stop'}
-COMMON = {*SAMPLING, 'model', 'n', 'stream', 'stream_options'}
+# field -> field of SamplingParams, which checks its range
+SAMPLING = {name: name for name in ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty',
+                                    'seed', 'stop')}
+SAMPLING |= {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens'}
+
+# other fields -> allowed values; None: checked where it is used
+COMMON = {'model': None, 'n': range(1, MAX_CHOICES + 1), 'stream': bool, 'stream_options': None}
+COMPLETION = COMMON | {'prompt': None, 'logprobs': range(MAX_LOGPROBS + 1)}
+CHAT = COMMON | {'messages': None, 'logprobs': bool, 'top_logprobs': range(MAX_LOGPROBS + 1)}
+
+# fields that do not affect the text
 IGNORED = {'user', 'metadata', 'service_tier', 'safety_identifier', 'prompt_cache_key',
-           'prompt_cache_retention'}  # they change no text
-# fields of OpenAI's that are not offered -> what they may be, as it means the same as to leave them out
-NEUTRAL = {'frequency_penalty': (0,), 'presence_penalty': (0,), 'logit_bias': ({},), 'store': (False,)}
-NEUTRAL_COMPLETION = NEUTRAL | {'echo': (False,), 'suffix': ('',), 'best_of': (1,)}
-NEUTRAL_CHAT = NEUTRAL | {'tools': ([],), 'tool_choice': ('none', 'auto'), 'response_format': ({'type': 'text'},),
-                          'modalities': (['text'],), 'parallel_tool_calls': (True, False)}
+           'prompt_cache_retention'}
+# unsupported fields of OpenAI's -> values that mean the same as leaving them out
+UNSUPPORTED = {'frequency_penalty': (0,), 'presence_penalty': (0,), 'logit_bias': ({},),
+               'store': (False,)}
+UNSUPPORTED_COMPLETION = UNSUPPORTED | {'echo': (False,), 'suffix': ('',), 'best_of': (1,)}
+UNSUPPORTED_CHAT = UNSUPPORTED | {
+    'tools': ([],), 'tool_choice': ('none', 'auto'), 'response_format': ({'type': 'text'},),
+    'modalities': (['text'],), 'parallel_tool_calls': (True, False)}
 
 
 @dataclass(frozen=True)
 class Service:
-    """What requests are read for.
+    """The settings that requests are validated by.
 
-    max_positions: most tokens of a prompt and what is generated, less the last. max_new_tokens: where a request does not say.
-    max_choices: most that the server ever takes at once. user, reply_as: names of a conversation's two sides.
-    strict: refuse messages that `Dialogue.say` would fold.
+    max_positions: tokens of a prompt and its completion, less the last token. max_new_tokens: the
+    default. max_choices: of all requests together. user, reply_as: names of the user and of the
+    assistant in the template. strict: refuse messages that `Dialogue.say` would fold.
     """
     model: str
     tokenizer: object
@@ -48,8 +55,8 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request that was read. prompts: token ids of each; params: of each choice; choice c answers prompt c // n."""
+class GenerationRequest:
+    """A parsed request. Choice c completes prompt c // n with params[c]."""
     prompts: list[list[int]]
     params: list[SamplingParams]
     n: int
@@ -61,210 +68,243 @@ class Ask:
         return [(self.prompts[c // self.n], params) for c, params in enumerate(self.params)]
 
 
-def completion(document: dict, service: Service) -> Ask:
+def parse_completion(document: dict, service: Service) -> GenerationRequest:
     """A document for /v1/completions.
 
     Raises:
-        ApiError: 400, a field that is unknown, wrong or not offered, or a prompt that is too long; 404, another model.
+        ApiError: 400, an unknown, invalid or unsupported field, or a prompt that is too long;
+            404, another model.
     """
-    given = _fields(document, COMMON | {'prompt', 'logprobs'}, NEUTRAL_COMPLETION, service)
-    logprobs = _integer(given, 'logprobs', -1, 0, MAX_LOGPROBS)
-    return _ask(given, service, _prompts(given.get('prompt'), service), {'logprobs': logprobs})
+    fields = _fields(document, COMPLETION, UNSUPPORTED_COMPLETION, service)
+    prompts = _prompts(fields.get('prompt'), service)
+    return _request(fields, service, prompts, fields.get('logprobs', -1))
 
 
-def chat(document: dict, service: Service) -> Ask:
-    """The same for /v1/chat/completions: turns by the template, then the head of the reply, which ends where a turn does."""
-    given = _fields(document, COMMON | {'messages', 'logprobs', 'top_logprobs'}, NEUTRAL_CHAT, service)
-    wanted, top = _boolean(given.get('logprobs', False), 'logprobs'), _integer(given, 'top_logprobs', 0, 0, MAX_LOGPROBS)
-    if top and not wanted:
-        raise ApiError(400, f'top_logprobs={top} is for logprobs=true alone', 'top_logprobs')
-    return _ask(given, service, [_conversation(given.get('messages'), service)], {'logprobs': top if wanted else -1},
-                ends=(service.template.end,))
+def parse_chat(document: dict, service: Service) -> GenerationRequest:
+    """A document for /v1/chat/completions. The prompt is the conversation in the template, up to
+    the text of the reply, which ends where a turn does.
+
+    Raises:
+        ApiError: as `parse_completion`.
+    """
+    fields = _fields(document, CHAT, UNSUPPORTED_CHAT, service)
+    top = fields.get('top_logprobs', 0)
+    if top and not fields.get('logprobs'):
+        raise _invalid(f'top_logprobs={top} requires logprobs=true', 'top_logprobs')
+    logprobs = top if fields.get('logprobs') else -1
+    prompt = _conversation(fields.get('messages'), service)
+    return _request(fields, service, [prompt], logprobs, (service.template.end,))
 
 
-def _fields(document, known, neutral, service) -> dict:
-    """What was given and matters; null means not given."""
+def _invalid(message, param=None, code=None) -> ApiError:
+    return ApiError(400, message, param, code)
+
+
+def _too_long(message, param) -> ApiError:
+    return _invalid(message, param, 'context_length_exceeded')
+
+
+def _fields(document, table, unsupported, service) -> dict:
+    """The checked fields of a document. null is the same as leaving a field out."""
     if not isinstance(document, dict):
-        raise ApiError(400, f'the body is {_kind(document)}: it must be a JSON object')
+        raise _invalid(f'the body is {shown(document)}: must be a JSON object')
+    known = SAMPLING | table
     for name, value in document.items():
-        if name in neutral and value is not None and value not in neutral[name]:
-            allowed = ' or '.join(map(repr, neutral[name]))
-            raise ApiError(400, f'{name}={shown(value)} is not offered here: leave it out, or give {allowed}', name,
-                           'unsupported_value')
-        if name not in known and name not in neutral and name not in IGNORED:
+        if name in unsupported and value is not None and value not in unsupported[name]:
+            allowed = ' or '.join(map(repr, unsupported[name]))
+            raise _invalid(f'{name}={shown(value)} is not supported: leave it out, or give '
+                           f'{allowed}', name, 'unsupported_value')
+        if name not in known and name not in unsupported and name not in IGNORED:
             near = difflib.get_close_matches(name[:60], known, n=1)
             hint = f', did you mean {near[0]!r}?' if near else ''
-            raise ApiError(400, f'unknown field {shown(name)}{hint} (known are {", ".join(sorted(known))})',
-                           name[:60], 'unknown_field')
-    given = {name: value for name, value in document.items() if name in known and value is not None}
-    model = given.pop('model', service.model)
+            raise _invalid(f'unknown field {shown(name)}{hint} '
+                           f'(known are {", ".join(sorted(known))})', name[:60], 'unknown_field')
+    fields = {name: value for name, value in document.items()
+              if name in known and value is not None}
+    for name, value in fields.items():
+        _check(name, value, table.get(name), name)
+    model = fields.get('model', service.model)
     if model != service.model:
-        raise ApiError(404, f'there is no model {shown(model)}: this server has {service.model!r}', 'model', 'model_not_found')
-    return given
+        raise ApiError(404, f'there is no model {shown(model)}: this server has '
+                            f'{service.model!r}', 'model', 'model_not_found')
+    return fields
 
 
-def _ask(given, service, prompts, extra, ends=()) -> Ask:
-    n = _integer(given, 'n', 1, 1, MAX_CHOICES)
-    most = min(MAX_CHOICES, service.max_choices)
-    if n * len(prompts) > most:
-        raise ApiError(400, f'{len(prompts)} prompts with n={n} are {n * len(prompts)} choices: at most {most} at once', 'n')
-    stream = _boolean(given.get('stream', False), 'stream')
-    options = given.get('stream_options', {})
+def _check(name, value, allowed, param):
+    if allowed is bool and not isinstance(value, bool):
+        raise _invalid(f'{name}={shown(value)}: must be true or false', param)
+    if isinstance(allowed, range) and (type(value) is not int or value not in allowed):
+        raise _invalid(f'{name}={shown(value)}: must be an integer from {allowed[0]} to '
+                       f'{allowed[-1]}', param)
+
+
+def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
+    n, stream = fields.get('n', 1), fields.get('stream', False)
+    num_choices, most = n * len(prompts), min(MAX_CHOICES, service.max_choices)
+    if num_choices > most:
+        raise _invalid(f'{len(prompts)} prompts with n={n} are {num_choices} choices: '
+                       f'at most {most} at once', 'n')
+    options = fields.get('stream_options', {})
     if not isinstance(options, dict) or options.keys() - {'include_usage', 'include_obfuscation'}:
-        raise ApiError(400, f'stream_options={shown(options)}: must be an object with include_usage', 'stream_options')
+        raise _invalid(f'stream_options={shown(options)}: must be an object with include_usage',
+                       'stream_options')
     if options and not stream:
-        raise ApiError(400, 'stream_options is for stream=true alone', 'stream_options')
-    params = _params(given, extra, ends)
-    asked = [replace(params, max_new_tokens=_room(given, service, len(prompt), params)) for prompt in prompts]
-    return Ask(prompts, [replace(p, seed=sample_seed(p.seed, k)) for p in asked for k in range(n)], n, stream,
-               _boolean(options.get('include_usage') or False, 'stream_options'))
+        raise _invalid('stream_options requires stream=true', 'stream_options')
+    include_usage = options.get('include_usage') or False
+    _check('include_usage', include_usage, bool, 'stream_options')
+    params, choices = _params(fields, logprobs, stops), []
+    for prompt in prompts:
+        params = replace(params, max_new_tokens=_max_new_tokens(fields, service, len(prompt)))
+        choices += [replace(params, seed=sample_seed(params.seed, k)) for k in range(n)]
+    return GenerationRequest(prompts, choices, n, stream, include_usage)
 
 
-def _params(given, extra, ends) -> SamplingParams:
-    if 'max_tokens' in given and 'max_completion_tokens' in given:
-        raise ApiError(400, 'max_tokens and max_completion_tokens are the same: give one of them', 'max_tokens')
-    values, name_of = {'seed': secrets.randbits(63)} | extra, {}
-    for name in SAMPLING.keys() & given.keys():
-        values[SAMPLING[name]] = given[name]
-        name_of[SAMPLING[name]] = name
+def _params(fields, logprobs, stops) -> SamplingParams:
+    if 'max_tokens' in fields and 'max_completion_tokens' in fields:
+        raise _invalid('max_tokens and max_completion_tokens are the same: give one of them',
+                       'max_tokens')
+    given = [name for name in SAMPLING if name in fields]
+    values = {SAMPLING[name]: fields[name] for name in given}
     try:
-        params = SamplingParams(**values)
-    except UserError as e:  # "max_new_tokens=0: must be at least 1", in our words
-        ours, rest = re.fullmatch(r'(?s)(\w+)(=.*)', str(e)).groups()
-        raise ApiError(400, name_of.get(ours, ours) + rest, name_of.get(ours, ours)) from e
+        params = SamplingParams(**{'seed': secrets.randbits(63), 'logprobs': logprobs} | values)
+    except UserError as e:  # such as "max_new_tokens=0: must be at least 1"
+        field, _, rest = str(e).partition('=')
+        name = next(name for name in given if SAMPLING[name] == field)
+        raise _invalid(f'{name}={rest}', name) from e
     if len(params.stop) > MAX_STOPS:
-        raise ApiError(400, f'stop has {len(params.stop)} texts: at most {MAX_STOPS}', 'stop')
-    return replace(params, stop=params.stop + ends)
+        raise _invalid(f'stop has {len(params.stop)} texts: at most {MAX_STOPS}', 'stop')
+    return replace(params, stop=params.stop + stops)
 
 
-def _room(given, service, n_prompt, params) -> int:
-    """max_new_tokens: what was asked for, or as much of the default as there is room for."""
-    room = service.max_positions - n_prompt + 1  # the last token drawn is never fed
-    asked = next((name for name in ('max_tokens', 'max_completion_tokens') if name in given), '')
-    if asked and params.max_new_tokens > room:
-        raise ApiError(400, f'{n_prompt:,} prompt tokens and {asked}={params.max_new_tokens:,} are more than this server holds '
-                            f'for a request: {service.max_positions:,} positions', asked, 'context_length_exceeded')
-    return params.max_new_tokens if asked else min(service.max_new_tokens, room)
+def _max_new_tokens(fields, service, num_prompt) -> int:
+    """As given, else the default, cut to the room behind the prompt."""
+    room = service.max_positions - num_prompt + 1  # the last token takes no position
+    for name in ('max_tokens', 'max_completion_tokens'):
+        if name in fields:
+            if fields[name] > room:
+                raise _too_long(f'{num_prompt:,} prompt tokens and {name}={fields[name]:,} are '
+                                f'more than the {service.max_positions:,} positions that this '
+                                'server has for a request', name)
+            return fields[name]
+    return min(service.max_new_tokens, room)
 
 
 def _prompts(value, service) -> list[list[int]]:
-    """One text, several, the ids of one, or of several."""
+    """From a text, a list of texts, a list of token ids, or a list of such lists."""
     if value is None:
-        raise ApiError(400, 'prompt is missing', 'prompt')
-    prompts = value if isinstance(value, list) and value and all(isinstance(x, (str, list)) for x in value) else [value]
+        raise _invalid('prompt is missing', 'prompt')
+    is_batch = isinstance(value, list) and value and all(isinstance(x, (str, list)) for x in value)
+    prompts = value if is_batch else [value]
     if len(prompts) > MAX_CHOICES:
-        raise ApiError(400, f'{len(prompts)} prompts: at most {MAX_CHOICES} at once', 'prompt')
-    return [_ids(prompt, service) for prompt in prompts]
+        raise _invalid(f'{len(prompts)} prompts: at most {MAX_CHOICES} at once', 'prompt')
+    return [_prompt(prompt, service) for prompt in prompts]
 
 
-def _ids(prompt, service):
+def _prompt(prompt, service) -> list[int]:
     if isinstance(prompt, str):
-        _bounded(len(prompt), service, 'prompt')
-        prompt = _encode(lambda: service.tokenizer.encode(_text(prompt, 'prompt')), 'prompt')
+        _check_length(prompt, service, 'prompt')
+        with _error_for('prompt'):
+            prompt = service.tokenizer.encode(_text(prompt, 'prompt'))
     if not isinstance(prompt, list) or not all(type(i) is int for i in prompt):
-        raise ApiError(400, f'prompt={shown(prompt)}: must be a text, a list of token ids, or a list of such', 'prompt')
+        raise _invalid(f'prompt={shown(prompt)}: must be a text, a list of token ids, or a list of '
+                       'texts or of such lists', 'prompt')
     if not prompt:
-        raise ApiError(400, 'the prompt has no tokens: give at least one', 'prompt')
-    if len(prompt) > service.max_positions:  # before anything is done with so many
-        raise ApiError(400, f'the prompt has {len(prompt):,} tokens: at most {service.max_positions:,}', 'prompt',
-                       'context_length_exceeded')
+        raise _invalid('the prompt has no tokens: give at least one', 'prompt')
+    if len(prompt) > service.max_positions:
+        raise _too_long(f'the prompt has {len(prompt):,} tokens: at most '
+                        f'{service.max_positions:,}', 'prompt')
     return prompt
 
 
-def _bounded(n, service, where):
-    """n characters may be as few tokens as a request may have. To encode more would be for nothing, and take long."""
+def _check_length(text, service, param):
+    """Refuse a text that is too long in any encoding. To encode it would take long."""
     most = service.max_positions * service.tokenizer.longest
-    if n > most:
-        raise ApiError(400, f'{where} has {n:,} characters: {service.max_positions:,} tokens are at most {most:,}', where,
-                       'context_length_exceeded')
+    if len(text) > most:
+        raise _too_long(f'{param} has {len(text):,} characters: {service.max_positions:,} tokens '
+                        f'are at most {most:,}', param)
 
 
 def _conversation(messages, service) -> list[int]:
-    """Ids of the turns up to where the reply begins. Each turn is encoded for itself, so that what was computed for it serves
-    again."""
+    """Token ids up to the text of the reply. Each turn is encoded by itself, so that later requests
+    find it in the prefix cache."""
     if not isinstance(messages, list) or not messages:
-        raise ApiError(400, f'messages={shown(messages)}: must be a list of at least one message', 'messages')
-    dialogue, start, n = Dialogue(service.tokenizer, service.template, strict=service.strict), [], 0
+        raise _invalid(f'messages={shown(messages)}: must be a list of at least one message',
+                       'messages')
+    dialogue = Dialogue(service.tokenizer, service.template, strict=service.strict)
+    start, num_tokens = [], 0
     for i, message in enumerate(messages):
-        where = f'messages[{i}]'
-        role, text, name = _message(message, where, service)
-        if role == 'assistant' and not text:  # a reply that ended where it began is no turn
+        param = f'messages[{i}]'
+        role, name, text = _message(message, param, service)
+        if role == 'assistant' and not text:  # an empty reply is not a turn
             continue
-        if role in ('system', 'developer'):
-            if dialogue.turns:
-                raise ApiError(400, f'{where}: a {role} message can only come before all others', where)
-            text += service.template.end * (not text.endswith(service.template.end))
-            start += _encode(lambda text=text: service.tokenizer.encode(text, special=False), where)
-            n = len(start)
-        else:
-            _encode(lambda name=name, text=text: dialogue.say(name, text), where)
-            n += len(dialogue.turns[-1].ids)
-        if n > service.max_positions:  # before the others are looked at
-            raise _too_long(n, service)
-    ids = start + dialogue.prompt(service.reply_as)
-    if len(ids) > service.max_positions:
-        raise _too_long(len(ids), service)
+        with _error_for(param):
+            if role in ('system', 'developer'):
+                if dialogue.turns:
+                    raise _invalid(f'{param}: a {role} message must come before all others', param)
+                text = text.removesuffix(service.template.end) + service.template.end
+                ids = service.tokenizer.encode(text, special=False)
+                start += ids
+            else:
+                dialogue.say(name, text)
+                ids = dialogue.turns[-1].ids
+        num_tokens += len(ids)
+        _check_conversation(num_tokens, service)  # before the rest is encoded
+    with _error_for('messages'):
+        ids = start + dialogue.prompt(service.reply_as)
+    _check_conversation(len(ids), service)
     return ids
 
 
-def _too_long(n, service):
-    return ApiError(400, f'the conversation has {n:,} tokens: at most {service.max_positions:,}; leave out its oldest turns',
-                    'messages', 'context_length_exceeded')
+def _check_conversation(num_tokens, service):
+    if num_tokens > service.max_positions:
+        raise _too_long(f'the conversation has {num_tokens:,} tokens: at most '
+                        f'{service.max_positions:,}; leave out its oldest turns', 'messages')
 
 
-def _message(message, where, service) -> tuple[str, str, str]:
-    """(role, text, name) of one of a conversation; what is null in it is as if left out."""
-    if not isinstance(message, dict) or {key for key, x in message.items() if x is not None} - {'role', 'content', 'name'}:
-        raise ApiError(400, f'{where}={shown(message)}: must be an object with role and content (and name)', where)
-    role, text, end = message.get('role'), _content(message.get('content'), where), service.template.end
+def _message(message, param, service) -> tuple[str, str, str]:
+    """(role, name, text)"""
+    given = {}
+    if isinstance(message, dict):  # null is the same as leaving a field out
+        given = {key: value for key, value in message.items() if value is not None}
+    if not given or given.keys() - {'role', 'content', 'name'}:
+        raise _invalid(f'{param}={shown(message)}: must be an object with role and content '
+                       '(and name)', param)
+    role, end = given.get('role'), service.template.end
+    text = _content(given.get('content'), param)
     if role not in ('system', 'developer', 'user', 'assistant'):
-        raise ApiError(400, f'{where}: role={shown(role)}: allowed are system, developer, user, assistant', where)
-    _bounded(len(text), service, where)
-    name = message.get('name')
-    if name is None:
-        name = service.reply_as if role == 'assistant' else service.user
-    elif not isinstance(name, str) or not name.isprintable() or end in service.template.head(name):
-        raise ApiError(400, f'{where}: name={shown(name)} cannot be the name of a turn', where)
-    if role == 'assistant':  # a reply that was cut off within the end of its turn
+        raise _invalid(f'{param}: role={shown(role)}: allowed are system, developer, user, '
+                       'assistant', param)
+    _check_length(text, service, param)
+    default = service.reply_as if role == 'assistant' else service.user
+    name = given.get('name', default)
+    is_line = isinstance(name, str) and name.isprintable()
+    if 'name' in given and (not is_line or end in service.template.head(name)):
+        raise _invalid(f'{param}: name={shown(name)} cannot be the name of a turn', param)
+    if role == 'assistant':  # the reply may have been cut off within the end of its turn
         cut = next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
         text = text[:len(text) - cut]
-    return role, text, name
+    return role, name, text
 
 
-def _content(content, where) -> str:
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get('type') == 'text' and isinstance(part.get('text'), str)
-                   for part in content):
-            raise ApiError(400, f'{where}: content may have parts of type text alone', where)
-        content = ''.join(part['text'] for part in content)
-    return _text(content, where)
+def _content(content, param) -> str:
+    """A text, or a list of parts of type text."""
+    if not isinstance(content, list):
+        return _text(content, param)
+    if not all(isinstance(part, dict) and part.get('type') == 'text' for part in content):
+        raise _invalid(f'{param}: content may only have parts of type text', param)
+    return ''.join(_text(part.get('text'), param) for part in content)
 
 
-def _text(value, where) -> str:
+def _text(value, param) -> str:
     if not isinstance(value, str) or has_surrogate(value):
-        raise ApiError(400, f'{where}: {shown(value)} is not a text', where)
+        raise _invalid(f'{param}: {shown(value)} is not a text', param)
     return value
 
 
-def _encode(make: Callable, where):
+@contextlib.contextmanager
+def _error_for(param):
+    """Turn errors of the tokenizer and of the dialogue into ApiError."""
     try:
-        return make()
-    except ValueError as e:  # a UserError, or what the tokenizer cannot take
-        raise ApiError(400, str(e), where) from e
-
-
-def _integer(given, name, default, low, high) -> int:
-    value = given.get(name, default)
-    if name in given and (type(value) is not int or not low <= value <= high):
-        raise ApiError(400, f'{name}={shown(value)}: must be an integer from {low} to {high}', name)
-    return value
-
-
-def _boolean(value, name) -> bool:
-    if not isinstance(value, bool):
-        raise ApiError(400, f'{name}={shown(value)}: must be true or false', name)
-    return value
-
-
-def _kind(value) -> str:
-    return {list: 'a list', str: 'a text', bool: 'a boolean', type(None): 'null'}.get(type(value), 'a number')
+        yield
+    except ValueError as e:
+        raise _invalid(str(e), param) from e

@@ -1,25 +1,20 @@
-"""What goes wrong with a request over HTTP: a status, and OpenAI's error document."""
+"""Errors of the HTTP API, as OpenAI's error documents."""
+
+TYPES = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_error',
+         503: 'service_unavailable', 504: 'timeout_error'}
 
 
 class ApiError(Exception):
-    """An answer in place of the one that was asked for.
+    """An error response. param: the field at fault, or None. code: for programs, or None."""
 
-    status: of HTTP. message: for people. param: the field that is meant, or None. code: for programs, or None. headers: to go
-    with it.
-    """
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
-                 headers: dict[str, str] | None = None):
+    def __init__(self, status: int, message: str, param: str | None = None,
+                 code: str | None = None, headers: dict[str, str] | None = None):
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
-
-    TYPES = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_error', 503: 'service_unavailable',
-             504: 'timeout_error'}
+        self.status, self.message = status, message
+        self.param, self.code = param, code
+        self.headers = headers or {}
 
     def document(self) -> dict:
-        return {'error': {'message': self.message, 'type': self.TYPES.get(self.status, 'invalid_request_error'),
-                          'param': self.param, 'code': self.code}}
-
-
-class ClientGone(Exception):
-    """Nobody is there to be answered."""
+        kind = TYPES.get(self.status, 'invalid_request_error')
+        return {'error': {'message': self.message, 'type': kind, 'param': self.param,
+                          'code': self.code}}

@@ -1,11 +1,11 @@
-"""OpenAI's answer documents, whole and in pieces. No HTTP and no torch here."""
+"""OpenAI's response documents, complete and streamed. No HTTP or torch."""
 import functools
 import secrets
 import time
 
-from engine.engine import Event
+from engine.job import Event
 from engine.params import Completion
-from serving.api import Ask
+from serving.api import GenerationRequest
 
 LEAST = -9999.0  # JSON has no -inf
 
@@ -14,18 +14,21 @@ class Reply:
     """The answer to one request as its events come.
 
     Args:
-        ask: what was asked.
-        model, tokenizer: named in documents; for log-probabilities, which name tokens by their texts.
+        request: the parsed request.
+        model: its name in documents.
+        tokenizer: decodes the tokens of log-probabilities.
     """
-    prefix, whole, piece = 'cmpl', 'text_completion', 'text_completion'  # of the id, and what documents are called
+    # of the id; 'object' of a complete document, and of a streamed one
+    prefix, whole, piece = 'cmpl', 'text_completion', 'text_completion'
 
-    def __init__(self, ask: Ask, model: str, tokenizer):
-        self.ask, self.tokenizer = ask, tokenizer
-        self.head = {'id': f'{self.prefix}-{secrets.token_hex(12)}', 'created': int(time.time()), 'model': model}
-        self.completions: list[Completion | None] = [None] * len(ask.params)
+    def __init__(self, request: GenerationRequest, model: str, tokenizer):
+        self.request, self.tokenizer = request, tokenizer
+        self.head = {'id': f'{self.prefix}-{secrets.token_hex(12)}', 'created': int(time.time()),
+                     'model': model}
+        self.completions: list[Completion | None] = [None] * len(request.params)
         self.text_of = functools.cache(lambda token: tokenizer.decode([token]))
         self.bytes_of = functools.cache(tokenizer.token_bytes)
-        self._texts = [_Texts(tokenizer.stream(), self.text_of) for _ in ask.params]  # of choices that are told in pieces
+        self._texts = [_Texts(tokenizer.stream(), self.text_of) for _ in request.params]
 
     @property
     def complete(self) -> bool:
@@ -35,9 +38,10 @@ class Reply:
         """An event of a choice; the documents that say it."""
         if event.completion:
             self.completions[choice] = event.completion
-        if not self.ask.stream:
+        if not self.request.stream:
             return []
-        return [self._document(self.piece, [piece], usage=None) for piece in self.pieces(choice, event)]
+        return [self._document(self.piece, [piece], usage=None)
+                for piece in self.pieces(choice, event)]
 
     def pieces(self, choice, event) -> list[dict]:
         """What is new, as entries of 'choices'."""
@@ -46,31 +50,36 @@ class Reply:
             logprobs = self._texts[choice].logprobs([event.logprob])
         if not (event.text or reason or logprobs):
             return []
-        return [{'index': choice, 'text': event.text, 'logprobs': logprobs, 'finish_reason': reason}]
+        return [{'index': choice, 'text': event.text, 'logprobs': logprobs,
+                 'finish_reason': reason}]
 
     def last(self) -> list[dict]:
         """After all events."""
-        return [self._document(self.piece, [], usage=self.usage())] if self.ask.include_usage else []
+        if not self.request.include_usage:
+            return []
+        return [self._document(self.piece, [], usage=self.usage())]
 
     def document(self) -> dict:
         """All of it at once."""
-        return self._document(self.whole, [self.choice(c, completion) for c, completion in enumerate(self.completions)],
-                              usage=self.usage())
+        choices = [self.choice(c, completion) for c, completion in enumerate(self.completions)]
+        return self._document(self.whole, choices, usage=self.usage())
 
     def choice(self, c: int, completion: Completion) -> dict:
-        logprobs = completion.logprobs and _Texts(self.tokenizer.stream(), self.text_of).logprobs(completion.logprobs)
-        return {'index': c, 'text': completion.text, 'logprobs': logprobs, 'finish_reason': completion.finish_reason}
+        logprobs = completion.logprobs and self._texts[c].logprobs(completion.logprobs)
+        return {'index': c, 'text': completion.text, 'logprobs': logprobs,
+                'finish_reason': completion.finish_reason}
 
     def usage(self) -> dict:
-        """Tokens; each prompt once, and of what the store had, that of its first choice."""
-        prompt, new = sum(map(len, self.ask.prompts)), sum(len(completion.tokens) for completion in self.completions)
-        cached = sum(completion.n_cached for completion in self.completions[::self.ask.n])
+        """Token counts. Each prompt counts once, with the cached tokens of its first choice."""
+        prompt = sum(map(len, self.request.prompts))
+        new = sum(len(completion.tokens) for completion in self.completions)
+        cached = sum(completion.n_cached for completion in self.completions[::self.request.n])
         return {'prompt_tokens': prompt, 'completion_tokens': new, 'total_tokens': prompt + new,
                 'prompt_tokens_details': {'cached_tokens': cached}}
 
     def _document(self, kind, choices, usage):
         document = self.head | {'object': kind, 'choices': choices}
-        if usage or self.ask.include_usage:
+        if usage or self.request.include_usage:
             document['usage'] = usage
         return document
 
@@ -92,21 +101,26 @@ class ChatReply(Reply):
             deltas.append(({'content': event.text}, logprobs, None))
         if event.completion:
             deltas.append(({}, None, event.completion.finish_reason))
-        return [{'index': choice, 'delta': delta, 'logprobs': its, 'finish_reason': reason} for delta, its, reason in deltas]
+        return [{'index': choice, 'delta': delta, 'logprobs': logprobs, 'finish_reason': reason}
+                for delta, logprobs, reason in deltas]
 
     def choice(self, c, completion) -> dict:
         logprobs = None if completion.logprobs is None else self._logprobs(completion.logprobs)
-        return {'index': c, 'message': {'role': 'assistant', 'content': completion.text}, 'logprobs': logprobs,
+        message = {'role': 'assistant', 'content': completion.text}
+        return {'index': c, 'message': message, 'logprobs': logprobs,
                 'finish_reason': completion.finish_reason}
 
     def _logprobs(self, entries) -> dict:
-        content = [self._token(entry.token, entry.logprob) | {'top_logprobs': [self._token(*pair) for pair in entry.top]}
-                   for entry in entries]
+        content = []
+        for entry in entries:
+            top = [self._token(*pair) for pair in entry.top]
+            content.append(self._token(entry.token, entry.logprob) | {'top_logprobs': top})
         return {'content': content, 'refusal': None}
 
     def _token(self, token, logprob) -> dict:
         data = self.bytes_of(token)
-        return {'token': self.text_of(token), 'logprob': max(logprob, LEAST), 'bytes': data and list(data)}
+        return {'token': self.text_of(token), 'logprob': max(logprob, LEAST),
+                'bytes': data and list(data)}
 
 
 class _Texts:
@@ -125,5 +139,6 @@ class _Texts:
                 'top_logprobs': [self._top(entry.top) for entry in entries], 'text_offset': offsets}
 
     def _top(self, top) -> dict | None:
-        """Of several tokens with one text (bytes that are no character), the likeliest."""
-        return {self.text_of(token): max(logprob, LEAST) for token, logprob in reversed(top)} or None
+        """Of tokens with the same text (bytes that are not a character), the likeliest is kept."""
+        texts = {self.text_of(token): max(logprob, LEAST) for token, logprob in reversed(top)}
+        return texts or None

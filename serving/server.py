@@ -1,4 +1,4 @@
-"""The address, the event loop, and the way to an end: uvicorn around the application."""
+"""uvicorn around the application: the socket, idle connections, shutdown."""
 import asyncio
 import contextlib
 import queue
@@ -11,22 +11,23 @@ import uvicorn
 from config.errors import UserError
 from serving.worker import Worker
 
-LAST = 5.0   # seconds after the grace that connections have, then they are cut
-IDLE = 15.0  # seconds in which a connection without a request at work must get on: send one, or read what there is for it
-MOST = 1000  # connections; more are answered with 503; lines of the log that wait
+CLOSE_TIMEOUT = 5.0     # seconds from the end of the grace period to the end of the process
+IDLE_TIMEOUT = 15.0     # seconds that a client may make no progress outside of a running request
+MAX_CONNECTIONS = 1000  # further ones get 503
+MAX_LOG_LINES = 1000    # that wait for stdout; further ones are dropped
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of that address, not yet listening: who connects now is refused, not kept waiting.
+    """A bound socket. It does not listen yet, so connections are refused rather than delayed.
 
     Raises:
-        UserError: it cannot be had.
+        UserError: the address is invalid or taken.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                                 flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # at once again after a stop
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # restart without a wait
         sock.bind(address)
     except (OSError, OverflowError, UnicodeError) as e:
         raise UserError(f'host={host!r}, port={port}: cannot listen there: {e}') from e
@@ -34,11 +35,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class RequestLog:
-    """Prints lines on stdout from a thread of its own: a stuck output holds up no request.
-    Lines that come while MOST of them wait are lost."""
+    """Prints lines from a thread, so that a blocked stdout does not block requests."""
 
     def __init__(self):
-        self._lines = queue.Queue(MOST)
+        self._lines = queue.Queue(MAX_LOG_LINES)
         self._thread = threading.Thread(target=self._run, name='request log', daemon=True)
         self._thread.start()
 
@@ -47,53 +47,53 @@ class RequestLog:
             self._lines.put_nowait(line)
 
     def close(self, timeout: float) -> None:
-        """Print what is left, in at most `timeout` seconds (twice that, if the queue is full)."""
+        """Print the remaining lines. `timeout`: seconds to queue the end, then to reach it."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=timeout)
             self._thread.join(timeout)
 
     def _run(self):
         while (line := self._lines.get()) is not None:
-            with contextlib.suppress(OSError):  # the reader of stdout has gone
+            with contextlib.suppress(OSError):  # stdout is closed
                 print(line, flush=True)
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGINT or SIGTERM (or `should_exit`): then nobody new is let in, who is there has `grace` seconds to be
-    answered, and then is told that the server stops. A second Ctrl-C ends it at once.
+    """Serves until SIGINT or SIGTERM (or `should_exit`). Then it accepts no new requests; running
+    requests have `grace` seconds to finish, and fail with 503 after that. A second Ctrl-C ends it
+    at once.
 
-    Args:
-        app: the application of `serving.app`.
-        worker: its worker, which has been started; it is drained and joined.
-        grace: seconds.
-        greeting: printed once it listens.
-        request_log: closed at the end.
+    worker: has been started; is drained. greeting: printed once the server listens. request_log:
+    closed at the end.
     """
 
     def __init__(self, app, worker: Worker, grace: float, greeting: str = '',
                  request_log: RequestLog | None = None):
         super().__init__(uvicorn.Config(
-            app, http='h11', ws='none', log_level='warning', access_log=False, server_header=False, proxy_headers=False,
-            lifespan='off', timeout_graceful_shutdown=max(1, round(grace + LAST)), limit_concurrency=MOST,
-            callback_notify=self.cut_idle, timeout_notify=0))  # that is: every second
+            app, http='h11', ws='none', log_level='warning', access_log=False,
+            server_header=False, proxy_headers=False, lifespan='off',
+            timeout_graceful_shutdown=max(1, round(grace + CLOSE_TIMEOUT)),
+            limit_concurrency=MAX_CONNECTIONS,
+            callback_notify=self.cut_idle, timeout_notify=0))  # 0: every second
         self.worker, self.grace, self.greeting = worker, grace, greeting
         self.request_log = request_log
-        self._stood = {}  # connection -> where it stood, and since when
+        self._progress = {}  # connection -> (cycle, bytes unsent), time of the last change
 
     async def cut_idle(self) -> None:
-        """End connections that have not got on for IDLE seconds while it was their turn. (uvicorn waits without end for the
-        rest of a request's head, and for what is left of an answer to be read.)"""
-        now, stands = time.monotonic(), {}
+        """Close connections on which the client made no progress for IDLE seconds. uvicorn has no
+        timeout for the head of a request, nor for a client that does not read the response."""
+        now, progress = time.monotonic(), {}
         for connection in list(self.server_state.connections):
             cycle, transport = connection.cycle, connection.transport
             if cycle is not None and not (cycle.response_complete or transport.is_closing()):
-                continue  # at work: the request has time-outs of its own
-            where = cycle, transport.get_write_buffer_size()
-            before, since = self._stood.get(connection, (None, now))
-            stands[connection] = where, since if where == before else now
-            if now - stands[connection][1] > IDLE:
+                continue  # a running request has a timeout of its own
+            state = cycle, transport.get_write_buffer_size()
+            before, since = self._progress.get(connection, (None, now))
+            since = since if state == before else now
+            progress[connection] = state, since
+            if now - since > IDLE_TIMEOUT:
                 transport.abort()
-        self._stood = stands
+        self._progress = progress
 
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets)
@@ -103,8 +103,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets=None) -> None:
         self.worker.drain(self.grace)
         await super().shutdown(sockets)
-        end = time.monotonic() + LAST  # here: after this the signal may end the process
-        while self.worker.running and not self.force_exit and (self.worker.saving or time.monotonic() < end):
+        end = time.monotonic() + CLOSE_TIMEOUT  # the process may end when this method returns
+        while self.worker.running and not self.force_exit:
+            if not self.worker.saving and time.monotonic() >= end:
+                break
             await asyncio.sleep(0.02)
         if self.request_log:
             self.request_log.close(1.0)

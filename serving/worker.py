@@ -1,281 +1,281 @@
-"""One thread owns the engine: requests go in by a queue, events come out by callbacks.
+"""One thread owns the engine: commands enter by a queue, events leave by callbacks.
 
     worker = Worker(engine, max_waiting=64, metrics=Metrics())
     worker.start()
-    ticket = worker.submit([(ids, params)], deliver)     # any thread; deliver([(choice, Event or Fault)]) on the engine's
-    worker.cancel(ticket)                                # any thread; nothing more is delivered soon after
-    worker.drain(10.0); worker.join()
+    ticket = worker.submit([(ids, params)], deliver)   # from any thread
+    worker.cancel(ticket)                              # from any thread
+    worker.drain(10.0)
+    worker.join()
+
+The worker's thread calls `deliver([(choice index, Event or ApiError), ...])`.
 """
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from engine.engine import Event
+from engine.job import Event
 from engine.params import SamplingParams
+from serving.errors import ApiError
 
-RETRIES = 2  # times that a request may be in a step that fails, without a token in between, before it is given up
+MAX_FAILURES = 2  # failed steps that a choice survives without a token in between
 log = logging.getLogger('nanokv.serving')
-
-
-class Busy(Exception):
-    """As many requests as may wait are waiting."""
-
-
-class Stopping(Exception):
-    """The server takes no more requests."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A request that ended without an answer. status: 400 what was asked cannot be done, 500 our fault, 503 stopping."""
-    status: int
-    message: str
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request over HTTP: what it asks of the engine, one (token ids, params) a choice.
-
-    open: choices without an end, by their number in the engine; only the worker's thread changes it. submitted: seconds of
-    `time.perf_counter`.
-    """
+    """An HTTP request. asked: (token ids, params) of each choice. submitted: `perf_counter`."""
     asked: list[tuple[list[int], SamplingParams]]
     deliver: Callable[[list], None]
     submitted: float = field(default_factory=time.perf_counter)
-    open: dict[int, int] = field(default_factory=dict)
     cancelled: bool = False
 
 
-class Worker:
-    """The thread around an engine, which nothing else may touch once it has started.
+@dataclass(eq=False)
+class Choice:
+    """A choice that has not ended. The engine runs each as a request of its own."""
+    number: int            # of the engine's request
+    ticket: Ticket
+    index: int             # in the ticket
+    refused: bool          # the engine rejected the request; its next step says why
+    num_failures: int = 0  # failed steps since the last token
+    has_token: bool = False
 
-    saving: no request runs any more, and what they have computed goes to disk, which may take a while.
+
+class Worker:
+    """The thread that runs an engine. Nothing else may use the engine once it has started.
+
+    saving: all requests have ended and the prefix cache is being written, which may take a while.
 
     Args:
-        engine: an `engine.engine.Engine`; it is closed at the end.
-        max_waiting: requests of the engine that may be there beside those for which it has rows.
-        metrics: a `serving.metrics.Metrics`, told what happens.
+        engine: an `engine.engine.Engine`; the thread closes it at its end.
+        max_waiting: choices that may wait, beyond those that have a row in the engine.
+        metrics: a `serving.metrics.Metrics`.
     """
 
     def __init__(self, engine, max_waiting: int, metrics):
-        self.engine, self.metrics, self.most = engine, metrics, engine.cache.batch_size + max_waiting
-        self._wake, self._inbox, self._n_open, self._deadline = threading.Condition(), [], 0, None
-        self._owners: dict[int, Ticket] = {}   # by the number of each request that has not ended
-        self._refused, self._strikes, self._first = set(), {}, set()
-        self._ended = self.saving = False
-        self._stale = False                    # the engine has events of requests that are nobody's any more
+        self.engine, self.metrics = engine, metrics
+        self.max_choices = engine.cache.batch_size + max_waiting
+        self.saving = False
+        # guarded by the condition
+        self._condition = threading.Condition()
+        self._commands = []     # (method, ticket)
+        self._num_open = 0      # choices that were submitted and have not ended
+        self._deadline = None   # monotonic time at which running choices fail; None = not draining
+        # used by the worker's thread alone
+        self._choices: dict[int, Choice] = {}  # by number
+        self._must_step = False                # the engine holds events of cancelled requests
         self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
 
-    # -- from any thread ----------------------------------------------------------------------------------------------
+    # -- from any thread -------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether it takes requests."""
+        """Whether it accepts requests."""
         return self._thread.is_alive() and self._deadline is None
 
     @property
     def running(self) -> bool:
-        """Whether its thread has not ended."""
+        """Whether its thread is alive."""
         return self._thread.is_alive()
 
-    def submit(self, asked: list[tuple[list[int], SamplingParams]], deliver: Callable[[list], None]) -> Ticket:
-        """Queue a request with its choices. `deliver` is called on the worker's thread, and must not block.
+    def submit(self, asked: list[tuple[list[int], SamplingParams]],
+               deliver: Callable[[list], None]) -> Ticket:
+        """Queue a request. `deliver` must not block.
 
         Raises:
-            Busy: there are `max_waiting` already. Stopping: after `drain`.
+            ApiError: 429, too many choices are waiting; 503, after `drain`.
         """
         ticket = Ticket(asked, deliver)
-        with self._wake:
-            self._check(len(asked))
-            self._n_open += len(asked)
-            self._inbox.append((self._begin, ticket))
-            self._wake.notify()
+        with self._condition:
+            self.check(len(asked))
+            self._num_open += len(asked)
+            self._commands.append((self._begin, ticket))
+            self._condition.notify()
         return ticket
 
-    def check(self) -> None:
-        """Raises Busy or Stopping where a request, however small, would not be taken now."""
-        with self._wake:
-            self._check(1)
-
-    def _check(self, n):
-        if self._deadline is not None:
-            raise Stopping
-        if self._n_open + n > self.most:
-            raise Busy
+    def check(self, num_choices: int = 1) -> None:
+        """Raise the ApiError that `submit` would."""
+        with self._condition:
+            if self._deadline is not None:
+                raise _stopping()
+            if self._num_open + num_choices > self.max_choices:
+                raise ApiError(429, 'too many requests are waiting: try again later',
+                               code='too_many_requests', headers={'Retry-After': '1'})
 
     def cancel(self, ticket: Ticket) -> None:
-        """End what has not ended of it; what it held is free before the engine's next step."""
-        with self._wake:
-            ticket.cancelled = True  # before it has begun: then it never does
-            if not self._ended:
-                self._inbox.append((self._drop, ticket))
-                self._wake.notify()
+        """End the choices that are still open, before the engine's next step."""
+        with self._condition:
+            ticket.cancelled = True  # in case it has not begun
+            self._commands.append((self._cancel_all, ticket))
+            self._condition.notify()
 
     def drain(self, grace: float) -> None:
-        """Take no more requests; after `grace` seconds those that still run are ended."""
-        with self._wake:
+        """Refuse new requests. After `grace` seconds the running ones fail."""
+        with self._condition:
             if self._deadline is None:
                 self._deadline = time.monotonic() + grace
-            self._wake.notify()
+            self._condition.notify()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread to end, after `drain`."""
         self._thread.join(timeout)
 
-    # -- on the worker's thread ---------------------------------------------------------------------------------------
+    # -- on the worker's thread ------------------------------------------------------------------
 
     def _run(self):
         try:
-            if self.engine.model.device.type == 'cuda':  # each thread has a current device of its own
+            if self.engine.model.device.type == 'cuda':  # the current device is set per thread
                 torch.cuda.set_device(self.engine.model.device)
-            while self._obey():
+            while self._process_commands():
                 self._step()
-        finally:  # also when it dies: nobody must wait for it for ever
+        finally:  # after a crash too: no client may wait forever
             try:
-                self._refuse_all()
+                self._fail_remaining()
             finally:
                 self.saving = True
-                self._close()
+                try:
+                    self.engine.close()
+                except Exception:
+                    log.exception('the prefix cache could not be saved')
 
-    def _refuse_all(self):
-        with self._wake:
-            self._ended, self._deadline = True, self._deadline or 0.0
-            left, self._inbox = self._inbox, []
-        for act, ticket in left:
-            if act == self._begin:
-                self._hand(ticket, [(0, Fault(503, 'the server is stopping'))])
-        self._end_all(self._owners)
+    def _fail_remaining(self):
+        with self._condition:
+            self._deadline = self._deadline or 0.0
+            commands, self._commands = self._commands, []
+        for method, ticket in commands:
+            if method == self._begin:
+                self._deliver(ticket, [(0, _stopping())])
+        self._fail_running()
 
-    def _close(self):
-        try:
-            self.engine.close()
-        except Exception:
-            log.exception('what earlier requests have computed could not be kept')
-
-    def _obey(self) -> bool:
-        """Do what was asked for; sleeps while there is nothing to do. Whether to go on."""
-        with self._wake:
-            while not (self._inbox or self._owners or self._stale or self._deadline is not None):
-                self._wake.wait()
-            orders, self._inbox, deadline = self._inbox, [], self._deadline
-        for act, ticket in orders:
-            act(ticket)
+    def _process_commands(self) -> bool:
+        """Sleep until there is work, then run the queued commands. Returns False at the end."""
+        with self._condition:
+            while not (self._commands or self._must_continue() or self._deadline is not None):
+                self._condition.wait()
+            commands, self._commands = self._commands, []
+            deadline = self._deadline
+        for method, ticket in commands:
+            method(ticket)
         if deadline is not None and time.monotonic() >= deadline:
-            self._end_all(self._owners)
-        return bool(self._owners or self._stale or deadline is None)
+            self._fail_running()
+        return self._must_continue() or deadline is None
+
+    def _must_continue(self):
+        return bool(self._choices) or self._must_step
 
     def _begin(self, ticket):
         if ticket.cancelled:
-            return self._closed(len(ticket.asked))
-        for choice, (ids, params) in enumerate(ticket.asked):
+            return self._count_ended(len(ticket.asked))
+        for index, (ids, params) in enumerate(ticket.asked):
             try:
                 number = self.engine.submit(ids, params)
             except Exception:
                 log.exception('a request could not be queued')
-                self._closed(1)
-                self._hand(ticket, [(choice, Fault(500, 'internal error'))])
+                self._count_ended(1)
+                self._deliver(ticket, [(index, ApiError(500, 'internal error'))])
                 continue
-            ticket.open[number] = choice
-            self._owners[number] = ticket
-            if number not in self.engine.jobs:
-                self._refused.add(number)  # the next step says why
+            refused = number not in self.engine.jobs
+            self._choices[number] = Choice(number, ticket, index, refused)
 
-    def _drop(self, ticket):
-        for number in list(ticket.open):
-            self._cancel(number)
+    def _cancel_all(self, ticket):
+        for choice in [c for c in self._choices.values() if c.ticket is ticket]:
+            self._cancel(choice)
 
-    def _cancel(self, number):
-        """End one in the engine, quietly."""
+    def _cancel(self, choice):
+        """End it in the engine, without telling the client."""
         try:
-            event = self.engine.cancel(number)
+            event = self.engine.cancel(choice.number)
         except Exception:
-            log.exception('request %d could not be cancelled', number)
+            log.exception('request %d could not be cancelled', choice.number)
             event = None
-        self._stale = True
-        self._forget(number, event)
+        self._must_step = True
+        self._remove(choice, event)
 
-    def _forget(self, number, event=None):
-        ticket = self._owners.pop(number)
-        del ticket.open[number]
-        self._refused.discard(number)
-        self._first.discard(number)
-        self._strikes.pop(number, None)
-        self._closed(1)
+    def _remove(self, choice, event):
+        del self._choices[choice.number]
+        self._count_ended(1)
         if event and event.completion:
-            self.metrics.ended(event.completion, time.perf_counter() - ticket.submitted)
+            self.metrics.ended(event.completion, time.perf_counter() - choice.ticket.submitted)
 
-    def _closed(self, n):
-        with self._wake:
-            self._n_open -= n
+    def _count_ended(self, n):
+        with self._condition:
+            self._num_open -= n
 
-    def _end_all(self, numbers):
-        for number in list(numbers):
-            if number in self._owners:  # a client that cannot be told takes its other choices with it
-                self._fail(number, Fault(503, 'the server is stopping'))
+    def _fail_running(self):
+        while self._choices:
+            self._fail(next(iter(self._choices.values())), _stopping())
 
-    def _fail(self, number, fault):
-        ticket = self._owners[number]
-        choice = ticket.open[number]
-        self._cancel(number)
-        self._hand(ticket, [(choice, fault)])
+    def _fail(self, choice, error):
+        self._cancel(choice)
+        self._deliver(choice.ticket, [(choice.index, error)])
 
-    def _hand(self, ticket, items):
+    def _deliver(self, ticket, items):
         try:
             ticket.deliver(items)
-        except Exception:  # its event loop has ended
-            self._drop(ticket)
+        except Exception:  # the client's event loop is closed
+            self._cancel_all(ticket)
 
     def _step(self):
-        before = {number: job.request.preempted for number, job in self.engine.jobs.items()}
-        self._stale = False
+        preempted = {number: job.request.preempted for number, job in self.engine.jobs.items()}
+        self._must_step = False
         try:
             events = self.engine.step()
         except Exception:
-            log.exception('a step of the engine failed; what it was at is computed anew')
+            log.exception('an engine step failed; its requests start again')
             self.metrics.failed_steps.inc()
-            return self._blame(before)
-        items: dict[Ticket, list] = {}
+            return self._count_failures(preempted)
+        deliveries = defaultdict(list)
         for event in events:
-            ticket = self._owners.get(event.index)
-            if ticket is not None:  # else it was cancelled
-                items.setdefault(ticket, []).append((ticket.open[event.index], self._seen(ticket, event)))
-        try:
-            self.metrics.publish(self.engine, self._n_open)  # first: who has an answer may look at once
+            choice = self._choices.get(event.index)
+            if choice:  # else it was cancelled
+                item = choice.index, self._process_event(choice, event)
+                deliveries[choice.ticket].append(item)
+        try:  # before delivery: a client that has its answer may read the metrics at once
+            self.metrics.publish(self.engine, self._num_open)
         finally:
-            for ticket, its in items.items():
-                self._hand(ticket, its)
+            for ticket, items in deliveries.items():
+                self._deliver(ticket, items)
 
-    def _seen(self, ticket, event: Event) -> Event | Fault:
-        """Count it; what its owner is told."""
-        number, completion = event.index, event.completion
+    def _process_event(self, choice, event: Event) -> Event | ApiError:
+        """Update metrics and the choice. Returns what is delivered."""
         if event.token >= 0:
             self.metrics.tokens.inc()
-            self._strikes.pop(number, None)
-            if number not in self._first:
-                self._first.add(number)
-                self.metrics.ttft.observe(time.perf_counter() - ticket.submitted)
+            choice.num_failures = 0
+            if not choice.has_token:
+                choice.has_token = True
+                self.metrics.ttft.observe(time.perf_counter() - choice.ticket.submitted)
+        completion = event.completion
         if completion is None:
             return event
-        refused = number in self._refused
-        self._forget(number, event)
+        self._remove(choice, event)
         if completion.finish_reason == 'error':
-            return Fault(400 if refused else 500, completion.error)
+            return ApiError(400 if choice.refused else 500, completion.error)
         return event
 
-    def _blame(self, before):
-        """After a step that failed: the engine starts all again that ran, and nothing is lost. What fails again and again
-        without a token in between is ended, the newest first, until the others get on."""
+    def _count_failures(self, preempted):
+        """After a failed step, in which the engine preempted all that ran. Of the choices that fail
+        repeatedly without a token in between, end the newest; the others may then succeed."""
         jobs = self.engine.jobs
-        ran = [n for n in self._owners if n not in jobs or jobs[n].request.preempted > before.get(n, 0)] or list(self._owners)
-        for number in ran:
-            self._strikes[number] = self._strikes.get(number, 0) + 1
-        suspects = [number for number in ran if self._strikes[number] > RETRIES]
-        if suspects:
-            self._fail(max(suspects), Fault(500, 'the model failed on this request'))
+
+        def ran(number):
+            return number not in jobs or jobs[number].request.preempted > preempted.get(number, 0)
+        choices = [choice for number, choice in self._choices.items() if ran(number)]
+        choices = choices or list(self._choices.values())
+        for choice in choices:
+            choice.num_failures += 1
+        failing = [choice for choice in choices if choice.num_failures > MAX_FAILURES]
+        if failing:
+            newest = max(failing, key=lambda choice: choice.number)
+            self._fail(newest, ApiError(500, 'the model failed on this request'))
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, 'the server is stopping', headers={'Retry-After': '5'})

@@ -1,63 +1,109 @@
-"""A server around a tiny random model: its application in this process, or with a socket of its own in a thread."""
+"""A server around a tiny random model: its application in this process, or a thread with a port."""
 import asyncio
+import json
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
 
 from engine.dialogue import Template
 from engine.engine import Engine
+from engine.params import SamplingParams
 from serving.api import Service
 from serving.app import Limits, make_app
 from serving.metrics import Metrics
 from serving.server import Server, bind
 from serving.worker import Worker
-from tests.helpers.serving import TOKENIZER, model_of
+from tests.helpers.serving import TOKENIZER, alone, model_of
 
 TURN = Template('{name}c{text}d')
 LONGEST = 60  # positions of a request
+COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
+MODEL = model_of('full stack')
+USER = {'role': 'user', 'content': 'jab'}
 
 
-def eventually(true, what='it', patience=60.0):
-    """Wait until something is so that other threads do."""
-    end = time.monotonic() + patience
-    while not true():
-        assert time.monotonic() < end, f'{what} did not come to be'
+def eventually(condition):
+    """Wait until other threads make the condition true."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, 'timed out'
         time.sleep(0.005)
 
 
+def in_background(call):
+    """A started thread; `result` is what the call returns."""
+    thread = threading.Thread(target=lambda: setattr(thread, 'result', call()))
+    thread.start()
+    return thread
+
+
+def expected(text, n=12, **params):
+    """The completion of an engine that runs nothing else."""
+    return alone(MODEL, text, SamplingParams(n, **params), tokenizer=TOKENIZER)
+
+
+def assert_refused(response, status, *named, param=Ellipsis, code=Ellipsis):
+    error = response.json()['error']
+    assert response.status_code == status, response.text
+    assert set(error) == {'message', 'type', 'param', 'code'}
+    assert all(text in error['message'] for text in named) and '\n' not in error['message'], error
+    assert param in (Ellipsis, error['param']) and code in (Ellipsis, error['code']), error
+
+
 def assert_free(worker):
-    """Nothing runs, waits or is held but what the prefix store may let go."""
+    """Nothing runs or waits, and only evictable pages of the prefix cache are in use."""
     engine, table = worker.engine, worker.engine.cache.table
-    eventually(lambda: not (worker._owners or worker._inbox or worker._stale or engine.n_unfinished), 'an idle worker')
-    assert not engine.jobs and not engine.scheduler.running and not engine.scheduler.waiting and worker._n_open == 0
+    eventually(lambda: not (worker._choices or worker._must_step or engine.n_unfinished
+                            or worker._commands and worker.running))
+    scheduler = engine.scheduler
+    assert not engine.jobs and not scheduler.running and not scheduler.waiting
+    assert worker._num_open == 0
     assert table.n_free + table.n_evictable == table.n_pages
-    assert all(block.users == 0 for block in engine.prefix.blocks) and engine.prefix.root.users == 0
-    assert not (worker._refused or worker._strikes or worker._first)
+    assert not any(block.users for block in [*engine.prefix.blocks, engine.prefix.root])
 
 
-def make_server(rows=3, max_waiting=8, keys=(), timeout=60.0, max_body=20_000, kind='full stack', **engine):
-    engine = Engine(model_of(kind), rows, LONGEST, page_size=4, prefill_chunk=16, tokenizer=TOKENIZER,
-                    **dict(prefix_budget=10 ** 6) | engine)
-    worker = Worker(engine, max_waiting, Metrics())
-    service = Service('tiny', TOKENIZER, LONGEST, 12, rows + max_waiting, TURN, 'a', 'b')
-    worker.start()
-    logged = []
-    app = make_app(worker, service, Limits(max_body, timeout), keys, request_log=logged.append)
-    return SimpleNamespace(worker=worker, engine=engine, app=app, metrics=worker.metrics,
-                           service=service, logged=logged)
+class InProcess:
+    """An application and its started worker. logged: lines of the request log."""
+
+    def __init__(self, rows=3, max_waiting=8, keys=(), hosts=(), timeout=60.0, max_body=20_000,
+                 **settings):
+        settings = dict(prefix_budget=10 ** 6) | settings
+        self.engine = Engine(MODEL, rows, LONGEST, page_size=4, prefill_chunk=16,
+                             tokenizer=TOKENIZER, **settings)
+        self.metrics, self.logged = Metrics(), []
+        self.worker = Worker(self.engine, max_waiting, self.metrics)
+        self.service = Service('tiny', TOKENIZER, LONGEST, 12, rows + max_waiting, TURN, 'a', 'b')
+        self.worker.start()
+        self.app = make_app(self.worker, self.service, Limits(max_body, timeout), keys, hosts,
+                            self.logged.append)
+        self.client = TestClient(self.app, raise_server_exceptions=False)
+
+    def complete(self, **fields):
+        return self.client.post(COMPLETIONS, json=dict(prompt='abc') | fields)
+
+    def chat(self, *messages, **fields):
+        return self.client.post(CHAT, json=dict(messages=messages) | fields)
+
+    def text(self, **fields):
+        return self.complete(**fields).json()['choices'][0]['text']
+
+    def metric(self, name, **labels):
+        return self.metrics.registry.get_sample_value('nanokv_' + name, labels)
+
+    def set_service(self, **values):
+        for name, value in values.items():
+            object.__setattr__(self.service, name, value)
 
 
 @pytest.fixture
 def serve():
-    """`serve(**settings)`: a server with `client`, a TestClient of its application."""
+    """`serve(**settings)`: a server without a port."""
     made = []
 
     def make(**settings):
-        server = make_server(**settings)
-        server.client = TestClient(server.app, raise_server_exceptions=False)
+        server = InProcess(**settings)
         server.client.__enter__()
         made.append(server)
         return server
@@ -69,17 +115,17 @@ def serve():
         assert not server.worker._thread.is_alive()
 
 
-class Running:
+class Running(InProcess):
     """A server at a port, in a thread."""
 
     def __init__(self, grace=5.0, **settings):
-        self.__dict__.update(vars(make_server(**settings)))
+        super().__init__(**settings)
         sock = bind('127.0.0.1', 0)
         self.port = sock.getsockname()[1]
         self.server = Server(self.app, self.worker, grace)
         self.thread = threading.Thread(target=self.server.run, args=([sock],))
         self.thread.start()
-        eventually(lambda: self.server.started, 'the start')
+        eventually(lambda: self.server.started)
 
     def stop(self):
         self.server.should_exit = True
@@ -102,7 +148,7 @@ def running():
 
 @pytest.fixture
 def held(monkeypatch):
-    """The engine's steps wait for `held.set()`; `held.in_step` says that one does."""
+    """Steps of the engine wait for `held.set()`. `held.in_step` is set once one waits."""
     gate, plain = threading.Event(), Engine.step
     gate.in_step = threading.Event()
 
@@ -116,14 +162,16 @@ def held(monkeypatch):
 
 
 class Asgi:
-    """One request to an application without a client: what it sends, and a client that may leave."""
+    """A request for a completion, whose client leaves when `gone` is set. sent: the response."""
 
-    def __init__(self, app, path, body: bytes, method='POST'):
+    def __init__(self, app, **fields):
         self.app, self.sent, self.gone = app, [], asyncio.Event()
-        self.scope = dict(type='http', method=method, path=path, raw_path=path.encode(), query_string=b'', root_path='',
-                          headers=[(b'content-type', b'application/json')], http_version='1.1', scheme='http',
-                          server=('test', 80), client=('test', 1), asgi=dict(version='3.0', spec_version='2.3'))
-        self.bodies = [body]
+        self.scope = dict(
+            type='http', method='POST', path=COMPLETIONS, raw_path=COMPLETIONS.encode(),
+            query_string=b'', root_path='', headers=[(b'content-type', b'application/json')],
+            http_version='1.1', scheme='http', server=('test', 80), client=('test', 1),
+            asgi=dict(version='3.0', spec_version='2.3'))
+        self.bodies = [json.dumps(dict(prompt='abc') | fields).encode()]
 
     async def receive(self):
         if self.bodies:

@@ -1,88 +1,94 @@
-"""What is answered is what the engine says alone: whole and in pieces, one and many, and what is counted of it."""
+"""Responses equal what the engine generates alone, whole and streamed; metrics; the log."""
 import base64
 import hashlib
 import json
 import re
-import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.params import SamplingParams, sample_seed
-from tests.helpers.serving import TOKENIZER, alone, model_of
-from tests.serving.conftest import LONGEST, assert_free, eventually
+from engine.params import sample_seed
+from tests.helpers.serving import TOKENIZER
+from tests.serving.conftest import LONGEST, assert_free, eventually, expected, in_background
 
-MODEL = model_of('full stack')
-MESSAGES = [{'role': 'system', 'content': 'hat'}, {'role': 'user', 'content': 'jab'}, {'role': 'assistant', 'content': 'efg'},
-            {'role': 'user', 'content': [{'type': 'text', 'text': 'o'}, {'type': 'text', 'text': 'n'}]}]
+PARTS = [{'type': 'text', 'text': 'o'}, {'type': 'text', 'text': 'n'}]
+MESSAGES = [{'role': 'system', 'content': 'hat'}, {'role': 'user', 'content': 'jab'},
+            {'role': 'assistant', 'content': 'efg'}, {'role': 'user', 'content': PARTS}]
 RENDERED = 'hatdacjabdbcefgdacondbc'
-
-
-def expected(text, max_new_tokens=12, **params):
-    return alone(MODEL, text, SamplingParams(max_new_tokens, **params), tokenizer=TOKENIZER)
 
 
 def pieces(response):
     """The documents of a stream."""
     assert response.status_code == 200 and response.headers['content-type'] == 'text/event-stream'
     *events, end = response.text.split('\n\n')
-    assert end == '' and events.pop() == 'data: [DONE]' and all(event.startswith('data: ') for event in events)
+    assert end == '' and events.pop() == 'data: [DONE]'
+    assert all(event.startswith('data: ') for event in events)
     return [json.loads(event[6:]) for event in events]
 
 
 @pytest.mark.parametrize('fields, params', [
-    (dict(max_tokens=20, temperature=0), dict(max_new_tokens=20, temperature=0)),
+    (dict(max_tokens=20, temperature=0), dict(n=20, temperature=0)),
     (dict(seed=7, temperature=0.9, top_p=0.8), dict(seed=7, temperature=0.9, top_p=0.8)),
-    (dict(seed=8, top_k=4, min_p=0.02, repetition_penalty=1.3), dict(seed=8, top_k=4, min_p=0.02, repetition_penalty=1.3)),
-    (dict(seed=9, max_tokens=30, stop=['d', 'ef']), dict(seed=9, max_new_tokens=30, stop=('d', 'ef'))),
-    (dict(seed=9, max_tokens=30, stop='d'), dict(seed=9, max_new_tokens=30, stop=('d',))),
-    (dict(seed=3, temperature=None, n=None, stop=None, user='me', frequency_penalty=0, best_of=1, echo=False), dict(seed=3)),
+    (dict(seed=8, top_k=4, min_p=0.02, repetition_penalty=1.3),
+     dict(seed=8, top_k=4, min_p=0.02, repetition_penalty=1.3)),
+    (dict(seed=9, max_tokens=30, stop=['d', 'ef']), dict(seed=9, n=30, stop=('d', 'ef'))),
+    (dict(seed=9, max_tokens=30, stop='d'), dict(seed=9, n=30, stop=('d',))),
+    (dict(seed=3, temperature=None, n=None, stop=None, user='me', frequency_penalty=0, best_of=1,
+          echo=False), dict(seed=3)),
 ], ids=str)
 def test_a_completion_is_the_engines(serve, fields, params):
     server, said = serve(), expected('abcabc', **params)
-    document = server.client.post('/v1/completions', json=dict(model='tiny', prompt='abcabc', **fields)).json()
+    document = server.complete(model='tiny', prompt='abcabc', **fields).json()
     [choice] = document['choices']
-    assert choice == {'index': 0, 'text': said.text, 'logprobs': None, 'finish_reason': said.finish_reason}
-    assert document['usage'] == {'prompt_tokens': 6, 'completion_tokens': len(said.tokens),
-                                 'total_tokens': 6 + len(said.tokens), 'prompt_tokens_details': {'cached_tokens': 0}}
-    assert (document['object'], document['model'], document['id'][:5]) == ('text_completion', 'tiny', 'cmpl-')
-    streamed = pieces(server.client.post('/v1/completions', json=dict(prompt='abcabc', stream=True, **fields)))
+    assert choice == {'index': 0, 'text': said.text, 'logprobs': None,
+                      'finish_reason': said.finish_reason}
+    n = len(said.tokens)
+    assert document['usage'] == {'prompt_tokens': 6, 'completion_tokens': n, 'total_tokens': 6 + n,
+                                 'prompt_tokens_details': {'cached_tokens': 0}}
+    assert (document['object'], document['model']) == ('text_completion', 'tiny')
+    assert document['id'].startswith('cmpl-')
+    streamed = pieces(server.complete(prompt='abcabc', stream=True, **fields))
     assert ''.join(piece['choices'][0]['text'] for piece in streamed) == said.text
-    assert [piece['choices'][0]['finish_reason'] for piece in streamed] == [None] * (len(streamed) - 1) + [said.finish_reason]
-    assert all('usage' not in piece for piece in streamed) and len({piece['id'] for piece in streamed}) == 1
+    reasons = [piece['choices'][0]['finish_reason'] for piece in streamed]
+    assert reasons == [None] * (len(streamed) - 1) + [said.finish_reason]
+    assert all('usage' not in piece for piece in streamed)
+    assert len({piece['id'] for piece in streamed}) == 1
     assert_free(server.worker)
 
 
 def test_token_ids_and_several_prompts(serve):
-    client, ids = serve().client, TOKENIZER.encode('abc')
+    server, ids = serve(), TOKENIZER.encode('abc')
 
     def texts(prompt, **fields):
-        choices = client.post('/v1/completions', json=dict(prompt=prompt, seed=5, **fields)).json()['choices']
+        choices = server.complete(prompt=prompt, seed=5, **fields).json()['choices']
         assert [choice['index'] for choice in choices] == list(range(len(choices)))
         return [choice['text'] for choice in choices]
     one, other = expected('abc', seed=5).text, expected('ded', seed=5).text
     second = expected('abc', seed=sample_seed(5, 1)).text
     assert len({one, other, second}) == 3
-    assert texts(ids) == [one] and texts(['abc', 'ded']) == [one, other] == texts([ids, TOKENIZER.encode('ded')])
-    assert texts(['abc', 'ded'], n=2) == [one, second, other, expected('ded', seed=sample_seed(5, 1)).text]
+    assert texts(ids) == [one] and texts(['abc', 'ded']) == [one, other]
+    assert texts([ids, TOKENIZER.encode('ded')]) == [one, other]
+    last = expected('ded', seed=sample_seed(5, 1)).text
+    assert texts(['abc', 'ded'], n=2) == [one, second, other, last]
 
 
 def test_samples_differ_and_are_told_apart_in_a_stream(serve):
-    client = serve(rows=2).client
+    server = serve(rows=2)
     wanted = [expected('abc', seed=sample_seed(4, k)).text for k in range(4)]
-    streamed = pieces(client.post('/v1/completions', json=dict(prompt='abc', seed=4, n=4, stream=True,
-                                                               stream_options={'include_usage': True})))
+    streamed = pieces(server.complete(seed=4, n=4, stream=True,
+                                      stream_options={'include_usage': True}))
     last = streamed.pop()
-    assert last['choices'] == [] and last['usage']['prompt_tokens'] == 3 and last['usage']['completion_tokens'] == 48
+    assert last['choices'] == [] and last['usage']['prompt_tokens'] == 3
+    assert last['usage']['completion_tokens'] == 48
     assert all(piece['usage'] is None for piece in streamed) and len(set(wanted)) == 4
     for k in range(4):
-        assert ''.join(c['text'] for piece in streamed for c in piece['choices'] if c['index'] == k) == wanted[k]
+        choices = [choice for piece in streamed for choice in piece['choices']]
+        assert ''.join(c['text'] for c in choices if c['index'] == k) == wanted[k]
 
 
 def test_without_a_seed_two_answers_differ(serve):
-    client = serve().client
-    texts = {client.post('/v1/completions', json=dict(prompt='abc', max_tokens=30)).json()['choices'][0]['text'] for _ in '12'}
-    assert len(texts) == 2
+    server = serve()
+    assert server.text(max_tokens=30) != server.text(max_tokens=30)
 
 
 def test_log_probabilities(serve):
@@ -99,30 +105,32 @@ def test_log_probabilities(serve):
                 pieces(client.post('/v1/completions', json=fields | dict(stream=True)))]
     for name in ('tokens', 'text_offset'):
         assert [x for piece in streamed for x in piece[name]] == whole[name]
-    assert client.post('/v1/completions', json=fields | dict(logprobs=0)).json()['choices'][0]['logprobs']['top_logprobs'] == [
-        None] * len(said.tokens)
+    [choice] = client.post('/v1/completions', json=fields | dict(logprobs=0)).json()['choices']
+    assert choice['logprobs']['top_logprobs'] == [None] * len(said.tokens)
 
 
 def test_a_chat_is_rendered_by_the_template_and_ends_with_the_turn(serve):
     server = serve()
-    said = expected(RENDERED, max_new_tokens=30, seed=1, stop=('d',))
+    said = expected(RENDERED, 30, seed=1, stop=('d',))
     assert said.finish_reason == 'stop'
     fields = dict(model='tiny', messages=MESSAGES, seed=1, max_completion_tokens=30)
     document = server.client.post('/v1/chat/completions', json=fields).json()
     [choice] = document['choices']
-    assert choice['message'] == {'role': 'assistant', 'content': said.text} and choice['finish_reason'] == 'stop'
-    assert document['object'] == 'chat.completion' and document['usage']['prompt_tokens'] == len(RENDERED)
+    assert choice['message'] == {'role': 'assistant', 'content': said.text}
+    assert (choice['finish_reason'], document['object']) == ('stop', 'chat.completion')
+    assert document['usage']['prompt_tokens'] == len(RENDERED)
     streamed = pieces(server.client.post('/v1/chat/completions', json=fields | dict(stream=True)))
     deltas = [piece['choices'][0]['delta'] for piece in streamed]
     assert deltas[0] == {'role': 'assistant', 'content': ''} and deltas[-1] == {}
     assert ''.join(delta.get('content', '') for delta in deltas) == said.text
-    assert streamed[-1]['choices'][0]['finish_reason'] == 'stop' and streamed[0]['object'] == 'chat.completion.chunk'
+    assert streamed[-1]['choices'][0]['finish_reason'] == 'stop'
+    assert streamed[0]['object'] == 'chat.completion.chunk'
     assert_free(server.worker)
 
 
 def test_names_and_stops_of_a_chat(serve):
     client = serve().client
-    said = expected('ecjabdbc', max_new_tokens=30, seed=1, stop=('q', 'd'))
+    said = expected('ecjabdbc', 30, seed=1, stop=('q', 'd'))
     document = client.post('/v1/chat/completions', json=dict(
         messages=[{'role': 'user', 'name': 'e', 'content': 'jab'}], seed=1, max_tokens=30, stop='q')).json()
     assert document['choices'][0]['message']['content'] == said.text
@@ -137,7 +145,7 @@ def test_the_default_length_is_cut_to_what_there_is_room_for(serve):
 
 def test_what_was_said_before_is_taken_from_the_store(serve):
     server = serve()
-    usages = [server.client.post('/v1/completions', json=dict(prompt='abcdefghijklmnopq', temperature=0)).json()['usage']
+    usages = [server.complete(prompt='abcdefghijklmnopq', temperature=0).json()['usage']
               for _ in '12']
     assert [usage['prompt_tokens_details']['cached_tokens'] for usage in usages] == [0, 16]
     assert metric(server, 'nanokv_prompt_tokens_cached_total') == 16 and metric(server, 'nanokv_prompt_tokens_total') == 34
@@ -150,14 +158,12 @@ def test_many_at_once_get_what_they_get_alone(serve):
     def ask(k):
         answers[k] = server.client.post('/v1/completions', json=dict(
             prompt='abc' * (1 + k % 4), seed=k, max_tokens=1 + k % 13, stream=k % 2 == 0))
-    threads = [threading.Thread(target=ask, args=(k,)) for k in range(24)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    for thread in [in_background(lambda k=k: ask(k)) for k in range(24)]:
+        thread.join()
     for k, response in answers.items():
         said = expected('abc' * (1 + k % 4), 1 + k % 13, seed=k)
-        text = ''.join(piece['choices'][0]['text'] for piece in pieces(response)) if k % 2 == 0 else (
-            response.json()['choices'][0]['text'])
-        assert text == said.text
+        documents = pieces(response) if k % 2 == 0 else [response.json()]
+        assert ''.join(piece['choices'][0]['text'] for piece in documents) == said.text
     assert len(answers) == 24
     assert_free(server.worker)
 

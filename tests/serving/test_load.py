@@ -70,7 +70,7 @@ def test_64_streams_of_which_a_tenth_leave_for_a_minute(running):
         await asyncio.gather(*(Client(server, number, tally).run(deadline) for number in range(CLIENTS)))
     asyncio.run(all_of_them())
     assert tally['whole'] > CLIENTS and tally['left'] > 0.05 * tally['whole']
-    eventually(lambda: not (server.server.server_state.connections or server.server.server_state.tasks), 'the end of all')
+    eventually(lambda: not (server.server.server_state.connections or server.server.server_state.tasks))
     assert_free(server.worker)
     counted = {sample.labels['status'] for family in server.metrics.registry.collect() for sample in family.samples
                if sample.name == 'nanokv_requests_total'}

@@ -13,9 +13,11 @@ from config.errors import UserError
 from serving.server import bind
 from tests.programs.support import ROOT, TINY, flags, make_tiny
 
-SETTINGS = {name: TINY[name] for name in ('dataset', 'device', 'n_layer', 'n_head', 'n_embd', 'block_size')} | dict(
+NAMES = ('dataset', 'device', 'n_layer', 'n_head', 'n_embd', 'block_size')
+SETTINGS = {name: TINY[name] for name in NAMES} | dict(
     init_from='random', user='a', reply_as='b', turn='{name}c{text}d', port=0)
-LAUNCH = ('import sys, pathlib, configurator, interop.load, serve; interop.load.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
+LAUNCH = ('import sys, pathlib, configurator, interop.load, serve; '
+          'interop.load.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
           'configurator.run_program(serve.main)')
 
 
@@ -48,10 +50,12 @@ def test_it_serves_until_a_signal(data_root, number, status):
 
 
 @pytest.mark.parametrize('settings, named', [
-    (dict(parallel=0), 'parallel=0'), (dict(max_new_tokens=0), 'max_new_tokens=0'), (dict(max_waiting=-1), 'max_waiting=-1'),
+    (dict(parallel=0), 'parallel=0'), (dict(max_new_tokens=0), 'max_new_tokens=0'),
+    (dict(max_waiting=-1), 'max_waiting=-1'),
     (dict(timeout=0.0), 'timeout=0.0'), (dict(grace=-1.0), 'grace=-1.0'), (dict(max_body='lots'), 'max_body='),
-    (dict(port=70000), 'port=70000'), (dict(host='no such host'), "host='no such host'"), (dict(turn='x'), "turn='x'"),
-    (dict(max_seq_len=17), 'block_size=16'), (dict(kv_budget='1'), 'kv_budget=1'), (dict(prefix_budget='x'), 'prefix_budget'),
+    (dict(port=70000), 'port=70000'), (dict(host='no such host'), "host='no such host'"),
+    (dict(turn='x'), "turn='x'"), (dict(max_seq_len=17), 'block_size=16'),
+    (dict(kv_budget='1'), 'kv_budget=1'), (dict(prefix_budget='x'), 'prefix_budget'),
     (dict(api_key_file='/nowhere/keys'), 'api_key_file')], ids=lambda x: str(x)[:30])
 def test_wrong_settings(data_root, settings, named, monkeypatch):
     monkeypatch.delenv('NANOKV_API_KEY', raising=False)
@@ -95,5 +99,6 @@ def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'serving.app', None)  # as if it were not there
     monkeypatch.delitem(sys.modules, 'serving.app')
     monkeypatch.setitem(sys.modules, 'starlette.applications', None)
-    with pytest.raises(UserError, match=re.escape("starlette.applications: pip install -e '.[serve]'")):
+    message = re.escape("starlette.applications: pip install -e '.[serve]'")
+    with pytest.raises(UserError, match=message):
         serve.main(flags(SETTINGS))

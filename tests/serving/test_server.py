@@ -7,21 +7,17 @@ import threading
 import openai
 import pytest
 
-from engine.params import SamplingParams, sample_seed
-from serving.server import MOST, RequestLog
-from tests.helpers.serving import TOKENIZER, alone, model_of
-from tests.serving.conftest import assert_free, eventually
+from engine.params import sample_seed
+from serving.server import MAX_LOG_LINES, RequestLog
+from tests.helpers.serving import TOKENIZER
+from tests.serving.conftest import USER, assert_free, eventually, expected
 
-MODEL = model_of('full stack')
-MESSAGES = [{'role': 'user', 'content': 'jab'}]
+MESSAGES = [USER]
 
 
 def client_of(server, key='none'):
-    return openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key=key, max_retries=0, timeout=60)
-
-
-def expected(text, n=12, **params):
-    return alone(MODEL, text, SamplingParams(n, **params), tokenizer=TOKENIZER)
+    return openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key=key,
+                         max_retries=0, timeout=60)
 
 
 def request(document, path='/v1/completions', **headers) -> bytes:
@@ -106,7 +102,7 @@ def test_openais_client_raises_its_own_errors(running, held):
     first = threading.Thread(target=lambda: pytest.raises(
         openai.InternalServerError, client.completions.create, model='tiny', prompt='a'))
     first.start()
-    eventually(lambda: server.worker._n_open == 1)
+    eventually(lambda: server.worker._num_open == 1)
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model='tiny', prompt='a', stream=True)
     first.join()
@@ -182,7 +178,7 @@ def test_one_connection_serves_one_request_after_another(shared):
 # -- who leaves -------------------------------------------------------------------------------------------------------
 
 def drop(server, n, at_once):
-    """n connections, of which up to `at_once` are open together: each asks for something long, and leaves."""
+    """n connections, up to `at_once` of them open together, whose clients leave early."""
     for start in range(0, n, at_once):
         socks = []
         for k in range(start, min(n, start + at_once)):
@@ -194,7 +190,7 @@ def drop(server, n, at_once):
             if k % 3 == 0:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # reset
             sock.close()
-    eventually(lambda: not server.server.server_state.connections, 'the end of all connections')
+    eventually(lambda: not server.server.server_state.connections)
 
 
 @pytest.mark.parametrize('n, at_once', [(300, 100), pytest.param(10_000, 200, marks=pytest.mark.slow)])
@@ -215,7 +211,7 @@ def test_connections_that_are_dropped_leave_nothing_behind(running, n, at_once):
 
 def stopping(server):
     server.server.should_exit = True
-    eventually(lambda: not server.worker.alive, 'the end')
+    eventually(lambda: not server.worker.alive)
 
 
 def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
@@ -223,7 +219,7 @@ def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
     results = []
     threads = [threading.Thread(target=lambda: results.append(ask(server))) for _ in range(3)]
     [thread.start() for thread in threads]
-    eventually(lambda: server.worker._n_open == 3)
+    eventually(lambda: server.worker._num_open == 3)
     stopping(server)
     with pytest.raises(OSError):
         connect(server, b'').recv(1)
@@ -266,7 +262,7 @@ def test_after_a_restart_the_past_is_on_disk(running, tmp_path):
 
 @pytest.mark.parametrize('interrupted', [False, True])
 def test_at_the_end_saving_takes_as_long_as_it_takes_unless_it_is_interrupted(running, monkeypatch, interrupted):
-    monkeypatch.setattr('serving.server.LAST', 0.1)
+    monkeypatch.setattr('serving.server.CLOSE_TIMEOUT', 0.1)
     server, saved = running(), threading.Event()
     monkeypatch.setattr(server.engine, 'close', lambda: saved.wait(60))
     server.server.should_exit = True
@@ -290,12 +286,12 @@ def test_an_output_that_is_stuck_holds_up_no_request(monkeypatch):
         printed.append(line)
     monkeypatch.setattr('serving.server.print', stuck, raising=False)
     log = RequestLog()
-    for k in range(2 * MOST):
+    for k in range(2 * MAX_LOG_LINES):
         log(str(k))  # returns
     gate.set()
     log.close(60)
     assert printed[:3] == ['0', '1', '2']
-    assert len(printed) in (MOST, MOST + 1)  # the thread may have taken one out
+    assert len(printed) in (MAX_LOG_LINES, MAX_LOG_LINES + 1)  # the thread may have taken one out
 
 
 def test_a_disk_that_fails_at_the_end_is_logged(running, monkeypatch, caplog):
@@ -303,4 +299,4 @@ def test_a_disk_that_fails_at_the_end_is_logged(running, monkeypatch, caplog):
     monkeypatch.setattr(server.engine, 'close', lambda: 1 / 0)
     server.stop()
     [record] = [record for record in caplog.records if record.name == 'nanokv.serving']
-    assert record.levelno == logging.ERROR and 'could not be kept' in record.message
+    assert record.levelno == logging.ERROR and 'could not be saved' in record.message
