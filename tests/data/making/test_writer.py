@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
-from config.folder_lock import one_at_a_time
 from data.datasets import DATA_ROOT
 from data.making.writer import TokenWriter, write_dataset
 from data.tokenfiles import is_prepared, open_split, read_meta
