@@ -46,7 +46,7 @@ def main(argv=None):
     print_report(account(plan, s.batch, max_seq_len, s.kv_dtype), console,
                  f'KV plan in {s.kv_dtype}: {shape}')
     console.print(dtype_table(plan, s.batch, max_seq_len, budget))
-    console.print(weight_lines(weight_figures(config, plan, max_seq_len)), highlight=False,
+    console.print(weight_lines(weight_numbers(config, plan, max_seq_len)), highlight=False,
                   soft_wrap=True)
     if config.pos_embedding == 'learned' and max_seq_len > config.block_size:
         console.print(f'Note: learned positions end at block_size={config.block_size:,}: '
@@ -59,9 +59,9 @@ def main(argv=None):
                       f'{s.kv_dtype}; vanilla GPT-2 of this shape {vanilla:,}',
                       highlight=False, soft_wrap=True)
     if s.json:
-        weights = {'weights': weight_figures(config, plan, max_seq_len)}
+        weights = {'weights': weight_numbers(config, plan, max_seq_len)}
         document = as_json(plan, s.batch, max_seq_len, budget)
-        print(json.dumps({dtype: figures | weights for dtype, figures in document.items()}))
+        print(json.dumps({dtype: numbers | weights for dtype, numbers in document.items()}))
 
 
 def saved_config(path: Path) -> GPTConfig:
@@ -81,7 +81,7 @@ def saved_config(path: Path) -> GPTConfig:
         return config_of(load_to_resume(path, whole=False), path)
 
 
-def weight_figures(config, plan, tokens: int) -> dict:
+def weight_numbers(config, plan, tokens: int) -> dict:
     """Number of parameters, their bytes by dtype, and prefill FLOPs per token of a prompt of
     `tokens`, trimmed and untrimmed."""
     n = parameters(config, plan)
@@ -91,12 +91,12 @@ def weight_figures(config, plan, tokens: int) -> dict:
             'tokens': tokens} | flops
 
 
-def weight_lines(figures: dict) -> str:
-    """`weight_figures` as text."""
-    sizes = ', '.join(f'{nice_bytes(n)} in {dtype}' for dtype, n in figures['bytes'].items())
-    flops = figures['prefill_flops_per_token']
-    saved = figures['prefill_flops_per_token_untrimmed'] / flops
-    return (f"\n{figures['parameters']:,} parameters: {sizes}\nprefill of {figures['tokens']:,} "
+def weight_lines(numbers: dict) -> str:
+    """`weight_numbers` as text."""
+    sizes = ', '.join(f'{nice_bytes(n)} in {dtype}' for dtype, n in numbers['bytes'].items())
+    flops = numbers['prefill_flops_per_token']
+    saved = numbers['prefill_flops_per_token_untrimmed'] / flops
+    return (f"\n{numbers['parameters']:,} parameters: {sizes}\nprefill of {numbers['tokens']:,} "
             f'tokens: {flops / 1e6:,.1f} MFLOPs a token, {saved:.2f}x fewer than with every token '
             'in every layer')
 

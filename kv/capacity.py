@@ -175,8 +175,8 @@ def show(found: dict) -> None:
         table.add_column(name, justify='right' if name else 'left')
     for label, key, form in ROWS:
         scale = 1000 if ', ms' in label else 1
-        table.add_row(label, *(form.format(found[side][key] * scale) if key in found[side] else '-'
-                               for side in ('ours', 'vanilla')))
+        values = [found[model].get(key) for model in ('ours', 'vanilla')]
+        table.add_row(label, *('-' if x is None else form.format(x * scale) for x in values))
     Console().print(table)
 
 

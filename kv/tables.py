@@ -7,35 +7,35 @@ from kv.plan import KVPlan
 from kv.report import REPORTED_DTYPES, account, fitting
 
 
-def slot_table(figures: dict, title: str):
+def slot_table(numbers: dict, title: str):
     """A rich table with a row per slot, the total, and vanilla GPT-2; 80 columns are enough."""
     table = Table(box=None, pad_edge=False, header_style='bold')
     for name, justify in (
             ('slot', 'right'), ('kind', 'left'), ('layers', 'left'), ('holds', 'right'),
             ('K, V (B x Hkv x S x D)', 'left'), ('dtype', 'left'), ('bytes', 'right')):
         table.add_column(name, justify=justify, no_wrap=name != 'layers')
-    for row in figures['slots']:
+    for row in numbers['slots']:
         layers = ' '.join(f'{i}*' if i == row['owner'] else str(i) for i in row['layers'])
         shape = ' x '.join(map(str, row['shape']))
         table.add_row(str(row['slot']), row['kind'], layers, f"{row['capacity']:,}", shape,
                       row['dtype'], f"{row['bytes']:,}")
     table.add_section()
-    table.add_row('', 'total', figures['kv_bytes_counted'], '', '', figures['kv_dtype'],
-                  f"{figures['kv_bytes']:,}", style='bold')
-    vanilla = {figures['kv_dtype']: figures['kv_bytes_vanilla'],
-               'bfloat16': figures['kv_bytes_vanilla_bf16']}
+    table.add_row('', 'total', numbers['kv_bytes_counted'], '', '', numbers['kv_dtype'],
+                  f"{numbers['kv_bytes']:,}", style='bold')
+    vanilla = {numbers['kv_dtype']: numbers['kv_bytes_vanilla'],
+               'bfloat16': numbers['kv_bytes_vanilla_bf16']}
     for dtype, n in vanilla.items():
         table.add_row('', 'vanilla', 'GPT-2', '', '', dtype, f'{n:,}')
     return titled(title, table)
 
 
-def factor_lines(figures: dict) -> str:
+def factor_lines(numbers: dict) -> str:
     """The factors that multiply to the ratio: at equal dtype, and against vanilla in bfloat16."""
-    f = figures['factors']
+    f = numbers['factors']
     lines = (f"heads {f['heads']:.3g} * window {f['window']:.3g} * sharing {f['sharing']:.3g} = "
-             f"{figures['kv_ratio']:.1f}x smaller than vanilla {figures['kv_dtype']}")
-    if figures['kv_dtype'] != 'bfloat16':
-        lines += (f"\n   ... * dtype {f['dtype']:.3g} = {figures['kv_ratio_bf16']:.1f}x smaller "
+             f"{numbers['kv_ratio']:.1f}x smaller than vanilla {numbers['kv_dtype']}")
+    if numbers['kv_dtype'] != 'bfloat16':
+        lines += (f"\n   ... * dtype {f['dtype']:.3g} = {numbers['kv_ratio_bf16']:.1f}x smaller "
                   'than vanilla bfloat16')
     return lines
 
@@ -45,15 +45,15 @@ def titled(title: str, table):
     return Group(Text(title, style='italic'), table)
 
 
-def print_report(figures: dict, console, title: str) -> None:
+def print_report(numbers: dict, console, title: str) -> None:
     """The table, then the factors and the bytes per token in words."""
-    console.print(slot_table(figures, title))
+    console.print(slot_table(numbers, title))
     console.print('[dim]* computes K and V, the others read them; vanilla: all global, '
-                  f"{figures['n_head']} K/V heads[/dim]")
-    console.print(f'\n[bold]{factor_lines(figures)}[/bold]', highlight=False)
-    console.print(f"{figures['bytes_per_token']:,.1f} bytes per token over "
-                  f"{figures['max_seq_len']:,} tokens; each further token adds "
-                  f"{figures['bytes_per_further_token']:,}", highlight=False)
+                  f"{numbers['n_head']} K/V heads[/dim]")
+    console.print(f'\n[bold]{factor_lines(numbers)}[/bold]', highlight=False)
+    console.print(f"{numbers['bytes_per_token']:,.1f} bytes per token over "
+                  f"{numbers['max_seq_len']:,} tokens; each further token adds "
+                  f"{numbers['bytes_per_further_token']:,}", highlight=False)
 
 
 def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
@@ -63,10 +63,10 @@ def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
     table.add_column('')
     for dtype in REPORTED_DTYPES:
         table.add_column(dtype, justify='right')
-    figures = [account(plan, batch, max_seq_len, dtype) for dtype in REPORTED_DTYPES]
+    numbers = [account(plan, batch, max_seq_len, dtype) for dtype in REPORTED_DTYPES]
 
     def row(name, form, style=None):
-        table.add_row(name, *(form(a) for a in figures), style=style)
+        table.add_row(name, *(form(a) for a in numbers), style=style)
     row('bytes', lambda a: f"{a['kv_bytes']:,}")
     row('bytes per token', lambda a: f"{a['bytes_per_token']:,.1f}")
     row('vanilla, same dtype', lambda a: f"{a['kv_bytes_vanilla']:,}")

@@ -19,11 +19,11 @@ def check_target(path: str) -> None:
         raise UserError(f'save={path!r}: {folder}/ cannot be written to')
 
 
-def write_json(path: str, figures: dict) -> None:
-    """Replace `path` by these figures; a reader finds the old file or the new one, never a part."""
+def write_json(path: str, document: dict) -> None:
+    """Replace `path` by `document`; a reader finds the old file or the new one, never a part."""
     temporary = Path(f'{path}.{os.getpid()}.tmp')
     try:
-        temporary.write_text(json.dumps(figures, indent=1) + '\n', encoding='utf-8')
+        temporary.write_text(json.dumps(document, indent=1) + '\n', encoding='utf-8')
         os.replace(temporary, path)
     except OSError as e:
         raise UserError(f'save={path!r} cannot be written: {e.strerror}') from e
