@@ -77,6 +77,16 @@ class World:
         self.store.release(self.last_blocks[row])
         self.texts[row], self.last_blocks[row] = [], None
 
+    def visit(self, text, slowly=False):
+        """A row begins with `text` and ends, `slowly` token by token; returns how much it took
+        over."""
+        found = self.begin(0, text[:2] if slowly else text)
+        for token in text[2:] if slowly else []:
+            self.feed(0, [token])
+        self.check(0)
+        self.end(0)
+        return found
+
     def check(self, row):
         """Every key and value that a later token can see."""
         text, held = self.texts[row], len(self.texts[row])
@@ -115,10 +125,8 @@ class World:
             assert store.nbytes <= store.budget
 
 
-TOKENS = st.integers(0, 2)
 TURN = st.tuples(st.sampled_from(['append', 'edit', 'fork', 'repeat', 'new']),
-                 st.integers(0, 10 ** 6), st.integers(1, 25),
-                 st.integers(0, 9), st.booleans())
+                 st.integers(0, 10 ** 6), st.integers(1, 25), st.integers(0, 9), st.booleans())
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -167,19 +175,15 @@ def test_a_text_that_goes_on_pays_only_for_what_is_new(shape):
     world, text = World(shape), []
     for n in [23, 1, 0, 1, 2, 5, 1, 9, 0, 0, 3]:
         text = text + [i % 3 for i in range(n)]
-        had = world.begin(0, text)
-        assert had == (0 if n == 23 else (len(text) - max(n, 1)) // SIZE * SIZE), (len(text), n)
-        world.end(0)
+        expected = 0 if n == 23 else (len(text) - max(n, 1)) // SIZE * SIZE
+        assert world.visit(text) == expected, (len(text), n)
 
 
 def test_a_text_edited_anywhere_is_taken_over_up_to_about_twice_as_far_back():
     text = [i * i % 61 for i in range(60)]
     for x in range(1, 56):
         world = World()
-        world.begin(0, text[:8])  # as a conversation does: by and by
-        for token in text[8:]:
-            world.feed(0, [token])
-        world.end(0)
+        world.visit(text, slowly=True)
         found = world.begin(0, text[:60 - x] + [62])
         assert found >= 60 - 2 * x - 2 * SIZE, (x, found)
 
@@ -187,10 +191,7 @@ def test_a_text_edited_anywhere_is_taken_over_up_to_about_twice_as_far_back():
 def test_where_others_leave_it_a_prefix_becomes_an_anchor():
     """The third that begins alike takes over all that is common."""
     world, system = World(), [i * i % 61 for i in range(20)]
-    found = []
-    for user in (1, 2, 3, 4):
-        found.append(world.begin(0, system + [user] * 30))
-        world.end(0)
+    found = [world.visit(system + [user] * 30) for user in (1, 2, 3, 4)]
     assert found[0] == 0 and found[2:] == [20, 20]
 
 
@@ -209,8 +210,7 @@ def test_where_the_tree_branches_it_stays_an_anchor():
 def test_pages_leave_for_the_host_when_rows_need_them_and_come_back():
     world, texts = World(n_pages=12), [[i] * 30 for i in (1, 2, 3)]
     for text in texts:
-        world.begin(0, text)
-        world.end(0)
+        world.visit(text)
     stats = world.store.stats
     assert stats.copied_out == 7 + 8 - 12 + 7 and stats.copied_in == 0
     assert world.begin(0, texts[0]) == 28 and stats.copied_in == 7
@@ -220,28 +220,20 @@ def test_pages_leave_for_the_host_when_rows_need_them_and_come_back():
 
 def test_the_least_recently_used_leaves_go_first():
     world = World('all global', budget=10 ** 9)
-    for token in (1, 2, 3):
-        world.begin(0, [token] * 21)
-        world.end(0)
-    world.begin(0, [1] * 21)
-    world.end(0)
+    for token in (1, 2, 3, 1):
+        world.visit([token] * 21)
     world.store.budget = world.store.nbytes - 1
-    world.begin(0, [4])
-    world.end(0)
+    world.visit([4])
     assert [len(world.store.match([token] * 21).blocks) for token in (1, 2, 3)] == [5, 4, 5]
     world.store.budget = 6 * (OVERHEAD + 4 * SIZE)
-    world.begin(0, [4])
-    world.end(0)
+    world.visit([4])
     assert [len(world.store.match([token] * 21).blocks) for token in (1, 2, 3)] == [5, 0, 1]
 
 
 def test_a_text_is_evicted_from_its_end_anchor_by_anchor():
     """What is left can be gone on from, and has no local parts that serve nobody."""
     world, text, depths = World(), [i * i % 61 for i in range(41)], []
-    world.begin(0, text[:2])
-    for token in text[2:]:
-        world.feed(0, [token])
-    world.end(0)
+    world.visit(text, slowly=True)
     while world.store.blocks:
         hit = world.store.match(text)
         assert len(hit.blocks) == hit.n_matched  # nothing behind the last anchor
@@ -254,8 +246,7 @@ def test_a_text_is_evicted_from_its_end_anchor_by_anchor():
 
 def test_no_room_for_what_is_restored():
     world = World('all global', n_pages=10)
-    world.begin(0, [1] * 30)
-    world.end(0)
+    world.visit([1] * 30)
     world.begin(1, [2] * 38)  # the first one's pages go to the host
     with pytest.raises(OutOfPages, match='pages of 4 positions are to be restored'):
         world.store.restore(0, world.store.match([1] * 30))
