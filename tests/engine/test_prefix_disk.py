@@ -17,7 +17,7 @@ from engine.prefix_disk import DiskTier, _hash, fingerprint
 from engine.weights import quantize_weights
 from model import GPTConfig
 from tests.helpers.models import random_model
-from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, model_of, prompt
+from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
 PARAMS = SamplingParams(6, seed=3)
 
@@ -233,3 +233,17 @@ def test_another_process_deletes_amid_a_write(tmp_path, monkeypatch):
     assert not files(tmp_path)
     with pytest.warns(UserWarning, match='cannot be read'):
         assert engine.prefix.disk.read(next(iter(engine.prefix.blocks)).key, b'', b'') is None
+
+
+def test_a_waiting_request_reads_nothing(tmp_path, monkeypatch):
+    """It waits for pages, of which the first request has all."""
+    stored(tmp_path)
+    reads, model = [], model_of('full stack')
+    monkeypatch.setattr(DiskTier, '_open', lambda *args: reads.append(1))
+    engine = Engine(model, 2, 60, page_size=4, prefix_budget=6_000, prefix_folder=str(tmp_path),
+                    kv_budget=budget_for(model, 2, 60, 15, 4))
+    engine.submit(prompt(48, seed=9), SamplingParams(12, seed=0))
+    engine.submit(prompt(40), PARAMS)
+    for _ in range(8):
+        engine.step()
+    assert engine.scheduler.waiting and not reads
