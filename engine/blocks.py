@@ -14,8 +14,7 @@ from config.errors import UserError
 from engine.paged import PagedKVCache
 from kv.slots import RingStore
 
-# bytes of Python objects of a block, without buffers and tokens (measured in
-# tests/engine/test_prefix_store.py)
+# bytes of Python objects of a block, without buffers and tokens (measured with sys.getsizeof)
 OVERHEAD = 600
 
 

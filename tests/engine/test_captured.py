@@ -23,8 +23,7 @@ from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, token
 MODELS = {
     'full stack': FULL_STACK,
     'learned positions': dict(n_layer=3, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB,
-                              layer_pattern='LG',
-                              window_size=5, bias=True),
+                              layer_pattern='LG', window_size=5, bias=True),
     'int8 in training': FULL_STACK | dict(kv_quant_train='int8'),
     'local only': dict(n_layer=2, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB,
                        layer_pattern='L', window_size=4),
@@ -36,9 +35,8 @@ HOW = [pytest.param('plain', 'cpu'), pytest.param('kernels', 'cpu', marks=interp
 
 
 def new_cache(model, kv_dtype, paged):
-    cache = model.new_cache(3, 40, kv_dtype,
-                            **(dict(cache_class=PagedKVCache, n_pages=30, page_size=4) if paged
-                               else {}))
+    pages = dict(cache_class=PagedKVCache, n_pages=30, page_size=4) if paged else {}
+    cache = model.new_cache(3, 40, kv_dtype, **pages)
     model(tokens(3, 11).to(model.device), cache=cache, lens=[11, 2, 7])
     return cache
 
@@ -81,13 +79,6 @@ def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
 
 
 @torch.inference_mode()
-def test_in_float64_to_the_last_digits():
-    model = random_model(GPTConfig(**FULL_STACK))
-    assert max(run(model, 'auto', False, 'plain', 20)) < 1e-9
-    assert max(run(model, 'auto', True, 'plain', 20)) < 1e-9
-
-
-@torch.inference_mode()
 def test_is_one_graph_that_lengths_do_not_change():
     """What a capture needs: nothing depends on numbers of the host."""
     torch._dynamo.reset()
@@ -103,18 +94,6 @@ def test_is_one_graph_that_lengths_do_not_change():
         assert max_gap(step(ids), model(ids, cache=usual)[0]) < 1e-4
         cache.advance([0, 1, 2])
     assert counts.frame_count == 1
-
-
-@torch.inference_mode()
-def test_fewer_rows_than_the_cache_has():
-    model = random_model(GPTConfig(**FULL_STACK))
-    usual, captured = (new_cache(model, 'auto', False) for _ in 'ab')
-    decode = CapturedDecode(model, captured)
-    for n in (1, 2, 3):
-        ids = tokens(n, 1, seed=n)
-        expected = model(ids, cache=usual, lens=[1] * n, rows=list(range(n)))[0][:, -1]
-        assert max_gap(decode(ids), expected) < 1e-9
-    assert sorted(decode._steps) == [1, 2, 3]  # of 4 rows there are only 3
 
 
 @torch.inference_mode()
@@ -159,13 +138,12 @@ def everywhere(monkeypatch):
 def test_what_asks_the_device_is_not_captured(everywhere):
     model = random_model(GPTConfig(**MODELS['int8 in training']))
     assert captured_decode(model, new_cache(model, 'auto', True)) is None
-    assert captured_decode(model, new_cache(model, 'auto', False)) and captured_decode(model,
-                                                            new_cache(model, 'int8', True))
+    assert captured_decode(model, new_cache(model, 'auto', False))
+    assert captured_decode(model, new_cache(model, 'int8', True))
 
 
-@pytest.mark.parametrize('name', ['full stack', 'learned positions'])
-def test_a_generation_draws_the_same_tokens(name, everywhere):
-    model = random_model(GPTConfig(**MODELS[name] | dict(block_size=30)))
+def test_a_generation_draws_the_same_tokens(everywhere):
+    model = random_model(GPTConfig(**MODELS['learned positions'] | dict(block_size=30)))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     plain = Generation(model, prompts, 40, Sampler(temperature=0))
     cache = model.new_cache(3, cache_length(model, 5, 40))

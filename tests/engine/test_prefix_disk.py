@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from config.errors import UserError
-from engine.blocks import allocated_nbytes
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.prefix_disk import DiskTier, _hash, fingerprint
@@ -25,8 +24,7 @@ PARAMS = SamplingParams(6, seed=3)
 
 def engine_of(folder, model=None, budget=10 ** 9, **more):
     return Engine(model or model_of('full stack'), 1, 60, page_size=4, prefill_chunk=12,
-                  prefix_budget=budget,
-                  prefix_folder=str(folder), tokenizer=TOKENIZER, **more)
+                  prefix_budget=budget, prefix_folder=str(folder), tokenizer=TOKENIZER, **more)
 
 
 def stored(folder, ids=None, **kinds):
@@ -53,16 +51,10 @@ def files(folder):
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
 def test_after_a_restart_the_past_is_there(tmp_path, kind, kv_dtype):
-    model, ids = model_of(kind), prompt(40)
-    first = engine_of(tmp_path, model, kv_dtype=kv_dtype)
-    first.generate([ids], PARAMS)
-    first.close()
+    settings = dict(model=model_of(kind), kv_dtype=kv_dtype)
+    stored(tmp_path, **settings)
     assert len(files(tmp_path)) == 11 and not list(tmp_path.rglob('*.tmp'))
-    [completion] = engine_of(tmp_path, model, kv_dtype=kv_dtype).generate([ids + prompt(7, seed=1)],
-                                                            PARAMS)
-    assert completion.n_cached == 40
-    assert_same(completion, alone(model, ids + prompt(7, seed=1), PARAMS, kv_dtype=kv_dtype,
-                                  tokenizer=TOKENIZER))
+    assert ask(engine_of(tmp_path, **settings), prompt(40) + prompt(7, seed=1)) == 40
 
 
 def test_what_leaves_the_memory_comes_back_from_disk(tmp_path):
@@ -75,7 +67,8 @@ def test_what_leaves_the_memory_comes_back_from_disk(tmp_path):
 
 
 @pytest.mark.parametrize('damage',
-                         ['truncated', 'emptied', 'changed', 'a byte', 'exchanged', 'gone'])
+                         ['truncated', 'emptied', 'changed', 'a byte', 'exchanged', 'resized',
+                          'gone'])
 def test_a_damaged_file_counts_as_missing(tmp_path, damage):
     ids = prompt(40)
     stored(tmp_path)
@@ -84,43 +77,36 @@ def test_a_damaged_file_counts_as_missing(tmp_path, damage):
         data = path.read_bytes()
         if damage == 'exchanged':
             shutil.copy(next(other for other in paths if other != path), path)
+        elif damage == 'resized':
+            with safe_open(path, 'pt') as file:
+                about, names = file.metadata(), file.keys()
+                tensors = {name: file.get_tensor(name)[:-8].clone() for name in names}
+            about.pop('hash')
+            save_file(tensors, path, about | {'hash': _hash(about, tensors)})
         elif damage == 'gone':
             path.unlink()
         else:
-            path.write_bytes({'truncated': data[:-50], 'emptied': b'', 'changed': data[:9]
-                              + b'x' * 30 + data[39:],
-                              'a byte': data[:-9] + bytes([data[-9] ^ 64]) + data[-8:]}[damage])
-    if damage == 'exchanged':  # a whole file, of other tokens
+            damaged = {'truncated': data[:-50], 'emptied': b'',
+                       'changed': data[:9] + b'x' * 30 + data[39:],
+                       'a byte': data[:-9] + bytes([data[-9] ^ 64]) + data[-8:]}
+            path.write_bytes(damaged[damage])
+    if damage in ('exchanged', 'resized'):  # intact files, of other tokens or another size
         assert ask(again, ids) == 0
     else:
         with pytest.warns(UserWarning, match='counts as missing'):
             assert ask(again, ids) == 0
 
 
-def test_a_file_of_another_size_counts_as_missing(tmp_path):
-    ids = prompt(40)
-    stored(tmp_path)
-    for path in files(tmp_path):
-        with safe_open(path, 'pt') as file:
-            tensors, about = {name: file.get_tensor(name)[:-8].clone()
-                              for name in file.keys()}, file.metadata()  # noqa: SIM118
-        about.pop('hash')
-        save_file(tensors, path, about | {'hash': _hash(about, tensors)})
-    assert ask(engine_of(tmp_path), ids) == 0
-
-
 def test_another_model_finds_nothing_even_in_its_own_folder(tmp_path):
-    ids, engine = prompt(40), engine_of(tmp_path)
+    engine = stored(tmp_path)
     other = random_model(GPTConfig(**KINDS['full stack']), seed=5)
-    engine.generate([ids], PARAMS)
-    engine.close()
-    theirs = engine_of(tmp_path, other)
-    assert theirs.prefix.disk.folder != engine.prefix.disk.folder
-    for path in files(tmp_path):  # somebody moves them there
-        shutil.copy(path, theirs.prefix.disk.folder)
+    folder = engine_of(tmp_path, other).prefix.disk.folder
+    assert folder != engine.prefix.disk.folder
+    for path in files(tmp_path):
+        shutil.copy(path, folder)
     theirs = engine_of(tmp_path, other)
     assert theirs.prefix.disk.nbytes == engine.prefix.disk.nbytes > 0
-    assert ask(theirs, ids) == 0
+    assert ask(theirs, prompt(40)) == 0
 
 
 def test_what_a_fingerprint_tells_apart():
@@ -135,17 +121,15 @@ def test_what_a_fingerprint_tells_apart():
     assert len(set(marks)) == 5 and marks[4] == fingerprint(model, 'float64', 4)
 
 
-
 def test_the_oldest_files_make_room(tmp_path):
     engine = engine_of(tmp_path)
     engine.prefix.disk.budget = 20_000
     for seed in range(4):
         engine.generate([prompt(40, seed=seed)], PARAMS)
         engine.close()
-        assert 10_000 < sum(path.stat().st_size
-                            for path in files(tmp_path)) == engine.prefix.disk.nbytes <= 20_000
-    [completion] = engine_of(tmp_path).generate([prompt(40, seed=0)], PARAMS)
-    assert completion.n_cached == 0
+        nbytes = sum(path.stat().st_size for path in files(tmp_path))
+        assert 10_000 < nbytes == engine.prefix.disk.nbytes <= 20_000
+    assert ask(engine_of(tmp_path), prompt(40)) == 0
 
 
 def test_where_nothing_can_be_written(tmp_path, monkeypatch):
@@ -191,42 +175,17 @@ def test_what_an_interrupted_write_left_is_removed(tmp_path):
 def test_buffers_in_more_memory_than_they_need(tmp_path, monkeypatch):
     """As on CUDA, where pinned memory comes in powers of two: all of it counts, and the disk gets
     only what is in use."""
-    def out(copies, buffer):
-        return torch.empty(1 << (buffer.numel() - 1).bit_length(),
-                           dtype=torch.uint8)[:buffer.numel()].copy_(buffer)
-    plain, budget = engine_of(tmp_path / 'plain', kv_dtype='int8'), 25_000
-    plain.generate([prompt(40)], PARAMS)
-    plain.close()
-    monkeypatch.setattr('engine.blocks.HostCopies.out', out)
-    engine = engine_of(tmp_path / 'rounded', budget=budget, kv_dtype='int8')
-    for seed in (1, 2, 0, 0):
-        ids = prompt(40, seed=seed)
-        n_cached = ask(engine, ids)
-    assert n_cached == 36
-    store = engine.prefix
-    assert store.nbytes == sum(block.nbytes for block in store.blocks) <= budget
-    local = [block.local for block in store.blocks if block.local is not None]
-    assert local and all(allocated_nbytes(buffer).bit_count() == 1
-                         and allocated_nbytes(buffer) >= buffer.numel() for buffer in local)
-    assert any(allocated_nbytes(buffer) > buffer.numel() for buffer in local)
-    engine.close()
-    sizes = {path.name: path.stat().st_size for path in files(tmp_path / 'rounded')}
-    assert all(sizes[path.name] == path.stat().st_size for path in files(tmp_path / 'plain'))
-
-
-@pytest.mark.parametrize('window', [4, 5, 6, 10, 20])
-def test_windows_wider_than_a_page_come_back_whole(tmp_path, window):
-    """Six conversations in turns, with memory for about one."""
-    model, found = random_model(GPTConfig(**KINDS['unshared'] | dict(window_size=window))), []
-    engine = engine_of(tmp_path, model, budget=8_000, kv_dtype='int8')
-    for turn in range(3):
-        for seed in range(6):
-            ids = prompt(40 + 4 * turn, seed=seed)
-            [completion] = engine.generate([ids], SamplingParams(2, seed=seed))
-            assert_same(completion, alone(model, ids, SamplingParams(2, seed=seed), kv_dtype='int8',
-                                          tokenizer=TOKENIZER))
-            found.append(completion.n_cached)
-    assert engine.prefix.stats.evicted > 60 and min(found[6:]) >= 36
+    def rounded(copies, buffer):
+        size = 1 << (buffer.numel() - 1).bit_length()
+        return torch.empty(size, dtype=torch.uint8)[:buffer.numel()].copy_(buffer)
+    plain = stored(tmp_path / 'plain', kv_dtype='int8')
+    monkeypatch.setattr('engine.blocks.HostCopies.out', rounded)
+    store = stored(tmp_path / 'rounded', kv_dtype='int8').prefix
+    nbytes = [sum(block.nbytes for block in store.blocks) for store in (plain.prefix, store)]
+    assert nbytes[0] < nbytes[1] == store.nbytes
+    sizes = [[path.stat().st_size for path in files(tmp_path / name)]
+             for name in ('plain', 'rounded')]
+    assert sizes[0] == sizes[1]
 
 
 def test_a_prompt_that_was_evicted_is_found_again_and_again(tmp_path):
@@ -234,25 +193,20 @@ def test_a_prompt_that_was_evicted_is_found_again_and_again(tmp_path):
     engine = engine_of(tmp_path, model, budget=8_000, kv_dtype='int8')
     for seed in (0, 1, 2):
         engine.generate([prompt(50, seed=seed)], PARAMS)
-    assert [engine.generate([prompt(50)], PARAMS)[0].n_cached for _ in range(3)] == [48, 48, 48]
+    assert [ask(engine, prompt(50)) for _ in range(3)] == [48, 48, 48]
 
 
-def test_the_ends_of_texts_leave_a_full_disk_first(tmp_path):
-    whole = stored(tmp_path / 'whole', prompt(50))
-    room = whole.prefix.disk.nbytes * 8 // 10
-    for order in ('written', 'read'):  # and read: from the beginning on
-        engine = engine_of(tmp_path / order)
-        engine.generate([prompt(50)], PARAMS)
-        engine.close()
-        again = engine_of(tmp_path / order)
-        if order == 'read':
-            again.prefix.match(prompt(50))
-            again.prefix.blocks.clear()
-            again = engine_of(tmp_path / order)
-        again.prefix.disk.budget = room
-        while again.prefix.disk.nbytes > room:
-            again.prefix.disk._delete(next(iter(again.prefix.disk._sizes)))
-        assert 20 <= again.generate([prompt(50)], PARAMS)[0].n_cached < 48
+@pytest.mark.parametrize('n_reads', [0, 1])
+def test_the_ends_of_texts_leave_a_full_disk_first(tmp_path, n_reads):
+    """In whichever order their files were written or read."""
+    disk = stored(tmp_path, prompt(50)).prefix.disk
+    room = disk.nbytes * 8 // 10
+    for _ in range(n_reads):
+        engine_of(tmp_path).prefix.match(prompt(50))
+    disk = DiskTier(tmp_path, disk.fingerprint, room)
+    while disk.nbytes > room:
+        disk._delete(next(iter(disk._sizes)))
+    assert 20 <= ask(engine_of(tmp_path), prompt(50)) < 48
 
 
 def test_what_the_disk_has_deleted_is_written_again(tmp_path):
@@ -263,36 +217,8 @@ def test_what_the_disk_has_deleted_is_written_again(tmp_path):
         disk._delete(name)
     assert disk.nbytes == 0 and not files(tmp_path)
     engine.close()
-    assert len(files(tmp_path)) == n and disk.nbytes == sum(path.stat().st_size
-                                                            for path in files(tmp_path))
-
-
-def test_what_was_read_holds_no_file(tmp_path):
-    stored(tmp_path)
-    again = engine_of(tmp_path)
-    assert len(again.prefix.match(prompt(40)).blocks) == 9
-    if os.path.exists('/proc/self/maps'):
-        assert str(tmp_path) not in Path('/proc/self/maps').read_text()
-
-
-def test_a_waiting_request_reads_nothing(tmp_path, monkeypatch):
-    stored(tmp_path)
-    reads, plain = [], DiskTier._open
-    monkeypatch.setattr(DiskTier, '_open', lambda *args: reads.append(1) or plain(*args))
-    model = model_of('full stack')
-    engine = Engine(model, 2, 60, page_size=4, prefix_budget=6_000, prefix_folder=str(tmp_path),
-                    tokenizer=TOKENIZER,
-                    kv_budget=budget_for(model, 2, 60, 15, 4))
-    engine.submit(prompt(48, seed=9), SamplingParams(12, seed=0))
-    index = engine.submit(prompt(40), PARAMS)
-    for _ in range(8):
-        engine.step()
-    assert engine.jobs[index].request.row < 0 and not reads
-    done = {event.index: event.completion for _ in range(30) for event in engine.step()
-            if event.completion}
-    assert done[index].n_cached == 36 and len(reads) < 14
-    assert_same(done[index], alone(model, prompt(40), PARAMS, tokenizer=TOKENIZER))
-    assert engine.prefix.nbytes <= 6_000
+    assert len(files(tmp_path)) == n
+    assert disk.nbytes == sum(path.stat().st_size for path in files(tmp_path))
 
 
 def test_another_process_deletes_amid_a_write(tmp_path, monkeypatch):
@@ -307,3 +233,17 @@ def test_another_process_deletes_amid_a_write(tmp_path, monkeypatch):
     assert not files(tmp_path)
     with pytest.warns(UserWarning, match='cannot be read'):
         assert engine.prefix.disk.read(next(iter(engine.prefix.blocks)).key, b'', b'') is None
+
+
+def test_a_waiting_request_reads_nothing(tmp_path, monkeypatch):
+    """It waits for pages, of which the first request has all."""
+    stored(tmp_path)
+    reads, model = [], model_of('full stack')
+    monkeypatch.setattr(DiskTier, '_open', lambda *args: reads.append(1))
+    engine = Engine(model, 2, 60, page_size=4, prefix_budget=6_000, prefix_folder=str(tmp_path),
+                    kv_budget=budget_for(model, 2, 60, 15, 4))
+    engine.submit(prompt(48, seed=9), SamplingParams(12, seed=0))
+    engine.submit(prompt(40), PARAMS)
+    for _ in range(8):
+        engine.step()
+    assert engine.scheduler.waiting and not reads

@@ -100,20 +100,20 @@ class Simulation:
 
     def check_rows(self):
         scheduler, table = self.scheduler, self.cache.table
-        assert [r.row for r in scheduler.running] == list(range(len(scheduler.running))) and all(
-            r.row == -1 and r.num_computed_tokens == 0 for r in scheduler.waiting)
-        for row in range(self.cache.batch_size):
-            r = scheduler.running[row] if row < len(scheduler.running) else None
-            assert self.cache.texts[row] == ((r.prompt + r.tokens)[:r.num_computed_tokens] if r
-                                             else [])
+        assert [r.row for r in scheduler.running] == list(range(len(scheduler.running)))
+        assert all(r.row == -1 and r.num_computed_tokens == 0 for r in scheduler.waiting)
+        n_running = len(scheduler.running)
+        assert not any(self.cache.texts[n_running:]) and not any(table.rows[n_running:])
+        for r in scheduler.running:
+            assert self.cache.texts[r.row] == (r.prompt + r.tokens)[:r.num_computed_tokens]
             # the latest token is not held yet; no page is taken long before it is needed
-            assert len(table.rows[row]) in ([table.pages_for(r.length),
-                                             table.pages_for(r.length - 1)] if r else [0])
+            needed = [table.pages_for(r.length), table.pages_for(r.length - 1)]
+            assert len(table.rows[r.row]) in needed
         # first come, first served: who waits came later than all who run
-        waiting, running = ([r.number for r in part]
-                            for part in (scheduler.waiting, scheduler.running))
-        assert waiting == sorted(waiting) and max(running, default=-1) < min(waiting,
-                                                            default=10 ** 9)
+        waiting = [r.number for r in scheduler.waiting]
+        running = [r.number for r in scheduler.running]
+        assert waiting == sorted(waiting)
+        assert max(running, default=-1) < min(waiting, default=10 ** 9)
         assert sorted(waiting + running) == [r.number for r in self.unfinished]
 
 
@@ -194,8 +194,8 @@ TestRequests.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def shape(work):
-    return [[(r.number, n) for r, n in chunk] for chunk in work.prefill], [r.number
-                                                            for r in work.decode]
+    prefill = [[(r.number, n) for r, n in chunk] for chunk in work.prefill]
+    return prefill, [r.number for r in work.decode]
 
 
 def test_short_prompts_are_computed_together_and_a_long_one_in_chunks_beside_those_that_decode():
@@ -210,99 +210,20 @@ def test_short_prompts_are_computed_together_and_a_long_one_in_chunks_beside_tho
     assert shape(s.step()) == ([], [0, 1, 2, 3])
 
 
-def test_padding_counts_as_computed():
-    """A prompt of five beside two of one token is fifteen positions, not seven."""
-    s = Simulation(batch_size=8, n_pages=40, prefill_chunk=12)
-    for n in (1, 1, 5, 1, 1):
-        s.add(n, 2)
-    assert shape(s.step()) == ([[(0, 1), (1, 1)]], [])
-    assert shape(s.step()) == ([[(2, 5), (3, 1)]], [0, 1])
-
-
-def test_the_latest_gives_its_pages_back_and_later_goes_on_with_what_it_had():
-    s = Simulation(batch_size=2, max_seq_len=16, n_pages=4, page_size=4)
-    first, second = s.add(4, 12), s.add(4, 9)
-    while not second.preempted:
-        s.step()
-    assert first.preempted == 0 and second.tokens and s.scheduler.waiting[0] is second
-    assert second.num_computed_tokens == 0
-    kept = list(second.tokens)
-    while second.row < 0:
-        s.step()
-    assert first.number in s.ended and second.tokens[:len(kept)] == kept
-    text = s.cache.texts[second.row]
-    assert text == (second.prompt + kept)[:len(text)]
-    s.run()
-    assert len(second.tokens) == 9
-
-
-def test_a_request_that_needs_every_page_runs_alone_and_to_its_end():
-    """The page that admission keeps spare for those who decode must not keep out the only one."""
-    s = Simulation(batch_size=3, max_seq_len=12, n_pages=3, page_size=4, prefill_chunk=5)
-    requests = [s.add(12, 1), s.add(1, 12), s.add(6, 7), s.add(12, 1)]
-    assert s.run() > 0 and requests[2].num_computed_tokens == 12
-    for lengths in ((12, 2), (13, 1), (1, 13)):
-        with pytest.raises(UserError, match='13 positions, and max_seq_len is 12'):
-            s.add(*lengths)
-
-
-def test_admission_keeps_a_page_spare_for_those_who_run():
-    """Else who has just come is thrown out by the next token of the first, with all its prefill for
-    nothing."""
-    s = Simulation(batch_size=2, max_seq_len=16, n_pages=4, page_size=4, prefill_chunk=100)
-    first, second = s.add(8, 5), s.add(8, 2)
-    s.step()
-    assert first.row == 0 and second.row == -1
-    third = Simulation(batch_size=2, max_seq_len=16, n_pages=5, page_size=4, prefill_chunk=100)
-    both = third.add(8, 5), third.add(8, 2)
-    third.step()
-    assert [r.row for r in both] == [0, 1]
-
-
-def test_no_page_is_kept_spare_that_nobody_can_need():
-    """With memory for all rows in full, the last row stayed empty as long as requests held a page
-    each."""
-    s = Simulation(batch_size=3, max_seq_len=8, n_pages=6, page_size=4)
-    for n_prompt, max_new_tokens in ((5, 4), (8, 1), (5, 4)):
+@pytest.mark.parametrize('sizes, requests, n_running', [
+    # a page is kept spare: the first request's next token would preempt the second
+    (dict(batch_size=2, max_seq_len=16, n_pages=4), [(8, 5), (8, 2)], 1),
+    (dict(batch_size=2, max_seq_len=16, n_pages=5), [(8, 5), (8, 2)], 2),
+    # but not if no row can need it
+    (dict(batch_size=3, max_seq_len=8, n_pages=6), [(5, 4), (8, 1), (5, 4)], 3)])
+def test_admission_keeps_a_page_spare_if_a_running_row_may_need_it(sizes, requests, n_running):
+    s = Simulation(page_size=4, prefill_chunk=100, **sizes)
+    for n_prompt, max_new_tokens in requests:
         s.add(n_prompt, max_new_tokens)
     s.scheduler.schedule()
-    assert len(s.scheduler.running) == 3
+    assert len(s.scheduler.running) == n_running
 
 
-def test_a_long_request_at_the_head_is_not_overtaken():
-    """Else, as long as short ones come, it would never start."""
-    s = Simulation(batch_size=4, n_pages=5, page_size=4, prefill_chunk=100)
-    s.add(8, 3)
-    long, short = s.add(15, 3), s.add(1, 1)
-    s.step()
-    assert long.row < 0 and short.row < 0
-    for _ in range(20):
-        s.add(1, 1)
-    while short.number not in s.ended:
-        s.step()
-    assert long.tokens
-
-
-def test_the_last_row_moves_into_the_place_of_one_that_leaves():
-    s = Simulation(batch_size=3, n_pages=30)
-    a, b, c = (s.add(2, 9) for _ in range(3))
-    s.step()
-    s.step()
-    s.finish(a)
-    assert (a.row, b.row, c.row) == (-1, 1, 0) and s.scheduler.running == [c, b]
-    s.check_rows()
-    assert shape(s.step())[1] == [2, 1] and (c.num_computed_tokens, b.num_computed_tokens) == (4, 4)
-
-
-def test_memory_less_than_max_seq_len_is_named():
-    s = Simulation(max_seq_len=4000, n_pages=300, page_size=4)
-    with pytest.raises(UserError,
-                       match='take 1,201 positions, and the KV memory holds 1,200: more than any'):
-        s.add(1200, 2)
-    s.add(1200, 1)
-
-
-@pytest.mark.parametrize('prefill_chunk', [0, -3])
-def test_a_chunk_of_nothing_is_refused(prefill_chunk):
-    with pytest.raises(UserError, match=f'prefill_chunk={prefill_chunk}'):
-        Simulation(prefill_chunk=prefill_chunk)
+def test_a_chunk_of_nothing_is_refused():
+    with pytest.raises(UserError, match='prefill_chunk=0'):
+        Simulation(prefill_chunk=0)

@@ -1,5 +1,5 @@
 """The table of pages on the device: equal to the cache's, though only changes are sent."""
-import tracemalloc
+import contextlib
 from unittest import mock
 
 import pytest
@@ -17,8 +17,7 @@ from kv.plan import plan_kv
 from tests.helpers.models import FULL_STACK, max_gap, random_model, tokens
 
 N_ROWS, ROOM = 5, 24
-INTERVALS = {5: 1, 4: 3, 2: 5, 1: 30}  # rows of a static cache -> rules from one update to the next
-ROW = st.integers(0, N_ROWS - 1)
+ROW, VIEW = st.integers(0, N_ROWS - 1), st.integers(0, 3)
 PLAN = plan_kv(GPTConfig(n_layer=1, n_head=1, n_embd=2, block_size=32, vocab_size=8,
                          layer_pattern='G'))
 
@@ -30,48 +29,29 @@ def whole(cache, n_rows):
 
 
 class Tables(RuleBasedStateMachine):
-    """Any sequence of operations on a cache; static caches of several sizes update their tables,
-    some often, some rarely."""
+    """Any sequence of operations on a cache; static caches of several sizes update their tables now
+    and then."""
 
     @initialize(n_pages=st.integers(4, 40), page_size=st.sampled_from([1, 2, 3]))
     def start(self, n_pages, page_size):
         self.cache = PagedKVCache(PLAN, N_ROWS, ROOM, n_pages, page_size)
-        self.statics, self.addresses, self.count = {}, {}, 0
-        for n in INTERVALS:
-            self.begin_anew(n)
+        self.views = [StaticCache(self.cache, n) for n in (5, 4, 2, 1)]
+        self.addresses = [view.block_table.data_ptr() for view in self.views]
 
-    @rule(n=st.sampled_from([*INTERVALS]))
-    def begin_anew(self, n):
-        self.statics[n] = StaticCache(self.cache, n)
-        self.addresses[n] = self.statics[n].block_table.data_ptr()
-
-    def reserve(self, row, length):
-        try:
-            self.cache.reserve(row, length)
-            return True
-        except OutOfPages:
-            return False
-
-    @rule(row=ROW, n=st.integers(0, 9), ahead=st.sampled_from([0, 0, 3]))
-    def extend(self, row, n, ahead):
-        held = self.cache.length(row)
-        n = min(n, ROOM - held)
-        if self.reserve(row, min(ROOM, held + n + ahead)):
-            for _ in range(n):
-                self.cache.advance([row])
-
-    @rule(row=ROW, after=st.integers(0, 2))
-    def interrupted_extend(self, row, after):
-        """Ctrl-C while a row takes pages: it keeps those that it has by then."""
-        table, take, left = self.cache.table, self.cache.table._take, iter(range(after))
+    @rule(row=ROW, length=st.integers(0, ROOM), interrupted=st.booleans())
+    def reserve(self, row, length, interrupted):
+        """Perhaps with Ctrl-C after the first page: the row keeps the pages that it has by then."""
+        table, take, left = self.cache.table, self.cache.table._take, iter(range(1))
 
         def interrupted_take():
             if next(left, None) is None:
                 raise KeyboardInterrupt
             return take()
-        with mock.patch.object(table, '_take', interrupted_take):
+        with mock.patch.object(table, '_take', interrupted_take if interrupted else take):
             try:
-                self.reserve(row, min(ROOM, self.cache.length(row) + 5))
+                self.cache.reserve(row, length)
+            except OutOfPages:
+                pass
             except KeyboardInterrupt:
                 table.rebuild(set())
 
@@ -88,117 +68,57 @@ class Tables(RuleBasedStateMachine):
         if not self.cache.table.rows[to]:
             self.cache.fork(source, to)
 
-    @rule(source=ROW, to=ROW, n=st.integers(0, 4))
-    def adopt(self, source, to, n):
-        pages = self.cache.table.rows[source][:n]
-        length = min(len(pages) * self.cache.table.page_size, self.cache.length(source))
-        if not self.cache.table.rows[to]:
-            self.cache.adopt(to, pages[:self.cache.table.pages_for(length)], length)
-
-    @rule(n=st.sampled_from([*INTERVALS]))
-    def interrupted_look(self, n):
+    @rule(view=VIEW)
+    def interrupted_update(self, view):
         """Ctrl-C after the entries were written, before `set` has recorded that."""
-        real = torch.Tensor.index_put_
+        put = torch.Tensor.index_put_
 
         def interrupted(*args):
-            real(*args)
+            put(*args)
             raise KeyboardInterrupt
-        with mock.patch.object(torch.Tensor, 'index_put_', interrupted):
-            try:
-                self.statics[n].set([None])
-            except KeyboardInterrupt:
-                pass
+        with (mock.patch.object(torch.Tensor, 'index_put_', interrupted),
+              contextlib.suppress(KeyboardInterrupt)):
+            self.views[view].set([None])
 
-    def look(self, n):
-        self.statics[n].set([None])
-        assert self.statics[n].block_table.tolist() == whole(self.cache, n)
-        # which a CUDA graph knows
-        assert self.statics[n].block_table.data_ptr() == self.addresses[n]
+    @rule(view=VIEW)
+    def update(self, view):
+        view, address = self.views[view], self.addresses[view]
+        view.set([None])
+        assert view.block_table.tolist() == whole(self.cache, view.batch_size)
+        assert view.block_table.data_ptr() == address  # a CUDA graph holds it
 
     @invariant()
-    def tables_are_the_caches(self):
-        self.count += 1
-        for n, interval in INTERVALS.items():
-            if self.count % interval == 0:
-                self.look(n)
+    def the_largest_is_up_to_date(self):
+        if hasattr(self, 'views'):
+            self.update(0)
 
     def teardown(self):
-        for n in getattr(self, 'statics', {}):
-            self.look(n)
+        for view in range(len(getattr(self, 'views', []))):
+            self.update(view)
 
 
 TestTables = Tables.TestCase
 TestTables.settings = settings(max_examples=150, stateful_step_count=30)
 
 
-@pytest.fixture
-def sent(monkeypatch):
-    """The number of elements of each tensor that is sent."""
-    found, on_host = [], static._on_host
+def test_a_page_that_one_row_takes_costs_one_entry(monkeypatch):
+    sent, on_host = [], static._on_host
 
     def counted(*args):
         tensor = on_host(*args)
-        found.append(tensor.numel())
+        sent.append(tensor.numel())
         return tensor
     monkeypatch.setattr(static, '_on_host', counted)
-    return found
-
-
-def test_a_page_that_one_row_takes_costs_one_entry(sent):
-    cache = PagedKVCache(PLAN, 64, 4 * 512, n_pages=64 * 512, page_size=4)
-    for row in range(64):
-        cache.reserve(row, 4 * 500)
-    cache.fill_(4 * 500)
+    cache = PagedKVCache(PLAN, 64, 400, n_pages=6400, page_size=4)
+    cache.fill_(380)
     view, held = StaticCache(cache, 64), cache.lengths.tolist()
     view.set(held)
-    cache.reserve(17, 4 * 501)
+    cache.reserve(17, 384)
     sent.clear()
-    tracemalloc.start()
     view.set(held)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert sent == [64, 3]  # positions; row, place and page of one entry
-    assert most < 3 * 8 * 512  # bytes of three lists as long as a row; the table has 64 rows
+    view.set(held)
+    assert sent == [64, 3, 64]  # positions; row, place and page of one entry; positions
     assert view.block_table.tolist() == whole(cache, 64)
-    sent.clear()
-    view.set(held)
-    assert sent == [64]
-
-
-def test_other_rows_are_not_sent_and_a_release_sends_what_was_there(sent):
-    cache = PagedKVCache(PLAN, 4, 40, n_pages=40, page_size=4)
-    view = StaticCache(cache, 2)
-    cache.reserve(0, 12)
-    cache.reserve(3, 40)
-    view.set([])
-    assert sent == [2, 3 * 3]
-    cache.reset([3])
-    view.set([])
-    cache.reset([0])
-    view.set([])
-    assert sent[2:] == [2, 2, 3 * 3]
-    assert torch.equal(view.block_table, torch.full((2, 10), -1, dtype=torch.int32))
-
-
-def test_an_interruption_while_entries_are_sent_leaves_none_behind():
-    """Ctrl-C after they were written, before that is recorded; then the row ends and a shorter one
-    begins."""
-    cache = PagedKVCache(PLAN, 1, 40, n_pages=20, page_size=4)
-    view, put = StaticCache(cache, 1), torch.Tensor.index_put_
-
-    def interrupted(*args):
-        put(*args)
-        raise KeyboardInterrupt
-    cache.reserve(0, 8)
-    view.set([])
-    cache.reserve(0, 16)
-    with (mock.patch.object(torch.Tensor, 'index_put_', interrupted),
-          pytest.raises(KeyboardInterrupt)):
-        view.set([])
-    cache.reset([0])
-    cache.reserve(0, 4)
-    view.set([])
-    assert view.block_table.tolist() == whole(cache, 1)
 
 
 @pytest.mark.parametrize('paged', [False, True])

@@ -14,8 +14,8 @@ ALPHABET = '\n' + ''.join(map(chr, range(32, 127)))
 
 def commands(language: str) -> list[str]:
     """The section's blocks of `language`: each shell command, or each block of Python whole."""
-    section = re.search(r'^## Take it elsewhere\n(.*?)^## ', (ROOT / 'docs/interop.md').read_text(), re.M
-                        | re.S)[1]
+    text = (ROOT / 'docs/interop.md').read_text()
+    section = re.search(r'^## Take it elsewhere\n(.*?)^## ', text, re.M | re.S)[1]
     blocks = re.findall(rf'^```{language}\n(.*?)^```', section, re.M | re.S)
     return [line.partition('  #')[0].strip() for block in blocks
             for line in block.splitlines()] if language == 'sh' else blocks

@@ -8,12 +8,10 @@ from model import GPT
 
 VOCAB = 23
 PUBLISHED = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1,
-                 pos_embedding='rope',
-                 qk_norm=True)
+                 pos_embedding='rope', qk_norm=True)
 # one period plus one layer, small enough to run token by token
 FULL_STACK = dict(PUBLISHED, n_layer=7, n_head=4, n_embd=24, head_dim=6, window_size=5,
-                  block_size=64, vocab_size=VOCAB,
-                  rope_theta=100.0)
+                  block_size=64, vocab_size=VOCAB, rope_theta=100.0)
 
 
 def random_model(config, dtype=torch.float64, seed=0):
@@ -57,15 +55,14 @@ def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
                    | st.text('GL', min_size=1, max_size=4))
     share = ''.join(draw(st.sampled_from('AB' if kind == 'L' else 'XY')) for kind in pattern)
     n_head = draw(st.sampled_from([1, 2, 4, 6]))
+    kv_heads = [0] + [n for n in range(1, n_head + 1) if n_head % n == 0]
     rope = draw(st.booleans())
     return GPTConfig(**dict(dict(
         block_size=160, vocab_size=VOCAB, n_layer=len(pattern) + draw(st.integers(1, 3)),
-                                 n_head=n_head, n_embd=12,
+        n_head=n_head, n_embd=12, n_kv_head=draw(st.sampled_from(kv_heads)),
         head_dim=draw(st.sampled_from([4, 6] + [0] * (12 // n_head % 2 == 0))),
-                                 bias=draw(st.booleans()),
-        n_kv_head=draw(st.sampled_from([n for n in range(n_head + 1) if n == 0 or n_head % n
-                                        == 0])),
-        layer_pattern=pattern, window_size=draw(st.sampled_from(windows)) if 'L' in pattern else 0,
+        bias=draw(st.booleans()), layer_pattern=pattern,
+        window_size=draw(st.sampled_from(windows)) if 'L' in pattern else 0,
         kv_share=draw(st.sampled_from([share, ''])), share_global_kv=draw(st.booleans()),
         pos_embedding='rope' if rope else 'learned', rope_theta=50.0,
         rope_theta_global=draw(st.sampled_from([0.0, 700.0])) if rope else 0.0,

@@ -45,17 +45,16 @@ def needed(requests) -> int:
 
 
 def budget_for(model, rows, max_seq_len, n_pages, page_size, kv_dtype='float64') -> int:
-    plan = model.plan
-    return plan.rings_nbytes(rows, max_seq_len, kv_dtype) + n_pages * plan.page_nbytes(page_size,
-                                                            kv_dtype)
+    rings = model.plan.rings_nbytes(rows, max_seq_len, kv_dtype)
+    return rings + n_pages * model.plan.page_nbytes(page_size, kv_dtype)
 
 
 def assert_as_full_forwards_say(model, completion, params):
     """Token t is what `sample_rows` draws from the logits of a full forward over all before it; the
     end is where it must be."""
     tokens, n_prompt = completion.tokens, len(completion.prompt_tokens)
-    logits = full_logits(model, torch.tensor([completion.prompt_tokens + tokens[:-1]]))[0,
-                                                            n_prompt - 1:]
+    logits = full_logits(model, torch.tensor([completion.prompt_tokens + tokens[:-1]]))
+    logits = logits[0, n_prompt - 1:]
     row, ends = SampleRow(params, completion.prompt_tokens), []
     for t, token in enumerate(tokens):
         drawn = sample_rows(logits[t:t + 1], [row])
@@ -70,18 +69,15 @@ def assert_as_full_forwards_say(model, completion, params):
     for entry, token, expected in zip(completion.logprobs or [], tokens, logits.log_softmax(-1)):
         assert entry.token == token and abs(entry.logprob - expected[token]) < 1e-9
         likeliest = expected.topk(max(params.logprobs, 0)).values.tolist()
-        assert len(entry.top) == len(likeliest) and all(
-            abs(lp - expected[i]) < 1e-9 and abs(lp - best) < 1e-9 for (i, lp),
-                                                        best in zip(entry.top, likeliest))
+        for (i, lp), best in zip(entry.top, likeliest, strict=True):
+            assert abs(lp - expected[i]) < 1e-9 and abs(lp - best) < 1e-9
 
 
 def alone(model, ids, params, **kinds):
     """The completion by an engine of one row that has nothing else to do."""
-    params_len = (len(ids) if not isinstance(ids, str)
-                  else len(TOKENIZER.encode(ids))) + params.max_new_tokens
-    [completion] = Engine(model, 1, min(params_len, model.config.block_size),
-                          **kinds).generate([ids], params)
-    return completion
+    n_prompt = len(TOKENIZER.encode(ids) if isinstance(ids, str) else ids)
+    length = min(n_prompt + params.max_new_tokens, model.config.block_size)
+    return Engine(model, 1, length, **kinds).generate([ids], params)[0]
 
 
 def said(completion):
@@ -110,10 +106,10 @@ def assert_idle(engine):
 def params(draw, most_new=12, **fixed):
     return SamplingParams(**dict(
         max_new_tokens=draw(st.integers(1, most_new)),
-                                 temperature=draw(st.sampled_from([0, 0.7, 1.5])),
+        temperature=draw(st.sampled_from([0, 0.7, 1.5])),
         top_k=draw(st.sampled_from([0, 0, 4])), top_p=draw(st.sampled_from([1.0, 0.8])),
         min_p=draw(st.sampled_from([0.0, 0.05])),
-                                 repetition_penalty=draw(st.sampled_from([1.0, 1.4])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.4])),
         seed=draw(st.integers(0, 99)), stop_tokens=draw(st.sampled_from([(), (), (3, 8, 11)])),
         logprobs=draw(st.sampled_from([-1, 0, 2]))) | fixed)
 
