@@ -22,15 +22,6 @@ def test_ints(i, j, window):
     assert bool(in_window(i, j, window)) == seen(i, j, window)
 
 
-@pytest.mark.parametrize('window', [0, 1, 2, 5, 8, 9, 100])
-def test_tensors_broadcast_and_the_window_may_be_one(window):
-    i, j = torch.arange(9)[:, None], torch.arange(9)[None]
-    expected = torch.tensor([[seen(i, j, window) for j in range(9)] for i in range(9)])
-    assert torch.equal(in_window(i, j, window), expected)
-    if window:
-        assert torch.equal(in_window(i, j, torch.tensor(window)), expected)
-
-
 @given(n_queries=st.integers(1, 12), prefix=st.integers(0, 12), window=st.integers(0, 25))
 def test_dense_mask_puts_the_last_query_at_the_last_key(n_queries, prefix, window):
     n_keys = prefix + n_queries

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.params import sample_seed
 from tests.helpers.serving import TOKENIZER
-from tests.serving.conftest import LONGEST, assert_free, eventually, expected, in_background
+from tests.serving.conftest import LONGEST, assert_free, expected
 
 PARTS = [{'type': 'text', 'text': 'o'}, {'type': 'text', 'text': 'n'}]
 MESSAGES = [{'role': 'system', 'content': 'hat'}, {'role': 'user', 'content': 'jab'},
@@ -72,25 +72,6 @@ def test_token_ids_and_several_prompts(serve):
     assert texts(['abc', 'ded'], n=2) == [one, second, other, last]
 
 
-def test_samples_differ_and_are_told_apart_in_a_stream(serve):
-    server = serve(rows=2)
-    wanted = [expected('abc', seed=sample_seed(4, k)).text for k in range(4)]
-    streamed = pieces(server.complete(seed=4, n=4, stream=True,
-                                      stream_options={'include_usage': True}))
-    last = streamed.pop()
-    assert last['choices'] == [] and last['usage']['prompt_tokens'] == 3
-    assert last['usage']['completion_tokens'] == 48
-    assert all(piece['usage'] is None for piece in streamed) and len(set(wanted)) == 4
-    for k in range(4):
-        choices = [choice for piece in streamed for choice in piece['choices']]
-        assert ''.join(c['text'] for c in choices if c['index'] == k) == wanted[k]
-
-
-def test_without_a_seed_two_answers_differ(serve):
-    server = serve()
-    assert server.text(max_tokens=30) != server.text(max_tokens=30)
-
-
 def test_log_probabilities(serve):
     client, said = serve().client, expected('abc', seed=2, logprobs=2, stop=('o',))
     fields = dict(prompt='abc', seed=2, logprobs=2, stop='o')
@@ -150,22 +131,6 @@ def test_what_was_said_before_is_taken_from_the_store(serve):
     assert [usage['prompt_tokens_details']['cached_tokens'] for usage in usages] == [0, 16]
     assert metric(server, 'nanokv_prompt_tokens_cached_total') == 16 and metric(server, 'nanokv_prompt_tokens_total') == 34
     assert 0 < metric(server, 'nanokv_prefix_hit_rate') < 1 and metric(server, 'nanokv_prefix_store_bytes', where='host') > 0
-
-
-def test_many_at_once_get_what_they_get_alone(serve):
-    server, answers = serve(rows=4, max_waiting=40), {}
-
-    def ask(k):
-        answers[k] = server.client.post('/v1/completions', json=dict(
-            prompt='abc' * (1 + k % 4), seed=k, max_tokens=1 + k % 13, stream=k % 2 == 0))
-    for thread in [in_background(lambda k=k: ask(k)) for k in range(24)]:
-        thread.join()
-    for k, response in answers.items():
-        said = expected('abc' * (1 + k % 4), 1 + k % 13, seed=k)
-        documents = pieces(response) if k % 2 == 0 else [response.json()]
-        assert ''.join(piece['choices'][0]['text'] for piece in documents) == said.text
-    assert len(answers) == 24
-    assert_free(server.worker)
 
 
 # -- models, health, metrics ------------------------------------------------------------------------------------------
@@ -241,17 +206,3 @@ def test_the_log_has_a_line_for_each_request(serve):
             r'GET /v1/models 401: \d\.\d{3} s, a key is needed: .*',
             r"""POST /v1/completions 400: \d\.\d{3} s, prompt has 2 [^\\]*"""], strict=True):
         assert re.fullmatch(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d testclient ' + wanted, line), line
-
-
-def test_metrics_while_requests_run_and_wait(serve):
-    server = serve(rows=2, max_waiting=3)
-    seen, publish, value = [], server.metrics.publish, server.metrics.registry.get_sample_value
-
-    def watching(engine, n_open):
-        publish(engine, n_open)
-        seen.append((value('nanokv_running_requests'), value('nanokv_waiting_requests'), value('nanokv_kv_held_bytes')))
-    server.metrics.publish = watching
-    server.client.post('/v1/completions', json=dict(prompt='abc', n=5, max_tokens=9))
-    assert_free(server.worker)
-    eventually(lambda: seen[-1][:2] == (0, 0))
-    assert (2, 3) == seen[0][:2] and max(held for *_, held in seen) > seen[-1][2]

@@ -164,17 +164,6 @@ def test_a_body_that_breaks_off(shared):
     assert_free(shared.worker)
 
 
-def test_one_connection_serves_one_request_after_another(shared):
-    sock = connect(shared, request(dict(prompt='abc', seed=1, max_tokens=3)) * 2)  # both at once
-    data = b''
-    while data.count(b'"choices"') < 2 or not data.endswith(b'}'):
-        data += sock.recv(65536)
-    sock.close()
-    text = json.dumps(expected('abc', 3, seed=1).text).encode()
-    assert data.count(b'200 OK') == 2 and data.count(text) == 2
-    assert_free(shared.worker)
-
-
 # -- who leaves -------------------------------------------------------------------------------------------------------
 
 def drop(server, n, at_once):
@@ -249,15 +238,6 @@ def test_at_the_end_who_takes_too_long_is_told(running, monkeypatch, stream):
     assert b'the server is stopping' in data and data.split()[1] == (b'200' if stream else b'503')
     server.thread.join(60)
     assert_free(server.worker)
-
-
-def test_after_a_restart_the_past_is_on_disk(running, tmp_path):
-    for cached in (0, 24):
-        server = running(prefix_folder=str(tmp_path), prefix_budget=10 ** 6)
-        answer = client_of(server).completions.create(model='tiny', prompt='abcdefgh' * 3 + 'a' * (cached // 8), seed=1)
-        assert answer.usage.prompt_tokens_details.cached_tokens == cached
-        assert answer.choices[0].text == expected('abcdefgh' * 3 + 'a' * (cached // 8), seed=1).text
-        server.stop()
 
 
 @pytest.mark.parametrize('interrupted', [False, True])
