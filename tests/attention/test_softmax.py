@@ -86,3 +86,9 @@ def test_tiles_cover_everything_once_and_are_no_larger_than_asked(B, n_kv_head, 
         previous = rows.start, keys.start
         seen[rows, keys] += 1
     assert (seen == 1).all()
+
+
+def test_one_tile_where_everything_fits():
+    shape = 3, 2, 5, 4
+    assert list(tiles(shape, 120)) == [(slice(0, 3), slice(0, 5))]
+    assert list(tiles(shape, 119)) == [(slice(0, 2), slice(0, 5)), (slice(2, 3), slice(0, 5))]

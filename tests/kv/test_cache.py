@@ -76,48 +76,6 @@ def test_a_cache_may_be_used_with_gradients_on_and_keeps_no_graph():
     assert not any(x.requires_grad for store in cache.stores for x in store.tensors)
 
 
-# -- ragged rows -----------------------------------------------------------------------------------
-
-class RaggedRun:
-    """A cache beside the rows' texts; every step is compared with each row alone."""
-
-    def __init__(self, config, batch, max_seq_len, **cache_settings):
-        self.model = random_model(config)
-        self.cache = self.model.new_cache(batch, max_seq_len, **cache_settings)
-        self.text = [[] for _ in range(batch)]
-        self.room = max_seq_len
-        self.seed = 0
-
-    def step(self, t, lens):
-        self.seed += 1
-        idx = tokens(len(lens), t, self.seed)
-        with torch.no_grad():
-            logits = self.model(idx, cache=self.cache, lens=lens, all_logits=True)[0]
-        for b, n in enumerate(lens):
-            self.text[b] += idx[b, :n].tolist()
-            if n:
-                alone = full_logits(self.model, torch.tensor([self.text[b]]))
-                assert max_gap(logits[b, :n], alone[0, -n:]) < 1e-9
-        assert self.cache.lengths.tolist() == [len(text) for text in self.text]
-
-    def reset(self, rows):
-        self.cache.reset(rows)
-        for row in rows:
-            self.text[row] = []
-
-
-@settings(max_examples=50)
-@given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8)), batch=st.integers(2, 4))
-def test_ragged_appends_and_resets_equal_each_row_alone(data, config, batch):
-    run = RaggedRun(config, batch, 2 * max(config.window_size, 4) + 7)
-    for _ in range(data.draw(st.integers(3, 9))):
-        t = data.draw(st.sampled_from([1, 1, 2, 3, 7, 13]))
-        room = [min(t, run.room - len(text)) for text in run.text]
-        run.step(t, [data.draw(st.sampled_from([0, n, n]) | st.integers(0, n)) for n in room])
-        if data.draw(st.integers(0, 3)) == 0:
-            run.reset([data.draw(st.integers(0, batch - 1))])
-
-
 @pytest.mark.parametrize('rows', [[3], [-1], [True, False, True], [0, 7]])
 def test_reset_of_rows_that_are_none(rows):
     model = random_model(GPTConfig(**FULL_STACK))
@@ -184,14 +142,13 @@ def live_bytes():
 GPT2 = dict(n_layer=12, n_head=12, n_embd=768, vocab_size=64)
 
 
-@pytest.mark.parametrize('kv_dtype', KV_DTYPES)
-@pytest.mark.parametrize('max_seq_len', [100, 1024])
-def test_live_storages_grow_by_what_cache_and_plan_say(kv_dtype, max_seq_len):
+@pytest.mark.parametrize('kv_dtype', ['bfloat16', 'int8'])
+def test_live_storages_grow_by_what_cache_and_plan_say(kv_dtype):
     plan = plan_kv(GPTConfig(**GPT2, **PUBLISHED, window_size=256))
     before = live_bytes()
-    cache = KVCache(plan, 2, max_seq_len, kv_dtype)
+    cache = KVCache(plan, 2, 1024, kv_dtype)
     grown = live_bytes() - before
-    assert grown == cache.nbytes == plan.nbytes(2, max_seq_len, kv_dtype)
+    assert grown == cache.nbytes == plan.nbytes(2, 1024, kv_dtype)
 
 
 @settings(max_examples=40)

@@ -131,13 +131,6 @@ def test_float32_forward_is_the_reference(config, T):
     assert max_gap(full_logits(model, idx), Reference(model.state_dict(), config)(idx)) < 1e-4
 
 
-def test_without_targets_only_the_last_position_and_no_loss():
-    model, idx = random_model(GPTConfig(**VANILLA)), tokens(2, 16)
-    with torch.no_grad():
-        logits, loss = model(idx)
-    assert loss is None and max_gap(logits, full_logits(model, idx)[:, -1:]) < 1e-12
-
-
 def test_loss_leaves_out_targets_of_minus_1():
     model, idx, targets = random_model(GPTConfig(**VANILLA)), tokens(3, 16), tokens(3, 16, seed=1)
     targets[0, :9] = targets[2, 3] = -1
@@ -146,14 +139,6 @@ def test_loss_leaves_out_targets_of_minus_1():
     assert abs((loss - cross_entropy(logits, targets)).item()) < 1e-12
     targets[0, 9:] = -1
     assert abs((model(idx, targets)[1] - cross_entropy(logits, targets)).item()) < 1e-12
-
-
-def test_global_layers_turn_by_a_base_of_their_own():
-    config = dict(FULL_STACK, rope_theta_global=5000.0)
-    model, idx = random_model(GPTConfig(**config)), tokens(1, 30)
-    other = random_model(GPTConfig(**FULL_STACK))
-    assert max_gap(full_logits(model, idx), Reference(model.state_dict(), model.config)(idx)) < 1e-9
-    assert max_gap(full_logits(model, idx), full_logits(other, idx)) > 1e-3
 
 
 def test_casting_the_module_does_not_round_the_rotary_tables():

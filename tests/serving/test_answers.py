@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.params import sample_seed
 from tests.helpers.serving import TOKENIZER
-from tests.serving.conftest import LONGEST, assert_free, expected
+from tests.serving.conftest import LONGEST, assert_free, expected, in_background
 
 PARTS = [{'type': 'text', 'text': 'o'}, {'type': 'text', 'text': 'n'}]
 MESSAGES = [{'role': 'system', 'content': 'hat'}, {'role': 'user', 'content': 'jab'},
@@ -80,7 +80,7 @@ def test_log_probabilities(serve):
     assert whole['token_logprobs'] == pytest.approx([entry.logprob for entry in said.logprobs])
     assert whole['text_offset'] == list(range(len(said.tokens)))
     for top, entry in zip(whole['top_logprobs'], said.logprobs, strict=True):
-        assert list(top) == [TOKENIZER.decode([token]) for token, _ in reversed(entry.top)] or len(top) == 2
+        assert set(top) >= {TOKENIZER.decode([token]) for token, _ in entry.top}
         assert max(top.values()) == pytest.approx(entry.top[0][1])
     streamed = [piece['choices'][0]['logprobs'] for piece in
                 pieces(client.post('/v1/completions', json=fields | dict(stream=True)))]
@@ -113,7 +113,8 @@ def test_names_and_stops_of_a_chat(serve):
     client = serve().client
     said = expected('ecjabdbc', 30, seed=1, stop=('q', 'd'))
     document = client.post('/v1/chat/completions', json=dict(
-        messages=[{'role': 'user', 'name': 'e', 'content': 'jab'}], seed=1, max_tokens=30, stop='q')).json()
+        messages=[{'role': 'user', 'name': 'e', 'content': 'jab'}], seed=1, max_tokens=30,
+        stop='q')).json()
     assert document['choices'][0]['message']['content'] == said.text
 
 
@@ -129,11 +130,29 @@ def test_what_was_said_before_is_taken_from_the_store(serve):
     usages = [server.complete(prompt='abcdefghijklmnopq', temperature=0).json()['usage']
               for _ in '12']
     assert [usage['prompt_tokens_details']['cached_tokens'] for usage in usages] == [0, 16]
-    assert metric(server, 'nanokv_prompt_tokens_cached_total') == 16 and metric(server, 'nanokv_prompt_tokens_total') == 34
-    assert 0 < metric(server, 'nanokv_prefix_hit_rate') < 1 and metric(server, 'nanokv_prefix_store_bytes', where='host') > 0
+    assert server.metric('prompt_tokens_cached_total') == 16
+    assert server.metric('prompt_tokens_total') == 34
+    assert 0 < server.metric('prefix_hit_rate') < 1
+    assert server.metric('prefix_store_bytes', where='host') > 0
 
 
-# -- models, health, metrics ------------------------------------------------------------------------------------------
+def test_many_at_once_get_what_they_get_alone(serve):
+    server, answers = serve(rows=4, max_waiting=40), {}
+
+    def ask(k):
+        answers[k] = server.client.post('/v1/completions', json=dict(
+            prompt='abc' * (1 + k % 4), seed=k, max_tokens=1 + k % 13, stream=k % 2 == 0))
+    for thread in [in_background(lambda k=k: ask(k)) for k in range(24)]:
+        thread.join()
+    for k, response in answers.items():
+        said = expected('abc' * (1 + k % 4), 1 + k % 13, seed=k)
+        documents = pieces(response) if k % 2 == 0 else [response.json()]
+        assert ''.join(piece['choices'][0]['text'] for piece in documents) == said.text
+    assert len(answers) == 24
+    assert_free(server.worker)
+
+
+# -- models, health, metrics -----------------------------------------------------------------------
 
 def metric(server, name, **labels):
     families = text_string_to_metric_families(server.client.get('/metrics').text)
@@ -179,10 +198,13 @@ def test_metrics_count_what_was_done(serve):
             ('requests_total', dict(route='/v1/completions', status='200'), 3),
             ('requests_total', dict(route='/v1/completions', status='400'), 1),
             ('requests_total', dict(route='other', status='404'), 2),
-            ('tokens_generated_total', {}, 15), ('prompt_tokens_total', {}, 9), ('prompt_tokens_cached_total', {}, 0),
+            ('tokens_generated_total', {}, 15), ('prompt_tokens_total', {}, 9),
+            ('prompt_tokens_cached_total', {}, 0),
             ('running_requests', {}, 0), ('waiting_requests', {}, 0), ('ttft_seconds_count', {}, 3),
-            ('request_seconds_count', {}, 3), ('kv_held_bytes', {}, server.engine.cache.held_nbytes),
-            ('prefix_store_bytes', dict(where='host'), server.engine.prefix.nbytes), ('failed_steps_total', {}, 0)]:
+            ('request_seconds_count', {}, 3),
+            ('kv_held_bytes', {}, server.engine.cache.held_nbytes),
+            ('prefix_store_bytes', dict(where='host'), server.engine.prefix.nbytes),
+            ('failed_steps_total', {}, 0)]:
         assert metric(server, 'nanokv_' + name, **labels) == value, name
 
 
@@ -201,7 +223,8 @@ def test_the_log_has_a_line_for_each_request(serve):
     for line, wanted in zip(server.logged, [
             'POST /v1/completions 200: ' + tokens.format(0, 3),
             'POST /v1/completions 200: ' + tokens.format(16, 6),
-            r"POST /v1/completions 400: \d\.\d{3} s, unknown field 'x+\.{3} \(known are .{80,140} \.\.\.",
+            r"POST /v1/completions 400: \d\.\d{3} s, unknown field 'x+\.{3} "
+            r"\(known are .{80,140} \.\.\.",
             r"GET /a\\nGET /b\\x1b\\u017c 404: \d\.\d{3} s, .*Not Found",
             r'GET /v1/models 401: \d\.\d{3} s, a key is needed: .*',
             r"""POST /v1/completions 400: \d\.\d{3} s, prompt has 2 [^\\]*"""], strict=True):

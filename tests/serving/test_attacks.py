@@ -52,7 +52,7 @@ def slow(serve):
     return make
 
 
-# -- other requests go on -------------------------------------------------------------------------
+# -- other requests go on --------------------------------------------------------------------------
 
 def test_a_large_response_is_written_in_a_thread(running, monkeypatch):
     server, gate, entered, plain = running(), threading.Event(), threading.Event(), Reply.document
@@ -130,7 +130,7 @@ def test_texts_that_are_too_long_are_not_encoded(slow):
     assert server.tokenizer.waiting <= 3
 
 
-# -- idle connections are closed ------------------------------------------------------------------
+# -- idle connections are closed -------------------------------------------------------------------
 
 def ended(sock) -> bool:
     sock.settimeout(0.01)
@@ -204,7 +204,7 @@ def test_other_host_names_are_refused(serve):
         assert client.get('/v1/models', headers={'host': host}).status_code == status, host
 
 
-# -- what a chat may say --------------------------------------------------------------------------
+# -- what a chat may say ---------------------------------------------------------------------------
 
 def test_a_reply_can_be_sent_back(serve):
     """With all fields of OpenAI's client; cut off within the end of its turn; empty."""
