@@ -23,8 +23,7 @@ def turned(table, x, start=0):
 
 
 @given(half=st.integers(1, 9), theta=st.sampled_from([2.0, 100.0, 10000.0, 5e5]),
-       start=st.integers(0, 5000),
-       t=st.integers(1, 40))
+       start=st.integers(0, 5000), t=st.integers(1, 40))
 def test_is_a_complex_rotation(half, theta, start, t):
     x = random(2, 3, t, 2 * half)
     y = turned(RotaryTable(2 * half, theta), x, start)

@@ -259,8 +259,7 @@ NANOGPT_TRAIN = dict(
     decay_lr=True, warmup_iters=2000, lr_decay_iters=600000, min_lr=6e-5, backend='nccl',
     compile=True)
 NANOGPT_SAMPLE = dict(init_from='resume', out_dir='out', start='\n', num_samples=10,
-                      max_new_tokens=500,
-                      temperature=0.8, top_k=200, seed=1337, compile=False)
+                      max_new_tokens=500, temperature=0.8, top_k=200, seed=1337, compile=False)
 
 
 @pytest.mark.parametrize('program, keys', [('train', NANOGPT_TRAIN), ('sample', NANOGPT_SAMPLE)])

@@ -54,14 +54,6 @@ def test_cached_equals_full_forward_in_float32(data, config):
     assert max_gap(cached, full_logits(model, idx)) < 1e-4
 
 
-@pytest.mark.parametrize('chunks', [
-    [40], [1] * 40, [4, 1, 5, 6, 1, 23], [3, 5, 5, 5, 5, 5, 12],
-    [20, 1, 1, 18], [1, 39]])
-def test_full_stack_for_chunks_that_meet_end_at_and_straddle_the_wrap(chunks):
-    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 40)
-    assert max_gap(feed(model, model.new_cache(2, 40), idx, chunks), full_logits(model, idx)) < 1e-9
-
-
 def test_rope_goes_past_block_size():
     model, idx = random_model(GPTConfig(**FULL_STACK | dict(block_size=16))), tokens(1, 300)
     cached = feed(model, model.new_cache(1, 300), idx, [250] + [1] * 10 + [40])

@@ -13,8 +13,7 @@ from kv.plan import plan_kv
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
-             window_size=256,
-             pos_embedding='rope')
+             window_size=256, pos_embedding='rope')
 FLAGS = [f'--{key}={value}' for key, value in STACK.items()]
 PLAN = plan_kv(GPTConfig(**STACK))
 
@@ -109,8 +108,7 @@ def test_longer_than_learned_positions_is_counted_with_a_note(capsys):
 
 def test_bad_input_as_a_program_is_one_line_and_status_2():
     done = subprocess.run([sys.executable, '-m', 'kv', '--budget=lots', '--json=True'], cwd=ROOT,
-                          capture_output=True,
-                          text=True)
+                          capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ''
     assert len(done.stderr.splitlines()) == 1 and "'lots'" in done.stderr

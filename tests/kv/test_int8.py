@@ -20,8 +20,7 @@ def roundtrip(x):
 
 
 @given(seed=st.integers(0, 999), exponent=st.floats(-1, 6),
-       dtype=st.sampled_from(
-           [torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+       dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
 def test_error_is_at_most_half_a_step_and_the_rounding_of_the_scale(seed, exponent, dtype):
     x = sample(seed, 10 ** (min(exponent, 4.0) if dtype == torch.float16 else exponent), dtype)
     _, scale = quantize_int8(x)

@@ -15,8 +15,7 @@ from tests.helpers.reference import is_local, kv_owner
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1,
-             window_size=256,
-             pos_embedding='rope')
+             window_size=256, pos_embedding='rope')
 
 
 def plan(**settings_):
@@ -71,8 +70,7 @@ def plan_configs(draw):
     n_head = draw(st.sampled_from([1, 2, 6, 12]))
     n_kv_heads = [0, *(n for n in range(1, n_head + 1) if n_head % n == 0)]
     return GPTConfig(n_layer=draw(st.integers(1, 20)), n_head=n_head, n_embd=n_head * 8,
-                     layer_pattern=pattern,
-                     n_kv_head=draw(st.sampled_from(n_kv_heads)),
+                     layer_pattern=pattern, n_kv_head=draw(st.sampled_from(n_kv_heads)),
                      window_size=draw(st.integers(1, 40)),
                      kv_share=draw(st.sampled_from(['', share])),
                      share_global_kv=draw(st.booleans()))

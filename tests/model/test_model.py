@@ -85,9 +85,7 @@ def test_the_state_dict_holds_parameters_alone_and_loads_strictly(config):
 
 @pytest.mark.parametrize('config', [
     dict(), dict(layer_pattern='LG', kv_share='AB', share_global_kv=True,
-    n_kv_head=1,
-    window_size=4, pos_embedding='rope',
-    qk_norm=True)])
+    n_kv_head=1, window_size=4, pos_embedding='rope', qk_norm=True)])
 def test_initial_values_are_gpt2s(config):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, vocab_size=64, n_layer=6, n_head=4, n_embd=64, **config))

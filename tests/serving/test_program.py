@@ -33,8 +33,7 @@ def data_root(tmp_path, monkeypatch):
                                                          marks=pytest.mark.slow)])
 def test_it_serves_until_a_signal(data_root, number, status):
     program = subprocess.Popen([sys.executable, '-c', LAUNCH, str(data_root), *flags(SETTINGS)],
-                               cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                preexec_fn=lambda: signal.signal(signal.SIGINT,
                                                                 signal.default_int_handler))
     try:

@@ -20,12 +20,10 @@ V, N_NEW, MOST = 96, 40, 512
 # vLLM's CPU kernels want heads of 32
 SHAPE = dict(n_layer=12, n_head=4, n_embd=128, head_dim=32, vocab_size=V, block_size=MOST)
 FULL = dict(SHAPE, n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
-            pos_embedding='rope',
-            qk_norm=True, window_size=32, bias=False)
+            pos_embedding='rope', qk_norm=True, window_size=32, bias=False)
 SHAPES = {'vanilla': SHAPE, 'full': FULL, 'heads of 24': dict(FULL, head_dim=24),  # kept in 32
           'gqa': dict(SHAPE, n_kv_head=2, layer_pattern='LG', window_size=20, pos_embedding='rope',
-                      rope_theta_global=1e5,
-                      gelu='tanh', mlp_hidden=320)}
+                      rope_theta_global=1e5, gelu='tanh', mlp_hidden=320)}
 
 
 def prompts() -> list[list[int]]:
@@ -107,5 +105,4 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     with pytest.raises(ValueError,
                        match=r'mlp.c_fc.weight is \(320, 128\), config.json says \(256, 128\)'):
         LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype='float32', enforce_eager=True,
-            max_model_len=MOST,
-            gpu_memory_utilization=0.1)
+            max_model_len=MOST, gpu_memory_utilization=0.1)
