@@ -118,7 +118,8 @@ def test_every_layout_of_the_files(tmp_path, kind):
     elif kind == 'with masks':
         masks = {'bias': torch.ones(1, 1, 32, 32), 'masked_bias': torch.tensor(-1e4)}
         edit_tensors(tmp_path, lambda tensors: tensors.update(
-            {f'transformer.h.{i}.attn.{name}': x for i in range(2) for name, x in masks.items()}))
+            {f'transformer.h.{i}.attn.{name}': x.clone()
+             for i in range(2) for name, x in masks.items()}))
     elif kind == 'with lm_head':
         edit_tensors(tmp_path, lambda tensors: tensors.update(
             {'lm_head.weight': tensors['transformer.wte.weight'].clone()}))
