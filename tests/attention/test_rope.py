@@ -50,3 +50,9 @@ def test_half_precision_is_rotated_wide_and_rounded_once(dtype, ulp):
     exact = rotate(x.double(), range(FAR, FAR + 3), 10000.0)
     assert y.dtype == dtype
     assert ((y.double() - exact).abs() <= ulp * exact.abs() + 2e-6).all()
+
+
+def test_tables_are_at_least_float32():
+    table = RotaryTable(8, 10000.0)
+    for dtype, expected in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        assert {x.dtype for x in table(0, 4, 'cpu', dtype)} == {expected}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from attention.cached import (
     PartialSoftmax,
     join_parts,
+    scores_dtype,
     tile_scores,
     tiles,
 )
@@ -92,3 +93,8 @@ def test_one_tile_where_everything_fits():
     shape = 3, 2, 5, 4
     assert list(tiles(shape, 120)) == [(slice(0, 3), slice(0, 5))]
     assert list(tiles(shape, 119)) == [(slice(0, 2), slice(0, 5)), (slice(2, 3), slice(0, 5))]
+
+
+def test_scores_are_at_least_float32():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        assert scores_dtype(dtype) == expected
