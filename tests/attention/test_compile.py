@@ -12,8 +12,7 @@ def test_forward_is_one_graph_and_equals_eager(monkeypatch, flex):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, vocab_size=78, n_layer=3, n_head=4, n_embd=64, n_kv_head=1,
-                          layer_pattern='LLG',
-                          kv_share='AAB', share_global_kv=True, window_size=16,
+                          layer_pattern='LLG', kv_share='AAB', share_global_kv=True, window_size=16,
                           pos_embedding='rope', qk_norm=True)).eval()
     idx = torch.randint(78, (2, 64))
     with torch.no_grad():

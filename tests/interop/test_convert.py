@@ -70,14 +70,6 @@ def test_layers_that_share_read_the_first_ones_keys_and_values():
     assert (full_logits(shared, IDX) - full_logits(model, IDX)).abs().max() < 1e-10
 
 
-def test_windows_change_no_weight():
-    model = model_of(MHA)
-    local = converted(model, layer_pattern='LLLG', window_size=5)
-    for a, b in zip(local.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert (full_logits(local, IDX) - full_logits(model, IDX)).abs().max() > 1e-6
-
-
 @pytest.mark.parametrize('old, new, named', [
     ({}, {'n_kv_head': 1, 'mlp_hidden': 64}, 'mlp_hidden=64'),
     ({}, {'qk_norm': False}, 'qk_norm=False'),

@@ -54,14 +54,6 @@ def test_cached_equals_full_forward_in_float32(data, config):
     assert max_gap(cached, full_logits(model, idx)) < 1e-4
 
 
-@pytest.mark.parametrize('chunks', [
-    [40], [1] * 40, [4, 1, 5, 6, 1, 23], [3, 5, 5, 5, 5, 5, 12],
-    [20, 1, 1, 18], [1, 39]])
-def test_full_stack_for_chunks_that_meet_end_at_and_straddle_the_wrap(chunks):
-    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 40)
-    assert max_gap(feed(model, model.new_cache(2, 40), idx, chunks), full_logits(model, idx)) < 1e-9
-
-
 def test_rope_goes_past_block_size():
     model, idx = random_model(GPTConfig(**FULL_STACK | dict(block_size=16))), tokens(1, 300)
     cached = feed(model, model.new_cache(1, 300), idx, [250] + [1] * 10 + [40])
@@ -76,110 +68,6 @@ def test_a_cache_may_be_used_with_gradients_on_and_keeps_no_graph():
     assert not any(x.requires_grad for store in cache.stores for x in store.tensors)
 
 
-# -- ragged rows -----------------------------------------------------------------------------------
-
-class RaggedRun:
-    """A cache beside the rows' texts; every step is compared with each row alone."""
-
-    def __init__(self, config, batch, max_seq_len, **cache_settings):
-        self.model = random_model(config)
-        self.cache = self.model.new_cache(batch, max_seq_len, **cache_settings)
-        self.text = [[] for _ in range(batch)]
-        self.room = max_seq_len
-        self.seed = 0
-
-    def step(self, t, lens):
-        self.seed += 1
-        idx = tokens(len(lens), t, self.seed)
-        with torch.no_grad():
-            logits = self.model(idx, cache=self.cache, lens=lens, all_logits=True)[0]
-        for b, n in enumerate(lens):
-            self.text[b] += idx[b, :n].tolist()
-            if n:
-                alone = full_logits(self.model, torch.tensor([self.text[b]]))
-                assert max_gap(logits[b, :n], alone[0, -n:]) < 1e-9
-        assert self.cache.lengths.tolist() == [len(text) for text in self.text]
-
-    def reset(self, rows):
-        self.cache.reset(rows)
-        for row in rows:
-            self.text[row] = []
-
-
-@settings(max_examples=50)
-@given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8)), batch=st.integers(2, 4))
-def test_ragged_appends_and_resets_equal_each_row_alone(data, config, batch):
-    run = RaggedRun(config, batch, 2 * max(config.window_size, 4) + 7)
-    for _ in range(data.draw(st.integers(3, 9))):
-        t = data.draw(st.sampled_from([1, 1, 2, 3, 7, 13]))
-        room = [min(t, run.room - len(text)) for text in run.text]
-        run.step(t, [data.draw(st.sampled_from([0, n, n]) | st.integers(0, n)) for n in room])
-        if data.draw(st.integers(0, 3)) == 0:
-            run.reset([data.draw(st.integers(0, batch - 1))])
-
-
-@pytest.mark.parametrize('config', [
-    FULL_STACK, dict(FULL_STACK, kv_share='', share_global_kv=False,
-    pos_embedding='learned')])
-def test_a_row_is_reset_and_reused_while_others_go_on_past_the_wrap(config):
-    run = RaggedRun(GPTConfig(**config), 3, 40)
-    run.step(17, [17, 17, 17])
-    run.reset([1])
-    for lens in ([1, 3, 0], [1, 1, 1], [0, 6, 1], [6, 6, 6], [1, 1, 1]):
-        run.step(max(lens), lens)
-    run.reset([0, 2])
-    run.step(4, [4, 0, 2])
-    run.step(15, [15, 13, 1])
-    run.step(1, [1, 1, 1])
-
-
-def test_ragged_steps_at_the_very_end_of_the_cache():
-    """Padding may stand past the last position, learned positions included."""
-    config = GPTConfig(**dict(FULL_STACK, pos_embedding='learned', block_size=20))
-    run = RaggedRun(config, 2, 20)
-    run.step(18, [18, 5])
-    run.step(9, [2, 9])
-    run.step(6, [0, 6])
-
-
-def test_rows_of_equal_length_take_the_same_path_as_ragged_ones():
-    """From ragged back to equal lengths: the ring's places are the same either way."""
-    run = RaggedRun(GPTConfig(**FULL_STACK), 2, 40)
-    run.step(8, [8, 3])
-    run.step(5, [0, 5])
-    for t in (1, 4, 1, 9, 1):
-        run.step(t, [t, t])
-
-
-def test_lens_may_be_a_tensor_and_last_logits_are_each_rows_own():
-    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(3, 6)
-    cache = model.new_cache(3, 10)
-    with torch.no_grad():
-        logits, _ = model(idx, cache=cache, lens=torch.tensor([2, 6, 1]))
-    full = full_logits(model, idx)
-    assert logits.shape[:2] == (3, 1)
-    for b, n in enumerate([2, 6, 1]):
-        assert max_gap(logits[b, 0], full[b, n - 1]) < 1e-9
-
-
-def held_by(cache, row):
-    return [x[row].clone() for store in cache.stores for x in store.tensors]
-
-
-def test_reset_touches_no_other_row():
-    model = random_model(GPTConfig(**FULL_STACK))
-    cache = model.new_cache(3, 20)
-    feed(model, cache, tokens(3, 11), [11])
-    before = held_by(cache, 0) + held_by(cache, 2)
-    cache.reset([1])
-    assert cache.lengths.tolist() == [11, 0, 11]
-    feed_row = torch.zeros(3, 7, dtype=torch.int64)
-    with torch.no_grad():
-        model(feed_row, cache=cache, lens=[0, 7, 0])
-    assert cache.lengths.tolist() == [11, 7, 11]
-    assert all(map(torch.equal, held_by(cache, 0) + held_by(cache, 2), before))
-
-
 @pytest.mark.parametrize('rows', [[3], [-1], [True, False, True], [0, 7]])
 def test_reset_of_rows_that_are_none(rows):
     model = random_model(GPTConfig(**FULL_STACK))
@@ -188,15 +76,6 @@ def test_reset_of_rows_that_are_none(rows):
     with pytest.raises(ValueError, match='0 to 2'):
         cache.reset(rows)
     assert cache.lengths.tolist() == [4, 4, 4]
-
-
-def test_reset_without_rows_empties_the_whole_cache():
-    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 12)
-    cache = model.new_cache(2, 12)
-    first = feed(model, cache, idx, [12])
-    cache.reset()
-    assert cache.lengths.tolist() == [0, 0]
-    assert torch.equal(feed(model, cache, idx, [12]), first)
 
 
 # -- other storage dtypes --------------------------------------------------------------------------
@@ -222,20 +101,6 @@ def test_rounded_storage_is_invariant_to_chunking(kv_dtype, chunks):
     assert max_gap(feed(model, model.new_cache(2, 40, kv_dtype=kv_dtype), idx, chunks), once) < 1e-9
 
 
-@pytest.mark.parametrize('kv_dtype', ['int8', 'bfloat16'])
-def test_rounded_storage_in_ragged_rows_is_each_row_alone(kv_dtype):
-    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 30)
-    cache = model.new_cache(2, 30, kv_dtype=kv_dtype)
-    with torch.no_grad():
-        model(idx[:, :9], cache=cache, lens=[9, 4])
-        shifted = torch.stack([idx[0, 9:22], idx[1, 4:17]])
-        ragged = model(shifted, cache=cache, all_logits=True)[0]
-    for b, start in enumerate([9, 4]):
-        alone = feed(model, model.new_cache(1, 30, kv_dtype=kv_dtype), idx[b:b + 1, :start + 13],
-                     [start + 13])
-        assert max_gap(ragged[b], alone[0, start:]) < 1e-9
-
-
 # RMS of the change of the logits over RMS of the logits; about 3x that of four seeds
 STORAGE_BOUNDS = {'float32': 1.2e-7, 'float16': 1e-3, 'bfloat16': 8e-3, 'int8': 2e-2}
 
@@ -246,12 +111,6 @@ def test_rounded_storage_is_close_to_full_precision(kv_dtype):
     full = full_logits(model, idx)
     change = feed(model, model.new_cache(4, 60, kv_dtype=kv_dtype), idx, [30] + [1] * 30) - full
     assert 0 < (change.norm() / full.norm()).item() < STORAGE_BOUNDS[kv_dtype]
-
-
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16])
-def test_auto_follows_the_parameters(dtype):
-    cache = random_model(GPTConfig(**FULL_STACK), dtype).new_cache(1, 8)
-    assert {x.dtype for store in cache.stores for x in store.tensors} == {dtype}
 
 
 def test_bf16_model_is_close_to_its_own_full_forward():
@@ -275,14 +134,13 @@ def live_bytes():
 GPT2 = dict(n_layer=12, n_head=12, n_embd=768, vocab_size=64)
 
 
-@pytest.mark.parametrize('kv_dtype', KV_DTYPES)
-@pytest.mark.parametrize('max_seq_len', [100, 1024])
-def test_live_storages_grow_by_what_cache_and_plan_say(kv_dtype, max_seq_len):
+@pytest.mark.parametrize('kv_dtype', ['bfloat16', 'int8'])
+def test_live_storages_grow_by_what_cache_and_plan_say(kv_dtype):
     plan = plan_kv(GPTConfig(**GPT2, **PUBLISHED, window_size=256))
     before = live_bytes()
-    cache = KVCache(plan, 2, max_seq_len, kv_dtype)
+    cache = KVCache(plan, 2, 1024, kv_dtype)
     grown = live_bytes() - before
-    assert grown == cache.nbytes == plan.nbytes(2, max_seq_len, kv_dtype)
+    assert grown == cache.nbytes == plan.nbytes(2, 1024, kv_dtype)
 
 
 @settings(max_examples=40)

@@ -11,20 +11,6 @@ from tests.helpers.models import FULL_STACK, feed, full_logits, max_gap, random_
 from training.run import prepare
 
 
-def test_a_step_that_failed_midway_is_not_built_upon(monkeypatch):
-    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(1, 20)
-    cache = model.new_cache(1, 40)
-    feed(model, cache, idx[:, :9], [9])
-    block = model.transformer.h[4]
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(block, 'forward', lambda *_: (_ for _ in ()).throw(MemoryError()))
-        feed(model, cache, idx[:, 9:17], [8])
-    with pytest.raises(UserError, match='reset'):
-        feed(model, cache, idx[:, 9:13], [4])
-    cache.reset()
-    assert max_gap(feed(model, cache, idx, [9, 11]), full_logits(model, idx)) < 1e-9
-
-
 class LargestFloat(TorchDispatchMode):
     """Elements of the largest floating-point tensor that any operation gave."""
     largest = 0

@@ -25,14 +25,6 @@ def test_parameters_are_the_models(shape):
     assert capacity.parameters(config, plan_kv(config)) == n_params
 
 
-@pytest.mark.parametrize('tokens, before', [(1, 0), (4, 0), (3, 50), (50, 0), (7, 3), (1, 4)])
-def test_keys(tokens, before):
-    plan = plan_kv(GPTConfig(**FULL_STACK))
-    exact = sum(min(i, layer.window or i)
-                for layer in plan.layers for i in range(before + 1, before + tokens + 1))
-    assert capacity.keys_seen(plan, tokens, before) == exact
-
-
 def said(capsys, *flags):
     capsys.readouterr()
     capacity.main([*flags, '--json=True'])

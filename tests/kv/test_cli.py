@@ -13,8 +13,7 @@ from kv.plan import plan_kv
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
-             window_size=256,
-             pos_embedding='rope')
+             window_size=256, pos_embedding='rope')
 FLAGS = [f'--{key}={value}' for key, value in STACK.items()]
 PLAN = plan_kv(GPTConfig(**STACK))
 
@@ -56,16 +55,6 @@ def test_a_further_token_costs_only_slots_that_still_grow(capsys, max_seq_len, g
     assert figures['bytes_per_further_token'] == growing_slots * 2 * 64 * 2
 
 
-@pytest.mark.parametrize('budget, n_bytes', [('1GB', 10 ** 9), ('512MiB', 2 ** 29)])
-def test_budget_counts_are_exact(capsys, budget, n_bytes):
-    document = last_line(capsys, *FLAGS, '--max_seq_len=8192', f'--budget={budget}')
-    for kv_dtype, figures in document.items():
-        for plan, fit in ((PLAN, figures['fit']), (PLAN.vanilla(), figures['fit_vanilla'])):
-            fits, more = (plan.nbytes(n, 8192, kv_dtype) for n in (fit, fit + 1))
-            assert fits <= n_bytes < more
-        assert figures['budget'] == n_bytes
-
-
 def test_budget_of_exactly_n_sequences_holds_n(capsys):
     one = PLAN.nbytes(1, 1024, 'float32')
     assert last_line(capsys, *FLAGS, f'--budget={7 * one}')['float32']['fit'] == 7
@@ -75,56 +64,26 @@ def test_budget_of_exactly_n_sequences_holds_n(capsys):
 @pytest.mark.parametrize('text, n_bytes', [
     ('4096', 4096), ('1GB', 10 ** 9), ('1.5 kb', 1500), ('512MiB', 2 ** 29),
     ('2tb', 2 * 10 ** 12), ('3GiB', 3 * 2 ** 30), ('8B', 8),
-    ('8G', 8 * 10 ** 9),
-    ('500M', 500 * 10 ** 6), ('1e9', 10 ** 9),
-    ('1.5E+3 kB', 1_500_000),
-    ('2Ki', 2048), ('1k', 1000)])
+    ('8G', 8 * 10 ** 9), ('1.5E+3 kB', 1_500_000), ('2Ki', 2048),
+    # beyond float precision, and a decimal that floats would round
+    ('9007199254740993', 9007199254740993), ('1.001GB', 1_001_000_000)])
 def test_budget_units(text, n_bytes):
     assert parse_bytes(text) == n_bytes
-
-
-def test_budgets_beyond_float_precision_keep_every_byte():
-    assert parse_bytes('9007199254740993') == 9007199254740993
-    assert parse_bytes('1.001GB') == 1_001_000_000
-    assert [parse_bytes(f'{n / 1000:.3f}KB') for n in range(1, 5000)] == list(range(1, 5000))
 
 
 def test_a_budget_too_small_for_one_says_0(capsys):
     assert last_line(capsys, *FLAGS, '--budget=1B')['int8']['fit'] == 0
 
 
-def test_the_text_report_says_bytes_and_ratios(capsys):
-    main([*FLAGS, '--budget=1GB'])
-    out = capsys.readouterr().out
-    for text in ('1,048,576', '524,288', '72.0x', '139.6x', '1,907'):  # 1 GB // 524,288
-        assert text in out
-
-
-def test_defaults_budget_block_size_and_batch_1(capsys):
-    figures = last_line(capsys, '--block_size=300')['float32']
-    assert (figures['batch'], figures['max_seq_len'], figures['kv_ratio']) == (1, 300, 1)
-
-
-def test_config_files_are_read(capsys):
-    figures = last_line(capsys, str(ROOT / 'config/train_mqa_local.py'),
-                        '--max_seq_len=100')['int8']
-    assert len(figures['slots']) == 5 and figures['n_head'] == 8
-
-
 @pytest.mark.parametrize('argv, named', [
     (['--budget=lots'], ["'lots'", '1GB']),
-    (['--budget=5XB'], ["'5XB'"]),
     (['--budget=1e999999999'], ["'1e999999999'", '1GiB']),
-    (['--budget=1BB'], ["'1BB'"]),
     (['--budget=-1GB'], ["'-1GB'"]),
     (['--budget=0'], ["'0'"]),
     (['--budget=0.4B'], ["'0.4B'"]),
     (['--max_seq_len=-1'], ['max_seq_len=-1']),
     (['--batch=0'], ['batch=0']),
-    (['--windw_size=4'], ["'windw_size'", "'window_size'"]),
     (['--layer_pattern=LG'], ['window_size=0', "'LG'"]),
-    (['--n_head=12', '--n_kv_head=5'], ['n_head=12', 'n_kv_head=5']),
-    (['--n_layer=many'], ['n_layer', "'many'"]),
     (['no_such_file.py'], ["'no_such_file.py'"]),
     (['--kv_dtype=int4'], ["kv_dtype='int4'", "'int8'"]),
     (['a.pt', 'b.pt'], ['one run at a time, not a.pt and b.pt']),
@@ -149,8 +108,7 @@ def test_longer_than_learned_positions_is_counted_with_a_note(capsys):
 
 def test_bad_input_as_a_program_is_one_line_and_status_2():
     done = subprocess.run([sys.executable, '-m', 'kv', '--budget=lots', '--json=True'], cwd=ROOT,
-                          capture_output=True,
-                          text=True)
+                          capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ''
     assert len(done.stderr.splitlines()) == 1 and "'lots'" in done.stderr

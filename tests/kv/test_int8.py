@@ -19,15 +19,8 @@ def roundtrip(x):
     return dequantize(*quantize_int8(x), torch.float64)
 
 
-def test_shapes_and_dtypes():
-    values, scale = quantize_int8(sample(0, 1.0, torch.bfloat16))
-    assert (values.shape, values.dtype) == ((3, 2, 5, 16), torch.int8)
-    assert (scale.shape, scale.dtype) == ((3, 2, 5, 1), torch.float16)
-
-
 @given(seed=st.integers(0, 999), exponent=st.floats(-1, 6),
-       dtype=st.sampled_from(
-           [torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+       dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
 def test_error_is_at_most_half_a_step_and_the_rounding_of_the_scale(seed, exponent, dtype):
     x = sample(seed, 10 ** (min(exponent, 4.0) if dtype == torch.float16 else exponent), dtype)
     _, scale = quantize_int8(x)
@@ -46,12 +39,6 @@ def test_scale_is_the_largest_element_over_127_in_each_row_of_its_own():
     assert values.tolist() == [[127, -3], [0, 127]]
 
 
-def test_signs_are_symmetric():
-    x = sample(1, 3.0)
-    assert torch.equal(quantize_int8(-x)[0], -quantize_int8(x)[0])
-    assert quantize_int8(x)[0].min() >= -127
-
-
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize('row', [[0.0, 0.0], [1e-12, -3e-20]])
 def test_zeros_and_values_far_below_the_smallest_scale_become_zero_not_nan(dtype, row):
@@ -61,12 +48,6 @@ def test_zeros_and_values_far_below_the_smallest_scale_become_zero_not_nan(dtype
 def test_huge_values_saturate_at_the_largest_fp16_scale():
     back = roundtrip(torch.tensor([[1e30, -1e30, 65504.0 * 127]], dtype=torch.float64))
     assert back.tolist() == [[127 * 65504.0, -127 * 65504.0, 127 * 65504.0]]
-
-
-def test_tiny_values_are_off_by_a_few_smallest_steps():
-    x = sample(0, 1e-6)
-    # the scale itself is rounded to a multiple of 2**-24
-    assert (roundtrip(x) - x).abs().max() <= 127 * 2 ** -25
 
 
 @given(seed=st.integers(0, 999), exponent=st.floats(-1, 6),

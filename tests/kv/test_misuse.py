@@ -4,10 +4,7 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.engine import Engine
 from engine.paged import PagedKVCache
-from engine.params import SamplingParams
-from generate import Generation, Sampler
 from tests.helpers.models import FULL_STACK, VOCAB, feed, full_logits, max_gap, random_model, tokens
 
 VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
@@ -35,14 +32,6 @@ def test_ragged_prompts_chunks_and_decode_under_autocast(kind, pages, kv_dtype):
                     error = (logits[row, :n].float() - expected[row, :n]).abs().mean()
                     assert error < 0.1 * expected.std()
     assert cast.lengths.tolist() == plain.lengths.tolist() == [13, 10]
-
-
-def test_generation_and_engine_under_autocast():
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
-    with torch.autocast('cpu', torch.bfloat16):
-        assert len(list(Generation(model, [[1, 2], [1, 2, 3]], 4, Sampler(0)))) == 4
-        done = Engine(model, 2, 30).generate([[1, 2], [1, 2, 3]], SamplingParams(4, temperature=0))
-    assert [len(c.tokens) for c in done] == [4, 4] and {c.finish_reason for c in done} == {'length'}
 
 
 @PAGED

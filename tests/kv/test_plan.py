@@ -2,7 +2,6 @@
 import math
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from tests.helpers.reference import is_local, kv_owner
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1,
-             window_size=256,
-             pos_embedding='rope')
+             window_size=256, pos_embedding='rope')
 
 
 def plan(**settings_):
@@ -65,29 +63,6 @@ def test_slots_of_sharing_and_tying(settings_, slots):
     assert layer_slots(plan(**settings_)) == slots
 
 
-def test_a_last_period_may_be_cut_short():
-    p = plan(**dict(STACK, n_layer=8))
-    assert layer_slots(p) == [0, 0, 1, 1, 1, 2, 3, 3]
-    assert [layer.kind for layer in p.layers][6:] == ['local', 'local']
-
-
-@pytest.mark.filterwarnings("ignore:.*no layer is global")
-def test_fewer_layers_than_a_period_leave_out_the_rest():
-    p = plan(**dict(STACK, n_layer=3))
-    assert layer_slots(p) == [0, 0, 1] and len(p.slots) == 2
-
-
-@pytest.mark.parametrize('n_kv_head, resolved', [(0, 12), (1, 1), (3, 3), (4, 4), (12, 12)])
-def test_kv_heads(n_kv_head, resolved):
-    p = plan(n_kv_head=n_kv_head)
-    assert (p.n_kv_head, p.n_head, p.vanilla().n_kv_head) == (resolved, 12, 12)
-
-
-def test_head_dim_may_differ_from_width_over_heads():
-    p = plan(n_head=5, n_embd=12, head_dim=8)
-    assert p.head_dim == 8 and p.position_nbytes('float32') == 2 * 5 * 8 * 4
-
-
 @st.composite
 def plan_configs(draw):
     pattern = draw(st.text('GL', min_size=1, max_size=7))
@@ -95,8 +70,7 @@ def plan_configs(draw):
     n_head = draw(st.sampled_from([1, 2, 6, 12]))
     n_kv_heads = [0, *(n for n in range(1, n_head + 1) if n_head % n == 0)]
     return GPTConfig(n_layer=draw(st.integers(1, 20)), n_head=n_head, n_embd=n_head * 8,
-                     layer_pattern=pattern,
-                     n_kv_head=draw(st.sampled_from(n_kv_heads)),
+                     layer_pattern=pattern, n_kv_head=draw(st.sampled_from(n_kv_heads)),
                      window_size=draw(st.integers(1, 40)),
                      kv_share=draw(st.sampled_from(['', share])),
                      share_global_kv=draw(st.booleans()))
@@ -150,28 +124,9 @@ def test_bad_settings_raise_and_name_the_values(settings_, named):
         assert text in str(caught.value)
 
 
-def test_a_window_without_local_layers_and_an_odd_head_dim_without_rope_are_allowed():
-    assert plan(window_size=4).slots[0].window == 0
-    assert plan(head_dim=7).head_dim == 7
-
-
-def test_unknown_kv_dtype_is_named_with_the_allowed():
-    with pytest.raises(UserError, match="'int4'.*'bfloat16'.*'int8'"):
-        plan().nbytes(1, 8, 'int4')
-
-
 def test_warns_when_the_tied_global_slot_is_owned_by_layer_0():
     with pytest.warns(UserWarning, match='GLLLLL'):
         plan(**dict(STACK, layer_pattern='GLLLLL', kv_share='ABBCCC'))
-
-
-@pytest.mark.parametrize('settings_', [
-    STACK, dict(), dict(STACK, layer_pattern='GLLLLL', kv_share='ABBCCC',
-    share_global_kv=False)])
-def test_no_warning_where_global_kv_is_made_deeper_or_not_tied(settings_):
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        plan(**settings_)
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -185,18 +140,6 @@ def test_gpt2_shape_is_72_and_128_times_smaller_at_equal_dtype(max_seq_len, mega
         assert vanilla == ratio * ours
     if megabytes:
         assert p.nbytes(1, max_seq_len, 'float32') == (4 * 256 + 1024) * 2 * 64 * 4 == 1_048_576
-
-
-@pytest.mark.parametrize('max_seq_len, at_least', [(1024, 139), (8192, 248)])
-def test_int8_ratio_against_vanilla_bf16(max_seq_len, at_least):
-    p = plan(**STACK)
-    ratio = p.vanilla().nbytes(1, max_seq_len, 'bfloat16') / p.nbytes(1, max_seq_len, 'int8')
-    assert at_least <= ratio < at_least + 1
-
-
-def test_vanilla_gpt2_bytes():
-    assert plan().nbytes(1, 1024, 'float32') == 75_497_472
-    assert plan().nbytes(1, 1024, 'bfloat16') == 37_748_736
 
 
 @pytest.mark.parametrize('kv_dtype, per_head', [

@@ -42,33 +42,6 @@ def test_any_steps_over_any_rows_in_float32(data, config, batch):
 
 
 @KINDS
-@pytest.mark.parametrize('rows', [
-    [0], [3], [1, 2], [2, 1], [3, 0], [0, 2, 3], [3, 1, 0], [3, 2, 1, 0],
-    [0, 1, 2, 3]])
-@pytest.mark.parametrize('t', [1, 4])
-def test_a_step_over_some_rows_touches_no_other(paging, rows, t):
-    run = Run(STACK, 4, 40, **paging)
-    run.step([7, 12, 12, 12])
-    lengths = run.cache.lengths.clone()
-    run.step([t] * len(rows), rows)
-    for row in range(4):
-        assert run.cache.lengths[row] == lengths[row] + t * (row in rows)
-    run.step([1] * 4)
-    run.step([3] * 4)
-
-
-@KINDS
-def test_lens_go_with_the_rows_that_are_named(paging):
-    run = Run(STACK, 4, 40, **paging)
-    run.step([5, 3, 0], rows=[3, 0, 1])
-    run.step([1, 0], rows=[1, 3])
-    run.step([0, 1], rows=[0, 3])
-    run.step([0, 0], rows=[2, 1])
-    run.step([9, 2, 1, 9], rows=[2, 0, 3, 1])
-    assert run.cache.lengths.tolist() == [5, 10, 9, 7]
-
-
-@KINDS
 @pytest.mark.parametrize('n_rows, rows, named', [
     (2, [1, 1], r'\[1, 1\].*once'), (1, [3], 'row 3.*0 to 2'), (1, [-1], 'row -1.*0 to 2'),
     (1, [True], 'row True.*0 to 2'),
@@ -83,14 +56,6 @@ def test_wrong_rows_are_refused_before_anything_is_written(paging, n_rows, rows,
     run.step([1, 1, 1])
 
 
-def test_a_full_row_is_named_by_its_number_in_the_cache():
-    run = Run(STACK, 3, 20)
-    run.step([4, 19, 4])
-    with pytest.raises(UserError, match='row 1 holds 19 tokens and 2'):
-        run.model(tokens(2, 2), cache=run.cache, rows=[2, 1])
-    run.step([1, 2], rows=[1, 2])
-
-
 @pytest.mark.parametrize('name', ['rows', 'lens'])
 def test_rows_and_lens_without_a_cache_are_refused(name):
     with pytest.raises(UserError, match=rf'{name}=\[0\]'):
@@ -98,19 +63,6 @@ def test_rows_and_lens_without_a_cache_are_refused(name):
 
 
 # -- move ------------------------------------------------------------------------------------------
-
-@PAGED
-def test_a_moved_row_goes_on_and_its_old_place_is_empty(paging):
-    run = Run(STACK, 3, 40, **paging)
-    run.step([17, 4, 23])
-    run.move(2, 0)
-    assert run.cache.lengths.tolist() == [23, 4, 0]
-    run.step([1, 2, 3])
-    run.move(1, 2)
-    run.step([5, 1, 1])
-    run.move(1, 1)
-    run.step([1, 1, 1])
-
 
 @PAGED
 @pytest.mark.parametrize('source, target', [(0, 3), (-1, 0), (3, 0), (0, True)])

@@ -22,8 +22,7 @@ def caches(model, kv_dtype, paged):
 
 @pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
 @pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
-@pytest.mark.parametrize('lens', [None, [9, 1, 0], [2, 9, 8]],
-                         ids=['even', 'a row is left out', 'ragged'])
+@pytest.mark.parametrize('lens', [None, [2, 9, 0]], ids=['even', 'ragged'])
 @pytest.mark.parametrize('kind', KINDS)
 @torch.no_grad()
 def test_logits_and_slots_equal_those_of_whole_prefill(kind, lens, kv_dtype, paged):

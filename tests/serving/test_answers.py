@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.params import sample_seed
 from tests.helpers.serving import TOKENIZER
-from tests.serving.conftest import LONGEST, assert_free, eventually, expected, in_background
+from tests.serving.conftest import LONGEST, assert_free, expected, in_background
 
 PARTS = [{'type': 'text', 'text': 'o'}, {'type': 'text', 'text': 'n'}]
 MESSAGES = [{'role': 'system', 'content': 'hat'}, {'role': 'user', 'content': 'jab'},
@@ -72,25 +72,6 @@ def test_token_ids_and_several_prompts(serve):
     assert texts(['abc', 'ded'], n=2) == [one, second, other, last]
 
 
-def test_samples_differ_and_are_told_apart_in_a_stream(serve):
-    server = serve(rows=2)
-    wanted = [expected('abc', seed=sample_seed(4, k)).text for k in range(4)]
-    streamed = pieces(server.complete(seed=4, n=4, stream=True,
-                                      stream_options={'include_usage': True}))
-    last = streamed.pop()
-    assert last['choices'] == [] and last['usage']['prompt_tokens'] == 3
-    assert last['usage']['completion_tokens'] == 48
-    assert all(piece['usage'] is None for piece in streamed) and len(set(wanted)) == 4
-    for k in range(4):
-        choices = [choice for piece in streamed for choice in piece['choices']]
-        assert ''.join(c['text'] for c in choices if c['index'] == k) == wanted[k]
-
-
-def test_without_a_seed_two_answers_differ(serve):
-    server = serve()
-    assert server.text(max_tokens=30) != server.text(max_tokens=30)
-
-
 def test_log_probabilities(serve):
     client, said = serve().client, expected('abc', seed=2, logprobs=2, stop=('o',))
     fields = dict(prompt='abc', seed=2, logprobs=2, stop='o')
@@ -99,7 +80,7 @@ def test_log_probabilities(serve):
     assert whole['token_logprobs'] == pytest.approx([entry.logprob for entry in said.logprobs])
     assert whole['text_offset'] == list(range(len(said.tokens)))
     for top, entry in zip(whole['top_logprobs'], said.logprobs, strict=True):
-        assert list(top) == [TOKENIZER.decode([token]) for token, _ in reversed(entry.top)] or len(top) == 2
+        assert set(top) >= {TOKENIZER.decode([token]) for token, _ in entry.top}
         assert max(top.values()) == pytest.approx(entry.top[0][1])
     streamed = [piece['choices'][0]['logprobs'] for piece in
                 pieces(client.post('/v1/completions', json=fields | dict(stream=True)))]
@@ -132,7 +113,8 @@ def test_names_and_stops_of_a_chat(serve):
     client = serve().client
     said = expected('ecjabdbc', 30, seed=1, stop=('q', 'd'))
     document = client.post('/v1/chat/completions', json=dict(
-        messages=[{'role': 'user', 'name': 'e', 'content': 'jab'}], seed=1, max_tokens=30, stop='q')).json()
+        messages=[{'role': 'user', 'name': 'e', 'content': 'jab'}], seed=1, max_tokens=30,
+        stop='q')).json()
     assert document['choices'][0]['message']['content'] == said.text
 
 
@@ -148,8 +130,10 @@ def test_what_was_said_before_is_taken_from_the_store(serve):
     usages = [server.complete(prompt='abcdefghijklmnopq', temperature=0).json()['usage']
               for _ in '12']
     assert [usage['prompt_tokens_details']['cached_tokens'] for usage in usages] == [0, 16]
-    assert metric(server, 'nanokv_prompt_tokens_cached_total') == 16 and metric(server, 'nanokv_prompt_tokens_total') == 34
-    assert 0 < metric(server, 'nanokv_prefix_hit_rate') < 1 and metric(server, 'nanokv_prefix_store_bytes', where='host') > 0
+    assert server.metric('prompt_tokens_cached_total') == 16
+    assert server.metric('prompt_tokens_total') == 34
+    assert 0 < server.metric('prefix_hit_rate') < 1
+    assert server.metric('prefix_store_bytes', where='host') > 0
 
 
 def test_many_at_once_get_what_they_get_alone(serve):
@@ -168,7 +152,7 @@ def test_many_at_once_get_what_they_get_alone(serve):
     assert_free(server.worker)
 
 
-# -- models, health, metrics ------------------------------------------------------------------------------------------
+# -- models, health, metrics -----------------------------------------------------------------------
 
 def metric(server, name, **labels):
     families = text_string_to_metric_families(server.client.get('/metrics').text)
@@ -214,10 +198,13 @@ def test_metrics_count_what_was_done(serve):
             ('requests_total', dict(route='/v1/completions', status='200'), 3),
             ('requests_total', dict(route='/v1/completions', status='400'), 1),
             ('requests_total', dict(route='other', status='404'), 2),
-            ('tokens_generated_total', {}, 15), ('prompt_tokens_total', {}, 9), ('prompt_tokens_cached_total', {}, 0),
+            ('tokens_generated_total', {}, 15), ('prompt_tokens_total', {}, 9),
+            ('prompt_tokens_cached_total', {}, 0),
             ('running_requests', {}, 0), ('waiting_requests', {}, 0), ('ttft_seconds_count', {}, 3),
-            ('request_seconds_count', {}, 3), ('kv_held_bytes', {}, server.engine.cache.held_nbytes),
-            ('prefix_store_bytes', dict(where='host'), server.engine.prefix.nbytes), ('failed_steps_total', {}, 0)]:
+            ('request_seconds_count', {}, 3),
+            ('kv_held_bytes', {}, server.engine.cache.held_nbytes),
+            ('prefix_store_bytes', dict(where='host'), server.engine.prefix.nbytes),
+            ('failed_steps_total', {}, 0)]:
         assert metric(server, 'nanokv_' + name, **labels) == value, name
 
 
@@ -236,22 +223,9 @@ def test_the_log_has_a_line_for_each_request(serve):
     for line, wanted in zip(server.logged, [
             'POST /v1/completions 200: ' + tokens.format(0, 3),
             'POST /v1/completions 200: ' + tokens.format(16, 6),
-            r"POST /v1/completions 400: \d\.\d{3} s, unknown field 'x+\.{3} \(known are .{80,140} \.\.\.",
+            r"POST /v1/completions 400: \d\.\d{3} s, unknown field 'x+\.{3} "
+            r"\(known are .{80,140} \.\.\.",
             r"GET /a\\nGET /b\\x1b\\u017c 404: \d\.\d{3} s, .*Not Found",
             r'GET /v1/models 401: \d\.\d{3} s, a key is needed: .*',
             r"""POST /v1/completions 400: \d\.\d{3} s, prompt has 2 [^\\]*"""], strict=True):
         assert re.fullmatch(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d testclient ' + wanted, line), line
-
-
-def test_metrics_while_requests_run_and_wait(serve):
-    server = serve(rows=2, max_waiting=3)
-    seen, publish, value = [], server.metrics.publish, server.metrics.registry.get_sample_value
-
-    def watching(engine, n_open):
-        publish(engine, n_open)
-        seen.append((value('nanokv_running_requests'), value('nanokv_waiting_requests'), value('nanokv_kv_held_bytes')))
-    server.metrics.publish = watching
-    server.client.post('/v1/completions', json=dict(prompt='abc', n=5, max_tokens=9))
-    assert_free(server.worker)
-    eventually(lambda: seen[-1][:2] == (0, 0))
-    assert (2, 3) == seen[0][:2] and max(held for *_, held in seen) > seen[-1][2]

@@ -7,12 +7,10 @@ import time
 import pytest
 import tiktoken
 
-from data.tokenizer import CharTokenizer, GPT2Tokenizer
+from data.tokenizer import GPT2Tokenizer
 from engine.dialogue import Dialogue, Template
-from engine.job import Event
 from engine.params import SamplingParams
 from serving import app as serving_app
-from serving.api import GenerationRequest
 from serving.replies import Reply
 from serving.server import bind
 from tests.helpers.serving import TOKENIZER
@@ -22,7 +20,6 @@ from tests.serving.conftest import (
     assert_free,
     assert_refused,
     eventually,
-    expected,
     in_background,
 )
 from tests.serving.test_server import ask, connect, request
@@ -55,7 +52,7 @@ def slow(serve):
     return make
 
 
-# -- other requests go on -------------------------------------------------------------------------
+# -- other requests go on --------------------------------------------------------------------------
 
 def test_a_large_response_is_written_in_a_thread(running, monkeypatch):
     server, gate, entered, plain = running(), threading.Event(), threading.Event(), Reply.document
@@ -73,16 +70,6 @@ def test_a_large_response_is_written_in_a_thread(running, monkeypatch):
     gate.set()
     large.join()
     assert large.result == 200
-
-
-def test_pieces_are_made_for_streams_only(monkeypatch):
-    made = []
-    monkeypatch.setattr(Reply, 'pieces', lambda reply, *_: made.append(1) or [])
-    completion = expected('abc', 3, logprobs=2)
-    for stream in (False, True):
-        reply = Reply(GenerationRequest([[1]], [SamplingParams(3)], 1, stream), 'tiny', TOKENIZER)
-        reply.take(0, Event(0, 1, 'a', completion.logprobs[0], completion))
-        assert reply.complete and len(made) == stream
 
 
 def test_few_requests_are_parsed_at_once(slow):
@@ -143,7 +130,7 @@ def test_texts_that_are_too_long_are_not_encoded(slow):
     assert server.tokenizer.waiting <= 3
 
 
-# -- idle connections are closed ------------------------------------------------------------------
+# -- idle connections are closed -------------------------------------------------------------------
 
 def ended(sock) -> bool:
     sock.settimeout(0.01)
@@ -217,7 +204,7 @@ def test_other_host_names_are_refused(serve):
         assert client.get('/v1/models', headers={'host': host}).status_code == status, host
 
 
-# -- what a chat may say --------------------------------------------------------------------------
+# -- what a chat may say ---------------------------------------------------------------------------
 
 def test_a_reply_can_be_sent_back(serve):
     """With all fields of OpenAI's client; cut off within the end of its turn; empty."""
@@ -233,20 +220,6 @@ def test_a_reply_can_be_sent_back(serve):
     assert whole['choices'] == cut['choices']
     empty = chat(USER, {'role': 'assistant', 'content': ''}, USER)
     assert empty['usage']['prompt_tokens'] == chat(USER, USER)['usage']['prompt_tokens']
-
-
-def test_blank_lines_of_a_message_are_left_out_or_refused(serve):
-    server, letters = serve(), dict(zip('abcdefghijklmnopqrstuv\n', range(23)))
-    tokenizer = CharTokenizer(letters, {i: c for c, i in letters.items()})
-    server.set_service(tokenizer=tokenizer, template=Template('{name}\n{text}\n\n'))
-    blank, plain = (USER | {'content': text} for text in ('one\n\nkid\n', 'one\nkid'))
-    answers = [server.chat(message, temperature=0).json() for message in (blank, plain)]
-    assert answers[0]['choices'] == answers[1]['choices']
-    prompt = 'a\none\nkid\n\nb\n'
-    assert [answer['usage']['prompt_tokens'] for answer in answers] == [len(prompt)] * 2
-    server.set_service(strict=True)
-    assert_refused(server.chat(blank), 400, 'a turn ends at', param='messages[0]')
-    assert server.chat(plain).status_code == 200
 
 
 def test_names_have_one_line(serve):

@@ -24,19 +24,12 @@ from tests.serving.conftest import (
 JSON = {'content-type': 'application/json'}
 # (the fields beside prompt='a', the field named, part of the message)
 WRONG = [
-    (dict(bogus=1), 'bogus', "unknown field 'bogus'"),
-    (dict(messages=[USER]), 'messages', 'unknown'),
     (dict(max_token=5), 'max_token', "unknown field 'max_token', did you mean 'max_tokens'?"),
-    (dict(prompt=None), 'prompt', 'missing'),
     (dict(prompt=5), 'prompt', '5'),
     *((dict(prompt=prompt), 'prompt', 'no tokens') for prompt in ([], '', [[]])),
-    (dict(prompt=[1.5]), 'prompt', '[1.5]'),
     (dict(prompt=[True]), 'prompt', 'True'),
     (dict(prompt=['a', 1]), 'prompt', "['a', 1]"),
-    (dict(prompt=[['a']]), 'prompt', "['a']"),
-    (dict(prompt={'a': 1}), 'prompt', 'must be a text'),
     (dict(prompt=[23]), None, 'token 23'),
-    (dict(prompt=[-1]), None, 'token -1'),
     (dict(prompt=[10 ** 30]), None, 'token 1000'),
     (dict(prompt='abX'), 'prompt', "'X'"),
     (dict(prompt='ab\ud800'), 'prompt', 'not a text'),
@@ -45,46 +38,35 @@ WRONG = [
     (dict(prompt=['a'] * 129), 'prompt', '129 prompts'),
     (dict(prompt='a' * 50, max_tokens=12), 'max_tokens', '60 positions'),
     (dict(max_tokens=0), 'max_tokens', '=0'),
-    (dict(max_tokens='5'), 'max_tokens', "'5'"),
     (dict(max_tokens=10 ** 400), 'max_tokens', 'at most'),
     (dict(max_completion_tokens=-3), 'max_completion_tokens', 'max_completion_tokens=-3'),
     (dict(max_tokens=3, max_completion_tokens=3), 'max_tokens', 'one of them'),
     (dict(temperature='hot'), 'temperature', "'hot'"),
     (dict(top_p=1.1), 'top_p', '1.1'),
-    (dict(top_k=-1), 'top_k', '-1'),
-    (dict(min_p=1), 'min_p', '1'),
     (dict(repetition_penalty=0), 'repetition_penalty', '0'),
     (dict(seed=2 ** 64), 'seed', 'below 2**64'),
     (dict(n=0), 'n', 'n=0'),
     (dict(n=12), 'n', '12'),
-    (dict(n=1.0), 'n', '1.0'),
     (dict(prompt=['a'] * 4, n=3), 'n', '12 choices'),
     (dict(stop=''), 'stop', 'at least one'),
-    (dict(stop=['a', 1]), 'stop', 'list of texts'),
     (dict(stop=['a'] * 17), 'stop', '17'),
     (dict(logprobs=21), 'logprobs', '21'),
-    (dict(logprobs=True), 'logprobs', 'True'),
     (dict(stream='yes'), 'stream', "'yes'"),
     (dict(stream=False, stream_options={'include_usage': True}), 'stream_options', 'stream=true'),
     (dict(stream=True, stream_options={'x': 1}), 'stream_options', "'x'"),
-    (dict(stream=True, stream_options={'include_usage': 1}), 'stream_options', '1'),
     (dict(frequency_penalty=0.5), 'frequency_penalty', '0.5'),
     (dict(echo=True), 'echo', 'True'),
     (dict(logit_bias={'5': 1}), 'logit_bias', 'not supported'),
     (dict(best_of=3), 'best_of', '3'),
-    (dict(suffix='b'), 'suffix', "'b'"),
 ]
 # the same beside messages=[USER]
 WRONG_CHATS = [
     *((dict(messages=value), 'messages', repr(value)) for value in (None, [], 'hi')),
-    (dict(prompt='a'), 'prompt', 'unknown'),
     (dict(messages=[USER] * 10), 'messages', '62 tokens'),
     (dict(messages=[USER] * 9, max_tokens=6), 'max_tokens', '56 prompt'),
-    (dict(logprobs=1), 'logprobs', '1'),
     (dict(top_logprobs=2), 'top_logprobs', 'requires'),
     (dict(logprobs=True, top_logprobs=21), 'top_logprobs', '21'),
     (dict(tools=[{'type': 'function'}]), 'tools', 'not supported'),
-    (dict(response_format={'type': 'json_object'}), 'response_format', 'not supported'),
     (dict(stop=''), 'stop', 'at least one'),
     (dict(messages=[USER, {'role': 'tool', 'content': 'a'}]), 'messages[1]', "'tool'"),
     (dict(messages=[USER, {'role': 'system', 'content': 'a'}]), 'messages[1]', 'before all others'),
@@ -95,15 +77,12 @@ WRONG_CHATS += [(dict(messages=[message]), 'messages[0]', named) for message, na
     ({'role': 'user'}, 'None is not a text'),
     ({'role': 'user', 'content': 5}, '5 is not'),
     ({'role': 'user', 'content': [{'type': 'image_url'}]}, 'parts of type text'),
-    ({'role': 'user', 'content': ['a']}, 'parts of type text'),
     ({'role': 'user', 'content': [{'type': 'text', 'text': 5}]}, '5 is not'),
     (USER | {'bogus': 1}, 'bogus'),
-    (USER | {'name': 5}, 'name=5'),
     (USER | {'name': 'd'}, "name='d'"),
     (USER | {'name': 'Q'}, "'Q'"),
     ({'role': 'user', 'content': 'adb'}, 'a turn ends at'),
     ({'role': 'user', 'content': 'Hi'}, "'H'"),
-    ({'role': 'system', 'content': 'Hi'}, "'H'"),
 ]]
 
 
@@ -173,7 +152,7 @@ def test_keys(serve):
         assert client.get('/v1/models', headers={'authorization': header}).status_code == 200
 
 
-# -- too many, too slow, disconnected -------------------------------------------------------------
+# -- too many, too slow, disconnected --------------------------------------------------------------
 
 def test_too_many_requests(serve, held):
     server = serve(rows=2, max_waiting=3)

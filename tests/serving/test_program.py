@@ -29,15 +29,19 @@ def data_root(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('number, status', [(signal.SIGINT, 130),
-                                            pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow)])
+                                            pytest.param(signal.SIGTERM, -signal.SIGTERM,
+                                                         marks=pytest.mark.slow)])
 def test_it_serves_until_a_signal(data_root, number, status):
-    program = subprocess.Popen([sys.executable, '-c', LAUNCH, str(data_root), *flags(SETTINGS)], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    program = subprocess.Popen([sys.executable, '-c', LAUNCH, str(data_root), *flags(SETTINGS)],
+                               cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT,
+                                                                signal.default_int_handler))
     try:
-        url = next(found[0] for line in program.stdout if (found := re.search(r'http://127\.0\.0\.1:\d+/v1', line)))
+        url = next(found[0] for line in program.stdout
+                   if (found := re.search(r'http://127\.0\.0\.1:\d+/v1', line)))
         document = json.dumps(dict(prompt='abc', max_tokens=3)).encode()
-        asked = urllib.request.Request(url + '/completions', document, {'Content-Type': 'application/json'})
+        asked = urllib.request.Request(url + '/completions', document,
+                                       {'Content-Type': 'application/json'})
         answer = json.load(urllib.request.urlopen(asked, timeout=60))
         assert answer['usage']['completion_tokens'] == 3 and answer['model'] == 'random'
         program.send_signal(number)
@@ -52,7 +56,8 @@ def test_it_serves_until_a_signal(data_root, number, status):
 @pytest.mark.parametrize('settings, named', [
     (dict(parallel=0), 'parallel=0'), (dict(max_new_tokens=0), 'max_new_tokens=0'),
     (dict(max_waiting=-1), 'max_waiting=-1'),
-    (dict(timeout=0.0), 'timeout=0.0'), (dict(grace=-1.0), 'grace=-1.0'), (dict(max_body='lots'), 'max_body='),
+    (dict(timeout=0.0), 'timeout=0.0'), (dict(grace=-1.0), 'grace=-1.0'),
+    (dict(max_body='lots'), 'max_body='),
     (dict(port=70000), 'port=70000'), (dict(host='no such host'), "host='no such host'"),
     (dict(turn='x'), "turn='x'"), (dict(max_seq_len=17), 'block_size=16'),
     (dict(kv_budget='1'), 'kv_budget=1'), (dict(prefix_budget='x'), 'prefix_budget'),

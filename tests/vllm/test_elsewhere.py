@@ -1,4 +1,4 @@
-"""README's commands for other programs: `vllm serve`, `lm_eval`. Needs their environment: make test-vllm."""
+"""README's commands for `vllm serve` and `lm_eval`. Needs their environment: make test-vllm."""
 import json
 import os
 import re
@@ -17,7 +17,8 @@ from tests.helpers.elsewhere import ROOT, commands, train_in
 
 pytest.importorskip('vllm', reason='make test-vllm has an environment with vLLM')
 BIN = Path(sys.executable).parent
-OFFLINE = {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'VLLM_CPU_KVCACHE_SPACE': '1', 'PATH': f"{BIN}:{os.environ['PATH']}"}
+OFFLINE = {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'VLLM_CPU_KVCACHE_SPACE': '1',
+           'PATH': f"{BIN}:{os.environ['PATH']}"}
 # the program asks for the version of 'vllm', which a package called vllm-cpu does not have
 VLLM = ('import importlib.metadata as m; plain = m.version; '
         'm.version = lambda name: plain("vllm-cpu") + "+cpu" if name == "vllm" else plain(name); '
@@ -39,12 +40,14 @@ def command(program: str) -> list[str]:
 
 
 def environment(folder):
-    ours = {name: value for name, value in os.environ.items() if name != 'TRITON_INTERPRET'}  # tests/conftest.py's
+    ours = dict(os.environ)
+    ours.pop('TRITON_INTERPRET', None)  # set by tests/conftest.py
     return ours | OFFLINE | {'HF_HOME': str(folder / 'hf')}
 
 
 def answer(url: str, body: dict | None = None):
-    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, {'Content-Type': 'application/json'})
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else None,
+                                     {'Content-Type': 'application/json'})
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.loads(response.read() or 'null')
 
@@ -54,8 +57,10 @@ def test_served(folder):
         s.bind(('127.0.0.1', 0))
         url = f'http://127.0.0.1:{s.getsockname()[1]}'
     with open(folder / 'log', 'w') as log:
-        server = subprocess.Popen([sys.executable, '-c', VLLM, *command('vllm')[1:], '--port', url.rpartition(':')[2],
-                                   '--dtype=float32', '--enforce-eager'], stdout=log, stderr=log, env=environment(folder))
+        server = subprocess.Popen([sys.executable, '-c', VLLM, *command('vllm')[1:], '--port',
+                                   url.rpartition(':')[2],
+                                   '--dtype=float32', '--enforce-eager'], stdout=log, stderr=log,
+                                  env=environment(folder))
     try:
         for _ in range(240):
             try:
@@ -72,25 +77,31 @@ def test_served(folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained('my-model', trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained('my-model', trust_remote_code=True)
-    ids = model.generate(**tokenizer('ROMEO', return_tensors='pt'), max_new_tokens=20, do_sample=False)[0, 5:]
+    ids = model.generate(**tokenizer('ROMEO', return_tensors='pt'), max_new_tokens=20,
+                         do_sample=False)[0, 5:]
     assert text == tokenizer.decode(ids) and len(text) == 20
 
 
 def test_judged_as_by_ours(folder, monkeypatch, capsys):
-    """README's task needs a network; that of docs/interop.md on a file stands for it. Windows of 64 that do not overlap."""
-    [task] = re.findall(r'^```yaml\n(.*?)^```', (ROOT / 'docs' / 'interop.md').read_text(), re.M | re.S)
+    """README's task needs a network: docs/interop.md's on a file, in windows of 64, replaces it."""
+    [task] = re.findall(r'^```yaml\n(.*?)^```', (ROOT / 'docs' / 'interop.md').read_text(),
+                        re.M | re.S)
     (folder / 'own_text.yaml').write_text(task)
     (folder / 'texts.jsonl').write_text(json.dumps({'text': TEXT}))
     program = command('lm_eval')
     at = program.index('--tasks')
     program[at + 1] = 'own_text'
-    program[program.index('--model_args') + 1] += ',prefix_token_id=0'  # an alphabet has no token that begins texts
-    done = subprocess.run([*program, '--include_path', '.', '--device', 'cpu', '--output_path', 'found.json'],
+    # a character tokenizer has no token that begins texts
+    program[program.index('--model_args') + 1] += ',prefix_token_id=0'
+    done = subprocess.run([*program, '--include_path', '.', '--device', 'cpu', '--output_path',
+                           'found.json'],
                           env=environment(folder), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [path] = folder.rglob('found*.json')
     found = json.loads(path.read_text())['results']['own_text']['bits_per_byte,none']
     (folder / 'text.txt').write_text('\n' + TEXT)
     monkeypatch.setattr('interop.load.DATA_ROOT', folder / 'data')
-    evaluate.main(['--init_from=my-model', '--text=text.txt', '--context=64', '--stride=64', '--json=True', '--device=cpu'])
-    assert found == pytest.approx(json.loads(capsys.readouterr().out.splitlines()[-1])['bits_per_byte'], rel=1e-5)
+    evaluate.main(['--init_from=my-model', '--text=text.txt', '--context=64', '--stride=64',
+                   '--json=True', '--device=cpu'])
+    ours = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found == pytest.approx(ours['bits_per_byte'], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Exported models in vLLM, on a CPU: greedy texts are ours. Needs its environment: make test-vllm."""
+"""Exported models in vLLM on a CPU: greedy texts are ours. Needs make test-vllm."""
 import json
 import os
 import subprocess
@@ -19,15 +19,15 @@ os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
 V, N_NEW, MOST = 96, 40, 512
 # vLLM's CPU kernels want heads of 32
 SHAPE = dict(n_layer=12, n_head=4, n_embd=128, head_dim=32, vocab_size=V, block_size=MOST)
-FULL = dict(SHAPE, n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, pos_embedding='rope',
-            qk_norm=True, window_size=32, bias=False)
+FULL = dict(SHAPE, n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
+            pos_embedding='rope', qk_norm=True, window_size=32, bias=False)
 SHAPES = {'vanilla': SHAPE, 'full': FULL, 'heads of 24': dict(FULL, head_dim=24),  # kept in 32
-          'gqa': dict(SHAPE, n_kv_head=2, layer_pattern='LG', window_size=20, pos_embedding='rope', rope_theta_global=1e5,
-                      gelu='tanh', mlp_hidden=320)}
+          'gqa': dict(SHAPE, n_kv_head=2, layer_pattern='LG', window_size=20, pos_embedding='rope',
+                      rope_theta_global=1e5, gelu='tanh', mlp_hidden=320)}
 
 
 def prompts() -> list[list[int]]:
-    """32, of many lengths, some past ten windows; many begin alike, so that prefix caching has something to do."""
+    """32, some longer than ten windows. Many share a prefix, for prefix caching."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(3, 380, (32,), generator=generator).tolist()
     common = torch.randint(V, (MOST,), generator=generator).tolist()
@@ -50,8 +50,10 @@ def test_greedy_texts_are_ours(tmp_path, monkeypatch, name, ranks):
         for p in model.parameters():
             p.mul_(0.35 if p.dim() > 1 else 1)  # so that texts do not repeat themselves at once
     hf_model(model).save_pretrained(tmp_path)
-    llm = LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype='float32', enforce_eager=True, max_model_len=MOST,
-              tensor_parallel_size=ranks, enable_prefix_caching=True, max_num_seqs=8, gpu_memory_utilization=0.1)
+    llm = LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype='float32', enforce_eager=True,
+              max_model_len=MOST,
+              tensor_parallel_size=ranks, enable_prefix_caching=True, max_num_seqs=8,
+              gpu_memory_utilization=0.1)
     asked = prompts()[::4 if ranks > 1 else 1]
     params = SamplingParams(temperature=0, max_tokens=N_NEW, detokenize=False, ignore_eos=True)
     for _ in range(2):  # the second time out of the prefix cache
@@ -60,7 +62,8 @@ def test_greedy_texts_are_ours(tmp_path, monkeypatch, name, ranks):
         for ids, answer in zip(asked, answers):
             text = list(answer.outputs[0].token_ids)
             logits = full_logits(model, torch.tensor([ids + text]))[0, len(ids) - 1:-1]
-            best, chosen = logits.max(-1).values, logits.gather(1, torch.tensor(text)[:, None])[:, 0]
+            best = logits.max(-1).values
+            chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
             assert len(text) == N_NEW and (best - chosen).max() < 2e-3
             same += torch.equal(logits.argmax(-1), torch.tensor(text))
             texts.add(tuple(text))
@@ -69,18 +72,22 @@ def test_greedy_texts_are_ours(tmp_path, monkeypatch, name, ranks):
 
 
 def test_its_memory_of_a_request_is_small_there_too(tmp_path):
-    """GPT-2's shape with every saving on, 8,192 tokens: blocks of 128, of which a local layer keeps what a window of 256 and a
-    step of 512 tokens can touch."""
-    config = GPTConfig(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, pos_embedding='rope',
+    """GPT-2's shape with every saving on, 8,192 tokens. Of blocks of 128, a local layer keeps
+    those that a window of 256 and a step of 512 tokens can touch."""
+    config = GPTConfig(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
+                       pos_embedding='rope',
                        qk_norm=True, window_size=256, block_size=1024, bias=False)
-    NanoKVConfig(nanokv=model_args(config), architectures=['NanoKVForCausalLM']).save_pretrained(tmp_path)
-    done = subprocess.run([sys.executable, '-m', 'interop.nanokv_vllm.kv', str(tmp_path), '--max_model_len=8192', '--json'],
+    NanoKVConfig(nanokv=model_args(config),
+                 architectures=['NanoKVForCausalLM']).save_pretrained(tmp_path)
+    done = subprocess.run([sys.executable, '-m', 'interop.nanokv_vllm.kv', str(tmp_path),
+                           '--max_model_len=8192', '--json'],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     plan = plan_kv(config)
     assert found['ours']['planned'] == plan.nbytes(1, 8192, 'bfloat16')
-    assert found['vanilla']['planned'] == plan.vanilla().nbytes(1, 8192, 'bfloat16') == found['vanilla']['bytes_per_request']
+    vanilla = plan.vanilla().nbytes(1, 8192, 'bfloat16')
+    assert found['vanilla']['planned'] == found['vanilla']['bytes_per_request'] == vanilla
     block = 128 * plan.position_nbytes('bfloat16')
     assert found['ours']['bytes_per_request'] == (64 + 4 * (-(-(255 + 512) // 128) + 1)) * block
     assert found['smaller_bytes_per_request'] > 100
@@ -89,11 +96,13 @@ def test_its_memory_of_a_request_is_small_there_too(tmp_path):
 def test_weights_of_another_shape_are_refused(tmp_path):
     """vLLM would take as much of them as it needs."""
     from vllm import LLM
-    hf_model(random_model(GPTConfig(**FULL, mlp_hidden=320), torch.float32)).save_pretrained(tmp_path)
+    hf_model(random_model(GPTConfig(**FULL, mlp_hidden=320),
+                          torch.float32)).save_pretrained(tmp_path)
     path = tmp_path / 'config.json'
     config = json.loads(path.read_text())
     config['nanokv']['mlp_hidden'] = config['intermediate_size'] = 256
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r'mlp.c_fc.weight is \(320, 128\), config.json says \(256, 128\)'):
-        LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype='float32', enforce_eager=True, max_model_len=MOST,
-            gpu_memory_utilization=0.1)
+    with pytest.raises(ValueError,
+                       match=r'mlp.c_fc.weight is \(320, 128\), config.json says \(256, 128\)'):
+        LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype='float32', enforce_eager=True,
+            max_model_len=MOST, gpu_memory_utilization=0.1)
