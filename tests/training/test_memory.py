@@ -1,6 +1,5 @@
 """Memory of a step: predicted without memory equals measured, measured equals what the allocator says."""
 import copy
-import re
 
 import pytest
 import torch
@@ -9,17 +8,13 @@ from torch.profiler import ProfilerActivity, profile
 import training.loss
 from attention.kernels.flex import _block_masks
 from config.gpt_config import GPTConfig
-from config.sizes import nice_bytes
 from model import GPT
-from training.device import autocast, memory_use
+from training.device import autocast
 from training.loss import linear_cross_entropy
 from training.memory_use import (
     Predictor,
-    StorageTracker,
     measure,
-    memory_line,
     predict,
-    state_bytes,
 )
 from training.recompute import policy_of, set_recompute
 
@@ -108,32 +103,6 @@ def test_peak_is_the_allocators(made, shape, policy, chunked, dtype, monkeypatch
     assert 0 <= peak - transient <= RNG_STATE * (L if policy in ('mlp', 'sqrt') else 0) + 2048  # a few scalars and rows
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize('shape', SHAPES)
-def test_what_is_kept_is_what_hooks_on_saved_tensors_see(made, shape, dtype):
-    """Without recomputation. With it they do not see what is cached, nor what comes as an argument."""
-    model = made[shape][0].train()
-    x, y = batch()
-    model(x)  # rotary tables are there before
-    with StorageTracker(model) as live, autocast(model.device, dtype):
-        loss = model(x, y)[1]
-    kept = live.total
-    del loss
-    known = {p.untyped_storage()._cdata for p in model.parameters()}
-    known |= {a.untyped_storage()._cdata for a in (x, y)}
-    known |= {t.untyped_storage()._cdata for r in (model.rotary or {}).values() for pair in r._tables.values() for t in pair}
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(model.device, dtype):
-        loss = model(x, y)[1]
-    counted = sum(storage.nbytes() for key, storage in saved.items() if key not in known)
-    # the rest: the loss, which is not saved; and dropout's probability is no tensor
-    assert 0 <= kept - counted <= loss.nbytes
-
-
 def test_figures_by_hand():
     m = predict(GPTConfig(**BASE), B, chunked_loss=False)
     N, n = sum(p.numel() for p in GPT(GPTConfig(**BASE)).parameters()), B * T
@@ -157,12 +126,6 @@ def test_block_recomputes_a_forward_pass_of_the_blocks():
     assert 0.5 * forward < block.flops - none.flops <= forward     # it ends with what is needed last, before mlp.c_proj
 
 
-def test_activations_shrink_from_policy_to_policy(made):
-    predictor = made['vanilla'][1]
-    kept = [predictor.predict(policy, B).activations for policy in ('none', 'mlp', 'block', 'sqrt')]
-    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
-
-
 def test_measuring_leaves_nothing(made):
     model = copy.deepcopy(made['gqa'][0]).eval()
     model.loss_fn = linear_cross_entropy
@@ -180,15 +143,6 @@ def test_measuring_leaves_nothing(made):
     assert not any(type(p) is not torch.nn.Parameter for p in model.parameters())
 
 
-def test_optimizer_state_is_what_adamw_makes(capsys):
-    model = GPT(GPTConfig(**BASE))
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
-    planned = state_bytes(model, optimizer)
-    model(*batch())[1].backward()
-    optimizer.step()
-    assert state_bytes(model, optimizer) == planned == state_bytes(model)
-
-
 def test_accumulated_gradients_are_there_all_along(made):
     model = made['vanilla'][0]
     once, further = (measure(model, batch(), accumulate=accumulate) for accumulate in (False, True))
@@ -200,14 +154,3 @@ def test_cuda_is_planned_for_without_cuda():
     if torch.cuda.is_available():
         pytest.skip('there is CUDA')
     assert predict(GPTConfig(**BASE), B, device='cuda').device == 'cpu'
-
-
-def test_memory_line(made):
-    model = made['vanilla'][0]
-    before = memory_use(model.device).peak
-    line = memory_line(model, 'adamw', model.device)
-    n = 4 * sum(p.numel() for p in model.parameters())
-    assert line.startswith(f'memory: parameters {nice_bytes(n)}, gradients {nice_bytes(n)}, optimizer ')
-    peak, unit = re.search(r',\n        peak ([\d,.]+) ([MG])B \(of the whole process, with Python and '
-                           r'torch\)$', line).groups()  # of all tests before, too
-    assert 50e6 < before <= float(peak.replace(',', '')) * {'M': 1e6, 'G': 1e9}[unit] * 1.01

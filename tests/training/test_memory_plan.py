@@ -47,14 +47,6 @@ def test_largest_batch_where_the_peak_falls_or_rises_on_the_way(below, above, wh
     assert largest_batch(peak, budget, start, whole) == max(fitting, default=0)
 
 
-@pytest.mark.parametrize('start', [1, 3, 4, 5, 9, 40])
-@pytest.mark.parametrize('budget, n', [(9, 0), (25, 2), (41, 9), (45, 11), (4000, 1988)])
-def test_whole_logits_may_not_fit_where_chunks_do(start, budget, n):
-    def peak(n):
-        return 10 * n if n <= 5 else 23 + 2 * n  # 50 at 5, 35 at 6
-    assert largest_batch(peak, budget, start, whole=5) == n
-
-
 @pytest.mark.parametrize('policy', ['none', 'block'])
 @pytest.mark.parametrize('chunked', [True, False])
 def test_predicted_peaks_fall_where_the_search_expects_it(monkeypatch, chunked, policy):

@@ -55,25 +55,6 @@ def test_the_last_token_is_reached_and_no_window_is_cut(batches):
     assert max(ends) == 99 and min(ends) == 8
 
 
-def test_a_batch_can_be_fetched_again_from_the_state_before_it(batches):
-    batches.next()
-    (x, y), state = batches.next(), batches.state
-    following = batches.next()
-    again = batches.resume(state)
-    assert torch.equal(x, again[0]) and torch.equal(y, again[1])
-    assert torch.equal(batches.next()[0], following[0])
-
-
-def test_ranks_share_the_batches_of_one_process(folder):
-    def first(n, **ranks):
-        batches = TokenBatches(folder, 8, 4, torch.device('cpu'), torch.Generator().manual_seed(5), **ranks)
-        return [batches.next()[0] for _ in range(n)]
-    alone = first(6)
-    for rank in range(3):
-        shared = first(2, rank=rank, world_size=3)
-        assert all(torch.equal(x, alone[k * 3 + rank]) for k, x in enumerate(shared))
-
-
 def test_ranks_share_the_evaluation(folder):
     def windows(**ranks):
         batches = TokenBatches(folder, 8, 4, torch.device('cpu'), **ranks)
@@ -232,11 +213,3 @@ def test_where_the_system_says_nothing_there_are_no_figures(monkeypatch):
     monkeypatch.setattr('builtins.open', lambda *a: (_ for _ in ()).throw(FileNotFoundError()))
     monkeypatch.setitem(sys.modules, 'resource', None)
     assert memory_use(CPU) == MemoryUse(None, None, None) and memory_use(CPU).share is None
-
-
-def test_the_peak_is_kilobytes_on_linux_and_bytes_on_macos(monkeypatch):
-    usage = SimpleNamespace(ru_maxrss=2 ** 40)
-    monkeypatch.setitem(sys.modules, 'resource', SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: usage))
-    for platform, peak in (('linux', 2 ** 50), ('darwin', 2 ** 40)):
-        monkeypatch.setattr(sys, 'platform', platform)
-        assert memory_use(CPU).peak == peak

@@ -16,7 +16,6 @@ from tests.programs.support import VANILLA as VANILLA_RUN
 from tests.programs.support import flags
 from training.loss import linear_cross_entropy
 from training.recompute import ATTENTION, MATMULS, Recompute, set_recompute
-from training.run import prepare
 
 aten = torch.ops.aten
 POLICIES = ('block', 'every:2', 'sqrt', 'mlp', 'selective', 'offload')
@@ -159,23 +158,6 @@ def test_offload_leaves_parameters_and_what_is_small_where_they_are(moved, monke
 
 # -- with torch.compile -----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('policy, shape', [('block', 'vanilla'), ('selective', 'GQA'), ('mlp', 'GQA'), ('sqrt', 'GQA')])
-def test_compiled_without_a_break_in_the_graph(policy, shape):
-    """Through AOTAutograd, whose partitioner decides by the policies' marks; no C++ is compiled."""
-    idx, targets = tokens(2, 40), tokens(2, 40, seed=1)
-    model = new_model(shape, 'none', n_layer=2)
-    loss = model(idx, targets)[1]
-    loss.backward()
-    other = new_model(shape, policy, n_layer=2)
-    other.loss_fn = linear_cross_entropy if policy == 'block' else None
-    prepare(other, 64)
-    compiled = torch.compile(other, backend='aot_eager_decomp_partition', fullgraph=True)
-    again = compiled(idx, targets)[1]
-    again.backward()
-    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
-    for (name, p), q in zip(model.named_parameters(), other.parameters()):
-        assert (p.grad - q.grad).norm() <= 1e-5 * p.grad.norm(), name
-    torch._dynamo.reset()
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

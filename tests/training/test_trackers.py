@@ -60,12 +60,6 @@ def test_tensorboard_of_a_resumed_run_has_each_step_once(tmp_path):
     assert [step for step, _ in scalars(tmp_path / 'out')['step/loss']] == list(range(15))
 
 
-def test_tensorboard_of_a_new_run_in_the_same_folder_replaces_the_old(tmp_path):
-    run_train(tmp_path / 'out', tensorboard_log=True, max_iters=12)
-    run_train(tmp_path / 'out', tensorboard_log=True, max_iters=7)
-    assert [step for step, _ in scalars(tmp_path / 'out')['step/loss']] == list(range(8))
-
-
 def test_evaluating_alone_cuts_nothing_from_tensorboard(tmp_path):
     run_train(tmp_path / 'out', tensorboard_log=True, max_iters=12)
     run_train(tmp_path / 'out', tensorboard_log=True, init_from='resume', eval_only=True)

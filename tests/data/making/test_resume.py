@@ -1,6 +1,5 @@
 """Streamed datasets that are interrupted, killed, resumed, or resumed with other settings."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ import pytest
 
 from config.errors import UserError
 from data.datasets import DATA_ROOT
-from data.making import stream, writer
+from data.making import stream
 from data.making.writer import write_dataset
 from tests.data.making.support import contents, fake_hub
 
@@ -158,43 +157,6 @@ def test_interrupted_while_it_is_published(run, whole, tmp_path, capsys, kill):
                     assert run(*options) == expected
                 assert 'finished what was interrupted' in capsys.readouterr().err
         shutil.rmtree(tmp_path / 'out')
-
-
-def test_published_by_another_command_first_then_its_own(run, small, monkeypatch, tmp_path):
-    older = run('--shard_tokens=4000', '--max_tokens=9_000')
-    real = writer.publish
-
-    def broken(folder):
-        if (folder / '.complete.tmp').exists():
-            raise OSError(5, 'Input/output error')
-        return real(folder)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, 'publish', broken)
-        with pytest.raises(UserError, match='Input/output error; run the same command again'):
-            run('--shard_tokens=4000')
-    interrupt(run, '--shard_tokens=500', n=5)  # without a checkpoint
-    everything = contents(tmp_path / 'out')
-    assert len(everything) > len(older)
-    assert not [name for name in everything if '.tmp' in name]
-    assert run('--shard_tokens=4000') == everything
-
-
-def test_the_lock_is_held_from_the_first_document_to_the_last(run, monkeypatch, tmp_path):
-    seen, real = [], stream.file_documents
-
-    def watch(files, skip):
-        for text in real(files, skip):
-            with open(tmp_path / 'out' / '.prepare.lock') as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    seen.append('locked')
-            yield text
-
-    monkeypatch.setattr(stream, 'file_documents', watch)
-    run()
-    assert seen == ['locked'] * 400
 
 
 def edit(new, **changes):

@@ -4,13 +4,11 @@ import hashlib
 import sys
 import types
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 
 from config.errors import UserError
-from data.datasets import DATA_ROOT, ensure_dataset
-from data.making.stream import batches, encode_batch, encoded, file_documents, held_out, hub_documents
+from data.making.stream import batches, encode_batch, encoded, file_documents, hub_documents
 from data.tokenfiles import open_split
 from tests.data.making.support import DOCUMENTS, Rows, contents, fake_hub
 
@@ -21,18 +19,6 @@ def expected(tiny, share=0.1):
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), 'big')
         splits['val' if digest / 2**64 < share else 'train'] += tiny.encode_ordinary(text) + [260]
     return splits
-
-
-def test_documents_in_order_each_with_its_end(run, tiny, tmp_path, capsys):
-    files = run('--shard_tokens=3000')
-    splits = expected(tiny)
-    shards = -(-len(splits['train']) // 3000)
-    assert sorted(files) == [f'train_{i:05d}.bin' for i in range(shards)] + ['val.bin'] and shards > 2
-    for name, ids in splits.items():
-        assert open_split(tmp_path / 'out', name).window(0, len(ids)).tolist() == ids
-    captured = capsys.readouterr()
-    assert captured.out == f'train has {len(splits["train"]):,} tokens\nval has {len(splits["val"]):,} tokens\n'
-    assert 'MB of text' in captured.err and 'tokens/s' in captured.err
 
 
 def test_max_tokens_is_exact(run, tiny, tmp_path, monkeypatch):
@@ -58,19 +44,6 @@ def test_threads_keep_the_order_and_read_no_further_than_needed(tiny):
     one_by_one = list(encoded(source(), tiny, 0.1, workers=1))
     assert [(r.train.tolist(), r.val.tolist(), r.documents, r.nbytes) for r in found] == [
         (r.train.tolist(), r.val.tolist(), r.documents, r.nbytes) for r in one_by_one]
-
-
-def test_batches_hold_all_documents():
-    found = list(batches(iter(DOCUMENTS), 300))
-    assert [text for batch in found for text in batch] == DOCUMENTS
-    assert all(300 <= sum(map(len, batch)) < 300 + max(map(len, DOCUMENTS)) for batch in found[:-1])
-    assert list(batches([])) == [] and len(list(batches([''] * 10, 3))) == 4
-
-
-def test_the_split_is_a_matter_of_the_text_alone():
-    held = [held_out(str(i).encode(), 0.1) for i in range(20_000)]
-    assert 0.09 < np.mean(held) < 0.11
-    assert all(held_out(str(i).encode(), 0.3) for i in range(20_000) if held[i]), 'a larger share holds out more, not others'
 
 
 def test_empty_documents_give_no_tokens(tiny):
@@ -173,11 +146,3 @@ def test_parquet_and_json_through_the_real_package(tmp_path, dump):
     pyarrow.parquet.write_table(pyarrow.table({'text': DOCUMENTS, 'id': range(400)}), tmp_path / 'dump.parquet')
     assert list(hub_documents('json', data_files=str(dump))) == DOCUMENTS
     assert list(file_documents([tmp_path / 'dump.parquet'], 7)) == DOCUMENTS[7:]
-
-
-def test_training_does_not_start_it(tmp_path):
-    for name in ('openwebtext', 'fineweb_edu'):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / 'prepare.py').write_text((DATA_ROOT / name / 'prepare.py').read_text())
-        with pytest.raises(UserError, match=f'billion tokens.*python .*/{name}/prepare.py'):
-            ensure_dataset(name, tmp_path)

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -12,9 +10,8 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
-from data.datasets import DATA_ROOT, ensure_dataset
 from data.making import textfiles
-from data.making.textfiles import check_name, find_files, read_blocks, scan, split
+from data.making.textfiles import find_files, scan, split
 from data.making.writer import write_dataset
 from data.tokenfiles import open_tokens, read_meta
 from data.tokenizer import CharTokenizer
@@ -76,17 +73,6 @@ def test_blocks_of_any_size_give_the_same_dataset(run, tmp_path, monkeypatch, ti
         assert run('--input', tmp_path / 'book.txt', '--tokenizer=gpt2', tokenizer=list) == bpe
 
 
-def test_read_blocks(tmp_path):
-    path = tmp_path / 'f'
-    path.write_bytes('\ufeffé\r\nb\rc'.encode())
-    assert list(read_blocks(path, 2)) == ['é\n', 'b\n', 'c']
-    path.write_bytes(b'ab\xff')
-    with pytest.raises(UserError, match='not UTF-8'):
-        list(read_blocks(path))
-    with pytest.raises(UserError, match='cannot read'):
-        list(read_blocks(tmp_path))
-
-
 def test_whole_files_are_held_out_and_parted(run, files, capsys):
     train, val = run('--input', files, '--glob=*.txt', '--val=0.125', name='mine')
     parts = [[text.strip() for text in part.split('\n\n\n')[:-1]] for part in (train, val)]
@@ -110,13 +96,6 @@ def test_end_of_text_follows_each_file_in_bpe(run, files, tiny):
     train, val = run('--input', files, '--glob=*.txt', '--val=0.125', '--tokenizer=gpt2', tokenizer=list)
     assert train.count(260) == 36 and val.count(260) == 4 and train[-1] == val[-1] == 260
     assert tiny.decode(train[:train.index(260)]) == 'text 0 ' + 'x' * 100
-
-
-def test_several_inputs_each_file_once_and_given_files_whatever_their_name(run, files, tmp_path, capsys):
-    train, val = run('--input', files / 'other.py', files / 'a', files / 'a' / '00.txt', '--glob=*.txt', '--val=0.2')
-    assert train.startswith('OTHER\n\n\ntext 0') or 'OTHER' in val
-    assert (train + val).count('text 0 ') == 1 and 'text 1 ' not in train + val
-    assert [key for _, key in find_files([files], 'a/*.txt')] == [f'a/{i:02d}.txt' for i in range(0, 40, 2)]
 
 
 def parts_of(tmp_path, sizes, share):
@@ -169,11 +148,6 @@ def test_a_dataset_of_other_origin_is_only_replaced_when_asked_to(run, root, tmp
     (root / 'notes').mkdir()
     (root / 'notes' / 'README').write_text('a folder without a dataset')
     run('--input', tmp_path / 'book.txt', name='notes')
-
-
-def test_source_json_is_not_for_git():
-    done = subprocess.run(['git', 'check-ignore', '-q', 'data/mine/source.json'], cwd=DATA_ROOT.parent, check=False)
-    assert done.returncode in (0, 128)  # 128: no checkout
 
 
 def test_hidden_files_are_left_out_and_links_are_no_second_copies(tmp_path, monkeypatch):
@@ -233,13 +207,6 @@ def test_refusals_leave_nothing(run, root, files, argv, words):
     assert sorted(path.name for path in root.rglob('*')) == ['file', 'link', 'prepare.py', 'shipped']
 
 
-def test_no_shipped_dataset_can_be_overwritten():
-    for name in ('shakespeare_works', 'shakespeare_char', 'shakespeare', 'openwebtext', 'fineweb_edu', 'recall'):
-        with pytest.raises(UserError):
-            check_name(name, DATA_ROOT)
-    assert check_name('text', DATA_ROOT) == DATA_ROOT / 'text'
-
-
 def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(run, root, tmp_path, monkeypatch):
     path = tmp_path / 'book.txt'
     path.write_text('old text, ' * 10)
@@ -271,17 +238,3 @@ def test_memory_does_not_grow_with_the_files(root, tmp_path):
         tracemalloc.stop()
     assert peak < 25_000_000  # a block of a million characters has ids of 4 and 8 bytes on its way
     assert open_tokens(root / 'text' / 'train.bin').size == 9_000_000
-
-
-def test_training_on_it_unprepared_says_how_to_prepare_it(tmp_path):
-    (tmp_path / 'text').mkdir()
-    (tmp_path / 'text' / 'prepare.py').write_text((DATA_ROOT / 'text' / 'prepare.py').read_text())
-    with pytest.raises(UserError, match='--input names; run: python .*/text/prepare.py'):
-        ensure_dataset('text', tmp_path)
-
-
-def test_script_from_another_folder_exits_2(tmp_path):
-    done = subprocess.run([sys.executable, str(DATA_ROOT / 'text' / 'prepare.py'), '--input', 'nothing', '--name=zz_test'],
-                          cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: input 'nothing'") and done.stderr.count('\n') == 1
-    assert not (DATA_ROOT / 'zz_test').exists()

@@ -100,13 +100,6 @@ def test_out_that_cannot_be_is_one_line(name, out, load_prepare, tiny, text_file
         load_prepare(name).main([f'--out={tmp_path / out}'])
 
 
-@pytest.mark.parametrize('name', SCRIPTS)
-def test_offline_says_what_to_do(name, load_prepare, tmp_path):
-    with pytest.raises(UserError, match=f'no network in tests.*python data/{name}/prepare.py --input=FILE'):
-        load_prepare(name).main([f'--out={tmp_path / "out"}'])
-    assert not (tmp_path / 'out').exists()
-
-
 @pytest.mark.parametrize('name', [*SCRIPTS, 'shakespeare_works', 'text', 'openwebtext', 'fineweb_edu'])
 def test_scripts_run_from_anywhere_have_help_and_exit_2(name, tmp_path):
     script = str(DATA_ROOT / name / 'prepare.py')
