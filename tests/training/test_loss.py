@@ -49,11 +49,17 @@ def test_loss_and_gradients(n, dtype, bound, ignored):
     assert [x.dtype for x in found] == [dtype] * 3 and max(gaps(found, wanted)) < bound
 
 
-def test_it_never_holds_all_logits(monkeypatch):
+@pytest.mark.parametrize('grad', [True, False])
+def test_it_never_holds_all_logits(monkeypatch, grad):
     seen, linear = [], F.linear
-    monkeypatch.setattr(training.loss.F, 'linear', lambda x, w: (seen.append(len(x)), linear(x, w))[1])
-    linear_cross_entropy(*problem(20))
-    assert seen == [3] * 6 + [2]
+
+    def spy(x, w):
+        seen.append(len(x))
+        return linear(x, w)
+    monkeypatch.setattr(training.loss.F, 'linear', spy)
+    with torch.set_grad_enabled(grad):
+        loss = linear_cross_entropy(*problem(20))
+    assert seen == [3] * 6 + [2] and loss.requires_grad == grad
 
 
 @pytest.mark.parametrize('half', [torch.bfloat16, torch.float16], ids=['bf16', 'fp16'])
@@ -79,8 +85,10 @@ def test_extreme_logits_neither_overflow_nor_lose_the_sum():
     x, weight, targets = problem(7, torch.float32)
     with torch.no_grad():
         x.mul_(1e4)
-    truth = with_gradients(plain, x.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), targets)
-    mine, theirs = (gaps(with_gradients(form, x, weight, targets), truth) for form in (linear_cross_entropy, plain))
+    wide = [a.detach().double().requires_grad_() for a in (x, weight)]
+    truth = with_gradients(plain, *wide, targets)
+    mine, theirs = (gaps(with_gradients(form, x, weight, targets), truth)
+                    for form in (linear_cross_entropy, plain))
     assert truth[0] > 1e5 and max(mine) < max(1e-3, 2 * max(theirs))  # logits of 1e5 are rounded by 0.004
 
 
@@ -130,20 +138,16 @@ def test_a_model_whose_embedding_is_its_head_gets_both_gradients():
     assert max(gaps(gradients[1], gradients[0])) < 1e-12
 
 
-def test_float16_keeps_small_gradients_for_the_loss_scale():
-    """Of a large vocabulary most gradients are below what float16 can hold, until the loss is scaled."""
+def test_float16_keeps_small_gradients_for_the_loss_scale(monkeypatch):
+    """With a large vocabulary most gradients underflow in float16 unless the loss is scaled."""
     torch.manual_seed(0)
-    x, w, y = torch.randn(600, 16), 0.02 * torch.randn(10000, 16), torch.randint(50, (600,))  # rows from 50 on are no target
+    x, w, y = torch.randn(600, 16), 0.02 * torch.randn(10000, 16), torch.randint(50, (600,))
+    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 40000 * 100)
     found = {}
     for form in ('truth', 'whole', 'chunked'):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
         with torch.autocast('cpu', torch.float16, enabled=form != 'truth'):
-            if form == 'chunked':
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setitem(training.loss.CHUNK_BYTES, 'cpu', 40000 * 100)
-                    value = linear_cross_entropy(a, b, y)
-            else:
-                value = cross_entropy(F.linear(a, b), y)
+            value = (linear_cross_entropy if form == 'chunked' else plain)(a, b, y)
         (65536.0 * value).backward()
         found[form] = a.grad, b.grad[50:]
     for whole, chunked, truth in zip(found['whole'], found['chunked'], found['truth']):

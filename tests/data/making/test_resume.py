@@ -44,8 +44,7 @@ def whole(run, small, tmp_path):
     return whole
 
 
-@pytest.mark.parametrize('n', [70, 399])
-@pytest.mark.parametrize('shard_tokens', [700, 3000, 10**6])
+@pytest.mark.parametrize('n, shard_tokens', [(70, 700), (399, 3000), (399, 10**6)])
 def test_interrupted_and_resumed_is_byte_for_byte_the_same(run, whole, monkeypatch, tmp_path,
                                                            capsys, n, shard_tokens):
     options = [f'--shard_tokens={shard_tokens}', '--max_tokens=30_000']
@@ -61,13 +60,6 @@ def test_interrupted_and_resumed_is_byte_for_byte_the_same(run, whole, monkeypat
                         lambda files, skip: asked.append(skip) or real(files, skip))
     assert run(*options) == expected
     assert 0 < asked[0] <= n and f'going on after {asked[0]} documents' in capsys.readouterr().err
-
-
-def test_interrupted_twice(run, whole):
-    expected = whole('--shard_tokens=3000')
-    interrupt(run, '--shard_tokens=3000', n=150)
-    interrupt(run, '--shard_tokens=3000', n=300)
-    assert run('--shard_tokens=3000') == expected
 
 
 @pytest.mark.parametrize('options, words', [
@@ -107,11 +99,9 @@ def test_failures_that_leave_the_progress_alone(run, small, monkeypatch, tmp_pat
         run('--restart', source=None)
     with pytest.raises(UserError, match='progress of another preparation'):
         write_dataset(tmp_path / 'out', {'train': np.array([1])}, None)
-    text = dump.read_text()
-    for changed in (text + text, text[:len(text) // 2]):  # a file of another size is another source
-        dump.write_text(changed)
-        with pytest.raises(UserError, match=f'source=.*{len(text)}.*--restart'):
-            run()
+    dump.write_text(dump.read_text() * 2)  # a file of another size is another source
+    with pytest.raises(UserError, match='source=.*--restart'):
+        run()
     assert contents(tmp_path / 'out') == before
 
 
@@ -121,6 +111,7 @@ def test_failures_that_leave_the_progress_alone(run, small, monkeypatch, tmp_pat
 def test_max_tokens_may_change_between_resumes(run, whole, capsys, first, second):
     expected = whole(*second)
     interrupt(run, *first, n=80)
+    interrupt(run, *first, n=90)
     assert run(*second) == expected and 'going on after' in capsys.readouterr().err
 
 
@@ -167,9 +158,7 @@ def edit(new, **changes):
 @pytest.mark.parametrize('damage', [
     lambda new: (new / 'progress.json').write_text('{'),
     lambda new: (new / 'progress.json').write_text('[' * 100_000),
-    lambda new: (new / 'progress.json').write_text('[]'),
-    lambda new: edit(new, files={'val.bin': 'x'}), lambda new: edit(new, files=5),
-    lambda new: edit(new, documents=None), lambda new: edit(new, key=None),
+    lambda new: edit(new, files={'val.bin': 'x'}), lambda new: edit(new, documents=None),
     lambda new: (new / 'train_00000.bin').write_bytes(b'ab'),
     lambda new: (new / 'val.bin').unlink()])
 def test_damaged_progress_starts_afresh(run, whole, tmp_path, capsys, damage):

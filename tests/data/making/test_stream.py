@@ -2,7 +2,6 @@
 
 import hashlib
 import sys
-import types
 
 import pyarrow.parquet
 import pytest
@@ -26,7 +25,8 @@ def test_max_tokens_is_exact(run, tiny, tmp_path, monkeypatch):
     files = run('--max_tokens=5_000', '--shard_tokens=2_000', name='fineweb_edu')
     assert [len(files[f'train_{i:05d}.bin']) for i in range(3)] == [4000, 4000, 2000]
     assert open_split(tmp_path / 'out', 'train').window(0, 5000).tolist() == expected(tiny)['train'][:5000]
-    assert len(files['val.bin']) // 2 < len(expected(tiny)['val'])
+    ids = open_split(tmp_path / 'out', 'val')
+    assert ids.window(0, len(ids)).tolist() == expected(tiny)['val'][:len(ids)] and len(ids) > 100
 
 
 def test_threads_keep_the_order_and_read_no_further_than_needed(tiny):
@@ -37,13 +37,14 @@ def test_threads_keep_the_order_and_read_no_further_than_needed(tiny):
             taken.append(i)
             yield [f'document {i}'] * 3
 
+    def plain(r):
+        return r.train.tolist(), r.val.tolist(), r.documents, r.nbytes
+
     results = encoded(source(), tiny, 0.1, workers=2)
     first = next(results)
-    assert len(taken) == 4, 'two batches a thread are on their way, no more'
-    found = [first, *results]
-    one_by_one = list(encoded(source(), tiny, 0.1, workers=1))
-    assert [(r.train.tolist(), r.val.tolist(), r.documents, r.nbytes) for r in found] == [
-        (r.train.tolist(), r.val.tolist(), r.documents, r.nbytes) for r in one_by_one]
+    assert len(taken) == 4, 'two batches per thread are read ahead'
+    assert [plain(r) for r in [first, *results]] == [
+        plain(r) for r in encoded(source(), tiny, 0.1, workers=1)]
 
 
 def test_empty_documents_give_no_tokens(tiny):
@@ -67,8 +68,8 @@ def test_bad_dumps(run, tmp_path, name, content, words):
         assert contents(tmp_path / 'out') == {} and content is not None and name != 'x.csv'
 
 
-@pytest.mark.parametrize('option', ['--val=0', '--val=2', '--max_tokens=0', '--shard_tokens=-5', '--workers=0', '--workers=x',
-                                    '--max_tokens=1.5', '--sample=x'])
+@pytest.mark.parametrize('option', ['--val=0', '--val=2', '--max_tokens=0', '--shard_tokens=-5',
+                                    '--workers=0', '--workers=x', '--sample=x'])
 def test_bad_options(run, tmp_path, option):
     with pytest.raises(UserError, match=option.partition('=')[0]):
         run(option)
@@ -83,20 +84,16 @@ def test_documents_of_text_files_are_lines(tmp_path):
     assert [list(file_documents(files, skip)) for skip in range(7)] == [documents[skip:] for skip in range(7)]
 
 
-@pytest.mark.parametrize('name, config, sample', [('openwebtext', None, []), ('fineweb_edu', 'sample-10BT', []),
-                                                  ('fineweb_edu', 'CC', ['--sample=CC'])])
-def test_the_hub_is_streamed(run, monkeypatch, dump, tmp_path, name, config, sample):
-    calls = []
-
+@pytest.mark.parametrize('name, path, config, sample', [
+    ('openwebtext', 'Skylion007/openwebtext', None, []),
+    ('fineweb_edu', 'HuggingFaceFW/fineweb-edu', 'CC', ['--sample=CC'])])
+def test_the_hub_is_streamed(run, monkeypatch, name, path, config, sample):
     def load_dataset(*args, **kwargs):
-        calls.append((args, kwargs))
+        assert (args, kwargs) == ((path, config), {'split': 'train', 'streaming': True})
         return Rows({'text': text} for text in DOCUMENTS)
 
     fake_hub(monkeypatch, load_dataset)
-    files = run(*sample, name=name, source=None)
-    path = {'openwebtext': 'Skylion007/openwebtext', 'fineweb_edu': 'HuggingFaceFW/fineweb-edu'}[name]
-    assert calls == [((path, config), {'split': 'train', 'streaming': True})]
-    assert run() == files, 'the same documents from a file'
+    assert run(*sample, name=name, source=None) == run(), 'the same documents from a file'
 
 
 def test_hub_datasets_with_scripts_are_asked_for_as_parquet(monkeypatch):
@@ -131,14 +128,12 @@ def test_without_the_package_datasets(monkeypatch, run, tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('version', ['2.18.0', '3.6.0', '0.0.1.dev0', 'unknown'])
+@pytest.mark.parametrize('version', ['2.18.0', '3.6.0', 'unknown'])
 def test_an_old_package_datasets_is_refused(monkeypatch, run, tmp_path, version):
-    """Versions before 4 run programs that lie in the hub's repositories, or ask on the terminal whether they may."""
-    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(load_dataset=None, __version__=version))
+    """Versions before 4 run code from the hub's repositories, or ask on the terminal."""
+    fake_hub(monkeypatch, None, version)
     with pytest.raises(UserError, match=f"{version} is installed.*pip install -U 'datasets>=4'"):
         run(source=None)
-    with pytest.raises(UserError, match=version):
-        list(hub_documents('x/y'))
     assert not (tmp_path / 'out').exists()
 
 

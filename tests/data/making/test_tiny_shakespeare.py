@@ -30,19 +30,16 @@ def tokens(folder):
     return {split: open_tokens(folder / f'{split}.bin').tolist() for split in ('train', 'val')}
 
 
-def test_characters_as_nanogpt_numbers_them(load_prepare, text_file, tmp_path, capsys):
+def test_characters_as_nanogpt_numbers_them(load_prepare, text_file, tmp_path):
     load_prepare('shakespeare_char').main([f'--input={text_file}', f'--out={tmp_path / "out"}'])
     chars, cut = sorted(set(TEXT)), int(len(TEXT) * 0.9)
     ids = [chars.index(c) for c in TEXT]
     assert tokens(tmp_path / 'out') == {'train': ids[:cut], 'val': ids[cut:]}
     meta = pickle.loads((tmp_path / 'out' / 'meta.pkl').read_bytes())
     assert meta == {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}
-    assert capsys.readouterr().out == (
-        f'length of dataset in characters: {len(TEXT)}\nall the unique characters: {"".join(chars)}\nvocab size: {len(chars)}\n'
-        f'train has {cut} tokens\nval has {len(TEXT) - cut} tokens\n')
 
 
-def test_bpe_of_each_half(load_prepare, tiny, text_file, tmp_path, capsys, monkeypatch):
+def test_bpe_of_each_half(load_prepare, tiny, text_file, tmp_path):
     prepare = load_prepare('shakespeare')
     (tmp_path / 'out').mkdir()
     (tmp_path / 'out' / 'meta.pkl').write_bytes(b'of an older data set')
@@ -50,7 +47,6 @@ def test_bpe_of_each_half(load_prepare, tiny, text_file, tmp_path, capsys, monke
     cut = int(len(TEXT) * 0.9)
     assert tokens(tmp_path / 'out') == {'train': tiny.encode_ordinary(TEXT[:cut]), 'val': tiny.encode_ordinary(TEXT[cut:])}
     assert read_meta(tmp_path / 'out') is None
-    assert capsys.readouterr().out.startswith('train has ')
 
 
 @pytest.mark.parametrize('name', SCRIPTS)
@@ -103,9 +99,9 @@ def test_out_that_cannot_be_is_one_line(name, out, load_prepare, tiny, text_file
 @pytest.mark.parametrize('name', [*SCRIPTS, 'shakespeare_works', 'text', 'openwebtext', 'fineweb_edu'])
 def test_scripts_run_from_anywhere_have_help_and_exit_2(name, tmp_path):
     script = str(DATA_ROOT / name / 'prepare.py')
-    bad = subprocess.run([sys.executable, script, '--nonsense=1'], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert bad.returncode == 2 and bad.stdout == '' and bad.stderr.startswith('error: ') and bad.stderr.count('\n') == 1
-    assert '--nonsense' in bad.stderr or '--input' in bad.stderr
-    good = subprocess.run([sys.executable, script, '--help'], cwd=tmp_path, capture_output=True, text=True, check=False)
+    bad, good = (subprocess.run([sys.executable, script, flag], cwd=tmp_path, capture_output=True,
+                                text=True, check=False) for flag in ('--nonsense=1', '--help'))
+    assert bad.returncode == 2 and bad.stdout == ''
+    assert bad.stderr.startswith('error: ') and bad.stderr.count('\n') == 1
     assert good.returncode == 0 and f'python data/{name}/prepare.py' in good.stdout
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,8 @@
 """Writing a dataset: shards, bounded memory, and interruptions of every kind at every moment."""
 
 import contextlib
+import fcntl
+import itertools
 import os
 import shutil
 import threading
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
+from config.folder_lock import one_at_a_time
 from data.making.writer import TokenWriter, write_dataset
 from data.tokenfiles import is_prepared, open_split
 from tests.data.making.support import contents
@@ -37,11 +40,9 @@ def test_chunks_and_shards_of_any_size_give_the_same_tokens(tmp_path, shard_toke
     assert names(tmp_path) == [*train, 'val.bin']
     data = open_split(tmp_path, 'train')
     assert len(data) == 10 and is_prepared(tmp_path)
-    for start in range(11):
-        for n in range(11 - start):
-            window = data.window(start, n)
-            assert window.dtype == np.uint16
-            assert window.tolist() == list(range(start, start + n))
+    for start, n in itertools.combinations_with_replacement(range(11), 2):
+        window = data.window(start, n - start)
+        assert window.dtype == np.uint16 and window.tolist() == list(range(start, n))
 
 
 @pytest.mark.parametrize('split, ids', [
@@ -73,9 +74,33 @@ def test_a_waiting_writer_recreates_a_removed_folder(tmp_path):
     with pytest.raises(ValueError), TokenWriter(tmp_path / 'new'):
         waiting.start()
         time.sleep(0.2)
+        assert waiting.is_alive() and names(tmp_path / 'new') != ['train.bin', 'val.bin']
         raise ValueError
     waiting.join()
-    assert 'train.bin' in names(tmp_path / 'new')
+    assert names(tmp_path / 'new') == ['train.bin', 'val.bin']
+
+
+def test_a_lock_whose_file_is_gone_is_no_lock(tmp_path):
+    """Of three in a row, the second wakes up with the file that the first one removed."""
+    first = open(tmp_path / '.prepare.lock', 'a')
+    fcntl.flock(first, fcntl.LOCK_EX)
+    entered, done = threading.Event(), threading.Event()
+
+    def second():
+        with one_at_a_time(tmp_path):
+            entered.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    time.sleep(0.2)
+    (tmp_path / '.prepare.lock').unlink()
+    first.close()
+    assert entered.wait(10)
+    with open(tmp_path / '.prepare.lock') as third, pytest.raises(BlockingIOError):
+        fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    done.set()
+    thread.join(10)
 
 
 class Moments:
@@ -105,9 +130,8 @@ def fail(error):
     return act
 
 
-# (shard_tokens, meta) of the older dataset (None: none), and of the one that replaces it
-CHANGES = [(None, (0, META)), ((0, META), (0, META)), ((2, None), (4, None)),
-           ((0, META), (3, None)), ((3, None), (0, META))]
+# (shard_tokens, meta) of the older dataset (None: none) and of the one that replaces it
+CHANGES = [(None, (0, META)), ((2, None), (4, None)), ((0, META), (3, None)), ((3, None), (0, META))]
 
 
 def one_of_two(folder, before, after):
@@ -186,7 +210,7 @@ def test_a_kill_at_any_moment_loses_neither(tmp_path, change):
 
 @pytest.mark.parametrize('number', range(1, 14))
 def test_an_error_at_any_moment_is_one_line_and_the_next_run_mends_it(tmp_path, number):
-    folder, old, new = old_and_new(tmp_path, CHANGES[1])
+    folder, old, new = old_and_new(tmp_path, CHANGES[3])
     with pytest.MonkeyPatch.context() as patch:
         Moments(patch, number, fail(OSError(28, 'No space left on device')))
         with contextlib.suppress(UserError):
