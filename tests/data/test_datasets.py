@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -129,20 +128,6 @@ def test_two_processes_prepare_once(tmp_path):
     assert (folder / 'runs').read_text() == 'x'
     assert outputs[0] == 'preparing dataset slow...\n'
     assert outputs[1] == 'waiting for another process that prepares dataset slow...\n'
-
-
-def test_the_lock_of_a_dead_process_does_not_block(tmp_path):
-    folder = make(tmp_path, 'slow', prepare=SLOW.replace('0.5', '60'))
-    process = in_another_process(tmp_path, 'slow')
-    for _ in range(600):
-        if (folder / 'runs').exists():
-            break
-        time.sleep(0.1)
-    process.kill()
-    process.communicate()
-    assert (folder / '.prepare.lock').exists()
-    (folder / 'prepare.py').write_text(textwrap.dedent(WRITE))
-    assert ensure_dataset('slow', tmp_path) == folder
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path):

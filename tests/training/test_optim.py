@@ -15,7 +15,7 @@ from training.update import GuardedUpdate
 EIGHT_BIT = pytest.param('adamw8bit', marks=pytest.mark.slow)  # torch.compile
 
 
-# -- which optimizer has what -----------------------------------------------------------------------------------------
+# -- which optimizer has what
 
 def test_muon_has_the_matrices_of_blocks_and_adamw_the_others():
     model = model_of()
@@ -126,7 +126,7 @@ def test_without_torchao_it_says_what_to_install(monkeypatch):
         make_optimizer(model_of(), settings(optimizer='adamw8bit'), 'cpu')
 
 
-# -- learning rate ----------------------------------------------------------------------------------------------------
+# -- learning rate
 
 WSD = dict(decay_lr=True, lr_schedule='wsd', learning_rate=1.0, min_lr=0.2, warmup_iters=10, lr_decay_iters=110,
            cooldown_iters=40)

@@ -53,11 +53,9 @@ def normed(module, x):
 
 
 @HALF
-@pytest.mark.parametrize('settings', [dict(FULL_STACK, bias=True), dict(FULL_STACK, layer_pattern='G', window_size=0,
-                                                                        kv_share='', qk_norm=False)], ids=['full', 'plain'])
-def test_norms_and_the_residual_stream(half, settings, recwarn):
+def test_norms_and_the_residual_stream(half):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**settings)).train()
+    model = GPT(GPTConfig(**FULL_STACK | dict(bias=True))).train()
     for name, p in model.named_parameters():
         if p.dim() == 1:
             nn.init.normal_(p, mean=float(name.endswith('weight')), std=0.3)
@@ -65,15 +63,12 @@ def test_norms_and_the_residual_stream(half, settings, recwarn):
     with autocast(half):
         model(idx, idx)
     assert len(seen) >= 3 * 7 + 1
-    kinds = {type(module).__name__ for module, _, _ in seen}
-    assert kinds == {'Block', 'LayerNorm'}
     for module, x, out in seen:
         if type(module).__name__ == 'Block':
             assert x.dtype == out[0].dtype == torch.float32
         else:
             assert x.dtype == out.dtype == torch.float32
             torch.testing.assert_close(out.detach().double(), normed(module, x), rtol=1e-5, atol=1e-6)
-    assert not [w for w in recwarn if 'Mismatch dtype' in str(w.message)]  # where input and weight differ: a slower road
 
 
 @HALF
@@ -101,11 +96,11 @@ def test_queries_and_keys_are_normed_and_turned_in_float32(half, monkeypatch):
 def test_the_half_type_is_used_for_products_and_keys_match_values(half):
     model, seen = GPT(GPTConfig(**FULL_STACK)).train(), []
     for block in model.transformer.h:
-        block.attn.register_forward_hook(lambda m, given, out: seen.append((out[0].dtype, *(x.dtype for x in out[1]))))
-        block.mlp.c_fc.register_forward_hook(lambda m, given, out: seen.append((out.dtype,)))
+        block.attn.register_forward_hook(lambda m, given, out: seen.extend([out[0], *out[1]]))
+        block.mlp.c_fc.register_forward_hook(lambda m, given, out: seen.append(out))
     with autocast(half):
         logits, loss = model(tokens(2, 40), tokens(2, 40))
-    assert {dtype for dtypes in seen for dtype in dtypes} == {half} == {logits.dtype}
+    assert {x.dtype for x in [*seen, logits]} == {half}
     loss.backward()
     assert loss.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in model.parameters())
 
@@ -125,11 +120,11 @@ class SoftmaxTypes(TorchDispatchMode):
 @pytest.mark.parametrize('window', [0, 50], ids=['global', 'window'])
 @pytest.mark.parametrize('n_kv_head', [1, 2])
 def test_the_softmax_of_attention(half, window, n_kv_head):
-    """Scores near 60 would be rounded by a quarter in bfloat16, their weights by a fourth."""
+    """Scores near 60 would be rounded by up to 0.25 in bfloat16."""
     torch.manual_seed(1)
     T, D = 200, 16
     q, k, v = (torch.randn(1, n, T, D) for n in (2, n_kv_head, n_kv_head))
-    q, k, v = (7 * q / q.norm(dim=-1, keepdim=True) * 6).to(half), (k / k.norm(dim=-1, keepdim=True) * 6).to(half), v.to(half)
+    q, k, v = (42 * F.normalize(q, dim=-1)).to(half), (6 * F.normalize(k, dim=-1)).to(half), v.to(half)
     with autocast(half):
         y = causal_attention(q, k, v, window)
     wide = [x.double().repeat_interleave(2 // x.size(1), 1) for x in (q, k, v)]
@@ -139,10 +134,10 @@ def test_the_softmax_of_attention(half, window, n_kv_head):
     assert 40 < scores.max() < 70
     exact = scores.softmax(-1) @ wide[2]
     assert y.dtype == half
-    # the weights may be rounded once for their product with the values, and the sum once
+    # the weights may be rounded once for the matmul with the values, and the sum once
     assert (y.double() - exact).abs().max() < 2 * rounding(half) * v.double().abs().max()
-    rough = scores.to(half).double().softmax(-1) @ wide[2]
-    assert (rough - exact).abs().max() > 4 * rounding(half) * v.double().abs().max()  # so the bound above tells them apart
+    rough = scores.to(half).double().softmax(-1) @ wide[2]  # the bound above excludes it
+    assert (rough - exact).abs().max() > 4 * rounding(half) * v.double().abs().max()
 
 
 @HALF
@@ -179,7 +174,7 @@ def tiny(tmp_path, monkeypatch):
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('config', [VANILLA, FULL_STACK_RUN], ids=['vanilla', 'full stack'])
 def test_training_stays_near_float32_and_keeps_its_state_there(tmp_path, tiny, monkeypatch, config, dtype):
-    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 12 * 16})  # so that the loss is taken in chunks
+    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 12 * 16})  # several chunks
     settings = dict(config, max_iters=2, eval_interval=2, gradient_accumulation_steps=2)
     exact = run_train(tmp_path / 'a', settings, dtype='float32').rows
     half = run_train(tmp_path / 'b', settings, dtype=dtype).rows

@@ -33,8 +33,9 @@ def batches_of(folder, depth=2, **more):
 def test_they_are_those_made_in_turn(folder, depth, order):
     plain, ahead = batches_of(folder, 0, order=order).batches, batches_of(folder, depth, order=order)
     for _ in range(40):
-        expected = plain.next()
-        assert all(torch.equal(a, b) for a, b in zip(ahead.next(), expected)) and torch.equal(ahead.state, plain.state)
+        for found, expected in zip(ahead.next(), plain.next()):
+            assert torch.equal(found, expected)
+        assert torch.equal(ahead.state, plain.state)
     ahead.close()
 
 
@@ -57,7 +58,8 @@ def test_from_a_state_it_goes_on_with_that_batch(folder, order):
 
 @pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
 def test_ranks_share_what_one_process_has(folder, order):
-    alone, shared = batches_of(folder, order=order), [batches_of(folder, order=order, rank=r, world_size=3) for r in range(3)]
+    alone = batches_of(folder, order=order)
+    shared = [batches_of(folder, order=order, rank=r, world_size=3) for r in range(3)]
     for _ in range(5):
         for each in shared:
             assert torch.equal(each.next()[0], alone.next()[0])
@@ -86,7 +88,7 @@ def test_what_is_waited_is_counted(folder, monkeypatch):
     assert 0 <= batches.share < 1
     monkeypatch.setattr(TokenBatches, 'next', lambda self: time.sleep(0.03) or plain(self))
     [batches.next() for _ in range(8)]
-    assert batches.waited > ready + 0.08  # 8 batches of 0.03 s, of which 2 were ahead
+    assert batches.waited > ready + 0.08  # 8 batches of 0.03 s, 2 of them prefetched
     batches.close()
 
 
@@ -129,7 +131,7 @@ def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, 'done\n', '')
 
 
-# -- token files ------------------------------------------------------------------------------------------------------
+# -- token files
 
 def test_wide_ids(tmp_path):
     meta, ids = {'vocab_size': 200_000, 'dtype': 'uint32'}, 150_000 + np.arange(100)

@@ -3,16 +3,11 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 
 from config.errors import UserError
-from data.datasets import DATA_ROOT
 from data.making import stream
 from data.making.writer import write_dataset
 from tests.data.making.support import contents, fake_hub
@@ -172,47 +167,3 @@ def test_damaged_progress_starts_afresh(run, whole, tmp_path, capsys, damage):
 def test_without_a_checkpoint_an_interruption_leaves_nothing(run, tmp_path):
     interrupt(run)
     assert not (tmp_path / 'out').exists()
-
-
-PROGRAM = """
-import signal, sys, time
-sys.path.insert(0, {root!r})
-from data import gpt2_bpe
-from data.making import stream
-from configurator import run_program
-signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored, as after `nohup`
-encoding = gpt2_bpe.encoding_of(open('tiny.tiktoken', 'rb').read())
-stream.gpt2_encoding = lambda: encoding
-stream.CHECKPOINT = 1000
-stream.batches.__defaults__ = (500,)
-real = stream.file_documents
-def slow(files, skip):
-    for text in real(files, skip):
-        time.sleep(0.01)
-        yield text
-stream.file_documents = slow
-argv = ['--from', 'dump.jsonl', '--workers=2', '--val=0.1', '--out=out']
-run_program(lambda: stream.prepare(stream.arguments('', __file__).parse_args(argv), 'x/y'))
-"""
-
-
-@pytest.mark.parametrize('kill', [False, True])
-def test_ctrl_c_and_a_kill_end_the_program_and_keep_the_progress(tmp_path, dump, run, whole,
-                                                                 tiny_ranks, kill):
-    (tmp_path / 'tiny.tiktoken').write_bytes(tiny_ranks)
-    (tmp_path / 'program.py').write_text(PROGRAM.format(root=str(DATA_ROOT.parent)))
-    expected = whole()
-    process = subprocess.Popen([sys.executable, 'program.py'], cwd=tmp_path,
-                               stderr=subprocess.PIPE, text=True)
-    progress = tmp_path / 'out' / '.new.tmp' / 'progress.json'
-    for _ in range(600):
-        if progress.exists() or process.poll() is not None:
-            break
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL if kill else signal.SIGINT)
-    err = process.communicate(timeout=60)[1]
-    if not kill:
-        assert process.returncode == 130, err
-        assert err.rstrip().endswith('interrupted') and 'Traceback' not in err
-    assert progress.exists() and not (tmp_path / 'out' / 'train_00000.bin').exists()
-    assert run() == expected
