@@ -54,7 +54,8 @@ def test_the_writer_of_a_prepare_takes_the_lock_that_is_held_already(tmp_path):
             write_dataset(Path(__file__).parent, {'train': np.array([1]), 'val': np.array([2])}, None)
     """)
     assert ensure_dataset('written', tmp_path) == folder
-    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ['prepare.py', 'train.bin', 'val.bin']
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ['prepare.py',
+                                                                                'train.bin', 'val.bin']
 
 
 def test_unknown_name_lists_and_suggests(tmp_path):

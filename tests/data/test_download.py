@@ -57,17 +57,20 @@ def test_download_in_pieces_with_a_timeout(monkeypatch, tmp_path, capsys, length
     fetch(URL, tmp_path / 'new' / 'input.txt', SHA256)
     assert (tmp_path / 'new' / 'input.txt').read_bytes() == CONTENT
     assert [path.name for path in (tmp_path / 'new').iterdir()] == ['input.txt']
-    assert response.largest == download.CHUNK and calls == [(URL, download.TIMEOUT)] and download.TIMEOUT <= 60
+    assert response.largest == download.CHUNK and calls == [(URL, download.TIMEOUT)]
+    assert download.TIMEOUT <= 60
     assert capsys.readouterr() == ('', '')  # no bar where there is no terminal
 
 
 FAILURES = {
-    'no network': (urllib.error.URLError(OSError(-2, 'Name or service not known')), 'Name or service not known'),
+    'no network': (urllib.error.URLError(OSError(-2, 'Name or service not known')),
+                   'Name or service not known'),
     '404': (urllib.error.HTTPError(URL, 404, 'Not Found', Message(), None), '404 Not Found'),
     'silence': (TimeoutError('timed out'), 'timed out'),
     'stall': (Response(fail_after=1), 'timed out'),
     'protocol': (http.client.BadStatusLine('\n garbage'), 'garbage'),
-    'other file': (Response(CONTENT + b'x'), f'sha256 {hashlib.sha256(CONTENT + b"x").hexdigest()}; allowed is {SHA256}'),
+    'other file': (Response(CONTENT + b'x'),
+                   f'sha256 {hashlib.sha256(CONTENT + b"x").hexdigest()}; allowed is {SHA256}'),
     'cut off': (Response(CONTENT[:999], length=len(CONTENT)), '999 of 1,024,000 bytes'),
     'unsafe redirect': (Response(url='http://example.org/input.txt'), 'redirected'),
 }
@@ -84,7 +87,8 @@ def test_failures_are_one_line_and_leave_what_was_there(monkeypatch, tmp_path, f
         fetch(URL, tmp_path / 'input.txt', SHA256, hint='give --input=FILE')
     message = str(caught.value)
     assert URL in message and words in message and message.endswith('; give --input=FILE') and '\n' not in message
-    assert [path.name for path in tmp_path.iterdir()] == ['input.txt'] and (tmp_path / 'input.txt').read_text() == 'older'
+    assert [path.name for path in tmp_path.iterdir()] == ['input.txt']
+    assert (tmp_path / 'input.txt').read_text() == 'older'
 
 
 def test_interruption_leaves_nothing(monkeypatch, tmp_path):
@@ -96,7 +100,8 @@ def test_interruption_leaves_nothing(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize('url', ['http://example.org/x', 'file:///etc/passwd', 'ftp://example.org/x', ''])
+@pytest.mark.parametrize('url',
+                         ['http://example.org/x', 'file:///etc/passwd', 'ftp://example.org/x', ''])
 def test_only_https(tmp_path, url):
     with pytest.raises(UserError, match='https'):
         fetch(url, tmp_path / 'x', SHA256)

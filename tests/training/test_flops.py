@@ -23,8 +23,10 @@ def test_vanilla_by_hand():
 
 def test_grouped_heads_windows_and_readers_by_hand():
     # 4 layers, 4 query heads of 3 with 2 key/value heads; layers 1 and 3 read the K/V of 0 and 2; W = 2, one in two global
-    config = GPTConfig(block_size=4, vocab_size=7, n_layer=4, n_head=4, head_dim=3, n_embd=5, n_kv_head=2, mlp_hidden=9,
-                       layer_pattern='LLGG', kv_share='AABB', window_size=2, pos_embedding='learned')
+    config = GPTConfig(block_size=4, vocab_size=7, n_layer=4, n_head=4, head_dim=3, n_embd=5,
+                       n_kv_head=2, mlp_hidden=9,
+                       layer_pattern='LLGG', kv_share='AABB', window_size=2,
+                       pos_embedding='learned')
     owner, reader, rest = 5 * (4 + 2 * 2) * 3, 5 * 4 * 3, 4 * 3 * 5 + 2 * 5 * 9
     flops = flops_per_token(config)
     assert flops.weights == 6 * (2 * owner + 2 * reader + 4 * rest + 7 * 5)
@@ -35,7 +37,8 @@ def test_grouped_heads_windows_and_readers_by_hand():
 @pytest.mark.parametrize('T', [1, 2, 5, 16, 33])
 @pytest.mark.parametrize('window', [0, 1, 2, 5, 16, 40])
 def test_mean_keys_is_the_mean_over_the_mask(T, window):
-    assert mean_keys(T, window) == pytest.approx(dense_mask(T, T, window).sum().item() / T, rel=1e-12)
+    assert mean_keys(T, window) == pytest.approx(dense_mask(T, T, window).sum().item() / T,
+                                                 rel=1e-12)
 
 
 @pytest.mark.parametrize('settings', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
@@ -75,7 +78,8 @@ def test_lengths_that_cannot_be(T):
 @pytest.mark.parametrize('name, dtype, tflops', [
     ('Tesla V100-SXM2-16GB', 'float16', 125.0), ('Tesla V100-SXM2-16GB', 'bfloat16', None),
     ('Tesla V100-PCIE-32GB', 'float32', 14.0), ('NVIDIA A100-SXM4-80GB', 'bfloat16', 312.0),
-    ('NVIDIA A100-SXM4-40GB MIG 3g.20gb', 'bfloat16', None), ('NVIDIA H100 PCIe', 'bfloat16', 756.0),
+    ('NVIDIA A100-SXM4-40GB MIG 3g.20gb', 'bfloat16', None),
+    ('NVIDIA H100 PCIe', 'bfloat16', 756.0),
     ('NVIDIA L4', 'bfloat16', 121.0), ('NVIDIA L40S', 'bfloat16', 362.0),
     ('NVIDIA GeForce RTX 3090 Ti', 'bfloat16', None), ('Some GPU', 'float32', None)])
 def test_peaks_of_devices_by_their_names(name, dtype, tflops, monkeypatch):

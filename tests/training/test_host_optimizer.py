@@ -23,7 +23,8 @@ def both():
 
 
 def guarded(optimizer, grad_clip=0.5):
-    return GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), grad_clip, torch.device('cpu'))
+    return GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), grad_clip,
+                         torch.device('cpu'))
 
 
 @pytest.mark.parametrize('bucket', [1, 20_000, 2 ** 30])
@@ -40,7 +41,8 @@ def test_its_steps_are_adamws(bucket):
             backward(m, seed)
             update(seed, torch.tensor(1.0))
         assert_equal(weights(model), weights(twin))
-    assert updates[0].read().grad_norm == updates[1].read().grad_norm > 0.5  # so that there was something to clip
+    # so that there was something to clip
+    assert updates[0].read().grad_norm == updates[1].read().grad_norm > 0.5
 
 
 def test_a_parameter_without_a_gradient_is_left_alone():
@@ -52,10 +54,12 @@ def test_a_parameter_without_a_gradient_is_left_alone():
             o.step()
             o.zero_grad()
     assert_equal(weights(model), weights(twin))
-    assert torch.equal(model.transformer.h[1].mlp.c_fc.weight, model_of().transformer.h[1].mlp.c_fc.weight)
+    assert torch.equal(model.transformer.h[1].mlp.c_fc.weight,
+                       model_of().transformer.h[1].mlp.c_fc.weight)
 
 
-@pytest.mark.parametrize('first, then', [(HOST, HOST), (HOST, PLAIN), (PLAIN, HOST)], ids=['host', 'to device', 'to host'])
+@pytest.mark.parametrize('first, then', [(HOST, HOST), (HOST, PLAIN), (PLAIN, HOST)],
+                         ids=['host', 'to device', 'to host'])
 def test_a_run_goes_on_with_it_or_without(first, then, tmp_path):
     model, twin = model_of(), model_of()
     optimizer, other = make_optimizer(model, first, 'cpu'), make_optimizer(twin, PLAIN, 'cpu')
@@ -63,7 +67,8 @@ def test_a_run_goes_on_with_it_or_without(first, then, tmp_path):
         step(model, optimizer, seed)
         step(twin, other, seed)
     assert str(optimizer_state(optimizer)['state']) == str(optimizer_state(other)['state'])
-    torch.save({'model': model.state_dict(), 'optimizer': optimizer_state(optimizer)}, tmp_path / 'saved.pt')
+    torch.save({'model': model.state_dict(), 'optimizer': optimizer_state(optimizer)},
+               tmp_path / 'saved.pt')
     saved = torch.load(tmp_path / 'saved.pt', weights_only=True)
     model = model_of()
     optimizer = make_optimizer(model, then, 'cpu')
@@ -95,7 +100,8 @@ def test_nothing_of_it_counts_as_the_devices():
     step(model, optimizer, 0)
     parameters = sum(p.nbytes for p in model.parameters())
     assert state_bytes(model, optimizer)[2] == 0
-    assert optimizer.host_nbytes() == 4 * parameters + 4 * len(list(model.parameters()))  # and a step count each
+    # and a step count each
+    assert optimizer.host_nbytes() == 4 * parameters + 4 * len(list(model.parameters()))
     assert f'optimizer {nice_bytes(0)} (and {nice_bytes(optimizer.host_nbytes())} on the host)' in \
         memory_line(model, optimizer, torch.device('cpu'))
 

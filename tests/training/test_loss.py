@@ -9,7 +9,8 @@ from tests.helpers.models import FULL_STACK, tokens
 from training.loss import cross_entropy, linear_cross_entropy
 
 C, V = 16, 37
-ROWS = pytest.mark.parametrize('n', [3, 4, 6, 7, 20])  # three at a time: one chunk, one more, whole ones, a rest
+# three at a time: one chunk, one more, whole ones, a rest
+ROWS = pytest.mark.parametrize('n', [3, 4, 6, 7, 20])
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,8 @@ def three_rows(monkeypatch):
 
 def problem(n, dtype=torch.float64, ignored=()):
     generator = torch.Generator().manual_seed(n)
-    x, weight = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((n, C), (V, C)))
+    x, weight = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+                 for shape in ((n, C), (V, C)))
     targets = torch.randint(V, (n,), generator=generator)
     targets[list(ignored)] = -1
     return x.requires_grad_(), weight.requires_grad_(), targets
@@ -41,11 +43,14 @@ def gaps(found, wanted):
 
 
 @ROWS
-@pytest.mark.parametrize('dtype, bound', [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=['fp64', 'fp32'])
-@pytest.mark.parametrize('ignored', [(), (0, 1, 2), (1,)], ids=['all', 'without the first chunk', 'without one row'])
+@pytest.mark.parametrize('dtype, bound', [(torch.float64, 1e-12), (torch.float32, 1e-6)],
+                         ids=['fp64', 'fp32'])
+@pytest.mark.parametrize('ignored', [(), (0, 1, 2), (1,)],
+                         ids=['all', 'without the first chunk', 'without one row'])
 def test_loss_and_gradients(n, dtype, bound, ignored):
     given = problem(n, dtype, ignored if len(ignored) < n else ())
-    found, wanted = (with_gradients(form, *given, factor=-2.5) for form in (linear_cross_entropy, plain))
+    found, wanted = (with_gradients(form, *given, factor=-2.5)
+                     for form in (linear_cross_entropy, plain))
     assert [x.dtype for x in found] == [dtype] * 3 and max(gaps(found, wanted)) < bound
 
 
@@ -89,7 +94,8 @@ def test_extreme_logits_neither_overflow_nor_lose_the_sum():
     truth = with_gradients(plain, *wide, targets)
     mine, theirs = (gaps(with_gradients(form, x, weight, targets), truth)
                     for form in (linear_cross_entropy, plain))
-    assert truth[0] > 1e5 and max(mine) < max(1e-3, 2 * max(theirs))  # logits of 1e5 are rounded by 0.004
+    # logits of 1e5 are rounded by 0.004
+    assert truth[0] > 1e5 and max(mine) < max(1e-3, 2 * max(theirs))
 
 
 @pytest.mark.parametrize('form', [linear_cross_entropy, plain])

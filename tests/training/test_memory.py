@@ -24,7 +24,8 @@ BASE = dict(n_layer=L, n_head=4, n_embd=C, block_size=T, vocab_size=V, bias=Fals
 SHAPES = {
     'vanilla': BASE,
     'gqa': dict(BASE, n_kv_head=2, bias=True, dropout=0.1),
-    'full': dict(BASE, n_kv_head=1, layer_pattern='LG', kv_share='AB', window_size=32, pos_embedding='rope', qk_norm=True),
+    'full': dict(BASE, n_kv_head=1, layer_pattern='LG', kv_share='AB', window_size=32,
+                 pos_embedding='rope', qk_norm=True),
 }
 POLICIES = ('none', 'selective', 'mlp', 'block', 'every:2', 'sqrt', 'offload')
 RNG_STATE = torch.get_rng_state().nbytes  # checkpointing keeps one for each segment, on the host
@@ -32,7 +33,8 @@ RNG_STATE = torch.get_rng_state().nbytes  # checkpointing keeps one for each seg
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 50 * V * 4)  # 50 of the 128 tokens at a time
+    # 50 of the 128 tokens at a time
+    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 50 * V * 4)
 
 
 class Made(dict):
@@ -109,23 +111,28 @@ def test_figures_by_hand():
     m = predict(GPTConfig(**BASE), B, chunked_loss=False)
     N, n = sum(p.numel() for p in GPT(GPTConfig(**BASE)).parameters()), B * T
     assert (m.parameters, m.gradients) == (4 * N, 4 * N)
-    assert m.by_kind['mlp'] == L * 4 * n * 8 * C                 # hidden layer before and after GELU
-    assert m.by_kind['attention'] == L * 4 * n * (3 * C + C + 4)   # q, k, v; output; logsumexp of 4 heads
+    # hidden layer before and after GELU
+    assert m.by_kind['mlp'] == L * 4 * n * 8 * C
+    # q, k, v; output; logsumexp of 4 heads
+    assert m.by_kind['attention'] == L * 4 * n * (3 * C + C + 4)
     assert m.by_kind['norms'] == (2 * L + 1) * 4 * n * (C + 2)    # output, mean, deviation
     assert m.by_block == [m.by_block[0]] * L
-    assert m.loss_peak >= 2 * 4 * n * V                            # log-probabilities and their gradient
+    # log-probabilities and their gradient
+    assert m.loss_peak >= 2 * 4 * n * V
     chunked = predict(GPTConfig(**BASE), B)
     assert chunked.loss_peak < m.loss_peak / 2 and chunked.flops == m.flops
     # products of a token, forward and backward, and attention's scores counted whole
     products = 3 * 2 * n * (L * 12 * C * C + V * C)
     scores = L * B * 2 * 2 * T * T * C
-    assert m.flops == products + scores + scores * 5 // 2          # the backward pass computes the scores again
+    # the backward pass computes the scores again
+    assert m.flops == products + scores + scores * 5 // 2
 
 
 def test_block_recomputes_a_forward_pass_of_the_blocks():
     none, block = (predict(GPTConfig(**BASE), B, policy=policy) for policy in ('none', 'block'))
     forward = L * (2 * B * T * 12 * C * C + B * 4 * T * T * C)
-    assert 0.5 * forward < block.flops - none.flops <= forward     # it ends with what is needed last, before mlp.c_proj
+    # it ends with what is needed last, before mlp.c_proj
+    assert 0.5 * forward < block.flops - none.flops <= forward
 
 
 def test_measuring_leaves_nothing(made):

@@ -18,11 +18,13 @@ from training.memory_plan import Plans, largest_batch
 from training.memory_use import Predictor
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=4', '--dataset=unheard_of',
+FLAGS = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=4',
+         '--dataset=unheard_of',
          '--device=cpu', '--gradient_accumulation_steps=1']
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 50)), min_size=1, max_size=4), st.integers(1, 5000),
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 50)), min_size=1, max_size=4),
+       st.integers(1, 5000),
        st.integers(1, 300))
 def test_largest_batch_is_the_largest_that_fits(lines, budget, start):
     asked = []
@@ -51,9 +53,11 @@ def test_largest_batch_where_the_peak_falls_or_rises_on_the_way(below, above, wh
 @pytest.mark.parametrize('chunked', [True, False])
 def test_predicted_peaks_fall_where_the_search_expects_it(monkeypatch, chunked, policy):
     vocab, T = 500, 16
-    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 4 * vocab * (5 * T + 3))  # up to 5 sequences and a bit
+    # up to 5 sequences and a bit
+    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 4 * vocab * (5 * T + 3))
     config = GPTConfig(vocab_size=vocab, n_layer=1, n_head=2, n_embd=16, block_size=T)
-    s = SimpleNamespace(gradient_accumulation_steps=1, compile=False, batch_size=3, block_size=T, chunked_loss=chunked,
+    s = SimpleNamespace(gradient_accumulation_steps=1, compile=False, batch_size=3, block_size=T,
+                        chunked_loss=chunked,
                         attention_backend='auto', optimizer='adamw', offload_optimizer=False)
     plans = Plans(s, config, torch.device('cpu'), torch.float32)
     peaks = [plans.memory(policy, n).peak for n in range(1, 9)]
@@ -62,7 +66,8 @@ def test_predicted_peaks_fall_where_the_search_expects_it(monkeypatch, chunked, 
     for budget in (peaks[0] - 1, peaks[0], peaks[5] - 1, peaks[5], peaks[6]):
         n = largest_batch(lambda n: plans.memory(policy, n).peak, budget, 3, plans.whole)
         assert n == 0 or plans.memory(policy, n).peak <= budget
-        assert plans.memory(policy, n + 1).peak > budget and all(peak > budget for peak in peaks[n:])
+        assert plans.memory(policy, n + 1).peak > budget
+        assert all(peak > budget for peak in peaks[n:])
 
 
 def test_figures_are_predictions_and_the_advice_follows_from_them(capsys):
@@ -71,22 +76,27 @@ def test_figures_are_predictions_and_the_advice_follows_from_them(capsys):
     document = json.loads(out.splitlines()[-1])
     rows = {row['policy']: row for row in document['policies']}
     assert list(rows) == ['none', 'selective', 'mlp', 'block', 'sqrt']
-    predictor = Predictor(GPTConfig(vocab_size=50304, bias=False, n_layer=2, n_head=2, n_embd=32, block_size=32))
+    predictor = Predictor(GPTConfig(vocab_size=50304, bias=False, n_layer=2, n_head=2, n_embd=32,
+                                    block_size=32))
     for policy in ('none', 'block'):
         row, at = rows[policy], predictor.predict(policy, 6)
         n = row['largest_batch']
-        assert (row['peak'], row['activations'], row['fits']) == (at.peak, at.activations, at.peak <= 61e6)
+        assert (row['peak'], row['activations'], row['fits']) == (at.peak, at.activations,
+                                                                  at.peak <= 61e6)
         assert n > 6 and row['largest_peak'] == predictor.predict(policy, n).peak <= 61e6
         assert predictor.predict(policy, n + 1).peak > 61e6
-    assert document['fastest'] == document['at_batch_size'] == 'none' and rows['none']['recomputed'] == 0
+    assert document['fastest'] == document['at_batch_size'] == 'none'
+    assert rows['none']['recomputed'] == 0
     assert rows['block']['recomputed'] > 0
     assert document['largest_batch'] == max(row['largest_batch'] for row in rows.values())
     assert '--recompute=none is the fastest that fits' in out
 
 
 @pytest.mark.parametrize('flag, words', [
-    ('--budget=much', "budget='much': a number of bytes is needed"), ('--budget=1MB', 'nothing fits; the least is '),
-    ('--batch_size=0', 'must be at least 1'), ('--device=nowhere', 'cannot be used here'), ('--n_head=5', 'n_head')])
+    ('--budget=much', "budget='much': a number of bytes is needed"),
+    ('--budget=1MB', 'nothing fits; the least is '),
+    ('--batch_size=0', 'must be at least 1'), ('--device=nowhere', 'cannot be used here'),
+    ('--n_head=5', 'n_head')])
 def test_wrong_input_is_one_line(flag, words):
     with pytest.raises(UserError, match=words):
         main([*FLAGS, flag])

@@ -57,7 +57,8 @@ def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(name, tmp_path):
     optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
     for seed in range(3):
         step(model, optimizer, seed)
-    torch.save({'model': model.state_dict(), 'optimizer': optimizer_state(optimizer)}, tmp_path / 'saved.pt')
+    torch.save({'model': model.state_dict(), 'optimizer': optimizer_state(optimizer)},
+               tmp_path / 'saved.pt')
     set_learning_rate(optimizer, 5e-3)
     step(model, optimizer, 3)
     saved, twin = torch.load(tmp_path / 'saved.pt', weights_only=True), model_of()
@@ -85,7 +86,8 @@ def test_the_bytes_of_a_state_are_foretold(name):
 def test_a_step_without_finite_gradients_changes_nothing(name, offload):
     model = model_of()
     optimizer = make_optimizer(model, settings(optimizer=name, offload_optimizer=offload), 'cpu')
-    update = GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), 1.0, torch.device('cpu'))
+    update = GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), 1.0,
+                           torch.device('cpu'))
     backward(model, 0)
     update(0, torch.tensor(1.0))
     before, state = weights(model), copy.deepcopy(optimizer_state(optimizer)['state'])
@@ -105,11 +107,13 @@ def test_clipping_counts_all_gradients_together(name):
         model = model_of()
         optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
         backward(model, 0)
-        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])).item()
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm()
+                                                     for p in model.parameters()])).item()
         if not clip:
             for p in model.parameters():
                 p.grad *= 0.1
-        update = GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), norm / 10 if clip else 0.0,
+        update = GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False),
+                               norm / 10 if clip else 0.0,
                                torch.device('cpu'))
         update(0, torch.tensor(1.0))
         assert update.read().grad_norm == pytest.approx(norm if clip else norm / 10, rel=1e-5)
@@ -128,11 +132,14 @@ def test_without_torchao_it_says_what_to_install(monkeypatch):
 
 # -- learning rate
 
-WSD = dict(decay_lr=True, lr_schedule='wsd', learning_rate=1.0, min_lr=0.2, warmup_iters=10, lr_decay_iters=110,
+WSD = dict(decay_lr=True, lr_schedule='wsd', learning_rate=1.0, min_lr=0.2, warmup_iters=10,
+           lr_decay_iters=110,
            cooldown_iters=40)
 
 
-@pytest.mark.parametrize('it, lr', [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (70, 1.0), (71, 0.98), (90, 0.6), (109, 0.22),
+@pytest.mark.parametrize('it, lr',
+                         [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (70, 1.0), (71, 0.98), (90, 0.6),
+                                    (109, 0.22),
                                     (110, 0.2), (10 ** 6, 0.2)])
 def test_warm_up_stable_decay(it, lr):
     assert learning_rate_at(it, SimpleNamespace(**WSD)) == pytest.approx(lr, rel=1e-12)

@@ -174,7 +174,8 @@ def test_unusable_devices_are_named_with_the_usable(name):
     assert repr(name) in str(caught.value) and "'cpu'" in str(caught.value)
 
 
-@pytest.mark.parametrize('built, why', [(False, 'was built without CUDA'), (True, 'torch sees no GPU')])
+@pytest.mark.parametrize('built, why',
+                         [(False, 'was built without CUDA'), (True, 'torch sees no GPU')])
 def test_without_a_gpu_it_is_said_why(monkeypatch, built, why):
     def no_gpu(*args, **kwargs):
         raise RuntimeError
@@ -188,7 +189,8 @@ def test_without_a_gpu_it_is_said_why(monkeypatch, built, why):
 
 
 def test_auto_dtype_is_float32_off_cuda():
-    assert pick_dtype('auto', CPU) == torch.float32 and pick_dtype('bfloat16', CPU) == torch.bfloat16
+    assert pick_dtype('auto', CPU) == torch.float32
+    assert pick_dtype('bfloat16', CPU) == torch.bfloat16
 
 
 # -- memory

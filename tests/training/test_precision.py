@@ -68,7 +68,8 @@ def test_norms_and_the_residual_stream(half):
             assert x.dtype == out[0].dtype == torch.float32
         else:
             assert x.dtype == out.dtype == torch.float32
-            torch.testing.assert_close(out.detach().double(), normed(module, x), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(out.detach().double(), normed(module, x), rtol=1e-5,
+                                       atol=1e-6)
 
 
 @HALF
@@ -102,7 +103,8 @@ def test_the_half_type_is_used_for_products_and_keys_match_values(half):
         logits, loss = model(tokens(2, 40), tokens(2, 40))
     assert {x.dtype for x in [*seen, logits]} == {half}
     loss.backward()
-    assert loss.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert loss.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 class SoftmaxTypes(TorchDispatchMode):
@@ -157,7 +159,8 @@ def test_the_loss_is_the_float32_loss_of_the_half_logits(half, chunked, monkeypa
     x, weight, targets = torch.randn(100, 24), torch.randn(50, 24), torch.randint(50, (100,))
     with autocast(half):
         logits = F.linear(x, weight)
-        loss = linear_cross_entropy(x, weight, targets) if chunked else cross_entropy(logits, targets)
+        loss = linear_cross_entropy(x, weight, targets) if chunked else cross_entropy(logits,
+                                                                                      targets)
     wanted = F.cross_entropy(logits.double(), targets)
     assert logits.dtype == half and loss.dtype == torch.float32
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
@@ -173,14 +176,17 @@ def tiny(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('config', [VANILLA, FULL_STACK_RUN], ids=['vanilla', 'full stack'])
-def test_training_stays_near_float32_and_keeps_its_state_there(tmp_path, tiny, monkeypatch, config, dtype):
+def test_training_stays_near_float32_and_keeps_its_state_there(tmp_path, tiny, monkeypatch, config,
+                                                               dtype):
     monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 12 * 16})  # several chunks
     settings = dict(config, max_iters=2, eval_interval=2, gradient_accumulation_steps=2)
     exact = run_train(tmp_path / 'a', settings, dtype='float32').rows
     half = run_train(tmp_path / 'b', settings, dtype=dtype).rows
     for a, b in zip(exact, half):
-        assert a['loss'] == pytest.approx(b['loss'], abs=0.01) and a['loss'] != b['loss'] and b['skipped'] == 0
-        assert a['grad_norm'] == pytest.approx(b['grad_norm'], rel=0.05)  # of the unscaled gradients
+        assert a['loss'] == pytest.approx(b['loss'], abs=0.01) and a['loss'] != b['loss']
+        assert b['skipped'] == 0
+        # of the unscaled gradients
+        assert a['grad_norm'] == pytest.approx(b['grad_norm'], rel=0.05)
         assert b.get('loss_scale') == (65536.0 if dtype == 'float16' else None) and 'loss_scale' not in a
     saved = load(tmp_path / 'b' / 'ckpt.pt')
     assert {x.dtype for x in saved['model'].values()} == {torch.float32}

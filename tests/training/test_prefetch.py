@@ -25,13 +25,15 @@ def folder(tmp_path):
 
 
 def batches_of(folder, depth=2, **more):
-    return Prefetched(TokenBatches(folder, 8, 4, CPU, torch.Generator().manual_seed(5), **more), depth)
+    return Prefetched(TokenBatches(folder, 8, 4, CPU, torch.Generator().manual_seed(5), **more),
+                      depth)
 
 
 @pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
 @pytest.mark.parametrize('depth', [0, 1, 5])
 def test_they_are_those_made_in_turn(folder, depth, order):
-    plain, ahead = batches_of(folder, 0, order=order).batches, batches_of(folder, depth, order=order)
+    plain, ahead = batches_of(folder, 0, order=order).batches, batches_of(folder, depth,
+                                                                          order=order)
     for _ in range(40):
         for found, expected in zip(ahead.next(), plain.next()):
             assert torch.equal(found, expected)
@@ -127,7 +129,8 @@ def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
         batches.next()
         print('done')
     """
-    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, 'done\n', '')
 
 
@@ -140,13 +143,17 @@ def test_wide_ids(tmp_path):
         out.add('val', ids[:50])
     assert [path.stat().st_size for path in sorted(tmp_path.glob('train_*.bin'))] == [160, 160, 80]
     x, y = batches_of(tmp_path, order='sequential', vocab_size=200_000).next()
-    assert x.flatten().tolist() == list(range(150_000, 150_032)) and y[0, -1] == 150_008  # across shards
+    # across shards
+    assert x.flatten().tolist() == list(range(150_000, 150_032)) and y[0, -1] == 150_008
     with pytest.raises(UserError, match='allowed are 0 to 199999'):
         TokenWriter(tmp_path / 'b', meta).check('train', np.array([200_000]))
 
 
-@pytest.mark.parametrize('meta, named', [({'vocab_size': 70_000}, '65536'), ({'vocab_size': 10, 'dtype': 'int8'}, "'int8'"),
-                                         ({'vocab_size': 2 ** 33, 'dtype': 'uint32'}, 'uint32 ids')])
+@pytest.mark.parametrize('meta, named',
+                         [({'vocab_size': 70_000}, '65536'),
+                                         ({'vocab_size': 10, 'dtype': 'int8'}, "'int8'"),
+                                         ({'vocab_size': 2 ** 33, 'dtype': 'uint32'},
+                                          'uint32 ids')])
 def test_meta_says_what_ids_are(tmp_path, meta, named):
     with pytest.raises(UserError, match=named):
         TokenWriter(tmp_path, meta)
@@ -163,7 +170,8 @@ def test_a_shard_with_ids_that_cannot_be_is_named(tmp_path, depth):
     shard.write_bytes(data)
     batches = batches_of(tmp_path, depth, order='sequential', vocab_size=100)
     batches.next()
-    with pytest.raises(UserError, match=r"train_00001\.bin' has token 65535, and the vocabulary 100"):
+    with pytest.raises(UserError,
+                       match=r"train_00001\.bin' has token 65535, and the vocabulary 100"):
         [batches.next() for _ in range(3)]
 
 
@@ -173,5 +181,6 @@ def test_a_shard_of_an_odd_size_is_named(tmp_path):
         out.add('val', np.arange(50))
     shard = tmp_path / 'train_00002.bin'
     shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"train_00002\.bin' has 78 bytes; allowed is a positive multiple of 4"):
+    with pytest.raises(UserError,
+                       match=r"train_00002\.bin' has 78 bytes; allowed is a positive multiple of 4"):
         batches_of(tmp_path)

@@ -101,7 +101,8 @@ def work(policy, shape='vanilla', **settings):
     """Operations of the forward and of the backward pass, and how often each kind of module ran in the whole step."""
     model, calls = new_model(shape, policy, **settings), Counter()
     for block in model.transformer.h:
-        for name, module in (('block', block), ('c_attn', block.attn.c_attn), ('c_fc', block.mlp.c_fc)):
+        for name, module in (('block', block), ('c_attn', block.attn.c_attn),
+                             ('c_fc', block.mlp.c_fc)):
             module.register_forward_pre_hook(lambda m, given, name=name: calls.update([name]))
     with Counted() as forward:
         loss = model(tokens(2, 40), tokens(2, 40))[1]
@@ -115,17 +116,20 @@ def work(policy, shape='vanilla', **settings):
 def test_what_runs_twice(policy, shape):
     n = SHAPES[shape]['n_layer']
     forward, backward, calls = work(policy, shape)
-    twice = {'mlp': {'c_fc'}, 'none': set(), 'offload': set()}.get(policy, {'block', 'c_attn', 'c_fc'})
+    twice = {'mlp': {'c_fc'}, 'none': set(), 'offload': set()}.get(policy,
+                                                                   {'block', 'c_attn', 'c_fc'})
     assert calls == {name: n * (1 + (name in twice)) for name in ('block', 'c_attn', 'c_fc')}
     # selective goes through the modules again, but takes products and attention from what it kept
-    assert backward.of(ATTENTION) == (forward.of(ATTENTION) if policy in ('block', 'every:2', 'sqrt') else 0)
+    assert backward.of(ATTENTION) == (forward.of(ATTENTION) if policy in ('block', 'every:2',
+                                                                          'sqrt') else 0)
     assert forward.of(ATTENTION) >= n
     assert (backward.n[aten.gelu.default] > 0) == (policy not in ('none', 'offload'))
 
 
 @pytest.mark.parametrize('dropout', [0.0, 0.1])
 def test_selective_computes_no_product_again(dropout):
-    backward = {policy: work(policy, dropout=dropout)[1] for policy in ('none', 'selective', 'mlp', 'block')}
+    backward = {policy: work(policy, dropout=dropout)[1]
+                for policy in ('none', 'selective', 'mlp', 'block')}
     products = {policy: counted.of(MATMULS) for policy, counted in backward.items()}
     n = SMALL['n_layer']
     assert products['selective'] == products['none']
@@ -133,7 +137,8 @@ def test_selective_computes_no_product_again(dropout):
     # is not recomputed unless a dropout follows it
     assert products['mlp'] == products['none'] + n * (1 + (dropout > 0))
     assert products['block'] == products['none'] + n * (3 + (dropout > 0))
-    norms = {policy: counted.n[aten.native_layer_norm.default] for policy, counted in backward.items()}
+    norms = {policy: counted.n[aten.native_layer_norm.default]
+             for policy, counted in backward.items()}
     assert norms == {'none': 0, 'selective': 2 * n, 'mlp': n, 'block': 2 * n}
 
 
@@ -166,8 +171,10 @@ def test_offload_leaves_parameters_and_what_is_small_where_they_are(moved, monke
 
 @pytest.mark.parametrize('name, n_layer, segments', [
     ('none', 3, ()), ('mlp', 3, ()), ('offload', 3, ()), ('block', 3, ((0, 1), (1, 2), (2, 3))),
-    ('selective', 2, ((0, 1), (1, 2))), ('every:2', 5, ((0, 2), (2, 4), (4, 5))), ('every:5', 5, ((0, 5),)),
-    ('sqrt', 1, ((0, 1),)), ('sqrt', 9, ((0, 3), (3, 6), (6, 9))), ('sqrt', 7, ((0, 3), (3, 6), (6, 7)))])
+    ('selective', 2, ((0, 1), (1, 2))), ('every:2', 5, ((0, 2), (2, 4), (4, 5))),
+    ('every:5', 5, ((0, 5),)),
+    ('sqrt', 1, ((0, 1),)), ('sqrt', 9, ((0, 3), (3, 6), (6, 9))),
+    ('sqrt', 7, ((0, 3), (3, 6), (6, 7)))])
 def test_segments(name, n_layer, segments):
     assert Recompute.parse(name, n_layer).segments == segments
 
@@ -180,8 +187,10 @@ def test_other_names_are_refused_with_those_that_are_allowed(name):
 
 
 @pytest.mark.parametrize('settings, message', [
-    (dict(recompute='offload', compile=True), "recompute='offload' .* torch.compile .* --compile=False"),
-    (dict(checkpoint_blocks=True, recompute='mlp'), "checkpoint_blocks=True means recompute='block', not 'mlp'")])
+    (dict(recompute='offload', compile=True),
+     "recompute='offload' .* torch.compile .* --compile=False"),
+    (dict(checkpoint_blocks=True, recompute='mlp'),
+     "checkpoint_blocks=True means recompute='block', not 'mlp'")])
 def test_settings_that_exclude_each_other(tmp_path, settings, message):
     with pytest.raises(UserError, match=message):
         train.main(flags(dict(VANILLA_RUN, out_dir=tmp_path / 'out') | settings))

@@ -12,7 +12,8 @@ from tests.data.making.support import DOCUMENTS, contents
 @pytest.fixture
 def dump(tmp_path):
     path = tmp_path / 'dump.jsonl'
-    path.write_text(''.join(json.dumps({'text': text, 'id': i}) + '\n' for i, text in enumerate(DOCUMENTS)))
+    path.write_text(''.join(json.dumps({'text': text, 'id': i}) + '\n'
+                            for i, text in enumerate(DOCUMENTS)))
     return path
 
 

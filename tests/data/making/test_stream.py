@@ -49,13 +49,17 @@ def test_threads_keep_the_order_and_read_no_further_than_needed(tiny):
 
 def test_empty_documents_give_no_tokens(tiny):
     tokens = encode_batch(['', 'a', ''], tiny, 1e-9)
-    assert tokens.train.tolist() == [97, 260] and tokens.val.size == 0 and tokens.documents == 3 and tokens.nbytes == 1
+    assert tokens.train.tolist() == [97, 260] and tokens.val.size == 0
+    assert tokens.documents == 3 and tokens.nbytes == 1
 
 
 @pytest.mark.parametrize('name, content, words', [
-    ('x.jsonl', '{"text": "a"}\n{"tex": "b"}\n', 'line 2'), ('x.jsonl', '{"text": "a"}\n[1]\n', 'line 2'),
-    ('x.jsonl', 'garbage', 'line 1'), ('x.jsonl', '{"text": 5}', 'line 1'), ('x.csv', 'a', r'\.jsonl, \.txt and \.parquet'),
-    ('x.jsonl', None, 'no file'), ('x.txt', b'\xff\xfe', 'not UTF-8'), ('x.txt', '', 'none of 0 documents is for train'),
+    ('x.jsonl', '{"text": "a"}\n{"tex": "b"}\n', 'line 2'),
+    ('x.jsonl', '{"text": "a"}\n[1]\n', 'line 2'),
+    ('x.jsonl', 'garbage', 'line 1'), ('x.jsonl', '{"text": 5}', 'line 1'),
+    ('x.csv', 'a', r'\.jsonl, \.txt and \.parquet'),
+    ('x.jsonl', None, 'no file'), ('x.txt', b'\xff\xfe', 'not UTF-8'),
+    ('x.txt', '', 'none of 0 documents is for train'),
     ('x.txt', 'one\n', 'none of 1 documents is for val'),
 ])
 def test_bad_dumps(run, tmp_path, name, content, words):
@@ -81,7 +85,8 @@ def test_documents_of_text_files_are_lines(tmp_path):
     (tmp_path / 'b.jsonl').write_text('{"text": "four\\nlines"}\n\n{"text": "five"}')
     files = [tmp_path / 'a.txt', tmp_path / 'b.jsonl']
     documents = ['one', '', 'thrée\u2028x', 'four\nlines', 'five']
-    assert [list(file_documents(files, skip)) for skip in range(7)] == [documents[skip:] for skip in range(7)]
+    assert [list(file_documents(files, skip)) for skip in range(7)] == [documents[skip:]
+                                                                        for skip in range(7)]
 
 
 @pytest.mark.parametrize('name, path, config, sample', [
@@ -103,12 +108,15 @@ def test_hub_datasets_with_scripts_are_asked_for_as_parquet(monkeypatch):
         return Rows([{'text': revision}, {'text': None}, {'text': 'b'}])
 
     fake_hub(monkeypatch, load_dataset)
-    assert list(hub_documents('x/y')) == ['refs/convert/parquet', '', 'b'] and list(hub_documents('x/y', skip=1)) == ['', 'b']
+    assert list(hub_documents('x/y')) == ['refs/convert/parquet', '', 'b']
+    assert list(hub_documents('x/y', skip=1)) == ['', 'b']
 
 
 @pytest.mark.parametrize('error, words', [
-    (ConnectionError("Couldn't reach\nthe Hub"), "x/y.*hub: ConnectionError: Couldn't reach the Hub"),
-    (FileNotFoundError(), 'FileNotFoundError: no reason given'), (KeyError('text'), "no column 'text'")])
+    (ConnectionError("Couldn't reach\nthe Hub"),
+     "x/y.*hub: ConnectionError: Couldn't reach the Hub"),
+    (FileNotFoundError(), 'FileNotFoundError: no reason given'),
+    (KeyError('text'), "no column 'text'")])
 def test_hub_that_fails_is_one_line(monkeypatch, error, words):
     def load_dataset(*args, **kwargs):
         raise error
@@ -138,6 +146,7 @@ def test_an_old_package_datasets_is_refused(monkeypatch, run, tmp_path, version)
 
 
 def test_parquet_and_json_through_the_real_package(tmp_path, dump):
-    pyarrow.parquet.write_table(pyarrow.table({'text': DOCUMENTS, 'id': range(400)}), tmp_path / 'dump.parquet')
+    pyarrow.parquet.write_table(pyarrow.table({'text': DOCUMENTS, 'id': range(400)}),
+                                tmp_path / 'dump.parquet')
     assert list(hub_documents('json', data_files=str(dump))) == DOCUMENTS
     assert list(file_documents([tmp_path / 'dump.parquet'], 7)) == DOCUMENTS[7:]

@@ -32,7 +32,8 @@ def run(load_prepare, root, monkeypatch):
         prepare.main([str(arg) for arg in argv] + ([f'--name={name}'] if name != 'text' else []))
         meta = read_meta(root / name)
         decode = tokenizer or CharTokenizer(meta['stoi'], meta['itos']).decode
-        return tuple(decode(open_tokens(root / name / f'{part}.bin').tolist()) for part in ('train', 'val'))
+        return tuple(decode(open_tokens(root / name / f'{part}.bin').tolist())
+                     for part in ('train', 'val'))
     return run
 
 
@@ -90,7 +91,8 @@ def test_the_split_is_the_same_every_time_and_wherever_the_folder_is(run, files,
 
 
 def test_end_of_text_follows_each_file_in_bpe(run, files, tiny):
-    train, val = run('--input', files, '--glob=*.txt', '--val=0.125', '--tokenizer=gpt2', tokenizer=list)
+    train, val = run('--input', files, '--glob=*.txt', '--val=0.125', '--tokenizer=gpt2',
+                     tokenizer=list)
     assert train.count(260) == 36 and val.count(260) == 4 and train[-1] == val[-1] == 260
     assert tiny.decode(train[:train.index(260)]) == 'text 0 ' + 'x' * 100
 
@@ -119,7 +121,8 @@ def test_a_large_file_beside_a_small_one_trains_and_validates(run, tmp_path):
 
 def test_a_dataset_of_other_origin_is_only_replaced_when_asked_to(run, root, tmp_path):
     (tmp_path / 'book.txt').write_text('Some text. ' * 10)
-    for name, file in (('mine', 'train.bin'), ('shards', 'train_00000.bin'), ('alphabet', 'meta.pkl')):
+    for name, file in (('mine', 'train.bin'), ('shards', 'train_00000.bin'),
+                       ('alphabet', 'meta.pkl')):
         (root / name).mkdir()
         (root / name / file).write_bytes(b'mine')
         with pytest.raises(UserError, match=f"'{file}', which this program did not make.*--overw"):
@@ -131,7 +134,8 @@ def test_a_dataset_of_other_origin_is_only_replaced_when_asked_to(run, root, tmp
     train, _ = run('--input', tmp_path / 'book.txt', '--overwrite', name='mine')
     assert run('--input', tmp_path / 'book.txt', name='mine')[0] == train
     assert json.loads((root / 'mine' / 'source.json').read_text()) == {
-        'made_by': 'data/text/prepare.py', 'input': [str(tmp_path / 'book.txt')], 'glob': '*', 'tokenizer': 'char', 'val': 0.1}
+        'made_by': 'data/text/prepare.py', 'input': [str(tmp_path / 'book.txt')], 'glob': '*',
+        'tokenizer': 'char', 'val': 0.1}
     write_dataset(root / 'mine', {'train': np.array([1]), 'val': np.array([1])}, None)
     assert not (root / 'mine' / 'source.json').exists(), 'another program made it now'
 
@@ -144,7 +148,8 @@ def test_hidden_files_are_left_out_and_links_are_no_second_copies(tmp_path, monk
     (folder / 'z.txt').symlink_to(folder / 'a.txt')
     (tmp_path / 'link').symlink_to(folder)
     monkeypatch.chdir(tmp_path)
-    for inputs in ([folder], [folder, tmp_path / 'link'], [folder, folder / 'z.txt'], [folder, Path('files/a.txt')]):
+    for inputs in ([folder], [folder, tmp_path / 'link'], [folder, folder / 'z.txt'],
+                   [folder, Path('files/a.txt')]):
         assert [key for _, key in find_files(inputs, '*')] == ['a.txt']
     assert [key for _, key in find_files([folder / '.b.txt'], '*')] == ['.b.txt'], 'unless it is named'
 
@@ -162,7 +167,8 @@ def test_folders_that_cannot_be_read_are_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, 'scandir', scandir)
     assert [key for _, key in find_files([tmp_path / 'f'], '*')] == ['a.txt']
     err = capsys.readouterr().err
-    assert err.startswith('skipped 1 folders') and 'locked' in err and 'Permission denied' in err and err.count('\n') == 1
+    assert err.startswith('skipped 1 folders') and 'locked' in err
+    assert 'Permission denied' in err and err.count('\n') == 1
 
 
 @pytest.mark.parametrize('argv, words', [
@@ -188,10 +194,12 @@ def test_refusals_leave_nothing(run, root, files, argv, words):
     with pytest.raises(UserError, match=words) as caught:
         run(*[arg.replace('FILES', str(files)) for arg in argv])
     assert '\n' not in str(caught.value)
-    assert sorted(path.name for path in root.rglob('*')) == ['file', 'link', 'prepare.py', 'shipped']
+    assert sorted(path.name for path in root.rglob('*')) == ['file', 'link', 'prepare.py',
+                                                             'shipped']
 
 
-def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(run, root, tmp_path, monkeypatch):
+def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(run, root, tmp_path,
+                                                                               monkeypatch):
     path = tmp_path / 'book.txt'
     path.write_text('old text, ' * 10)
     old = run('--input', path)
@@ -202,11 +210,13 @@ def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(r
         path.write_text('old text, ' * 11)
         return parts
 
-    monkeypatch.setattr(textfiles, 'split', split_then_change)  # prepare.py imports it when it is loaded
+    # prepare.py imports it when it is loaded
+    monkeypatch.setattr(textfiles, 'split', split_then_change)
     with pytest.raises(UserError, match='changed while it was read'):
         run('--input', path)
     assert open_tokens(root / 'text' / 'train.bin').size == len(old[0]) == 90
-    assert sorted(p.name for p in (root / 'text').iterdir()) == ['meta.pkl', 'source.json', 'train.bin', 'val.bin']
+    assert sorted(p.name for p in (root / 'text').iterdir()) == ['meta.pkl', 'source.json',
+                                                                 'train.bin', 'val.bin']
 
 
 def test_memory_does_not_grow_with_the_files(root, tmp_path):

@@ -36,7 +36,8 @@ def test_characters_as_nanogpt_numbers_them(load_prepare, text_file, tmp_path):
     ids = [chars.index(c) for c in TEXT]
     assert tokens(tmp_path / 'out') == {'train': ids[:cut], 'val': ids[cut:]}
     meta = pickle.loads((tmp_path / 'out' / 'meta.pkl').read_bytes())
-    assert meta == {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}
+    assert meta == {'vocab_size': len(chars), 'itos': dict(enumerate(chars)),
+                    'stoi': {c: i for i, c in enumerate(chars)}}
 
 
 def test_bpe_of_each_half(load_prepare, tiny, text_file, tmp_path):
@@ -45,7 +46,8 @@ def test_bpe_of_each_half(load_prepare, tiny, text_file, tmp_path):
     (tmp_path / 'out' / 'meta.pkl').write_bytes(b'of an older data set')
     prepare.main([f'--input={text_file}', f'--out={tmp_path / "out"}'])
     cut = int(len(TEXT) * 0.9)
-    assert tokens(tmp_path / 'out') == {'train': tiny.encode_ordinary(TEXT[:cut]), 'val': tiny.encode_ordinary(TEXT[cut:])}
+    assert tokens(tmp_path / 'out') == {'train': tiny.encode_ordinary(TEXT[:cut]),
+                                        'val': tiny.encode_ordinary(TEXT[cut:])}
     assert read_meta(tmp_path / 'out') is None
 
 
@@ -60,7 +62,8 @@ def test_download_is_checked_kept_and_not_repeated(name, load_prepare, tiny, tmp
             return tinyshakespeare.URL
 
     asked = []
-    monkeypatch.setattr(urllib.request, 'urlopen', lambda url, timeout: asked.append(url) or Response(content))
+    monkeypatch.setattr(urllib.request, 'urlopen',
+                        lambda url, timeout: asked.append(url) or Response(content))
     with pytest.raises(UserError, match='sha256.*--input=FILE'):
         load_prepare(name).main([f'--out={tmp_path}'])
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +76,8 @@ def test_download_is_checked_kept_and_not_repeated(name, load_prepare, tiny, tmp
 
 @pytest.mark.parametrize('name', SCRIPTS)
 @pytest.mark.parametrize('content, words', [
-    (None, "given.txt': No such file"), (b'', '0 characters'), (b'too short', '9 characters'), (b'\xff\xfe' * 20, 'not UTF-8')])
+    (None, "given.txt': No such file"), (b'', '0 characters'), (b'too short', '9 characters'),
+    (b'\xff\xfe' * 20, 'not UTF-8')])
 def test_bad_input_leaves_nothing(name, content, words, load_prepare, tiny, tmp_path):
     path = tmp_path / 'given.txt'
     if content is not None:
@@ -84,7 +88,9 @@ def test_bad_input_leaves_nothing(name, content, words, load_prepare, tiny, tmp_
 
 
 @pytest.mark.parametrize('name', SCRIPTS)
-@pytest.mark.parametrize('out', ['given.txt', 'given.txt/sub', '/proc/nanokv', 'x' * 300, 'link', 'folder'])
+@pytest.mark.parametrize('out',
+                         ['given.txt', 'given.txt/sub', '/proc/nanokv', 'x' * 300, 'link',
+                          'folder'])
 def test_out_that_cannot_be_is_one_line(name, out, load_prepare, tiny, text_file, tmp_path):
     (tmp_path / 'link').symlink_to('nowhere')
     (tmp_path / 'folder' / 'train.bin').mkdir(parents=True)
@@ -96,7 +102,8 @@ def test_out_that_cannot_be_is_one_line(name, out, load_prepare, tiny, text_file
         load_prepare(name).main([f'--out={tmp_path / out}'])
 
 
-@pytest.mark.parametrize('name', [*SCRIPTS, 'shakespeare_works', 'text', 'openwebtext', 'fineweb_edu'])
+@pytest.mark.parametrize('name',
+                         [*SCRIPTS, 'shakespeare_works', 'text', 'openwebtext', 'fineweb_edu'])
 def test_scripts_run_from_anywhere_have_help_and_exit_2(name, tmp_path):
     script = str(DATA_ROOT / name / 'prepare.py')
     bad, good = (subprocess.run([sys.executable, script, flag], cwd=tmp_path, capture_output=True,

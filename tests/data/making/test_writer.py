@@ -131,7 +131,8 @@ def fail(error):
 
 
 # (shard_tokens, meta) of the older dataset (None: none) and of the one that replaces it
-CHANGES = [(None, (0, META)), ((2, None), (4, None)), ((0, META), (3, None)), ((3, None), (0, META))]
+CHANGES = [(None, (0, META)), ((2, None), (4, None)), ((0, META), (3, None)),
+           ((3, None), (0, META))]
 
 
 def one_of_two(folder, before, after):
