@@ -1,4 +1,4 @@
-"""No test of the data room reaches the network, or the user's cache; a tiny encoding stands in for GPT-2's."""
+"""Tests of data/ use no network and no user cache; a tiny encoding replaces GPT-2's."""
 
 import base64
 import importlib.util

@@ -51,11 +51,12 @@ def test_the_writer_of_a_prepare_takes_the_lock_that_is_held_already(tmp_path):
         import numpy as np
         from data.making.writer import write_dataset
         def main(argv):
-            write_dataset(Path(__file__).parent, {'train': np.array([1]), 'val': np.array([2])}, None)
+            splits = {'train': np.array([1]), 'val': np.array([2])}
+            write_dataset(Path(__file__).parent, splits, None)
     """)
     assert ensure_dataset('written', tmp_path) == folder
-    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ['prepare.py',
-                                                                                'train.bin', 'val.bin']
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    assert files == {'prepare.py', 'train.bin', 'val.bin'}
 
 
 def test_unknown_name_lists_and_suggests(tmp_path):
@@ -67,7 +68,8 @@ def test_unknown_name_lists_and_suggests(tmp_path):
         ensure_dataset('shakespear_work', tmp_path)
     message = str(caught.value)
     assert "did you mean 'shakespeare_works'?" in message
-    assert 'prepared: mine; prepared on first use: shakespeare_works; prepared by hand: web; ' in message
+    assert 'prepared: mine; prepared on first use: shakespeare_works; ' in message
+    assert 'prepared by hand: web; ' in message
     assert 'no_dataset' not in message and '\n' not in message
 
 
@@ -117,9 +119,10 @@ SLOW = """
 
 
 def in_another_process(root, name):
-    program = (f'import sys, pathlib; sys.path.insert(0, {str(DATA_ROOT.parent)!r}); '
-               f'from data.datasets import ensure_dataset; ensure_dataset({name!r}, pathlib.Path({str(root)!r}))')
-    return subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE, text=True)
+    program = ('import pathlib; from data.datasets import ensure_dataset; '
+               f'ensure_dataset({name!r}, pathlib.Path({str(root)!r}))')
+    return subprocess.Popen([sys.executable, '-c', program], cwd=DATA_ROOT.parent,
+                            stdout=subprocess.PIPE, text=True)
 
 
 def test_two_processes_prepare_once(tmp_path):

@@ -1,4 +1,4 @@
-"""GPT-2's vocabulary: cache, tiktoken, pip, in that order; never a wrong one, never a hang. Fake ranks, no network."""
+"""GPT-2's vocabulary, from the cache, tiktoken or pip, with fake ranks and no network."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ def sdist_of(files):
 
 @pytest.fixture
 def source(monkeypatch, tiny_ranks):
-    """A source distribution with the tiny ranks, whose hashes the module expects; yields the list of fetches."""
+    """Serves an sdist with the tiny ranks, whose hashes are expected; the list of fetches."""
     sdist = sdist_of({'openai_whisper-1/whisper/assets/multilingual.tiktoken': b'other',
                       'openai_whisper-1/whisper/assets/gpt2.tiktoken': tiny_ranks})
     fetched = []

@@ -16,8 +16,8 @@ from data.datasets import DATA_ROOT
 from data.tokenfiles import open_tokens, read_meta
 from data.tokenizer import load_tokenizer
 
-TRAIN = {'hamlet': 'HAMLET\r\n\r\n\r\n\r\nTo be, or not to be  \r\nenforc&egrave;d {Aside.]\r\n\r\nTHE END',
-         'sonnets': 'I\nSummer'}
+TRAIN = {'sonnets': 'I\nSummer', 'hamlet': 'HAMLET\r\n\r\n\r\n\r\nTo be, or not to be  \r\n'
+                                           'enforc&egrave;d {Aside.]\r\n\r\nTHE END'}
 
 
 @pytest.fixture

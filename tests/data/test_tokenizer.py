@@ -41,7 +41,7 @@ def test_char_names_unknown_characters(char):
     with pytest.raises(UserError) as caught:
         char.encode('a€b€ñ\u2028')
     message = str(caught.value)
-    assert "prompt has 3 characters that the model's alphabet lacks: '€', 'ñ', '\\u2028'" in message
+    assert "3 characters that the model's alphabet lacks: '€', 'ñ', '\\u2028'" in message
     assert "(known: '\\n abcé')" in message and len(message.splitlines()) == 1
 
 

@@ -45,7 +45,9 @@ def test_training_is_one_graph(policy, chunked_loss, autocast):
         model.loss_fn = linear_cross_entropy if chunked_loss else None
         set_recompute(model, policy)
         prepare(model, 48)
-        call = torch.compile(model, fullgraph=True, backend='aot_eager_decomp_partition') if compiled else model
+        call = model
+        if compiled:
+            call = torch.compile(model, fullgraph=True, backend='aot_eager_decomp_partition')
         found.append(train(model, call, autocast))
     (losses, gradients), (expected_losses, expected) = found
     assert losses == pytest.approx(expected_losses, abs=2e-3 if autocast else 1e-5)

@@ -1,4 +1,4 @@
-"""FLOPs: worked out by hand, summed over actual masks, and counted by torch itself; nanoGPT's formula beside them."""
+"""FLOPs: by hand, from masks, as counted by torch, and by nanoGPT's formula."""
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -7,7 +7,14 @@ from attention.masks import dense_mask
 from config.errors import UserError
 from model import GPT, GPTConfig
 from tests.helpers.models import FULL_STACK
-from training.flops import achieved, estimate_mfu, flops_per_token, mean_keys, named_peak, peak_tflops
+from training.flops import (
+    achieved,
+    estimate_mfu,
+    flops_per_token,
+    mean_keys,
+    named_peak,
+    peak_tflops,
+)
 
 VANILLA = dict(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=4)
 
@@ -16,13 +23,13 @@ def test_vanilla_by_hand():
     per_layer = 4 * 12 + 4 * 4 + 4 * 16 + 16 * 4  # c_attn, c_proj, c_fc, c_proj
     flops = flops_per_token(GPT(GPTConfig(**VANILLA)))
     assert flops.weights == 6 * (2 * per_layer + 11 * 4)
-    # queries see 1 to 8 keys, 4.5 on average; 2 heads of 2, scores and values, forward and twice that backward
+    # queries see 4.5 keys on average; 2 heads of 2; scores and values; backward is twice forward
     assert flops.attention == 2 * 4.5 * (2 * 2) * 2 * 2 * 3
     assert flops.total == flops.weights + flops.attention
 
 
 def test_grouped_heads_windows_and_readers_by_hand():
-    # 4 layers, 4 query heads of 3 with 2 key/value heads; layers 1 and 3 read the K/V of 0 and 2; W = 2, one in two global
+    # 4 query heads of 3 with 2 key/value heads; layers 1 and 3 read the K/V of 0 and 2
     config = GPTConfig(block_size=4, vocab_size=7, n_layer=4, n_head=4, head_dim=3, n_embd=5,
                        n_kv_head=2, mlp_hidden=9,
                        layer_pattern='LLGG', kv_share='AABB', window_size=2,
@@ -56,7 +63,8 @@ def test_the_classic_figure_is_nanogpts():
     N = sum(p.numel() for p in model.parameters()) - 8 * 4
     assert flops_per_token(model).classic == 6 * N + 12 * 2 * 2 * 2 * 8
     a100 = 312e12
-    assert estimate_mfu(model, 3, 0.5) == pytest.approx(flops_per_token(model).classic * 8 * 3 / 0.5 / a100)
+    rate = flops_per_token(model).classic * 8 * 3 / 0.5
+    assert estimate_mfu(model, 3, 0.5) == pytest.approx(rate / a100)
     # GPT-2 124M at T=1024: nanoGPT's 12 L H D T counts twice the keys that causal queries see
     flops = flops_per_token(GPTConfig())
     assert flops.total / flops.classic == pytest.approx(0.934, abs=0.001)

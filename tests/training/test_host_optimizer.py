@@ -1,4 +1,4 @@
-"""AdamW in host memory against AdamW where the parameters are: on a CPU both are there (on a GPU: programs/test_gpu.py)."""
+"""AdamW in host memory against AdamW on the device (on a GPU: programs/test_gpu.py)."""
 import copy
 
 import pytest
@@ -9,7 +9,13 @@ from config.sizes import nice_bytes
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training.host_optimizer import HostAdamW
 from training.memory_use import memory_line, state_bytes
-from training.optim import load_optimizer, make_optimizer, optimizer_state, set_learning_rate, state_name
+from training.optim import (
+    load_optimizer,
+    make_optimizer,
+    optimizer_state,
+    set_learning_rate,
+    state_name,
+)
 from training.update import GuardedUpdate
 
 HOST = settings(optimizer='adamw', offload_optimizer=True)
@@ -96,7 +102,8 @@ def test_nothing_of_it_counts_as_the_devices():
     model = model_of()
     optimizer = make_optimizer(model, HOST, 'cpu')
     assert optimizer_state(optimizer)['state'] == {}
-    assert state_bytes(model, optimizer) == state_bytes(model, state_name(HOST)) == (*state_bytes(model)[:2], 0)
+    expected = (*state_bytes(model)[:2], 0)
+    assert state_bytes(model, optimizer) == state_bytes(model, state_name(HOST)) == expected
     step(model, optimizer, 0)
     parameters = sum(p.nbytes for p in model.parameters())
     assert state_bytes(model, optimizer)[2] == 0

@@ -1,4 +1,4 @@
-"""Memory of a step: predicted without memory equals measured, measured equals what the allocator says."""
+"""Memory of a step: prediction equals measurement, which equals the allocator's."""
 import copy
 import itertools
 

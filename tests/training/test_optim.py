@@ -1,4 +1,4 @@
-"""Optimizers beside AdamW, what their state takes, and schedules (whole runs: tests/programs/test_optimizers.py)."""
+"""Optimizers, the size of their state, and schedules (runs: programs/test_optimizers.py)."""
 import copy
 import sys
 from types import SimpleNamespace
@@ -9,7 +9,14 @@ import torch
 from config.errors import UserError
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training.memory_use import state_bytes
-from training.optim import cooldown, learning_rate_at, load_optimizer, make_optimizer, optimizer_state, set_learning_rate
+from training.optim import (
+    cooldown,
+    learning_rate_at,
+    load_optimizer,
+    make_optimizer,
+    optimizer_state,
+    set_learning_rate,
+)
 from training.update import GuardedUpdate
 
 EIGHT_BIT = pytest.param('adamw8bit', marks=pytest.mark.slow)  # torch.compile

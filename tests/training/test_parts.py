@@ -1,4 +1,4 @@
-"""The parts of a training step by themselves: batches, schedule, optimizer groups, random numbers, signals, device."""
+"""Parts of a training step: batches, schedule, optimizer groups, signals, device."""
 import mmap
 import random
 import signal

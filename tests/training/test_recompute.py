@@ -1,4 +1,4 @@
-"""Every recomputation policy trains as none does, and computes again what it says and nothing else."""
+"""Every recomputation policy trains as none does, and recomputes only what it says."""
 import functools
 from collections import Counter
 
@@ -98,7 +98,7 @@ class Counted(TorchDispatchMode):
 
 
 def work(policy, shape='vanilla', **settings):
-    """Operations of the forward and of the backward pass, and how often each kind of module ran in the whole step."""
+    """Operations of the forward and backward pass, and calls of each kind of module."""
     model, calls = new_model(shape, policy, **settings), Counter()
     for block in model.transformer.h:
         for name, module in (('block', block), ('c_attn', block.attn.c_attn),
@@ -181,7 +181,9 @@ def test_segments(name, n_layer, segments):
 
 @pytest.mark.parametrize('name', ['every:0', 'every:5', 'every:', 'every:1.5', 'blocks', 'none:2'])
 def test_other_names_are_refused_with_those_that_are_allowed(name):
-    allowed = 'K must be a whole number from 1 to n_layer=4' if 'every' in name else "allowed are 'none', "
+    allowed = "allowed are 'none', "
+    if 'every' in name:
+        allowed = 'K must be a whole number from 1 to n_layer=4'
     with pytest.raises(UserError, match=f"recompute='{name}': {allowed}"):
         new_model('vanilla', name)
 

@@ -19,7 +19,7 @@ def dump(tmp_path):
 
 @pytest.fixture
 def run(load_prepare, tiny, dump, tmp_path):
-    """Prepare from the dump in this process; returns a function from options to the folder's {file: bytes}."""
+    """A function from options to the prepared folder, {file: bytes}."""
     def run(*argv, name='openwebtext', source=dump):
         out = tmp_path / 'out'
         given = ['--from', str(source)] if source else []

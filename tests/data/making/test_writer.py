@@ -1,7 +1,6 @@
 """Writing a dataset: shards, bounded memory, and interruptions of every kind at every moment."""
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shutil
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
-from config.folder_lock import one_at_a_time
 from data.making.writer import TokenWriter, write_dataset
 from data.tokenfiles import is_prepared, open_split
 from tests.data.making.support import contents
@@ -78,29 +76,6 @@ def test_a_waiting_writer_recreates_a_removed_folder(tmp_path):
         raise ValueError
     waiting.join()
     assert names(tmp_path / 'new') == ['train.bin', 'val.bin']
-
-
-def test_a_lock_whose_file_is_gone_is_no_lock(tmp_path):
-    """Of three in a row, the second wakes up with the file that the first one removed."""
-    first = open(tmp_path / '.prepare.lock', 'a')
-    fcntl.flock(first, fcntl.LOCK_EX)
-    entered, done = threading.Event(), threading.Event()
-
-    def second():
-        with one_at_a_time(tmp_path):
-            entered.set()
-            done.wait(10)
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    time.sleep(0.2)
-    (tmp_path / '.prepare.lock').unlink()
-    first.close()
-    assert entered.wait(10)
-    with open(tmp_path / '.prepare.lock') as third, pytest.raises(BlockingIOError):
-        fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    done.set()
-    thread.join(10)
 
 
 class Moments:
