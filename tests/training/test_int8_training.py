@@ -91,6 +91,5 @@ def test_where_it_cannot_serve(dtype, device):
 def test_without_torchao_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.prototype.quantized_training', None)
     int8_training.int8_linear.cache_clear()
-    with pytest.raises(UserError,
-                       match=r'int8_training=True needs the torchao.*\[int8\]'):
+    with pytest.raises(UserError, match=r'int8_training=True needs the torchao.*\[int8\]'):
         train_in_int8(model_of())
