@@ -1,4 +1,4 @@
-"""No test of the data room reaches the network, or the user's cache; a tiny encoding stands in for GPT-2's."""
+"""Tests of data/ use no network and no user cache; a tiny encoding replaces GPT-2's."""
 
 import base64
 import importlib.util
@@ -22,7 +22,8 @@ def offline(monkeypatch, tmp_path_factory):
         return call
 
     monkeypatch.setenv('NANOKV_CACHE', str(tmp_path_factory.mktemp('cache')))
-    monkeypatch.setattr(urllib.request, 'urlopen', refuse(urllib.error.URLError('no network in tests')))
+    monkeypatch.setattr(urllib.request, 'urlopen',
+                        refuse(urllib.error.URLError('no network in tests')))
     monkeypatch.setattr(tiktoken, 'get_encoding', refuse(ConnectionError('no network in tests')))
     monkeypatch.setattr(gpt2_bpe, 'fetch_sdist', refuse(UserError('no network in tests')))
 
@@ -38,7 +39,8 @@ def tiny_ranks():
 def tiny(tiny_ranks, monkeypatch):
     """The tiny encoding, which every module that asks for GPT-2's then gets."""
     encoding = gpt2_bpe.encoding_of(tiny_ranks)
-    for module in ('data.gpt2_bpe', 'data.making.stream', 'data.making.textfiles', 'data.tokenizer'):
+    for module in ('data.gpt2_bpe', 'data.making.stream', 'data.making.textfiles',
+                   'data.tokenizer'):
         monkeypatch.setattr(f'{module}.gpt2_encoding', lambda: encoding)
     return encoding
 
@@ -47,7 +49,8 @@ def tiny(tiny_ranks, monkeypatch):
 def load_prepare():
     """A function from the name of a shipped dataset to its prepare.py as a module."""
     def load(name):
-        spec = importlib.util.spec_from_file_location(f'{name}_prepare', DATA_ROOT / name / 'prepare.py')
+        spec = importlib.util.spec_from_file_location(f'{name}_prepare',
+                                                      DATA_ROOT / name / 'prepare.py')
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module

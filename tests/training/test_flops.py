@@ -1,4 +1,4 @@
-"""FLOPs: worked out by hand, summed over actual masks, and counted by torch itself; nanoGPT's formula beside them."""
+"""FLOPs: by hand, from masks, as counted by torch, and by nanoGPT's formula."""
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -7,7 +7,14 @@ from attention.masks import dense_mask
 from config.errors import UserError
 from model import GPT, GPTConfig
 from tests.helpers.models import FULL_STACK
-from training.flops import achieved, estimate_mfu, flops_per_token, mean_keys, named_peak, peak_tflops
+from training.flops import (
+    achieved,
+    estimate_mfu,
+    flops_per_token,
+    mean_keys,
+    named_peak,
+    peak_tflops,
+)
 
 VANILLA = dict(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=4)
 
@@ -16,15 +23,17 @@ def test_vanilla_by_hand():
     per_layer = 4 * 12 + 4 * 4 + 4 * 16 + 16 * 4  # c_attn, c_proj, c_fc, c_proj
     flops = flops_per_token(GPT(GPTConfig(**VANILLA)))
     assert flops.weights == 6 * (2 * per_layer + 11 * 4)
-    # queries see 1 to 8 keys, 4.5 on average; 2 heads of 2, scores and values, forward and twice that backward
+    # queries see 4.5 keys on average; 2 heads of 2; scores and values; backward is twice forward
     assert flops.attention == 2 * 4.5 * (2 * 2) * 2 * 2 * 3
     assert flops.total == flops.weights + flops.attention
 
 
 def test_grouped_heads_windows_and_readers_by_hand():
-    # 4 layers, 4 query heads of 3 with 2 key/value heads; layers 1 and 3 read the K/V of 0 and 2; W = 2, one in two global
-    config = GPTConfig(block_size=4, vocab_size=7, n_layer=4, n_head=4, head_dim=3, n_embd=5, n_kv_head=2, mlp_hidden=9,
-                       layer_pattern='LLGG', kv_share='AABB', window_size=2, pos_embedding='learned')
+    # 4 query heads of 3 with 2 key/value heads; layers 1 and 3 read the K/V of 0 and 2
+    config = GPTConfig(block_size=4, vocab_size=7, n_layer=4, n_head=4, head_dim=3, n_embd=5,
+                       n_kv_head=2, mlp_hidden=9,
+                       layer_pattern='LLGG', kv_share='AABB', window_size=2,
+                       pos_embedding='learned')
     owner, reader, rest = 5 * (4 + 2 * 2) * 3, 5 * 4 * 3, 4 * 3 * 5 + 2 * 5 * 9
     flops = flops_per_token(config)
     assert flops.weights == 6 * (2 * owner + 2 * reader + 4 * rest + 7 * 5)
@@ -35,16 +44,8 @@ def test_grouped_heads_windows_and_readers_by_hand():
 @pytest.mark.parametrize('T', [1, 2, 5, 16, 33])
 @pytest.mark.parametrize('window', [0, 1, 2, 5, 16, 40])
 def test_mean_keys_is_the_mean_over_the_mask(T, window):
-    assert mean_keys(T, window) == pytest.approx(dense_mask(T, T, window).sum().item() / T, rel=1e-12)
-
-
-@pytest.mark.parametrize('T', [3, 64, 200])
-def test_attention_is_what_the_masks_of_all_layers_say(T):
-    config = GPTConfig(**FULL_STACK)
-    model = GPT(config)
-    seen = sum(dense_mask(T, T, layer.window).sum().item() for layer in model.plan.layers)
-    forward = 2 * 2 * config.n_head * config.head_dim * seen  # scores and values, a multiplication and an addition each
-    assert flops_per_token(model, T).attention * T == pytest.approx(3 * forward, rel=1e-12)
+    assert mean_keys(T, window) == pytest.approx(dense_mask(T, T, window).sum().item() / T,
+                                                 rel=1e-12)
 
 
 @pytest.mark.parametrize('settings', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
@@ -57,20 +58,13 @@ def test_matrix_products_are_what_torch_counts(settings):
     assert linear == flops_per_token(model, 8).weights * idx.numel()
 
 
-def test_a_config_counts_as_its_model_and_draws_nothing():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    flops = flops_per_token(GPTConfig(**FULL_STACK), 50)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert flops == flops_per_token(GPT(GPTConfig(**FULL_STACK)), 50)
-
-
 def test_the_classic_figure_is_nanogpts():
     model = GPT(GPTConfig(**VANILLA))
     N = sum(p.numel() for p in model.parameters()) - 8 * 4
     assert flops_per_token(model).classic == 6 * N + 12 * 2 * 2 * 2 * 8
     a100 = 312e12
-    assert estimate_mfu(model, 3, 0.5) == pytest.approx(flops_per_token(model).classic * 8 * 3 / 0.5 / a100)
+    rate = flops_per_token(model).classic * 8 * 3 / 0.5
+    assert estimate_mfu(model, 3, 0.5) == pytest.approx(rate / a100)
     # GPT-2 124M at T=1024: nanoGPT's 12 L H D T counts twice the keys that causal queries see
     flops = flops_per_token(GPTConfig())
     assert flops.total / flops.classic == pytest.approx(0.934, abs=0.001)
@@ -78,8 +72,9 @@ def test_the_classic_figure_is_nanogpts():
 
 def test_the_rate_is_of_whole_sequences():
     model = GPT(GPTConfig(**FULL_STACK))
-    assert achieved(model, 5, 0.25) == pytest.approx(flops_per_token(model, 64).total * 64 * 5 / 0.25 / 1e12)
-    assert achieved(model, 5, 0.25, T=10) == pytest.approx(flops_per_token(model, 10).total * 10 * 5 / 0.25 / 1e12)
+    for T, more in ((64, {}), (10, dict(T=10))):
+        flops = flops_per_token(model, T).total * T * 5
+        assert achieved(model, 5, 0.25, **more) == pytest.approx(flops / 0.25 / 1e12)
 
 
 @pytest.mark.parametrize('T', [-1, 9])
@@ -91,19 +86,14 @@ def test_lengths_that_cannot_be(T):
 @pytest.mark.parametrize('name, dtype, tflops', [
     ('Tesla V100-SXM2-16GB', 'float16', 125.0), ('Tesla V100-SXM2-16GB', 'bfloat16', None),
     ('Tesla V100-PCIE-32GB', 'float32', 14.0), ('NVIDIA A100-SXM4-80GB', 'bfloat16', 312.0),
-    ('NVIDIA A100 80GB PCIe', 'float32', 156.0), ('NVIDIA A100-SXM4-40GB MIG 3g.20gb', 'bfloat16', None),
-    ('NVIDIA H100 80GB HBM3', 'float16', 989.4), ('NVIDIA H100 PCIe', 'bfloat16', 756.0), ('NVIDIA H200', 'bfloat16', 989.4),
-    ('NVIDIA L4', 'bfloat16', 121.0), ('NVIDIA L40S', 'bfloat16', 362.0), ('NVIDIA A10G', 'bfloat16', None),
-    ('NVIDIA GeForce RTX 3090', 'bfloat16', 71.0), ('NVIDIA GeForce RTX 3090 Ti', 'bfloat16', None),
-    ('NVIDIA GeForce RTX 4090 Laptop GPU', 'float16', None), ('NVIDIA GeForce RTX 4090', 'float16', 165.2),
-    ('NVIDIA H100 80GB HBM3', 'float64', None), ('Some GPU', 'float32', None)])
+    ('NVIDIA A100-SXM4-40GB MIG 3g.20gb', 'bfloat16', None),
+    ('NVIDIA H100 PCIe', 'bfloat16', 756.0),
+    ('NVIDIA L4', 'bfloat16', 121.0), ('NVIDIA L40S', 'bfloat16', 362.0),
+    ('NVIDIA GeForce RTX 3090 Ti', 'bfloat16', None), ('Some GPU', 'float32', None)])
 def test_peaks_of_devices_by_their_names(name, dtype, tflops, monkeypatch):
     monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda: 'high')
     assert named_peak(name, getattr(torch, dtype)) == tflops
-
-
-def test_float32_without_tf32_has_a_peak_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda: 'highest')
-    assert named_peak('NVIDIA A100-SXM4-80GB', torch.float32) == 19.5
-    assert named_peak('NVIDIA A100-SXM4-80GB', torch.bfloat16) == 312.0
+    assert named_peak('NVIDIA A100 80GB PCIe', torch.float32) == 156.0
+    monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda: 'highest')  # no TF32
+    assert named_peak('NVIDIA A100 80GB PCIe', torch.float32) == 19.5
     assert peak_tflops(torch.device('cpu'), torch.float32) is None

@@ -26,12 +26,13 @@ def test_gradients_are_near_those_of_float32(bias):
     model, plain = pair(bias)
     for m in (model, plain):
         backward(m, 0)
-    gaps = {name: relative(p.grad, q.grad) for (name, p), q in zip(model.named_parameters(), plain.parameters())}
+    gaps = {name: relative(p.grad, q.grad)
+            for (name, p), q in zip(model.named_parameters(), plain.parameters())}
     assert 1e-4 < max(gaps.values()) < 0.05 and all(gap > 0 for gap in gaps.values())
 
 
 def test_products_are_those_of_rounded_numbers():
-    """A layer by itself, against the same in float64, from the definition: a scale for each row of each factor."""
+    """A layer against its definition in float64: one scale per row of each factor."""
     torch.manual_seed(1)
     model, _ = pair()
     layer, x = model.transformer.h[0].mlp.c_fc, torch.randn(3, 5, 64, requires_grad=True)
@@ -44,9 +45,12 @@ def test_products_are_those_of_rounded_numbers():
     flat, w, d = x.detach().view(15, 64), layer.weight.detach(), dy.view(15, 256)
     with torch.no_grad():
         y = layer(x).view(15, 256)
-    torch.testing.assert_close(y.double(), rounded(flat) @ rounded(w).T + layer.bias.double(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(x.grad.view(15, 64).double(), rounded(d) @ rounded(w.T.contiguous()).T, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(layer.weight.grad.double(), rounded(d.T.contiguous()) @ rounded(flat.T.contiguous()).T,
+    torch.testing.assert_close(y.double(), rounded(flat) @ rounded(w).T + layer.bias.double(),
+                               rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad.view(15, 64).double(),
+                               rounded(d) @ rounded(w.T.contiguous()).T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.weight.grad.double(),
+                               rounded(d.T.contiguous()) @ rounded(flat.T.contiguous()).T,
                                rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer.bias.grad, d.sum(0))
 
@@ -64,7 +68,8 @@ def test_under_autocast_its_outputs_are_halves():
     with autocast(torch.device('cpu'), torch.bfloat16):
         y = model.transformer.h[0].mlp.c_fc(torch.randn(1, 4, 64))
         backward(model, 0)
-    assert y.dtype == torch.bfloat16 and all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert y.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize('value', [torch.nan, torch.inf])
@@ -76,7 +81,8 @@ def test_what_is_not_finite_is_not_lost(value):
     assert not y[0, 1].isfinite().any() and y[0, [0, 2, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize('dtype, device', [(torch.float16, 'cuda'), (torch.float16, 'cpu'), (torch.float32, 'mps')])
+@pytest.mark.parametrize('dtype, device',
+                         [(torch.float16, 'cuda'), (torch.float16, 'cpu'), (torch.float32, 'mps')])
 def test_where_it_cannot_serve(dtype, device):
     with pytest.raises(UserError, match='int8_training'):
         int8_training.check(dtype, torch.device(device))
@@ -85,5 +91,5 @@ def test_where_it_cannot_serve(dtype, device):
 def test_without_torchao_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.prototype.quantized_training', None)
     int8_training.int8_linear.cache_clear()
-    with pytest.raises(UserError, match=r"int8_training=True needs the torchao package.*pip install -e '\.\[int8\]'"):
+    with pytest.raises(UserError, match=r'int8_training=True needs the torchao.*\[int8\]'):
         train_in_int8(model_of())

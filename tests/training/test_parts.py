@@ -1,4 +1,4 @@
-"""The parts of a training step by themselves: batches, schedule, optimizer groups, random numbers, signals, device."""
+"""Parts of a training step: batches, schedule, optimizer groups, signals, device."""
 import mmap
 import random
 import signal
@@ -34,44 +34,21 @@ def batches(folder):
     return TokenBatches(folder, 8, 4, CPU)
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
+# -- batches
 
-def test_targets_are_the_inputs_one_token_later(batches):
+
+
+def test_windows_are_nanogpts_and_targets_one_token_later(batches):
+    torch.manual_seed(3)
     x, y = batches.next()
-    assert x.shape == y.shape == (4, 8) and x.dtype == y.dtype == torch.int64
-    assert torch.equal(y, x + 1)
-
-
-def test_windows_are_drawn_as_nanogpt_draws_them(batches):
     torch.manual_seed(3)
-    x, _ = batches.next()
-    torch.manual_seed(3)
-    expected = torch.randint(100 - 8, (4,))
-    assert torch.equal(x[:, 0], expected)
+    assert torch.equal(x, torch.randint(100 - 8, (4,))[:, None] + torch.arange(8))
+    assert x.dtype == y.dtype == torch.int64 and torch.equal(y, x + 1)
 
 
 def test_the_last_token_is_reached_and_no_window_is_cut(batches):
     ends = {int(y[-1]) for _ in range(200) for y in batches.next()[1]}
     assert max(ends) == 99 and min(ends) == 8
-
-
-def test_a_batch_can_be_fetched_again_from_the_state_before_it(batches):
-    batches.next()
-    (x, y), state = batches.next(), batches.state
-    following = batches.next()
-    again = batches.resume(state)
-    assert torch.equal(x, again[0]) and torch.equal(y, again[1])
-    assert torch.equal(batches.next()[0], following[0])
-
-
-def test_ranks_share_the_batches_of_one_process(folder):
-    def first(n, **ranks):
-        batches = TokenBatches(folder, 8, 4, torch.device('cpu'), torch.Generator().manual_seed(5), **ranks)
-        return [batches.next()[0] for _ in range(n)]
-    alone = first(6)
-    for rank in range(3):
-        shared = first(2, rank=rank, world_size=3)
-        assert all(torch.equal(x, alone[k * 3 + rank]) for k, x in enumerate(shared))
 
 
 def test_ranks_share_the_evaluation(folder):
@@ -90,7 +67,8 @@ def test_evaluation_windows_are_always_the_same_and_leave_training_alone(batches
     assert torch.equal(torch.get_rng_state(), before)
     again = [x for x, _ in batches.evaluation('val', 3, seed=7)]
     other = [x for x, _ in batches.evaluation('val', 3, seed=8)]
-    assert torch.equal(torch.cat(first), torch.cat(again)) and not torch.equal(torch.cat(first), torch.cat(other))
+    assert torch.equal(torch.cat(first), torch.cat(again))
+    assert not torch.equal(torch.cat(first), torch.cat(other))
     assert min(x.min() for x in first) >= 1000 and not torch.equal(first[0], first[1])
 
 
@@ -102,39 +80,43 @@ def test_exactly_block_size_tokens_are_too_few_and_one_more_is_enough(tmp_path):
     assert TokenBatches(tmp_path, 8, 4, CPU).next()[1][0].tolist() == list(range(1, 9))
 
 
-# -- learning rate ----------------------------------------------------------------------------------------------------
+# -- learning rate
 
 def schedule(it, **changes):
-    s = dict(decay_lr=True, lr_schedule='cosine', learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110)
+    s = dict(decay_lr=True, lr_schedule='cosine', learning_rate=1.0, min_lr=0.1, warmup_iters=10,
+             lr_decay_iters=110)
     return learning_rate_at(it, SimpleNamespace(**(s | changes)))
 
 
-@pytest.mark.parametrize('it, lr', [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (35, 0.1 + 0.45 * (1 + 2 ** -0.5)),
-                                    (60, 0.55), (110, 0.1), (111, 0.1), (10 ** 6, 0.1)])
+@pytest.mark.parametrize('it, lr', [
+    (0, 1 / 11), (9, 10 / 11), (10, 1.0), (35, 0.1 + 0.45 * (1 + 2 ** -0.5)), (60, 0.55),
+    (110, 0.1), (111, 0.1), (10 ** 6, 0.1)])
 def test_schedule_is_nanogpts(it, lr):
     assert schedule(it) == pytest.approx(lr, rel=1e-12)
 
 
 def test_schedule_without_decay_or_between_equal_ends():
     assert schedule(0, decay_lr=False) == schedule(999, decay_lr=False) == 1.0
-    assert [schedule(it, warmup_iters=5, lr_decay_iters=5) for it in (4, 5, 6)] == [pytest.approx(5 / 6), 0.1, 0.1]
+    rates = [schedule(it, warmup_iters=5, lr_decay_iters=5) for it in (4, 5, 6)]
+    assert rates == [pytest.approx(5 / 6), 0.1, 0.1]
     assert schedule(0, warmup_iters=0) == 1.0
 
 
-# -- optimizer --------------------------------------------------------------------------------------------------------
+# -- optimizer
 
-def test_matrices_decay_and_vectors_do_not_in_nanogpts_order(capsys):
+def test_matrices_decay_and_vectors_do_not_in_nanogpts_order():
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=8, vocab_size=11, block_size=4, bias=True))
-    decay, no_decay = configure_optimizers(model, 0.3, 1e-3, (0.8, 0.9), 'cpu').param_groups
+    optimizer = configure_optimizers(model, 0.3, 1e-3, (0.8, 0.9), 'cpu')
+    decay, no_decay = optimizer.param_groups
     named = dict(model.named_parameters())
     assert [id(p) for p in decay['params']] == [id(p) for p in named.values() if p.dim() >= 2]
     assert [id(p) for p in no_decay['params']] == [id(p) for p in named.values() if p.dim() < 2]
     assert (decay['weight_decay'], no_decay['weight_decay']) == (0.3, 0.0)
     assert (decay['betas'], decay['lr']) == ((0.8, 0.9), 1e-3)
-    assert list(named)[0] == 'transformer.wte.weight' and named.keys().isdisjoint({'lm_head.weight'})
+    assert list(named)[0] == 'transformer.wte.weight' and 'lm_head.weight' not in named
 
 
-# -- random numbers ---------------------------------------------------------------------------------------------------
+# -- random numbers
 
 def test_rng_state_restores_every_generator_through_a_checkpoint(tmp_path):
     def draw():
@@ -149,7 +131,7 @@ def test_rng_state_restores_every_generator_through_a_checkpoint(tmp_path):
     assert draw() == expected
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files
 
 def test_a_runtime_error_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / 'c.pt'
@@ -172,7 +154,7 @@ def test_metrics_end_where_a_crash_cut_a_line(tmp_path):
     assert read_metrics(path) == [{'iter': 0, 'loss': 1.5}]
 
 
-# -- signals, device --------------------------------------------------------------------------------------------------
+# -- signals, device
 
 def test_a_stop_request_names_its_signal_and_a_second_interrupts():
     before = signal.getsignal(signal.SIGTERM)
@@ -192,38 +174,38 @@ def test_unusable_devices_are_named_with_the_usable(name):
     assert repr(name) in str(caught.value) and "'cpu'" in str(caught.value)
 
 
-@pytest.mark.parametrize('built, why', [(False, f'this torch ({torch.__version__}) was built without CUDA'),
-                                        (True, 'torch sees no GPU')])
+@pytest.mark.parametrize('built, why',
+                         [(False, 'was built without CUDA'), (True, 'torch sees no GPU')])
 def test_without_a_gpu_it_is_said_why(monkeypatch, built, why):
     def no_gpu(*args, **kwargs):
         raise RuntimeError
     monkeypatch.setattr(torch, 'empty', no_gpu)
     monkeypatch.setattr(torch.backends.cuda, 'is_built', lambda: built)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
-    for name in ('cuda', 'cuda:1'):
-        with pytest.raises(UserError) as caught:
-            pick_device(name)
-        assert f"device={name!r} cannot be used here, because {why}; usable" in str(caught.value)
+    with pytest.raises(UserError, match=f"device='cuda:1' cannot be used here, .*{why}; usable"):
+        pick_device('cuda:1')
     with pytest.raises(UserError, match="'mps' cannot be used here; usable"):
         pick_device('mps')
 
 
 def test_auto_dtype_is_float32_off_cuda():
-    assert pick_dtype('auto', CPU) == torch.float32 and pick_dtype('bfloat16', CPU) == torch.bfloat16
+    assert pick_dtype('auto', CPU) == torch.float32
+    assert pick_dtype('bfloat16', CPU) == torch.bfloat16
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory
 
 def test_memory_of_the_process_is_in_bytes_and_its_peak_stays():
     before = memory_use(CPU)
-    block = mmap.mmap(-1, 64 * 2 ** 20)  # from the system: an allocation may get memory that the process already has
+    block = mmap.mmap(-1, 64 * 2 ** 20)  # an allocation may reuse memory of the process
     for _ in range(64):
         block.write(bytes(2 ** 20))
     during = memory_use(CPU)
     assert 60 * 2 ** 20 < during.used - before.used < 80 * 2 ** 20
     block.close()
     after = memory_use(CPU)
-    assert after.used < during.used - 60 * 2 ** 20 and after.peak >= during.peak * 0.99 >= during.used * 0.99
+    assert after.used < during.used - 60 * 2 ** 20
+    assert after.peak >= during.peak * 0.99 >= during.used * 0.99
     assert after.share == after.peak / after.total and after.total == physical_memory()
 
 
@@ -232,11 +214,3 @@ def test_where_the_system_says_nothing_there_are_no_figures(monkeypatch):
     monkeypatch.setattr('builtins.open', lambda *a: (_ for _ in ()).throw(FileNotFoundError()))
     monkeypatch.setitem(sys.modules, 'resource', None)
     assert memory_use(CPU) == MemoryUse(None, None, None) and memory_use(CPU).share is None
-
-
-def test_the_peak_is_kilobytes_on_linux_and_bytes_on_macos(monkeypatch):
-    usage = SimpleNamespace(ru_maxrss=2 ** 40)
-    monkeypatch.setitem(sys.modules, 'resource', SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: usage))
-    for platform, peak in (('linux', 2 ** 50), ('darwin', 2 ** 40)):
-        monkeypatch.setattr(sys, 'platform', platform)
-        assert memory_use(CPU).peak == peak

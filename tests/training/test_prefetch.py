@@ -1,4 +1,4 @@
-"""Batches made ahead are those that would be made in turn; orders, wide ids and damaged shards through them."""
+"""Prefetched batches equal those made one by one; orders, wide ids and damaged shards."""
 import subprocess
 import sys
 import threading
@@ -25,16 +25,19 @@ def folder(tmp_path):
 
 
 def batches_of(folder, depth=2, **more):
-    return Prefetched(TokenBatches(folder, 8, 4, CPU, torch.Generator().manual_seed(5), **more), depth)
+    return Prefetched(TokenBatches(folder, 8, 4, CPU, torch.Generator().manual_seed(5), **more),
+                      depth)
 
 
 @pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
 @pytest.mark.parametrize('depth', [0, 1, 5])
 def test_they_are_those_made_in_turn(folder, depth, order):
-    plain, ahead = batches_of(folder, 0, order=order).batches, batches_of(folder, depth, order=order)
+    plain, ahead = batches_of(folder, 0, order=order).batches, batches_of(folder, depth,
+                                                                          order=order)
     for _ in range(40):
-        expected = plain.next()
-        assert all(torch.equal(a, b) for a, b in zip(ahead.next(), expected)) and torch.equal(ahead.state, plain.state)
+        for found, expected in zip(ahead.next(), plain.next()):
+            assert torch.equal(found, expected)
+        assert torch.equal(ahead.state, plain.state)
     ahead.close()
 
 
@@ -57,7 +60,8 @@ def test_from_a_state_it_goes_on_with_that_batch(folder, order):
 
 @pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
 def test_ranks_share_what_one_process_has(folder, order):
-    alone, shared = batches_of(folder, order=order), [batches_of(folder, order=order, rank=r, world_size=3) for r in range(3)]
+    alone = batches_of(folder, order=order)
+    shared = [batches_of(folder, order=order, rank=r, world_size=3) for r in range(3)]
     for _ in range(5):
         for each in shared:
             assert torch.equal(each.next()[0], alone.next()[0])
@@ -86,7 +90,7 @@ def test_what_is_waited_is_counted(folder, monkeypatch):
     assert 0 <= batches.share < 1
     monkeypatch.setattr(TokenBatches, 'next', lambda self: time.sleep(0.03) or plain(self))
     [batches.next() for _ in range(8)]
-    assert batches.waited > ready + 0.08  # 8 batches of 0.03 s, of which 2 were ahead
+    assert batches.waited > ready + 0.08  # 8 batches of 0.03 s, 2 of them prefetched
     batches.close()
 
 
@@ -125,11 +129,12 @@ def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
         batches.next()
         print('done')
     """
-    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, 'done\n', '')
 
 
-# -- token files ------------------------------------------------------------------------------------------------------
+# -- token files
 
 def test_wide_ids(tmp_path):
     meta, ids = {'vocab_size': 200_000, 'dtype': 'uint32'}, 150_000 + np.arange(100)
@@ -138,13 +143,17 @@ def test_wide_ids(tmp_path):
         out.add('val', ids[:50])
     assert [path.stat().st_size for path in sorted(tmp_path.glob('train_*.bin'))] == [160, 160, 80]
     x, y = batches_of(tmp_path, order='sequential', vocab_size=200_000).next()
-    assert x.flatten().tolist() == list(range(150_000, 150_032)) and y[0, -1] == 150_008  # across shards
+    # across shards
+    assert x.flatten().tolist() == list(range(150_000, 150_032)) and y[0, -1] == 150_008
     with pytest.raises(UserError, match='allowed are 0 to 199999'):
         TokenWriter(tmp_path / 'b', meta).check('train', np.array([200_000]))
 
 
-@pytest.mark.parametrize('meta, named', [({'vocab_size': 70_000}, '65536'), ({'vocab_size': 10, 'dtype': 'int8'}, "'int8'"),
-                                         ({'vocab_size': 2 ** 33, 'dtype': 'uint32'}, 'uint32 ids')])
+@pytest.mark.parametrize('meta, named',
+                         [({'vocab_size': 70_000}, '65536'),
+                                         ({'vocab_size': 10, 'dtype': 'int8'}, "'int8'"),
+                                         ({'vocab_size': 2 ** 33, 'dtype': 'uint32'},
+                                          'uint32 ids')])
 def test_meta_says_what_ids_are(tmp_path, meta, named):
     with pytest.raises(UserError, match=named):
         TokenWriter(tmp_path, meta)
@@ -161,7 +170,8 @@ def test_a_shard_with_ids_that_cannot_be_is_named(tmp_path, depth):
     shard.write_bytes(data)
     batches = batches_of(tmp_path, depth, order='sequential', vocab_size=100)
     batches.next()
-    with pytest.raises(UserError, match=r"train_00001\.bin' has token 65535, and the vocabulary 100"):
+    with pytest.raises(UserError,
+                       match=r"train_00001\.bin' has token 65535, and the vocabulary 100"):
         [batches.next() for _ in range(3)]
 
 
@@ -171,5 +181,6 @@ def test_a_shard_of_an_odd_size_is_named(tmp_path):
         out.add('val', np.arange(50))
     shard = tmp_path / 'train_00002.bin'
     shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"train_00002\.bin' has 78 bytes; allowed is a positive multiple of 4"):
+    with pytest.raises(UserError,
+                       match=r"train_00002\.bin' has 78 bytes; allowed is a pos.* multiple of 4"):
         batches_of(tmp_path)

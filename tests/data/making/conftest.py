@@ -12,13 +12,14 @@ from tests.data.making.support import DOCUMENTS, contents
 @pytest.fixture
 def dump(tmp_path):
     path = tmp_path / 'dump.jsonl'
-    path.write_text(''.join(json.dumps({'text': text, 'id': i}) + '\n' for i, text in enumerate(DOCUMENTS)))
+    path.write_text(''.join(json.dumps({'text': text, 'id': i}) + '\n'
+                            for i, text in enumerate(DOCUMENTS)))
     return path
 
 
 @pytest.fixture
 def run(load_prepare, tiny, dump, tmp_path):
-    """Prepare from the dump in this process; returns a function from options to the folder's {file: bytes}."""
+    """A function from options to the prepared folder, {file: bytes}."""
     def run(*argv, name='openwebtext', source=dump):
         out = tmp_path / 'out'
         given = ['--from', str(source)] if source else []

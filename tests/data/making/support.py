@@ -17,6 +17,6 @@ class Rows(list):
         return Rows(self[n:])
 
 
-def fake_hub(monkeypatch, load_dataset):
-    module = types.SimpleNamespace(load_dataset=load_dataset, __version__='4.0.0')
+def fake_hub(monkeypatch, load_dataset, version='4.0.0'):
+    module = types.SimpleNamespace(load_dataset=load_dataset, __version__=version)
     monkeypatch.setitem(sys.modules, 'datasets', module)

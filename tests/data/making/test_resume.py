@@ -1,20 +1,14 @@
 """Streamed datasets that are interrupted, killed, resumed, or resumed with other settings."""
 
-import fcntl
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 
 from config.errors import UserError
-from data.datasets import DATA_ROOT
-from data.making import stream, writer
+from data.making import stream
 from data.making.writer import write_dataset
 from tests.data.making.support import contents, fake_hub
 
@@ -45,8 +39,7 @@ def whole(run, small, tmp_path):
     return whole
 
 
-@pytest.mark.parametrize('n', [70, 399])
-@pytest.mark.parametrize('shard_tokens', [700, 3000, 10**6])
+@pytest.mark.parametrize('n, shard_tokens', [(70, 700), (399, 3000), (399, 10**6)])
 def test_interrupted_and_resumed_is_byte_for_byte_the_same(run, whole, monkeypatch, tmp_path,
                                                            capsys, n, shard_tokens):
     options = [f'--shard_tokens={shard_tokens}', '--max_tokens=30_000']
@@ -62,13 +55,6 @@ def test_interrupted_and_resumed_is_byte_for_byte_the_same(run, whole, monkeypat
                         lambda files, skip: asked.append(skip) or real(files, skip))
     assert run(*options) == expected
     assert 0 < asked[0] <= n and f'going on after {asked[0]} documents' in capsys.readouterr().err
-
-
-def test_interrupted_twice(run, whole):
-    expected = whole('--shard_tokens=3000')
-    interrupt(run, '--shard_tokens=3000', n=150)
-    interrupt(run, '--shard_tokens=3000', n=300)
-    assert run('--shard_tokens=3000') == expected
 
 
 @pytest.mark.parametrize('options, words', [
@@ -108,11 +94,9 @@ def test_failures_that_leave_the_progress_alone(run, small, monkeypatch, tmp_pat
         run('--restart', source=None)
     with pytest.raises(UserError, match='progress of another preparation'):
         write_dataset(tmp_path / 'out', {'train': np.array([1])}, None)
-    text = dump.read_text()
-    for changed in (text + text, text[:len(text) // 2]):  # a file of another size is another source
-        dump.write_text(changed)
-        with pytest.raises(UserError, match=f'source=.*{len(text)}.*--restart'):
-            run()
+    dump.write_text(dump.read_text() * 2)  # a file of another size is another source
+    with pytest.raises(UserError, match='source=.*--restart'):
+        run()
     assert contents(tmp_path / 'out') == before
 
 
@@ -122,6 +106,7 @@ def test_failures_that_leave_the_progress_alone(run, small, monkeypatch, tmp_pat
 def test_max_tokens_may_change_between_resumes(run, whole, capsys, first, second):
     expected = whole(*second)
     interrupt(run, *first, n=80)
+    interrupt(run, *first, n=90)
     assert run(*second) == expected and 'going on after' in capsys.readouterr().err
 
 
@@ -160,43 +145,6 @@ def test_interrupted_while_it_is_published(run, whole, tmp_path, capsys, kill):
         shutil.rmtree(tmp_path / 'out')
 
 
-def test_published_by_another_command_first_then_its_own(run, small, monkeypatch, tmp_path):
-    older = run('--shard_tokens=4000', '--max_tokens=9_000')
-    real = writer.publish
-
-    def broken(folder):
-        if (folder / '.complete.tmp').exists():
-            raise OSError(5, 'Input/output error')
-        return real(folder)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, 'publish', broken)
-        with pytest.raises(UserError, match='Input/output error; run the same command again'):
-            run('--shard_tokens=4000')
-    interrupt(run, '--shard_tokens=500', n=5)  # without a checkpoint
-    everything = contents(tmp_path / 'out')
-    assert len(everything) > len(older)
-    assert not [name for name in everything if '.tmp' in name]
-    assert run('--shard_tokens=4000') == everything
-
-
-def test_the_lock_is_held_from_the_first_document_to_the_last(run, monkeypatch, tmp_path):
-    seen, real = [], stream.file_documents
-
-    def watch(files, skip):
-        for text in real(files, skip):
-            with open(tmp_path / 'out' / '.prepare.lock') as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    seen.append('locked')
-            yield text
-
-    monkeypatch.setattr(stream, 'file_documents', watch)
-    run()
-    assert seen == ['locked'] * 400
-
-
 def edit(new, **changes):
     path = new / 'progress.json'
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -205,9 +153,7 @@ def edit(new, **changes):
 @pytest.mark.parametrize('damage', [
     lambda new: (new / 'progress.json').write_text('{'),
     lambda new: (new / 'progress.json').write_text('[' * 100_000),
-    lambda new: (new / 'progress.json').write_text('[]'),
-    lambda new: edit(new, files={'val.bin': 'x'}), lambda new: edit(new, files=5),
-    lambda new: edit(new, documents=None), lambda new: edit(new, key=None),
+    lambda new: edit(new, files={'val.bin': 'x'}), lambda new: edit(new, documents=None),
     lambda new: (new / 'train_00000.bin').write_bytes(b'ab'),
     lambda new: (new / 'val.bin').unlink()])
 def test_damaged_progress_starts_afresh(run, whole, tmp_path, capsys, damage):
@@ -221,47 +167,3 @@ def test_damaged_progress_starts_afresh(run, whole, tmp_path, capsys, damage):
 def test_without_a_checkpoint_an_interruption_leaves_nothing(run, tmp_path):
     interrupt(run)
     assert not (tmp_path / 'out').exists()
-
-
-PROGRAM = """
-import signal, sys, time
-sys.path.insert(0, {root!r})
-from data import gpt2_bpe
-from data.making import stream
-from configurator import run_program
-signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored, as after `nohup`
-encoding = gpt2_bpe.encoding_of(open('tiny.tiktoken', 'rb').read())
-stream.gpt2_encoding = lambda: encoding
-stream.CHECKPOINT = 1000
-stream.batches.__defaults__ = (500,)
-real = stream.file_documents
-def slow(files, skip):
-    for text in real(files, skip):
-        time.sleep(0.01)
-        yield text
-stream.file_documents = slow
-argv = ['--from', 'dump.jsonl', '--workers=2', '--val=0.1', '--out=out']
-run_program(lambda: stream.prepare(stream.arguments('', __file__).parse_args(argv), 'x/y'))
-"""
-
-
-@pytest.mark.parametrize('kill', [False, True])
-def test_ctrl_c_and_a_kill_end_the_program_and_keep_the_progress(tmp_path, dump, run, whole,
-                                                                 tiny_ranks, kill):
-    (tmp_path / 'tiny.tiktoken').write_bytes(tiny_ranks)
-    (tmp_path / 'program.py').write_text(PROGRAM.format(root=str(DATA_ROOT.parent)))
-    expected = whole()
-    process = subprocess.Popen([sys.executable, 'program.py'], cwd=tmp_path,
-                               stderr=subprocess.PIPE, text=True)
-    progress = tmp_path / 'out' / '.new.tmp' / 'progress.json'
-    for _ in range(600):
-        if progress.exists() or process.poll() is not None:
-            break
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL if kill else signal.SIGINT)
-    err = process.communicate(timeout=60)[1]
-    if not kill:
-        assert process.returncode == 130, err
-        assert err.rstrip().endswith('interrupted') and 'Traceback' not in err
-    assert progress.exists() and not (tmp_path / 'out' / 'train_00000.bin').exists()
-    assert run() == expected

@@ -1,4 +1,4 @@
-"""shakespeare_char and shakespeare: nanoGPT's split and ids, from a download, an input.txt that lies there, or any text."""
+"""shakespeare_char and shakespeare: nanoGPT's split and ids, from a download or a file."""
 
 import hashlib
 import io
@@ -30,27 +30,25 @@ def tokens(folder):
     return {split: open_tokens(folder / f'{split}.bin').tolist() for split in ('train', 'val')}
 
 
-def test_characters_as_nanogpt_numbers_them(load_prepare, text_file, tmp_path, capsys):
+def test_characters_as_nanogpt_numbers_them(load_prepare, text_file, tmp_path):
     load_prepare('shakespeare_char').main([f'--input={text_file}', f'--out={tmp_path / "out"}'])
     chars, cut = sorted(set(TEXT)), int(len(TEXT) * 0.9)
     ids = [chars.index(c) for c in TEXT]
     assert tokens(tmp_path / 'out') == {'train': ids[:cut], 'val': ids[cut:]}
     meta = pickle.loads((tmp_path / 'out' / 'meta.pkl').read_bytes())
-    assert meta == {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}
-    assert capsys.readouterr().out == (
-        f'length of dataset in characters: {len(TEXT)}\nall the unique characters: {"".join(chars)}\nvocab size: {len(chars)}\n'
-        f'train has {cut} tokens\nval has {len(TEXT) - cut} tokens\n')
+    assert meta == {'vocab_size': len(chars), 'itos': dict(enumerate(chars)),
+                    'stoi': {c: i for i, c in enumerate(chars)}}
 
 
-def test_bpe_of_each_half(load_prepare, tiny, text_file, tmp_path, capsys, monkeypatch):
+def test_bpe_of_each_half(load_prepare, tiny, text_file, tmp_path):
     prepare = load_prepare('shakespeare')
     (tmp_path / 'out').mkdir()
     (tmp_path / 'out' / 'meta.pkl').write_bytes(b'of an older data set')
     prepare.main([f'--input={text_file}', f'--out={tmp_path / "out"}'])
     cut = int(len(TEXT) * 0.9)
-    assert tokens(tmp_path / 'out') == {'train': tiny.encode_ordinary(TEXT[:cut]), 'val': tiny.encode_ordinary(TEXT[cut:])}
+    assert tokens(tmp_path / 'out') == {'train': tiny.encode_ordinary(TEXT[:cut]),
+                                        'val': tiny.encode_ordinary(TEXT[cut:])}
     assert read_meta(tmp_path / 'out') is None
-    assert capsys.readouterr().out.startswith('train has ')
 
 
 @pytest.mark.parametrize('name', SCRIPTS)
@@ -64,7 +62,8 @@ def test_download_is_checked_kept_and_not_repeated(name, load_prepare, tiny, tmp
             return tinyshakespeare.URL
 
     asked = []
-    monkeypatch.setattr(urllib.request, 'urlopen', lambda url, timeout: asked.append(url) or Response(content))
+    monkeypatch.setattr(urllib.request, 'urlopen',
+                        lambda url, timeout: asked.append(url) or Response(content))
     with pytest.raises(UserError, match='sha256.*--input=FILE'):
         load_prepare(name).main([f'--out={tmp_path}'])
     assert list(tmp_path.iterdir()) == []
@@ -77,7 +76,8 @@ def test_download_is_checked_kept_and_not_repeated(name, load_prepare, tiny, tmp
 
 @pytest.mark.parametrize('name', SCRIPTS)
 @pytest.mark.parametrize('content, words', [
-    (None, "given.txt': No such file"), (b'', '0 characters'), (b'too short', '9 characters'), (b'\xff\xfe' * 20, 'not UTF-8')])
+    (None, "given.txt': No such file"), (b'', '0 characters'), (b'too short', '9 characters'),
+    (b'\xff\xfe' * 20, 'not UTF-8')])
 def test_bad_input_leaves_nothing(name, content, words, load_prepare, tiny, tmp_path):
     path = tmp_path / 'given.txt'
     if content is not None:
@@ -88,31 +88,26 @@ def test_bad_input_leaves_nothing(name, content, words, load_prepare, tiny, tmp_
 
 
 @pytest.mark.parametrize('name', SCRIPTS)
-@pytest.mark.parametrize('out', ['given.txt', 'given.txt/sub', '/proc/nanokv', 'x' * 300, 'link', 'folder'])
+@pytest.mark.parametrize('out', ['given.txt/sub', '/proc/nanokv', 'x' * 300, 'link', 'folder'])
 def test_out_that_cannot_be_is_one_line(name, out, load_prepare, tiny, text_file, tmp_path):
     (tmp_path / 'link').symlink_to('nowhere')
     (tmp_path / 'folder' / 'train.bin').mkdir(parents=True)
     before = sorted(tmp_path.rglob('*'))
     with pytest.raises(UserError, match=out) as caught:
         load_prepare(name).main([f'--input={text_file}', f'--out={tmp_path / out}'])
-    assert '\n' not in str(caught.value) and sorted(tmp_path.rglob('*')) == before and text_file.read_text() == TEXT
+    assert '\n' not in str(caught.value) and sorted(tmp_path.rglob('*')) == before
+    assert text_file.read_text() == TEXT
     with pytest.raises(UserError):
         load_prepare(name).main([f'--out={tmp_path / out}'])
 
 
-@pytest.mark.parametrize('name', SCRIPTS)
-def test_offline_says_what_to_do(name, load_prepare, tmp_path):
-    with pytest.raises(UserError, match=f'no network in tests.*python data/{name}/prepare.py --input=FILE'):
-        load_prepare(name).main([f'--out={tmp_path / "out"}'])
-    assert not (tmp_path / 'out').exists()
-
-
-@pytest.mark.parametrize('name', [*SCRIPTS, 'shakespeare_works', 'text', 'openwebtext', 'fineweb_edu'])
+@pytest.mark.parametrize('name',
+                         [*SCRIPTS, 'shakespeare_works', 'text', 'openwebtext', 'fineweb_edu'])
 def test_scripts_run_from_anywhere_have_help_and_exit_2(name, tmp_path):
     script = str(DATA_ROOT / name / 'prepare.py')
-    bad = subprocess.run([sys.executable, script, '--nonsense=1'], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert bad.returncode == 2 and bad.stdout == '' and bad.stderr.startswith('error: ') and bad.stderr.count('\n') == 1
-    assert '--nonsense' in bad.stderr or '--input' in bad.stderr
-    good = subprocess.run([sys.executable, script, '--help'], cwd=tmp_path, capture_output=True, text=True, check=False)
+    bad, good = (subprocess.run([sys.executable, script, flag], cwd=tmp_path, capture_output=True,
+                                text=True, check=False) for flag in ('--nonsense=1', '--help'))
+    assert bad.returncode == 2 and bad.stdout == ''
+    assert bad.stderr.startswith('error: ') and bad.stderr.count('\n') == 1
     assert good.returncode == 0 and f'python data/{name}/prepare.py' in good.stdout
     assert list(tmp_path.iterdir()) == []
