@@ -1,0 +1,82 @@
+"""Many clients at once, of which some leave at any moment: the others get every token, and nothing is left behind."""
+import asyncio
+import functools
+import json
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from engine.blocks import OVERHEAD
+from engine.params import SamplingParams
+from tests.helpers.serving import TOKENIZER, alone, model_of, prompt
+from tests.serving.conftest import assert_free, eventually
+from tests.serving.test_server import request
+
+CLIENTS, LEAVING, SECONDS = 64, 0.1, 60
+TEXTS = [TOKENIZER.decode(prompt(n, seed=seed)) for n in (3, 24, 40) for seed in (1, 2)]
+TEXTS += [text + TOKENIZER.decode(prompt(5, seed=3)) for text in TEXTS]  # some go on from others
+
+
+@functools.cache
+def expected(text: str, seed: int) -> str:
+    return alone(model_of('full stack'), text, SamplingParams(12, seed=seed), tokenizer=TOKENIZER).text
+
+
+class Client:
+    """One of them: asks, reads its stream to the end or leaves, asks again."""
+
+    def __init__(self, server, number: int, tally: Counter):
+        self.server, self.random, self.tally = server, random.Random(number), tally
+
+    async def run(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            text, seed = self.random.choice(TEXTS), self.random.randrange(3)
+            document = dict(prompt=text, seed=seed, max_tokens=12, stream=True)
+            reader, writer = await asyncio.open_connection('127.0.0.1', self.server.port)
+            writer.write(request(document, Connection='close'))
+            if self.random.random() < LEAVING:
+                await self.leave(reader, writer)
+            else:
+                self.check(await reader.read(), expected(text, seed))
+                writer.close()
+
+    async def leave(self, reader, writer) -> None:
+        """Before an answer, or after some of it; quietly, or with a reset."""
+        for _ in range(self.random.randrange(12)):
+            await reader.readline()
+        await asyncio.sleep(self.random.random() / 20)
+        writer.close() if self.random.random() < 0.5 else writer.transport.abort()
+        self.tally['left'] += 1
+
+    def check(self, data: bytes, text: str) -> None:
+        head, _, body = data.partition(b'\r\n\r\n')
+        assert head.split()[1] == b'200', data[:500]
+        events = [piece.partition(b'data: ')[2] for piece in body.split(b'\n\n') if b'"text"' in piece]
+        said = ''.join(json.loads(event[:event.rindex(b'}') + 1])['choices'][0]['text'] for event in events)
+        assert said == text and b'[DONE]' in body
+        self.tally['whole'] += 1
+
+
+@pytest.mark.slow
+def test_64_streams_of_which_a_tenth_leave_for_a_minute(running):
+    for text in TEXTS:  # before the clock starts
+        [expected(text, seed) for seed in range(3)]
+    server, tally = running(rows=16, max_waiting=CLIENTS, prefix_budget=20_000), Counter()
+
+    async def all_of_them():
+        deadline = time.monotonic() + SECONDS
+        await asyncio.gather(*(Client(server, number, tally).run(deadline) for number in range(CLIENTS)))
+    asyncio.run(all_of_them())
+    assert tally['whole'] > CLIENTS and tally['left'] > 0.05 * tally['whole']
+    eventually(lambda: not (server.server.server_state.connections or server.server.server_state.tasks))
+    assert_free(server.worker)
+    counted = {sample.labels['status'] for family in server.metrics.registry.collect() for sample in family.samples
+               if sample.name == 'nanokv_requests_total'}
+    assert counted <= {'200', '499'}
+    store = server.engine.prefix
+    assert store.stats.found and store.stats.evicted
+    assert store.nbytes <= 20_000 and store.nbytes == sum(
+        OVERHEAD + len(block.tokens) + sum(x.numel() for x in (block.copy, block.local) if x is not None)
+        for block in store.blocks)
