@@ -70,8 +70,6 @@ BOTH_PROGRAMS = pytest.mark.parametrize(
     (dict(block_size=-16), ['block_size=-16', 'at least 1']),
     (dict(gradient_accumulation_steps=0), ['gradient_accumulation_steps=0']),
     (dict(eval_interval=0), ['eval_interval=0']),
-    (dict(eval_iters=0), ['eval_iters=0']),
-    (dict(log_interval=0), ['log_interval=0']),
     (dict(checkpoint_interval=-1), ['checkpoint_interval=-1']),
     (dict(keep_checkpoints=0), ['keep_checkpoints=0', 'at least 1']),
     (dict(resume_from=''), ["resume_from=''", 'file in out_dir']),
@@ -79,13 +77,10 @@ BOTH_PROGRAMS = pytest.mark.parametrize(
     (dict(resume_from='ckpt_best.pt', init_from='scratch'),
      ["'ckpt_best.pt'", "'scratch'", '--init_from=resume']),
     (dict(max_iters=-1), ['max_iters=-1']),
-    (dict(learning_rate=-1.0), ['learning_rate=-1.0']),
     (dict(beta1=1.0), ['beta1=1.0', 'below 1']),
-    (dict(beta2=-0.5), ['beta2=-0.5']),
     (dict(seed=2 ** 64), [f'seed={2 ** 64}']),
     (dict(device='cuda:9'), ["'cuda:9'", "'cpu'"]),
     (dict(device='meta'), ["'meta'", "'cpu'"]),
-    (dict(dtype='float8'), ["'float8'", "'bfloat16'"]),
     (dict(init_from='gpt3'), ["'gpt3'", "'scratch'", "'resume'"]),
     (dict(dataset='tinny'), ["'tinny'", "'tiny'"]),
     (dict(dataset='../tiny'), ["'../tiny'"]),
@@ -96,17 +91,14 @@ BOTH_PROGRAMS = pytest.mark.parametrize(
     # before any data are looked for
     (dict(n_head=4, n_kv_head=3, dataset='not_prepared'), ['n_head=4', 'n_kv_head=3']),
     (dict(n_kv_head=-1), ['n_kv_head=-1']),
-    (dict(n_layer=0), ['n_layer=0']),
     (dict(dropout=1.0), ['dropout=1.0']),
     (dict(layer_pattern='LG'), ['window_size=0', "'LG'"]),
     (dict(layer_pattern='LXG', window_size=4), ["'X'", 'G', 'L']),
     (dict(layer_pattern='LG', window_size=-4), ['window_size=-4']),
     (dict(layer_pattern='LLG', window_size=4, kv_share='ABB'), ["'ABB'", "'LLG'"]),
     (dict(rope_theta_global=1e6), ['rope_theta_global=1000000.0', "'rope'"]),
-    (dict(pos_embedding='alibi'), ["'alibi'", "'learned'", "'rope'"]),
     (dict(pos_embedding='rope', head_dim=5), ['head_dim=5', 'even']),
     (dict(pos_embedding='rope', rope_theta=0.0), ['rope_theta=0.0']),
-    (dict(gelu='relu'), ["'relu'", "'exact'", "'tanh'"]),
 ], ids=settings_id)
 def test_train_refuses(refused, tmp_path, settings, named):
     refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new') | settings, *named)
@@ -114,17 +106,12 @@ def test_train_refuses(refused, tmp_path, settings, named):
 
 @pytest.mark.parametrize('settings, named', [
     (dict(temprature=1.0), ["'temprature'", "'temperature'"]),
-    (dict(num_samples=0), ['num_samples=0', 'at least 1']),
     (dict(max_new_tokens=0), ['max_new_tokens=0']),
-    (dict(parallel=0), ['parallel=0']),
     (dict(temperature=-0.5), ['temperature=-0.5']),
     (dict(temperature='nan'), ["'nan'"]),
-    (dict(top_k=-1), ['top_k=-1']),
-    (dict(top_p=0), ['top_p=0']),
     (dict(top_p=1.5), ['top_p=1.5']),
     (dict(seed=2 ** 64), [f'seed={2 ** 64}']),
     (dict(kv_dtype='int4'), ["'int4'", "'int8'", "'bfloat16'"]),
-    (dict(dtype='int8'), ["'int8'", "'float16'"]),
     (dict(device='cuda:9'), ["'cuda:9'", "'cpu'"]),
     (dict(init_from='gpt3'), ["'gpt3'", "'resume'", "'random'", "'gpt2'", 'folder']),
     (dict(start='aXbY'), ["'X'", "'Y'", 'abcdefghij']),
@@ -226,12 +213,13 @@ def saved(thing):
 @BOTH_PROGRAMS
 @pytest.mark.filterwarnings('ignore:Detected pickle protocol')
 @pytest.mark.parametrize('content', [
-    lambda bomb: b'', lambda bomb: b'not a checkpoint', lambda bomb: b'PK\x03\x04 half a zip',
-    saved, lambda bomb: saved({'model': bomb}), pickle.dumps,
+    lambda bomb: None, lambda bomb: b'', lambda bomb: b'not a checkpoint',
+    lambda bomb: b'PK\x03\x04 half a zip', saved, lambda bomb: saved({'model': bomb}), pickle.dumps,
     lambda bomb: saved([1, 2]), lambda bomb: saved({'a': 1}),
-], ids=['empty', 'text', 'zip', 'code', 'code inside', 'plain pickle', 'list', 'other dict'])
+], ids=['none', 'empty', 'text', 'zip', 'code', 'code inside', 'pickle', 'list', 'other dict'])
 def test_foreign_or_malicious_checkpoint(refused, out, tmp_path, main, settings, content):
-    (out / 'ckpt.pt').write_bytes(content(Bomb(tmp_path / 'went off')))
+    data = content(Bomb(tmp_path / 'went off'))
+    (out / 'ckpt.pt').write_bytes(data) if data is not None else (out / 'ckpt.pt').unlink()
     refused(main, settings(out), out / 'ckpt.pt')
     assert not (tmp_path / 'went off').exists()
 
@@ -244,11 +232,6 @@ def test_truncated_checkpoint(refused, out, main, settings, kept):
     refused(main, settings(out), out / 'ckpt.pt', 'damaged')
 
 
-@BOTH_PROGRAMS
-def test_no_checkpoint(refused, tmp_path, main, settings):
-    refused(main, settings(tmp_path / 'none'), tmp_path / 'none' / 'ckpt.pt')
-
-
 WEIGHT = 'transformer.h.0.attn.c_attn.weight'
 
 
@@ -256,9 +239,7 @@ WEIGHT = 'transformer.h.0.attn.c_attn.weight'
 @pytest.mark.parametrize('act, named', [
     (lambda c: c.pop('model'), ['lacks model']),
     (lambda c: c.pop('model_args'), ['lacks model_args']),
-    (lambda c: c.pop('iter_num'), ['lacks iter_num']),
     (lambda c: c.pop('best_val_loss'), ['lacks best_val_loss']),
-    (lambda c: c.pop('config'), ['lacks config']),
     (lambda c: c.update(model=None), ['model']),
     (lambda c: c.update(model_args=[1]), ['model_args']),
     (lambda c: c.update(config='x'), ['config']),
@@ -270,7 +251,6 @@ WEIGHT = 'transformer.h.0.attn.c_attn.weight'
     (lambda c: c['model_args'].update(flux=3), ['flux', 'model_args']),
     (lambda c: c['model_args'].update(n_head=5), ['n_head=5']),
     (lambda c: c['model_args'].update(n_head='two'), ['ckpt.pt']),
-    (lambda c: c['model_args'].update(n_layer=2.0), ['n_layer']),
     (lambda c: c['model_args'].update(layer_pattern=5), ['layer_pattern']),
     (lambda c: c['model_args'].update(layer_pattern='LG'), ["'LG'", 'window_size=0']),
 ], ids=lambda x: ' '.join(x) if isinstance(x, list) else '')
@@ -295,7 +275,6 @@ def test_a_checkpoint_may_not_name_a_data_set_outside_data(refused, out):
     (lambda c: c.update(rng={}), ['rng']),
     (lambda c: c['rng'][0].update(torch=torch.zeros(3, dtype=torch.uint8)), ['rng']),
     (lambda c: c.update(data_rng=torch.zeros(3, dtype=torch.uint8)), ['data_rng']),
-    (lambda c: c.update(data_rng='x'), ['data_rng']),
 ], ids=lambda x: '')
 def test_training_state_that_does_not_fit(refused, out, act, named):
     change(out, act)
@@ -306,7 +285,6 @@ def test_training_state_that_does_not_fit(refused, out, act, named):
     (dict(block_size=32), ['block_size=32', '16', 'pos_embedding']),
     (dict(qk_norm=True), ['qk_norm=True', 'from scratch']),
     (dict(n_kv_head=1), ['n_kv_head=1', 'n_kv_head=0']),
-    (dict(mlp_hidden=7), ['mlp_hidden=7', 'mlp_hidden=0']),
     (dict(rope_theta_global=5.0), ['rope_theta_global=5.0', "'rope'"]),
     (dict(layer_pattern='LG'), ['window_size=0']),
     (dict(kv_share='A'), ["kv_share='A'"]),
@@ -333,15 +311,6 @@ def test_resume_with_the_same_owners_but_other_sharing(refused, tmp_path, own_da
     train.main(flags(config | dict(max_iters=2, eval_interval=2)))
     changed = config | dict(init_from='resume', layer_pattern='GLLG')
     refused(train.main, changed, "'GLLG'", 'layer 3', 'layer 1')
-
-
-def test_good_checkpoints_pass(out, own_data_root, trained, tmp_path):
-    """The checkpoints that the cases above start from."""
-    train.main(flags(for_train(out, max_iters=10)))
-    sample.main(flags(for_sample(out, start=ALPHABET[:5])))
-    shutil.copytree(trained['full'], tmp_path / 'full')
-    full = FULL_STACK | dict(out_dir=tmp_path / 'full', init_from='resume', max_iters=10)
-    train.main(flags(full))
 
 
 def test_a_missing_wandb_is_named(tmp_path, own_data_root, monkeypatch):
