@@ -1,6 +1,5 @@
 """interop.export and import_hf: transformers computes our logits; a round trip is exact."""
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,18 +14,12 @@ from config.gpt_config import GPTConfig, model_args
 from interop import export, import_hf
 from model import GPT
 from tests.helpers.models import full_logits, random_model
-from tests.programs.support import ALPHABET, FULL_STACK, ROOT, TINY, VANILLA, flags, load, run_train
+from tests.programs.support import ALPHABET, FULL_STACK, ROOT, VANILLA, flags, load, run_train
 from training.checkpoint import config_of
 
-SHAPES = {
-    'vanilla': dict(VANILLA, bias=True, gelu='tanh', dropout=0.1),
-    'vanilla without biases': dict(VANILLA, bias=False),
-    'wide MLP': dict(VANILLA, mlp_hidden=24),
-    'gqa': dict(TINY, n_kv_head=1, pos_embedding='rope', window_size=4, layer_pattern='LG'),
-    'full': FULL_STACK, 'rounded': dict(FULL_STACK, kv_quant_train='int8', bias=True)}
+SHAPES = {'vanilla': dict(VANILLA, bias=False, gelu='tanh', dropout=0.1, mlp_hidden=24),
+          'full': FULL_STACK, 'rounded': dict(FULL_STACK, kv_quant_train='int8', bias=True)}
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=12)
-GPT2 = ('vanilla', 'vanilla without biases', 'wide MLP')
-NEAR = dict(rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope='module')
@@ -38,8 +31,7 @@ def made(tmp_path_factory, data_root):
         if name not in cache:
             out, dest = root / name / 'out', root / name / 'hf'
             run_train(out, SHAPES[name], max_iters=3, eval_interval=3)
-            size = '20KB' if name == 'full' else '5GB'
-            export.export(out / 'ckpt.pt', dest, data_root=data_root, max_shard_size=size)
+            export.export(out / 'ckpt.pt', dest, data_root=data_root, max_shard_size='20KB')
             cache[name] = out, dest
         return cache[name]
     return make
@@ -50,23 +42,19 @@ def pair(request, made):
     return request.param, *made(request.param)
 
 
-def ours_of(out):
-    saved = load(out / 'ckpt.pt')
-    model = GPT(config_of(saved, out, dropout=0.0)).eval()
-    model.load_state_dict(saved['model'])
-    return model
-
-
-def test_transformers_has_the_logits(pair):
-    """Past two windows, whole and by its cache."""
+def test_there_and_back(pair, tmp_path, capsys, data_root):
+    """The logits are the same in transformers (past two windows, whole and by its cache), the text
+    is ours, and the checkpoint comes back bit by bit."""
     name, out, dest = pair
-    ours = ours_of(out)
+    before = load(out / 'ckpt.pt')
+    ours = GPT(config_of(before, out, dropout=0.0)).eval()
+    ours.load_state_dict(before['model'])
     theirs = AutoModelForCausalLM.from_pretrained(dest, trust_remote_code=True).eval()
-    assert isinstance(theirs, GPT2LMHeadModel) == (name in GPT2)
+    assert isinstance(theirs, GPT2LMHeadModel) == (name == 'vanilla')
     idx = torch.randint(len(ALPHABET), (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = full_logits(ours, idx)
-        torch.testing.assert_close(theirs(idx).logits, expected, **NEAR)
+        torch.testing.assert_close(theirs(idx).logits, expected, rtol=0, atol=1e-4)
         first = theirs(idx[:, :6], use_cache=True)
         rest, cache = [first.logits], first.past_key_values
         for i in range(6, 16):
@@ -74,70 +62,43 @@ def test_transformers_has_the_logits(pair):
         atol = 1e-2 if name == 'rounded' else 1e-4  # int8 may round the other way
         torch.testing.assert_close(torch.cat(rest, dim=1), expected, rtol=0, atol=atol)
 
-
-def test_the_tokenizer_is_ours(pair):
-    _, _, dest = pair
-    tokenizer = AutoTokenizer.from_pretrained(dest, trust_remote_code=True)
-    text = 'abcj\n  hide'
-    ids = tokenizer(text)['input_ids']
-    assert ids == [ALPHABET.index(c) for c in text] and tokenizer.decode(ids) == text
-    with pytest.raises(Exception, match='UNK'):
-        tokenizer('abcZ')
-
-
-def test_there_and_back(pair, tmp_path, capsys):
-    _, out, dest = pair
-    import_hf.main([str(dest), str(tmp_path / 'again')])
-    before, after = load(out / 'ckpt.pt'), load(tmp_path / 'again' / 'ckpt.pt')
+    again = tmp_path / 'again'
+    import_hf.main([str(dest), str(again)])
+    after = load(again / 'ckpt.pt')
     assert before['model_args'] == after['model_args'] and before['tokens'] == after['tokens']
     assert before['model'].keys() == after['model'].keys()
     assert all(torch.equal(x, after['model'][name]) for name, x in before['model'].items())
     assert after['config']['dataset'] == 'tiny' and after['iter_num'] == 0
     with pytest.raises(UserError, match='is there already'):
-        import_hf.main([str(dest), str(tmp_path / 'again')])
-
-
-def test_what_came_back_is_trained_on_and_exported_again(made, tmp_path, data_root):
-    out, dest = made('full')
-    import_hf.main([str(dest), str(tmp_path / 'again')])
-    export.export(tmp_path / 'again' / 'ckpt.pt', tmp_path / 'hf', data_root=data_root,
-                  max_shard_size='20KB')
+        import_hf.main([str(dest), str(again)])
+    export.export(again / 'ckpt.pt', tmp_path / 'hf', data_root=data_root, max_shard_size='20KB')
     for path in dest.glob('*.safetensors'):
         assert (tmp_path / 'hf' / path.name).read_bytes() == path.read_bytes()
-    rows = run_train(tmp_path / 'again', FULL_STACK, max_iters=4, init_from='resume').rows
+    rows = run_train(again, SHAPES[name], max_iters=4, init_from='resume').rows
     assert rows[-1]['iter'] == 4
 
 
-def test_the_folder_needs_nothing_of_ours(made, tmp_path):
-    """A process that does not see this project."""
-    out, dest = made('full')
-    program = f"""if True:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        model = AutoModelForCausalLM.from_pretrained({str(dest)!r}, trust_remote_code=True)
-        tokenizer = AutoTokenizer.from_pretrained({str(dest)!r}, trust_remote_code=True)
-        ids = tokenizer('abc', return_tensors='pt')
-        print(model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist())
-    """
-    done = subprocess.run([sys.executable, '-I', '-c', program], cwd=tmp_path, capture_output=True,
-                          text=True,
-                          env=os.environ | {'HF_MODULES_CACHE': str(tmp_path / 'modules')})
-    assert done.returncode == 0, done.stderr
-    ours, idx = ours_of(out), torch.tensor([[ALPHABET.index(c) for c in 'abc']])
-    with torch.no_grad():
-        for _ in range(20):
-            idx = torch.cat([idx, ours(idx)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert json.loads(done.stdout.splitlines()[-1]) == idx[0].tolist()
-
-
-def test_what_it_says_of_itself(made):
+def test_the_folder(made):
     _, dest = made('full')
     config = json.loads((dest / 'config.json').read_text())
     assert config['architectures'] == ['NanoKVForCausalLM'] and config['num_key_value_heads'] == 1
     assert config['kv_owners'] == [0, 0, 2, 2, 2, 5, 6] and config['sliding_window'] == 4
     assert len(list(dest.glob('model-*.safetensors'))) > 1
     assert (dest / 'generation_config.json').is_file()
-    assert (dest / 'modeling_nanokv.py').read_bytes() == export.MODELING.read_bytes()
+    code = (dest / 'modeling_nanokv.py').read_text()
+    assert code == export.MODELING.read_text()
+    modules = {name.partition('.')[0]
+               for name in re.findall(r'^\s*(?:from|import) ([\w.]+)', code, re.M)}
+    assert modules - set(sys.stdlib_module_names) == {'torch', 'transformers'}
+
+
+def test_the_tokenizer_is_ours(made):
+    tokenizer = AutoTokenizer.from_pretrained(made('full')[1], trust_remote_code=True)
+    text = 'abcj\n  hide'
+    ids = tokenizer(text)['input_ids']
+    assert ids == [ALPHABET.index(c) for c in text] and tokenizer.decode(ids) == text
+    with pytest.raises(Exception, match='UNK'):
+        tokenizer('abcZ')
 
 
 def damaged(dest, tmp_path, change):
@@ -179,26 +140,30 @@ def test_a_damaged_folder_is_told_in_a_line(made, tmp_path, change, named):
     assert not (tmp_path / 'out').exists()
 
 
-def test_biases_that_were_trained_there_come_back(made, tmp_path, capsys):
-    from safetensors.torch import load_file, save_file
+def test_windows_of_one_token_are_refused():
+    config = GPTConfig(**SMALL, layer_pattern='GL', window_size=1)
+    with pytest.raises(UserError, match='window_size=1 cannot be exported'):
+        export.hf_model(random_model(config, torch.float32))
 
-    def change(folder):
-        tensors = load_file(folder / 'model.safetensors')
-        tensors['transformer.ln_f.bias'][0] = 1
-        save_file(tensors, folder / 'model.safetensors')
-    folder = damaged(made('vanilla without biases')[1], tmp_path, change)
-    import_hf.main([str(folder), str(tmp_path / 'out')])
-    saved = load(tmp_path / 'out' / 'ckpt.pt')
-    assert saved['model_args']['bias'] and saved['model']['transformer.ln_f.bias'][0] == 1
+
+def test_biases_and_tokens_that_were_added_there_come_back(made, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(made('vanilla')[1])
+    model.resize_token_embeddings(len(ALPHABET) + 2)
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = 1
+    model.save_pretrained(tmp_path)
+    found = import_hf.checkpoint_of(tmp_path)
+    assert found['model']['lm_head.weight'].shape[0] == len(ALPHABET) + 2
+    assert found['model_args']['bias'] and found['model']['transformer.ln_f.bias'][0] == 1
     assert 'transformer.ln_f.bias): bias=True' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('said', [
+@pytest.mark.parametrize('settings', [
     dict(head_dim=8), dict(n_kv_head=2), dict(mlp_hidden=64), dict(window_size=9),
-    dict(layer_pattern='GG'), dict(kv_share='A'), dict(rope_theta=100.0)], ids=lambda said: next(iter(said)))
-def test_vanilla_however_it_is_said_comes_back(tmp_path, said):
-    """Exported as GPT-2, whose config.json has no words for these."""
-    model = random_model(GPTConfig(**SMALL, **said), torch.float32)
+    dict(layer_pattern='GG'), dict(kv_share='A'), dict(rope_theta=100.0)], ids=str)
+def test_vanilla_settings_in_other_words_come_back(tmp_path, settings):
+    """Exported as GPT-2, whose config.json lacks these keys."""
+    model = random_model(GPTConfig(**SMALL, **settings), torch.float32)
     export.hf_model(model).save_pretrained(tmp_path)
     assert json.loads((tmp_path / 'config.json').read_text())['model_type'] == 'gpt2'
     again = import_hf.checkpoint_of(tmp_path)
@@ -206,23 +171,8 @@ def test_vanilla_however_it_is_said_comes_back(tmp_path, said):
     assert all(torch.equal(x, again['model'][name]) for name, x in model.state_dict().items())
 
 
-def test_a_vocabulary_that_grew_there_comes_back(made, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(made('vanilla')[1])
-    model.resize_token_embeddings(len(ALPHABET) + 2)
-    model.save_pretrained(tmp_path)
-    weights = import_hf.checkpoint_of(tmp_path)['model']
-    assert weights['lm_head.weight'].shape[0] == len(ALPHABET) + 2
-
-
-def test_windows_of_one_token_are_refused():
-    config = GPTConfig(**SMALL, layer_pattern='GL', window_size=1)
-    with pytest.raises(UserError, match='window_size=1 cannot be exported'):
-        export.hf_model(random_model(config, torch.float32))
-
-
 @pytest.mark.parametrize('name', ['full', 'vanilla'])
-def test_it_says_what_its_tokens_are(made, tmp_path, capsys, monkeypatch, name):
-    """sample.py on the folder alone, where data/ has nothing of its data set."""
+def test_the_folder_is_sampled_without_its_data_set(made, tmp_path, capsys, monkeypatch, name):
     settings = dict(init_from=made(name)[1], device='cpu', start='abc', max_new_tokens=8,
                     num_samples=1, temperature=0, report=False)
     with monkeypatch.context() as patch:
@@ -235,47 +185,33 @@ def test_it_says_what_its_tokens_are(made, tmp_path, capsys, monkeypatch, name):
     assert texts[0] == texts[1]
 
 
-def test_what_is_there_already_stays(made, tmp_path, data_root):
-    out, _ = made('full')
+def test_refusals_leave_no_folder(made, tmp_path, data_root, monkeypatch):
+    checkpoint = made('full')[0] / 'ckpt.pt'
+    with pytest.raises(UserError, match=r'data/tiny/meta\.pkl is missing'):
+        export.export(checkpoint, tmp_path / 'hf', data_root=tmp_path)
+    with monkeypatch.context() as patch, \
+            pytest.raises(UserError, match=r"pip install -e '\.\[export\]'"):
+        patch.delitem(sys.modules, 'interop.modeling_nanokv', raising=False)
+        patch.setitem(sys.modules, 'transformers', None)
+        export.export(checkpoint, tmp_path / 'hf', data_root=data_root)
+    assert not list(tmp_path.iterdir())
     (tmp_path / 'hf').mkdir()
     (tmp_path / 'hf' / 'mine').write_text('')
     with pytest.raises(UserError, match='is there already'):
-        export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=data_root)
+        export.export(checkpoint, tmp_path / 'hf', data_root=data_root)
     assert [path.name for path in tmp_path.rglob('*')] == ['hf', 'mine']
 
 
-def test_an_alphabet_that_is_not_known_is_refused(made, tmp_path):
-    out, _ = made('full')
-    with pytest.raises(UserError, match=r'data/tiny/meta\.pkl is missing'):
-        export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=tmp_path)
-    assert not (tmp_path / 'hf').exists()
-
-
-def test_without_transformers_it_says_what_to_install(made, tmp_path, data_root, monkeypatch):
-    out, _ = made('full')
-    monkeypatch.delitem(sys.modules, 'interop.modeling_nanokv', raising=False)
-    monkeypatch.setitem(sys.modules, 'transformers', None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[export\]'"):
-        export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=data_root)
-    assert not list(tmp_path.iterdir())
-
-
-def test_half_precision(made, tmp_path, data_root):
-    out, _ = made('full')
-    export.export(out / 'ckpt.pt', tmp_path / 'hf', 'bfloat16', data_root=data_root)
+def test_the_program_in_half_precision_and_without_warnings(made, tmp_path, data_root):
+    """transformers imports torchao, which warned of its own libraries."""
+    launch = ("import sys, runpy, pathlib, data.datasets; "
+              "data.datasets.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); "
+              "runpy.run_module('interop.export', run_name='__main__', alter_sys=True)")
+    args = [str(data_root), str(made('full')[0]), str(tmp_path / 'hf'), '--dtype=bfloat16']
+    done = subprocess.run([sys.executable, '-c', launch, *args],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and 'torch' not in done.stderr, done.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', trust_remote_code=True,
                                                  dtype='auto')
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
-
-
-def test_the_program_says_nothing_of_packages_that_it_does_not_need(made, tmp_path, data_root):
-    """transformers imports torchao, which warned of its own libraries."""
-    out, _ = made('full')
-    launch = ("import sys, runpy, pathlib, data.datasets; "
-              "data.datasets.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); "
-              "runpy.run_module('interop.export', run_name='__main__', alter_sys=True)")
-    args = [str(data_root), str(out), str(tmp_path / 'hf')]
-    done = subprocess.run([sys.executable, '-c', launch, *args],
-                          cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and 'torch' not in done.stderr, done.stderr

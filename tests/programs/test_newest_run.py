@@ -1,5 +1,4 @@
-"""Programs that read a checkpoint find it: the newest run of this folder, or that of a folder which
-is given."""
+"""Which checkpoint a program reads: that of the folder given, or of the newest run here."""
 import os
 
 import pytest
@@ -19,7 +18,7 @@ def runs(tmp_path, data_root, monkeypatch):
     """Two runs, the older one saved last but dated back; and folders that are none."""
     monkeypatch.chdir(tmp_path)
     for k, name in enumerate(('out-new', 'out-old')):
-        run_train(name, VANILLA, max_iters=10)
+        run_train(name, VANILLA, max_iters=1, eval_interval=1)
         os.utime(f'{name}/ckpt.pt', (1e9 - k, 1e9 - k))
     (tmp_path / 'out-empty').mkdir()
     return tmp_path
@@ -28,24 +27,9 @@ def runs(tmp_path, data_root, monkeypatch):
 def test_without_arguments_the_newest_run_is_taken_and_named(runs, capsys):
     sample.main(FEW)
     assert 'Using out-new, the newest run here (others: out-old)\n' in capsys.readouterr().out
-    (runs / 'out-old' / 'ckpt.pt').unlink()
-    sample.main(FEW)
-    assert 'Using out-new, the newest run here\n' in capsys.readouterr().out
-
-
-def test_a_run_in_the_default_folder_is_taken_first_and_without_a_word(runs, capsys):
-    (runs / 'out-old').rename(runs / 'out')
+    (runs / 'out-old').rename(runs / 'out')  # the default folder comes first
     sample.main(FEW)
     assert 'newest' not in capsys.readouterr().out
-
-
-def test_what_was_given_is_not_guessed_at(runs):
-    with pytest.raises(UserError, match='out-empty/ckpt.pt'):
-        sample.main(['--out_dir=out-empty', *FEW])
-    for name in ('out-new', 'out-old'):
-        (runs / name / 'ckpt.pt').unlink()
-    with pytest.raises(UserError, match=r'no out/ckpt.pt, and no out\*/ckpt.pt in this folder'):
-        sample.main(FEW)
 
 
 @pytest.mark.parametrize('program', [sample, chat, serve])
@@ -58,31 +42,24 @@ def test_a_folder_is_accepted(program, runs, monkeypatch):
     assert [name.rstrip('/') for name in asked] == ['out-old'] * 3
 
 
-def test_a_folder_that_is_none_is_answered_with_those_there_are(runs):
-    with pytest.raises(UserError,
-                       match="^folder of a run 'out-od' not found, did you mean out-old\\?$"):
-        sample.main(['out-od'])
-    with pytest.raises(UserError,
-                       match="^folder of a run 'x' not found; there are out-new, out-old$"):
-        sample.main(['x'])
+def test_a_folder_that_was_given_is_not_replaced_by_another(runs):
+    for argv, message in (
+            (['--out_dir=out-empty', *FEW], 'out-empty/ckpt.pt'),
+            (['out-od'], r"^folder of a run 'out-od' not found, did you mean out-old\?$"),
+            (['x'], "^folder of a run 'x' not found; there are out-new, out-old$")):
+        with pytest.raises(UserError, match=message):
+            sample.main(argv)
+    for name in ('out-new', 'out-old'):
+        (runs / name / 'ckpt.pt').unlink()
+    with pytest.raises(UserError, match=r'no out/ckpt.pt, and no out\*/ckpt.pt in this folder'):
+        sample.main(FEW)
 
 
-def test_chat_and_serve_take_the_newest_too(runs, monkeypatch, capsys):
-    monkeypatch.setattr('builtins.input', lambda prompt='': (_ for _ in ()).throw(EOFError))
-    chat.main(['--device=cpu', '--turn={name}a{text}b', '--user=c', '--reply_as=d'])
-    assert 'Using out-new' in capsys.readouterr().out
-
-
-def test_training_into_a_folder_is_not_guessed_at(runs):
-    with pytest.raises(UserError, match='--out_dir=out-old, to go on .* --init_from=resume too'):
-        configurator.parse('train', ['out-old'])
-
-
-def test_config_files(runs):
-    with pytest.raises(UserError, match='without --config=, as config/train_mqa_local.py'):
-        configurator.parse('train', ['--config=config/train_mqa_local.py'])
-    with pytest.raises(UserError, match=r"not found, did you mean config/train_mqa_local.py\?"):
-        configurator.parse('train', ['config/train_mqalocal.py'])
-    with pytest.raises(UserError) as told:
-        configurator.parse('train', ['zzzzzz'])
-    assert 'config/train_gpt2.py' in str(told.value) and '__init__' not in str(told.value)
+@pytest.mark.parametrize('argument, message', [
+    ('out-old', '--out_dir=out-old, .* --init_from=resume'),
+    ('--config=config/train_mqa_local.py', 'without --config=, as config/train_mqa_local.py'),
+    ('config/train_mqalocal.py', r'not found, did you mean config/train_mqa_local.py\?'),
+    ('zzzzzz', 'config/train_gpt2.py')])
+def test_train_takes_config_files_and_no_folder(runs, argument, message):
+    with pytest.raises(UserError, match=message):
+        configurator.parse('train', [argument])

@@ -1,5 +1,6 @@
-"""A newcomer's first hour: README's commands, one after another, in a checkout of their own."""
+"""The commands of README's "Start", one after another, in a checkout of their own."""
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,16 +10,21 @@ import pytest
 from tests.programs.support import ROOT
 
 PREPARED = ROOT / 'data' / 'shakespeare_works'
-NOT_TRACKED = shutil.ignore_patterns('.git', '.venv*', 'out*', 'runs', '__pycache__', '.*_cache', '*.egg-info', '.lock')
-MESSAGES = [f'What say you to the {what}{end}' for end in ('?', ' of my father, good my lady?')
-            for what in ('king', 'queen', 'duke', 'prince', 'crown', 'sword', 'ring', 'letter', 'night', 'morning',
-                         'garden', 'house', 'ship', 'sea', 'wood', 'castle', 'wine', 'song', 'dance', 'grave')]
+NOT_TRACKED = shutil.ignore_patterns('.git', '.venv*', 'out*', 'runs', '__pycache__', '.*_cache',
+                                     '*.egg-info', '.lock')
+COMMANDS = ['make demo', 'make test', 'source .venv/bin/activate', 'python sample.py',
+            'python chat.py', 'python -m kv out-mqa-local',
+            'python data/text/prepare.py --input=book.txt']
+SUBJECTS = ('king queen duke prince crown sword ring letter night morning garden house ship sea '
+            'wood castle wine song dance grave').split()
+MESSAGES = [f'What say you to the {subject}{end}'
+            for end in ('?', ' of my father, good my lady?') for subject in SUBJECTS]
 
 
 @pytest.fixture(scope='module')
 def shell(tmp_path_factory):
-    """Runs a command line in a fresh checkout with the environment in use, as after `source
-    .venv/bin/activate`, and returns its output. It has to end well, and quietly."""
+    """Runs a command line in a fresh checkout with the current environment and returns its output;
+    it must succeed without warnings."""
     checkout = tmp_path_factory.mktemp('fresh') / 'nanokv'
     shutil.copytree(ROOT, checkout, ignore=NOT_TRACKED)
     (checkout / '.venv/bin').mkdir(parents=True)
@@ -26,26 +32,30 @@ def shell(tmp_path_factory):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     (checkout / '.venv/.installed').touch()  # for make
-    env = {name: value for name, value in os.environ.items() if name not in ('PYTHONPATH', 'OMP_NUM_THREADS')}
+    env = {name: value for name, value in os.environ.items()
+           if name not in ('PYTHONPATH', 'OMP_NUM_THREADS')}
     env['PATH'] = f"{python.parent}{os.pathsep}{env['PATH']}"
 
     def run(command, stdin=''):
         done = subprocess.run(command, shell=True, cwd=checkout, env=env, input=stdin, text=True,
                               capture_output=True)
-        said = f'{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}'
-        assert done.returncode == 0, said
-        assert not any(word in done.stdout + done.stderr for word in ('Traceback', 'Warning', 'warning:')), said
+        message = f'{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}'
+        assert done.returncode == 0, message
+        assert not re.search('Traceback|Warning|warning:', done.stdout + done.stderr), message
         return done.stdout
     run.checkout = checkout
     return run
 
 
+def test_these_are_the_commands():
+    start = re.search(r'^## Start\n(.*?)^## ', (ROOT / 'README.md').read_text(), re.M | re.S)[1]
+    blocks = re.findall(r'^```sh\n(.*?)^```', start, re.M | re.S)
+    lines = [line.partition('  #')[0].strip() for block in blocks for line in block.splitlines()]
+    assert lines == COMMANDS
+
+
 @pytest.mark.slow  # five minutes; needs the prepared data set: `make test-slow` prepares it
-def test_readmes_commands_one_after_another(shell):
-    readme = (ROOT / 'README.md').read_text()
-    for command in ('make demo', 'python sample.py', 'python chat.py', 'python -m kv out-mqa-local',
-                    'python data/text/prepare.py --input'):
-        assert command in readme
+def test_they_run_one_after_another(shell):
     assert PREPARED.joinpath('train.bin').is_file()
 
     out = shell('make demo')
@@ -53,8 +63,8 @@ def test_readmes_commands_one_after_another(shell):
     assert '48.0x smaller than vanilla float32' in out
 
     out = shell('python sample.py')
-    assert out.startswith('Using out-mqa-local, the newest run here\n') and out.count('-' * 15) == 10
-    assert 'smaller than vanilla' in out
+    assert out.startswith('Using out-mqa-local, the newest run here\n')
+    assert out.count('-' * 15) == 10 and 'smaller than vanilla' in out
 
     assert '48.0x smaller than vanilla bfloat16' in shell('python -m kv out-mqa-local')
 
@@ -66,7 +76,7 @@ def test_readmes_commands_one_after_another(shell):
     history = again.partition('/help lists')[2]
     assert all(f'ROMEO.\n{message}\n\nJULIET.\n' in history for message in MESSAGES)
 
-    (shell.checkout / 'book.txt').write_text(readme * 3)
+    (shell.checkout / 'book.txt').write_text((ROOT / 'README.md').read_text() * 3)
     line = shell('python data/text/prepare.py --input=book.txt').splitlines()[-1]
     command = line[line.index('python train.py config/train_text.py'):]
     shell(f'{command} --max_iters=20 --eval_interval=10 --eval_iters=2')

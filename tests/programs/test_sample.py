@@ -1,5 +1,4 @@
-"""sample.py from tiny checkpoints: texts that depend on (seed, k) alone, and a report whose figures
-add up."""
+"""sample.py on tiny checkpoints: reproducible texts, and a report whose figures add up."""
 import gc
 import json
 import math
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import sample
-from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.cache import KVCache
 from kv.capacity import prefill_flops
@@ -39,15 +37,6 @@ def figures(capsys, folder, **settings):
     return json.loads(run_sample(capsys, out_dir=folder, json=True, **settings).splitlines()[-1])
 
 
-@KINDS
-def test_each_sample_is_prompt_and_text_then_fifteen_dashes(capsys, trained, kind, data_root):
-    samples = texts(capsys, trained[kind], num_samples=3, max_new_tokens=10)
-    assert len(samples) == 3 and all(text.startswith('ab') and len(text) == 12 for text in samples)
-    assert set(''.join(samples)) <= set(ALPHABET)
-    out = run_sample(capsys, out_dir=trained[kind], num_samples=2)
-    assert 'Loading meta from data/tiny/meta.pkl...' in out.splitlines()
-
-
 def test_the_prompt_may_come_from_a_file(capsys, trained, tmp_path):
     path = tmp_path / 'prompt.txt'
     path.write_text('abc\ndef')
@@ -57,17 +46,17 @@ def test_the_prompt_may_come_from_a_file(capsys, trained, tmp_path):
 
 
 @KINDS
-@pytest.mark.parametrize('settings',
-                         [dict(), dict(temperature=0), dict(top_k=3),
-                          dict(top_p=0.7, temperature=1.3)], ids=str)
-def test_batching_samples_changes_no_text(capsys, trained, kind, settings):
-    """Logits of another batch size differ in their last bits: near-ties could tell, these samples
-    have none."""
+@pytest.mark.parametrize('settings', [dict(temperature=0), dict(top_p=0.7, temperature=1.3)],
+                         ids=str)
+def test_a_sample_depends_on_seed_and_number_alone(capsys, trained, kind, settings):
+    """Logits of another batch size differ in their last bits; these samples have no near-ties."""
     one = texts(capsys, trained[kind], num_samples=4, **settings)
-    assert texts(capsys, trained[kind], num_samples=4, parallel=3, **settings) == one
-    assert texts(capsys, trained[kind], num_samples=4, parallel=9, **settings) == one
+    for parallel in (3, 9):
+        assert texts(capsys, trained[kind], num_samples=4, parallel=parallel, **settings) == one
+    assert texts(capsys, trained[kind], num_samples=2, **settings) == one[:2]
     if settings != dict(temperature=0):
-        assert len(set(one)) == 4
+        other = texts(capsys, trained[kind], num_samples=4, seed=1, **settings)
+        assert len(set(one)) == 4 and all(a != b for a, b in zip(one, other))
 
 
 def test_top_p_and_top_k_leave_only_the_likeliest(capsys, trained):
@@ -83,32 +72,9 @@ def test_greedy_samples_are_equal_so_one_is_drawn(capsys, trained):
     assert len(set(texts(capsys, trained['full'], temperature=0, num_samples=3))) == 1
 
 
-def test_settings_of_another_model_are_said_to_be_ignored(capsys, trained):
-    out = run_sample(capsys, out_dir=trained['full'], window_size=3, n_layer=7, dropout=0.5)
-    assert 'window_size = 4, as in the checkpoint (not 3)\n' in out
-    assert out.count('as in the checkpoint') == 1  # it has 7 layers, and dropout is off in any case
-
-
-def test_a_prompt_file_that_does_not_exist(trained):
-    with pytest.raises(UserError, match="start='FILE:/no/pe': cannot be read: No such file"):
-        sample.main([f"--out_dir={trained['full']}", '--start=FILE:/no/pe'])
-
-
-def test_sample_k_is_the_same_however_many_are_drawn(capsys, trained):
-    five = texts(capsys, trained['full'], num_samples=5)
-    assert texts(capsys, trained['full'], num_samples=2) == five[:2]
-    assert texts(capsys, trained['full'], num_samples=5) == five
-
-
-def test_another_seed_is_another_text_in_every_sample(capsys, trained):
-    a, b = (texts(capsys, trained['full'], num_samples=3, seed=seed) for seed in (1, 2))
-    assert all(x != y for x, y in zip(a, b))
-
-
 @KINDS
 def test_sample_0_is_what_nanogpts_program_prints(capsys, trained, kind):
-    """Seed, build the model from that generator, then draw from it: nanoGPT's order of things, in
-    its own loop."""
+    """nanoGPT seeds, builds the model from that generator and then samples from it."""
     checkpoint = load(trained[kind] / 'ckpt.pt')
     torch.manual_seed(1337)
     model = GPT(GPTConfig(**checkpoint['model_args']))
@@ -124,55 +90,48 @@ def test_sample_0_is_what_nanogpts_program_prints(capsys, trained, kind):
     assert texts(capsys, trained[kind], max_new_tokens=10, top_k=5) == [expected]
 
 
-def test_past_block_size_learned_positions_are_recomputed_and_said_so(capsys, trained):
-    args = dict(start='ab', report=False)
-    # 16 tokens are fed
-    assert 'Note' not in run_sample(capsys, out_dir=trained['vanilla'], max_new_tokens=15, **args)
-    assert 'block_size=16' in run_sample(capsys, out_dir=trained['vanilla'], max_new_tokens=16,
-                                         **args)
-    assert 'Note' not in run_sample(capsys, out_dir=trained['full'], max_new_tokens=40, **args)
-    assert len(texts(capsys, trained['vanilla'], max_new_tokens=40)[0]) == 42
-    # already past it
-    assert len(texts(capsys, trained['vanilla'], max_new_tokens=3, start='abcdefghij' * 3)[0]) == 33
-    assert len(texts(capsys, trained['full'], max_new_tokens=40)[0]) == 42
+def test_past_block_size_learned_positions_are_recomputed(capsys, trained):
+    def sampled(kind, n, start='ab'):
+        out = run_sample(capsys, out_dir=trained[kind], max_new_tokens=n, start=start, report=False)
+        [text] = samples_in(out)
+        assert len(text) == len(start) + n
+        return 'block_size=16' in out
+    assert not sampled('vanilla', 15)  # 16 tokens are fed
+    assert sampled('vanilla', 16)
+    assert sampled('vanilla', 3, start='abcdefghij' * 3)
+    assert not sampled('full', 40)
 
 
 # -- the report ------------------------------------------------------------------------------------
 
-ASKED_FOR = {'kv_bytes', 'kv_bytes_vanilla', 'kv_ratio', 'kv_ratio_bf16', 'factors', 'slots',
-             'ttft_ms', 'tpot_ms', 'tokens_per_second'}
-
-
 @KINDS
-@pytest.mark.parametrize('kv_dtype', ['auto', 'float32', 'bfloat16', 'float16', 'int8'])
-def test_json_figures_add_up(capsys, trained, kind, kv_dtype):
-    f = figures(capsys, trained[kind], kv_dtype=kv_dtype, parallel=2, num_samples=2)
-    assert f.keys() >= ASKED_FOR
+@pytest.mark.parametrize('dtype, kv_dtype, stored', [
+    ('float32', 'auto', 'float32'), ('bfloat16', 'auto', 'bfloat16'),
+    ('float32', 'float16', 'float16'), ('float32', 'int8', 'int8')])
+def test_json_figures_add_up(capsys, trained, kind, dtype, kv_dtype, stored):
+    f = figures(capsys, trained[kind], dtype=dtype, kv_dtype=kv_dtype, parallel=2, num_samples=2)
     config = GPTConfig(**load(trained[kind] / 'ckpt.pt')['model_args'])
     plan = plan_kv(config)
-    stored = 'float32' if kv_dtype == 'auto' else kv_dtype
-    assert (f['batch'], f['max_seq_len'], f['kv_dtype']) == (2, 14, stored)
+    vanilla = plan.vanilla()
+    assert (f['batch'], f['max_seq_len'], f['kv_dtype'], f['weights']) == (2, 14, stored, dtype)
     assert f['kv_bytes'] == plan.nbytes(2, 14, stored) == sum(slot['bytes'] for slot in f['slots'])
-    assert f['kv_bytes_vanilla'] == plan.vanilla().nbytes(2, 14, stored)
+    assert f['kv_bytes_vanilla'] == vanilla.nbytes(2, 14, stored)
     factors = f['factors']
     equal = factors['heads'] * factors['window'] * factors['sharing']
-    assert f['kv_ratio'] == pytest.approx(f['kv_bytes_vanilla'] / f['kv_bytes'], rel=1e-12)
-    assert f['kv_ratio'] == pytest.approx(equal, rel=1e-12)
-    assert f['kv_ratio_bf16'] == pytest.approx(equal * factors['dtype'], rel=1e-12)
-    vanilla_bf16 = plan.vanilla().nbytes(2, 14, 'bfloat16')
-    assert f['kv_ratio_bf16'] == pytest.approx(vanilla_bf16 / f['kv_bytes'], rel=1e-12)
+    vanilla_bf16 = vanilla.nbytes(2, 14, 'bfloat16')
+    for ratio, product, numerator in (
+            ('kv_ratio', equal, f['kv_bytes_vanilla']),
+            ('kv_ratio_bf16', equal * factors['dtype'], vanilla_bf16)):
+        assert f[ratio] == pytest.approx(product, rel=1e-12)
+        assert f[ratio] == pytest.approx(numerator / f['kv_bytes'], rel=1e-12)
     assert f['prefill_flops'] == prefill_flops(config, plan, f['prompt_tokens'])
     assert f['ttft_ms'] > 0 and f['tpot_ms'] > 0 and f['tokens_per_second'] > 0
 
 
-def test_bytes_are_those_of_the_cache_that_was_used(capsys, trained, monkeypatch):
+def test_bytes_are_measured_and_one_token_has_no_tpot(capsys, trained, monkeypatch):
     monkeypatch.setattr(KVCache, 'nbytes', property(lambda cache: 12345))
-    f = figures(capsys, trained['full'])
+    f = figures(capsys, trained['full'], max_new_tokens=1)
     assert (f['kv_bytes'], f['kv_bytes_counted']) == (12345, 'allocated')
-
-
-def test_one_new_token_has_no_time_per_further_token(capsys, trained):
-    f = figures(capsys, trained['full'], max_new_tokens=1, report=False)
     assert f['tpot_ms'] is None and f['ttft_ms'] > 0
 
 
@@ -181,11 +140,6 @@ def test_the_report_is_printed_unless_turned_off(capsys, trained):
     assert 'KV cache, as allocated for 1 x 14 tokens' in out and 'TTFT' in out and 'vanilla' in out
     quiet = run_sample(capsys, out_dir=trained['full'], report=False)
     assert 'KV cache' not in quiet and 'TTFT' not in quiet and quiet.endswith(RULE + '\n')
-
-
-def test_a_bfloat16_model_has_a_bfloat16_cache(capsys, trained):
-    f = figures(capsys, trained['full'], dtype='bfloat16')
-    assert (f['kv_dtype'], f['weights']) == ('bfloat16', 'bfloat16')
 
 
 # -- random weights --------------------------------------------------------------------------------

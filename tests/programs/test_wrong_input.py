@@ -1,8 +1,10 @@
-"""Wrong input to train.py and sample.py: one line naming the value and what is allowed, and nothing half-written."""
+"""Wrong input to train.py and sample.py gives one line with the value and the allowed ones, and
+leaves every file as it was."""
 import io
 import os
 import pickle
 import shutil
+import sys
 
 import pytest
 import torch
@@ -15,25 +17,26 @@ from data.making.writer import write_dataset
 from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, flags, load, tiny_tokens
 
 
-def files_under(*folders):
-    return {str(p): p.read_bytes() for folder in folders for p in folder.rglob('*') if p.is_file()}
+def files_under(folder):
+    return {str(p): p.read_bytes() for p in folder.rglob('*') if p.is_file()}
 
 
 @pytest.fixture
 def refused(tmp_path, own_data_root, capsys):
-    """Run a program that must refuse: exit status 2, one line on stderr with all of `named`, and no file was touched."""
+    """Run a program that must fail: exit status 2, one line on stderr with all of `named`, nothing
+    sampled, no file changed and no folder made."""
     def check(main, settings, *named):
-        before = files_under(tmp_path)
+        before, folders = files_under(tmp_path), set(tmp_path.iterdir())
         capsys.readouterr()
         with pytest.raises(SystemExit) as caught:
             run_program(lambda: main(flags(settings)))
-        message = capsys.readouterr().err
+        out, message = capsys.readouterr()
         assert caught.value.code == 2 and message.startswith('error: ')
         assert message.count('\n') == 1 and message.endswith('\n') and len(message) < 1000
         for text in named:
             assert str(text) in message, message
-        assert files_under(tmp_path) == before
-        return message
+        assert '-----' not in out
+        assert files_under(tmp_path) == before and set(tmp_path.iterdir()) == folders
     return check
 
 
@@ -52,109 +55,87 @@ def for_sample(out, **settings):
     return dict(out_dir=out, device='cpu', start='ab', max_new_tokens=3, num_samples=1) | settings
 
 
-BOTH_PROGRAMS = pytest.mark.parametrize('main, settings', [(train.main, for_train), (sample.main, for_sample)],
-                                        ids=['train', 'sample'])
+def settings_id(x):
+    return ' '.join(map(str, x)) if isinstance(x, dict) else ''
+
+
+BOTH_PROGRAMS = pytest.mark.parametrize(
+    'main, settings', [(train.main, for_train), (sample.main, for_sample)],
+    ids=['train', 'sample'])
 
 
 @pytest.mark.parametrize('settings, named', [
     (dict(batch_sise=3), ["'batch_sise'", "'batch_size'"]),
     (dict(batch_size=0), ['batch_size=0', 'at least 1']),
-    (dict(batch_size=-4), ['batch_size=-4']),
-    (dict(block_size=0), ['block_size=0', 'at least 1']),
-    (dict(block_size=-16), ['block_size=-16']),
+    (dict(block_size=-16), ['block_size=-16', 'at least 1']),
     (dict(gradient_accumulation_steps=0), ['gradient_accumulation_steps=0']),
     (dict(eval_interval=0), ['eval_interval=0']),
-    (dict(eval_iters=0), ['eval_iters=0']),
-    (dict(log_interval=0), ['log_interval=0']),
     (dict(checkpoint_interval=-1), ['checkpoint_interval=-1']),
     (dict(keep_checkpoints=0), ['keep_checkpoints=0', 'at least 1']),
     (dict(resume_from=''), ["resume_from=''", 'file in out_dir']),
-    (dict(resume_from='..'), ["resume_from='..'", 'file in out_dir']),
     (dict(resume_from='../out/ckpt.pt'), ["'../out/ckpt.pt'", 'file in out_dir']),
-    (dict(resume_from='ckpt_best.pt', init_from='scratch'), ["'ckpt_best.pt'", "'scratch'", '--init_from=resume']),
+    (dict(resume_from='ckpt_best.pt', init_from='scratch'),
+     ["'ckpt_best.pt'", "'scratch'", '--init_from=resume']),
     (dict(max_iters=-1), ['max_iters=-1']),
-    (dict(learning_rate=-1.0), ['learning_rate=-1.0']),
     (dict(beta1=1.0), ['beta1=1.0', 'below 1']),
-    (dict(beta2=-0.5), ['beta2=-0.5']),
     (dict(seed=2 ** 64), [f'seed={2 ** 64}']),
-    (dict(seed=-2 ** 70), [f'seed={-2 ** 70}']),
     (dict(device='cuda:9'), ["'cuda:9'", "'cpu'"]),
-    (dict(device='gpu'), ["'gpu'", "'cpu'"]),
     (dict(device='meta'), ["'meta'", "'cpu'"]),
-    (dict(dtype='float8'), ["'float8'", "'bfloat16'"]),
     (dict(init_from='gpt3'), ["'gpt3'", "'scratch'", "'resume'"]),
     (dict(dataset='tinny'), ["'tinny'", "'tiny'"]),
     (dict(dataset='../tiny'), ["'../tiny'"]),
-    (dict(dataset=''), ["''"]),
     (dict(block_size=5000), ['block_size=5000', '2000']),
     (dict(block_size=1000), ['block_size=1000', '400', 'val.bin']),
     (dict(out_dir=''), ["out_dir=''"]),
     (dict(n_head=3), ['n_embd=16', 'n_head=3']),
-    (dict(n_head=4, n_kv_head=3), ['n_head=4', 'n_kv_head=3']),
-    (dict(n_head=4, n_kv_head=3, dataset='not_prepared'), ['n_kv_head=3']),  # before any data are looked for
+    # before any data are looked for
+    (dict(n_head=4, n_kv_head=3, dataset='not_prepared'), ['n_head=4', 'n_kv_head=3']),
     (dict(n_kv_head=-1), ['n_kv_head=-1']),
-    (dict(n_layer=0), ['n_layer=0']),
-    (dict(n_layer=-2), ['n_layer=-2']),
     (dict(dropout=1.0), ['dropout=1.0']),
     (dict(layer_pattern='LG'), ['window_size=0', "'LG'"]),
     (dict(layer_pattern='LXG', window_size=4), ["'X'", 'G', 'L']),
-    (dict(layer_pattern=''), ["layer_pattern=''"]),
     (dict(layer_pattern='LG', window_size=-4), ['window_size=-4']),
-    (dict(layer_pattern='LLG', window_size=4, kv_share='AB'), ["'AB'", "'LLG'"]),
     (dict(layer_pattern='LLG', window_size=4, kv_share='ABB'), ["'ABB'", "'LLG'"]),
     (dict(rope_theta_global=1e6), ['rope_theta_global=1000000.0', "'rope'"]),
-    (dict(pos_embedding='alibi'), ["'alibi'", "'learned'", "'rope'"]),
     (dict(pos_embedding='rope', head_dim=5), ['head_dim=5', 'even']),
     (dict(pos_embedding='rope', rope_theta=0.0), ['rope_theta=0.0']),
-    (dict(gelu='relu'), ["'relu'", "'exact'", "'tanh'"]),
-], ids=lambda x: ' '.join(map(str, x)) if isinstance(x, dict) else '')
+], ids=settings_id)
 def test_train_refuses(refused, tmp_path, settings, named):
     refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new') | settings, *named)
-    assert not (tmp_path / 'new').exists()
 
 
 @pytest.mark.parametrize('settings, named', [
     (dict(temprature=1.0), ["'temprature'", "'temperature'"]),
-    (dict(num_samples=0), ['num_samples=0', 'at least 1']),
-    (dict(num_samples=-2), ['num_samples=-2']),
     (dict(max_new_tokens=0), ['max_new_tokens=0']),
-    (dict(parallel=0), ['parallel=0']),
     (dict(temperature=-0.5), ['temperature=-0.5']),
     (dict(temperature='nan'), ["'nan'"]),
-    (dict(top_k=-1), ['top_k=-1']),
-    (dict(top_p=0), ['top_p=0']),
     (dict(top_p=1.5), ['top_p=1.5']),
     (dict(seed=2 ** 64), [f'seed={2 ** 64}']),
     (dict(kv_dtype='int4'), ["'int4'", "'int8'", "'bfloat16'"]),
-    (dict(dtype='int8'), ["'int8'", "'float16'"]),
     (dict(device='cuda:9'), ["'cuda:9'", "'cpu'"]),
     (dict(init_from='gpt3'), ["'gpt3'", "'resume'", "'random'", "'gpt2'", 'folder']),
     (dict(start='aXbY'), ["'X'", "'Y'", 'abcdefghij']),
+    (dict(start='a' * 5000 + 'X'), ["'X'"]),  # the message does not repeat it
     (dict(start=''), ["start=''"]),
     (dict(start='FILE:no/such.txt'), ["'FILE:no/such.txt'"]),
     (dict(start='FILE:'), ["'FILE:'"]),
-    (dict(init_from='random', dataset='tinny', n_layer=1, n_head=1, n_embd=4), ["'tinny'", "'tiny'"]),
+    (dict(init_from='random', dataset='tinny', n_layer=1, n_head=1, n_embd=4),
+     ["'tinny'", "'tiny'"]),
     (dict(init_from='random', n_embd=10, n_head=3, dataset='tiny'), ['n_embd=10', 'n_head=3']),
     (dict(out_dir='no/such'), ['no/such/ckpt.pt']),
-], ids=lambda x: ' '.join(map(str, x)) if isinstance(x, dict) else '')
-def test_sample_refuses(refused, out, settings, named, capsys):
+], ids=lambda x: settings_id(x)[:80])
+def test_sample_refuses(refused, out, settings, named):
     refused(sample.main, for_sample(out, **settings), *named)
-    assert '-----' not in capsys.readouterr().out
 
 
-def test_sample_refuses_a_prompt_file_that_is_not_utf8(refused, out, tmp_path):
-    path = tmp_path / 'latin.txt'
-    path.write_bytes(b'caf\xe9')
-    refused(sample.main, for_sample(out, start=f'FILE:{path}'), path, 'UTF-8')
+@pytest.mark.parametrize('content, named', [(b'caf\xe9', 'UTF-8'), (b'', '')])
+def test_sample_refuses_a_prompt_file(refused, out, tmp_path, content, named):
+    path = tmp_path / 'prompt.txt'
+    path.write_bytes(content)
+    refused(sample.main, for_sample(out, start=f'FILE:{path}'), path, named)
 
 
-def test_sample_refuses_an_empty_prompt_file(refused, out, tmp_path):
-    path = tmp_path / 'empty.txt'
-    path.write_text('')
-    refused(sample.main, for_sample(out, start=f'FILE:{path}'), path)
-
-
-# -- folders and data -------------------------------------------------------------------------------------------------
+# -- folders and data ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('below', ['', 'deeper/still'])
 def test_train_refuses_an_out_dir_that_is_a_file(refused, tmp_path, below):
@@ -170,42 +151,42 @@ def test_train_refuses_an_out_dir_it_may_not_write_to(tmp_path, own_data_root, m
         train.main(flags(VANILLA | dict(out_dir=tmp_path / 'out')))
 
 
-@pytest.mark.parametrize('content, named', [(b'123', ['3 bytes', 'even']), (b'', ['0 bytes'])])
-def test_train_refuses_a_damaged_token_file(refused, tmp_path, own_data_root, content, named):
-    (own_data_root / 'tiny' / 'train.bin').write_bytes(content)
-    refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new'), 'train.bin', *named)
-    assert not (tmp_path / 'new').exists()
+@pytest.mark.parametrize('name, content, named', [
+    ('train.bin', b'123', ['3 bytes', 'even']), ('train.bin', b'', ['0 bytes']),
+    ('meta.pkl', b'\x80\x04junk', [])])
+def test_train_refuses_damaged_data(refused, tmp_path, own_data_root, name, content, named):
+    (own_data_root / 'tiny' / name).write_bytes(content)
+    refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new'), name, *named)
 
 
-def test_train_refuses_a_damaged_meta(refused, tmp_path, own_data_root):
-    (own_data_root / 'tiny' / 'meta.pkl').write_bytes(b'\x80\x04junk')
-    refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new'), 'meta.pkl')
+@BOTH_PROGRAMS
+def test_a_data_set_of_more_tokens_than_the_model_has(refused, out, own_data_root, main, settings):
+    letters = [chr(97 + i) for i in range(40)]
+    meta = {'vocab_size': 40, 'stoi': {c: i for i, c in enumerate(letters)},
+            'itos': dict(enumerate(letters))}
+    (own_data_root / 'tiny' / 'meta.pkl').write_bytes(pickle.dumps(meta))
+    refused(main, settings(out), '40', '12')
 
 
-def test_train_refuses_a_dataset_of_more_tokens_than_the_resumed_model_has(refused, out, own_data_root):
-    path = own_data_root / 'tiny' / 'meta.pkl'
-    meta = {'vocab_size': 40, 'stoi': {chr(97 + i): i for i in range(40)}, 'itos': {i: chr(97 + i) for i in range(40)}}
-    path.write_bytes(pickle.dumps(meta))
-    refused(train.main, for_train(out), '40', '12')
-
-
-def test_sample_without_the_alphabet_of_a_character_model_says_what_to_run(refused, out, own_data_root):
+def test_sample_without_the_alphabet_of_a_character_model(refused, out, own_data_root):
     (own_data_root / 'tiny' / 'meta.pkl').unlink()
     refused(sample.main, for_sample(out), 'data/tiny/meta.pkl', '12 tokens', 'prepare.py')
 
 
-def test_sample_refuses_an_alphabet_larger_than_the_model(refused, out, own_data_root):
-    meta = {'vocab_size': 40, 'stoi': {chr(97 + i): i for i in range(40)}, 'itos': {i: chr(97 + i) for i in range(40)}}
-    (own_data_root / 'tiny' / 'meta.pkl').write_bytes(pickle.dumps(meta))
-    refused(sample.main, for_sample(out), '40', '12')
+def test_a_data_set_whose_ids_have_another_meaning(refused, out, own_data_root):
+    """The same token files, prepared with another alphabet, then as BPE."""
+    letters = ALPHABET.upper()
+    tokens = {'train': tiny_tokens(2000), 'val': tiny_tokens(400)}
+    write_dataset(own_data_root / 'tiny', tokens, {
+        'vocab_size': len(letters), 'stoi': {c: i for i, c in enumerate(letters)},
+        'itos': dict(enumerate(letters))})
+    refused(train.main, for_train(out), "'tiny'", 'not those')
+    refused(sample.main, for_sample(out, start='AB'), 'data/tiny', 'prepared anew')
+    write_dataset(own_data_root / 'tiny', tokens, {'vocab_size': len(letters)})
+    refused(train.main, for_train(out), "'tiny'", 'not those')
 
 
-def test_sample_refuses_a_data_set_name_that_leads_elsewhere(refused, out):
-    change(out, lambda c: c['config'].update(dataset='../../etc'))
-    refused(sample.main, for_sample(out), "'../../etc'")
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 def change(out, act):
     checkpoint = load(out / 'ckpt.pt')
@@ -232,49 +213,23 @@ def saved(thing):
 @BOTH_PROGRAMS
 @pytest.mark.filterwarnings('ignore:Detected pickle protocol')
 @pytest.mark.parametrize('content', [
-    lambda bomb: b'', lambda bomb: b'not a checkpoint', lambda bomb: b'PK\x03\x04 half a zip', lambda bomb: saved(bomb),
-    lambda bomb: saved({'model': bomb}), lambda bomb: pickle.dumps(bomb),
-], ids=['empty', 'text', 'zip', 'code', 'code inside', 'plain pickle'])
+    lambda bomb: None, lambda bomb: b'', lambda bomb: b'not a checkpoint',
+    lambda bomb: b'PK\x03\x04 half a zip', saved, lambda bomb: saved({'model': bomb}), pickle.dumps,
+    lambda bomb: saved([1, 2]), lambda bomb: saved({'a': 1}),
+], ids=['none', 'empty', 'text', 'zip', 'code', 'code inside', 'pickle', 'list', 'other dict'])
 def test_foreign_or_malicious_checkpoint(refused, out, tmp_path, main, settings, content):
-    (out / 'ckpt.pt').write_bytes(content(Bomb(tmp_path / 'went off')))
+    data = content(Bomb(tmp_path / 'went off'))
+    (out / 'ckpt.pt').write_bytes(data) if data is not None else (out / 'ckpt.pt').unlink()
     refused(main, settings(out), out / 'ckpt.pt')
     assert not (tmp_path / 'went off').exists()
 
 
 @BOTH_PROGRAMS
-@pytest.mark.parametrize('kept', [0.1, 0.5, 0.99])
+@pytest.mark.parametrize('kept', [0.1, 0.99])
 def test_truncated_checkpoint(refused, out, main, settings, kept):
     data = (out / 'ckpt.pt').read_bytes()
     (out / 'ckpt.pt').write_bytes(data[:int(len(data) * kept)])
     refused(main, settings(out), out / 'ckpt.pt', 'damaged')
-
-
-@BOTH_PROGRAMS
-def test_no_checkpoint(refused, tmp_path, main, settings):
-    refused(main, settings(tmp_path / 'none'), tmp_path / 'none' / 'ckpt.pt')
-    assert not (tmp_path / 'none').exists()
-
-
-@BOTH_PROGRAMS
-@pytest.mark.parametrize('key', ['model', 'model_args', 'iter_num', 'best_val_loss', 'config'])
-def test_checkpoint_that_lacks_a_key(refused, out, main, settings, key):
-    change(out, lambda c: c.pop(key))
-    refused(main, settings(out), out / 'ckpt.pt', f'lacks {key}')
-
-
-@BOTH_PROGRAMS
-@pytest.mark.parametrize('thing', [[1, 2], torch.zeros(3), {'a': 1}, 5], ids=['list', 'tensor', 'dict', 'int'])
-def test_checkpoint_that_is_another_thing(refused, out, main, settings, thing):
-    torch.save(thing, out / 'ckpt.pt')
-    refused(main, settings(out), out / 'ckpt.pt', 'lacks')
-
-
-@BOTH_PROGRAMS
-@pytest.mark.parametrize('key', ['model', 'model_args', 'config'])
-@pytest.mark.parametrize('value', [None, [1], 'x'], ids=['none', 'list', 'text'])
-def test_checkpoint_with_a_key_of_another_type(refused, out, main, settings, key, value):
-    change(out, lambda c: c.update({key: value}))
-    refused(main, settings(out), out / 'ckpt.pt', key)
 
 
 WEIGHT = 'transformer.h.0.attn.c_attn.weight'
@@ -282,6 +237,12 @@ WEIGHT = 'transformer.h.0.attn.c_attn.weight'
 
 @BOTH_PROGRAMS
 @pytest.mark.parametrize('act, named', [
+    (lambda c: c.pop('model'), ['lacks model']),
+    (lambda c: c.pop('model_args'), ['lacks model_args']),
+    (lambda c: c.pop('best_val_loss'), ['lacks best_val_loss']),
+    (lambda c: c.update(model=None), ['model']),
+    (lambda c: c.update(model_args=[1]), ['model_args']),
+    (lambda c: c.update(config='x'), ['config']),
     (lambda c: c['model'].pop(WEIGHT), ['lacks', WEIGHT]),
     (lambda c: c['model'].update(zzz=torch.zeros(1)), ['unknown', 'zzz']),
     (lambda c: c['model'].update({WEIGHT: torch.zeros(3, 5)}), [WEIGHT, '(3, 5)', '(48, 16)']),
@@ -290,20 +251,22 @@ WEIGHT = 'transformer.h.0.attn.c_attn.weight'
     (lambda c: c['model_args'].update(flux=3), ['flux', 'model_args']),
     (lambda c: c['model_args'].update(n_head=5), ['n_head=5']),
     (lambda c: c['model_args'].update(n_head='two'), ['ckpt.pt']),
-    (lambda c: c['model_args'].update(n_layer=2.0), ['n_layer']),
     (lambda c: c['model_args'].update(layer_pattern=5), ['layer_pattern']),
     (lambda c: c['model_args'].update(layer_pattern='LG'), ["'LG'", 'window_size=0']),
-], ids=['tensor missing', 'tensor unknown', 'tensor misshapen', 'no tensor', 'more layers', 'unknown field',
-        'heads that do not divide', 'text for a number', 'float for a number', 'number for text', 'no window'])
-def test_checkpoint_whose_weights_or_shape_do_not_fit(refused, out, main, settings, act, named):
+], ids=lambda x: ' '.join(x) if isinstance(x, list) else '')
+def test_checkpoint_whose_contents_do_not_fit(refused, out, main, settings, act, named):
     change(out, act)
     refused(main, settings(out), *named)
+
+
+def test_a_checkpoint_may_not_name_a_data_set_outside_data(refused, out):
+    change(out, lambda c: c['config'].update(dataset='../../etc'))
+    refused(sample.main, for_sample(out), "'../../etc'")
 
 
 @pytest.mark.parametrize('act, named', [
     (lambda c: c.pop('optimizer'), ['optimizer']),
     (lambda c: c.update(optimizer={}), ['optimizer']),
-    (lambda c: c.update(optimizer=None), ['optimizer']),
     (lambda c: c['optimizer']['param_groups'].pop(), ['optimizer']),
     (lambda c: c['optimizer']['state'][0].update(exp_avg=torch.zeros(2)), ['optimizer']),
     (lambda c: c.update(iter_num='ten'), ['iter_num', "'ten'"]),
@@ -312,7 +275,6 @@ def test_checkpoint_whose_weights_or_shape_do_not_fit(refused, out, main, settin
     (lambda c: c.update(rng={}), ['rng']),
     (lambda c: c['rng'][0].update(torch=torch.zeros(3, dtype=torch.uint8)), ['rng']),
     (lambda c: c.update(data_rng=torch.zeros(3, dtype=torch.uint8)), ['data_rng']),
-    (lambda c: c.update(data_rng='x'), ['data_rng']),
 ], ids=lambda x: '')
 def test_training_state_that_does_not_fit(refused, out, act, named):
     change(out, act)
@@ -323,70 +285,35 @@ def test_training_state_that_does_not_fit(refused, out, act, named):
     (dict(block_size=32), ['block_size=32', '16', 'pos_embedding']),
     (dict(qk_norm=True), ['qk_norm=True', 'from scratch']),
     (dict(n_kv_head=1), ['n_kv_head=1', 'n_kv_head=0']),
-    (dict(mlp_hidden=7), ['mlp_hidden=7', 'mlp_hidden=0']),
     (dict(rope_theta_global=5.0), ['rope_theta_global=5.0', "'rope'"]),
     (dict(layer_pattern='LG'), ['window_size=0']),
     (dict(kv_share='A'), ["kv_share='A'"]),
-    (dict(block_size=0), ['block_size=0']),
 ], ids=str)
 def test_resume_with_settings_that_the_weights_cannot_follow(refused, out, settings, named):
     refused(train.main, for_train(out, **settings), *named)
 
 
-def test_resume_with_learned_positions_for_rope(refused, tmp_path, trained):
+@pytest.mark.filterwarnings('ignore:layer_pattern')
+@pytest.mark.parametrize('settings, named', [
+    (dict(pos_embedding='learned'), ["'learned'"]),
+    (dict(layer_pattern='GGGGGL'), ["'GGGGGL'", 'layer 2', "'LLLLLG'"])], ids=str)
+def test_resume_with_another_shape_of_memory(refused, tmp_path, trained, settings, named):
     shutil.copytree(trained['full'], tmp_path / 'out')
-    refused(train.main, FULL_STACK | dict(out_dir=tmp_path / 'out', init_from='resume', pos_embedding='learned'), "'learned'")
+    config = FULL_STACK | dict(out_dir=tmp_path / 'out', init_from='resume')
+    refused(train.main, config | settings, *named)
 
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
-def test_resume_with_a_pattern_of_other_owners(refused, tmp_path, trained):
-    shutil.copytree(trained['full'], tmp_path / 'out')
-    refused(train.main, FULL_STACK | dict(out_dir=tmp_path / 'out', init_from='resume', layer_pattern='GGGGGL'),
-            "'GGGGGL'", 'layer 2', "'LLLLLG'")
-
-
-@pytest.mark.filterwarnings('ignore:layer_pattern')
-def test_resume_with_a_pattern_of_the_same_owners_that_shares_otherwise(refused, tmp_path, own_data_root):
+def test_resume_with_the_same_owners_but_other_sharing(refused, tmp_path, own_data_root):
     """Layers 0 and 1 own in both, but layer 3 would read layer 0's K/V in place of layer 1's."""
-    config = VANILLA | dict(n_layer=4, layer_pattern='LGLG', kv_share='', share_global_kv=True, window_size=4,
-                            pos_embedding='rope', out_dir=tmp_path / 'out')
-    train.main(flags(config | dict(max_iters=10)))
-    refused(train.main, config | dict(init_from='resume', layer_pattern='GLLG'), "'GLLG'", 'layer 3', 'layer 1')
+    config = VANILLA | dict(n_layer=4, layer_pattern='LGLG', kv_share='', share_global_kv=True,
+                            window_size=4, pos_embedding='rope', out_dir=tmp_path / 'out')
+    train.main(flags(config | dict(max_iters=2, eval_interval=2)))
+    changed = config | dict(init_from='resume', layer_pattern='GLLG')
+    refused(train.main, changed, "'GLLG'", 'layer 3', 'layer 1')
 
 
-def test_resume_of_another_models_optimizer(refused, out, trained):
-    other = load(trained['full'] / 'ckpt.pt')
-    change(out, lambda c: c.update(optimizer=other['optimizer']))
-    refused(train.main, for_train(out), 'optimizer')
-
-
-def reprepare(data_root, meta):
-    """The same token files, of which the ids now stand for something else."""
-    write_dataset(data_root / 'tiny', {'train': tiny_tokens(2000), 'val': tiny_tokens(400)}, meta)
-
-
-def test_a_data_set_whose_ids_came_to_mean_something_else(refused, out, own_data_root):
-    letters = ALPHABET.upper()
-    reprepare(own_data_root, {'vocab_size': len(letters), 'stoi': {c: i for i, c in enumerate(letters)},
-                              'itos': dict(enumerate(letters))})
-    refused(train.main, for_train(out), "'tiny'", 'not those')
-    refused(sample.main, for_sample(out, start='AB'), 'data/tiny', 'prepared anew')
-
-
-def test_a_data_set_that_became_bpe(refused, out, own_data_root):
-    reprepare(own_data_root, {'vocab_size': len(ALPHABET)})
-    refused(train.main, for_train(out), "'tiny'", 'not those')
-
-
-def test_good_checkpoints_pass(out, own_data_root, trained, tmp_path):
-    """What the cases above start from is not refused."""
-    train.main(flags(for_train(out, max_iters=10)))
-    sample.main(flags(for_sample(out, start=ALPHABET[:5])))
-    shutil.copytree(trained['full'], tmp_path / 'full')
-    train.main(flags(FULL_STACK | dict(out_dir=tmp_path / 'full', init_from='resume', max_iters=10)))
-
-
-def test_unreadable_weights_and_biases_is_named(tmp_path, own_data_root, monkeypatch):
-    monkeypatch.setitem(__import__('sys').modules, 'wandb', None)
+def test_a_missing_wandb_is_named(tmp_path, own_data_root, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'wandb', None)
     with pytest.raises(UserError, match='pip install wandb'):
         train.main(flags(VANILLA | dict(out_dir=tmp_path / 'out', wandb_log=True)))
