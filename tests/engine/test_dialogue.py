@@ -80,18 +80,6 @@ def test_the_oldest_are_left_out_of_prompts_first_and_stay():
     assert d.trim(0) == 3 and TOKENIZER.decode(d.prompt('B')) == 'B.\n'
 
 
-def test_turns_that_fit_again_are_in_prompts_again():
-    d = dialogue()
-    for text in ('aaa', 'bb', 'c'):
-        d.say('A', text)
-    whole, n = d.prompt('B'), sum(len(turn.ids) for turn in d.turns)
-    d.trim(6)
-    d.untrim(n - 1)
-    assert d.trimmed == {'main': 2} and d.prompt('B') != whole
-    d.untrim(n)
-    assert d.prompt('B') == whole
-
-
 def test_what_is_trimmed_goes_with_its_branch_and_its_file(tmp_path):
     d, again = dialogue(), dialogue()
     for text in ('aaa', 'bb', 'c'):

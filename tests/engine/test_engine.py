@@ -61,16 +61,6 @@ def test_every_request_gets_in_int8_what_it_gets_alone(kind, data):
     assert_idle(engine)
 
 
-@EVERY_KIND
-def test_greedy_is_what_generate_gives(kind):
-    model, prompts = model_of(kind), [prompt(n, seed=n) for n in (1, 7, 20, 33)]
-    engine = Engine(model, 3, 33 + 15, page_size=8, prefill_chunk=16)
-    for ids, completion in zip(prompts,
-                               engine.generate(prompts, SamplingParams(16, temperature=0))):
-        assert ids + completion.tokens == generate(model, torch.tensor([ids]), 16,
-                                                   temperature=0)[0].tolist()
-
-
 PARAMS = [SamplingParams(20, temperature=0), SamplingParams(30, seed=1, logprobs=3),
           SamplingParams(25, temperature=2.0, repetition_penalty=1.7, seed=2),
           SamplingParams(28, top_p=0.9, top_k=9, seed=3),
@@ -99,14 +89,6 @@ def test_giving_pages_back_changes_no_text(kind, kv_dtype):
     for number, (ids, params) in enumerate(MIXED):
         assert_same(completions[number], alone(model, ids, params, kv_dtype=kv_dtype))
     assert_idle(engine)
-
-
-def test_the_order_of_requests_changes_no_text():
-    model = model_of('full stack')
-    forwards, backwards = (ask(Engine(model, 3, needed(MIXED), page_size=4, prefill_chunk=10),
-                               wanted)
-                           for wanted in (MIXED, MIXED[::-1]))
-    assert [said(c) for c in forwards] == [said(c) for c in backwards[::-1]]
 
 
 @EVERY_KIND
@@ -315,17 +297,6 @@ def test_two_streams_and_requests_beside_them_do_not_take_each_others_events():
     assert_idle(engine)
 
 
-def test_steps_taken_by_hand_within_a_stream_lose_nothing_of_it():
-    engine, tokens, other = Engine(model_of('unshared'), 3, 40), [], []
-    for event in engine.stream([prompt(5)], SamplingParams(12, seed=3)):
-        tokens.append(event.token)
-        if len(tokens) == 4:
-            engine.submit(prompt(4), SamplingParams(2))
-            other = engine.step() + engine.step()
-    assert [event.index for event in other] == [1, 1] and other[1].completion
-    assert tokens == alone(model_of('unshared'), prompt(5), SamplingParams(12, seed=3)).tokens
-
-
 # -- how it is computed ----------------------------------------------------------------------------
 
 @pytest.fixture
@@ -338,14 +309,6 @@ def passes(monkeypatch):
         return plain(self, idx, **kw)
     monkeypatch.setattr(GPT, 'forward', forward)
     return fed
-
-
-def test_requests_are_computed_together(passes):
-    """One pass a step for all that decode, the prompts in one if they fit: that is what an engine
-    is for."""
-    Engine(model_of('full stack'), 3, 40).generate([prompt(5), prompt(2), prompt(7)],
-                                                   SamplingParams(6))
-    assert passes == [((3, 7), [5, 2, 7])] + [((3, 1), [1, 1, 1])] * 5
 
 
 def test_a_row_that_is_free_is_taken_at_once_and_a_long_prompt_does_not_stall_the_others(passes):

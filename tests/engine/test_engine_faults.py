@@ -88,21 +88,6 @@ def test_more_than_the_kv_memory_holds_is_refused_and_said():
     assert 'take 21 positions, and the KV memory holds 20' in bad.error and len(good.tokens) == 11
 
 
-@pytest.mark.parametrize('ids',
-                         [np.array([3, 1, 4]), torch.tensor([3, 1, 4]),
-                          [np.int64(3), torch.tensor(1), 4], (3, 1, 4),
-                                 range(3, 6), np.array([3, 1, 4], np.uint16)],
-                         ids=lambda x: type(x).__name__)
-def test_prompts_may_be_lists_arrays_or_tensors(ids):
-    engine = Engine(model_of('vanilla'), 1)
-    index = engine.submit(ids, SamplingParams(3, temperature=0))
-    expected = [int(i) for i in ids]
-    completion = [e for _ in range(3) for e in engine.step()][-1].completion
-    assert index == 0 and completion.prompt_tokens == expected and all(type(i) is int
-                                                            for i in completion.prompt_tokens)
-    assert_same(completion, alone(model_of('vanilla'), expected, SamplingParams(3, temperature=0)))
-
-
 def test_parameters_that_do_not_match_prompts_are_refused_before_anything_runs():
     engine = Engine(model_of('vanilla'), 1)
     with pytest.raises(UserError, match='1 SamplingParams for 2 prompts'):
@@ -240,22 +225,6 @@ def test_a_step_may_fail_at_any_point_and_the_next_goes_on(kind, error, tight, m
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def test_an_interrupted_stream_is_cancelled_and_the_engine_may_be_used_again(monkeypatch):
-    model, plain = model_of('full stack'), Engine._decode
-    engine = Engine(model, 2, 40, page_size=4)
-
-    def fail(*args):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(Engine, '_decode', fail)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([ids for ids, _ in GOOD], [p for _, p in GOOD])
-    assert_idle(engine)
-    monkeypatch.setattr(Engine, '_decode', plain)
-    completions = engine.generate([ids for ids, _ in GOOD], [p for _, p in GOOD])
-    assert [said(c) for c in completions] == [said(alone(model, ids, params)) for ids,
-                                              params in GOOD]
 
 
 BOOKKEEPING = ['engine.stopping.SampleText.add', 'engine.sampler.SampleRow.append',

@@ -59,16 +59,6 @@ def test_through_the_cache_is_the_forward_pass(tiny):
     assert a.by_position.mean().item() == pytest.approx(a.loss, abs=1e-9)
 
 
-def test_a_position_has_the_mean_over_windows_of_its_own_target(tiny):
-    model, windows = tiny
-    judged = judge(forward(model), windows, 2)
-    with torch.no_grad():
-        logits = model(windows[:, :-1], all_logits=True)[0].double().log_softmax(-1)
-    for position in (0, 7, 15):
-        wanted = -logits[:, position].gather(1, windows[:, position + 1, None]).mean().item()
-        assert judged.by_position[position].item() == pytest.approx(wanted, abs=1e-9)
-
-
 @pytest.mark.parametrize('weight_dtype', ['auto', 'int8'])
 def test_the_int8_cache_is_the_forward_pass_that_rounds(tiny, weight_dtype):
     model, windows = tiny

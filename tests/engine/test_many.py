@@ -106,21 +106,6 @@ def test_rows_chunks_and_memory_change_no_answer(answers, settings, num_samples)
     assert [a['sample'] for a in got] == list(range(num_samples)) * 10
 
 
-def test_seeds_without_one_go_by_place_and_sample(answers):
-    """So that other numbers of samples, or of lines behind, change none of those before."""
-    seeds = [a['seed'] for a in answers(['"a"', '"b"', '{"prompt": "c", "seed": 40}'], 2, 9)[0]]
-    assert seeds == [9, sample_seed(9, 1), sample_seed(9, 2), sample_seed(9, 3), 40,
-                     sample_seed(40, 1)]
-
-
-def test_lines_that_are_all_wrong(answers):
-    """No request at all reaches the engine, and every line is still answered."""
-    written, figures = answers(['5', '{}', 'x'], 2)
-    assert [(a['line'], a['sample'], a['finish_reason']) for a in written] == [
-        (n, k, 'error') for n in (1, 2, 3) for k in (0, 1)]
-    assert (figures['requests'], figures['failed'], figures['tokens']) == (6, 6, 0)
-
-
 def test_an_answer_is_written_as_soon_as_those_before_it_are(answers):
     """A line that waits for a long one before it comes right after it, not at the end."""
     seen, calls = [], Engine.step
@@ -170,15 +155,6 @@ def test_a_reader_that_goes_away_ends_it(answers):
     with pytest.raises(BrokenPipeError):
         answers(FILE, write=write)
     assert [a['line'] for a in written] == [1]
-
-
-def test_the_peak_of_memory_is_that_of_pages_in_use(answers):
-    """One token each: all have ended when the first step is over, and yet they have held pages."""
-    model = model_of('full stack')
-    rings, page = model.plan.rings_nbytes(3, 60, 'float64'), model.plan.page_nbytes(4, 'float64')
-    one_token = '{"prompt": "abcdef", "max_new_tokens": 1}'
-    assert answers([one_token] * 3)[1]['kv_held_peak'] == rings + 3 * 2 * page
-    assert answers([one_token] * 9)[1]['kv_held_peak'] == rings + 3 * 2 * page
 
 
 @pytest.mark.parametrize('encoding, shown',

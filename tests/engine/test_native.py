@@ -73,16 +73,6 @@ def test_logits_equal_those_of_the_models_forward(kind, kv_dtype, paged):
     assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
 
 
-@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
-def test_what_is_stored_equals_what_the_models_forward_stores(kv_dtype):
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    plain, other = caches(model, kv_dtype, 2, paged=False)
-    largest_gap(model, plain, other, prompts(9, 3), steps=30)
-    for a, b in zip(plain.stores, other.stores):
-        for x, y in zip(a.tensors, b.tensors):
-            assert (x.float() - y.float()).abs().max() <= (1 if x.dtype == torch.int8 else 1e-4)
-
-
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), steps=st.integers(1, 30),
        window=st.sampled_from([1, 2, 5, 16, 40]), page_size=st.sampled_from([1, 3, 16, 64, 80]),
@@ -139,16 +129,6 @@ def test_the_engine_decodes_by_it(monkeypatch, dtype):
                            [SamplingParams(max_new_tokens=n, temperature=0) for n in (7, 3, 12)])
     assert sum(steps) == 7 + 3 + 12 - 3  # the prompts give the first tokens
     assert [len(done.tokens) for done in made] == [7, 3, 12]
-
-
-def test_one_row_does_not_depend_on_the_others():
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    alone, beside = model.new_cache(1, 64), model.new_cache(3, 64)
-    a, b = native_decode(model, alone), native_decode(model, beside)
-    for token in tokens(1, 40)[0].tolist():
-        x = a(torch.tensor([[token]]))
-        y = b(torch.tensor([[(token + 5) % 23], [token], [1]]))
-        assert (x[0] - y[1]).abs().max() < 1e-5
 
 
 def test_threads_do_not_change_the_result():
@@ -254,16 +234,6 @@ def test_a_library_with_other_structs_is_not_used(unbuilt, monkeypatch, capsys):
         _fields_ = [*native.Step._fields_, ('more', ctypes.c_int64)]
     monkeypatch.setattr(native, 'Step', Wider)
     assert native.library() is None and 'a different size' in capsys.readouterr().err
-
-
-def test_it_can_be_left_out():
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    native.use(False)
-    try:
-        assert native_decode(model, model.new_cache(1, 64)) is None
-    finally:
-        native.use(True)
-    assert isinstance(native_decode(model, model.new_cache(1, 64)), NativeDecode)
 
 
 # -- a model that computes something else ----------------------------------------------------------

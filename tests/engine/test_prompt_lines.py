@@ -47,13 +47,6 @@ def test_other_files_have_one_prompt_a_line_to_the_letter(requests, name):
     assert all(line.params == DEFAULTS and line.error == '' and line.id is None for line in lines)
 
 
-@pytest.mark.parametrize('value',
-                         ['null', '"a"', '""', '5', '-1.5', 'true', '12345678901234567890'])
-def test_an_id_is_any_scalar_and_comes_back_as_it_was(requests, value):
-    [line] = requests(f'{{"prompt": "a", "id": {value}}}', 'p.JSONL')
-    assert line.error == '' and json.dumps(line.id) == value
-
-
 WRONG = {'{"prompt": "a"': ['not JSON'], 'a': ['not JSON', "'a'"],
          '{"prompt": "a"} x': ['not JSON'], '{} {}': ['not JSON'], "{'prompt': 'a'}": ['not JSON'],
          '{"prompt": "a",}': ['not JSON'], '"a\tb"': ['not JSON'], '"\\x"': ['not JSON'],
@@ -120,16 +113,6 @@ def test_a_file_that_is_none_of_prompts(requests, tmp_path, content, name):
         requests(content, name)
     assert repr(str(tmp_path / name)) in str(caught.value)
     assert ('UTF-8' if isinstance(content, bytes) else 'no prompts') in str(caught.value)
-
-
-@pytest.mark.parametrize('path', ['no/such.jsonl', '.', 'a\0b.jsonl'])
-def test_a_file_that_cannot_be_read(path):
-    with pytest.raises(UserError, match='cannot be read'):
-        read_requests(path, DEFAULTS)
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(requests):
-    assert [line.prompt for line in requests('\ufeff"a"\n"b"')] == ['a', 'b']
 
 
 def test_prompts_that_the_alphabet_lacks_get_an_error_of_their_own(requests):

@@ -130,29 +130,6 @@ def test_hugging_faces_processors_give_the_same_distributions(temperature, top_k
             torch.testing.assert_close(probs, theirs.softmax(-1), rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize('settings',
-                         [dict(), dict(top_k=200), dict(top_k=50_300), dict(top_p=0.9),
-                          dict(top_p=0.9, top_k=50), dict(min_p=0.1),
-                          dict(top_k=200, repetition_penalty=1.3)], ids=str)
-def test_a_large_vocabulary_in_float32(settings):
-    logits = random_logits(3, 50_304)
-    rows = [SampleRow(SamplingParams(**settings, seed=b), range(0, 50_304, 7), 5) for b in range(3)]
-    scores = logits.double()
-    if 'repetition_penalty' in settings:
-        seen = scores[:, ::7]
-        scores[:, ::7] = torch.where(seen > 0, seen / 1.3, seen * 1.3).float().double()
-    keep = torch.zeros_like(scores, dtype=torch.bool)
-    for b in range(3):
-        order = scores[b].argsort(descending=True)[:settings.get('top_k') or None]
-        p = scores[b, order].softmax(-1)
-        n = 1 + int((p.cumsum(-1) < settings.get('top_p', 2)).sum())
-        keep[b, order[:n][p[:n] >= settings.get('min_p', 0) * p[0]]] = True
-    expected = scores.masked_fill(~keep, -math.inf).softmax(-1)
-    torch.testing.assert_close(probabilities(logits, rows), expected, rtol=1e-9, atol=0)
-    u = torch.tensor(uniforms([0, 1, 2], [5, 5, 5]))[:, None]
-    assert torch.equal(sample_rows(logits, rows).tokens, (expected.cumsum(-1) <= u).sum(-1))
-
-
 @pytest.mark.parametrize('settings, kept_ids',
                          [(dict(top_k=2), {0, 1, 2, 3}), (dict(top_p=0.5), {0, 1, 2, 3}),
                           (dict(top_p=0.01), {0}), (dict(min_p=0.3), {0, 1, 2, 3}),
@@ -204,24 +181,6 @@ def test_the_ends_of_the_unit_interval_draw_a_token_that_is_kept(monkeypatch, u,
     assert set(tokens) == ({2 if settings else 1} if u == 0 else {4 if settings else 5})
 
 
-@pytest.mark.parametrize('settings', [dict(), dict(repetition_penalty=1.5, top_k=8),
-                                      dict(repetition_penalty=1.5, temperature=0)], ids=str)
-def test_an_interrupted_request_goes_on_as_if_it_had_not_been(settings):
-    p, prompt, steps = SamplingParams(seed=9, **settings), [1, 2, 3, 3], random_logits(20, 30)
-    whole, history = SampleRow(p, prompt), []
-    for step in steps:
-        history.append(int(sample_rows(step[None], [whole]).tokens))
-        whole.append(history[-1])
-    again, resumed = SampleRow(p, prompt + history[:7], 7), history[:7]
-    for step in steps[7:]:
-        resumed.append(int(sample_rows(step[None], [again]).tokens))
-        again.append(resumed[-1])
-    assert resumed == history and again.n_drawn == whole.n_drawn == 20
-    assert set(again.seen_ids) == set(whole.seen_ids) == (set(prompt + history)
-                                                          if 'repetition_penalty' in settings
-                                                          else set())
-
-
 BAD = [[math.nan, 1.0, 2.0], [3.0, 1.0, math.nan], [math.inf, 1.0, 2.0], [-math.inf] * 3,
        [math.nan] * 3, [math.inf] * 3]
 
@@ -258,26 +217,6 @@ def test_log_probabilities_are_of_the_models_own_distribution():
         values, ids = expected[b].topk(2 if b == 3 else asked[b].logprobs)
         assert [i for i, _ in entry.top] == ids.tolist()
         assert [v for _, v in entry.top] == pytest.approx(values.tolist(), abs=1e-12)
-
-
-def test_nothing_given_is_changed_and_no_other_random_numbers_are_used():
-    logits, before = random_logits(2, 9), random_logits(2, 9)
-    state = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    rows = [SampleRow(SamplingParams(repetition_penalty=2.0, top_p=0.5, min_p=0.1, logprobs=2),
-                      [1, 2], 4) for _ in range(2)]
-    sample_rows(logits.requires_grad_(), rows)
-    assert torch.equal(logits, before)
-    assert all(row.n_drawn == 4 and list(row.seen_ids) == [1, 2] for row in rows)
-    assert torch.equal(torch.get_rng_state(), state[0])
-    assert np.random.get_state()[1].tolist() == state[1]
-
-
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_every_dtype_is_read_as_the_numbers_it_holds(dtype):
-    logits = random_logits(8, 100).to(dtype)
-    rows = [SampleRow(SamplingParams(top_k=10 * (b % 2), top_p=0.9 if b % 3 else 1.0), (), b)
-            for b in range(8)]
-    assert torch.equal(sample_rows(logits, rows).tokens, sample_rows(logits.double(), rows).tokens)
 
 
 def test_extreme_logits_and_temperature_do_not_overflow():

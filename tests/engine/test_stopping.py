@@ -46,22 +46,6 @@ def test_text_is_out_as_soon_as_it_is_certain_and_no_sooner(pieces, stops):
                           or any(stop.startswith(end) for stop in stops)) == text
 
 
-@pytest.mark.parametrize('pieces, stops, expected', [
-    (['It is th', 'en. Wa', 'it for the e', 'nd of it'], ['the end', '\n\n'],
-     ['It is ', 'then. Wa', 'it for ', '']),
-    (['a', '\n', 'b', '\n', '\n', 'c'], ['\n\n'], ['a', '', '\nb', '', '', '']),
-    (['aaa', 'ab'], ['aab'], ['a', 'a']),
-    # the first two characters of the match were held back
-    (['xabcd'], ['abcd', 'bc'], ['xa']),                  # 'bc' is complete first
-    (['xa', 'b', 'cd'], ['abcd', 'bc'], ['x', '', 'a']),  # also where tokens could tell
-    (['xabc'], ['bc', 'abc'], ['x']),                     # complete together: the longest
-    (['', 'ab', ''], [], ['', 'ab', '']),
-])
-def test_pieces(pieces, stops, expected):
-    filter = StopFilter(stops)
-    assert [filter(piece) for piece in pieces] == expected
-
-
 # -- the text of a sample --------------------------------------------------------------------------
 
 class Halves:
@@ -77,13 +61,6 @@ class Halves:
 
     def end(self):
         return '?' if self.half else ''
-
-
-def test_a_sample_is_its_tokens_decoded_and_cut():
-    tokenizer = CharTokenizer({c: i for i, c in enumerate('abcdef')}, dict(enumerate('abcdef')))
-    text = SampleText(tokenizer.stream(), ['de'])
-    assert [text.add(i) for i in range(6)] == ['a', 'b', 'c', '', '', '']
-    assert (text.end(), text.text, text.stopped, text.n_tokens) == ('', 'abc', True, 5)
 
 
 def test_at_the_end_come_the_held_back_text_and_the_incomplete_character():
