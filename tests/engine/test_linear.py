@@ -52,13 +52,3 @@ def test_a_weight_that_changes_or_is_replaced_counts_at_once(by_extension):
             change()
             assert (layer(x) - nn.functional.linear(x, layer.weight, layer.bias)).abs().max() < 1e-4
     assert len(by_extension) == 2
-
-
-def test_the_number_of_rows_is_measured_and_none_without_the_extension():
-    measured = linear.few_rows(torch.float32)
-    assert measured == 0 if native.library() is None else 0 <= measured <= linear.MOST_ROWS
-    native.use(False)
-    try:
-        assert linear.few_rows(torch.float32) == 0
-    finally:
-        native.use(True)

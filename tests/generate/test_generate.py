@@ -102,21 +102,6 @@ def test_a_model_may_be_trained_after_it_generated(kind, n_new):
     assert model.lm_head.weight.grad is not None
 
 
-@pytest.mark.parametrize('kind, prompt_length, lengths', [
-    (FULL_STACK, 7, [7] + [1] * 9), (VANILLA, 7, [7] + [1] * 9),
-    (VANILLA, 20, [20] + [1] * 4 + [24] * 5), (VANILLA, 30, [24] * 10)])
-def test_the_model_is_fed_the_prompt_once_and_then_a_token_at_a_time(kind, prompt_length, lengths,
-                                                                     monkeypatch):
-    fed, plain = [], GPT.forward
-
-    def forward(self, idx, **kw):
-        fed.append(idx.size(1))
-        return plain(self, idx, **kw)
-    monkeypatch.setattr(GPT, 'forward', forward)
-    list(Generation(sharp_model(kind), prompt(1, prompt_length), 10, Sampler(0)))
-    assert fed == lengths
-
-
 def test_block_size_bounds_the_cache_with_learned_positions_only():
     vanilla, full = sharp_model(VANILLA), sharp_model(FULL_STACK)
     assert [cache_length(vanilla, 10, n) for n in (5, 14, 15, 99)] == [15, 24, 24, 24]
