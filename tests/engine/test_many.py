@@ -20,13 +20,17 @@ FILE = ['"abc"', '{"prompt": "de", "max_new_tokens": 25, "id": "long"}', '{"prom
         '{"prompt": "abc", "temprature": 1}', '"abc"']
 
 
+def lines_of(tmp_path, *lines, defaults=DEFAULTS):
+    path = tmp_path / 'lines.jsonl'
+    path.write_text('\n'.join(lines))
+    return encode_requests(TOKENIZER, read_requests(str(path), defaults))
+
+
 @pytest.fixture
 def answers(tmp_path):
-    """What is written for a file of these lines, and the figures."""
+    """The answers to a file of these lines, and the figures."""
     def run(lines, num_samples=1, seed=7, rows=3, write=None, **engine):
-        path = tmp_path / 'many.jsonl'
-        path.write_text('\n'.join(lines))
-        requests = encode_requests(TOKENIZER, read_requests(str(path), DEFAULTS))
+        requests = lines_of(tmp_path, *lines)
         engine = Engine(model_of('full stack'), rows, 60, tokenizer=TOKENIZER, page_size=4,
                         **engine)
         written = []
@@ -40,105 +44,82 @@ def answers(tmp_path):
 
 def without_clocks(answers):
     """Nor the last bits of log-probabilities."""
-    def rounded(x):
-        if isinstance(x, dict):
-            return {key: rounded(value) for key, value in x.items()
-                    if key not in ('ttft_s', 'seconds')}
-        if isinstance(x, list):
-            return [rounded(y) for y in x]
-        return round(x, 9) if isinstance(x, float) else x
-    return rounded(list(answers))
+    return json.loads(
+        json.dumps(list(answers)), parse_float=lambda x: round(float(x), 9),
+        object_hook=lambda d: {k: v for k, v in d.items() if k not in ('ttft_s', 'seconds')})
 
 
 def test_every_line_is_answered_in_order_whatever_is_wrong_with_others(answers):
     written, figures = answers(FILE)
     # blank ones are passed over
     assert [a['line'] for a in written] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
-    assert [a['finish_reason'] for a in written] == ['length', 'length', 'error', 'length', 'error',
-                                                     'stop', 'error', 'length', 'error', 'length']
-    assert [a.get('id', '-') for a in written] == ['-', 'long', '-', 0, 'x', '-', '-', '-', '-',
-                                                   '-']
-    errors = {a['line']: a['error'] for a in written if 'error' in a}
-    assert errors.keys() == {3, 6, 8, 10} and all(f'line {n}: ' in errors[n] for n in (3, 6, 10))
-    assert 'not JSON' in errors[3] and "'X'" in errors[6] and 'max_seq_len is 60' in errors[8]
-    assert 'temprature' in errors[10]
-    for a in written:
-        assert ('ttft_s' in a) == ('seconds' in a) == ('seed' in a) == ('error' not in a)
-        assert (a['prompt'] is None) == (a['line'] == 3) and a['sample'] == 0
-    done = [a for a in written if 'error' not in a]
-    assert all(a['tokens'] == len(a['text']) for a in done if a['finish_reason'] == 'length')
-    assert figures['requests'] == 10 and figures['failed'] == 4
-    assert figures['tokens'] == sum(a['tokens'] for a in written)
-    assert figures['prompt_tokens'] == sum(a['prompt_tokens'] for a in written)
-    assert figures['tokens_per_second'] > 0
+    assert [a.get('id', '-') for a in written] == ['-', 'long', '-', 0, 'x', *'-----']
+    failed, done = ([a for a in written if ('error' in a) == wrong] for wrong in (True, False))
+    for a, expected in zip(failed, [(3, 'not JSON'), (6, "'X'"), (8, 'max_seq_len is 60'),
+                                    (10, 'temprature')], strict=True):
+        assert a['line'] == expected[0] and expected[1] in a['error']
+        assert a['finish_reason'] == 'error' and (a['prompt'] is None) == (a['line'] == 3)
+        assert not {'ttft_s', 'seconds', 'seed'} & a.keys()
+    for a in done:
+        assert {'ttft_s', 'seconds', 'seed'} <= a.keys() and a['sample'] == 0
+        assert a['finish_reason'] == ('stop' if a['line'] == 7 else 'length')
+        assert a['tokens'] == len(a['text']) or a['line'] == 7
+    assert (figures['requests'], figures['failed']) == (10, 4) and figures['tokens_per_second'] > 0
+    for key in ('tokens', 'prompt_tokens'):
+        assert figures[key] == sum(a[key] for a in written)
     greedy, = (a for a in done if a['line'] == 9)
-    assert len(greedy['logprobs']) == 10
-    assert all(e['token'] == e['top'][0]['token'] and len(e['top']) == 2
-               and e['logprob'] == e['top'][0]['logprob'] for e in greedy['logprobs'])
-    assert 'logprobs' not in done[0]
+    assert len(greedy['logprobs']) == 10 and 'logprobs' not in done[0]
+    for e in greedy['logprobs']:
+        assert len(e['top']) == 2 and e['top'][0] == {k: e[k] for k in ('token', 'logprob')}
     json.dumps(written, allow_nan=False)
 
 
-def test_an_answer_says_all_that_is_needed_to_draw_it_again(answers):
-    """Each text is that of its prompt and the seed in its answer, alone; the cut before a stop text
-    included."""
+def test_an_answer_has_all_that_is_needed_to_draw_it_again(answers):
+    """Each text is that of its prompt and the seed in its answer, alone."""
     for a in answers(FILE, num_samples=2)[0]:
-        if 'error' not in a:
-            asked = json.loads(FILE[a['line'] - 1])
-            asked = asked if isinstance(asked, dict) else {'prompt': asked}
-            params = SamplingParams.from_dict({k: v for k, v in asked.items()
-                                               if k not in ('prompt', 'id', 'seed')}
-                                              | {'seed': a['seed']}, DEFAULTS)
-            assert a['text'] == alone(model_of('full stack'), a['prompt'], params,
-                                      tokenizer=TOKENIZER).text
+        if 'error' in a:
+            continue
+        asked = json.loads(FILE[a['line'] - 1])
+        asked = {'prompt': asked} if isinstance(asked, str) else asked
+        settings = {k: v for k, v in asked.items() if k not in ('prompt', 'id')}
+        params = SamplingParams.from_dict(settings | {'seed': a['seed']}, DEFAULTS)
+        done = alone(model_of('full stack'), a['prompt'], params, tokenizer=TOKENIZER)
+        assert a['text'] == done.text
 
 
-@pytest.mark.parametrize('settings',
-                         [dict(rows=1), dict(rows=8), dict(prefill_chunk=2),
-                          dict(rows=2, kv_budget=12)], ids=str)
+def test_a_seed_depends_on_the_place_of_the_line_and_the_sample(answers):
+    """Other numbers of samples, or of lines behind, change none of those before."""
+    written, figures = answers(['"a"', '"b"', '{"prompt": "c", "seed": 40}'], 2, 9)
+    assert [a['seed'] for a in written] == [9, sample_seed(9, 1), sample_seed(9, 2),
+                                            sample_seed(9, 3), 40, sample_seed(40, 1)]
+    plan = model_of('full stack').plan  # each needs 3 pages at its end
+    rings = plan.rings_nbytes(3, 60, 'float64')
+    assert figures['kv_held_peak'] == rings + 3 * 3 * plan.page_nbytes(4, 'float64')
+
+
+@pytest.mark.parametrize('settings', [dict(rows=1), dict(prefill_chunk=2), dict(rows=2, pages=12)],
+                         ids=str)
 @pytest.mark.parametrize('num_samples', [1, 3])
 def test_rows_chunks_and_memory_change_no_answer(answers, settings, num_samples):
-    if 'kv_budget' in settings:
-        settings = settings | dict(kv_budget=budget_for(model_of('full stack'), settings['rows'],
-                                                        60, settings['kv_budget'], 4))
+    if pages := settings.get('pages'):
+        settings = dict(rows=2, kv_budget=budget_for(model_of('full stack'), 2, 60, pages, 4))
     expected, got = answers(FILE, num_samples)[0], answers(FILE, num_samples, **settings)[0]
     assert without_clocks(got) == without_clocks(expected)
     assert [a['sample'] for a in got] == list(range(num_samples)) * 10
 
 
-def test_seeds_without_one_go_by_place_and_sample(answers):
-    """So that other numbers of samples, or of lines behind, change none of those before."""
-    seeds = [a['seed'] for a in answers(['"a"', '"b"', '{"prompt": "c", "seed": 40}'], 2, 9)[0]]
-    assert seeds == [9, sample_seed(9, 1), sample_seed(9, 2), sample_seed(9, 3), 40,
-                     sample_seed(40, 1)]
-
-
-def test_lines_that_are_all_wrong(answers):
-    """No request at all reaches the engine, and every line is still answered."""
-    written, figures = answers(['5', '{}', 'x'], 2)
-    assert [(a['line'], a['sample'], a['finish_reason']) for a in written] == [
-        (n, k, 'error') for n in (1, 2, 3) for k in (0, 1)]
-    assert (figures['requests'], figures['failed'], figures['tokens']) == (6, 6, 0)
-
-
-def test_an_answer_is_written_as_soon_as_those_before_it_are(answers):
+def test_an_answer_is_written_as_soon_as_those_before_it_are(answers, monkeypatch):
     """A line that waits for a long one before it comes right after it, not at the end."""
-    seen, calls = [], Engine.step
-
-    def write(answer):
-        seen.append((answer['line'], n_steps[0]))
-    n_steps = [0]
+    seen, steps, plain = [], [], Engine.step
 
     def step(engine):
-        n_steps[0] += 1
-        return calls(engine)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, 'step', step)
-        answers(['"a"', '{"prompt": "b", "max_new_tokens": 20}', '"c"',
-                 '{"prompt": "d", "max_new_tokens": 40}'], rows=4, write=write)
-    at = dict(seen)
-    assert [line for line, _ in seen] == [1, 2, 3, 4] and at[1] == 10 and at[2] == at[3] == 20
-    assert at[4] == 40
+        steps.append(1)
+        return plain(engine)
+    monkeypatch.setattr(Engine, 'step', step)
+    answers(['"a"', '{"prompt": "b", "max_new_tokens": 20}', '"c"',
+             '{"prompt": "d", "max_new_tokens": 40}'], rows=4,
+            write=lambda answer: seen.append((answer['line'], len(steps))))
+    assert seen == [(1, 10), (2, 20), (3, 20), (4, 40)]
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
@@ -172,15 +153,6 @@ def test_a_reader_that_goes_away_ends_it(answers):
     assert [a['line'] for a in written] == [1]
 
 
-def test_the_peak_of_memory_is_that_of_pages_in_use(answers):
-    """One token each: all have ended when the first step is over, and yet they have held pages."""
-    model = model_of('full stack')
-    rings, page = model.plan.rings_nbytes(3, 60, 'float64'), model.plan.page_nbytes(4, 'float64')
-    one_token = '{"prompt": "abcdef", "max_new_tokens": 1}'
-    assert answers([one_token] * 3)[1]['kv_held_peak'] == rings + 3 * 2 * page
-    assert answers([one_token] * 9)[1]['kv_held_peak'] == rings + 3 * 2 * page
-
-
 @pytest.mark.parametrize('encoding, shown',
                          [('utf-8', 'é☃'), ('ascii', '\\u00e9\\u2603'),
                           ('latin-1', '\\u00e9\\u2603')])
@@ -196,12 +168,6 @@ def test_answers_are_lines_of_json_in_whatever_stdout_can_take(encoding, shown):
 
 
 # -- an engine for the lines -----------------------------------------------------------------------
-
-def lines_of(tmp_path, *lines, defaults=DEFAULTS):
-    path = tmp_path / 'lines.jsonl'
-    path.write_text('\n'.join(lines))
-    return encode_requests(TOKENIZER, read_requests(str(path), defaults))
-
 
 def test_rows_are_as_many_as_requests_and_fewer_where_the_budget_is_small(tmp_path):
     model = model_of('full stack')
@@ -223,15 +189,14 @@ def test_rows_are_as_many_as_requests_and_fewer_where_the_budget_is_small(tmp_pa
 def test_learned_positions_to_the_last(tmp_path, shorten):
     """64 positions: a prompt of 3 has room for 62 further tokens, the last of which is never
     fed."""
-    model = model_of('vanilla')
     lines = lines_of(tmp_path, '"abc"', '{"prompt": "abc", "max_new_tokens": 62}',
                      '{"prompt": "abc", "max_new_tokens": 63}', f'"{"a" * 64}"', f'"{"a" * 65}"',
                      defaults=SamplingParams(500))
-    asked, exact, over, full, longer = fitted(model, lines, 10 ** 9, 'auto', shorten)
-    assert (asked.params.max_new_tokens, bool(asked.error)) == ((62, False) if shorten
-                                                                else (500, True))
-    assert not exact.error and 'max_new_tokens=63 are more than block_size=64' in over.error
-    assert (full.params.max_new_tokens == 1) == shorten and longer.error
-    engine = make_engine(model, TOKENIZER, [exact], 1, 0, 10 ** 9, 'auto')
+    asked, exact, over, full, longer = fitted(model_of('vanilla'), lines, 10 ** 9, 'auto', shorten)
+    assert asked.params.max_new_tokens == (62 if shorten else 500)
+    assert bool(asked.error) != shorten and (full.params.max_new_tokens == 1) == shorten
+    assert not exact.error and longer.error
+    assert 'max_new_tokens=63 are more than block_size=64' in over.error
+    engine = make_engine(model_of('vanilla'), TOKENIZER, [exact], 1, 0, 10 ** 9, 'auto')
     [done] = engine.generate([exact.ids], exact.params)
     assert len(done.tokens) == 62 and engine.cache.max_seq_len == 64

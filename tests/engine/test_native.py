@@ -32,6 +32,11 @@ KINDS = {
 }
 
 
+@pytest.fixture
+def wide():
+    return random_model(GPTConfig(**WIDE), torch.float32)
+
+
 def caches(model, kv_dtype, batch, paged, page_size=7):
     """Two alike."""
     kind = (PagedKVCache,) if paged else ()
@@ -73,16 +78,6 @@ def test_logits_equal_those_of_the_models_forward(kind, kv_dtype, paged):
     assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
 
 
-@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
-def test_what_is_stored_equals_what_the_models_forward_stores(kv_dtype):
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    plain, other = caches(model, kv_dtype, 2, paged=False)
-    largest_gap(model, plain, other, prompts(9, 3), steps=30)
-    for a, b in zip(plain.stores, other.stores):
-        for x, y in zip(a.tensors, b.tensors):
-            assert (x.float() - y.float()).abs().max() <= (1 if x.dtype == torch.int8 else 1e-4)
-
-
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), steps=st.integers(1, 30),
        window=st.sampled_from([1, 2, 5, 16, 40]), page_size=st.sampled_from([1, 3, 16, 64, 80]),
@@ -97,21 +92,17 @@ def test_any_lengths_windows_and_pages(lengths, steps, window, page_size, paged,
 
 
 @pytest.mark.parametrize('kv_dtype, bound', [('float32', 1e-4), ('int8', 1e-4), ('bfloat16', 0.02)])
-@pytest.mark.parametrize('head_dim', [8, 32])
-def test_long_contexts(kv_dtype, bound, head_dim):
-    """Of heads with K of their own: more keys than are taken at a time."""
-    model = random_model(GPTConfig(**dict(KINDS['vanilla'], head_dim=head_dim, block_size=1200)),
-                         torch.float32)
+def test_more_keys_than_are_read_at_a_time(kv_dtype, bound):
+    fields = dict(KINDS['vanilla'], head_dim=8, block_size=1200)
+    model = random_model(GPTConfig(**fields), torch.float32)
     plain, other = (model.new_cache(3, 1150, kv_dtype) for _ in 'ab')
     assert largest_gap(model, plain, other, prompts(1015, 70, 1100), steps=30) < bound
 
 
 @pytest.mark.parametrize('weights, bound', [('bfloat16', 0.03), ('int8', 0.05)])
-def test_other_weights_stay_close(weights, bound):
-    """Roundings of activations differ: bfloat16 rounds each, and one that int8 rounds the other way
-    moves by a step."""
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    model = model.bfloat16() if weights == 'bfloat16' else model
+def test_other_weights_stay_close(wide, weights, bound):
+    """The activations are rounded differently in bfloat16, or by a step in int8."""
+    model = wide.bfloat16() if weights == 'bfloat16' else wide
     quantize_weights(model, weights if weights == 'int8' else 'auto')
     plain, other = caches(model, 'float32', 3, paged=False)
     with torch.inference_mode():
@@ -119,76 +110,63 @@ def test_other_weights_stay_close(weights, bound):
     assert largest_gap(model, plain, other, prompts(13, 1, 4), steps=45) < bound * spread
 
 
-def test_generation_takes_the_same_tokens():
-    model, both = random_model(GPTConfig(**WIDE), torch.float32), []
+def test_generation_takes_the_same_tokens(wide):
+    both = []
     for step in (fast_decode, lambda *_: None):
-        cache = model.new_cache(2, 50)
-        made = Generation(model, prompts(5, 9), 40, Sampler(0), cache, decode=step(model, cache))
+        cache = wide.new_cache(2, 50)
+        made = Generation(wide, prompts(5, 9), 40, Sampler(0), cache, decode=step(wide, cache))
         both.append(torch.cat(list(made), dim=1))
     assert torch.equal(*both)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_the_engine_decodes_by_it(monkeypatch, dtype):
-    model, steps = random_model(GPTConfig(**WIDE), torch.float32).to(dtype), []
-    engine = Engine(model, 3, 64)
-    run = NativeDecode._run
-    monkeypatch.setattr(NativeDecode, '_run', lambda self, ids,
-                        *rest: (steps.append(len(ids)), run(self, ids, *rest)))
-    made = engine.generate(prompts(5, 9, 2),
-                           [SamplingParams(max_new_tokens=n, temperature=0) for n in (7, 3, 12)])
+def test_the_engine_decodes_by_it(wide, monkeypatch, dtype):
+    steps, run, engine = [], NativeDecode._run, Engine(wide.to(dtype), 3, 64)
+
+    def recorded(self, ids, *rest):
+        steps.append(len(ids))
+        return run(self, ids, *rest)
+    monkeypatch.setattr(NativeDecode, '_run', recorded)
+    made = engine.generate(
+        prompts(5, 9, 2), [SamplingParams(max_new_tokens=n, temperature=0) for n in (7, 3, 12)])
     assert sum(steps) == 7 + 3 + 12 - 3  # the prompts give the first tokens
     assert [len(done.tokens) for done in made] == [7, 3, 12]
 
 
-def test_one_row_does_not_depend_on_the_others():
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    alone, beside = model.new_cache(1, 64), model.new_cache(3, 64)
-    a, b = native_decode(model, alone), native_decode(model, beside)
-    for token in tokens(1, 40)[0].tolist():
-        x = a(torch.tensor([[token]]))
-        y = b(torch.tensor([[(token + 5) % 23], [token], [1]]))
-        assert (x[0] - y[1]).abs().max() < 1e-5
-
-
-def test_threads_do_not_change_the_result():
-    model, found, before = random_model(GPTConfig(**WIDE),
-                                        torch.float32), [], torch.get_num_threads()
+def test_threads_do_not_change_the_result(wide):
+    found, before = [], torch.get_num_threads()
     try:
         for n in (1, 2, 5):
             torch.set_num_threads(n)
-            decode = native_decode(model, model.new_cache(2, 64).fill_(0))
+            decode = native_decode(wide, wide.new_cache(2, 64).fill_(0))
             found.append(torch.stack([decode(tokens(2, 1, seed=k)).clone() for k in range(30)]))
     finally:
         torch.set_num_threads(before)
     assert all((x - found[0]).abs().max() < 1e-4 for x in found)
 
 
-def test_logits_that_are_not_finite_show_it():
-    model = random_model(GPTConfig(**WIDE), torch.float32)
+def test_logits_that_are_not_finite_show_it(wide):
     with torch.no_grad():
-        model.transformer.h[2].mlp.c_fc.bias[3] = torch.nan
-    assert not native_decode(model, model.new_cache(1, 64))(torch.tensor([[1]])).isfinite().any()
+        wide.transformer.h[2].mlp.c_fc.bias[3] = torch.nan
+    assert not native_decode(wide, wide.new_cache(1, 64))(torch.tensor([[1]])).isfinite().any()
 
 
 # -- what it refuses -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('token', [-1, 23])
-def test_a_token_outside_of_the_vocabulary_is_an_error_and_nothing_is_written(token):
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    cache = model.new_cache(1, 64)
+def test_a_token_outside_of_the_vocabulary_is_an_error_and_nothing_is_written(wide, token):
+    cache = wide.new_cache(1, 64)
     with pytest.raises(IndexError, match=f'{token}.*0 to 22'):
-        native_decode(model, cache)(torch.tensor([[token]]))
+        native_decode(wide, cache)(torch.tensor([[token]]))
     assert cache.lengths.tolist() == [0] and cache._step is None
 
 
-def test_a_full_row_is_an_error():
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    cache = model.new_cache(2, 4).fill_(4)
+def test_a_full_row_is_an_error(wide):
+    cache = wide.new_cache(2, 4).fill_(4)
     with pytest.raises(UserError, match='max_seq_len=4'):
-        native_decode(model, cache)(torch.tensor([[1], [1]]))
+        native_decode(wide, cache)(torch.tensor([[1], [1]]))
     cache.reset([0])
-    native_decode(model, cache)(torch.tensor([[1], [1]]), [1, 0])
+    native_decode(wide, cache)(torch.tensor([[1], [1]]), [1, 0])
     assert cache.lengths.tolist() == [1, 4]
 
 
@@ -196,8 +174,7 @@ def test_a_full_row_is_an_error():
     (dict(n_embd=36), torch.float32, 'auto', 'n_embd=36'),
     (dict(head_dim=6), torch.float32, 'auto', 'head_dim=6'),
     (dict(mlp_hidden=50), torch.float32, 'auto', 'mlp_hidden=50'),
-                                                          ({}, torch.float64, 'auto', 'float64'),
-    ({}, torch.float32, 'float16', 'float16')])
+    ({}, torch.float64, 'auto', 'float64'), ({}, torch.float32, 'float16', 'float16')])
 def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, why):
     model = random_model(GPTConfig(**WIDE | fields), dtype)
     cache = model.new_cache(1, 64, kv_dtype)
@@ -215,38 +192,18 @@ def unbuilt(monkeypatch, tmp_path):
     native._library.cache_clear()
 
 
-def test_it_is_compiled_once_and_kept(unbuilt, monkeypatch):
-    assert native.library() is not None
-    [made] = (unbuilt / 'nanokv' / 'native').iterdir()
-    native._library.cache_clear()
-    monkeypatch.setattr(native, '_compile', lambda *_: pytest.fail('compiled again'))
-    assert native.library() is not None and made.suffix == '.so'
-
-
-@pytest.mark.parametrize('compiler, message',
-                         [('no-such-compiler', 'no-such-compiler is needed'),
-                          ('false', 'false fails')])
-def test_without_a_compiler_one_line_says_so_and_torch_serves(unbuilt, monkeypatch, capsys,
-                                                            compiler, message):
+@pytest.mark.parametrize('compiler, message', [
+    ('no-such-compiler', 'no-such-compiler is needed'), ('false', 'false fails')])
+def test_without_a_compiler_torch_serves(wide, unbuilt, monkeypatch, capsys, compiler, message):
     monkeypatch.setenv('CXX', compiler)
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    cache = model.new_cache(1, 50)
-    assert fast_decode(model, cache) is None and fast_decode(model, cache) is None
+    cache = wide.new_cache(1, 50)
+    assert fast_decode(wide, cache) is None and fast_decode(wide, cache) is None
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith('Note: no C++ extension') and message in line
     assert not list(unbuilt.rglob('*.so'))
-    quantize_weights(model, 'int8')
-    assert not model.lm_head.packed
-    assert len(list(Generation(model, prompts(5), 8, Sampler(0), cache))) == 8
-
-
-def test_an_error_of_the_compiler_is_named(unbuilt, monkeypatch, capsys):
-    monkeypatch.setattr(native, 'FLAGS', (*native.FLAGS, '-DINLINE='))
-    monkeypatch.setattr(native, 'HERE', unbuilt / 'sources')
-    native.HERE.mkdir()
-    (native.HERE / 'decode.cpp').write_text('#error "this cannot be"\n')
-    assert native.library() is None
-    assert 'this cannot be' in capsys.readouterr().err
+    quantize_weights(wide, 'int8')
+    assert not wide.lm_head.packed
+    assert len(list(Generation(wide, prompts(5), 8, Sampler(0), cache))) == 8
 
 
 def test_a_library_with_other_structs_is_not_used(unbuilt, monkeypatch, capsys):
@@ -256,27 +213,16 @@ def test_a_library_with_other_structs_is_not_used(unbuilt, monkeypatch, capsys):
     assert native.library() is None and 'a different size' in capsys.readouterr().err
 
 
-def test_it_can_be_left_out():
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    native.use(False)
-    try:
-        assert native_decode(model, model.new_cache(1, 64)) is None
-    finally:
-        native.use(True)
-    assert isinstance(native_decode(model, model.new_cache(1, 64)), NativeDecode)
-
-
 # -- a model that computes something else ----------------------------------------------------------
 
 @pytest.mark.parametrize('change', [
     lambda model: setattr(model.transformer.h[1].mlp, 'gelu', torch.nn.ReLU()),
     lambda model: setattr(model.transformer.h[3].attn, 'q_norm', torch.nn.Identity()),
     lambda model: setattr(model.transformer, 'ln_f', torch.nn.RMSNorm(32)),
-    lambda model: model.transformer.h[2].register_forward_hook(lambda module, args,
-                                                            y: (y[0] * 1.01, y[1]))])
-def test_a_changed_model_is_decoded_by_its_own_forward(change, capsys):
-    model = random_model(GPTConfig(**WIDE), torch.float32)
-    assert native_decode(model, model.new_cache(1, 64)) is not None
-    change(model)
-    assert native_decode(model, model.new_cache(1, 64)) is None
+    lambda model: model.transformer.h[2].register_forward_hook(
+        lambda module, args, y: (y[0] * 1.01, y[1]))])
+def test_a_changed_model_is_decoded_by_its_own_forward(wide, change, capsys):
+    assert native_decode(wide, wide.new_cache(1, 64)) is not None
+    change(wide)
+    assert native_decode(wide, wide.new_cache(1, 64)) is None
     assert 'gives other logits than model.py' in capsys.readouterr().err

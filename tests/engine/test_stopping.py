@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.tokenizer import CharTokenizer
 from engine.stopping import SampleText, StopFilter, parse_stops
 
 SHORT = st.text('ab', max_size=12)
@@ -46,22 +45,6 @@ def test_text_is_out_as_soon_as_it_is_certain_and_no_sooner(pieces, stops):
                           or any(stop.startswith(end) for stop in stops)) == text
 
 
-@pytest.mark.parametrize('pieces, stops, expected', [
-    (['It is th', 'en. Wa', 'it for the e', 'nd of it'], ['the end', '\n\n'],
-     ['It is ', 'then. Wa', 'it for ', '']),
-    (['a', '\n', 'b', '\n', '\n', 'c'], ['\n\n'], ['a', '', '\nb', '', '', '']),
-    (['aaa', 'ab'], ['aab'], ['a', 'a']),
-    # the first two characters of the match were held back
-    (['xabcd'], ['abcd', 'bc'], ['xa']),                  # 'bc' is complete first
-    (['xa', 'b', 'cd'], ['abcd', 'bc'], ['x', '', 'a']),  # also where tokens could tell
-    (['xabc'], ['bc', 'abc'], ['x']),                     # complete together: the longest
-    (['', 'ab', ''], [], ['', 'ab', '']),
-])
-def test_pieces(pieces, stops, expected):
-    filter = StopFilter(stops)
-    assert [filter(piece) for piece in pieces] == expected
-
-
 # -- the text of a sample --------------------------------------------------------------------------
 
 class Halves:
@@ -79,20 +62,10 @@ class Halves:
         return '?' if self.half else ''
 
 
-def test_a_sample_is_its_tokens_decoded_and_cut():
-    tokenizer = CharTokenizer({c: i for i, c in enumerate('abcdef')}, dict(enumerate('abcdef')))
-    text = SampleText(tokenizer.stream(), ['de'])
-    assert [text.add(i) for i in range(6)] == ['a', 'b', 'c', '', '', '']
-    assert (text.end(), text.text, text.stopped, text.n_tokens) == ('', 'abc', True, 5)
-
-
-def test_at_the_end_come_the_held_back_text_and_the_incomplete_character():
+def test_the_end_brings_pending_text_and_the_incomplete_character():
     text = SampleText(Halves(), ['ab'])
     assert [text.add(ord(c)) for c in 'xxaab'] == ['', 'x', '', '', '']
     assert (text.end(), text.text, text.stopped, text.n_tokens) == ('a?', 'xa?', False, 5)
-
-
-def test_the_incomplete_character_may_complete_a_stop_text():
     text = SampleText(Halves(), ['a?'])
     for c in 'xxaab':
         text.add(ord(c))
@@ -101,28 +74,21 @@ def test_the_incomplete_character_may_complete_a_stop_text():
 
 # -- the key `stop` --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('value, expected',
-                         [('', ()), ('\n\n', ('\n\n',)), ('THE END', ('THE END',)), (' ', (' ',)),
-                          ('\\n', ('\\n',)), ("'a'", ("'a'",)),
-                          ("['\\n\\n', 'THE END']", ('\n\n', 'THE END')), (' [ "a" ] ', ('a',)),
-                          ('[]', ()), ("['[1]']", ('[1]',)), ('[', ('[',)), ('[END]', ('[END]',)),
-                          ('[ END', ('[ END',)), (' [', (' [',)), ("('a', 'b')", ("('a', 'b')",)),
-                          ('[' * 9999, ('[' * 9999,)), ])
+@pytest.mark.parametrize('value, expected', [
+    ('', ()), ('\n\n', ('\n\n',)), ('\\n', ('\\n',)), ("'a'", ("'a'",)), ('[]', ()),
+    ("['\\n\\n', 'THE END']", ('\n\n', 'THE END')), (' [ "a" ] ', ('a',)), ("['[1]']", ('[1]',)),
+    ('[', ('[',)), ('[END]', ('[END]',)), (' [', (' [',)), ("('a', 'b')", ("('a', 'b')",)),
+    ('[' * 9999, ('[' * 9999,))])
 def test_the_key_is_a_text_or_a_list_of_texts(value, expected):
     assert parse_stops(value) == expected
 
 
-@pytest.mark.parametrize('value, named',
-                         [("['a',", 'one'), ("['a' 5]", 'list'), (' [ "a', 'list'),
-                          ("['a', ]]", 'list'), ("['a', b]", 'list'), ("['']", "''"),
-                          ("['a', '']", "''"), ("['a', 5]", '5'), ('[1]', '1'),
-                          ("[['a']]", "['a']"), ("['a', None]", 'None'), ])
-def test_what_is_not_a_list_of_texts_is_refused(value, named):
+@pytest.mark.parametrize('value', ["['a',", ' [ "a', "['a', b]", "['']", "['a', 5]", '[1]',
+                                   "[['a']]"])
+def test_another_list_is_refused(value):
     with pytest.raises(UserError) as caught:
         parse_stops(value)
-    message = str(caught.value)
-    assert repr(value) in message and named in message and "['one', 'two']" in message
-    assert '\n' not in message
+    assert repr(value) in str(caught.value) and "['one', 'two']" in str(caught.value)
 
 
 @given(stops=st.lists(st.text(min_size=1), min_size=1))

@@ -7,14 +7,8 @@ from config.gpt_config import GPTConfig
 from engine import native
 from engine.engine import Engine
 from engine.params import SamplingParams
-from engine.quantized import (
-    Int4Linear,
-    Int8Linear,
-    quantize_groups,
-    quantize_rows,
-)
+from engine.quantized import Int4Linear, Int8Linear, quantize_groups, quantize_rows
 from engine.weights import compile_for_decode, quantize_weights, weight_bytes, weights_dtype
-from generate import generate
 from tests.helpers.models import FULL_STACK, full_logits, random_model, tokens
 
 WIDE = dict(FULL_STACK, n_embd=64, head_dim=16, mlp_hidden=128)
@@ -35,13 +29,6 @@ def model_with(weight_dtype='auto', **fields):
     return model
 
 
-def test_auto_changes_nothing():
-    model, idx = model_with(), tokens(1, 9)
-    before = full_logits(model, idx)
-    quantize_weights(model, 'auto')
-    assert torch.equal(full_logits(model, idx), before) and weights_dtype(model) == 'float32'
-
-
 # -- one matmul ------------------------------------------------------------------------------------
 
 def test_rows_are_quantized_to_half_a_step():
@@ -52,7 +39,7 @@ def test_rows_are_quantized_to_half_a_step():
 
 
 @pytest.mark.parametrize('bad', [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_so(native_on, bad):
+def test_rows_that_are_not_finite_stay_so(native_on, bad):
     linear, x = Int8Linear(torch.nn.Linear(32, 20)), torch.randn(3, 32)
     x[1, 7] = bad
     y = linear(x)
@@ -60,38 +47,16 @@ def test_what_is_not_finite_stays_so(native_on, bad):
 
 
 @pytest.mark.parametrize('n_rows', [1, 2, 3, 7, 8, 9, 33])
-@pytest.mark.parametrize('n_out, n_in', [(16, 64), (20, 64), (7, 12), (128, 4), (16, 60)])
+@pytest.mark.parametrize('n_out, n_in', [(16, 64), (20, 64), (7, 12), (128, 4), (16, 60), (16, 30)])
 def test_matmuls_equal_exact_sums_of_integers(native_on, n_rows, n_out, n_in):
     linear, x = torch.nn.Linear(n_in, n_out), torch.randn(n_rows, n_in)
-    (x_values, x_scale), (w_values,
-                          w_scale) = quantize_rows(x), quantize_rows(linear.weight.detach())
+    x_values, x_scale = quantize_rows(x)
+    w_values, w_scale = quantize_rows(linear.weight.detach())
     sums = x_values.to(torch.int64) @ w_values.to(torch.int64).T
     expected = sums.double() * x_scale.double() * w_scale.double().T + linear.bias
     quantized = Int8Linear(linear)
-    assert quantized.packed == native_on
+    assert quantized.packed == (native_on and n_in % 4 == 0)
     assert ((quantized(x) - expected).abs() <= 1e-6 * (1 + expected.abs())).all()
-
-
-def test_sums_do_not_overflow_where_every_product_is_the_largest(native_on):
-    linear = torch.nn.Linear(4096, 16, bias=False)
-    torch.nn.init.ones_(linear.weight)
-    linear.weight.data[1::2] = -1
-    y = Int8Linear(linear)(torch.cat([torch.ones(1, 4096), -torch.ones(1, 4096)]))
-    assert torch.allclose(y[0, :2], torch.tensor([4096.0, -4096.0])) and torch.equal(y[1], -y[0])
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float64])
-def test_other_dtypes_come_back_as_they_went(native_on, dtype):
-    linear, x = torch.nn.Linear(32, 16).to(dtype), torch.randn(2, 3, 32, dtype=dtype)
-    y = Int8Linear(linear)(x)
-    assert y.dtype == dtype and y.shape == (2, 3, 16)
-    assert (y - linear(x)).abs().max() < 0.05
-
-
-def test_a_width_that_is_no_multiple_of_four_is_not_packed():
-    linear, x = torch.nn.Linear(30, 16), torch.randn(3, 30)
-    quantized = Int8Linear(linear)
-    assert not quantized.packed and (quantized(x) - linear(x)).abs().max() < 0.05
 
 
 @pytest.mark.parametrize('n_rows', [1, 2, 3, 4, 7, 9])
@@ -110,10 +75,9 @@ def test_int4_matmuls_equal_exact_sums_by_group(native_on, n_rows, n_out, n_in, 
     assert (groups.flatten(1) - linear.weight).abs().max() <= 0.52 * w_scale.max()
 
 
+@pytest.mark.skipif(native.library() is None, reason='no compiler here')
 def test_int4_takes_half_of_int8():
     linear = torch.nn.Linear(512, 64, bias=False)
-    if native.library() is None:
-        pytest.skip('no compiler here')
     sizes = [sum(x.nbytes for x in made.buffers())
              for made in (Int8Linear(linear), Int4Linear(linear, 32))]
     assert sizes == [64 * 512 + 64 * 4, 64 * 512 // 2 + 64 * 16 * 2]
@@ -129,13 +93,25 @@ def test_a_group_that_does_not_divide_is_an_error_before_anything_changes(group)
 
 # -- whole models ----------------------------------------------------------------------------------
 
-def test_int8_weights_are_a_quarter_and_logits_move_little(native_on):
+@pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
+@pytest.mark.parametrize('dtype, name, bound',
+                         [('int8', 'int8', 0.1), ('int4', 'int4, groups of 16', 0.3)])
+def test_a_quantized_model_is_smaller_and_serves_its_own_tokens(native_on, dtype, name, bound,
+                                                                kv_dtype):
     model, idx = model_with(), tokens(2, 30)
     plain, n_bytes = full_logits(model, idx), weight_bytes(model)
-    quantize_weights(model, 'int8')
-    assert weights_dtype(model) == 'int8' and weight_bytes(model) < 0.32 * n_bytes
-    change = (full_logits(model, idx) - plain).abs().max()
-    assert 0 < change < 0.1 * plain.abs().max()
+    quantize_weights(model, dtype, 16)
+    assert weights_dtype(model) == name and isinstance(model.lm_head, Int8Linear)
+    assert weight_bytes(model) < 0.32 * n_bytes
+    assert 0 < (full_logits(model, idx) - plain).abs().mean() < bound * plain.std()
+    engine = Engine(model, 2, 40, kv_dtype)
+    params = SamplingParams(max_new_tokens=20, temperature=0)
+    [done] = engine.generate([idx[0, :6].tolist()], params)
+    assert bool(engine.fast_decode) == native_on
+    if kv_dtype == 'auto':  # as without any cache
+        text = torch.tensor([idx[0, :6].tolist() + done.tokens])
+        assert full_logits(model, text)[0, 5:-1].argmax(-1).tolist() == done.tokens
+    assert len(done.tokens) == 20
 
 
 def test_the_embedding_is_the_output_layers_matrix(native_on):
@@ -147,45 +123,6 @@ def test_the_embedding_is_the_output_layers_matrix(native_on):
     assert ((rows - exact).abs() <= 0.501 * exact.abs().amax(1, keepdim=True) / 127).all()
     head = model.lm_head(torch.eye(64))  # unit vectors are exact in int8
     assert (head.T - rows).abs().max() < 1e-5
-
-
-def test_extension_and_torch_give_the_same_logits():
-    if native.library() is None:
-        pytest.skip('no compiler here')
-    idx, found = tokens(2, 30), []
-    for on in (True, False):
-        native.use(on)
-        found.append(full_logits(model_with('int8', bias=False), idx))
-    native.use(True)
-    assert (found[0] - found[1]).abs().max() < 1e-4
-
-
-def test_int4_weights_serve_like_int8_ones(native_on):
-    model, idx = model_with(), tokens(2, 30)
-    plain = full_logits(model, idx)
-    quantize_weights(model, 'int4', 16)
-    assert weights_dtype(model) == 'int4, groups of 16' and isinstance(model.lm_head, Int8Linear)
-    change = (full_logits(model, idx) - plain).abs().mean()
-    assert 0 < change < 0.3 * plain.std()
-    [done] = Engine(model, 2, 40).generate([idx[0, :6].tolist()],
-                                           SamplingParams(max_new_tokens=20, temperature=0))
-    assert done.tokens == generate(model, idx[:1, :6], 20, temperature=0)[0, 6:].tolist()
-
-
-@pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
-def test_int8_weights_in_cache_and_engine_equal_their_own_full_forward(native_on, kv_dtype):
-    model, idx = model_with('int8'), tokens(1, 6)
-    greedy = generate(model, idx, 20, temperature=0)[0, 6:].tolist()
-    engine = Engine(model, 2, 40, kv_dtype)
-    [done] = engine.generate([idx[0].tolist()], SamplingParams(max_new_tokens=20, temperature=0))
-    assert bool(engine.fast_decode) == native_on
-    if kv_dtype == 'auto':
-        assert done.tokens == greedy
-        for n in range(20):  # also without any cache
-            text = torch.cat([idx, torch.tensor([greedy[:n]], dtype=torch.int64)], dim=1)
-            assert full_logits(model, text)[0, -1].argmax() == greedy[n]
-    else:
-        assert len(done.tokens) == 20 and done.finish_reason == 'length'
 
 
 def test_quantized_weights_are_not_compiled():
