@@ -12,6 +12,11 @@ from model import GPT
 
 SHIPPED = sorted(p.name for kind in ('train', 'finetune', 'eval')
                  for p in (configurator.ROOT / 'config').glob(f'{kind}_*.py'))
+MEMORY = {'n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv',
+          'pos_embedding', 'qk_norm'}
+COMPARED = ['train_mqa_local.py', 'train_vanilla.py', 'train_rope_mha.py']
+
+
 def settings(name, program='train'):
     return vars(configurator.parse(program, [f'config/{name}'], echo=False))
 
@@ -57,3 +62,11 @@ def test_gpt2_mqa_local_is_72_times_below_gpt2_at_1024():
     vanilla, ours = (plan_kv(gpt_config(name, 50304)).nbytes(1, 1024, 'bfloat16')
                      for name in ('train_gpt2.py', 'train_gpt2_mqa_local.py'))
     assert vanilla / ours == 72
+
+
+def test_the_three_compared_configs_differ_in_memory_settings_alone():
+    demo, *others = map(settings, COMPARED)
+    for other in others:
+        different = {name for name in demo if demo[name] != other[name]}
+        assert different <= MEMORY | {'mlp_hidden', 'out_dir'}
+        assert other['mlp_hidden'] == 0

@@ -226,3 +226,20 @@ def test_a_changed_model_is_decoded_by_its_own_forward(wide, change, capsys):
     change(wide)
     assert native_decode(wide, wide.new_cache(1, 64)) is None
     assert 'gives other logits than model.py' in capsys.readouterr().err
+
+
+def test_it_is_compiled_once_and_kept(unbuilt, monkeypatch):
+    assert native.library() is not None
+    [made] = (unbuilt / 'nanokv' / 'native').iterdir()
+    native._library.cache_clear()
+    monkeypatch.setattr(native, '_compile', lambda *_: pytest.fail('compiled again'))
+    assert native.library() is not None and made.suffix == '.so'
+
+
+def test_an_error_of_the_compiler_is_named(unbuilt, monkeypatch, capsys):
+    monkeypatch.setattr(native, 'FLAGS', (*native.FLAGS, '-DINLINE='))
+    monkeypatch.setattr(native, 'HERE', unbuilt / 'sources')
+    native.HERE.mkdir()
+    (native.HERE / 'decode.cpp').write_text('#error "this cannot be"\n')
+    assert native.library() is None
+    assert 'this cannot be' in capsys.readouterr().err

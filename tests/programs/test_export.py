@@ -1,5 +1,6 @@
 """interop.export and import_hf: transformers computes our logits; a round trip is exact."""
 import json
+import os
 import re
 import subprocess
 import sys
@@ -215,3 +216,29 @@ def test_the_program_in_half_precision_and_without_warnings(made, tmp_path, data
                                                  dtype='auto')
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_folder_generates_without_this_project(made, tmp_path):
+    """A process that does not see this project."""
+    out, dest = made('full')
+    program = f"""if True:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        model = AutoModelForCausalLM.from_pretrained({str(dest)!r}, trust_remote_code=True)
+        tokenizer = AutoTokenizer.from_pretrained({str(dest)!r}, trust_remote_code=True)
+        ids = tokenizer('abc', return_tensors='pt')
+        print(model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist())
+    """
+    done = subprocess.run([sys.executable, '-I', '-c', program], cwd=tmp_path, capture_output=True,
+                          text=True,
+                          env=os.environ | {'HF_MODULES_CACHE': str(tmp_path / 'modules')})
+    assert done.returncode == 0, done.stderr
+    saved = load(out / 'ckpt.pt')
+    ours = GPT(config_of(saved, out, dropout=0.0)).eval()
+    ours.load_state_dict(saved['model'])
+    idx = torch.tensor([[ALPHABET.index(c) for c in 'abc']])
+    with torch.no_grad():
+        for _ in range(20):
+            idx = torch.cat([idx, ours(idx)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert json.loads(done.stdout.splitlines()[-1]) == idx[0].tolist()

@@ -317,3 +317,12 @@ def test_a_missing_wandb_is_named(tmp_path, own_data_root, monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)
     with pytest.raises(UserError, match='pip install wandb'):
         train.main(flags(VANILLA | dict(out_dir=tmp_path / 'out', wandb_log=True)))
+
+
+def test_good_checkpoints_pass(out, own_data_root, trained, tmp_path):
+    """What the cases above start from is not refused."""
+    train.main(flags(for_train(out, max_iters=10)))
+    sample.main(flags(for_sample(out, start=ALPHABET[:5])))
+    shutil.copytree(trained['full'], tmp_path / 'full')
+    resumed = dict(out_dir=tmp_path / 'full', init_from='resume', max_iters=10)
+    train.main(flags(FULL_STACK | resumed))

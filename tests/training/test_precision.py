@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_module
 import train
@@ -158,3 +159,38 @@ def test_training_stays_near_float32_and_keeps_its_state_there(tmp_path, tiny, m
     moments = [x for state in saved['optimizer']['state'].values() for x in state.values()]
     assert moments and {x.dtype for x in moments} == {torch.float32}
     assert saved['scaler'].get('scale') == scale
+
+
+class SoftmaxTypes(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if 'softmax' in func.__name__:
+            self.seen.append(args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
+@HALF
+@pytest.mark.parametrize('window', [0, 20])
+def test_the_softmax_of_attention_with_dropout(half, window):
+    q = torch.randn(1, 2, 64, 8, dtype=half)
+    with autocast(half), SoftmaxTypes() as found:
+        causal_attention(q, q, q, window, dropout_p=0.1)
+    assert found.seen and set(found.seen) == {torch.float32}
+
+
+@HALF
+def test_the_half_type_is_used_for_products_and_keys_match_values(half):
+    model, seen = GPT(GPTConfig(**FULL_STACK)).train(), []
+    for block in model.transformer.h:
+        block.attn.register_forward_hook(
+            lambda m, given, out: seen.append((out[0].dtype, *(x.dtype for x in out[1]))))
+        block.mlp.c_fc.register_forward_hook(lambda m, given, out: seen.append((out.dtype,)))
+    with autocast(half):
+        logits, loss = model(tokens(2, 40), tokens(2, 40))
+    assert {dtype for dtypes in seen for dtype in dtypes} == {half} == {logits.dtype}
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
