@@ -72,28 +72,6 @@ def test_running_mean_is_the_mean_of_the_neighbours(n):
     np.testing.assert_allclose(running_mean(y, n), wanted)
 
 
-def test_the_first_losses_are_in_the_picture(out):
-    run = read_run(out)
-    assert loss_range([(run.x['iter'], run.loss, run)]) == (np.nanmin(run.loss), 3.1)
-    run.val_loss[:] = run.loss[:] = math.nan
-    assert loss_range([(run.x['iter'], run.loss, run)]) == (0.0, 1.0)
-
-
-def test_the_curves_of_a_run_look_different(out, tmp_path, monkeypatch):
-    from matplotlib import pyplot
-    looks, close = [], pyplot.close
-    monkeypatch.setattr(pyplot, 'close', lambda figure: (looks.extend(
-        (line.get_linestyle(), line.get_marker()) for line in figure.axes[0].lines), close(figure)))
-    draw([read_run(out)], tmp_path / 'a.png')
-    assert looks == [('None', '.'), ('--', 'None'), ('-', 'o')]
-
-
-def test_units_and_names():
-    assert unit_of('tokens', 3e6) == (' (millions)', 1e6) and unit_of('tokens', 1.5e6) == (' (thousands)', 1e3)
-    assert unit_of('time', 0.0) == (' (seconds)', 1.0) and unit_of('time', 7200) == (' (hours)', 3600.0)
-    assert short_names(['a/x', 'b/y/']) == ['x', 'y'] and short_names(['a/x', 'b/x', 'c']) == ['a/x', 'b/x', 'c']
-
-
 # -- the picture ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('x', X_LABELS)

@@ -104,14 +104,6 @@ def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
     assert '+ odd: failed with seed 1' in _said(capsys, lambda: ablate.main(argv))
 
 
-@pytest.mark.slow
-def test_rows_can_be_chosen(ladder, capsys):
-    argv, folder = ladder
-    ablate.main([*argv, '--only=mha'])
-    assert [path.name for path in folder.glob('measured/*')] == ['mha-seed1.json']
-    assert 'not trained yet: ' in capsys.readouterr().out
-
-
 @pytest.mark.parametrize('sent, status', [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
                          ids=['Ctrl-C', 'SIGTERM'])
 def test_stopped_it_goes_on_where_it_was(ladder, sent, status):

@@ -88,23 +88,6 @@ def test_a_generation_has_its_first_token_and_the_others_apart(model, fake_clock
     assert torch.equal(made.tokens, model.generate(tokens(2, 9), 5, top_k=1)[:, 9:])
 
 
-def test_the_fastest_kernel_is_the_measure(fake_clock, monkeypatch):
-    seconds = {'slow': 4.0, 'fast': 2.0}
-
-    def kernel(name):
-        def run():
-            fake_clock.time += seconds[name]
-        return run
-    monkeypatch.setattr(Bandwidth, '_reads', lambda self: {name: kernel(name) for name in seconds})
-    measure = Bandwidth(torch.device('cpu'))
-    assert (measure.kernel, measure()) == ('fast', 2 ** 19)
-    seconds['fast'] = 8.0
-    assert measure() == 2 ** 17  # measured anew, with the kernel that was chosen
-    described = measure.describe([1.0, 3.0, 2.0])
-    assert described['bytes_per_second']['median'] == 2.0 and described['buffer_bytes'] == 2 ** 20
-    assert described['kernels_bytes_per_second'] == {'slow': 2 ** 18, 'fast': 2 ** 19}
-
-
 def test_every_kernel_reads_the_whole_buffer():
     measure = Bandwidth(torch.device('cpu'))
     assert len(measure.kernels) == 4 and measure() > 0

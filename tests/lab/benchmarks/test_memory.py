@@ -36,11 +36,6 @@ def test_kv_read_by_hand():
         kv_read_per_step(plan, 'float32', 1, 3, 0)
 
 
-def test_vanilla_reads_all_that_it_holds():
-    plan = plan_kv(GPTConfig())
-    assert kv_read_per_step(plan, 'float32', 1, 1023, 1) == plan.nbytes(1, 1024, 'float32') == 75_497_472
-
-
 def really_read(model, batch, held) -> int:
     """Bytes of the parameters without which the logits of a step cannot be had: NaN in them shows. Embeddings row by row;
     of the others the first and the last row must speak for all."""
@@ -77,11 +72,6 @@ def test_untied_embeddings_are_read_by_the_row():
     model.transformer.wte.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     assert weight_read_bytes(model, 2) == really_read(model, 2, 7) == tied + 2 * 12 * 4
     assert weight_read_bytes(model, 1000) == tied + VOCAB * 12 * 4  # of more rows than there are, all
-
-
-def test_weights_in_other_dtypes_count_as_stored():
-    model = random_model(GPTConfig(**VANILLA), torch.float32)
-    assert 2 * weight_read_bytes(model.bfloat16(), 2) == weight_read_bytes(model.float(), 2)
 
 
 # -- sequences within a budget ---------------------------------------------------------------------

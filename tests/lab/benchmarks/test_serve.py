@@ -26,11 +26,6 @@ def test_lengths_are_log_uniform_and_the_seeds():
     assert set(serve.log_uniform(7, 7, 50, seed=0)) == {7}
 
 
-@pytest.mark.parametrize('text, expected', [('16,256', (16, 256)), ('5', (5, 5))])
-def test_range_of_lengths(text, expected):
-    assert serve.output_range(text) == expected
-
-
 @pytest.mark.parametrize('text', ['9,3', '1,2,3', '0,4', 'a', ''])
 def test_what_is_no_range(text):
     with pytest.raises(UserError, match='output_lengths'):
@@ -98,10 +93,3 @@ def test_other_texts_are_not_passed_over():
     assert serve.same_texts(model, [[1, 2]], tokens, tokens, 'static') == {'rows_equal': 1, 'rows': 1}
     with pytest.raises(UserError, match='more than rounding'):
         serve.same_texts(model, [[1, 2]], tokens, [[(t + 1) % 23 for t in tokens[0]]], 'static')
-
-
-def test_clock_is_the_one_that_the_other_modes_read(monkeypatch):
-    ticks = iter(range(1000))
-    monkeypatch.setattr(clock, 'now', lambda: next(ticks))
-    model = random_model(GPTConfig(**FULL_STACK))
-    assert serve.StaticRound(model, [[1]], [3], 1, SETTINGS)().seconds == 2  # read at the start, the first token, the end

@@ -23,20 +23,6 @@ ALL = [cell for cells in CELLS.values() for cell in cells]
 
 # -- what it would run -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize('cell', [cell for cell in ALL if cell.name.startswith('bench/')],
-                         ids=lambda cell: cell.name)
-def test_bench_understands_its_commands(cell, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    args = [*cell.args['args'], '--device=cuda', '--json=True']
-    s = configurator.parse('bench', args, echo=False)
-    assert s.mode in ('train', 'kernels', 'decode', 'serve', 'prefill', 'recompute', 'lengths')
-
-
-@pytest.mark.parametrize('part', CELLS)
-def test_a_part_fits_into_a_call(part):
-    limit = 360 if part == 'first' else gpu_check.LIMIT - gpu_check.RESERVE
-    assert sum(stage.seconds for stage in PARTS[part]()) <= limit
-
 
 @pytest.mark.parametrize('part', CELLS)
 def test_names_are_told_apart_and_speed_has_an_expectation(part):
@@ -213,18 +199,6 @@ def test_parts_by_their_own_estimates(part, limit, worker, tmp_path, monkeypatch
         assert (tmp_path / 'README.md').exists()
 
 
-def iter_clock(values):
-    """A clock that shows these values in turn, then the last one for ever."""
-    left = list(values)
-    return lambda: left.pop(0) if len(left) > 1 else left[0]
-
-
-def test_many_workers_share_the_cells(run):
-    found = run([f'slow{k}' for k in range(12)] + ['crash'], processes=4, batch=2)
-    assert sorted(states(found).values()) == ['crashed'] + ['ok'] * 12
-    assert len({record['worker'] for record in found.values() if 'worker' in record}) >= 6
-
-
 def full(*args, **kwargs):
     """As any write to a full disk."""
     raise OSError(errno.ENOSPC, 'No space left on device')
@@ -342,19 +316,6 @@ def test_tests_are_collected_with_programs_first_and_run(project):
                              'test_broken': 'failed'}
     assert 'wrong sum' in found['test_bad']['why']
     assert 'no fixture' in found['test_broken']['why']
-
-
-def test_after_a_failure_that_poisons_the_device_another_process_goes_on(project):
-    (project / 'tests' / 'conftest.py').write_text(
-        'import os, sys\nsys.modules["__main__"].context_is_poisoned = lambda: True\n'
-        'def pytest_runtest_setup(item):\n'
-        '    open("processes.txt", "a").write(f"{os.getpid()} {item.name}\\n")\n')
-    names = ('test_good', 'test_bad', 'test_after[c]')
-    found = run_them(project, [f'tests/test_kernels.py::{name}' for name in names])
-    assert states(found) == {'test_good': 'ok', 'test_bad': 'failed', 'test_after[c]': 'ok'}
-    lines = (project / 'processes.txt').read_text().splitlines()
-    process = {name: number for number, name in map(str.split, lines)}
-    assert process['test_good'] == process['test_bad'] != process['test_after[c]']
 
 
 def test_a_package_that_is_missing_costs_the_tests_that_import_it(project, tmp_path, monkeypatch):

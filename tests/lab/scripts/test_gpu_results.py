@@ -101,16 +101,6 @@ def records_of_all_kinds():
     return [timed, wrong, *tests, profile]
 
 
-def test_the_summary_is_short_and_begins_with_what_is_wrong():
-    facts = {'device': 'a GPU', 'torch': '2.11'}
-    lines = summary.short([facts], records_of_all_kinds()).splitlines()
-    assert len(lines) <= 40 and lines[0] == 'GPU check: device a GPU, torch 2.11'
-    assert lines[1:4] == ['first: 2 ok, 1 wrong', 'tests: 1 ok, 60 failed',
-                          'WRONG captured/int8: error 3.00e-01, allowed 5.00e-02']
-    assert 'decode/b1: 370.0 us, limit 74.0 us: 20% (expected 20%); 249 MB read' in lines
-    assert lines[-1].endswith('more lines in README.md)')
-
-
 def test_the_page_and_a_merge(tmp_path):
     later = [{'part': 'first', 'cell': 'captured/int8', 'status': 'ok'},
              {'part': 'first', 'cell': 'bench/decode/b1', 'status': 'not run',
