@@ -1,4 +1,4 @@
-"""The cost of rows: bytes are allocated, rows are timed in turns, failed measurements are reported."""
+"""The cost of rows: bytes as allocated, times in turns, failed measurements reported."""
 import json
 
 import pytest
@@ -11,7 +11,8 @@ from lab.ablation.results import Results
 from lab.ablation.summary import summarize
 from lab.benchmarks import clock
 from model import GPT
-from tests.lab.ablation.test_ladder import CONFIG, SMALL as SMALL_MODEL
+from tests.lab.ablation.test_ladder import CONFIG
+from tests.lab.ablation.test_ladder import SMALL as SMALL_MODEL
 
 SMALL = ['--contexts=16,100', '--batch_sizes=2', '--batch_size=2', '--device=cpu']
 THREE = SMALL_MODEL + """
@@ -124,22 +125,9 @@ def test_a_failing_measurement_is_reported_and_the_others_are_made(ladder_of, to
     grids = {grid.title.split(':')[0]: grid.rows for grid in tables.grids(summary)}
     shown = {row[0]: row[3] for row in grids['Speed']}
     assert shown['MHA'] == '-' and float(shown['+ MQA']) > 0
+    assert 'Muon' not in ' '.join(shown)  # decodes as the row above
     assert len(grids['Training']) == len(ladder.rows)
     assert all(float(cell.replace(',', '')) >= 0 for row in grids['Training'] for cell in row[1:])
-
-
-def test_a_model_that_cannot_be_made_leaves_the_others(ladder_of, monkeypatch, rounds):
-    plain = cost.GPT
-
-    def gpt(config):
-        if config.n_kv_head != 1:
-            raise MemoryError
-        return plain(config)
-    monkeypatch.setattr(cost, 'GPT', gpt)
-    speed = cost.Speed(ladder_of(text=THREE))
-    for cell in speed.measure()['cells']:
-        keys = speed.trains_as if cell['kind'] == 'train' else speed.decodes_as
-        assert cell['errors'] == {keys['MHA']: 'MemoryError'}
 
 
 def test_measurements_are_saved_as_they_come_and_not_made_again(ladder_of, too_large, rounds,

@@ -20,8 +20,8 @@ time.sleep(60)
 def job(tmp_path):
     def make(name, *codes, device=True):
         out = tmp_path / name
-        tail = 'import sys; assert sys.argv[-1] == "--device=cpu"\n'
-        return Job(name, [['-c', (tail if device else '') + code, str(out)] for code in codes], out, 10)
+        head = 'import sys; assert sys.argv[-1] == "--device=cpu"\n' if device else ''
+        return Job(name, [['-c', head + code, str(out)] for code in codes], out, 10)
     return make
 
 
@@ -62,7 +62,8 @@ def test_what_ends_the_program_lets_the_running_ones_stop_first(job, tmp_path):
         while not (tmp_path / 'long/started').exists():
             time.sleep(0.05)
         raise KeyboardInterrupt
-    jobs = [job('long', STOPS_IN_ORDER, device=False), job('short', 'pass'), job('waiting', touch('one'))]
+    jobs = [job('long', STOPS_IN_ORDER, device=False), job('short', 'pass'),
+            job('waiting', touch('one'))]
     with pytest.raises(KeyboardInterrupt):
         run_jobs(jobs, ['cpu'], 2, failing)
     assert (tmp_path / 'long/stopped').exists() and jobs[0].process.poll() == 0

@@ -31,7 +31,8 @@ def test_the_interval_widens_with_few_seeds(n, t):
 
 def test_curves_meet_at_the_iterations_that_all_have():
     found = mean_curve([[[0, 4.0], [10, 2.0], [20, 1.0]], [[0, 6.0], [10, 3.0]]])
-    assert found == {'iterations': [0, 10], 'mean': [5.0, 2.5], 'low': [4.0, 2.0], 'high': [6.0, 3.0]}
+    assert found == {'iterations': [0, 10], 'mean': [5.0, 2.5], 'low': [4.0, 2.0],
+                     'high': [6.0, 3.0]}
 
 
 def test_the_gap_while_training_pairs_seeds_and_iterations():

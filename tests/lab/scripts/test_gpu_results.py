@@ -1,4 +1,4 @@
-"""What the GPU check measures and prints: wrong kernels are found, parts can be rehearsed, tables."""
+"""Results of the GPU check: wrong kernels are found, parts can be rehearsed, tables."""
 import json
 import os
 import subprocess
