@@ -1,4 +1,6 @@
 """ablate.py as a whole: it trains, judges, resumes after a stop, and reports failures."""
+import contextlib
+import io
 import json
 import os
 import signal
@@ -52,21 +54,37 @@ def ladder(tmp_path):
     return [str(path), f'--folder={folder}', '--device=cpu', '--pictures=False'], folder
 
 
-def test_a_ladder_is_trained_judged_and_reported_once(ladder, capsys):
-    argv, folder = ladder
-    ablate.main([*argv, '--jobs=2', '--json=True', '--pictures=True'])
-    out = capsys.readouterr().out
+CONVERTED = """
+side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4))}
+side_seeds = '1'
+"""
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """(arguments, folder, standard output) of a ladder with a converted row, after it was run."""
+    folder, out = tmp_path_factory.mktemp('ablate') / 'results', io.StringIO()
+    path = folder.parent / 'ablate_mine.py'
+    path.write_text(LADDER + CONVERTED)
+    argv = [str(path), f'--folder={folder}', '--device=cpu']
+    with contextlib.redirect_stdout(out):
+        ablate.main([*argv, '--jobs=2', '--json=True'])
+    return [*argv, '--pictures=False'], folder, out.getvalue()
+
+
+def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys):
+    argv, folder, out = trained
     summary = json.loads(out.splitlines()[-1])
-    assert [row['name'] for row in summary['rows']] == ['MHA', '+ MQA', '+ int8 KV']
+    names = [row['name'] for row in summary['rows']]
+    assert names == ['MHA', '+ MQA', '+ int8 KV', 'converted']
     for row in summary['rows']:
         assert row['seeds'] == [1] and not row['failed']
         assert 0 <= row['recall']['accuracy']['4']['mean'] <= 1
     assert summary['rows'][2]['trained_as'] == '+ MQA'
-    assert len(list((folder / 'runs').iterdir())) == 2
+    assert len(list((folder / 'runs').iterdir())) == 3
     # 2 layers of K and V, 2 or 1 heads of 8, in bfloat16; then in int8 with scales of 2 bytes
-    assert [row['kv']['bytes_per_token'] for row in summary['rows']] == [128, 64, 40]
-    assert [row['kv']['at']['64']['bytes'] for row in summary['rows']] == [8192, 4096, 2560]
-    assert 'Recall' in out and '+ int8 KV' in out
+    assert [row['kv']['bytes_per_token'] for row in summary['rows']] == [128, 64, 40, 64]
+    assert [row['kv']['at']['64']['bytes'] for row in summary['rows'][:3]] == [8192, 4096, 2560]
     page = (folder / 'report.html').read_text()
     assert page.count('data:image/png;base64,') == 2 * len(list(folder.glob('*.png'))) >= 2
     assert 'http' not in page  # nothing is fetched
@@ -76,10 +94,10 @@ def test_a_ladder_is_trained_judged_and_reported_once(ladder, capsys):
     assert json.loads((folder / 'results.json').read_text()) == summary
 
     before = {path: path.stat().st_mtime_ns for path in folder.glob('measured/*')}
-    assert len(before) == 3
+    assert len(before) == 4
     ablate.main(argv)
     assert {path: path.stat().st_mtime_ns for path in folder.glob('measured/*')} == before
-    argv.append('--dry_run=True')
+    argv = [*argv, '--dry_run=True']
     assert "seeds done [1], to do -" in printed(capsys, argv)
     assert "seeds done -, to do [1]" in printed(capsys, [*argv, '--max_iters=13'])
 
@@ -146,30 +164,29 @@ def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
     assert [path.name for path in folder.glob('measured/*')] == ['mha-seed1.json']
 
 
-def test_a_row_may_begin_with_the_converted_weights_of_another(ladder, capsys):
-    argv, folder = ladder
-    row = "('+ MQA', dict(converted_from='MHA', max_iters=4))"
-    Path(argv[0]).write_text(LADDER + f"side_rows = {{'converted': {row}}}\nside_seeds = '1'\n")
+def test_weights_to_convert_must_be_trained(ladder):
+    argv, _ = ladder
+    Path(argv[0]).write_text(LADDER + CONVERTED)
     with pytest.raises(UserError, match="weights of 'MHA', seed 1, which are not trained yet"):
         convert.main(['converted', '1', *argv])
-    ablate.main([*argv, '--only=converted', '--seeds=2'])  # trains MHA too, which it needs
-    names = {path.name for path in folder.glob('measured/*')}
-    assert names == {'mha-seed1.json', 'converted-seed1.json'}
+
+
+def test_a_row_may_begin_with_the_converted_weights_of_another(trained):
+    argv, folder, _ = trained
     found = json.loads((folder / 'results.json').read_text())['rows'][3]
     assert found['seeds'] == [1] and found['iterations'] == 4
-    assert found['kv']['bytes_per_token'] == 64
     assert found['command'].count('python') == 2 and '--init_from=resume' in found['command']
 
     rows = read_ladder(argv, echo=False)[1]
     origin, row = rows.rows['MHA'], rows.rows['converted']
     origin_path, path = (Results(rows).out_dir(each, 1) / 'ckpt.pt' for each in (origin, row))
     convert.main(['converted', '1', *argv])
-    trained, begun = load_checkpoint(origin_path), load_checkpoint(path)
-    wanted = convert_weights(trained['model'], rows.trained_config(origin),
+    finished, begun = load_checkpoint(origin_path), load_checkpoint(path)
+    wanted = convert_weights(finished['model'], rows.trained_config(origin),
                              rows.trained_config(row))
     assert begun['iter_num'] == 0 and begun['model'].keys() == wanted.keys()
     assert all((begun['model'][name] == wanted[name]).all() for name in wanted)
-    save_checkpoint(origin_path, trained | {'iter_num': 3})  # as if it had been stopped midway
+    save_checkpoint(origin_path, finished | {'iter_num': 3})  # as if it had been stopped midway
     with pytest.raises(UserError, match='trained elsewhere: delete .*mha-seed1.json'):
         convert.main(['converted', '1', *argv])
 
