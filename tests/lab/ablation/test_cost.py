@@ -170,14 +170,6 @@ def test_figures_of_other_settings_do_not_count(ladder_of):
     assert prints[0] == prints[1] and len(set(prints[1:])) == len(prints) - 1
 
 
-def test_another_shape_matches_its_parameters_anew(ladder_of):
-    ladder = ladder_of("--shape={'n_embd': 64}")
-    row = ladder.rows['+ wider MLP']
-    plain, wider = ladder.config(row), ladder.config(row, ladder.s.shape)
-    assert (plain.n_embd, wider.n_embd) == (32, 64)
-    assert wider.mlp_hidden > 256 > plain.mlp_hidden > 128
-
-
 @pytest.mark.parametrize('flag, named', [
     ('--repeats=1', 'repeats=1'), ('--contexts=abc', "contexts='abc'"),
     ('--eval_windows=-1', 'eval_windows=-1'), ('--jobs=0', 'jobs=0'),

@@ -6,7 +6,14 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from lab.benchmarks.engines import HF_CACHES, HuggingFace, Ours, check_vanilla, hugging_face, nanogpt
+from lab.benchmarks.engines import (
+    HF_CACHES,
+    HuggingFace,
+    Ours,
+    check_vanilla,
+    hugging_face,
+    nanogpt,
+)
 from lab.benchmarks.generation import same_tokens
 from tests.helpers.models import FULL_STACK, VOCAB, random_model, tokens
 

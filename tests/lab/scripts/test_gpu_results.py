@@ -80,10 +80,10 @@ def test_a_rehearsal(part, only, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
-def test_without_a_gpu(tmp_path):
-    command = [sys.executable, 'lab/scripts/gpu_check.py', '--part=tests', f'--out={tmp_path}']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and 'no CUDA device' in done.stderr
+def test_without_a_gpu(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main(['--part=tests', f'--out={tmp_path}'])
+    assert end.value.code == 2 and 'no CUDA device' in capsys.readouterr().err
 
 
 # -- tables ----------------------------------------------------------------------------------------
