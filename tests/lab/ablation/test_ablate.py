@@ -1,4 +1,6 @@
-"""ablate.py, whole: it trains what is not done, judges it, goes on after a stop, tells of failures, and writes its report."""
+"""ablate.py as a whole: it trains, judges, resumes after a stop, and reports failures."""
+import contextlib
+import io
 import json
 import os
 import signal
@@ -45,43 +47,64 @@ contexts = '32,64'
 
 @pytest.fixture
 def ladder(tmp_path):
-    """(arguments of ablate.py, folder of the results)."""
-    path = tmp_path / 'ablate_mine.py'
+    """(arguments of ablate.py, folder of the results). No pictures, which take longer than all
+    that these tests train."""
+    path, folder = tmp_path / 'ablate_mine.py', tmp_path / 'results'
     path.write_text(LADDER)
-    return [str(path), f'--folder={tmp_path / "results"}', '--device=cpu'], tmp_path / 'results'
+    return [str(path), f'--folder={folder}', '--device=cpu', '--pictures=False'], folder
 
 
-def test_a_ladder_is_trained_judged_and_reported_once(ladder, capsys, tmp_path):
-    argv, folder = ladder
-    ablate.main([*argv, '--jobs=2', '--json=True'])
-    out = capsys.readouterr().out
+CONVERTED = """
+side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4))}
+side_seeds = '1'
+"""
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """(arguments, folder, standard output) of a ladder with a converted row, after it was run."""
+    folder, out = tmp_path_factory.mktemp('ablate') / 'results', io.StringIO()
+    path = folder.parent / 'ablate_mine.py'
+    path.write_text(LADDER + CONVERTED)
+    argv = [str(path), f'--folder={folder}', '--device=cpu']
+    with contextlib.redirect_stdout(out):
+        ablate.main([*argv, '--jobs=2', '--json=True'])
+    return [*argv, '--pictures=False'], folder, out.getvalue()
+
+
+def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys):
+    argv, folder, out = trained
     summary = json.loads(out.splitlines()[-1])
-    assert [row['name'] for row in summary['rows']] == ['MHA', '+ MQA', '+ int8 KV']
-    assert all(row['seeds'] == [1] and not row['failed'] and 0 <= row['recall']['accuracy']['4']['mean'] <= 1
-               for row in summary['rows'])
-    assert summary['rows'][2]['trained_as'] == '+ MQA' and len(list((folder / 'runs').iterdir())) == 2
+    names = [row['name'] for row in summary['rows']]
+    assert names == ['MHA', '+ MQA', '+ int8 KV', 'converted']
+    for row in summary['rows']:
+        assert row['seeds'] == [1] and not row['failed']
+        assert 0 <= row['recall']['accuracy']['4']['mean'] <= 1
+    assert summary['rows'][2]['trained_as'] == '+ MQA'
+    assert len(list((folder / 'runs').iterdir())) == 3
     # 2 layers of K and V, 2 or 1 heads of 8, in bfloat16; then in int8 with scales of 2 bytes
-    assert [row['kv']['bytes_per_token'] for row in summary['rows']] == [128, 64, 40]
-    assert [row['kv']['at']['64']['bytes'] for row in summary['rows']] == [8192, 4096, 2560]
-    assert 'Recall' in out and '+ int8 KV' in out
+    assert [row['kv']['bytes_per_token'] for row in summary['rows']] == [128, 64, 40, 64]
+    assert [row['kv']['at']['64']['bytes'] for row in summary['rows'][:3]] == [8192, 4096, 2560]
     page = (folder / 'report.html').read_text()
     assert page.count('data:image/png;base64,') == 2 * len(list(folder.glob('*.png'))) >= 2
     assert 'http' not in page  # nothing is fetched
     written = (folder / 'report.md').read_text()
-    assert all(text in written for text in ('| + MQA |', '![', 'python train.py config/train_recall.py'))
+    for text in ('| + MQA |', '![', 'python train.py config/train_recall.py'):
+        assert text in written
     assert json.loads((folder / 'results.json').read_text()) == summary
 
     before = {path: path.stat().st_mtime_ns for path in folder.glob('measured/*')}
-    assert len(before) == 3
+    assert len(before) == 4
     ablate.main(argv)
     assert {path: path.stat().st_mtime_ns for path in folder.glob('measured/*')} == before
-    assert "seeds done [1], to do -" in _said(capsys, lambda: ablate.main([*argv, '--dry_run=True']))
-    assert "seeds done -, to do [1]" in _said(capsys, lambda: ablate.main([*argv, '--dry_run=True', '--max_iters=13']))
+    argv = [*argv, '--dry_run=True']
+    assert "seeds done [1], to do -" in printed(capsys, argv)
+    assert "seeds done -, to do [1]" in printed(capsys, [*argv, '--max_iters=13'])
 
 
-def _said(capsys, call):
+def printed(capsys, argv):
     capsys.readouterr()
-    call()
+    ablate.main(argv)
     return capsys.readouterr().out
 
 
@@ -89,92 +112,97 @@ def _said(capsys, call):
 def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
     """Its settings are fine until they meet the data."""
     argv, folder = ladder
-    Path(argv[0]).write_text(LADDER.replace("'+ MQA':", "'+ odd': dict(learning_rate=1e30),\n    '+ MQA':")
-                             .replace("dict(n_kv_head=1)", "dict(n_kv_head=1, learning_rate=1e-3)") + 'max_skipped = 1\n')
+    rows = """'+ odd': dict(learning_rate=1e30),
+    '+ MQA': dict(n_kv_head=1, learning_rate=1e-3)"""
+    text = LADDER.replace("'+ MQA': dict(n_kv_head=1)", rows) + 'max_skipped = 1\n'
+    Path(argv[0]).write_text(text)
     with pytest.raises(SystemExit) as end:
         ablate.main([*argv, '--jobs=2'])
     assert end.value.code == 1
     out = capsys.readouterr()
-    summary = json.loads((folder / 'results.json').read_text())
-    odd, fine = (next(row for row in summary['rows'] if row['name'] == name) for name in ('+ odd', '+ MQA'))
-    assert fine['seeds'] == [1] and odd['seeds'] == [] and odd['failed']['1'].startswith('iteration 1: the loss is nan')
+    _, odd, fine, _ = json.loads((folder / 'results.json').read_text())['rows']
+    assert fine['seeds'] == [1] and odd['seeds'] == []
+    assert odd['failed']['1'].startswith('iteration 1: the loss is nan')
     assert '+ odd, seed 1: failed' in out.err and '+ odd: failed with seed 1' in out.out
-    assert '+ odd' in (folder / 'report.md').read_text() and 'failed with seed 1' in (folder / 'report.html').read_text()
-    argv.append('--report_only=True')  # which remembers
-    assert '+ odd: failed with seed 1' in _said(capsys, lambda: ablate.main(argv))
+    assert 'failed with seed 1' in (folder / 'report.html').read_text()
+    remembered = printed(capsys, [*argv, '--report_only=True'])
+    assert '+ odd: failed with seed 1' in remembered
 
 
 @pytest.mark.slow
-def test_rows_can_be_chosen(ladder, capsys):
-    argv, folder = ladder
-    ablate.main([*argv, '--only=mha'])
-    assert [path.name for path in folder.glob('measured/*')] == ['mha-seed1.json']
-    assert 'not trained yet: ' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('sent, status', [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+@pytest.mark.parametrize('sent, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
                          ids=['Ctrl-C', 'SIGTERM'])
 def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
     argv, folder = ladder
-    argv += ['--max_iters=700', '--lr_decay_iters=700', '--eval_interval=700', '--only=MHA', '--jobs=1']
+    argv += ['--max_iters=700', '--lr_decay_iters=700', '--eval_interval=700', '--only=MHA',
+             '--jobs=1']
     command = [sys.executable, ablate.__file__, *argv]
     _, rows = read_ladder(argv, echo=False)
     run = Results(rows).out_dir(rows.rows['MHA'], 1)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # whatever the tests run under
+    metrics = run / 'metrics.jsonl'
+
+    def iterations():
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        return [json.loads(line)['iter'] for line in lines]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     deadline = time.time() + 120
-    while not (run / 'metrics.jsonl').exists() or len((run / 'metrics.jsonl').read_text().splitlines()) < 20:
+    while not metrics.exists() or metrics.read_text().count('\n') < 20:
         assert process.poll() is None and time.time() < deadline, process.stdout.read()
         time.sleep(0.05)
     os.kill(process.pid, sent)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == status, out
     assert 'saved iteration' in (run / 'train.log').read_text() and (run / 'ckpt.pt').is_file()
-    reached = len((run / 'metrics.jsonl').read_text().splitlines())
-    assert not list(folder.glob('measured/*')) and 20 <= reached < 701
+    assert not list(folder.glob('measured/*')) and 20 <= len(iterations()) < 701
 
     ablate.main(argv)
     assert 'Resuming training from' in (run / 'train.log').read_text()
-    iterations = [json.loads(line)['iter'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
-    assert iterations == list(range(701)) and [path.name for path in folder.glob('measured/*')] == ['mha-seed1.json']
+    assert iterations() == list(range(701))
+    assert [path.name for path in folder.glob('measured/*')] == ['mha-seed1.json']
 
 
-def test_a_row_may_begin_with_the_converted_weights_of_another(ladder, capsys):
-    argv, folder = ladder
-    converted = "side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4))}\nside_seeds = '1'\n"
-    Path(argv[0]).write_text(LADDER + converted)
-    with pytest.raises(UserError, match="begins with the weights of 'MHA', seed 1, which are not trained yet"):
+def test_weights_to_convert_must_be_trained(ladder):
+    argv, _ = ladder
+    Path(argv[0]).write_text(LADDER + CONVERTED)
+    with pytest.raises(UserError, match="weights of 'MHA', seed 1, which are not trained yet"):
         convert.main(['converted', '1', *argv])
-    ablate.main([*argv, '--only=converted', '--seeds=2'])  # MHA is trained for it, though not asked for
-    assert {path.name for path in folder.glob('measured/*')} == {'mha-seed1.json', 'converted-seed1.json'}
+
+
+def test_a_row_may_begin_with_the_converted_weights_of_another(trained):
+    argv, folder, _ = trained
     found = json.loads((folder / 'results.json').read_text())['rows'][3]
-    assert found['seeds'] == [1] and found['iterations'] == 4 and found['kv']['bytes_per_token'] == 64
+    assert found['seeds'] == [1] and found['iterations'] == 4
     assert found['command'].count('python') == 2 and '--init_from=resume' in found['command']
 
     rows = read_ladder(argv, echo=False)[1]
     origin, row = rows.rows['MHA'], rows.rows['converted']
     origin_path, path = (Results(rows).out_dir(each, 1) / 'ckpt.pt' for each in (origin, row))
     convert.main(['converted', '1', *argv])
-    trained, begun = load_checkpoint(origin_path), load_checkpoint(path)
-    wanted = convert_weights(trained['model'], rows.trained_config(origin), rows.trained_config(row))
+    finished, begun = load_checkpoint(origin_path), load_checkpoint(path)
+    wanted = convert_weights(finished['model'], rows.trained_config(origin),
+                             rows.trained_config(row))
     assert begun['iter_num'] == 0 and begun['model'].keys() == wanted.keys()
     assert all((begun['model'][name] == wanted[name]).all() for name in wanted)
-    save_checkpoint(origin_path, trained | {'iter_num': 3})  # as if it had been stopped midway
+    save_checkpoint(origin_path, finished | {'iter_num': 3})  # as if it had been stopped midway
     with pytest.raises(UserError, match='trained elsewhere: delete .*mha-seed1.json'):
         convert.main(['converted', '1', *argv])
 
 
 @pytest.mark.parametrize('flags, wanted', [
     (['--seeds=2'], [('MHA', 2), ('+ MQA', 2), ('MHA', 3), ('converted', 3), ('again', 3)]),
-    (['--seeds=3'], [('MHA', 3), ('+ MQA', 3), ('converted', 3), ('again', 3)]),
     (['--only=again'], [('MHA', 3), ('converted', 3), ('again', 3)]),
     (['--only=+ MQA'], [('+ MQA', 1)]),
 ])
 def test_what_a_row_begins_with_is_trained_for_it(ladder, flags, wanted):
     argv, _ = ladder
-    converted = ("side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4)), "
-                 "'again': ('+ MQA', dict(converted_from='converted', max_iters=2))}\nside_seeds = '3'\n")
-    Path(argv[0]).write_text(LADDER + converted)
+    Path(argv[0]).write_text(LADDER + """
+side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4)),
+             'again': ('+ MQA', dict(converted_from='converted', max_iters=2))}
+side_seeds = '3'
+""")
     argv += flags
     _, rows = read_ladder(argv, echo=False)
     runs = ablate.jobs_of(rows, Results(rows), argv, ablate.chosen(rows))
@@ -183,15 +211,15 @@ def test_what_a_row_begins_with_is_trained_for_it(ladder, flags, wanted):
 
 def test_a_second_one_in_the_same_folder_is_refused(ladder):
     argv, folder = ladder
-    with only_writer(folder, ''), pytest.raises(UserError, match='is being written by process .*another --folder'):
+    with only_writer(folder, ''), pytest.raises(UserError, match='another --folder'):
         ablate.main(argv)
 
 
-def test_without_matplotlib_it_says_so_before_it_trains(ladder, monkeypatch, capsys):
+def test_without_matplotlib_it_says_so_before_it_trains(ladder, monkeypatch):
     argv, folder = ladder
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     with pytest.raises(UserError, match=r"need matplotlib: pip install .*--pictures=False"):
-        ablate.main(argv)
+        ablate.main([*argv, '--pictures=True'])
     assert not folder.exists()
-    ablate.main([*argv, '--pictures=False', '--report_only=True'])
+    ablate.main([*argv, '--report_only=True'])
     assert (folder / 'report.html').is_file() and not list(folder.glob('*.png'))

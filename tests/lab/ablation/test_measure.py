@@ -1,4 +1,4 @@
-"""Judging trained weights: through the row's own cache, as the row changes them, and refused where they are others."""
+"""Judging trained weights through the row's own cache, converted as the row says."""
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,12 +44,15 @@ def test_a_row_is_judged_through_a_cache_of_its_own_storage(ladder, saved):
     row = ladder.rows['+ windows']
     model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
     plain = measure.losses(model, row, windows(), TOKENIZER)
-    int8 = measure.losses(model, SimpleNamespace(name='x', kv_dtype='int8', weight_dtype='auto'), windows(), TOKENIZER)
-    half = measure.losses(model, SimpleNamespace(name='x', kv_dtype='bfloat16', weight_dtype='auto'), windows(), TOKENIZER)
+    int8, half = (
+        measure.losses(model, SimpleNamespace(name='x', kv_dtype=kv_dtype, weight_dtype='auto'),
+                       windows(), TOKENIZER)
+        for kv_dtype in ('int8', 'bfloat16'))
     assert plain['cache_minus_forward_largest'] < 1e-5
     assert plain['val_loss'] == pytest.approx(plain['val_loss_forward'], abs=1e-6)
-    assert int8['cache_minus_forward_largest'] < measure.AGREE_INT8 and 0 < abs(int8['val_loss'] - plain['val_loss']) < 0.02
-    assert 0 < half['cache_minus_forward_largest'] < 0.1  # another storage than the forward pass has: told, not refused
+    assert int8['cache_minus_forward_largest'] < measure.AGREE_INT8
+    assert 0 < abs(int8['val_loss'] - plain['val_loss']) < 0.02
+    assert 0 < half['cache_minus_forward_largest'] < 0.1
     assert plain['bytes'] == plain['tokens'] == 6 * 64 and len(plain['loss_by_position']) == 64
 
 
@@ -62,7 +65,7 @@ def test_a_cache_that_gives_other_losses_is_an_error(ladder, saved, monkeypatch)
         commit(cache, *args, **kwargs)
         cache.stores[0].zero_values(list(range(cache.batch_size)), int(cache.lengths.max()))
     monkeypatch.setattr(KVCache, 'commit', forgetful)
-    with pytest.raises(RuntimeError, match='loss through the cache is not that of the forward pass'):
+    with pytest.raises(RuntimeError, match='is not that of the forward pass'):
         measure.losses(model, row, windows(), TOKENIZER)
 
 
@@ -103,7 +106,8 @@ def test_recall_counts_what_is_asked_alone(ladder, saved, monkeypatch):
             out = torch.zeros(*idx.shape, task.vocab_size)
             for distance in task.distances:
                 answer = torch.roll(idx, distance, dims=1)
-                if distance in right_at and (idx == 64 + task.distances.index(distance)).any(1).all():
+                asked = idx == 64 + task.distances.index(distance)
+                if distance in right_at and asked.any(1).all():
                     out.scatter_(2, answer[..., None], 1.0)
             return out
         return lambda *args: logits_of

@@ -1,4 +1,4 @@
-"""bench.py --mode=kernels: on a machine without a GPU as far as the interpreter goes, where its times mean nothing."""
+"""bench.py --mode=kernels in Triton's interpreter, where its times mean nothing."""
 import json
 
 import pytest
@@ -9,8 +9,8 @@ from attention.backends import INTERPRETING, triton_enabled
 from config.errors import UserError
 from lab.benchmarks import kernels
 
-SHAPE = ['--mode=kernels', '--n_head=4', '--n_kv_head=1', '--n_embd=64', '--window_size=16', '--contexts=20,40',
-         '--batch_sizes=2', '--dtype=float32', '--json=True']
+SHAPE = ['--mode=kernels', '--n_head=4', '--n_kv_head=1', '--n_embd=64', '--window_size=16',
+         '--contexts=20,40', '--batch_sizes=2', '--dtype=float32', '--json=True']
 
 
 @pytest.mark.skipif(not INTERPRETING, reason='interpreted where there is no GPU')
@@ -22,30 +22,18 @@ def test_every_cell_and_its_error(capsys, tmp_path):
     document = json.loads(out.splitlines()[-1])
     assert document == json.loads((tmp_path / 'kernels.json').read_text())
     for cell in document['decode']:
-        assert set(cell['sides']) == {'kernel, int8', 'kernel, int8 products', 'kernel', 'SDPA', 'SDPA, heads folded'}
+        assert set(cell['sides']) == {'kernel, int8', 'kernel, int8 products', 'kernel', 'SDPA',
+                                      'SDPA, heads folded'}
         for name, side in cell['sides'].items():
             assert side['error'] < (2e-2 if name == 'kernel, int8 products' else 1e-5)
             per_key = 16 + 2 if 'int8' in name else 64
             assert side['bytes'] == 2 * 2 * cell['context'] * per_key
-            assert side['bytes_per_second'] == pytest.approx(side['bytes'] / side['ms']['median'] * 1000)
-    assert [set(cell['sides']) for cell in document['training']] == [{'sdpa, full', 'sdpa, W=16'}] * 2
+            speed = side['bytes'] / side['ms']['median'] * 1000
+            assert side['bytes_per_second'] == pytest.approx(speed)
+    for cell in document['training']:
+        assert set(cell['sides']) == {'sdpa, full', 'sdpa, W=16'}
     assert set(document['write'][0]['sides']) == {'kernel', 'plain torch'}
     assert 'share of a copy' in out and 'QK-norm, RoPE, int8 and write' in out
-
-
-def test_copies_of_small_and_large_stores():
-    assert kernels.n_copies(1) == kernels.n_copies(10 ** 6) == 20 <= kernels.CALLS
-    assert kernels.n_copies(2 ** 26) == kernels.n_copies(8 * 2 ** 30) == 2
-    for nbytes in (7 * 10 ** 6, 10 ** 7, 3 * 10 ** 7, 2 ** 26 - 1, 2 ** 26 + 1):
-        n = kernels.n_copies(nbytes)
-        assert 2 * 50e6 < n * nbytes < 2 ** 28
-
-
-@pytest.mark.parametrize('n', [1, 2, 3, 19, 20, 33])
-def test_calls_of_a_graph_go_through_all_buffers_in_turn(n):
-    turns = kernels.in_turn(list(range(n)))
-    assert len(turns) == max(20, n) and turns[:n] == list(range(n))
-    assert all(turns[k] == turns[k - n] for k in range(n, len(turns)))
 
 
 @pytest.mark.parametrize('n', [3, 20])
@@ -63,48 +51,6 @@ def test_a_call_takes_its_part_of_the_graph(n, monkeypatch):
     found = kernels.milliseconds_a_call(calls, torch.device('cuda'))
     assert found == pytest.approx({'median': 0.2, 'min': 0.1, 'max': 0.5})
     assert made == [k % n for k in range(20)]
-
-
-def test_on_a_cpu_one_call_is_timed():
-    made = []
-    calls = [lambda k=k: made.append(k) for k in range(3)]
-    found = kernels.milliseconds_a_call(calls, torch.device('cpu'))
-    assert made == [0] and found['median'] > 0
-
-
-@pytest.fixture
-def all_calls(monkeypatch):
-    """Whatever is timed is called: every one of the calls that a graph would have."""
-    def call_all(calls, device):
-        for call in calls:
-            call()
-        return {'median': 1.0, 'min': 1.0, 'max': 1.0}
-    monkeypatch.setattr(kernels, 'milliseconds_a_call', call_all)
-
-
-@pytest.mark.parametrize('total, n', [(2 ** 27, 20), (12_000, 3), (1, 2)])
-def test_decode_attends_over_each_copy(total, n, monkeypatch, all_calls):
-    decode = pytest.importorskip('attention.kernels.decode')
-    monkeypatch.setattr(kernels, 'ROTATED_BYTES', total)
-    read = []
-
-    def attention(q, k, v, *scales, **how):
-        read.append((len(scales), k.data_ptr()))
-        return torch.zeros_like(q)
-    monkeypatch.setattr(decode, 'stored_attention', attention)
-    shape = 4, 1, 16, torch.float32, torch.device('cpu')
-    kernels.decode_cell(shape, 2, 20, False, {'copy_bytes_per_second': 1.0})
-    plain = [place for parts, place in read if parts == 0]  # first the call that is checked
-    assert plain[0] == plain[1] and len(plain) == 1 + n and len(set(plain)) == n
-
-
-def test_the_write_goes_to_each_copy(monkeypatch, all_calls):
-    module = pytest.importorskip('attention.kernels.qkv')
-    written = []
-    monkeypatch.setattr(module, 'write_qkv', lambda qkv, H, q_norm, k_norm, rope, stored, *_:
-                        written.append((qkv.data_ptr(), stored[0].data_ptr())))
-    kernels.write_cell((4, 1, 16, torch.float32, torch.device('cpu')), 2)
-    assert [len(set(places)) for places in zip(*written)] == [20, 20]
 
 
 def test_one_way_that_fails_is_told_and_the_others_go_on():

@@ -11,7 +11,6 @@ import bench
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.quantized import Int8Linear
-from kv.capacity import parameters
 from kv.plan import plan_kv
 from lab.benchmarks import llama, peers, table
 from lab.benchmarks.engines import Ours
@@ -104,15 +103,12 @@ def test_bench(capsys, tmp_path, against, weight_dtype):
     assert one['sides']['full stack']['kv_bytes'] < one['sides']['ours']['kv_bytes']
     if against == 'llama.cpp':  # 256 positions of float16 in each of 6 layers, for two rows
         assert one['sides']['llama.cpp f32']['kv_bytes'] == 2 * 256 * 6 * 2 * 64 * 2
-    assert set(one['ratios']['tokens_per_second']) == {'full stack', *SIDES[against]}
     for name in ('ours', *SIDES[against]):
         speed = [one['sides'][x]['tokens_per_second']['each'] for x in ('full stack', name)]
         assert one['full_stack_ratios']['tokens_per_second'][name]['each'] == pytest.approx(
             [a / b for a, b in zip(*speed)])
     page = table.page({'peers': table.read(str(file))})
-    for text in (printed, page):
-        assert all(name in text for name in SIDES[against])
-        assert 'how many times faster the full stack is' in text
+    assert all(name in text for text in (printed, page) for name in SIDES[against])
 
 
 def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
@@ -150,16 +146,6 @@ def test_other_logits_end_it_before_anything_is_timed(monkeypatch):
     monkeypatch.setattr(peers, 'logit_gap', lambda ours, peer: 6e-3)
     with pytest.raises(UserError, match="against='llama.cpp'.* logits that differ by 6.0e-03"):
         bench.main(flags(against='llama.cpp'))
-
-
-@pytest.mark.parametrize('shape', [dict(), dict(n_layer=6, n_head=4, n_embd=256, block_size=64)])
-def test_the_full_stack_has_as_many_parameters(shape):
-    vanilla = GPTConfig(**dict(dict(gelu='tanh'), **shape))
-    stack = peers.full_stack(vanilla)
-    n, ours = (parameters(config, plan_kv(config)) for config in (stack, vanilla))
-    assert abs(n - ours) <= 64 * vanilla.n_embd * vanilla.n_layer and stack.mlp_hidden % 64 == 0
-    if not shape:
-        assert stack.mlp_hidden == 3840
 
 
 @pytest.mark.parametrize('against', INSTALLED)

@@ -8,7 +8,7 @@ import pytest
 
 import bench
 from config.errors import UserError
-from lab.benchmarks import clock, table, vllm
+from lab.benchmarks import table, vllm
 
 FLAGS = dict(n_layer=6, n_head=2, n_embd=64, block_size=256, pos_embedding='rope', dataset='none',
              n_kv_head=1, against='vllm', device='cpu', seed=3)
@@ -28,39 +28,47 @@ def run(monkeypatch, capsys):
 
         def generate(self, prompts, params, use_tqdm):
             asked.append([prompt['prompt_token_ids'] for prompt in prompts])
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[self.vocab_size] * p.max_tokens)])
-                    for p in params]
+            texts = [[self.vocab_size] * p.max_tokens for p in params]
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=text)]) for text in texts]
 
-    monkeypatch.setitem(sys.modules, 'vllm', SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, __version__='0'))
+    module = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, __version__='0')
+    monkeypatch.setitem(sys.modules, 'vllm', module)
     plain = vllm.Ours.__call__
     monkeypatch.setattr(vllm.Ours, '__call__', lambda self, prompts, lengths: (
         ours.append(prompts), plain(self, prompts, lengths))[1])
 
     def call(**settings):
-        bench.main([f'--{name}={value}' for name, value in (FLAGS | settings | {'json': True}).items()])
+        settings = FLAGS | settings | {'json': True}
+        bench.main([f'--{name}={value}' for name, value in settings.items()])
         return json.loads(capsys.readouterr().out.splitlines()[-1]), asked, ours
     return call
 
 
 def test_requests(run):
-    document, asked, ours = run(mode='serve', contexts='12', batch_sizes=2, requests=3, output_lengths=4)
+    document, asked, ours = run(mode='serve', contexts='12', batch_sizes=2, requests=3,
+                                output_lengths=4)
     assert asked == ours and len(asked) == 6 and all(map(len, asked))
     assert len({str(prompt) for prompts in asked for prompt in prompts}) == 18  # none comes twice
     cell, = document['cells']
     assert (cell['context'], cell['rows'], cell['rows_equal'], cell['requests']) == (12, 2, 0, 3)
     for side in cell['sides'].values():
-        assert side['tokens_per_second']['each'] == pytest.approx([12 / x for x in side['seconds']['each']])
-    pairs = zip(cell['sides']['vllm']['seconds']['each'], cell['sides']['ours']['seconds']['each'])
-    assert cell['ratios']['tokens_per_second']['vllm']['each'] == pytest.approx([a / b for a, b in pairs])
+        speed = [12 / x for x in side['seconds']['each']]
+        assert side['tokens_per_second']['each'] == pytest.approx(speed)
+    theirs, us = (cell['sides'][name]['seconds']['each'] for name in ('vllm', 'ours'))
+    ratios = cell['ratios']['tokens_per_second']['vllm']['each']
+    assert ratios == pytest.approx([a / b for a, b in zip(theirs, us)])
     assert 'vLLM in bfloat16' in table.section('x', document) and document['vllm'] == '0'
 
 
 def test_prompts_come_again_and_edited(run, monkeypatch):
-    found = []
-    plain = clock.alternate
-    monkeypatch.setattr(clock, 'alternate', lambda *args: found.append(plain(*args)) or found[-1])
+    n_cached = []
+    finish = vllm.Engine.generate
+    monkeypatch.setattr(vllm.Engine, 'generate', lambda *args: [
+        n_cached.append(done.n_cached) or done for done in finish(*args)])
     document, asked, ours = run(mode='prefill', contexts='100,200', message=5)
     assert asked == ours and len(asked) == 2 * 6 * 3
+    cold, again, edited = (n_cached[18 + k::3] for k in range(3))  # of 200 tokens
+    assert cold == [0] * 6 and all(n >= 128 for n in again + edited)
     assert [(cell['context'], cell['prompt']) for cell in document['cells']] == [
         (n, prompt) for n in (100, 200) for prompt in ('cold', 'again', 'edited')]
     for (cold,), (again,), (edited,) in zip(asked[::3], asked[1::3], asked[2::3]):
@@ -68,22 +76,7 @@ def test_prompts_come_again_and_edited(run, monkeypatch):
         assert again[:n] == cold and len(again) == len(edited) == n + 5
         kept = n - n // 50
         assert edited[:kept] == cold[:kept] and edited[kept:] != again[kept:]
-    first = found[0]['cold', 'ours']
-    assert document['cells'][0]['sides']['ours']['seconds']['each'] == [seconds for seconds, _ in first]
     assert 'edited' in table.section('x', document)
-
-
-def test_our_engine_finds_what_it_computed(run, monkeypatch):
-    engines = []
-    plain = vllm.Engine
-    monkeypatch.setattr(vllm, 'Engine', lambda *args, **how: engines.append(plain(*args, **how)) or engines[-1])
-    cached = []
-    finish = plain.generate
-    monkeypatch.setattr(plain, 'generate', lambda *args: [
-        cached.append(done.n_cached) or done for done in finish(*args)])
-    run(mode='prefill', contexts='200', message=5)
-    assert len(engines) == 1 and cached[::3] == [0] * 6
-    assert all(n >= 128 for n in cached[1::3] + cached[2::3])
 
 
 @pytest.mark.parametrize('settings, named', [

@@ -2,9 +2,10 @@
 result, whatever happens."""
 import errno
 import json
+import os
 import signal
-import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,27 +24,18 @@ ALL = [cell for cells in CELLS.values() for cell in cells]
 
 # -- what it would run -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize('cell', [cell for cell in ALL if cell.name.startswith('bench/')],
-                         ids=lambda cell: cell.name)
-def test_bench_understands_its_commands(cell, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    args = [*cell.args['args'], '--device=cuda', '--json=True']
-    s = configurator.parse('bench', args, echo=False)
-    assert s.mode in ('train', 'kernels', 'decode', 'serve', 'prefill', 'recompute', 'lengths')
-
 
 @pytest.mark.parametrize('part', CELLS)
-def test_a_part_fits_into_a_call(part):
+def test_a_part_fits_into_a_call_and_its_cells_are_sound(part, monkeypatch):
     limit = 360 if part == 'first' else gpu_check.LIMIT - gpu_check.RESERVE
     assert sum(stage.seconds for stage in PARTS[part]()) <= limit
-
-
-@pytest.mark.parametrize('part', CELLS)
-def test_names_are_told_apart_and_speed_has_an_expectation(part):
     cells = CELLS[part]
     assert len({cell.name for cell in cells}) == len(cells)
+    monkeypatch.chdir(ROOT)
     for cell in cells:
         assert (cell.limit > 0) == (0 < cell.share < 1) == bool(cell.work), cell.name
+        if cell.name.startswith('bench/'):
+            configurator.parse('bench', [*cell.args['args'], '--device=cuda'], echo=False)
 
 
 def test_limits_are_those_of_the_hardware():
@@ -59,11 +51,7 @@ def test_limits_are_those_of_the_hardware():
 def test_dry_run_lists_every_cell(capsys):
     gpu_check.main(['--dry_run=True'])
     out = capsys.readouterr().out
-    for cell in ALL:
-        line = next(line for line in out.splitlines() if f'  {cell.name}  ' in line + '  ')
-        assert f'{cell.seconds:.0f} s' in line
-        assert not cell.limit or f'{cell.share:.0%} expected' in line
-    assert 'first: about' in out and 'tests: the tests marked gpu' in out
+    assert all(f'  {cell.name}  ' in out.replace('\n', '  ') for cell in ALL)
     gpu_check.main(['--dry_run', '--part=tune'])
     assert 'first' not in capsys.readouterr().out
 
@@ -153,28 +141,22 @@ def test_a_cell_that_hangs_is_ended_with_all_that_it_started(run, tmp_path, monk
 
 
 class Clock:
-    """Stands still until so many cells have been recorded, then jumps. jumps: number of cells ->
-    seconds."""
+    """Stands still until `n` cells have been recorded, then jumps by 200 seconds."""
 
-    def __init__(self, path: Path, jumps: dict[int, float]):
-        self.path, self.jumps = path, jumps
+    def __init__(self, path: Path, n: int):
+        self.path, self.n = path, n
 
     def __call__(self):
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        recorded = max(0, len(lines) - 1)  # the first line has the facts
-        return max((t for n, t in self.jumps.items() if recorded >= n), default=0.0)
+        return 200.0 if len(lines) - 1 >= self.n else 0.0  # the first line has the facts
 
 
-@pytest.mark.parametrize('n_done', [0, 1, 2])
+@pytest.mark.parametrize('n_done', [1, 2])
 def test_a_part_ends_at_its_limit_and_keeps_what_it_has(run, tmp_path, n_done):
     """The cell that runs is stopped, the rest is not started, and what is done stays."""
     names = ['a', 'b', 'hang', 'c', 'd']
     names = names[2 - n_done:]
-    if n_done:
-        clock = Clock(tmp_path / 'cells.jsonl', {n_done: 200.0})
-    else:
-        clock = iter_clock([0, 0, 0, 200])
-    found = run(names, limit=100, now=clock)
+    found = run(names, limit=100, now=Clock(tmp_path / 'cells.jsonl', n_done))
     done = [name for name, record in found.items() if record['status'] == 'ok']
     assert len(done) >= n_done and len(found) == len(names)
     left = {name: record for name, record in found.items() if name not in done}
@@ -183,9 +165,8 @@ def test_a_part_ends_at_its_limit_and_keeps_what_it_has(run, tmp_path, n_done):
     assert all('time' in record['why'] for record in left.values())
 
 
-@pytest.mark.parametrize('part, limit', [(part, limit) for part in CELLS
-                                         for limit in (gpu_check.LIMIT, 100)
-                                         if limit > 100 or len(CELLS[part]) > 1])
+@pytest.mark.parametrize('part, limit', [*((part, gpu_check.LIMIT) for part in CELLS),
+                                         ('first', 100)])
 def test_parts_by_their_own_estimates(part, limit, worker, tmp_path, monkeypatch):
     """Workers that do nothing and a clock that advances by the estimates: within the limit of a
     call every cell is run; a part that is cut short has a record of every cell."""
@@ -211,18 +192,6 @@ def test_parts_by_their_own_estimates(part, limit, worker, tmp_path, monkeypatch
     if not whole:
         assert set(found.values()) & {'stopped', 'not run'}
         assert (tmp_path / 'README.md').exists()
-
-
-def iter_clock(values):
-    """A clock that shows these values in turn, then the last one for ever."""
-    left = list(values)
-    return lambda: left.pop(0) if len(left) > 1 else left[0]
-
-
-def test_many_workers_share_the_cells(run):
-    found = run([f'slow{k}' for k in range(12)] + ['crash'], processes=4, batch=2)
-    assert sorted(states(found).values()) == ['crashed'] + ['ok'] * 12
-    assert len({record['worker'] for record in found.values() if 'worker' in record}) >= 6
 
 
 def full(*args, **kwargs):
@@ -255,32 +224,20 @@ def test_a_full_disk_does_not_end_the_check(tmp_path, monkeypatch, capsys):
     assert check.detail.exists() and not list(tmp_path.glob('*.part'))
 
 
-def test_ctrl_c_ends_the_workers_and_keeps_what_there_is(worker, tmp_path):
-    path, log = tmp_path / 'cells.jsonl', tmp_path / 'log.txt'
-    program = f'''
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # also in a background job
-sys.path.insert(0, {str(ROOT)!r})
-from pathlib import Path
-from lab.scripts.gpu.cells import Cell
-from lab.scripts.gpu.supervise import Records, Supervisor
-class Slowly(Records):
-    def add(self, record):
-        time.sleep(0.3)
-        super().add(record)
-records = Slowly(Path({str(path)!r}), 'r', {{}})
-supervisor = Supervisor('part', {worker!r}, records, time.monotonic() + 60, Path({str(log)!r}))
-supervisor.run([Cell(name, 20) for name in ('a', 'hang', 'b')])
-'''
-    process = subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
-    for _ in range(300):
-        lines = log.read_text().splitlines() if log.exists() else []
-        if any(line.isdigit() for line in lines):
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) != 0
+def test_ctrl_c_ends_the_workers_and_keeps_what_there_is(run, tmp_path):
+    log, before = tmp_path / 'log.txt', signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt():
+        while not (log.exists() and any(x.isdigit() for x in log.read_text().splitlines())):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(['a', 'hang', 'b'], seconds=20)
+    finally:
+        signal.signal(signal.SIGINT, before)
     found = by_name(tmp_path)
     assert states(found) == {'a': 'ok', 'hang': 'crashed', 'b': 'not run'}
     assert found['b']['why'] == 'interrupted'
@@ -344,27 +301,14 @@ def test_tests_are_collected_with_programs_first_and_run(project):
     assert 'no fixture' in found['test_broken']['why']
 
 
-def test_after_a_failure_that_poisons_the_device_another_process_goes_on(project):
-    (project / 'tests' / 'conftest.py').write_text(
-        'import os, sys\nsys.modules["__main__"].context_is_poisoned = lambda: True\n'
-        'def pytest_runtest_setup(item):\n'
-        '    open("processes.txt", "a").write(f"{os.getpid()} {item.name}\\n")\n')
-    names = ('test_good', 'test_bad', 'test_after[c]')
-    found = run_them(project, [f'tests/test_kernels.py::{name}' for name in names])
-    assert states(found) == {'test_good': 'ok', 'test_bad': 'failed', 'test_after[c]': 'ok'}
-    lines = (project / 'processes.txt').read_text().splitlines()
-    process = {name: number for number, name in map(str.split, lines)}
-    assert process['test_good'] == process['test_bad'] != process['test_after[c]']
-
-
-def test_a_package_that_is_missing_costs_the_tests_that_import_it(project, tmp_path, monkeypatch):
+def test_a_package_that_is_missing_costs_the_tests_that_import_it(project, tmp_path):
     (project / 'tests' / 'test_kernels.py').write_text('import nothing_of_that_name\n')
-    ids, words = run_tests.collect()
-    assert ids == ['tests/programs/test_gpu.py::test_program'] and 'nothing_of_that_name' in words
     check = gpu_check.Check(tmp_path, 120, 'cpu')
     check.tests('tests', lambda name: True)
     found = {record['cell']: record for record in check.records.added}
-    assert states(found) == {'collection': 'skipped', ids[0]: 'ok'}
+    assert states(found) == {'collection': 'skipped',
+                             'tests/programs/test_gpu.py::test_program': 'ok'}
+    assert 'nothing_of_that_name' in found['collection']['why']
     (project / 'tests' / 'programs' / 'test_gpu.py').unlink()
     check.tests('tests', lambda name: True)
     last = check.records.added[-1]

@@ -1,4 +1,4 @@
-"""What the GPU check measures and prints: wrong kernels are found, parts can be rehearsed, tables."""
+"""Results of the GPU check: wrong kernels are found, parts can be rehearsed, tables."""
 import json
 import os
 import subprocess
@@ -80,10 +80,10 @@ def test_a_rehearsal(part, only, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
-def test_without_a_gpu(tmp_path):
-    command = [sys.executable, 'lab/scripts/gpu_check.py', '--part=tests', f'--out={tmp_path}']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and 'no CUDA device' in done.stderr
+def test_without_a_gpu(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main(['--part=tests', f'--out={tmp_path}'])
+    assert end.value.code == 2 and 'no CUDA device' in capsys.readouterr().err
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -99,16 +99,6 @@ def records_of_all_kinds():
     profile = {'part': 'first', 'cell': 'profile/decode', 'status': 'ok',
                'table': 'kernel  us\n_split  9'}
     return [timed, wrong, *tests, profile]
-
-
-def test_the_summary_is_short_and_begins_with_what_is_wrong():
-    facts = {'device': 'a GPU', 'torch': '2.11'}
-    lines = summary.short([facts], records_of_all_kinds()).splitlines()
-    assert len(lines) <= 40 and lines[0] == 'GPU check: device a GPU, torch 2.11'
-    assert lines[1:4] == ['first: 2 ok, 1 wrong', 'tests: 1 ok, 60 failed',
-                          'WRONG captured/int8: error 3.00e-01, allowed 5.00e-02']
-    assert 'decode/b1: 370.0 us, limit 74.0 us: 20% (expected 20%); 249 MB read' in lines
-    assert lines[-1].endswith('more lines in README.md)')
 
 
 def test_the_page_and_a_merge(tmp_path):
