@@ -1,8 +1,8 @@
-"""Train a ladder of models, each one change from the one above, and show side by side what each
-saving costs and buys.
+"""Train a ladder of models, each one change from the one above, and report the loss and the cost
+of each.
 
-    python ablate.py config/ablate_smoke.py                    # all in two minutes, on a tiny model
-    python ablate.py config/ablate_shakespeare.py --dry_run=True   # the runs, and which are to do
+    python ablate.py config/ablate_smoke.py                    # two minutes, tiny models
+    python ablate.py config/ablate_shakespeare.py --dry_run=True   # list the runs
     python ablate.py config/ablate_shakespeare.py --jobs=2     # two runs at a time
     python ablate.py config/ablate_shakespeare.py --only='MQA' --seeds=1
     python ablate.py config/ablate_gpt2.py --devices=cuda:0,cuda:1
@@ -11,8 +11,8 @@ saving costs and buys.
 
 Writes results/NAME: report.md, report.html, pictures, results.json, and a JSON file for each row
 and seed. Finished runs are not repeated, not even on another machine, if their files are there.
-Ctrl-C loses nothing: runs that train save where they stand, and the same command goes on from
-there. How to write a ladder of your own: docs/ablations.md
+On Ctrl-C the running trainings save a checkpoint; the same command resumes them.
+How to write a ladder of your own: docs/ablations.md
 """
 import json
 import sys
@@ -33,12 +33,12 @@ from training.plotting import pyplot
 
 
 def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dict[tuple, Job]:
-    """(row, seed) -> a job, for each training that some row still needs. argv: this program's, for
-    the measuring."""
+    """(row, seed) -> a job, for each training that some row still needs. argv: this program's
+    arguments, passed on to the measurement."""
     wanted = [(row, seed) for row in ladder.rows.values() for seed in ladder.seeds(row)
               if not results.read(row, seed) and (not only or row.name in only)]
     for row, seed in list(wanted):
-        # the weights it begins with may be of a row or a seed that was not asked for
+        # its initial weights may come from a row or a seed that was not asked for
         while row.converted_from:
             row = ladder.rows[row.converted_from]
             if not results.read(row, seed):
@@ -52,7 +52,7 @@ def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dic
 
 
 def job(ladder, results, row, seed, argv) -> Job:
-    """Train, then judge. row: the one that the training is named after."""
+    """Train, then measure. row: the one that the training is named after."""
     out_dir = results.out_dir(row, seed)
     train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}',
              '--always_save_checkpoint=True']
@@ -66,7 +66,7 @@ def job(ladder, results, row, seed, argv) -> Job:
 
 
 def train_all(ladder, results, argv, only) -> int:
-    """Every run that is not done; returns how many failed."""
+    """Train all missing runs. Returns the number of failed ones."""
     s = ladder.s
     devices = [name.strip() for name in (s.devices or s.device).split(',')]
     for name in devices:
@@ -78,7 +78,7 @@ def train_all(ladder, results, argv, only) -> int:
             failed.append(job)
             results.write_failure(*next(run for run, other in jobs.items() if other is job), error)
     depths = {ladder.depth(row) for row in ladder.rows.values()}
-    for depth in sorted(depths):  # those that begin with another row's weights when these are there
+    for depth in sorted(depths):  # rows with converted weights after the rows they come from
         jobs = {run: job for run, job in jobs_of(ladder, results, argv, only).items()
                 if ladder.depth(run[0]) == depth}
         if jobs:
@@ -101,8 +101,8 @@ def chosen(ladder) -> set:
 
 
 def measured_speed(ladder, results, measure: bool) -> dict | None:
-    """The speed of all rows: what was measured before, on whatever machine; what of it is missing
-    is measured now if wanted."""
+    """The speed of all rows, as measured before on any machine. Missing cells are measured if
+    `measure` is set."""
     path = results.folder / 'speed.json'
     found = read_json(path)
     if not ladder.s.speed:
@@ -123,7 +123,7 @@ def summary_of(ladder, results, measure: bool) -> dict:
 
 
 def list_runs(ladder, results, argv, only) -> None:
-    """What there is and what is to be done."""
+    """Print the finished and the missing runs."""
     runs = jobs_of(ladder, results, argv, only)
     for row in ladder.rows.values():
         done = [seed for seed in results.seeds(row) if results.read(row, seed)]
@@ -138,7 +138,7 @@ def list_runs(ladder, results, argv, only) -> None:
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     s, ladder = read_ladder(argv, usage=__doc__)
-    warnings.filterwarnings('ignore', 'layer_pattern=')  # told when the row trains
+    warnings.filterwarnings('ignore', 'layer_pattern=')  # train.py warns of it
     results, only = Results(ladder), chosen(ladder)
     if s.pictures:
         pyplot(' (or give --pictures=False)')  # fails now rather than after training
@@ -149,7 +149,7 @@ def main(argv=None):
     if not s.report_only:
         with only_writer(results.folder, 'Wait until it has ended, or give another --folder'):
             failed = train_all(ladder, results, argv, only)
-            # what there is, should the rest go wrong
+            # a first report, in case the speed measurement fails
             write_report(summary_of(ladder, results, measure=False), results.folder)
             summary = summary_of(ladder, results, measure=not only)
     else:

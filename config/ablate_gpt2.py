@@ -1,5 +1,7 @@
-# The ladder in GPT-2 124M's shape, for a GPU. Needs no network there: the text is the Python source of the installed packages.
-#   python data/text/prepare.py --input "$(python -c 'import site; print(site.getsitepackages()[0])')" --glob '*.py'
+# The ladder in GPT-2 124M's shape, for a GPU. The text is the Python source of the installed
+# packages, so that no network is needed.
+#   packages="$(python -c 'import site; print(site.getsitepackages()[0])')"
+#   python data/text/prepare.py --input "$packages" --glob '*.py'
 #   python ablate.py config/ablate_gpt2.py
 import config.ablate_shakespeare as _small
 
@@ -17,9 +19,10 @@ checkpoint_interval = 200
 log_interval = 10
 
 seeds = '1'
-rows = {name: change for name, change in _small.rows.items() if change != _small.rows['+ wider heads and MLP']}
+rows = dict(_small.rows)
 rows['+ window'] = dict(layer_pattern='LLLLLG', window_size=256)
-rows |= {'+ wider MLP': dict(mlp_hidden='match'), '+ int8 KV': rows.pop('+ int8 KV')}  # heads of 64 are wide enough
+del rows['+ wider heads and MLP']  # heads of 64 are wide enough
+rows |= {'+ wider MLP': dict(mlp_hidden='match'), '+ int8 KV': rows.pop('+ int8 KV')}
 
 eval_windows = 512
 contexts = '1024,4096,16384,32768'

@@ -1,6 +1,8 @@
-# GPT-2 124M's shape in under 9 minutes on one H200-class GPU: too short to judge the rows, long enough to see that all of it
-# works there, what a step costs and what decoding gains. Python source as text, character by character: no network is needed.
-#   python data/text/prepare.py --input "$(python -c 'import torch, os; print(os.path.dirname(torch.__file__))')" --glob '*.py'
+# GPT-2 124M's shape in under 9 minutes on one H200-class GPU: too short to compare losses, long
+# enough to test everything there and to measure training steps and decoding. The text is Python
+# source, one token per character, so that no network is needed.
+#   torch="$(python -c 'import torch, os; print(os.path.dirname(torch.__file__))')"
+#   python data/text/prepare.py --input "$torch" --glob '*.py'
 #   python ablate.py config/ablate_gpu_short.py
 base = 'config/train_gpt2.py'
 dataset = 'text'
@@ -20,8 +22,8 @@ seeds = '1'
 rows = {
     'vanilla GPT-2': {},
     '+ RoPE, qk_norm': dict(pos_embedding='rope', qk_norm=True),
-    '+ MQA, window, shared': dict(n_kv_head=1, layer_pattern='LLLLLG', window_size=256, kv_share='AABBBC', share_global_kv=True,
-                                  mlp_hidden='match'),
+    '+ MQA, window, shared': dict(n_kv_head=1, layer_pattern='LLLLLG', window_size=256,
+                                  kv_share='AABBBC', share_global_kv=True, mlp_hidden='match'),
     '+ int8 KV': dict(kv_dtype='int8'),
 }
 baseline = '+ RoPE, qk_norm'

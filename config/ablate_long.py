@@ -1,4 +1,4 @@
-# The key rows of config/ablate_shakespeare.py, trained five times as long: does the gap between them close or open?
+# The key rows of config/ablate_shakespeare.py, trained five times as long: does their gap close?
 #   python ablate.py config/ablate_long.py --jobs=2
 base = 'config/train_rope_mha.py'
 optimizer = 'adamw'
@@ -12,8 +12,8 @@ checkpoint_interval = 250
 seeds = '1'
 rows = {
     'RoPE + qk_norm MHA': {},
-    'full stack': dict(n_kv_head=1, layer_pattern='LLLLLG', window_size=32, kv_share='AABBBC', share_global_kv=True,
-                       head_dim=24, mlp_hidden='match'),
+    'full stack': dict(n_kv_head=1, layer_pattern='LLLLLG', window_size=32, kv_share='AABBBC',
+                       share_global_kv=True, head_dim=24, mlp_hidden='match'),
     '+ int8 KV': dict(kv_dtype='int8'),
 }
 speed = False

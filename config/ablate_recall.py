@@ -1,5 +1,5 @@
-# The rows of config/ablate_shakespeare.py on a task that needs memory: name the token that stands inside the window, beyond it,
-# and beyond what all local layers together reach, 10 * (4 - 1) = 30 positions.
+# The rows of config/ablate_shakespeare.py on a task that needs memory: name a token inside the
+# window, beyond it, and beyond the reach of all local layers together, 10 * (4 - 1) = 30 positions.
 #   python ablate.py config/ablate_recall.py --jobs=2
 import config.ablate_shakespeare as _text
 
@@ -10,7 +10,9 @@ seeds = '1,2,3'
 side_seeds = '1'
 side_rows = {name: _text.side_rows[name] for name in (
     'global first: GLLLLL/ABBCCC', 'global first, untied', 'untied', 'tied at inference only')}
-side_rows['local layers only'] = ('+ KV shared by 2/3', dict(layer_pattern='LLLLL', kv_share='AABBB'))  # control: cannot
+# control: cannot solve the task
+side_rows['local layers only'] = ('+ KV shared by 2/3',
+                                  dict(layer_pattern='LLLLL', kv_share='AABBB'))
 
 speed = False
 contexts = '96'

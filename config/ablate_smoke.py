@@ -1,4 +1,5 @@
-# A ladder of everything in under two minutes: tiny models, few steps. It shows how things work, not which of them is better.
+# A small ladder in under two minutes: tiny models, few steps. It shows how ablations work; its
+# losses mean nothing.
 #   python ablate.py config/ablate_smoke.py
 base = 'config/train_vanilla.py'
 
@@ -20,7 +21,9 @@ rows = {
     '+ window, wider MLP': dict(layer_pattern='LLG', window_size=16, mlp_hidden='match'),
     '+ int8 KV': dict(kv_dtype='int8'),
 }
-side_rows = {'shared at inference only': ('+ window, wider MLP', dict(at_inference=dict(kv_share='AAB')))}
+side_rows = {
+    'shared at inference only': ('+ window, wider MLP', dict(at_inference=dict(kv_share='AAB'))),
+}
 jobs = 2
 
 eval_windows = 64

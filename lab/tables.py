@@ -1,4 +1,5 @@
-"""Tables of text, printed in the terminal (rich) and written to Markdown and LaTeX files."""
+"""Tables of text, printed in the terminal (rich) and written as Markdown, HTML and LaTeX."""
+import html
 from dataclasses import dataclass, field, replace
 
 LATEX_ESCAPES = {ord(c): '\\' + c for c in '&%$#_{}'} | {
@@ -20,6 +21,24 @@ class Table:
             return '| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |'
         rules = ('---' if column in self.left else '---:' for column in self.columns)
         return '\n'.join([line(self.columns), f"|{'|'.join(rules)}|", *map(line, self.rows)])
+
+    def html(self) -> str:
+        """A heading (the title up to its first colon), a paragraph (the rest of the title) and the
+        table. Column heads are buttons; left-aligned cells have the class 'word'."""
+        def cell(tag, column, text):
+            attribute = ' class="word"' if column in self.left else ''
+            return f'<{tag}{attribute}>{text}</{tag}>'
+        head = ''.join(cell('th', column, f'<button>{html.escape(column)}</button>')
+                       for column in self.columns)
+        lines = []
+        for row in self.rows:
+            cells = (cell('td', *pair) for pair in zip(self.columns, map(html.escape, row)))
+            lines.append(f"<tr>{''.join(cells)}</tr>")
+        body = '\n'.join(lines)
+        name, _, rest = self.title.partition(':')
+        return (f'<h2>{html.escape(name)}</h2><p>{html.escape(rest.strip())}</p>'
+                '<div class="wide" tabindex="0"><table>'
+                f'<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>')
 
     def latex(self) -> str:
         """A tabular environment."""

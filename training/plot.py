@@ -1,12 +1,12 @@
 """Draw the losses of one or more runs from the metrics.jsonl that train.py writes.
 
-    python -m training.plot out-mqa-local                                # writes out-mqa-local/loss.png
+    python -m training.plot out-mqa-local    # writes out-mqa-local/loss.png
     python -m training.plot out-vanilla out-mqa-local --out=compare.png --x=tokens
     python -m training.plot out --smooth=50 --log_y
 
-Above: the training loss as logged (points), its running mean (dashed) and the validation loss (circles on a line). Below, where
-they were logged: the gradient norm before clipping, drawn like the training loss, and the learning rate. A small table on the
-terminal has the last and the best validation loss of each run.
+The upper panel shows the training loss as logged (points), its running mean (dashed) and the
+validation loss (circles on a line); the lower ones, if logged, the gradient norm before clipping
+and the learning rate. A table on the terminal lists the last and best validation loss of each run.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
@@ -25,19 +25,20 @@ from configurator import run_program
 from training.log import read_metrics
 from training.plotting import plain_log_ticks, save, subplots
 
-# Okabe and Ito's colours, which colour-blind people tell apart (https://jfly.uni-koeln.de/color/); no yellow on white
+# Okabe and Ito's palette for colour-blind readers (https://jfly.uni-koeln.de/color/), no yellow
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
-MOST_LOGGED = 3  # runs whose losses are also drawn as logged: with more of them that is only fog
-DASHES = ('-', '--', ':', '-.')  # for the eighth run and further
+MOST_LOGGED = 3  # with more runs, the points of the logged losses would hide the lines
+DASHES = ('-', '--', ':', '-.')  # the eighth run begins the colours again with the next style
 DASHED = dict(linestyle=(0, (4, 2)))  # running means
-X_LABELS = {'iter': 'iteration', 'tokens': 'training tokens', 'time': 'training time without evaluations'}
+X_LABELS = {'iter': 'iteration', 'tokens': 'training tokens',
+            'time': 'training time without evaluations'}
 
 
 @dataclass
 class Curves:
-    """Those of one run, all float64 of one length, a value per logged iteration; what was not logged is NaN.
+    """Columns of one run's log, float64 of one length, NaN where a value was not logged.
 
-    x has 'iter', 'tokens' and 'time' (seconds), of the moment the loss was measured.
+    x has 'iter', 'tokens' and 'time' (seconds) at the moment that the loss was measured.
     """
     name: str
     x: dict[str, np.ndarray]
@@ -54,17 +55,18 @@ def read_run(folder: str) -> Curves:
     if not Path(folder).is_dir():
         raise UserError(f'no folder {folder!r}: give the out_dir of a run')
     if not path.is_file():
-        raise UserError(f'no metrics.jsonl in {folder!r}: train.py writes it there; give the out_dir of a run')
+        raise UserError(f'no metrics.jsonl in {folder!r}: give the out_dir of a run of train.py')
     try:
         rows = read_metrics(path)
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f'{path} cannot be read: {e}') from e
     if not rows:
         raise UserError(f'{path} has no complete line: nothing was logged yet')
-    columns = {name: _column(rows, name, path)
-               for name in ('iter', 'loss', 'val_loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_second')}
-    if np.isnan(columns['iter']).any():
-        raise UserError(f'{path}: line {int(np.isnan(columns["iter"]).argmax()) + 1} has no iter')
+    names = ('iter', 'loss', 'val_loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_second')
+    columns = {name: _column(rows, name, path) for name in names}
+    missing_iter = np.isnan(columns['iter'])
+    if missing_iter.any():
+        raise UserError(f'{path}: line {int(missing_iter.argmax()) + 1} has no iter')
     seconds = columns.pop('time_ms') / 1000  # of one step, averaged since the line before
     x = {'iter': columns.pop('iter')}
     x['time'] = _total(x['iter'], seconds)
@@ -74,19 +76,21 @@ def read_run(folder: str) -> Curves:
 
 def _column(rows, name, path):
     try:
-        column = np.array([math.nan if row.get(name) is None else float(row[name]) for row in rows])
+        column = np.array([math.nan if row.get(name) is None else float(row[name])
+                           for row in rows])
         return np.where(np.isfinite(column), column, math.nan)
     except (AttributeError, TypeError, ValueError) as e:
-        raise UserError(f'{path} is not a metrics.jsonl of train.py: {name} is not a number in every line') from e
+        raise UserError(f'{path} is not a metrics.jsonl of train.py: {name} is not a number in '
+                        'every line') from e
 
 
 def _total(iters, per_step):
-    """Sum of `per_step` over the steps before each logged one; the steps since the line before cost what this one did."""
+    """Sum of `per_step` over the steps before each logged one, assumed constant between lines."""
     return np.cumsum(np.diff(iters, prepend=0) * per_step)
 
 
 def running_mean(y: np.ndarray, n: int) -> np.ndarray:
-    """Mean over the `n` values around each (those that there are, at the ends); NaN are left out."""
+    """Mean over the `n` values around each, fewer at the ends; NaN is ignored."""
     known = ~np.isnan(y)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, y, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
@@ -96,7 +100,7 @@ def running_mean(y: np.ndarray, n: int) -> np.ndarray:
         return (sums[high] - sums[low]) / (counts[high] - counts[low])
 
 
-# -- the figure -------------------------------------------------------------------------------------------------------
+# -- the figure -------------------------------------------------------------------------------
 
 def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0,
          log_y: bool = False) -> None:
@@ -135,48 +139,64 @@ def _style(k):
     return dict(color=COLOURS[k % len(COLOURS)], linestyle=DASHES[k // len(COLOURS) % len(DASHES)])
 
 
+def _points(k):
+    return dict(color=COLOURS[k % len(COLOURS)], alpha=0.5, markersize=5, markeredgewidth=0)
+
+
 def _draw_losses(axis, curves, log_y):
-    names = [name.replace('$', r'\$') for name in short_names([run.name for _, _, run in curves])]  # $ starts a formula
+    names = short_names([run.name for _, _, run in curves])
+    names = [name.replace('$', r'\$') for name in names]  # matplotlib's $ starts a formula
     logged = len(curves) <= MOST_LOGGED
     for k, (x, mean, run) in enumerate(curves):
         evaluated = ~np.isnan(run.val_loss)
         label = f'{names[k]} ({np.nanmin(run.val_loss):.4f})' if evaluated.any() else names[k]
         if logged:
-            axis.plot(x, run.loss, '.', color=COLOURS[k % len(COLOURS)], alpha=0.5, markersize=5, markeredgewidth=0, zorder=1)
+            axis.plot(x, run.loss, '.', zorder=1, **_points(k))
         axis.plot(x, mean, linewidth=1.1, alpha=0.65, zorder=2, **_style(k) | DASHED)
-        axis.plot(x[evaluated], run.val_loss[evaluated], linewidth=1.6, marker='o', markersize=4.5, markeredgecolor='white',
-                  markeredgewidth=0.7, zorder=3, label=label, **_style(k))
+        axis.plot(x[evaluated], run.val_loss[evaluated], linewidth=1.6, marker='o',
+                  markersize=4.5, markeredgecolor='white', markeredgewidth=0.7, zorder=3,
+                  label=label, **_style(k))
     low, high = loss_range(curves)
     log_y = log_y and low > 0
     if log_y:
         axis.set_yscale('log')
         plain_log_ticks(axis.yaxis, low, high, subs=(1, 2, 3, 5))
     if high > low:
-        margin = (high / low) ** 0.05 if log_y else 0.05 * (high - low)
-        axis.set_ylim((low / margin, high * margin) if log_y else (low - margin, high + margin))
+        if log_y:
+            margin = (high / low) ** 0.05
+            axis.set_ylim(low / margin, high * margin)
+        else:
+            margin = 0.05 * (high - low)
+            axis.set_ylim(low - margin, high + margin)
     axis.set_ylabel('loss (nats per token)')
-    axis.set_title(('points: training loss as logged    ' if logged else '') + 'dashed: its running mean    '
-                   'circles: validation loss', loc='left', fontsize=8, color='#666666')
-    axis.legend(loc='upper right', title='run (best validation loss)', title_fontsize=8, fontsize=8, alignment='left')
+    title = 'dashed: running mean of the training loss    circles: validation loss'
+    if logged:
+        title = f'points: training loss as logged    {title}'
+    axis.set_title(title, loc='left', fontsize=8, color='#666666')
+    axis.legend(loc='upper right', title='run (best validation loss)', title_fontsize=8,
+                fontsize=8, alignment='left')
 
 
 def loss_range(curves) -> tuple[float, float]:
-    """Lowest and highest of the running means and validation losses, the first ones too."""
-    seen = np.concatenate([y[~np.isnan(y)] for _, mean, run in curves for y in (mean, run.val_loss)])
-    return (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 1.0)
+    """Lowest and highest of the running means and validation losses; (0, 1) without any."""
+    losses = np.concatenate([y for _, mean, run in curves for y in (mean, run.val_loss)])
+    losses = losses[~np.isnan(losses)]
+    return (float(losses.min()), float(losses.max())) if len(losses) else (0.0, 1.0)
 
 
 def _draw_norms(axis, curves, smooth):
-    """Logarithmic, for a spike is many times what is usual; a norm of 0 has no place there."""
+    """On a logarithmic axis, because of spikes; norms of 0 are left out."""
     for k, (x, _, run) in enumerate(curves):
         norm = np.where(run.grad_norm > 0, run.grad_norm, math.nan)
         if len(curves) <= MOST_LOGGED:
-            axis.plot(x, norm, '.', color=COLOURS[k % len(COLOURS)], alpha=0.5, markersize=5, markeredgewidth=0)
-        axis.plot(x, running_mean(norm, _width(run, smooth)), linewidth=1.1, alpha=0.65, **_style(k) | DASHED)
+            axis.plot(x, norm, '.', **_points(k))
+        axis.plot(x, running_mean(norm, _width(run, smooth)), linewidth=1.1, alpha=0.65,
+                  **_style(k) | DASHED)
     low, high = axis.dataLim.intervaly
     if 0 < low <= high < math.inf:
         axis.set_yscale('log')
-        plain_log_ticks(axis.yaxis, low, high, most=3, subs=(1, 3) if high < 30 * low else (1,))
+        subs = (1, 3) if high < 30 * low else (1,)
+        plain_log_ticks(axis.yaxis, low, high, most=3, subs=subs)
     axis.set_ylabel('grad norm')
 
 
@@ -189,49 +209,59 @@ def _draw_rates(axis, curves):
 
 
 def unit_of(x: str, highest: float) -> tuple[str, float]:
-    """What the x axis counts in, as words for its label and as a divisor."""
-    units = {'iter': [('', 1.0)], 'tokens': [(' (billions)', 1e9), (' (millions)', 1e6), (' (thousands)', 1e3), ('', 1.0)],
+    """The unit of the x axis: a suffix for its label, and a divisor."""
+    units = {'iter': [('', 1.0)],
+             'tokens': [(' (billions)', 1e9), (' (millions)', 1e6), (' (thousands)', 1e3),
+                        ('', 1.0)],
              'time': [(' (hours)', 3600.0), (' (minutes)', 60.0), (' (seconds)', 1.0)]}[x]
     return next((unit for unit in units if highest >= 2 * unit[1]), units[-1])
 
 
 def short_names(folders: list[str]) -> list[str]:
-    """The last part of each path, or all of it where two runs would be called the same."""
+    """The last part of each path, or the whole path where two runs share it."""
     names = [Path(folder).resolve().name for folder in folders]
     return [folder if names.count(name) > 1 else name for folder, name in zip(folders, names)]
 
 
-# -- the program ------------------------------------------------------------------------------------------------------
+# -- the program ------------------------------------------------------------------------------
 
 def table(runs: list[Curves]) -> Table:
-    """Of each run: how far it came, the last logged training loss, and the last and the best validation loss."""
+    """Iterations, losses and speed of each run."""
     out = Table(box=None, header_style='bold', pad_edge=False)
     out.add_column('run', overflow='fold')
     for title in ('iterations', 'train', 'val', 'best val', 'at', 'tokens/s'):
         out.add_column(title, justify='right', no_wrap=True)
     for run, name in zip(runs, short_names([run.name for run in runs])):
-        known = np.flatnonzero(~np.isnan(run.val_loss))
-        best = known[run.val_loss[known].argmin()] if len(known) else None
-        rates = run.tokens_per_second[~np.isnan(run.tokens_per_second)]
-        out.add_row(Text(name), f"{run.x['iter'][-1]:,.0f}", _number(run.loss[~np.isnan(run.loss)][-1:]),
-                    _number(run.val_loss[known[-1:]]), *(('-', '-') if best is None else
-                    (f'{run.val_loss[best]:.4f}', f"{run.x['iter'][best]:,.0f}")),
-                    f'{np.median(rates):,.0f}' if len(rates) else '-')
+        evaluated = np.flatnonzero(~np.isnan(run.val_loss))
+        losses, rates = (y[~np.isnan(y)] for y in (run.loss, run.tokens_per_second))
+        best = best_at = rate = '-'
+        if len(evaluated):
+            k = evaluated[run.val_loss[evaluated].argmin()]
+            best, best_at = f'{run.val_loss[k]:.4f}', f"{run.x['iter'][k]:,.0f}"
+        if len(rates):
+            rate = f'{np.median(rates):,.0f}'
+        out.add_row(Text(name), f"{run.x['iter'][-1]:,.0f}", _last(losses),
+                    _last(run.val_loss[evaluated]), best, best_at, rate)
     return out
 
 
-def _number(values):
-    return f'{values[0]:.4f}' if len(values) else '-'
+def _last(values):
+    return f'{values[-1]:.4f}' if len(values) else '-'
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog='python -m training.plot', description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='folder with a metrics.jsonl, written by train.py')
-    parser.add_argument('--out', metavar='FILE', help='figure to write (.png, .svg or .pdf; loss.png in the first OUT_DIR)')
-    parser.add_argument('--x', default='iter', choices=tuple(X_LABELS), help='what the x axis counts (iter)')
+    parser = argparse.ArgumentParser(
+        prog='python -m training.plot', description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
+                        help='folder with a metrics.jsonl, written by train.py')
+    parser.add_argument('--out', metavar='FILE', help='figure to write: .png, .svg or .pdf '
+                                                      '(loss.png in the first OUT_DIR)')
+    parser.add_argument('--x', default='iter', choices=tuple(X_LABELS),
+                        help='unit of the x axis (iter)')
     parser.add_argument('--smooth', default=0, type=int, metavar='N',
-                        help='logged values in the running mean of the training loss (a fiftieth of the run)')
+                        help='logged values in the running mean of the training loss '
+                             '(a fiftieth of the run)')
     parser.add_argument('--log_y', action='store_true', help='logarithmic loss axis')
     args = parser.parse_args(argv)
     if args.smooth < 0:

@@ -1,1 +1,1 @@
-"""Ladders of models, each one change from the one above: what they cost and buy, side by side (ablate.py)."""
+"""Ladders of models, each one change from the one above: their losses and costs (ablate.py)."""

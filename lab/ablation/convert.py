@@ -1,4 +1,4 @@
-"""Begin a run with the converted weights of another row, before it trains:
+"""Start a row's training from the converted weights of another row:
 
     python -m lab.ablation.convert ROW SEED CONFIG ...
 """
@@ -15,18 +15,22 @@ from training.checkpoint_manager import CheckpointManager
 
 def main(argv=None):
     name, seed, *rest = sys.argv[1:] if argv is None else argv
+    seed = int(seed)
     _, ladder = read_ladder(rest, echo=False)
     results, row = Results(ladder), ladder.rows[name]
     origin = ladder.trainer(ladder.rows[row.converted_from])
-    path = results.out_dir(origin, int(seed)) / 'ckpt.pt'
-    if not path.is_file() or load_checkpoint(path)['iter_num'] != ladder.settings(origin).max_iters:
-        elsewhere = results.read(origin, int(seed))
-        raise UserError(f'row {name!r} begins with the weights of {origin.name!r}, seed {seed}, which ' +
-                        (f'were trained elsewhere: delete {results.path(origin, int(seed))} to train them here' if elsewhere
-                         else 'are not trained yet: train that row first (or name it in --only too)'))
+    path = results.out_dir(origin, seed) / 'ckpt.pt'
+    max_iters = ladder.settings(origin).max_iters
+    if not path.is_file() or load_checkpoint(path)['iter_num'] != max_iters:
+        reason = 'are not trained yet: train that row first (or name it in --only too)'
+        if results.read(origin, seed):
+            reason = f'were trained elsewhere: delete {results.path(origin, seed)} to train ' \
+                     'them here'
+        raise UserError(f'row {name!r} begins with the weights of {origin.name!r}, seed {seed}, '
+                        f'which {reason}')
     config = ladder.trained_config(row)
     checkpoint = convert_checkpoint(path, {key: getattr(config, key) for key in MEMORY})
-    CheckpointManager(results.out_dir(row, int(seed))).save(checkpoint | {'holds_best': False})
+    CheckpointManager(results.out_dir(row, seed)).save(checkpoint | {'holds_best': False})
 
 
 if __name__ == '__main__':

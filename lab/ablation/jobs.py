@@ -1,4 +1,4 @@
-"""Runs that train at the same time, each a process of its own that can be stopped and gone on with."""
+"""Run several trainings at once, each in processes of its own that can be stopped and resumed."""
 import contextlib
 import os
 import signal
@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from training.log import read_metrics
 
@@ -20,10 +27,11 @@ POLL = 0.5  # seconds
 
 @dataclass
 class Job:
-    """Commands that follow one another, on one device: one of them trains, the last may measure.
+    """Commands run one after another on one device.
 
-    name: shown while it runs. commands: argument lists, for this Python. out_dir: of the training, whose metrics.jsonl tells
-    how far it is, and whose train.log gets the output. iterations: until it is trained.
+    name: shown while it runs. commands: argument lists for this Python; the last may measure.
+    out_dir: train.py's, whose metrics.jsonl gives the progress; train.log gets all output.
+    iterations: of the whole training.
     """
     name: str
     commands: list[list[str]]
@@ -31,56 +39,66 @@ class Job:
     iterations: int
     device: str = ''
     process: subprocess.Popen | None = field(default=None, repr=False)
-    stage: int = 0
-    said: int = 0  # where in train.log the running command's output begins
+    stage: int = 0  # index of the running command
+    log_start: int = 0  # offset in train.log of its output
 
     def start(self, threads: int) -> None:
-        """In a session of its own, so that Ctrl-C reaches it once, from here."""
+        """Start the current command, in its own session: Ctrl-C must not reach it directly, too."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, *self.commands[self.stage]]
-        command += [f'--device={self.device}'] * bool(self.device)
+        if self.device:
+            command.append(f'--device={self.device}')
         with open(self.out_dir / 'train.log', 'a') as log:
-            self.said = log.tell()
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                                            start_new_session=True, env=environment(threads))
+            self.log_start = log.tell()
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True, env=environment(threads))
 
     def iteration(self) -> int:
-        """The last one that was logged."""
+        """The last logged iteration, at most `iterations`."""
         rows = read_metrics(self.out_dir / 'metrics.jsonl')
-        return rows[-1]['iter'] if rows else 0
+        return min(rows[-1]['iter'], self.iterations) if rows else 0
 
-    def what_went_wrong(self) -> str:
-        """Of a command that ended: '' if nothing did, else the last line of its output, or the signal that killed it."""
+    def error(self) -> str:
+        """Of a command that has ended: '' for status 0, else the last line of its output or the
+        signal that killed it."""
         status = self.process.returncode
         if status == 0:
             return ''
         if status < 0:
             name = signal.Signals(-status).name
-            return f'killed by {name}' + ' (was there too little memory?)' * (name == 'SIGKILL')
-        lines = (self.out_dir / 'train.log').read_bytes()[self.said:].decode(errors='replace').splitlines()
-        return next((line.strip().removeprefix('error: ') for line in reversed(lines) if line.strip()), f'status {status}')
+            hint = ' (was there too little memory?)' if name == 'SIGKILL' else ''
+            return f'killed by {name}{hint}'
+        output = (self.out_dir / 'train.log').read_bytes()[self.log_start:]
+        lines = output.decode(errors='replace').strip().splitlines()
+        return lines[-1].strip().removeprefix('error: ') if lines else f'status {status}'
 
 
 def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    """Number of cores that this process may use."""
+    if hasattr(os, 'sched_getaffinity'):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def environment(threads: int) -> dict:
-    """Of a job: modules are found wherever it is started from. A number of threads that the user has set stays."""
+    """Environment of a job, in which modules are found from any directory. An OMP_NUM_THREADS set
+    by the user is kept."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
     return {'OMP_NUM_THREADS': str(threads)} | os.environ | {'PYTHONPATH': path}
 
 
-def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1, on_end=lambda job, error: None) -> None:
-    """Run `jobs`, `at_once` on each device; one that fails does not keep the others from running.
+def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1,
+             on_end=lambda job, error: None) -> None:
+    """Run `jobs`, `at_once` of them on each device. A failed job does not stop the others.
 
-    Ctrl-C, SIGTERM, or anything else that ends this, lets the running ones save where they stand first.
+    Ctrl-C, SIGTERM or any exception here terminates the running jobs and waits until they have
+    saved their checkpoints.
 
-    on_end: called with each job that is done, and what went wrong ('' = nothing), in this thread.
+    on_end: called in this thread with each job that has ended and its error ('' if it succeeded).
     """
     waiting, running = deque(jobs), []
-    free = [device for _ in range(at_once) for device in devices]
+    free = devices * at_once
     threads = max(1, cores() // len(free))
     with _Bars(jobs) as bars, _sigterm_raises():
         try:
@@ -102,24 +120,24 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1, on_end=lambd
                         continue
                     running.remove(job)
                     free.append(job.device)
-                    error = job.what_went_wrong()
+                    error = job.error()
                     bars.ended(job, error)
                     on_end(job, error)
                 time.sleep(POLL if running else 0)
-        finally:  # nothing is running here unless something went wrong, or Ctrl-C was pressed
+        finally:
             for job in running:
-                job.process.terminate()  # not SIGINT, which programs ignore that were started in the background
+                job.process.terminate()  # background processes ignore SIGINT
             for job in running:
                 job.process.wait()
 
 
 @contextlib.contextmanager
 def _sigterm_raises():
-    """SIGTERM and SIGHUP, like Ctrl-C, leave by way of an exception."""
+    """Within the block, SIGTERM and SIGHUP (closed terminal) raise SystemExit."""
     def leave(number, _):
         raise SystemExit(128 + number)
-    which = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, 'SIGHUP') else [])]  # the latter: its terminal was closed
-    before = {number: signal.signal(number, leave) for number in which}
+    numbers = [getattr(signal, name) for name in ('SIGTERM', 'SIGHUP') if hasattr(signal, name)]
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
@@ -128,20 +146,21 @@ def _sigterm_raises():
 
 
 class _Bars:
-    """A bar for all jobs together and one for each that runs; without a terminal, a line for each that starts or ends."""
+    """A progress bar for all jobs and one for each running job. Without a terminal, a line for
+    each job that starts or ends."""
 
     def __init__(self, jobs):
         self.console = Console(stderr=True)
-        self.quiet = not self.console.is_terminal
-        self.progress = Progress(TextColumn('{task.description:40.40}', markup=False), BarColumn(),
-                                 MofNCompleteColumn(), TimeElapsedColumn(),
-                                 TextColumn('ETA'), TimeRemainingColumn(elapsed_when_finished=True), console=self.console,
-                                 disable=self.quiet, speed_estimate_period=600)
-        done = sum(min(job.iteration(), job.iterations) for job in jobs)
-        self.all = self.progress.add_task(f'all {len(jobs)} runs, iterations', completed=done,
-                                          total=sum(job.iterations for job in jobs))
-        self.tasks, self.seen = {}, {id(job): min(job.iteration(), job.iterations) for job in jobs}
-        self.n_ended, self.n_jobs = 0, len(jobs)
+        self.progress = Progress(
+            TextColumn('{task.description:40.40}', markup=False), BarColumn(),
+            MofNCompleteColumn(), TimeElapsedColumn(), TextColumn('ETA'),
+            TimeRemainingColumn(elapsed_when_finished=True), console=self.console,
+            disable=not self.console.is_terminal, speed_estimate_period=600)
+        self.done = {job.name: job.iteration() for job in jobs}
+        self.all = self.progress.add_task(
+            f'all {len(jobs)} runs, iterations', completed=sum(self.done.values()),
+            total=sum(job.iterations for job in jobs))
+        self.tasks, self.n_ended = {}, 0
 
     def __enter__(self):
         self.progress.start()
@@ -150,23 +169,33 @@ class _Bars:
     def __exit__(self, *_):
         self.progress.stop()
 
+    def _print(self, line, style=None):
+        self.console.print(line, style=style, highlight=False, markup=False)
+
     def started(self, job):
-        at = f' on {job.device}' if job.device else ''
-        if self.quiet:
-            self.console.print(f'{job.name}{at}: starts' + (f' at iteration {self.seen[id(job)]}' * bool(self.seen[id(job)])),
-                               highlight=False, markup=False)
-        self.tasks[id(job)] = self.progress.add_task(f'  {job.name}{at}', total=job.iterations, completed=self.seen[id(job)])
+        done = self.done[job.name]
+        name = f'{job.name} on {job.device}' if job.device else job.name
+        if not self.console.is_terminal:
+            self._print(f'{name}: starts' + (f' at iteration {done}' if done else ''))
+        self.tasks[job.name] = self.progress.add_task(f'  {name}', total=job.iterations,
+                                                      completed=done)
 
     def update(self, job):
-        done = min(job.iteration(), job.iterations)
-        self.progress.update(self.tasks[id(job)], completed=done,
-                             description=f'  {job.name}' + ': measuring' * (0 < job.stage == len(job.commands) - 1))
-        self.progress.advance(self.all, done - self.seen[id(job)])
-        self.seen[id(job)] = done
+        measures = 0 < job.stage == len(job.commands) - 1
+        name = f'{job.name}: measuring' if measures else job.name
+        self._advance(job, job.iteration())
+        self.progress.update(self.tasks[job.name], completed=self.done[job.name],
+                             description=f'  {name}')
+
+    def _advance(self, job, done):
+        self.progress.advance(self.all, done - self.done[job.name])
+        self.done[job.name] = done
 
     def ended(self, job, error):
         self.n_ended += 1
-        self.progress.remove_task(self.tasks[id(job)])
-        self.progress.advance(self.all, job.iterations - self.seen[id(job)])
-        self.console.print(f'{job.name}: ' + (f'failed: {error}' if error else f'done ({self.n_ended} of {self.n_jobs})'),
-                           style='red' if error else None, highlight=False, markup=False)
+        self.progress.remove_task(self.tasks[job.name])
+        self._advance(job, job.iterations)
+        if error:
+            self._print(f'{job.name}: failed: {error}', 'red')
+        else:
+            self._print(f'{job.name}: done ({self.n_ended} of {len(self.done)})')

@@ -1,4 +1,4 @@
-"""The pictures of a report, for light and for dark pages."""
+"""The pictures of a report, for light and dark pages."""
 import io
 import math
 from pathlib import Path
@@ -6,65 +6,75 @@ from pathlib import Path
 from config.sizes import nice_bytes
 from lab.ablation.summary import local_reach
 from lab.ablation.tables import models
-from training.plotting import COLOURS, context_axes, label_line_ends, plain_log_ticks, subplots
+from training.plotting import (
+    COLOURS,
+    context_axes,
+    label_line_ends,
+    plain_log_ticks,
+    subplots,
+)
 
-# name -> what it shows; the order is that of the report
+# name -> title, in the order of the report
 TITLES = {
-    'talk': 'Validation loss over KV bytes per token, five rows of the ladder. Bars: 95% confidence interval of the difference '
-            'from the baseline, paired by seed; hollow: too few seeds for one',
-    'pareto': 'Validation loss over KV bytes per token: down and to the left is better. Bars: standard deviation over the '
-              'seeds; hollow: one seed, which has no bar and is no more certain',
-    'curves': 'Validation loss while training: mean of the seeds, shaded from the lowest to the highest',
-    'gaps': 'Validation loss while training, less that of the baseline: mean of the seeds, shaded from lowest to highest, '
-            'without the first tenth of the steps',
-    'recovery': 'Converted weights that are trained on: what they came from, dashed, and the same memory from scratch, dotted',
+    'talk': 'Validation loss over KV bytes per token, five rows of the ladder. Bars: 95% '
+            'confidence interval of the difference from the baseline, paired by seed; hollow: too '
+            'few seeds for an interval',
+    'pareto': 'Validation loss over KV bytes per token: down and to the left is better. Bars: '
+              'standard deviation over the seeds; hollow: one seed, without a bar',
+    'curves': 'Validation loss during training: mean of the seeds, shaded from lowest to highest',
+    'gaps': 'Validation loss during training, minus the baseline\'s: mean of the seeds, shaded '
+            'from lowest to highest, without the first tenth of the steps',
+    'recovery': 'Training of converted weights; dashed: the model they were converted from; '
+                'dotted: the same memory trained from scratch',
     'positions': 'Validation loss by position in the window',
     'recall': 'Recall by distance: bars are means, dots single seeds',
-    'decode': 'Time per output token over tokens held',
+    'decode': 'Time per output token over cached tokens',
     'kv': 'KV bytes of one sequence over its length',
 }
-FEW = 3  # points: with fewer of them a line alone would say little, or nothing
+FEW = 3  # points: fewer are drawn with markers
 
 
 def draw_all(summary: dict, dark: bool = False, kind: str = 'png') -> dict[str, bytes]:
-    """name of TITLES -> file ('png', 'svg' or 'pdf'); those there is nothing to draw for are left out."""
+    """name of TITLES -> file ('png', 'svg' or 'pdf'). Pictures without data are left out."""
     if not summary['pictures']:
         return {}
-    made = {}
-    # leave out what would change from run to run
+    files = {}
+    # omit what would change from run to run
     metadata = {'png': {'Software': None}, 'svg': {'Date': None}, 'pdf': {'CreationDate': None}}
     for name, draw in DRAWN.items():
         with subplots(figsize=(7.2, 4.4), page='dark' if dark else 'light') as (figure, axis):
             if draw(axis, summary, Colors(summary)):
                 file = io.BytesIO()
                 figure.savefig(file, format=kind, metadata=metadata[kind])
-                made[name] = file.getvalue()
-    return made
+                files[name] = file.getvalue()
+    return files
 
 
 def not_drawn(summary: dict) -> list[str]:
-    """A line where the pictures of training show single evaluations only, or are left out for want of any."""
+    """A warning where there are too few evaluations during training for curves."""
     rows = [row for row in summary['rows'] if row.get('evaluations') and not row['side']]
-    most = max((sum(i > 0 for i in row['evaluations']['iterations']) for row in rows), default=FEW)
+    counts = [sum(i > 0 for i in row['evaluations']['iterations']) for row in rows]
+    most = max(counts, default=FEW)
     if not summary['pictures'] or most >= FEW:
         return []
     if not most:
-        return ['no pictures of the losses while training: no row was evaluated after its first step; lower eval_interval']
+        return ['no pictures of the losses while training: no row was evaluated after its first '
+                'step; lower eval_interval']
     return [f"pictures of training show {most} evaluation{'s' * (most > 1)} after the first step: "
             'lower eval_interval for curves']
 
 
 def write_all(summary: dict, folder: Path, also_as: str = '') -> list[str]:
-    """The light ones as PNG files, and in the format `also_as` if one is given, in the place of those
-    of a former report. Returns their names."""
+    """Write the light pictures as PNG and in the format `also_as`, if given, and delete those of an
+    earlier report. Returns their names."""
     for name in TITLES:
         for kind in ('png', 'svg', 'pdf'):
             (folder / f'{name}.{kind}').unlink(missing_ok=True)
     for kind in {'png', also_as or 'png'}:
-        drawn = draw_all(summary, kind=kind)
-        for name, content in drawn.items():
+        files = draw_all(summary, kind=kind)
+        for name, content in files.items():
             (folder / f'{name}.{kind}').write_bytes(content)
-    return list(drawn)
+    return list(files)
 
 
 class Colors:
@@ -80,41 +90,61 @@ class Colors:
 
 
 def lines_of(summary, key):
-    """Rows to draw as lines: the ladder's, with what there is to draw. Those that share their weights are drawn once."""
+    """The ladder's rows that have `key`. Of rows that share their weights, the first for what
+    depends on the training alone."""
     seen, rows = set(), []
     for row in summary['rows']:
-        if row['side'] or not row.get(key) or (key in ('evaluations', 'gap') and row['trained_as'] in seen):
+        repeated = key in ('evaluations', 'gap') and row.get('trained_as') in seen
+        if row['side'] or not row.get(key) or repeated:
             continue
         seen.add(row.get('trained_as'))
         rows.append(row)
     return rows
 
 
-def talk(axis, summary, color):
-    """Rows of the ladder from the baseline to the last: those nearest to five even steps on the logarithmic axis."""
+def log_bytes(row) -> float:
+    return math.log(row['kv']['bytes_per_token'])
+
+
+def talk_rows(summary) -> list[dict]:
+    """Up to five rows of the ladder from the baseline to the last, in even logarithmic steps of KV
+    bytes as far as possible; smallest first."""
     rows = [row for row in summary['rows'] if not row['side'] and 'val_loss' in row]
     while rows and rows[0]['name'] != summary['baseline']:
         rows = rows[1:]
     if len(rows) < 2:
-        return False
+        return []
     first, *between, last = rows
-    size = {row['name']: math.log(row['kv']['bytes_per_token']) for row in rows}
     shown = [first, last]
     for k in range(1, 4):
-        wanted = size[first['name']] + (size[last['name']] - size[first['name']]) * k / 4
+        wanted = log_bytes(first) + (log_bytes(last) - log_bytes(first)) * k / 4
         left = [row for row in between if row not in shown]
-        shown += [min(left, key=lambda row: abs(size[row['name']] - wanted))] if left else []
+        if left:
+            shown.append(min(left, key=lambda row: abs(log_bytes(row) - wanted)))
+    return sorted(shown, key=log_bytes)
+
+
+def talk(axis, summary, color):
+    """A few rows in large print, for slides."""
+    rows = talk_rows(summary)
+    if not rows:
+        return False
+    first = next(row for row in rows if row['name'] == summary['baseline'])
     axis.figure.set_size_inches(10, 5.6)
-    for k, row in enumerate(sorted(shown, key=lambda row: size[row['name']])):
+    for k, row in enumerate(rows):
         x, y = row['kv']['bytes_per_token'], row['val_loss']['mean']
-        certain = len((row['val_loss'] if row is first else row['against_baseline'])['each']) > 2
-        half = row['against_baseline']['half_95'] if certain and row is not first else 0
-        axis.errorbar(x, y, yerr=half or None, fmt='o', markersize=13, capsize=7, elinewidth=2.5, color=color(row),
-                      markerfacecolor=color(row) if certain else 'none')
-        smaller = first['kv']['bytes_per_token'] / x
-        name = f"baseline:\n{row['name'].lstrip('+ ')}" if row is first else f"{row['name']}\n{smaller:.3g}x"
-        axis.annotate(name, (x, y + (half if k % 2 else -half)), (0, 14 if k % 2 else -14), ha='center',
-                      textcoords='offset points', fontsize=15, color=color(row), va='bottom' if k % 2 else 'top')
+        name, half = f"baseline:\n{row['name'].lstrip('+ ')}", 0
+        certain = len(row['val_loss']['each']) > 2
+        if row is not first:
+            name = f"{row['name']}\n{first['kv']['bytes_per_token'] / x:.3g}x"
+            difference = row['against_baseline']
+            certain = len(difference['each']) > 2
+            half = difference['half_95'] if certain else 0
+        axis.errorbar(x, y, yerr=half or None, fmt='o', markersize=13, capsize=7, elinewidth=2.5,
+                      color=color(row), markerfacecolor=color(row) if certain else 'none')
+        sign, side = (1, 'bottom') if k % 2 else (-1, 'top')
+        axis.annotate(name, (x, y + sign * half), (0, sign * 14), ha='center', va=side,
+                      textcoords='offset points', fontsize=15, color=color(row))
     axis.axhline(first['val_loss']['mean'], color=color.side, linestyle='--', linewidth=1.5)
     axis.set_xscale('log')
     plain_log_ticks(axis.xaxis, *axis.get_xlim())
@@ -126,8 +156,8 @@ def talk(axis, summary, color):
 
 
 def pareto(axis, summary, color):
-    """Rows are numbered, for their names would cover one another. Where some are far off, a second panel shows the others. Side
-    rows that are only trained in another way tell nothing of memory."""
+    """Rows are numbered, as their names would overlap. With outliers, a second panel shows the
+    other rows."""
     rows = [row for row in models(summary) if 'val_loss' in row]
     if not rows:
         return False
@@ -137,28 +167,32 @@ def pareto(axis, summary, color):
         axis.figure.set_size_inches(10.4, 4.6)
         axis.set_position([0.07, 0.12, 0.3, 0.8])
         panels.append((axis.figure.add_axes([0.45, 0.12, 0.52, 0.8]), near))
+    last_panel = panels[-1][0]
     numbers = {row['name']: k for k, row in enumerate(rows, 1)}
     for panel, shown in panels:
         for row in shown:
-            x, y = row['kv']['bytes_per_token'], row['val_loss']
-            one = len(y['each']) == 1
-            panel.errorbar(x, y['mean'], yerr=y['sd'], fmt='s' if row['side'] else 'o', color=color(row), capsize=2,
-                           markersize=4 if row['side'] else 6, markerfacecolor='none' if one else color(row),
-                           label=f"{numbers[row['name']]}  {row['name']}, n={len(y['each'])}")
-            if panel is panels[-1][0] or row not in near:
-                panel.annotate(str(numbers[row['name']]), (x, y['mean']), xytext=(5, 4), textcoords='offset points', fontsize=8)
+            x, y, number = row['kv']['bytes_per_token'], row['val_loss'], numbers[row['name']]
+            n = len(y['each'])
+            fmt, size = ('s', 4) if row['side'] else ('o', 6)
+            panel.errorbar(x, y['mean'], yerr=y['sd'], fmt=fmt, color=color(row), capsize=2,
+                           markersize=size, markerfacecolor='none' if n == 1 else color(row),
+                           label=f"{number}  {row['name']}, n={n}")
+            if panel is last_panel or row not in near:
+                panel.annotate(str(number), (x, y['mean']), xytext=(5, 4),
+                               textcoords='offset points', fontsize=8)
         panel.set_xscale('log')
         plain_log_ticks(panel.xaxis, *panel.get_xlim())
         panel.tick_params(axis='x', which='both', labelsize=8)
         panel.set_xlabel('KV bytes per token')
     axis.set_ylabel('validation loss, nats per token')
     handles, names = axis.get_legend_handles_labels()
-    panels[-1][0].legend(handles, names, loc='center left', bbox_to_anchor=(1.01, 0.5), fontsize=7.5)
+    last_panel.legend(handles, names, loc='center left', bbox_to_anchor=(1.01, 0.5), fontsize=7.5)
     return True
 
 
 def without_outliers(rows: list[dict]) -> list[dict]:
-    """The rows without the worst few, where these lie so far off that the others would look alike beside them."""
+    """The rows without the few worst, where these are so far off that the others would look
+    equal."""
     losses = sorted(row['val_loss']['mean'] for row in rows)
     for n_off in range(1, len(losses) // 4 + 1):
         near, off = losses[:-n_off], losses[-n_off]
@@ -167,68 +201,83 @@ def without_outliers(rows: list[dict]) -> list[dict]:
     return rows
 
 
-def curves(axis, summary, color):
-    rows = [row for row in lines_of(summary, 'evaluations') if max(row['evaluations']['iterations'], default=0) > 0]
-    for row in rows:
-        c = row['evaluations']
-        axis.plot(c['iterations'], c['mean'], color=color(row), label=row['name'], marker=marker(c['iterations']))
-        axis.fill_between(c['iterations'], c['low'], c['high'], color=color(row), alpha=0.2, linewidth=0)
-    if not rows:
-        return False
-    axis.set_xlabel('iteration')
-    settled = [[y for i, y in zip(row['evaluations']['iterations'], row['evaluations']['mean']) if i >= 0.1 * row['iterations']]
-               for row in rows]
-    if min(map(len, settled)) >= FEW:  # the drop of the first steps would flatten the rest
-        low, high = min(map(min, settled)), max(map(max, settled))
-        axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-        axis.set_xlabel('iteration (losses of the first tenth are above the picture)')
-    axis.set_ylabel('validation loss, nats per token')
-    label_line_ends(axis)
-    return True
-
-
 def marker(points):
     return 'o' if len(points) < FEW else ''
 
 
+def label_axes(axis, x_label: str, y_label: str = 'validation loss, nats per token') -> None:
+    """Label the axes and the ends of the lines."""
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
+    label_line_ends(axis)
+
+
+def curves(axis, summary, color):
+    rows = [row for row in lines_of(summary, 'evaluations')
+            if max(row['evaluations']['iterations'], default=0) > 0]
+    if not rows:
+        return False
+    settled = []  # per row, the losses after the first tenth of its steps
+    for row in rows:
+        c, style = row['evaluations'], dict(color=color(row))
+        axis.plot(c['iterations'], c['mean'], label=row['name'], marker=marker(c['iterations']),
+                  **style)
+        axis.fill_between(c['iterations'], c['low'], c['high'], alpha=0.2, linewidth=0, **style)
+        start = 0.1 * row['iterations']
+        settled.append([loss for i, loss in zip(c['iterations'], c['mean']) if i >= start])
+    x_label = 'iteration'
+    if min(map(len, settled)) >= FEW:  # the drop of the first steps would flatten the rest
+        low, high = min(map(min, settled)), max(map(max, settled))
+        axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        x_label = 'iteration (losses of the first tenth are above the picture)'
+    label_axes(axis, x_label)
+    return True
+
+
 def gaps(axis, summary, color):
-    rows = [row for row in lines_of(summary, 'gap') if row['name'] != summary['baseline'] and not row['converted_from']]
     baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
-    settled = {row['name']: [point for point in row['gap'] if point[0] >= 0.1 * row['iterations'] > 0] for row in rows}
-    rows = [row for row in rows if settled[row['name']] and row['iterations'] == baseline['iterations']]
-    shown = without_outliers(rows)  # they would flatten the rest
+    settled = {}
+    rows = []
+    for row in lines_of(summary, 'gap'):
+        points = [point for point in row['gap'] if point[0] >= 0.1 * row['iterations'] > 0]
+        other = row is not baseline and not row['converted_from']
+        if other and points and row['iterations'] == baseline['iterations']:
+            settled[row['name']] = points
+            rows.append(row)
+    if not rows:
+        return False
+    shown = without_outliers(rows)  # outliers would flatten the rest
     for row in shown:
         iterations, mean, low, high = zip(*settled[row['name']])
         axis.plot(iterations, mean, color=color(row), label=row['name'], marker=marker(iterations))
         if len(iterations) == 1:
             axis.vlines(iterations, low, high, color=color(row), linewidth=1)
         axis.fill_between(iterations, low, high, color=color(row), alpha=0.2, linewidth=0)
-    if rows:
-        axis.axhline(0, color=color.side, linewidth=1)
-        far = ', '.join(row['name'] for row in rows if row not in shown)
-        axis.set_xlabel('iteration' + f' (far off, not shown: {far})' * bool(far))
-        axis.set_ylabel(f"nats per token above {summary['baseline'].lstrip('+ ')}")
-        label_line_ends(axis)
-    return bool(rows)
+    axis.axhline(0, color=color.side, linewidth=1)
+    outliers = ', '.join(row['name'] for row in rows if row not in shown)
+    label_axes(axis, f'iteration (outliers, not shown: {outliers})' if outliers else 'iteration',
+               f"nats per token above {summary['baseline'].lstrip('+ ')}")
+    return True
 
 
 def recovery(axis, summary, color):
     rows = [row for row in summary['rows'] if row['converted_from'] and row.get('evaluations')]
-    ends = {}  # several rows may have come from one
+    if not rows:
+        return False
+    ends = {}  # by label: several rows may have the same origin
     for k, row in enumerate(rows):
-        axis.plot(row['evaluations']['iterations'], row['evaluations']['mean'], color=f'C{k}', label=row['name'], marker='.')
-        for other, style in (('origin', '--'), ('scratch', ':')):
-            if end := row['recovery'].get(other):
-                name = row['converted_from'] if other == 'origin' else row['above']
-                ends.setdefault(f"{name} ({end['iterations']:,} iterations)",
-                                (end['mean'], style, f'C{k}' if style == ':' else color.side))
+        curve, colour = row['evaluations'], f'C{k}'
+        axis.plot(curve['iterations'], curve['mean'], color=colour, label=row['name'], marker='.')
+        styles = {'origin': (row['converted_from'], '--', color.side),
+                  'scratch': (row['above'], ':', colour)}
+        for source, (name, style, tint) in styles.items():
+            if end := row['recovery'].get(source):
+                label = f"{name} ({end['iterations']:,} iterations)"
+                ends.setdefault(label, (end['mean'], style, tint))
     for label, (loss, style, tint) in ends.items():
         axis.axhline(loss, color=tint, linestyle=style, linewidth=1, label=label)
-    if rows:
-        axis.set_xlabel('iteration after the conversion')
-        axis.set_ylabel('validation loss, nats per token')
-        label_line_ends(axis)
-    return bool(rows)
+    label_axes(axis, 'iteration after the conversion')
+    return True
 
 
 def positions(axis, summary, color):
@@ -236,12 +285,12 @@ def positions(axis, summary, color):
     for row in rows:
         losses = row['loss_by_position']
         step = max(1, len(losses) // 32)
-        means = [sum(losses[i:i + step]) / len(losses[i:i + step]) for i in range(0, len(losses), step)]
-        axis.plot([i * step + (step - 1) / 2 for i in range(len(means))], means, color=color(row), label=row['name'])
+        blocks = [losses[i:i + step] for i in range(0, len(losses), step)]
+        axis.plot([i * step + (step - 1) / 2 for i in range(len(blocks))],
+                  [sum(block) / len(block) for block in blocks], color=color(row),
+                  label=row['name'])
     if rows:
-        axis.set_xlabel('position in the window')
-        axis.set_ylabel('validation loss, nats per token')
-        label_line_ends(axis)
+        label_axes(axis, 'position in the window')
     return bool(rows)
 
 
@@ -252,11 +301,13 @@ def recall(axis, summary, color):
     distances, reach, figure = list(rows[0]['recall']['accuracy']), local_reach(rows), axis.figure
     axis.remove()
     figure.set_size_inches(3 + 2.4 * len(distances), 1 + 0.27 * len(rows))
-    for distance, panel in zip(distances, figure.subplots(1, len(distances), sharey=True, squeeze=False)[0]):
+    panels = figure.subplots(1, len(distances), sharey=True, squeeze=False)[0]
+    for distance, panel in zip(distances, panels):
         for k, row in enumerate(rows):
-            found = row['recall']['accuracy'][distance]
-            panel.barh(k, 100 * found['mean'], color=color(row), height=0.7, alpha=0.6)
-            panel.plot([100 * x for x in found['each']], [k] * len(found['each']), 'o', markersize=3.5,
+            accuracy = row['recall']['accuracy'][distance]
+            each = [100 * x for x in accuracy['each']]
+            panel.barh(k, 100 * accuracy['mean'], color=color(row), height=0.7, alpha=0.6)
+            panel.plot(each, [k] * len(each), 'o', markersize=3.5,
                        color=panel.xaxis.label.get_color(), clip_on=False)
         panel.set_yticks(range(len(rows)), [row['name'] for row in rows], fontsize=8.5)
         panel.grid(False, axis='y')
@@ -269,33 +320,32 @@ def recall(axis, summary, color):
 
 def decode(axis, summary, color):
     rows = lines_of(summary, 'speed')
-    batches = sorted({cell['batch'] for row in rows for cell in row['speed'] if 'tpot_ms' in cell})
-    if not batches:
+    cells = {row['name']: [cell for cell in row['speed'] if 'tpot_ms' in cell] for row in rows}
+    everything = sum(cells.values(), [])
+    if not everything:
         return False
+    batch = max(cell['batch'] for cell in everything)
     for row in rows:
-        cells = [cell for cell in row['speed'] if 'tpot_ms' in cell and cell['batch'] == batches[-1]]
-        axis.plot([c['context'] for c in cells], [c['tpot_ms']['median'] for c in cells], color=color(row), label=row['name'],
-                  marker='o', markersize=4)
-    context_axes(axis, sorted({cell['context'] for row in rows for cell in row['speed'] if 'tpot_ms' in cell}))
-    axis.set_xlabel('tokens held')
-    axis.set_ylabel(f"ms per token, {batches[-1]:,} sequence{'s at once' * (batches[-1] > 1)}")
-    label_line_ends(axis)
+        shown = [cell for cell in cells[row['name']] if cell['batch'] == batch]
+        axis.plot([cell['context'] for cell in shown],
+                  [cell['tpot_ms']['median'] for cell in shown], color=color(row),
+                  label=row['name'], marker='o', markersize=4)
+    context_axes(axis, sorted({cell['context'] for cell in everything}))
+    label_axes(axis, 'cached tokens', f"ms per token, {batch:,} sequence{'s' * (batch > 1)}")
     return True
 
 
 def kv(axis, summary, color):
     rows = [row for row in summary['rows'] if not row['side']]
     for row in rows:
-        at = row['kv']['at']
-        axis.plot([int(n) for n in at], [a['bytes'] for a in at.values()], color=color(row), label=row['name'], marker='o',
+        at = {int(n): each['bytes'] for n, each in row['kv']['at'].items()}
+        axis.plot(list(at), list(at.values()), color=color(row), label=row['name'], marker='o',
                   markersize=4)
-    context_axes(axis, [int(n) for n in rows[0]['kv']['at']])
+    context_axes(axis, list(at))
     axis.yaxis.set_major_formatter(lambda y, _: nice_bytes(round(y)))
-    axis.set_xlabel('tokens')
-    axis.set_ylabel('KV bytes of one sequence')
-    label_line_ends(axis)
-    return bool(rows)
+    label_axes(axis, 'tokens', 'KV bytes of one sequence')
+    return True
 
 
-DRAWN = {'talk': talk, 'pareto': pareto, 'curves': curves, 'gaps': gaps, 'recovery': recovery, 'positions': positions,
-         'recall': recall, 'decode': decode, 'kv': kv}
+DRAWN = {'talk': talk, 'pareto': pareto, 'curves': curves, 'gaps': gaps, 'recovery': recovery,
+         'positions': positions, 'recall': recall, 'decode': decode, 'kv': kv}

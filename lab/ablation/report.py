@@ -1,16 +1,17 @@
-"""results.json, report.md, report.html and the pictures, made from what was measured; and the terminal's table."""
+"""Write the report of a summary: results.json, report.md, report.html, pictures, and the main table
+as table.csv and table.tex. Print its tables on the terminal."""
 import json
 
 from rich.console import Console
 
 from lab.ablation import tables
-from lab.ablation.page import page, title
+from lab.ablation.page import page
 from lab.ablation.pictures import TITLES, not_drawn, write_all
 from lab.ablation.results import write_whole
 
 
 def write_report(summary: dict, folder, also_as: str = '') -> None:
-    """All files. also_as: a further format of the pictures, 'svg' or 'pdf'.
+    """Write all files. also_as: 'svg' or 'pdf' for pictures in that format too.
 
     Raises:
         UserError: matplotlib is missing, or a file cannot be written.
@@ -18,35 +19,34 @@ def write_report(summary: dict, folder, also_as: str = '') -> None:
     write_whole(folder / 'results.json', json.dumps(summary, indent=1) + '\n')
     write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder, also_as)))
     write_whole(folder / 'report.html', page(summary))
-    main = tables.grids(summary)[0]  # for papers
     write_whole(folder / 'table.csv', tables.as_csv(summary))
-    write_whole(folder / 'table.tex', main.latex())
+    write_whole(folder / 'table.tex', tables.grids(summary)[0].latex())
 
 
 def markdown(summary: dict, pictures: list[str]) -> str:
-    """report.md. pictures: names of those that lie beside it."""
-    lines = [f'# {title(summary)}', '', ' '.join(tables.in_short(summary)), '']
-    missing = [f'- {line}' for line in tables.shortcomings(summary) + not_drawn(summary)]
-    lines += [*missing, ''] if missing else []
+    """report.md. pictures: names of those in its folder."""
+    parts = [f'# {tables.title(summary)}', ' '.join(tables.in_short(summary))]
+    warnings = tables.shortcomings(summary) + not_drawn(summary)
+    if warnings:
+        parts.append('\n'.join(f'- {line}' for line in warnings))
     for name in pictures:
-        lines += [f'![{TITLES[name]}]({name}.png)', '', f'{TITLES[name]}.', '']
-    for grid in tables.grids(summary):
-        lines += [grid.title + '.', '', grid.markdown(), '']
-    for line in (tables.facts_line(summary), tables.explanation(summary), *tables.caveats(summary)):
-        lines += [line, '']
-    lines += ['## Rows', '']
-    lines += [f"- **{row['name']}**: {tables.changed(row)}  \n  `{row['command']}`" for row in summary['rows']]
-    return '\n'.join(lines) + '\n'
+        parts += [f'![{TITLES[name]}]({name}.png)', f'{TITLES[name]}.']
+    for table in tables.grids(summary):
+        parts += [f'{table.title}.', table.markdown()]
+    parts += [*tables.notes(summary), '## Rows']
+    rows = [f"- **{row['name']}**: {tables.changed(row)}  \n  `{row['command']}`"
+            for row in summary['rows']]
+    return '\n\n'.join([*parts, '\n'.join(rows)]) + '\n'
 
 
 def show(summary: dict) -> None:
     """The same tables on the terminal."""
     console = Console()
     console = console if console.is_terminal else Console(width=150)
-    console.print(tables.facts_line(summary), highlight=False, markup=False, soft_wrap=True)
-    for line in tables.in_short(summary):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    plain = dict(highlight=False, markup=False, soft_wrap=True)
+    for line in (tables.facts_line(summary), *tables.in_short(summary)):
+        console.print(line, **plain)
     for line in tables.shortcomings(summary) + not_drawn(summary):
-        console.print(line, style='red', highlight=False, markup=False, soft_wrap=True)
-    for grid in tables.grids(summary):
-        grid.print(console)
+        console.print(line, style='red', **plain)
+    for table in tables.grids(summary):
+        table.print(console)

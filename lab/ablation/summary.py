@@ -1,4 +1,5 @@
-"""From measured runs to one document: means, spreads and paired differences with confidence intervals (results.json)."""
+"""Summarise the measured runs of a ladder in one document (results.json): means, standard
+deviations, and differences paired by seed with their confidence intervals."""
 import math
 import statistics
 import warnings
@@ -8,23 +9,28 @@ from config.schema import MODEL
 from kv.plan import plan_kv
 from lab.ablation.results import read_json
 
-# two-sided 95% quantiles of Student's t for 1, 2, ... 30 degrees of freedom; beyond, the normal one
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
-        2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+# two-sided 95% quantiles of Student's t for 1, 2, ... 30 degrees of freedom; the normal one beyond
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+        2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+        2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 NORMAL_95 = 1.960
-LEARNED = 0.95  # a task at which the baseline does worse says nothing of the other rows
-COMPARABLE = 'eval_iters', 'batch_size'  # evaluations while training are on the same windows where these and the seed agree
+LEARNED = 0.95  # recall of the baseline from which a distance is used to compare the other rows
+# runs of one seed that agree in these are evaluated during training on the same windows
+COMPARABLE = 'eval_iters', 'batch_size'
+INFERENCE_KEYS = {*(key.name for key in MODEL), 'kv_dtype', 'weight_dtype', 'at_inference'}
 
 
 def mean_sd(values) -> dict:
-    """Mean and sample standard deviation (None of a single value), and the values."""
+    """Mean, sample standard deviation (None for a single value), and the values."""
     values = list(values)
-    return {'mean': statistics.fmean(values), 'sd': statistics.stdev(values) if len(values) > 1 else None, 'each': values}
+    sd = statistics.stdev(values) if len(values) > 1 else None
+    return {'mean': statistics.fmean(values), 'sd': sd, 'each': values}
 
 
 def paired_difference(ours: dict, others: dict) -> dict | None:
-    """Mean of ours - others over the keys (seeds) that both have, with half the width of its 95% confidence interval (None
-    where one pair is all there is). Runs of one seed saw the same batches in the same order, so pairs vary less than runs."""
+    """Mean of ours - others over the keys (seeds) in both, and half the width of its 95% confidence
+    interval (None for a single pair). Runs of one seed are trained on the same batches in the same
+    order, so paired differences vary less than the losses."""
     both = sorted(ours.keys() & others.keys())
     if not both:
         return None
@@ -38,166 +44,228 @@ def paired_difference(ours: dict, others: dict) -> dict | None:
 
 
 def mean_curve(curves: list[list]) -> dict:
-    """Loss curves [[iteration, loss], ...] of several seeds as one: mean, lowest and highest at the iterations all have."""
+    """Mean, lowest and highest of several curves [[iteration, loss], ...] at the iterations that
+    all of them have."""
     by_iteration = [{i: loss for i, loss in curve if loss is not None} for curve in curves]
-    common = sorted(set.intersection(*(set(c) for c in by_iteration)))
-    at = [[c[i] for c in by_iteration] for i in common]
-    return {'iterations': common, 'mean': [statistics.fmean(x) for x in at], 'low': [min(x) for x in at],
-            'high': [max(x) for x in at]}
+    common = sorted(set.intersection(*map(set, by_iteration)))
+    at = [[losses[i] for losses in by_iteration] for i in common]
+    return {'iterations': common, 'mean': [statistics.fmean(x) for x in at],
+            'low': [min(x) for x in at], 'high': [max(x) for x in at]}
+
+
+def val_curve(run: dict) -> list:
+    return [[i, val] for i, _, val in run['training']['evaluations']]
 
 
 def gap_curve(ours: dict, others: dict) -> list:
-    """[[iteration, mean difference of the validation losses, lowest, highest], ...] over the seeds that both have, at the
-    iterations at which all were evaluated: on the same windows."""
-    both = [seed for seed in sorted(ours.keys() & others.keys())
-            if all(ours[seed]['settings'][name] == others[seed]['settings'][name] for name in COMPARABLE)]
-    runs = [run for seed in both for run in (ours[seed], others[seed])]
-    curves = [{i: val for i, _, val in run['training']['evaluations'] if val is not None} for run in runs]
-    common = sorted(set.intersection(*map(set, curves))) if curves else []
-    found = []
-    for i in common:
-        each = [a[i] - b[i] for a, b in zip(curves[::2], curves[1::2])]
-        found.append([i, statistics.fmean(each), min(each), max(each)])
-    return found
+    """[[iteration, mean difference of the validation losses, lowest, highest], ...] over the seeds
+    of both rows that were evaluated on the same windows, at the iterations common to all."""
+    def comparable(seed):
+        a, b = ours[seed]['settings'], others[seed]['settings']
+        return all(a[name] == b[name] for name in COMPARABLE)
+    seeds = list(filter(comparable, sorted(ours.keys() & others.keys())))
+    if not seeds:
+        return []
+    pairs = [[{i: val for i, val in val_curve(runs[seed]) if val is not None}
+              for runs in (ours, others)] for seed in seeds]
+    gaps = []
+    for i in sorted(set.intersection(*(set(curve) for pair in pairs for curve in pair))):
+        each = [a[i] - b[i] for a, b in pairs]
+        gaps.append([i, statistics.fmean(each), min(each), max(each)])
+    return gaps
 
 
 def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -> dict:
-    """Everything that the report shows. kv_of: row -> figures of its bytes."""
-    measured = {row.name: {seed: found for seed in results.seeds(row) if (found := results.read(row, seed))}
-                for row in ladder.rows.values()}
-    rows = [summarize_row(ladder, results, row, measured, speed, recall) | {'kv': kv_of(row)} for row in ladder.rows.values()]
+    """The document that all reports are made from.
+
+    speed: of cost.Speed.measure. recall: row -> its recall in another ladder. kv_of: row -> its
+    bytes (cost.kv_bytes).
+    """
+    measured = {}
+    for row in ladder.rows.values():
+        runs = {seed: results.read(row, seed) for seed in results.seeds(row)}
+        measured[row.name] = {seed: run for seed, run in runs.items() if run}
+    rows = [summarize_row(ladder, results, row, measured) for row in ladder.rows.values()]
+    for entry, row in zip(rows, ladder.rows.values()):
+        if speed:
+            entry['speed'] = speed_of_row(speed, row.name)
+        if recall and row.name in recall:
+            entry['recall'] = recall[row.name]
+        entry['kv'] = kv_of(row)
     if not recall:
-        beside_baseline(rows, ladder.baseline)
-    return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base, 'first': ladder.first,
-            'baseline': ladder.baseline, 'rows': rows,
+        compare_recall(rows, ladder.baseline)
+    return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base,
+            'first': ladder.first, 'baseline': ladder.baseline, 'rows': rows,
             'facts': facts(ladder, measured), 'speed': speed, 'recall_ladder': ladder.s.recall}
 
 
-def summarize_row(ladder, results, row, measured, speed, recall) -> dict:
-    """One row, with what is missing told: `seeds_missing`, and `failed` by seed."""
-    found, wanted = measured[row.name], ladder.seeds(row)
-    failed = {seed: error for seed in wanted if seed not in found and (error := results.failed(row, seed))}
+def summarize_row(ladder, results, row, measured: dict) -> dict:
+    """One row. `seeds_missing` lists the seeds without a result, `failed` maps seeds to errors."""
+    runs, wanted = measured[row.name], ladder.seeds(row)
+    errors = {seed: results.failed(row, seed) for seed in wanted if seed not in runs}
     config = ladder.config(row)
-    out = {'name': row.name, 'slug': row.slug, 'side': row.side, 'above': row.above, 'changes': row.changes,
-           'converted_from': row.converted_from, 'same_model': same_model(row),
-           'kv_dtype': row.kv_dtype, 'seeds': sorted(found), 'seeds_missing': sorted(set(wanted) - set(found)),
-           'failed': failed, 'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
-           'command': ladder.command(row, wanted[0])}
-    if found:
-        one = next(iter(found.values()))
-        out |= {'params': one['params'], 'params_all': one['params_all'], 'learning_rate': one['settings']['learning_rate'],
-                'tokens': one['training']['tokens'], 'iterations': one['training']['iterations'],
-                'trained_as': one['trained_as'], 'curve': mean_curve([f['training']['curve'] for f in found.values()])}
-    if found and 'recall' in one:
-        out['recall'] = recall_of_row({seed: f['recall'] for seed, f in found.items()})
-    elif found:
-        losses = {seed: f['val_loss'] for seed, f in found.items()}
-        out |= {'val_loss': mean_sd(losses.values()),
-                'judged_through': sorted({f['kv_dtype'] for f in found.values()}),
-                'val_loss_forward': mean_sd(f['val_loss_forward'] for f in found.values()),
-                'cache_minus_forward_largest': max(f['cache_minus_forward_largest'] for f in found.values()),
-                'bits_per_byte': mean_sd(f['bits_per_byte'] for f in found.values()),
-                'loss_by_position': [statistics.fmean(x) for x in zip(*(f['loss_by_position'] for f in found.values()))],
-                'evaluations': mean_curve([[[i, val] for i, _, val in f['training']['evaluations']] for f in found.values()])}
-        for name, other in (('above', row.above), ('first', ladder.first), ('baseline', ladder.baseline)):
-            if other and other != row.name:
-                out[f'against_{name}'] = paired_difference(losses, {s: f['val_loss'] for s, f in measured[other].items()})
-        out['gap'] = gap_curve(found, measured[ladder.baseline])
-        if row.converted_from:
-            out['recovery'] = {name: ends_at(measured[other], found) for name, other in (
-                ('origin', row.converted_from), ('scratch', from_scratch(ladder, row))) if other}
-    if speed:
-        keys = {'train': speed['trains_as'][row.name]}
-        out['speed'] = [figures_of(cell, keys.get(cell['kind'], speed['decodes_as'][row.name])) for cell in speed['cells']]
-    if recall and row.name in recall:
-        out['recall'] = recall[row.name]
-    return out
+    entry = {
+        'name': row.name, 'slug': row.slug, 'side': row.side, 'above': row.above,
+        'changes': row.changes, 'converted_from': row.converted_from,
+        'same_model': same_model(row), 'kv_dtype': row.kv_dtype, 'seeds': sorted(runs),
+        'seeds_missing': sorted(set(wanted) - set(runs)),
+        'failed': {seed: error for seed, error in errors.items() if error},
+        'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
+        'command': ladder.command(row, wanted[0])}
+    if not runs:
+        return entry
+    first = next(iter(runs.values()))
+    entry |= {'params': first['params'], 'params_all': first['params_all'],
+              'learning_rate': first['settings']['learning_rate'],
+              'tokens': first['training']['tokens'],
+              'iterations': first['training']['iterations'], 'trained_as': first['trained_as'],
+              'curve': mean_curve([run['training']['curve'] for run in runs.values()])}
+    if 'recall' in first:
+        recalls = {seed: run['recall'] for seed, run in runs.items()}
+        return entry | {'recall': recall_of_row(recalls)}
+    return entry | losses_of_row(ladder, row, measured)
+
+
+def losses_of_row(ladder, row, measured: dict) -> dict:
+    """The row's losses, and their differences from the row above, the first and the baseline."""
+    runs = measured[row.name]
+
+    def each(name):
+        return [run[name] for run in runs.values()]
+    by_position = zip(*each('loss_by_position'))
+    entry = {'val_loss': mean_sd(each('val_loss')),
+             'judged_through': sorted(set(each('kv_dtype'))),
+             'val_loss_forward': mean_sd(each('val_loss_forward')),
+             'cache_minus_forward_largest': max(each('cache_minus_forward_largest')),
+             'bits_per_byte': mean_sd(each('bits_per_byte')),
+             'loss_by_position': [statistics.fmean(losses) for losses in by_position],
+             'evaluations': mean_curve([val_curve(run) for run in runs.values()])}
+    compared = {'above': row.above, 'first': ladder.first, 'baseline': ladder.baseline}
+    for name, other in compared.items():
+        if other and other != row.name:
+            losses = [{seed: run['val_loss'] for seed, run in measured[of].items()}
+                      for of in (row.name, other)]
+            entry[f'against_{name}'] = paired_difference(*losses)
+    entry['gap'] = gap_curve(runs, measured[ladder.baseline])
+    if row.converted_from:
+        sources = {'origin': row.converted_from, 'scratch': from_scratch(ladder, row)}
+        entry['recovery'] = {name: last_loss(measured[other], runs)
+                             for name, other in sources.items() if other}
+    return entry
 
 
 def same_model(row) -> bool:
-    """Whether the row differs from the one it departs from only in how it is trained: another optimizer, learning rate, origin
-    of its weights."""
-    return bool(row.above) and not row.changes.keys() & {
-        *(key.name for key in MODEL), 'kv_dtype', 'weight_dtype', 'at_inference'}
+    """Whether the row differs from the row above only in its training: optimizer, learning rate or
+    initial weights."""
+    return bool(row.above) and not row.changes.keys() & INFERENCE_KEYS
 
 
 def from_scratch(ladder, row) -> str:
-    """The row above a converted one, if it has the same memory and is trained from the start; else ''."""
+    """The row above a converted row if it has the same KV plan and is not converted itself; else
+    ''."""
     above = ladder.rows[row.above]
     same = plan_kv(ladder.trained_config(above)) == plan_kv(ladder.trained_config(row))
     return above.name if same and not above.converted_from else ''
 
 
-def ends_at(runs: dict, others: dict) -> dict | None:
-    """The last loss while training of the seeds that both have: mean, iterations."""
-    last = [runs[seed]['training']['evaluations'][-1:] for seed in sorted(runs.keys() & others.keys())]
-    last = [(i, val) for each in last for i, _, val in each if val is not None]
-    return {'mean': statistics.fmean(val for _, val in last), 'iterations': last[0][0]} if last else None
+def last_loss(runs: dict, others: dict) -> dict | None:
+    """The last validation loss during training, averaged over the seeds in both, and its
+    iteration."""
+    last = [val_curve(runs[seed])[-1:] for seed in sorted(runs.keys() & others.keys())]
+    last = [(i, val) for each in last for i, val in each if val is not None]
+    if not last:
+        return None
+    return {'mean': statistics.fmean(val for _, val in last), 'iterations': last[0][0]}
 
 
-def recall_of_row(runs: dict) -> dict:
-    """Accuracy by distance over the seeds. runs: seed -> recall."""
-    one = next(iter(runs.values()))
-    return {'accuracy': {distance: mean_sd(run['accuracy'][distance] for run in runs.values()) for distance in one['accuracy']},
-            'local_reach': one['local_reach'], 'rows': one['rows'], 'seeds': list(runs)}
+def recall_of_row(recalls: dict) -> dict:
+    """Accuracy by distance over the seeds. recalls: seed -> what measure.recall returned."""
+    first = next(iter(recalls.values()))
+    accuracy = {distance: mean_sd(each['accuracy'][distance] for each in recalls.values())
+                for distance in first['accuracy']}
+    return {'accuracy': accuracy, 'local_reach': first['local_reach'], 'rows': first['rows'],
+            'seeds': list(recalls)}
 
 
-def beside_baseline(rows: list[dict], baseline: str) -> None:
-    """Adds to each row's recall what the baseline's says of it: `learned`, the distances at which the others' count; `beyond`,
-    those of them that local layers alone do not reach; `above_baseline`, the accuracy there, seed by seed, less the baseline's.
-    """
-    found = [row for row in rows if row.get('recall')]
-    known = next((row['recall'] for row in found if row['name'] == baseline), None)
-    reach = local_reach(found)
-    learned = [d for d, each in known['accuracy'].items() if each['mean'] >= LEARNED] if known else []
-    beyond = [d for d in learned if int(d) > reach > 0]
+def compare_recall(rows: list[dict], baseline: str) -> None:
+    """Compare each row's recall with the baseline's. Adds `learned`, the distances that the
+    baseline has learned; `beyond`, those of them out of reach of local layers; `above_baseline`,
+    the paired difference of the mean accuracy at those distances."""
+    rows = [row for row in rows if row.get('recall')]
+    known = next((row['recall'] for row in rows if row['name'] == baseline), None)
+    reach = local_reach(rows)
+    accuracy = known['accuracy'] if known else {}
+    learned = [distance for distance, each in accuracy.items() if each['mean'] >= LEARNED]
+    beyond = [distance for distance in learned if int(distance) > reach > 0]
 
     def by_seed(recall):
         return {seed: statistics.fmean(recall['accuracy'][d]['each'][i] for d in beyond)
                 for i, seed in enumerate(recall['seeds'])}
-    for row in found:
-        row['recall'] |= {'baseline': baseline, 'baseline_known': known is not None, 'learned': learned, 'beyond': beyond}
+    for row in rows:
+        recall = row['recall']
+        recall |= {'baseline': baseline, 'baseline_known': known is not None,
+                   'learned': learned, 'beyond': beyond}
         if beyond and row['name'] != baseline:
-            row['recall']['above_baseline'] = paired_difference(by_seed(row['recall']), by_seed(known))
+            recall['above_baseline'] = paired_difference(by_seed(recall), by_seed(known))
 
 
 def local_reach(rows: list[dict]) -> int:
-    """How far back the local layers of the ladder's rows see at most, all together; 0 = there are none."""
-    return max((row['recall']['local_reach'] for row in rows if row.get('recall') and not row['side']), default=0)
+    """The largest distance that the local layers of a ladder's row bridge together; 0 without
+    local layers."""
+    return max((row['recall']['local_reach'] for row in rows
+                if row.get('recall') and not row['side']), default=0)
 
 
 def recall_of(ladder, folder) -> dict | None:
-    """row -> its recall, from the results of the ladder that `recall` names, which lie beside `folder`; None without
-    any.
+    """row -> its recall, from the results of the ladder named by `recall`, in the folder next to
+    `folder`. None without such results.
+
+    Raises:
+        UserError: they have an old format.
     """
     if not ladder.s.recall:
         return None
     path = folder.parent / ladder.s.recall / 'results.json'
-    found = read_json(path)
-    if found is None:
-        warnings.warn(f'recall={ladder.s.recall!r}: {path} is not there; run that ladder first', stacklevel=2)
+    document = read_json(path)
+    if document is None:
+        warnings.warn(f'recall={ladder.s.recall!r}: {path} does not exist; run that ladder first',
+                      stacklevel=2)
         return None
-    recalls = {row['name']: row['recall'] for row in found['rows'] if 'recall' in row}
+    recalls = {row['name']: row['recall'] for row in document['rows'] if 'recall' in row}
     if not all('baseline_known' in each for each in recalls.values()):
-        raise UserError(f'{path} is of an older version: make it anew, with --report_only=True')
+        raise UserError(f'{path} is of an older version: rebuild it with --report_only=True')
     return recalls
 
 
-def figures_of(cell: dict, key: str) -> dict:
-    """What a cell of the speed measurement says of one side; `errors`, if it failed, is that side's."""
-    return {name: value[key] if isinstance(value, dict) else value for name, value in cell.items()
-            if not isinstance(value, dict) or key in value}
+def speed_of_row(speed: dict, name: str) -> list[dict]:
+    """The cells of a speed measurement, reduced to the values of one row. `errors` is present
+    where its measurement failed."""
+    cells = []
+    for cell in speed['cells']:
+        key = speed['trains_as' if cell['kind'] == 'train' else 'decodes_as'][name]
+        cells.append({field: value[key] if isinstance(value, dict) else value
+                      for field, value in cell.items()
+                      if not isinstance(value, dict) or key in value})
+    return cells
 
 
-def facts(ladder, measured) -> dict:
-    """What the ladder's runs have in common (a set of several where they differ), which metrics mean nothing without."""
-    ladders = [found for name, by_seed in measured.items() if not ladder.rows[name].side for found in by_seed.values()]
-    runs = ladders or [found for by_seed in measured.values() for found in by_seed.values()]
-    names = {'dataset': lambda r: r['settings']['dataset'], 'dtype': lambda r: r['dtype'],
-             'B': lambda r: r['settings']['batch_size'] * r['settings']['gradient_accumulation_steps'],
-             'T': lambda r: r['settings']['block_size'], 'iterations': lambda r: r['training']['iterations'],
-             'tokens': lambda r: r['training']['tokens'], 'hardware': lambda r: r['hardware'], 'torch': lambda r: r['torch'],
-             }
+def facts(ladder, measured: dict) -> dict:
+    """The data, size and hardware of the ladder's runs: for each fact a sorted list of its values.
+    Side rows count only where nothing else was measured."""
+    main = [run for name, runs in measured.items() if not ladder.rows[name].side
+            for run in runs.values()]
+    runs = main or [run for runs in measured.values() for run in runs.values()]
+    names = ['dataset', 'dtype', 'B', 'T', 'iterations', 'tokens', 'hardware', 'torch']
     if runs and 'windows' in runs[0]:
-        names |= {'val_windows': lambda r: r['windows'], 'val_tokens': lambda r: r['tokens']}
-    return {name: sorted({of(run) for run in runs}) for name, of in names.items()}
+        names += ['val_windows', 'val_tokens']
+    values = [facts_of_run(run) for run in runs]
+    return {name: sorted({each[name] for each in values}) for name in names}
+
+
+def facts_of_run(run: dict) -> dict:
+    settings, training = run['settings'], run['training']
+    return {'dataset': settings['dataset'], 'dtype': run['dtype'],
+            'B': settings['batch_size'] * settings['gradient_accumulation_steps'],
+            'T': settings['block_size'], 'iterations': training['iterations'],
+            'tokens': training['tokens'], 'hardware': run['hardware'], 'torch': run['torch'],
+            'val_windows': run.get('windows'), 'val_tokens': run.get('tokens')}
