@@ -25,7 +25,8 @@ from training.run import Run
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 # on a CPU in float32: no loss scale, and no peak to take a share of
 ROW = {'iter', 'loss', 'lr', 'time_ms', 'tokens_per_second', 'grad_norm', 'skipped',
-       'model_tflops_per_second', 'memory_bytes', 'memory_peak_bytes', 'memory_share', 'data_wait_share'}
+       'model_tflops_per_second', 'memory_bytes', 'memory_peak_bytes', 'memory_share',
+       'data_wait_share'}
 VANILLA_ARGS = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=False, vocab_size=12,
                     dropout=0.0)
 
