@@ -5,10 +5,12 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train
 from config.errors import UserError
 from tests.programs.support import (
     FULL_STACK,
@@ -171,10 +173,17 @@ def test_evaluating_alone_is_shared_and_writes_nothing(tmp_path, data_root):
     assert lines[0] == lines[1] and len(lines[0]) == 1 and contents(tmp_path / 'out') == {}
 
 
+def test_processes_share_micro_batches_evenly():
+    two = SimpleNamespace(world_size=2)
+    train.check_accumulation(SimpleNamespace(gradient_accumulation_steps=4), two)
+    with pytest.raises(UserError, match='gradient_accumulation_steps=3 .* 2 processes'):
+        train.check_accumulation(SimpleNamespace(gradient_accumulation_steps=3), two)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('settings, named', [
     (dict(gradient_accumulation_steps=3), 'gradient_accumulation_steps=3 .* 2 processes'),
-    pytest.param(dict(backend='nccl'), "'nccl'.*gloo", marks=pytest.mark.slow),
-    pytest.param(dict(backend='mpi'), "'mpi'.*'gloo'", marks=pytest.mark.slow)])
+    (dict(backend='nccl'), "'nccl'.*gloo"), (dict(backend='mpi'), "'mpi'.*'gloo'")])
 def test_wrong_settings_end_all_processes(tmp_path, data_root, settings, named):
     process = start(data_root, 2, tmp_path / 'out', **settings)
     _, err = process.communicate(timeout=120)

@@ -1,9 +1,6 @@
 """Two trainings into one out_dir: one writes, the other says why it does not; readers may read."""
-import json
 import os
-import random
 import signal
-import time
 
 import pytest
 import torch
@@ -61,38 +58,6 @@ def test_under_torchrun(tmp_path, data_root):
         _, err = refused.communicate(timeout=120)
         assert refused.returncode != 0 and 'is being written by process' in err
         assert contents(out).keys() == {'.lock'}
-
-
-@pytest.mark.slow
-def test_pairs_of_trainings_with_kills(tmp_path, data_root):
-    """Two trainings of different lengths and widths into one folder, started at random times, some
-    of them killed. Afterwards the folder has whole files of each that ended well."""
-    draw = random.Random(12)
-    n_refused = n_killed = 0
-    for k in range(12):
-        out, pair = tmp_path / f'out{k}', []
-        shapes = (16, 20), (32, 40)
-        for width, iters in shapes:
-            settings = dict(n_embd=width, max_iters=iters, checkpoint_interval=5, out_dir=out)
-            pair.append(start_program('train', *flags(VANILLA | settings), data_root=data_root))
-            time.sleep(draw.choice([0, 0, draw.random(), 4 * draw.random()]))
-        if draw.random() < 1 / 3:
-            time.sleep(3 * draw.random())
-            pair[0].send_signal(signal.SIGKILL)
-            n_killed += 1
-        errors = [process.communicate(timeout=120)[1] for process in pair]
-        codes = [process.returncode for process in pair]
-        refused = [error for error, code in zip(errors, codes) if code == 2]
-        assert all('is being written by process' in error for error in refused), refused
-        assert len(refused) < 2 and set(codes) <= {0, 2, -signal.SIGKILL}, errors
-        n_refused += len(refused)
-        saved = [torch.load(path, weights_only=True) for path in out.glob('ckpt*.pt')]
-        found = {(c['model_args']['n_embd'], c['iter_num']) for c in saved}
-        assert found >= {shape for shape, code in zip(shapes, codes) if code == 0}
-        for path in out.glob('metrics*.jsonl'):
-            lines = path.read_text().split('\n')[:-1]  # a kill may cut the last line
-            assert [json.loads(line)['iter'] for line in lines] == list(range(len(lines)))
-    assert n_refused > 0 and n_killed > 0
 
 
 def test_a_killed_run_leaves_a_checkpoint_and_is_no_obstacle(tmp_path, data_root):

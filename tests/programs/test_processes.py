@@ -6,7 +6,8 @@ import pytest
 from tests.programs.support import FULL_STACK, contents, flags, load, losses, start_program
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [
+    signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_exits_with_status_0(tmp_path, data_root, number):
     settings = FULL_STACK | dict(out_dir=tmp_path, max_iters=100000, lr_decay_iters=100000)
     process = start_program('train', *flags(settings), data_root=data_root)
@@ -26,16 +27,10 @@ def test_a_signal_saves_and_exits_with_status_0(tmp_path, data_root, number):
 @pytest.mark.parametrize('program, args, named', [
     ('train', ['config/train_mqa_local.py', '--dataset=shakespeare_work', '--out_dir=not-created'],
      "'shakespeare_works'"),
-    ('sample', ['--out_dir=/no/such/folder'], '/no/such/folder/ckpt.pt')])
+    pytest.param('sample', ['--out_dir=/no/such/folder'], '/no/such/folder/ckpt.pt',
+                 marks=pytest.mark.slow)])
 def test_wrong_input_is_one_line_and_status_2(program, args, named):
     process = start_program(program, *args)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert err.startswith('error: ') and err.count('\n') == 1 and named in err
-
-
-def test_help_shows_examples_and_exits_0():
-    process = start_program('train', '--help')
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, '')
-    assert 'python train.py config/train_mqa_local.py' in out and '--layer_pattern=' in out
