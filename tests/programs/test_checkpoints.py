@@ -126,10 +126,12 @@ def test_it_is_kept_through_kills_and_resumes(tmp_path, val_losses, at_step, cap
     assert kept(tmp_path) == {'ckpt.pt': 11, 'ckpt_best.pt': 4}
 
 
-def test_evaluated_again_after_a_resume_it_is_still_the_best(tmp_path, val_losses):
+def test_evaluated_again_after_a_resume_it_is_still_the_best(tmp_path, val_losses, at_step):
     val_losses[4] = 1.0
     run_train(tmp_path, eval_interval=4, max_iters=4)
     val_losses[4] = 1.5  # as with more eval_iters
+    killed_at(at_step, 4, tmp_path, eval_interval=4, init_from='resume')
+    assert kept(tmp_path) == {'ckpt.pt': 4} and load(tmp_path / 'ckpt.pt')['holds_best']
     run_train(tmp_path, eval_interval=4, max_iters=8, init_from='resume')
     assert kept(tmp_path) == {'ckpt.pt': 8, 'ckpt_best.pt': 4}
 
