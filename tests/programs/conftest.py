@@ -1,7 +1,6 @@
-"""Fixtures for train.py and sample.py: a tiny data set in place of data/, hooks into the loop, trained models."""
-import functools
-
+"""Fixtures for train.py and sample.py: a tiny data set, hooks into the loop, trained models."""
 import pytest
+import torch
 
 import train
 from tests.programs.support import FULL_STACK, VANILLA, make_tiny, run_train
@@ -9,7 +8,7 @@ from tests.programs.support import FULL_STACK, VANILLA, make_tiny, run_train
 
 @pytest.fixture(scope='session')
 def data_root(tmp_path_factory):
-    """data/ with one prepared data set, 'tiny'. Shared: tests that damage it take `own_data_root`."""
+    """data/ with one data set, 'tiny'. Shared: a test that changes it takes `own_data_root`."""
     root = tmp_path_factory.mktemp('data')
     make_tiny(root)
     return root
@@ -33,10 +32,9 @@ def _in_process(monkeypatch, data_root):
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """`at_step(n, act)`: call `act()` just before the n-th iteration (from 0, by number of the run) trains."""
+    """`at_step(n, act)`: call `act()` just before iteration n (from 0) trains."""
     plain, acts = train.Run.step, {}
 
-    @functools.wraps(plain)
     def step(run):
         if run.iter_num in acts:
             acts.pop(run.iter_num)()
@@ -47,7 +45,7 @@ def at_step(monkeypatch):
 
 @pytest.fixture
 def final_weights(monkeypatch):
-    """The weights of the last run when its loop ended (checkpoints hold those before the last iteration)."""
+    """The last run's weights after its loop (a checkpoint has those before the last iteration)."""
     plain, kept = train.train, {}
 
     def loop(run, *args):
@@ -60,15 +58,30 @@ def final_weights(monkeypatch):
 
 @pytest.fixture
 def val_losses(monkeypatch):
-    """Pretended validation losses, by iteration (9 elsewhere)."""
+    """Fake validation losses by iteration; 9 in the others."""
     values = {}
-    monkeypatch.setattr(train.Run, 'evaluate', lambda run, stop: dict(train=1.0, val=values.get(run.iter_num, 9.0)))
+
+    def evaluate(run, stop):
+        return dict(train=1.0, val=values.get(run.iter_num, 9.0))
+    monkeypatch.setattr(train.Run, 'evaluate', evaluate)
     return values
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The iterations at which a checkpoint was written."""
+    written, plain = [], torch.save
+
+    def save(checkpoint, f):
+        written.append(checkpoint['iter_num'])
+        plain(checkpoint, f)
+    monkeypatch.setattr(torch, 'save', save)
+    return written
 
 
 @pytest.fixture(scope='session')
 def trained(tmp_path_factory, data_root):
-    """Folders with a checkpoint of each kind, by name, trained once. Not to be written to."""
+    """Folders with trained checkpoints, by name. Read-only: tests copy them."""
     folders = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, 'DATA_ROOT', data_root)

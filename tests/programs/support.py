@@ -1,4 +1,4 @@
-"""A tiny character data set, tiny configs, and ways to run train.py and sample.py on them, here or as processes."""
+"""A tiny character data set, tiny configs, and train.py and sample.py run on them."""
 import json
 import os
 import signal
@@ -17,15 +17,18 @@ from data.making.writer import write_dataset
 
 ROOT = Path(train.__file__).resolve().parent
 ALPHABET = '\n abcdefghij'
-TINY = dict(dataset='tiny', device='cpu', compile=False, n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=4,
-            gradient_accumulation_steps=1, max_iters=20, lr_decay_iters=20, warmup_iters=2, learning_rate=1e-2,
-            min_lr=1e-3, eval_interval=10, eval_iters=2)
+TINY = dict(
+    dataset='tiny', device='cpu', compile=False, n_layer=2, n_head=2, n_embd=16, block_size=16,
+    batch_size=4, gradient_accumulation_steps=1, max_iters=20, lr_decay_iters=20, warmup_iters=2,
+    learning_rate=1e-2, min_lr=1e-3, eval_interval=10, eval_iters=2)
 VANILLA = dict(TINY)
-FULL_STACK = dict(TINY, n_layer=7, n_kv_head=1, layer_pattern='LLLLLG', window_size=4, kv_share='AABBBC',
-                  share_global_kv=True, pos_embedding='rope', qk_norm=True)
-HARD = dict(dropout=0.1, gradient_accumulation_steps=2)  # every random number matters, and so does the data position
+FULL_STACK = dict(
+    TINY, n_layer=7, n_kv_head=1, layer_pattern='LLLLLG', window_size=4, kv_share='AABBBC',
+    share_global_kv=True, pos_embedding='rope', qk_norm=True)
+# with these, the losses depend on every random number and on the data position
+HARD = dict(dropout=0.1, gradient_accumulation_steps=2)
 BOTH = pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
-# the program, but for the folder that holds its data sets
+# run a program with another folder of data sets
 LAUNCH = ('import sys, pathlib, configurator, interop.load, {0} as program; '
           'program.DATA_ROOT = interop.load.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
           'configurator.run_program(program.main)')
@@ -36,15 +39,17 @@ def flags(settings: dict) -> list[str]:
 
 
 def tiny_tokens(n: int) -> np.ndarray:
-    """Mostly the alphabet in order, with noise: something to learn, and never quite."""
-    rng = np.random.default_rng(7)
-    return np.where(rng.random(n) < 0.2, rng.integers(len(ALPHABET), size=n), np.arange(n) % len(ALPHABET))
+    """The alphabet in order with 20% noise: it can be learned, but not to a loss of zero."""
+    rng, letters = np.random.default_rng(7), len(ALPHABET)
+    noisy = rng.random(n) < 0.2
+    return np.where(noisy, rng.integers(letters, size=n), np.arange(n) % letters)
 
 
 def make_tiny(root):
     meta = {'vocab_size': len(ALPHABET), 'stoi': {c: i for i, c in enumerate(ALPHABET)},
             'itos': dict(enumerate(ALPHABET))}
-    write_dataset(root / 'tiny', {'train': tiny_tokens(2000), 'val': tiny_tokens(400)}, meta)
+    tokens = {'train': tiny_tokens(2000), 'val': tiny_tokens(400)}
+    write_dataset(root / 'tiny', tokens, meta)
 
 
 def run_train(out_dir, config=VANILLA, **overrides):
@@ -65,12 +70,25 @@ def raise_signal(number):
     return lambda: os.kill(os.getpid(), number)
 
 
+def no_links(*_):
+    raise OSError('a file system without hard links')
+
+
 class Died(BaseException):
-    """Stands for kill -9: nothing in the program may catch it."""
+    """Stands for kill -9: the program must not catch it."""
 
 
 def die():
     raise Died
+
+
+def kept(folder) -> dict[str, int]:
+    """The iteration of every checkpoint in the folder, by file name."""
+    return {path.name: load(path)['iter_num'] for path in sorted(folder.glob('*.pt'))}
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def load(path) -> dict:
@@ -86,18 +104,29 @@ def assert_same_weights(a, b):
 def run_sample(capsys, **overrides):
     """sample.py's standard output."""
     capsys.readouterr()
-    sample.main(flags(dict(device='cpu', start='ab', max_new_tokens=12, num_samples=1) | overrides))
+    settings = dict(device='cpu', start='ab', max_new_tokens=12, num_samples=1)
+    sample.main(flags(settings | overrides))
     return capsys.readouterr().out
 
 
-def _heed_ctrl_c():
-    """The tests may run where SIGINT is ignored, as after `nohup`, and a process inherits that."""
+def _default_sigint():
+    """After `nohup` SIGINT is ignored, and processes inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start_program(name, *args, data_root=None):
-    """train.py or sample.py as a process of its own, as a shell would start it (or on another data folder)."""
-    command = [str(ROOT / f'{name}.py')] if data_root is None else ['-c', LAUNCH.format(name), str(data_root)]
+def start_program(name, *args, data_root=None, before='', torchrun=()):
+    """train.py or sample.py as a separate process.
+
+    data_root: the folder with its data sets; before: code to run first (with a data_root);
+    torchrun: its options, to start the program with it.
+    """
+    command = [str(ROOT / f'{name}.py')]
+    if data_root is not None:
+        command = ['-c', before + LAUNCH.format(name), str(data_root)]
+    command = [sys.executable, *command, *map(str, args)]
+    if torchrun:
+        launcher = [sys.executable, '-m', 'torch.distributed.run']
+        command = [*launcher, *torchrun, '--no-python', *command]
     env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT), PYTHONUNBUFFERED='1')
-    return subprocess.Popen([sys.executable, *command, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env=env, preexec_fn=_heed_ctrl_c)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=env, preexec_fn=_default_sigint)

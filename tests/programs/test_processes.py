@@ -3,54 +3,34 @@ import signal
 
 import pytest
 
-from tests.programs.support import FULL_STACK, VANILLA, flags, load, losses, start_program
+from tests.programs.support import FULL_STACK, contents, flags, load, losses, start_program
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [
+    signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_exits_with_status_0(tmp_path, data_root, number):
     settings = FULL_STACK | dict(out_dir=tmp_path, max_iters=100000, lr_decay_iters=100000)
     process = start_program('train', *flags(settings), data_root=data_root)
-    lines = []
     for line in process.stdout:
-        lines.append(line)
         if line.startswith('iter 3:'):
             process.send_signal(number)
             break
     rest, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, '')
-    last = rest.splitlines()[-1]
     n = load(tmp_path / 'ckpt.pt')['iter_num']
-    assert last == f'{number.name}: saved iteration {n} to {tmp_path / "ckpt.pt"}; go on with --init_from=resume'
+    assert rest.splitlines()[-1] == (f'{number.name}: saved iteration {n} to {tmp_path}/ckpt.pt; '
+                                     'go on with --init_from=resume')
     assert n > 3 and [i for i, _ in losses(tmp_path)] == list(range(n))
-
-
-def test_kill_9_in_the_middle_of_it_leaves_a_checkpoint_to_resume_from(tmp_path, data_root):
-    settings = VANILLA | dict(out_dir=tmp_path, max_iters=100000, lr_decay_iters=100000, eval_interval=1, eval_iters=1)
-    process = start_program('train', *flags(settings), data_root=data_root)
-    for line in process.stdout:
-        if line.startswith('iter 5:'):
-            process.kill()
-            break
-    process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL
-    assert load(tmp_path / 'ckpt.pt')['iter_num'] >= 5
+    assert contents(tmp_path).keys() - {'ckpt_best.pt'} == {'ckpt.pt', 'metrics.jsonl'}
 
 
 @pytest.mark.parametrize('program, args, named', [
-    ('train', ['--learnin_rate=1'], "'learning_rate'"),
-    ('train', ['config/train_mqa_local.py', '--dataset=shakespeare_work', '--out_dir=nanokv-never'],
+    ('train', ['config/train_mqa_local.py', '--dataset=shakespeare_work', '--out_dir=not-created'],
      "'shakespeare_works'"),
-    ('sample', ['--out_dir=/no/such/folder'], '/no/such/folder/ckpt.pt'),
-])
+    pytest.param('sample', ['--out_dir=/no/such/folder'], '/no/such/folder/ckpt.pt',
+                 marks=pytest.mark.slow)])
 def test_wrong_input_is_one_line_and_status_2(program, args, named):
     process = start_program(program, *args)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert err.startswith('error: ') and err.count('\n') == 1 and named in err
-
-
-def test_help_of_the_program_itself_shows_examples_and_exits_0():
-    process = start_program('train', '--help')
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, '')
-    assert 'python train.py config/train_mqa_local.py' in out and '--layer_pattern=' in out
