@@ -1,13 +1,39 @@
 """Blocks: what the savings cost, from the ladders."""
 import json
 
-from lab.ablation.tables import plus_minus, short
-from lab.pages.blocks import RESULTS, block, first_seed, load, mean, prose, rows_of
+from lab.ablation.tables import plus_minus
+from lab.pages.blocks import RESULTS, block, first_seed, load, mean, prose, rows_of, table
+
+
+ROW_NAMES = {'+ KV shared by 2/3': '+ KV shared by 2 or 3 layers',
+             '+ global KV tied': '+ both global layers share one slot',
+             '+ wider heads and MLP': '+ wider heads and MLP (parameters restored)'}
 
 
 @block
 def ladder() -> str:
-    return short(load('ablate_shakespeare/results')).markdown().strip()
+    rows = []
+    for row in load('ablate_shakespeare/results')['rows']:
+        if row['side']:
+            continue
+        kv, loss = row['kv'], row['val_loss']
+        rows.append(f"| {ROW_NAMES.get(row['name'], row['name'])} | {row['params'] / 1e6:.2f}M "
+                    f"| {kv['bytes_per_token'] * kv['T']:,.0f} | {kv['smaller']:.1f}x "
+                    f"| {loss['mean']:.4f} ({loss['sd']:.4f}) "
+                    f"| {plus_minus(row.get('against_baseline'))} |")
+    return table('| row | parameters | KV bytes | times smaller | validation loss '
+                 '| loss minus that of `+ qk_norm` |', rows)
+
+
+@block
+def recall_short() -> str:
+    rows = rows_of('ablate_recall')
+    far = {name: 100 * row['recall']['accuracy']['47']['mean'] for name, row in rows.items()}
+    full, local = rows['+ int8 KV'], far['local layers only']
+    return prose(
+        f"""Memory that is needed is there: on a task that asks for a token 47 positions back, where
+        local layers together reach {full['recall']['local_reach']}, the full stack names
+        {far['+ int8 KV']:.0f}% right, local layers alone {local:.1f}%.""")
 
 
 @block

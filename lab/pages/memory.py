@@ -41,10 +41,11 @@ def demo_report() -> str:
 
 
 def demo() -> list[str]:
-    """The sampled text and the report that `make demo` printed."""
+    """The beginnings of a sampled text and of the report that `make demo` printed."""
     printed = (RESULTS / 'demo' / 'sample.txt').read_text(encoding='utf-8')
-    text = printed.split('---------------\n')[1].strip('\n') + '\n'
-    return [text, re.search(r'KV cache, as allocated.*?weights \S+ .*?\n', printed, re.DOTALL)[0]]
+    text = printed.split('---------------\n')[1].strip('\n').partition('\n\n')[0] + '\n'
+    report = re.search(r'KV cache, as allocated.*?smaller than vanilla .*?\n', printed, re.DOTALL)
+    return [text, report[0]]
 
 
 @block
@@ -88,18 +89,18 @@ def vllm_kv() -> str:
 CORE = [('kv/plan.py', 'which layers are local, which share a slot, and what that costs in bytes'),
         ('kv/slots.py', 'how a slot is stored: every position, or a ring of the last W'),
         ('kv/int8.py', 'int8 with one scale per position and head'),
-        ('kv/cache.py', 'a step of the cache: `begin`, then `attend` in each layer, then `commit`'),
+        ('kv/cache.py', 'a forward pass through the cache: append to a slot, attend'),
         ('attention/', 'causal and sliding-window attention, cached attention, RoPE'),
-        ('model.py', "the GPT: nanoGPT's file with a plan"),
-        ('generate.py', 'the generation loop and the sampler'),
-        ('train.py', 'the training loop; `training/` has the parts'),
-        ('sample.py', 'sampling, with the KV report')]
+        ('model.py', "nanoGPT's model.py, with the KV plan"),
+        ('generate.py', 'the generation loop and the sampler')]
 
 
 @block
 def reading_path() -> str:
     rows = [f'| [`{name}`]({name}) | {round(n_lines(ROOT / name), -1)} | {what} |'
             for name, what in CORE]
+    total = sum(n_lines(ROOT / name) for name, _ in CORE)
+    rows.append(f'| all of these | {round(total, -1):,} | |')
     return table('| file | lines | what it says |', rows).replace('---:|---:|', '---:|---|')
 
 

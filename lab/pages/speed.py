@@ -26,14 +26,14 @@ def speed_table() -> str:
                 f"{speed(cell, 'vanilla float32'):.0f} tokens/s "
                 f"| {ratio(cell, 'vanilla float32'):.1f}x |")
     [_, cell] = cells('against-llama.cpp-int8-b1')
-    rows.append(f"| vanilla GPT-2's weights, batch 1, context 900 | {tpot(cell, 'ours'):.1f} "
-                f"ms/token | llama.cpp Q8_0: {tpot(cell, 'llama.cpp q8_0'):.1f} ms "
+    rows.append(f"| decode of vanilla GPT-2, batch 1, context 900 | {tpot(cell, 'ours'):.1f} "
+                f"ms/token | llama.cpp, the same model in Q8_0: {tpot(cell, 'llama.cpp q8_0'):.1f} ms "
                 f"| {ratio(cell, 'llama.cpp q8_0'):.1f}x |")
     [cell] = cells('against-vllm')
     rows.append(f"| 32 requests of 64 + 64 tokens | {speed(cell, 'ours'):,.0f} tokens/s "
-                f"| vLLM, bfloat16: {speed(cell, 'vllm'):,.0f} tokens/s "
+                f"| vLLM, the same model in bfloat16: {speed(cell, 'vllm'):,.0f} tokens/s "
                 f"| {ratio(cell, 'vllm'):.1f}x |")
-    return table('| work | nanoKV, int8 | against | faster |', rows)
+    return table('| work | nanoKV, int8 | against | ratio |', rows)
 
 
 @block
