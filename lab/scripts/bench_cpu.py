@@ -7,7 +7,6 @@
 
 Ctrl-C keeps the finished files.
 """
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,20 +62,18 @@ BENCHES = {
 }
 
 
-def result(name: str) -> Path:
-    return RESULTS / f'{name}.json'
+PATHS = {name: RESULTS / f'{name}.json' for name in BENCHES}
 
 
 def write_page() -> None:
     """results/cpu/README.md from the files that are there."""
-    command = [sys.executable, '-m', 'lab.benchmarks.table',
-               *(str(result(name)) for name in BENCHES if result(name).exists())]
-    page = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, encoding='utf-8',
-                          env=os.environ | {'PYTHONIOENCODING': 'utf-8'})
-    (RESULTS / 'README.md').write_text(page.stdout, encoding='utf-8')
+    found = [str(path) for path in PATHS.values() if path.exists()]
+    command = [sys.executable, '-X', 'utf8', '-m', 'lab.benchmarks.table', *found]
+    page = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    (RESULTS / 'README.md').write_bytes(page)
 
 
-def main(names: list[str]) -> int:
+def main(names: list[str]) -> int | str:
     if '--list' in names:
         print('\n'.join(f'{name}: python bench.py {args}' for name, args in BENCHES.items()))
         return 0
@@ -90,23 +87,18 @@ def main(names: list[str]) -> int:
         return 2
     failed = []
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for name in names or [name for name in BENCHES if not result(name).exists()]:
+    for name in names or [name for name in BENCHES if not PATHS[name].exists()]:
         print(f'== {name}', flush=True)
         command = [sys.executable, 'bench.py', *BENCHES[name].split(), '--device=cpu',
-                   f'--save={result(name)}']
+                   f'--save={PATHS[name]}']
         if subprocess.run(command, cwd=ROOT).returncode:
             failed.append(name)
     write_page()
-    if failed:
-        print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    return 0
+    return f"error: failed: {', '.join(failed)}" if failed else 0
 
 
 if __name__ == '__main__':
     try:
         raise SystemExit(main(sys.argv[1:]))
     except (KeyboardInterrupt, subprocess.CalledProcessError) as e:
-        interrupted = isinstance(e, KeyboardInterrupt)
-        print('interrupted' if interrupted else f'error: {e}', file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(f'error: {e}' if str(e) else 'interrupted') from None
