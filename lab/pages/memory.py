@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 from kv import capacity
 from lab.pages.blocks import RESULTS, ROOT, block, load, prose, table
@@ -27,15 +26,19 @@ def kv_bytes() -> str:
                  rows)
 
 
+def verbatim(text: str) -> str:
+    return '\n'.join(['```', *(line.rstrip() for line in text.splitlines()), '```'])
+
+
 @block
 def demo_text() -> str:
-    return '```\n' + demo()[0] + '```'
+    return verbatim(demo()[0])
 
 
 @block
 def demo_report() -> str:
     minutes = re.search(r'(\d+ min \d+ s) in all', (RESULTS / 'demo/sample.txt').read_text())[1]
-    return (f'```\n{demo()[1]}```\n\n'
+    return (verbatim(demo()[1]) + '\n\n'
             + prose(f'(2 cores of an AMD EPYC; all of `make demo`, installation included, took '
                     f'{minutes} there.)'))
 
@@ -43,7 +46,7 @@ def demo_report() -> str:
 def demo() -> list[str]:
     """The sampled text and the report that `make demo` printed."""
     printed = (RESULTS / 'demo' / 'sample.txt').read_text(encoding='utf-8')
-    text = printed.split('---------------\n')[1].strip('\n') + '\n'
+    text = printed.split('---------------\n')[1].strip('\n')
     return [text, re.search(r'KV cache, as allocated.*?weights \S+ .*?\n', printed, re.DOTALL)[0]]
 
 
@@ -54,8 +57,7 @@ def plan_report() -> str:
                '--budget=1GB']
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True,
                           env=os.environ | {'COLUMNS': '120'})
-    lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
-    return '```\n' + '\n'.join(lines) + '\n```'
+    return verbatim(done.stdout.strip())
 
 
 @block
@@ -68,10 +70,9 @@ def capacity_example() -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         capacity.main([str(ROOT / config), *options])
-    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
     wrapped = textwrap.fill(f'python -m kv.capacity {command}', 96, break_on_hyphens=False)
     shown = wrapped.replace('\n', ' \\\n  ')
-    return f'```sh\n{shown}\n```\n\n```\n' + '\n'.join(lines) + '\n```'
+    return f'```sh\n{shown}\n```\n\n' + verbatim(printed.getvalue())
 
 
 @block
@@ -98,12 +99,9 @@ CORE = [('kv/plan.py', 'which layers are local, which share a slot, and what tha
 
 @block
 def reading_path() -> str:
-    rows = [f'| [`{name}`]({name}) | {round(n_lines(ROOT / name), -1)} | {what} |'
-            for name, what in CORE]
+    rows = []
+    for name, what in CORE:  # a file, or the Python files directly in a folder
+        files = (ROOT / name).glob('*.py') if name.endswith('/') else [ROOT / name]
+        n_lines = sum(len(file.read_text(encoding='utf-8').splitlines()) for file in files)
+        rows.append(f'| [`{name}`]({name}) | {round(n_lines, -1)} | {what} |')
     return table('| file | lines | what it says |', rows).replace('---:|---:|', '---:|---|')
-
-
-def n_lines(path: Path) -> int:
-    """Lines of a file, or of the Python files directly in a folder."""
-    files = [path] if path.is_file() else sorted(path.glob('*.py'))
-    return sum(len(file.read_text(encoding='utf-8').splitlines()) for file in files)

@@ -17,19 +17,15 @@ RESULTS = ROOT / 'results' / 'cpu'
 FULL = 'config/train_gpt2_mqa_local.py --mode='
 STORED_INT8 = ' --weight_dtype=int8 --kv_dtype=int8'
 INT8 = STORED_INT8 + ' --against=vanilla_float32'
-B1 = ' --batch_sizes=1 --contexts=1024,4096,16384,32768'
-B4 = ' --batch_sizes=4 --contexts=1024,4096,16384'
-B16 = ' --batch_sizes=16 --contexts=1024,4096'
+CONTEXTS = {1: '1024,4096,16384,32768', 4: '1024,4096,16384', 16: '1024,4096'}
+DECODE = {f'b{batch}': f' --batch_sizes={batch} --contexts={contexts}'
+          for batch, contexts in CONTEXTS.items()}
 VLLM = FULL + ('serve --against=vllm --batch_sizes=16 --contexts=64 --requests=32 '
                '--output_lengths=64')
 PEER = '--mode=decode --steps=32 --against='
 BENCHES = {
-    'decode-b1': FULL + 'decode --against=vanilla' + B1,
-    'decode-b4': FULL + 'decode --against=vanilla' + B4,
-    'decode-b16': FULL + 'decode --against=vanilla' + B16,
-    'decode-int8-b1': FULL + 'decode' + B1 + INT8,
-    'decode-int8-b4': FULL + 'decode' + B4 + INT8,
-    'decode-int8-b16': FULL + 'decode' + B16 + INT8,
+    **{f'decode-{b}': FULL + 'decode --against=vanilla' + DECODE[b] for b in DECODE},
+    **{f'decode-int8-{b}': FULL + 'decode' + DECODE[b] + INT8 for b in DECODE},
     'decode-int8-kv': FULL + 'decode --batch_sizes=1,4,16 --contexts=1024,4096,16384 '
                              '--kv_dtype=int8 --against=float32_kv',
     'decode-1GB': FULL + 'decode --contexts=4096 --budget=1GB' + INT8,

@@ -92,7 +92,6 @@ class Check:
                  for name in names if only(name)]
         workers = self.supervisor(part, 'lab.scripts.gpu.run_tests')
         workers.run(cells, TEST_PROCESSES, TESTS_A_PROCESS)
-        self.keep()
 
     def keep(self) -> None:
         """Write the table and the archive of details, as far as the disk has room."""

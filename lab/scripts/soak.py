@@ -59,7 +59,7 @@ def make_data(root: Path) -> None:
     write_dataset(root / 'soak', splits, meta)
 
 
-class Child:
+class Child(subprocess.Popen):
     """train.py as a process on the synthetic data, writing to `out_dir`."""
 
     def __init__(self, folder: Path, out_dir: Path):
@@ -70,18 +70,15 @@ class Child:
         flags = [f'--{name}={value}' for name, value in settings.items()]
         command = [sys.executable, __file__, '--child', str(folder / 'data'), *flags]
         with open(self.log, 'w') as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            super().__init__(command, stdout=log, stderr=subprocess.STDOUT)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
+    def __exit__(self, *error):
+        self.kill()
+        super().__exit__(*error)
 
     def ended(self) -> bool:
         """Whether training has finished. UserError: it ended with an error."""
-        status = self.process.poll()
+        status = self.poll()
         if status:
             last = self.log.read_text().strip().rpartition('\n')[2]
             raise UserError(f'training ended with status {status}: {last}')
@@ -94,7 +91,7 @@ class Child:
 
     def writing(self) -> bool:
         """Whether it is writing a checkpoint, or was when it died."""
-        return (self.out_dir / f'.ckpt.pt.{self.process.pid}.tmp').exists()
+        return (self.out_dir / f'.ckpt.pt.{self.pid}.tmp').exists()
 
 
 def train_to_end(folder: Path, out_dir: Path, show) -> None:
@@ -128,8 +125,8 @@ def train_and_kill(folder: Path, out_dir: Path, when: str, delay: float, limit: 
             time.sleep(0.0005)
         else:
             return None
-        child.process.kill()
-        child.process.wait()
+        child.kill()
+        child.wait()
         found = peek(out_dir / 'ckpt.pt')
         return {'when': when, 'iteration': child.reached(), 'inside': child.writing(),
                 'resumed': found[1] if found else 0}

@@ -38,8 +38,6 @@ REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests
              '--batch_size=2', '--compile=False', '--attention_backend=auto']
 
 
-# -- a captured step, against the plain one --------------------------------------------------------
-
 @torch.inference_mode()
 def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dict:
     """Logits of five captured steps at batch 1 and 64, in float32 with tf32 off, against plain
@@ -84,8 +82,6 @@ def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dic
     return result
 
 
-# -- speed -----------------------------------------------------------------------------------------
-
 def bench(machine, args: list[str]) -> dict:
     """One run of bench.py."""
     args = [*args, *([] if machine.real else REHEARSED), f'--device={machine.device}']
@@ -119,8 +115,7 @@ def profile(machine, what: str, batch: int, context: int = 0) -> dict:
     with torch.profiler.profile(activities=activities) as profiler:
         call()
     slowest = f"self_{'device' if machine.real else 'cpu'}_time_total"
-    averages = profiler.key_averages()
-    table = averages.table(sort_by=slowest, row_limit=30, max_name_column_width=60)
+    table = profiler.key_averages().table(slowest, row_limit=30, max_name_column_width=60)
     folder = Path(os.environ.get('GPU_CHECK_DETAIL', tempfile.gettempdir()))
     with contextlib.suppress(OSError):  # a full disk
         profiler.export_chrome_trace(str(folder / f'trace-{what}.json.gz'))
