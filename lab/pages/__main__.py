@@ -28,16 +28,16 @@ def main(argv=None) -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--check', action='store_true', help='write nothing')
     args = parser.parse_args(argv)
-    stale = 0
+    status = 0
     for page in pages():
         old = page.read_text(encoding='utf-8')
         new = rewritten(old)
         if new != old:
-            stale += 1
             print(f"{page.relative_to(ROOT)}: {'out of date' if args.check else 'rewritten'}")
+            status = int(args.check)
             if not args.check:
                 page.write_text(new, encoding='utf-8')
-    raise SystemExit(1 if args.check and stale else 0)
+    raise SystemExit(status)
 
 
 if __name__ == '__main__':

@@ -72,8 +72,7 @@ def int8_loss() -> str:
     rows = rows_of('ablate_shakespeare')
     most = max(map(abs, rows['+ int8 KV']['against_above']['each']))
     added = rows['int8 weights']['against_above']['mean']
-    return prose(
-        f"""K and V in int8 (`--kv_dtype=int8`) change the loss of these models by at most
+    return prose(f"""K and V in int8 (`--kv_dtype=int8`) change the loss of these models by at most
         {rounded_up(most)} nats, without training for it. Weights and activations in int8
         (`--weight_dtype=int8`) add {added:.5f} (three seeds).""")
 
@@ -110,22 +109,22 @@ def layer_order() -> str:
     first, full = rows['global first: GLLLLL/ABBCCC'], rows['+ wider heads and MLP']
     return prose(
         f"""`LLLLLG`/`AABBBC` and `GLLLLL`/`ABBCCC` both recall everything, tied and (seed 1)
-        untied. On Shakespeare they cannot be told apart: {mean(first):.4f} with the global layer first,
-        {mean(full):.4f} with it last, difference {plus_minus(first['against_above'])} (three
-        seeds). The default is `LLLLLG`: K and V of a tied layer 0 would be functions of single tokens.""")
+        untied. On Shakespeare they cannot be told apart: {mean(first):.4f} with the global layer
+        first, {mean(full):.4f} with it last, difference {plus_minus(first['against_above'])} (three
+        seeds). The default is `LLLLLG`: K and V of a tied layer 0 would be functions of single
+        tokens.""")
 
 
 @block
 def muon() -> str:
     rows = rows_of('ablate_shakespeare')
     full, half, short_run = (rows[name] for name in ('Muon', 'Muon, 500 steps', 'Muon, 400 steps'))
-    return prose(
-        f"""In the Shakespeare ladder (full stack, 2.4M parameters, learning rate 6e-3, three seeds)
-        AdamW reaches a loss of {mean(rows['+ wider heads and MLP']):.3f} in 1,000 steps; Muon
-        reaches {mean(short_run):.3f} in 400 steps, {mean(half):.3f} in 500 and {mean(full):.3f} in
-        1,000: it needs at most half the steps. On the baseline with full memory Muon reaches
-        {first_seed(rows['qk_norm, Muon']):.3f}, AdamW {first_seed(rows['+ qk_norm']):.3f}
-        (seed 1).""")
+    return prose(f"""In the Shakespeare ladder (full stack, 2.4M parameters, learning rate 6e-3,
+        three seeds) AdamW reaches a loss of {mean(rows['+ wider heads and MLP']):.3f} in 1,000
+        steps; Muon reaches {mean(short_run):.3f} in 400 steps, {mean(half):.3f} in 500 and
+        {mean(full):.3f} in 1,000: it needs at most half the steps. On the baseline with full memory
+        Muon reaches {first_seed(rows['qk_norm, Muon']):.3f}, AdamW
+        {first_seed(rows['+ qk_norm']):.3f} (seed 1).""")
 
 
 @block
@@ -133,9 +132,8 @@ def int8_matmuls() -> str:
     rows = rows_of('ablate_shakespeare')
     names = ('int8 products', 'int8 in training', '+ wider heads and MLP')
     products, kv_only, full = (first_seed(rows[name]) for name in names)
-    return prose(
-        f"""In the Shakespeare ladder, with seed 1, int8 matmuls and rounded K and V reach a loss of
-        {products:.3f}, rounded K and V alone {kv_only:.3f}, and float32 {full:.3f}.""")
+    return prose(f"""In the Shakespeare ladder, with seed 1, int8 matmuls and rounded K and V reach
+        a loss of {products:.3f}, rounded K and V alone {kv_only:.3f}, and float32 {full:.3f}.""")
 
 
 @block
@@ -144,9 +142,8 @@ def uptraining() -> str:
     to_mqa, to_all = (rows[f'uptrained to {name}'] for name in ('MQA', 'all but wider heads'))
     mqa, everything = (row['against_above']['mean'] for row in (to_mqa, to_all))
     share = to_mqa['iterations'] / to_mqa['recovery']['scratch']['iterations']
-    return prose(
-        f"""After {share:.0%} of the steps our small models are still {mqa:.3f} nats (MQA) and
-        {everything:.3f} nats (all but wider heads) behind the same memory trained from scratch
+    return prose(f"""After {share:.0%} of the steps our small models are still {mqa:.3f} nats (MQA)
+        and {everything:.3f} nats (all but wider heads) behind the same memory trained from scratch
         (seed 1, `results/ablate_shakespeare/recovery.png`).""")
 
 
@@ -156,9 +153,8 @@ def contexts() -> str:
     found = {(row['model'], row['context']): row['bits_per_byte'] for row in map(json.loads, lines)}
     demo_short, demo_long = (found['out-mqa-local', T] for T in (256, 8192))
     rope_short, rope_long = (found['out-rope-mha', T] for T in (256, 8192))
-    return prose(
-        f"""The demo model, trained on 256 characters, predicts held-out text as well with 8,192
-        characters of context ({demo_long:.4f} bits per byte) as with 256 ({demo_short:.4f}). The
-        same model with RoPE and all of the memory goes from {rope_short:.4f} to {rope_long:.4f}
+    return prose(f"""The demo model, trained on 256 characters, predicts held-out text as well with
+        8,192 characters of context ({demo_long:.4f} bits per byte) as with 256 ({demo_short:.4f}).
+        The same model with RoPE and all of the memory goes from {rope_short:.4f} to {rope_long:.4f}
         (one seed each, 60,000 characters; `make contexts`). So `chat.py` and `serve.py` allow
         models with RoPE and windows up to 32 times their `block_size`, at most 8,192 tokens.""")

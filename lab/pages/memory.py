@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 from kv import capacity
 from lab.pages.blocks import RESULTS, ROOT, block, load, prose, table
@@ -27,15 +26,19 @@ def kv_bytes() -> str:
                  rows)
 
 
+def verbatim(text: str) -> str:
+    return '\n'.join(['```', *(line.rstrip() for line in text.splitlines()), '```'])
+
+
 @block
 def demo_text() -> str:
-    return '```\n' + demo()[0] + '```'
+    return verbatim(demo()[0])
 
 
 @block
 def demo_report() -> str:
     minutes = re.search(r'(\d+ min \d+ s) in all', (RESULTS / 'demo/sample.txt').read_text())[1]
-    return (f'```\n{demo()[1]}```\n\n'
+    return (verbatim(demo()[1]) + '\n\n'
             + prose(f'(2 cores of an AMD EPYC; all of `make demo`, installation included, took '
                     f'{minutes} there.)'))
 
@@ -43,7 +46,7 @@ def demo_report() -> str:
 def demo() -> list[str]:
     """The beginnings of a sampled text and of the report that `make demo` printed."""
     printed = (RESULTS / 'demo' / 'sample.txt').read_text(encoding='utf-8')
-    text = printed.split('---------------\n')[1].strip('\n').partition('\n\n')[0] + '\n'
+    text = printed.split('---------------\n')[1].strip('\n').partition('\n\n')[0]
     report = re.search(r'KV cache, as allocated.*?smaller than vanilla .*?\n', printed, re.DOTALL)
     return [text, report[0]]
 
@@ -55,8 +58,7 @@ def plan_report() -> str:
                '--budget=1GB']
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True,
                           env=os.environ | {'COLUMNS': '120'})
-    lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
-    return '```\n' + '\n'.join(lines) + '\n```'
+    return verbatim(done.stdout.strip())
 
 
 @block
@@ -69,10 +71,9 @@ def capacity_example() -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         capacity.main([str(ROOT / config), *options])
-    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
     wrapped = textwrap.fill(f'python -m kv.capacity {command}', 96, break_on_hyphens=False)
     shown = wrapped.replace('\n', ' \\\n  ')
-    return f'```sh\n{shown}\n```\n\n```\n' + '\n'.join(lines) + '\n```'
+    return f'```sh\n{shown}\n```\n\n' + verbatim(printed.getvalue())
 
 
 @block
@@ -102,9 +103,3 @@ def reading_path() -> str:
     total = sum(n_lines(ROOT / name) for name, _ in CORE)
     rows.append(f'| all of these | {round(total, -1):,} | |')
     return table('| file | lines | what it says |', rows).replace('---:|---:|', '---:|---|')
-
-
-def n_lines(path: Path) -> int:
-    """Lines of a file, or of the Python files directly in a folder."""
-    files = [path] if path.is_file() else sorted(path.glob('*.py'))
-    return sum(len(file.read_text(encoding='utf-8').splitlines()) for file in files)

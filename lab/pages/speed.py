@@ -48,9 +48,8 @@ def decode() -> str:
 def budget() -> str:
     [cell] = cells('decode-1GB')
     ours, vanilla = (cell['sides'][name]['batch'] for name in ('ours', 'vanilla float32'))
-    return prose(
-        f"""1 GB of KV memory holds {ours:,} sequences of 4,096 tokens against {vanilla}, and
-        together they make {ratio(cell, 'vanilla float32'):.1f} times the tokens per second
+    return prose(f"""1 GB of KV memory holds {ours:,} sequences of 4,096 tokens against {vanilla},
+        and together they make {ratio(cell, 'vanilla float32'):.1f} times the tokens per second
         ({speed(cell, 'ours'):,.0f} against {speed(cell, 'vanilla float32'):.1f}).""")
 
 
@@ -89,11 +88,10 @@ def other_engines() -> str:
 @block
 def batching() -> str:
     [cell] = cells('serve')
-    return prose(
-        f"""64 requests of 16 to 247 new tokens (prompts of 64, 16 rows, float32): continuous
-        batching makes {ratio(cell, 'static'):.2f} times the tokens per second of static batches,
-        and {ratio(cell, 'static engine'):.2f} times those of the same engine when it admits
-        requests only to an empty batch. Every text is the same.""")
+    return prose(f"""64 requests of 16 to 247 new tokens (prompts of 64, 16 rows, float32):
+        continuous batching makes {ratio(cell, 'static'):.2f} times the tokens per second of static
+        batches, and {ratio(cell, 'static engine'):.2f} times those of the same engine when it
+        admits requests only to an empty batch. Every text is the same.""")
 
 
 @block
@@ -121,5 +119,5 @@ def conversations() -> str:
         (int8 K/V, blocks of 64, batch 1).""",
         f"""Of {chat['dialogues']} such dialogues ({chat['requests']} requests; edits, forks, users
         who leave and return) {hits[100]:.0%} of the prompt tokens are reused, {hits[50]:.0%} in
-        half the memory, {hits[25]:.0%} in a quarter. Measured on 2 cores of an Intel Xeon at 2.80 GHz,
-        before the C++ decode step.""")
+        half the memory, {hits[25]:.0%} in a quarter. Measured on 2 cores of an Intel Xeon at 2.80
+        GHz, before the C++ decode step.""")

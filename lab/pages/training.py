@@ -44,10 +44,9 @@ def optimizers() -> str:
     adamw, muon_row, eight, host = (found[name] for name in (
         'adamw', 'muon', 'adamw8bit', 'adamw, offload_optimizer'))
     states = [f"{row['state_bytes'] / 1e6:.0f}" for row in (adamw, muon_row, eight)]
-    return prose(
-        f"""Measured with GPT-2 124M's shape (float32, 2 cores of an AMD EPYC, batch 1, T=256, the
-        third step): the state takes {states[0]}, {states[1]} and {states[2]} MB, and with AdamW on
-        the host none ({host['host_bytes'] / 1e9:.2f} GB there); the update takes
+    return prose(f"""Measured with GPT-2 124M's shape (float32, 2 cores of an AMD EPYC, batch 1,
+        T=256, the third step): the state takes {states[0]}, {states[1]} and {states[2]} MB, and
+        with AdamW on the host none ({host['host_bytes'] / 1e9:.2f} GB there); the update takes
         {1000 * adamw['update_seconds']:.0f} ms, {muon_row['update_seconds']:.1f} s (Muon's matmuls
         are meant for GPUs), {eight['update_seconds']:.1f} s (so is the 8-bit kernel) and
         {1000 * host['update_seconds']:.0f} ms.""")
@@ -58,20 +57,18 @@ def loader() -> str:
     found = load('cpu/loader')
     shares = [row['share'] for row in found['alone'].values()]
     step = found['step']
-    return prose(
-        f"""With 10 GB of shards that are not in the page cache (2 cores of an AMD EPYC), a step of
-        GPT-2 124M's shape (float32, B=1, T=1,024, {step['seconds']:.1f} s) waits
+    return prose(f"""With 10 GB of shards that are not in the page cache (2 cores of an AMD EPYC), a
+        step of GPT-2 124M's shape (float32, B=1, T=1,024, {step['seconds']:.1f} s) waits
         {100 * step['share']:.3f}% of its time for its batch. A program that only asks for batches,
         {found['faster']} times as often, waits {100 * min(shares):.2f} to {100 * max(shares):.2f}%
-        in any order. Reading all of the data once adds
-        {found['memory']['growth_bytes'] / 1e6:.0f} MB to the process.""")
+        in any order. Reading all of the data once adds {found['memory']['growth_bytes'] / 1e6:.0f}
+        MB to the process.""")
 
 
 @block
 def soak() -> str:
     found = load('cpu/soak')
-    return prose(
-        f"""`make soak` kills a training run {found['kills']} times,
+    return prose(f"""`make soak` kills a training run {found['kills']} times,
         {found['kills_inside_checkpoint_writing']} of them while it writes a checkpoint, and
         compares it with one left alone: {found['rows_that_differ']} of {found['rows']} logged rows
         differ.""")
@@ -83,10 +80,9 @@ def nanogpt() -> str:
     logits = max(parts['exchange'][writer]['max_logit_difference']
                  for writer in ('nanoGPT', 'ours'))
     times, recipe = parts['speed']['ratio'], parts['recipe']
-    return prose(
-        f"""Beside nanoGPT itself ({parts['speed']['nanogpt'][:7]}; its CPU recipe's shape: 4
-        layers, 4 heads, width 128, B=12, T=64, float32, 2 CPU cores; `make nanogpt NANOGPT=FOLDER`), losses
-        logged over {parts['curves']['steps']} steps with one seed agree to
+    return prose(f"""Beside nanoGPT itself ({parts['speed']['nanogpt'][:7]}; its CPU recipe's shape:
+        4 layers, 4 heads, width 128, B=12, T=64, float32, 2 CPU cores; `make nanogpt
+        NANOGPT=FOLDER`), losses logged over {parts['curves']['steps']} steps with one seed agree to
         {parts['curves']['max_loss_difference']:.0e}, logits of exchanged checkpoints to
         {logits:.1e}, and greedy text past `block_size` is the same. Training makes
         {times['median']:.2f} times its tokens per second (median of {parts['speed']['rounds']}
@@ -102,9 +98,8 @@ def rope_finetune() -> str:
     loss = {run['run']: run['val_loss'] for run in runs}
     [changed] = [run for run in runs if run['run'] == 'into-rope']
     at_first = dict(map(tuple, changed['evaluations']))[2000]
-    return prose(
-        f"""The vanilla model reaches {loss['vanilla']:.3f} after 2,000 steps. Converted to RoPE its
-        loss is {at_first:.2f} at first; after 1,000 further steps it is {loss['into-rope']:.3f},
-        where vanilla trained for as long has {loss['vanilla-more']:.3f}, and at T=128 (B=6)
-        {loss['into-rope-T128']:.3f}. RoPE from scratch for the same 3,000 steps has
-        {loss['rope']:.3f} (T=128: {loss['rope-T128']:.3f}).""")
+    return prose(f"""The vanilla model reaches {loss['vanilla']:.3f} after 2,000 steps. Converted to
+        RoPE its loss is {at_first:.2f} at first; after 1,000 further steps it is
+        {loss['into-rope']:.3f}, where vanilla trained for as long has {loss['vanilla-more']:.3f},
+        and at T=128 (B=6) {loss['into-rope-T128']:.3f}. RoPE from scratch for the same 3,000 steps
+        has {loss['rope']:.3f} (T=128: {loss['rope-T128']:.3f}).""")

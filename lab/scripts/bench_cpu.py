@@ -7,7 +7,6 @@
 
 Ctrl-C keeps the finished files.
 """
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,19 +17,15 @@ RESULTS = ROOT / 'results' / 'cpu'
 FULL = 'config/train_gpt2_mqa_local.py --mode='
 STORED_INT8 = ' --weight_dtype=int8 --kv_dtype=int8'
 INT8 = STORED_INT8 + ' --against=vanilla_float32'
-B1 = ' --batch_sizes=1 --contexts=1024,4096,16384,32768'
-B4 = ' --batch_sizes=4 --contexts=1024,4096,16384'
-B16 = ' --batch_sizes=16 --contexts=1024,4096'
+CONTEXTS = {1: '1024,4096,16384,32768', 4: '1024,4096,16384', 16: '1024,4096'}
+DECODE = {f'b{batch}': f' --batch_sizes={batch} --contexts={contexts}'
+          for batch, contexts in CONTEXTS.items()}
 VLLM = FULL + ('serve --against=vllm --batch_sizes=16 --contexts=64 --requests=32 '
                '--output_lengths=64')
 PEER = '--mode=decode --steps=32 --against='
 BENCHES = {
-    'decode-b1': FULL + 'decode --against=vanilla' + B1,
-    'decode-b4': FULL + 'decode --against=vanilla' + B4,
-    'decode-b16': FULL + 'decode --against=vanilla' + B16,
-    'decode-int8-b1': FULL + 'decode' + B1 + INT8,
-    'decode-int8-b4': FULL + 'decode' + B4 + INT8,
-    'decode-int8-b16': FULL + 'decode' + B16 + INT8,
+    **{f'decode-{b}': FULL + 'decode --against=vanilla' + DECODE[b] for b in DECODE},
+    **{f'decode-int8-{b}': FULL + 'decode' + DECODE[b] + INT8 for b in DECODE},
     'decode-int8-kv': FULL + 'decode --batch_sizes=1,4,16 --contexts=1024,4096,16384 '
                              '--kv_dtype=int8 --against=float32_kv',
     'decode-1GB': FULL + 'decode --contexts=4096 --budget=1GB' + INT8,
@@ -63,20 +58,18 @@ BENCHES = {
 }
 
 
-def result(name: str) -> Path:
-    return RESULTS / f'{name}.json'
+PATHS = {name: RESULTS / f'{name}.json' for name in BENCHES}
 
 
 def write_page() -> None:
     """results/cpu/README.md from the files that are there."""
-    command = [sys.executable, '-m', 'lab.benchmarks.table',
-               *(str(result(name)) for name in BENCHES if result(name).exists())]
-    page = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, encoding='utf-8',
-                          env=os.environ | {'PYTHONIOENCODING': 'utf-8'})
-    (RESULTS / 'README.md').write_text(page.stdout, encoding='utf-8')
+    found = [str(path) for path in PATHS.values() if path.exists()]
+    command = [sys.executable, '-X', 'utf8', '-m', 'lab.benchmarks.table', *found]
+    page = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    (RESULTS / 'README.md').write_bytes(page)
 
 
-def main(names: list[str]) -> int:
+def main(names: list[str]) -> int | str:
     if '--list' in names:
         print('\n'.join(f'{name}: python bench.py {args}' for name, args in BENCHES.items()))
         return 0
@@ -90,23 +83,18 @@ def main(names: list[str]) -> int:
         return 2
     failed = []
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for name in names or [name for name in BENCHES if not result(name).exists()]:
+    for name in names or [name for name in BENCHES if not PATHS[name].exists()]:
         print(f'== {name}', flush=True)
         command = [sys.executable, 'bench.py', *BENCHES[name].split(), '--device=cpu',
-                   f'--save={result(name)}']
+                   f'--save={PATHS[name]}']
         if subprocess.run(command, cwd=ROOT).returncode:
             failed.append(name)
     write_page()
-    if failed:
-        print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    return 0
+    return f"error: failed: {', '.join(failed)}" if failed else 0
 
 
 if __name__ == '__main__':
     try:
         raise SystemExit(main(sys.argv[1:]))
     except (KeyboardInterrupt, subprocess.CalledProcessError) as e:
-        interrupted = isinstance(e, KeyboardInterrupt)
-        print('interrupted' if interrupted else f'error: {e}', file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(f'error: {e}' if str(e) else 'interrupted') from None

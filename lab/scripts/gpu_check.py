@@ -12,11 +12,13 @@ import sys
 import tarfile
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from config.errors import UserError  # noqa: E402
 from configurator import run_program  # noqa: E402
 from lab.scripts.gpu import run_tests, summary  # noqa: E402
 from lab.scripts.gpu.cells import PARTS, Cell, Stage  # noqa: E402
@@ -27,7 +29,6 @@ RESERVE = 15  # of these, for the summary
 TEST_PROCESSES = 8
 # then a new process starts: imports take seconds, and a process that dies takes few tests with it
 TESTS_A_PROCESS = 8
-TEST_SECONDS = {'tests/programs/': 30, '': 5}
 
 
 def facts() -> dict:
@@ -38,11 +39,11 @@ def facts() -> dict:
         triton_version = triton.__version__
     except ImportError:
         triton_version = None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    now = datetime.datetime.now(datetime.UTC)
-    return {'device': device, 'torch': torch.__version__, 'triton': triton_version,
+    return {'device': torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            'torch': torch.__version__, 'triton': triton_version,
             'CUDA': torch.version.cuda, 'Python': platform.python_version(),
-            'cores': os.cpu_count(), 'commit': commit(), 'date': now.strftime('%Y-%m-%d %H:%M')}
+            'cores': os.cpu_count(), 'commit': commit(),
+            'date': f'{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M}'}
 
 
 def commit() -> str:
@@ -50,7 +51,7 @@ def commit() -> str:
     with contextlib.suppress(OSError):
         done = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT,
                               capture_output=True, text=True)
-        if done.stdout.strip():
+        if done.stdout:
             return done.stdout.strip()
     found = hashlib.sha256()
     for path in sorted(ROOT.rglob('*.py')):
@@ -72,14 +73,12 @@ class Check:
     def supervisor(self, part: str, module: str, *args: str) -> Supervisor:
         os.environ['GPU_CHECK_DETAIL'] = str(self.detail)
         command = [sys.executable, '-m', module, f'--device={self.device}', *args]
-        log = self.detail / 'log.txt'
-        return Supervisor(part, command, self.records, self.end, log, self.now)
+        return Supervisor(part, command, self.records, self.end, self.detail / 'log.txt', self.now)
 
     def measure(self, part: str, stages: list[Stage]) -> None:
+        arguments = self.detail / 'arguments.json'
         for stage in stages:
-            arguments = self.detail / 'arguments.json'
-            document = json.dumps({cell.name: cell.args for cell in stage.cells})
-            arguments.write_text(document, encoding='utf-8')
+            arguments.write_text(json.dumps({cell.name: cell.args for cell in stage.cells}))
             workers = self.supervisor(part, 'lab.scripts.gpu.measure', f'--cells={arguments}')
             workers.run(stage.cells, stage.processes, batch=int(stage.alone))
             self.keep()
@@ -89,21 +88,20 @@ class Check:
         if words:
             status = 'skipped' if names else 'failed'
             self.records.add({'part': part, 'cell': 'collection', 'status': status, 'why': words})
-        cells = [Cell(name, estimate_of(name)) for name in names if only(name)]
+        cells = [Cell(name, 30 if name.startswith(run_tests.FIRST) else 5)
+                 for name in names if only(name)]
         workers = self.supervisor(part, 'lab.scripts.gpu.run_tests')
         workers.run(cells, TEST_PROCESSES, TESTS_A_PROCESS)
-        self.keep()
 
     def keep(self) -> None:
         """Write the table and the archive of details, as far as the disk has room."""
         with contextlib.suppress(OSError):
             write_page(self.out)
-        archive = self.out / 'detail.tar.gz'
-        part = archive.with_suffix('.part')
+        part = self.out / 'detail.tar.part'
         try:
             with tarfile.open(part, 'w:gz') as tar:
                 tar.add(self.detail, arcname='detail')
-            part.replace(archive)
+            part.replace(self.out / 'detail.tar.gz')
         except OSError as e:
             part.unlink(missing_ok=True)
             self.kept = False
@@ -112,16 +110,11 @@ class Check:
     def close(self) -> bool:
         """Print the summary. Returns whether there are results and all of them are good."""
         self.keep()
-        print()
-        print(summary.short([facts()], self.records.added), flush=True)
+        print('\n' + summary.short([facts()], self.records.added), flush=True)
         if self.kept:
             shutil.rmtree(self.detail, ignore_errors=True)
-        states = [record['status'] for record in self.records.added]
-        return bool(states) and all(status in summary.GOOD for status in states)
-
-
-def estimate_of(name: str) -> float:
-    return next(seconds for start, seconds in TEST_SECONDS.items() if name.startswith(start))
+        states = {record['status'] for record in self.records.added}
+        return bool(states) and states <= set(summary.GOOD)
 
 
 def write_page(out: Path) -> None:
@@ -131,11 +124,9 @@ def write_page(out: Path) -> None:
 
 def merge(files: list[Path], out: Path) -> None:
     """Append results of other folders, oldest first, to those of `out`."""
-    lines = [line for file in files for line in file.read_text(encoding='utf-8').splitlines()]
     with open(out / 'cells.jsonl', 'a', encoding='utf-8') as target:
-        # the newline comes first because the last line of the file may be cut short
-        target.writelines('\n' + line for line in lines if line.strip())
-        target.write('\n')
+        for file in files:  # the newline comes first because the last line may be cut short
+            target.write('\n' + file.read_text(encoding='utf-8').strip() + '\n')
     write_page(out)
 
 
@@ -149,8 +140,8 @@ def dry_run(parts) -> None:
         stages = PARTS[part]()
         print(f'{part}: about {sum(stage.seconds for stage in stages):.0f} s')
         for stage in stages:
-            several = stage.processes > 1
-            print(f'  {stage.processes} at a time' if several else '  one after another')
+            print(f'  {stage.processes} at a time' if stage.processes > 1 else
+                  '  one after another')
             for cell in stage.cells:
                 line = f'    {cell.seconds:5.0f} s  {cell.name}'
                 if cell.limit:
@@ -160,7 +151,7 @@ def dry_run(parts) -> None:
                 print(line)
 
 
-def arguments(argv):
+def main(argv=None) -> None:
     parser = argparse.ArgumentParser(prog='lab/scripts/gpu_check.sh', description=__doc__)
     switch = dict(nargs='?', const='True', default='False', choices=('True', 'False'))
     parser.add_argument('--part', choices=PARTS, help='what to check')
@@ -175,11 +166,7 @@ def arguments(argv):
                         help='run the cells on the CPU with tiny sizes, to test the check itself')
     parser.add_argument('--merge', type=Path, nargs='+', metavar='FILE',
                         help='add the cells.jsonl of other folders to OUT')
-    return parser, parser.parse_args(argv)
-
-
-def main(argv=None) -> None:
-    parser, s = arguments(argv)
+    s = parser.parse_args(argv)
     if s.dry_run == 'True':
         return dry_run([s.part] if s.part else PARTS)
     s.out.mkdir(parents=True, exist_ok=True)
@@ -188,12 +175,10 @@ def main(argv=None) -> None:
     if s.part is None:
         parser.error(f"--part is needed: one of {', '.join(PARTS)} (--dry_run lists their cells)")
     rehearse = s.rehearse == 'True'
-    if not rehearse and facts()['device'] is None:
-        print('error: no CUDA device found (--rehearse=True runs the cells without one)',
-              file=sys.stderr)
-        raise SystemExit(2)
     if rehearse:
         os.environ['TRITON_INTERPRET'] = '1'
+    elif facts()['device'] is None:
+        raise UserError('no CUDA device found (--rehearse=True runs the cells without one)')
     check = Check(s.out.resolve(), s.limit, 'cpu' if rehearse else 'cuda')
 
     def only(name):
@@ -202,12 +187,9 @@ def main(argv=None) -> None:
         if PARTS[s.part] is None:
             check.tests(s.part, only)
         else:
-            stages = []
-            for stage in PARTS[s.part]():
-                cells = tuple(cell for cell in stage.cells if only(cell.name))
-                if cells:
-                    stages.append(Stage(cells, stage.processes, stage.alone))
-            check.measure(s.part, stages)
+            stages = [replace(stage, cells=tuple(cell for cell in stage.cells if only(cell.name)))
+                      for stage in PARTS[s.part]()]
+            check.measure(s.part, [stage for stage in stages if stage.cells])
     finally:
         good = check.close()
     raise SystemExit(0 if good else 1)

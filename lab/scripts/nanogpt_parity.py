@@ -6,8 +6,7 @@ the CPU recipe.
     python lab/scripts/nanogpt_parity.py nanoGPT --parts curves exchange
     python lab/scripts/nanogpt_parity.py --table                 # only remake the table
 
-Both train on shakespeare_char on the CPU in float32, from copies in a temporary folder; nothing of
-nanoGPT is kept. Writes results/nanogpt/PART.json and results/nanogpt/README.md.
+Nothing of nanoGPT is kept. Writes results/nanogpt/PART.json and results/nanogpt/README.md.
 """
 import argparse
 import importlib.util
@@ -50,11 +49,10 @@ class Programs:
 
     def __init__(self, nanogpt: Path, work: Path):
         self.folders = {'nanoGPT': work / 'nanogpt', 'ours': ROOT}
-        copy = self.folders['nanoGPT']
+        copy, data = self.folders['nanoGPT'], ensure_dataset('shakespeare_char')
         shutil.copytree(nanogpt, copy, ignore=shutil.ignore_patterns('.git', '*.bin', 'out*'))
-        data = ensure_dataset('shakespeare_char')
         for name in ('train.bin', 'val.bin', 'meta.pkl'):
-            shutil.copy(data / name, copy / 'data' / 'shakespeare_char' / name)
+            shutil.copy(data / name, copy / 'data' / 'shakespeare_char')
         self.outs = {name: work / f'out-{name}' for name in self.folders}
 
     def train(self, name: str, out: str, *flags: str) -> tuple[Path, str]:
@@ -91,13 +89,11 @@ def our_model(path: Path) -> GPT:
 def whole_split_loss(model, tokens, block_size, batch_size=16) -> float:
     """Mean loss in nats per token over a whole split, in windows that do not overlap. The rest that
     fills no window is left out."""
-    starts, total = range(0, len(tokens) - block_size, block_size), 0.0
-    for first in range(0, len(starts), batch_size):
-        batch = starts[first:first + batch_size]
-        windows = [tokens[i:i + block_size + 1].astype('int64') for i in batch]
-        rows = torch.stack([torch.from_numpy(window) for window in windows])
-        total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(batch)
-    return total / len(starts)
+    ids = torch.from_numpy(tokens.astype('int64'))
+    windows, total = ids.unfold(0, block_size + 1, block_size), 0.0
+    for rows in windows.split(batch_size):
+        total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
+    return total / len(windows)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -114,7 +110,7 @@ def curves(programs: Programs) -> dict:
     """100 steps from scratch, two micro-batches each."""
     runs = {name: programs.train(name, 'curves', *SHORT, *NO_DRAWS[name],
                                  '--gradient_accumulation_steps=2') for name in programs.outs}
-    theirs, ours = losses(runs['nanoGPT'][1]), losses(runs['ours'][1])
+    theirs, ours = (losses(output) for _, output in runs.values())
     a, b = (torch.load(path, weights_only=True)['model'] for path, _ in runs.values())
     return {'steps': len(ours), 'first_loss': ours[0], 'last_loss': ours[max(ours)],
             'max_loss_difference': difference(theirs, ours),
@@ -132,9 +128,8 @@ def exchange(programs: Programs) -> dict:
         models = programs.nanogpt_model(path), our_model(path)
         idx = torch.randint(65, (8, 64), generator=torch.Generator().manual_seed(0))
         pairs = [[m(idx, idx)[0] for m in models], [m(idx)[0] for m in models]]
-        for model in models:
-            model.double()
-        texts = [m.generate(idx[:2, :7], 3 * 64, temperature=1.0, top_k=1) for m in models]
+        texts = [m.double().generate(idx[:2, :7], 3 * 64, temperature=1.0, top_k=1)
+                 for m in models]
         found[writer] = {
             'max_logit_difference': max(float((a - b).abs().max()) for a, b in pairs),
             'greedy_tokens': texts[0].numel(), 'greedy_equal': torch.equal(*texts),
@@ -179,13 +174,13 @@ def recipe(programs: Programs) -> dict:
     """nanoGPT's CPU recipe to its end; the best checkpoint (by 20 batches, as both keep it) over
     the whole validation split."""
     tokens = open_tokens(DATA_ROOT / 'shakespeare_char' / 'val.bin')
-    found = {'published': 1.88}
+    found = {'published': 1.88, 'val_tokens': len(tokens)}
     for name in programs.outs:
         path, output = programs.train(name, 'recipe')
         logged = [float(x) for x in re.findall(r'val loss ([\d.]+)', output)]
         found[name] = {'val_loss': whole_split_loss(our_model(path), tokens, 64),
                        'logged_val_losses': logged}
-    return found | {'val_tokens': len(tokens)}
+    return found
 
 
 PARTS = {'curves': curves, 'exchange': exchange, 'speed': speed, 'recipe': recipe}
@@ -200,53 +195,51 @@ def setting() -> dict:
 
 def table(found: dict) -> str:
     """The Markdown page made from the parts."""
-    first = next(iter(found.values()))
-    lines = ['# nanoGPT beside nanoKV', '',
-             'nanoGPT {nanogpt}; {dataset}, {hardware}, {threads} threads, torch {torch}, {dtype}, '
-             'B={B}, T={T}, no windows, {n_layer} layers, {n_head} heads, width {n_embd}. '
-             'Made by `python lab/scripts/nanogpt_parity.py NANOGPT_FOLDER`.'.format(**first),
-             '', '| what | measured |', '|---|---|']
+    rows = []
     if 'curves' in found:
         c = found['curves']
-        lines += [f"| largest difference of a logged loss (4 decimals) over {c['steps']} steps | "
-                  f"{c['max_loss_difference']:.1e} |",
-                  '| largest difference of a weight after them | '
-                  f"{c['max_weight_difference']:.1e} |"]
+        rows += [(f"largest difference of a logged loss (4 decimals) over {c['steps']} steps",
+                  f"{c['max_loss_difference']:.1e}"),
+                 ('largest difference of a weight after them', f"{c['max_weight_difference']:.1e}")]
     for writer in ('nanoGPT', 'ours') if 'exchange' in found else ():
         e = found['exchange'][writer]
-        equal = 'equal' if e['greedy_equal'] else 'DIFFERENT'
-        lines += [f'| checkpoint written by {writer}: largest difference of a logit | '
-                  f"{e['max_logit_difference']:.1e} |",
-                  f"| ... greedy text past block_size, {e['greedy_tokens']} tokens, float64 | "
-                  f'{equal} |',
-                  '| ... largest difference of a loss in 20 resumed steps | '
-                  f"{e['max_loss_difference_resumed']:.1e} |"]
+        rows += [(f'checkpoint written by {writer}: largest difference of a logit',
+                  f"{e['max_logit_difference']:.1e}"),
+                 (f"... greedy text past block_size, {e['greedy_tokens']} tokens, float64",
+                  'equal' if e['greedy_equal'] else 'DIFFERENT'),
+                 ('... largest difference of a loss in 20 resumed steps',
+                  f"{e['max_loss_difference_resumed']:.1e}")]
     if 'speed' in found:
         s, ratio = found['speed'], found['speed']['ratio']
-        per_second = ' / '.join(f'{x:,.0f}' for x in s['tokens_per_second'].values())
-        lines += [f"| training tokens/s, nanoGPT / ours (median of {s['rounds']} alternating runs) "
-                  f'| {per_second} |',
-                  f"| ours over nanoGPT, median (min to max) | {ratio['median']:.3f} "
-                  f"({ratio['min']:.3f} to {ratio['max']:.3f}) |"]
+        rows += [(f"training tokens/s, nanoGPT / ours (median of {s['rounds']} alternating runs)",
+                  ' / '.join(f'{x:,.0f}' for x in s['tokens_per_second'].values())),
+                 ('ours over nanoGPT, median (min to max)',
+                  '{median:.3f} ({min:.3f} to {max:.3f})'.format(**ratio))]
     if 'recipe' in found:
         r = found['recipe']
-        logged = ' / '.join(f"{r[name]['logged_val_losses'][-1]:.4f}"
-                            for name in ('nanoGPT', 'ours'))
-        lines += ['| CPU recipe, validation loss over the whole split, nanoGPT / ours '
-                  f"(published {r['published']}, on sampled batches) | "
-                  f"{r['nanoGPT']['val_loss']:.4f} / {r['ours']['val_loss']:.4f} |",
-                  f'| ... last logged by each (20 sampled batches) | {logged} |']
-    return '\n'.join(lines) + '\n'
+        both = r['nanoGPT'], r['ours']
+        rows += [('CPU recipe, validation loss over the whole split, nanoGPT / ours '
+                  f"(published {r['published']}, on sampled batches)",
+                  ' / '.join(f"{x['val_loss']:.4f}" for x in both)),
+                 ('... last logged by each (20 sampled batches)',
+                  ' / '.join(f"{x['logged_val_losses'][-1]:.4f}" for x in both))]
+    facts = next(iter(found.values()))
+    lines = ['# nanoGPT beside nanoKV', '',
+             'nanoGPT {nanogpt}; {dataset}, {hardware}, {threads} threads, torch {torch}, {dtype}, '
+             'B={B}, T={T}, no windows, {n_layer} layers, {n_head} heads, width {n_embd}. Made by '
+             '`python lab/scripts/nanogpt_parity.py NANOGPT_FOLDER`.'.format(**facts),
+             '', '| what | measured |', '|---|---|']
+    return '\n'.join([*lines, *(f'| {what} | {value} |' for what, value in rows), ''])
 
 
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('nanogpt', nargs='?', type=Path, help='a checkout of nanoGPT')
     parser.add_argument('--parts', nargs='+', default=list(PARTS), choices=PARTS, metavar='PART',
                         help=f"of {', '.join(PARTS)}")
     parser.add_argument('--table', action='store_true', help='only remake the table')
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     if not args.table:
         measure(args.nanogpt, args.parts)
@@ -259,7 +252,6 @@ def main(argv=None):
 
 
 def measure(nanogpt: Path | None, parts: list[str]) -> None:
-    """Run the parts and write a JSON file for each."""
     if nanogpt is None or not (nanogpt / 'model.py').is_file():
         raise UserError(f'{nanogpt} is not a checkout of nanoGPT: give the folder with its '
                         'train.py and model.py')

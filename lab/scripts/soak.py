@@ -3,12 +3,10 @@
     python lab/scripts/soak.py                 # 20 kills: results/cpu/soak.json; a few minutes
     python lab/scripts/soak.py --kills=100 --seed=2 --save=soak.json
 
-A small run (dropout, gradient accumulation, synthetic tokens) is trained twice by train.py in a
-process of its own: once to the end, and once killed with SIGKILL `--kills` times and resumed from
-its last checkpoint each time. Half of the kills wait until a checkpoint is being written; a third
-of the others come during start-up. Exit status 1 if a loss, learning rate or gradient norm in
-metrics.jsonl, a final weight or the set of checkpoints differs, or if a kill lost more than the
-iterations since the last checkpoint.
+A small run is trained twice by train.py: once to the end, and once killed `--kills` times and
+resumed from its last checkpoint each time, half of the times while a checkpoint is being written.
+Exit status 1 if a loss, learning rate or gradient norm in metrics.jsonl, a final weight or the set
+of checkpoints differs, or if a kill lost more than the iterations since the last checkpoint.
 """
 import argparse
 import json
@@ -28,9 +26,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-import configurator
 import train
 from config.errors import UserError
+from configurator import run_program
 from data.making.writer import write_dataset
 from lab.benchmarks.setting import processor
 from training.checkpoint import load_checkpoint
@@ -61,7 +59,7 @@ def make_data(root: Path) -> None:
     write_dataset(root / 'soak', splits, meta)
 
 
-class Child:
+class Child(subprocess.Popen):
     """train.py as a process on the synthetic data, writing to `out_dir`."""
 
     def __init__(self, folder: Path, out_dir: Path):
@@ -72,27 +70,19 @@ class Child:
         flags = [f'--{name}={value}' for name, value in settings.items()]
         command = [sys.executable, __file__, '--child', str(folder / 'data'), *flags]
         with open(self.log, 'w') as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            super().__init__(command, stdout=log, stderr=subprocess.STDOUT)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+    def __exit__(self, *error):
+        self.kill()
+        super().__exit__(*error)
 
     def ended(self) -> bool:
-        """Whether training has finished.
-
-        Raises:
-            UserError: it ended with an error.
-        """
-        if self.process.poll():
-            last = self.log.read_text().strip().splitlines()[-1:]
-            raise UserError(f'training ended with status {self.process.returncode}: '
-                            f'{"".join(last)}')
-        return self.process.returncode == 0
+        """Whether training has finished. UserError: it ended with an error."""
+        status = self.poll()
+        if status:
+            last = self.log.read_text().strip().rpartition('\n')[2]
+            raise UserError(f'training ended with status {status}: {last}')
+        return status == 0
 
     def reached(self) -> int:
         """Iterations done, from the start of the run."""
@@ -101,7 +91,7 @@ class Child:
 
     def writing(self) -> bool:
         """Whether it is writing a checkpoint, or was when it died."""
-        return (self.out_dir / f'.ckpt.pt.{self.process.pid}.tmp').exists()
+        return (self.out_dir / f'.ckpt.pt.{self.pid}.tmp').exists()
 
 
 def train_to_end(folder: Path, out_dir: Path, show) -> None:
@@ -120,7 +110,7 @@ def train_and_kill(folder: Path, out_dir: Path, when: str, delay: float, limit: 
     Returns what the kill met and cost, or None if training ended before.
     """
     with Child(folder, out_dir) as child:
-        reached, looked = 0, 0.0
+        reached = looked = 0
         since = time.monotonic() if when == 'starting' else None
         while not child.ended():
             now = time.monotonic()
@@ -135,8 +125,8 @@ def train_and_kill(folder: Path, out_dir: Path, when: str, delay: float, limit: 
             time.sleep(0.0005)
         else:
             return None
-        child.process.kill()
-        child.process.wait()
+        child.kill()
+        child.wait()
         found = peek(out_dir / 'ckpt.pt')
         return {'when': when, 'iteration': child.reached(), 'inside': child.writing(),
                 'resumed': found[1] if found else 0}
@@ -145,8 +135,8 @@ def train_and_kill(folder: Path, out_dir: Path, when: str, delay: float, limit: 
 def soak(folder: Path, out_dir: Path, kills: int, seed: int, console, show) -> list[dict]:
     """Train with kills, then to the end. Returns what each kill met."""
     rng, met = random.Random(seed), []
-    cycle = ('writing', 'training', 'writing', 'training', 'writing', 'starting')
-    moments = [cycle[i % len(cycle)] for i in range(kills)]
+    cycle = ['writing', 'training', 'writing', 'training', 'writing', 'starting']
+    moments = (cycle * kills)[:kills]
     rng.shuffle(moments)
     for i, when in enumerate(moments):
         start = met[-1]['resumed'] if met else 0
@@ -173,9 +163,8 @@ def compare(one: Path, other: Path) -> dict:
         files.append({path.name: (peek(path) or ('', None))[1] for path in folder.iterdir()
                       if path.suffix != '.jsonl'})
         checkpoint = load_checkpoint(folder / 'ckpt.pt')
-        moments = [m for state in checkpoint['optimizer']['state'].values()
-                   for m in state.values()]
-        tensors.append([*checkpoint['model'].values(), *moments])
+        states = checkpoint['optimizer']['state'].values()
+        tensors.append([*checkpoint['model'].values(), *(m for s in states for m in s.values())])
     differ = sum(a != b for a, b in zip(*rows)) + abs(len(rows[0]) - len(rows[1]))
     same = all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
     return {'rows': len(rows[0]), 'compared': sorted(set().union(*rows[0])),
@@ -184,7 +173,6 @@ def compare(one: Path, other: Path) -> dict:
 
 
 def result(args, met: list[dict], comparison: dict, n_bytes: int, seconds: float) -> dict:
-    """The JSON document."""
     lost = [kill['iteration'] - kill['resumed'] for kill in met]
     command = f'python lab/scripts/soak.py --kills={args.kills} --seed={args.seed}'
     if args.save != RESULT:
@@ -219,17 +207,16 @@ def main(argv: list[str]) -> int:
     progress = Progress(console=console, disable=not console.is_terminal)
     with tempfile.TemporaryDirectory() as name, progress:
         folder = Path(name)
+        alone, killed = folder / 'alone', folder / 'killed'
         make_data(folder / 'data')
-        total = SETTINGS['max_iters'] + 1
-        tasks = {run: progress.add_task(f'iterations, {run}', total=total)
-                 for run in ('alone', 'killed')}
-        train_to_end(folder, folder / 'alone',
-                     lambda n: progress.update(tasks['alone'], completed=n))
-        met = soak(folder, folder / 'killed', args.kills, args.seed, console,
-                   lambda n: progress.update(tasks['killed'], completed=n))
-        n_bytes = (folder / 'alone' / 'ckpt.pt').stat().st_size
-        comparison = compare(folder / 'alone', folder / 'killed')
-        found = result(args, met, comparison, n_bytes, time.monotonic() - start)
+        shows = []
+        for run in (alone, killed):
+            task = progress.add_task(f'iterations, {run.name}', total=SETTINGS['max_iters'] + 1)
+            shows.append(lambda n, task=task: progress.update(task, completed=n))
+        train_to_end(folder, alone, shows[0])
+        met = soak(folder, killed, args.kills, args.seed, console, shows[1])
+        n_bytes = (alone / 'ckpt.pt').stat().st_size
+        found = result(args, met, compare(alone, killed), n_bytes, time.monotonic() - start)
     args.save.write_text(json.dumps(found, indent=1) + '\n')
     for key, value in found.items():
         if isinstance(value, (int, float)):
@@ -237,14 +224,8 @@ def main(argv: list[str]) -> int:
     return 0 if passed(found, args.kills) else 1
 
 
-def child(argv: list[str]) -> None:
-    """train.py with another data folder."""
-    train.DATA_ROOT = Path(argv[0])
-    configurator.run_program(lambda: train.main(argv[1:]))
-
-
 if __name__ == '__main__':
-    if sys.argv[1:2] == ['--child']:
-        child(sys.argv[2:])
-        raise SystemExit(0)
-    configurator.run_program(lambda: sys.exit(main(sys.argv[1:])))
+    if sys.argv[1:2] == ['--child']:  # train.py with another data folder
+        train.DATA_ROOT = Path(sys.argv[2])
+        raise SystemExit(run_program(lambda: train.main(sys.argv[3:])))
+    run_program(lambda: sys.exit(main(sys.argv[1:])))

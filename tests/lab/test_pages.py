@@ -1,4 +1,4 @@
-"""README.md and docs/ have the numbers of results/, and results/ supports what they say in words."""
+"""README.md and docs/ have the numbers of results/, and results/ supports their claims."""
 import json
 
 import pytest

@@ -1,9 +1,5 @@
-"""The cells of the GPU check, part by part, the most informative first.
-
-Each cell has an estimate of its time. One that measures speed also has the time that an H100's
-limits allow and the share of that limit we expect to reach. Estimates and shares come from reading
-the code and the compiled kernels (docs/gpu.md), not from a GPU.
-"""
+"""The cells of the GPU check, part by part, the most informative first. Estimates and shares come
+from reading the code and the compiled kernels (docs/gpu.md), not from a GPU."""
 import math
 from dataclasses import dataclass, field
 
@@ -17,6 +13,7 @@ from training.flops import flops_per_token
 
 # the shape of GPT-2 124M with every saving on; it has as many parameters
 FULL = 'config/train_gpt2_mqa_local.py'
+FLEX, SDPA = '--attention_backend=flex', '--attention_backend=sdpa'
 # from the data sheet: memory bandwidth, and bfloat16 without sparsity
 H100 = {'bytes_per_second': 3.35e12, 'flops': 989e12}
 START = 15  # seconds until a process has imported torch, opened the device and built a small model
@@ -38,13 +35,6 @@ class Cell:
     share: float = 0.0
     work: str = ''
 
-    @property
-    def expected(self) -> dict:
-        """The prediction, as the record of the result has it."""
-        if not self.limit:
-            return {}
-        return {'limit': self.limit, 'share': self.share, 'work': self.work}
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -61,58 +51,41 @@ class Stage:
         return START * starts + max([sum(seconds) / self.processes, *seconds])
 
 
-# -- what the limits allow -------------------------------------------------------------------------
-
 def reading(nbytes: float, share: float) -> dict:
     work = f'{nbytes / 1e6:,.0f} MB read'
     return {'limit': nbytes / H100['bytes_per_second'], 'share': share, 'work': work}
-
-
-def decode_step(config: GPTConfig, batch: int, held: int, kv_dtype: str, share: float) -> dict:
-    """Every weight once in bfloat16 (tied embeddings: as the output layer), and K and V of each
-    layer."""
-    kv_nbytes = plan_kv(config).read_nbytes(batch, held, kv_dtype)
-    return reading(2 * parameters(config) + kv_nbytes, share)
-
-
-def training_step(config: GPTConfig, batch: int, share: float) -> dict:
-    flops = flops_per_token(config).total * batch * config.block_size
-    return {'limit': flops / H100['flops'], 'share': share, 'work': f'{flops / 1e12:,.1f} TFLOP'}
 
 
 def config_of(args: list[str]) -> GPTConfig:
     return model_config(parse('bench', args, echo=False), DATA_ROOT)
 
 
-# -- cells that run bench.py -----------------------------------------------------------------------
+def bench(name, seconds, *args, **limit) -> Cell:
+    return Cell(f'bench/{name}', seconds, {'args': list(args)}, **limit)
+
 
 def decode(name, seconds, batch, context, share, *further, kv_dtype='bfloat16',
            vanilla=False) -> Cell:
     steps = 128 if batch == 1 else 32
     shape = ['--block_size=32768'] if vanilla else [FULL]
-    args = [*shape, '--mode=decode', f'--batch_sizes={batch}', f'--contexts={context}',
-            f'--steps={steps}', *further]
     if kv_dtype != 'bfloat16':
-        args.append(f'--kv_dtype={kv_dtype}')
+        further += (f'--kv_dtype={kv_dtype}',)
     config = config_of(shape)
     config = vanilla_config(config, context + steps) if vanilla else config
-    limit = decode_step(config, batch, context, kv_dtype, share)
-    return Cell(f'bench/decode/{name}', seconds, {'args': args}, **limit)
+    # every weight once in bfloat16 (tied embeddings: as the output layer), K and V of each layer
+    nbytes = 2 * parameters(config) + plan_kv(config).read_nbytes(batch, context, kv_dtype)
+    return bench(f'decode/{name}', seconds, *shape, '--mode=decode', f'--batch_sizes={batch}',
+                 f'--contexts={context}', f'--steps={steps}', *further, **reading(nbytes, share))
 
 
 def train(name, seconds, batch, share, *further, vanilla=False) -> Cell:
     shape = ['--block_size=1024'] if vanilla else [FULL]
-    args = [*shape, '--mode=train', '--real_data=False', f'--batch_size={batch}',
-            '--chunked_loss=True', '--compile=True', *further]
-    limit = training_step(config_of(shape), batch, share)
-    return Cell(f'bench/train/{name}', seconds, {'args': args}, **limit)
+    config = config_of(shape)
+    flops = flops_per_token(config).total * batch * config.block_size
+    return bench(f'train/{name}', seconds, *shape, '--mode=train', '--real_data=False',
+                 f'--batch_size={batch}', '--chunked_loss=True', '--compile=True', *further,
+                 limit=flops / H100['flops'], share=share, work=f'{flops / 1e12:,.1f} TFLOP')
 
-
-def bench(name, seconds, *args) -> Cell:
-    return Cell(f'bench/{name}', seconds, {'args': list(args)})
-
-
-# -- the parts -------------------------------------------------------------------------------------
 
 def first() -> list[Stage]:
     """Is it right, is it fast, where does the time go: a short answer to each question."""
@@ -151,31 +124,28 @@ def tune() -> list[Stage]:
     def cell(kind, seconds, batch, paged, kv_dtype):
         nbytes = 2 * batch * 8192 * (64 + 2 if kv_dtype == 'int8' else 128)
         limit = reading(nbytes, shares[kv_dtype][batch]) if kind == 'tune' else {}
-        layout = 'paged' if paged else 'contiguous'
-        return Cell(f'{kind}/{kv_dtype}/{layout}/b{batch}', seconds,
+        return Cell(f"{kind}/{kv_dtype}/{'paged' if paged else 'contiguous'}/b{batch}", seconds,
                     dict(batch=batch, paged=paged, kv_dtype=kv_dtype), **limit)
-    compiled = [cell('compile', 90, 16, paged, kv_dtype) for _, paged, kv_dtype in cases[:4]]
-    return [Stage(tuple(compiled), 4), Stage(tuple(cell('tune', 15, *case) for case in cases))]
+    compiled = tuple(cell('compile', 90, 16, *case[1:]) for case in cases[:4])
+    return [Stage(compiled, 4), Stage(tuple(cell('tune', 15, *case) for case in cases))]
 
 
 def training() -> list[Stage]:
     """T=1,024: vanilla GPT-2 and the full stack, by batch and by backend of the local layers."""
-    flex, sdpa = '--attention_backend=flex', '--attention_backend=sdpa'
-    return [Stage((train('full-flex-b64', 90, 64, 0.31, flex),
+    return [Stage((train('full-flex-b64', 90, 64, 0.31, FLEX),
                    train('vanilla-b64', 70, 64, 0.33, vanilla=True),
-                   train('full-sdpa-b64', 90, 64, 0.25, sdpa),
-                   train('full-flex-b16', 80, 16, 0.27, flex),
+                   train('full-sdpa-b64', 90, 64, 0.25, SDPA),
+                   train('full-flex-b16', 80, 16, 0.27, FLEX),
                    train('vanilla-b16', 60, 16, 0.3, vanilla=True)), alone=True)]
 
 
 def training_more() -> list[Stage]:
     """The full stack with the loss whole instead of in chunks, and with SDPA at the smaller batch;
     memory by recomputation policy."""
-    flex, sdpa = '--attention_backend=flex', '--attention_backend=sdpa'
     whole = '--chunked_loss=False'
-    return [Stage((train('full-flex-b16-whole-loss', 80, 16, 0.3, flex, whole),
-                   train('full-flex-b64-whole-loss', 90, 64, 0.33, flex, whole),
-                   train('full-sdpa-b16', 80, 16, 0.22, sdpa),
+    return [Stage((train('full-flex-b16-whole-loss', 80, 16, 0.3, FLEX, whole),
+                   train('full-flex-b64-whole-loss', 90, 64, 0.33, FLEX, whole),
+                   train('full-sdpa-b16', 80, 16, 0.22, SDPA),
                    bench('recompute', 120, FULL, '--mode=recompute', '--against=vanilla',
                          '--contexts=1024', '--batch_sizes=16')), alone=True)]
 
@@ -203,11 +173,7 @@ def programs() -> list[Stage]:
                          '--contexts=1024,8192')), alone=True)]
 
 
-def ladder() -> list[Stage]:
-    """A short ladder of GPT-2's shape."""
-    return [Stage((Cell('ladder', 500),))]
-
-
 # the most informative first; pytest collects the cells of 'tests'
 PARTS = {'first': first, 'tests': None, 'tune': tune, 'train': training, 'sizes': sizes,
-         'programs': programs, 'train-more': training_more, 'ladder': ladder}
+         'programs': programs, 'train-more': training_more,
+         'ladder': lambda: [Stage((Cell('ladder', 500),))]}

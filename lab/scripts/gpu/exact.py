@@ -20,7 +20,8 @@ from lab.scripts.gpu.cells import FULL
 TINY = ['--n_layer=7', '--n_embd=96', '--head_dim=16', '--n_head=6', '--mlp_hidden=0',
         '--window_size=16', '--block_size=64']
 # dtype of the queries -> largest error, relative to a row's largest value
-ALLOWED = {'float32': 2e-4, 'bfloat16': 2e-2, 'float16': 4e-3}
+ALLOWED = {torch.float32: 2e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+in_float64 = partial(dequantized, torch.float64)
 
 
 class Machine:
@@ -33,13 +34,9 @@ class Machine:
 
     def settings(self, *args: str):
         """Settings of bench.py for the full stack."""
-        given = [FULL, *args] + ([] if self.real else TINY)
-        given += [f'--device={self.device}', f'--dtype={name_of(self.dtype)}', '--real_data=False']
+        given = [FULL, *args, *([] if self.real else TINY), f'--device={self.device}',
+                 f"--dtype={'bfloat16' if self.real else 'float32'}", '--real_data=False']
         return configurator.parse('bench', given, echo=False)
-
-
-def name_of(dtype) -> str:
-    return str(dtype).removeprefix('torch.')
 
 
 def judged(found, exact, allowed: float) -> dict:
@@ -55,9 +52,9 @@ def worst(checks: list[dict]) -> dict:
     return max(checks, key=lambda check: check['error'] / check['allowed'])
 
 
-def random_store(machine, rows, capacity, kv_dtype, n_kv_head=1, head_dim=64) -> KVStore:
-    store = KVStore(rows, n_kv_head, capacity, head_dim, getattr(torch, kv_dtype), machine.dtype,
-                    machine.device)
+def random_store(machine, rows, capacity, kv_dtype) -> KVStore:
+    kind = getattr(torch, kv_dtype)
+    store = KVStore(rows, 1, capacity, 64, kind, machine.dtype, machine.device)
     store.fill_random_()
     return store
 
@@ -79,11 +76,11 @@ def attention(machine, layout: str, kv_dtype: str) -> dict:
         store = random_store(machine, n_pages + 3, page, kv_dtype)
         table = torch.randperm(n_pages + 3, generator=generator)[:n_pages]
         table = table.view(B, -1).to(machine.device)
-        k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in exact_kv(store))
+        k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in in_float64(*store.tensors))
         how['table'] = table.int()
     else:
         store = random_store(machine, B, W if layout == 'ring' else S, kv_dtype)
-        k, v = exact_kv(store)
+        k, v = in_float64(*store.tensors)
     if layout == 'ring':
         kv_lens, window = kv_lens.clamp(max=W), W
     y = stored_attention(q, *store.tensors, kv_lens=kv_lens, window=window, **how)
@@ -91,12 +88,7 @@ def attention(machine, layout: str, kv_dtype: str) -> dict:
     seen = torch.arange(k.size(2), device=machine.device) <= last[..., None]
     scores = q.double() @ k.transpose(2, 3) * D ** -0.5
     exact = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0) @ v
-    return judged(y, exact, ALLOWED[name_of(dtype)])
-
-
-def exact_kv(store):
-    """Stored K and V in float64."""
-    return dequantized(torch.float64, *store.tensors)
+    return judged(y, exact, ALLOWED[dtype])
 
 
 def write(machine, kv_dtype: str) -> dict:
@@ -106,8 +98,7 @@ def write(machine, kv_dtype: str) -> dict:
     B, H, D, S = 64 if machine.real else 3, 12, 64, 256
     owns = kv_dtype != 'none'
     qkv = torch.randn(B, 1, H + 2 * owns, D, device=machine.device, dtype=machine.dtype)
-    norms = [torch.nn.RMSNorm(D, eps=1e-6, device=machine.device, dtype=machine.dtype)
-             for _ in 'qk']
+    norms = [torch.nn.RMSNorm(D, 1e-6, device=machine.device, dtype=machine.dtype) for _ in 'qk']
     for norm in norms:
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     rows = torch.arange(B, device=machine.device)
@@ -122,9 +113,9 @@ def write(machine, kv_dtype: str) -> dict:
         places = rows * 5 % S
         q = write_qkv(qkv, H, *norms, rope, store.tensors, rows, places)
         k, v = qkv.transpose(1, 2)[:, H:].chunk(2, dim=1)
-        encoded = plain.encode(norm_and_rotate(k, norms[1], rope), v)
-        put(plain, rows, places, encoded)
-    stored = [judged(a, b, 2e-2) for a, b in zip(exact_kv(store), exact_kv(plain))]
+        put(plain, rows, places, plain.encode(norm_and_rotate(k, norms[1], rope), v))
+    pairs = zip(in_float64(*store.tensors), in_float64(*plain.tensors))
+    stored = [judged(a, b, 2e-2) for a, b in pairs]
     return worst([judged(q, q_rows, 1e-2), *stored])
 
 
@@ -136,14 +127,12 @@ def sequence(machine, backend: str, T: int, ratio: int) -> dict:
                          requires_grad=True) for heads in (ratio, 1, 1)]
     leaves = [x.detach().to(machine.dtype).requires_grad_() for x in exact]
     grad = torch.randn(2, ratio, T, D, device=machine.device, dtype=torch.float64)
-    if backend == 'sdpa':
-        attend = partial(blockwise_local_attention, window=W)
-    else:
-        attend = partial(flex_local_attention, window=W, compiled=machine.real)
+    attend = partial(blockwise_local_attention, window=W) if backend == 'sdpa' else (
+        partial(flex_local_attention, window=W, compiled=machine.real))
     expected = causal_attention(*exact, W, backend='math')
     expected.backward(grad)
     if not machine.real and backend == 'flex':  # FlexAttention has no backward on a CPU
-        return judged(attend(*(x.detach() for x in leaves)), expected, ALLOWED['float32'])
+        return judged(attend(*(x.detach() for x in leaves)), expected, ALLOWED[torch.float32])
     y = attend(*leaves)
     y.backward(grad.to(machine.dtype))
     grads = [judged(x.grad, e.grad, 3e-2) for x, e in zip(leaves, exact)]

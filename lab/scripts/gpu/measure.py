@@ -2,9 +2,8 @@
 
     python -m lab.scripts.gpu.measure --fd=N --device=cuda --cells=FILE name name ...
 
-FILE has the arguments of each cell as JSON. --device=cpu rehearses the cells: tiny sizes, kernels
-in Triton's interpreter, no timings. A cell's function returns what it measured. Where it returns
-'error' and 'allowed', the result is right if the error is less than what is allowed.
+FILE has the arguments of each cell as JSON. --device=cpu rehearses them: tiny sizes, kernels in
+Triton's interpreter, no timings.
 """
 import contextlib
 import gc
@@ -12,7 +11,6 @@ import importlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import traceback
 from functools import partial
@@ -31,23 +29,14 @@ from kv.cache import KVCache
 from lab.benchmarks import kernels
 from lab.benchmarks.setting import build, model_config, random_tokens
 from lab.benchmarks.train import TrainStep
-from lab.scripts.gpu.exact import (
-    ALLOWED,
-    TINY,
-    Machine,
-    attention,
-    judged,
-    random_store,
-    sequence,
-    write,
-)
-from lab.scripts.gpu.supervise import ROOT, context_is_poisoned, worker_cells
+from lab.scripts.gpu import exact
+from lab.scripts.gpu.exact import ALLOWED, TINY, Machine, judged
+from lab.scripts.gpu.supervise import ROOT, end_if_poisoned, worker_cells
 
+STEPS = 8  # that are profiled
 REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests=4',
              '--batch_size=2', '--compile=False', '--attention_backend=auto']
 
-
-# -- a captured step, against the plain one --------------------------------------------------------
 
 @torch.inference_mode()
 def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dict:
@@ -76,40 +65,27 @@ def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dic
                 caches[0].reserve(row, caches[0].length(row) + 1)
             found = decode(tokens).clone()
             with triton_enabled(False):
-                exact = model(tokens, cache=caches[1])[0][:, -1].double()
-            errors.append(judged(found, exact, 1.0)['error'])
+                plain = model(tokens, cache=caches[1])[0][:, -1].double()
+            errors.append(judged(found, plain, 1.0)['error'])
     largest = max(errors)
-    result = {'error': statistics.median(errors), 'allowed': 1e-3, 'worst': largest}
-    if largest > (1e-3 if kv_dtype == 'auto' else 5e-2):
-        result['error'] = largest
+    error = largest if largest > (1e-3 if kv_dtype == 'auto' else 5e-2) else (
+        statistics.median(errors))
+    result = {'error': error, 'allowed': 1e-3, 'worst': largest}
     if machine.real:
         with contextlib.suppress(Exception):  # a profiler that fails must not cost the result
-            result['nodes'] = graph_nodes(decode)
+            step = next(iter(decode._steps.values()))
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                step.run()
+                torch.cuda.synchronize()
+            result['nodes'] = sum(event.count for event in profiler.key_averages()
+                                  if event.self_device_time_total > 0)
     return result
-
-
-def graph_nodes(decode) -> int:
-    """Number of kernels that one replay launches, as the profiler counts them."""
-    step = next(iter(decode._steps.values()))
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step.run()
-        torch.cuda.synchronize()
-    averages = profiler.key_averages()
-    return sum(event.count for event in averages if event.self_device_time_total > 0)
-
-
-# -- speed -----------------------------------------------------------------------------------------
-
-def rates(machine) -> dict:
-    """Rates that the device reaches: a copy, and a matmul in bfloat16."""
-    return kernels.rates(machine.device, machine.dtype)
 
 
 def bench(machine, args: list[str]) -> dict:
     """One run of bench.py."""
-    args = args + ([] if machine.real else REHEARSED)
-    s = configurator.parse('bench', [*args, f'--device={machine.device}', '--json=True'],
-                           echo=False)
+    args = [*args, *([] if machine.real else REHEARSED), f'--device={machine.device}']
+    s = configurator.parse('bench', [*args, '--json=True'], echo=False)
     # whole models take minutes in the interpreter
     with contextlib.nullcontext() if machine.real else triton_enabled(s.mode == 'kernels'):
         document = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
@@ -129,7 +105,7 @@ def profile(machine, what: str, batch: int, context: int = 0) -> dict:
     if what == 'decode':
         s = machine.settings()
         model = build(model_config(s, DATA_ROOT), s)
-        call = DecodeSteps(model, batch, context if machine.real else 30)
+        call = decode_steps(model, batch, context if machine.real else 30)
     else:
         s = machine.settings(f'--batch_size={batch if machine.real else 2}', '--chunked_loss=True',
                              f'--compile={machine.real}')
@@ -139,75 +115,45 @@ def profile(machine, what: str, batch: int, context: int = 0) -> dict:
     with torch.profiler.profile(activities=activities) as profiler:
         call()
     slowest = f"self_{'device' if machine.real else 'cpu'}_time_total"
-    averages = profiler.key_averages()
-    table = averages.table(sort_by=slowest, row_limit=30, max_name_column_width=60)
+    table = profiler.key_averages().table(slowest, row_limit=30, max_name_column_width=60)
     folder = Path(os.environ.get('GPU_CHECK_DETAIL', tempfile.gettempdir()))
     with contextlib.suppress(OSError):  # a full disk
         profiler.export_chrome_trace(str(folder / f'trace-{what}.json.gz'))
-    return {'table': table, 'steps': DecodeSteps.N if what == 'decode' else 1}
+    return {'table': table, 'steps': STEPS if what == 'decode' else 1}
 
 
-class DecodeSteps:
-    """A few decode steps after `held` tokens, captured where that is possible."""
-    N = 8
-
-    def __init__(self, model, batch, held):
-        self.model, self.cache = model, model.new_cache(batch, held + 5 * self.N).fill_(held)
-        self.decode = captured_decode(model, self.cache)
-        self.tokens = random_tokens(model, batch, 1)
+def decode_steps(model, batch, held):
+    """A call of STEPS decode steps after `held` tokens, captured where that is possible."""
+    cache = model.new_cache(batch, held + 5 * STEPS).fill_(held)
+    decode = captured_decode(model, cache) or (lambda ids: model(ids, cache=cache)[0][:, -1])
+    first = random_tokens(model, batch, 1)
 
     @torch.inference_mode()
-    def __call__(self):
-        for _ in range(self.N):
-            if self.decode:
-                logits = self.decode(self.tokens)
-            else:
-                logits = self.model(self.tokens, cache=self.cache)[0][:, -1]
-            self.tokens = logits.argmax(-1, keepdim=True)
-
-
-def paged_call(machine, batch, context, kv_dtype):
-    """(stores, call(store, tuning)) over `context` keys of each row, in pages of 64."""
-    from attention.kernels.decode import stored_attention
-    H, D, n = 12, 64, batch * context // 64
-    q = torch.randn(batch, 1, H, D, device=machine.device, dtype=machine.dtype).transpose(1, 2)
-    table = torch.randperm(n, device=machine.device).int().view(batch, -1)
-    lengths = torch.full((batch,), context, device=machine.device)
-    stores = [random_store(machine, n, 64, kv_dtype)]
-    while len(stores) < kernels.n_copies(stores[0].nbytes):
-        stores.append(random_store(machine, n, 64, kv_dtype))
-    return stores, lambda store, how: stored_attention(q, *store.tensors, kv_lens=lengths,
-                                                       table=table, tuning=how)
-
-
-def contiguous_call(machine, batch, context, kv_dtype):
-    """The same, each row contiguous."""
-    from attention.kernels.decode import stored_attention
-    q = torch.randn(batch, 1, 12, 64, device=machine.device, dtype=machine.dtype).transpose(1, 2)
-    lengths = torch.full((batch,), context, device=machine.device)
-    stores = kernels.random_stores(batch, 1, context, 64, getattr(torch, kv_dtype), machine.dtype,
-                                   machine.device)
-    return stores, lambda store, how: stored_attention(q, *store.tensors, kv_lens=lengths,
-                                                       tuning=how)
-
-
-def tunings(paged: bool, splits: tuple[int, ...]) -> list[dict]:
-    """First (keys, warps, stages) with the default number of splits, then numbers of splits with
-    the default layout."""
-    layouts = [dict(block_n=n, num_warps=warps, num_stages=stages) for n in (32, 64, 128)
-               for warps in (1, 2, 4, 8) for stages in (2, 3, 4)
-               if not (paged and n > 64) and n * 64 // (32 * warps) >= 16]
-    return layouts + [dict(n_splits=n) for n in splits]
+    def call():
+        tokens = first
+        for _ in range(STEPS):
+            tokens = decode(tokens).argmax(-1, keepdim=True)
+    return call
 
 
 def tune(machine, batch: int, paged: bool, kv_dtype: str, time: bool = True) -> dict:
-    """The default and every other layout of the decode kernel at 8,192 keys: milliseconds per call,
-    relative error."""
-    from attention.kernels.decode import Tuning
+    """The decode kernel at 8,192 keys by layout (keys, warps, stages) and by number of splits."""
+    from attention.kernels.decode import Tuning, stored_attention
     batch, context = (batch, 8192) if machine.real else (2, 128)
-    stores, call = (paged_call if paged else contiguous_call)(machine, batch, context, kv_dtype)
+    q = torch.randn(batch, 1, 12, 64, device=machine.device, dtype=machine.dtype).transpose(1, 2)
+    lengths = torch.full((batch,), context, device=machine.device)
+    n_pages, page = (batch * context // 64, 64) if paged else (batch, context)
+    table = torch.randperm(n_pages, device=machine.device).int().view(batch, -1) if paged else None
+    stores = kernels.random_stores(n_pages, 1, page, 64, getattr(torch, kv_dtype), machine.dtype,
+                                   machine.device)
+
+    def call(store, how):
+        return stored_attention(q, *store.tensors, kv_lens=lengths, table=table, tuning=how)
     default, found = call(stores[0], Tuning()), {}
-    hows = [{}, *tunings(paged, (1, 2, 4, 8, 16, 32, 64))]
+    layouts = [dict(block_n=n, num_warps=warps, num_stages=stages) for n in (32, 64, 128)
+               for warps in (1, 2, 4, 8) for stages in (2, 3, 4)
+               if not (paged and n > 64) and n * 64 // (32 * warps) >= 16]
+    hows = [{}, *layouts, *(dict(n_splits=n) for n in (1, 2, 4, 8, 16, 32, 64))]
     for how in hows[:None if machine.real else 3]:
         name = ' '.join(f'{key}={value}' for key, value in how.items()) or 'default'
         try:
@@ -217,11 +163,10 @@ def tune(machine, batch: int, paged: bool, kv_dtype: str, time: bool = True) -> 
                 calls = [partial(call, store, Tuning(**how)) for store in stores]
                 found[name]['ms'] = kernels.milliseconds_a_call(calls, machine.device)['median']
         except Exception as e:  # a layout that does not fit must not end the others
-            first_line = str(e).splitlines()[0] if str(e) else ''
-            found[name] = {'failed': f'{type(e).__name__}: {first_line[:160]}'}
+            found[name] = kernels.failure(e)
     good = {name: one for name, one in found.items() if 'failed' not in one}
-    largest = max(one['error'] for one in good.values())
-    result = {'layouts': found, 'error': largest, 'allowed': ALLOWED['bfloat16']}
+    result = {'layouts': found, 'error': max(one['error'] for one in good.values()),
+              'allowed': ALLOWED[torch.bfloat16]}
     if time:
         best = min(good, key=lambda name: good[name]['ms'])
         result |= {'measured_seconds': good['default']['ms'] / 1000,
@@ -240,9 +185,10 @@ def ladder(machine) -> dict:
         return {'document': json.loads(results)}
 
 
-KINDS = {'attention': attention, 'write': write, 'sequence': sequence, 'captured': captured,
-         'rates': rates, 'bench': bench, 'profile': profile, 'tune': tune,
-         'compile': partial(tune, time=False), 'ladder': ladder}
+KINDS = {'attention': exact.attention, 'write': exact.write, 'sequence': exact.sequence,
+         'captured': captured, 'bench': bench, 'profile': profile, 'tune': tune,
+         'compile': partial(tune, time=False), 'ladder': ladder,
+         'rates': lambda machine: kernels.rates(machine.device, machine.dtype)}
 
 
 def run_cell(name: str, args: dict, machine: Machine) -> dict:
@@ -265,19 +211,16 @@ def run_cell(name: str, args: dict, machine: Machine) -> dict:
         return {'status': 'failed', 'why': f'{type(e).__name__}: {str(e)[:600]}'}
 
 
-def main(argv=None):
-    options, names, emit = worker_cells(argv)
+def main():
+    options, names, emit = worker_cells()
     cells = json.loads(Path(options['cells']).read_text(encoding='utf-8'))
     machine = Machine(options['device'])
     os.chdir(ROOT)
     with contextlib.nullcontext() if machine.real else triton_enabled(True):
         for name in names:
             emit(begin=name)
-            result = run_cell(name, cells[name], machine)
-            emit(cell=name, **result)
-            if context_is_poisoned():
-                sys.stdout.flush()
-                os._exit(3)  # the remaining cells go to another process
+            emit(cell=name, **run_cell(name, cells[name], machine))
+            end_if_poisoned()
             if machine.real:
                 torch._dynamo.reset()
                 gc.collect()  # caches and their graphs refer to each other

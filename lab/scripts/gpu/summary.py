@@ -18,10 +18,9 @@ def read(path: Path) -> tuple[list[dict], list[dict]]:
             continue
         if 'facts' in record:
             runs.append(record['facts'])
-        else:
-            key = record['part'], record['cell']
-            if key in newest and record['status'] == 'not run':  # an earlier result stays
-                continue
+            continue
+        key = record['part'], record['cell']
+        if key not in newest or record['status'] != 'not run':  # an earlier result stays
             newest.pop(key, None)
             newest[key] = record
     return runs, list(newest.values())
@@ -47,8 +46,7 @@ def speed(record) -> str:
 
 
 def last_line(record) -> str:
-    lines = [line.strip() for line in record.get('why', '').splitlines() if line.strip()]
-    return lines[-1] if lines else ''
+    return record.get('why', '').strip().rpartition('\n')[2].strip()
 
 
 def counts(records) -> str:
@@ -76,22 +74,21 @@ def short(runs, records) -> str:
              for record in records if 'copy_bytes_per_second' in record]
     bad = [f"{record['status'].upper()} {record['cell']}: {last_line(record)}"[:150]
            for record in records if record['status'] not in (*GOOD, 'not run')]
-    timed = [f"{record['cell'].removeprefix('bench/')}: {speed(record)}" for record in records
-             if speed(record)]
+    timed = [f"{record['cell'].removeprefix('bench/')}: {told}" for record in records
+             if (told := speed(record))]
     room = LINES - len(head) - len(rates) - 1
     n_bad = min(len(bad), max(8, room - len(timed)))
-    timed_shown = timed[:room - n_bad]
-    left = len(bad) + len(timed) - n_bad - len(timed_shown)
-    lines = head + rates + bad[:n_bad] + timed_shown
-    return '\n'.join(lines + [f'({left} more lines in README.md)'] * bool(left))
+    shown = bad[:n_bad] + timed[:room - n_bad]
+    left = len(bad) + len(timed) - len(shown)
+    return '\n'.join([*head, *rates, *shown] + [f'({left} more lines in README.md)'] * bool(left))
 
 
 def page(runs, records) -> str:
     """All results as Markdown."""
     lines = ['# On a GPU', '',
-             'Made by `lab/scripts/gpu_check.sh`; `cells.jsonl` has every number. Limits are from an '
-             "H100's data sheet (3.35 TB/s, 989 TFLOP/s in bfloat16); expected shares were written "
-             'down before the first run.', '']
+             'Made by `lab/scripts/gpu_check.sh`; `cells.jsonl` has every number. Limits are from '
+             "an H100's data sheet (3.35 TB/s, 989 TFLOP/s in bfloat16); expected shares were "
+             'written down before the first run.', '']
     lines += [f'- {listed(facts)}' for facts in runs[-5:]] + ['']
     for part, mine in by_part(records).items():
         lines += [f'## {part}', '', counts(mine), '']
@@ -101,7 +98,7 @@ def page(runs, records) -> str:
         for record in rows:
             error = ''
             if 'allowed' in record:
-                error = f"{record['error']:.1e} ({record['allowed']:.1e})"
+                error = f"{float(record['error']):.1e} ({float(record['allowed']):.1e})"
             told = speed(record) or last_line(record)[:200].replace('|', '\\|')
             lines.append(f"| {record['cell']} | {record['status']} | {told} | {error} |")
         lines += [''] * bool(rows)

@@ -7,7 +7,6 @@ the cell is done. It may end after any cell; the remaining cells go to another w
 """
 import contextlib
 import json
-import math
 import os
 import select
 import signal
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -45,7 +43,7 @@ class Records:
             print(told, flush=True)
 
     def _append(self, record):
-        line = json.dumps(finite(record))
+        line = json.dumps(record)
         try:
             with open(self.path, 'a', encoding='utf-8') as file:
                 file.write(line + '\n')
@@ -53,25 +51,12 @@ class Records:
             print(f'cannot be written to {self.path} ({e.strerror}): {line}', flush=True)
 
 
-def finite(x):
-    """The same with the names of NaN and infinities in their place, which JSON does not have."""
-    if isinstance(x, float) and not math.isfinite(x):
-        return str(x)
-    if isinstance(x, dict):
-        return {name: finite(value) for name, value in x.items()}
-    return [finite(value) for value in x] if isinstance(x, list) else x
-
-
 class Supervisor:
-    """Runs cells (`lab.scripts.gpu.cells.Cell`) in workers of one kind until the time is up.
+    """Runs cells (`lab.scripts.gpu.cells.Cell`) of one part in workers until the time is up.
 
-    Args:
-        part: the part of the check that the cells belong to.
-        command: starts a worker; `--fd=N` and the names of cells are appended.
-        records: where the results go.
-        end: time by the clock `now` after which nothing may run.
-        log: file to which workers' output is appended.
-        now: a clock; tests pass their own.
+    command: starts a worker; `--fd=N` and the names of cells are appended.
+    end: time by the clock `now` after which nothing may run.
+    log: file to which workers' output is appended.
     """
 
     def __init__(self, part: str, command: list[str], records: Records, end: float, log: Path,
@@ -83,17 +68,12 @@ class Supervisor:
     def run(self, cells, processes: int = 1, batch: int = 0) -> None:
         """Run all cells in this order, `processes` workers at a time. Each worker gets `batch`
         cells (0 = an equal share of all)."""
-        if batch:
-            queue = deque(cells[i:i + batch] for i in range(0, len(cells), batch))
-        else:
-            queue = deque(cells[i::processes] for i in range(min(processes, len(cells))))
-        count = min(processes, len(queue))
-        if not count:
-            return
+        shares = [cells[i:i + batch] for i in range(0, len(cells), batch)] if batch else [
+            cells[i::processes] for i in range(min(processes, len(cells)))]
         # A pool, as Thread.join does not survive Ctrl-C in Python below 3.13: afterwards it takes
         # the thread for ended, and the last results would be lost.
-        with ThreadPoolExecutor(count) as pool:
-            drained = [pool.submit(self._drain, queue) for _ in range(count)]
+        with ThreadPoolExecutor(processes) as pool:
+            drained = [pool.submit(self._drain, share) for share in shares]
             try:
                 wait(drained)
             finally:  # Ctrl-C: the workers are ended, which their threads notice
@@ -103,31 +83,25 @@ class Supervisor:
         for future in drained:
             future.result()
 
-    def _drain(self, queue):
-        while True:
-            try:
-                cells = list(queue.popleft())
-            except IndexError:
-                return
-            while cells:
-                cells = self._worker(cells)
+    def _drain(self, cells):
+        while cells:
+            cells = self._worker(cells)
 
     def _worker(self, cells) -> list:
         """Run one worker. Returns the cells that it did not reach; at least one cell is recorded,
         whatever happens."""
         if self._stopping or self.now() >= self.end:
+            why = 'interrupted' if self._stopping else 'the time was up'
             for cell in cells:
-                why = 'interrupted' if self._stopping else 'the time was up'
                 self._record(cell, 'not run', why=why)
             return []
-        names = [cell.name for cell in cells]
         read, write = os.pipe()
+        command = [*self.command, f'--fd={write}', *(cell.name for cell in cells)]
         try:
             with open(self.log, 'ab') as log:
-                process = subprocess.Popen([*self.command, f'--fd={write}', *names], cwd=ROOT,
-                                           stdin=subprocess.DEVNULL, stdout=log,
-                                           stderr=subprocess.STDOUT, pass_fds=[write],
-                                           start_new_session=True)
+                process = subprocess.Popen(
+                    command, cwd=ROOT, pass_fds=[write], start_new_session=True,
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         except OSError as e:
             os.close(read)
             self._record(cells[0], 'failed', why=f'could not start a worker: {e}')
@@ -172,7 +146,8 @@ class Supervisor:
                 break
             *lines, text = (text + piece).split(b'\n')
             for line in filter(None, lines):
-                message = json.loads(line)
+                # JSON has no NaN and no infinities: their names take their place
+                message = json.loads(line, parse_constant=lambda x: str(float(x)))
                 if 'begin' in message:
                     current, since = left.get(message['begin']), self.now()
                 elif message.get('cell') in left:
@@ -183,7 +158,9 @@ class Supervisor:
 
     def _record(self, cell, status, **more):
         record = {'part': self.part, 'cell': cell.name, 'status': status, 'estimate': cell.seconds}
-        self.records.add(record | cell.expected | more)
+        if cell.limit:
+            record |= {'limit': cell.limit, 'share': cell.share, 'work': cell.work}
+        self.records.add(record | more)
 
 
 def end_group(process) -> None:
@@ -203,34 +180,28 @@ def how_it_ended(process, log: Path) -> str:
     """The last lines of the log and the exit status or signal."""
     code = process.returncode
     how = f'signal {-code} ({signal.Signals(-code).name})' if code < 0 else f'exit status {code}'
-    try:
-        tail = log.read_bytes()[-1500:].decode('utf-8', 'replace').strip().splitlines()[-6:]
-    except OSError:
-        tail = []
+    tail = log.read_bytes()[-1500:].decode('utf-8', 'replace').strip().splitlines()[-6:]
     return '\n'.join([*tail, f'the worker ended with {how}'])
 
 
-def context_is_poisoned() -> bool:
-    """For workers: whether CUDA refuses all further work in this process, as it does after an
-    illegal memory access."""
+def end_if_poisoned() -> None:
+    """For workers: end the process if CUDA refuses all further work in it, as it does after an
+    illegal memory access. The remaining cells go to another process."""
     import torch
-    if not torch.cuda.is_initialized():
-        return False
     try:
-        torch.cuda.synchronize()
-        return False
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
     except Exception:
-        return True
+        sys.stdout.flush()
+        os._exit(3)
 
 
-def worker_cells(argv=None):
-    """For workers: (options {'fd': N, ...}, names, emit) from a command line. emit(**message)
+def worker_cells():
+    """For workers: (options {'fd': N, ...}, names, emit) from the command line. emit(**message)
     writes a message to the supervisor."""
-    argv = sys.argv[1:] if argv is None else argv
-    options = dict(arg[2:].split('=', 1) for arg in argv if arg.startswith('--'))
+    options = dict(arg[2:].split('=', 1) for arg in sys.argv[1:] if arg.startswith('--'))
     stream = os.fdopen(int(options['fd']), 'w', buffering=1)
 
     def emit(**message):
         stream.write(json.dumps(message) + '\n')
-        stream.flush()
-    return options, [arg for arg in argv if not arg.startswith('--')], emit
+    return options, [arg for arg in sys.argv[1:] if not arg.startswith('--')], emit

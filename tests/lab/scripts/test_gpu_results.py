@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attention.backends import INTERPRETING
+from config.errors import UserError
 from lab.scripts import gpu_check
 from lab.scripts.gpu import summary
 from lab.scripts.gpu.cells import PARTS
@@ -80,10 +81,9 @@ def test_a_rehearsal(part, only, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
-def test_without_a_gpu(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
+def test_without_a_gpu(tmp_path):
+    with pytest.raises(UserError, match='no CUDA device'):
         gpu_check.main(['--part=tests', f'--out={tmp_path}'])
-    assert end.value.code == 2 and 'no CUDA device' in capsys.readouterr().err
 
 
 # -- tables ----------------------------------------------------------------------------------------
