@@ -33,12 +33,10 @@ class RandomOrder:
 
 
 class EpochOrder:
-    """Adjacent windows of `size` tokens, each once per epoch.
+    """Adjacent windows of `size` tokens, each once per epoch; seed: None = in their own order.
 
     The state is the number of windows drawn and their size: with another size, the order continues
     after as many tokens.
-
-    seed: of the shuffling; None = in their own order.
     """
 
     def __init__(self, n_tokens: int, size: int, seed: int | None):
@@ -98,11 +96,7 @@ def _mixed(x):
 
 
 def make_order(name: str, n_tokens: int, size: int, generator: torch.Generator, seed: int):
-    """Of windows of `size` tokens and a target more, among n_tokens.
-
-    Raises:
-        UserError: no such order.
-    """
+    """Of windows of `size` tokens and a target more, among n_tokens. UserError: no such order."""
     if name not in ORDERS:
         raise UserError(f"data_order={name!r}: allowed are {', '.join(map(repr, ORDERS))}")
     if name == 'random':
