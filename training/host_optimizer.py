@@ -1,12 +1,9 @@
 """AdamW in host memory: moments, a copy of the parameters, and the step itself (Ren et al. 2021,
-"ZeRO-Offload").
+"ZeRO-Offload"). The device keeps parameters and gradients.
 
-The device keeps parameters and gradients. Gradients are copied to the host once they are complete,
-clipped and known to be finite. While one bucket is stepped on the host, the next is copied in and
-the previous one back. torchao's CPUOffloadOptimizer copies gradients during the backward pass,
-before their norm is known, so it cannot clip; it needs CUDA, and its state has its own format. This
-one makes exactly the steps that AdamW makes on a CPU, and its `state_dict` is AdamW's, so a run may
-resume with or without it.
+While one bucket is stepped on the host, the next is copied in and the previous one back. Unlike
+torchao's CPUOffloadOptimizer it can clip, makes exactly the steps that AdamW makes on a CPU, and
+its `state_dict` is AdamW's, so a run may resume with or without it.
 """
 import contextlib
 
@@ -52,7 +49,7 @@ class HostAdamW(torch.optim.Optimizer):
     def step(self, closure=None):
         """Step the parameters that have gradients. closure: not supported."""
         for own, inner in zip(self.param_groups, self.inner.param_groups):
-            inner.update(_settings(own))
+            inner.update({**own, 'params': inner['params']})
         if self.inward is not None:  # the current stream is still clipping the gradients
             self.inward.wait_stream(torch.cuda.current_stream(self.inward.device))
         arrivals = [self._bring(bucket) for bucket in self.buckets]
@@ -64,8 +61,7 @@ class HostAdamW(torch.optim.Optimizer):
             torch.cuda.current_stream(self.outward.device).wait_stream(self.outward)
 
     def _bring(self, bucket):
-        """Start copying the bucket's gradients to the host. Returns the event of their arrival;
-        None if the copy was synchronous."""
+        """Start copying the bucket's gradients to the host; the event of their arrival, or None."""
         with _on(self.inward):
             for p in bucket:
                 if p.grad is not None:
@@ -101,7 +97,7 @@ class HostAdamW(torch.optim.Optimizer):
                   for group in state_dict['param_groups']]
         self.inner.load_state_dict({**state_dict, 'param_groups': groups})
         for own, inner in zip(self.param_groups, self.inner.param_groups):
-            own.update({name: inner[name] for name in _settings(own)})
+            own.update({name: inner[name] for name in own if name != 'params'})
         self._share()
         self.take()
 
@@ -110,10 +106,6 @@ class HostAdamW(torch.optim.Optimizer):
         moments = [x for state in self.inner.state.values() for x in state.values()
                    if torch.is_tensor(x)]
         return sum(x.nbytes for x in (*moments, *self.copies.values(), *self.gradients.values()))
-
-
-def _settings(group: dict) -> dict:
-    return {name: value for name, value in group.items() if name != 'params'}
 
 
 def _on(stream):
