@@ -5,8 +5,6 @@ While one bucket is stepped on the host, the next is copied in and the previous 
 torchao's CPUOffloadOptimizer it can clip, makes exactly the steps that AdamW makes on a CPU, and
 its `state_dict` is AdamW's, so a run may resume with or without it.
 """
-import contextlib
-
 import torch
 
 BUCKET = 64 * 2 ** 20  # bytes of gradients that are stepped together
@@ -62,11 +60,11 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _bring(self, bucket):
         """Start copying the bucket's gradients to the host; the event of their arrival, or None."""
-        with _on(self.inward):
+        with torch.cuda.stream(self.inward):
             for p in bucket:
                 if p.grad is not None:
-                    self.gradients[p].copy_(p.grad, non_blocking=self.inward is not None)
-        return self.inward.record_event() if self.inward is not None else None
+                    self.gradients[p].copy_(p.grad, non_blocking=True)
+        return self.inward and self.inward.record_event()
 
     def _step(self, bucket):
         """Step the bucket on the host, and start copying it back."""
@@ -74,10 +72,10 @@ class HostAdamW(torch.optim.Optimizer):
         for p in stepped:
             self.copies[p].grad = self.gradients[p]
         self.inner.step()  # parameters of other buckets have no gradient, so they are skipped
-        with _on(self.outward):
+        with torch.cuda.stream(self.outward):
             for p in stepped:
                 self.copies[p].grad = None
-                p.copy_(self.copies[p], non_blocking=self.outward is not None)
+                p.copy_(self.copies[p], non_blocking=True)
 
     def _share(self):
         """Make a parameter's state and that of its copy one dict."""
@@ -88,8 +86,7 @@ class HostAdamW(torch.optim.Optimizer):
     def state_dict(self):
         """AdamW's, in host memory."""
         state = self.inner.state_dict()
-        stepped = {i: moments for i, moments in state['state'].items() if moments}
-        return {**state, 'state': stepped}
+        return {**state, 'state': {i: x for i, x in state['state'].items() if x}}
 
     def load_state_dict(self, state_dict) -> None:
         """Resume from an AdamW's `state_dict`. Copies the parameters to the host."""
@@ -103,13 +100,8 @@ class HostAdamW(torch.optim.Optimizer):
 
     def host_nbytes(self) -> int:
         """Bytes of host memory: moments, copies of parameters, gradients."""
-        moments = [x for state in self.inner.state.values() for x in state.values()
-                   if torch.is_tensor(x)]
+        moments = [x for state in self.inner.state.values() for x in state.values()]
         return sum(x.nbytes for x in (*moments, *self.copies.values(), *self.gradients.values()))
-
-
-def _on(stream):
-    return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
 
 
 def _buckets(params, nbytes: int) -> list[list]:
