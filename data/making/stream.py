@@ -1,10 +1,7 @@
 """Datasets too big for memory: documents from the Hugging Face hub or from files, into shards.
 
-    documents -> batches of texts -> GPT-2 BPE in threads, in order -> train_00000.bin, ..., val.bin
-
-Each document is followed by <|endoftext|> (50256). A hash of its text decides whether a document
-is held out for validation: every run makes the same choice without knowing how many documents
-there are, and duplicates of a document are in the same split.
+A hash of its text decides whether a document is held out for validation: every run makes the same
+choice without knowing how many documents there are, and duplicates are in the same split.
 """
 
 import hashlib
@@ -147,10 +144,8 @@ def _add_all(out: TokenWriter, texts: Iterable[str], encoding: Any, args: Any) -
 
 
 def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[str]]:
-    """Lists of documents with at least `characters` characters, except for the last list.
-
-    Empty documents are kept: a resumed preparation skips documents by number.
-    """
+    """Lists of documents with at least `characters` characters, except for the last list. Empty
+    documents are kept: a resumed preparation skips documents by number."""
     batch, size = [], 0
     for text in documents:
         batch.append(text)
@@ -180,10 +175,8 @@ def encode_batch(texts: list[str], encoding: Any, share: float) -> Tokens:
 
 def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
             workers: int) -> Iterator[Tokens]:
-    """encode_batch of each batch, in order, in `workers` threads (tiktoken releases the GIL).
-
-    At most two batches per thread are read ahead.
-    """
+    """encode_batch of each batch, in order, in `workers` threads, with at most two batches per
+    thread read ahead."""
     pool, pending = ThreadPoolExecutor(workers), deque()
     try:
         for batch in texts:
@@ -197,7 +190,6 @@ def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
 
 
 def check_files(files: list[Path]) -> None:
-    """UserError for a file of another kind than KINDS, or a missing one."""
     for path in files:
         if path.suffix not in KINDS:
             raise UserError(f'{str(path)!r}: allowed are .jsonl, .txt and .parquet files')

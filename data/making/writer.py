@@ -164,15 +164,13 @@ class TokenWriter:
         for path in [*self.folder.glob('*.bin'), self.folder / 'meta.pkl']:
             if path.is_dir():
                 raise UserError(f'{str(path)!r} is a folder, where a file of the dataset belongs')
-        result = {}
-        for name in (COMPLETE, READY):
-            result |= _read_json(self.folder / name / RESULT)
+        result = _read_json(self.folder / COMPLETE / RESULT)
+        result = _read_json(self.folder / READY / RESULT) or result
         publish(self.folder)
         if self.key is not None and not self.restart and result.get('key') == self.key:
             self.finished, self.tokens = True, result['tokens']
             return
-        progress = {} if self.restart else self._progress()
-        if progress:
+        if not self.restart and (progress := self._progress()):
             self._resume(progress)
         elif self._new.exists():
             shutil.rmtree(self._new)
@@ -180,19 +178,16 @@ class TokenWriter:
 
     def _progress(self) -> dict[str, Any]:
         """The last checkpoint; {} if there is none or files are missing or too short for it."""
-        if not self.resumable:
-            return {}
         progress = _read_json(self._new / PROGRESS)
-        try:
-            valid = type(progress['documents']) is int and type(progress['key']) is dict
-            for name, size in progress['files'].items():
-                valid = valid and type(size) is int and (self._new / name).stat().st_size >= size
-        except (OSError, KeyError, TypeError, AttributeError):
-            valid = False
-        if not valid:
+        with contextlib.suppress(OSError, KeyError, TypeError, AttributeError):
+            complete = all(type(size) is int and (self._new / name).stat().st_size >= size
+                           for name, size in progress['files'].items())
+            if complete and type(progress['documents']) is int and type(progress['key']) is dict:
+                return progress
+        if self.resumable:
             print(f'the progress in {str(self.folder)!r} is damaged: starting afresh',
                   file=sys.stderr)
-        return progress if valid else {}
+        return {}
 
     def _resume(self, progress: dict[str, Any]) -> None:
         """Cut the files back to the checkpoint. UserError if it is of another preparation."""
@@ -216,16 +211,14 @@ class TokenWriter:
         names = [name for name in self.key
                  if name != 'max_tokens' and self.key[name] != old.get(name)]
         limit, done = self.key.get('max_tokens'), self.tokens.get('train', 0)
+        so_far = ''
+        if not names and limit is not None and limit <= done:
+            names, so_far = ['max_tokens'], f' and {done} train tokens so far'
         if names:
-            there = _settings(old, names)
-        elif limit is not None and limit <= done:
-            names = ['max_tokens']
-            there = f'{_settings(old, names)} and {done} train tokens so far'
-        else:
-            return
-        raise UserError(f'{str(self.folder)!r} holds the progress of a preparation with {there}; '
-                        f'this one has {_settings(self.key, names)}: continue with those settings, '
-                        'or discard the progress with --restart')
+            raise UserError(
+                f'{str(self.folder)!r} holds the progress of a preparation with '
+                f'{_settings(old, names)}{so_far}; this one has {_settings(self.key, names)}: '
+                'continue with those settings, or discard the progress with --restart')
 
     def _publish(self) -> None:
         with write_errors(self.folder, '; run the same command again when that is mended'):
