@@ -33,8 +33,7 @@ def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
     script = folder / 'prepare.py'
     if not os.path.isfile(script):
         raise UserError(_unknown(name, root))
-    why = by_hand(script)
-    if why:
+    if why := by_hand(script):
         raise UserError(f'dataset {name!r} is not prepared, and training does not start that by '
                         f'itself: {why}; run: python {root.name}/{name}/prepare.py '
                         '(--help shows its options)')
@@ -63,11 +62,9 @@ def by_hand(script: Path) -> str:
     except (OSError, ValueError, SyntaxError):
         return ''  # running it will say what is wrong with it
     for node in tree.body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign):
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if any(isinstance(target, ast.Name) and target.id == 'BY_HAND' for target in targets):
-            return node.value.value if isinstance(node.value, ast.Constant) else 'it says BY_HAND'
+        targets = getattr(node, 'targets', [getattr(node, 'target', None)])
+        if any(getattr(target, 'id', '') == 'BY_HAND' for target in targets):
+            return getattr(node.value, 'value', 'it says BY_HAND')
     return ''
 
 
@@ -75,14 +72,11 @@ def _unknown(name: str, root: Path) -> str:
     names = available_datasets(root)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f' (did you mean {near[0]!r}?)' if near else ''
-    kinds = {'prepared': [], 'prepared on first use': [], 'prepared by hand': []}
-    for found in names:
-        kind = 'prepared on first use'
-        if is_prepared(root / found):
-            kind = 'prepared'
-        elif by_hand(root / found / 'prepare.py'):
-            kind = 'prepared by hand'
-        kinds[kind].append(found)
+    prepared = [found for found in names if is_prepared(root / found)]
+    manual = [found for found in names
+              if found not in prepared and by_hand(root / found / 'prepare.py')]
+    on_use = [found for found in names if found not in prepared + manual]
+    kinds = {'prepared': prepared, 'prepared on first use': on_use, 'prepared by hand': manual}
     listed = '; '.join(f'{kind}: {", ".join(some)}' for kind, some in kinds.items() if some)
     return f'no dataset {name!r}{hint}; {listed}; your own text: python data/text/prepare.py --help'
 

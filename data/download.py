@@ -10,19 +10,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TransferSpeedColumn
 
 from config.errors import UserError
 
@@ -31,34 +23,32 @@ TIMEOUT = 20.0  # seconds of silence from the server
 PIP_TIMEOUT = 600.0  # seconds for the whole run of pip
 
 
-def progress_bar(*columns: ProgressColumn) -> Progress:
+def progress_bar(*columns: str | ProgressColumn) -> Progress:
     """A progress bar on stderr if that is a terminal, else a disabled one."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
-def fetch(url: str, path: Path, sha256: str, hint: str = '', timeout: float = TIMEOUT) -> None:
+def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
     """Download `url` (https) to `path`, which appears only when complete and of the right sha256.
 
     hint: advice added to every error, such as how to provide the file by hand.
-    timeout: seconds of silence from the server.
     UserError for a URL that is not https, no network, an HTTP error, a wrong hash, or a file that
     cannot be written.
     """
     path = Path(path)
-    advice = f'; {hint}' if hint else ''
     part = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     if not url.startswith('https://'):
         raise UserError(f'cannot fetch {url!r}: allowed are https URLs')
     try:
-        found = _download(url, part, timeout)
+        found = _download(url, part)
         if found != sha256:
-            raise UserError(f'{url} gave a file with sha256 {found}; allowed is {sha256}{advice}')
+            raise ValueError(f'the file has sha256 {found}; allowed is {sha256}')
         os.replace(part, path)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        if isinstance(error, UserError):  # the wrong hash
-            raise
-        raise UserError(f'cannot fetch {url} to {str(path)!r}: {_reason(error)}{advice}') from None
+        reason = ' '.join(str(error).split()) or type(error).__name__
+        raise UserError(f'cannot fetch {url} to {str(path)!r}: {reason}'
+                        f'{"; " + hint if hint else ""}') from None
     finally:
         with contextlib.suppress(OSError):  # renamed after success, or never created
             part.unlink()
@@ -93,8 +83,7 @@ def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
 
 
 def read_checked(path: Path, sha256: str, what: str) -> bytes:
-    """The bytes of the file `what` at `path`. UserError if it is not readable or has another hash.
-    """
+    """The bytes of the file `what`. UserError if it cannot be read or has another hash."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -106,42 +95,32 @@ def read_checked(path: Path, sha256: str, what: str) -> bytes:
 
 
 def last_line(output: str) -> str:
-    """The most informative line of pip's output: its last ERROR, else its last line."""
+    """The last ERROR in pip's output, else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.upper().startswith('ERROR')]
     return (errors or lines or ['it gave no reason'])[-1]
 
 
-def _download(url: str, part: Path, timeout: float) -> str:
+def _download(url: str, part: Path) -> str:
     """Download `url` to the new file `part` and return its sha256."""
-    columns = TextColumn('{task.description}'), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    digest = hashlib.sha256()
-    with contextlib.ExitStack() as stack:
-        response = stack.enter_context(urllib.request.urlopen(url, timeout=timeout))
-        part.parent.mkdir(parents=True, exist_ok=True)
-        file = stack.enter_context(open(part, 'wb'))
-        progress = stack.enter_context(progress_bar(*columns))
+    columns = '{task.description}', BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    digest, size = hashlib.sha256(), 0
+    with (urllib.request.urlopen(url, timeout=TIMEOUT) as response,
+          progress_bar(*columns) as progress):
         if not response.geturl().startswith('https://'):
             raise ValueError(f'it was redirected to {response.geturl()}, which is not https')
         length = response.headers.get('Content-Length', '')
         expected = int(length) if length.isdigit() else None
         task = progress.add_task(url.rsplit('/', 1)[-1], total=expected)
-        size = 0
-        while chunk := response.read(CHUNK):
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-            progress.update(task, completed=size)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, 'wb') as file:
+            while chunk := response.read(CHUNK):
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                progress.update(task, completed=size)
+            file.flush()
+            os.fsync(file.fileno())
         if expected is not None and size != expected:
             raise ValueError(f'the connection ended after {size:,} of {expected:,} bytes')
-        file.flush()
-        os.fsync(file.fileno())
     return digest.hexdigest()
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f'the server answers {error.code} {error.reason}'
-    if isinstance(error, urllib.error.URLError):
-        return f'no connection ({error.reason})'
-    return ' '.join(str(error).split()) or type(error).__name__

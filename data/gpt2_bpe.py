@@ -1,10 +1,9 @@
 """GPT-2's byte pair encoding: tiktoken's download, or the same ranks from PyPI.
 
 tiktoken fetches the vocabulary from one host. Where that host is not reachable, pip fetches the
-openai-whisper source distribution, which has the same 50,256 ranks (whisper/assets/gpt2.tiktoken).
-(pip runs the build code of a source distribution that it downloads, after checking the hash.) They
-are kept in ~/.cache/nanokv (in $XDG_CACHE_HOME/nanokv or $NANOKV_CACHE if set), and checked at
-every load.
+openai-whisper source distribution, which has the same 50,256 ranks, and runs its build code after
+checking the hash. The ranks are kept in ~/.cache/nanokv (or $XDG_CACHE_HOME/nanokv, or
+$NANOKV_CACHE), and checked at every load.
 """
 
 import base64
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from config.errors import UserError
-from data.download import fetch_sdist
+from data.download import fetch_sdist, read_checked
 
 REQUIREMENT = 'openai-whisper==20250625'
 SDIST_SHA256 = '37a91a3921809d9f44748ffc73c0a55c9f366c85a3ef5c2ae0cc09540432eb96'
@@ -32,7 +31,6 @@ END_OF_TEXT = '<|endoftext|>'
 # how GPT-2 splits text into words
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 BLANK_RUN = 100_000
-LONG_BLANKS = re.compile(r'\s{%d}' % BLANK_RUN)
 WAIT = 20.0  # seconds that tiktoken's download may take: it has no time limit of its own
 
 
@@ -47,8 +45,9 @@ def gpt2_encoding() -> Any:
     except ImportError:
         raise UserError("GPT-2's tokenizer needs tiktoken: `pip install tiktoken` "
                         '(its vocabulary is downloaded on first use)') from None
-    ranks = _cached()
-    if ranks is None:
+    try:
+        ranks = read_checked(cache_folder() / 'gpt2.tiktoken', RANKS_SHA256, 'ranks')
+    except UserError:  # missing or damaged
         result = _in_time(lambda: tiktoken.get_encoding('gpt2'), WAIT)
         if not isinstance(result, Exception):
             return result
@@ -74,40 +73,29 @@ def encode_text(encoding: Any, text: str) -> np.ndarray:
     tiktoken's regex engine panics within a run of about a million blanks: runs longer than
     BLANK_RUN are encoded in pieces, which decode to the same text.
     """
-    if len(text) <= BLANK_RUN:
-        return _encode(encoding, text)
-    cuts = [match.end() for match in LONG_BLANKS.finditer(text)]
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)]) if a < b]
-    return np.concatenate([_encode(encoding, piece) for piece in pieces])
-
-
-def _encode(encoding: Any, text: str) -> np.ndarray:
-    # without a Python list on the way, so that threads encode in parallel
-    return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+    cuts = [match.end() for match in re.finditer(r'\s{%d}' % BLANK_RUN, text)]
+    # encode_to_numpy makes no Python list, so threads encode in parallel
+    return np.concatenate([
+        encoding.encode_to_numpy(text[a:b], disallowed_special=()).astype(np.uint16)
+        for a, b in zip([0, *cuts], [*cuts, len(text)])])
 
 
 def cache_folder() -> Path:
     """The cache: $NANOKV_CACHE, $XDG_CACHE_HOME/nanokv or ~/.cache/nanokv."""
-    own, xdg = os.environ.get('NANOKV_CACHE'), os.environ.get('XDG_CACHE_HOME')
-    if own:
-        return Path(own)
-    return (Path(xdg) if xdg else Path('~/.cache').expanduser()) / 'nanokv'
-
-
-def _cached() -> bytes | None:
-    """The ranks in the cache folder, None if they are not there or damaged."""
-    try:
-        ranks = (cache_folder() / 'gpt2.tiktoken').read_bytes()
-    except OSError:
-        return None
-    return ranks if hashlib.sha256(ranks).hexdigest() == RANKS_SHA256 else None
+    caches = os.environ.get('XDG_CACHE_HOME') or Path('~/.cache').expanduser()
+    return Path(os.environ.get('NANOKV_CACHE') or Path(caches, 'nanokv'))
 
 
 def _fetch(why: str) -> bytes:
     """The ranks from the source distribution, stored in the cache folder if possible."""
     hint = (f"GPT-2's vocabulary is downloaded on first use, and tiktoken failed too ({why}): "
             'connect once, or set TIKTOKEN_CACHE_DIR to a folder that has it')
-    ranks = _member(fetch_sdist(REQUIREMENT, SDIST_SHA256, hint))
+    sdist = io.BytesIO(fetch_sdist(REQUIREMENT, SDIST_SHA256, hint))
+    with tarfile.open(fileobj=sdist, mode='r:gz') as tar:
+        members = [member for member in tar if member.name.partition('/')[2] == MEMBER]
+        if not members:
+            raise UserError(f'{REQUIREMENT} has no {MEMBER}')
+        ranks = tar.extractfile(members[0]).read()
     digest = hashlib.sha256(ranks).hexdigest()
     if digest != RANKS_SHA256:
         raise UserError(f'{MEMBER} in {REQUIREMENT} has sha256 {digest}; allowed is {RANKS_SHA256}')
@@ -124,15 +112,6 @@ def _fetch(why: str) -> bytes:
         with contextlib.suppress(OSError):  # renamed after success, or never created
             part.unlink()
     return ranks
-
-
-def _member(sdist: bytes) -> bytes:
-    """The ranks file, read straight out of the tarball."""
-    with tarfile.open(fileobj=io.BytesIO(sdist), mode='r:gz') as tar:
-        for member in tar:
-            if member.isfile() and member.name.partition('/')[2] == MEMBER:
-                return tar.extractfile(member).read()
-    raise UserError(f'{REQUIREMENT} has no {MEMBER}')
 
 
 def _in_time(call, seconds: float) -> Any:

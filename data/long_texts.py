@@ -53,9 +53,8 @@ def bpe_arrays(encoding: Any, blocks: Iterable[str]) -> Iterator[np.ndarray]:
     rest = ''
     for block in blocks:
         rest += block
-        cut = _last_break(rest)
-        if cut or len(rest) > LONGEST_PIECE:
-            cut = cut or len(rest)
+        cut = _last_break(rest) or len(rest) * (len(rest) > LONGEST_PIECE)
+        if cut:
             yield encode_text(encoding, rest[:cut])
             rest = rest[cut:]
     if rest:

@@ -19,13 +19,8 @@ class RandomOrder:
     def __init__(self, high: int, generator: torch.Generator):
         self.high, self.generator = high, generator
 
-    @property
-    def state(self) -> torch.Tensor:
-        return self.generator.get_state()
-
-    @state.setter
-    def state(self, state: torch.Tensor):
-        self.generator.set_state(state)
+    state = property(lambda self: self.generator.get_state(),
+                     lambda self, state: self.generator.set_state(state))
 
     def draw(self, n: int) -> torch.Tensor:
         """(n,) int64, the first tokens of the next n windows."""
@@ -33,12 +28,10 @@ class RandomOrder:
 
 
 class EpochOrder:
-    """Adjacent windows of `size` tokens, each once per epoch.
+    """Adjacent windows of `size` tokens, each once per epoch; seed: None = in their own order.
 
     The state is the number of windows drawn and their size: with another size, the order continues
     after as many tokens.
-
-    seed: of the shuffling; None = in their own order.
     """
 
     def __init__(self, n_tokens: int, size: int, seed: int | None):
@@ -98,11 +91,7 @@ def _mixed(x):
 
 
 def make_order(name: str, n_tokens: int, size: int, generator: torch.Generator, seed: int):
-    """Of windows of `size` tokens and a target more, among n_tokens.
-
-    Raises:
-        UserError: no such order.
-    """
+    """Of windows of `size` tokens and a target more, among n_tokens. UserError: no such order."""
     if name not in ORDERS:
         raise UserError(f"data_order={name!r}: allowed are {', '.join(map(repr, ORDERS))}")
     if name == 'random':

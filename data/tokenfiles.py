@@ -6,7 +6,6 @@ train.bin.
 
 meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a GPT-2 BPE dataset
 has none.
-making/writer.py writes them.
 """
 
 import bisect
@@ -31,20 +30,21 @@ MAX_META_BYTES = 64 * 2**20  # the largest honest meta.pkl (65,536 entries) is a
 
 def is_prepared(folder: Path) -> bool:
     """Whether `folder` holds a complete dataset: train.bin or train_00000.bin, and likewise val."""
-    def exists(split: str) -> bool:  # os.path.isfile raises no error for any path
-        return any(os.path.isfile(Path(folder) / f'{split}{end}') for end in ('.bin', '_00000.bin'))
-
-    return exists('train') and exists('val')
+    return all(any(os.path.isfile(Path(folder) / f'{split}{end}') for end in ('.bin', '_00000.bin'))
+               for split in ('train', 'val'))
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
     """Existing token files of a split: `<split>.bin`, then `<split>_<number>.bin` by number."""
     folder = Path(folder)
-    matches = {path: re.fullmatch(r'_(\d+)', path.stem[len(split):])
-               for path in folder.glob(f'{split}_*.bin')}
-    shards = sorted((int(match[1]), path) for path, match in matches.items() if match)
-    single = folder / f'{split}.bin'
-    return ([single] if single.is_file() else []) + [path for _, path in shards]
+    shards = [path for path in folder.glob(f'{split}_*.bin')
+              if re.fullmatch(r'_\d+', path.stem[len(split):])]
+    single = [path for path in [folder / f'{split}.bin'] if path.is_file()]
+    return single + sorted(shards, key=lambda path: (_number(path), path))
+
+
+def _number(shard: Path) -> int:
+    return int(shard.stem.rsplit('_', 1)[1])
 
 
 def open_split(folder: Path, split: str) -> 'TokenSplit':
@@ -62,7 +62,7 @@ def open_split(folder: Path, split: str) -> 'TokenSplit':
         raise UserError(f'{str(single)!r} and the shard {files[1].name!r} are both there; '
                         'allowed is one kind: remove the other')
     for number, path in enumerate(files):
-        found = int(path.stem.rsplit('_', 1)[1])
+        found = _number(path)
         if found < number:
             raise UserError(f'{str(path)!r} and {files[number - 1].name!r} have the same number; '
                             'remove one of them')
@@ -81,8 +81,7 @@ def dtype_of(meta: dict | None) -> np.dtype:
 class TokenSplit:
     """The tokens of one or several files as one sequence, of which only windows are read.
 
-    The files are not memory-mapped: cached pages do not count as memory of the process, and a file
-    truncated while it is in use is an error, not a crash.
+    The files are not memory-mapped: one truncated while it is in use is an error, not a crash.
     """
 
     MAX_OPEN = 64  # file descriptors
@@ -91,8 +90,8 @@ class TokenSplit:
         self.files, self.dtype = list(files), dtype
         sizes = [_token_count(path, dtype) for path in self.files]
         self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last one
-        cache = functools.lru_cache(self.MAX_OPEN)
-        self._open = cache(lambda i: open(self.files[i], 'rb', buffering=0))
+        self._lock = threading.Lock()  # a file has one position for all threads
+        self._open = functools.lru_cache(self.MAX_OPEN)(lambda i: open(self.files[i], 'rb'))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -125,7 +124,10 @@ class TokenSplit:
     def _read(self, i: int, start: int, n: int) -> np.ndarray:
         size = self.dtype.itemsize
         try:
-            data = _read_at(self._open(i), start * size, n * size)
+            with self._lock:
+                file = self._open(i)
+                file.seek(start * size)
+                data = file.read(n * size)
         except OSError as e:
             raise UserError(f'token file {str(self.files[i])!r} cannot be read: '
                             f'{e.strerror or e}') from e
@@ -133,28 +135,6 @@ class TokenSplit:
             raise UserError(f'token file {str(self.files[i])!r} has become shorter '
                             'while it was in use')
         return np.frombuffer(data, self.dtype)
-
-
-_reading = threading.Lock()
-
-
-def _read_at(file, offset: int, n: int) -> bytes:
-    """n bytes from there on, fewer at the end of the file; any thread may."""
-    data = _read_some(file, offset, n)
-    while 0 < len(data) < n:  # a system may give less than there is
-        more = _read_some(file, offset + len(data), n - len(data))
-        if not more:
-            break
-        data += more
-    return data
-
-
-def _read_some(file, offset: int, n: int) -> bytes:
-    if hasattr(os, 'pread'):
-        return os.pread(file.fileno(), n, offset)
-    with _reading:  # Windows
-        file.seek(offset)
-        return file.read(n)
 
 
 def open_tokens(path: Path, dtype: np.dtype = TOKEN_DTYPE) -> np.memmap:
@@ -168,9 +148,8 @@ def _token_count(path: Path, dtype: np.dtype) -> int:
         raise UserError(f'no token file {str(path)!r}: run the prepare.py of its dataset first')
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:
-        allowed = 'a positive even number' if dtype.itemsize == 2 else 'a positive multiple of 4'
-        raise UserError(f'token file {str(path)!r} has {size} bytes; '
-                        f'allowed is {allowed} ({dtype.name} ids)')
+        raise UserError(f'token file {str(path)!r} has {size} bytes; allowed is a positive '
+                        f'multiple of {dtype.itemsize} ({dtype.name} ids)')
     return size // dtype.itemsize
 
 
@@ -193,12 +172,10 @@ def read_meta(folder: Path) -> dict | None:
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
         raise UserError(f'cannot read {str(path)!r}: {reason}; '
                         'allowed is a pickle of plain dict, str, int') from None
-    problem = meta_problem(meta)
-    if problem:
+    if problem := meta_problem(meta):
         raise UserError(f'{str(path)!r} is not a valid meta.pkl: {problem}')
-    known = ('vocab_size', 'stoi', 'itos')
     return {key: value for key, value in meta.items()
-            if isinstance(key, str) and (key in known or type(value) in (str, int))}
+            if type(key) is str and (key in ('stoi', 'itos') or type(value) in (str, int))}
 
 
 def meta_problem(meta: Any) -> str:
@@ -217,16 +194,13 @@ def meta_problem(meta: Any) -> str:
         return ''  # nanoGPT's train.py needs no more than vocab_size
     stoi, itos = meta.get('stoi'), meta.get('itos')
     if type(stoi) is not dict or type(itos) is not dict:
-        kinds = f'{type(stoi).__name__} and {type(itos).__name__}'
-        return f'stoi and itos must both be dicts, got {kinds}'
+        return 'stoi and itos must both be dicts'
     if not all(type(s) is str and type(i) is int for s, i in stoi.items()):
         return 'stoi must map str to int'
     if len(stoi) != len(itos) or any(itos.get(i) != s for s, i in stoi.items()):
         return 'stoi and itos are not inverse to each other'
     if any(not 0 <= i < vocab_size for i in stoi.values()):
         return f'stoi has ids outside 0 to vocab_size-1 = {vocab_size - 1}'
-    if any(type(i) is not int for i in itos):
-        return 'itos must map int to str'
     return ''
 
 

@@ -3,23 +3,13 @@
 import codecs
 import functools
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from config.errors import UserError
 from data.gpt2_bpe import END_OF_TEXT, gpt2_encoding
 
 # the text of ids outside the vocabulary (models pad GPT-2's 50,257 ids to 50,304)
 UNKNOWN = '\ufffd'
-
-
-class TextStream(Protocol):
-    """Decodes ids one at a time. All the returned strings joined are `decode` of all the ids."""
-
-    def __call__(self, token: int) -> str:
-        """The text that `token` completes; '' in the midst of a character of several bytes."""
-
-    def end(self) -> str:
-        """What is left when no more ids come: '\ufffd' for an incomplete character, else ''."""
 
 
 def load_tokenizer(meta: dict | None) -> 'CharTokenizer | GPT2Tokenizer':
@@ -36,26 +26,21 @@ def load_tokenizer(meta: dict | None) -> 'CharTokenizer | GPT2Tokenizer':
 class CharTokenizer:
     """One id per character. vocab_size may include padding ids (decoded as '\ufffd')."""
 
+    longest = 1  # characters that one id stands for
+
     def __init__(self, stoi: dict[str, int], itos: dict[int, str], vocab_size: int | None = None):
         self.stoi, self.itos = stoi, itos
         self.vocab_size = vocab_size or len(stoi)
-
-    @property
-    def longest(self) -> int:
-        """Most characters that one id stands for."""
-        return 1
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of the characters; UserError names unknown ones. `special` has no effect."""
         lacking = [c for c in dict.fromkeys(text) if c not in self.stoi]
         if lacking:
-            shown = ', '.join(repr(c) for c in lacking[:10])
-            shown += ', ...' if len(lacking) > 10 else ''
+            shown = ', '.join(map(repr, lacking[:10])) + ', ...' * (len(lacking) > 10)
             known = ''.join(sorted(self.stoi))
-            known = known if len(known) <= 200 else known[:200] + '...'
-            count = '1 character' if len(lacking) == 1 else f'{len(lacking)} characters'
-            raise UserError(f"prompt has {count} that the model's alphabet lacks: "
-                            f'{shown} (known: {known!r})')
+            known = known[:200] + '...' * (len(known) > 200)
+            raise UserError(f"prompt has {len(lacking)} character{'s' * (len(lacking) > 1)} that "
+                            f"the model's alphabet lacks: {shown} (known: {known!r})")
         return [self.stoi[c] for c in text]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -67,9 +52,9 @@ class CharTokenizer:
         text = self.itos.get(int(token))
         return None if text is None else text.encode(errors='replace')
 
-    def stream(self) -> TextStream:
+    def stream(self) -> 'TextStream':
         """A decoder for one text that arrives id by id."""
-        return _CharStream(self.itos)
+        return TextStream(self)
 
 
 class GPT2Tokenizer:
@@ -106,30 +91,23 @@ class GPT2Tokenizer:
         except (KeyError, OverflowError):  # a padding id, a negative id
             return None
 
-    def stream(self) -> TextStream:
+    def stream(self) -> 'TextStream':
         """A decoder for one text that arrives id by id."""
-        return _ByteStream(self)
+        return TextStream(self)
 
 
-class _CharStream:
-    def __init__(self, itos: dict[int, str]):
-        self.itos = itos
+class TextStream:
+    """Decodes ids one at a time. All the returned strings joined are `decode` of all the ids."""
 
-    def __call__(self, token: int) -> str:
-        return self.itos.get(int(token), UNKNOWN)
-
-    def end(self) -> str:
-        return ''
-
-
-class _ByteStream:
-    def __init__(self, tokenizer: GPT2Tokenizer):
+    def __init__(self, tokenizer: CharTokenizer | GPT2Tokenizer):
         self.tokenizer = tokenizer
         self.decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
 
     def __call__(self, token: int) -> str:
+        """The text that `token` completes; '' in the midst of a character of several bytes."""
         data = self.tokenizer.token_bytes(token)
         return self.end() + UNKNOWN if data is None else self.decoder.decode(data)
 
     def end(self) -> str:
+        """What is left when no more ids come: '\ufffd' for an incomplete character, else ''."""
         return self.decoder.decode(b'', final=True)

@@ -22,22 +22,16 @@ def estimate_mfu(model, fwdbwd_per_iter: int, dt: float) -> float:
     Counts every layer as full attention over block_size and so overstates models with windows. For
     comparison with nanoGPT.
     """
-    T = model.config.block_size
-    return _classic(model, T) * T * fwdbwd_per_iter / dt / A100_BF16_FLOPS
-
-
-def _classic(model, T):
-    c = model.config
-    return 6 * model.get_num_params() + 12 * c.n_layer * c.n_head * model.plan.head_dim * T
+    c, head_dim = model.config, model.plan.head_dim
+    per_token = 6 * model.get_num_params() + 12 * c.n_layer * c.n_head * head_dim * c.block_size
+    return per_token * c.block_size * fwdbwd_per_iter / dt / A100_BF16_FLOPS
 
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Forward and backward FLOPs of one token; see `flops_per_token`. `classic` is nanoGPT's count,
-    not a part of `total`."""
+    """Forward and backward FLOPs of one token; see `flops_per_token`."""
     weights: float
     attention: float
-    classic: float
 
     @property
     def total(self) -> float:
@@ -52,8 +46,6 @@ def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
                      = 6 * (V*C for lm_head, and the sum over layers of
                             (H + 2*Hkv [owners only])*D*C + H*D*C + 2*C*F)
         attention  12 * H * D * (sum over layers of mean_keys(T, window))
-        classic    6N + 12*L*H*D*T: nanoGPT's, every layer attending to all T keys; N includes norms
-                     and biases, but not wpe
 
     Six is two forward and four backward (the gradients of input and weight cost as much each as the
     forward pass). Twelve is six each for the scores and for the weighted sum of values. The number
@@ -61,14 +53,17 @@ def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
     to read. Embedding lookups are no arithmetic; norms, biases, GELU and softmax are left out, as
     usual.
 
-    These are *model* FLOPs. The hardware does more: kernels compute whole blocks of a mask, and
-    recomputation runs the forward pass twice. A rate from them is a lower bound of what the chip
-    did. Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys".
+    These are *model* FLOPs; the hardware does more (whole blocks of a mask, recomputation).
+    Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys".
 
     Raises:
         UserError (a ValueError): T below 1, or longer than learned positions reach.
     """
-    model = _on_meta(config_or_model) if isinstance(config_or_model, GPTConfig) else config_or_model
+    model = config_or_model
+    if isinstance(model, GPTConfig):
+        from model import GPT
+        with torch.device('meta'):
+            model = GPT(model)
     c, plan = model.config, model.plan
     T = T or c.block_size
     if T < 1 or (T > c.block_size and c.pos_embedding == 'learned'):
@@ -77,19 +72,11 @@ def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     keys = sum(mean_keys(T, layer.window) for layer in plan.layers)
     attention = 12 * plan.n_head * plan.head_dim * keys
-    return FlopsPerToken(6 * matrices, attention, classic=_classic(model, T))
-
-
-def _on_meta(config):
-    """The model of `config` without storage."""
-    from model import GPT
-    with torch.device('meta'):
-        return GPT(config)
+    return FlopsPerToken(6 * matrices, attention)
 
 
 def mean_keys(T: int, window: int) -> float:
-    """Keys per query, averaged over positions 0..T-1: the mean of min(i + 1, W); window 0 = no
-    limit."""
+    """The mean of min(i + 1, W) over positions i of 0..T-1; window 0 = no limit."""
     W = min(window or T, T)
     return (W * (W + 1) / 2 + (T - W) * W) / T
 
@@ -116,8 +103,7 @@ PEAKS = (
     ('L40', dict(float16=181.0, bfloat16=181.0, tf32=90.5, float32=90.5)),
     ('L40S', dict(float16=362.0, bfloat16=362.0, tf32=183.0, float32=91.6)),
     ('H100 PCIe', dict(float16=756.0, bfloat16=756.0, tf32=378.0, float32=51.0)),
-    ('H100 NVL', dict(float16=835.0, bfloat16=835.0, tf32=417.5, float32=60.0)),
-    ('H200 NVL', dict(float16=835.0, bfloat16=835.0, tf32=417.5, float32=60.0)),
+    ('H100 NVL|H200 NVL', dict(float16=835.0, bfloat16=835.0, tf32=417.5, float32=60.0)),
     ('H100|H200|GH200', dict(float16=989.4, bfloat16=989.4, tf32=494.7, float32=66.9)),
     ('B200', dict(float16=2250.0, bfloat16=2250.0, tf32=1125.0, float32=75.0)),
     ('RTX 3090', dict(float16=71.0, bfloat16=71.0, tf32=35.6, float32=35.6)),

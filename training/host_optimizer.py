@@ -1,15 +1,10 @@
 """AdamW in host memory: moments, a copy of the parameters, and the step itself (Ren et al. 2021,
-"ZeRO-Offload").
+"ZeRO-Offload"). The device keeps parameters and gradients.
 
-The device keeps parameters and gradients. Gradients are copied to the host once they are complete,
-clipped and known to be finite. While one bucket is stepped on the host, the next is copied in and
-the previous one back. torchao's CPUOffloadOptimizer copies gradients during the backward pass,
-before their norm is known, so it cannot clip; it needs CUDA, and its state has its own format. This
-one makes exactly the steps that AdamW makes on a CPU, and its `state_dict` is AdamW's, so a run may
-resume with or without it.
+While one bucket is stepped on the host, the next is copied in and the previous one back. Unlike
+torchao's CPUOffloadOptimizer it can clip, makes exactly the steps that AdamW makes on a CPU, and
+its `state_dict` is AdamW's, so a run may resume with or without it.
 """
-import contextlib
-
 import torch
 
 BUCKET = 64 * 2 ** 20  # bytes of gradients that are stepped together
@@ -52,7 +47,7 @@ class HostAdamW(torch.optim.Optimizer):
     def step(self, closure=None):
         """Step the parameters that have gradients. closure: not supported."""
         for own, inner in zip(self.param_groups, self.inner.param_groups):
-            inner.update(_settings(own))
+            inner.update({**own, 'params': inner['params']})
         if self.inward is not None:  # the current stream is still clipping the gradients
             self.inward.wait_stream(torch.cuda.current_stream(self.inward.device))
         arrivals = [self._bring(bucket) for bucket in self.buckets]
@@ -64,13 +59,12 @@ class HostAdamW(torch.optim.Optimizer):
             torch.cuda.current_stream(self.outward.device).wait_stream(self.outward)
 
     def _bring(self, bucket):
-        """Start copying the bucket's gradients to the host. Returns the event of their arrival;
-        None if the copy was synchronous."""
-        with _on(self.inward):
+        """Start copying the bucket's gradients to the host; the event of their arrival, or None."""
+        with torch.cuda.stream(self.inward):
             for p in bucket:
                 if p.grad is not None:
-                    self.gradients[p].copy_(p.grad, non_blocking=self.inward is not None)
-        return self.inward.record_event() if self.inward is not None else None
+                    self.gradients[p].copy_(p.grad, non_blocking=True)
+        return self.inward and self.inward.record_event()
 
     def _step(self, bucket):
         """Step the bucket on the host, and start copying it back."""
@@ -78,10 +72,10 @@ class HostAdamW(torch.optim.Optimizer):
         for p in stepped:
             self.copies[p].grad = self.gradients[p]
         self.inner.step()  # parameters of other buckets have no gradient, so they are skipped
-        with _on(self.outward):
+        with torch.cuda.stream(self.outward):
             for p in stepped:
                 self.copies[p].grad = None
-                p.copy_(self.copies[p], non_blocking=self.outward is not None)
+                p.copy_(self.copies[p], non_blocking=True)
 
     def _share(self):
         """Make a parameter's state and that of its copy one dict."""
@@ -92,8 +86,7 @@ class HostAdamW(torch.optim.Optimizer):
     def state_dict(self):
         """AdamW's, in host memory."""
         state = self.inner.state_dict()
-        stepped = {i: moments for i, moments in state['state'].items() if moments}
-        return {**state, 'state': stepped}
+        return {**state, 'state': {i: x for i, x in state['state'].items() if x}}
 
     def load_state_dict(self, state_dict) -> None:
         """Resume from an AdamW's `state_dict`. Copies the parameters to the host."""
@@ -101,23 +94,14 @@ class HostAdamW(torch.optim.Optimizer):
                   for group in state_dict['param_groups']]
         self.inner.load_state_dict({**state_dict, 'param_groups': groups})
         for own, inner in zip(self.param_groups, self.inner.param_groups):
-            own.update({name: inner[name] for name in _settings(own)})
+            own.update({name: inner[name] for name in own if name != 'params'})
         self._share()
         self.take()
 
     def host_nbytes(self) -> int:
         """Bytes of host memory: moments, copies of parameters, gradients."""
-        moments = [x for state in self.inner.state.values() for x in state.values()
-                   if torch.is_tensor(x)]
+        moments = [x for state in self.inner.state.values() for x in state.values()]
         return sum(x.nbytes for x in (*moments, *self.copies.values(), *self.gradients.values()))
-
-
-def _settings(group: dict) -> dict:
-    return {name: value for name, value in group.items() if name != 'params'}
-
-
-def _on(stream):
-    return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
 
 
 def _buckets(params, nbytes: int) -> list[list]:

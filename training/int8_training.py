@@ -22,21 +22,16 @@ def check(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def train_in_int8(model) -> None:
-    """Use int8 matmuls in the blocks' linear layers in training; evaluation is unchanged.
-
-    Raises:
-        UserError: torchao is missing, or its version has no int8 training.
-    """
-    kind = int8_linear()
+    """Use int8 matmuls in the blocks' linear layers in training. UserError as `int8_linear`."""
     layers = [m for m in model.transformer.h.modules() if type(m) is Linear]
     for layer in layers:
-        layer.__class__ = kind
+        layer.__class__ = int8_linear()
     print(f'training {len(layers)} matrices of blocks in int8')
 
 
 @functools.cache
 def int8_linear() -> type:
-    """`Linear` with int8 matmuls in training. Raises UserError: as `train_in_int8`."""
+    """`Linear` with int8 matmuls in training. UserError: torchao is missing, or too old."""
     try:
         from torchao.prototype.quantized_training import (
             Int8MixedPrecisionTrainingConfig,

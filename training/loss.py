@@ -1,10 +1,8 @@
-"""The loss of a language model without all logits at once: (tokens, vocabulary) of them, several
-times over, take more memory than anything else in a training step of a small GPT.
+"""The loss of a language model without all logits at once, which take more memory than anything
+else in a training step of a small GPT.
 
-Logits, loss and gradients are computed for a chunk of tokens at a time, and the chunk's logits are
-freed (as in Liger Kernel's FusedLinearCrossEntropy, Hsu et al. 2024, and
-`torch.nn.functional.linear_cross_entropy` of torch 2.13). Nothing is computed twice: the forward
-pass computes the gradients, and the backward pass only scales them.
+Logits, loss and gradients are computed for a chunk of tokens at a time (as in Liger Kernel's
+FusedLinearCrossEntropy, Hsu et al. 2024). The backward pass only scales the gradients.
 """
 import torch
 import torch.nn.functional as F

@@ -75,8 +75,8 @@ def main(argv=None):
 
 
 def recommend(rows: list[dict], batch_size: int) -> dict:
-    """The fastest policy that fits this batch_size (None if none does), the fastest that fits at
-    all, and the fastest of those with the largest micro-batch. rows: of `Plans.rows`."""
+    """Of `Plans.rows`: the fastest policy that fits this batch_size (or None), the fastest that
+    fits at all, and the fastest of those with the largest micro-batch."""
     largest = max(rows, key=lambda row: row['largest_batch'])
     fastest = next(row for row in rows if row['largest_batch'])
     at_batch_size = next((row['policy'] for row in rows if row['fits']), None)
@@ -98,11 +98,8 @@ def _advice_lines(advice):
 
 
 def print_memory_report(run, dtype: torch.dtype) -> None:
-    """What train.py's --memory_report prints, for a `Run` that has its first batch; on rank 0 only.
-
-    Measured is one forward and backward pass over that batch of the eager model. The run's random
-    state, data and gradients stay as they are.
-    """
+    """What train.py's --memory_report prints on rank 0, for a `Run` that has its first batch. The
+    run's random state, data and gradients stay as they are."""
     s, console = run.s, Console()
     plans = Plans(s, run.model.config, run.device, dtype, run.ranks.world_size, run.optimizer)
     policy = policy_of(run.model)
@@ -113,9 +110,8 @@ def print_memory_report(run, dtype: torch.dtype) -> None:
     except torch.OutOfMemoryError:
         measured = None
     eager = '; compiled, less' if s.compile else ''
-    title = (f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
-             f'recompute={policy!r}{eager}')
-    console.print(title, style='italic', highlight=False)
+    console.print(f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
+                  f'recompute={policy!r}{eager}', style='italic', highlight=False)
     console.print(_parts_table(predicted, measured))
     if measured is None:
         console.print(f'measured: it does not fit on {run.device}', highlight=False)
@@ -123,10 +119,9 @@ def print_memory_report(run, dtype: torch.dtype) -> None:
     for kind, n in sorted(predicted.by_kind.items(), key=lambda item: -item[1]):
         kinds.add_row(kind, _size(n), _size(measured and measured.by_kind.get(kind, 0)))
     console.print(titled('\nactivations by kind', kinds))
-    blocks = _blocks_table(predicted, measured, run.model.plan.layers)
-    console.print(titled('\nactivations by block (each)', blocks))
-    policies = _policy_table(plans.rows(), s.batch_size)
-    console.print(titled('\nevery policy, predicted', policies))
+    console.print(titled('\nactivations by block (each)',
+                         _blocks_table(predicted, measured, run.model.plan.layers)))
+    console.print(titled('\nevery policy, predicted', _policy_table(plans.rows(), s.batch_size)))
     console.print('\nTraining begins. (python -m training.memory reports without training.)')
 
 
@@ -158,8 +153,7 @@ def _blocks_table(predicted, measured, layers):
     """A row per run of blocks of the same kind and size."""
     table = _table('blocks', 'kind', 'predicted', 'measured')
     measured_blocks = measured.by_block if measured else [None] * len(layers)
-    kinds = [layer.kind for layer in layers]
-    rows = list(zip(kinds, predicted.by_block, measured_blocks))
+    rows = list(zip([layer.kind for layer in layers], predicted.by_block, measured_blocks))
     for (kind, p, m), group in groupby(range(len(rows)), key=lambda i: rows[i]):
         first, *others = group
         blocks = f'{first} to {others[-1]}' if others else str(first)
@@ -176,11 +170,11 @@ def _policy_table(rows, batch_size):
     has_budget = 'largest_batch' in rows[0]
     table = _table(*columns, *(('fits', 'largest', 'its peak') if has_budget else ()))
     for row in rows:
-        cells = [row['policy'], _size(row['activations']), _size(row['peak'])]
-        cells.append(f"+{row['recomputed']:.1%}")
+        cells = [row['policy'], _size(row['activations']), _size(row['peak']),
+                 f"+{row['recomputed']:.1%}"]
         if has_budget:
-            cells += ['yes' if row['fits'] else 'no', f"{row['largest_batch']:,}"]
-            cells.append(_size(row['largest_peak']))
+            cells += ['yes' if row['fits'] else 'no', f"{row['largest_batch']:,}",
+                      _size(row['largest_peak'])]
         table.add_row(*cells)
     return table
 

@@ -1,7 +1,4 @@
-"""Recomputation policies that fit a memory budget, and their largest micro-batches.
-
-Predictions are for the eager model (`training.memory_use`): compiled models keep less.
-"""
+"""Recomputation policies that fit a memory budget, and their largest micro-batches."""
 import dataclasses
 
 import torch
@@ -18,11 +15,8 @@ LARGEST = 2 ** 20  # sequences
 
 
 class Plans:
-    """Cached predictions for a run's settings `s` (train.py's keys) and a GPTConfig.
-
-    policies: those that may be chosen, the fastest first. whole: the largest batch size whose
-    logits are not chunked; 0 without chunks.
-    """
+    """Cached predictions for a run's settings `s` and a GPTConfig. policies: the fastest first.
+    whole: the largest batch size whose logits are not chunked; 0 without chunks."""
 
     def __init__(self, s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
                  optimizer=None):
@@ -42,10 +36,8 @@ class Plans:
         self._cache = {}
 
     def memory(self, policy: str, batch_size: int = 0):
-        """`Memory` of a step; batch_size 0 = the settings'.
-
-        With several processes the peak includes DDP's buckets, as large as the gradients.
-        """
+        """`Memory` of a step; batch_size 0 = the settings'. With several processes the peak
+        includes DDP's buckets, as large as the gradients."""
         s, key = self.s, (policy, batch_size or self.s.batch_size)
         if key not in self._cache:
             m = self.predictor.predict(*key, s.block_size, s.chunked_loss, self.dtype,
@@ -55,11 +47,8 @@ class Plans:
         return self._cache[key]
 
     def rows(self, budget: int = 0, progress=lambda text: None) -> list[dict]:
-        """A row per policy. 'recomputed' is the share of FLOPs that it adds to a step.
-
-        With a budget also whether the policy fits, and its largest micro-batch (0 = none).
-        progress: called with a line of text before each policy.
-        """
+        """A row per policy; 'recomputed' is the share of FLOPs that it adds to a step. With a
+        budget also whether it fits, and the largest micro-batch (0 = none)."""
         rows = []
         for k, policy in enumerate(self.policies, 1):
             progress(f'predicting the memory of recompute={policy!r} ({k} of {len(self.policies)})')

@@ -1,7 +1,7 @@
 """Memory of a training step: measured on a real step, or predicted without memory or arithmetic.
 
-    measure(model, (x, y), 'mlp')                  # one forward and backward pass of this batch
-    predict(config, batch_size=8, policy='mlp')    # the same with fake tensors
+    measure(model, (x, y), 'mlp')       # one forward and backward pass of this batch
+    Predictor(config).predict('mlp', 8)  # the same with fake tensors
 
 Both run the eager model and track every storage. Compiled models fuse operations and keep less.
 """
@@ -78,10 +78,8 @@ class StorageTracker(TorchDispatchMode):
     """A context that tracks the storages allocated inside it, by block and part of the model.
 
     Enter it before any other dispatch mode, so that it sees the operations that really run, also
-    under FakeTensorMode. torch.distributed's MemTracker predicts nearly the same peak, but knows
-    neither the parts of a block nor `_scratch_bytes`. Hooks on saved tensors would miss what
-    selective checkpointing keeps. Not counted: kernels' other workspaces, and the allocator's
-    rounding and fragmentation.
+    under FakeTensorMode. Hooks on saved tensors would miss what selective checkpointing keeps. Not
+    counted: kernels' other workspaces, and the allocator's rounding and fragmentation.
 
     Attributes:
         live: (block number or None, kind) -> bytes on the model's device now.
@@ -143,8 +141,7 @@ class StorageTracker(TorchDispatchMode):
                 is_head_grad = label == LOSS and x.shape == self.head_shape  # the chunked loss's
                 self._allocate(x, BACKWARD if is_head_grad else label)
         self._update_peaks(_scratch_bytes(func, inputs), label)
-        flops = FLOPS.get(func.overloadpacket)
-        if flops is not None:
+        if flops := FLOPS.get(func.overloadpacket):
             self.flops += flops(*args, **kwargs, out_val=out)
         return out
 
@@ -158,8 +155,7 @@ class StorageTracker(TorchDispatchMode):
     def _allocate(self, x, label):
         storage = x.untyped_storage()
         n, key = storage.nbytes(), id(storage)
-        known = self._finalizers.get(key)
-        if known is not None and known.alive:
+        if key in self._finalizers and self._finalizers[key].alive:
             return
         on_device = x.device == self.device
         self._finalizers[key] = weakref.finalize(storage, self._count, -n, label, on_device)
@@ -272,9 +268,8 @@ def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
 
     optimizer: an optimizer, or a name. The state is predicted where it does not exist yet.
     """
-    params = list(model.parameters())
-    parameters = sum(map(tensor_nbytes, params))
-    gradients = sum(tensor_nbytes(p) for p in params if p.requires_grad)
+    parameters = sum(map(tensor_nbytes, model.parameters()))
+    gradients = sum(tensor_nbytes(p) for p in model.parameters() if p.requires_grad)
     if isinstance(optimizer, HostAdamW):
         return parameters, gradients, 0
     if not isinstance(optimizer, str) and optimizer.state:
@@ -314,18 +309,6 @@ class Predictor:
                            accumulate=accumulate, optimizer=optimizer)
 
 
-def predict(config, batch_size: int, block_size: int = 0, policy: str = 'none',
-            chunked_loss: bool = True, dtype: torch.dtype = torch.float32, device='cpu',
-            accumulate: bool = False) -> Memory:
-    """`measure` of a new model of this GPTConfig, by a `Predictor`.
-
-    Raises:
-        UserError (a ValueError): from the config, its plan or the policy.
-    """
-    predictor = Predictor(config, device)
-    return predictor.predict(policy, batch_size, block_size, chunked_loss, dtype, accumulate)
-
-
 def memory_line(model, optimizer, device: torch.device) -> str:
     """Two lines after the first step: the bytes of live tensors, and the device's own peak."""
     parameters, gradients, state = state_bytes(model, optimizer)
@@ -345,10 +328,7 @@ def memory_line(model, optimizer, device: torch.device) -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes free on the device now, or on the host for a device without memory of its own.
-
-    Raises UserError: the system does not say.
-    """
+    """Bytes free now on the device, or on the host. UserError: the system does not say."""
     if device.type == 'cuda':
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached

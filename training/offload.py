@@ -12,31 +12,25 @@ def offloaded(device: torch.device, streams: bool = True):
     views of them stay on the device. On a CPU tensors are copied too, for tests. streams: False
     copies in order, without pinned memory.
     """
-    return torch.autograd.graph.saved_tensors_hooks(_Pack(device, streams), _unpack)
+    stream = torch.cuda.Stream(device) if streams and device.type == 'cuda' else None
 
-
-class _Pack:
-    """The hook for a tensor that autograd saves; `_unpack` restores it."""
-
-    def __init__(self, device, streams):
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if streams and device.type == 'cuda' else None
-
-    def __call__(self, x):
+    def pack(x):
         if isinstance(x, Parameter):
             return x
-        if x.device != self.device or x.nbytes < SMALLEST or isinstance(x._base, Parameter):
+        if x.device != device or x.nbytes < SMALLEST or isinstance(x._base, Parameter):
             return x.detach()  # x itself would be kept alive by its own graph
-        pinned = self.stream is not None
+        pinned = stream is not None
         copy = torch.empty_like(x, device='cpu', pin_memory=pinned, requires_grad=False)
-        if self.stream is None:
+        if stream is None:
             return copy.copy_(x.detach()), x.device, None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             copy.copy_(x.detach(), non_blocking=True)
-            done = self.stream.record_event()
-        x.record_stream(self.stream)  # not to be reused before it has been copied
+            done = stream.record_event()
+        x.record_stream(stream)  # not to be reused before it has been copied
         return copy, x.device, done
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
 
 def _unpack(packed):

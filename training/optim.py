@@ -6,9 +6,8 @@
 
 With `offload_optimizer`, AdamW's state and steps are in host memory (`training.host_optimizer`).
 
-Muon replaces a matrix's momentum by the nearest orthogonal matrix. Its steps are scaled to the size
-of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"), so that both take one learning
-rate, and one tuned for AdamW is a good start.
+Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
+training"), so that both take one learning rate.
 """
 import math
 
@@ -26,13 +25,11 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, device_type)
     groups = _groups(model, weight_decay)
     fused = device_type in ('cuda', 'cpu')
     print(f'using fused AdamW: {fused}')
-    more = {'fused': True} if fused else {}
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, **more)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused or None)
 
 
 def check_optimizer(s) -> None:
-    """Raises UserError: torchao is missing, or `offload_optimizer` is set with another optimizer
-    than AdamW."""
+    """UserError: torchao is missing, or `offload_optimizer` with another optimizer than AdamW."""
     if s.offload_optimizer and s.optimizer != 'adamw':
         raise UserError(f"offload_optimizer=True goes with optimizer='adamw', not {s.optimizer!r}")
     if s.optimizer == 'adamw8bit':
@@ -139,10 +136,9 @@ def load_optimizer(optimizer, state: dict) -> None:
     """
     if not state['state']:
         return
-    saved, groups = state['param_groups'], []
-    for i, group in enumerate(saved):
-        own = optimizer.param_groups[i] if i < len(optimizer.param_groups) else {}
-        groups.append({**group, **{name: x for name, x in own.items() if name != 'params'}})
+    own = [*optimizer.param_groups, *[{}] * len(state['param_groups'])]
+    groups = [{**saved, **mine, 'params': saved['params']}
+              for saved, mine in zip(state['param_groups'], own)]
     params = [p for group in optimizer.param_groups for p in group['params']]
     values = {i: {name: _from_plain(x, params[i]) for name, x in its.items()}
               for i, its in state['state'].items()}
@@ -176,7 +172,6 @@ def state_nbytes(model, name: str) -> int:
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
-    """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
         if torch.is_tensor(group['lr']):  # torchao's compiled step would recompile for a new number
             group['lr'].fill_(lr)

@@ -37,11 +37,7 @@ ATTENTION = {getattr(aten, name).default for name in (
 
 
 def set_recompute(model, policy: str) -> None:
-    """Set the policy of the model's training steps.
-
-    Raises:
-        UserError: no such policy, or K is not from 1 to n_layer.
-    """
+    """Set the policy of the model's training steps. UserError as `Recompute.parse`."""
     recompute = Recompute.parse(policy, model.config.n_layer, model.config.dropout > 0)
     model.recompute = None if policy == 'none' else recompute
     for block in model.transformer.h:
@@ -101,28 +97,20 @@ class Recompute:
             with offloaded(x.device):
                 return blocks(0, n_layer, x, kvs)[0]
         if self.name == 'selective':
-            kept = _select_before_dropout if self.dropout else _select
-            contexts = functools.partial(create_selective_checkpoint_contexts, kept)
-            context = {'context_fn': contexts}
+            kept = functools.partial(_select, self.dropout)
+            context['context_fn'] = functools.partial(create_selective_checkpoint_contexts, kept)
         for first, last in self.segments:
             x, kvs = checkpoint(blocks, first, last, x, kvs, use_reentrant=False, **context)
         return x if self.segments else blocks(0, n_layer, x, kvs)[0]
 
 
-def _select(context, op, *args, **kwargs):
+def _select(dropout, context, op, *args, **kwargs):
     """The operations that 'selective' keeps: attention and matmuls.
 
     Not matmuls that narrow (the MLP's second): the output has the size of the block's, which the
-    next block keeps anyway, and recomputation ends before it.
+    next block keeps anyway, and recomputation ends before it, unless dropout follows.
     """
-    if op in ATTENTION or op.name().startswith(('flex_attention', 'flash_attn::')):
-        return CheckpointPolicy.MUST_SAVE
+    kept = op in ATTENTION or op.name().startswith(('flex_attention', 'flash_attn::'))
     if op in MATMULS:  # mm(x, w) or addmm(bias, x, w)
-        inner, outer = args[-2].size(-1), args[-1].size(-1)
-        return CheckpointPolicy.PREFER_RECOMPUTE if inner > outer else CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _select_before_dropout(context, op, *args, **kwargs):
-    """All matmuls: dropout follows the MLP's second, and all before it is recomputed."""
-    return CheckpointPolicy.MUST_SAVE if op in MATMULS else _select(context, op, *args, **kwargs)
+        kept = dropout or args[-2].size(-1) <= args[-1].size(-1)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -23,11 +23,9 @@ BY_HAND = 'it is 10 billion tokens, 20 GB on disk and hours of streaming from th
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the dataset as the module's docstring says. UserError if the documents cannot be had."""
     parser = arguments(__doc__, __file__)
     parser.add_argument('--sample', default='sample-10BT', metavar='CONFIG',
-                        help='configuration of HuggingFaceFW/fineweb-edu '
-                             '(default: sample-10BT)')
+                        help='configuration of HuggingFaceFW/fineweb-edu (default: sample-10BT)')
     args = parser.parse_args(argv)
     prepare(args, 'HuggingFaceFW/fineweb-edu', args.sample)
 

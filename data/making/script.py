@@ -20,12 +20,10 @@ class Arguments(argparse.ArgumentParser):
                           help='where to write (default: the folder of this script)')
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse for anything it cannot make sense of."""
         raise UserError(f'{message} (--help lists what is allowed)')
 
 
 def fraction(text: str) -> float:
-    """For argparse: a share strictly between 0 and 1. ValueError otherwise."""
     value = float(text)
     if not 0 < value < 1:
         raise ValueError
@@ -33,7 +31,6 @@ def fraction(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """For argparse: a positive whole number, 10_000_000 included. ValueError otherwise."""
     value = int(text)
     if value < 1:
         raise ValueError

@@ -1,10 +1,7 @@
 """Datasets too big for memory: documents from the Hugging Face hub or from files, into shards.
 
-    documents -> batches of texts -> GPT-2 BPE in threads, in order -> train_00000.bin, ..., val.bin
-
-Each document is followed by <|endoftext|> (50256). A hash of its text decides whether a document
-is held out for validation: every run makes the same choice without knowing how many documents
-there are, and duplicates of a document are in the same split.
+A hash of its text decides whether a document is held out for validation: every run makes the same
+choice without knowing how many documents there are, and duplicates are in the same split.
 """
 
 import hashlib
@@ -21,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.progress import TextColumn
 
 from config.errors import UserError
 from data.download import progress_bar
 from data.gpt2_bpe import encode_text, gpt2_encoding
 from data.making.script import Arguments, fraction, whole
+from data.making.textfiles import read_blocks
 from data.making.writer import TokenWriter
 
 BATCH = 1 << 20  # characters that a thread encodes at a time
@@ -35,11 +32,11 @@ CHECKPOINT = 20_000_000  # tokens between two checkpoints
 
 
 class Tokens(NamedTuple):
-    """A batch: token ids of its train and its val documents, its documents and UTF-8 bytes."""
+    """A batch of documents, encoded."""
     train: np.ndarray
     val: np.ndarray
     documents: int
-    nbytes: int
+    nbytes: int  # of the texts in UTF-8
 
 
 def arguments(doc: str, script: str) -> Arguments:
@@ -65,9 +62,8 @@ def arguments(doc: str, script: str) -> Arguments:
 def prepare(args: Any, path: str, config: str | None = None) -> None:
     """Make the dataset described by `args` (see arguments()) from `config` of hub dataset `path`.
 
-    Ctrl-C keeps the progress; the same command continues from there, and so does one with another
-    --max_tokens that has not been reached. UserError if the documents are not available, or
-    args.out holds progress made with other settings (unless args.restart).
+    UserError if the documents are not available, or args.out holds progress made with other
+    settings than these (a --max_tokens still ahead may differ), unless args.restart.
     """
     if args.files:
         check_files(args.files)
@@ -124,7 +120,7 @@ def _add_all(out: TokenWriter, texts: Iterable[str], encoding: Any, args: Any) -
         speed = (total - before) / (time.monotonic() - start + 1e-9)
         return f'{total:,} tokens ({nbytes / 1e6:,.1f} MB of text, {speed:,.0f} tokens/s)'
 
-    with progress_bar(TextColumn('{task.description}')) as bar:
+    with progress_bar('{task.description}') as bar:
         task = bar.add_task('')
         for tokens in encoded(batches(texts), encoding, args.val, args.workers):
             train = tokens.train[:left]
@@ -148,10 +144,8 @@ def _add_all(out: TokenWriter, texts: Iterable[str], encoding: Any, args: Any) -
 
 
 def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[str]]:
-    """Lists of documents with at least `characters` characters, except for the last list.
-
-    Empty documents are kept: a resumed preparation skips documents by number.
-    """
+    """Lists of documents with at least `characters` characters, except for the last list. Empty
+    documents are kept: a resumed preparation skips documents by number."""
     batch, size = [], 0
     for text in documents:
         batch.append(text)
@@ -164,32 +158,25 @@ def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[
 
 
 def encode_batch(texts: list[str], encoding: Any, share: float) -> Tokens:
-    """Token ids of some documents, each followed by <|endoftext|>; empty ones give no ids."""
-    empty = np.zeros(0, np.uint16)
-    parts = {'train': [empty], 'val': [empty]}
+    """Each document followed by <|endoftext|>; empty ones give no ids. A hash of the text decides
+    whether it is for validation, with probability `share`."""
+    parts = {split: [np.zeros(0, np.uint16)] for split in ('train', 'val')}
     end_of_text = np.array([encoding.eot_token], dtype=np.uint16)
     nbytes = 0
     for text in texts:
         data = text.encode('utf-8', 'surrogatepass')
         nbytes += len(data)
         if data:
-            split = 'val' if held_out(data, share) else 'train'
+            digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
+            split = 'val' if digest < share * 2**64 else 'train'
             parts[split] += [encode_text(encoding, text), end_of_text]
-    train, val = np.concatenate(parts['train']), np.concatenate(parts['val'])
-    return Tokens(train, val, len(texts), nbytes)
-
-
-def held_out(data: bytes, share: float) -> bool:
-    """Whether the document with these UTF-8 bytes is for validation (with probability `share`)."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big') < share * 2**64
+    return Tokens(*map(np.concatenate, parts.values()), len(texts), nbytes)
 
 
 def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
             workers: int) -> Iterator[Tokens]:
-    """encode_batch of each batch, in order, in `workers` threads (tiktoken releases the GIL).
-
-    At most two batches per thread are read ahead.
-    """
+    """encode_batch of each batch, in order, in `workers` threads, with at most two batches per
+    thread read ahead."""
     pool, pending = ThreadPoolExecutor(workers), deque()
     try:
         for batch in texts:
@@ -203,35 +190,25 @@ def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
 
 
 def check_files(files: list[Path]) -> None:
-    """UserError for a file whose kind is not in KINDS, or that is missing or not readable."""
     for path in files:
         if path.suffix not in KINDS:
             raise UserError(f'{str(path)!r}: allowed are .jsonl, .txt and .parquet files')
         if not os.path.isfile(path):
             raise UserError(f'no file {str(path)!r}')
-        if not os.access(path, os.R_OK):
-            raise UserError(f'cannot read {str(path)!r}: no permission')
     if any(path.suffix == '.parquet' for path in files):
         load_dataset()
 
 
 def file_documents(files: list[Path], skip: int = 0) -> Iterator[str]:
-    """The documents of .jsonl, .txt and .parquet files, without the first `skip`.
-
-    UserError for another kind of file, a missing file, or contents that do not fit the name.
-    """
-    check_files(files)
+    """The documents of these files, without the first `skip`. UserError as the files are read."""
     readers = dict(zip(KINDS, (_json_lines, _lines, _parquet)))
     documents = itertools.chain.from_iterable(readers[path.suffix](path) for path in files)
     return itertools.islice(documents, skip, None)
 
 
 def load_dataset() -> Callable:
-    """The function datasets.load_dataset.
-
-    UserError unless the package is installed in version 4 or newer: older versions run programs
-    from the hub's repositories, or ask whether they may.
-    """
+    """The function datasets.load_dataset. UserError for a version below 4: those run programs from
+    the hub's repositories, or ask whether they may."""
     try:
         import datasets
     except ImportError:
@@ -249,8 +226,7 @@ def hub_documents(path: str, config: str | None = None, skip: int = 0,
                   **options: Any) -> Iterator[str]:
     """The column 'text' of the split 'train' of a hub dataset, without the first `skip` rows.
 
-    options: more arguments of datasets.load_dataset, e.g. data_files for path='json'.
-    UserError if it is not available.
+    options: of datasets.load_dataset. UserError if it is not available.
     """
     load = load_dataset()
     try:
@@ -290,14 +266,7 @@ def _json_lines(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    try:
-        with open(path, encoding='utf-8-sig', newline='\n') as file:
-            for line in file:
-                yield line.rstrip('\r\n')
-    except UnicodeDecodeError as error:
-        raise UserError(f'{str(path)!r} is not UTF-8 text ({error.reason})') from None
-    except OSError as error:
-        raise UserError(f'cannot read {str(path)!r}: {error.strerror}') from None
+    return (line.rstrip('\r\n') for line in read_blocks(path, by_line=True))
 
 
 def _parquet(path: Path) -> Iterator[str]:

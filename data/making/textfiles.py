@@ -9,12 +9,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from rich.progress import Progress
 
 from config.errors import UserError
 from data.download import progress_bar
@@ -56,16 +57,15 @@ class TextPart:
             raise UserError(f'{str(self.path)!r} changed while it was read: prepare again')
 
 
-def read_blocks(path: Path, block: int = BLOCK) -> Iterator[str]:
-    """The text of a UTF-8 file in pieces of at most `block` characters.
+def read_blocks(path: Path, block: int = BLOCK, *, by_line: bool = False) -> Iterator[str]:
+    """The text of a UTF-8 file in pieces of at most `block` characters, or by line.
 
-    Line ends become '\\n'; a byte order mark is dropped. UserError if the file cannot be read or is
-    not UTF-8 (perhaps only after some pieces).
+    Line ends become '\\n', but not by line; a byte order mark is dropped. UserError if the file
+    cannot be read or is not UTF-8 (perhaps only after some pieces).
     """
     try:
-        with open(path, encoding='utf-8-sig') as file:
-            while text := file.read(block):
-                yield text
+        with open(path, encoding='utf-8-sig', newline='\n' if by_line else None) as file:
+            yield from file if by_line else iter(partial(file.read, block), '')
     except UnicodeDecodeError as error:
         raise UserError(f'{str(path)!r} is not UTF-8 text ({error.reason})') from None
     except OSError as error:
@@ -127,27 +127,23 @@ def find_files(inputs: list[Path], pattern: str) -> list[tuple[Path, str]]:
     return list(found.values())
 
 
-def scan(files: list[tuple[Path, str]],
-         tokenizer: str = 'char') -> tuple[list[TextPart], set[str]]:
-    """The files that are text, and (for the tokenizer 'char') the set of their characters.
+def scan(files: list[tuple[Path, str]]) -> tuple[list[TextPart], set[str]]:
+    """The files that are text, and the set of their characters.
 
     Reports the skipped files on stderr. UserError if none is text.
     """
     texts, alphabet, skipped = [], set(), {}
-    for path, key in progress(files, 'reading', [_size(path) for path, _ in files]):
-        length, reason, characters = 0, '', set()
+    for path, key in tracked(files, 'reading'):
+        length, characters = 0, set()
         try:
             for block in read_blocks(path):
-                if '\0' in block:
-                    reason = 'it holds zero bytes'
-                    break
                 length += len(block)
-                if tokenizer == 'char':
-                    characters.update(block)
+                characters.update(block)
         except UserError as error:
-            reason = str(error).removeprefix(f'{str(path)!r} is ')
-        if reason or not length:
-            skipped[path] = reason or 'it is empty'
+            skipped[path] = str(error).removeprefix(f'{str(path)!r} is ')
+            continue
+        if '\0' in characters or not length:
+            skipped[path] = 'it holds zero bytes' if length else 'it is empty'
         else:
             texts.append(TextPart(path, key, 0, length))
             alphabet |= characters
@@ -160,10 +156,8 @@ def scan(files: list[tuple[Path, str]],
 
 
 def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
-    """{'train': parts, 'val': parts}: whole texts for val, or the end of the largest text.
-
-    share: of the characters, for val; see data/text/prepare.py. UserError if a split has fewer
-    than FEWEST characters.
+    """{'train': parts, 'val': parts}, as data/text/prepare.py says; share: of the characters, for
+    val. UserError if a split has fewer than FEWEST characters.
     """
     total = sum(map(len, texts))
     chosen, room = set(), total * share
@@ -180,20 +174,18 @@ def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
         head = replace(largest, end=cut, whole=False)
         train = [head if text is largest else text for text in texts]
         val = [replace(largest, start=cut)]
-    sizes = {'train': sum(map(len, train)), 'val': sum(map(len, val))}
-    if min(sizes.values()) < FEWEST:
-        raise UserError(f'too little text: {total:,} characters leave {sizes["train"]:,} for train '
-                        f'and {sizes["val"]:,} for val with --val={share}; '
+    n_train, n_val = sum(map(len, train)), sum(map(len, val))
+    if min(n_train, n_val) < FEWEST:
+        raise UserError(f'too little text: {total:,} characters leave {n_train:,} for train and '
+                        f'{n_val:,} for val with --val={share}; '
                         f'allowed are at least {FEWEST} each')
     return {'train': train, 'val': val}
 
 
 def prepare(folder: Path, parts: dict[str, list[TextPart]], alphabet: set[str] | None,
-            settings: dict | None = None) -> None:
-    """Write the dataset: characters of `alphabet`, or GPT-2 BPE if that is None.
-
-    settings: recorded in source.json. Prints nanoGPT's lines.
-    """
+            settings: dict) -> None:
+    """Write the dataset: characters of `alphabet`, or GPT-2 BPE if that is None. Prints nanoGPT's
+    lines; `settings` are recorded in source.json."""
     texts = [(name, part) for name in parts for part in parts[name]]
     several = len({part.path for _, part in texts}) > 1
     print(f'length of dataset in characters: {sum(len(part) for _, part in texts):,}')
@@ -204,8 +196,8 @@ def prepare(folder: Path, parts: dict[str, list[TextPart]], alphabet: set[str] |
         meta = alphabet_meta(alphabet | {'\n'} if several else alphabet)
         arrays, newline = partial(map, char_encoder(meta['stoi'])), meta['stoi'].get('\n')
         print(f'vocab size: {meta["vocab_size"]:,}')
-    with TokenWriter(folder, meta, source={'made_by': MADE_BY, **(settings or {})}) as out:
-        for name, part in progress(texts, 'writing', [len(part) for _, part in texts]):
+    with TokenWriter(folder, meta, source={'made_by': MADE_BY, **settings}) as out:
+        for name, part in tracked(texts, 'writing'):
             last = None
             for ids in arrays(part.blocks()):
                 out.add(name, ids)
@@ -218,20 +210,14 @@ def prepare(folder: Path, parts: dict[str, list[TextPart]], alphabet: set[str] |
         print(f'{name} has {out.tokens[name]:,} tokens')
 
 
-def progress(items: list, words: str, sizes: list[int]) -> Iterable:
-    """Go through `items` with a progress bar that advances by their sizes."""
-    with progress_bar() as bar:
-        task = bar.add_task(words, total=sum(sizes))
-        for item, size in zip(items, sizes, strict=True):
-            yield item
-            bar.update(task, advance=size)
+def tracked(files: list, description: str) -> Iterator:
+    """Go through `files` with a progress bar."""
+    with progress_bar(*Progress.get_default_columns()) as bar:
+        yield from bar.track(files, description=description)
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All files below `folder` but hidden ones; links to folders are not followed.
-
-    Reports unreadable folders on stderr.
-    """
+    """All files below `folder` but hidden ones; reports unreadable folders on stderr."""
     files, errors = [], []
     for here, folders, names in os.walk(folder, onerror=errors.append):
         folders[:] = [name for name in folders if not name.startswith('.')]
@@ -247,10 +233,3 @@ def _report(what: str, reasons: dict[Path | str, str]) -> None:
     named = '; '.join(f'{str(path)!r}: {reason}' for path, reason in list(reasons.items())[:NAMED])
     more = f'; and {len(reasons) - NAMED:,} more' if len(reasons) > NAMED else ''
     print(f'skipped {what} ({named}{more})', file=sys.stderr)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -40,15 +40,12 @@ def prepare(doc: str, script: str, argv: list[str] | None,
 def read_text(folder: Path, given: Path | None, script: str) -> str:
     """The text of the file `given`, else of `folder`/input.txt, downloaded if it is missing.
 
-    Only the download is checked (sha256): a given text may be another one.
-    script: the name of the prepare.py, for the advice in errors. UserError if there is no text.
+    Only the download is checked (sha256). script: the prepare.py that errors name.
     """
-    path = given
-    if path is None:
-        path = Path(folder) / 'input.txt'
-        if not os.path.isfile(path):
-            hint = f'give the file, or any other text: python {script} --input=FILE'
-            fetch(URL, path, SHA256, hint)
+    path = given or folder / 'input.txt'
+    if not given and not os.path.isfile(path):
+        hint = f'give the file, or any other text: python {script} --input=FILE'
+        fetch(URL, path, SHA256, hint)
     text = ''.join(read_blocks(path))
     if len(text) < 20:
         raise UserError(f'{str(path)!r} has {len(text)} characters; '

@@ -33,11 +33,8 @@ MARKERS = ('train.bin', 'train_00000.bin')
 
 
 def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None) -> None:
-    """Write `<split>.bin` for every split, and meta.pkl unless `meta` is None, as TokenWriter does.
-
-    splits: split name ('train', 'val', ...) -> 1-D array of integer token ids in 0..65535.
-    Raises UserError as TokenWriter does, and for an empty split.
-    """
+    """Write the splits, {'train': 1-D array of token ids, ...}, and meta.pkl unless `meta` is None.
+    UserError as TokenWriter, and for an empty split."""
     writer = TokenWriter(folder, meta)
     for name, ids in splits.items():
         if np.size(ids) == 0:
@@ -55,25 +52,21 @@ class TokenWriter:
             for ids in arrays:
                 out.add('train', ids)
 
-    meta: the content of meta.pkl; None for no meta.pkl (GPT-2 BPE).
+    meta, source: the contents of meta.pkl and source.json; None for no such file.
     shard_tokens: 0 writes train.bin; otherwise train_00000.bin, train_00001.bin, ... of this many
         tokens each (the last one may be shorter). Other splits are always one file.
-    source: the content of source.json; None for no source.json.
     key: makes the preparation resumable: the settings (plain JSON) that determine the tokens.
     restart: discard the progress of an interrupted preparation.
 
     The `with` block holds the folder's lock. Leaving it publishes the dataset; leaving it by an
     exception removes the new files and keeps the older dataset, if any.
 
-    With a key, call checkpoint(n) when all tokens of the first n documents have been added. After
-    an interruption, the next TokenWriter with that key continues from the last checkpoint, whose n
-    is `documents` (0 at first). If the earlier preparation only had to be published, entering the
-    block does that and sets `finished`: nothing may be added.
+    With a key, call checkpoint(n) when all tokens of the first n documents have been added. The
+    next TokenWriter with that key continues from there: n is `documents` (0 at first). If the
+    earlier preparation only had to be published, entering the block does that and sets `finished`.
 
-    Raises UserError for a bad meta or shard size; on entering, for a folder that cannot be written
-    to or holds the progress of another preparation (one whose key differs in more than a
-    max_tokens that is still ahead); from add(), for bad ids or split names and a full disk; and on
-    publishing, when there are no train tokens.
+    Raises UserError for a bad meta, progress of another preparation, bad ids, no train tokens, and
+    a folder that cannot be written to.
     """
 
     def __init__(self, folder: Path, meta: dict | None = None, shard_tokens: int = 0,
@@ -82,12 +75,8 @@ class TokenWriter:
         self.folder, self.shard_tokens = Path(folder), shard_tokens
         self.meta, self.source = meta, source
         self.key, self.restart = key, restart
-        problem = '' if meta is None else meta_problem(meta)
-        if problem:
+        if meta is not None and (problem := meta_problem(meta)):
             raise UserError(f'meta for {str(folder)!r}: {problem}')
-        if type(shard_tokens) is not int or shard_tokens < 0:
-            raise UserError(f'shard_tokens={shard_tokens!r}; allowed is a positive whole number, '
-                            'or 0 for one file')
         self.dtype = dtype_of(meta)
         self.max_id = MAX_ID if meta is None else meta['vocab_size'] - 1
         self.tokens: dict[str, int] = {}  # split -> tokens added so far
@@ -97,18 +86,14 @@ class TokenWriter:
         self._open: dict[str, BinaryIO] = {}  # split -> the file being written
 
     def check(self, split: str, ids: np.ndarray) -> np.ndarray:
-        """`ids` in the dataset's dtype. UserError for a bad split name or ids that do not fit."""
+        """`ids` in the dataset's dtype. UserError for ids that do not fit."""
         ids = np.asarray(ids)
-        if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9_-]*', split) or re.search(r'_\d+$', split):
-            raise UserError(f'split name {split!r}: allowed are letters, digits, "_" and "-", '
-                            'no number at the end')
         if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
             raise UserError(f'split {split!r} has shape {ids.shape} and dtype {ids.dtype}; '
                             'allowed is a 1-D array of integers')
-        low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
-        if low < 0 or high > self.max_id:
-            bad = low if low < 0 else high
-            raise UserError(f'split {split!r} has token id {bad}; allowed are 0 to {self.max_id}')
+        bad = ids[(ids < 0) | (ids > self.max_id)]
+        if bad.size:
+            raise UserError(f'{split!r} has token id {bad[0]}; allowed are 0 to {self.max_id}')
         return ids.astype(self.dtype, copy=False)
 
     def add(self, split: str, ids: np.ndarray) -> None:
@@ -179,15 +164,13 @@ class TokenWriter:
         for path in [*self.folder.glob('*.bin'), self.folder / 'meta.pkl']:
             if path.is_dir():
                 raise UserError(f'{str(path)!r} is a folder, where a file of the dataset belongs')
-        result = {}
-        for name in (COMPLETE, READY):
-            result |= _read_json(self.folder / name / RESULT)
+        result = _read_json(self.folder / COMPLETE / RESULT)
+        result = _read_json(self.folder / READY / RESULT) or result
         publish(self.folder)
         if self.key is not None and not self.restart and result.get('key') == self.key:
             self.finished, self.tokens = True, result['tokens']
             return
-        progress = {} if self.restart else self._progress()
-        if progress:
+        if not self.restart and (progress := self._progress()):
             self._resume(progress)
         elif self._new.exists():
             shutil.rmtree(self._new)
@@ -195,19 +178,16 @@ class TokenWriter:
 
     def _progress(self) -> dict[str, Any]:
         """The last checkpoint; {} if there is none or files are missing or too short for it."""
-        if not self.resumable:
-            return {}
         progress = _read_json(self._new / PROGRESS)
-        try:
-            valid = type(progress['documents']) is int and type(progress['key']) is dict
-            for name, size in progress['files'].items():
-                valid = valid and type(size) is int and (self._new / name).stat().st_size >= size
-        except (OSError, KeyError, TypeError, AttributeError):
-            valid = False
-        if not valid:
+        with contextlib.suppress(OSError, KeyError, TypeError, AttributeError):
+            complete = all(type(size) is int and (self._new / name).stat().st_size >= size
+                           for name, size in progress['files'].items())
+            if complete and type(progress['documents']) is int and type(progress['key']) is dict:
+                return progress
+        if self.resumable:
             print(f'the progress in {str(self.folder)!r} is damaged: starting afresh',
                   file=sys.stderr)
-        return progress if valid else {}
+        return {}
 
     def _resume(self, progress: dict[str, Any]) -> None:
         """Cut the files back to the checkpoint. UserError if it is of another preparation."""
@@ -231,16 +211,14 @@ class TokenWriter:
         names = [name for name in self.key
                  if name != 'max_tokens' and self.key[name] != old.get(name)]
         limit, done = self.key.get('max_tokens'), self.tokens.get('train', 0)
+        so_far = ''
+        if not names and limit is not None and limit <= done:
+            names, so_far = ['max_tokens'], f' and {done} train tokens so far'
         if names:
-            there = _settings(old, names)
-        elif limit is not None and limit <= done:
-            names = ['max_tokens']
-            there = f'{_settings(old, names)} and {done} train tokens so far'
-        else:
-            return
-        raise UserError(f'{str(self.folder)!r} holds the progress of a preparation with {there}; '
-                        f'this one has {_settings(self.key, names)}: continue with those settings, '
-                        'or discard the progress with --restart')
+            raise UserError(
+                f'{str(self.folder)!r} holds the progress of a preparation with '
+                f'{_settings(old, names)}{so_far}; this one has {_settings(self.key, names)}: '
+                'continue with those settings, or discard the progress with --restart')
 
     def _publish(self) -> None:
         with write_errors(self.folder, '; run the same command again when that is mended'):
@@ -316,7 +294,6 @@ def _settings(key: dict[str, Any], names: list[str]) -> str:
 
 
 def _sync(file: BinaryIO) -> None:
-    """Return when everything written to `file` is on disk."""
     file.flush()
     os.fsync(file.fileno())
 

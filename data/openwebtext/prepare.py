@@ -23,7 +23,6 @@ BY_HAND = 'it is 9 billion tokens, 18 GB on disk and hours of streaming from the
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the dataset as the module's docstring says. UserError if the documents cannot be had."""
     prepare(arguments(__doc__, __file__).parse_args(argv), 'Skylion007/openwebtext')
 
 

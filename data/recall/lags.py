@@ -31,7 +31,6 @@ class LagTask:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens and markers."""
         return self.n_tokens + len(self.distances)
 
     def __post_init__(self) -> None:
@@ -70,11 +69,8 @@ class LagTask:
 
 
 def read_task(text: str, block_size: int) -> LagTask:
-    """'distances=7,30,100 n_tokens=32' -> the task, for sequences of `block_size`.
-
-    Raises:
-        UserError: an unknown name, or something that is no number.
-    """
+    """'distances=7,30,100 n_tokens=32' -> the task, for sequences of `block_size`. UserError: an
+    unknown name, or something that is no number."""
     given = {}
     for word in text.split():
         name, _, value = word.partition('=')

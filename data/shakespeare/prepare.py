@@ -20,13 +20,8 @@ from data.making import tinyshakespeare
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the dataset as the module's docstring says. UserError without a text or a vocabulary."""
-    tinyshakespeare.prepare(__doc__, __file__, argv, encoder)
-
-
-def encoder(text: str) -> tuple:
-    """GPT-2's encoding, whatever the text; no meta.pkl."""
-    return partial(encode_text, gpt2_encoding()), None
+    tinyshakespeare.prepare(__doc__, __file__, argv,
+                            lambda text: (partial(encode_text, gpt2_encoding()), None))
 
 
 if __name__ == '__main__':

@@ -19,12 +19,11 @@ from data.making import tinyshakespeare
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the dataset as the module's docstring says. UserError without a usable text."""
     tinyshakespeare.prepare(__doc__, __file__, argv, encoder)
 
 
 def encoder(text: str) -> tuple:
-    """The characters of `text`, and the meta.pkl that lists them. Prints what nanoGPT prints."""
+    """The encoder of the text's characters and its meta.pkl. Prints what nanoGPT prints."""
     meta = alphabet_meta(text)
     print(f'length of dataset in characters: {len(text):,}')
     print('all the unique characters:', ''.join(meta['stoi']))

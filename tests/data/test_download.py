@@ -65,7 +65,7 @@ def test_download_in_pieces_with_a_timeout(monkeypatch, tmp_path, capsys, length
 FAILURES = {
     'no network': (urllib.error.URLError(OSError(-2, 'Name or service not known')),
                    'Name or service not known'),
-    '404': (urllib.error.HTTPError(URL, 404, 'Not Found', Message(), None), '404 Not Found'),
+    '404': (urllib.error.HTTPError(URL, 404, 'Not Found', Message(), None), '404: Not Found'),
     'silence': (TimeoutError('timed out'), 'timed out'),
     'stall': (Response(fail_after=1), 'timed out'),
     'protocol': (http.client.BadStatusLine('\n garbage'), 'garbage'),

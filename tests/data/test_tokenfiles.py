@@ -136,14 +136,6 @@ def test_a_file_that_is_damaged_while_it_is_in_use_is_named(tmp_path, damage, wo
         data.window(2, 4)
 
 
-@pytest.mark.skipif(not hasattr(os, 'pread'), reason='no os.pread here')
-def test_a_system_that_reads_less_than_it_was_asked_is_asked_again(tmp_path, monkeypatch):
-    write_shards(tmp_path, 50, 20)
-    plain = os.pread
-    monkeypatch.setattr(os, 'pread', lambda file, n, at: plain(file, min(n, 7), at))
-    assert open_split(tmp_path, 'train').window(3, 40).tolist() == list(range(3, 43))
-
-
 @pytest.mark.parametrize('sizes, short', [
     ((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4, 4), []), ((4,), []), ((2, 4, 4), [0]),
     ((3, 4, 4, 1), [0])])

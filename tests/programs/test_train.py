@@ -19,7 +19,7 @@ from tests.programs.support import (
 )
 from training import memory_plan
 from training.flops import flops_per_token
-from training.memory_use import predict
+from training.memory_use import Predictor
 from training.run import Run
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
@@ -77,7 +77,7 @@ def test_a_step_that_will_not_fit_is_predicted_before_the_first(tmp_path, capsys
         run_train(tmp_path / 'b', batch_size=500)
     found = re.search(r'a step is predicted to need ([\d.]+) MB of memory, and 100 kB are free: '
                       r'lower --batch_size=500', capsys.readouterr().out)
-    peak = predict(GPTConfig(**VANILLA_ARGS), 500).peak
+    peak = Predictor(GPTConfig(**VANILLA_ARGS)).predict('none', 500).peak
     assert float(found[1]) == pytest.approx(peak / 1e6, rel=0.05)
 
 

@@ -61,13 +61,9 @@ def test_matrix_products_are_what_torch_counts(settings):
 def test_the_classic_figure_is_nanogpts():
     model = GPT(GPTConfig(**VANILLA))
     N = sum(p.numel() for p in model.parameters()) - 8 * 4
-    assert flops_per_token(model).classic == 6 * N + 12 * 2 * 2 * 2 * 8
     a100 = 312e12
-    rate = flops_per_token(model).classic * 8 * 3 / 0.5
+    rate = (6 * N + 12 * 2 * 2 * 2 * 8) * 8 * 3 / 0.5
     assert estimate_mfu(model, 3, 0.5) == pytest.approx(rate / a100)
-    # GPT-2 124M at T=1024: nanoGPT's 12 L H D T counts twice the keys that causal queries see
-    flops = flops_per_token(GPTConfig())
-    assert flops.total / flops.classic == pytest.approx(0.934, abs=0.001)
 
 
 def test_the_rate_is_of_whole_sequences():

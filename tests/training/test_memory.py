@@ -12,11 +12,7 @@ from config.gpt_config import GPTConfig
 from model import GPT
 from training.device import autocast
 from training.loss import linear_cross_entropy
-from training.memory_use import (
-    Predictor,
-    measure,
-    predict,
-)
+from training.memory_use import Predictor, measure
 from training.recompute import policy_of, set_recompute
 
 V, T, B, C, L = 500, 64, 2, 32, 2
@@ -75,7 +71,7 @@ def test_predicted_is_measured_with_int8_training_accumulation_and_another_lengt
     x, y = (a[:, :48] for a in batch())
     measured = measure(GPT(config), (x.contiguous(), y.contiguous()), 'selective',
                        chunked_loss=True, accumulate=True)
-    assert predict(config, B, 48, 'selective', accumulate=True) == measured
+    assert Predictor(config).predict('selective', B, 48, accumulate=True) == measured
 
 
 @pytest.mark.parametrize('shape, policy, chunked, dtype', [
@@ -108,7 +104,8 @@ def test_peak_is_the_allocators(made, shape, policy, chunked, dtype, monkeypatch
 
 
 def test_figures_by_hand():
-    m = predict(GPTConfig(**BASE), B, chunked_loss=False)
+    predictor = Predictor(GPTConfig(**BASE))
+    m = predictor.predict('none', B, chunked_loss=False)
     N, n = sum(p.numel() for p in GPT(GPTConfig(**BASE)).parameters()), B * T
     assert (m.parameters, m.gradients) == (4 * N, 4 * N)
     # hidden layer before and after GELU
@@ -119,7 +116,7 @@ def test_figures_by_hand():
     assert m.by_block == [m.by_block[0]] * L
     # log-probabilities and their gradient
     assert m.loss_peak >= 2 * 4 * n * V
-    chunked = predict(GPTConfig(**BASE), B)
+    chunked = predictor.predict('none', B)
     assert chunked.loss_peak < m.loss_peak / 2 and chunked.flops == m.flops
     # products of a token, forward and backward, and attention's scores counted whole
     products = 3 * 2 * n * (L * 12 * C * C + V * C)
@@ -129,7 +126,7 @@ def test_figures_by_hand():
 
 
 def test_block_recomputes_a_forward_pass_of_the_blocks():
-    none, block = (predict(GPTConfig(**BASE), B, policy=policy) for policy in ('none', 'block'))
+    none, block = (Predictor(GPTConfig(**BASE)).predict(policy, B) for policy in ('none', 'block'))
     forward = L * (2 * B * T * 12 * C * C + B * 4 * T * T * C)
     # it ends with what is needed last, before mlp.c_proj
     assert 0.5 * forward < block.flops - none.flops <= forward
@@ -144,7 +141,7 @@ def test_measuring_leaves_nothing(made):
         p.grad = grad
     before, masks = torch.get_rng_state(), dict(_block_masks)
     measure(model, batch(), 'block', chunked_loss=False, accumulate=True)  # with dropout
-    predict(model.config, B)
+    Predictor(model.config).predict('none', B)
     assert torch.equal(torch.get_rng_state(), before) and _block_masks == masks
     for p, grad in zip(model.parameters(), grads):
         assert p.grad is grad and bool((grad == 1).all())
@@ -164,4 +161,4 @@ def test_accumulated_gradients_are_there_all_along(made):
 def test_cuda_is_planned_for_without_cuda():
     if torch.cuda.is_available():
         pytest.skip('there is CUDA')
-    assert predict(GPTConfig(**BASE), B, device='cuda').device == 'cpu'
+    assert Predictor(GPTConfig(**BASE), 'cuda').predict('none', B).device == 'cpu'

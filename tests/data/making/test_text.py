@@ -216,7 +216,7 @@ def test_memory_does_not_grow_with_the_files(root, tmp_path):
     tracemalloc.start()
     try:
         parts = split(scan(find_files([tmp_path / 'big.txt'], '*'))[0], 0.1)
-        textfiles.prepare(root / 'text', parts, set(' 0123456789\n'))
+        textfiles.prepare(root / 'text', parts, set(' 0123456789\n'), {})
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
