@@ -65,21 +65,11 @@ def check_alphabet(name: str, text: str, alphabet) -> None:
     """Raises UserError: the file `name` has characters that the alphabet lacks. Says where."""
     lacking = [i for i, c in enumerate(text) if c not in alphabet]
     if lacking:
-        i = lacking[0]
+        i, different = lacking[0], {text[i] for i in lacking}
         line, column = text.count('\n', 0, i) + 1, i - text.rfind('\n', 0, i)
-        raise UserError(f'text={name!r}, line {line}, column {column}: '
-                        f"{text[i]!r} is not in the model's alphabet; "
-                        f'different characters that it lacks: {len({text[i] for i in lacking}):,}, '
-                        f'occurrences: {len(lacking):,}')
-
-
-def read_text(name: str) -> str:
-    if not name:
-        raise UserError('give the text to evaluate on: --text=FILE')
-    try:
-        return Path(name).read_text(encoding='utf-8-sig')  # line ends become \n, as in data sets
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f'text={name!r} cannot be read as UTF-8 text: {e}') from e
+        raise UserError(f"text={name!r}, line {line}, column {column}: {text[i]!r} is not in the "
+                        f"model's alphabet; different characters that it lacks: "
+                        f'{len(different):,}, occurrences: {len(lacking):,}')
 
 
 def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
@@ -97,14 +87,14 @@ def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
 
 
 def evaluate(s) -> dict:
-    """The metrics of the model and text that the settings name.
-
-    Raises:
-        UserError: no readable text, or one with characters that the model's alphabet lacks;
-            numbers out of range.
-    """
+    """The metrics of the model and text that the settings name. UserError: wrong input."""
     at_least(s, context=0, stride=0, batch_size=1)
-    text = read_text(s.text)
+    if not s.text:
+        raise UserError('give the text to evaluate on: --text=FILE')
+    try:
+        text = Path(s.text).read_text(encoding='utf-8-sig')  # line ends become \n, as in data sets
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'text={s.text!r} cannot be read as UTF-8 text: {e}') from e
     model, tokenizer = load(s)
     block_size = model.config.block_size
     context = s.context or block_size
@@ -133,9 +123,8 @@ def evaluate(s) -> dict:
 def main(argv=None):
     s = configurator.parse('evaluate', argv, usage=__doc__, echo=False)
     found = evaluate(s)
-    how = 'by the forward pass'
-    if found['kv_dtype']:
-        how = f"through a cache in {found['kv_dtype']}"
+    dtype = found['kv_dtype']
+    how = f'through a cache in {dtype}' if dtype else 'by the forward pass'
     print(f"{found['bits_per_byte']:.4f} bits per byte, "
           f"{found['nats_per_token']:.4f} nats per token, perplexity {found['perplexity']:,.2f}: "
           f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, windows of "

@@ -4,11 +4,6 @@
     python -m interop.export out-vanilla DEST --resume_from=ckpt_best.pt --dtype=bfloat16
     python -m interop.import_hf DEST out-again                       # and back, bit for bit
 
-Then, anywhere that has transformers:
-
-    model = AutoModelForCausalLM.from_pretrained(DEST, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(DEST, trust_remote_code=True)
-
 DEST gets config.json, generation_config.json, the weights (safetensors), the tokenizer and a copy
 of interop/modeling_nanokv.py, which trust_remote_code runs: read it. A vanilla model becomes a
 plain GPT2LMHeadModel, which needs no such file.
@@ -27,13 +22,13 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from configurator import run_program
 from data.datasets import DATA_ROOT
-from data.tokenfiles import read_meta
-from data.tokenizer import GPT2Tokenizer, load_tokenizer
+from data.tokenizer import GPT2Tokenizer
 from interop.huggingface import GELUS, TRANSPOSED
+from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
 from kv.plan import plan_kv
 from model import GPT
-from training.checkpoint import config_of, load_weights, tokens_id
+from training.checkpoint import config_of, load_weights
 from training.checkpoint_manager import checkpoint_in, load_to_resume
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -71,10 +66,7 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
     """The model as a class of transformers, or as NanoKVForCausalLM.
 
     end: the token that ends a text. source: recorded in config.json as `nanokv_source`.
-
-    Raises:
-        UserError: transformers is missing, or the model has windows of one token.
-    """
+    UserError: transformers is missing, or the model has windows of one token."""
     try:
         import transformers
 
@@ -114,8 +106,8 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
     dataset, tokens = saved['config'].get('dataset', ''), saved.get('tokens', '')
     tokenizer = tokenizer_of(dataset, config.vocab_size, tokens, data_root)
     end = tokenizer.encoding.eot_token if isinstance(tokenizer, GPT2Tokenizer) else None
-    exported = hf_model(model, DTYPES[dtype], end, {'dataset': dataset, 'tokens': tokens,
-                                                    'iter_num': saved['iter_num']})
+    noted = {'dataset': dataset, 'tokens': tokens, 'iter_num': saved['iter_num']}
+    exported = hf_model(model, DTYPES[dtype], end, noted)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as temp:
@@ -132,23 +124,6 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
             folder.rename(target)
     except OSError as e:
         raise UserError(f'{target} cannot be written: {e.strerror or e}') from e
-
-
-def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path):
-    """The tokenizer of the data set that the model was trained on. known: its `tokens_id` then.
-
-    Raises:
-        UserError: data/ does not have the data set, or has another version of it.
-    """
-    is_name = dataset and not set(dataset) & set('/\\\0')
-    meta = read_meta(data_root / dataset) if is_name else None
-    if (meta is None and vocab_size < 50257) or known not in ('', tokens_id(meta)):
-        raise UserError(f'the meaning of the {vocab_size} tokens of the model is not known: '
-                        f'data/{dataset}/meta.pkl is missing, or not that of its training; '
-                        f'prepare the data set as it was (python data/{dataset}/prepare.py)')
-    if meta is not None and 'stoi' not in meta:
-        raise UserError(f"data/{dataset}/meta.pkl does not say what the model's tokens mean")
-    return load_tokenizer(meta)
 
 
 def main(argv=None):

@@ -9,10 +9,7 @@ from interop.huggingface import read_json
 
 def save_tokenizer(tokenizer: CharTokenizer | GPT2Tokenizer, folder: Path, longest: int) -> None:
     """Write the tokenizer's files. longest: the most tokens that the model takes; 0 = any number.
-
-    Raises:
-        UserError: a package is missing.
-    """
+    UserError: transformers is missing."""
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as e:
@@ -28,21 +25,15 @@ def save_tokenizer(tokenizer: CharTokenizer | GPT2Tokenizer, folder: Path, longe
 
 
 def tokenizer_in(folder: Path) -> CharTokenizer | None:
-    """The character tokenizer that `save_tokenizer` wrote, if it did.
-
-    Raises:
-        UserError: tokenizer.json cannot be read.
-    """
+    """The character tokenizer that `save_tokenizer` wrote, if it did."""
     path = folder / 'tokenizer.json'
     model = read_json(path).get('model') if path.is_file() else None
     if not isinstance(model, dict) or model.get('type') != 'WordLevel':
         return None
     stoi = model.get('vocab')
-    if not isinstance(stoi, dict):
-        return None
-    if not all(len(c) == 1 and type(i) is int for c, i in stoi.items()):
-        return None
-    return CharTokenizer(stoi, {i: c for c, i in stoi.items()})
+    is_alphabet = isinstance(stoi, dict) and all(
+        len(c) == 1 and type(i) is int for c, i in stoi.items())
+    return CharTokenizer(stoi, {i: c for c, i in stoi.items()}) if is_alphabet else None
 
 
 def characters(stoi: dict[str, int]):
@@ -89,10 +80,7 @@ def byte_letters() -> dict[int, str]:
 
 def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two tokens whose merge makes `token`: what all earlier merges leave of its bytes.
-
-    Raises:
-        UserError: no merge makes it.
-    """
+    UserError: no merge makes it."""
     parts, own = [token[i:i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
         pairs = [a + b for a, b in zip(parts, parts[1:])]

@@ -1,33 +1,23 @@
 """config.json of an exported model."""
 from transformers import PretrainedConfig
 
-# the fields of nanoKV's GPTConfig and their defaults
-DEFAULTS = {
-    'block_size': 1024, 'vocab_size': 50304, 'n_layer': 12, 'n_head': 12, 'n_embd': 768,
-    'dropout': 0.0, 'bias': True, 'n_kv_head': 0, 'head_dim': 0, 'layer_pattern': 'G',
-    'window_size': 0, 'kv_share': '', 'share_global_kv': False, 'pos_embedding': 'learned',
-    'rope_theta': 10000.0, 'rope_theta_global': 0.0, 'qk_norm': False, 'mlp_hidden': 0,
-    'gelu': 'exact', 'kv_quant_train': ''}
+from config.gpt_config import GPTConfig
 
 
 class NanoKVConfig(PretrainedConfig):
-    """The keys of config.json as attributes; `nanokv` holds the fields of the GPTConfig.
-
-    Raises:
-        ValueError: an unknown field.
-    """
+    """The keys of config.json as attributes; `nanokv` holds the fields of the GPTConfig."""
     model_type = 'nanokv'
 
     def __init__(self, nanokv=None, **kwargs):
         self.nanokv = nanokv or {}
         for name in self.nanokv:
-            if name not in DEFAULTS:
+            if name not in GPTConfig.__dataclass_fields__:
                 raise ValueError(f'config.json: nanokv.{name} is unknown to this version of the '
                                  'plugin')
         super().__init__(**kwargs)
 
     def field(self, name: str):
-        return self.nanokv.get(name, DEFAULTS[name])
+        return self.nanokv.get(name, getattr(GPTConfig, name))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the model's tensors, by their names in the folder."""

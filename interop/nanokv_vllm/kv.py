@@ -51,9 +51,8 @@ def measure(folder: str, args) -> dict:
     groups = [{'layers': len(group.layer_names), 'block_size': group.kv_cache_spec.block_size,
                'kind': type(group.kv_cache_spec).__name__} for group in cache.kv_cache_groups]
     per_request = round(nbytes / requests)  # whole blocks
-    return {'vllm': vllm.__version__, 'bytes': nbytes, 'requests': requests,
-            'bytes_per_request': per_request,
-            'bytes_per_token': per_request / args.max_model_len, 'groups': groups}
+    return {'vllm': vllm.__version__, 'bytes': nbytes, 'requests': requests, 'groups': groups,
+            'bytes_per_request': per_request, 'bytes_per_token': per_request / args.max_model_len}
 
 
 def compare(args) -> dict:
