@@ -59,13 +59,12 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
              request_log: Callable[[str], None] | None = None) -> Starlette:
     """The ASGI application. The worker must have been started; the application does not stop it.
 
-    keys: a request needs one of them as `Authorization: Bearer KEY`, except for /health and the
-        page (/); none = no key is needed.
+    keys: accepted as `Authorization: Bearer KEY`; none = no key is needed.
     hosts: accepted Host headers; none = any. They protect a server without keys on the user's own
         machine from DNS rebinding by a page in the user's browser.
     request_log: called on the event loop with a line per finished request; it must not block.
     """
-    metrics, page_headers = worker.metrics, _page_headers()
+    page_headers = _page_headers()
     model = {'id': service.model, 'object': 'model', 'created': 0, 'owned_by': 'nanokv'}
 
     async def list_models(request):
@@ -85,7 +84,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
         return _json({'status': status}, code)
 
     async def prometheus(request):
-        return Response(metrics.text(), media_type=metrics.content_type)
+        return Response(worker.metrics.text(), media_type=worker.metrics.content_type)
 
     async def on_error(request, error):
         if isinstance(error, HTTPException):
@@ -101,7 +100,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
               Route('/v1/chat/completions', chat, methods=['POST']),
               Route('/v1/models', list_models), Route('/v1/models/{model:path}', retrieve_model),
               Route('/health', health), Route('/metrics', prometheus), Route('/', page)]
-    access = Middleware(AccessMiddleware, metrics, keys, hosts, request_log,
+    access = Middleware(AccessMiddleware, worker.metrics, keys, hosts, request_log,
                         paths={route.path for route in routes if '{' not in route.path})
     handlers = {HTTPException: on_error, ApiError: on_error, Exception: on_error}
     app = Starlette(routes=routes, middleware=[access], exception_handlers=handlers)
@@ -153,8 +152,7 @@ class AccessMiddleware:
 
     def _denied(self, scope) -> ApiError | None:
         headers = dict(reversed(scope['headers']))  # the first of each name
-        port = b':%d' % (scope['server'][1] or 0)
-        host = headers.get(b'host', b'').lower().removesuffix(port)
+        host = headers.get(b'host', b'').lower().removesuffix(b':%d' % (scope['server'][1] or 0))
         if self.hosts and host not in self.hosts:
             return ApiError(403, 'the Host header does not name this server; on this machine it '
                                  'is localhost')
@@ -210,8 +208,8 @@ class GenerateEndpoint:
         except ClientDisconnect:
             return
         except TimeoutError:
-            message = f'the request did not come within {self.limits.timeout:g} s'
-            raise ApiError(408, message) from None
+            raise ApiError(408, f'the request did not come within {self.limits.timeout:g} s'
+                           ) from None
         self.worker.check()  # before parsing, which may take long
         scope['generation'] = generation = Generation(self, send)
         await generation.run(body, receive, deadline)
