@@ -58,10 +58,7 @@ def only_writer(folder: Path, remedy: str) -> Iterator[None]:
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Hold the lock on preparing `folder`; wait for another holder. A thread may take it twice.
-
-    Raises:
-        UserError: the folder cannot be written to.
-    """
+    UserError: the folder cannot be written to."""
     folder = Path(folder).resolve()
     mine = _thread.__dict__.setdefault('folders', set())
     if fcntl is None or folder in mine:

@@ -92,11 +92,8 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
 def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: str = '5GB',
            data_root: Path = DATA_ROOT) -> None:
     """Write the checkpoint at `source` as the folder `target`; on an error, nothing is left there.
-
-    Raises:
-        UserError: no readable checkpoint, its alphabet is unknown, a package is missing, or
-            `target` exists or cannot be written.
-    """
+    UserError: no readable checkpoint, its alphabet is unknown, a package is missing, or `target`
+    exists or cannot be written."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f'{target} is there already: delete it or give another folder')
     saved = load_to_resume(source)

@@ -23,11 +23,8 @@ def derived_keys(config: GPTConfig) -> dict:
 
 
 def gpt_config(nanokv: dict, other_keys: dict) -> GPTConfig:
-    """The GPTConfig that `nanokv` holds.
-
-    Raises:
-        ValueError: a field is unknown or out of range, or one of `other_keys` contradicts it.
-    """
+    """The GPTConfig that `nanokv` holds. ValueError: a field is unknown or out of range, or one of
+    `other_keys` contradicts it."""
     if not isinstance(nanokv, dict):
         raise ValueError(f'config.json: nanokv={nanokv!r} is not an object')
     types = {f.name: f.type for f in dataclasses.fields(GPTConfig)}

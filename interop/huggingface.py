@@ -46,15 +46,12 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     The config is the file's, with dropout 0 as in nanoGPT. Tensors are read one at a time, so peak
     memory is about one model and one tensor. Unlike nanoGPT's, it draws no random numbers.
 
-    Args:
-        source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
-            model.safetensors (or shards and model.safetensors.index.json). A folder named gpt2 is
-            './gpt2'.
-        override_args: 'dropout' and 'gelu' may be given.
+    source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
+        model.safetensors (or shards and an index). A folder named gpt2 is './gpt2'.
+    override_args: 'dropout' and 'gelu' may be given.
     Raises:
         UserError (a ValueError): no such source, the hub cannot be reached, a package is missing,
-            damaged files, unsupported options, missing, unknown or misshapen tensors. One line
-            that names the file.
+            damaged files, unsupported options, missing, unknown or misshapen tensors.
     """
     overrides = dict(override_args or {})
     _check_overrides(overrides)

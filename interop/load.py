@@ -26,11 +26,8 @@ from training.device import pick_device, pick_dtype
 def load(s):
     """The model that the settings of sample.py, chat.py or serve.py name, ready to run, and its
     tokenizer. The global random generator is seeded just before the model is built, and used by
-    nothing else: sample 0 goes on from there, as in nanoGPT.
-
-    Raises:
-        UserError: no such device, model or data set; or they do not go together.
-    """
+    nothing else: sample 0 goes on from there, as in nanoGPT. UserError: no such device, model or
+    data set; or they do not go together."""
     device = pick_device(s.device)
     model, dataset, known = read_model(s)
     tokenizer = None if 'dataset' in s.given else tokenizer_in(Path(s.init_from))

@@ -51,7 +51,8 @@ def characters(stoi: dict[str, int]):
 def byte_pairs(encoding):
     """A tokenizers.Tokenizer of a tiktoken.Encoding that splits words as GPT-2's does."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    letters = byte_letters()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    letters = bytes_to_unicode()
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens
 
     def text(token: bytes) -> str:
@@ -68,14 +69,6 @@ def byte_pairs(encoding):
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True)
                                   for name in sorted(special, key=special.get)])
     return tokenizer
-
-
-def byte_letters() -> dict[int, str]:
-    """The printable character that stands for each byte in GPT-2's vocabulary."""
-    ranges = (('!', '~'), ('¡', '¬'), ('®', 'ÿ'))
-    plain = [b for first, last in ranges for b in range(ord(first), ord(last) + 1)]
-    others = [b for b in range(256) if b not in plain]
-    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:

@@ -12,8 +12,8 @@ import re
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 from starlette.applications import Starlette
@@ -47,11 +47,9 @@ def _page_headers() -> dict[str, str]:
             'Cache-Control': 'no-cache'}
 
 
-@dataclass(frozen=True)
-class Limits:
-    """max_body: bytes. timeout: seconds from the head of a request to the end of its response."""
-    max_body: int
-    timeout: float
+class Limits(NamedTuple):
+    max_body: int   # bytes
+    timeout: float  # seconds from the head of a request to the end of its response
 
 
 def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
@@ -134,12 +132,10 @@ class AccessMiddleware:
 
         async def watching_status(message):
             nonlocal status
-            if message['type'] == 'http.response.start':
-                status = message['status']
+            status = message.get('status', status)
             await send(message)
         try:
-            error = self._denied(scope)
-            scope['error'] = error
+            scope['error'] = error = self._denied(scope)
             await (_error_response(error) if error else self.app)(scope, receive, watching_status)
         except Exception:
             status, scope['error'] = 500, ApiError(500, 'internal error')
@@ -169,9 +165,8 @@ class AccessMiddleware:
 
 def _log_line(scope, status, start) -> str:
     """A line of the request log: printable ASCII, so that a client cannot forge lines."""
-    generation, error, parts, reasons = scope.get('generation'), scope['error'], [], {}
-    if generation:
-        error = error or generation.error
+    generation, parts, reasons = scope.get('generation'), [], {}
+    error = scope['error'] or (generation and generation.error)
     if not error and status != 499 and generation and generation.reply.complete:
         usage = generation.reply.usage()
         cached = usage['prompt_tokens_details']['cached_tokens']

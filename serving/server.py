@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
         self.worker.drain(self.grace)
         await super().shutdown(sockets)
         end = time.monotonic() + CLOSE_TIMEOUT  # the process may end when this method returns
-        while self.worker.running and not self.force_exit:
+        while self.worker.is_alive() and not self.force_exit:
             if not self.worker.saving and time.monotonic() >= end:
                 break
             await asyncio.sleep(0.02)

@@ -37,7 +37,7 @@ class Choice:
     has_token: bool = False
 
 
-class Worker:
+class Worker(threading.Thread):
     """The thread that runs an engine. Nothing else may use the engine once it has started.
 
     engine: closed by the thread at its end. max_waiting: choices that may wait, beyond those that
@@ -45,6 +45,7 @@ class Worker:
     """
 
     def __init__(self, engine, max_waiting: int, metrics):
+        super().__init__(name='engine', daemon=True)
         self.engine, self.metrics = engine, metrics
         self.max_choices = engine.cache.batch_size + max_waiting
         self.saving = False
@@ -56,22 +57,13 @@ class Worker:
         # used by the worker's thread alone
         self._choices: dict[int, Choice] = {}  # by number
         self._must_step = False                # the engine holds events of cancelled requests
-        self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
 
     # -- from any thread -------------------------------------------------------------------------
-
-    def start(self) -> None:
-        self._thread.start()
 
     @property
     def alive(self) -> bool:
         """Whether it accepts requests."""
-        return self._thread.is_alive() and self._deadline is None
-
-    @property
-    def running(self) -> bool:
-        """Whether its thread is alive."""
-        return self._thread.is_alive()
+        return self.is_alive() and self._deadline is None
 
     def submit(self, asked: list[tuple[list[int], SamplingParams]],
                deliver: Callable[[list], None]) -> Ticket:
@@ -111,13 +103,9 @@ class Worker:
                 self._deadline = time.monotonic() + grace
             self._condition.notify()
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread to end, after `drain`."""
-        self._thread.join(timeout)
-
     # -- on the worker's thread ------------------------------------------------------------------
 
-    def _run(self):
+    def run(self) -> None:
         try:
             if self.engine.model.device.type == 'cuda':  # the current device is set per thread
                 torch.cuda.set_device(self.engine.model.device)
