@@ -1,7 +1,5 @@
 """Command lines and config files, as in nanoGPT but with checks. Later settings override earlier.
 
-    python train.py config/train_mqa_local.py --batch_size=32 --learning_rate=1e-3
-
 An argument without '--' is a folder with a checkpoint (for programs that read one) or a config
 file: Python assignments that may use the settings so far (`lr_decay_iters = max_iters`).
 Unknown keys are errors, in files too, which nanoGPT ignores; the message names the closest key.

@@ -31,11 +31,8 @@ def physical_memory() -> int:
 
 
 def available_memory(root: Path = Path('/')) -> int:
-    """Bytes that programs can get without swapping; 0 if the system does not say.
-
-    MemAvailable of /proc/meminfo, else the machine's memory; on Linux at most what is left of the
-    limits of this process's control groups, such as a container's. root: parent of proc/ and sys/.
-    """
+    """Bytes that programs can get without swapping; 0 if the system does not say. At most what is
+    left of the limits of this process's control groups. root: parent of proc/ and sys/."""
     try:
         meminfo = (root / 'proc/meminfo').read_text()
         free = int(re.search(r'^MemAvailable:\s*(\d+) kB', meminfo, re.M)[1]) * 1024

@@ -1,8 +1,7 @@
 """How well a model predicts a text, in bits per byte, which compares models of any tokenizer.
 
     python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt
-    python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt --stride=64 --kv_dtype=int8 \\
-        --json=True
+    python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt --stride=64 --kv_dtype=int8
     python -m interop.evaluate --init_from=gpt2 --text=my.txt
     python -m interop.evaluate --init_from=my-model --text=my.txt    # a folder of interop.export
 
@@ -32,8 +31,7 @@ from interop.load import load
 
 def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
     """(begin, end, scored) of each window over n tokens: it takes tokens begin to end - 1 and
-    predicts begin + 1 to end, of which the last `scored` are new. All tokens but the first are
-    predicted."""
+    predicts begin + 1 to end, of which the last `scored` are new."""
     windows, num_predicted = [], 0
     while num_predicted < n - 1:
         end = min(num_predicted + stride if windows else context, n - 1)
@@ -45,14 +43,12 @@ def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
 @torch.inference_mode()
 def total_nats(logits_of, ids: torch.Tensor, context: int, stride: int, batch_size: int) -> float:
     """The sum of cross-entropies over all predictions of ids (n,), on the model's device."""
-    batches = []
+    batches, total = [], 0.0
     windows = windows_of(len(ids), context, stride)
     for (_, scored), same_shape in itertools.groupby(windows, lambda w: (w[1] - w[0], w[2])):
-        same_shape = list(same_shape)
-        for i in range(0, len(same_shape), batch_size):
-            batches.append((same_shape[i:i + batch_size], scored))
-    total, console = 0.0, Console(stderr=True)
-    for batch, scored in track(batches, 'evaluating', console=console,
+        while batch := list(itertools.islice(same_shape, batch_size)):
+            batches.append((batch, scored))
+    for batch, scored in track(batches, 'evaluating', console=Console(stderr=True),
                                disable=not sys.stderr.isatty()):
         rows = torch.stack([ids[begin:end + 1] for begin, end, _ in batch])
         logits, targets = logits_of(rows[:, :-1])[:, -scored:], rows[:, -scored:]

@@ -126,14 +126,12 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
 def main(argv=None):
     parser = argparse.ArgumentParser(prog='python -m interop.export', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('out_dir', help='folder of the checkpoint')
-    parser.add_argument('dest', type=Path, help='folder to write')
-    parser.add_argument('--resume_from', default='ckpt.pt',
-                        help='which checkpoint in out_dir (%(default)s)')
-    parser.add_argument('--dtype', default='float32', choices=DTYPES,
-                        help='of the weights (%(default)s, as they are)')
-    parser.add_argument('--max_shard_size', default='5GB',
-                        help='of a file of weights (%(default)s)')
+    add = parser.add_argument
+    add('out_dir', help='folder of the checkpoint')
+    add('dest', type=Path, help='folder to write')
+    add('--resume_from', default='ckpt.pt', help='which checkpoint in out_dir (%(default)s)')
+    add('--dtype', default='float32', choices=DTYPES, help='of the weights (%(default)s, exact)')
+    add('--max_shard_size', default='5GB', help='of a file of weights (%(default)s)')
     args = parser.parse_args(argv)
     source = checkpoint_in(args.out_dir, args.resume_from)
     export(source, args.dest, args.dtype, args.max_shard_size, DATA_ROOT)

@@ -14,12 +14,11 @@ def derived_keys(config: GPTConfig) -> dict:
         'num_hidden_layers': config.n_layer, 'num_attention_heads': config.n_head,
         'num_key_value_heads': plan.n_kv_head, 'head_dim': plan.head_dim,
         'intermediate_size': config.resolved_mlp_hidden,
-        'max_position_embeddings': config.block_size,
         'layer_types': ['sliding_attention' if x else 'full_attention' for x in local],
         'sliding_window': config.window_size if any(local) else None,
         'kv_sharing_modes': ['store' if layer.owns else 'reuse' for layer in plan.layers],
         'kv_owners': [plan.slots[layer.slot].owner for layer in plan.layers],
-        'tie_word_embeddings': True}
+        'max_position_embeddings': config.block_size, 'tie_word_embeddings': True}
 
 
 def gpt_config(nanokv: dict, other_keys: dict) -> GPTConfig:

@@ -19,7 +19,6 @@ from interop.fields import gpt_config
 from kv.plan import plan_kv
 from model import GPT
 
-OWNER = 'openai-community'  # of the repositories on the hub: openai-community/gpt2, ...
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 # causal masks, which old versions of transformers saved with the weights
 MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
@@ -96,12 +95,10 @@ def _import(name):
                         'huggingface_hub (or pip install -e .[hf])') from e
 
 
-# -- files -----------------------------------------------------------------------------------------
-
 def _download(model_type):
     """The folder in the hub's local cache with the files of `model_type`, downloaded if absent."""
     hub = _import('huggingface_hub')
-    repo = f'{OWNER}/{model_type}'
+    repo = f'openai-community/{model_type}'
     for name in ('config.json', 'model.safetensors'):
         try:
             try:  # the cache first: offline, asking the hub would cost a minute of retries
@@ -175,11 +172,8 @@ def _weight_files(folder):
         raise UserError(f'{folder} has weights only as a pickle ({pickles[0]}), which can run code '
                         'when read: convert it with transformers\' '
                         'model.save_pretrained(folder, safe_serialization=True)')
-    raise UserError(f'no {single.name} (or {index.name}) in {folder}: the folder must be '
-                    f'{GPT2_FOLDER}')
+    raise UserError(f'no {single.name} (or {index.name}) in {folder}: must be {GPT2_FOLDER}')
 
-
-# -- config.json -----------------------------------------------------------------------------------
 
 def _read_config(raw, path):
     """The GPTConfig of the model in the folder, without dropout."""
@@ -226,8 +220,6 @@ def _gpt2_config(raw, path):
     except UserError as e:
         raise UserError(f'{path}: {e}') from e
 
-
-# -- weights ---------------------------------------------------------------------------------------
 
 def _load(config, tensors, folder, untied, transposed):
     """The model of `config` with the tensors of `_open`. untied: the file must have an lm_head.

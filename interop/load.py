@@ -42,8 +42,7 @@ def load(s):
 
 
 def read_model(s):
-    """The model, in eval mode, on the CPU; its data set's name; and what its ids stand for, if that
-    is known (`tokens_id`)."""
+    """The model, in eval mode, on the CPU; its data set's name; and its `tokens_id`, if known."""
     if s.init_from == 'resume':
         use_newest_run(s)
     path = checkpoint_in(s.out_dir, s.resume_from)
@@ -77,10 +76,9 @@ def use_newest_run(s) -> None:
         raise UserError(f'there is no {s.out_dir}/{s.resume_from}, and no out*/{s.resume_from} in '
                         'this folder: train a model first, as python train.py '
                         'config/train_mqa_local.py does, or name its folder')
-    *others, newest = (str(path.parent) for path in found)
-    s.out_dir = newest
+    *others, s.out_dir = (str(path.parent) for path in found)
     others = f" (others: {', '.join(reversed(others))})" if others else ''
-    print(f'Using {newest}, the newest run here{others}')
+    print(f'Using {s.out_dir}, the newest run here{others}')
 
 
 def known_dataset(name: str) -> Path:

@@ -51,9 +51,8 @@ class NanoKVConfig(PretrainedConfig):
             if given != value:
                 raise ValueError(f'config.json: {name}={given!r}, but by nanokv it is {value!r}')
             setattr(self, name, value)
-        for name in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
-            kwargs.setdefault(name, None)
-        super().__init__(**kwargs)
+        ids = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
+        super().__init__(**(ids | kwargs))
 
     def field(self, name: str):
         return self.nanokv.get(name, DEFAULTS[name])

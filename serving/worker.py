@@ -67,11 +67,8 @@ class Worker(threading.Thread):
 
     def submit(self, asked: list[tuple[list[int], SamplingParams]],
                deliver: Callable[[list], None]) -> Ticket:
-        """Queue a request. `deliver` must not block.
-
-        Raises:
-            ApiError: 429, too many choices are waiting; 503, after `drain`.
-        """
+        """Queue a request. `deliver` must not block. ApiError: 429, too many choices are waiting;
+        503, after `drain`."""
         ticket = Ticket(asked, deliver)
         with self._condition:
             self.check(len(asked))

@@ -1,7 +1,13 @@
 """config.json of an exported model."""
 from transformers import PretrainedConfig
 
-from config.gpt_config import GPTConfig
+# the fields of nanoKV's GPTConfig and their defaults
+DEFAULTS = {
+    'block_size': 1024, 'vocab_size': 50304, 'n_layer': 12, 'n_head': 12, 'n_embd': 768,
+    'dropout': 0.0, 'bias': True, 'n_kv_head': 0, 'head_dim': 0, 'layer_pattern': 'G',
+    'window_size': 0, 'kv_share': '', 'share_global_kv': False, 'pos_embedding': 'learned',
+    'rope_theta': 10000.0, 'rope_theta_global': 0.0, 'qk_norm': False, 'mlp_hidden': 0,
+    'gelu': 'exact', 'kv_quant_train': ''}
 
 
 class NanoKVConfig(PretrainedConfig):
@@ -11,13 +17,13 @@ class NanoKVConfig(PretrainedConfig):
     def __init__(self, nanokv=None, **kwargs):
         self.nanokv = nanokv or {}
         for name in self.nanokv:
-            if name not in GPTConfig.__dataclass_fields__:
+            if name not in DEFAULTS:
                 raise ValueError(f'config.json: nanokv.{name} is unknown to this version of the '
                                  'plugin')
         super().__init__(**kwargs)
 
     def field(self, name: str):
-        return self.nanokv.get(name, getattr(GPTConfig, name))
+        return self.nanokv.get(name, DEFAULTS[name])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the model's tensors, by their names in the folder."""
@@ -31,7 +37,6 @@ class NanoKVConfig(PretrainedConfig):
             shapes[f'{name}.weight'] = shape
             if self.field('bias'):
                 shapes[f'{name}.bias'] = shape[:1]
-
         add('transformer.ln_f', C)
         for layer, owner in enumerate(self.kv_owners):
             prefix, owns = f'transformer.h.{layer}', owner == layer

@@ -1,10 +1,12 @@
 """The vLLM plugin's view of config.json, where vLLM itself is not needed."""
+import dataclasses
+
 import pytest
 
 from config.gpt_config import GPTConfig, model_args
 from interop.export import hf_model
 from interop.fields import derived_keys
-from interop.nanokv_vllm.config import NanoKVConfig
+from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK
 
@@ -14,6 +16,7 @@ SHAPES = [FULL_STACK, dict(FULL_STACK, bias=False, qk_norm=False, n_kv_head=2, m
 
 
 def test_it_knows_the_fields_that_there_are():
+    assert DEFAULTS == {f.name: f.default for f in dataclasses.fields(GPTConfig)}
     with pytest.raises(ValueError, match='nanokv.colour is unknown to this version of the plugin'):
         NanoKVConfig(nanokv={'colour': 'red'})
 
