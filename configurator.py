@@ -1,7 +1,5 @@
 """Command lines and config files, as in nanoGPT but with checks. Later settings override earlier.
 
-    python train.py config/train_mqa_local.py --batch_size=32 --learning_rate=1e-3
-
 An argument without '--' is a folder with a checkpoint (for programs that read one) or a config
 file: Python assignments that may use the settings so far (`lr_decay_iters = max_iters`).
 Unknown keys are errors, in files too, which nanoGPT ignores; the message names the closest key.
@@ -38,9 +36,8 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
           echo: bool = True) -> Settings:
     """The settings of `program` ('train', 'sample', ...) after config files and flags.
 
-    Flags are written --key=value or --key value; --key alone means True. `--help` prints every key
-    and exits. With `echo`, overrides are printed in nanoGPT's words (train.py, whose output is a
-    log, prints the text of config files too).
+    Flags are written --key=value or --key value; --key alone means True. With `echo`, overrides are
+    printed in nanoGPT's words (train.py, whose output is a log, prints config files too).
 
     Raises:
         UserError: unknown key, wrong type, value not among the choices, or a config file that
@@ -59,8 +56,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
             name, value = _flag(arg, args, keys)
             changed = {name: value}
             if echo:
-                shown = value if str(value).isprintable() else repr(value)
-                print(f'Overriding: {name} = {shown}')
+                print(f'Overriding: {name} = {value if str(value).isprintable() else repr(value)}')
         elif Path(arg).is_dir() and 'out_dir' in keys:
             if program == 'train':
                 raise UserError(f'{arg!r} is a folder: to train into it use --out_dir={arg}, '
@@ -86,9 +82,8 @@ def help_text(program: str, usage: str = '') -> str:
     """Every key with its default and meaning, as wide as the terminal."""
     lines = [usage.strip(), '',
              'Keys (give them as --key=value, or as assignments in a config file):', '']
-    fill = textwrap.TextWrapper(max(40, shutil.get_terminal_size().columns),
-                                break_on_hyphens=False,
-                                initial_indent=' ' * 8, subsequent_indent=' ' * 8).fill
+    indent, width = ' ' * 8, max(40, shutil.get_terminal_size().columns)
+    fill = textwrap.TextWrapper(width, indent, indent, break_on_hyphens=False).fill
     for key in PROGRAMS[program]:
         choices = f' [{_allowed(key)}]' if key.choices else ''
         lines += [f'  --{key.name}={key.default!r}', fill(key.meaning + choices)]
@@ -96,10 +91,8 @@ def help_text(program: str, usage: str = '') -> str:
 
 
 def coerce(key: Key, value, where: str):
-    """`value` as the type of the key's default, checked against its choices.
-
-    Any real number will do for a float, and 1e4 for an int; NumPy's numbers too.
-    """
+    """`value` as the type of the key's default, checked against its choices. Any real number will
+    do for a float, and 1e4 for an int; NumPy's numbers too."""
     wanted = type(key.default)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         if wanted is float and abs(value) < 2 ** 1023:
@@ -130,8 +123,8 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
         raise UserError(f'{arg!r}: flags are written --key=value, '
                         f'as in --{name or "key"}={text or "value"}')
     if name == 'config':
-        example = text or 'config/train_mqa_local.py'
-        raise UserError(f'a config file is given without --config=, as {example}')
+        raise UserError('a config file is given without --config=, as '
+                        + (text or 'config/train_mqa_local.py'))
     if name not in keys:
         raise UserError(_unknown([name], keys, 'command line'))
     key = keys[name]
@@ -164,10 +157,8 @@ def _unknown(names: list[str], keys, where: str) -> str:
 
 
 def _find(arg: str, takes_folder: bool) -> Path:
-    """A config file, relative to the working directory or else to the checkout.
-
-    takes_folder: `arg` may also be a misspelt folder of a run, for the message.
-    """
+    """A config file, relative to the working directory or else to the checkout. takes_folder: `arg`
+    may also be a misspelt folder of a run, for the message."""
     for path in (Path(arg), ROOT / arg):
         if path.is_file():
             return path
@@ -184,10 +175,8 @@ def _find(arg: str, takes_folder: bool) -> Path:
 
 
 def _run_file(arg, path, text, values, keys):
-    """The keys of this program that a config file assigns, checked.
-
-    Names that start with an underscore, imports and functions are the file's own.
-    """
+    """The keys of this program that a config file assigns, checked. Names that start with an
+    underscore, imports and functions are the file's own."""
     namespace = dict(values, __file__=str(path), __name__='config')
     try:
         symbols = symtable.symtable(text, str(path), 'exec').get_symbols()
@@ -203,26 +192,24 @@ def _run_file(arg, path, text, values, keys):
     changed, unknown = {}, []
     for name, value in namespace.items():
         unchanged = name in values and name not in assigned and value is values[name]
-        if unchanged or name.startswith('_') or name in imported:
-            continue
-        if callable(value) or isinstance(value, ModuleType):
+        own = name.startswith('_') or name in imported or callable(value)
+        if unchanged or own or isinstance(value, ModuleType):
             continue
         if name not in ALL_KEYS:
             unknown.append(name)
         elif name in keys and not _for_another_program(keys[name], value):
             changed[name] = coerce(keys[name], value, arg)
     if unknown:
-        advice = '; start helper names with an underscore'
-        raise UserError(_unknown(unknown, ALL_KEYS, arg) + advice)
+        raise UserError(_unknown(unknown, ALL_KEYS, arg)
+                        + '; start helper names with an underscore')
     return changed
 
 
 def _for_another_program(key: Key, value) -> bool:
     """Files are shared: sample.py ignores init_from = 'scratch', which is a choice of train.py."""
-    if not isinstance(value, str) or value in key.choices:
-        return False
-    return any(other.name == key.name and value in other.choices
-               for keys in PROGRAMS.values() for other in keys)
+    return isinstance(value, str) and value not in key.choices and any(
+        other.name == key.name and value in other.choices
+        for keys in PROGRAMS.values() for other in keys)
 
 
 def run_program(main) -> None:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import configurator
-from config.errors import UserError
+from config.errors import UserError, at_least
 from config.sizes import parse_bytes
 from engine.captured import CapturedDecode
 from engine.dialogue import Template, longest_context
@@ -27,24 +27,8 @@ LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 LOOPBACK_NAMES = ('127.0.0.1', '[::1]', 'localhost')  # in a Host header
 
 
-def parts():
-    """Import what needs the optional packages of the extra `serve`."""
-    try:
-        from serving.app import Limits, make_app
-        from serving.metrics import Metrics
-        from serving.server import RequestLog, Server, bind
-    except ModuleNotFoundError as e:
-        if e.name.partition('.')[0] not in ('starlette', 'uvicorn', 'prometheus_client'):
-            raise
-        raise UserError(f"serve.py needs the package {e.name}: pip install -e '.[serve]'") from e
-    return Limits, make_app, Metrics, RequestLog, Server, bind
-
-
 def check(s):
-    for name, low in (('parallel', 1), ('max_new_tokens', 1), ('max_waiting', 0), ('port', 0),
-                      ('grace', 0.0)):
-        if getattr(s, name) < low:
-            raise UserError(f'{name}={getattr(s, name)}: must be at least {low}')
+    at_least(s, parallel=1, max_new_tokens=1, max_waiting=0, port=0, grace=0.0)
     if s.port > 65535:  # some systems take it modulo 65536
         raise UserError(f'port={s.port}: must be at most 65535')
     if s.timeout <= 0:
@@ -52,12 +36,8 @@ def check(s):
 
 
 def read_keys(path: str, environment) -> list[str]:
-    """The accepted API keys, from a file or else from NANOKV_API_KEY.
-
-    Raises:
-        UserError: the file cannot be read, or the file or the variable is empty, which is more
-            likely a mistake than a wish for no keys.
-    """
+    """The accepted API keys, from a file or else from NANOKV_API_KEY. UserError if it is empty:
+    more likely a mistake than a wish for no keys."""
     if path:
         try:
             lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
@@ -69,8 +49,7 @@ def read_keys(path: str, environment) -> list[str]:
         return keys
     key = environment.get('NANOKV_API_KEY')
     if key is not None and not key.strip():
-        raise UserError('NANOKV_API_KEY is set, and empty: '
-                        'give a key, or unset it to serve without')
+        raise UserError('NANOKV_API_KEY is set, and empty: give a key, or unset it')
     return [] if key is None else [key.strip()]
 
 
@@ -100,8 +79,15 @@ def make_service(s, model, tokenizer):
 def main(argv=None):
     s = configurator.parse('serve', argv, usage=__doc__)
     check(s)
-    Limits, make_app, Metrics, RequestLog, Server, bind = parts()
-    from serving.worker import Worker
+    try:
+        from serving.app import Limits, make_app
+        from serving.metrics import Metrics
+        from serving.server import RequestLog, Server, bind
+        from serving.worker import Worker
+    except ModuleNotFoundError as e:
+        if e.name.partition('.')[0] not in ('starlette', 'uvicorn', 'prometheus_client'):
+            raise
+        raise UserError(f"serve.py needs the package {e.name}: pip install -e '.[serve]'") from e
     keys = read_keys(s.api_key_file, os.environ)
     limits = Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
     sock = bind(s.host, s.port)  # before anything slow

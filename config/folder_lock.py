@@ -43,45 +43,47 @@ def only_writer(folder: Path, remedy: str) -> Iterator[None]:
         return
     path, created = folder / '.lock', not folder.exists()
     try:
-        file = _open_locked(path, lambda file: _lock_or_refuse(file, path, remedy))
-    except OSError as e:
-        raise UserError(f'{folder} cannot be written to: {e.strerror}') from e
-    with file:
-        try:
+        with _hold(path, lambda file: _lock_or_refuse(file, path, remedy),
+                   f'{folder} cannot be written to') as file:
             file.truncate(0)
             file.write(json.dumps(this_process()))
             file.flush()
             yield
-        finally:
+    finally:
+        if created:
             with contextlib.suppress(OSError):
-                path.unlink()
-                if created:
-                    folder.rmdir()  # fails unless it is empty
+                folder.rmdir()  # fails unless it is empty
 
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Hold the lock on preparing `folder`; wait for another holder. A thread may take it twice.
-
-    Raises:
-        UserError: the folder cannot be written to.
-    """
+    UserError: the folder cannot be written to."""
     folder = Path(folder).resolve()
     mine = _thread.__dict__.setdefault('folders', set())
     if fcntl is None or folder in mine:
         yield
         return
-    path = folder / '.prepare.lock'
-    try:
-        file = _open_locked(path, lambda file: _lock_or_wait(file, folder.name))
-    except OSError as e:
-        raise UserError(f'cannot prepare a dataset in {str(folder)!r}: {e.strerror}') from None
-    mine.add(folder)
-    with file:
+    with _hold(folder / '.prepare.lock', lambda file: _lock_or_wait(file, folder.name),
+               f'cannot prepare a dataset in {str(folder)!r}'):
+        mine.add(folder)
         try:
             yield
         finally:
             mine.discard(folder)
+
+
+@contextlib.contextmanager
+def _hold(path, lock, error):
+    """The file at `path`, locked with `lock`, and deleted at the end."""
+    try:
+        file = _open_locked(path, lock)
+    except OSError as e:
+        raise UserError(f'{error}: {e.strerror}') from e
+    with file:
+        try:
+            yield file
+        finally:
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -114,12 +116,18 @@ def _lock_or_refuse(file, path, remedy):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(_describe(path, _wait_for_holder(file), remedy)) from None
+        for _ in range(20):  # a holder that has just taken the lock writes its name a moment later
+            if holder := _read_holder(file):
+                break
+            time.sleep(0.05)
+        raise UserError(_describe(path, holder, remedy)) from None
     except OSError as e:
         if e.errno not in UNSUPPORTED:
             raise
         holder = _read_holder(file)
-        if holder and not _is_dead(holder):
+        here = holder.get('host') == socket.gethostname()
+        is_dead = here and holder.get('begun') != process_start(holder.get('pid', 0))
+        if holder and not is_dead:
             raise UserError(f'{_describe(path, holder, remedy)}; if it is dead, delete {path}'
                             ) from None
 
@@ -151,21 +159,6 @@ def _read_holder(file) -> dict:
         return found if isinstance(found, dict) else {}
     except (OSError, ValueError):
         return {}
-
-
-def _wait_for_holder(file) -> dict:
-    """A holder that has just taken the lock writes its name a moment later: wait up to 1 s."""
-    for _ in range(20):
-        if found := _read_holder(file):
-            return found
-        time.sleep(0.05)
-    return {}
-
-
-def _is_dead(holder) -> bool:
-    """Whether it ran on this machine and no longer does."""
-    here = holder.get('host') == socket.gethostname()
-    return here and holder.get('begun') != process_start(holder.get('pid', 0))
 
 
 def _describe(path, holder, remedy) -> str:

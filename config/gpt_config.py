@@ -49,10 +49,8 @@ class GPTConfig:
             value, choices = getattr(self, f.name), f.metadata['choices']
             if choices and value not in choices:
                 raise UserError(f'{f.name}={value!r}: allowed are {", ".join(map(repr, choices))}')
-        at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1)
-        for name in ('n_kv_head', 'head_dim', 'window_size', 'mlp_hidden', 'rope_theta_global'):
-            if getattr(self, name) < 0:
-                raise UserError(f'{name}={getattr(self, name)}: must be 0 (the default) or more')
+        at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
+                 head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f'dropout={self.dropout}: must be at least 0 and below 1')
         if self.head_dim == 0 and self.n_embd % self.n_head:
@@ -83,8 +81,6 @@ NANOGPT_FIELDS = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_si
 
 def model_args(config: GPTConfig) -> dict:
     """The dict stored in a checkpoint: nanoGPT's seven fields, and others if not at their default.
-
-    nanoGPT can therefore load the checkpoints of vanilla models.
-    """
+    nanoGPT can therefore load the checkpoints of vanilla models."""
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)
             if f.name in NANOGPT_FIELDS or getattr(config, f.name) != f.default}

@@ -20,13 +20,6 @@ def _keys(*rows):
     return tuple(Key(*row) for row in rows)
 
 
-def _model_keys(**defaults):
-    """GPTConfig's fields as keys, except `vocab_size`, which comes from the data set."""
-    return tuple(
-        Key(f.name, defaults.get(f.name, f.default), f.metadata['meaning'], f.metadata['choices'])
-        for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
-
-
 STORED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
 KV_DTYPES = ('auto', *STORED_DTYPES)
 GPT2_TYPES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # OpenAI's, on the Hugging Face hub
@@ -60,8 +53,10 @@ SAMPLER = _keys(
 )
 KV_DTYPE = _keys(('kv_dtype', 'auto', "dtype of the KV cache; 'auto' = compute dtype", KV_DTYPES))
 JSON = _keys(('json', False, 'end with one JSON document on the last line'))
-# nanoGPT's train.py turns GPT-2's biases off; GPTConfig has them on
-MODEL = _model_keys(bias=False)
+# GPTConfig's fields, except vocab_size, which comes from the data set; nanoGPT's train.py turns
+# GPT-2's biases off, GPTConfig has them on
+MODEL = tuple(Key(f.name, f.default if f.name != 'bias' else False, **f.metadata)
+              for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
 
 TRAIN = RUN + _keys(
     ('eval_interval', 2000, 'iterations between evaluations (and checkpoints)'),

@@ -12,10 +12,7 @@ UNITS = {'': 1, 'K': 10 ** 3, 'M': 10 ** 6, 'G': 10 ** 9, 'T': 10 ** 12,
 
 def parse_bytes(text: str, name: str = 'budget') -> int:
     """'1GB', '1G', '1e9' -> 1_000_000_000, '512MiB' -> 536_870_912, '4096' -> 4096.
-
-    Raises:
-        UserError: not a size, or less than a byte. The message starts with `name`, the key.
-    """
+    UserError: not a size, or less than a byte; it starts with `name`, the key."""
     match = re.fullmatch(r'\s*([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)\s*', text)
     unit = UNITS.get(match[2].upper().removesuffix('B'), 0) if match else 0
     n = int(Decimal(match[1]) * unit) if unit else 0  # Decimal: exact
@@ -34,11 +31,8 @@ def physical_memory() -> int:
 
 
 def available_memory(root: Path = Path('/')) -> int:
-    """Bytes that programs can get without swapping; 0 if the system does not say.
-
-    MemAvailable of /proc/meminfo, else the machine's memory; on Linux at most what is left of the
-    limits of this process's control groups, such as a container's. root: parent of proc/ and sys/.
-    """
+    """Bytes that programs can get without swapping; 0 if the system does not say. At most what is
+    left of the limits of this process's control groups. root: parent of proc/ and sys/."""
     try:
         meminfo = (root / 'proc/meminfo').read_text()
         free = int(re.search(r'^MemAvailable:\s*(\d+) kB', meminfo, re.M)[1]) * 1024

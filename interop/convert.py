@@ -32,33 +32,23 @@ MEMORY = ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global
 
 
 def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
-    """The weights of `old` as those of `new`, which differs in the settings of MEMORY.
-
-    Args:
-        weights: name -> tensor, nanoGPT's names; not modified.
-    Raises:
-        UserError: as `check_conversion`.
-    """
+    """The weights of `old` (nanoGPT's names; not modified) as those of `new`, which differs in the
+    settings of MEMORY. UserError: as `check_conversion`."""
     check_conversion(old, new)
     before, after = plan_kv(old), plan_kv(new)
     q_rows, kv_rows = (n * before.head_dim for n in (before.n_head, before.n_kv_head))
-    out = dict(weights)
+    groups, out = (after.n_kv_head, before.n_kv_head // after.n_kv_head, -1), dict(weights)
     for was, now in zip(before.layers, after.layers):
         prefix = f'transformer.h.{now.index}.attn.'
         for name in (prefix + 'c_attn.weight', prefix + 'c_attn.bias'):
             if name in weights and was.owns:
                 q, *kv = weights[name].split([q_rows, kv_rows, kv_rows])
-                pooled = [_pool(x, before.n_kv_head, after.n_kv_head) for x in kv]
+                # (heads * D, ...) -> (new heads * D, ...): the mean over each group of heads
+                pooled = [x.unflatten(0, groups).mean(1).flatten(0, 1) for x in kv]
                 out[name] = torch.cat([q, *pooled]) if now.owns else q
         if not now.owns:
             out.pop(prefix + 'k_norm.weight', None)
     return out
-
-
-def _pool(rows: torch.Tensor, n_before: int, n_after: int) -> torch.Tensor:
-    """(n_before * D, ...) -> (n_after * D, ...): the mean over each group of heads."""
-    heads = rows.unflatten(0, (n_after, n_before // n_after, -1))
-    return heads.mean(1).flatten(0, 1)
 
 
 def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
@@ -82,10 +72,7 @@ def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
 
 def convert_checkpoint(source: Path, changes: dict) -> dict:
     """The checkpoint at `source` with `changes`, at iteration 0 and without optimizer state.
-
-    Raises:
-        UserError: no readable checkpoint, or as `check_conversion`.
-    """
+    UserError: no readable checkpoint, or as `check_conversion`."""
     saved = load_checkpoint(source)
     old = config_of(saved, source)
     try:

@@ -1,8 +1,7 @@
 """How well a model predicts a text, in bits per byte, which compares models of any tokenizer.
 
     python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt
-    python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt --stride=64 --kv_dtype=int8 \\
-        --json=True
+    python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt --stride=64 --kv_dtype=int8
     python -m interop.evaluate --init_from=gpt2 --text=my.txt
     python -m interop.evaluate --init_from=my-model --text=my.txt    # a folder of interop.export
 
@@ -32,8 +31,7 @@ from interop.load import load
 
 def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
     """(begin, end, scored) of each window over n tokens: it takes tokens begin to end - 1 and
-    predicts begin + 1 to end, of which the last `scored` are new. All tokens but the first are
-    predicted."""
+    predicts begin + 1 to end, of which the last `scored` are new."""
     windows, num_predicted = [], 0
     while num_predicted < n - 1:
         end = min(num_predicted + stride if windows else context, n - 1)
@@ -45,14 +43,12 @@ def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
 @torch.inference_mode()
 def total_nats(logits_of, ids: torch.Tensor, context: int, stride: int, batch_size: int) -> float:
     """The sum of cross-entropies over all predictions of ids (n,), on the model's device."""
-    batches = []
+    batches, total = [], 0.0
     windows = windows_of(len(ids), context, stride)
     for (_, scored), same_shape in itertools.groupby(windows, lambda w: (w[1] - w[0], w[2])):
-        same_shape = list(same_shape)
-        for i in range(0, len(same_shape), batch_size):
-            batches.append((same_shape[i:i + batch_size], scored))
-    total, console = 0.0, Console(stderr=True)
-    for batch, scored in track(batches, 'evaluating', console=console,
+        while batch := list(itertools.islice(same_shape, batch_size)):
+            batches.append((batch, scored))
+    for batch, scored in track(batches, 'evaluating', console=Console(stderr=True),
                                disable=not sys.stderr.isatty()):
         rows = torch.stack([ids[begin:end + 1] for begin, end, _ in batch])
         logits, targets = logits_of(rows[:, :-1])[:, -scored:], rows[:, -scored:]
@@ -65,21 +61,11 @@ def check_alphabet(name: str, text: str, alphabet) -> None:
     """Raises UserError: the file `name` has characters that the alphabet lacks. Says where."""
     lacking = [i for i, c in enumerate(text) if c not in alphabet]
     if lacking:
-        i = lacking[0]
+        i, different = lacking[0], {text[i] for i in lacking}
         line, column = text.count('\n', 0, i) + 1, i - text.rfind('\n', 0, i)
-        raise UserError(f'text={name!r}, line {line}, column {column}: '
-                        f"{text[i]!r} is not in the model's alphabet; "
-                        f'different characters that it lacks: {len({text[i] for i in lacking}):,}, '
-                        f'occurrences: {len(lacking):,}')
-
-
-def read_text(name: str) -> str:
-    if not name:
-        raise UserError('give the text to evaluate on: --text=FILE')
-    try:
-        return Path(name).read_text(encoding='utf-8-sig')  # line ends become \n, as in data sets
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f'text={name!r} cannot be read as UTF-8 text: {e}') from e
+        raise UserError(f"text={name!r}, line {line}, column {column}: {text[i]!r} is not in the "
+                        f"model's alphabet; different characters that it lacks: "
+                        f'{len(different):,}, occurrences: {len(lacking):,}')
 
 
 def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
@@ -97,14 +83,14 @@ def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
 
 
 def evaluate(s) -> dict:
-    """The metrics of the model and text that the settings name.
-
-    Raises:
-        UserError: no readable text, or one with characters that the model's alphabet lacks;
-            numbers out of range.
-    """
+    """The metrics of the model and text that the settings name. UserError: wrong input."""
     at_least(s, context=0, stride=0, batch_size=1)
-    text = read_text(s.text)
+    if not s.text:
+        raise UserError('give the text to evaluate on: --text=FILE')
+    try:
+        text = Path(s.text).read_text(encoding='utf-8-sig')  # line ends become \n, as in data sets
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'text={s.text!r} cannot be read as UTF-8 text: {e}') from e
     model, tokenizer = load(s)
     block_size = model.config.block_size
     context = s.context or block_size
@@ -133,9 +119,8 @@ def evaluate(s) -> dict:
 def main(argv=None):
     s = configurator.parse('evaluate', argv, usage=__doc__, echo=False)
     found = evaluate(s)
-    how = 'by the forward pass'
-    if found['kv_dtype']:
-        how = f"through a cache in {found['kv_dtype']}"
+    dtype = found['kv_dtype']
+    how = f'through a cache in {dtype}' if dtype else 'by the forward pass'
     print(f"{found['bits_per_byte']:.4f} bits per byte, "
           f"{found['nats_per_token']:.4f} nats per token, perplexity {found['perplexity']:,.2f}: "
           f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, windows of "

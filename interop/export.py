@@ -4,11 +4,6 @@
     python -m interop.export out-vanilla DEST --resume_from=ckpt_best.pt --dtype=bfloat16
     python -m interop.import_hf DEST out-again                       # and back, bit for bit
 
-Then, anywhere that has transformers:
-
-    model = AutoModelForCausalLM.from_pretrained(DEST, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(DEST, trust_remote_code=True)
-
 DEST gets config.json, generation_config.json, the weights (safetensors), the tokenizer and a copy
 of interop/modeling_nanokv.py, which trust_remote_code runs: read it. A vanilla model becomes a
 plain GPT2LMHeadModel, which needs no such file.
@@ -27,13 +22,13 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from configurator import run_program
 from data.datasets import DATA_ROOT
-from data.tokenfiles import read_meta
-from data.tokenizer import GPT2Tokenizer, load_tokenizer
+from data.tokenizer import GPT2Tokenizer
 from interop.huggingface import GELUS, TRANSPOSED
+from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
 from kv.plan import plan_kv
 from model import GPT
-from training.checkpoint import config_of, load_weights, tokens_id
+from training.checkpoint import config_of, load_weights
 from training.checkpoint_manager import checkpoint_in, load_to_resume
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -71,10 +66,7 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
     """The model as a class of transformers, or as NanoKVForCausalLM.
 
     end: the token that ends a text. source: recorded in config.json as `nanokv_source`.
-
-    Raises:
-        UserError: transformers is missing, or the model has windows of one token.
-    """
+    UserError: transformers is missing, or the model has windows of one token."""
     try:
         import transformers
 
@@ -100,11 +92,8 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
 def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: str = '5GB',
            data_root: Path = DATA_ROOT) -> None:
     """Write the checkpoint at `source` as the folder `target`; on an error, nothing is left there.
-
-    Raises:
-        UserError: no readable checkpoint, its alphabet is unknown, a package is missing, or
-            `target` exists or cannot be written.
-    """
+    UserError: no readable checkpoint, its alphabet is unknown, a package is missing, or `target`
+    exists or cannot be written."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f'{target} is there already: delete it or give another folder')
     saved = load_to_resume(source)
@@ -114,8 +103,8 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
     dataset, tokens = saved['config'].get('dataset', ''), saved.get('tokens', '')
     tokenizer = tokenizer_of(dataset, config.vocab_size, tokens, data_root)
     end = tokenizer.encoding.eot_token if isinstance(tokenizer, GPT2Tokenizer) else None
-    exported = hf_model(model, DTYPES[dtype], end, {'dataset': dataset, 'tokens': tokens,
-                                                    'iter_num': saved['iter_num']})
+    noted = {'dataset': dataset, 'tokens': tokens, 'iter_num': saved['iter_num']}
+    exported = hf_model(model, DTYPES[dtype], end, noted)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as temp:
@@ -134,34 +123,15 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
         raise UserError(f'{target} cannot be written: {e.strerror or e}') from e
 
 
-def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path):
-    """The tokenizer of the data set that the model was trained on. known: its `tokens_id` then.
-
-    Raises:
-        UserError: data/ does not have the data set, or has another version of it.
-    """
-    is_name = dataset and not set(dataset) & set('/\\\0')
-    meta = read_meta(data_root / dataset) if is_name else None
-    if (meta is None and vocab_size < 50257) or known not in ('', tokens_id(meta)):
-        raise UserError(f'the meaning of the {vocab_size} tokens of the model is not known: '
-                        f'data/{dataset}/meta.pkl is missing, or not that of its training; '
-                        f'prepare the data set as it was (python data/{dataset}/prepare.py)')
-    if meta is not None and 'stoi' not in meta:
-        raise UserError(f"data/{dataset}/meta.pkl does not say what the model's tokens mean")
-    return load_tokenizer(meta)
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(prog='python -m interop.export', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('out_dir', help='folder of the checkpoint')
-    parser.add_argument('dest', type=Path, help='folder to write')
-    parser.add_argument('--resume_from', default='ckpt.pt',
-                        help='which checkpoint in out_dir (%(default)s)')
-    parser.add_argument('--dtype', default='float32', choices=DTYPES,
-                        help='of the weights (%(default)s, as they are)')
-    parser.add_argument('--max_shard_size', default='5GB',
-                        help='of a file of weights (%(default)s)')
+    add = parser.add_argument
+    add('out_dir', help='folder of the checkpoint')
+    add('dest', type=Path, help='folder to write')
+    add('--resume_from', default='ckpt.pt', help='which checkpoint in out_dir (%(default)s)')
+    add('--dtype', default='float32', choices=DTYPES, help='of the weights (%(default)s, exact)')
+    add('--max_shard_size', default='5GB', help='of a file of weights (%(default)s)')
     args = parser.parse_args(argv)
     source = checkpoint_in(args.out_dir, args.resume_from)
     export(source, args.dest, args.dtype, args.max_shard_size, DATA_ROOT)

@@ -1,7 +1,4 @@
-"""The keys of an exported model's config.json.
-
-`nanokv` holds the GPTConfig. The other keys, for other programs, are derived from it.
-"""
+"""The keys of an exported model's config.json: `nanokv`, and those derived from it."""
 import dataclasses
 
 from config.gpt_config import GPTConfig
@@ -13,27 +10,20 @@ def derived_keys(config: GPTConfig) -> dict:
     plan = plan_kv(config)
     local = [layer.kind == LOCAL for layer in plan.layers]
     return {
-        'vocab_size': config.vocab_size,
-        'hidden_size': config.n_embd,
-        'num_hidden_layers': config.n_layer,
-        'num_attention_heads': config.n_head,
-        'num_key_value_heads': plan.n_kv_head,
-        'head_dim': plan.head_dim,
+        'vocab_size': config.vocab_size, 'hidden_size': config.n_embd,
+        'num_hidden_layers': config.n_layer, 'num_attention_heads': config.n_head,
+        'num_key_value_heads': plan.n_kv_head, 'head_dim': plan.head_dim,
         'intermediate_size': config.resolved_mlp_hidden,
-        'max_position_embeddings': config.block_size,
         'layer_types': ['sliding_attention' if x else 'full_attention' for x in local],
         'sliding_window': config.window_size if any(local) else None,
         'kv_sharing_modes': ['store' if layer.owns else 'reuse' for layer in plan.layers],
         'kv_owners': [plan.slots[layer.slot].owner for layer in plan.layers],
-        'tie_word_embeddings': True}
+        'max_position_embeddings': config.block_size, 'tie_word_embeddings': True}
 
 
 def gpt_config(nanokv: dict, other_keys: dict) -> GPTConfig:
-    """The GPTConfig that `nanokv` holds.
-
-    Raises:
-        ValueError: a field is unknown or out of range, or one of `other_keys` contradicts it.
-    """
+    """The GPTConfig that `nanokv` holds. ValueError: a field is unknown or out of range, or one of
+    `other_keys` contradicts it."""
     if not isinstance(nanokv, dict):
         raise ValueError(f'config.json: nanokv={nanokv!r} is not an object')
     types = {f.name: f.type for f in dataclasses.fields(GPTConfig)}

@@ -1,8 +1,5 @@
 """Loading GPT-2 and exported models from Hugging Face folders (config.json and safetensors).
 
-    model = from_pretrained('gpt2', dict(dropout=0.1))   # from the hub or its local cache
-    model = from_pretrained('path/to/folder')            # of `save_pretrained` or interop.export
-
 Names and shapes are nanoGPT's, with two differences: OpenAI stored matrices for `x @ w` (Conv1D,
 input rows first), so four per block are transposed; and its GELU is the tanh form. Pickles are
 never read. https://github.com/karpathy/nanoGPT (model.py)
@@ -22,7 +19,6 @@ from interop.fields import gpt_config
 from kv.plan import plan_kv
 from model import GPT
 
-OWNER = 'openai-community'  # of the repositories on the hub: openai-community/gpt2, ...
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 # causal masks, which old versions of transformers saved with the weights
 MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
@@ -35,17 +31,11 @@ ONLY = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': 
         'reorder_and_upcast_attn': False}
 
 
-def is_source(name: str) -> bool:
-    """Whether `from_pretrained` accepts the name: a GPT-2 of the hub, or an existing folder."""
-    return name in GPT2_TYPES or Path(name).is_dir()
-
-
 def noted_source(source: str) -> tuple[str, str]:
     """The data set and `tokens_id` that interop.export recorded in a folder, '' if absent."""
     path = Path(source) / 'config.json'
     noted = read_json(path).get('nanokv_source') if path.is_file() else None
-    if not isinstance(noted, dict):
-        return '', ''
+    noted = noted if isinstance(noted, dict) else {}
     return str(noted.get('dataset', '')), str(noted.get('tokens', ''))
 
 
@@ -55,20 +45,17 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     The config is the file's, with dropout 0 as in nanoGPT. Tensors are read one at a time, so peak
     memory is about one model and one tensor. Unlike nanoGPT's, it draws no random numbers.
 
-    Args:
-        source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
-            model.safetensors (or shards and model.safetensors.index.json). A folder named gpt2 is
-            './gpt2'.
-        override_args: 'dropout' and 'gelu' may be given.
+    source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
+        model.safetensors (or shards and an index). A folder named gpt2 is './gpt2'.
+    override_args: 'dropout' and 'gelu' may be given.
     Raises:
         UserError (a ValueError): no such source, the hub cannot be reached, a package is missing,
-            damaged files, unsupported options, missing, unknown or misshapen tensors. One line
-            that names the file.
+            damaged files, unsupported options, missing, unknown or misshapen tensors.
     """
     overrides = dict(override_args or {})
     _check_overrides(overrides)
     safe_open = _import('safetensors').safe_open
-    if not is_source(source):
+    if source not in GPT2_TYPES and not Path(source).is_dir():
         raise UserError(f'{source!r} is neither {", ".join(map(repr, GPT2_TYPES))} nor a folder: '
                         f'give one of these, or {GPT2_FOLDER}')
     print(f'loading weights from pretrained gpt: {source}')
@@ -77,10 +64,8 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     config = _read_config(raw, folder / 'config.json')
     print(f'forcing vocab_size={config.vocab_size}, block_size={config.block_size}, '
           f'bias={config.bias}')
-    if 'dropout' in overrides:
-        print(f"overriding dropout rate to {overrides['dropout']}")
-    if 'gelu' in overrides:
-        print(f"overriding gelu to {overrides['gelu']}")
+    for name, value in overrides.items():
+        print(f"overriding {name}{' rate' * (name == 'dropout')} to {value}")
     config = dataclasses.replace(config, **overrides)
     untied = raw.get('tie_word_embeddings') is False
     with contextlib.ExitStack() as files:
@@ -97,9 +82,8 @@ def _check_overrides(overrides):
         if name not in ('dropout', 'gelu'):
             raise UserError(f'{name}={value!r}: fixed by the pretrained weights; only dropout and '
                             'gelu can be overridden')
-    if not isinstance(overrides.get('dropout', 0.0), (int, float)):
-        raise UserError(f"dropout={overrides['dropout']!r}: must be a number, at least 0 and "
-                        'below 1')
+        if name == 'dropout' and not isinstance(value, (int, float)):
+            raise UserError(f'dropout={value!r}: must be a number, at least 0 and below 1')
     GPTConfig(**overrides)  # check ranges before anything is downloaded
 
 
@@ -111,12 +95,10 @@ def _import(name):
                         'huggingface_hub (or pip install -e .[hf])') from e
 
 
-# -- files -----------------------------------------------------------------------------------------
-
 def _download(model_type):
     """The folder in the hub's local cache with the files of `model_type`, downloaded if absent."""
     hub = _import('huggingface_hub')
-    repo = f'{OWNER}/{model_type}'
+    repo = f'openai-community/{model_type}'
     for name in ('config.json', 'model.safetensors'):
         try:
             try:  # the cache first: offline, asking the hub would cost a minute of retries
@@ -138,11 +120,7 @@ def _reason(error):
 
 
 def read_json(path):
-    """The JSON object in the file at `path`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The JSON object in the file at `path`; UserError if there is none."""
     try:
         raw = json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError as e:
@@ -156,9 +134,7 @@ def read_json(path):
 
 def _open(folder, safe_open, files):
     """name -> (open safetensors file, name of the tensor there, its path), of the folder's weights.
-
-    Names lose GPT2LMHeadModel's prefix `transformer.`, which GPT2Model has not. No masks.
-    """
+    Names lose GPT2LMHeadModel's prefix `transformer.`, which GPT2Model has not. No masks."""
     tensors = {}
     for path in _weight_files(folder):
         try:
@@ -196,11 +172,8 @@ def _weight_files(folder):
         raise UserError(f'{folder} has weights only as a pickle ({pickles[0]}), which can run code '
                         'when read: convert it with transformers\' '
                         'model.save_pretrained(folder, safe_serialization=True)')
-    raise UserError(f'no {single.name} (or {index.name}) in {folder}: the folder must be '
-                    f'{GPT2_FOLDER}')
+    raise UserError(f'no {single.name} (or {index.name}) in {folder}: must be {GPT2_FOLDER}')
 
-
-# -- config.json -----------------------------------------------------------------------------------
 
 def _read_config(raw, path):
     """The GPTConfig of the model in the folder, without dropout."""
@@ -248,14 +221,9 @@ def _gpt2_config(raw, path):
         raise UserError(f'{path}: {e}') from e
 
 
-# -- weights ---------------------------------------------------------------------------------------
-
 def _load(config, tensors, folder, untied, transposed):
-    """The model of `config` with the tensors of `_open`.
-
-    untied: the file must have an lm_head of its own. transposed: suffixes of the names of matrices
-    stored with their input rows first.
-    """
+    """The model of `config` with the tensors of `_open`. untied: the file must have an lm_head.
+    transposed: suffixes of the names of matrices stored with their input rows first."""
     with torch.device('meta'):  # allocates nothing, and draws no random numbers
         model = GPT(config)
     wanted = {name.removeprefix('transformer.'): p for name, p in model.named_parameters()}
@@ -291,8 +259,8 @@ def _without_biases(model, folder):
 def _check_tensors(wanted, tensors, folder, untied, transposed):
     """Check names, shapes and dtypes before anything large is allocated."""
     head = {'lm_head.weight'}
-    required = wanted.keys() | head if untied else wanted.keys()
-    for problem, names in (('lack', required - tensors.keys()),
+    lacking = (wanted.keys() | head if untied else wanted.keys()) - tensors.keys()
+    for problem, names in (('lack', lacking),
                            ('have unknown', tensors.keys() - wanted.keys() - head)):
         if names:
             raise UserError(f'the weights in {folder} {problem} {sorted(names)[0]} ({len(names)} '

@@ -22,11 +22,7 @@ from training.checkpoint_manager import CheckpointManager
 
 
 def checkpoint_of(folder: Path) -> dict:
-    """The checkpoint, in memory.
-
-    Raises:
-        UserError: as `interop.huggingface.from_pretrained`.
-    """
+    """The checkpoint, in memory. UserError: as `interop.huggingface.from_pretrained`."""
     model = from_pretrained(str(folder))
     dataset, tokens = noted_source(str(folder))
     fields = read_json(folder / 'config.json').get('nanokv', {})

@@ -24,21 +24,14 @@ from training.device import pick_device, pick_dtype
 
 
 def load(s):
-    """The model that the settings name, ready to run, and its tokenizer.
-
-    s: settings of sample.py, chat.py or serve.py: init_from, out_dir, resume_from, dataset, device,
-    dtype, weight_dtype, native, compile, seed.
-
-    The global random generator is seeded just before the model is built, and used by nothing else:
-    sample 0 goes on from there, as in nanoGPT.
-
-    Raises:
-        UserError: no such device, model or data set; or they do not go together.
-    """
+    """The model that the settings of sample.py, chat.py or serve.py name, ready to run, and its
+    tokenizer. The global random generator is seeded just before the model is built, and used by
+    nothing else: sample 0 goes on from there, as in nanoGPT. UserError: no such device, model or
+    data set; or they do not go together."""
     device = pick_device(s.device)
     model, dataset, known = read_model(s)
     tokenizer = None if 'dataset' in s.given else tokenizer_in(Path(s.init_from))
-    tokenizer = tokenizer or tokenizer_of(dataset, model.config.vocab_size, known)
+    tokenizer = tokenizer or tokenizer_of(dataset, model.config.vocab_size, known, DATA_ROOT)
     native.use(s.native)
     model = model.to(device, pick_dtype(s.dtype, device))
     quantize_weights(model, s.weight_dtype, s.int4_group)
@@ -49,8 +42,7 @@ def load(s):
 
 
 def read_model(s):
-    """The model, in eval mode, on the CPU; its data set's name; and what its ids stand for, if that
-    is known (`tokens_id`)."""
+    """The model, in eval mode, on the CPU; its data set's name; and its `tokens_id`, if known."""
     if s.init_from == 'resume':
         use_newest_run(s)
     path = checkpoint_in(s.out_dir, s.resume_from)
@@ -76,11 +68,7 @@ def read_model(s):
 
 
 def use_newest_run(s) -> None:
-    """If no out_dir was given and the default one has no checkpoint: the newest run beside it.
-
-    Raises:
-        UserError: there is none.
-    """
+    """If no out_dir was given and the default one has no checkpoint: the newest run beside it."""
     if 'out_dir' in s.given or Path(s.out_dir, s.resume_from).exists():
         return
     found = sorted(Path().glob(f'out*/{s.resume_from}'), key=lambda path: path.stat().st_mtime)
@@ -88,10 +76,9 @@ def use_newest_run(s) -> None:
         raise UserError(f'there is no {s.out_dir}/{s.resume_from}, and no out*/{s.resume_from} in '
                         'this folder: train a model first, as python train.py '
                         'config/train_mqa_local.py does, or name its folder')
-    *others, newest = (str(path.parent) for path in found)
-    s.out_dir = newest
+    *others, s.out_dir = (str(path.parent) for path in found)
     others = f" (others: {', '.join(reversed(others))})" if others else ''
-    print(f'Using {newest}, the newest run here{others}')
+    print(f'Using {s.out_dir}, the newest run here{others}')
 
 
 def known_dataset(name: str) -> Path:
@@ -104,16 +91,12 @@ def known_dataset(name: str) -> Path:
     return folder
 
 
-def tokenizer_of(dataset: str, vocab_size: int, known: str = ''):
-    """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE if
-    it has none.
-
-    known: the `tokens_id` at that time; '' for checkpoints that do not say it (nanoGPT's).
-    """
-    if any(c in dataset for c in '/\\\0'):
+def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path):
+    """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE.
+    known: the `tokens_id` at that time; '' for checkpoints that do not say it (nanoGPT's)."""
+    if set(dataset) & set('/\\\0'):
         raise UserError(f'dataset={dataset!r} is not the name of a folder under data/')
-    path = DATA_ROOT / dataset / 'meta.pkl'
-    meta = read_meta(path.parent) if dataset else None
+    meta = read_meta(data_root / dataset) if dataset else None
     if meta is None and vocab_size < 50257:
         raise UserError(f'the model has {vocab_size} tokens, but data/{dataset}/meta.pkl, which '
                         f'says what they are, is missing: run python data/{dataset}/prepare.py')

@@ -1,12 +1,8 @@
-"""nanoKV's GPT for Hugging Face transformers.
+"""nanoKV's GPT for Hugging Face transformers. `python -m interop.export` copies this file beside
+the weights, so that they can be used with trust_remote_code=True, without nanoKV.
 
-`python -m interop.export` copies this file beside the weights, so that
-
-    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
-
-needs only torch and transformers. Keys and values are kept in transformers' own caches: by
-`layer_types`, local layers keep a window; by `kv_sharing_modes`, layers that read another layer's
-K and V keep nothing.
+Keys and values are kept in transformers' own caches: by `layer_types`, local layers keep a window;
+by `kv_sharing_modes`, layers that read another layer's K and V keep nothing.
 
 Copyright (c) 2026 the nanoKV authors, MIT License.
 """
@@ -40,10 +36,7 @@ MASKS = {'full_attention': create_causal_mask,
 
 class NanoKVConfig(PretrainedConfig):
     """`nanokv` holds the GPTConfig; all other keys about the model are derived from it, for other
-    programs to read.
-
-    Raises:
-        ValueError: a field of `nanokv` is unknown or out of range, or another key contradicts it.
+    programs to read. ValueError: a field is unknown or out of range, or another key contradicts it.
     """
     model_type = 'nanokv'
     keys_to_ignore_at_inference = ['past_key_values']
@@ -58,9 +51,8 @@ class NanoKVConfig(PretrainedConfig):
             if given != value:
                 raise ValueError(f'config.json: {name}={given!r}, but by nanokv it is {value!r}')
             setattr(self, name, value)
-        for name in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
-            kwargs.setdefault(name, None)
-        super().__init__(**kwargs)
+        ids = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
+        super().__init__(**(ids | kwargs))
 
     def field(self, name: str):
         return self.nanokv.get(name, DEFAULTS[name])
@@ -77,25 +69,22 @@ def check_fields(nanokv: dict) -> dict:
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise ValueError(f'config.json: nanokv.{name}={value!r} is not {expected.__name__}')
     fields = DEFAULTS | nanokv
-    for name, choices in CHOICES.items():
-        if fields[name] not in choices:
-            raise ValueError(f'config.json: nanokv.{name}={fields[name]!r}: allowed are {choices}')
-    for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
-        if fields[name] < 1:
-            raise ValueError(f'config.json: nanokv.{name}={fields[name]}: must be at least 1')
     n_head, n_kv_head = fields['n_head'], fields['n_kv_head']
-    if n_kv_head < 0 or n_kv_head and n_head % n_kv_head:
-        raise ValueError(f'config.json: nanokv.n_head={n_head} is not a multiple of '
-                         f'n_kv_head={n_kv_head}')
     pattern, share = fields['layer_pattern'], fields['kv_share']
-    if not pattern or set(pattern) - set(LAYER_TYPES):
-        raise ValueError(f'config.json: nanokv.layer_pattern={pattern!r}: allowed are G and L')
-    if share and len(share) != len(pattern):
-        raise ValueError(f'config.json: nanokv.kv_share={share!r} and layer_pattern={pattern!r} '
-                         'differ in length')
-    if 'L' in pattern and fields['window_size'] < 1:
-        raise ValueError(f"config.json: nanokv.window_size={fields['window_size']} with local "
-                         'layers: must be at least 1')
+    rules = [(name, fields[name] in choices, f'allowed are {choices}')
+             for name, choices in CHOICES.items()]
+    rules += [(name, fields[name] >= 1, 'must be at least 1')
+              for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd')]
+    rules += [
+        ('n_kv_head', n_kv_head == 0 or n_kv_head > 0 and n_head % n_kv_head == 0,
+         f'must divide n_head={n_head}'),
+        ('layer_pattern', pattern and not pattern.strip('GL'), 'allowed are G and L'),
+        ('kv_share', len(share) in (0, len(pattern)), f'not as long as layer_pattern={pattern!r}'),
+        ('window_size', 'L' not in pattern or fields['window_size'] >= 1,
+         'must be at least 1 with local layers')]
+    for name, is_valid, rule in rules:
+        if not is_valid:
+            raise ValueError(f'config.json: nanokv.{name}={fields[name]!r}: {rule}')
     return fields
 
 
@@ -110,22 +99,18 @@ def derived_keys(fields: dict) -> dict:
             group = 'global'
         layer_types.append(LAYER_TYPES[pattern[place]])
         kv_owners.append(owner_of.setdefault(group, layer))
-    has_local = 'sliding_attention' in layer_types
     return {
-        'vocab_size': fields['vocab_size'],
-        'hidden_size': fields['n_embd'],
-        'num_hidden_layers': n_layer,
-        'num_attention_heads': fields['n_head'],
+        'vocab_size': fields['vocab_size'], 'hidden_size': fields['n_embd'],
+        'num_hidden_layers': n_layer, 'num_attention_heads': fields['n_head'],
         'num_key_value_heads': fields['n_kv_head'] or fields['n_head'],
         'head_dim': fields['head_dim'] or fields['n_embd'] // fields['n_head'],
         'intermediate_size': fields['mlp_hidden'] or 4 * fields['n_embd'],
         'max_position_embeddings': fields['block_size'],
         'layer_types': layer_types,
-        'sliding_window': fields['window_size'] if has_local else None,
+        'sliding_window': fields['window_size'] if 'sliding_attention' in layer_types else None,
         'kv_sharing_modes': ['store' if owner == layer else 'reuse'
                              for layer, owner in enumerate(kv_owners)],
-        'kv_owners': kv_owners,
-        'tie_word_embeddings': True}
+        'kv_owners': kv_owners, 'tie_word_embeddings': True}
 
 
 class RotaryTable:
@@ -141,17 +126,15 @@ class RotaryTable:
         dtype = torch.promote_types(dtype, torch.float32)
         key = position_ids.device, dtype
         if key not in self.tables or self.tables[key][0].size(0) < end:
+            n = max(256, 1 << (end - 1).bit_length())  # grows by doubling
             with torch.inference_mode(False):  # the tables may be used in training later
-                self.tables[key] = [table.to(*key) for table in self._build(end)]
+                d = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device='cpu')
+                positions = torch.arange(n, dtype=torch.float64, device='cpu')
+                angles = positions[:, None] * self.theta ** (-d / self.head_dim)
+                cos, sin = angles.cos(), angles.sin()  # signs for rotate():
+                tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+                self.tables[key] = [table.to(*key) for table in tables]
         return [table[position_ids][:, None] for table in self.tables[key]]
-
-    def _build(self, end: int):
-        n = max(256, 1 << (end - 1).bit_length())  # grows by doubling
-        d = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device='cpu')
-        positions = torch.arange(n, dtype=torch.float64, device='cpu')
-        angles = positions[:, None] * self.theta ** (-d / self.head_dim)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # signs for rotate()
 
 
 def rotate(x, cos, sin):
@@ -182,7 +165,6 @@ class NanoKVAttention(nn.Module):
         # read by transformers' attention functions
         self.config, self.layer_idx, self.is_causal = config, layer, True
         self.num_key_value_groups = n_head // n_kv_head
-
         self.head_counts = [n_head, n_kv_head, n_kv_head] if self.owns else [n_head]
         width, bias = config.hidden_size, config.field('bias')
         self.c_attn = nn.Linear(width, sum(self.head_counts) * self.head_dim, bias=bias)
@@ -232,7 +214,6 @@ def eager_attention(attn, q, k, v, mask, dropout=0.0, scaling=1.0, **kwargs):
 
 
 class NanoKVMLP(nn.Module):
-
     def __init__(self, config: NanoKVConfig):
         super().__init__()
         width, hidden, bias = config.hidden_size, config.intermediate_size, config.field('bias')
@@ -246,14 +227,11 @@ class NanoKVMLP(nn.Module):
 
 
 class NanoKVBlock(GradientCheckpointingLayer):
-
     def __init__(self, config: NanoKVConfig, layer: int):
         super().__init__()
-        bias = config.field('bias')
-        self.ln_1 = nn.LayerNorm(config.hidden_size, bias=bias)
-        self.attn = NanoKVAttention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.hidden_size, bias=bias)
-        self.mlp = NanoKVMLP(config)
+        width, bias = config.hidden_size, config.field('bias')
+        self.ln_1, self.attn = nn.LayerNorm(width, bias=bias), NanoKVAttention(config, layer)
+        self.ln_2, self.mlp = nn.LayerNorm(width, bias=bias), NanoKVMLP(config)
         self.attn.c_proj.is_residual = self.mlp.c_proj.is_residual = True
 
     def forward(self, x, kv, **kwargs):
@@ -279,9 +257,7 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
         rope = config.field('pos_embedding') == 'rope'
         wpe = {} if rope else {'wpe': nn.Embedding(config.max_position_embeddings, width)}
         self.transformer = nn.ModuleDict({
-            'wte': nn.Embedding(config.vocab_size, width),
-            **wpe,
-            'drop': nn.Dropout(dropout),
+            'wte': nn.Embedding(config.vocab_size, width), **wpe, 'drop': nn.Dropout(dropout),
             'h': nn.ModuleList(blocks),
             'ln_f': nn.LayerNorm(width, bias=config.field('bias'))})
         self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
@@ -311,12 +287,6 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value):
         self.transformer.wte = value
 
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def set_output_embeddings(self, value):
-        self.lm_head = value
-
     def resize_token_embeddings(self, *args, **kwargs):
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         self.config.nanokv['vocab_size'] = self.config.vocab_size
@@ -326,13 +296,8 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids=None, attention_mask=None, position_ids=None,
                 past_key_values=None, inputs_embeds=None, labels=None, use_cache=None,
                 logits_to_keep=0, output_attentions=None, output_hidden_states=None, **kwargs):
-        """The interface of every causal language model in transformers.
-
-        input_ids (B, t), attention_mask (B, past + t); labels (B, t) are shifted here.
-
-        Raises:
-            ValueError: a sequence longer than the learned positions.
-        """
+        """input_ids (B, t), attention_mask (B, past + t); labels (B, t) are shifted here.
+        ValueError: a sequence longer than the learned positions."""
         x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
@@ -355,7 +320,6 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
                                  'positions that the model has learned')
             x = x + self.transformer.wpe(position_ids)
         x = self.transformer.drop(x)
-
         kvs, hidden_states, attentions = {}, [], []
         for layer, block in enumerate(self.transformer.h):
             hidden_states.append(x)
@@ -366,7 +330,6 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
             attentions.append(weights)
         x = self.transformer.ln_f(x)
         hidden_states.append(x)
-
         keep = logits_to_keep
         logits = self.lm_head(x[:, slice(-keep, None) if isinstance(keep, int) else keep])
         loss = None

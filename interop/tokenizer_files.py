@@ -9,10 +9,7 @@ from interop.huggingface import read_json
 
 def save_tokenizer(tokenizer: CharTokenizer | GPT2Tokenizer, folder: Path, longest: int) -> None:
     """Write the tokenizer's files. longest: the most tokens that the model takes; 0 = any number.
-
-    Raises:
-        UserError: a package is missing.
-    """
+    UserError: transformers is missing."""
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as e:
@@ -28,21 +25,15 @@ def save_tokenizer(tokenizer: CharTokenizer | GPT2Tokenizer, folder: Path, longe
 
 
 def tokenizer_in(folder: Path) -> CharTokenizer | None:
-    """The character tokenizer that `save_tokenizer` wrote, if it did.
-
-    Raises:
-        UserError: tokenizer.json cannot be read.
-    """
+    """The character tokenizer that `save_tokenizer` wrote, if it did."""
     path = folder / 'tokenizer.json'
     model = read_json(path).get('model') if path.is_file() else None
     if not isinstance(model, dict) or model.get('type') != 'WordLevel':
         return None
     stoi = model.get('vocab')
-    if not isinstance(stoi, dict):
-        return None
-    if not all(len(c) == 1 and type(i) is int for c, i in stoi.items()):
-        return None
-    return CharTokenizer(stoi, {i: c for c, i in stoi.items()})
+    is_alphabet = isinstance(stoi, dict) and all(
+        len(c) == 1 and type(i) is int for c, i in stoi.items())
+    return CharTokenizer(stoi, {i: c for c, i in stoi.items()}) if is_alphabet else None
 
 
 def characters(stoi: dict[str, int]):
@@ -60,7 +51,8 @@ def characters(stoi: dict[str, int]):
 def byte_pairs(encoding):
     """A tokenizers.Tokenizer of a tiktoken.Encoding that splits words as GPT-2's does."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    letters = byte_letters()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    letters = bytes_to_unicode()
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens
 
     def text(token: bytes) -> str:
@@ -79,20 +71,9 @@ def byte_pairs(encoding):
     return tokenizer
 
 
-def byte_letters() -> dict[int, str]:
-    """The printable character that stands for each byte in GPT-2's vocabulary."""
-    ranges = (('!', '~'), ('¡', '¬'), ('®', 'ÿ'))
-    plain = [b for first, last in ranges for b in range(ord(first), ord(last) + 1)]
-    others = [b for b in range(256) if b not in plain]
-    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
 def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two tokens whose merge makes `token`: what all earlier merges leave of its bytes.
-
-    Raises:
-        UserError: no merge makes it.
-    """
+    UserError: no merge makes it."""
     parts, own = [token[i:i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
         pairs = [a + b for a, b in zip(parts, parts[1:])]

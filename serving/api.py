@@ -69,12 +69,8 @@ class GenerationRequest:
 
 
 def parse_completion(document: dict, service: Service) -> GenerationRequest:
-    """A document for /v1/completions.
-
-    Raises:
-        ApiError: 400, an unknown, invalid or unsupported field, or a prompt that is too long;
-            404, another model.
-    """
+    """A document for /v1/completions. ApiError: 400, an unknown, invalid or unsupported field, or a
+    prompt that is too long; 404, another model."""
     fields = _fields(document, COMPLETION, UNSUPPORTED_COMPLETION, service)
     prompts = _prompts(fields.get('prompt'), service)
     return _request(fields, service, prompts, fields.get('logprobs', -1))
@@ -82,11 +78,7 @@ def parse_completion(document: dict, service: Service) -> GenerationRequest:
 
 def parse_chat(document: dict, service: Service) -> GenerationRequest:
     """A document for /v1/chat/completions. The prompt is the conversation in the template, up to
-    the text of the reply, which ends where a turn does.
-
-    Raises:
-        ApiError: as `parse_completion`.
-    """
+    the text of the reply, which ends where a turn does. ApiError: as `parse_completion`."""
     fields = _fields(document, CHAT, UNSUPPORTED_CHAT, service)
     top = fields.get('top_logprobs', 0)
     if top and not fields.get('logprobs'):
@@ -263,9 +255,8 @@ def _check_conversation(num_tokens, service):
 
 def _message(message, param, service) -> tuple[str, str, str]:
     """(role, name, text)"""
-    given = {}
-    if isinstance(message, dict):  # null is the same as leaving a field out
-        given = {key: value for key, value in message.items() if value is not None}
+    items = message.items() if isinstance(message, dict) else ()
+    given = {key: value for key, value in items if value is not None}  # null: as if left out
     if not given or given.keys() - {'role', 'content', 'name'}:
         raise _invalid(f'{param}={shown(message)}: must be an object with role and content '
                        '(and name)', param)
@@ -275,8 +266,7 @@ def _message(message, param, service) -> tuple[str, str, str]:
         raise _invalid(f'{param}: role={shown(role)}: allowed are system, developer, user, '
                        'assistant', param)
     _check_length(text, service, param)
-    default = service.reply_as if role == 'assistant' else service.user
-    name = given.get('name', default)
+    name = given.get('name', service.reply_as if role == 'assistant' else service.user)
     is_line = isinstance(name, str) and name.isprintable()
     if 'name' in given and (not is_line or end in service.template.head(name)):
         raise _invalid(f'{param}: name={shown(name)} cannot be the name of a turn', param)

@@ -12,8 +12,8 @@ import re
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 from starlette.applications import Starlette
@@ -47,11 +47,9 @@ def _page_headers() -> dict[str, str]:
             'Cache-Control': 'no-cache'}
 
 
-@dataclass(frozen=True)
-class Limits:
-    """max_body: bytes. timeout: seconds from the head of a request to the end of its response."""
-    max_body: int
-    timeout: float
+class Limits(NamedTuple):
+    max_body: int   # bytes
+    timeout: float  # seconds from the head of a request to the end of its response
 
 
 def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
@@ -59,13 +57,12 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
              request_log: Callable[[str], None] | None = None) -> Starlette:
     """The ASGI application. The worker must have been started; the application does not stop it.
 
-    keys: a request needs one of them as `Authorization: Bearer KEY`, except for /health and the
-        page (/); none = no key is needed.
+    keys: accepted as `Authorization: Bearer KEY`; none = no key is needed.
     hosts: accepted Host headers; none = any. They protect a server without keys on the user's own
         machine from DNS rebinding by a page in the user's browser.
     request_log: called on the event loop with a line per finished request; it must not block.
     """
-    metrics, page_headers = worker.metrics, _page_headers()
+    page_headers = _page_headers()
     model = {'id': service.model, 'object': 'model', 'created': 0, 'owned_by': 'nanokv'}
 
     async def list_models(request):
@@ -85,7 +82,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
         return _json({'status': status}, code)
 
     async def prometheus(request):
-        return Response(metrics.text(), media_type=metrics.content_type)
+        return Response(worker.metrics.text(), media_type=worker.metrics.content_type)
 
     async def on_error(request, error):
         if isinstance(error, HTTPException):
@@ -101,7 +98,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
               Route('/v1/chat/completions', chat, methods=['POST']),
               Route('/v1/models', list_models), Route('/v1/models/{model:path}', retrieve_model),
               Route('/health', health), Route('/metrics', prometheus), Route('/', page)]
-    access = Middleware(AccessMiddleware, metrics, keys, hosts, request_log,
+    access = Middleware(AccessMiddleware, worker.metrics, keys, hosts, request_log,
                         paths={route.path for route in routes if '{' not in route.path})
     handlers = {HTTPException: on_error, ApiError: on_error, Exception: on_error}
     app = Starlette(routes=routes, middleware=[access], exception_handlers=handlers)
@@ -135,12 +132,10 @@ class AccessMiddleware:
 
         async def watching_status(message):
             nonlocal status
-            if message['type'] == 'http.response.start':
-                status = message['status']
+            status = message.get('status', status)
             await send(message)
         try:
-            error = self._denied(scope)
-            scope['error'] = error
+            scope['error'] = error = self._denied(scope)
             await (_error_response(error) if error else self.app)(scope, receive, watching_status)
         except Exception:
             status, scope['error'] = 500, ApiError(500, 'internal error')
@@ -153,8 +148,7 @@ class AccessMiddleware:
 
     def _denied(self, scope) -> ApiError | None:
         headers = dict(reversed(scope['headers']))  # the first of each name
-        port = b':%d' % (scope['server'][1] or 0)
-        host = headers.get(b'host', b'').lower().removesuffix(port)
+        host = headers.get(b'host', b'').lower().removesuffix(b':%d' % (scope['server'][1] or 0))
         if self.hosts and host not in self.hosts:
             return ApiError(403, 'the Host header does not name this server; on this machine it '
                                  'is localhost')
@@ -171,9 +165,8 @@ class AccessMiddleware:
 
 def _log_line(scope, status, start) -> str:
     """A line of the request log: printable ASCII, so that a client cannot forge lines."""
-    generation, error, parts, reasons = scope.get('generation'), scope['error'], [], {}
-    if generation:
-        error = error or generation.error
+    generation, parts, reasons = scope.get('generation'), [], {}
+    error = scope['error'] or (generation and generation.error)
     if not error and status != 499 and generation and generation.reply.complete:
         usage = generation.reply.usage()
         cached = usage['prompt_tokens_details']['cached_tokens']
@@ -210,8 +203,8 @@ class GenerateEndpoint:
         except ClientDisconnect:
             return
         except TimeoutError:
-            message = f'the request did not come within {self.limits.timeout:g} s'
-            raise ApiError(408, message) from None
+            raise ApiError(408, f'the request did not come within {self.limits.timeout:g} s'
+                           ) from None
         self.worker.check()  # before parsing, which may take long
         scope['generation'] = generation = Generation(self, send)
         await generation.run(body, receive, deadline)

@@ -10,11 +10,9 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None,
                  code: str | None = None, headers: dict[str, str] | None = None):
         super().__init__(message)
-        self.status, self.message = status, message
-        self.param, self.code = param, code
-        self.headers = headers or {}
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
 
     def document(self) -> dict:
         kind = TYPES.get(self.status, 'invalid_request_error')
-        return {'error': {'message': self.message, 'type': kind, 'param': self.param,
+        return {'error': {'message': str(self), 'type': kind, 'param': self.param,
                           'code': self.code}}

@@ -11,13 +11,7 @@ LEAST = -9999.0  # JSON has no -inf
 
 
 class Reply:
-    """The answer to one request as its events come.
-
-    Args:
-        request: the parsed request.
-        model: its name in documents.
-        tokenizer: decodes the tokens of log-probabilities.
-    """
+    """The answer to one request as its events come. model: its name in documents."""
     # of the id; 'object' of a complete document, and of a streamed one
     prefix, whole, piece = 'cmpl', 'text_completion', 'text_completion'
 
@@ -38,10 +32,8 @@ class Reply:
         """An event of a choice; the documents that say it."""
         if event.completion:
             self.completions[choice] = event.completion
-        if not self.request.stream:
-            return []
-        return [self._document(self.piece, [piece], usage=None)
-                for piece in self.pieces(choice, event)]
+        pieces = self.pieces(choice, event) if self.request.stream else []
+        return [self._document(self.piece, [piece], usage=None) for piece in pieces]
 
     def pieces(self, choice, event) -> list[dict]:
         """What is new, as entries of 'choices'."""
@@ -85,7 +77,6 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """The same for conversations."""
     prefix, whole, piece = 'chatcmpl', 'chat.completion', 'chat.completion.chunk'
 
     def __init__(self, *args):

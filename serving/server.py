@@ -19,10 +19,7 @@ MAX_LOG_LINES = 1000    # that wait for stdout; further ones are dropped
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket. It does not listen yet, so connections are refused rather than delayed.
-
-    Raises:
-        UserError: the address is invalid or taken.
-    """
+    UserError: the address is invalid or taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                                 flags=socket.AI_PASSIVE)[0]
@@ -61,11 +58,7 @@ class RequestLog:
 class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM (or `should_exit`). Then it accepts no new requests; running
     requests have `grace` seconds to finish, and fail with 503 after that. A second Ctrl-C ends it
-    at once.
-
-    worker: has been started; is drained. greeting: printed once the server listens. request_log:
-    closed at the end.
-    """
+    at once. worker: has been started. greeting: printed once the server listens."""
 
     def __init__(self, app, worker: Worker, grace: float, greeting: str = '',
                  request_log: RequestLog | None = None):
@@ -104,7 +97,7 @@ class Server(uvicorn.Server):
         self.worker.drain(self.grace)
         await super().shutdown(sockets)
         end = time.monotonic() + CLOSE_TIMEOUT  # the process may end when this method returns
-        while self.worker.running and not self.force_exit:
+        while self.worker.is_alive() and not self.force_exit:
             if not self.worker.saving and time.monotonic() >= end:
                 break
             await asyncio.sleep(0.02)

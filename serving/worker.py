@@ -1,14 +1,5 @@
 """One thread owns the engine: commands enter by a queue, events leave by callbacks.
-
-    worker = Worker(engine, max_waiting=64, metrics=Metrics())
-    worker.start()
-    ticket = worker.submit([(ids, params)], deliver)   # from any thread
-    worker.cancel(ticket)                              # from any thread
-    worker.drain(10.0)
-    worker.join()
-
-The worker's thread calls `deliver([(choice index, Event or ApiError), ...])`.
-"""
+The worker's thread calls `deliver([(choice index, Event or ApiError), ...])`."""
 import logging
 import threading
 import time
@@ -46,18 +37,15 @@ class Choice:
     has_token: bool = False
 
 
-class Worker:
+class Worker(threading.Thread):
     """The thread that runs an engine. Nothing else may use the engine once it has started.
 
-    saving: all requests have ended and the prefix cache is being written, which may take a while.
-
-    Args:
-        engine: an `engine.engine.Engine`; the thread closes it at its end.
-        max_waiting: choices that may wait, beyond those that have a row in the engine.
-        metrics: a `serving.metrics.Metrics`.
+    engine: closed by the thread at its end. max_waiting: choices that may wait, beyond those that
+    have a row in the engine. saving: all requests have ended and the prefix cache is being written.
     """
 
     def __init__(self, engine, max_waiting: int, metrics):
+        super().__init__(name='engine', daemon=True)
         self.engine, self.metrics = engine, metrics
         self.max_choices = engine.cache.batch_size + max_waiting
         self.saving = False
@@ -69,30 +57,18 @@ class Worker:
         # used by the worker's thread alone
         self._choices: dict[int, Choice] = {}  # by number
         self._must_step = False                # the engine holds events of cancelled requests
-        self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
 
     # -- from any thread -------------------------------------------------------------------------
-
-    def start(self) -> None:
-        self._thread.start()
 
     @property
     def alive(self) -> bool:
         """Whether it accepts requests."""
-        return self._thread.is_alive() and self._deadline is None
-
-    @property
-    def running(self) -> bool:
-        """Whether its thread is alive."""
-        return self._thread.is_alive()
+        return self.is_alive() and self._deadline is None
 
     def submit(self, asked: list[tuple[list[int], SamplingParams]],
                deliver: Callable[[list], None]) -> Ticket:
-        """Queue a request. `deliver` must not block.
-
-        Raises:
-            ApiError: 429, too many choices are waiting; 503, after `drain`.
-        """
+        """Queue a request. `deliver` must not block. ApiError: 429, too many choices are waiting;
+        503, after `drain`."""
         ticket = Ticket(asked, deliver)
         with self._condition:
             self.check(len(asked))
@@ -124,13 +100,9 @@ class Worker:
                 self._deadline = time.monotonic() + grace
             self._condition.notify()
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread to end, after `drain`."""
-        self._thread.join(timeout)
-
     # -- on the worker's thread ------------------------------------------------------------------
 
-    def _run(self):
+    def run(self) -> None:
         try:
             if self.engine.model.device.type == 'cuda':  # the current device is set per thread
                 torch.cuda.set_device(self.engine.model.device)
@@ -158,8 +130,8 @@ class Worker:
     def _process_commands(self) -> bool:
         """Sleep until there is work, then run the queued commands. Returns False at the end."""
         with self._condition:
-            while not (self._commands or self._must_continue() or self._deadline is not None):
-                self._condition.wait()
+            self._condition.wait_for(
+                lambda: self._commands or self._must_continue() or self._deadline is not None)
             commands, self._commands = self._commands, []
             deadline = self._deadline
         for method, ticket in commands:
@@ -181,9 +153,9 @@ class Worker:
                 log.exception('a request could not be queued')
                 self._count_ended(1)
                 self._deliver(ticket, [(index, ApiError(500, 'internal error'))])
-                continue
-            refused = number not in self.engine.jobs
-            self._choices[number] = Choice(number, ticket, index, refused)
+            else:
+                refused = number not in self.engine.jobs
+                self._choices[number] = Choice(number, ticket, index, refused)
 
     def _cancel_all(self, ticket):
         for choice in [c for c in self._choices.values() if c.ticket is ticket]:
@@ -191,12 +163,11 @@ class Worker:
 
     def _cancel(self, choice):
         """End it in the engine, without telling the client."""
+        event, self._must_step = None, True
         try:
             event = self.engine.cancel(choice.number)
         except Exception:
             log.exception('request %d could not be cancelled', choice.number)
-            event = None
-        self._must_step = True
         self._remove(choice, event)
 
     def _remove(self, choice, event):
@@ -236,8 +207,7 @@ class Worker:
         for event in events:
             choice = self._choices.get(event.index)
             if choice:  # else it was cancelled
-                item = choice.index, self._process_event(choice, event)
-                deliveries[choice.ticket].append(item)
+                deliveries[choice.ticket].append((choice.index, self._process_event(choice, event)))
         try:  # before delivery: a client that has its answer may read the metrics at once
             self.metrics.publish(self.engine, self._num_open)
         finally:
@@ -252,26 +222,22 @@ class Worker:
             if not choice.has_token:
                 choice.has_token = True
                 self.metrics.ttft.observe(time.perf_counter() - choice.ticket.submitted)
-        completion = event.completion
-        if completion is None:
-            return event
-        self._remove(choice, event)
-        if completion.finish_reason == 'error':
-            return ApiError(400 if choice.refused else 500, completion.error)
+        if event.completion is not None:
+            self._remove(choice, event)
+            if event.completion.finish_reason == 'error':
+                return ApiError(400 if choice.refused else 500, event.completion.error)
         return event
 
     def _count_failures(self, preempted):
         """After a failed step, in which the engine preempted all that ran. Of the choices that fail
         repeatedly without a token in between, end the newest; the others may then succeed."""
-        jobs = self.engine.jobs
-
-        def ran(number):
-            return number not in jobs or jobs[number].request.preempted > preempted.get(number, 0)
-        choices = [choice for number, choice in self._choices.items() if ran(number)]
-        choices = choices or list(self._choices.values())
-        for choice in choices:
+        jobs, failing = self.engine.jobs, []
+        ran = [choice for number, choice in self._choices.items() if number not in jobs
+               or jobs[number].request.preempted > preempted.get(number, 0)]
+        for choice in ran or self._choices.values():
             choice.num_failures += 1
-        failing = [choice for choice in choices if choice.num_failures > MAX_FAILURES]
+            if choice.num_failures > MAX_FAILURES:
+                failing.append(choice)
         if failing:
             newest = max(failing, key=lambda choice: choice.number)
             self._fail(newest, ApiError(500, 'the model failed on this request'))

@@ -11,11 +11,7 @@ DEFAULTS = {
 
 
 class NanoKVConfig(PretrainedConfig):
-    """The keys of config.json as attributes; `nanokv` holds the fields of the GPTConfig.
-
-    Raises:
-        ValueError: an unknown field.
-    """
+    """The keys of config.json as attributes; `nanokv` holds the fields of the GPTConfig."""
     model_type = 'nanokv'
 
     def __init__(self, nanokv=None, **kwargs):
@@ -41,7 +37,6 @@ class NanoKVConfig(PretrainedConfig):
             shapes[f'{name}.weight'] = shape
             if self.field('bias'):
                 shapes[f'{name}.bias'] = shape[:1]
-
         add('transformer.ln_f', C)
         for layer, owner in enumerate(self.kv_owners):
             prefix, owns = f'transformer.h.{layer}', owner == layer

@@ -1,7 +1,6 @@
 """The K/V bytes that vLLM allocates for a request: of an exported model, and of vanilla GPT-2 in
 the same shape.
 
-    python -m interop.nanokv_vllm.kv FOLDER --max_model_len=8192
     python -m interop.nanokv_vllm.kv FOLDER --max_model_len=8192 --max_num_batched_tokens=512 --json
 
 vLLM starts both with dummy weights and reports how many requests of max_model_len tokens fit in its
@@ -51,9 +50,8 @@ def measure(folder: str, args) -> dict:
     groups = [{'layers': len(group.layer_names), 'block_size': group.kv_cache_spec.block_size,
                'kind': type(group.kv_cache_spec).__name__} for group in cache.kv_cache_groups]
     per_request = round(nbytes / requests)  # whole blocks
-    return {'vllm': vllm.__version__, 'bytes': nbytes, 'requests': requests,
-            'bytes_per_request': per_request,
-            'bytes_per_token': per_request / args.max_model_len, 'groups': groups}
+    return {'vllm': vllm.__version__, 'bytes': nbytes, 'requests': requests, 'groups': groups,
+            'bytes_per_request': per_request, 'bytes_per_token': per_request / args.max_model_len}
 
 
 def compare(args) -> dict:
@@ -65,8 +63,7 @@ def compare(args) -> dict:
     if 'kv_owners' not in config:
         sys.exit(f'error: {args.folder} is not a folder of interop.export, or is vanilla GPT-2')
     tokens, dtype = args.max_model_len, args.dtype
-    found = {'max_model_len': tokens, 'max_num_batched_tokens': args.max_num_batched_tokens,
-             'dtype': dtype}
+    found = {name: getattr(args, name) for name in PASSED[:3]}
     flags = [f'--{name}={getattr(args, name)}' for name in PASSED]
     with tempfile.TemporaryDirectory() as other:
         Path(other, 'config.json').write_text(json.dumps(vanilla(config, tokens)), encoding='utf-8')
@@ -79,8 +76,7 @@ def compare(args) -> dict:
             found['vllm'] = found[name].pop('vllm')
     heads = config['num_attention_heads'] * config['head_dim']
     found['ours']['planned'] = planned(config, tokens, dtype)
-    found['vanilla']['planned'] = (config['num_hidden_layers'] * tokens * 2 * heads
-                                   * ELEMENT[dtype])
+    found['vanilla']['planned'] = config['num_hidden_layers'] * tokens * 2 * heads * ELEMENT[dtype]
     for name in ('bytes_per_request', 'planned'):
         found[f'smaller_{name}'] = found['vanilla'][name] / found['ours'][name]
     return found

@@ -12,18 +12,10 @@ from torch.nn import functional
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.platforms import current_platform
 
@@ -31,19 +23,14 @@ from .config import NanoKVConfig
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The smallest head size that vLLM's attention has kernels for, `head_dim` or more.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The smallest head size, `head_dim` or more, that vLLM's attention has kernels for."""
     if not current_platform.is_cpu():
         return -(-head_dim // 8) * 8
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    large_enough = [size for size in sizes if size >= head_dim]
-    if not large_enough:
+    if head_dim > max(sizes):
         raise ValueError(f'head_dim={head_dim}: vLLM has CPU kernels only for {sizes}')
-    return min(large_enough)
+    return min(size for size in sizes if size >= head_dim)
 
 
 class NanoKVAttention(nn.Module):
@@ -61,25 +48,22 @@ class NanoKVAttention(nn.Module):
         self.owns, self.head_dim, self.padded_dim = owner == layer, D, padded_head_dim(D)
         self.n_head, self.n_kv_head = n_head // ranks, max(1, n_kv_head // ranks)
         settings = dict(bias=config.field('bias'), quant_config=vllm_config.quant_config)
+        make, sizes = linear.ColumnParallelLinear, (C, n_head * D)
         if self.owns:
-            self.c_attn = QKVParallelLinear(C, D, n_head, n_kv_head, prefix=f'{prefix}.c_attn',
-                                            **settings)
-        else:
-            self.c_attn = ColumnParallelLinear(C, n_head * D, prefix=f'{prefix}.c_attn', **settings)
-        self.c_proj = RowParallelLinear(n_head * D, C, prefix=f'{prefix}.c_proj', **settings)
+            make, sizes = linear.QKVParallelLinear, (C, D, n_head, n_kv_head)
+        self.c_attn = make(*sizes, prefix=f'{prefix}.c_attn', **settings)
+        self.c_proj = linear.RowParallelLinear(n_head * D, C, prefix=f'{prefix}.c_proj', **settings)
         qk_norm = config.field('qk_norm')
         self.q_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm and self.owns else None
         local = config.layer_types[layer] == 'sliding_attention'
         self.rotary = None
         if config.field('pos_embedding') == 'rope':
-            theta = config.field('rope_theta')
-            if not local:
-                theta = config.field('rope_theta_global') or theta
+            theta_global = not local and config.field('rope_theta_global')
+            theta = theta_global or config.field('rope_theta')
             longest = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
-            parameters = {'rope_type': 'default', 'rope_theta': theta}
             self.rotary = get_rope(D, max_position=longest, is_neox_style=True,
-                                   rope_parameters=parameters)
+                                   rope_parameters={'rope_type': 'default', 'rope_theta': theta})
         layers = prefix.removesuffix(f'{layer}.attn')  # prefix is '...h.LAYER.attn'
         target = None if self.owns else f'{layers}{owner}.attn.attn'
         self.attn = Attention(self.n_head, self.padded_dim, scale=D ** -0.5,
@@ -116,14 +100,13 @@ class NanoKVAttention(nn.Module):
 
 
 class NanoKVMLP(nn.Module):
-
     def __init__(self, config: NanoKVConfig, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         width, hidden = config.hidden_size, config.intermediate_size
         settings = dict(bias=config.field('bias'), quant_config=vllm_config.quant_config)
-        self.c_fc = ColumnParallelLinear(width, hidden, prefix=f'{prefix}.c_fc', **settings)
+        self.c_fc = linear.ColumnParallelLinear(width, hidden, prefix=f'{prefix}.c_fc', **settings)
         self.gelu = nn.GELU(approximate='tanh' if config.field('gelu') == 'tanh' else 'none')
-        self.c_proj = RowParallelLinear(hidden, width, prefix=f'{prefix}.c_proj', **settings)
+        self.c_proj = linear.RowParallelLinear(hidden, width, prefix=f'{prefix}.c_proj', **settings)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, _ = self.c_fc(x)
@@ -132,11 +115,10 @@ class NanoKVMLP(nn.Module):
 
 
 class NanoKVBlock(nn.Module):
-
     def __init__(self, config: NanoKVConfig, layer: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.hidden_size, bias=config.field('bias'))
-        self.ln_2 = nn.LayerNorm(config.hidden_size, bias=config.field('bias'))
+        width, bias = config.hidden_size, config.field('bias')
+        self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=bias) for _ in range(2))
         self.attn = NanoKVAttention(config, layer, vllm_config, f'{prefix}.attn')
         self.mlp = NanoKVMLP(config, vllm_config, f'{prefix}.mlp')
 
@@ -153,7 +135,8 @@ class NanoKVModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         C = config.hidden_size
-        self.wte = VocabParallelEmbedding(config.vocab_size, C, prefix=f'{prefix}.wte')
+        self.wte = vocab_parallel_embedding.VocabParallelEmbedding(config.vocab_size, C,
+                                                                   prefix=f'{prefix}.wte')
         self.wpe = None
         if config.field('pos_embedding') == 'learned':
             self.wpe = nn.Embedding(config.max_position_embeddings, C)
@@ -184,17 +167,15 @@ class NanoKVForCausalLM(nn.Module):
         self.config, self.quant_config = config, vllm_config.quant_config
         self.transformer = NanoKVModel(vllm_config=vllm_config,
                                        prefix=maybe_prefix(prefix, 'transformer'))
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size,
-                                      prefix=maybe_prefix(prefix, 'lm_head'))
-        self.lm_head = self.lm_head.tie_weights(self.transformer.wte)
+        lm_head = vocab_parallel_embedding.ParallelLMHead(
+            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, 'lm_head'))
+        self.lm_head = lm_head.tie_weights(self.transformer.wte)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.transformer.embed_input_ids(input_ids)
 
-    def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor,
-                intermediate_tensors=None,
-                inputs_embeds: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
         return self.transformer(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -209,8 +190,8 @@ class NanoKVForCausalLM(nn.Module):
             for name, x in weights:
                 if name.startswith('lm_head.'):  # tied
                     continue
-                if tuple(x.shape) != shapes.get(name):
-                    expected = shapes.get(name, 'nothing of it')
+                expected = shapes.get(name, 'nothing of it')
+                if tuple(x.shape) != expected:
                     raise ValueError(f'{name} is {tuple(x.shape)}, config.json says {expected}')
                 yield name, x
 

@@ -190,7 +190,7 @@ def test_more_positions_than_were_learned_are_refused():
     (dict(nanokv=dict(n_layer='7')), "n_layer='7' is not int"),
     (dict(nanokv=dict(n_layer=0)), 'n_layer=0'),
     (dict(nanokv=dict(gelu='new')), "gelu='new'.*'exact', 'tanh'"),
-    (dict(nanokv=dict(n_kv_head=5)), 'n_head=12.*n_kv_head=5'),
+    (dict(nanokv=dict(n_kv_head=5)), 'n_kv_head=5.*n_head=12'),
     (dict(nanokv=dict(layer_pattern='GX')), "'GX'.*G and L"),
     (dict(nanokv=dict(kv_share='AB')), "'AB'.*'G'"),
     (dict(nanokv=dict(layer_pattern='L')), 'window_size=0'),

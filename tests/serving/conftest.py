@@ -56,7 +56,7 @@ def assert_free(worker):
     """Nothing runs or waits, and only evictable pages of the prefix cache are in use."""
     engine, table = worker.engine, worker.engine.cache.table
     eventually(lambda: not (worker._choices or worker._must_step or engine.n_unfinished
-                            or worker._commands and worker.running))
+                            or worker._commands and worker.is_alive()))
     scheduler = engine.scheduler
     assert not engine.jobs and not scheduler.running and not scheduler.waiting
     assert worker._num_open == 0
@@ -112,7 +112,7 @@ def serve():
         server.worker.drain(0)
         server.worker.join(60)
         server.client.__exit__(None, None, None)
-        assert not server.worker._thread.is_alive()
+        assert not server.worker.is_alive()
 
 
 class Running(InProcess):
@@ -130,7 +130,7 @@ class Running(InProcess):
     def stop(self):
         self.server.should_exit = True
         self.thread.join(60)
-        assert not self.thread.is_alive() and not self.worker._thread.is_alive()
+        assert not self.thread.is_alive() and not self.worker.is_alive()
 
 
 @pytest.fixture

@@ -279,7 +279,7 @@ def test_closed_event_loops_do_no_harm(serve, held, draining):
     held.set()
     if draining:
         server.worker.join(60)
-        assert closed == [1] and not server.worker.running and not server.worker._choices
+        assert closed == [1] and not server.worker.is_alive() and not server.worker._choices
     else:
         assert_free(server.worker)
         assert server.complete().status_code == 200

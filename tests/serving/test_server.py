@@ -235,7 +235,7 @@ def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
     held.set()
     [thread.join() for thread in threads]
     server.thread.join(60)
-    assert results == [200] * 3 and not server.worker._thread.is_alive()
+    assert results == [200] * 3 and not server.worker.is_alive()
     assert_free(server.worker)
 
 
@@ -273,10 +273,10 @@ def test_at_the_end_saving_takes_as_long_as_it_takes_unless_it_is_interrupted(ru
     if interrupted:
         server.server.force_exit = True
         server.thread.join(60)
-        assert not server.thread.is_alive() and server.worker.running
+        assert not server.thread.is_alive() and server.worker.is_alive()
     saved.set()
     server.thread.join(60)
-    eventually(lambda: not server.worker.running)
+    eventually(lambda: not server.worker.is_alive())
 
 
 def test_an_output_that_is_stuck_holds_up_no_request(monkeypatch):
