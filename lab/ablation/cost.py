@@ -36,17 +36,14 @@ STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimiz
         'int8_training')
 
 
-def counted(dtype: str) -> str:
-    """The storage in which bytes are counted for a row's kv_dtype or weight_dtype."""
-    return REFERENCE if dtype == 'auto' else dtype
-
-
 def kv_bytes(ladder, row, lengths: list[int]) -> dict:
     """KV bytes of one sequence at each of `lengths` and at block_size, beside those of vanilla
     GPT-2 in the first row's shape. They are counted from an allocated cache, and must equal the
     plan's arithmetic. Also bytes of the weights (without int8 scales), and FLOPs of a prompt."""
     config = ladder.config(row)
-    plan, dtype, T = plan_kv(config), counted(row.kv_dtype), config.block_size
+    plan, T = plan_kv(config), config.block_size
+    dtype, weights = (REFERENCE if each == 'auto' else each
+                      for each in (row.kv_dtype, row.weight_dtype))
     vanilla = plan_kv(ladder.config(ladder.rows[ladder.first])).vanilla()
     at = {}
     for n in sorted({*lengths, T}):
@@ -57,7 +54,6 @@ def kv_bytes(ladder, row, lengths: list[int]) -> dict:
         at[n] = {'bytes': allocated, 'vanilla_bytes': vanilla.nbytes(1, n, REFERENCE),
                  'sequences_per_GB': GIGABYTE // allocated,
                  'prefill_flops': prefill_flops(config, plan, n)}
-    weights = counted(row.weight_dtype)
     n_bytes = WEIGHT_BYTES[weights] * parameters(config, plan)
     return {'dtype': dtype, 'T': T, 'bytes_per_token': at[T]['bytes'] / T, 'at': at,
             'smaller': at[T]['vanilla_bytes'] / at[T]['bytes'],

@@ -20,12 +20,8 @@ POLL = 0.5  # seconds
 
 @dataclass
 class Job:
-    """Commands run one after another on one device.
-
-    name: shown while it runs. commands: argument lists for this Python; the last may measure.
-    out_dir: train.py's, whose metrics.jsonl gives the progress; train.log gets all output.
-    iterations: of the whole training.
-    """
+    """Commands (argument lists for this Python; the last may measure) run one after another on one
+    device. metrics.jsonl in out_dir gives the progress; train.log there gets all output."""
     name: str
     commands: list[list[str]]
     out_dir: Path

@@ -150,8 +150,7 @@ def shortcomings(summary: dict) -> list[str]:
                 lines.append(f"{row['name']}: not timed ({cell['kind']}, {at}): {cell['errors']}")
     waiting = []
     for row in summary['rows']:
-        seeds = [str(seed) for seed in row['seeds_missing'] if seed not in row['failed']]
-        if seeds:
+        if seeds := [str(seed) for seed in row['seeds_missing'] if seed not in row['failed']]:
             plural = 's' if len(seeds) > 1 else ''
             waiting.append(f"{row['name']} (seed{plural} {', '.join(seeds)})")
     return lines + ([f"not trained yet: {'; '.join(waiting)}"] if waiting else [])
