@@ -25,7 +25,7 @@ from lab.ablation import cost
 from lab.ablation.jobs import ROOT, Job, run_jobs
 from lab.ablation.ladder import Ladder, read_ladder, slug_of
 from lab.ablation.report import show, write_report
-from lab.ablation.results import Results, read_json, write_whole
+from lab.ablation.results import Results, read_json, write_json
 from lab.ablation.summary import recall_of, summarize
 from lab.benchmarks.setting import numbers
 from training.device import pick_device
@@ -33,8 +33,7 @@ from training.plotting import pyplot
 
 
 def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dict[tuple, Job]:
-    """(row, seed) -> a job, for each training that some row still needs. argv: this program's
-    arguments, passed on to the measurement."""
+    """(row, seed) -> a job, for each training that some row still needs."""
     wanted = [(row, seed) for row in ladder.rows.values() for seed in ladder.seeds(row)
               if not results.read(row, seed) and (not only or row.name in only)]
     for row, seed in list(wanted):
@@ -77,8 +76,8 @@ def train_all(ladder, results, argv, only) -> int:
         if error:
             failed.append(job)
             results.write_failure(*next(run for run, other in jobs.items() if other is job), error)
-    depths = {ladder.depth(row) for row in ladder.rows.values()}
-    for depth in sorted(depths):  # rows with converted weights after the rows they come from
+    # rows with converted weights after the rows they come from
+    for depth in sorted({ladder.depth(row) for row in ladder.rows.values()}):
         jobs = {run: job for run, job in jobs_of(ladder, results, argv, only).items()
                 if ladder.depth(run[0]) == depth}
         if jobs:
@@ -88,8 +87,7 @@ def train_all(ladder, results, argv, only) -> int:
 
 def chosen(ladder) -> set:
     """The rows that `only` names."""
-    slugs = {row.slug: row.name for row in ladder.rows.values()}
-    only = ladder.s.only
+    slugs, only = {row.slug: row.name for row in ladder.rows.values()}, ladder.s.only
     if slug_of(only) in slugs:  # names may have commas in them
         return {slugs[slug_of(only)]}
     wanted = only.split(',') if only else []
@@ -103,15 +101,13 @@ def chosen(ladder) -> set:
 def measured_speed(ladder, results, measure: bool) -> dict | None:
     """The speed of all rows, as measured before on any machine. Missing cells are measured if
     `measure` is set."""
-    path = results.folder / 'speed.json'
-    found = read_json(path)
     if not ladder.s.speed:
         return None
-    speed = cost.Speed(ladder)
-    found = speed.of(found)
-    if measure and not (found and speed.is_whole(found)):
-        return speed.measure(found, lambda document: write_whole(
-            path, json.dumps(document, indent=1) + '\n'))
+    path, speed = results.folder / 'speed.json', cost.Speed(ladder)
+    found = speed.of(read_json(path))
+    # failed cells are not measured again
+    if measure and not (found and len(found['cells']) == len(speed.todo)):
+        return speed.measure(found, lambda document: write_json(path, document))
     return found
 
 
@@ -146,14 +142,14 @@ def main(argv=None):
         list_runs(ladder, results, argv, only)
         return
     failed = 0
-    if not s.report_only:
+    if s.report_only:
+        summary = summary_of(ladder, results, measure=False)
+    else:
         with only_writer(results.folder, 'Wait until it has ended, or give another --folder'):
             failed = train_all(ladder, results, argv, only)
             # a first report, in case the speed measurement fails
             write_report(summary_of(ladder, results, measure=False), results.folder)
             summary = summary_of(ladder, results, measure=not only)
-    else:
-        summary = summary_of(ladder, results, measure=False)
     write_report(summary, results.folder, s.also_as)
     show(summary)
     print(f'\nreport: {results.folder / "report.html"}')

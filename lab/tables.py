@@ -25,20 +25,16 @@ class Table:
     def html(self) -> str:
         """A heading (the title up to its first colon), a paragraph (the rest of the title) and the
         table. Column heads are buttons; left-aligned cells have the class 'word'."""
-        def cell(tag, column, text):
-            attribute = ' class="word"' if column in self.left else ''
-            return f'<{tag}{attribute}>{text}</{tag}>'
-        head = ''.join(cell('th', column, f'<button>{html.escape(column)}</button>')
-                       for column in self.columns)
-        lines = []
-        for row in self.rows:
-            cells = (cell('td', *pair) for pair in zip(self.columns, map(html.escape, row)))
-            lines.append(f"<tr>{''.join(cells)}</tr>")
-        body = '\n'.join(lines)
+        def line(tag, texts):
+            classes = (' class="word"' if column in self.left else '' for column in self.columns)
+            cells = (f'<{tag}{attribute}>{text}</{tag}>' for attribute, text in zip(classes, texts))
+            return f"<tr>{''.join(cells)}</tr>"
+        head = line('th', (f'<button>{html.escape(column)}</button>' for column in self.columns))
+        body = '\n'.join(line('td', map(html.escape, row)) for row in self.rows)
         name, _, rest = self.title.partition(':')
         return (f'<h2>{html.escape(name)}</h2><p>{html.escape(rest.strip())}</p>'
                 '<div class="wide" tabindex="0"><table>'
-                f'<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>')
+                f'<thead>{head}</thead>\n<tbody>{body}</tbody></table></div>')
 
     def latex(self) -> str:
         """A tabular environment."""

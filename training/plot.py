@@ -100,15 +100,12 @@ def running_mean(y: np.ndarray, n: int) -> np.ndarray:
         return (sums[high] - sums[low]) / (counts[high] - counts[low])
 
 
-# -- the figure -------------------------------------------------------------------------------
-
 def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0,
          log_y: bool = False) -> None:
     """Write the figure. smooth: values in the running mean; 0 = a fiftieth of a run.
 
-    Raises:
-        UserError: matplotlib is missing, `path` cannot be written (or has a suffix that matplotlib
-            does not know), or a run did not log what `x` needs.
+    Raises UserError if matplotlib is missing, `path` cannot be written (or has an unknown suffix),
+    or a run did not log what `x` needs.
     """
     for run in runs:
         if np.isnan(run.x[x]).any():
@@ -118,7 +115,7 @@ def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0,
     curves = [(run.x[x] / scale, running_mean(run.loss, _width(run, smooth)), run) for run in runs]
     panels = {'grad_norm': functools.partial(_draw_norms, smooth=smooth), 'lr': _draw_rates}
     below = [panel for name, panel in panels.items()
-             if any((~np.isnan(getattr(run, name))).any() for run in runs)]
+             if not all(np.isnan(getattr(run, name)).all() for run in runs)]
     with subplots(1 + len(below), sharex=True, squeeze=False, figsize=(8, 4.2 + 0.8 * len(below)),
                   layout='constrained', height_ratios=[5] + [1] * len(below)) as (figure, axes):
         _draw_losses(axes[0, 0], curves, log_y)
@@ -139,35 +136,35 @@ def _style(k):
     return dict(color=COLOURS[k % len(COLOURS)], linestyle=DASHES[k // len(COLOURS) % len(DASHES)])
 
 
-def _points(k):
-    return dict(color=COLOURS[k % len(COLOURS)], alpha=0.5, markersize=5, markeredgewidth=0)
+def _draw_logged(axis, k, x, y, mean, points):
+    if points:
+        axis.plot(x, y, '.', zorder=1, color=COLOURS[k % len(COLOURS)], alpha=0.5, markersize=5,
+                  markeredgewidth=0)
+    axis.plot(x, mean, linewidth=1.1, alpha=0.65, zorder=2, **_style(k) | DASHED)
 
 
 def _draw_losses(axis, curves, log_y):
     names = short_names([run.name for _, _, run in curves])
-    names = [name.replace('$', r'\$') for name in names]  # matplotlib's $ starts a formula
     logged = len(curves) <= MOST_LOGGED
     for k, (x, mean, run) in enumerate(curves):
         evaluated = ~np.isnan(run.val_loss)
-        label = f'{names[k]} ({np.nanmin(run.val_loss):.4f})' if evaluated.any() else names[k]
-        if logged:
-            axis.plot(x, run.loss, '.', zorder=1, **_points(k))
-        axis.plot(x, mean, linewidth=1.1, alpha=0.65, zorder=2, **_style(k) | DASHED)
+        label = names[k].replace('$', r'\$')  # matplotlib's $ starts a formula
+        if evaluated.any():
+            label += f' ({np.nanmin(run.val_loss):.4f})'
+        _draw_logged(axis, k, x, run.loss, mean, logged)
         axis.plot(x[evaluated], run.val_loss[evaluated], linewidth=1.6, marker='o',
                   markersize=4.5, markeredgecolor='white', markeredgewidth=0.7, zorder=3,
                   label=label, **_style(k))
     low, high = loss_range(curves)
-    log_y = log_y and low > 0
-    if log_y:
+    margin = 0.05 * (high - low)
+    limits = low - margin, high + margin
+    if log_y and low > 0:
         axis.set_yscale('log')
         plain_log_ticks(axis.yaxis, low, high, subs=(1, 2, 3, 5))
+        margin = (high / low) ** 0.05
+        limits = low / margin, high * margin
     if high > low:
-        if log_y:
-            margin = (high / low) ** 0.05
-            axis.set_ylim(low / margin, high * margin)
-        else:
-            margin = 0.05 * (high - low)
-            axis.set_ylim(low - margin, high + margin)
+        axis.set_ylim(*limits)
     axis.set_ylabel('loss (nats per token)')
     title = 'dashed: running mean of the training loss    circles: validation loss'
     if logged:
@@ -188,10 +185,8 @@ def _draw_norms(axis, curves, smooth):
     """On a logarithmic axis, because of spikes; norms of 0 are left out."""
     for k, (x, _, run) in enumerate(curves):
         norm = np.where(run.grad_norm > 0, run.grad_norm, math.nan)
-        if len(curves) <= MOST_LOGGED:
-            axis.plot(x, norm, '.', **_points(k))
-        axis.plot(x, running_mean(norm, _width(run, smooth)), linewidth=1.1, alpha=0.65,
-                  **_style(k) | DASHED)
+        mean = running_mean(norm, _width(run, smooth))
+        _draw_logged(axis, k, x, norm, mean, len(curves) <= MOST_LOGGED)
     low, high = axis.dataLim.intervaly
     if 0 < low <= high < math.inf:
         axis.set_yscale('log')
@@ -211,8 +206,7 @@ def _draw_rates(axis, curves):
 def unit_of(x: str, highest: float) -> tuple[str, float]:
     """The unit of the x axis: a suffix for its label, and a divisor."""
     units = {'iter': [('', 1.0)],
-             'tokens': [(' (billions)', 1e9), (' (millions)', 1e6), (' (thousands)', 1e3),
-                        ('', 1.0)],
+             'tokens': [(' (billions)', 1e9), (' (millions)', 1e6), (' (thousands)', 1e3), ('', 1)],
              'time': [(' (hours)', 3600.0), (' (minutes)', 60.0), (' (seconds)', 1.0)]}[x]
     return next((unit for unit in units if highest >= 2 * unit[1]), units[-1])
 
@@ -223,8 +217,6 @@ def short_names(folders: list[str]) -> list[str]:
     return [folder if names.count(name) > 1 else name for folder, name in zip(folders, names)]
 
 
-# -- the program ------------------------------------------------------------------------------
-
 def table(runs: list[Curves]) -> Table:
     """Iterations, losses and speed of each run."""
     out = Table(box=None, header_style='bold', pad_edge=False)
@@ -234,19 +226,17 @@ def table(runs: list[Curves]) -> Table:
     for run, name in zip(runs, short_names([run.name for run in runs])):
         evaluated = np.flatnonzero(~np.isnan(run.val_loss))
         losses, rates = (y[~np.isnan(y)] for y in (run.loss, run.tokens_per_second))
-        best = best_at = rate = '-'
+        last = val = best = best_at = rate = '-'
+        if len(losses):
+            last = f'{losses[-1]:.4f}'
         if len(evaluated):
             k = evaluated[run.val_loss[evaluated].argmin()]
-            best, best_at = f'{run.val_loss[k]:.4f}', f"{run.x['iter'][k]:,.0f}"
+            val, best = f'{run.val_loss[evaluated[-1]]:.4f}', f'{run.val_loss[k]:.4f}'
+            best_at = f"{run.x['iter'][k]:,.0f}"
         if len(rates):
             rate = f'{np.median(rates):,.0f}'
-        out.add_row(Text(name), f"{run.x['iter'][-1]:,.0f}", _last(losses),
-                    _last(run.val_loss[evaluated]), best, best_at, rate)
+        out.add_row(Text(name), f"{run.x['iter'][-1]:,.0f}", last, val, best, best_at, rate)
     return out
-
-
-def _last(values):
-    return f'{values[-1]:.4f}' if len(values) else '-'
 
 
 def main(argv=None):

@@ -16,11 +16,8 @@ COLOURS = [f'C{k}' for k in range(10) if k != 7]  # without matplotlib's grey
 
 
 def pyplot(alternative: str = ''):
-    """matplotlib.pyplot, without a display.
-
-    Raises:
-        UserError: matplotlib is missing; `alternative` says what else the user can do.
-    """
+    """matplotlib.pyplot, without a display. Raises UserError if matplotlib is missing;
+    `alternative` says what else the user can do."""
     try:
         import matplotlib
     except ImportError as e:
@@ -79,12 +76,11 @@ def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
     ends = []
     for line in axis.lines:
         x, y = line.get_data()
-        if not len(x) or line.get_label().startswith('_'):
-            continue
-        x_end, y_end = to_axes.transform((x[-1], y[-1]))
-        if line.get_transform() == axis.get_yaxis_transform():  # axhline: x is in axes coordinates
-            x_end = 1
-        ends.append((y_end, x_end, line))
+        if len(x) and not line.get_label().startswith('_'):
+            x_end, y_end = to_axes.transform((x[-1], y[-1]))
+            # axhline: x is in axes coordinates
+            is_axhline = line.get_transform() == axis.get_yaxis_transform()
+            ends.append((y_end, 1 if is_axhline else x_end, line))
     ends.sort(key=lambda end: end[0])
     places = [end[0] for end in ends]
     for _ in range(200):  # labels that are too close push each other away
@@ -94,7 +90,6 @@ def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
                 places[k] -= lack / 2
                 places[k + 1] += lack / 2
     for place, (y, x, line) in zip(places, ends):
-        colour = line.get_color()
-        arrow = dict(arrowstyle='-', color=colour, lw=0.6, shrinkA=1, shrinkB=3)
+        arrow = dict(arrowstyle='-', color=line.get_color(), lw=0.6, shrinkA=1, shrinkB=3)
         axis.annotate(line.get_label(), (x, y), (1.05, place), xycoords='axes fraction',
-                      fontsize=fontsize, va='center', color=colour, arrowprops=arrow)
+                      fontsize=fontsize, va='center', color=line.get_color(), arrowprops=arrow)

@@ -8,7 +8,7 @@ import io
 
 import torch
 
-from config.errors import UserError, at_least
+from config.errors import UserError
 from engine.weights import quantize_weights
 from kv.cache import KVCache
 from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops
@@ -17,7 +17,7 @@ from lab.ablation.ladder import digest
 from lab.benchmarks import clock
 from lab.benchmarks.decode import DecodeRound
 from lab.benchmarks.prefill import PrefillRound
-from lab.benchmarks.setting import MIN_REPEATS, numbers, processor
+from lab.benchmarks.setting import numbers, processor
 from lab.benchmarks.steps import TrainingSteps
 from model import GPT
 from training.device import device_name, pick_device, pick_dtype
@@ -36,17 +36,14 @@ STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimiz
         'int8_training')
 
 
-def counted(dtype: str) -> str:
-    """The storage in which bytes are counted for a row's kv_dtype or weight_dtype."""
-    return REFERENCE if dtype == 'auto' else dtype
-
-
 def kv_bytes(ladder, row, lengths: list[int]) -> dict:
     """KV bytes of one sequence at each of `lengths` and at block_size, beside those of vanilla
     GPT-2 in the first row's shape. They are counted from an allocated cache, and must equal the
     plan's arithmetic. Also bytes of the weights (without int8 scales), and FLOPs of a prompt."""
     config = ladder.config(row)
-    plan, dtype, T = plan_kv(config), counted(row.kv_dtype), config.block_size
+    plan, T = plan_kv(config), config.block_size
+    dtype, weights = (REFERENCE if each == 'auto' else each
+                      for each in (row.kv_dtype, row.weight_dtype))
     vanilla = plan_kv(ladder.config(ladder.rows[ladder.first])).vanilla()
     at = {}
     for n in sorted({*lengths, T}):
@@ -57,7 +54,6 @@ def kv_bytes(ladder, row, lengths: list[int]) -> dict:
         at[n] = {'bytes': allocated, 'vanilla_bytes': vanilla.nbytes(1, n, REFERENCE),
                  'sequences_per_GB': GIGABYTE // allocated,
                  'prefill_flops': prefill_flops(config, plan, n)}
-    weights = counted(row.weight_dtype)
     n_bytes = WEIGHT_BYTES[weights] * parameters(config, plan)
     return {'dtype': dtype, 'T': T, 'bytes_per_token': at[T]['bytes'] / T, 'at': at,
             'smaller': at[T]['vanilla_bytes'] / at[T]['bytes'],
@@ -75,7 +71,6 @@ class Speed:
 
     def __init__(self, ladder):
         s = self.s = ladder.s
-        at_least(s, repeats=MIN_REPEATS)
         self.contexts = numbers('contexts', s.contexts)
         self.batches = numbers('batch_sizes', s.batch_sizes)
         self.dtype_name = ladder.settings(ladder.rows[ladder.first]).dtype
@@ -84,16 +79,12 @@ class Speed:
             config = dataclasses.replace(ladder.config(row, s.shape), kv_quant_train='')
             storage = row.kv_dtype, row.weight_dtype
             key = digest([dataclasses.asdict(config), *storage])
-            self.decodes_as[row.name] = key
-            self.decoders[key] = config, *storage
-            trained = ladder.trained_config(row, s.shape)
-            settings = ladder.settings(row, s.shape)
+            self.decodes_as[row.name], self.decoders[key] = key, (config, *storage)
+            trained, settings = ladder.trained_config(row, s.shape), ladder.settings(row, s.shape)
             step = {name: getattr(settings, name) for name in STEP}
             key = digest([dataclasses.asdict(trained), step])
-            self.trains_as[row.name] = key
-            self.trainers[key] = trained, settings
-        # (kind, context, batch) of each cell
-        self.todo = []
+            self.trains_as[row.name], self.trainers[key] = key, (trained, settings)
+        self.todo = []  # (kind, context, batch) of each cell
         for context in self.contexts:
             self.todo += [('decode', context, batch) for batch in self.batches]
             self.todo.append(('prefill', context, 1))
@@ -110,10 +101,6 @@ class Speed:
         if not document or document.get('fingerprint') != self.fingerprint:
             return None
         return document | {'decodes_as': self.decodes_as, 'trains_as': self.trains_as}
-
-    def is_whole(self, document: dict) -> bool:
-        """Whether all cells are there. Failed measurements are not repeated."""
-        return len(document['cells']) == len(self.todo)
 
     def measure(self, before: dict | None = None, save=lambda document: None) -> dict:
         """Measure all cells. A failed measurement (a cache larger than the memory) is listed under
@@ -154,15 +141,12 @@ class Speed:
         rounds, errors = {}, {}
 
         def guarded(key, function):
-            if key in errors:
-                return None
             try:
-                return function()
+                return None if key in errors else function()
             except FAILURES as e:
                 errors[key] = ' '.join(str(e).split()) or type(e).__name__
             rounds[key] = None
             self._free()
-            return None
         for key, make in makers.items():
             rounds[key] = guarded(key, make)
         timed = {key: lambda key=key: guarded(key, rounds[key]) for key in makers}

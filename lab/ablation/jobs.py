@@ -9,15 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from training.log import read_metrics
 
@@ -27,12 +20,8 @@ POLL = 0.5  # seconds
 
 @dataclass
 class Job:
-    """Commands run one after another on one device.
-
-    name: shown while it runs. commands: argument lists for this Python; the last may measure.
-    out_dir: train.py's, whose metrics.jsonl gives the progress; train.log gets all output.
-    iterations: of the whole training.
-    """
+    """Commands (argument lists for this Python; the last may measure) run one after another on one
+    device. metrics.jsonl in out_dir gives the progress; train.log there gets all output."""
     name: str
     commands: list[list[str]]
     out_dir: Path
@@ -45,9 +34,8 @@ class Job:
     def start(self, threads: int) -> None:
         """Start the current command, in its own session: Ctrl-C must not reach it directly, too."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, *self.commands[self.stage]]
-        if self.device:
-            command.append(f'--device={self.device}')
+        device = [f'--device={self.device}'] if self.device else []
+        command = [sys.executable, *self.commands[self.stage], *device]
         with open(self.out_dir / 'train.log', 'a') as log:
             self.log_start = log.tell()
             self.process = subprocess.Popen(
@@ -76,9 +64,8 @@ class Job:
 
 def cores() -> int:
     """Number of cores that this process may use."""
-    if hasattr(os, 'sched_getaffinity'):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    every = os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else every
 
 
 def environment(threads: int) -> dict:
@@ -99,8 +86,8 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1,
     """
     waiting, running = deque(jobs), []
     free = devices * at_once
-    threads = max(1, cores() // len(free))
-    with _Bars(jobs) as bars, _sigterm_raises():
+    threads, bars = max(1, cores() // len(free)), _Bars(jobs)
+    with bars.progress, _sigterm_raises():
         try:
             while waiting or running:
                 while waiting and free:
@@ -112,17 +99,15 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1,
                 for job in list(running):
                     bars.update(job)
                     status = job.process.poll()
-                    if status is None:
-                        continue
                     if status == 0 and job.stage + 1 < len(job.commands):
                         job.stage += 1
                         job.start(threads)
-                        continue
-                    running.remove(job)
-                    free.append(job.device)
-                    error = job.error()
-                    bars.ended(job, error)
-                    on_end(job, error)
+                    elif status is not None:
+                        running.remove(job)
+                        free.append(job.device)
+                        error = job.error()
+                        bars.ended(job, error)
+                        on_end(job, error)
                 time.sleep(POLL if running else 0)
         finally:
             for job in running:
@@ -151,23 +136,16 @@ class _Bars:
 
     def __init__(self, jobs):
         self.console = Console(stderr=True)
-        self.progress = Progress(
-            TextColumn('{task.description:40.40}', markup=False), BarColumn(),
-            MofNCompleteColumn(), TimeElapsedColumn(), TextColumn('ETA'),
-            TimeRemainingColumn(elapsed_when_finished=True), console=self.console,
-            disable=not self.console.is_terminal, speed_estimate_period=600)
+        self.progress = progress.Progress(
+            progress.TextColumn('{task.description:40.40}', markup=False), progress.BarColumn(),
+            progress.MofNCompleteColumn(), progress.TimeElapsedColumn(),
+            progress.TextColumn('ETA'), progress.TimeRemainingColumn(elapsed_when_finished=True),
+            console=self.console, disable=not self.console.is_terminal, speed_estimate_period=600)
         self.done = {job.name: job.iteration() for job in jobs}
         self.all = self.progress.add_task(
             f'all {len(jobs)} runs, iterations', completed=sum(self.done.values()),
             total=sum(job.iterations for job in jobs))
         self.tasks, self.n_ended = {}, 0
-
-    def __enter__(self):
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_):
-        self.progress.stop()
 
     def _print(self, line, style=None):
         self.console.print(line, style=style, highlight=False, markup=False)

@@ -1,25 +1,5 @@
 """A ladder of models: rows that each change one thing, read from a config and checked before
-anything is trained.
-
-    base = 'config/train_vanilla.py'         # the settings of the first row
-    rows = {                                 # each row builds on the one above it
-        'vanilla GPT-2': {},
-        '+ RoPE': dict(pos_embedding='rope'),
-        '+ int8 KV': dict(kv_dtype='int8'),  # at inference: the weights of the row above
-    }
-    side_rows = {                            # alternatives: (the row to depart from, changes)
-        'MQA': ('+ RoPE', dict(n_kv_head=1)),
-    }
-
-A row changes keys of train.py, and five of its own:
-    kv_dtype        storage of the cache through which the row is evaluated: 'auto', 'float32',
-                    'bfloat16', 'float16', 'int8'
-    weight_dtype    'int8': evaluate and time it with int8 weights and activations
-    at_inference    model settings that change only after training, such as
-                    dict(share_global_kv=True): shows the cost of the mismatch
-    converted_from  a row whose trained weights are converted (interop/convert.py) and trained on
-    seeds           '1,2,3': seeds of this row alone; rows that build on it do not inherit them
-mlp_hidden='match' sizes the MLPs so that the model has as many parameters as the first row's.
+anything is trained. Their format: docs/ablations.md
 """
 import dataclasses
 import hashlib
@@ -77,22 +57,19 @@ class Row:
 
     @property
     def slug(self) -> str:
-        """The row's name as a file name: '+ KV shared by 2/3' -> 'kv-shared-by-2-3'."""
         return slug_of(self.name)
 
 
 def slug_of(name: str) -> str:
+    """A row's name as a file name: '+ KV shared by 2/3' -> 'kv-shared-by-2-3'."""
     return re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')
 
 
 class Ladder:
     """The rows of a config, and what they train.
 
-    Args:
-        s: the settings of program 'ablate'.
-    Raises:
-        UserError: a row departs from an unknown row, changes nothing or an unknown key, or its
-            model is impossible.
+    Raises UserError if a row departs from an unknown row, changes nothing or an unknown key, or
+    its model is impossible.
     """
 
     def __init__(self, s):
@@ -104,10 +81,8 @@ class Ladder:
         self.common = {name: getattr(s, name) for name in sorted(s.given) if name not in mine}
         self.rows: dict[str, Row] = {}
         self._settings, self._vocab_sizes = {}, {}
-        above = ''
-        for name, changes in s.rows.items():
-            self._add(name, above, changes, side=False)
-            above = name
+        for above, name in zip(['', *s.rows], s.rows):
+            self._add(name, above, s.rows[name], side=False)
         for name, entry in s.side_rows.items():
             if not (isinstance(entry, tuple | list) and len(entry) == 2):
                 raise UserError(f'side_rows[{name!r}]={entry!r}: must be (name of the row it '
@@ -119,7 +94,6 @@ class Ladder:
         self.baseline = s.baseline or self.first
         self._check_known(self.baseline,
                           f'baseline={s.baseline!r}: there is no such row; there are')
-        self._check_slugs()
 
     def _check_known(self, name, message):
         if name not in self.rows:
@@ -146,8 +120,14 @@ class Ladder:
         changes = dict(changes)
         seeds = changes.pop('seeds', '')
         at_inference = before.at_inference | changes.get('at_inference', {})
-        self.rows[name] = Row(name, above, side, changes, train, **stored, seeds=seeds,
-                              at_inference=at_inference, converted_from=origin)
+        row = Row(name, above, side, changes, train, **stored, seeds=seeds,
+                  at_inference=at_inference, converted_from=origin)
+        if not row.slug:
+            raise UserError(f'row {name!r}: needs a name with letters (of ASCII) or digits')
+        for other in self.rows.values():
+            if other.slug == row.slug:
+                raise UserError(f'row {name!r}: its file name would be that of {other.name!r}')
+        self.rows[name] = row
 
     def _check_changes(self, name, above, changes):
         def check(ok, message):
@@ -167,16 +147,6 @@ class Ladder:
         check(isinstance(seeds, str), f": seeds={seeds!r}: must be text, as '1,2,3'")
         check(above or changes.get('mlp_hidden') != MATCH,
               ": mlp_hidden='match' matches the first row, which this is")
-
-    def _check_slugs(self):
-        seen = {}
-        for row in self.rows.values():
-            if not row.slug:
-                raise UserError(f'row {row.name!r}: needs a name with letters (of ASCII) or digits')
-            if row.slug in seen:
-                raise UserError(f'row {row.name!r}: its file name would be that of '
-                                f'{seen[row.slug]!r}')
-            seen[row.slug] = row.name
 
     def check(self) -> None:
         """Check every row's settings and model, so that a mistake in the last row is reported
@@ -214,12 +184,9 @@ class Ladder:
         """The number of conversions from a model trained from scratch to this row."""
         return 1 + self.depth(self.rows[row.converted_from]) if row.converted_from else 0
 
-    # -- training -----------------------------------------------------------------------------
-
-    def arguments(self, row: Row, seed: int | None = None) -> list[str]:
+    def arguments(self, row: Row, seed: int) -> list[str]:
         """train.py's arguments, without out_dir."""
-        seeds = [] if seed is None else [f'--seed={seed}', f'--data_seed={seed}']
-        return self._flags(row, {}) + seeds
+        return [*self._flags(row, {}), f'--seed={seed}', f'--data_seed={seed}']
 
     def command(self, row: Row, seed: int) -> str:
         """The shell command that trains the row, for the report."""
@@ -243,8 +210,8 @@ class Ladder:
         """A digest of the settings that determine the weights, equal for rows that share them.
         Defaults are omitted, so that a new key of train.py does not change it."""
         default = {key.name: key.default for key in TRAIN}
-        weighty = self.weighty(row).items()
-        settings = {name: value for name, value in weighty if value != default[name]}
+        settings = {name: value for name, value in self.weighty(row).items()
+                    if value != default[name]}
         settings['data'] = self._data_id(self.settings(row))
         if row.converted_from:
             return digest([settings, self.training(self.rows[row.converted_from])])
@@ -258,10 +225,9 @@ class Ladder:
 
     def fingerprint(self, row: Row) -> str:
         """A digest of everything that a row's results depend on."""
-        parts = [self.training(row), row.kv_dtype, row.at_inference, self.s.eval_windows]
-        if row.weight_dtype != 'auto':
-            parts.append(row.weight_dtype)
-        return digest(parts)
+        weights = [row.weight_dtype] if row.weight_dtype != 'auto' else []
+        return digest([self.training(row), row.kv_dtype, row.at_inference, self.s.eval_windows,
+                       *weights])
 
     def trainer(self, row: Row) -> Row:
         """The first row with the same weights, after which their runs are named."""
@@ -289,8 +255,6 @@ class Ladder:
         n_tokens = len(open_split(DATA_ROOT / s.dataset, 'train'))
         return f'{tokens_id(open_meta(s, DATA_ROOT))}, {n_tokens:,} tokens'
 
-    # -- models -------------------------------------------------------------------------------
-
     def trained_config(self, row: Row, shape: dict | None = None) -> GPTConfig:
         """The model as it is trained."""
         s = self.settings(row, shape)
@@ -303,8 +267,8 @@ class Ladder:
 
     def config(self, row: Row, shape: dict | None = None) -> GPTConfig:
         """The model at inference: without dropout, and with the changes made after training."""
-        trained = self.trained_config(row, shape)
-        return dataclasses.replace(trained, dropout=0.0, **row.at_inference)
+        return dataclasses.replace(self.trained_config(row, shape), dropout=0.0,
+                                   **row.at_inference)
 
 
 def digest(what) -> str:
@@ -322,8 +286,8 @@ def whole_numbers(name: str, text: str) -> list[int]:
     try:
         return [int(piece) for piece in text.split(',')]
     except ValueError:
-        message = f"{name}={text!r}: must be whole numbers separated by commas, as '1,2,3'"
-        raise UserError(message) from None
+        raise UserError(f'{name}={text!r}: must be whole numbers separated by commas, as '
+                        "'1,2,3'") from None
 
 
 def read_ladder(argv: list[str], usage: str = '', echo: bool = True):

@@ -21,15 +21,8 @@ from data.datasets import ensure_dataset
 from data.recall.lags import read_task
 from data.tokenfiles import open_split, read_meta
 from data.tokenizer import load_tokenizer
-from engine.evaluate import (
-    bits_per_byte,
-    forward,
-    judge,
-    n_bytes,
-    spread_windows,
-    through_cache,
-    with_rounding,
-)
+from engine import evaluate
+from engine.evaluate import judge, through_cache
 from engine.weights import quantize_weights
 from interop.convert import convert_weights
 from kv.plan import LOCAL
@@ -51,11 +44,8 @@ RECALL_SEED = 10_000  # training does not draw from it
 
 
 def trained_model(ladder, row, saved, path) -> GPT:
-    """The weights of `saved` as `row` uses them, on the CPU in float32.
-
-    Raises:
-        UserError: they are of another model.
-    """
+    """The weights of `saved` as `row` uses them, on the CPU in float32. Raises UserError if they
+    are of another model."""
     trained = config_of(saved, path)
     wanted = ladder.trained_config(row)
     if dataclasses.replace(trained, dropout=wanted.dropout) != wanted:
@@ -72,18 +62,14 @@ def trained_model(ladder, row, saved, path) -> GPT:
 
 
 def losses(model, row, windows, tokenizer) -> dict:
-    """Loss of the forward pass and through the row's cache.
-
-    Raises:
-        RuntimeError: they differ by more than rounding, though the cache stores what the forward
-            pass computes.
-    """
+    """Loss of the forward pass and through the row's cache. Raises RuntimeError if they differ by
+    more than rounding, though the cache stores what the forward pass computes."""
     kv_dtype = model.resolved_kv_dtype(row.kv_dtype)
     T = windows.size(1) - 1
     first, chunk = max(1, T // 4), max(1, T // 16)
     batch = max(1, min(BATCH, MOST_LOGITS // (T * model.config.vocab_size)))
-    plain_model = with_rounding(model, True) if kv_dtype == 'int8' else model
-    plain = judge(forward(plain_model), windows, batch)
+    plain_model = evaluate.with_rounding(model, True) if kv_dtype == 'int8' else model
+    plain = judge(evaluate.forward(plain_model), windows, batch)
     cached = judge(through_cache(model, kv_dtype, first, chunk), windows, batch)
     apart = (plain.by_window - cached.by_window).abs().max().item()
     apart_all = abs(plain.loss - cached.loss)
@@ -94,10 +80,10 @@ def losses(model, row, windows, tokenizer) -> dict:
             f'row {row.name!r}: the loss through the cache is not that of the forward pass: a '
             f'window differs by {apart:.1e} nats, the mean of all {len(windows)} by '
             f'{apart_all:.1e}; rounding explains {bound:.0e} per window')
-    tokens, size = windows[:, 1:].numel(), n_bytes(tokenizer, windows)
+    tokens, size = windows[:, 1:].numel(), evaluate.n_bytes(tokenizer, windows)
     return {'val_loss': cached.loss, 'val_loss_forward': plain.loss,
             'cache_minus_forward_largest': apart,
-            'bits_per_byte': bits_per_byte(cached.loss, tokens, size),
+            'bits_per_byte': evaluate.bits_per_byte(cached.loss, tokens, size),
             'perplexity': math.exp(cached.loss),
             'loss_by_position': [round(x, 5) for x in cached.by_position.tolist()],
             'kv_dtype': kv_dtype, 'windows': len(windows), 'tokens': tokens, 'bytes': size,
@@ -105,19 +91,17 @@ def losses(model, row, windows, tokenizer) -> dict:
 
 
 def training_figures(out_dir: Path, s) -> dict:
-    """Metrics of the training, from metrics.jsonl. Other runs on the machine may have slowed it
-    down: lab/ablation/cost.py measures the speed."""
+    """Metrics of the training. Other runs on the machine may have slowed it down: cost.py measures
+    the speed."""
     rows = read_metrics(out_dir / 'metrics.jsonl')
     evaluations = [[row['iter'], row['train_loss'], row['val_loss']]
                    for row in rows if 'val_loss' in row]
-    curve = []
-    for row in rows:
-        loss = row['loss']  # None: not finite
-        curve.append([row['iter'], None if loss is None else round(loss, 5)])
+    curve = [[row['iter'], None if row['loss'] is None else round(row['loss'], 5)]
+             for row in rows]  # None: not finite
     tokens_per_iter = s.batch_size * s.gradient_accumulation_steps * s.block_size
     return {'curve': curve, 'evaluations': evaluations,
             'seconds_per_iteration': statistics.median(row['time_ms'] for row in rows) / 1000,
-            'memory_peak_bytes': max((row.get('memory_peak_bytes', 0) for row in rows), default=0),
+            'memory_peak_bytes': max(row.get('memory_peak_bytes', 0) for row in rows),
             'skipped': rows[-1].get('skipped', 0), 'iterations': s.max_iters,
             'tokens': s.max_iters * tokens_per_iter}
 
@@ -151,7 +135,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     else:
         folder = ensure_dataset(s.dataset)
         tokens = open_split(folder, 'val')
-        windows = spread_windows(tokens, s.block_size, ladder.s.eval_windows).to(device)
+        windows = evaluate.spread_windows(tokens, s.block_size, ladder.s.eval_windows).to(device)
         judged = losses(model, row, windows, load_tokenizer(read_meta(folder)))
     return {'row': row.name, 'seed': seed, 'fingerprint': ladder.fingerprint(row),
             'trained_as': ladder.trainer(row).name, 'command': ladder.command(row, seed),

@@ -6,13 +6,7 @@ from pathlib import Path
 from config.sizes import nice_bytes
 from lab.ablation.summary import local_reach
 from lab.ablation.tables import models
-from training.plotting import (
-    COLOURS,
-    context_axes,
-    label_line_ends,
-    plain_log_ticks,
-    subplots,
-)
+from training.plotting import COLOURS, context_axes, label_line_ends, plain_log_ticks, subplots
 
 # name -> title, in the order of the report
 TITLES = {
@@ -32,29 +26,35 @@ TITLES = {
     'kv': 'KV bytes of one sequence over its length',
 }
 FEW = 3  # points: fewer are drawn with markers
+SIDE = '#8b949e'  # grey
 
 
 def draw_all(summary: dict, dark: bool = False, kind: str = 'png') -> dict[str, bytes]:
     """name of TITLES -> file ('png', 'svg' or 'pdf'). Pictures without data are left out."""
     if not summary['pictures']:
         return {}
+    ladder = [row['name'] for row in summary['rows'] if not row['side']]
+    color_of_row = dict(zip(ladder, COLOURS * len(ladder)))
+
+    def color(row):
+        return color_of_row.get(row['name'], SIDE)
     files = {}
     # omit what would change from run to run
     metadata = {'png': {'Software': None}, 'svg': {'Date': None}, 'pdf': {'CreationDate': None}}
-    for name, draw in DRAWN.items():
+    for draw in DRAWN:
         with subplots(figsize=(7.2, 4.4), page='dark' if dark else 'light') as (figure, axis):
-            if draw(axis, summary, Colors(summary)):
+            draw(axis, summary, color)
+            if any(each.has_data() for each in figure.axes):
                 file = io.BytesIO()
                 figure.savefig(file, format=kind, metadata=metadata[kind])
-                files[name] = file.getvalue()
+                files[draw.__name__] = file.getvalue()
     return files
 
 
 def not_drawn(summary: dict) -> list[str]:
     """A warning where there are too few evaluations during training for curves."""
-    rows = [row for row in summary['rows'] if row.get('evaluations') and not row['side']]
-    counts = [sum(i > 0 for i in row['evaluations']['iterations']) for row in rows]
-    most = max(counts, default=FEW)
+    most = max((sum(i > 0 for i in row['evaluations']['iterations']) for row in summary['rows']
+                if row.get('evaluations') and not row['side']), default=FEW)
     if not summary['pictures'] or most >= FEW:
         return []
     if not most:
@@ -71,22 +71,9 @@ def write_all(summary: dict, folder: Path, also_as: str = '') -> list[str]:
         for kind in ('png', 'svg', 'pdf'):
             (folder / f'{name}.{kind}').unlink(missing_ok=True)
     for kind in {'png', also_as or 'png'}:
-        files = draw_all(summary, kind=kind)
-        for name, content in files.items():
+        for name, content in (files := draw_all(summary, kind=kind)).items():
             (folder / f'{name}.{kind}').write_bytes(content)
     return list(files)
-
-
-class Colors:
-    """A color for every row of the ladder; side rows are grey."""
-
-    def __init__(self, summary):
-        ladder = [row['name'] for row in summary['rows'] if not row['side']]
-        self.of_row = dict(zip(ladder, COLOURS * len(ladder)))
-        self.side = '#8b949e'
-
-    def __call__(self, row):
-        return self.of_row.get(row['name'], self.side)
 
 
 def lines_of(summary, key):
@@ -95,10 +82,9 @@ def lines_of(summary, key):
     seen, rows = set(), []
     for row in summary['rows']:
         repeated = key in ('evaluations', 'gap') and row.get('trained_as') in seen
-        if row['side'] or not row.get(key) or repeated:
-            continue
-        seen.add(row.get('trained_as'))
-        rows.append(row)
+        if not row['side'] and row.get(key) and not repeated:
+            seen.add(row.get('trained_as'))
+            rows.append(row)
     return rows
 
 
@@ -128,39 +114,34 @@ def talk(axis, summary, color):
     """A few rows in large print, for slides."""
     rows = talk_rows(summary)
     if not rows:
-        return False
+        return
     first = next(row for row in rows if row['name'] == summary['baseline'])
     axis.figure.set_size_inches(10, 5.6)
     for k, row in enumerate(rows):
         x, y = row['kv']['bytes_per_token'], row['val_loss']['mean']
         name, half = f"baseline:\n{row['name'].lstrip('+ ')}", 0
-        certain = len(row['val_loss']['each']) > 2
+        certain = len(row['val_loss' if row is first else 'against_baseline']['each']) > 2
         if row is not first:
             name = f"{row['name']}\n{first['kv']['bytes_per_token'] / x:.3g}x"
-            difference = row['against_baseline']
-            certain = len(difference['each']) > 2
-            half = difference['half_95'] if certain else 0
+            half = row['against_baseline']['half_95'] if certain else 0
         axis.errorbar(x, y, yerr=half or None, fmt='o', markersize=13, capsize=7, elinewidth=2.5,
                       color=color(row), markerfacecolor=color(row) if certain else 'none')
         sign, side = (1, 'bottom') if k % 2 else (-1, 'top')
         axis.annotate(name, (x, y + sign * half), (0, sign * 14), ha='center', va=side,
                       textcoords='offset points', fontsize=15, color=color(row))
-    axis.axhline(first['val_loss']['mean'], color=color.side, linestyle='--', linewidth=1.5)
+    axis.axhline(first['val_loss']['mean'], color=SIDE, linestyle='--', linewidth=1.5)
     axis.set_xscale('log')
     plain_log_ticks(axis.xaxis, *axis.get_xlim())
     axis.margins(x=0.2, y=0.25)
     axis.tick_params(labelsize=14)
     axis.set_xlabel('KV bytes per token, and how many times smaller', fontsize=16)
     axis.set_ylabel('validation loss, nats', fontsize=16)
-    return True
 
 
 def pareto(axis, summary, color):
     """Rows are numbered, as their names would overlap. With outliers, a second panel shows the
     other rows."""
     rows = [row for row in models(summary) if 'val_loss' in row]
-    if not rows:
-        return False
     near = without_outliers(rows)
     panels = [(axis, rows)]
     if len(near) < len(rows):
@@ -168,12 +149,10 @@ def pareto(axis, summary, color):
         axis.set_position([0.07, 0.12, 0.3, 0.8])
         panels.append((axis.figure.add_axes([0.45, 0.12, 0.52, 0.8]), near))
     last_panel = panels[-1][0]
-    numbers = {row['name']: k for k, row in enumerate(rows, 1)}
     for panel, shown in panels:
         for row in shown:
-            x, y, number = row['kv']['bytes_per_token'], row['val_loss'], numbers[row['name']]
-            n = len(y['each'])
-            fmt, size = ('s', 4) if row['side'] else ('o', 6)
+            x, y, number = row['kv']['bytes_per_token'], row['val_loss'], rows.index(row) + 1
+            n, (fmt, size) = len(y['each']), ('s', 4) if row['side'] else ('o', 6)
             panel.errorbar(x, y['mean'], yerr=y['sd'], fmt=fmt, color=color(row), capsize=2,
                            markersize=size, markerfacecolor='none' if n == 1 else color(row),
                            label=f"{number}  {row['name']}, n={n}")
@@ -185,14 +164,12 @@ def pareto(axis, summary, color):
         panel.tick_params(axis='x', which='both', labelsize=8)
         panel.set_xlabel('KV bytes per token')
     axis.set_ylabel('validation loss, nats per token')
-    handles, names = axis.get_legend_handles_labels()
-    last_panel.legend(handles, names, loc='center left', bbox_to_anchor=(1.01, 0.5), fontsize=7.5)
-    return True
+    last_panel.legend(*axis.get_legend_handles_labels(), loc='center left',
+                      bbox_to_anchor=(1.01, 0.5), fontsize=7.5)
 
 
 def without_outliers(rows: list[dict]) -> list[dict]:
-    """The rows without the few worst, where these are so far off that the others would look
-    equal."""
+    """The rows without the few worst, if these are so far off that the others would look equal."""
     losses = sorted(row['val_loss']['mean'] for row in rows)
     for n_off in range(1, len(losses) // 4 + 1):
         near, off = losses[:-n_off], losses[-n_off]
@@ -201,8 +178,9 @@ def without_outliers(rows: list[dict]) -> list[dict]:
     return rows
 
 
-def marker(points):
-    return 'o' if len(points) < FEW else ''
+def line_with_range(axis, row, color, x, mean, low, high) -> None:
+    axis.plot(x, mean, color=color, label=row['name'], marker='o' if len(x) < FEW else '')
+    axis.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def label_axes(axis, x_label: str, y_label: str = 'validation loss, nats per token') -> None:
@@ -215,29 +193,23 @@ def label_axes(axis, x_label: str, y_label: str = 'validation loss, nats per tok
 def curves(axis, summary, color):
     rows = [row for row in lines_of(summary, 'evaluations')
             if max(row['evaluations']['iterations'], default=0) > 0]
-    if not rows:
-        return False
     settled = []  # per row, the losses after the first tenth of its steps
     for row in rows:
-        c, style = row['evaluations'], dict(color=color(row))
-        axis.plot(c['iterations'], c['mean'], label=row['name'], marker=marker(c['iterations']),
-                  **style)
-        axis.fill_between(c['iterations'], c['low'], c['high'], alpha=0.2, linewidth=0, **style)
-        start = 0.1 * row['iterations']
+        c, start = row['evaluations'], 0.1 * row['iterations']
+        line_with_range(axis, row, color(row), c['iterations'], c['mean'], c['low'], c['high'])
         settled.append([loss for i, loss in zip(c['iterations'], c['mean']) if i >= start])
     x_label = 'iteration'
-    if min(map(len, settled)) >= FEW:  # the drop of the first steps would flatten the rest
+    # the drop of the first steps would flatten the rest
+    if min(map(len, settled), default=0) >= FEW:
         low, high = min(map(min, settled)), max(map(max, settled))
         axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
         x_label = 'iteration (losses of the first tenth are above the picture)'
     label_axes(axis, x_label)
-    return True
 
 
 def gaps(axis, summary, color):
     baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
-    settled = {}
-    rows = []
+    settled, rows = {}, []
     for row in lines_of(summary, 'gap'):
         points = [point for point in row['gap'] if point[0] >= 0.1 * row['iterations'] > 0]
         other = row is not baseline and not row['converted_from']
@@ -245,30 +217,26 @@ def gaps(axis, summary, color):
             settled[row['name']] = points
             rows.append(row)
     if not rows:
-        return False
+        return
     shown = without_outliers(rows)  # outliers would flatten the rest
     for row in shown:
         iterations, mean, low, high = zip(*settled[row['name']])
-        axis.plot(iterations, mean, color=color(row), label=row['name'], marker=marker(iterations))
+        line_with_range(axis, row, color(row), iterations, mean, low, high)
         if len(iterations) == 1:
             axis.vlines(iterations, low, high, color=color(row), linewidth=1)
-        axis.fill_between(iterations, low, high, color=color(row), alpha=0.2, linewidth=0)
-    axis.axhline(0, color=color.side, linewidth=1)
+    axis.axhline(0, color=SIDE, linewidth=1)
     outliers = ', '.join(row['name'] for row in rows if row not in shown)
     label_axes(axis, f'iteration (outliers, not shown: {outliers})' if outliers else 'iteration',
                f"nats per token above {summary['baseline'].lstrip('+ ')}")
-    return True
 
 
 def recovery(axis, summary, color):
     rows = [row for row in summary['rows'] if row['converted_from'] and row.get('evaluations')]
-    if not rows:
-        return False
     ends = {}  # by label: several rows may have the same origin
     for k, row in enumerate(rows):
         curve, colour = row['evaluations'], f'C{k}'
         axis.plot(curve['iterations'], curve['mean'], color=colour, label=row['name'], marker='.')
-        styles = {'origin': (row['converted_from'], '--', color.side),
+        styles = {'origin': (row['converted_from'], '--', SIDE),
                   'scratch': (row['above'], ':', colour)}
         for source, (name, style, tint) in styles.items():
             if end := row['recovery'].get(source):
@@ -277,27 +245,23 @@ def recovery(axis, summary, color):
     for label, (loss, style, tint) in ends.items():
         axis.axhline(loss, color=tint, linestyle=style, linewidth=1, label=label)
     label_axes(axis, 'iteration after the conversion')
-    return True
 
 
 def positions(axis, summary, color):
-    rows = lines_of(summary, 'loss_by_position')
-    for row in rows:
+    for row in lines_of(summary, 'loss_by_position'):
         losses = row['loss_by_position']
         step = max(1, len(losses) // 32)
         blocks = [losses[i:i + step] for i in range(0, len(losses), step)]
         axis.plot([i * step + (step - 1) / 2 for i in range(len(blocks))],
                   [sum(block) / len(block) for block in blocks], color=color(row),
                   label=row['name'])
-    if rows:
-        label_axes(axis, 'position in the window')
-    return bool(rows)
+    label_axes(axis, 'position in the window')
 
 
 def recall(axis, summary, color):
     rows = [row for row in summary['rows'] if row.get('recall')][::-1]
     if not rows:
-        return False
+        return
     distances, reach, figure = list(rows[0]['recall']['accuracy']), local_reach(rows), axis.figure
     axis.remove()
     figure.set_size_inches(3 + 2.4 * len(distances), 1 + 0.27 * len(rows))
@@ -315,37 +279,35 @@ def recall(axis, summary, color):
         panel.set_xlabel('named right, %')
         beyond = f', beyond local layers ({reach})' if int(distance) > reach > 0 else ''
         panel.set_title(f'{int(distance):,} back{beyond}', fontsize=9)
-    return True
 
 
 def decode(axis, summary, color):
     rows = lines_of(summary, 'speed')
-    cells = {row['name']: [cell for cell in row['speed'] if 'tpot_ms' in cell] for row in rows}
-    everything = sum(cells.values(), [])
-    if not everything:
-        return False
-    batch = max(cell['batch'] for cell in everything)
+    cells = [(row, cell) for row in rows for cell in row['speed'] if 'tpot_ms' in cell]
+    if not cells:
+        return
+    batch = max(cell['batch'] for _, cell in cells)
     for row in rows:
-        shown = [cell for cell in cells[row['name']] if cell['batch'] == batch]
-        axis.plot([cell['context'] for cell in shown],
-                  [cell['tpot_ms']['median'] for cell in shown], color=color(row),
-                  label=row['name'], marker='o', markersize=4)
-    context_axes(axis, sorted({cell['context'] for cell in everything}))
+        times = {cell['context']: cell['tpot_ms']['median'] for of, cell in cells
+                 if of is row and cell['batch'] == batch}
+        line_of_dots(axis, row, color, times)
+    context_axes(axis, sorted({cell['context'] for _, cell in cells}))
     label_axes(axis, 'cached tokens', f"ms per token, {batch:,} sequence{'s' * (batch > 1)}")
-    return True
+
+
+def line_of_dots(axis, row, color, points: dict) -> None:
+    axis.plot(list(points), list(points.values()), color=color(row), label=row['name'],
+              marker='o', markersize=4)
 
 
 def kv(axis, summary, color):
     rows = [row for row in summary['rows'] if not row['side']]
     for row in rows:
         at = {int(n): each['bytes'] for n, each in row['kv']['at'].items()}
-        axis.plot(list(at), list(at.values()), color=color(row), label=row['name'], marker='o',
-                  markersize=4)
+        line_of_dots(axis, row, color, at)
     context_axes(axis, list(at))
     axis.yaxis.set_major_formatter(lambda y, _: nice_bytes(round(y)))
     label_axes(axis, 'tokens', 'KV bytes of one sequence')
-    return True
 
 
-DRAWN = {'talk': talk, 'pareto': pareto, 'curves': curves, 'gaps': gaps, 'recovery': recovery,
-         'positions': positions, 'recall': recall, 'decode': decode, 'kv': kv}
+DRAWN = talk, pareto, curves, gaps, recovery, positions, recall, decode, kv

@@ -1,22 +1,19 @@
 """Write the report of a summary: results.json, report.md, report.html, pictures, and the main table
 as table.csv and table.tex. Print its tables on the terminal."""
-import json
-
 from rich.console import Console
 
 from lab.ablation import tables
 from lab.ablation.page import page
 from lab.ablation.pictures import TITLES, not_drawn, write_all
-from lab.ablation.results import write_whole
+from lab.ablation.results import write_json, write_whole
 
 
 def write_report(summary: dict, folder, also_as: str = '') -> None:
     """Write all files. also_as: 'svg' or 'pdf' for pictures in that format too.
 
-    Raises:
-        UserError: matplotlib is missing, or a file cannot be written.
+    Raises UserError if matplotlib is missing or a file cannot be written.
     """
-    write_whole(folder / 'results.json', json.dumps(summary, indent=1) + '\n')
+    write_json(folder / 'results.json', summary)
     write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder, also_as)))
     write_whole(folder / 'report.html', page(summary))
     write_whole(folder / 'table.csv', tables.as_csv(summary))
@@ -41,8 +38,7 @@ def markdown(summary: dict, pictures: list[str]) -> str:
 
 def show(summary: dict) -> None:
     """The same tables on the terminal."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=150)
+    console = Console() if Console().is_terminal else Console(width=150)
     plain = dict(highlight=False, markup=False, soft_wrap=True)
     for line in (tables.facts_line(summary), *tables.in_short(summary)):
         console.print(line, **plain)

@@ -11,11 +11,7 @@ RESULTS = Path(__file__).resolve().parents[2] / 'results'
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write a file atomically. Raises UserError if it cannot be written."""
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,12 +23,12 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path: Path):
-    """The document in a file; None if there is no such file.
+def write_json(path: Path, document) -> None:
+    write_whole(path, json.dumps(document, indent=1) + '\n')
 
-    Raises:
-        UserError: it is not readable as JSON.
-    """
+
+def read_json(path: Path):
+    """The document in a file; None without the file. Raises UserError if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError:
@@ -71,9 +67,8 @@ class Results:
         if not isinstance(run, dict) or run.get('fingerprint') != self.ladder.fingerprint(row):
             return None
         before = run.get('settings', {})  # fingerprints omit defaults, which may have changed
-        same = all(before[name] == value for name, value in self.ladder.weighty(row).items()
-                   if name in before)
-        return run if same else None
+        now = self.ladder.weighty(row).items()
+        return run if all(before.get(name, value) == value for name, value in now) else None
 
     def failed(self, row, seed: int) -> str:
         """The error of a failed run, its training or its measurement; '' if there is none."""
@@ -84,10 +79,9 @@ class Results:
         return ''
 
     def write(self, row, seed: int, run: dict) -> None:
-        write_whole(self.path(row, seed), json.dumps(run, indent=1) + '\n')
+        write_json(self.path(row, seed), run)
         self.failure_path(row, seed).unlink(missing_ok=True)
 
     def write_failure(self, row, seed: int, error: str) -> None:
-        failure = {'row': row.name, 'seed': seed, 'training': self.ladder.training(row),
-                   'error': error}
-        write_whole(self.failure_path(row, seed), json.dumps(failure, indent=1) + '\n')
+        write_json(self.failure_path(row, seed), {
+            'row': row.name, 'seed': seed, 'training': self.ladder.training(row), 'error': error})

@@ -35,8 +35,7 @@ def paired_difference(ours: dict, others: dict) -> dict | None:
     if not both:
         return None
     each = [ours[key] - others[key] for key in both]
-    n = len(each)
-    half = None
+    n, half = len(each), None
     if n > 1:
         quantile = T_95[n - 2] if n - 2 < len(T_95) else NORMAL_95
         half = quantile * statistics.stdev(each) / math.sqrt(n)
@@ -49,8 +48,8 @@ def mean_curve(curves: list[list]) -> dict:
     by_iteration = [{i: loss for i, loss in curve if loss is not None} for curve in curves]
     common = sorted(set.intersection(*map(set, by_iteration)))
     at = [[losses[i] for losses in by_iteration] for i in common]
-    return {'iterations': common, 'mean': [statistics.fmean(x) for x in at],
-            'low': [min(x) for x in at], 'high': [max(x) for x in at]}
+    return {'iterations': common, 'mean': list(map(statistics.fmean, at)),
+            'low': list(map(min, at)), 'high': list(map(max, at))}
 
 
 def val_curve(run: dict) -> list:
@@ -63,16 +62,12 @@ def gap_curve(ours: dict, others: dict) -> list:
     def comparable(seed):
         a, b = ours[seed]['settings'], others[seed]['settings']
         return all(a[name] == b[name] for name in COMPARABLE)
-    seeds = list(filter(comparable, sorted(ours.keys() & others.keys())))
-    if not seeds:
-        return []
-    pairs = [[{i: val for i, val in val_curve(runs[seed]) if val is not None}
-              for runs in (ours, others)] for seed in seeds]
-    gaps = []
-    for i in sorted(set.intersection(*(set(curve) for pair in pairs for curve in pair))):
-        each = [a[i] - b[i] for a, b in pairs]
-        gaps.append([i, statistics.fmean(each), min(each), max(each)])
-    return gaps
+    differences = []
+    for seed in filter(comparable, ours.keys() & others.keys()):
+        a, b = dict(val_curve(ours[seed])), dict(val_curve(others[seed]))
+        differences.append([[i, a[i] - b[i]] for i in a.keys() & b.keys()
+                            if a[i] is not None and b[i] is not None])
+    return list(map(list, zip(*mean_curve(differences).values()))) if differences else []
 
 
 def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -> dict:
@@ -85,13 +80,14 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
     for row in ladder.rows.values():
         runs = {seed: results.read(row, seed) for seed in results.seeds(row)}
         measured[row.name] = {seed: run for seed, run in runs.items() if run}
-    rows = [summarize_row(ladder, results, row, measured) for row in ladder.rows.values()]
-    for entry, row in zip(rows, ladder.rows.values()):
+    rows = []
+    for row in ladder.rows.values():
+        entry = summarize_row(ladder, results, row, measured)
         if speed:
             entry['speed'] = speed_of_row(speed, row.name)
         if recall and row.name in recall:
             entry['recall'] = recall[row.name]
-        entry['kv'] = kv_of(row)
+        rows.append(entry | {'kv': kv_of(row)})
     if not recall:
         compare_recall(rows, ladder.baseline)
     return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base,
@@ -102,13 +98,15 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
 def summarize_row(ladder, results, row, measured: dict) -> dict:
     """One row. `seeds_missing` lists the seeds without a result, `failed` maps seeds to errors."""
     runs, wanted = measured[row.name], ladder.seeds(row)
-    errors = {seed: results.failed(row, seed) for seed in wanted if seed not in runs}
+    missing = sorted(set(wanted) - set(runs))
+    errors = {seed: results.failed(row, seed) for seed in wanted if seed in missing}
     config = ladder.config(row)
     entry = {
         'name': row.name, 'slug': row.slug, 'side': row.side, 'above': row.above,
         'changes': row.changes, 'converted_from': row.converted_from,
-        'same_model': same_model(row), 'kv_dtype': row.kv_dtype, 'seeds': sorted(runs),
-        'seeds_missing': sorted(set(wanted) - set(runs)),
+        # only the training differs: optimizer, learning rate or initial weights
+        'same_model': bool(row.above) and not row.changes.keys() & INFERENCE_KEYS,
+        'kv_dtype': row.kv_dtype, 'seeds': sorted(runs), 'seeds_missing': missing,
         'failed': {seed: error for seed, error in errors.items() if error},
         'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
         'command': ladder.command(row, wanted[0])}
@@ -120,10 +118,13 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
               'tokens': first['training']['tokens'],
               'iterations': first['training']['iterations'], 'trained_as': first['trained_as'],
               'curve': mean_curve([run['training']['curve'] for run in runs.values()])}
-    if 'recall' in first:
-        recalls = {seed: run['recall'] for seed, run in runs.items()}
-        return entry | {'recall': recall_of_row(recalls)}
-    return entry | losses_of_row(ladder, row, measured)
+    if 'recall' not in first:
+        return entry | losses_of_row(ladder, row, measured)
+    accuracy = {distance: mean_sd(run['recall']['accuracy'][distance] for run in runs.values())
+                for distance in first['recall']['accuracy']}
+    reach, n_rows = first['recall']['local_reach'], first['recall']['rows']
+    return entry | {'recall': {'accuracy': accuracy, 'local_reach': reach, 'rows': n_rows,
+                               'seeds': list(runs)}}
 
 
 def losses_of_row(ladder, row, measured: dict) -> dict:
@@ -154,12 +155,6 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
     return entry
 
 
-def same_model(row) -> bool:
-    """Whether the row differs from the row above only in its training: optimizer, learning rate or
-    initial weights."""
-    return bool(row.above) and not row.changes.keys() & INFERENCE_KEYS
-
-
 def from_scratch(ladder, row) -> str:
     """The row above a converted row if it has the same KV plan and is not converted itself; else
     ''."""
@@ -176,15 +171,6 @@ def last_loss(runs: dict, others: dict) -> dict | None:
     if not last:
         return None
     return {'mean': statistics.fmean(val for _, val in last), 'iterations': last[0][0]}
-
-
-def recall_of_row(recalls: dict) -> dict:
-    """Accuracy by distance over the seeds. recalls: seed -> what measure.recall returned."""
-    first = next(iter(recalls.values()))
-    accuracy = {distance: mean_sd(each['accuracy'][distance] for each in recalls.values())
-                for distance in first['accuracy']}
-    return {'accuracy': accuracy, 'local_reach': first['local_reach'], 'rows': first['rows'],
-            'seeds': list(recalls)}
 
 
 def compare_recall(rows: list[dict], baseline: str) -> None:
@@ -258,14 +244,12 @@ def facts(ladder, measured: dict) -> dict:
     names = ['dataset', 'dtype', 'B', 'T', 'iterations', 'tokens', 'hardware', 'torch']
     if runs and 'windows' in runs[0]:
         names += ['val_windows', 'val_tokens']
-    values = [facts_of_run(run) for run in runs]
-    return {name: sorted({each[name] for each in values}) for name in names}
-
-
-def facts_of_run(run: dict) -> dict:
-    settings, training = run['settings'], run['training']
-    return {'dataset': settings['dataset'], 'dtype': run['dtype'],
-            'B': settings['batch_size'] * settings['gradient_accumulation_steps'],
-            'T': settings['block_size'], 'iterations': training['iterations'],
-            'tokens': training['tokens'], 'hardware': run['hardware'], 'torch': run['torch'],
+    found = {name: set() for name in names}
+    for run in runs:
+        s = run['settings']
+        values = s | run | run['training'] | {
+            'B': s['batch_size'] * s['gradient_accumulation_steps'], 'T': s['block_size'],
             'val_windows': run.get('windows'), 'val_tokens': run.get('tokens')}
+        for name in names:
+            found[name].add(values[name])
+    return {name: sorted(values) for name, values in found.items()}

@@ -2,6 +2,7 @@
 report.md and report.html show the same ones."""
 import csv
 import io
+import statistics
 
 from config.sizes import nice_bytes
 from lab.ablation.summary import LEARNED, local_reach
@@ -10,9 +11,6 @@ from lab.tables import Table
 MISSING = '-'
 INTERVAL = ("±: 95% confidence interval of the paired difference "
             "(Student's t, n-1 degrees of freedom)")
-
-
-# -- cells ------------------------------------------------------------------------------------
 
 
 def label(row: dict) -> str:
@@ -28,12 +26,11 @@ def plus_minus(difference: dict | None, form: str = '.4f', scale: float = 1) -> 
     """'+0.0123 ±0.0045': a paired difference and its 95% confidence interval. Below three pairs
     the differences themselves, '+0.0123, +0.0150 (n=2)': with one degree of freedom the width of
     the interval is mostly chance."""
-    if not difference:
-        return MISSING
-
     def signed(x):
         text = format(scale * x, '+z' + form)
         return text if float(text) else text.lstrip('+')
+    if not difference:
+        return MISSING
     each = difference['each']
     if len(each) < 3:
         return f"{', '.join(map(signed, each))} (n={len(each)})"
@@ -46,11 +43,6 @@ def mean_sd(values: dict | None, form: str = '.4f', scale: float = 1) -> str:
         return MISSING
     text = format(scale * values['mean'], form)
     return text if values['sd'] is None else f"{text} ({format(scale * values['sd'], form)})"
-
-
-def milliseconds(x: float) -> str:
-    """'0.31', '25.5'."""
-    return f'{x:.2f}' if x < 10 else f'{x:,.1f}'
 
 
 def smaller(row: dict) -> str:
@@ -66,11 +58,7 @@ def models(summary: dict) -> list[dict]:
     return list(filter(is_model, summary['rows']))
 
 
-# -- sentences --------------------------------------------------------------------------------
-
-
 def certain(difference: dict) -> bool:
-    """Whether the confidence interval excludes zero."""
     return abs(difference['mean']) > difference['half_95']
 
 
@@ -81,11 +69,11 @@ def verdict(difference: dict) -> str:
         return 'too few seeds for an interval'
     if certain(difference):
         return 'the interval excludes zero'
-    for sign, same in (('positive', min(each) > 0), ('negative', max(each) < 0)):
-        if same:
-            return (f'not distinguishable; all {len(each)} differences are {sign} '
-                    f'(sign test: p = {0.5 ** (len(each) - 1):.2g})')
-    return 'not distinguishable'
+    if min(each) <= 0 <= max(each):
+        return 'not distinguishable'
+    return (f"not distinguishable; all {len(each)} differences are "
+            f"{'positive' if min(each) > 0 else 'negative'} "
+            f'(sign test: p = {0.5 ** (len(each) - 1):.2g})')
 
 
 def title(summary: dict) -> str:
@@ -130,7 +118,7 @@ def caveats(summary: dict) -> list[str]:
         lines.append(f'{len(intervals)} intervals are shown, not corrected for their number: about '
                      'one in twenty excludes zero where there is no difference. They cover the '
                      'variation between seeds, not the choice of validation text.')
-    baseline = next((row for row in summary['rows'] if row['name'] == summary['baseline']), {})
+    baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
     losses = baseline.get('loss_by_position', ())
     start = flat_from(losses)
     if 0 < start <= len(losses) // 4:
@@ -142,11 +130,10 @@ def caveats(summary: dict) -> list[str]:
 def flat_from(losses) -> int:
     """The position from which the means of 16 losses each stay within 0.05 nats of the mean of the
     second half; 0 for fewer than 64 losses."""
-    blocks = [sum(losses[i:i + 16]) / 16 for i in range(0, len(losses) - 15, 16)]
+    blocks = [statistics.fmean(losses[i:i + 16]) for i in range(0, len(losses) - 15, 16)]
     if len(blocks) < 4:
         return 0
-    second_half = blocks[len(blocks) // 2:]
-    level = sum(second_half) / len(second_half)
+    level = statistics.fmean(blocks[len(blocks) // 2:])
     return 16 * max((i + 1 for i, x in enumerate(blocks) if abs(x - level) > 0.05), default=0)
 
 
@@ -158,14 +145,12 @@ def shortcomings(summary: dict) -> list[str]:
     for row in summary['rows']:
         for cell in row.get('speed') or []:
             if 'errors' in cell and (cell['kind'] == 'train' or is_model(row)):
-                at = 'its batch'
-                if cell['context']:
-                    at = f"{cell['context']:,} tokens, batch {cell['batch']}"
+                at = f"{cell['context']:,} tokens, batch {cell['batch']}" if cell['context'] \
+                    else 'its batch'
                 lines.append(f"{row['name']}: not timed ({cell['kind']}, {at}): {cell['errors']}")
     waiting = []
     for row in summary['rows']:
-        seeds = [str(seed) for seed in row['seeds_missing'] if seed not in row['failed']]
-        if seeds:
+        if seeds := [str(seed) for seed in row['seeds_missing'] if seed not in row['failed']]:
             plural = 's' if len(seeds) > 1 else ''
             waiting.append(f"{row['name']} (seed{plural} {', '.join(seeds)})")
     return lines + ([f"not trained yet: {'; '.join(waiting)}"] if waiting else [])
@@ -173,24 +158,20 @@ def shortcomings(summary: dict) -> list[str]:
 
 def notes(summary: dict) -> list[str]:
     """The paragraphs below the tables."""
-    return [facts_line(summary), explanation(summary), *caveats(summary)]
-
-
-def explanation(summary: dict) -> str:
-    """A paragraph on what the tables show."""
     through = sorted({name for row in summary['rows'] if row['kv']['dtype'] == 'bfloat16'
                       for name in row.get('judged_through', ())} - {'bfloat16'})
     note = (' (the losses of these rows were computed through a cache in '
             f"{' or '.join(through)})") if through else ''
-    return ('Written by ablate.py from the JSON files in this folder. A row is one change from the '
-            'row above it, a side row (from ...) from the row that it names. KV bytes assume '
-            f'bfloat16 where a row does not set its storage{note}, and are compared with vanilla '
-            "GPT-2 in bfloat16; the caches were allocated, and their sizes equal the plan's "
-            'arithmetic.')
+    explanation = (
+        'Written by ablate.py from the JSON files in this folder. A row is one change from the '
+        'row above it, a side row (from ...) from the row that it names. KV bytes assume '
+        f'bfloat16 where a row does not set its storage{note}, and are compared with vanilla '
+        "GPT-2 in bfloat16; the caches were allocated, and their sizes equal the plan's "
+        'arithmetic.')
+    return [facts_line(summary), explanation, *caveats(summary)]
 
 
 def changed(row: dict) -> str:
-    """'pos_embedding=rope': the row's changes."""
     changes = [f'{name}={value!r}' for name, value in row['changes'].items()]
     return ', '.join(changes) or 'as the base config'
 
@@ -212,17 +193,13 @@ def facts_line(summary: dict) -> str:
     return line + '.'
 
 
-# -- tables -----------------------------------------------------------------------------------
-
-
 def grids(summary: dict) -> list[Table]:
     """All tables that have rows."""
     rows = summary['rows']
-    tables = []
+    tables = [recalls(summary), bytes_held(summary), weights_and_prefill(summary),
+              speeds(summary), training(summary)]
     if any('val_loss' in row for row in rows) or not any(row.get('recall') for row in rows):
-        tables += [headline(summary), headline(summary, side=True)]
-    tables += [recalls(summary), bytes_held(summary), weights_and_prefill(summary),
-               speeds(summary), training(summary)]
+        tables = [headline(summary), headline(summary, side=True), *tables]
     return [table for table in tables if table and table.rows]
 
 
@@ -230,7 +207,7 @@ def headline(summary: dict, side: bool = False) -> Table:
     """Losses, KV bytes and sizes of the ladder's rows, or of the side rows."""
     others = ['baseline'] if side else ['first', 'baseline']
     if not side and summary['first'] == summary['baseline']:
-        others.remove('baseline')
+        others = ['first']
     name, above = ('Alternatives', 'against that') if side else ('The ladder', 'against above')
     T = summary['rows'][0]['kv']['T']
     against = (f'against {summary[other]}' for other in others)
@@ -242,7 +219,7 @@ def headline(summary: dict, side: bool = False) -> Table:
         if row['side'] != side:
             continue
         failed = f", failed {len(row['failed'])}" if row['failed'] else ''
-        differences = [row.get(f'against_{key}') for key in ('above', *others)]
+        differences = (row.get(f'against_{key}') for key in ('above', *others))
         table.rows.append((
             label(row), mean_sd(row.get('val_loss')), f"{row['kv']['bytes_per_token']:,.0f}",
             smaller(row), *map(plus_minus, differences),
@@ -264,10 +241,9 @@ def as_csv(summary: dict) -> str:
                   'kv_bytes_per_token': row['kv']['bytes_per_token'],
                   'smaller': row['kv']['smaller'], 'parameters': row.get('params')}
         for key in pairs:
-            difference = row.get(key) or {'mean': None, 'half_95': None, 'each': ()}
-            has_interval = len(difference['each']) > 2
-            record[key] = difference['mean']
-            record[f'{key}_half_95'] = difference['half_95'] if has_interval else None
+            found = row.get(key) or {'mean': None, 'each': ()}
+            record[key] = found['mean']
+            record[f'{key}_half_95'] = found['half_95'] if len(found['each']) > 2 else None
         records.append(record)
     file = io.StringIO()
     writer = csv.DictWriter(file, list(records[0]), lineterminator='\n')
@@ -319,7 +295,6 @@ def weights_and_prefill(summary: dict) -> Table:
 
 
 def where(speed: dict) -> str:
-    """The machine, dtype and version of a speed measurement."""
     shape = ''.join(f', {name}={value}' for name, value in speed['shape'].items())
     return (f"{speed['device']}, {speed['processor']}, {speed['threads']} threads, "
             f"{speed['dtype']}, torch {speed['torch']}{shape}")
@@ -330,21 +305,22 @@ def speeds(summary: dict) -> Table | None:
     speed = summary['speed'] or {'cells': []}
     heads = {}
     for cell in speed['cells']:
-        if cell['kind'] != 'train':
-            name = f"TTFT {cell['context']:,}" if cell['kind'] == 'prefill' \
-                else f"TPOT {cell['context']:,} B={cell['batch']}"
-            heads[place(cell)] = name
+        names = {'prefill': f"TTFT {cell['context']:,}",
+                 'decode': f"TPOT {cell['context']:,} B={cell['batch']}"}
+        if cell['kind'] in names:
+            heads[place(cell)] = names[cell['kind']]
     if not heads:
         return None
     table = Table('Speed: time to first token (TTFT, by prompt length) and per output token '
                   '(TPOT, by cached tokens and batch size) in ms, median; random weights; '
                   + where(speed), ('row', *heads.values()), left=('row',))
     for row in models(summary):
-        found = {place(cell): cell.get('tpot_ms') or cell.get('ttft_ms')
-                 for cell in row.get('speed') or []}
-        times = [found.get(key) for key in heads]
-        table.rows.append((label(row), *(milliseconds(x['median']) if x else MISSING
-                                         for x in times)))
+        cells = dict.fromkeys(heads, MISSING)
+        for cell in row.get('speed') or []:
+            if times := cell.get('tpot_ms') or cell.get('ttft_ms'):
+                x = times['median']
+                cells[place(cell)] = f'{x:.2f}' if x < 10 else f'{x:,.1f}'
+        table.rows.append((label(row), *cells.values()))
     return table
 
 
@@ -367,10 +343,9 @@ def training(summary: dict) -> Table | None:
             continue
         cells = [MISSING] * 3
         for cell in row.get('speed') or []:
-            if cell['kind'] == 'train' and 'memory' in cell:
+            if 'memory' in cell:
                 megabytes = [cell['memory'][name] / 1e6 for name in ('activations', 'peak')]
-                numbers = cell['tokens_per_second']['median'], *megabytes
-                cells = [f'{x:,.0f}' for x in numbers]
+                cells = [f'{x:,.0f}' for x in (cell['tokens_per_second']['median'], *megabytes)]
         table.rows.append((label(row), *cells))
     return table
 
