@@ -99,7 +99,6 @@ def _adapt_moments(optimizer: dict, crop: int | None) -> None:
 
 def differences(old: GPTConfig, new: GPTConfig) -> list[str]:
     """A phrase for each changed setting but dropout."""
-    changed = [key.name for key in MODEL
-               if key.name != 'dropout' and getattr(new, key.name) != getattr(old, key.name)]
+    names = [key.name for key in MODEL if key.name != 'dropout']
     return [f'{name} = {getattr(new, name)!r} (trained with {getattr(old, name)!r})'
-            for name in changed]
+            for name in names if getattr(new, name) != getattr(old, name)]

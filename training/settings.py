@@ -50,10 +50,6 @@ def check_settings(s, data_root: Path) -> None:
     if s.init_from == 'scratch':
         with warnings.catch_warnings(action='ignore'):  # given when the model is built
             plan_kv(GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}))
-    _check_folders(s)
-
-
-def _check_folders(s):
     checkpoint_in(s.out_dir, s.resume_from)
     if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
         raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is '

@@ -60,20 +60,12 @@ class GuardedUpdate:
         self.counts = torch.tensor([0, 0, -1], device=device)  # skipped, in a row, latest
         self.reported = 0
 
-    def restore(self, skipped: int) -> None:
-        """Continue the count of an interrupted run."""
-        self.counts[0] = self.reported = skipped
-
     def __call__(self, iter_num: int, loss: torch.Tensor) -> None:
         """Update the parameters and drop their gradients. loss: unscaled, of the last
         micro-batch."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
-        if self.grad_clip != 0.0:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip)
-        else:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip or math.inf)
         self.norm = full(norm)
         bad = ~self.norm.isfinite()
         self._step(bad)
@@ -96,16 +88,6 @@ class GuardedUpdate:
                 del self.optimizer.found_inf
         elif not bad.item():
             self.optimizer.step()
-
-    @property
-    def skipped(self) -> int:
-        """Iterations skipped so far; waits for the device."""
-        return int(self.counts[0])
-
-    @property
-    def in_row(self) -> int:
-        """As in `Updates`; waits for the device."""
-        return int(self.counts[1])
 
     def read(self) -> Updates:
         """All counts so far; waits for the device."""
