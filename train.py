@@ -133,8 +133,7 @@ def report(run, log, loss, lr, losses, pace):
 
 
 def keep_best(run, log, val_loss):
-    """Save if the validation loss improved, or always if asked to; never before the first step, as
-    in nanoGPT."""
+    """Save if the validation loss improved, or always if asked to, as nanoGPT does."""
     improved = val_loss < run.best_val_loss
     if improved:
         run.best_val_loss = torch.tensor(val_loss)

@@ -31,8 +31,6 @@ SHARDS = 'shards_'
 MOMENT = re.compile(r'optimizer\.(\d+)\.(.+)')
 
 
-# -- the file ------------------------------------------------------------------------------------
-
 def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -> None:
     """Write a temporary file, flush it to disk, then rename it: a crash leaves the old checkpoint
     or the new one.
@@ -100,12 +98,10 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # torch raises errors of many types
-        reason = str(e).strip().splitlines() or [type(e).__name__]
-        raise UserError(f'checkpoint {path} is damaged or not a checkpoint: {reason[0][:200]}'
-                        ) from e
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise UserError(f'checkpoint {path} is damaged or not a checkpoint: {reason[:200]}') from e
     has = checkpoint if isinstance(checkpoint, dict) else {}
-    missing = [key for key in REQUIRED if key not in has]
-    if missing:
+    if missing := [key for key in REQUIRED if key not in has]:
         raise UserError(f'checkpoint {path} lacks {", ".join(missing)}: '
                         f'it needs {", ".join(REQUIRED)}')
     for key, kind in REQUIRED.items():
@@ -132,8 +128,6 @@ def restoring(path: Path, key: str):
                         f'{type(e).__name__}: {reason}') from e
 
 
-# -- the model -----------------------------------------------------------------------------------
-
 def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
     """The GPTConfig in a checkpoint's `model_args`.
 
@@ -147,7 +141,7 @@ def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
             raise UserError(f'checkpoint {path}: model_args have {name!r}, '
                             'which this version does not know')
         wanted = type(fields[name].default)
-        if type(value) is not wanted and not (wanted is float and type(value) is int):
+        if type(value) is not wanted and (wanted, type(value)) != (float, int):
             raise UserError(f'checkpoint {path}: model_args have {name}={value!r}, '
                             f'which should be {wanted.__name__}')
     return GPTConfig(**args)
@@ -179,18 +173,13 @@ def tokens_id(meta: dict | None) -> str:
     return 'sha256:' + hashlib.sha256(repr(sorted(meta['stoi'].items())).encode()).hexdigest()
 
 
-# -- random number generators --------------------------------------------------------------------
-
 def rng_state() -> dict:
     """The state of every generator that training uses, as tensors and plain values."""
-    state = {'torch': torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state['cuda'] = torch.cuda.get_rng_state_all()
     kind, keys, *rest = np.random.get_state()
-    state['numpy'] = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
     version, internal, gauss = random.getstate()
-    state['python'] = [version, list(internal), gauss]
-    return state
+    cuda = {'cuda': torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {}
+    return {'torch': torch.get_rng_state(), **cuda, 'python': [version, list(internal), gauss],
+            'numpy': [kind, torch.from_numpy(keys.astype(np.int64)), *rest]}
 
 
 def set_rng_state(state: dict) -> None:
@@ -204,8 +193,6 @@ def set_rng_state(state: dict) -> None:
     version, internal, gauss = state['python']
     random.setstate((version, tuple(internal), gauss))
 
-
-# -- shards --------------------------------------------------------------------------------------
 
 def storage():
     """torch.distributed.checkpoint with its safetensors reader and writer.
@@ -257,15 +244,13 @@ def write_shards(folder: Path, tensors: dict, group=None) -> dict:
     """
     dcp, _, Writer = storage()
     try:
-        dcp.save(tensors, storage_writer=Writer(str(folder), save_distributed=True),
-                 process_group=group, no_dist=group is None)
-        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    except BaseException as e:
+        with _shard_errors(f'cannot write checkpoint {folder}'):
+            dcp.save(tensors, storage_writer=Writer(str(folder), save_distributed=True),
+                     process_group=group, no_dist=group is None)
+            files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        if not isinstance(e, (Exception, dcp.CheckpointException)):
-            raise
-        reason = ' '.join(str(e).split())[:300]
-        raise UserError(f'cannot write checkpoint {folder}: {reason}') from e
+        raise
     return {'folder': folder.name, 'files': files}
 
 
@@ -283,7 +268,7 @@ def shard_metadata(path: Path, shards: dict) -> dict:
             what = f'has {file.stat().st_size:,} bytes' if file.is_file() else 'is missing'
             raise UserError(f'checkpoint {path}: its shard {file} {what}, and should have '
                             f'{size:,} bytes')
-    with _reading_shards(path, folder):
+    with _shard_errors(f'checkpoint {path}: its shards in {folder} cannot be read'):
         return Reader(str(folder)).read_metadata().state_dict_metadata
 
 
@@ -304,21 +289,19 @@ def read_shards(path: Path, shards: dict, tensors: dict | None = None, group=Non
             has = tuple(known[key].size) if key in known else 'missing'
             raise UserError(f'checkpoint {path}: {key} is {has} in its shards, and should be '
                             f'{tuple(x.shape)}')
-    with _reading_shards(path, folder):
+    with _shard_errors(f'checkpoint {path}: its shards in {folder} cannot be read'):
         dcp.load(tensors, storage_reader=Reader(str(folder)), process_group=group,
                  no_dist=group is None)
     return tensors
 
 
 @contextlib.contextmanager
-def _reading_shards(path, folder):
+def _shard_errors(problem):
     dcp, *_ = storage()
     try:
         yield
     except (Exception, dcp.CheckpointException) as e:  # the latter is a BaseException
-        reason = ' '.join(str(e).split())[:300]
-        raise UserError(f'checkpoint {path}: its shards in {folder} cannot be read: {reason}'
-                        ) from e
+        raise UserError(f'{problem}: {" ".join(str(e).split())[:300]}') from e
 
 
 def fill_from_shards(path: Path, checkpoint: dict) -> None:

@@ -14,11 +14,7 @@ from config.sizes import physical_memory
 
 
 def pick_device(name: str) -> torch.device:
-    """'auto' is CUDA, else MPS, else CPU. MPS is supported in code but untested.
-
-    Raises:
-        UserError: no such device here.
-    """
+    """'auto' is CUDA, else MPS (untested), else CPU. Raises UserError: no such device here."""
     usable = ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
     usable.append('cpu')
     if name == 'auto':
@@ -61,11 +57,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:
-    """'attention: global layers sdpa, local layers flex': what a model's layers will use.
-
-    Raises:
-        UserError: as `choose`.
-    """
+    """'attention: global layers sdpa, local layers flex': what a model's layers will use. Raises
+    UserError as `choose`."""
     kinds = sorted({layer.kind for layer in model.plan.layers})
     found = [choose(kind, model.attention_backend, model.device, dtype, model.plan.head_dim,
                     dropout_p) for kind in kinds]

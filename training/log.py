@@ -62,9 +62,8 @@ class RunLog:
 
     def __exit__(self, *_):
         self.progress.stop()
-        self.file.close()
-        for tracker in self.trackers:
-            tracker.close()
+        for file in (self.file, *self.trackers):
+            file.close()
 
     def _reopen(self, start_iter, keep_old):
         kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter]

@@ -47,9 +47,8 @@ class Run:
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high' if s.tf32 else 'highest')
 
-        saved = None
-        if s.init_from == 'resume':
-            saved = load_to_resume(self.origin, whole=not self.sharded)
+        resumes = s.init_from == 'resume'
+        saved = load_to_resume(self.origin, whole=not self.sharded) if resumes else None
         with ranks.main_first():
             meta = open_meta(s, data_root)
         self.tokens = ckpt.tokens_id(meta)
@@ -101,20 +100,17 @@ class Run:
 
     def _compile_and_distribute(self):
         self.compiled = self.trained = self.model
-        if self.sharded:
-            return prepare(self.model, self.s.block_size) if self.s.compile else None
         if self.s.compile:
-            print('compiling the model... (takes a ~minute)')
             prepare(self.model, self.s.block_size)
-            self.compiled = torch.compile(self.model)
-        self.trained = self.compiled
-        if self.ranks.world_size > 1:
+        if self.s.compile and not self.sharded:
+            print('compiling the model... (takes a ~minute)')
+            self.compiled = self.trained = torch.compile(self.model)
+        if self.ranks.world_size > 1 and not self.sharded:
             self.trained = torch.nn.parallel.DistributedDataParallel(
                 self.compiled, device_ids=[self.device] if self.device.type == 'cuda' else None)
 
     def _model(self, saved, meta):
-        """The model to start from, and whether settings changed that its weights were trained
-        with."""
+        """The model to start from; whether settings changed that its weights were trained with."""
         s = self.s
         if meta is not None:
             source = 'of recall_task' if RECALL in meta else f'inside data/{s.dataset}/meta.pkl'
@@ -157,8 +153,7 @@ class Run:
             return GPT(GPTConfig(**shape))
 
     def _pretrained_config(self, old, meta, origin, tokens):
-        """The config of a trained model, with the given settings that it can adapt to. It becomes
-        the settings of this run, so that its checkpoints state the true shape."""
+        """A trained model's config with the given settings, which it then sets in this run."""
         s = self.s
         given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
         config = adapted_config(old, given)
@@ -275,8 +270,7 @@ class Run:
         return means
 
     def _evaluation(self, split):
-        """(x, y, 1) of this rank's batches. Where all ranks need as many passes, the last batch
-        again, with 0."""
+        """(x, y, 1) of this rank's batches; then (x, y, 0): sharded ranks need as many passes."""
         n, x, y = 0, *self.batch
         for x, y in self.batches.evaluation(split, self.s.eval_iters, self.s.seed):
             n += 1
@@ -320,8 +314,7 @@ class Run:
         """
         n = self.s.batch_size * self.s.gradient_accumulation_steps
         tflops = achieved(self.model, n, seconds)
-        peak = peak_tflops(self.device, self.dtype)
-        memory = memory_use(self.device)
+        peak, memory = peak_tflops(self.device, self.dtype), memory_use(self.device)
         row = dict(grad_norm=updates.grad_norm, loss_scale=updates.loss_scale,
                    skipped=updates.skipped, model_tflops_per_second=tflops,
                    mfu=peak and tflops / (peak * self.ranks.world_size), memory_bytes=memory.used,

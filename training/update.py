@@ -65,21 +65,9 @@ class GuardedUpdate:
         micro-batch."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip or math.inf)
-        self.norm = full(norm)
+        self.norm = full(torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip or math.inf))
         bad = ~self.norm.isfinite()
-        self._step(bad)
-        # `scale(1)` is `get_scale` without waiting for the device
-        counts = self.scaler.scale(self.one) <= HEALTHY_SCALE
-        skipped, in_row, latest = self.counts
-        self.counts = torch.stack([skipped + bad, torch.where(bad, in_row + counts, 0),
-                                   torch.where(bad, iter_num, latest)])
-        self.finite_loss = torch.where(bad, self.finite_loss, loss)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _step(self, bad):
-        """Replaces GradScaler.step, which ignores norms and does nothing without float16."""
+        # replaces GradScaler.step, which ignores norms and does nothing without float16
         if self.fused:
             self.optimizer.found_inf = bad.float()
             try:
@@ -88,6 +76,14 @@ class GuardedUpdate:
                 del self.optimizer.found_inf
         elif not bad.item():
             self.optimizer.step()
+        # `scale(1)` is `get_scale` without waiting for the device
+        counts = self.scaler.scale(self.one) <= HEALTHY_SCALE
+        skipped, in_row, latest = self.counts
+        self.counts = torch.stack([skipped + bad, torch.where(bad, in_row + counts, 0),
+                                   torch.where(bad, iter_num, latest)])
+        self.finite_loss = torch.where(bad, self.finite_loss, loss)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def read(self) -> Updates:
         """All counts so far; waits for the device."""
