@@ -23,7 +23,6 @@ import configurator
 from config.errors import UserError
 from config.folder_lock import only_writer
 from data.datasets import DATA_ROOT
-from training.checkpoint_manager import launch_of
 from training.distributed import Ranks, go_on_after_restart
 from training.log import Pace, RunLog
 from training.memory_use import memory_line
@@ -39,7 +38,7 @@ def main(argv=None):
     s = configurator.parse('train', argv, usage=__doc__, echo=echo)
     check_settings(s, DATA_ROOT)
     with Ranks(s.backend, s.device, 'backend' in s.given) as ranks, writer(s, ranks):
-        go_on_after_restart(s, ranks, launch_of)
+        go_on_after_restart(s, ranks)
         check_accumulation(s, ranks)
         if s.init_from == 'scratch':
             print_tokens(s)
@@ -49,28 +48,29 @@ def main(argv=None):
         run = Run(s, ranks, DATA_ROOT)
         if s.init_from != 'scratch':
             print_tokens(s)  # only now is its block_size known
-        if nothing_to_do(run):
-            run.batches.close()
-            return
-        note_default_accumulation(s, ranks.device)
-        repeats = 0.0 if ranks.world_size == 1 else 5.0
-        with (contextlib.closing(run.batches), StopRequest(repeats=repeats) as stop,
-              open_log(run) as log):
-            train(run, log, stop)
+        with contextlib.closing(run.batches):
+            if nothing_to_do(run):
+                return
+            n, given = s.gradient_accumulation_steps, 'gradient_accumulation_steps' in s.given
+            if ranks.device.type == 'cpu' and n > 1 and not given:  # the default is for GPUs
+                print(f'Note: that is {n} micro-batches of {s.batch_size} x {s.block_size} tokens; '
+                      'on a CPU fewer may do: --gradient_accumulation_steps=1')
+            repeats = 0.0 if ranks.world_size == 1 else 5.0
+            with StopRequest(repeats) as stop, open_log(run) as log:
+                train(run, log, stop)
 
 
 def train(run, log, stop):
     """The loop, in nanoGPT's order: evaluate and save if due, then train one iteration; until
     after max_iters, or until a signal asks to stop."""
-    s, pace, first = run.s, Pace(), run.iter_num
-    speed = Speed(first)
+    s, pace = run.s, Pace(run.iter_num)
     while not run.ranks.any(stop):
         lr = learning_rate_at(run.iter_num, s)
         set_learning_rate(run.optimizer, lr)
 
         losses = {}
         if run.iter_num % s.eval_interval == 0 or run.iter_num == s.max_iters or s.eval_only:
-            losses = evaluate(run, log, stop, lr, speed.mfu)
+            losses = evaluate(run, log, stop, lr, pace.mfu)
             if s.eval_only:
                 return
             if losses is None:  # a signal came
@@ -84,16 +84,20 @@ def train(run, log, stop):
             pace.restart()
 
         loss = run.step()  # forward, backward, update
-        pace.step()
-        if run.iter_num == first:
+        pace.steps += 1
+        if run.iter_num == pace.first:
             log.line(memory_line(run.model, run.optimizer, run.device))
         if run.iter_num % s.log_interval == 0 or losses:
-            report(run, log, loss, lr, losses, pace, speed)
+            report(run, log, loss, lr, losses, pace)
         run.iter_num += 1
         if run.iter_num > s.max_iters:
-            log.skipped(run.update.read())  # the last iteration is not always logged
             return
-    stop_cleanly(run, log, stop)
+
+    log.skipped(run.update.read())  # since the last logged iteration
+    run.save(best=False, say=log.line)
+    why = stop.name or 'another process was stopped'
+    log.line(f'{why}: saved iteration {run.iter_num} to {run.path}; '
+             'go on with --init_from=resume')
 
 
 def evaluate(run, log, stop, lr, mfu):
@@ -103,64 +107,39 @@ def evaluate(run, log, stop, lr, mfu):
     if losses is not None:
         train_loss, val_loss = losses['train'], losses['val']
         log.line(f'step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}')
-        log.evaluated(run.iter_num, {'train/loss': train_loss, 'val/loss': val_loss, 'lr': lr,
-                                     'mfu': mfu * 100})
+        row = {'train/loss': train_loss, 'val/loss': val_loss, 'lr': lr, 'mfu': mfu * 100}
+        for tracker in log.trackers:
+            tracker.evaluated(run.iter_num, row)
     return losses
 
 
-def report(run, log, loss, lr, losses, pace, speed):
+def report(run, log, loss, lr, losses, pace):
     """What is printed and logged of an iteration: nanoGPT's line, and a row of metrics.jsonl."""
     s = run.s
-    loss = run.ranks.from_last(loss.item())  # waits for the device, so the clock below is right
+    # .item() waits for the device, so the clock below is right
+    loss = run.ranks.gather(loss.item())[-1]
     dt = pace.read()
     tokens_per_second = s.gradient_accumulation_steps * s.batch_size * s.block_size / dt
-    speed.measured(run, dt)
+    pace.measured(run, dt)
     if run.iter_num % s.log_interval == 0:
-        left = speed.mean_dt * (s.max_iters - run.iter_num)
-        words = pace_words(run.device, speed.mfu, tokens_per_second, left)
+        left = pace.mean_dt * (s.max_iters - run.iter_num)
+        words = pace_words(run.device, pace.mfu, tokens_per_second, left)
         log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, {words}')
     updates = run.update.read()
     log.skipped(updates)
     evaluated = {f'{split}_loss': each for split, each in losses.items()}
     log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000,
                 tokens_per_second=tokens_per_second, **run.metrics(updates, dt))
-    log.advance(run.iter_num, tokens_per_second, loss)
-
-
-class Speed:
-    """nanoGPT's running MFU (-1 in the first iterations), and the mean seconds of an iteration (0
-    until the second: the first one also compiles)."""
-
-    def __init__(self, first: int):
-        self.first, self.mfu, self.mean_dt = first, -1.0, 0.0
-
-    def measured(self, run, dt):
-        if run.iter_num - self.first >= 5:
-            n = run.s.batch_size * run.s.gradient_accumulation_steps // run.ranks.world_size
-            now = run.model.estimate_mfu(n, dt)
-            self.mfu = now if self.mfu == -1.0 else 0.9 * self.mfu + 0.1 * now
-        if run.iter_num > self.first:
-            self.mean_dt = 0.9 * self.mean_dt + 0.1 * dt if self.mean_dt else dt
 
 
 def keep_best(run, log, val_loss):
-    """Save if the validation loss improved, or always if asked to; never before the first step, as
-    in nanoGPT."""
+    """Save if the validation loss improved, or always if asked to, as nanoGPT does."""
     improved = val_loss < run.best_val_loss
     if improved:
         run.best_val_loss = torch.tensor(val_loss)
     if run.iter_num > 0 and (improved or run.s.always_save_checkpoint):
         run.save(best=bool(improved), say=log.line)
         log.line(f'saving checkpoint to {run.s.out_dir}')
-
-
-def stop_cleanly(run, log, stop):
-    """Report what was skipped since the last logged iteration, and save."""
-    log.skipped(run.update.read())
-    run.save(best=False, say=log.line)
-    why = stop.name or 'another process was stopped'
-    log.line(f'{why}: saved iteration {run.iter_num} to {run.path}; '
-             'go on with --init_from=resume')
 
 
 def pace_words(device, mfu: float, tokens_per_second: float, left: float) -> str:
@@ -192,15 +171,6 @@ def check_accumulation(s, ranks):
                         f'{ranks.world_size} processes that share it (WORLD_SIZE)')
 
 
-def note_default_accumulation(s, device):
-    """nanoGPT's default of 40 micro-batches an iteration is made for GPUs: on a CPU say what it
-    means."""
-    n, given = s.gradient_accumulation_steps, 'gradient_accumulation_steps' in s.given
-    if device.type == 'cpu' and n > 1 and not given:
-        print(f'Note: that is {n} micro-batches of {s.batch_size} x {s.block_size} tokens; '
-              'on a CPU fewer may do: --gradient_accumulation_steps=1')
-
-
 def nothing_to_do(run) -> bool:
     """Whether a resumed run has had all its iterations; then it says so."""
     s = run.s
@@ -213,14 +183,14 @@ def nothing_to_do(run) -> bool:
 
 
 def open_log(run):
-    s, writes = run.s, run.ranks.main and not run.s.eval_only
+    s, trackers = run.s, []
     try:
         if run.ranks.main:
             run.out_dir.mkdir(parents=True, exist_ok=True)
-        trackers = open_trackers(s, run.out_dir, run.iter_num) if run.ranks.main else []
+            trackers = open_trackers(s, run.out_dir, run.iter_num)
         # another checkpoint than the latest may go with rows that are dropped now
-        return RunLog(run.out_dir, run.iter_num, s.max_iters, trackers, write=writes,
-                      keep_old=s.resume_from != 'ckpt.pt')
+        return RunLog(run.out_dir, run.iter_num, s.max_iters, trackers,
+                      run.ranks.main and not s.eval_only, keep_old=s.resume_from != 'ckpt.pt')
     except OSError as e:
         raise UserError(f'out_dir={s.out_dir!r} cannot be written to: {e}') from e
 

@@ -32,9 +32,7 @@ def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
     if changes.get('pos_embedding') == 'learned':
         raise UserError("pos_embedding='learned': the checkpoint has RoPE, and so no position "
                         "embeddings to go on with; leave pos_embedding='rope'")
-    fixed = sorted(changes.keys() - {*FREE, 'block_size', 'pos_embedding'})
-    if fixed:
-        name = fixed[0]
+    for name in sorted(changes.keys() - {*FREE, 'block_size', 'pos_embedding'}):
         raise UserError(f'{name}={changes[name]!r}, but the weights were trained with '
                         f'{name}={getattr(old, name)!r}, which they cannot change: leave it out, '
                         f'{POOLED * (name in CONVERTED)}or train from scratch '
@@ -76,7 +74,7 @@ def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
         return
     crop = None if new.pos_embedding == 'rope' else new.block_size
     weight = saved['model'].pop(WPE, None)
-    if crop is not None and torch.is_tensor(weight):
+    if crop and torch.is_tensor(weight):
         saved['model'][WPE] = weight[:crop].clone()
     if saved.get('optimizer'):
         with restoring(origin, 'optimizer'):
@@ -99,7 +97,6 @@ def _adapt_moments(optimizer: dict, crop: int | None) -> None:
 
 def differences(old: GPTConfig, new: GPTConfig) -> list[str]:
     """A phrase for each changed setting but dropout."""
-    changed = [key.name for key in MODEL
-               if key.name != 'dropout' and getattr(new, key.name) != getattr(old, key.name)]
+    names = [key.name for key in MODEL if key.name != 'dropout']
     return [f'{name} = {getattr(new, name)!r} (trained with {getattr(old, name)!r})'
-            for name in changed]
+            for name in names if getattr(new, name) != getattr(old, name)]

@@ -6,7 +6,7 @@ import torch
 
 from config.errors import UserError
 from data.datasets import ensure_dataset
-from data.order import make_order
+from data.order import RandomOrder, make_order
 from data.recall.lags import LagTask, read_task
 from data.tokenfiles import open_split, read_meta
 from training.prefetch import Prefetched
@@ -35,7 +35,6 @@ class TokenBatches:
                  generator=None, rank: int = 0, world_size: int = 1, order: str = 'random',
                  seed: int = 0, vocab_size: int = 0):
         self.block_size, self.batch_size, self.device = block_size, batch_size, device
-        self.generator = torch.default_generator if generator is None else generator
         self.rank, self.world_size = rank, world_size
         self.tokens = {}
         for split in ('train', 'val'):
@@ -48,7 +47,8 @@ class TokenBatches:
                 print(f'Note: token file {str(path)!r} is shorter than others: if it was cut '
                       'short, prepare the data set again')
         self.vocab_size = vocab_size or 2 ** 32
-        self.order = make_order(order, len(self.tokens['train']), block_size, self.generator, seed)
+        self.order = make_order(order, len(self.tokens['train']), block_size,
+                                generator or torch.default_generator, seed)
         self.state = self.order.state
 
     def next(self):
@@ -56,11 +56,6 @@ class TokenBatches:
         self.state = self.order.state
         drawn = [self.order.draw(self.batch_size) for _ in range(self.world_size)]
         return self._windows('train', drawn[self.rank])
-
-    def resume(self, state: torch.Tensor):
-        """Go back to a former `state`, and return the batch drawn from there."""
-        self.order.state = state
-        return self.next()
 
     def evaluation(self, split: str, n_batches: int, seed: int):
         """`n_batches` batches of `split`, the same at every call with this seed, of which each
@@ -74,8 +69,8 @@ class TokenBatches:
 
     def _windows(self, split, offsets):
         tokens = self.tokens[split]
-        rows = np.stack([tokens.window(i, self.block_size + 1) for i in offsets.tolist()])
-        rows = rows.astype(np.int64)
+        windows = [tokens.window(i, self.block_size + 1) for i in offsets.tolist()]
+        rows = np.stack(windows, dtype=np.int64)
         if rows.max() >= self.vocab_size:
             row, place = np.unravel_index(rows.argmax(), rows.shape)
             path = tokens.file_of(int(offsets[row]) + int(place))
@@ -91,21 +86,15 @@ class TaskBatches:
 
     def __init__(self, task: LagTask, batch_size: int, device: torch.device,
                  generator: torch.Generator, rank: int = 0, world_size: int = 1):
-        self.task, self.batch_size = task, batch_size
-        self.device, self.generator = device, generator
+        self.task, self.batch_size, self.device = task, batch_size, device
         self.rank, self.world_size = rank, world_size
-        self.state = generator.get_state()
+        self.order = RandomOrder(2 ** 62, generator)
+        self.state = self.order.state
 
     def next(self):
         """(x, y), each (batch_size, block_size) int64."""
-        self.state = self.generator.get_state()
-        seeds = torch.randint(2 ** 62, (self.world_size,), generator=self.generator)
-        return self._made((seeds[self.rank].item(),))
-
-    def resume(self, state: torch.Tensor):
-        """Go back to a former `state`, and return the batch drawn from there."""
-        self.generator.set_state(state)
-        return self.next()
+        self.state = self.order.state
+        return self._made((self.order.draw(self.world_size)[self.rank].item(),))
 
     def evaluation(self, split: str, n_batches: int, seed: int):
         """`n_batches` batches, the same at every call with this seed and split."""

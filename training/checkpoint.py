@@ -31,8 +31,6 @@ SHARDS = 'shards_'
 MOMENT = re.compile(r'optimizer\.(\d+)\.(.+)')
 
 
-# -- the file ------------------------------------------------------------------------------------
-
 def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -> None:
     """Write a temporary file, flush it to disk, then rename it: a crash leaves the old checkpoint
     or the new one.
@@ -41,59 +39,43 @@ def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -
     Raises:
         UserError: the folder is full or cannot be written to. The old checkpoint is still whole.
     """
-    temporary, failed = temporary_for(path), []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for stale in path.parent.glob(f'.{path.stem}*.tmp'):  # of a process killed while writing
             stale.unlink(missing_ok=True)
-        with open(temporary, 'wb') as f:
-            torch.save(checkpoint, _ErrorRecorder(f, failed))
-            f.flush()
-            os.fsync(f.fileno())
-        before_replace()
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        with replacing(path) as temporary:
+            with open(temporary, 'wb') as f:
+                torch.save(checkpoint, f)
+                f.flush()
+                os.fsync(f.fileno())
+            before_replace()
     except (OSError, RuntimeError) as e:
-        raise UserError(f'cannot write checkpoint {path}: {[*failed, e][0]}') from e
+        # torch reports a full disk as an error about file positions
+        reason = e if isinstance(e, OSError) else e.__context__ or e
+        raise UserError(f'cannot write checkpoint {path}: {reason}') from e
+
+
+@contextlib.contextmanager
+def replacing(path: Path):
+    """Yield the name of a temporary file, which then replaces `path` atomically."""
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    try:
+        yield temporary
+        os.replace(temporary, path)
+        with contextlib.suppress(OSError):  # not every system can open or flush a folder
+            fd = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
     finally:
-        temporary.unlink(missing_ok=True)
-
-
-class _ErrorRecorder:
-    """Records why a write failed: torch reports a full disk as an error about file positions."""
-
-    def __init__(self, file, failed: list):
-        self.file, self.failed = file, failed
-        self.flush = file.flush
-
-    def write(self, data):
-        try:
-            return self.file.write(data)
-        except OSError as e:
-            self.failed.append(e)
-            raise
-
-
-def temporary_for(path: Path) -> Path:
-    """The file that this process writes before it is renamed to `path`."""
-    return path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-
-
-def _sync_folder(folder: Path) -> None:
-    """Put a rename on disk. Not every system can open or flush a folder."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        temporary.unlink(missing_ok=True)  # renaming a link onto its own file does nothing
 
 
 def link_or_copy(path: Path, target: Path) -> None:
     """Give the file at `path` a second name in its folder, replacing `target` atomically. Without
     hard links that is a copy, on disk before it takes the name."""
-    temporary = temporary_for(target)
-    try:
+    with replacing(target) as temporary:
         try:
             os.link(path, temporary)
         except OSError:
@@ -101,10 +83,6 @@ def link_or_copy(path: Path, target: Path) -> None:
                 shutil.copyfileobj(source, f, 2 ** 20)
                 f.flush()
                 os.fsync(f.fileno())
-        os.replace(temporary, target)
-        _sync_folder(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)  # renaming a link onto its own file does nothing
 
 
 def load_checkpoint(path: Path, whole: bool = True) -> dict:
@@ -120,12 +98,10 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # torch raises errors of many types
-        reason = str(e).strip().splitlines() or [type(e).__name__]
-        raise UserError(f'checkpoint {path} is damaged or not a checkpoint: {reason[0][:200]}'
-                        ) from e
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise UserError(f'checkpoint {path} is damaged or not a checkpoint: {reason[:200]}') from e
     has = checkpoint if isinstance(checkpoint, dict) else {}
-    missing = [key for key in REQUIRED if key not in has]
-    if missing:
+    if missing := [key for key in REQUIRED if key not in has]:
         raise UserError(f'checkpoint {path} lacks {", ".join(missing)}: '
                         f'it needs {", ".join(REQUIRED)}')
     for key, kind in REQUIRED.items():
@@ -146,13 +122,11 @@ def restoring(path: Path, key: str):
         yield
     except UserError:
         raise
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as e:
-        reason = ' '.join(str(e).split())[:200]
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as e:
+        reason = ' '.join(str(e).split())[:300]
         raise UserError(f'checkpoint {path}: its {key} does not fit: '
                         f'{type(e).__name__}: {reason}') from e
 
-
-# -- the model -----------------------------------------------------------------------------------
 
 def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
     """The GPTConfig in a checkpoint's `model_args`.
@@ -167,7 +141,7 @@ def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
             raise UserError(f'checkpoint {path}: model_args have {name!r}, '
                             'which this version does not know')
         wanted = type(fields[name].default)
-        if type(value) is not wanted and not (wanted is float and type(value) is int):
+        if type(value) is not wanted and (wanted, type(value)) != (float, int):
             raise UserError(f'checkpoint {path}: model_args have {name}={value!r}, '
                             f'which should be {wanted.__name__}')
     return GPTConfig(**args)
@@ -183,45 +157,29 @@ def note_fixed_settings(s, config: GPTConfig) -> None:
 
 
 def load_weights(model, checkpoint: dict, path: Path) -> None:
-    """`load_state_dict`, strictly. Raises UserError naming the first tensor that does not fit."""
-    have, want = checkpoint['model'], model.state_dict()
-    missing, unknown = want.keys() - have.keys(), have.keys() - want.keys()
-    for problem, names in (('lacks', missing), ('has unknown', unknown)):
-        if names:
-            raise UserError(f'checkpoint {path} {problem} {sorted(names)[0]} '
-                            f'({len(names)} in all)')
-    for name, x in want.items():
-        if not torch.is_tensor(have[name]):
-            raise UserError(f'checkpoint {path}: {name} is {type(have[name]).__name__}, '
-                            'not a tensor')
-        if have[name].shape != x.shape:
-            raise UserError(f'checkpoint {path}: {name} is {tuple(have[name].shape)}, '
-                            f'model_args say {tuple(x.shape)}')
-    model.load_state_dict(have)
+    """`load_state_dict`, strictly. Raises UserError naming the tensors that do not fit."""
+    with restoring(path, 'model'):
+        model.load_state_dict(checkpoint['model'])
 
 
 def tokens_id(meta: dict | None) -> str:
     """Identifies the vocabulary of a data set with this meta.pkl: 'gpt2', or a hash of its
     alphabet. A model works with no other."""
-    if meta is not None and 'recall' in meta:
+    meta = meta or {}
+    if 'recall' in meta:
         return f"recall: {meta['recall']}"
-    if meta is None or 'stoi' not in meta:
+    if 'stoi' not in meta:
         return 'gpt2'
     return 'sha256:' + hashlib.sha256(repr(sorted(meta['stoi'].items())).encode()).hexdigest()
 
 
-# -- random number generators --------------------------------------------------------------------
-
 def rng_state() -> dict:
     """The state of every generator that training uses, as tensors and plain values."""
-    state = {'torch': torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state['cuda'] = torch.cuda.get_rng_state_all()
     kind, keys, *rest = np.random.get_state()
-    state['numpy'] = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
     version, internal, gauss = random.getstate()
-    state['python'] = [version, list(internal), gauss]
-    return state
+    cuda = {'cuda': torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {}
+    return {'torch': torch.get_rng_state(), **cuda, 'python': [version, list(internal), gauss],
+            'numpy': [kind, torch.from_numpy(keys.astype(np.int64)), *rest]}
 
 
 def set_rng_state(state: dict) -> None:
@@ -235,8 +193,6 @@ def set_rng_state(state: dict) -> None:
     version, internal, gauss = state['python']
     random.setstate((version, tuple(internal), gauss))
 
-
-# -- shards --------------------------------------------------------------------------------------
 
 def storage():
     """torch.distributed.checkpoint with its safetensors reader and writer.
@@ -259,12 +215,9 @@ def split_tensors(model: dict, optimizer: dict) -> tuple[dict, dict]:
     shards; and the rest of the latter: its groups and step counts."""
     tensors, rest = {f'model.{name}': x for name, x in model.items()}, {}
     for i, state in optimizer['state'].items():
-        rest[i] = {}
-        for name, x in state.items():
-            if torch.is_tensor(x) and x.dim():
-                tensors[f'optimizer.{i}.{name}'] = x
-            else:
-                rest[i][name] = x
+        moments = [name for name, x in state.items() if torch.is_tensor(x) and x.dim()]
+        tensors |= {f'optimizer.{i}.{name}': state[name] for name in moments}
+        rest[i] = {name: x for name, x in state.items() if name not in moments}
     return tensors, {**optimizer, 'state': rest}
 
 
@@ -291,15 +244,13 @@ def write_shards(folder: Path, tensors: dict, group=None) -> dict:
     """
     dcp, _, Writer = storage()
     try:
-        writer = Writer(str(folder), save_distributed=True)
-        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    except BaseException as e:
+        with _shard_errors(f'cannot write checkpoint {folder}'):
+            dcp.save(tensors, storage_writer=Writer(str(folder), save_distributed=True),
+                     process_group=group, no_dist=group is None)
+            files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        if not isinstance(e, (Exception, dcp.CheckpointException)):
-            raise
-        reason = ' '.join(str(e).split())[:300]
-        raise UserError(f'cannot write checkpoint {folder}: {reason}') from e
+        raise
     return {'folder': folder.name, 'files': files}
 
 
@@ -312,12 +263,12 @@ def shard_metadata(path: Path, shards: dict) -> dict:
     _, Reader, _ = storage()
     folder = path.parent / shards['folder']
     for name, size in shards['files'].items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            what = 'is missing' if found is None else f'has {found:,} bytes'
-            raise UserError(f'checkpoint {path}: its shard {folder / name} {what}, and should have '
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            what = f'has {file.stat().st_size:,} bytes' if file.is_file() else 'is missing'
+            raise UserError(f'checkpoint {path}: its shard {file} {what}, and should have '
                             f'{size:,} bytes')
-    with _reading_shards(path, folder):
+    with _shard_errors(f'checkpoint {path}: its shards in {folder} cannot be read'):
         return Reader(str(folder)).read_metadata().state_dict_metadata
 
 
@@ -338,45 +289,38 @@ def read_shards(path: Path, shards: dict, tensors: dict | None = None, group=Non
             has = tuple(known[key].size) if key in known else 'missing'
             raise UserError(f'checkpoint {path}: {key} is {has} in its shards, and should be '
                             f'{tuple(x.shape)}')
-    with _reading_shards(path, folder):
+    with _shard_errors(f'checkpoint {path}: its shards in {folder} cannot be read'):
         dcp.load(tensors, storage_reader=Reader(str(folder)), process_group=group,
                  no_dist=group is None)
     return tensors
 
 
 @contextlib.contextmanager
-def _reading_shards(path, folder):
+def _shard_errors(problem):
     dcp, *_ = storage()
     try:
         yield
     except (Exception, dcp.CheckpointException) as e:  # the latter is a BaseException
-        reason = ' '.join(str(e).split())[:300]
-        raise UserError(f'checkpoint {path}: its shards in {folder} cannot be read: {reason}'
-                        ) from e
+        raise UserError(f'{problem}: {" ".join(str(e).split())[:300]}') from e
 
 
 def fill_from_shards(path: Path, checkpoint: dict) -> None:
     """Read the shards of the checkpoint at `path` into it, in place."""
     tensors = read_shards(path, checkpoint.pop('shards'))
-    model = {key.removeprefix('model.'): x for key, x in tensors.items()
-             if key.startswith('model.')}
-    model['lm_head.weight'] = model['transformer.wte.weight']  # tied
-    checkpoint['model'] = model
+    checkpoint['model'] = {key.removeprefix('model.'): x for key, x in tensors.items()
+                           if key.startswith('model.')}
+    checkpoint['model']['lm_head.weight'] = tensors['model.transformer.wte.weight']  # tied
     checkpoint['optimizer'] = merge_moments(checkpoint['optimizer'], tensors)
 
 
 def delete_unused_shards(folder: Path, run: str) -> None:
-    """Delete the shards of this run that no checkpoint in the folder refers to, whatever its
-    name."""
-    found = list(folder.glob(f'{SHARDS}{run[:8]}_*'))
-    if not found:
-        return
-    try:
-        checkpoints = (torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-                       for path in folder.glob('*.pt'))
-        used = {checkpoint.get('shards', {}).get('folder') for checkpoint in checkpoints}
-    except Exception:  # an unreadable checkpoint may refer to any of them
-        return
-    for path in found:
-        if path.name not in used:
-            shutil.rmtree(path, ignore_errors=True)
+    """Delete the shards of this run that no checkpoint in the folder refers to."""
+    if unused := {path.name for path in folder.glob(f'{SHARDS}{run[:8]}_*')}:
+        try:
+            for path in folder.glob('*.pt'):
+                checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+                unused.discard(checkpoint.get('shards', {}).get('folder'))
+        except Exception:  # an unreadable checkpoint may refer to any of them
+            return
+        for name in unused:
+            shutil.rmtree(folder / name, ignore_errors=True)

@@ -8,12 +8,8 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError
-from training.checkpoint import (
-    delete_unused_shards,
-    link_or_copy,
-    load_checkpoint,
-    save_checkpoint,
-)
+from training import checkpoint as ckpt
+from training.checkpoint import link_or_copy
 
 NUMBERED = re.compile(r'ckpt_(\d{7,})\.pt')
 
@@ -43,7 +39,7 @@ class CheckpointManager:
     def resume(self, origin: Path, saved: dict) -> None:
         """Continue the run that wrote the checkpoint `saved`, read from `origin`."""
         # one without a run id, such as nanoGPT's, belongs to this run; other such files may not
-        self.run = _run_of(saved) or self.run
+        self.run = str(saved.get('run', '')) or self.run
         self.start, self.origin = saved['iter_num'], origin
         self.best = origin if saved.get('holds_best', True) else None
         self.latest = self.start if origin == self.path else None
@@ -58,8 +54,8 @@ class CheckpointManager:
         """
         lines, iteration, best = [], checkpoint['iter_num'], checkpoint['holds_best']
         try:
-            save_checkpoint(self.path, {**checkpoint, 'run': self.run},
-                            lambda: self._keep_previous(iteration, best, lines))
+            ckpt.save_checkpoint(self.path, {**checkpoint, 'run': self.run},
+                                 lambda: self._keep_previous(iteration, best, lines))
         except UserError as e:
             if 'shards' in checkpoint:
                 shutil.rmtree(self.folder / checkpoint['shards']['folder'], ignore_errors=True)
@@ -72,7 +68,7 @@ class CheckpointManager:
                             f'deleted: {e}; {self._left_to_resume()}') from e
         for line in lines:
             say(line)
-        delete_unused_shards(self.folder, self.run)
+        ckpt.delete_unused_shards(self.folder, self.run)
 
     def _left_to_resume(self):
         if self.latest is not None:
@@ -104,26 +100,25 @@ class CheckpointManager:
             found = peek(self.path)
             self.latest = found[1] if self._owns(found) else None
         if self.latest is None and self.path.is_file():
-            kept = _free_name(self.path)
-            link_or_copy(self.path, kept)  # not renamed: there is a ckpt.pt at any time
-            lines.append(f'{self.path} was there before this run: kept as {kept}')
+            # not renamed: there is a ckpt.pt at any time
+            self._rename_old(self.path, lines, link_or_copy)
         if self.best_path.is_file() and not self._owns(peek(self.best_path)):
             self._rename_old(self.best_path, lines)
         for path in sorted(self.folder.glob('ckpt_*.pt')):
-            match = NUMBERED.fullmatch(path.name)
-            found = peek(path) if match else None
-            if self._owns(found):
-                self.numbered[int(match[1])] = path
-            elif found and found[0] == self.run:
-                self._rename_old(path, lines)
+            if match := NUMBERED.fullmatch(path.name):
+                found = peek(path)
+                if self._owns(found):
+                    self.numbered[int(match[1])] = path
+                elif found and found[0] == self.run:
+                    self._rename_old(path, lines)
 
     def _owns(self, found):
         return found is not None and found[0] == self.run and found[1] <= self.start
 
     @staticmethod
-    def _rename_old(path, lines):
+    def _rename_old(path, lines, rename=Path.replace):
         kept = _free_name(path)
-        path.replace(kept)
+        rename(path, kept)
         lines.append(f'{path} was there before this run: kept as {kept}')
 
     def _update_best_and_delete(self, best):
@@ -131,21 +126,15 @@ class CheckpointManager:
             self.best = self.path
             if self.best_path.is_file():
                 link_or_copy(self.path, self.best_path)
-        older = sorted(self.numbered.keys() - {self.latest})
-        for iteration in older[:-(self.keep - 1)] if self.keep > 1 else []:
-            self.numbered.pop(iteration).unlink(missing_ok=True)
-
-
-def _run_of(checkpoint: dict) -> str:
-    """The id of the run that wrote a checkpoint; '' for nanoGPT's and for ours before run ids."""
-    return str(checkpoint.get('run', ''))
+        if self.keep > 1:
+            for iteration in sorted(self.numbered.keys() - {self.latest})[:1 - self.keep]:
+                self.numbered.pop(iteration).unlink(missing_ok=True)
 
 
 def _free_name(path: Path) -> Path:
     """The first of ckpt_old.pt, ckpt_old2.pt, ... that is free, or is a link to this very file."""
     for n in itertools.count(1):
-        name = path.name.replace('ckpt', f'ckpt_old{n if n > 1 else ""}', 1)
-        candidate = path.with_name(name)
+        candidate = path.with_name(path.name.replace('ckpt', f'ckpt_old{n if n > 1 else ""}', 1))
         if not candidate.exists() or candidate.samefile(path):
             return candidate
 
@@ -153,24 +142,21 @@ def _free_name(path: Path) -> Path:
 def _open_mapped(path: Path) -> dict | None:
     """A checkpoint without reading its tensors; None if there is none that loads."""
     try:
-        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-    except Exception:  # torch raises errors of many types
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        return {**checkpoint, 'iter_num': int(checkpoint['iter_num'])}
+    except Exception:  # torch raises errors of many types; it may also be another kind of file
         return None
 
 
 def peek(path: Path) -> tuple[str, int] | None:
-    """The run and the iteration of a checkpoint; None if there is none that loads."""
-    try:
-        checkpoint = _open_mapped(path)
-        return _run_of(checkpoint), int(checkpoint['iter_num'])
-    except (AttributeError, KeyError, TypeError, ValueError):  # another kind of file, or none
-        return None
+    """The run ('' = from before run ids) and the iteration of a checkpoint, if it loads."""
+    found = _open_mapped(path)
+    return found and (str(found.get('run', '')), found['iter_num'])
 
 
 def launch_of(path: Path) -> str:
     """The `training.distributed.launch_id` that saved the checkpoint; '' if there is none."""
-    checkpoint = _open_mapped(path)
-    return str(checkpoint.get('launch', '')) if isinstance(checkpoint, dict) else ''
+    return str((_open_mapped(path) or {}).get('launch', ''))
 
 
 def checkpoint_in(out_dir: str, name: str) -> Path:
@@ -188,12 +174,11 @@ def load_to_resume(path: Path, whole: bool = True) -> dict:
         UserError: missing, damaged, or not a checkpoint.
     """
     try:
-        return load_checkpoint(path, whole=whole)
+        return ckpt.load_checkpoint(path, whole=whole)
     except UserError as e:
-        found = [(peek(p), p.name) for p in path.parent.glob('ckpt*.pt') if p != path]
-        others = sorted(((at[1], name) for at, name in found if at), reverse=True)
+        found = {p.name: peek(p) for p in path.parent.glob('ckpt*.pt') if p != path}
+        others = sorted(((at[1], name) for name, at in found.items() if at), reverse=True)
         if not others:
             raise
-        named = ' or '.join(f'--resume_from={name} (iteration {iteration})'
-                            for iteration, name in others[:4])
+        named = ' or '.join(f'--resume_from={name} (iteration {n})' for n, name in others[:4])
         raise UserError(f'{e}; there are other checkpoints: {named}') from e

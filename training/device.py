@@ -14,15 +14,11 @@ from config.sizes import physical_memory
 
 
 def pick_device(name: str) -> torch.device:
-    """'auto' is CUDA, else MPS, else CPU. MPS is supported in code but untested.
-
-    Raises:
-        UserError: no such device here.
-    """
+    """'auto' is CUDA, else MPS (untested), else CPU. Raises UserError: no such device here."""
+    usable = ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
+    usable.append('cpu')
     if name == 'auto':
-        if torch.cuda.is_available():
-            return torch.device('cuda')
-        return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
+        return torch.device(usable[0])
     try:
         device = torch.device(name)
         if device.type == 'meta':
@@ -31,8 +27,6 @@ def pick_device(name: str) -> torch.device:
         if device.type == 'cuda' and device.index is not None:
             torch.cuda.set_device(device)  # where kernels are launched and graphs captured
     except (RuntimeError, AssertionError, ValueError) as e:
-        usable = ['cpu'] + ['cuda'] * torch.cuda.is_available()
-        usable += ['mps'] * torch.backends.mps.is_available()
         raise UserError(f'device={name!r} cannot be used here{_why_no_cuda(name)}; '
                         "usable are 'auto', " + ', '.join(map(repr, usable))) from e
     return device
@@ -63,11 +57,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:
-    """'attention: global layers sdpa, local layers flex': what a model's layers will use.
-
-    Raises:
-        UserError: as `choose`.
-    """
+    """'attention: global layers sdpa, local layers flex': what a model's layers will use. Raises
+    UserError as `choose`."""
     kinds = sorted({layer.kind for layer in model.plan.layers})
     found = [choose(kind, model.attention_backend, model.device, dtype, model.plan.head_dim,
                     dropout_p) for kind in kinds]
@@ -100,10 +91,8 @@ def device_name(device: torch.device) -> str:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read next to it is right."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-    elif device.type == 'mps':
-        torch.mps.synchronize()
+    if device.type != 'cpu':
+        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -128,23 +117,12 @@ def memory_use(device: torch.device) -> MemoryUse:
     if device.type == 'mps':
         return MemoryUse(torch.mps.current_allocated_memory(), None,
                          torch.mps.recommended_max_memory())
-    used, peak = _resident(), _most_resident()
-    # Linux updates the peak only now and then: it can be below the current use
-    return MemoryUse(used, peak and max(peak, used or 0), physical_memory() or None)
-
-
-def _resident():
-    try:
-        with open('/proc/self/statm') as f:
-            return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
-    except OSError:  # no Linux
-        return None
-
-
-def _most_resident():
-    try:
+    used = peak = None
+    with contextlib.suppress(OSError), open('/proc/self/statm') as f:  # Linux only
+        used = int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+    with contextlib.suppress(ImportError):  # Windows
         import resource
-    except ImportError:  # Windows
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == 'darwin' else most * 1024  # bytes on macOS, kilobytes on Linux
+        unit = 1 if sys.platform == 'darwin' else 1024  # bytes on macOS, kilobytes on Linux
+        # Linux updates the peak only now and then: it can be below the current use
+        peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, used or 0)
+    return MemoryUse(used, peak, physical_memory() or None)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from config.errors import UserError
 from config.folder_lock import process_start
+from training.checkpoint_manager import launch_of
 from training.device import pick_device
 
 LONG = timedelta(days=7)  # a timeout: the other ranks wait while rank 0 prepares a data set
@@ -29,39 +30,30 @@ class Ranks:
     """
 
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
-        self.rank = _env('RANK', 0)
-        self.local_rank = _env('LOCAL_RANK', 0)
-        self.world_size = _env('WORLD_SIZE', 1)
+        self.rank, self.world_size = _env('RANK', 0), _env('WORLD_SIZE', 1)
         if not 0 <= self.rank < self.world_size:
             raise UserError(f'RANK={self.rank} and WORLD_SIZE={self.world_size} in the '
                             'environment: ranks are numbered from 0 to WORLD_SIZE - 1, as '
                             'torchrun sets them')
-        self.device = pick_device(device) if self.world_size == 1 else self._own_device(device)
-        self.backend, self.control = backend, None
-        if self.world_size > 1 and backend == 'nccl' and self.device.type != 'cuda':
+        self.main = self.rank == 0  # writes files and prints
+        self.device, self.backend, self.control = pick_device(device), backend, None
+        if self.world_size == 1:
+            return
+        if self.device.type == 'mps':
+            raise UserError(f'device={device!r}: several processes cannot share MPS; '
+                            'use --device=cpu')
+        if self.device.type == 'cuda':
+            local, n = _env('LOCAL_RANK', 0), torch.cuda.device_count()
+            if local >= n:
+                raise UserError(f'LOCAL_RANK={local}, but there are {n} CUDA devices: '
+                                'start at most that many processes a node (--nproc_per_node)')
+            self.device = torch.device('cuda', local)
+            torch.cuda.set_device(self.device)
+        elif backend == 'nccl':
             if backend_given:
                 raise UserError("backend='nccl' needs CUDA, but the device is "
                                 f'{str(self.device)!r}: use --backend=gloo')
             self.backend = 'gloo'
-
-    @property
-    def main(self) -> bool:
-        """Whether this process writes files and prints."""
-        return self.rank == 0
-
-    def _own_device(self, name):
-        device = pick_device(name)
-        if device.type == 'mps':
-            raise UserError(f'device={name!r}: several processes cannot share MPS; '
-                            'use --device=cpu')
-        if device.type == 'cuda':
-            n = torch.cuda.device_count()
-            if self.local_rank >= n:
-                raise UserError(f'LOCAL_RANK={self.local_rank}, but there are {n} CUDA devices: '
-                                'start at most that many processes a node (--nproc_per_node)')
-            device = torch.device('cuda', self.local_rank)
-            torch.cuda.set_device(device)
-        return device
 
     def __enter__(self):
         if self.world_size == 1:
@@ -108,7 +100,7 @@ class Ranks:
     @contextlib.contextmanager
     def main_first(self):
         """Rank 0 runs the body while the others wait; then they run it."""
-        if self.world_size > 1 and not self.main:
+        if not self.main:
             dist.barrier(group=self.control)
         yield
         if self.world_size > 1 and self.main:
@@ -126,36 +118,12 @@ class Ranks:
         dist.all_reduce(totals, group=self.control)
         return totals.tolist()
 
-    def least(self, value: int) -> int:
-        """The smallest of the ranks' values."""
-        if self.world_size == 1:
-            return value
-        tensor = torch.tensor([value])
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.control)
-        return int(tensor)
-
-    def from_last(self, value):
-        """The value of the last rank, on all ranks."""
-        return self._broadcast(value, self.world_size - 1)
-
-    def from_first(self, value):
-        """The value of rank 0, on all ranks."""
-        return self._broadcast(value, 0)
-
-    def _broadcast(self, value, rank):
-        if self.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=rank, group=self.control)
-        return values[0]
-
     def gather(self, value) -> list:
-        """The values of all ranks in order, on rank 0; an empty list elsewhere."""
-        if self.world_size == 1:
-            return [value]
-        values = [None] * self.world_size if self.main else None
-        dist.gather_object(value, values, dst=0, group=self.control)
-        return values or []
+        """The values of all ranks, in order."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
 
 
 def launch_id() -> str:
@@ -166,14 +134,11 @@ def launch_id() -> str:
     return run
 
 
-def go_on_after_restart(s, ranks: Ranks, launch_of) -> None:
+def go_on_after_restart(s, ranks: Ranks) -> None:
     """Where torchrun has restarted the processes (--max-restarts), because one died or joined:
-    change the settings to resume from ckpt.pt, if this launch has saved one.
-
-    launch_of: path -> the `launch_id` in a checkpoint, '' where there is none.
-    """
+    change the settings to resume from ckpt.pt, if this launch has saved one."""
     path = Path(s.out_dir) / 'ckpt.pt'
-    if ranks.from_first(launch_id() != '' and launch_of(path) == launch_id()):
+    if ranks.gather(launch_id() != '' and launch_of(path) == launch_id())[0]:
         print(f'{path} was saved by this launch ({launch_id()}), so this is a restart: '
               'going on from it')
         s.init_from, s.resume_from = 'resume', path.name

@@ -39,10 +39,7 @@ def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool 
     model.to('meta')
     model.transformer.wte.weight = model.lm_head.weight  # `to` unties them
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32,
-                                      cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.transformer.h:
         if compiled:
             block.compile()

@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from config.errors import UserError
+from training.checkpoint import link_or_copy, replacing
 
 
 class RunLog:
@@ -41,8 +41,8 @@ class RunLog:
         keep_old: first copy metrics.jsonl to metrics_old.jsonl.
     """
 
-    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, trackers=(),
-                 write: bool = True, keep_old: bool = False):
+    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, trackers: list,
+                 write: bool, keep_old: bool):
         self.path, self.trackers = out_dir / 'metrics.jsonl', trackers
         self.file = self._reopen(start_iter, keep_old) if write else open(os.devnull, 'w')
         self.console = Console()
@@ -62,23 +62,15 @@ class RunLog:
 
     def __exit__(self, *_):
         self.progress.stop()
-        self.file.close()
-        for tracker in self.trackers:
-            tracker.close()
+        for file in (self.file, *self.trackers):
+            file.close()
 
     def _reopen(self, start_iter, keep_old):
         kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter]
-        old = self.path.with_name('metrics_old.jsonl')
-        if keep_old and self.path.is_file():
-            shutil.copy2(self.path, old)
-        elif not start_iter and self.path.is_file() and self.path.stat().st_size:
-            os.replace(self.path, old)
-        temporary = self.path.with_suffix('.tmp')
-        try:
+        if (keep_old or not start_iter) and self.path.is_file() and self.path.stat().st_size:
+            link_or_copy(self.path, self.path.with_name('metrics_old.jsonl'))
+        with replacing(self.path) as temporary:
             temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
-            os.replace(temporary, self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
         return open(self.path, 'a', buffering=1)
 
     def line(self, text: str) -> None:
@@ -94,25 +86,17 @@ class RunLog:
 
     def skipped(self, updates) -> None:
         """Print how many iterations were skipped, if any. updates: `training.update.Updates`."""
+        many = f'{updates.new} iterations, the last of them' if updates.new > 1 else 'iteration'
+        scale = '' if updates.loss_scale is None else f'; loss scale now {updates.loss_scale:g}'
         if updates.new:
-            which = f'iteration {updates.latest}'
-            if updates.new > 1:
-                which = f'{updates.new} iterations, the last of them {updates.latest}'
-            scale = ''
-            if updates.loss_scale is not None:
-                scale = f'; loss scale now {updates.loss_scale:g}'
-            self.line(f'skipped {which}: loss or gradients were not finite{scale}')
+            self.line(f'skipped {many} {updates.latest}: loss or gradients were not finite{scale}')
 
     def doing(self, what: str) -> None:
         """Set the progress line's description: 'training', 'evaluating'."""
         self.progress.update(self.task, description=what)
 
-    def advance(self, iter_num: int, tokens_per_second: float, loss: float | None = None) -> None:
-        fields = {'rate': tokens_per_second} | ({} if loss is None else {'loss': loss})
-        self.progress.update(self.task, completed=iter_num + 1, **fields)
-
     def stepped(self, iter_num: int, evaluated: dict, **row) -> None:
-        """Write the metrics of a step, with the losses of an evaluation just before it.
+        """Write and show the metrics of a step, with the losses of an evaluation just before it.
 
         Raises:
             UserError: metrics.jsonl cannot be written to, as on a full disk.
@@ -127,10 +111,8 @@ class RunLog:
                             '--init_from=resume') from e
         for tracker in self.trackers:
             tracker.stepped(iter_num, row)
-
-    def evaluated(self, iter_num: int, row: dict) -> None:
-        for tracker in self.trackers:
-            tracker.evaluated(iter_num, row)
+        self.progress.update(self.task, completed=iter_num + 1, loss=row['loss'],
+                             rate=row['tokens_per_second'])
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -148,18 +130,28 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 class Pace:
-    """Seconds per step, averaged since it was last read; evaluations do not count."""
+    """Seconds per step, averaged since it was last read; evaluations do not count.
 
-    def __init__(self):
+    mfu: nanoGPT's running MFU, -1 in the first iterations. mean_dt: the mean seconds of an
+    iteration, 0 until the second: the first one also compiles.
+    """
+
+    def __init__(self, first: int):
+        self.first, self.mfu, self.mean_dt = first, -1.0, 0.0
         self.restart()
 
     def restart(self) -> None:
         self.steps, self.since = 0, time.perf_counter()
 
-    def step(self) -> None:
-        self.steps += 1
-
     def read(self) -> float:
         seconds = (time.perf_counter() - self.since) / self.steps
         self.restart()
         return seconds
+
+    def measured(self, run, dt: float) -> None:
+        if run.iter_num - self.first >= 5:
+            n = run.s.batch_size * run.s.gradient_accumulation_steps // run.ranks.world_size
+            now = run.model.estimate_mfu(n, dt)
+            self.mfu = now if self.mfu == -1.0 else 0.9 * self.mfu + 0.1 * now
+        if run.iter_num > self.first:
+            self.mean_dt = 0.9 * self.mean_dt + 0.1 * dt if self.mean_dt else dt

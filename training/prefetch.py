@@ -18,11 +18,6 @@ class Prefetched:
         self._began = self._made = self._thread = self._stop = self._error = None
 
     @property
-    def generator(self):
-        """The generator of the batches, to be seeded before the first one."""
-        return self.batches.generator
-
-    @property
     def share(self) -> float | None:
         """Share of the time since the first batch spent waiting; None before the first batch."""
         return self.waited / (time.perf_counter() - self._began) if self._began else None
@@ -34,7 +29,11 @@ class Prefetched:
             raise self._error
         if self.depth:
             if self._thread is None:
-                self._start()
+                self._made, self._stop = queue.Queue(self.depth), threading.Event()
+                self._thread = threading.Thread(target=self._run, args=(self._made, self._stop),
+                                                name='batches', daemon=True)
+                self._thread.start()
+                atexit.register(self.close)  # a thread inside torch at exit aborts the process
             state, batch, self._error = self._made.get()
             if self._error is not None:
                 self.close()
@@ -53,7 +52,8 @@ class Prefetched:
         """Go back to a former `state`, and return the batch drawn from there."""
         self.close()
         self._error = None
-        batch = self.batches.resume(state)
+        self.batches.order.state = state
+        batch = self.batches.next()
         self.state = self.batches.state
         return batch
 
@@ -72,13 +72,6 @@ class Prefetched:
                 except queue.Empty:
                     self._thread.join(0.01)
             self._thread = None
-
-    def _start(self):
-        self._made, self._stop = queue.Queue(self.depth), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(self._made, self._stop),
-                                        name='batches', daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # a thread inside torch at exit aborts the process
 
     def _run(self, made, stop):
         while not stop.is_set():

@@ -47,15 +47,14 @@ class Run:
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high' if s.tf32 else 'highest')
 
-        saved = None
-        if s.init_from == 'resume':
-            saved = load_to_resume(self.origin, whole=not self.sharded)
+        resumes = s.init_from == 'resume'
+        saved = load_to_resume(self.origin, whole=not self.sharded) if resumes else None
         with ranks.main_first():
             meta = open_meta(s, data_root)
         self.tokens = ckpt.tokens_id(meta)
         self.model, self.changed = self._model(saved, meta)
         if self.sharded:  # only rank 0 has used its generator, to initialize weights
-            torch.set_rng_state(ranks.from_first(torch.get_rng_state()))
+            torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
         self._open_batches(data_root)
         self._prepare_model(empty='shards' in (saved or {}))
         self.optimizer = make_optimizer(self.model, s, self.device.type)
@@ -69,12 +68,13 @@ class Run:
 
     def _open_batches(self, data_root):
         s, ranks = self.s, self.ranks
-        self.batches = open_batches(s, data_root, self.device, torch.Generator(), ranks.rank,
-                                    ranks.world_size, self.model.config.vocab_size)
+        generator = torch.Generator()
         # where nanoGPT's generator is when it draws its first batch
-        self.batches.generator.set_state(torch.get_rng_state())
+        generator.set_state(torch.get_rng_state())
         if s.data_seed >= 0:
-            self.batches.generator.manual_seed(s.data_seed)
+            generator.manual_seed(s.data_seed)
+        self.batches = open_batches(s, data_root, self.device, generator, ranks.rank,
+                                    ranks.world_size, self.model.config.vocab_size)
         torch.manual_seed(s.seed + ranks.rank)  # dropout
 
     def _prepare_model(self, empty):
@@ -87,7 +87,7 @@ class Run:
             model.to(self.device)
         if policy == 'auto':
             policy = choose_policy(s, model.config, self.device, self.dtype, ranks.world_size,
-                                   ranks.least)
+                                   lambda value: min(ranks.gather(value)))
         set_recompute(model, policy)
         model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         model.attention_backend = s.attention_backend
@@ -100,20 +100,17 @@ class Run:
 
     def _compile_and_distribute(self):
         self.compiled = self.trained = self.model
-        if self.sharded:
-            return prepare(self.model, self.s.block_size) if self.s.compile else None
         if self.s.compile:
-            print('compiling the model... (takes a ~minute)')
             prepare(self.model, self.s.block_size)
-            self.compiled = torch.compile(self.model)
-        self.trained = self.compiled
-        if self.ranks.world_size > 1:
+        if self.s.compile and not self.sharded:
+            print('compiling the model... (takes a ~minute)')
+            self.compiled = self.trained = torch.compile(self.model)
+        if self.ranks.world_size > 1 and not self.sharded:
             self.trained = torch.nn.parallel.DistributedDataParallel(
                 self.compiled, device_ids=[self.device] if self.device.type == 'cuda' else None)
 
     def _model(self, saved, meta):
-        """The model to start from, and whether settings changed that its weights were trained
-        with."""
+        """The model to start from; whether settings changed that its weights were trained with."""
         s = self.s
         if meta is not None:
             source = 'of recall_task' if RECALL in meta else f'inside data/{s.dataset}/meta.pkl'
@@ -156,8 +153,7 @@ class Run:
             return GPT(GPTConfig(**shape))
 
     def _pretrained_config(self, old, meta, origin, tokens):
-        """The config of a trained model, with the given settings that it can adapt to. It becomes
-        the settings of this run, so that its checkpoints state the true shape."""
+        """A trained model's config with the given settings, which it then sets in this run."""
         s = self.s
         given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
         config = adapted_config(old, given)
@@ -189,7 +185,7 @@ class Run:
                 self.scaler.load_state_dict(saved['scaler'])
         self.iter_num = saved['iter_num']
         with ckpt.restoring(self.origin, 'skipped'):
-            self.update.restore(int(saved.get('skipped', 0)))
+            self.update.counts[0] = self.update.reported = int(saved.get('skipped', 0))
         if not self.changed:  # a changed model starts a new history
             self.best_val_loss = torch.as_tensor(saved['best_val_loss'])
             self.holds_best, self.saved_at = bool(saved.get('holds_best', True)), self.iter_num
@@ -229,7 +225,7 @@ class Run:
         tensors, optimizer = ckpt.split_tensors(dict(self.model.named_parameters()),
                                                 self.optimizer.state_dict())
         # rank 0's run id is the one saved
-        name = self.ranks.from_first(ckpt.shards_name(self.manager.run, self.iter_num))
+        name = self.ranks.gather(ckpt.shards_name(self.manager.run, self.iter_num))[0]
         shards = ckpt.write_shards(self.out_dir / name, tensors, self.ranks.control)
         return {'model': {}, 'optimizer': optimizer, 'shards': shards}
 
@@ -248,7 +244,7 @@ class Run:
                 'best_val_loss': self.best_val_loss, 'config': vars(self.s),
                 # beyond nanoGPT's keys: what an exact resume needs
                 'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
-                'holds_best': self.holds_best, 'skipped': self.update.skipped,
+                'holds_best': self.holds_best, 'skipped': int(self.update.counts[0]),
                 'launch': launch_id(), 'tokens': self.tokens}, say)
         self.saved_at = self.iter_num
 
@@ -274,8 +270,7 @@ class Run:
         return means
 
     def _evaluation(self, split):
-        """(x, y, 1) of this rank's batches. Where all ranks need as many passes, the last batch
-        again, with 0."""
+        """(x, y, 1) of this rank's batches; then (x, y, 0): sharded ranks need as many passes."""
         n, x, y = 0, *self.batch
         for x, y in self.batches.evaluation(split, self.s.eval_iters, self.s.seed):
             n += 1
@@ -302,15 +297,9 @@ class Run:
         loss = loss.detach() * n
         self.update(self.iter_num, loss)
         # reading the counts of another device waits for it
-        if self.device.type == 'cpu' or self.iter_num % self.s.max_skipped == 0:
-            self.stop_if_broken(loss)
-        return loss
-
-    def stop_if_broken(self, loss):
-        """Raises UserError if the last `max_skipped` iterations were all skipped. Waits for the
-        device."""
-        if self.update.in_row < self.s.max_skipped:
-            return
+        due = self.device.type == 'cpu' or self.iter_num % self.s.max_skipped == 0
+        if not due or self.update.counts[1] < self.s.max_skipped:
+            return loss
         # only rank 0 saves, and knows whether it has
         own = self.manager.latest is not None or not self.ranks.main
         files = [self.path] * own + [self.origin] * (self.s.init_from == 'resume')
@@ -325,8 +314,7 @@ class Run:
         """
         n = self.s.batch_size * self.s.gradient_accumulation_steps
         tflops = achieved(self.model, n, seconds)
-        peak = peak_tflops(self.device, self.dtype)
-        memory = memory_use(self.device)
+        peak, memory = peak_tflops(self.device, self.dtype), memory_use(self.device)
         row = dict(grad_norm=updates.grad_norm, loss_scale=updates.loss_scale,
                    skipped=updates.skipped, model_tflops_per_second=tflops,
                    mfu=peak and tflops / (peak * self.ranks.world_size), memory_bytes=memory.used,
@@ -338,9 +326,9 @@ class Run:
         """Gradients are averaged over the ranks only in an iteration's last backward pass."""
         if self.sharded:
             self.model.set_requires_gradient_sync(last)
-            return contextlib.nullcontext()
-        skip = self.ranks.world_size > 1 and not last
-        return self.trained.no_sync() if skip else contextlib.nullcontext()
+        elif self.ranks.world_size > 1 and not last:
+            return self.trained.no_sync()
+        return contextlib.nullcontext()
 
 
 def prepare(model, n_positions: int) -> None:

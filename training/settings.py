@@ -23,11 +23,9 @@ def check_settings(s, data_root: Path) -> None:
                         f'prepared (data/{s.dataset}/prepare.py does it: 9 billion tokens, hours); '
                         'to begin, train the demo: python train.py config/train_mqa_local.py')
     at_least(s, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, log_interval=1,
-             eval_iters=1, keep_checkpoints=1, max_skipped=1)
-    for name in ('max_iters', 'warmup_iters', 'grad_clip', 'weight_decay', 'learning_rate',
-                 'min_lr', 'checkpoint_interval', 'cooldown_iters', 'data_prefetch'):
-        if getattr(s, name) < 0:
-            raise UserError(f'{name}={getattr(s, name)}: must not be negative')
+             eval_iters=1, keep_checkpoints=1, max_skipped=1, max_iters=0, warmup_iters=0,
+             grad_clip=0, weight_decay=0, learning_rate=0, min_lr=0, checkpoint_interval=0,
+             cooldown_iters=0, data_prefetch=0)
     if s.lr_schedule == 'wsd' and s.decay_lr and s.warmup_iters + cooldown(s) > s.lr_decay_iters:
         raise UserError(f'warmup_iters={s.warmup_iters} and cooldown_iters={cooldown(s)} are more '
                         f'than lr_decay_iters={s.lr_decay_iters}')
@@ -50,10 +48,6 @@ def check_settings(s, data_root: Path) -> None:
     if s.init_from == 'scratch':
         with warnings.catch_warnings(action='ignore'):  # given when the model is built
             plan_kv(GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}))
-    _check_folders(s)
-
-
-def _check_folders(s):
     checkpoint_in(s.out_dir, s.resume_from)
     if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
         raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is '

@@ -9,13 +9,7 @@ from pathlib import Path
 
 from config.errors import UserError
 from configurator import run_program
-from training.checkpoint import (
-    load_checkpoint,
-    save_checkpoint,
-    shards_name,
-    split_tensors,
-    write_shards,
-)
+from training import checkpoint as ckpt
 
 
 def main(argv=None):
@@ -29,15 +23,15 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.target.exists():
         raise UserError(f'{args.target} is there already')
-    checkpoint = load_checkpoint(args.source)
+    checkpoint = ckpt.load_checkpoint(args.source)
     if args.to == 'shards':
         model = checkpoint['model']
         model.pop('lm_head.weight', None)
-        tensors, checkpoint['optimizer'] = split_tensors(model, checkpoint['optimizer'])
-        name = shards_name(checkpoint.get('run', 'whole'), checkpoint['iter_num'])
-        shards = write_shards(args.target.parent / name, tensors)
-        checkpoint |= {'model': {}, 'shards': shards}
-    save_checkpoint(args.target, checkpoint)
+        tensors, optimizer = ckpt.split_tensors(model, checkpoint['optimizer'])
+        name = ckpt.shards_name(checkpoint.get('run', 'whole'), checkpoint['iter_num'])
+        shards = ckpt.write_shards(args.target.parent / name, tensors)
+        checkpoint |= {'model': {}, 'optimizer': optimizer, 'shards': shards}
+    ckpt.save_checkpoint(args.target, checkpoint)
     print(f'{args.target} is written ({args.to})')
 
 

@@ -11,15 +11,14 @@ class StopRequest:
     """
 
     def __init__(self, repeats: float = 0.0):
-        self.name, self.repeats, self.since = None, repeats, 0.0
-        self._previous = {}
+        self.name, self.repeats = None, repeats
 
     def __bool__(self):
         return self.name is not None
 
     def __enter__(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
+        self._previous = {number: signal.signal(number, self._handle)
+                          for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_):

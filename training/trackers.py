@@ -18,15 +18,8 @@ def check_packages(s) -> None:
 
 def open_trackers(s, out_dir: Path, start_iter: int) -> list:
     """The trackers in the settings. TensorBoard's events from `start_iter` on are replaced, unless
-    the run only evaluates.
-
-    Raises:
-        UserError: a package that is not installed; Weights & Biases cannot start.
-    """
-    check_packages(s)
-    trackers = []
-    if s.wandb_log:
-        trackers.append(WandB(s))
+    the run only evaluates. Raises UserError: Weights & Biases cannot start."""
+    trackers = [WandB(s)] if s.wandb_log else []
     if s.tensorboard_log:
         trackers.append(TensorBoard(out_dir / 'tensorboard', None if s.eval_only else start_iter))
     return trackers

@@ -60,34 +60,14 @@ class GuardedUpdate:
         self.counts = torch.tensor([0, 0, -1], device=device)  # skipped, in a row, latest
         self.reported = 0
 
-    def restore(self, skipped: int) -> None:
-        """Continue the count of an interrupted run."""
-        self.counts[0] = self.reported = skipped
-
     def __call__(self, iter_num: int, loss: torch.Tensor) -> None:
         """Update the parameters and drop their gradients. loss: unscaled, of the last
         micro-batch."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
-        if self.grad_clip != 0.0:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip)
-        else:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
-        self.norm = full(norm)
+        self.norm = full(torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip or math.inf))
         bad = ~self.norm.isfinite()
-        self._step(bad)
-        # `scale(1)` is `get_scale` without waiting for the device
-        counts = self.scaler.scale(self.one) <= HEALTHY_SCALE
-        skipped, in_row, latest = self.counts
-        self.counts = torch.stack([skipped + bad, torch.where(bad, in_row + counts, 0),
-                                   torch.where(bad, iter_num, latest)])
-        self.finite_loss = torch.where(bad, self.finite_loss, loss)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _step(self, bad):
-        """Replaces GradScaler.step, which ignores norms and does nothing without float16."""
+        # replaces GradScaler.step, which ignores norms and does nothing without float16
         if self.fused:
             self.optimizer.found_inf = bad.float()
             try:
@@ -96,16 +76,14 @@ class GuardedUpdate:
                 del self.optimizer.found_inf
         elif not bad.item():
             self.optimizer.step()
-
-    @property
-    def skipped(self) -> int:
-        """Iterations skipped so far; waits for the device."""
-        return int(self.counts[0])
-
-    @property
-    def in_row(self) -> int:
-        """As in `Updates`; waits for the device."""
-        return int(self.counts[1])
+        # `scale(1)` is `get_scale` without waiting for the device
+        counts = self.scaler.scale(self.one) <= HEALTHY_SCALE
+        skipped, in_row, latest = self.counts
+        self.counts = torch.stack([skipped + bad, torch.where(bad, in_row + counts, 0),
+                                   torch.where(bad, iter_num, latest)])
+        self.finite_loss = torch.where(bad, self.finite_loss, loss)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def read(self) -> Updates:
         """All counts so far; waits for the device."""

@@ -44,7 +44,7 @@ def test_a_checkpoint_of_another_launch_is_not_resumed(tmp_path, monkeypatch):
     for launch, resumed in (('first', True), ('second', False), ('', False), ('none', False)):
         monkeypatch.setenv('TORCHELASTIC_RUN_ID', launch)
         s = SimpleNamespace(out_dir=str(tmp_path), init_from='scratch', resume_from='ckpt.pt')
-        go_on_after_restart(s, Ranks('gloo', 'cpu'), launch_of)
+        go_on_after_restart(s, Ranks('gloo', 'cpu'))
         assert (s.init_from == 'resume') == resumed
     assert launch_of(tmp_path / 'none.pt') == ''
 
