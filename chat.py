@@ -24,6 +24,7 @@ Ctrl-C ends a reply. The conversation is saved after every turn, and continued n
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import configurator
 from config.errors import UserError
@@ -82,7 +83,7 @@ class Chat:
 
     def _stream(self, index):
         """The completion of request `index`, printed as it is generated. Ctrl-C ends it."""
-        events, completion = [], None
+        completion = None
         while completion is None and self.engine.n_unfinished:
             try:
                 events = self.engine.step()
@@ -108,13 +109,11 @@ class Chat:
 
     def undo(self) -> str:
         """Remove the user's last turn and what follows. Returns its text, '' if there is none."""
-        turns = self.dialogue.turns
-        mine = [i for i, turn in enumerate(turns) if turn.name == self.s.user]
-        if not mine:
-            return ''
-        text = turns[mine[-1]].text
-        self.dialogue.cut(mine[-1])
-        return text
+        for i, turn in reversed(list(enumerate(self.dialogue.turns))):
+            if turn.name == self.s.user:
+                self.dialogue.cut(i)
+                return turn.text
+        return ''
 
     def command(self, line: str) -> bool:
         """Run a command. Returns whether to go on."""
@@ -165,14 +164,12 @@ class Chat:
         if not stats.requests:
             return 'no reply yet'
         held = store.nbytes + len(store.table.pinned) * store.copier.page_nbytes
-        plan = self.engine.model.plan
+        plan, tokens = self.engine.model.plan, len(store.blocks) * store.size
         vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
-        tokens = len(store.blocks) * store.size
         replies = '1 reply' if stats.requests == 1 else f'{stats.requests} replies'
         ttft = 'no reply came so far'
         if self.ttft:
-            mean = sum(self.ttft) / len(self.ttft)
-            ttft = f'last {self.ttft[-1] * 1e3:.1f} ms, mean {mean * 1e3:.1f} ms'
+            ttft = f'last {self.ttft[-1] * 1e3:.1f} ms, mean {fmean(self.ttft) * 1e3:.1f} ms'
         return (f'{replies}: {stats.found:,} of {stats.looked_up:,} prompt tokens reused '
                 f'({stats.hit_rate:.1%})\ntime to the first token: {ttft}\n'
                 f'held between turns: {nice_bytes(held)} for {tokens:,} tokens (vanilla GPT-2 in '

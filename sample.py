@@ -56,8 +56,6 @@ def main(argv=None):
         raise SystemExit(1)
 
 
-# -- samples of one prompt -------------------------------------------------------------------------
-
 def sample_start(s):
     """`num_samples` samples of one prompt, in batches of `parallel`, as nanoGPT would draw them."""
     stops, start = parse_stops(s.stop), read_start(s.start)
@@ -66,28 +64,27 @@ def sample_start(s):
     prompt = encode_prompt(tokenizer, *start)
     print_notes(s, model, tokenizer, stops, len(prompt))
 
-    timings, cache = Timings(), None
+    batches, cache = [], None
     max_seq_len = cache_length(model, len(prompt), s.max_new_tokens)
     for k in range(0, s.num_samples, s.parallel):
         batch = generators[k:k + s.parallel]
         if cache is None or cache.batch_size != len(batch):  # the last batch may be smaller
             cache = decode = generation = None  # freed before the next is allocated
             cache = model.new_cache(len(batch), max_seq_len, s.kv_dtype)
-            decode = fast_decode(model, cache,
-                                 s.captured and s.max_new_tokens >= MIN_CAPTURED)
+            decode = fast_decode(model, cache, s.captured and s.max_new_tokens >= MIN_CAPTURED)
         cache.reset()
         sampler = Sampler(s.temperature, s.top_k, s.top_p, batch)
         generation = Generation(model, [prompt] * len(batch), s.max_new_tokens, sampler, cache,
                                 decode=decode)
-        generate_batch(generation, tokenizer, prompt, stops, timings)
+        batches.append(generate_batch(generation, tokenizer, prompt, stops))
         if k == 0:
             report = account(model.plan, cache.batch_size, cache.max_seq_len, cache.kv_dtype,
                              allocated=cache.nbytes)
 
-    report |= timings.summary() | machine(model)
-    report |= {'num_samples': s.num_samples, 'prompt_tokens': len(prompt),
-               'prefill_flops': prefill_flops(model.config, model.plan, len(prompt)),
-               'new_tokens': s.max_new_tokens}
+    report |= speed(batches) | machine(model) | {
+        'num_samples': s.num_samples, 'prompt_tokens': len(prompt),
+        'prefill_flops': prefill_flops(model.config, model.plan, len(prompt)),
+        'new_tokens': s.max_new_tokens}
     if s.report:
         size = f"{report['batch']} x {report['max_seq_len']:,} tokens"
         print_report(report, Console(), f'\nKV cache, as allocated for {size}')
@@ -96,16 +93,16 @@ def sample_start(s):
         print(json.dumps(report))
 
 
-def generate_batch(generation, tokenizer, prompt, stops, timings):
+def generate_batch(generation, tokenizer, prompt, stops) -> tuple[list[float], int]:
     """Print the samples of a batch: a single one is streamed, several are printed when all are
-    done."""
+    done. Returns the times of the start and of each step, and how many tokens the samples have."""
     samples = [SampleText(tokenizer.stream(), stops) for _ in generation.prompts]
     stream, hidden = len(samples) == 1, not sys.stderr.isatty()
     if stream:
         print(tokenizer.decode(prompt), end='', flush=True)
     steps = track(generation, 'sampling', generation.max_new_tokens, transient=True,
                   console=Console(stderr=True), disable=stream or hidden)
-    stamps, start = [], time.perf_counter()
+    times = [time.perf_counter()]
     try:
         for tokens in steps:
             for row, token in enumerate(tokens.flatten().tolist()):  # waits for the device
@@ -114,7 +111,7 @@ def generate_batch(generation, tokenizer, prompt, stops, timings):
                     generation.finish(row)
                 if stream:
                     print(piece, end='', flush=True)
-            stamps.append(time.perf_counter())
+            times.append(time.perf_counter())
     finally:  # also if interrupted: pending text is part of the sample
         ends = [sample.end() for sample in samples]
         if stream:
@@ -122,7 +119,7 @@ def generate_batch(generation, tokenizer, prompt, stops, timings):
     for sample in samples:
         text = '' if stream else tokenizer.decode(prompt) + sample.text
         print(text + f'\n{RULE}', flush=True)
-    timings.record(start, stamps, sum(sample.n_tokens for sample in samples))
+    return times, sum(sample.n_tokens for sample in samples)
 
 
 def print_notes(s, model, tokenizer, stops, n_prompt):
@@ -139,28 +136,16 @@ def print_notes(s, model, tokenizer, stops, n_prompt):
                   'character of it')
 
 
-class Timings:
-    """Of each batch of samples, seconds to the first token (TTFT) and per further step (TPOT)."""
-
-    def __init__(self):
-        self.first, self.further, self.tokens, self.seconds = [], [], 0, 0.0
-
-    def record(self, start: float, stamps: list[float], tokens: int) -> None:
-        """Add a batch that began at `start` and made a step at each of `stamps`, in seconds.
-
-        tokens: those that belong to a sample; a row that has ended makes none.
-        """
-        self.first.append(stamps[0] - start)
-        if len(stamps) > 1:
-            self.further.append((stamps[-1] - stamps[0]) / (len(stamps) - 1))
-        self.tokens += tokens
-        self.seconds += stamps[-1] - start
-
-    def summary(self) -> dict:
-        """Medians over the batches; tokens_per_second over everything, prefill included."""
-        return {'ttft_ms': statistics.median(self.first) * 1e3,
-                'tpot_ms': statistics.median(self.further) * 1e3 if self.further else None,
-                'tokens_per_second': self.tokens / self.seconds, 'tokens': self.tokens}
+def speed(batches) -> dict:
+    """Medians of the times to the first token (TTFT) and per further step (TPOT) over what
+    `generate_batch` returned; tokens_per_second over everything, prefill included."""
+    tokens = sum(n for _, n in batches)
+    seconds = sum(times[-1] - times[0] for times, _ in batches)
+    first = [times[1] - times[0] for times, _ in batches]
+    further = [(times[-1] - times[1]) / (len(times) - 2) for times, _ in batches if len(times) > 2]
+    return {'ttft_ms': statistics.median(first) * 1e3,
+            'tpot_ms': statistics.median(further) * 1e3 if further else None,
+            'tokens_per_second': tokens / seconds, 'tokens': tokens}
 
 
 def show_timings(report: dict) -> None:
@@ -175,19 +160,15 @@ def show_timings(report: dict) -> None:
         f"{nice_bytes(report['weight_bytes'])}", highlight=False)
 
 
-# -- many prompts ----------------------------------------------------------------------------------
-
 def sample_prompts(s, write):
     """Complete the prompts of a file by the batching engine, and pass the answers to `write`.
     Returns the number of requests that failed."""
-    defaults = sampling_params(s)
     budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
     prefixes = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
-    lines = read_requests(s.prompts, defaults)
+    lines = read_requests(s.prompts, sampling_params(s))
     model, tokenizer = load(s)
-    lines = encode_requests(tokenizer, lines)
-    asked, budget = lines, budget or total_memory(model.device) // 2
-    lines = fitted(model, lines, budget, s.kv_dtype, 'max_new_tokens' not in s.given)
+    asked, budget = encode_requests(tokenizer, lines), budget or total_memory(model.device) // 2
+    lines = fitted(model, asked, budget, s.kv_dtype, 'max_new_tokens' not in s.given)
     if any(a.params != b.params for a, b in zip(asked, lines)):
         print(f'Note: learned positions end at block_size={model.config.block_size}; '
               'texts end there')
@@ -208,8 +189,6 @@ def machine(model) -> dict:
             'weight_bytes': weight_bytes(model)}
 
 
-# -- settings --------------------------------------------------------------------------------------
-
 def parse(argv):
     """The settings. What the parser prints goes to stderr with `prompts`, whose answers have stdout
     to themselves."""
@@ -221,18 +200,6 @@ def parse(argv):
         print(echoed.getvalue(), end='', file=sys.stderr if s and s.prompts else sys.stdout)
     if (s.prompts or s.temperature == 0) and 'num_samples' not in s.given:
         s.num_samples = 1  # greedy samples are all equal
-    check(s)
-    return s
-
-
-def sampling_params(s) -> SamplingParams:
-    """UserError: a value out of range."""
-    return SamplingParams(s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p,
-                          s.repetition_penalty, s.seed, stop=parse_stops(s.stop),
-                          logprobs=s.logprobs)
-
-
-def check(s):
     at_least(s, num_samples=1, parallel=1)
     sampling_params(s)
     for name in ('min_p', 'repetition_penalty', 'logprobs', 'kv_budget', 'prefix_budget'):
@@ -242,6 +209,13 @@ def check(s):
     if s.prompts and 'start' in s.given:
         raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are both given: leave one of '
                         'them out')
+    return s
+
+
+def sampling_params(s) -> SamplingParams:
+    return SamplingParams(s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p,
+                          s.repetition_penalty, s.seed, stop=parse_stops(s.stop),
+                          logprobs=s.logprobs)
 
 
 if __name__ == '__main__':

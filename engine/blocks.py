@@ -1,16 +1,11 @@
 """Blocks of the prefix cache, and copies of their K and V outside of the KV cache: a page of every
-global slot, or a range of positions of every ring, each as one buffer.
-
-A buffer has the bytes as they are stored (int8 stays int8, with its scales), one tensor after
-another. On CUDA it is gathered on the device first and copied to pinned host memory on a separate
-stream, while the next step computes.
+global slot, or a range of positions of every ring, each as one buffer of the bytes as stored.
 """
 import hashlib
 from dataclasses import dataclass
 
 import torch
 
-from config.errors import UserError
 from engine.paged import PagedKVCache
 from kv.slots import RingStore
 
@@ -51,8 +46,8 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        buffers = allocated_nbytes(self.copy) + allocated_nbytes(self.local)
-        return OVERHEAD + len(self.tokens) + buffers
+        return (OVERHEAD + len(self.tokens)
+                + allocated_nbytes(self.copy) + allocated_nbytes(self.local))
 
     def lineage(self):
         """This block, its parent and so on, without the root."""
@@ -69,10 +64,6 @@ class Hit:
     blocks: list[Block]
     n_matched: int
 
-    @property
-    def n_in_pool(self) -> int:
-        return sum(block.page >= 0 for block in self.blocks)
-
 
 @dataclass
 class PrefixStats:
@@ -85,11 +76,6 @@ class PrefixStats:
     copied_in: int = 0
     evicted: int = 0
 
-    def count(self, looked_up: int, found: int) -> None:
-        self.requests += 1
-        self.looked_up += looked_up
-        self.found += found
-
     @property
     def hit_rate(self) -> float:
         """Share of tokens that were cached."""
@@ -97,12 +83,8 @@ class PrefixStats:
 
 
 class HostCopies:
-    """Copies buffers from the device to the host and back asynchronously. On a CPU it returns them
-    unchanged.
-
-    Torch's allocator rounds pinned memory up to a power of two, so that is the size allocated and
-    counted (`allocated_nbytes`).
-    """
+    """Copies buffers to pinned host memory and back on a separate stream; on a CPU it returns them
+    unchanged. Torch rounds pinned memory up to a power of two, so that is allocated and counted."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -132,19 +114,13 @@ class HostCopies:
 
 
 class BlockCopier:
-    """Copies blocks out of a `PagedKVCache` and back into it.
-
-    size: positions of a block, which is a page. window: W of the local slots, 0 without any.
-    """
+    """Copies blocks, each of `size` positions (a page), out of a `PagedKVCache` and back into it.
+    window: W of the local slots, 0 without any."""
 
     def __init__(self, cache: PagedKVCache):
         self.cache, self.size, self.copies = cache, cache.table.page_size, HostCopies(cache.device)
         self.rings = [store for store in cache.stores if isinstance(store, RingStore)]
-        windows = {store.window for store in self.rings} or {0}
-        if len(windows) > 1:
-            raise UserError(f'local slots have windows of {sorted(windows)}: '
-                            'prefix caching supports one window only')
-        [self.window] = windows
+        self.window = self.rings[0].window if self.rings else 0
         self.position_nbytes = cache.plan.position_nbytes(cache.kv_dtype)
 
     @property
@@ -174,8 +150,7 @@ class BlockCopier:
         return max(0, min([end] + [store.capacity - behind for store in self.rings]))
 
     def local(self, row: int, end: int, n: int) -> torch.Tensor:
-        """The n positions before `end` of every ring, which must still hold them (`n_in_ring`);
-        (local_nbytes(n),) uint8."""
+        """The n positions before `end` of every ring, (local_nbytes(n),) uint8."""
         buffer = torch.empty(self.local_nbytes(n), dtype=torch.uint8, device=self.cache.device)
         for x, copy in self._ring_parts(buffer, row, end, n):
             copy.copy_(x)

@@ -1,11 +1,9 @@
-"""Decode steps, from tokens to logits, captured as CUDA graphs and replayed. Otherwise launching a
-hundred kernels takes longer than the step of a small model.
+"""Decode steps, from tokens to logits, captured as CUDA graphs and replayed.
 
     decode = captured_decode(model, cache)  # None if capture is not supported or not faster
     logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V), asynchronous
 
-A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows. Row lengths are on the
-device (`engine.static`), so nothing is recaptured or recompiled as they grow. On other devices
+A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows. On other devices
 `CapturedDecode` calls the step directly, for tests.
 """
 import gc
@@ -38,19 +36,15 @@ def can_be_captured(model, cache) -> bool:
 
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
     """A captured decode step for this cache, or None if it is not supported or not faster."""
-    if not suits_capture(model) or not can_be_captured(model, cache):
-        return None
-    return CapturedDecode(model, cache, compiled)
+    suits = suits_capture(model) and can_be_captured(model, cache)
+    return CapturedDecode(model, cache, compiled) if suits else None
 
 
 class CapturedDecode:
-    """Decode steps over the first rows of `cache`.
+    """Decode steps over the first rows of `cache`, contiguous or paged.
 
-    Args:
-        model: in eval mode; its weights may change in place only.
-        cache: a `KVCache`, contiguous or paged.
-        compiled: also `torch.compile` the step, which fuses the operations between matmuls;
-            takes minutes per size.
+    model: in eval mode; its weights may change in place only. compiled: also `torch.compile` the
+    step, which fuses the operations between matmuls; takes minutes per size.
     """
 
     def __init__(self, model, cache, compiled: bool = False):
@@ -62,13 +56,8 @@ class CapturedDecode:
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
         """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the logits of
-        the remaining rows are undefined.
-
-        Returns:
-            (n, V) logits, overwritten by the next call.
-        Raises:
-            UserError: a row that is full.
-        """
+        the remaining rows are undefined. Returns (n, V) logits, overwritten by the next call.
+        Raises UserError: a row that is full."""
         n = len(tokens)
         rows = [row for row in range(n) if lens is None or lens[row]]
         lengths = self.cache.lengths.tolist()

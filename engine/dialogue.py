@@ -6,6 +6,7 @@ here.
 
                                     JULIET.
 """
+import itertools
 import json
 import os
 import string
@@ -20,10 +21,7 @@ VERSION = 1
 @dataclass(frozen=True)
 class Template:
     """How a turn is written: '{name}', then '{text}', each once, then what ends the turn.
-
-    Raises:
-        UserError: another form.
-    """
+    Raises UserError: another form."""
     turn: str
 
     def __post_init__(self):
@@ -78,22 +76,16 @@ class Dialogue:
     def say(self, name: str, text: str) -> None:
         """Append a turn. If its text would end it early, the text is folded first, unless `strict`:
         blank lines are left out, and where any line break ends a turn, spaces join the lines.
-
-        Raises:
-            UserError: an empty text, one in which the end of a turn occurs, or characters that
-                the alphabet lacks.
-        """
+        Raises UserError: an empty text, one in which the end of a turn occurs, or characters that
+        the alphabet lacks."""
         head, end = self.template.head(name), self.template.end
         if not text.strip():
             raise UserError('the message is empty')
         text = text.replace('\r\n', '\n')
-
-        def ends_early():
-            return (head + text + end).index(end) < len(head + text)
-        if not self.strict and ends_early():
+        if not self.strict and end in (head + text + end)[:-1]:
             lines = [line for line in text.splitlines() if line.strip()]
             text = (' ' if end == '\n' else '\n').join(lines)
-        if ends_early():
+        if end in (head + text + end)[:-1]:
             raise UserError(f'a turn ends at {end!r}, and this one has it before its end: '
                             'in its text, or where that begins or ends')
         self.turns.append(Turn(name, text, self._encoded(head + text + end)))
@@ -111,13 +103,12 @@ class Dialogue:
         """Append a turn that was generated after `prompt(name)`: its text, without the end of the
         turn, and its token ids. The ids are kept where they decode to the turn, so that the prefix
         cache has the next prompt."""
-        head, end = self._encoded(self.template.head(name)), self.template.end
-        decoded = self.tokenizer.decode(ids)
+        end, decoded = self.template.end, self.tokenizer.decode(ids)
         if decoded == text:
             ids = ids + self._encoded(end)
         elif decoded != text + end:
             ids = self._encoded(text + end)
-        self.turns.append(Turn(name, text, head + ids))
+        self.turns.append(Turn(name, text, self._encoded(self.template.head(name)) + ids))
 
     def untrim(self, room: int) -> None:
         """Put all turns in prompts again if they have at most `room` tokens."""
@@ -156,14 +147,8 @@ class Dialogue:
             raise UserError(f'there is no branch {name!r}; there are {there}')
         self.branch = name
 
-    # -- on disk -----------------------------------------------------------------------------------
-
     def save(self, path: Path) -> None:
-        """Write JSON, atomically.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Write JSON, atomically. Raises UserError: it cannot be written."""
         document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch,
                     'trimmed': self.trimmed, 'branches': self.branches}
         temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
@@ -177,11 +162,8 @@ class Dialogue:
             temporary.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote; on an error nothing changes.
-
-        Raises:
-            UserError: another kind of file, another template, or ids of another tokenizer.
-        """
+        """Read what `save` wrote; on an error nothing changes. Raises UserError: another kind of
+        file, another template, or ids of another tokenizer."""
         try:
             document = json.loads(path.read_text(encoding='utf-8'))
             if document['version'] != VERSION or document['turn'] != self.template.turn:
@@ -192,7 +174,7 @@ class Dialogue:
                                          [int(i) for i in turn['ids']]) for turn in turns]
                         for name, turns in document['branches'].items()}
             branch = document['branch']
-            for turn in (turn for turns in branches.values() for turn in turns):
+            for turn in itertools.chain(*branches.values()):
                 whole = self.template.head(turn.name) + turn.text + self.template.end
                 if self.tokenizer.decode(turn.ids) != whole:
                     raise UserError(f'{path} is from a model with other tokens, or was changed: '
@@ -203,8 +185,7 @@ class Dialogue:
             self.branches, self.trimmed = branches, trimmed
         except UserError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError,
-                StopIteration) as e:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as e:
             raise UserError(f'{path} is not a conversation that can be read: '
                             f'{type(e).__name__}: {e}') from e
 

@@ -4,11 +4,7 @@
     for completion in engine.generate(['To be', 'Once more'], SamplingParams(seed=1)):
         print(completion.text)
 
-    for event in engine.stream(prompts, params):          # tokens of all requests, as they come
-        print(event.index, event.text, event.completion)
-
-The completion of a request does not depend on other requests (up to GEMM rounding, which varies
-with the batch size): it samples with its own seed, and preemption does not change its tokens.
+The completion of a request does not depend on other requests, up to GEMM rounding.
 """
 import operator
 import time
@@ -52,8 +48,7 @@ class Engine:
         prefix_folder: folder for blocks evicted from it, and at `close` for all; '' = none.
         captured: on CUDA, capture decode steps as graphs and replay them (`engine.captured`).
         tokenizer: for text prompts, completions and stop texts; None = token ids only.
-    Raises:
-        UserError: sizes below 1, a budget below rings and a page, invalid `new_cache` arguments.
+    Raises UserError: sizes below 1, a budget below rings and a page, invalid `new_cache` arguments.
     """
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
@@ -83,13 +78,11 @@ class Engine:
         if budget < 0 or (folder and not budget):
             raise UserError(f'prefix_budget={budget}: bytes of host memory are needed' +
                             ', for a prefix_folder too' * bool(folder))
-        if not budget:
-            return None
         disk = None
         if folder:
             digest = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size)
             disk = DiskTier(folder, digest, DISK_BUDGET)
-        return PrefixStore(self.cache, budget, disk=disk)
+        return PrefixStore(self.cache, budget, disk=disk) if budget else None
 
     def close(self) -> None:
         """Write the prefix cache to `prefix_folder`, if there is one."""
@@ -100,23 +93,17 @@ class Engine:
         plan, kv_dtype = self.model.plan, self.model.resolved_kv_dtype(kv_dtype)
         full, page = rows * -(-max_seq_len // page_size), plan.page_nbytes(page_size, kv_dtype)
         rings = plan.rings_nbytes(rows, max_seq_len, kv_dtype)
-        if not budget:
-            return full
-        if budget < rings + page:
+        if budget and budget < rings + page:
             raise UserError(f'kv_budget={budget:,} bytes: the windows of max_batch_size={rows} '
                             f'rows take {rings:,} and a page of {page_size} positions {page:,}: '
                             f'give at least {rings + page:,}, or fewer rows')
-        return min(full, (budget - rings) // page) if page else full
+        return min(full, (budget - rings) // page) if budget and page else full
 
     @torch.inference_mode()
     def prepare(self) -> None:
         """Compile the kernels and capture the decode steps for requests of any length, so that no
         request waits for it. Takes seconds, the first time a minute. Does nothing unless decode
-        steps are captured.
-
-        Raises:
-            UserError: there are unfinished requests.
-        """
+        steps are captured. Raises UserError if there are unfinished requests."""
         if not isinstance(self.fast_decode, CapturedDecode):
             return
         if self.n_unfinished:
@@ -148,8 +135,6 @@ class Engine:
         events = self._undelivered + (self._failed_events or [])
         return len(self.jobs) + sum(event.completion is not None for event in events)
 
-    # -- requests ----------------------------------------------------------------------------------
-
     def submit(self, prompt: str | list[int], params: SamplingParams | None = None) -> int:
         """Queue a request and return its index. An invalid one ends with an error event."""
         index, params = self._submitted, params or SamplingParams()
@@ -158,23 +143,21 @@ class Engine:
         try:
             ids = self._ids(prompt)
             self._check(ids, params)
+            request = Request(index, ids, params)
+            self.jobs[index] = Job(request, self.tokenizer, time.perf_counter())
+            self.scheduler.waiting.append(request)
         except UserError as e:
             refused = Completion(ids, [], '', 'error', str(e), seconds=0.0)
             self._undelivered.append(Event(index, -1, completion=refused))
-            return index
-        request = Request(index, ids, params)
-        self.jobs[index] = Job(request, self.tokenizer, time.perf_counter())
-        self.scheduler.add(request)
         return index
 
     def cancel(self, index: int) -> Event | None:
         """End a request. Returns its last event, which `step` or the stream returns too, or None if
         it has already ended."""
-        job = self.jobs.get(index)
-        if job is None:
+        if index not in self.jobs:
             return None
         try:
-            self._end(job, 'cancelled', self._undelivered)
+            self._end(self.jobs[index], 'cancelled', self._undelivered)
         except BaseException:
             self._failed_events = []  # the next step recovers
             raise
@@ -204,8 +187,6 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise UserError(f'stop={params.stop!r}: stop texts need an engine with a tokenizer')
         self.scheduler.check(len(ids), params.max_new_tokens)
-
-    # -- running them ------------------------------------------------------------------------------
 
     def generate(self, prompts, params=None,
                  on_event: Callable[[Event], None] | None = None) -> list[Completion]:
@@ -247,11 +228,9 @@ class Engine:
             self._undelivered = [event for event in self._undelivered if event.index not in mine]
 
     def step(self) -> list[Event]:
-        """Run one step: prompt chunks, then one token for each decoding request.
-
-        Returns its events, without those of streams. After an exception (Ctrl-C, out of memory) no
-        request or sampled token is lost: the next step recomputes the cache and returns the pending
-        events."""
+        """Run one step: prompt chunks, then one token for each decoding request. Returns its
+        events, without those of streams. After an exception (Ctrl-C, out of memory) no request or
+        sampled token is lost: the next step recomputes the cache and returns the pending events."""
         events = []
         for event in self._step():
             self._inboxes.get(event.index, events).append(event)
@@ -294,7 +273,7 @@ class Engine:
         self._undelivered, self._failed_events = events + self._undelivered, None
 
     def _decode(self, decoding, events):
-        """Prefilling rows in between take part with 0 tokens, so that the rows are one slice."""
+        # prefilling rows in between take part with 0 tokens, so that the rows are one slice
         by_row = {request.row: (request, n) for request, n in decoding}
         parts = [by_row.get(row, (None, 0)) for row in range(max(by_row) + 1)]
         if self.fast_decode is None:
@@ -304,7 +283,7 @@ class Engine:
         self._sample(parts, self.fast_decode(ids, [n for _, n in parts]), events)
 
     def _forward(self, parts, rows, events) -> None:
-        """Append to the cache; parts: [(request or None, number of tokens)], one for each row."""
+        """parts: [(request or None, number of tokens)], one for each row."""
         width = max(n for _, n in parts)
         ids = [(request.next_tokens(n) if n else []) + [0] * (width - n) for request, n in parts]
         idx = torch.tensor(ids).to(self.model.device, non_blocking=True)
@@ -344,13 +323,13 @@ class Engine:
         job.num_emitted += 1
 
     def _end(self, job, reason, events, error='', token=-1, text='', logprob=None) -> None:
-        request, seconds = job.request, time.perf_counter() - job.submitted
+        request, whole = job.request, ''
         if job.text:
             text += job.text.end()
-        whole = job.text.text if job.text else ''
-        ttft, n_cached = job.first and job.first - job.submitted, max(0, request.num_cached_tokens)
-        done = Completion(request.prompt, request.tokens, whole, reason, error, job.logprobs, ttft,
-                          seconds, n_cached)
+            whole = job.text.text
+        done = Completion(request.prompt, request.tokens, whole, reason, error, job.logprobs,
+                          job.first and job.first - job.submitted,
+                          time.perf_counter() - job.submitted, max(0, request.num_cached_tokens))
         events.append(Event(request.number, token, text, logprob, done))
         self.jobs.pop(request.number, None)  # it counts as ended even if the next line fails
         self.scheduler.finish(request)

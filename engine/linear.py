@@ -15,8 +15,7 @@ MOST_ROWS = 256
 
 class FewRowsLinear(nn.Linear):
     """nn.Linear that uses the extension's matmul where that is faster: in float32 and bfloat16 on
-    a CPU, for up to `few_rows` rows, where torch's GEMM reads the weight at half of memory speed.
-    """
+    a CPU, for up to `few_rows` rows."""
 
     def forward(self, x):
         if torch.compiler.is_compiling() or not self._suits(x):

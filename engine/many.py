@@ -19,11 +19,9 @@ ROWS = 16  # requests at once by default
 
 def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str,
            shorten: bool) -> list[PromptLine]:
-    """The lines as they can be served; one that cannot has an error.
-
-    budget: bytes of KV memory; a line that needs more alone is refused, or the cache would be made
-    that large. shorten: if learned positions end before the default max_new_tokens, a line that
-    does not set its own gets as many as there are positions for.
+    """The lines as they can be served; one that cannot has an error, e.g. if it needs more than
+    `budget` bytes of KV memory alone. shorten: if learned positions end before the default
+    max_new_tokens, a line that does not set its own gets as many as there are positions for.
     """
     def fit(line):
         asked, n_prompt = line.params.max_new_tokens, len(line.ids)
@@ -45,10 +43,8 @@ def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str,
 
 def make_engine(model, tokenizer, lines: list[PromptLine], num_samples: int, rows: int, budget: int,
                 kv_dtype: str, prefix_budget: int = 0, captured: bool = True) -> Engine:
-    """An engine that holds the longest of the lines that have no error.
-
-    prefix_budget: bytes of host memory for the prefix cache. rows: requests at once; 0 = up to
-    ROWS, fewer if there are fewer requests, or if the budget cannot hold the windows of all.
+    """An engine that holds the longest of the lines that have no error. rows: requests at once; 0 =
+    up to ROWS, fewer if there are fewer requests, or if the budget cannot hold the windows of all.
     """
     lengths = [len(line.ids) + line.params.max_new_tokens for line in lines if not line.error]
     max_seq_len = max(lengths, default=1)
@@ -70,22 +66,22 @@ def complete(engine: Engine, lines: list[PromptLine], num_samples: int, seed: in
 
     Sample k of a line with a seed of its own has seed `sample_seed(its seed, k)`; completion i of
     the others has `sample_seed(seed, i)`. A line with an error becomes an answer that says so. If
-    interrupted, all completed answers have been written.
-
-    Returns:
-        Numbers for `show_many`: requests, failed, tokens, seconds; bytes of KV memory.
+    interrupted, all completed answers have been written. Returns numbers for `show_many`.
     """
     work = [(line, k) for line in lines for k in range(num_samples)]
     params = [replace(line.params, seed=sample_seed(line.params.seed, k) if 'seed' in line.given
                       else sample_seed(seed, i)) for i, (line, k) in enumerate(work)]
-    good = [i for i, (line, _) in enumerate(work) if not line.error]
     done = {i: Completion([], [], '', 'error', line.error)
             for i, (line, _) in enumerate(work) if line.error}
+    good = [i for i in range(len(work)) if i not in done]
     written, tokens, start = 0, 0, time.perf_counter()
     # a request that the engine refuses comes back as a completion with an error
     stream = engine.stream([work[i][0].ids for i in good], [params[i] for i in good])
     try:
-        with _progress() as bar:
+        columns = (TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(),
+                   TextColumn('{task.fields[rate]}'), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True,
+                      disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task('completing', total=len(work), completed=len(done), rate='')
             for event in stream:
                 tokens += event.token >= 0
@@ -101,24 +97,19 @@ def complete(engine: Engine, lines: list[PromptLine], num_samples: int, seed: in
         stream.close()
         for i in sorted(i for i in done if i >= written):
             write(_answer(*work[i], params[i], done[i]))
-    seconds = time.perf_counter() - start
+    seconds, cache = time.perf_counter() - start, engine.cache
+    vanilla, size = engine.model.plan.vanilla(), (cache.batch_size, cache.max_seq_len)
     return {'requests': len(work), 'failed': sum(c.finish_reason == 'error' for c in done.values()),
             'prompt_tokens': sum(len(c.prompt_tokens) for c in done.values()), 'tokens': tokens,
-            'seconds': seconds, 'tokens_per_second': tokens / seconds} | _kv_memory(engine)
-
-
-def _kv_memory(engine: Engine) -> dict:
-    cache, vanilla = engine.cache, engine.model.plan.vanilla()
-    rows, max_seq_len = cache.batch_size, cache.max_seq_len
-    return {'kv_held_peak': engine.held_peak, 'batch': rows, 'max_seq_len': max_seq_len,
+            'seconds': seconds, 'tokens_per_second': tokens / seconds,
+            'kv_held_peak': engine.held_peak, 'batch': size[0], 'max_seq_len': size[1],
             'kv_dtype': cache.kv_dtype, 'kv_bytes': cache.nbytes, 'kv_bytes_counted': 'allocated',
-            'kv_bytes_vanilla': vanilla.nbytes(rows, max_seq_len, cache.kv_dtype),
-            'kv_bytes_vanilla_bf16': vanilla.nbytes(rows, max_seq_len, 'bfloat16')}
+            'kv_bytes_vanilla': vanilla.nbytes(*size, cache.kv_dtype),
+            'kv_bytes_vanilla_bf16': vanilla.nbytes(*size, 'bfloat16')}
 
 
-def show_many(report: dict) -> None:
+def show_many(f: dict) -> None:
     """Print what `complete` returned, with device, threads and weights, to stderr."""
-    f = report
     Console(stderr=True).print(
         f"\n{f['requests']:,} requests ({f['failed']:,} failed), {f['prompt_tokens']:,} prompt "
         f"tokens, {f['tokens']:,} generated in {f['seconds']:.1f} s: "
@@ -149,12 +140,6 @@ def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
     if completion.logprobs is not None:
         answer['logprobs'] = [entry.as_json() for entry in completion.logprobs]
     return answer
-
-
-def _progress() -> Progress:
-    return Progress(TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(),
-                    TextColumn('{task.fields[rate]}'), TimeRemainingColumn(),
-                    console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def json_lines(stream) -> Callable[[dict], None]:

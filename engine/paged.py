@@ -4,8 +4,8 @@
     page  0 1 2 3                                     `engine.pages.PageTable`, the same ids in the
     row   0 0 1 0    row 0 has pages [0, 1, 3]        pool of every global slot
 
-A row takes a page when it grows into it and frees it when it is reset, so memory use depends on the
-tokens stored, not on rows times the longest sequence: PagedAttention (Kwon et al. 2023).
+A row takes a page when it grows into it, and frees it when it is reset: PagedAttention (Kwon et al.
+2023).
 """
 import torch
 
@@ -42,10 +42,8 @@ def table_attention(q, pool, table, kv_lens):
     """Attention of new tokens over the pages of their rows: by the Triton kernel, which reads them
     in place, or over a contiguous copy.
 
-    Args:
-        q: (B, H, t, D). pool: stored K, V, (n_pages, Hkv, page_size, D).
-        table: (B, n) int32, the pages of each row in order; -1 after the last.
-        kv_lens: (B,) int64, keys of each row; its t queries' own are the last.
+    q: (B, H, t, D). pool: stored K, V, (n_pages, Hkv, page_size, D). table: (B, n) int32, the pages
+    of each row in order; -1 after the last. kv_lens: (B,) int64, keys of each row.
     """
     if triton_usable(q.device) and torch.float64 not in (q.dtype, pool[0].dtype):
         from attention.kernels.decode import stored_attention
@@ -70,16 +68,12 @@ class PagedKVCache(KVCache):
     """A cache whose global slots take pages from a pool of `n_pages`, each of `page_size` positions
     of every global slot: `model.new_cache(B, T, kv_dtype, PagedKVCache, n_pages=...)`.
 
-    `nbytes` counts pool and rings, allocated once; `held_nbytes` the part that rows use now.
-
-    Raises:
-        OutOfPages (a UserError): by a step, before anything is written.
+    `nbytes` counts pool and rings, allocated once; `held_nbytes` the part that rows use now. A step
+    may raise OutOfPages (a UserError), before anything is written.
     """
 
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, n_pages: int,
                  page_size: int = PAGE_SIZE, **kinds):
-        if page_size < 1 or n_pages < 1:
-            raise UserError(f'page_size={page_size}, n_pages={n_pages}: both must be at least 1')
         self.table = PageTable(batch_size, n_pages, page_size)
         self._listed = None, None  # page list of the last decode step; most steps reuse it
         super().__init__(plan, batch_size, max_seq_len, **kinds)
@@ -107,8 +101,6 @@ class PagedKVCache(KVCache):
     def length(self, row: int) -> int:
         """Number of tokens in a row."""
         return self._lengths[row]
-
-    # -- one step of the model: global slots ------------------------------------------------------
 
     def begin(self, t: int, lens=None, rows=None) -> Step:
         step = super().begin(t, lens, rows)
@@ -199,8 +191,6 @@ class PagedKVCache(KVCache):
         kv_lens = torch.tensor(step.ends + [0], device=self.device)
         return PageList(ids, of_row, first, kv_lens, runs)
 
-    # -- rows and their pages ---------------------------------------------------------------------
-
     def reset(self, rows=None) -> None:
         """Empty rows and free their pages, except shared ones."""
         rows = range(self.batch_size) if rows is None else torch.as_tensor(rows).tolist()
@@ -222,22 +212,15 @@ class PagedKVCache(KVCache):
         """Copy `source` to `target`, which must be empty. Rings are copied; pages are shared, and
         the last one is copied when either row writes to it."""
         self._checked('fork', [source, target])
-        if self._lengths[target]:
-            raise UserError(f'fork: row {target} holds {self._lengths[target]} tokens; reset it '
-                            'first')
-        self.table.adopt(target, self.table.rows[source])
+        self.adopt(target, self.table.rows[source], self._lengths[source])
         for store in self.row_stores:
             copy_row(store, source, target)
-        self._lengths[target] = self._lengths[source]
 
     def adopt(self, row: int, pages: list[int], length: int) -> None:
         """Set `row`, which must be empty, to `length` tokens in these pages, shared with other
         rows. The caller fills the rings."""
-        self._checked('adopt', [row])
-        if self._lengths[row] or length > self.max_seq_len:
-            raise UserError(f'adopt: row {row} holds {self._lengths[row]} tokens, and {length} are '
-                            'given to it: it must hold none, and at most '
-                            f'max_seq_len={self.max_seq_len} then')
+        if self._lengths[row]:
+            raise UserError(f'row {row} holds {self._lengths[row]} tokens; reset it first')
         self.table.adopt(row, pages)
         self._lengths[row] = length
 
@@ -247,11 +230,8 @@ class PagedKVCache(KVCache):
             self._clean([page])
 
     def reserve(self, row: int, length: int) -> None:
-        """Take the pages for the first `length` tokens of `row`.
-
-        Raises:
-            OutOfPages: and nothing has changed.
-        """
+        """Take the pages for the first `length` tokens of `row`. Raises OutOfPages, and nothing has
+        changed."""
         self._checked('reserve', [row])
         if length > self.max_seq_len:
             raise UserError(f'reserve: {length} tokens for row {row}: the cache has '

@@ -39,23 +39,17 @@ def page_entries(table, rows: list[int | None]):
     for entry in entries:
         shared = first_owners and first_owners[-1][0] == entry[0]
         (sharers if shared else first_owners).append(entry)
-    ordered, runs = _runs(first_owners, unowned=len(rows))
+    if not first_owners:
+        return [], []
+    ordered, runs = first_owners, [(0, len(first_owners), None)]
+    lo, hi = first_owners[0][0], first_owners[-1][0] + 1
+    if hi - lo <= (1 + MAX_UNOWNED) * len(first_owners):  # one slice of the pool
+        owned = {entry[0]: entry for entry in first_owners}
+        ordered = [owned.get(page, (page, len(rows), 0)) for page in range(lo, hi)]
+        runs = [(0, hi - lo, lo)]
     if sharers:
         runs.append((len(ordered), len(ordered) + len(sharers), None))
     return ordered + sharers, runs
-
-
-def _runs(entries, unowned):
-    """Entries and runs: one slice of the pool if few of its pages are unowned."""
-    if not entries:
-        return [], []
-    lo, hi = entries[0][0], entries[-1][0] + 1
-    if hi - lo > (1 + MAX_UNOWNED) * len(entries):
-        return entries, [(0, len(entries), None)]
-    filled = dict.fromkeys(range(lo, hi))
-    filled |= {entry[0]: entry for entry in entries}
-    filled = [entry or (page, unowned, 0) for page, entry in filled.items()]
-    return filled, [(0, hi - lo, lo)]
 
 
 def paged_attention(q, pool, pages: PageList):

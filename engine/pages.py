@@ -3,14 +3,9 @@
     page_size = 4       row 0 has 6 tokens     pages [0, 1]      page  0 1 2 3 4 5
                         row 1 has 5 tokens     pages [2, 4]      refs  1 1 1 0 1 0
 
-A prefix store (`engine.prefix`) may pin pages, so that they outlive the row that wrote them and
-later rows share them. A page that is pinned and in no row is *evictable*: when free pages run out,
-the store unpins some (`reclaim`).
-
-One table serves all global slots: they grow alike, so page 4 of every slot's pool belongs to the
-same row and positions. The idea is PagedAttention's (Kwon et al. 2023, vLLM): a short sequence
-takes few bytes, and rows with a common prefix share its pages. A shared page is copied before a row
-writes to it.
+One table serves all global slots. Rows with a common prefix share its pages; a shared one is copied
+before a row writes to it (PagedAttention, Kwon et al. 2023). A prefix store may pin pages: one in
+no row is *evictable*, and the store unpins some when free pages run out (`reclaim`).
 """
 import heapq
 from collections import Counter
@@ -68,12 +63,8 @@ class PageTable:
 
     def extend(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
         """Give `row` unshared pages for positions start .. end - 1, before which it is full.
-
-        Returns:
-            (source, target) of each shared page whose contents must be copied.
-        Raises:
-            OutOfPages: and nothing has changed.
-        """
+        Returns (source, target) of each shared page whose contents must be copied. Raises
+        OutOfPages, and nothing has changed."""
         needed = self.pages_needed([(row, start, end)])
         self.ensure_free(needed, f'row {row} needs {needed} more pages of {self.page_size} '
                                  f'positions to hold {end} tokens')
@@ -90,11 +81,8 @@ class PageTable:
         return copies
 
     def ensure_free(self, n: int, why: str) -> None:
-        """Reclaim evictable pages until n are free.
-
-        Raises:
-            OutOfPages: fewer than n are free or evictable; the message begins with `why`.
-        """
+        """Reclaim evictable pages until n are free. Raises OutOfPages if there are too few; the
+        message begins with `why`."""
         if n > self.n_available:
             raise OutOfPages(f'{why}: {self.n_available} of {self.n_pages} are free')
         if n > self.n_free:
@@ -127,8 +115,6 @@ class PageTable:
         for page in pages:
             self._unref(page)
         return [page for page in pages if not self.refs[page]]
-
-    # -- pages pinned by a prefix store ------------------------------------------------------------
 
     def pin(self, page: int) -> None:
         """Keep a page of some row when the row is released."""

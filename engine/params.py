@@ -1,7 +1,7 @@
 """What one request asks for (`SamplingParams`) and what it gets (`Completion`). No torch here."""
 import difflib
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +30,7 @@ class SamplingParams:
     The restrictions apply in the order of Hugging Face's `generate`: repetition penalty,
     temperature, top-k, top-p, min-p; `generate.lowest_kept` defines the last three.
 
-    Raises:
-        UserError: a value of the wrong type or out of range.
+    Raises UserError: a value of the wrong type or out of range.
     """
     max_new_tokens: int = 128
     temperature: float = 1.0         # divides the logits; 0 = greedy, else at least 1e-4
@@ -55,13 +54,7 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, given: dict, defaults: 'SamplingParams | None' = None) -> 'SamplingParams':
         """`defaults` updated from a JSON object, in which 'stop' may also be a single text.
-
-        Raises:
-            UserError: an unknown key, or a wrong value.
-        """
-        if not isinstance(given, dict):
-            raise UserError(f'{shown(given)}: must be an object of sampling parameters, '
-                            'such as {"temperature": 0.8}')
+        Raises UserError: an unknown key, or a wrong value."""
         allowed = [f.name for f in fields(cls)]
         for key in given:
             if key not in allowed:
@@ -90,23 +83,12 @@ class Completion:
     prompt_tokens: list[int]
     tokens: list[int]                           # generated, without the prompt
     text: str                                   # of `tokens`, cut at a stop text
-    finish_reason: str                          # one of FINISH_REASONS
+    finish_reason: str                          # 'length', 'stop', 'error' or 'cancelled'
     error: str = ''                             # what went wrong, if finish_reason is 'error'
     logprobs: list[TokenLogprob] | None = None  # one per token, if they were asked for
     ttft_s: float | None = None                 # from submission to the first token, if any
     seconds: float | None = None                # from submission to the end
     n_cached: int = 0                           # prompt tokens reused from the prefix cache
-
-    FINISH_REASONS = ('length', 'stop', 'error', 'cancelled')
-
-    def __post_init__(self):
-        if self.finish_reason not in self.FINISH_REASONS:
-            raise ValueError(f'finish_reason={self.finish_reason!r}: '
-                             f'must be one of {self.FINISH_REASONS}')
-
-    def as_json(self) -> dict:
-        logprobs = self.logprobs and [entry.as_json() for entry in self.logprobs]
-        return asdict(self) | {'logprobs': logprobs}
 
 
 def sample_seed(seed: int, k: int) -> int:
@@ -154,12 +136,13 @@ def _stop_tokens(value) -> tuple[int, ...]:
 
 
 def _stop_texts(value) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else value
+    stops, wrong = (value,) if isinstance(value, str) else value, ''
     if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
-        raise UserError(f'stop={shown(value)}: must be a text or a list of texts')
-    if '' in stops:
-        raise UserError(f'stop={shown(value)}: a stop text must have at least one character')
-    if any(map(has_surrogate, stops)):
-        raise UserError(f'stop={shown(value)}: a stop text must not have half a surrogate pair: '
-                        'no token decodes to it')
+        wrong = 'must be a text or a list of texts'
+    elif '' in stops:
+        wrong = 'a stop text must have at least one character'
+    elif any(map(has_surrogate, stops)):
+        wrong = 'a stop text must not have half a surrogate pair: no token decodes to it'
+    if wrong:
+        raise UserError(f'stop={shown(value)}: {wrong}')
     return tuple(stops)

@@ -3,20 +3,12 @@
     root ── "To be, o" ── "r not to" ── " be"...   a block is a page of tokens, found in its
                       └── "r else w"               parent's `children` by those tokens
 
-A new request reuses the longest path of blocks that its tokens begin with and computes only the
-rest. The global K/V of a block is a page. A local slot is a ring, and a ring that has wrapped
-cannot be rewound: to resume at a block boundary, the W - 1 positions before it must have been
-copied while the ring still held them. Blocks therefore also have *local parts*. A boundary whose
-last W - 1 positions are complete can be resumed from, and is called an *anchor*.
-
-Not every boundary stays an anchor. Their distances from the newest one about double, so that a text
-that differs from a cached one x tokens before its end is recomputed from at most about 2x before
-it. Anchors where the tree branches are kept too. Other local parts are dropped (unless
-`prune=False`).
-
-Pages stay in the cache's pool while there is room, shared with the rows that read them. When a row
-needs a page, the least recently used ones are copied to host memory. Above its budget, the least
-recently used leaves are evicted.
+The global K/V of a block is a page. Local slots are rings, which cannot be rewound: the positions
+before a block's end are copied while the ring holds them, as *local parts* of blocks. An end whose
+last W - 1 positions are complete can be resumed from, and is called an *anchor*. The distances of
+anchors from the newest one about double, so that a text that differs x tokens before the end of a
+cached one is recomputed from at most about 2x before it. Other local parts are dropped, unless
+`prune` is off.
 
 Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed
 blocks (vLLM), caching between turns (Character.AI, "Optimizing AI Inference", 2024).
@@ -38,13 +30,11 @@ from engine.prefix_disk import DiskTier
 class PrefixStore:
     """The tree for one cache; a block has as many tokens as a page.
 
-    Args:
-        cache: takes pages back from the store when it runs out (`PageTable.reclaim`).
-        budget: bytes of host memory for page copies, local parts and bookkeeping (pages in the pool
-            belong to the cache). Blocks in use by requests are kept even above it.
-        prune: drop local parts that no anchor needs.
-        disk: evicted blocks are written there, and blocks missing in memory looked up; None = no
-            disk.
+    cache: takes pages back from the store when it runs out (`PageTable.reclaim`).
+    budget: bytes of host memory for page copies, local parts and bookkeeping (pages in the pool
+    belong to the cache). Blocks in use by requests are kept even above it.
+    prune: drop local parts that no anchor needs.
+    disk: for evicted blocks, where blocks missing in memory are looked up; None = no disk.
     """
     cache: PagedKVCache
     budget: int
@@ -62,21 +52,18 @@ class PrefixStore:
         self._protected = set()     # blocks whose pages `reclaim` must not take
         self.table.reclaim = self.reclaim
 
-    # -- looking up --------------------------------------------------------------------------------
-
     def match(self, tokens: list[int], disk: bool = True) -> Hit:
         """The longest reusable prefix of `tokens`, without the last one: its logits are needed.
 
         disk: also read blocks from disk; memory may exceed the budget until `restore`."""
         path, block, n_before = [], self.root, len(self.blocks)
         for piece in self._pieces(tokens[:-1]):
-            child = block.children.get(piece)
-            if child is None and disk and self.disk:
-                child = self._from_disk(block, piece)
-            if child is None:
+            parent, block = block, block.children.get(piece)
+            if block is None and disk and self.disk:
+                block = self._from_disk(parent, piece)
+            if block is None:
                 break
-            path.append(child)
-            block = child
+            path.append(block)
         if len(self.blocks) > n_before:
             # the first block last, i.e. most recently used: all others need it
             self.disk.touch([block.key for block in reversed(path)])
@@ -96,21 +83,15 @@ class PrefixStore:
 
     def restore(self, row: int, hit: Hit) -> Block:
         """Fill an empty row with the tokens of the hit. Returns the last block of it, or the root.
-
-        Raises:
-            OutOfPages: the pool has no room for pages that are on the host; the row stays empty.
-        """
+        Raises OutOfPages if the pool has no room for pages on the host; the row stays empty."""
         last_block = hit.blocks[-1] if hit.blocks else self.root
         last_block.users += 1  # so that making room does not evict it
         last_block.anchor = bool(hit.blocks)
-        pages = []
-        if self.cache.pools:
-            try:
-                self._to_pool(hit.blocks)
-            except OutOfPages:
-                last_block.users -= 1
-                raise
-            pages = [block.page for block in hit.blocks]
+        try:
+            pages = self._to_pool(hit.blocks) if self.cache.pools else []
+        except OutOfPages:
+            last_block.users -= 1
+            raise
         self.cache.adopt(row, pages, last_block.depth * self.size)
         # Parts may overlap in the ring: the newest is written last.
         for block, _ in reversed(list(self._window(last_block))):
@@ -119,7 +100,8 @@ class PrefixStore:
         self._shrink()
         return last_block
 
-    def _to_pool(self, blocks):
+    def _to_pool(self, blocks) -> list[int]:
+        """The pages of the blocks, after those on the host were copied to the pool."""
         missing = [block for block in blocks if block.page < 0]
         if len(missing) > self.n_available(blocks):
             raise OutOfPages(f'{len(missing)} pages of {self.size} positions are to be restored: '
@@ -133,6 +115,7 @@ class PrefixStore:
             self.copier.put_page(page, block.copy)
             self._set_page(block, page)
             self.stats.copied_in += 1
+        return [block.page for block in blocks]
 
     def n_available(self, blocks: list[Block]) -> int:
         """Pages that can be taken without those of `blocks`."""
@@ -154,18 +137,12 @@ class PrefixStore:
         self._insert(block)
         if anchor:
             for each, n in self._window(block):  # local parts dropped when the anchor was evicted
-                if each.n_local < n <= each.saved:
-                    self._reload_local(each)
+                found = self._read(each) if each.n_local < n <= each.saved else None
+                if found:
+                    self._set_local(each, *found[1:3])
             block.anchor = self._is_complete(block)
         self._touch(block)
         return block
-
-    def _reload_local(self, block):
-        found = self._read(block)
-        if found:
-            self._drop_local(block)
-            _, block.local, block.n_local, _ = found
-            self.nbytes += allocated_nbytes(block.local)
 
     def _read(self, block):
         """(page, local, n_local, anchor) of a block on disk, or None."""
@@ -173,10 +150,10 @@ class PrefixStore:
         if found is None:
             return None
         buffers, n_local, anchor = found
-        page, local = buffers.get('page'), buffers.get('local')
-        expected = self.copier.page_nbytes, self.copier.local_nbytes(n_local)
-        sizes = tuple(0 if x is None else x.numel() for x in (page, local))
-        return (page, local, n_local, anchor) if sizes == expected else None
+        parts = buffers.get('page'), buffers.get('local')
+        expected = [self.copier.page_nbytes, self.copier.local_nbytes(n_local)]
+        sizes = [0 if x is None else x.numel() for x in parts]
+        return (*parts, n_local, anchor) if sizes == expected else None
 
     def _is_complete(self, block) -> bool:
         """Whether the local parts hold all W - 1 positions before the end of `block`."""
@@ -190,29 +167,24 @@ class PrefixStore:
             yield block, min(self.size, left)
             block, left = block.parent, left - self.size
 
-    # -- growing -----------------------------------------------------------------------------------
-
     def extend(self, row: int, last_block: Block, tokens: list[int]) -> Block:
         """Add the whole blocks of a row, which holds `tokens`, after `last_block`. Returns the new
-        last block.
-
-        Call it when the length of the row becomes a multiple of `size`, which makes the boundary an
-        anchor, and when the request ends."""
+        last block. Call it when the length of the row becomes a multiple of `size`, which makes the
+        boundary an anchor, and when the request ends."""
         length, pages = self.cache.length(row), self.table.rows[row]
         first = last_block.depth
-        if length // self.size > first:
-            for i, piece in enumerate(self._pieces(tokens[first * self.size:length]), first):
-                block = last_block.children.get(piece)
-                if block is None:
-                    block = Block(piece, last_block)
-                    self._insert(block)
-                if block.page < 0 and self.cache.pools:
-                    self.table.pin(pages[i])
-                    self._set_page(block, pages[i])
-                block.users += 1
-                last_block.users -= 1
-                last_block = block
-            self._touch(last_block)
+        for i, piece in enumerate(self._pieces(tokens[first * self.size:length]), first):
+            block = last_block.children.get(piece)
+            if block is None:
+                block = Block(piece, last_block)
+                self._insert(block)
+            if block.page < 0 and self.cache.pools:
+                self.table.pin(pages[i])
+                self._set_page(block, pages[i])
+            block.users += 1
+            last_block.users -= 1
+            last_block = block
+        self._touch(last_block)
         at_boundary = length == last_block.depth * self.size
         if at_boundary and last_block.depth and not last_block.anchor:
             self._make_anchor(row, last_block)
@@ -235,16 +207,13 @@ class PrefixStore:
             return  # the ring has overwritten a part
         for block, n in window:
             if block.n_local < n:
-                self._drop_local(block)
-                block.n_local = in_ring[block]
-                block.local = self.copier.local(row, block.depth * self.size, block.n_local)
-                self.nbytes += allocated_nbytes(block.local)
+                end = block.depth * self.size
+                local = self.copier.local(row, end, in_ring[block])
+                self._set_local(block, local, in_ring[block])
         last_block.anchor = True
-        if self.prune:
-            self._thin_anchors(last_block)
-
-    def _thin_anchors(self, last_block) -> None:
-        """Keep anchors at distances that about double, and where the tree branches."""
+        if not self.prune:
+            return
+        # keep anchors at distances that about double, and where the tree branches
         kept, anchors = 0, [block for block in last_block.parent.lineage() if block.anchor]
         for block, farther in itertools.zip_longest(anchors, anchors[1:], fillvalue=self.root):
             next_distance = last_block.depth - farther.depth
@@ -258,7 +227,7 @@ class PrefixStore:
         """Drop the local parts in the window of `last_block` that no anchor needs."""
         for block, _ in self._window(last_block):
             if not self._has_anchor(block):
-                self._drop_local(block)
+                self._set_local(block, None, 0)
 
     def _has_anchor(self, block) -> bool:
         """Whether the window of an anchor, at this block or below it, includes this block."""
@@ -269,11 +238,9 @@ class PrefixStore:
             level, n = [child for each in level for child in each.children.values()], n - self.size
         return False
 
-    def _drop_local(self, block) -> None:
-        self.nbytes -= allocated_nbytes(block.local)
-        block.local, block.n_local = None, 0
-
-    # -- evicting ----------------------------------------------------------------------------------
+    def _set_local(self, block, local, n_local) -> None:
+        self.nbytes += allocated_nbytes(local) - allocated_nbytes(block.local)
+        block.local, block.n_local = local, n_local
 
     def release(self, last_block: Block) -> None:
         """A request with this last block has ended or was preempted, and its row has been reset."""
@@ -342,20 +309,18 @@ class PrefixStore:
     def _remove(self, block) -> None:
         del block.parent.children[block.tokens], self.blocks[block]
         self._leave_pool(block)
-        self._drop_local(block)
         self.nbytes -= block.nbytes
         self.stats.evicted += 1
 
     def forget(self, last_block: Block) -> None:
         """Remove the blocks of a request whose logits were not finite, except those that other
         requests share."""
-        block = last_block
-        while block in self.blocks and not (block.children or block.users):
+        while last_block in self.blocks and not (last_block.children or last_block.users):
             if self.disk:
-                self.disk.delete(block.key)
-            self._remove(block)
-            block = block.parent
-        self._prune_local(block)
+                self.disk.delete(last_block.key)
+            self._remove(last_block)
+            last_block = last_block.parent
+        self._prune_local(last_block)
 
     def _to_disk(self, block) -> None:
         in_pool = block.copy is None and block.page >= 0

@@ -3,9 +3,8 @@
     FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the parent
                                            ("before"), n_local, anchor, and a hash of all that
 
-The fingerprint identifies weights, plan and dtypes, so that files of another model are never read.
-A file that is damaged or has other tokens than requested counts as missing. Several processes may
-share a folder; each applies its budget to the files that it knows.
+The fingerprint identifies weights, plan and dtypes. A file that is damaged or has other tokens than
+requested counts as missing. Processes may share a folder; each budgets the files that it knows.
 """
 import contextlib
 import hashlib
@@ -39,9 +38,7 @@ class DiskTier:
     """The files of one fingerprint in a folder.
 
     budget: bytes, above which the least recently used files are deleted. nbytes: size of all files.
-
-    Raises:
-        UserError: the safetensors package is missing, or the folder cannot be made.
+    Raises UserError: the safetensors package is missing, or the folder cannot be made.
     """
 
     def __init__(self, folder, fingerprint: str, budget: int):
@@ -57,9 +54,8 @@ class DiskTier:
             for path in self.folder.glob('*.tmp'):
                 if time.time() - path.stat().st_mtime > ABANDONED:
                     path.unlink(missing_ok=True)
-            found = sorted((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size)
-                           for entry in os.scandir(self.folder)
-                           if entry.name.endswith('.safetensors'))
+            found = sorted((path.stat().st_mtime_ns, path.name, path.stat().st_size)
+                           for path in self.folder.glob('*.safetensors'))
         except OSError as e:
             raise UserError(f'{self.folder} cannot be used: {e}') from e
         self._sizes = {name: size for _, name, size in found}  # least recently used first
@@ -71,9 +67,8 @@ class DiskTier:
         path = self._path(block.key)
         if block.saved >= block.n_local and path.name in self._sizes:
             return self.touch([block.key])
-        about = {'fingerprint': self.fingerprint, 'tokens': block.tokens.hex(),
-                 'before': block.parent.key.hex(), 'n_local': str(block.n_local),
-                 'anchor': str(int(block.anchor))}
+        about = self._identity(block.parent.key, block.tokens) | {
+            'n_local': str(block.n_local), 'anchor': str(int(block.anchor))}
         tensors = {name: x for name, x in (('page', page), ('local', block.local)) if x is not None}
         temporary = path.with_suffix(f'.{uuid.uuid4().hex}.tmp')
         try:
@@ -105,16 +100,17 @@ class DiskTier:
                 with contextlib.suppress(OSError):  # another process may have deleted it
                     self._stamp(path)
 
+    def _identity(self, before, tokens) -> dict:
+        return {'fingerprint': self.fingerprint, 'tokens': tokens.hex(), 'before': before.hex()}
+
     def _stamp(self, path):
-        """Set a modification time later than all before; the clock of the file system is too coarse
-        for that."""
+        """Set a modification time later than all before: the file system's clock is too coarse."""
         self._latest = max(self._latest + 1, time.time_ns())
         os.utime(path, ns=(self._latest, self._latest))
 
     def delete(self, key: bytes) -> None:
-        name = self._path(key).name
-        if name in self._sizes:
-            self._delete(name)
+        """Delete the file of a block, if there is one."""
+        self._delete(self._path(key).name)
 
     def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int, bool] | None:
         """({'page': ..., 'local': ...}, n_local, anchor) of the block with these tokens after the
@@ -125,12 +121,10 @@ class DiskTier:
         try:
             with self._open(path) as file:
                 about = file.metadata() or {}
-                if (about.get('fingerprint'), about.get('tokens'), about.get('before')) != (
-                        self.fingerprint, tokens.hex(), before.hex()):
+                if not self._identity(before, tokens).items() <= about.items():
                     return None
                 # cloned, since each would map its file, and a process has at most 65,530 mappings
-                names = file.keys()
-                tensors = {name: file.get_tensor(name).clone() for name in names}
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
             if about.pop('hash', '') != _hash(about, tensors):
                 raise ValueError('hash mismatch')
             return tensors, int(about['n_local']), about['anchor'] == '1'

@@ -1,5 +1,4 @@
-"""Prompts that people give: one text (`start`), or a file of many (`prompts`), plain or each with
-parameters of its own. No torch here."""
+"""Prompts that people give: one text (`start`), or a file of many (`prompts`). No torch here."""
 import json
 import math
 from collections import Counter
@@ -13,20 +12,13 @@ from engine.params import SamplingParams, has_surrogate, shown
 
 def read_start(start: str) -> tuple[str, str]:
     """(where, text): `start` itself, or the file that 'FILE:path' names. `where` is for messages.
-
-    Raises:
-        UserError: a file that cannot be read as UTF-8.
-    """
+    Raises UserError: a file that cannot be read as UTF-8."""
     where = f'start={start!r}' if len(start) <= 200 else f'start={start[:200]!r}...'
     return where, _read(start[5:], where) if start.startswith('FILE:') else start
 
 
 def encode_prompt(tokenizer, where: str, text: str) -> list[int]:
-    """Token ids of a prompt.
-
-    Raises:
-        UserError: characters that the alphabet lacks, or no tokens.
-    """
+    """Token ids of a prompt. Raises UserError: characters that the alphabet lacks, or no tokens."""
     try:
         ids = tokenizer.encode(text)
     except UserError as e:
@@ -55,10 +47,7 @@ def read_requests(path: str, defaults: SamplingParams) -> list[PromptLine]:
     In a `.jsonl` file each line is a JSON string, the prompt, or an object with "prompt" and
     optionally "id" and fields of `SamplingParams` that override `defaults`. In any other file each
     line is a prompt, without its line end. A line with a mistake becomes one with an `error`, and
-    the others still run.
-
-    Raises:
-        UserError: a file that cannot be read as UTF-8, or without prompts.
+    the others still run. Raises UserError: a file that cannot be read as UTF-8, or without prompts.
     """
     # not splitlines(): a prompt may contain U+2028 and the like
     lines = enumerate(_read(path, f'prompts={path!r}').split('\n'), 1)
@@ -76,9 +65,8 @@ def _request(path, number, line, defaults) -> PromptLine:
     try:
         given = _json_object(line)
         request = replace(request, id=_id(given))  # kept even if the rest is wrong
-        request = replace(request, prompt=_prompt(given))
-        params = SamplingParams.from_dict(given, defaults)
-        return replace(request, params=params, given=tuple(given))
+        request = replace(request, prompt=_prompt(given), given=tuple(given))
+        return replace(request, params=SamplingParams.from_dict(given, defaults))
     except UserError as e:
         return replace(request, error=f'{where}: {e}')
 
@@ -86,13 +74,11 @@ def _request(path, number, line, defaults) -> PromptLine:
 def encode_requests(tokenizer, requests: list[PromptLine]) -> list[PromptLine]:
     """The requests with their token ids; one whose prompt cannot be encoded gets an `error`."""
     def encoded(request):
-        if request.error:
-            return request
         try:
             return replace(request, ids=encode_prompt(tokenizer, request.where, request.prompt))
         except UserError as e:
             return replace(request, error=str(e))
-    return [encoded(request) for request in requests]
+    return [request if request.error else encoded(request) for request in requests]
 
 
 def _read(path: str, where: str) -> str:
@@ -141,9 +127,9 @@ def _prompt(given: dict) -> str:
 
 
 def _unique_keys(pairs):
-    key, times = Counter(key for key, _ in pairs).most_common(1)[0] if pairs else ('', 1)
-    if times > 1:
-        raise UserError(f'key {shown(key)} is given twice')
+    for key, times in Counter(key for key, _ in pairs).items():
+        if times > 1:
+            raise UserError(f'key {shown(key)} is given twice')
     return dict(pairs)
 
 

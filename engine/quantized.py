@@ -7,13 +7,11 @@ scale per token; sums are exact, in int32.
 
     y[m, n] = x_scale[m] * w_scale[n] * sum_k x_int8[m, k] * w_int8[n, k]  + bias[n]
 
-On a CPU the extension (`engine.native`) computes this; elsewhere, and without it, torch does: the
-same numbers, up to the rounding of the last line.
+On a CPU the extension (`engine.native`) computes this, elsewhere torch: the same, up to rounding.
 """
 import torch
 from torch import nn
 
-from config.errors import UserError
 from engine import native
 from engine.linear import by_extension
 
@@ -32,12 +30,11 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def int8_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x (m, k) float @ (weight (n, k) int8 * scale (n,)).T -> (m, n) float32, by torch."""
-    m = x.size(0)
     values, x_scale = quantize_rows(x)
+    m = len(x)
     if x.is_cuda:
         values = nn.functional.pad(values, (0, 0, 0, max(CUDA_ROWS - m, -m % 8)))
-    sums = torch._int_mm(values, weight.t())[:m]
-    return sums.float() * (x_scale * scale)
+    return torch._int_mm(values, weight.t())[:m].float() * (x_scale * scale)
 
 
 def int4_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -62,13 +59,6 @@ def blocks(x: torch.Tensor, columns: int) -> torch.Tensor:
     """(n, k) -> (n / 16, k / columns, 16, columns), the extension's layout; n is padded to 16."""
     rows = nn.functional.pad(x, (0, 0, 0, -len(x) % BLOCK))
     return rows.view(-1, BLOCK, x.size(1) // columns, columns).transpose(1, 2).contiguous()
-
-
-def check_group(group: int, width: int) -> None:
-    """Raises UserError if matrices of this width cannot have groups of this size."""
-    if group < 8 or group % 8 or width % group:
-        raise UserError(f'int4_group={group}: must be a multiple of 8 that divides the width of '
-                        f'every matrix, and one is {width} wide')
 
 
 class QuantizedLinear(nn.Module):

@@ -1,8 +1,7 @@
 """The batching engine's sampler: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
-Each row of `sample_rows` has parameters of its own, and its random numbers depend on (seed, index
-of the token) alone, so neither the rest of the batch nor an interruption changes what it draws.
-(`generate.Sampler` restricts the tokens in the same way, but draws from torch's generators.)
+Random numbers depend on (seed, index of the token) alone, so neither the rest of the batch nor an
+interruption changes what a row draws.
 
 B rows, V tokens in the vocabulary, R rows of a group, n candidates of a row.
 """
@@ -19,11 +18,8 @@ from generate import lowest_kept
 
 
 def sample_generators(seed: int, count: int, device: torch.device) -> list[torch.Generator]:
-    """Generators for `generate.Sampler`, each seeded from (seed, k) alone.
-
-    Sample 0 draws what nanoGPT would: its sample.py seeds the global generator, builds the model
-    from it, then draws. So call this right after `torch.manual_seed(seed)` and building the model.
-    """
+    """Generators for `generate.Sampler`, each seeded from (seed, k) alone. Sample 0 draws what
+    nanoGPT would, if called right after `torch.manual_seed(seed)` and building the model."""
     generators = [torch.Generator(device) for _ in range(count)]
     for k, generator in enumerate(generators):
         generator.manual_seed(sample_seed(seed, k))
@@ -35,33 +31,24 @@ def sample_generators(seed: int, count: int, device: torch.device) -> list[torch
 class SampleRow:
     """The parameters of one request, and the state that its draws depend on.
 
-    Args:
-        params: the request's.
-        tokens: prompt and generated tokens, for the repetition penalty.
-        n_drawn: how many of `tokens` were generated: the index of the next token's random number.
-            `SampleRow(params, prompt + generated, len(generated))` resumes a request exactly.
+    tokens: prompt and generated tokens, for the repetition penalty. n_drawn: how many of them were
+    generated, which is the index of the next token's random number.
+    `SampleRow(params, prompt + generated, len(generated))` resumes a request exactly.
     """
 
     def __init__(self, params: SamplingParams, tokens=(), n_drawn: int = 0):
         self.params, self.n_drawn = params, n_drawn
         self.penalised = params.repetition_penalty != 1.0
-        # each token once; an array that grows, so that a step costs O(1) in Python
-        self.seen_ids = array('q')
-        self._seen = set()
-        self._see(tokens)
+        self._seen = dict.fromkeys(tokens if self.penalised else ())
+        # the same as an array that grows, so that a step costs O(1) in Python
+        self.seen_ids = array('q', self._seen)
 
     def append(self, token: int) -> None:
         """The drawn token becomes part of the text."""
         self.n_drawn += 1
-        self._see((token,))
-
-    def _see(self, tokens):
-        if not self.penalised:
-            return
-        for token in tokens:
-            if token not in self._seen:
-                self._seen.add(token)
-                self.seen_ids.append(token)
+        if self.penalised and token not in self._seen:
+            self._seen[token] = None
+            self.seen_ids.append(token)
 
 
 class Drawn(NamedTuple):
@@ -87,10 +74,7 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
     boundary by 1e-16.
 
     logits: (B, V), of any floating dtype.
-
-    Raises:
-        ValueError: `rows` has another length than `logits`.
-        IndexError: a token seen is not below V.
+    Raises ValueError: `rows` has another length; IndexError: a token seen is not below V.
     """
     if logits.dim() != 2 or logits.size(0) != len(rows):
         raise ValueError(f'logits of shape {tuple(logits.shape)} for {len(rows)} rows')

@@ -5,11 +5,9 @@ no model.
     running   row  0   1   2   3    always the first rows, so that a decode step takes one slice:
                    r2  r6  r1  r5   when a request leaves, the last row moves into its place
 
-A request is *prefilling* while the cache lacks more than its last token, then *decoding*. Each step
-decodes one token for all decoding requests and prefills at most `prefill_chunk` tokens, so that a
-long prompt does not stall the rest (chunked prefill, Agrawal et al. 2023, Sarathi; iteration-level
-scheduling, Yu et al. 2022, Orca). When pages run out, the latest request is preempted: its pages
-are freed, and it waits to be recomputed.
+Each step decodes one token for all requests that lack only their last one, and prefills at most
+`prefill_chunk` (chunked prefill, Agrawal et al. 2023, Sarathi; iteration-level scheduling, Yu et
+al. 2022, Orca). When pages run out, the latest request is preempted, and recomputed later.
 """
 from collections import deque
 from dataclasses import dataclass, field
@@ -67,13 +65,10 @@ class Work:
 
 
 class Scheduler:
-    """Assigns rows and pages of the cache to requests.
+    """Assigns rows and pages of `cache`, a `PagedKVCache`, to requests.
 
-    Args:
-        cache: an `engine.paged.PagedKVCache`, or any object with `batch_size`, `max_seq_len`,
-            `table` and the methods `reset`, `move` and `reserve`.
-        prefill_chunk: most prompt tokens that a step computes, padding included.
-        prefix: an `engine.prefix.PrefixStore` of that cache, or None.
+    prefill_chunk: most prompt tokens that a step computes, padding included.
+    prefix: an `engine.prefix.PrefixStore` of that cache, or None.
     """
 
     def __init__(self, cache, prefill_chunk: int, prefix=None):
@@ -92,9 +87,6 @@ class Scheduler:
         if table.pages_for(positions) > table.n_pages:
             raise UserError(f'{asked}, and the KV memory holds '
                             f'{table.n_pages * table.page_size:,}: more than any request may have')
-
-    def add(self, request: Request) -> None:
-        self.waiting.append(request)
 
     def schedule(self) -> Work:
         """The work of the next step, for which rows and pages are taken."""
@@ -118,15 +110,14 @@ class Scheduler:
             request.last_block = self.prefix.extend(request.row, request.last_block, tokens)
 
     def preempt(self, request: Request) -> None:
-        """Move a running request to the front of the queue; it will be recomputed."""
+        """Move a running request to the front of the queue."""
         self._free_row(request)
         request.num_computed_tokens = 0
         request.preempted += 1
         self.waiting.appendleft(request)
 
     def restart(self, requests: list[Request]) -> None:
-        """After a fault and a reset of the cache: queue all unfinished requests in their order, to
-        be recomputed."""
+        """After a fault and a reset of the cache: queue all unfinished requests in their order."""
         for request in requests:
             request.preempted += request.row >= 0
             request.row, request.num_computed_tokens = -1, 0
@@ -153,12 +144,13 @@ class Scheduler:
             # a spare page if a running request may grow, lest it preempt the new one at once
             spare = any(table.pages_for(r.max_positions) > len(table.rows[r.row])
                         for r in self.running)
-            available, hit = table.n_available, None
+            available = table.n_available
             needed = table.pages_for(request.length) + spare
             if self.prefix:
                 # without disk: its blocks have no page in the pool, and are read only when admitted
                 hit = self.prefix.match(request.prompt + request.tokens, disk=False)
-                available, needed = self.prefix.n_available(hit.blocks), needed - hit.n_in_pool
+                available = self.prefix.n_available(hit.blocks)
+                needed -= sum(block.page >= 0 for block in hit.blocks)
             if available < needed:
                 return
             if self.prefix:
@@ -168,7 +160,7 @@ class Scheduler:
             self.waiting.popleft()
             request.row = len(self.running)
             self.running.append(request)
-            if hit:
+            if self.prefix:
                 self._restore(request, hit)
             self.cache.reserve(request.row, request.length)
 
@@ -178,7 +170,10 @@ class Scheduler:
         request.chunk_ends = self.prefix.chunk_ends(hit, request.length)
         if request.num_cached_tokens < 0:  # not after a preemption
             request.num_cached_tokens = request.num_computed_tokens
-            self.prefix.stats.count(request.length, request.num_cached_tokens)
+            stats = self.prefix.stats
+            stats.requests += 1
+            stats.looked_up += request.length
+            stats.found += request.num_cached_tokens
 
     def _is_being_computed(self, request, n_cached) -> bool:
         """Whether a running request is about to compute a longer prefix of this one than is cached,
@@ -187,24 +182,25 @@ class Scheduler:
         for other in self.running:
             theirs = other.prompt + other.tokens
             known = max(n_cached, other.num_computed_tokens)
-            ends = [end for end in other.chunk_ends if known < end < len(mine)]
-            if any(theirs[:end] == mine[:end] for end in ends):
+            if any(known < end < len(mine) and theirs[:end] == mine[:end]
+                   for end in other.chunk_ends):
                 return True
         return False
 
     def _chunks(self) -> list[list[tuple[Request, int]]]:
-        """Whole prompts that fit are computed in one pass; otherwise a pass has one chunk of one
-        prompt."""
+        """Whole prompts that fit share a pass; otherwise a pass has one chunk of one prompt, and
+        chunks are split at `chunk_ends`."""
         room, passes, batch = self.prefill_chunk, [], []
         for request in sorted((r for r in self.running if not r.decoding), key=lambda r: r.number):
             started = request.num_computed_tokens or request.chunk_ends
             if started or request.pending > self.prefill_chunk:
                 if room == 0:
                     break
-                most = self._to_page_end(request, min(request.pending, room))
-                pieces = self._pieces(request, most)
-                passes += [[(request, n)] for n in pieces]
-                room -= sum(pieces)
+                start = request.num_computed_tokens
+                last = start + self._to_page_end(request, min(request.pending, room))
+                ends = [end for end in request.chunk_ends if start < end < last] + [last]
+                passes += [[(request, b - a)] for a, b in zip([start, *ends], ends)]
+                room -= last - start
                 continue
             width = max((n for _, n in batch), default=0)
             new_width = max(width, request.pending)
@@ -222,14 +218,6 @@ class Scheduler:
         start = request.num_computed_tokens
         end = (start + n) // self.prefix.size * self.prefix.size
         return end - start if end > start else n
-
-    @staticmethod
-    def _pieces(request, n) -> list[int]:
-        """The next n tokens of a request, split at `chunk_ends`."""
-        start = request.num_computed_tokens
-        last = start + n
-        ends = [end for end in request.chunk_ends if start < end < last] + [last]
-        return [b - a for a, b in zip([start, *ends], ends)]
 
     def _free_row(self, request: Request) -> None:
         row, last = request.row, self.running[-1]

@@ -1,6 +1,5 @@
-"""A view of a cache for decode steps that are captured as CUDA graphs or compiled. Write positions
-and key counts are computed on the device from `positions`. Shapes and Python values are the same in
-every step, because nothing depends on lengths known to the host.
+"""A view of a cache for decode steps captured as CUDA graphs or compiled: shapes and Python values
+are the same in every step, because nothing depends on lengths known to the host.
 
     static = StaticCache(cache, n_rows)         # the cache's own storage, its first n_rows rows
     static.set(lengths)                         # before a step: the length of each row
@@ -47,14 +46,9 @@ class StaticCache:
         self._sent, self._versions = [[] for _ in range(n_rows)], [0] * n_rows
         self._places, self._kv_lens = {}, {}
 
-    # -- on the host, around a step ---------------------------------------------------------------
-
     def set(self, lengths: list[int | None]) -> None:
         """Set the lengths of the rows to which the next step appends a token; None: inactive.
-        Pages for the token must have been reserved.
-
-        Raises:
-            UserError: more rows than there are, or a row that is full.
+        Pages for the token must have been reserved. Raises UserError: too many rows, or a full one.
         """
         most = self.cache.max_seq_len
         full = any(n is not None and n >= most for n in lengths)
@@ -91,8 +85,6 @@ class StaticCache:
     def advance(self, rows: list[int]) -> None:
         """Count the token that the step has written to these rows."""
         self.cache.advance(rows)
-
-    # -- called by the model; uses device tensors only --------------------------------------------
 
     def begin(self, t: int, lens=None, rows=None) -> StaticStep:
         if t != 1 or lens is not None or rows is not None:

@@ -14,8 +14,6 @@ class StopFilter:
 
     Text ends before the stop text that is complete first; of several that are complete at the same
     character, the longest counts. So the result does not depend on how text is split into tokens.
-    (Engines that look once per token, such as vLLM, take the first in the list that a token
-    completed: the same but for rare overlaps.)
     """
 
     def __init__(self, stops: Iterable[str] = ()):
@@ -47,12 +45,8 @@ class StopFilter:
 
 
 class SampleText:
-    """The decoded text of one sample, cut at the first stop text.
-
-    Args:
-        decode: a `TextStream` of the tokenizer (one id in, the text that it completes out).
-        stops: stop texts; they are looked for in the generated text, not in the prompt.
-    """
+    """The decoded text of one sample, without the prompt, cut at the first stop text.
+    decode: a `TextStream` of the tokenizer (one id in, the text that it completes out)."""
 
     def __init__(self, decode, stops: Iterable[str] = ()):
         self.decode, self.filter = decode, StopFilter(stops)
@@ -73,8 +67,6 @@ class SampleText:
 
     def end(self) -> str:
         """The rest, when no more tokens come: pending text, an incomplete character."""
-        if self.stopped:
-            return ''
         piece = self.filter(self.decode.end()) + self.filter.end()
         self.text += piece
         return piece
@@ -90,9 +82,7 @@ def parse_stops(value: str) -> tuple[str, ...]:
 
     A value that begins with a bracket and a quote, or reads as a list, is a list; a text that looks
     like one goes into a list: "['[1]']".
-
-    Raises:
-        UserError: a broken list, or one with an empty text or something other than texts.
+    Raises UserError: a broken list, or one with an empty text or something other than texts.
     """
     text = value.strip()
     if not text.startswith('['):

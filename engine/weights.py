@@ -2,7 +2,7 @@
 from torch import nn
 
 from config.errors import UserError
-from engine.quantized import Int4Linear, Int8Linear, QuantizedLinear, check_group, quantize
+from engine.quantized import Int4Linear, Int8Linear, QuantizedLinear, quantize
 from kv.parts import tensor_nbytes
 
 INT4_GROUP = 32
@@ -12,16 +12,16 @@ def quantize_weights(model, weight_dtype: str, int4_group: int = INT4_GROUP) -> 
     """Quantize the model's Linear layers in place; see `engine.quantized`.
 
     weight_dtype: 'auto' (unchanged), 'int8' or 'int4'. int4_group: columns that share a scale.
-
-    Raises:
-        UserError: a group that does not divide the widths; nothing is changed.
+    Raises UserError: a group that does not divide the widths; nothing is changed.
     """
     if weight_dtype == 'int8':
         quantize(model, Int8Linear)
     elif weight_dtype == 'int4':
         for width in sorted({m.in_features for m in model.transformer.h.modules()
                              if isinstance(m, nn.Linear)}):
-            check_group(int4_group, width)
+            if int4_group < 8 or int4_group % 8 or width % int4_group:
+                raise UserError(f'int4_group={int4_group}: must be a multiple of 8 that divides '
+                                f'the width of every matrix, and one is {width} wide')
         quantize(model, lambda linear: Int4Linear(linear, int4_group))
 
 
@@ -45,10 +45,7 @@ def stored_tensors(model) -> list:
 
 def compile_for_decode(model) -> None:
     """torch.compile the MLPs, in place. (Attention would be recompiled as the cache grows.)
-
-    Raises:
-        UserError: quantized weights, whose matmuls torch cannot compile.
-    """
+    Raises UserError: quantized weights, whose matmuls torch cannot compile."""
     if isinstance(model.lm_head, Int8Linear):
         raise UserError(f'compile=True does not go with weights in {weights_dtype(model)}: '
                         'leave out one of the two')

@@ -1,8 +1,7 @@
 """The C++ extension for CPUs: matmuls and whole decode steps at memory speed.
 
-Compiled on first use for the local processor (about two seconds; with g++, clang++ or $CXX), and
-cached in the user's cache folder. It has a plain C interface, called by ctypes, so it depends on
-neither torch's headers nor its version. Without a compiler everything runs in torch, slower.
+Compiled on first use for the local processor (with g++, clang++ or $CXX), and cached in the user's
+cache folder. Called by ctypes. Without a compiler everything runs in torch, slower.
 """
 import ctypes
 import functools
@@ -36,8 +35,7 @@ def use(on: bool) -> None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The extension, compiled if necessary. None if it is disabled, or unavailable (noted once on
-    stderr)."""
+    """The extension, compiled if necessary. None if it is disabled or unavailable."""
     return _library() if _wanted else None
 
 
@@ -51,18 +49,8 @@ def _library():
         return None
 
 
-def cache_folder() -> Path:
-    """The folder of compiled extensions."""
-    home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-    return Path(home, 'nanokv', 'native')
-
-
 def _compiled() -> Path:
-    """The shared library for these sources, compiler, flags and processor.
-
-    Raises:
-        Unavailable: there is no compiler, or it fails.
-    """
+    """The shared library for these sources, compiler, flags and processor."""
     if os.name != 'posix':
         raise Unavailable('it is built on Linux and macOS only')
     names = (os.environ['CXX'],) if os.environ.get('CXX') else ('g++', 'clang++', 'c++')
@@ -72,7 +60,8 @@ def _compiled() -> Path:
     sources = sorted(HERE.glob('*.cpp')) + sorted(HERE.glob('*.h'))
     inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
-    path = cache_folder() / f'{name}.so'
+    home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    path = Path(home, 'nanokv', 'native', f'{name}.so')
     if not path.exists():
         _compile(compiler, path)
     return path
@@ -84,8 +73,8 @@ def _processor() -> str:
         lines = Path('/proc/cpuinfo').read_text().splitlines()
     except OSError:
         return os.uname().machine
-    return '\n'.join(dict.fromkeys(line for line in lines if line.startswith(('flags', 'model name',
-                                                                             'Features'))))
+    kept = (line for line in lines if line.startswith(('flags', 'model name', 'Features')))
+    return '\n'.join(dict.fromkeys(kept))
 
 
 def _compile(compiler: str, path: Path) -> None:

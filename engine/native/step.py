@@ -21,7 +21,7 @@ MULTIPLE = 8  # widths must be multiples of it: half a vector
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
     """A C++ decode step for this cache. None if it is not supported, or if its logits differ from
     those of model.py, whose code may have been changed."""
-    if why_not(model, cache) or native.library() is None:
+    if not supports(model, cache) or native.library() is None:
         return None
     if not agrees(model, cache.kv_dtype):
         print('Note: the C++ decode step gives other logits than model.py: plain torch decodes '
@@ -32,14 +32,15 @@ def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
 
 @torch.inference_mode()
 def agrees(model: GPT, kv_dtype: str) -> bool:
-    """Whether two steps from an empty cache give the logits of the model's forward: but for the
-    rounding of its dtype, and with int8 weights of activations."""
+    """Whether two steps from an empty cache give the logits of the model's forward, but for
+    rounding."""
     plain, other = (model.new_cache(1, 2, kv_dtype) for _ in 'ab')
     try:
         decode, share = NativeDecode(model, other), 0.1
     except (AttributeError, KeyError):  # it looks for a part that is not there
         return False
-    if model.dtype == torch.float32 and kv_dtype == 'float32' and weights_are_floats(model):
+    floats = not isinstance(model.lm_head, Int8Linear)
+    if model.dtype == torch.float32 and kv_dtype == 'float32' and floats:
         share = 1e-3
     for token in (0, model.config.vocab_size - 1):
         idx = torch.tensor([[token]])
@@ -49,33 +50,20 @@ def agrees(model: GPT, kv_dtype: str) -> bool:
     return True
 
 
-def weights_are_floats(model: GPT) -> bool:
-    return not isinstance(model.lm_head, Int8Linear)
-
-
-def why_not(model: GPT, cache: KVCache) -> str:
-    """Why the extension does not support these; '' if it does."""
-    c, plan = model.config, model.plan
-    if model.device.type != 'cpu':
-        return f'device={model.device.type}'
-    if type(cache) not in (KVCache, PagedKVCache):
-        return type(cache).__name__
-    if model.dtype not in (torch.float32, torch.bfloat16) or cache.torch_dtype not in DTYPES:
-        return f'computed in {model.dtype}, K/V {cache.kv_dtype}'
-    widths = {'n_embd': c.n_embd, 'head_dim': plan.head_dim, 'mlp_hidden': c.resolved_mlp_hidden}
-    if not all(m.packed for m in model.modules() if isinstance(m, QuantizedLinear)):
-        return 'quantized weights that are not packed'
-    odd = [f'{name}={n}' for name, n in widths.items() if n % MULTIPLE]
-    return f"{', '.join(odd)} not a multiple of {MULTIPLE}" if odd else ''
+def supports(model: GPT, cache: KVCache) -> bool:
+    """Whether the extension can decode with these."""
+    widths = model.config.n_embd, model.plan.head_dim, model.config.resolved_mlp_hidden
+    return (model.device.type == 'cpu' and type(cache) in (KVCache, PagedKVCache)
+            and model.dtype in native.DTYPES and cache.torch_dtype in DTYPES
+            and all(m.packed for m in model.modules() if isinstance(m, QuantizedLinear))
+            and not any(width % MULTIPLE for width in widths))
 
 
 class NativeDecode:
     """Decode steps over the first rows of `cache`. Computes in float32, except for matmuls with
     quantized weights, and with bfloat16 weights and several rows if the processor supports that.
 
-    Args:
-        model: in eval mode; its weights may change in place only (bfloat16 weights not at all).
-        cache: a `KVCache` or `PagedKVCache`.
+    model: in eval mode; its weights may change in place only (bfloat16 weights not at all).
     """
 
     def __init__(self, model: GPT, cache: KVCache):
@@ -91,13 +79,8 @@ class NativeDecode:
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
         """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the logits of
-        the remaining rows are undefined.
-
-        Returns:
-            (n, V) float32 logits, overwritten by the next call.
-        Raises:
-            UserError: a row that is full.
-            IndexError: a token outside of the vocabulary.
+        the remaining rows are undefined. Returns (n, V) float32 logits, overwritten by the next
+        call. Raises UserError: a row that is full; IndexError: a token outside of the vocabulary.
         """
         n, ids = len(tokens), tokens[:, 0].numpy()
         if ids.min() < 0 or ids.max() >= self.vocab_size:
@@ -134,25 +117,20 @@ class NativeDecode:
                 self._versions[row] = source.versions[row]
         return np.ascontiguousarray(self._table[rows])
 
-    # -- the structs ------------------------------------------------------------------------------
-
     def _describe(self, model: GPT) -> native.Model:
         plan, t, cache = model.plan, model.transformer, self.cache
         layers = (native.Layer * len(plan.layers))(
             *(self._layer(model, *pair) for pair in zip(plan.layers, t.h)))
         slots = (native.Slot * len(plan.slots))(*map(self._slot, cache.stores))
         self._kept += [layers, slots]
-        head, quantized = self._linear(model.lm_head), isinstance(t.wte, Int8Embedding)
-        wpe = None if model.rotary else t.wpe.weight
+        wte = None if isinstance(t.wte, Int8Embedding) else t.wte.weight.data_ptr()
+        wpe = None if model.rotary else t.wpe.weight.data_ptr()
         gelu = native.GELU_TANH if model.config.gelu == 'tanh' else native.GELU_EXACT
         return native.Model(
-            ctypes.addressof(layers), ctypes.addressof(slots),
-            None if quantized else t.wte.weight.data_ptr(),
-            None if wpe is None else wpe.data_ptr(),
-            *self._norm(t.ln_f), head, len(plan.layers), len(plan.slots), model.config.n_embd,
-            plan.n_head, plan.n_kv_head, plan.head_dim,
-            DTYPES[model.dtype], DTYPES[model.dtype], gelu,
-            model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8')
+            ctypes.addressof(layers), ctypes.addressof(slots), wte, wpe, *self._norm(t.ln_f),
+            self._linear(model.lm_head), len(plan.layers), len(plan.slots), model.config.n_embd,
+            plan.n_head, plan.n_kv_head, plan.head_dim, DTYPES[model.dtype], DTYPES[model.dtype],
+            gelu, model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8')
 
     def _layer(self, model, layer, block) -> native.Layer:
         attn, cos, sin = block.attn, None, None
@@ -166,11 +144,10 @@ class NativeDecode:
 
     def _slot(self, store) -> native.Slot:
         tensors = store.tensors
-        scales = [x.data_ptr() for x in tensors[2:]] or [None, None]
+        pointers = [*(x.data_ptr() for x in tensors), None, None][:4]
         transposed = tensors[0].stride(2) == 1 and store.capacity > 1
-        return native.Slot(tensors[0].data_ptr(), tensors[1].data_ptr(), *scales, store.capacity,
-                           DTYPES[store.dtype], isinstance(store, RingStore),
-                           isinstance(store, PagedStore), transposed)
+        return native.Slot(*pointers, store.capacity, DTYPES[store.dtype],
+                           isinstance(store, RingStore), isinstance(store, PagedStore), transposed)
 
     def _linear(self, linear) -> native.Linear:
         quantized = isinstance(linear, QuantizedLinear)

@@ -241,5 +241,5 @@ def test_fill_beyond_the_pool_leaves_an_empty_cache():
 
 @pytest.mark.parametrize('paging', [dict(n_pages=-1), dict(n_pages=4, page_size=0)])
 def test_a_pool_of_nothing_is_refused(paging):
-    with pytest.raises(UserError, match='page_size=.*n_pages=.*at least 1'):
+    with pytest.raises(UserError, match='n_pages=.*page_size=.*at least 1'):
         random_model(STACK).new_cache(2, 20, cache_class=PagedKVCache, **paging)

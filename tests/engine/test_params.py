@@ -1,4 +1,4 @@
-"""What a request may ask for, what it may not, and what comes back as JSON."""
+"""What a request may ask for, and what it may not."""
 import dataclasses
 import json
 import math
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from engine.params import Completion, SamplingParams, TokenLogprob, sample_seed
+from engine.params import SamplingParams, sample_seed
 
 NAMES = [f.name for f in dataclasses.fields(SamplingParams)]
 FLOATS = ('temperature', 'top_p', 'min_p', 'repetition_penalty')
@@ -98,12 +98,6 @@ def test_an_unknown_key_is_refused(key, near):
     assert all(name in after for name in NAMES)
 
 
-@pytest.mark.parametrize('given', [None, 5, 'seed', [['seed', 1]]])
-def test_parameters_that_are_not_an_object_are_refused(given):
-    with pytest.raises(UserError, match='must be an object'):
-        SamplingParams.from_dict(given)
-
-
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
                     lambda inner: st.lists(inner, max_size=3)
                     | st.dictionaries(st.text(max_size=3), inner, max_size=2))
@@ -126,19 +120,6 @@ def test_huge_and_deep_values_make_short_messages():
         deep = [deep]
     for value in (10 ** 5000, [0] * 10 ** 5, 'x' * 10 ** 5, deep):
         refusal(temperature=value)
-
-
-def test_a_completion_as_json():
-    logprobs = [TokenLogprob(3, -0.5, ((3, -0.5), (4, -1.5)))]
-    top = [{'token': 3, 'logprob': -0.5}, {'token': 4, 'logprob': -1.5}]
-    done = Completion([1, 2], [3], 'c', 'stop', logprobs=logprobs, ttft_s=0.1, seconds=0.2)
-    assert json.loads(json.dumps(done.as_json(), allow_nan=False)) == {
-        'prompt_tokens': [1, 2], 'tokens': [3], 'text': 'c', 'finish_reason': 'stop', 'error': '',
-        'logprobs': [{'token': 3, 'logprob': -0.5, 'top': top}],
-        'ttft_s': 0.1, 'seconds': 0.2, 'n_cached': 0}
-    failed = Completion([], [], '', 'error', 'no room').as_json()
-    assert (failed['logprobs'], failed['ttft_s'], failed['error']) == (None, None, 'no room')
-    assert Completion([1], [], '', 'cancelled', logprobs=[]).as_json()['logprobs'] == []
 
 
 def test_seeds_of_samples_differ_and_the_first_is_the_seed_given():

@@ -57,7 +57,7 @@ class Simulation:
         request = Request(number, [1000 * number + i for i in range(n_prompt)],
                           SamplingParams(max_new_tokens=max_new_tokens))
         self.requests.append(request)
-        self.scheduler.add(request)
+        self.scheduler.waiting.append(request)
         return request
 
     def finish(self, request):

@@ -34,7 +34,7 @@ def test_the_static_engine_admits_only_when_all_have_left():
     cache = model.new_cache(2, 32, cache_class=PagedKVCache, n_pages=32, page_size=4)
     scheduler = serve.StaticScheduler(cache, 8)
     for n in range(3):
-        scheduler.add(Request(n, [1, 2], SamplingParams()))
+        scheduler.waiting.append(Request(n, [1, 2], SamplingParams()))
     scheduler.schedule()
     assert [r.number for r in scheduler.running] == [0, 1]
     scheduler.finish(scheduler.running[0])
