@@ -1,9 +1,8 @@
 """A simulated chat workload on the prefix cache, without a model, so that it takes little time.
 
 Users talk in sessions: about ten turns a minute apart, then hours of absence. Some turns replace
-the last message, some go back to an earlier message and continue from there. A conversation that
-has filled its context is replaced by a new one. The parameters are our guesses, except the mean
-number of earlier messages, 180, which is Character.AI's.
+the last message, some go back to an earlier one. A conversation that has filled its context is
+replaced. The parameters are our guesses, but 180 earlier messages is Character.AI's mean.
 """
 import heapq
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class Workload:
         heapq.heapify(self.events)
 
     def next(self) -> tuple[int, list[int], int]:
-        """(dialogue, tokens of the request, tokens of its reply); follow it with `replied`."""
+        """(dialogue, tokens of the request, tokens of its reply)."""
         now, i = heapq.heappop(self.events)
         self.left[i] -= 1
         gap = self.random.exponential(THINK_S)
@@ -63,10 +62,6 @@ class Workload:
             self.texts[i] = []
         self.texts[i].append(message)
         return i, np.concatenate(self.texts[i]).tolist(), reply
-
-    def replied(self, dialogue: int, tokens: list[int]) -> None:
-        """The reply is part of the dialogue."""
-        self.texts[dialogue].append(np.array(tokens))
 
     def tokens(self, n: int) -> list[int]:
         return self.random.integers(self.vocab_size, size=n).tolist()
@@ -142,10 +137,19 @@ def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype
     title: label of the progress bar.
     """
     served, seen = Served(plan, workload.max_seq_len, page_size, kv_dtype, budget, prune), set()
+
+    def one() -> tuple[int, int, int]:
+        """(dialogue, tokens of the request, how many of them were found)."""
+        i, tokens, n_reply = workload.next()
+        reply = workload.tokens(n_reply)
+        found = served.serve(tokens, reply)
+        workload.texts[i].append(np.array(reply))
+        return i, len(tokens), found
+
     while len(seen) < workload.dialogues:
-        seen.add(one(served, workload)[0])
+        seen.add(one()[0])
     before = vars(served.store.stats).copy()
-    found = [one(served, workload)[1:] for _ in progress(range(n_requests), title)]
+    found = [one()[1:] for _ in progress(range(n_requests), title)]
     stats = {name: value - before[name] for name, value in vars(served.store.stats).items()}
     held = sum(sum(map(len, text)) for text in workload.texts)
     vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
@@ -157,12 +161,3 @@ def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype
         'held_nbytes': served.held_nbytes, 'dialogue_tokens': held,
         'dialogues': workload.dialogues, 'vanilla_nbytes': vanilla * held,
         'blocks': len(served.store.blocks)}
-
-
-def one(served: Served, workload: Workload) -> tuple[int, int, int]:
-    """(dialogue, tokens of the request, how many of them were found)."""
-    i, tokens, n_reply = workload.next()
-    reply = workload.tokens(n_reply)
-    found = served.serve(tokens, reply)
-    workload.replied(i, reply)
-    return i, len(tokens), found

@@ -18,19 +18,15 @@ RESULTS = ROOT / 'results' / 'cpu'
 FULL = 'config/train_gpt2_mqa_local.py --mode='
 STORED_INT8 = ' --weight_dtype=int8 --kv_dtype=int8'
 INT8 = STORED_INT8 + ' --against=vanilla_float32'
-B1 = ' --batch_sizes=1 --contexts=1024,4096,16384,32768'
-B4 = ' --batch_sizes=4 --contexts=1024,4096,16384'
-B16 = ' --batch_sizes=16 --contexts=1024,4096'
+SHAPES = {1: ' --batch_sizes=1 --contexts=1024,4096,16384,32768',
+          4: ' --batch_sizes=4 --contexts=1024,4096,16384',
+          16: ' --batch_sizes=16 --contexts=1024,4096'}
 VLLM = FULL + ('serve --against=vllm --batch_sizes=16 --contexts=64 --requests=32 '
                '--output_lengths=64')
 PEER = '--mode=decode --steps=32 --against='
 BENCHES = {
-    'decode-b1': FULL + 'decode --against=vanilla' + B1,
-    'decode-b4': FULL + 'decode --against=vanilla' + B4,
-    'decode-b16': FULL + 'decode --against=vanilla' + B16,
-    'decode-int8-b1': FULL + 'decode' + B1 + INT8,
-    'decode-int8-b4': FULL + 'decode' + B4 + INT8,
-    'decode-int8-b16': FULL + 'decode' + B16 + INT8,
+    **{f'decode-b{n}': FULL + 'decode --against=vanilla' + SHAPES[n] for n in SHAPES},
+    **{f'decode-int8-b{n}': FULL + 'decode' + SHAPES[n] + INT8 for n in SHAPES},
     'decode-int8-kv': FULL + 'decode --batch_sizes=1,4,16 --contexts=1024,4096,16384 '
                              '--kv_dtype=int8 --against=float32_kv',
     'decode-1GB': FULL + 'decode --contexts=4096 --budget=1GB' + INT8,
@@ -89,7 +85,6 @@ def main(names: list[str]) -> int:
               else f"error: {unknown[0]!r} is none of {', '.join(BENCHES)}", file=sys.stderr)
         return 2
     failed = []
-    RESULTS.mkdir(parents=True, exist_ok=True)
     for name in names or [name for name in BENCHES if not result(name).exists()]:
         print(f'== {name}', flush=True)
         command = [sys.executable, 'bench.py', *BENCHES[name].split(), '--device=cpu',
