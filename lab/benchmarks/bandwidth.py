@@ -38,7 +38,7 @@ class Bandwidth:
         return statistics.median(self._pass(self.kernels[self.kernel]) for _ in range(PASSES))
 
     def describe(self, rates) -> dict:
-        """For the JSON document: the kernel and the rates of the run, bytes per second."""
+        """For the JSON document; rates: of the run, bytes per second."""
         return {'kernel': self.kernel, 'buffer_bytes': self.buffer.nbytes,
                 'bytes_per_second': clock.summary(rates),
                 'kernels_bytes_per_second': self.found}

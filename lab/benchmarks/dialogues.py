@@ -17,21 +17,16 @@ from lab.benchmarks.clock import progress
 THINK_S, AWAY_S, SESSION_TURNS = 60.0, 4 * 3600.0, 10
 EDITED, WENT_BACK = 0.05, 0.02  # shares of turns
 FARTHEST_BACK = 20  # messages
+CHUNK = 256  # tokens
 
 
 @dataclass
 class Workload:
-    """Requests in the order of their arrival.
-
-    dialogues: number alive at any time.
-    messages: mean number of messages of a dialogue at the start (log-normal).
-    message_tokens: mean length of a message or a reply (log-normal).
-    max_seq_len: of a whole dialogue.
-    """
-    dialogues: int
-    messages: int
-    message_tokens: int
-    max_seq_len: int
+    """Requests in the order of their arrival."""
+    dialogues: int       # alive at any time
+    messages: int        # mean number of a dialogue's messages at the start (log-normal)
+    message_tokens: int  # mean length of a message or a reply (log-normal)
+    max_seq_len: int     # of a whole dialogue
     vocab_size: int = 50257
     seed: int = 0
 
@@ -40,7 +35,8 @@ class Workload:
         dialogues = range(self.dialogues)
         self.texts = [self._history() for _ in dialogues]  # messages (arrays of ids) of each
         self.left = [self._session() for _ in dialogues]   # turns until the user leaves
-        self.events = [(self._away() * self.random.random(), i) for i in dialogues]
+        self.events = [(self.random.exponential(AWAY_S) * self.random.random(), i)
+                       for i in dialogues]
         heapq.heapify(self.events)
 
     def next(self) -> tuple[int, list[int], int]:
@@ -49,7 +45,7 @@ class Workload:
         self.left[i] -= 1
         gap = self.random.exponential(THINK_S)
         if self.left[i] <= 0:
-            self.left[i], gap = self._session(), self._away()
+            self.left[i], gap = self._session(), self.random.exponential(AWAY_S)
         heapq.heappush(self.events, (now + gap, i))
         kind = self.random.random()
         if kind < EDITED:
@@ -80,20 +76,17 @@ class Workload:
     def _session(self):
         return int(self.random.geometric(1 / SESSION_TURNS))
 
-    def _away(self):
-        return self.random.exponential(AWAY_S)
-
 
 class Served:
     """One row of a paged cache with a prefix store, serving one request after another; K and V are
     random numbers."""
 
     def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int,
-                 prune: bool, chunk: int = 256):
+                 prune: bool):
         n_pages = -(-max_seq_len // page_size) + 1  # one request's: all else is in host memory
         self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages=n_pages, page_size=page_size,
                                   kv_dtype=kv_dtype)
-        self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(chunk, page_size)
+        self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(CHUNK, page_size)
         self.kv = torch.randn(1, plan.n_kv_head, self.chunk, plan.head_dim)
 
     def serve(self, tokens: list[int], reply: list[int]) -> int:
@@ -132,10 +125,7 @@ class Served:
 
 def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype: str, budget: int,
              prune: bool, title: str = '') -> dict:
-    """Serves requests until every dialogue has had one, then `n_requests` more, which count.
-
-    title: label of the progress bar.
-    """
+    """Serves requests until every dialogue has had one, then `n_requests` more, which count."""
     served, seen = Served(plan, workload.max_seq_len, page_size, kv_dtype, budget, prune), set()
 
     def one() -> tuple[int, int, int]:

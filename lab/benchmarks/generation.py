@@ -17,21 +17,14 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.capacity import parameters
 from kv.plan import plan_kv
-from lab.benchmarks import clock, setting
-from lab.benchmarks.engines import (
-    CTranslate2,
-    HuggingFace,
-    NanoGPT,
-    Ours,
-    check_checkout,
-    check_vanilla,
-)
+from lab.benchmarks import clock, engines, setting
 from lab.benchmarks.llama import LlamaCpp
 from lab.benchmarks.report import CPU_ENGINES
 from model import GPT
 from training.device import pick_device
 
-PEERS = {'hf': HuggingFace, 'nanogpt': NanoGPT, 'llama.cpp': LlamaCpp, 'ctranslate2': CTranslate2}
+PEERS = {'hf': engines.HuggingFace, 'nanogpt': engines.NanoGPT, 'llama.cpp': LlamaCpp,
+         'ctranslate2': engines.CTranslate2}
 TOLERANCE = 1e-4  # of float32 logits: a larger difference is more than rounding
 CHECKED = 64      # tokens of the sequence on which logits are compared
 FULL_STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
@@ -46,7 +39,7 @@ def run(s, data_root: Path) -> dict:
         config.bias = True  # OpenAI's GPT-2 always has biases
     if s.against in CPU_ENGINES:
         config.gelu = 'tanh'  # OpenAI's GPT-2's
-    check_vanilla(config, s.against)
+    engines.check_vanilla(config, s.against)
     modules = imported(s.against)
     with contextlib.ExitStack() as stack:
         folder = s.nanogpt or stack.enter_context(tempfile.TemporaryDirectory())
@@ -84,7 +77,7 @@ def check_settings(s) -> None:
         if refused:
             raise UserError(f'{name}={getattr(s, name)!r}: against={s.against!r} {why}')
     if s.against == 'nanogpt':
-        check_checkout(s.nanogpt)
+        engines.check_checkout(s.nanogpt)
 
 
 def imported(against: str) -> list:
@@ -133,7 +126,7 @@ def measure(models, peer, prompt, s) -> dict:
     batch, context = prompt.shape
     with contextlib.ExitStack() as stack:
         theirs = peer.sides(prompt, s.steps, stack)
-        sides = {name: Ours(model, prompt, s.steps, s.captured, s.kv_dtype)
+        sides = {name: engines.Ours(model, prompt, s.steps, s.captured, s.kv_dtype)
                  for name, model in models.items()} | theirs
         results = clock.alternate(sides, s.repeats, f'prompts of {context}, batch {batch}')
     ttft = {name: [made.ttft for made in runs] for name, runs in results.items()}

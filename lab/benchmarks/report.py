@@ -102,7 +102,6 @@ def times_as_many(row):
 
 
 def generation_tables(document) -> list[Table]:
-    """Decoding against other programs; with the full stack, also its ratios."""
     starred = {'hf': '; *: the faster of its caches', 'llama.cpp': '; *: the fastest format',
                'ctranslate2': '; *: the faster format'}.get(document['against'], '')
 
@@ -260,10 +259,8 @@ def heading(document) -> list[str]:
     rounds = f"; {document['repeats']} rounds{steps}, after one to warm up"
     versions = ''.join(f', {name} {document[name]}'
                        for name in ('transformers', *CPU_ENGINES, 'vllm') if name in document)
-    if mode in WITHOUT_CACHE:
-        dtypes = f"arithmetic {document['dtype']}"
-    else:
-        dtypes = f"weights {document['dtype']}, K/V {document['kv_dtype']}"
+    dtypes = (f"arithmetic {document['dtype']}" if mode in WITHOUT_CACHE else
+              f"weights {document['dtype']}, K/V {document['kv_dtype']}")
     lines = [f'{mode}{against}' + ('' if mode == 'kernels' else rounds),
              f"{document['device']}, {document['threads']} threads; {document['processor']}",
              f"torch {document['torch']}{versions}; {dtypes}"]

@@ -80,7 +80,7 @@ def test_no_token_ends_a_text(peer, tmp_path):
         ours.transformer.ln_f.weight.zero_()
         ours.transformer.ln_f.bias.copy_(ours.lm_head.weight[0])
     with contextlib.ExitStack() as stack:
-        changed = generation.CTranslate2(theirs.lib, None, ours, tmp_path / 'changed', stack)
+        changed = type(theirs)(theirs.lib, None, ours, tmp_path / 'changed', stack)
         made = changed.sides(torch.randint(96, (2, 4)), 5, stack)[theirs.exact[0]]()
     assert made.tokens.tolist() == [[0] * 5] * 2
 
