@@ -29,17 +29,14 @@ into it.
     python bench.py $GPT2 --mode=chat --contexts=1024,8192 --kv_dtype=int8 --requests=1000
     python bench.py --help
 
-train: a step is forward, backward and AdamW update of one batch, without dropout
-(lab/benchmarks/train.py). decode: time per output token (TPOT), greedy, from caches that hold
-`contexts` tokens; bytes stored and read, and how much of the measured memory bandwidth that is
-(lab/benchmarks/decode.py). prefill: time to first token (TTFT). serve: many requests of different
-lengths, continuous batching against static (lab/benchmarks/serve.py). recompute: training steps,
-time and memory by recomputation policy; lengths: training steps by length of the sequences. chat:
-conversations that reuse a prefix cache: its hits, its bytes, the time it saves
-(lab/benchmarks/chat.py). kernels: attention of decode and of training, and the K/V write, each
-alone, on CUDA (lab/benchmarks/kernels.py). Weights are random, in the settings' shape. The models
-compared are interleaved: ratios are medians over pairs of rounds. With --json=True the last line of
-output is one JSON document; `python -m lab.benchmarks.table` makes a page from saved ones.
+train: forward, backward and AdamW update of one batch, without dropout. decode: time per output
+token (TPOT), greedy, from caches that hold `contexts` tokens, and bytes stored and read. prefill:
+time to first token (TTFT). serve: requests of different lengths, continuous batching against
+static. recompute, lengths: training steps by recomputation policy, by length of the sequences.
+chat: conversations that reuse a prefix cache. kernels: attention and the K/V write alone, on CUDA.
+Each is a module of lab/benchmarks/. Weights are random, in the settings' shape. The models compared
+are interleaved: ratios are medians over pairs of rounds. With --json=True the last line of output
+is one JSON document; `python -m lab.benchmarks.table` makes a page from saved ones.
 """
 import importlib
 import json
@@ -47,8 +44,7 @@ import json
 import configurator
 from data.datasets import DATA_ROOT
 from lab.benchmarks.report import TABLES, show
-from lab.benchmarks.saving import check_target, write_json
-from lab.benchmarks.setting import check_against
+from lab.benchmarks.setting import check_against, check_target, write_json
 from training.device import check_seed
 
 

@@ -1,5 +1,6 @@
 """The memory bandwidth of this machine, which decoding is compared with."""
 import statistics
+from functools import partial
 
 import torch
 
@@ -20,7 +21,15 @@ class Bandwidth:
     def __init__(self, device: torch.device):
         self.device = device
         self.buffer = torch.rand(BUFFER_BYTES // 4, device=device)
-        self.kernels = self._copy() if device.type == 'cuda' else self._reads()
+        if device.type == 'cuda':
+            target = torch.empty_like(self.buffer)
+            self.kernels = {'device-to-device copy': lambda: target.copy_(self.buffer)}
+        else:
+            halves = self.buffer.view(2, -1)
+            self.kernels = {'sum': self.buffer.sum, 'dot product': lambda: torch.dot(*halves)}
+            for width in (1024, 4096):
+                product = partial(torch.mv, self.buffer.view(-1, width), torch.rand(width))
+                self.kernels[f'matrix-vector product, rows of {width}'] = product
         self.found = {name: statistics.median(self._pass(kernel) for _ in range(1 + 2 * PASSES))
                       for name, kernel in self.kernels.items()}
         self.kernel = max(self.found, key=self.found.get)
@@ -29,22 +38,10 @@ class Bandwidth:
         return statistics.median(self._pass(self.kernels[self.kernel]) for _ in range(PASSES))
 
     def describe(self, rates) -> dict:
-        """For the JSON document: the kernel and the rates of the run, bytes per second."""
+        """For the JSON document; rates: of the run, bytes per second."""
         return {'kernel': self.kernel, 'buffer_bytes': self.buffer.nbytes,
                 'bytes_per_second': clock.summary(rates),
                 'kernels_bytes_per_second': self.found}
-
-    def _reads(self):
-        halves = self.buffer.view(2, -1)
-        kernels = {'sum': lambda: self.buffer.sum(), 'dot product': lambda: torch.dot(*halves)}
-        for width in (1024, 4096):
-            vector, matrix = torch.rand(width, device=self.device), self.buffer.view(-1, width)
-            kernels[f'matrix-vector product, rows of {width}'] = lambda m=matrix, v=vector: m @ v
-        return kernels
-
-    def _copy(self):
-        target = torch.empty_like(self.buffer)
-        return {'device-to-device copy': lambda: target.copy_(self.buffer)}
 
     def _pass(self, kernel) -> float:
         moved = self.buffer.nbytes * (2 if self.device.type == 'cuda' else 1)

@@ -2,12 +2,10 @@
 
     python -m lab.benchmarks.chat_plot results/cpu/chat.json results/cpu/chat.png
 """
-import json
 import sys
-from pathlib import Path
 
-from config.errors import UserError
 from configurator import run_program
+from lab.benchmarks.table import read
 from training.plotting import plain_log_ticks, save, subplots
 
 
@@ -21,9 +19,8 @@ def draw(document: dict, path: str) -> None:
         for (page_size, prune), cells in lines.items():
             cells = sorted(cells, key=lambda cell: cell['held_nbytes'])
             megabytes = [cell['held_nbytes'] / cell['dialogues'] / 1e6 for cell in cells]
-            parts = 'pruned' if prune else 'all kept'
-            hits = [100 * cell['hit_rate'] for cell in cells]
-            left.plot(megabytes, hits, 'o-' if prune else 's--',
+            style, parts = ('o-', 'pruned') if prune else ('s--', 'all kept')
+            left.plot(megabytes, [100 * cell['hit_rate'] for cell in cells], style,
                       label=f'blocks of {page_size}, local parts {parts}')
         left.set(xscale='log', xlabel='MB kept per dialogue',
                  ylabel='prompt tokens that need not be computed, %')
@@ -50,13 +47,7 @@ def main(argv=None):
     if len(argv) != 2:
         print(__doc__.strip())
         raise SystemExit(2)
-    try:
-        document = json.loads(Path(argv[0]).read_text(encoding='utf-8'))
-    except (OSError, ValueError) as e:
-        raise UserError(f'{argv[0]} cannot be read as JSON: {type(e).__name__}') from e
-    if not isinstance(document, dict) or document.get('mode') != 'chat':
-        raise UserError(f'{argv[0]} is no document of bench.py --mode=chat')
-    draw(document, argv[1])
+    draw(read(argv[0], ('chat',)), argv[1])
 
 
 if __name__ == '__main__':

@@ -1,37 +1,21 @@
 """--mode=decode: time per output token (TPOT), greedy, from filled caches.
 
-A round fills the cache with `held` random tokens, then takes `steps` steps of one token per row;
-its TPOT is the time of all steps over their number. Every round also measures the memory bandwidth;
-the share of it that decoding reaches is a median over rounds.
-
-    without budget   held = context, room for context + steps
-    with budget      room for exactly context tokens, the last `steps` of them timed; batch: as many
-                     rows as fit
+A round fills the cache with `held` random tokens, then takes `steps` steps of one token per row.
+Every round also measures the memory bandwidth; the share of it that decoding reaches is a median
+over rounds. With a budget the cache has room for exactly `contexts` tokens, the last `steps` of
+them timed, and as many rows as fit; without, for `steps` more.
 """
 import copy
 from pathlib import Path
 
 import torch
 
-from config.errors import UserError, at_least
+from config.errors import UserError
 from config.sizes import parse_bytes
 from engine.decode import fast_decode
-from lab.benchmarks import clock, generation, peers
+from lab.benchmarks import clock, generation, setting
 from lab.benchmarks.bandwidth import Bandwidth
 from lab.benchmarks.memory import kv_read_per_step, most_sequences, weight_read_bytes
-from lab.benchmarks.setting import (
-    MIN_REPEATS,
-    build,
-    check_length,
-    check_nanogpt_unused,
-    compiles,
-    facts,
-    make_cache,
-    model_config,
-    numbers,
-    random_tokens,
-    vanilla_config,
-)
 
 
 class DecodeRound:
@@ -40,68 +24,56 @@ class DecodeRound:
     def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str,
                  compiled: bool = False, captured: bool = True):
         self.model, self.held, self.steps = model, held, steps
-        self.cache = make_cache(model, batch, max_seq_len, kv_dtype)
+        self.cache = setting.make_cache(model, batch, max_seq_len, kv_dtype)
         self.decode = fast_decode(model, self.cache, captured, compiled)
-        self.first = random_tokens(model, batch, 1)                           # (B, 1)
+        self.first = setting.random_tokens(model, batch, 1)                   # (B, 1)
 
     @torch.inference_mode()
     def __call__(self) -> float:
         self.cache.fill_(self.held)
-        decode, tokens = self.decode, self.first
-        if decode:
-            decode.prepare(self.cache.batch_size)
+        tokens = self.first
+        if self.decode:
+            self.decode.prepare(self.cache.batch_size)
         with clock.Stopwatch(self.model.device) as watch:
             for _ in range(self.steps):
-                if decode:
-                    logits = decode(tokens)
-                else:
-                    logits = self.model(tokens, cache=self.cache)[0][:, -1]
-                tokens = logits.argmax(-1, keepdim=True)
+                tokens = setting.one_token(self.model, self.cache, self.decode, tokens)
         return watch.seconds / self.steps
 
 
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
-    at_least(s, steps=1, repeats=MIN_REPEATS)
-    if s.against in generation.ENGINES:
+    if s.against in generation.PEERS:
         return generation.run(s, data_root)
-    if s.against in peers.PACKAGES:
-        return peers.run(s, data_root)
-    check_nanogpt_unused(s)
-    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
+    further = 0 if s.budget else s.steps
+    shapes, config = setting.begin(s, data_root, further, steps=1)
+    contexts = list(dict.fromkeys(context for context, _ in shapes))
     budget = checked_budget(s, contexts)
-    further = 0 if budget else s.steps
-    config = model_config(s, data_root)
-    check_length(config, contexts, further)
-    torch.manual_seed(s.seed)
     models = compared_models(config, max(contexts) + further, s)
     kv_dtypes = {name: 'float32' if 'float32' in name else s.kv_dtype for name in models}
-    document = facts(s, models) | {'steps': s.steps, 'budget': budget}
     bandwidth, rates, cells = Bandwidth(models['ours'].device), [], []
-    for context in contexts:
+    for context, batch in [(context, 0) for context in contexts] if budget else shapes:
         cell = {'context': context, 'held': context + further - s.steps,
                 'max_seq_len': context + further}
+        batches = dict.fromkeys(models, batch)
         if budget:
             cell['capacity'] = {
                 name: most_sequences(model, budget, context, kv_dtypes[name], s.budget)
                 for name, model in models.items()}
-            rows = [{name: fit['sequences'] for name, fit in cell['capacity'].items()}]
-        else:
-            rows = [dict.fromkeys(models, batch) for batch in batches]
-        cells += [cell | measure(models, kv_dtypes, cell, each, s, bandwidth, rates)
-                  for each in rows]
-    return document | {'bandwidth': bandwidth.describe(rates), 'cells': cells}
+            batches = {name: fit['sequences'] for name, fit in cell['capacity'].items()}
+        cells.append(cell | measure(models, kv_dtypes, cell, batches, s, bandwidth, rates))
+    return setting.facts(s, models) | {
+        'steps': s.steps, 'budget': budget, 'bandwidth': bandwidth.describe(rates), 'cells': cells}
 
 
 def compared_models(config, longest: int, s) -> dict:
     """Name -> model: ours, and the baseline that the settings ask for."""
-    models, vanilla = {'ours': build(config, s)}, vanilla_config(config, longest)
+    models, vanilla = {'ours': setting.build(config, s)}, setting.vanilla_config(config, longest)
     if s.against == 'vanilla':
-        models['vanilla'] = build(vanilla, s)
+        models['vanilla'] = setting.build(vanilla, s)
     elif s.against == 'vanilla_float32':
         plain = copy.copy(s)
         plain.given, plain.dtype, plain.weight_dtype = s.given, 'float32', 'auto'
-        models['vanilla float32'] = build(vanilla, plain)
+        models['vanilla float32'] = setting.build(vanilla, plain)
     elif s.against == 'float32_kv':
         models['float32 K/V'] = models['ours']
     return models
@@ -123,7 +95,7 @@ def checked_budget(s, contexts) -> int:
 def measure(models, kv_dtypes, cell, batches, s, bandwidth, rates) -> dict:
     """Metrics of each model and the ratios; appends the measured bandwidths to `rates`."""
     rounds = {name: DecodeRound(model, batches[name], cell['held'], cell['max_seq_len'], s.steps,
-                                kv_dtypes[name], compiles(s), s.captured)
+                                kv_dtypes[name], setting.compiles(s), s.captured)
               for name, model in models.items()}
     sizes = ' and '.join(map(str, dict.fromkeys(batches.values())))
     results = clock.alternate({'bandwidth': bandwidth} | rounds, s.repeats,

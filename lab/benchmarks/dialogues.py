@@ -1,9 +1,8 @@
 """A simulated chat workload on the prefix cache, without a model, so that it takes little time.
 
 Users talk in sessions: about ten turns a minute apart, then hours of absence. Some turns replace
-the last message, some go back to an earlier message and continue from there. A conversation that
-has filled its context is replaced by a new one. The parameters are our guesses, except the mean
-number of earlier messages, 180, which is Character.AI's.
+the last message, some go back to an earlier one. A conversation that has filled its context is
+replaced. The parameters are our guesses, but 180 earlier messages is Character.AI's mean.
 """
 import heapq
 from dataclasses import dataclass
@@ -18,21 +17,16 @@ from lab.benchmarks.clock import progress
 THINK_S, AWAY_S, SESSION_TURNS = 60.0, 4 * 3600.0, 10
 EDITED, WENT_BACK = 0.05, 0.02  # shares of turns
 FARTHEST_BACK = 20  # messages
+CHUNK = 256  # tokens
 
 
 @dataclass
 class Workload:
-    """Requests in the order of their arrival.
-
-    dialogues: number alive at any time.
-    messages: mean number of messages of a dialogue at the start (log-normal).
-    message_tokens: mean length of a message or a reply (log-normal).
-    max_seq_len: of a whole dialogue.
-    """
-    dialogues: int
-    messages: int
-    message_tokens: int
-    max_seq_len: int
+    """Requests in the order of their arrival."""
+    dialogues: int       # alive at any time
+    messages: int        # mean number of a dialogue's messages at the start (log-normal)
+    message_tokens: int  # mean length of a message or a reply (log-normal)
+    max_seq_len: int     # of a whole dialogue
     vocab_size: int = 50257
     seed: int = 0
 
@@ -41,16 +35,17 @@ class Workload:
         dialogues = range(self.dialogues)
         self.texts = [self._history() for _ in dialogues]  # messages (arrays of ids) of each
         self.left = [self._session() for _ in dialogues]   # turns until the user leaves
-        self.events = [(self._away() * self.random.random(), i) for i in dialogues]
+        self.events = [(self.random.exponential(AWAY_S) * self.random.random(), i)
+                       for i in dialogues]
         heapq.heapify(self.events)
 
     def next(self) -> tuple[int, list[int], int]:
-        """(dialogue, tokens of the request, tokens of its reply); follow it with `replied`."""
+        """(dialogue, tokens of the request, tokens of its reply)."""
         now, i = heapq.heappop(self.events)
         self.left[i] -= 1
         gap = self.random.exponential(THINK_S)
         if self.left[i] <= 0:
-            self.left[i], gap = self._session(), self._away()
+            self.left[i], gap = self._session(), self.random.exponential(AWAY_S)
         heapq.heappush(self.events, (now + gap, i))
         kind = self.random.random()
         if kind < EDITED:
@@ -63,10 +58,6 @@ class Workload:
             self.texts[i] = []
         self.texts[i].append(message)
         return i, np.concatenate(self.texts[i]).tolist(), reply
-
-    def replied(self, dialogue: int, tokens: list[int]) -> None:
-        """The reply is part of the dialogue."""
-        self.texts[dialogue].append(np.array(tokens))
 
     def tokens(self, n: int) -> list[int]:
         return self.random.integers(self.vocab_size, size=n).tolist()
@@ -85,20 +76,17 @@ class Workload:
     def _session(self):
         return int(self.random.geometric(1 / SESSION_TURNS))
 
-    def _away(self):
-        return self.random.exponential(AWAY_S)
-
 
 class Served:
     """One row of a paged cache with a prefix store, serving one request after another; K and V are
     random numbers."""
 
     def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int,
-                 prune: bool, chunk: int = 256):
+                 prune: bool):
         n_pages = -(-max_seq_len // page_size) + 1  # one request's: all else is in host memory
         self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages=n_pages, page_size=page_size,
                                   kv_dtype=kv_dtype)
-        self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(chunk, page_size)
+        self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(CHUNK, page_size)
         self.kv = torch.randn(1, plan.n_kv_head, self.chunk, plan.head_dim)
 
     def serve(self, tokens: list[int], reply: list[int]) -> int:
@@ -137,15 +125,21 @@ class Served:
 
 def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype: str, budget: int,
              prune: bool, title: str = '') -> dict:
-    """Serves requests until every dialogue has had one, then `n_requests` more, which count.
-
-    title: label of the progress bar.
-    """
+    """Serves requests until every dialogue has had one, then `n_requests` more, which count."""
     served, seen = Served(plan, workload.max_seq_len, page_size, kv_dtype, budget, prune), set()
+
+    def one() -> tuple[int, int, int]:
+        """(dialogue, tokens of the request, how many of them were found)."""
+        i, tokens, n_reply = workload.next()
+        reply = workload.tokens(n_reply)
+        found = served.serve(tokens, reply)
+        workload.texts[i].append(np.array(reply))
+        return i, len(tokens), found
+
     while len(seen) < workload.dialogues:
-        seen.add(one(served, workload)[0])
+        seen.add(one()[0])
     before = vars(served.store.stats).copy()
-    found = [one(served, workload)[1:] for _ in progress(range(n_requests), title)]
+    found = [one()[1:] for _ in progress(range(n_requests), title)]
     stats = {name: value - before[name] for name, value in vars(served.store.stats).items()}
     held = sum(sum(map(len, text)) for text in workload.texts)
     vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
@@ -157,12 +151,3 @@ def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype
         'held_nbytes': served.held_nbytes, 'dialogue_tokens': held,
         'dialogues': workload.dialogues, 'vanilla_nbytes': vanilla * held,
         'blocks': len(served.store.blocks)}
-
-
-def one(served: Served, workload: Workload) -> tuple[int, int, int]:
-    """(dialogue, tokens of the request, how many of them were found)."""
-    i, tokens, n_reply = workload.next()
-    reply = workload.tokens(n_reply)
-    found = served.serve(tokens, reply)
-    workload.replied(i, reply)
-    return i, len(tokens), found

@@ -1,13 +1,19 @@
-"""Greedy generation by our model, transformers and nanoGPT from the same vanilla weights.
+"""Greedy generation by our model and by others with the same vanilla weights.
 
-Each gives the time to the first token (TTFT), and the mean time per further output token (TPOT).
+A peer is made of (its packages' modules, our model in float32, a folder, an ExitStack), and has
+    logits(idx)                 float32 logits of all positions: (B, T) -> (B, T, V)
+    sides(prompt, steps, stack) name in the tables -> callable that gives a `Generated`
+    facts()                     for the document
 """
 import contextlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from config.errors import UserError
@@ -15,8 +21,7 @@ from config.gpt_config import NANOGPT_FIELDS
 from engine.decode import fast_decode
 from interop.huggingface import TRANSPOSED
 from kv.plan import plan_kv
-from lab.benchmarks import clock
-from lab.benchmarks.setting import make_cache
+from lab.benchmarks import clock, setting
 from training.device import synchronize
 
 # our gelu -> activation_function of transformers' GPT2Config
@@ -43,11 +48,12 @@ class Ours:
 
     def __init__(self, model, prompt, steps: int, captured: bool = True, kv_dtype: str = 'auto'):
         self.model, self.prompt, self.steps = model, prompt, steps
-        self.cache = make_cache(model, prompt.size(0), prompt.size(1) + steps, kv_dtype)
+        B, T = prompt.shape
+        self.cache = setting.make_cache(model, B, T + steps, kv_dtype)
         self.kv_bytes = self.cache.nbytes
         self.decode = fast_decode(model, self.cache, captured)
         if self.decode:
-            self.decode.prepare(prompt.size(0))
+            self.decode.prepare(B)
 
     @torch.inference_mode()
     def __call__(self) -> Generated:
@@ -55,108 +61,160 @@ class Ours:
         synchronize(self.model.device)
         start, stamps, tokens = clock.now(), [], [self.prompt]
         for j in range(self.steps):
-            if self.decode and j > 0:
-                logits = self.decode(tokens[-1])
-            else:
-                logits = self.model(tokens[-1], cache=self.cache)[0][:, -1]
-            tokens.append(logits.argmax(-1, keepdim=True))
+            decode = self.decode if j else None
+            tokens.append(setting.one_token(self.model, self.cache, decode, tokens[-1]))
             if j in (0, self.steps - 1):
                 synchronize(self.model.device)
                 stamps.append(clock.now())
         return Generated.timed(start, stamps, torch.cat(tokens[1:], dim=1))
 
 
-class Stamps:
-    """A streamer of transformers' `generate`: when the prompt and then each token came."""
-
-    def __init__(self):
-        self.times = []
-
-    def put(self, tokens):
-        self.times.append(clock.now())
-
-    def end(self):
-        pass
-
-
 class HuggingFace:
-    """`generate` of a GPT2LMHeadModel; cache: its `cache_implementation`, None: dynamic."""
+    """transformers' GPT2LMHeadModel, with each of its caches."""
+    packages, install = ('transformers',), 'pip install transformers'
+    exact, tolerance = tuple(HF_CACHES), 1e-4  # sides that are compared, in float32 logits
 
-    def __init__(self, hf_model, prompt, steps: int, cache: str | None):
-        self.model, self.prompt = hf_model, prompt
-        # the model's config has no end-of-text token: every row gets all its tokens
-        self.options = dict(max_new_tokens=steps, do_sample=False, pad_token_id=0,
-                            attention_mask=torch.ones_like(prompt))
-        if cache:
-            self.options['cache_implementation'] = cache
+    def __init__(self, lib, ours, _folder, _stack):
+        self.lib, self.ours, self.model = lib, ours, hugging_face(ours)
+
+    def facts(self) -> dict:
+        return {'transformers': self.lib.__version__,
+                'activation_function': self.model.config.activation_function}
+
+    def logits(self, idx):
+        return self.model(idx).logits
+
+    def sides(self, prompt, steps: int, _stack) -> dict:
+        self.model.to(self.ours.device, self.ours.dtype)
+        return {name: partial(self.generate, prompt, steps, cache)
+                for name, cache in HF_CACHES.items()}
 
     @torch.inference_mode()
-    def __call__(self) -> Generated:
-        stamps = Stamps()
-        synchronize(self.prompt.device)
+    def generate(self, prompt, steps: int, cache: str | None) -> Generated:
+        # the model's config has no end-of-text token: every row gets all its tokens
+        options = dict(max_new_tokens=steps, do_sample=False, pad_token_id=0,
+                       attention_mask=torch.ones_like(prompt))
+        if cache:
+            options['cache_implementation'] = cache
+        stamps = []  # of the prompt, then of each token
+        streamer = SimpleNamespace(put=lambda _: stamps.append(clock.now()), end=lambda: None)
+        synchronize(prompt.device)
         start = clock.now()
-        tokens = self.model.generate(self.prompt, streamer=stamps, **self.options)
-        return Generated.timed(start, stamps.times[1:], tokens[:, self.prompt.size(1):])
+        tokens = self.model.generate(prompt, streamer=streamer, **options)
+        return Generated.timed(start, stamps[1:], tokens[:, prompt.size(1):])
 
 
 class NanoGPT:
     """nanoGPT's `generate`, which recomputes the context for every token; greedy is top_k=1."""
+    packages, install = (), ''
+    exact, tolerance = ('nanogpt',), 1e-4
 
-    def __init__(self, their_model, prompt, steps: int):
-        self.model, self.prompt, self.steps = their_model, prompt, steps
+    def __init__(self, ours, folder, _stack):
+        self.ours, self.model = ours, nanogpt(ours, folder)
+
+    def facts(self) -> dict:
+        return {}
+
+    def logits(self, idx):
+        return self.model(idx, idx)[0]  # it gives all logits only with targets
+
+    def sides(self, prompt, steps: int, _stack) -> dict:
+        self.model.to(self.ours.device, self.ours.dtype)
+        return {'nanogpt': partial(self.generate, prompt, steps)}
 
     @torch.inference_mode()
-    def __call__(self) -> Generated:
+    def generate(self, prompt, steps: int) -> Generated:
         stamps = []
 
         def stamp(*_):
-            synchronize(self.prompt.device)
+            synchronize(prompt.device)
             stamps.append(clock.now())
-        hook = self.model.register_forward_hook(stamp)
-        synchronize(self.prompt.device)
+        synchronize(prompt.device)
         start = clock.now()
-        try:
-            tokens = self.model.generate(self.prompt, self.steps, top_k=1)
-        finally:
-            hook.remove()
-        return Generated.timed(start, stamps, tokens[:, self.prompt.size(1):])
+        with self.model.register_forward_hook(stamp):
+            tokens = self.model.generate(prompt, steps, top_k=1)
+        return Generated.timed(start, stamps, tokens[:, prompt.size(1):])
+
+
+class CTranslate2:
+    """CTranslate2's own formats of the weights: float32 and int8."""
+    packages, install = ('ctranslate2', 'transformers'), 'pip install ctranslate2 transformers'
+    exact, tolerance = ('ctranslate2 float32',), 1e-4
+
+    def __init__(self, lib, _transformers, ours, folder, stack):
+        self.lib, self.generators = lib, {}
+        for kind in ('float32', 'int8'):
+            path = str(Path(folder, kind))
+            converter(ours).convert(path, quantization=kind)
+            generator = lib.Generator(path, device='cpu', compute_type=kind, inter_threads=1,
+                                      intra_threads=torch.get_num_threads())
+            stack.callback(generator.unload_model)
+            self.generators[f'ctranslate2 {kind}'] = generator
+
+    def facts(self) -> dict:
+        kinds = ', '.join(one.compute_type for one in self.generators.values())
+        return {'ctranslate2': self.lib.__version__, 'ctranslate2 arithmetic': kinds}
+
+    def logits(self, idx):
+        out = self.generators[self.exact[0]].forward_batch(idx.tolist())
+        return torch.from_numpy(np.array(out))
+
+    def sides(self, prompt, steps: int, _stack) -> dict:
+        texts = [[str(token) for token in row] for row in prompt.tolist()]
+        return {name: partial(self.generate, generator, texts, steps)
+                for name, generator in self.generators.items()}
+
+    def generate(self, generator, texts, steps: int) -> Generated:
+        first = []
+
+        def stamp(result):  # called for each token of each row (some 10 us)
+            if result.step == 0:
+                first.append(clock.now())
+            return False  # go on
+        start = clock.now()
+        found = generator.generate_batch(
+            texts, max_length=steps, max_batch_size=len(texts), callback=stamp, end_token=[],
+            include_prompt_in_result=False)  # no token ends a text
+        tokens = torch.tensor([each.sequences_ids[0] for each in found])
+        return Generated.timed(start, (first[-1], clock.now()), tokens)
+
+
+def converter(ours):
+    """CTranslate2's, which writes its format of `ours`; the token of an id is its number."""
+    from ctranslate2.converters import Converter
+    from ctranslate2.converters.transformers import GPT2Loader
+
+    class FromMemory(Converter):
+        def _load(self):
+            loader = GPT2Loader()
+            spec = loader.get_model_spec(hugging_face(ours))
+            loader.set_vocabulary(spec, [str(i) for i in range(ours.config.vocab_size)])
+            spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = '0'
+            return spec
+    return FromMemory()
 
 
 def check_vanilla(config, against: str) -> None:
     """Raises UserError where the program named by `against` does not have the model."""
-    plan, wrong = plan_kv(config), {}
-    if config.pos_embedding != 'learned':
-        wrong['pos_embedding'] = config.pos_embedding
-    if config.qk_norm:
-        wrong['qk_norm'] = config.qk_norm
+    plan, wide = plan_kv(config), config.resolved_mlp_hidden != 4 * config.n_embd
+    wrong = {'pos_embedding': config.pos_embedding != 'learned', 'qk_norm': config.qk_norm,
+             'head_dim': config.resolved_head_dim * config.n_head != config.n_embd,
+             'mlp_hidden': against == 'nanogpt' and wide,
+             'gelu': against == 'nanogpt' and config.gelu != 'exact'}
     if plan != plan.vanilla():
         memory = ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv')
-        wrong |= {name: getattr(config, name) for name in memory if getattr(config, name)}
-    if config.resolved_head_dim * config.n_head != config.n_embd:
-        wrong['head_dim'] = config.head_dim
-    if against == 'nanogpt' and config.resolved_mlp_hidden != 4 * config.n_embd:
-        wrong['mlp_hidden'] = config.mlp_hidden
-    if against == 'nanogpt' and config.gelu != 'exact':
-        wrong['gelu'] = config.gelu
-    if wrong:
-        named = ', '.join(f'{name}={value!r}' for name, value in wrong.items())
+        wrong |= {name: getattr(config, name) for name in memory}
+    if any(wrong.values()):
+        named = ', '.join(f'{name}={getattr(config, name)!r}' for name in wrong if wrong[name])
         raise UserError(f'against={against!r} runs both with the same weights, so the model must '
                         f"be vanilla GPT-2, without {named}; against='vanilla' measures the gain "
                         'of the memory settings')
 
 
 def hugging_face(ours):
-    """A GPT2LMHeadModel with the weights of `ours` (vanilla, with biases), in eval mode.
-
-    Raises:
-        UserError: transformers is not installed.
-    """
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-        from transformers.utils import logging
-    except ImportError as e:
-        raise UserError("against='hf' needs the transformers package: "
-                        'pip install transformers') from e
+    """A GPT2LMHeadModel with the weights of `ours` (vanilla, with biases), in eval mode."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
     logging.set_verbosity_error()
     c = ours.config
     model = GPT2LMHeadModel(GPT2Config(

@@ -1,110 +1,97 @@
-"""--mode=decode --against=hf|nanogpt: whole generations from a prompt, with equal vanilla weights.
+"""--mode=decode against another program: whole generations from a prompt, same vanilla weights.
 
-Before anything is timed the logits of both must agree, and after it the tokens.
+Before anything is timed the float32 logits must agree, and after it the tokens of float32 formats,
+if ours computes in float32 too; equal rows of other formats are only counted. llama.cpp and
+CTranslate2, inference engines for CPUs, are also compared with 'full stack': a model of ours with
+as many parameters, the full memory stack and random weights.
 """
+import contextlib
+import dataclasses
+import importlib
+import tempfile
 from pathlib import Path
 
 import torch
 
 from config.errors import UserError
-from engine.linear import speed_up_few_rows
-from lab.benchmarks import clock
-from lab.benchmarks.engines import (
-    HF_CACHES,
-    HuggingFace,
-    NanoGPT,
-    Ours,
-    check_vanilla,
-    hugging_face,
-    nanogpt,
-)
-from lab.benchmarks.setting import (
-    check_length,
-    check_nanogpt_unused,
-    compiles,
-    contexts_and_batches,
-    facts,
-    model_config,
-    random_tokens,
-)
+from config.gpt_config import GPTConfig
+from kv.capacity import parameters
+from kv.plan import plan_kv
+from lab.benchmarks import clock, engines, setting
+from lab.benchmarks.llama import LlamaCpp
+from lab.benchmarks.report import CPU_ENGINES
 from model import GPT
-from training.device import pick_device, pick_dtype
+from training.device import pick_device
 
-ENGINES = ('hf', 'nanogpt')
+PEERS = {'hf': engines.HuggingFace, 'nanogpt': engines.NanoGPT, 'llama.cpp': LlamaCpp,
+         'ctranslate2': engines.CTranslate2}
 TOLERANCE = 1e-4  # of float32 logits: a larger difference is more than rounding
 CHECKED = 64      # tokens of the sequence on which logits are compared
+FULL_STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
+                  window_size=256, pos_embedding='rope', qk_norm=True, bias=False)
 
 
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     check_settings(s)
-    check_plain(s)
-    shapes, config = contexts_and_batches(s), model_config(s, data_root)
-    if s.against == 'hf':
-        config.bias = True  # transformers' GPT-2 always has biases
-    check_vanilla(config, s.against)
-    check_length(config, [max(shapes)[0]], s.steps)
-    torch.manual_seed(s.seed)
-    ours, theirs, gap = both(config, s)
-    document = facts(s, {'ours': ours}) | {'steps': s.steps, 'max_logit_difference': gap}
-    if s.against == 'hf':
-        from transformers import __version__
-        document |= {'transformers': __version__,
-                     'activation_function': theirs.config.activation_function}
-    cells = []
-    for context, batch in shapes:
-        prompt = random_tokens(ours, batch, context)
-        sides = {'ours': Ours(ours, prompt, s.steps, s.captured)}
-        if s.against == 'hf':
-            sides |= {name: HuggingFace(theirs, prompt, s.steps, cache)
-                      for name, cache in HF_CACHES.items()}
-        else:
-            sides['nanogpt'] = NanoGPT(theirs, prompt, s.steps)
-        tolerances = {name: TOLERANCE for name in sides if name != 'ours'}
-        cells.append(measure(ours, sides, prompt, s, tolerances))
-    return document | {'cells': cells}
+    shapes, config = setting.begin(s, data_root, s.steps)
+    if s.against != 'nanogpt':
+        config.bias = True  # OpenAI's GPT-2 always has biases
+    if s.against in CPU_ENGINES:
+        config.gelu = 'tanh'  # OpenAI's GPT-2's
+    engines.check_vanilla(config, s.against)
+    modules = imported(s.against)
+    with contextlib.ExitStack() as stack:
+        folder = s.nanogpt or stack.enter_context(tempfile.TemporaryDirectory())
+        ours = with_biases(config)
+        peer = PEERS[s.against](*modules, ours, folder, stack)
+        gap = logit_gap(ours, peer)
+        if not gap <= peer.tolerance:
+            raise UserError(f'against={s.against!r}: the same weights give logits that differ by '
+                            f'{gap:.1e} (up to {peer.tolerance:.0e} would be rounding)')
+        models = {'ours': setting.prepared(ours, s)}
+        if s.against in CPU_ENGINES:
+            models['full stack'] = setting.build(full_stack(config), s)
+        cells = [measure(models, peer, setting.random_tokens(ours, batch, context), s)
+                 for context, batch in shapes]
+        return setting.facts(s, models) | peer.facts() | {
+            'steps': s.steps, 'max_logit_difference': gap, 'tolerance': peer.tolerance,
+            'cells': cells}
 
 
 def check_settings(s) -> None:
-    """Raises UserError for settings that no other program can be compared under."""
-    if s.steps < 2:
-        raise UserError(f'steps={s.steps}: against={s.against!r} needs 2 or more, the first token '
-                        'is the prompt\'s')
-    if s.budget:
-        raise UserError(f'budget={s.budget!r}: has no effect with against={s.against!r}')
-    check_nanogpt_unused(s)
+    """Raises UserError for settings under which the two cannot be compared."""
+    cpu = s.against in CPU_ENGINES
+    for name, refused, why in (
+            ('steps', s.steps < 2, "needs 2 or more, the first token is the prompt's"),
+            ('budget', s.budget, 'it has no effect'),
+            ('compile', setting.compiles(s), 'nothing is compiled'),
+            ('kv_dtype', not cpu and s.kv_dtype != 'auto',
+             "both store K and V in the compute dtype, 'auto'"),
+            ('weight_dtype', not cpu and s.weight_dtype != 'auto',
+             "both have plain weights, 'auto'"),
+            ('gelu', cpu and 'gelu' in s.given and s.gelu != 'tanh',
+             "it is 'tanh', OpenAI's GPT-2's"),
+            ('device', cpu and pick_device(s.device).type != 'cpu',
+             'all run on the CPU: give --device=cpu')):
+        if refused:
+            raise UserError(f'{name}={getattr(s, name)!r}: against={s.against!r} {why}')
+    if s.against == 'nanogpt':
+        engines.check_checkout(s.nanogpt)
 
 
-def check_plain(s) -> None:
-    """Raises UserError where our model would store less than theirs, or be compiled."""
-    if s.kv_dtype != 'auto':
-        raise UserError(f'kv_dtype={s.kv_dtype!r}: against={s.against!r} both store K and V in the '
-                        "compute dtype, 'auto'")
-    if s.weight_dtype != 'auto' or compiles(s):
-        raise UserError(f'weight_dtype={s.weight_dtype!r}, compile={s.compile}: against='
-                        f'{s.against!r} both have plain weights, and nothing is compiled')
-
-
-def both(config, s):
-    """Our model, theirs with the same weights, and the largest difference of float32 logits.
+def imported(against: str) -> list:
+    """The modules of its packages.
 
     Raises:
-        UserError: they differ by more than TOLERANCE.
+        UserError: one is not installed, or its library cannot be loaded.
     """
-    ours = with_biases(config)
-    speed_up_few_rows(ours)
-    theirs = hugging_face(ours) if s.against == 'hf' else nanogpt(ours, s.nanogpt)
-    idx = random_tokens(ours, 1, min(CHECKED, config.block_size))
-    with torch.inference_mode():
-        if s.against == 'hf':
-            logits = theirs(idx).logits
-        else:
-            logits = theirs(idx, idx)[0]  # nanoGPT gives all logits only with targets
-        gap = float((logits - ours(idx, all_logits=True)[0]).abs().max())
-    check_gap(gap, TOLERANCE, s.against)
-    device = pick_device(s.device)
-    dtype = pick_dtype(s.dtype, device)
-    return ours.to(device, dtype), theirs.to(device, dtype), gap
+    peer = PEERS[against]
+    try:
+        return [importlib.import_module(name) for name in peer.packages]
+    except (ImportError, OSError, RuntimeError) as e:
+        raise UserError(f"against={against!r} needs the packages {' and '.join(peer.packages)}: "
+                        f'{peer.install}') from e
 
 
 def with_biases(config) -> GPT:
@@ -117,21 +104,31 @@ def with_biases(config) -> GPT:
     return model
 
 
-def check_gap(gap: float, tolerance: float, against: str) -> None:
-    """Raises UserError where logits differ by more than rounding."""
-    if not gap <= tolerance:
-        raise UserError(f'against={against!r}: the same weights give logits that differ by '
-                        f'{gap:.1e} (up to {tolerance:.0e} would be rounding)')
+def full_stack(config: GPTConfig) -> GPTConfig:
+    """The full memory stack with as many parameters as `config`, up to the rounding of its MLPs'
+    width to a multiple of 64."""
+    least = dataclasses.replace(config, **FULL_STACK, mlp_hidden=64)
+    missing = parameters(config, plan_kv(config)) - parameters(least, plan_kv(least))
+    more = round(missing / (64 * 2 * config.n_embd * config.n_layer))
+    return dataclasses.replace(least, mlp_hidden=64 * (1 + max(0, more)))
 
 
-def measure(ours, sides: dict, prompt, s, tolerances: dict) -> dict:
-    """One cell: metrics of each side, ratios of ours to each, and whether the tokens are equal.
+@torch.inference_mode()
+def logit_gap(ours: GPT, peer) -> float:
+    """The largest difference of float32 logits on a random text."""
+    idx = setting.random_tokens(ours, 1, min(CHECKED, ours.config.block_size))
+    return float((peer.logits(idx) - ours(idx, all_logits=True)[0]).abs().max())
 
-    sides: name -> callable that gives a `Generated`; 'ours' is `ours`.
-    tolerances: name -> `same_tokens`' tolerance, for the sides with the weights of `ours`.
-    """
+
+def measure(models, peer, prompt, s) -> dict:
+    """One cell, of a prompt (B, T): metrics of each side, ratios of ours to each, and whether the
+    tokens are equal; with a full stack also its ratios."""
     batch, context = prompt.shape
-    results = clock.alternate(sides, s.repeats, f'prompts of {context}, batch {batch}')
+    with contextlib.ExitStack() as stack:
+        theirs = peer.sides(prompt, s.steps, stack)
+        sides = {name: engines.Ours(model, prompt, s.steps, s.captured, s.kv_dtype)
+                 for name, model in models.items()} | theirs
+        results = clock.alternate(sides, s.repeats, f'prompts of {context}, batch {batch}')
     ttft = {name: [made.ttft for made in runs] for name, runs in results.items()}
     tpot = {name: [made.tpot for made in runs] for name, runs in results.items()}
     found = {name: {'batch': batch, 'ttft_ms': clock.summary(1000 * x for x in ttft[name]),
@@ -139,12 +136,18 @@ def measure(ours, sides: dict, prompt, s, tolerances: dict) -> dict:
     for name, side in sides.items():
         if hasattr(side, 'kv_bytes'):
             found[name]['kv_bytes'] = side.kv_bytes
-    for name, tolerance in tolerances.items():
+    own_float32 = s.weight_dtype == 'auto' and s.kv_dtype in ('auto', 'float32')
+    for name in theirs:
         tokens = results['ours'][-1].tokens, results[name][-1].tokens
-        found[name] |= same_tokens(ours, prompt, *tokens, name, tolerance)
-    fastest = min(tolerances, key=lambda name: found[name]['tpot_ms']['median'])
-    return {'context': context, 'sides': found, 'fastest': fastest,
-            'ratios': {'tokens_per_second': clock.ratios(tpot), 'ttft': clock.ratios(ttft)}}
+        tolerance = peer.tolerance if own_float32 and name in peer.exact else None
+        found[name] |= same_tokens(models['ours'], prompt, *tokens, name, tolerance)
+    cell = {'context': context, 'sides': found,
+            'fastest': min(theirs, key=lambda name: found[name]['tpot_ms']['median'])}
+    for base, key in (('ours', 'ratios'), ('full stack', 'full_stack_ratios')):
+        if base in sides:
+            cell[key] = {'tokens_per_second': clock.ratios(tpot, base),
+                         'ttft': clock.ratios(ttft, base)}
+    return cell
 
 
 @torch.inference_mode()

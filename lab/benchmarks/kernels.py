@@ -1,14 +1,9 @@
 """--mode=kernels: decode attention, training attention and the K/V write, each alone, on CUDA.
 
-Triton's own clock times them (CUDA events, the L2 cache emptied before each measurement), and what
-they reach is compared with the device's rates in the same run: bytes per second of a
-device-to-device copy, FLOP/s of a large matmul in its dtype. Decode attention and the write take
-microseconds: they are measured by CUDA graphs of 20 calls that rotate through enough buffers to
-miss the L2 cache; times are of one call. Decode attention is compared with attention in float64
-before it is timed.
-
-    batch_sizes, contexts   decode: rows, and keys of each; training: length of the sequences
-    n_head, n_kv_head, head_dim, window_size, dtype: as in the config
+Triton's clock times them, with an empty L2 cache; calls of microseconds are timed in CUDA graphs.
+What they reach is compared with a device-to-device copy and a large matmul of the same run. Decode
+attention is compared with float64 first. batch_sizes, contexts: rows and keys of decode attention;
+contexts are also the lengths of the sequences in training.
 """
 from functools import partial
 from pathlib import Path
@@ -25,18 +20,15 @@ from attention.rope import RotaryTable, norm_and_rotate
 from config.errors import UserError
 from engine.static import put
 from kv.slots import KVStore
-from lab.benchmarks import clock
-from lab.benchmarks.setting import check_unused, numbers, run_facts
+from lab.benchmarks import clock, setting
 from training.device import pick_device, pick_dtype
 
 PRODUCT = 8192         # rows and columns of the product
 CHECKED_ROWS = 2       # of a batch, compared with float64
 MOST_BYTES = 8 * 2 ** 30
 CALLS = 20             # of one graph, at least: the events around it take 2 to 4 microseconds
-MOST_COPIES = CALLS    # of a buffer
 ROTATED_BYTES = 2 ** 27  # of all copies together: over twice the L2 cache of an H100 (50 MB)
 REPLAYED_MS = 300      # for several measurements even where 20 calls take 50 ms
-FLASH = {'BACKEND': 'FLASH'}
 TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k, int8_dot=i)
            for i in (False, True) for n in (64, 128) for w in (1, 2, 4) for k in (2, 3)]
 TUNINGS += [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
@@ -59,33 +51,27 @@ def milliseconds_a_call(calls, device) -> dict:
     time of launches does not count, and that of the events around the graph hardly does."""
     if device.type != 'cuda':
         return milliseconds(calls[0], device)
-    turns = in_turn(calls)
+    turns = [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
     found = milliseconds(captured(turns, device), device, rep=REPLAYED_MS)
     return {name: value / len(turns) for name, value in found.items()}
 
 
-def in_turn(calls) -> list:
-    """Each of `calls` once, and again until there are CALLS."""
-    return [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
-
-
 def captured(turns, device):
     """Replays a CUDA graph of all of them."""
-    def all_of_them():
-        for call in turns:
-            call()
-    all_of_them()
+    for call in turns:
+        call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        all_of_them()
+        for call in turns:
+            call()
     return graph.replay
 
 
 def n_copies(nbytes: int) -> int:
     """How many buffers of `nbytes` calls use in turn, so that none is found in the L2 cache: before
     a buffer is used again others have filled the cache, or else each is used once in a graph."""
-    return min(MOST_COPIES, max(2, -(-ROTATED_BYTES // nbytes)))
+    return min(CALLS, max(2, -(-ROTATED_BYTES // nbytes)))
 
 
 def run(s, data_root: Path) -> dict:
@@ -94,13 +80,13 @@ def run(s, data_root: Path) -> dict:
     if not triton_usable(device):
         raise UserError("mode='kernels' times the Triton kernels: it needs CUDA and the triton "
                         f'package (device={s.device!r})')
-    check_unused(s, 'budget', 'nanogpt')
-    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
+    contexts = setting.numbers('contexts', s.contexts)
+    batches = setting.numbers('batch_sizes', s.batch_sizes)
     dtype = pick_dtype(s.dtype, device)
     head_dim, n_kv_head = s.head_dim or s.n_embd // s.n_head, s.n_kv_head or s.n_head
     torch.manual_seed(s.seed)
     import triton
-    document = run_facts(s, device) | {
+    document = setting.run_facts(s, device) | {
         'triton': triton.__version__, 'dtype': str(dtype).removeprefix('torch.'), 'models': {},
         'heads': [s.n_head, n_kv_head, head_dim], 'window_size': s.window_size,
         'rates': rates(device, dtype)}
@@ -131,8 +117,8 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
     from attention.kernels.decode import Tuning, stored_attention
     H, n_kv_head, D, dtype, device = shape
     if batch * n_kv_head * context * D * dtype.itemsize * 2 > MOST_BYTES:
-        failed = {'failed': f'K and V of over {MOST_BYTES:,} bytes'}
-        return {'context': context, 'batch': batch, 'sides': {'(all)': failed}}
+        failed = {'(all)': {'failed': f'K and V of over {MOST_BYTES:,} bytes'}}
+        return {'context': context, 'batch': batch, 'sides': failed}
     q = torch.randn(batch, 1, H, D, device=device, dtype=dtype).transpose(1, 2)
     stores = {name: random_stores(batch, n_kv_head, context, D, kind, dtype, device)
               for name, kind in (('int8', torch.int8), ('plain', dtype))}
@@ -140,12 +126,10 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
     def kernel(**how):
         return lambda store: stored_attention(q, *store.tensors, tuning=Tuning(**how))
 
-    def whole_heads(attend):
-        return lambda store: attend(q, *store.tensors[:2], enable_gqa=H != n_kv_head)
+    def whole_heads(attend, q=q):
+        return lambda store: attend(q, *store.tensors[:2], enable_gqa=q.size(1) != n_kv_head)
 
-    def folded(store):
-        rows = q.reshape(batch, n_kv_head, -1, D)
-        return F.scaled_dot_product_attention(rows, *store.tensors[:2])
+    folded = whole_heads(F.scaled_dot_product_attention, q.reshape(batch, n_kv_head, -1, D))
     sides = {'kernel, int8': (kernel(), 'int8'),
              'kernel, int8 products': (kernel(int8_dot=True), 'int8'),
              'kernel': (kernel(), 'plain'),
@@ -177,8 +161,7 @@ def attempt(attend, device, q, stores, device_rates) -> dict:
     store = stores[0]
     try:
         with torch.inference_mode():
-            y = attend(store)
-            error = decode_error(y, q, store)
+            error = decode_error(attend(store), q, store)
             ms = milliseconds_a_call([partial(attend, each) for each in stores], device)
     except Exception as e:  # one layout that does not fit must not end the run
         return failure(e)
@@ -220,28 +203,21 @@ def training_cell(shape, T: int, window: int) -> dict:
             sides[side] = training_times(name, leaves, w, upstream)
     if device.type == 'cuda' and 0 < window < T:  # fails where flash-attn-4 is not installed
         sides[f'flex with its FLASH backend, W={window}'] = training_times(
-            'flex', leaves, window, upstream, FLASH)
+            'flex', leaves, window, upstream, {'BACKEND': 'FLASH'})
     return {'context': T, 'sides': sides}
 
 
 def training_times(backend, leaves, window, upstream, kernel_options=None) -> dict:
-    def attend():
-        if kernel_options:
-            return flex_local_attention(*leaves, window, kernel_options=kernel_options)
-        return causal_attention(*leaves, window, backend=backend)
-
-    def both():
-        attend().backward(upstream)
-
-    def forward():
-        with torch.no_grad():
-            attend()
+    attend = partial(causal_attention, *leaves, window, backend=backend)
+    if kernel_options:
+        attend = partial(flex_local_attention, *leaves, window, kernel_options=kernel_options)
     try:
         if backend == 'flash_attn':
             load_flash_attn()
         device = upstream.device
-        return {'forward_ms': milliseconds(forward, device),
-                'ms': milliseconds(both, device, grad_to_none=leaves)}
+        return {'forward_ms': milliseconds(torch.no_grad()(attend), device),
+                'ms': milliseconds(lambda: attend().backward(upstream), device,
+                                   grad_to_none=leaves)}
     except Exception as e:
         return failure(e)
 
@@ -256,12 +232,6 @@ def write_cell(shape, batch: int) -> dict:
     rows = torch.arange(batch, device=device)
     rope = RotaryTable(D, 10000.0).at(rows[:, None], max(256, batch), dtype)
 
-    def buffers():
-        """Queries, K and V of a step, and where K and V go."""
-        qkv = torch.randn(batch, 1, H + 2 * n_kv_head, D, device=device, dtype=dtype)
-        store = KVStore(batch, n_kv_head, 64, D, torch.int8, dtype, device)
-        return qkv, store
-
     def kernel(qkv, store):
         return write_qkv(qkv, H, *norms, rope, store.tensors, rows, rows % 64)
 
@@ -271,7 +241,8 @@ def write_cell(shape, batch: int) -> dict:
         put(store, rows, rows % 64, store.encode(norm_and_rotate(k, norms[1], rope), v))
     # by the bytes of qkv: of a store only one place a row is written
     n = n_copies(batch * (H + 2 * n_kv_head) * D * dtype.itemsize)
-    copies = [buffers() for _ in range(n)]
+    copies = [(torch.randn(batch, 1, H + 2 * n_kv_head, D, device=device, dtype=dtype),
+               KVStore(batch, n_kv_head, 64, D, torch.int8, dtype, device)) for _ in range(n)]
     with torch.inference_mode():
         return {'batch': batch, 'sides': {
             name: {'ms': milliseconds_a_call([partial(write, *each) for each in copies], device)}

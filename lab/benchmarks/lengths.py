@@ -28,10 +28,9 @@ def measure(models, batch, context, s) -> dict:
     steps = {name: TrainingSteps(model, batch, context, pick_dtype(s.dtype, model.device))
              for name, model in models.items()}
     times = clock.alternate(steps, s.repeats, f'sequences of {context}, batch {batch}')
-    sides = {}
-    for name, seconds in times.items():
-        flops = (achieved(models[name], batch, x, context) for x in seconds)
-        sides[name] = {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),
-                       'model_tflops_per_second': clock.summary(flops)}
+    sides = {name: {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),
+                    'model_tflops_per_second': clock.summary(
+                        achieved(models[name], batch, x, context) for x in seconds)}
+             for name, seconds in times.items()}
     return {'context': context, 'sides': sides,
             'ratios': {'tokens_per_second': clock.ratios(times)}}

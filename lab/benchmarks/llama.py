@@ -1,8 +1,4 @@
-"""llama.cpp, by llama-cpp-python's plain C functions, with the weights of a vanilla GPT-2 of ours.
-
-The model is written as a GGUF file in float32, from which llama.cpp's own quantizer makes the
-others. Every row is a sequence of its own in one context.
-"""
+"""llama.cpp, by llama-cpp-python's plain C functions; every row is a sequence in one context."""
 import contextlib
 import ctypes
 import functools
@@ -25,24 +21,25 @@ GGUF = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_
 
 class LlamaCpp:
     """The weights of `ours` in llama.cpp: as f32, f16 and q8_0."""
-    float32 = 'llama.cpp f32'
-    tolerance = 5e-3  # its GELU is a table of float16: GPT-2 124M's logits are off by 1e-3
+    packages = 'llama_cpp', 'gguf'
+    install = 'CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python gguf'
+    # its GELU is a table of float16: GPT-2 124M's logits are off by 1e-3
+    exact, tolerance = ('llama.cpp f32',), 5e-3
 
-    def __init__(self, lib, gguf, ours, folder: Path, stack):
+    def __init__(self, lib, gguf, ours, folder, stack):
         self.lib, self.config, self.models = lib, ours.config, {}
         silence(lib)
         lib.llama_backend_init()
-        path = folder / 'f32'
+        path = Path(folder, 'f32')
         write_gguf(gguf, ours, path)
         for name, kind in (('f32', None), ('f16', lib.LLAMA_FTYPE_MOSTLY_F16),
                            ('q8_0', lib.LLAMA_FTYPE_MOSTLY_Q8_0)):
             options = lib.llama_model_quantize_default_params()
             options.ftype, options.nthread = kind or 0, torch.get_num_threads()
-            if kind and lib.llama_model_quantize(str(path).encode(), str(folder / name).encode(),
-                                                 ctypes.byref(options)):
+            file = str(path.with_name(name)).encode()
+            if kind and lib.llama_model_quantize(str(path).encode(), file, ctypes.byref(options)):
                 raise UserError(f"against='llama.cpp': it cannot make {name} of this model")
-            model = lib.llama_model_load_from_file(str(folder / name).encode(),
-                                                   lib.llama_model_default_params())
+            model = lib.llama_model_load_from_file(file, lib.llama_model_default_params())
             if not model:
                 raise UserError(f"against='llama.cpp': it cannot load this model as {name}")
             stack.callback(lib.llama_model_free, model)
@@ -54,13 +51,12 @@ class LlamaCpp:
                 'llama.cpp processor': self.lib.llama_print_system_info().decode().strip(' |')}
 
     def logits(self, idx):
-        """Of a sequence (1, T), at all positions, with K and V in float32: (1, T, V)."""
         with contextlib.ExitStack() as stack:
-            one = LlamaRound(self, self.models[self.float32], idx, 1, stack, self.lib.GGML_TYPE_F32)
+            one = LlamaRound(self, self.models[self.exact[0]], idx, 1, stack,
+                             self.lib.GGML_TYPE_F32)
             return torch.from_numpy(one.append(idx.numpy(), 0, 0, range(idx.size(1))).copy())[None]
 
     def sides(self, prompt, steps: int, stack) -> dict:
-        """Name -> what generates; `stack` frees them."""
         return {name: LlamaRound(self, model, prompt, steps, stack)
                 for name, model in self.models.items()}
 
@@ -125,9 +121,8 @@ class LlamaRound:
         return Generated.timed(start, (first, clock.now()), torch.from_numpy(np.stack(tokens, 1)))
 
 
-@functools.cache  # what it sets has to live as long as the library
+@functools.cache  # the callback has to live as long as the library
 def silence(lib):
-    """llama.cpp's messages go nowhere."""
     callback = lib.llama_log_callback(lambda *_: None)
     lib.llama_log_set(callback, ctypes.c_void_p(0))
     return callback
@@ -137,15 +132,12 @@ def write_gguf(gguf, ours, path: Path) -> None:
     """The model as llama.cpp reads it, in float32, without a tokenizer."""
     c = ours.config
     writer = gguf.GGUFWriter(path, 'gpt2')
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_tokenizer_model('none')
-    writer.add_vocab_size(c.vocab_size)
-    writer.add_context_length(c.block_size)
-    writer.add_block_count(c.n_layer)
-    writer.add_head_count(c.n_head)
-    writer.add_embedding_length(c.n_embd)
-    writer.add_feed_forward_length(c.resolved_mlp_hidden)
-    writer.add_layer_norm_eps(1e-5)
+    for name, value in dict(
+            file_type=gguf.LlamaFileType.ALL_F32, tokenizer_model='none', layer_norm_eps=1e-5,
+            vocab_size=c.vocab_size, context_length=c.block_size, block_count=c.n_layer,
+            head_count=c.n_head, embedding_length=c.n_embd,
+            feed_forward_length=c.resolved_mlp_hidden).items():
+        getattr(writer, f'add_{name}')(value)
     for name, x in ours.transformer.state_dict().items():
         module, _, kind = name.rpartition('.')
         _, layer, inner = module.split('.', 2) if module.startswith('h.') else ('', '', module)

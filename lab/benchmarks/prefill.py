@@ -4,20 +4,8 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError, at_least
 from kv.plan import KVPlan
-from lab.benchmarks import clock, vllm
-from lab.benchmarks.setting import (
-    MIN_REPEATS,
-    build,
-    check_length,
-    contexts_and_batches,
-    facts,
-    make_cache,
-    model_config,
-    random_tokens,
-    vanilla_config,
-)
+from lab.benchmarks import clock, setting, vllm
 
 
 class Untrimmed(KVPlan):
@@ -30,8 +18,8 @@ class PrefillRound:
 
     def __init__(self, model, batch: int, context: int, chunk: int, kv_dtype: str):
         self.model, self.chunk = model, chunk or context
-        self.cache = make_cache(model, batch, context, kv_dtype)
-        self.prompts = random_tokens(model, batch, context)                   # (B, T)
+        self.cache = setting.make_cache(model, batch, context, kv_dtype)
+        self.prompts = setting.random_tokens(model, batch, context)                   # (B, T)
 
     @torch.inference_mode()
     def __call__(self) -> float:
@@ -47,21 +35,15 @@ def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     if s.against == 'vllm':
         return vllm.run(s, data_root)
-    at_least(s, repeats=MIN_REPEATS, prefill_chunk=0)
-    if s.budget:
-        raise UserError(f"budget={s.budget!r}: has an effect only in mode='decode'")
-    shapes, config = contexts_and_batches(s), model_config(s, data_root)
-    longest = max(shapes)[0]
-    check_length(config, [longest])
-    torch.manual_seed(s.seed)
-    models = {'ours': build(config, s)}
+    shapes, config = setting.begin(s, data_root, prefill_chunk=0)
+    models = {'ours': setting.build(config, s)}
     if s.against == 'vanilla':
-        models['vanilla'] = build(vanilla_config(config, longest), s)
+        models['vanilla'] = setting.build(setting.vanilla_config(config, max(shapes)[0]), s)
     elif s.against == 'untrimmed':
         models['untrimmed'] = copy.copy(models['ours'])
         models['untrimmed'].plan = Untrimmed(**vars(models['ours'].plan))
     cells = [measure(models, batch, context, s) for context, batch in shapes]
-    return facts(s, models) | {'prefill_chunk': s.prefill_chunk, 'cells': cells}
+    return setting.facts(s, models) | {'prefill_chunk': s.prefill_chunk, 'cells': cells}
 
 
 def measure(models, batch, context, s) -> dict:

@@ -25,19 +25,18 @@ class Policy:
     def __init__(self, steps: TrainingSteps, name: str):
         self.steps, self.name = steps, name
 
-    def __call__(self) -> float:
-        self.choose()
-        return self.steps()
-
-    def choose(self) -> None:
+    def choose(self) -> TrainingSteps:
         set_recompute(self.steps.model, 'none' if self.name == WHOLE else self.name)
         self.steps.model.loss_fn = None if self.name == WHOLE else linear_cross_entropy
+        return self.steps
+
+    def __call__(self) -> float:
+        return self.choose()()
 
     def memory(self) -> dict:
         """Bytes, by `training.memory_use`; allocated_peak: the most bytes of a step that the CUDA
         allocator counts, None on other devices."""
-        self.choose()
-        steps, peak = self.steps, None
+        steps, peak = self.choose(), None
         memory = measure_memory(steps.model, steps.batch, autocast=steps.autocast,
                                 optimizer=steps.optimizer).as_dict()
         if steps.model.device.type == 'cuda':
@@ -47,10 +46,10 @@ class Policy:
         return memory | {'allocated_peak': peak}
 
     def gradients(self) -> list[torch.Tensor]:
-        self.choose()
-        self.steps.backward()
-        gradients = [p.grad for p in self.steps.model.parameters()]
-        self.steps.optimizer.zero_grad(set_to_none=True)
+        steps = self.choose()
+        steps.backward()
+        gradients = [p.grad for p in steps.model.parameters()]
+        steps.optimizer.zero_grad(set_to_none=True)
         return gradients
 
 

@@ -1,14 +1,9 @@
 """--mode=serve: requests of different lengths, continuous batching against static.
 
-All requests are submitted at the start: prompts of `contexts` random tokens, greedy, the numbers of
-new tokens log-uniform between the two `output_lengths` (by `seed`). Interleaved:
-
-    ours           the engine: a request joins when another leaves
-    static         batches through `generate.Generation`, each until its longest request is done
-    static engine  the engine, which admits requests only when all rows are free (finished rows are
-                   not computed)
-
-Afterwards the texts must be the same, request by request.
+All are submitted at the start: `contexts` random tokens, greedy, the numbers of new tokens
+log-uniform. static: batches through `generate.Generation`, each until its longest request is done;
+static engine: ours, but it admits requests only when all rows are free. All must give the same
+texts.
 """
 import math
 import statistics
@@ -21,23 +16,10 @@ import torch
 from config.errors import UserError, at_least
 from engine.captured import MIN_CAPTURED
 from engine.decode import fast_decode
-from engine.engine import Engine
-from engine.params import SamplingParams
 from engine.scheduler import Scheduler
 from generate import Generation, Sampler
-from lab.benchmarks import clock, vllm
+from lab.benchmarks import clock, setting, vllm
 from lab.benchmarks.generation import same_tokens
-from lab.benchmarks.setting import (
-    MIN_REPEATS,
-    build,
-    check_length,
-    check_unused,
-    contexts_and_batches,
-    facts,
-    model_config,
-    numbers,
-    random_tokens,
-)
 from training.device import synchronize
 
 
@@ -63,21 +45,16 @@ class EngineRound:
     """Call it to serve all requests through one engine, which is kept."""
 
     def __init__(self, model, prompts, lengths, rows, s, scheduler=Scheduler):
-        self.prompts = prompts
-        self.params = [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
-        chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
-        self.engine = Engine(model, rows, max(map(len, prompts)) + max(lengths), s.kv_dtype,
-                             scheduler=scheduler, captured=s.captured, **chunk)
+        self.prompts, self.lengths = prompts, lengths
+        self.engine = setting.make_engine(model, rows, max(map(len, prompts)) + max(lengths), s,
+                                          scheduler=scheduler)
+        self.kv_bytes = self.engine.cache.nbytes
 
     def __call__(self) -> Served:
         start = clock.now()
-        done = self.engine.generate(self.prompts, self.params)
+        done = setting.greedy(self.engine, self.prompts, self.lengths)
         return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done],
                       self.engine.held_peak)
-
-    @property
-    def kv_bytes(self):
-        return self.engine.cache.nbytes
 
 
 class StaticRound:
@@ -87,6 +64,7 @@ class StaticRound:
         self.model, self.prompts, self.lengths = model, prompts, lengths
         self.rows = min(rows, len(prompts))
         self.cache = model.new_cache(self.rows, max(map(len, prompts)) + max(lengths), s.kv_dtype)
+        self.kv_bytes = self.cache.nbytes
         captured = s.captured and max(lengths) >= MIN_CAPTURED
         self.decode = fast_decode(model, self.cache, captured)
 
@@ -108,37 +86,28 @@ class StaticRound:
         synchronize(self.model.device)
         return Served(clock.now() - start, firsts, tokens, self.kv_bytes)
 
-    @property
-    def kv_bytes(self):
-        return self.cache.nbytes
-
 
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
-    at_least(s, repeats=MIN_REPEATS, prefill_chunk=0, requests=1)
-    check_unused(s, 'budget', 'nanogpt')
-    shapes = contexts_and_batches(s)
+    at_least(s, requests=1)
     low, high = output_range(s.output_lengths)
     lengths = log_uniform(low, high, s.requests, s.seed)
     if s.against == 'vllm':
         return vllm.run(s, data_root, lengths)
-    config = model_config(s, data_root)
-    check_length(config, [max(shapes)[0]], high)
-    torch.manual_seed(s.seed)
-    model = build(config, s)
+    shapes, config = setting.begin(s, data_root, high, prefill_chunk=0)
+    model = setting.build(config, s)
     cells = [measure(model, lengths, rows, context, s) for context, rows in shapes]
-    return facts(s, {'ours': model}) | {'requests': s.requests, 'output_lengths': lengths,
-                                        'cells': cells}
+    return setting.facts(s, {'ours': model}) | {
+        'requests': s.requests, 'output_lengths': lengths, 'cells': cells}
 
 
 def output_range(text: str) -> tuple[int, int]:
     """'16,256' -> (16, 256); one number stands for both."""
-    low, *more = numbers('output_lengths', text)
-    high = more[0] if more else low
-    if len(more) > 1 or high < low:
+    found = setting.numbers('output_lengths', text)
+    if len(found) > 2 or found[-1] < found[0]:
         raise UserError(f'output_lengths={text!r}: give the shortest and the longest length, as '
                         "'16,256'")
-    return low, high
+    return found[0], found[-1]
 
 
 def log_uniform(low: int, high: int, n: int, seed: int) -> list[int]:
@@ -149,32 +118,29 @@ def log_uniform(low: int, high: int, n: int, seed: int) -> list[int]:
 
 def measure(model, lengths, rows: int, context: int, s) -> dict:
     """One cell: metrics of each side, ratios of ours to each, and whether the texts are equal."""
-    prompts = random_tokens(model, len(lengths), context).tolist()
+    prompts = setting.random_tokens(model, len(lengths), context).tolist()
     sides = {'ours': EngineRound(model, prompts, lengths, rows, s),
              'static': StaticRound(model, prompts, lengths, rows, s),
              'static engine': EngineRound(model, prompts, lengths, rows, s, StaticScheduler)}
     results = clock.alternate(sides, s.repeats,
                               f'{len(lengths)} requests, {rows} rows, prompts of {context}')
-    found = {name: metrics(runs, sides[name], sum(lengths), rows) for name, runs in results.items()}
-    ours = results['ours'][-1].tokens
-    for name in ('static', 'static engine'):
-        found[name] |= same_texts(model, prompts, ours, results[name][-1].tokens, name)
     seconds = {name: [served.seconds for served in runs] for name, runs in results.items()}
+    found = {}
+    for name, runs in results.items():
+        found[name] = {
+            'batch': rows, 'seconds': clock.summary(seconds[name]),
+            'tokens_per_second': clock.summary(sum(lengths) / x for x in seconds[name]),
+            'ttft_ms': clock.summary(1000 * statistics.median(one.firsts) for one in runs),
+            'kv_bytes': sides[name].kv_bytes, 'kv_held_bytes': max(one.kv_held for one in runs)}
+        if name != 'ours':
+            tokens = results['ours'][-1].tokens, runs[-1].tokens
+            found[name] |= same_texts(model, prompts, *tokens, name)
     return {'context': context, 'sides': found,
             'ratios': {'tokens_per_second': clock.ratios(seconds)}}
 
 
-def metrics(runs, side, n_tokens: int, rows: int) -> dict:
-    """One side: throughput, median time to the first token over all requests, bytes."""
-    return {'batch': rows, 'seconds': clock.summary(one.seconds for one in runs),
-            'tokens_per_second': clock.summary(n_tokens / one.seconds for one in runs),
-            'ttft_ms': clock.summary(1000 * statistics.median(one.firsts) for one in runs),
-            'kv_bytes': side.kv_bytes, 'kv_held_bytes': max(one.kv_held for one in runs)}
-
-
 def same_texts(model, prompts, ours, theirs, name) -> dict:
-    """The number of requests with equal tokens; `generation.same_tokens` says where others may
-    differ."""
+    """The number of requests with equal tokens; UserError where others may not differ."""
     equal = 0
     for request in zip(prompts, ours, theirs, strict=True):
         tensors = (torch.tensor([tokens], device=model.device) for tokens in request)

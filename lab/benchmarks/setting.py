@@ -1,21 +1,25 @@
 """Common to the modes of bench.py: checked settings, models with random weights, caches, and the
 facts of the run (hardware, versions, dtypes) that every result file carries."""
 import dataclasses
+import json
 import os
 import platform
+import re
 import shlex
 from pathlib import Path
 
 import torch
 
-from config.errors import UserError
+from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import physical_memory
 from data.tokenfiles import read_meta
 from engine import native
 from engine.captured import suits_capture
+from engine.engine import Engine
 from engine.linear import speed_up_few_rows
+from engine.params import SamplingParams
 from engine.weights import compile_for_decode, quantize_weights, weight_bytes, weights_dtype
 from kv.capacity import parameters
 from model import GPT
@@ -30,28 +34,19 @@ AGAINST = {  # mode -> what it can be compared with
 
 
 def check_against(s) -> None:
-    """Raises UserError where the mode has no such comparison."""
+    """Raises UserError for a comparison, a checkout or a budget that the mode has no use for."""
     allowed = AGAINST.get(s.mode, ())
-    if not s.against or s.against in allowed:
-        return
-    modes = ' or '.join(f'mode={mode!r}' for mode, names in AGAINST.items() if s.against in names)
-    named = ', '.join(map(repr, allowed)) or 'nothing'
-    raise UserError(f'against={s.against!r}: mode={s.mode!r} is compared with {named}; '
-                    f'{s.against!r} goes with {modes}')
-
-
-def check_unused(s, *names: str) -> None:
-    """Raises UserError where a setting is given that has no effect in this mode."""
-    for name in names:
-        if getattr(s, name):
-            raise UserError(f'{name}={getattr(s, name)!r}: has no effect in mode={s.mode!r}')
-
-
-def check_nanogpt_unused(s) -> None:
-    """Raises UserError where a nanoGPT checkout is given but nothing is compared with nanoGPT."""
+    if s.against and s.against not in allowed:
+        named = ', '.join(map(repr, allowed)) or 'nothing'
+        modes = ' or '.join(f'mode={mode!r}' for mode, names in AGAINST.items()
+                            if s.against in names)
+        raise UserError(f'against={s.against!r}: mode={s.mode!r} is compared with {named}; '
+                        f'{s.against!r} goes with {modes}')
     if s.nanogpt and s.against != 'nanogpt':
         raise UserError(f"nanogpt={s.nanogpt!r} is a checkout to compare with: it needs "
                         "against='nanogpt'")
+    if s.budget and s.mode != 'decode':
+        raise UserError(f"budget={s.budget!r}: has an effect only in mode='decode'")
 
 
 def compiles(s) -> bool:
@@ -79,11 +74,25 @@ def numbers(name: str, text: str) -> list[int]:
     return values
 
 
-def contexts_and_batches(s) -> list[tuple[int, int]]:
-    """(context, batch size) of every cell of the tables, batch sizes innermost."""
-    contexts = numbers('contexts', s.contexts)
-    batches = numbers('batch_sizes', s.batch_sizes)
-    return [(context, batch) for context in contexts for batch in batches]
+def begin(s, data_root: Path, further: int = 0, **least: int):
+    """Check what all modes share, and seed the random numbers.
+
+    further: tokens after the longest context. least: smallest values of other settings.
+    Returns:
+        (context, batch size) of every cell, batch sizes innermost, and the model's config.
+    Raises:
+        UserError: bad settings, or learned positions end too early.
+    """
+    at_least(s, repeats=MIN_REPEATS, **least)
+    contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
+    config, longest = model_config(s, data_root), max(contexts)
+    if config.pos_embedding == 'learned' and longest + further > config.block_size:
+        steps = f' and {further} steps after it' if further else ''
+        raise UserError(f'contexts: {longest}{steps} is more than block_size={config.block_size}, '
+                        "for which pos_embedding='learned' has positions: at most "
+                        f'{max(config.block_size - further, 0)}, or give a larger --block_size')
+    torch.manual_seed(s.seed)
+    return [(context, batch) for context in contexts for batch in batches], config
 
 
 def model_config(s, data_root: Path) -> GPTConfig:
@@ -100,18 +109,7 @@ def vanilla_config(config: GPTConfig, longest: int) -> GPTConfig:
                      **{name: getattr(config, name) for name in kept})
 
 
-def check_length(config: GPTConfig, contexts: list[int], further: int = 0) -> None:
-    """Raises UserError where learned positions end before the longest context plus `further`."""
-    longest = max(contexts)
-    if config.pos_embedding == 'learned' and longest + further > config.block_size:
-        steps = f' and {further} steps after it' if further else ''
-        raise UserError(f'contexts: {longest}{steps} is more than block_size={config.block_size}, '
-                        "for which pos_embedding='learned' has positions: at most "
-                        f'{max(config.block_size - further, 0)}, or give a larger --block_size')
-
-
 def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
-    """A model with random weights in eval mode; `parameters`: their dtype, if not the settings'."""
     return prepared(GPT(config), s, parameters)
 
 
@@ -147,19 +145,38 @@ def make_cache(model, batch: int, max_seq_len: int, kv_dtype: str):
                         'sequences') from e
 
 
+def make_engine(model, rows: int, max_seq_len: int, s, **options) -> Engine:
+    chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
+    return Engine(model, rows, max_seq_len, s.kv_dtype, captured=s.captured, **chunk, **options)
+
+
+def greedy(engine: Engine, prompts, lengths) -> list:
+    """Completions of `lengths` new tokens each."""
+    params = [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
+    return engine.generate(prompts, params)
+
+
+def one_token(model, cache, decode, tokens):
+    """The likeliest next tokens (B, 1); decode: by `engine.decode.fast_decode`, may be None."""
+    logits = decode(tokens) if decode else model(tokens, cache=cache)[0][:, -1]
+    return logits.argmax(-1, keepdim=True)
+
+
 def random_tokens(model, batch: int, t: int) -> torch.Tensor:
     """(B, t) ids."""
     return torch.randint(model.config.vocab_size, (batch, t), device=model.device)
 
 
 def facts(s, models: dict[str, GPT]) -> dict:
-    """Command, hardware, versions, dtypes, and the shapes of the models."""
+    """Command, hardware, versions, dtypes, the models' shapes, parameters and bytes of weights."""
     model = next(iter(models.values()))
     return run_facts(s, model.device) | {
         'dtype': weights_dtype(model), 'captured': s.captured and suits_capture(model),
         'compile': compiles(s), 'native': native.library() is not None,
         'kv_dtype': model.resolved_kv_dtype(s.kv_dtype),
-        'models': {name: shape(m) for name, m in models.items()}}
+        'models': {name: dataclasses.asdict(m.config) | {
+            'params': parameters(m.config, m.plan), 'weight_bytes': weight_bytes(m)}
+                   for name, m in models.items()}}
 
 
 def run_facts(s, device: torch.device) -> dict:
@@ -173,20 +190,37 @@ def run_facts(s, device: torch.device) -> dict:
             'seed': s.seed, 'repeats': s.repeats}
 
 
-def shape(model) -> dict:
-    """Every field of the config, the number of parameters, and the bytes of the weights."""
-    return dataclasses.asdict(model.config) | {
-        'params': parameters(model.config, model.plan), 'weight_bytes': weight_bytes(model)}
-
-
 def processor() -> str:
     """'Intel(R) Xeon(R) ..., 2 cores, 25 GB': the host's, even where a GPU does the work."""
-    name = platform.processor() or platform.machine()
     try:
-        for line in Path('/proc/cpuinfo').read_text(encoding='utf-8').splitlines():
-            if line.startswith('model name'):
-                name = line.partition(':')[2].strip()
-                break
+        text = Path('/proc/cpuinfo').read_text(encoding='utf-8')
     except OSError:
-        pass
+        text = ''
+    found = re.search(r'model name\s*:\s*(.*)', text)
+    name = found.group(1) if found else platform.processor() or platform.machine()
     return f'{name}, {os.cpu_count()} cores, {physical_memory() / 1e9:.0f} GB'
+
+
+def check_target(path: str) -> None:
+    """Raises UserError where `path` ('' = nowhere) cannot become a file."""
+    if not path:
+        return
+    folder = Path(path).parent
+    if Path(path).is_dir():
+        raise UserError(f'save={path!r} is a folder: give the name of a file in it')
+    if not folder.is_dir():
+        raise UserError(f'save={path!r}: there is no folder {folder}/ to write it in')
+    if not os.access(folder, os.W_OK):
+        raise UserError(f'save={path!r}: {folder}/ cannot be written to')
+
+
+def write_json(path: str, document: dict) -> None:
+    """Replace `path` by `document`; a reader finds the old file or the new one, never a part."""
+    temporary = Path(f'{path}.{os.getpid()}.tmp')
+    try:
+        temporary.write_text(json.dumps(document, indent=1) + '\n', encoding='utf-8')
+        os.replace(temporary, path)
+    except OSError as e:
+        raise UserError(f'save={path!r} cannot be written: {e.strerror}') from e
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -5,19 +5,8 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError, at_least
-from lab.benchmarks import clock
-from lab.benchmarks.setting import (
-    MIN_REPEATS,
-    build,
-    check_length,
-    compiles,
-    contexts_and_batches,
-    facts,
-    model_config,
-    random_tokens,
-    vanilla_config,
-)
+from config.errors import UserError
+from lab.benchmarks import clock, setting
 from training.device import autocast, pick_dtype
 
 
@@ -27,22 +16,19 @@ def training_models(s, data_root: Path):
     Raises:
         UserError: settings that have no meaning where training is timed.
     """
-    at_least(s, repeats=MIN_REPEATS)
-    if s.budget or s.weight_dtype != 'auto':
-        raise UserError(f'mode={s.mode!r} trains: budget and weight_dtype have no meaning there')
-    if compiles(s):
+    if s.weight_dtype != 'auto':
+        raise UserError(f'weight_dtype={s.weight_dtype!r}: has no meaning in mode={s.mode!r}')
+    if setting.compiles(s):
         raise UserError(f'compile=True: mode={s.mode!r} times uncompiled steps; '
                         "mode='train' compiles them")
-    shapes, config = contexts_and_batches(s), model_config(s, data_root)
-    longest = max(shapes)[0]
-    check_length(config, [longest])
-    torch.manual_seed(s.seed)
+    shapes, config = setting.begin(s, data_root)
     torch.set_float32_matmul_precision('high')  # as train.py
-    models = {'ours': build(config, s, torch.float32)}
+    models = {'ours': setting.build(config, s, torch.float32)}
     if s.against:
-        models['vanilla'] = build(vanilla_config(config, longest), s, torch.float32)
+        vanilla = setting.vanilla_config(config, max(shapes)[0])
+        models['vanilla'] = setting.build(vanilla, s, torch.float32)
     dtype = pick_dtype(s.dtype, models['ours'].device)
-    return shapes, models, facts(s, models) | {'dtype': str(dtype).removeprefix('torch.')}
+    return shapes, models, setting.facts(s, models) | {'dtype': str(dtype).removeprefix('torch.')}
 
 
 class TrainingSteps:
@@ -57,7 +43,8 @@ class TrainingSteps:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
             self.optimizer = optimizer(model) if optimizer else \
                 model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), model.device.type)
-        self.batch = tuple(random_tokens(model, batch, context) for _ in 'xy')  # (B, T) each
+        # (B, T) each
+        self.batch = tuple(setting.random_tokens(model, batch, context) for _ in 'xy')
         self.autocast = autocast(model.device, dtype)
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
 

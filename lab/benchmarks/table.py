@@ -21,12 +21,10 @@ TPOT: times to the first and per further output token.
 
 def page(documents: dict[str, dict]) -> str:
     """Markdown from name of the file -> its document."""
-    sections = (section(name, document) for name, document in documents.items())
-    return '\n'.join([INTRODUCTION, *sections])
+    return '\n'.join([INTRODUCTION, *map(section, documents, documents.values())])
 
 
 def section(name: str, document: dict) -> str:
-    """The tables of one file."""
     facts = (f'- {line}' for line in heading(document))
     lines = [f'## {name}', '', f"`{document['command']}`", '', *facts, '']
     for table in TABLES[document['mode']](document):
@@ -34,19 +32,14 @@ def section(name: str, document: dict) -> str:
     return '\n'.join(lines)
 
 
-def read(path: str) -> dict:
-    """A document of a mode that has tables.
-
-    Raises:
-        UserError: no such file, no JSON, another document.
-    """
+def read(path: str, modes=tuple(TABLES)) -> dict:
+    """A document of one of these modes; UserError for any other file."""
     try:
         document = json.loads(Path(path).read_text(encoding='utf-8'))
     except (OSError, ValueError) as e:
         raise UserError(f'{path} cannot be read as JSON: {type(e).__name__}') from e
-    if not isinstance(document, dict) or document.get('mode') not in TABLES:
-        modes = ', '.join(map(repr, TABLES))
-        raise UserError(f'{path} is not a document of bench.py with tables: {modes} have them')
+    if not isinstance(document, dict) or document.get('mode') not in modes:
+        raise UserError(f"{path} is not a document of bench.py with mode {', '.join(modes)}")
     return document
 
 

@@ -5,7 +5,6 @@ time, interleaved. MFU is nanoGPT's (every query sees every key, against an A100
 line below it counts the keys that queries do see (`training/flops.py`).
 """
 import statistics
-import time
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from data.datasets import available_datasets, ensure_dataset
 from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
 from lab.benchmarks.engines import check_checkout, check_vanilla, nanogpt
-from lab.benchmarks.setting import check_nanogpt_unused, model_config
+from lab.benchmarks.setting import model_config
 from model import GPT
 from training.batches import TokenBatches
 from training.device import (
@@ -41,7 +40,7 @@ def prepared(dataset: str, data_root: Path) -> Path:
     if is_prepared(folder):
         return ensure_dataset(dataset, data_root)  # only checks the name here
     remedy = f'prepare it with python data/{dataset}/prepare.py'
-    if not (dataset and (folder / 'prepare.py').is_file()):
+    if dataset not in available_datasets(data_root):
         remedy = f"choose one of {', '.join(available_datasets(data_root)) or 'none'}"
     raise UserError(f'dataset={dataset!r} is not prepared: {remedy}, or time random tokens with '
                     '--real_data=False')
@@ -101,32 +100,27 @@ class TrainStep:
 def run_steps(step, n: int) -> list[float]:
     """Seconds of each of `n` steps."""
     synchronize(step.device)
-    stamps = [time.perf_counter()]
+    stamps = [clock.now()]
     for k in range(n):
         loss = step()
-        stamps.append(time.perf_counter())
+        stamps.append(clock.now())
         print(f'{k}/{n} loss: {loss:.4f}', flush=True)
     return [after - before for before, after in zip(stamps, stamps[1:])]
 
 
-def in_turns(ours, theirs) -> tuple[list[float], list[float]]:
-    """Seconds of TIMED steps of each, IN_TURN at a time."""
+def compared(ours, theirs, s) -> tuple[list[float], dict]:
+    """Seconds of TIMED steps of ours, IN_TURN at a time, in turns with nanoGPT's; our tokens per
+    second over nanoGPT's, as a summary over the turns."""
     run_steps(theirs, BURN_IN)
-    found = [], []
-    for _ in range(TIMED // IN_TURN):
-        for step, seconds in zip((ours, theirs), found):
-            seconds += run_steps(step, IN_TURN)
-    return found
-
-
-def compared(ours, theirs, s) -> dict:
-    """Our tokens per second over nanoGPT's: median, minimum and maximum over the turns."""
-    turns = [slice(k, k + IN_TURN) for k in range(0, TIMED, IN_TURN)]
-    ratio = clock.summary(sum(theirs[turn]) / sum(ours[turn]) for turn in turns)
-    rate = s.batch_size * s.block_size / statistics.mean(theirs)
-    print(f'nanoGPT: {1000 * statistics.mean(theirs):.4f}ms, {rate:,.0f} tokens/s; ours makes '
+    turns = [(run_steps(ours, IN_TURN), run_steps(theirs, IN_TURN))
+             for _ in range(TIMED // IN_TURN)]
+    ratio = clock.summary(sum(other) / sum(own) for own, other in turns)
+    mean = statistics.mean(x for _, other in turns for x in other)
+    rate = s.batch_size * s.block_size / mean
+    print(f'nanoGPT: {1000 * mean:.4f}ms, {rate:,.0f} tokens/s; ours makes '
           f"{ratio['median']:.2f} times its tokens/s ({ratio['min']:.2f}-{ratio['max']:.2f})")
-    return {'against': s.against, 'nanogpt_tokens_per_second': rate, 'faster': ratio}
+    return [x for own, _ in turns for x in own], {
+        'against': s.against, 'nanogpt_tokens_per_second': rate, 'faster': ratio}
 
 
 def profile(step) -> None:
@@ -135,8 +129,7 @@ def profile(step) -> None:
     try:
         TRACES.mkdir(exist_ok=True)
     except OSError as e:
-        raise UserError(f'{TRACES}/ cannot be made in the working directory, for the trace: '
-                        f'{e.strerror}') from e
+        raise UserError(f'{TRACES}/ cannot be made for the trace: {e.strerror}') from e
     cuda = step.device.type == 'cuda'
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     steps = schedule(wait=5, warmup=5, active=5, repeat=1)
@@ -155,7 +148,6 @@ def run(s, data_root: Path) -> dict:
     """Time (or profile) training steps; returns what --json prints."""
     if s.against and s.profile:
         raise UserError(f'against={s.against!r}: nothing is compared under the profiler')
-    check_nanogpt_unused(s)
     if s.against:
         check_checkout(s.nanogpt)
     if s.batch_size < 1:
@@ -172,8 +164,8 @@ def run(s, data_root: Path) -> dict:
         return document | {'trace': str(TRACES)}
     run_steps(step, BURN_IN)
     if s.against:
-        seconds, theirs = in_turns(step, TrainStep(s, data_root, theirs=True))
-        document |= compared(seconds, theirs, s)
+        seconds, found = compared(step, TrainStep(s, data_root, theirs=True), s)
+        document |= found
     else:
         seconds = run_steps(step, TIMED)
     mean = statistics.mean(seconds)

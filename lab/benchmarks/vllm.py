@@ -1,34 +1,18 @@
 """--against=vllm, modes serve and prefill: our engine and vLLM on a CPU with one exported model.
 
-vLLM computes in bfloat16, compiled, its default, in a process of its own; ours in the settings'
-dtype, weight_dtype and kv_dtype. Interleaved, on one clock:
-
-    serve     requests submitted at the start, prompts of `contexts` tokens: tokens/s
-    prefill   time to the first token of a prompt of `contexts` tokens: never seen before (cold),
-              the same with `message` tokens more (again), and with its last 2% exchanged and
-              `message` tokens more (edited). Both have a prefix cache.
+vLLM computes in bfloat16, compiled, its default. prefill: time to the first token of a prompt
+never seen before (cold), of the same with `message` tokens more (again), and of the first with its
+last 2% exchanged and `message` tokens more (edited). Both have a prefix cache.
 """
-import contextlib
 import os
 import tempfile
 from pathlib import Path
 
 import torch
 
-from config.errors import UserError, at_least
-from engine.engine import Engine
-from engine.params import SamplingParams
+from config.errors import UserError
 from interop.export import hf_model
-from lab.benchmarks import clock
-from lab.benchmarks.setting import (
-    MIN_REPEATS,
-    check_length,
-    contexts_and_batches,
-    facts,
-    model_config,
-    prepared,
-    random_tokens,
-)
+from lab.benchmarks import clock, setting
 from model import GPT
 from training.device import pick_device
 
@@ -37,37 +21,27 @@ PREFIXES = 2 ** 30  # bytes of our engine's prefix cache
 PROMPTS = 'cold', 'again', 'edited'
 
 
-class Ours:
-    """Call it with prompts and how many new tokens each gets."""
+def their_generate(vllm, folder: str, rows: int, max_seq_len: int):
+    """vLLM with the model in `folder`: a function of prompts and the number of new tokens each."""
+    llm = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype=DTYPE, max_model_len=max_seq_len,
+                   max_num_seqs=rows)
 
-    def __init__(self, model, rows: int, max_seq_len: int, s, prefix_budget: int = 0):
-        chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
-        self.engine = Engine(model, rows, max_seq_len, s.kv_dtype, captured=s.captured,
-                             prefix_budget=prefix_budget, **chunk)
-
-    def __call__(self, prompts, lengths) -> list[list[int]]:
-        params = [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
-        return [done.tokens for done in self.engine.generate(prompts, params)]
-
-
-class VLLM:
-    """The same of the model in `folder`."""
-
-    def __init__(self, llm_type, params_type, folder: str, rows: int, max_seq_len: int):
-        self.params_type = params_type
-        self.llm = llm_type(model=folder, skip_tokenizer_init=True, dtype=DTYPE,
-                            max_model_len=max_seq_len, max_num_seqs=rows)
-
-    def __call__(self, prompts, lengths) -> list[list[int]]:
-        params = [self.params_type(temperature=0, max_tokens=n, detokenize=False, ignore_eos=True)
-                  for n in lengths]
-        answers = self.llm.generate([{'prompt_token_ids': ids} for ids in prompts], params,
-                                    use_tqdm=False)
+    def generate(prompts, lengths) -> list[list[int]]:
+        params = [vllm.SamplingParams(temperature=0, max_tokens=n, detokenize=False,
+                                      ignore_eos=True) for n in lengths]
+        answers = llm.generate([{'prompt_token_ids': ids} for ids in prompts], params,
+                               use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
+    return generate
+
+
+def our_generate(engine):
+    return lambda prompts, lengths: [
+        done.tokens for done in setting.greedy(engine, prompts, lengths)]
 
 
 def imported():
-    """vLLM's LLM and SamplingParams.
+    """The package vllm.
 
     Raises:
         UserError: it is not installed.
@@ -81,48 +55,44 @@ def imported():
     except ImportError as e:
         raise UserError("against='vllm' needs vLLM: lab/scripts/vllm_env.sh makes an environment "
                         'with it, .venv-vllm') from e
-    return vllm.LLM, vllm.SamplingParams, vllm.__version__
+    return vllm
 
 
 def run(s, data_root: Path, lengths: list[int] = ()) -> dict:
     """The document with all cells. lengths: of the answers, in mode serve."""
-    at_least(s, repeats=MIN_REPEATS, prefill_chunk=0, message=1)
-    shapes = contexts_and_batches(s)
-    longest_context, most_rows = max(shapes)[0], max(rows for _, rows in shapes)
+    further = max(lengths) if lengths else s.message + 1
+    shapes, config = setting.begin(s, data_root, further, prefill_chunk=0, message=1)
+    most_rows = max(rows for _, rows in shapes)
     if s.mode == 'prefill' and most_rows > 1:
         raise UserError(f"batch_sizes={s.batch_sizes!r}: against='vllm' prompts come one by one")
     if pick_device(s.device).type != 'cpu':
         raise UserError(f"device={s.device!r}: against='vllm' both run on the CPU: give "
                         '--device=cpu')
-    further = max(lengths) if lengths else s.message + 1
-    config, longest = model_config(s, data_root), longest_context + further
-    check_length(config, [longest_context], further)
+    longest = max(shapes)[0] + further
     config.block_size = max(config.block_size, longest)  # vLLM goes no further
-    *types, version = imported()
-    torch.manual_seed(s.seed)
-    model = GPT(config).eval()
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+    vllm, model = imported(), GPT(config).eval()
+    with tempfile.TemporaryDirectory() as folder:
         hf_model(model, torch.bfloat16).save_pretrained(folder)
-        theirs = VLLM(*types, folder, most_rows, longest)
-        model = prepared(model, s)
-        document = facts(s, {'ours': model}) | {'vllm': version, 'vllm_dtype': DTYPE}
+        theirs = their_generate(vllm, folder, most_rows, longest)
+        model = setting.prepared(model, s)
+        document = setting.facts(s, {'ours': model}) | {
+            'vllm': vllm.__version__, 'vllm_dtype': DTYPE}
         if lengths:
-            document |= {'requests': len(lengths), 'output_lengths': list(lengths)}
-            document['cells'] = [served(model, theirs, lengths, context, rows, s)
-                                 for context, rows in shapes]
-        else:
-            ours = Ours(model, 1, longest, s, PREFIXES)
-            document |= {'message': s.message}
-            document['cells'] = [cell for context, _ in shapes
-                                 for cell in first_tokens(ours, theirs, model, context, s)]
-    return document
+            cells = [served(model, theirs, lengths, context, rows, s) for context, rows in shapes]
+            return document | {'requests': len(lengths), 'output_lengths': list(lengths),
+                               'cells': cells}
+        engine = setting.make_engine(model, 1, longest, s, prefix_budget=PREFIXES)
+        cells = [cell for context, _ in shapes
+                 for cell in first_tokens(our_generate(engine), theirs, model, context, s)]
+        return document | {'message': s.message, 'cells': cells}
 
 
 def served(model, theirs, lengths, context: int, rows: int, s) -> dict:
     """A cell of mode serve. Each round has new prompts, so that no prefix is cached."""
-    rounds = [random_tokens(model, len(lengths), context).tolist() for _ in range(s.repeats + 1)]
-    sides = {'ours': Ours(model, rows, context + max(lengths), s), 'vllm': theirs}
+    rounds = [setting.random_tokens(model, len(lengths), context).tolist()
+              for _ in range(s.repeats + 1)]
+    engine = setting.make_engine(model, rows, context + max(lengths), s)
+    sides = {'ours': our_generate(engine), 'vllm': theirs}
     makers = {name: timed(side, rounds, lengths) for name, side in sides.items()}
     title = f'{len(lengths)} requests, {rows} rows, prompts of {context}'
     found = clock.alternate(makers, s.repeats, title)
@@ -134,8 +104,8 @@ def first_tokens(ours, theirs, model, context: int, s) -> list[dict]:
     kept = context - context // 50
     rounds = {name: [] for name in PROMPTS}
     for _ in range(s.repeats + 1):
-        whole, further = (random_tokens(model, 1, n)[0].tolist() for n in (context, s.message))
-        other = random_tokens(model, 1, context - kept + s.message)[0].tolist()
+        whole, further, other = (setting.random_tokens(model, 1, n)[0].tolist()
+                                 for n in (context, s.message, context - kept + s.message))
         for name, prompt in zip(PROMPTS, (whole, whole + further, whole[:kept] + other)):
             rounds[name].append([prompt])
     sides = {'ours': ours, 'vllm': theirs}

@@ -11,7 +11,7 @@ import bench
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.plan import plan_kv
-from lab.benchmarks import bandwidth, chat_plot, generation, report, table
+from lab.benchmarks import bandwidth, chat_plot, engines, report, table
 from tests.programs.support import ALPHABET, flags
 from tests.programs.test_bench import MEMORY, MEMORY_OF_FULL_STACK
 
@@ -145,14 +145,14 @@ def test_against_transformers(capsys):
 
 def test_nothing_is_timed_where_the_logits_differ(monkeypatch):
     pytest.importorskip('transformers')
-    build = generation.hugging_face
+    build = engines.hugging_face
 
     def slightly_wrong(ours):
         model = build(ours)
         with torch.no_grad():
             model.transformer.h[1].mlp.c_fc.bias += 0.1
         return model
-    monkeypatch.setattr(generation, 'hugging_face', slightly_wrong)
+    monkeypatch.setattr(engines, 'hugging_face', slightly_wrong)
     with pytest.raises(UserError, match="against='hf'.* logits that differ by"):
         bench.main(flags(VANILLA | dict(mode='decode', against='hf')))
 

@@ -32,14 +32,14 @@ def test_transformers_model_has_our_weights(shape):
 
 @pytest.mark.parametrize('name', HF_CACHES)
 def test_transformers_makes_our_tokens_in_stamps(name, fake_clock):
-    pytest.importorskip('transformers')
+    lib = pytest.importorskip('transformers')
     model = random_model(VANILLA, torch.float32)
-    theirs = hugging_face(model)
+    theirs = HuggingFace(lib, model, None, None)
 
     def hook(*_):
         fake_clock.time += 3.0 if not fake_clock.time else 0.5
-    theirs.register_forward_hook(hook)
-    made = HuggingFace(theirs, tokens(3, 9), 6, HF_CACHES[name])()
+    theirs.model.register_forward_hook(hook)
+    made = theirs.sides(tokens(3, 9), 6, None)[name]()
     assert (made.ttft, made.tpot) == (3.0, 0.5) and made.tokens.shape == (3, 6)
     ours = Ours(model, tokens(3, 9), 6)().tokens
     found = same_tokens(model, tokens(3, 9), ours, made.tokens, name)

@@ -12,7 +12,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.quantized import Int8Linear
 from kv.plan import plan_kv
-from lab.benchmarks import llama, peers, table
+from lab.benchmarks import generation, llama, table
 from lab.benchmarks.engines import Ours
 from lab.benchmarks.generation import same_tokens, with_biases
 
@@ -40,8 +40,7 @@ def peer(request, tmp_path):
     with torch.no_grad():
         ours.lm_head.weight.mul_(20)  # logits far apart
     with contextlib.ExitStack() as stack:
-        kind = {'llama.cpp': peers.LlamaCpp, 'ctranslate2': peers.CTranslate2}[against]
-        yield ours, kind(*modules, ours, tmp_path, stack)
+        yield ours, generation.PEERS[against](*modules, ours, tmp_path, stack)
 
 
 each_peer = pytest.mark.parametrize('peer', INSTALLED, indirect=True)
@@ -50,10 +49,10 @@ each_peer = pytest.mark.parametrize('peer', INSTALLED, indirect=True)
 @each_peer
 def test_it_has_our_weights(peer):
     ours, theirs = peer
-    assert peers.logit_gap(ours, theirs) < 20 * theirs.tolerance  # of logits 20 times as large
+    assert generation.logit_gap(ours, theirs) < 20 * theirs.tolerance  # of logits 20 times as large
     with torch.no_grad():
         ours.transformer.h[1].mlp.c_proj.bias[3] += 0.5
-    assert peers.logit_gap(ours, theirs) > 20 * theirs.tolerance
+    assert generation.logit_gap(ours, theirs) > 20 * theirs.tolerance
 
 
 @each_peer
@@ -69,7 +68,7 @@ def test_it_makes_our_tokens(peer, monkeypatch, shape):
             made = {name: side() for name, side in sides.items()}
     for one in made.values():
         assert one.tokens.shape == (len(prompt), 6) and one.ttft > 0 and one.tpot > 0
-    assert same_tokens(ours, prompt, expected, made[theirs.float32].tokens, theirs.float32,
+    assert same_tokens(ours, prompt, expected, made[theirs.exact[0]].tokens, theirs.exact[0],
                        theirs.tolerance)['rows_equal'] == len(prompt)
 
 
@@ -81,8 +80,8 @@ def test_no_token_ends_a_text(peer, tmp_path):
         ours.transformer.ln_f.weight.zero_()
         ours.transformer.ln_f.bias.copy_(ours.lm_head.weight[0])
     with contextlib.ExitStack() as stack:
-        changed = peers.CTranslate2(theirs.lib, None, ours, tmp_path / 'changed', stack)
-        made = changed.sides(torch.randint(96, (2, 4)), 5, stack)[theirs.float32]()
+        changed = type(theirs)(theirs.lib, None, ours, tmp_path / 'changed', stack)
+        made = changed.sides(torch.randint(96, (2, 4)), 5, stack)[theirs.exact[0]]()
     assert made.tokens.tolist() == [[0] * 5] * 2
 
 
@@ -116,7 +115,7 @@ def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
     seen = {}
 
     class Standin:
-        float32, tolerance = 'standin', 1e-4
+        exact, tolerance = ('standin',), 1e-4
 
         def __init__(self, ours, folder, stack):
             seen['ours'] = ours
@@ -130,8 +129,8 @@ def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
 
         def sides(self, prompt, steps, stack):
             return {'standin': Ours(seen['ours'], prompt, steps)}
-    monkeypatch.setattr(peers, 'imported', lambda against: [])
-    monkeypatch.setattr(peers, 'CTranslate2', Standin)
+    monkeypatch.setattr(generation, 'imported', lambda against: [])
+    monkeypatch.setitem(generation.PEERS, 'ctranslate2', Standin)
     bench.main(flags(against='ctranslate2', weight_dtype='int8', kv_dtype='int8', json=True))
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert seen['checked'] is not Int8Linear and type(seen['ours'].lm_head) is Int8Linear
@@ -141,9 +140,9 @@ def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
 
 
 def test_other_logits_end_it_before_anything_is_timed(monkeypatch):
-    monkeypatch.setattr(peers, 'imported', lambda against: [])
-    monkeypatch.setattr(peers, 'LlamaCpp', lambda *_: SimpleNamespace(tolerance=5e-3))
-    monkeypatch.setattr(peers, 'logit_gap', lambda ours, peer: 6e-3)
+    monkeypatch.setattr(generation, 'imported', lambda against: [])
+    monkeypatch.setitem(generation.PEERS, 'llama.cpp', lambda *_: SimpleNamespace(tolerance=5e-3))
+    monkeypatch.setattr(generation, 'logit_gap', lambda ours, peer: 6e-3)
     with pytest.raises(UserError, match="against='llama.cpp'.* logits that differ by 6.0e-03"):
         bench.main(flags(against='llama.cpp'))
 
@@ -164,6 +163,6 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch, against):
     (dict(steps=1), 'steps=1'), (dict(budget='1GB'), 'budget='),
     (dict(contexts=46), 'block_size=48'), (dict(nanogpt='there'), 'nanogpt=')], ids=str)
 def test_what_is_refused(monkeypatch, against, change, named):
-    monkeypatch.setattr(peers, 'imported', lambda against: [])  # installed or not
+    monkeypatch.setattr(generation, 'imported', lambda against: [])  # installed or not
     with pytest.raises(UserError, match=named):
         bench.main(flags(against=against, **change))

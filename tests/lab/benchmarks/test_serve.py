@@ -79,7 +79,7 @@ def test_ratios_are_of_whole_rounds_and_texts_are_compared(monkeypatch):
         monkeypatch.setattr(serve, kind, fake(kind))
     compared = []
     monkeypatch.setattr(serve, 'same_texts', lambda *args: compared.append(args[-1]) or {})
-    monkeypatch.setattr(serve, 'random_tokens',
+    monkeypatch.setattr(serve.setting, 'random_tokens',
                         lambda model, n, t: torch.zeros(n, t, dtype=torch.int64))
     cell = serve.measure(None, [4, 6], 2, 3, SETTINGS)
     ratios = cell['ratios']['tokens_per_second']

@@ -8,7 +8,7 @@ import pytest
 
 import bench
 from config.errors import UserError
-from lab.benchmarks import table, vllm
+from lab.benchmarks import setting, table
 
 FLAGS = dict(n_layer=6, n_head=2, n_embd=64, block_size=256, pos_embedding='rope', dataset='none',
              n_kv_head=1, against='vllm', device='cpu', seed=3)
@@ -33,9 +33,9 @@ def run(monkeypatch, capsys):
 
     module = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, __version__='0')
     monkeypatch.setitem(sys.modules, 'vllm', module)
-    plain = vllm.Ours.__call__
-    monkeypatch.setattr(vllm.Ours, '__call__', lambda self, prompts, lengths: (
-        ours.append(prompts), plain(self, prompts, lengths))[1])
+    plain = setting.greedy
+    monkeypatch.setattr(setting, 'greedy', lambda engine, prompts, lengths: (
+        ours.append(prompts), plain(engine, prompts, lengths))[1])
 
     def call(**settings):
         settings = FLAGS | settings | {'json': True}
@@ -62,8 +62,8 @@ def test_requests(run):
 
 def test_prompts_come_again_and_edited(run, monkeypatch):
     n_cached = []
-    finish = vllm.Engine.generate
-    monkeypatch.setattr(vllm.Engine, 'generate', lambda *args: [
+    finish = setting.Engine.generate
+    monkeypatch.setattr(setting.Engine, 'generate', lambda *args: [
         n_cached.append(done.n_cached) or done for done in finish(*args)])
     document, asked, ours = run(mode='prefill', contexts='100,200', message=5)
     assert asked == ours and len(asked) == 2 * 6 * 3
