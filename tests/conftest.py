@@ -1,7 +1,8 @@
-"""Settings of all tests. Hypothesis is reproducible; HYPOTHESIS_PROFILE=explore draws new examples, and more of them."""
+"""Settings of all tests. Hypothesis is deterministic; HYPOTHESIS_PROFILE=explore draws more, new
+examples."""
 import os
 
-# before torch is imported, and for the programs that tests start: on tiny models a second thread only waits
+# before torch is imported, and for programs that tests start: tiny models gain nothing from threads
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 import pytest  # noqa: E402
@@ -11,7 +12,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 if not torch.cuda.is_available():  # Triton reads it when it is imported, which torch does late
     os.environ.setdefault('TRITON_INTERPRET', '1')
 
-COMMON = dict(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+COMMON = dict(deadline=None, database=None,
+              suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.register_profile('default', derandomize=True, **COMMON)
 settings.register_profile('explore', max_examples=1000, **COMMON)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
@@ -27,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def no_silent_fallback(request):
-    """On a GPU, code that Dynamo has compiled too often is an error, not run eagerly in its place."""
+    """On a GPU, code that Dynamo recompiles too often is an error instead of running eagerly."""
     if request.node.get_closest_marker('gpu') is None:
         yield
         return

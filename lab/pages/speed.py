@@ -27,7 +27,8 @@ def speed_table() -> str:
                 f"| {ratio(cell, 'vanilla float32'):.1f}x |")
     [_, cell] = cells('against-llama.cpp-int8-b1')
     rows.append(f"| decode of vanilla GPT-2, batch 1, context 900 | {tpot(cell, 'ours'):.1f} "
-                f"ms/token | llama.cpp, the same model in Q8_0: {tpot(cell, 'llama.cpp q8_0'):.1f} ms "
+                f"ms/token | llama.cpp, the same model in Q8_0: "
+                f"{tpot(cell, 'llama.cpp q8_0'):.1f} ms "
                 f"| {ratio(cell, 'llama.cpp q8_0'):.1f}x |")
     [cell] = cells('against-vllm')
     rows.append(f"| 32 requests of 64 + 64 tokens | {speed(cell, 'ours'):,.0f} tokens/s "
