@@ -4,7 +4,6 @@ import json
 from lab.ablation.tables import plus_minus
 from lab.pages.blocks import RESULTS, block, first_seed, load, mean, prose, rows_of, table
 
-
 ROW_NAMES = {'+ KV shared by 2/3': '+ KV shared by 2 or 3 layers',
              '+ global KV tied': '+ both global layers share one slot',
              '+ wider heads and MLP': '+ wider heads and MLP (parameters restored)'}
