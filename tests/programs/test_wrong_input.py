@@ -152,7 +152,7 @@ def test_train_refuses_an_out_dir_it_may_not_write_to(tmp_path, own_data_root, m
 
 
 @pytest.mark.parametrize('name, content, named', [
-    ('train.bin', b'123', ['3 bytes', 'even']), ('train.bin', b'', ['0 bytes']),
+    ('train.bin', b'123', ['3 bytes', 'multiple of 2']), ('train.bin', b'', ['0 bytes']),
     ('meta.pkl', b'\x80\x04junk', [])])
 def test_train_refuses_damaged_data(refused, tmp_path, own_data_root, name, content, named):
     (own_data_root / 'tiny' / name).write_bytes(content)
