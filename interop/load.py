@@ -105,6 +105,6 @@ def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path):
     tokenizer = load_tokenizer(meta)
     if tokenizer.vocab_size > vocab_size or known not in ('', tokens_id(meta)):
         raise UserError(f'data/{dataset} has {tokenizer.vocab_size} tokens that are not those of '
-                        f'the model (it has {vocab_size}): the data set was prepared anew since '
+                        f'the model (it has {vocab_size}): the data set was prepared again since '
                         'the model was trained; prepare it as it was')
     return tokenizer

@@ -181,7 +181,7 @@ def test_a_data_set_whose_ids_have_another_meaning(refused, out, own_data_root):
         'vocab_size': len(letters), 'stoi': {c: i for i, c in enumerate(letters)},
         'itos': dict(enumerate(letters))})
     refused(train.main, for_train(out), "'tiny'", 'not those')
-    refused(sample.main, for_sample(out, start='AB'), 'data/tiny', 'prepared anew')
+    refused(sample.main, for_sample(out, start='AB'), 'data/tiny', 'prepared again')
     write_dataset(own_data_root / 'tiny', tokens, {'vocab_size': len(letters)})
     refused(train.main, for_train(out), "'tiny'", 'not those')
 

@@ -38,11 +38,11 @@ def speed(record) -> str:
     measured, limit = record.get('measured_seconds'), record.get('limit')
     if not measured or not limit:
         return ''
-    told = (f'{time_of(measured)}, limit {time_of(limit)}: {limit / measured:.0%} '
+    line = (f'{time_of(measured)}, limit {time_of(limit)}: {limit / measured:.0%} '
             f"(expected {record['share']:.0%}); {record['work']}")
     if 'best' in record:
-        told += f"; best {record['best']}: {record['best_ms'] * 1000:,.0f} us"
-    return told
+        line += f"; best {record['best']}: {record['best_ms'] * 1000:,.0f} us"
+    return line
 
 
 def last_line(record) -> str:
@@ -74,8 +74,8 @@ def short(runs, records) -> str:
              for record in records if 'copy_bytes_per_second' in record]
     bad = [f"{record['status'].upper()} {record['cell']}: {last_line(record)}"[:150]
            for record in records if record['status'] not in (*GOOD, 'not run')]
-    timed = [f"{record['cell'].removeprefix('bench/')}: {told}" for record in records
-             if (told := speed(record))]
+    timed = [f"{record['cell'].removeprefix('bench/')}: {line}" for record in records
+             if (line := speed(record))]
     room = LINES - len(head) - len(rates) - 1
     n_bad = min(len(bad), max(8, room - len(timed)))
     shown = bad[:n_bad] + timed[:room - n_bad]
@@ -99,8 +99,8 @@ def page(runs, records) -> str:
             error = ''
             if 'allowed' in record:
                 error = f"{float(record['error']):.1e} ({float(record['allowed']):.1e})"
-            told = speed(record) or last_line(record)[:200].replace('|', '\\|')
-            lines.append(f"| {record['cell']} | {record['status']} | {told} | {error} |")
+            line = speed(record) or last_line(record)[:200].replace('|', '\\|')
+            lines.append(f"| {record['cell']} | {record['status']} | {line} | {error} |")
         lines += [''] * bool(rows)
         for record in mine:
             if 'table' in record:

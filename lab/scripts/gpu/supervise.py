@@ -35,12 +35,12 @@ class Records:
         with self._lock:
             self.added.append(record)
             self._append({'run': self.run} | record)
-            told = f"{record['status']:8} {record['cell']}"
+            line = f"{record['status']:8} {record['cell']}"
             if 'seconds' in record:
-                told += f" ({record['seconds']:.0f} s)"
+                line += f" ({record['seconds']:.0f} s)"
             if record.get('why'):
-                told += f": {record['why'].splitlines()[-1][:150]}"
-            print(told, flush=True)
+                line += f": {record['why'].splitlines()[-1][:150]}"
+            print(line, flush=True)
 
     def _append(self, record):
         line = json.dumps(record)
