@@ -1,8 +1,8 @@
-"""Command lines and config files, as in nanoGPT but with checks. Later settings override earlier.
+"""Command lines and config files, like nanoGPT's but checked. Later settings override earlier ones.
 
 An argument without '--' is a folder with a checkpoint (for programs that read one) or a config
-file: Python assignments that may use the settings so far (`lr_decay_iters = max_iters`).
-Unknown keys are errors, in files too, which nanoGPT ignores; the message names the closest key.
+file: Python assignments that may use earlier settings (`lr_decay_iters = max_iters`).
+Unknown keys are errors, even in files, where nanoGPT ignores them; the message suggests a key.
 """
 import ast
 import difflib
@@ -18,7 +18,7 @@ from collections import deque
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from config import missing  # noqa: F401  programs import this module, or that one, before packages
+from config import missing  # noqa: F401  programs import this or `missing` before packages
 from config.errors import UserError
 from config.schema import ALL_KEYS, PROGRAMS, Key
 
@@ -28,20 +28,20 @@ TYPES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: '
 
 
 class Settings(SimpleNamespace):
-    """One attribute per key. `given`: the keys that a file or flag set; not in `vars()`."""
+    """One attribute per key. `given`: the keys set by a file or flag; not in `vars()`."""
     __slots__ = ('given',)
 
 
 def parse(program: str, argv: list[str] | None = None, usage: str = '',
           echo: bool = True) -> Settings:
-    """The settings of `program` ('train', 'sample', ...) after config files and flags.
+    """Return the settings of `program` ('train', 'sample', ...) after config files and flags.
 
-    Flags are written --key=value or --key value; --key alone means True. With `echo`, overrides are
-    printed in nanoGPT's words (train.py, whose output is a log, prints config files too).
+    Flags are written --key=value or --key value; --key by itself means True. With `echo`, overrides
+    are printed in nanoGPT's words (train.py, whose output is a log, prints config files too).
 
     Raises:
-        UserError: unknown key, wrong type, value not among the choices, or a config file that
-            cannot be read or fails.
+        UserError: if a key is unknown, a value has the wrong type or is not among the choices, or a
+            config file cannot be read or fails.
     """
     keys = {key.name: key for key in PROGRAMS[program]}
     values = {name: key.default for name, key in (ALL_KEYS | keys).items()}
@@ -79,7 +79,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
 
 
 def help_text(program: str, usage: str = '') -> str:
-    """Every key with its default and meaning, as wide as the terminal."""
+    """List every key with its default and description, wrapped to the terminal's width."""
     lines = [usage.strip(), '',
              'Keys (give them as --key=value, or as assignments in a config file):', '']
     indent, width = ' ' * 8, max(40, shutil.get_terminal_size().columns)
@@ -91,8 +91,8 @@ def help_text(program: str, usage: str = '') -> str:
 
 
 def coerce(key: Key, value, where: str):
-    """`value` as the type of the key's default, checked against its choices. Any real number will
-    do for a float, and 1e4 for an int; NumPy's numbers too."""
+    """Convert `value` to the type of the key's default, and check it against its choices. Floats
+    accept any real number, ints also 1e4; NumPy's numbers work as well."""
     wanted = type(key.default)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         if wanted is float and abs(value) < 2 ** 1023:
@@ -117,7 +117,7 @@ def _allowed(key: Key) -> str:
 
 
 def _flag(arg: str, rest: deque, keys: dict[str, Key]):
-    """The key and value of flag `arg`. A value written apart is taken from `rest`."""
+    """Return the key and value of flag `arg`. A separate value is popped from `rest`."""
     name, equals, text = arg.lstrip('-').partition('=')
     if not arg.startswith('--'):
         raise UserError(f'{arg!r}: flags are written --key=value, '
@@ -157,8 +157,8 @@ def _unknown(names: list[str], keys, where: str) -> str:
 
 
 def _find(arg: str, takes_folder: bool) -> Path:
-    """A config file, relative to the working directory or else to the checkout. takes_folder: `arg`
-    may also be a misspelt folder of a run, for the message."""
+    """Find a config file, relative to the working directory or to the checkout. takes_folder: `arg`
+    may also be a misspelt run folder, for the message."""
     for path in (Path(arg), ROOT / arg):
         if path.is_file():
             return path
@@ -175,8 +175,8 @@ def _find(arg: str, takes_folder: bool) -> Path:
 
 
 def _run_file(arg, path, text, values, keys):
-    """The keys of this program that a config file assigns, checked. Names that start with an
-    underscore, imports and functions are the file's own."""
+    """Return this program's keys as assigned in a config file, checked. Names that start with an
+    underscore, imports and functions are private to the file."""
     namespace = dict(values, __file__=str(path), __name__='config')
     try:
         symbols = symtable.symtable(text, str(path), 'exec').get_symbols()
@@ -206,7 +206,7 @@ def _run_file(arg, path, text, values, keys):
 
 
 def _for_another_program(key: Key, value) -> bool:
-    """Files are shared: sample.py ignores init_from = 'scratch', which is a choice of train.py."""
+    """Return whether a value is for another program: sample.py ignores init_from = 'scratch'."""
     return isinstance(value, str) and value not in key.choices and any(
         other.name == key.name and value in other.choices
         for keys in PROGRAMS.values() for other in keys)

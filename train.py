@@ -47,7 +47,7 @@ def main(argv=None):
         # data, model, optimizer, and where a checkpoint left off
         run = Run(s, ranks, DATA_ROOT)
         if s.init_from != 'scratch':
-            print_tokens(s)  # only now is its block_size known
+            print_tokens(s)  # its block_size is not known before this
         with contextlib.closing(run.batches):
             if nothing_to_do(run):
                 return
@@ -61,8 +61,8 @@ def main(argv=None):
 
 
 def train(run, log, stop):
-    """The loop, in nanoGPT's order: evaluate and save if due, then train one iteration; until
-    after max_iters, or until a signal asks to stop."""
+    """Run the loop in nanoGPT's order (evaluate and save if due, then train one iteration) until
+    after max_iters, or until a signal requests a stop."""
     s, pace = run.s, Pace(run.iter_num)
     while not run.ranks.any(stop):
         lr = learning_rate_at(run.iter_num, s)
@@ -73,7 +73,7 @@ def train(run, log, stop):
             losses = evaluate(run, log, stop, lr, pace.mfu)
             if s.eval_only:
                 return
-            if losses is None:  # a signal came
+            if losses is None:  # interrupted by a signal
                 break
             keep_best(run, log, losses['val'])
             log.doing('training')
@@ -101,7 +101,7 @@ def train(run, log, stop):
 
 
 def evaluate(run, log, stop, lr, mfu):
-    """{'train': loss, 'val': loss}, printed; None if a signal came meanwhile."""
+    """Print and return {'train': loss, 'val': loss}; None if interrupted by a signal."""
     log.doing('evaluating')
     losses = run.evaluate(stop)
     if losses is not None:
@@ -114,9 +114,9 @@ def evaluate(run, log, stop, lr, mfu):
 
 
 def report(run, log, loss, lr, losses, pace):
-    """What is printed and logged of an iteration: nanoGPT's line, and a row of metrics.jsonl."""
+    """Print and log an iteration: nanoGPT's line, and a row of metrics.jsonl."""
     s = run.s
-    # .item() waits for the device, so the clock below is right
+    # .item() waits for the device, so the timing below is right
     loss = run.ranks.gather(loss.item())[-1]
     dt = pace.read()
     tokens_per_second = s.gradient_accumulation_steps * s.batch_size * s.block_size / dt
@@ -133,7 +133,7 @@ def report(run, log, loss, lr, losses, pace):
 
 
 def keep_best(run, log, val_loss):
-    """Save if the validation loss improved, or always if asked to, as nanoGPT does."""
+    """Save if the validation loss improved or always_save_checkpoint is set, as nanoGPT does."""
     improved = val_loss < run.best_val_loss
     if improved:
         run.best_val_loss = torch.tensor(val_loss)
@@ -143,8 +143,8 @@ def keep_best(run, log, val_loss):
 
 
 def pace_words(device, mfu: float, tokens_per_second: float, left: float) -> str:
-    """The end of a log line: nanoGPT's MFU on CUDA; on a CPU, where an A100's MFU says nothing,
-    speed and time left (seconds, without evaluations; 0 = not known yet)."""
+    """Return the end of a log line: nanoGPT's MFU on CUDA; on a CPU, where that is meaningless,
+    speed and time left (`left`, in seconds, without evaluations; 0 = not known yet)."""
     if device.type == 'cuda':
         return f'mfu {mfu * 100:.2f}%'
     time_left = f', {timedelta(seconds=round(left))} left' if left else ''
@@ -152,7 +152,7 @@ def pace_words(device, mfu: float, tokens_per_second: float, left: float) -> str
 
 
 def writer(s, ranks):
-    """The lock on out_dir, of the process that writes there; an evaluation only reads."""
+    """Return the lock on out_dir if this process writes there; an evaluation only reads."""
     if s.eval_only or not ranks.main:
         return contextlib.nullcontext()
     return only_writer(Path(s.out_dir), 'Wait until it has ended, or give another --out_dir')
@@ -164,7 +164,7 @@ def print_tokens(s):
 
 
 def check_accumulation(s, ranks):
-    """Raises UserError: the processes cannot share an iteration's micro-batches evenly."""
+    """Raise UserError if the micro-batches of an iteration cannot be divided evenly."""
     n = s.gradient_accumulation_steps
     if n % ranks.world_size:
         raise UserError(f'gradient_accumulation_steps={n} is not a multiple of the '
@@ -172,7 +172,7 @@ def check_accumulation(s, ranks):
 
 
 def nothing_to_do(run) -> bool:
-    """Whether a resumed run has had all its iterations; then it says so."""
+    """Return whether a resumed run has finished all its iterations, printing a note if so."""
     s = run.s
     if s.init_from != 'resume' or run.iter_num < s.max_iters or run.changed or s.eval_only:
         return False
@@ -188,7 +188,7 @@ def open_log(run):
         if run.ranks.main:
             run.out_dir.mkdir(parents=True, exist_ok=True)
             trackers = open_trackers(s, run.out_dir, run.iter_num)
-        # another checkpoint than the latest may go with rows that are dropped now
+        # resuming from an earlier checkpoint may drop rows that belong to a later one
         return RunLog(run.out_dir, run.iter_num, s.max_iters, trackers,
                       run.ranks.main and not s.eval_only, keep_old=s.resume_from != 'ckpt.pt')
     except OSError as e:

@@ -1,5 +1,5 @@
 # GPT-2 124M's shape in under 9 minutes on one H200-class GPU: too short to compare losses, long
-# enough to test everything there and to measure training steps and decoding. The text is Python
+# enough to test everything on it and to measure training steps and decoding. The text is Python
 # source, one token per character, so that no network is needed.
 #   torch="$(python -c 'import torch, os; print(os.path.dirname(torch.__file__))')"
 #   python data/text/prepare.py --input "$torch" --glob '*.py'

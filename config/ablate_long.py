@@ -1,4 +1,4 @@
-# The key rows of config/ablate_shakespeare.py, trained five times as long: does their gap close?
+# The key rows of config/ablate_shakespeare.py, trained five times as long.
 #   python ablate.py config/ablate_long.py --jobs=2
 base = 'config/train_rope_mha.py'
 optimizer = 'adamw'

@@ -1,5 +1,5 @@
-# The rows of config/ablate_shakespeare.py on a task that needs memory: name a token inside the
-# window, beyond it, and beyond the reach of all local layers together, 10 * (4 - 1) = 30 positions.
+# The rows of config/ablate_shakespeare.py on a task that needs memory: recall a token inside the
+# window, beyond it, and beyond the reach of all local layers combined, 10 * (4 - 1) = 30 positions.
 #   python ablate.py config/ablate_recall.py --jobs=2
 import config.ablate_shakespeare as _text
 

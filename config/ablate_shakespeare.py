@@ -25,12 +25,12 @@ rows = {
     '+ int8 KV': dict(kv_dtype='int8'),  # the same weights with an int8 cache
 }
 
-# one change from the full stack (or from another row) each, with one seed
+# rows that each change one thing in the full stack (or in another row), with one seed
 side_seeds = '1'
 _FULL = '+ wider heads and MLP'
 side_rows = {
     'GQA': ('+ qk_norm', dict(n_kv_head=2)),  # four query heads per K/V head
-    # the gain from wider heads alone
+    # only the gain from wider heads
     'MHA with heads of 24': ('+ qk_norm', dict(head_dim=24, mlp_hidden='match')),
     'int8 in training': (_FULL, dict(kv_quant_train='int8', kv_dtype='int8')),
     'heads of 16': (_FULL, dict(head_dim=0)),

@@ -1,5 +1,5 @@
 # A small ladder in under two minutes: tiny models, few steps. It shows how ablations work; its
-# losses mean nothing.
+# losses are meaningless.
 #   python ablate.py config/ablate_smoke.py
 base = 'config/train_vanilla.py'
 

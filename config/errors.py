@@ -1,10 +1,10 @@
-"""The exception for errors that the user can fix: programs print it as one line, exit status 2."""
+"""An exception for errors that users can fix; programs print one line and exit with status 2."""
 
 
 class UserError(ValueError):
-    """Bad input: a key, value, path, file or prompt.
+    """Invalid input: a key, value, path, file or prompt.
 
-    The message names the offending value and the allowed ones. Any other exception is a bug and
+    The message shows the invalid value and the allowed ones. Any other exception is a bug and
     keeps its traceback.
     """
 

@@ -1,5 +1,5 @@
 # Validation loss of OpenAI's gpt2 (124M parameters: 12 layers, 12 heads, width 768).
-# The data set must hold GPT-2 tokens.
+# The data set must contain GPT-2 tokens.
 #   python train.py config/eval_gpt2.py
 init_from = 'gpt2'
 eval_only = True

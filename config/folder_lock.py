@@ -1,7 +1,7 @@
 """Locks on a folder: one writer at a time, and one preparation of a data set at a time.
 
-A lock is the system's lock (flock) on a file in the folder. It ends with its process, however that
-ends, so a dead holder is no obstacle. The holder deletes the file before it releases the lock.
+A lock is a system lock (flock) on a file in the folder. It is released when its process ends, even
+by a crash, so it is never stale. The holder deletes the file before releasing the lock.
 """
 import contextlib
 import errno
@@ -19,24 +19,24 @@ from config.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # Windows: there are no locks there
+except ImportError:  # Windows: no locks
     fcntl = None
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_thread = threading.local()  # .folders: those whose preparation lock this thread holds
+_thread = threading.local()  # .folders: the ones whose preparation lock this thread holds
 
 
 @contextlib.contextmanager
 def only_writer(folder: Path, remedy: str) -> Iterator[None]:
-    """Hold `folder` as its only writer. A folder created here is removed again if it stays empty.
+    """Lock `folder` against other writers. If it is created here, it is removed if left empty.
 
-    The lock file names its holder. Where a network file system does not support locks, that text
-    is the lock: a holder on this machine counts while it runs, one on another machine until the
-    file is deleted. Readers need no lock.
+    The lock file identifies its holder. On network file systems without locks, that text is the
+    lock: a holder on this machine is valid while it runs, one on another machine until the file is
+    deleted. Readers need no lock.
 
     remedy: what the user can do, appended to the error.
     Raises:
-        UserError: another process writes there, or the folder cannot be written to.
+        UserError: if another process is writing there, or the folder is not writable.
     """
     if fcntl is None:
         yield
@@ -57,8 +57,8 @@ def only_writer(folder: Path, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold the lock on preparing `folder`; wait for another holder. A thread may take it twice.
-    UserError: the folder cannot be written to."""
+    """Hold the lock for preparing `folder`, waiting until it is free. Reentrant within a thread.
+    Raises UserError if the folder is not writable."""
     folder = Path(folder).resolve()
     mine = _thread.__dict__.setdefault('folders', set())
     if fcntl is None or folder in mine:
@@ -75,7 +75,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hold(path, lock, error):
-    """The file at `path`, locked with `lock`, and deleted at the end."""
+    """Open the file at `path`, locked with `lock`, and delete it at the end."""
     try:
         file = _open_locked(path, lock)
     except OSError as e:
@@ -93,7 +93,7 @@ def _open_locked(path, lock):
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            # the former holder may delete the file, or the folder, at any moment: then try again
+            # the previous holder may delete the file or the folder at any time: if so, try again
             with contextlib.suppress(FileNotFoundError):
                 file = stack.enter_context(open(path, 'a+', encoding='utf-8'))
                 lock(file)
@@ -116,7 +116,7 @@ def _lock_or_refuse(file, path, remedy):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        for _ in range(20):  # a holder that has just taken the lock writes its name a moment later
+        for _ in range(20):  # a new holder writes its name shortly after taking the lock
             if holder := _read_holder(file):
                 break
             time.sleep(0.05)
@@ -133,15 +133,15 @@ def _lock_or_refuse(file, path, remedy):
 
 
 def this_process() -> dict:
-    """The text of a writer's lock file."""
+    """Describe this process, for the lock file."""
     return {'host': socket.gethostname(), 'pid': os.getpid(), 'begun': process_start(os.getpid()),
             'since': time.strftime('%Y-%m-%d %H:%M:%S'),
             'command': shlex.join([Path(sys.executable).name, *sys.argv])}
 
 
 def process_start(pid: int) -> str:
-    """Identifies a process of this machine, although process ids are reused: its id, its start in
-    clock ticks and the boot. Without Linux's /proc the id and the host name only."""
+    """Return an id of a process that is unique although process ids are reused: its pid, start time
+    in clock ticks and boot id. Without Linux's /proc, only its pid and the host name."""
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
         stat = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8')
@@ -152,7 +152,7 @@ def process_start(pid: int) -> str:
 
 
 def _read_holder(file) -> dict:
-    """The holder that the file names; {} if it names none."""
+    """Return the holder recorded in the file, {} if there is none."""
     try:
         file.seek(0)
         found = json.loads(file.read())

@@ -1,4 +1,4 @@
-"""The shape of a model: nanoGPT's seven fields and those of the KV cache. No torch here."""
+"""A model's shape: nanoGPT's seven fields and those for the KV cache. Does not need torch."""
 import dataclasses
 from dataclasses import dataclass, field
 
@@ -11,13 +11,13 @@ def _key(default, meaning, choices=()):
 
 @dataclass
 class GPTConfig:
-    """Shape and KV cache of a GPT. The defaults are vanilla GPT-2, as in nanoGPT.
+    """The shape and KV cache of a GPT. The defaults are vanilla GPT-2, as in nanoGPT.
 
     Notation in this project: B batch, T sequence length, W window_size, C n_embd, H n_head,
     Hkv n_kv_head, D head_dim. `kv.plan.plan_kv` checks pattern, sharing and windows.
 
     Raises:
-        UserError (a ValueError): a value out of range, or values that exclude each other.
+        UserError (a ValueError): if a value is out of range or contradicts another.
     """
     block_size: int = _key(1024, 'context length T: tokens in a training sequence')
     vocab_size: int = _key(50304, "number of token ids (GPT-2's 50257, padded to a multiple of 64)")
@@ -80,7 +80,7 @@ NANOGPT_FIELDS = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_si
 
 
 def model_args(config: GPTConfig) -> dict:
-    """The dict stored in a checkpoint: nanoGPT's seven fields, and others if not at their default.
+    """Return the dict stored in a checkpoint: nanoGPT's seven fields, and others if not default.
     nanoGPT can therefore load the checkpoints of vanilla models."""
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)
             if f.name in NANOGPT_FIELDS or getattr(config, f.name) != f.default}

@@ -1,4 +1,4 @@
-"""Importing this first turns a missing required package into a one-line error."""
+"""Turn a missing required package into a one-line error; this must be imported first."""
 import os
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def excepthook(kind, error, trace):
-    """For `sys.excepthook`: one line if a required package is missing, else the traceback."""
+    """For `sys.excepthook`: print one line for a missing package, otherwise the traceback."""
     if not (isinstance(error, ModuleNotFoundError) and error.name in REQUIRED):
         return previous(kind, error, trace)
     root = os.path.relpath(ROOT)

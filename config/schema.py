@@ -1,5 +1,5 @@
-"""Every key that a program takes: its name, default and one-line meaning. `--help` and the checks
-are made from this."""
+"""All keys of the programs: names, defaults and one-line descriptions. `--help` and the checks are
+generated from these."""
 import dataclasses
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from config.gpt_config import GPTConfig
 
 @dataclass(frozen=True)
 class Key:
-    """One setting. Its type is the type of its default, so a default is never None."""
+    """A setting. Its type is that of its default, so the default is never None."""
     name: str
     default: bool | int | float | str | dict
     meaning: str
     choices: tuple = ()
-    folder: str = ''  # what an existing folder must hold to be accepted in place of a choice
+    folder: str = ''  # file that a folder must contain to be accepted instead of a choice
 
 
 def _keys(*rows):
@@ -122,7 +122,7 @@ MEMORY = _keys(
     ('budget', '', "memory of the device, as '24GB'; '' = what is free now"),
 ) + JSON + TRAIN
 
-# programs that run a trained model: where it runs, and its shape if no checkpoint gives one
+# programs that run a trained model: where it runs, and its shape if there is no checkpoint
 RUNNING = DEVICE + WEIGHTS + _keys(
     ('compile', False, 'torch.compile the MLPs'),
     ('dataset', 'shakespeare_works', 'data set whose alphabet to use if no checkpoint names one'),
@@ -292,7 +292,7 @@ ABLATE = _keys(
     ('dry_run', False, 'only print what would be trained'),
     ('report_only', False, 'make the report from existing results; train and measure nothing'),
 ) + JSON
-# keys of train.py that a ladder may set for all of its rows: all but those set per run
+# keys of train.py that a ladder may set for all of its rows: all except those set per run
 PER_RUN = ('seed', 'out_dir', 'init_from', 'resume_from', 'eval_only', 'backend', 'memory_report')
 ABLATE_ALL = ABLATE + tuple(key for key in TRAIN if key.name not in PER_RUN)
 

@@ -12,7 +12,7 @@ UNITS = {'': 1, 'K': 10 ** 3, 'M': 10 ** 6, 'G': 10 ** 9, 'T': 10 ** 12,
 
 def parse_bytes(text: str, name: str = 'budget') -> int:
     """'1GB', '1G', '1e9' -> 1_000_000_000, '512MiB' -> 536_870_912, '4096' -> 4096.
-    UserError: not a size, or less than a byte; it starts with `name`, the key."""
+    Raises UserError, starting with the key `name`, if it is not a size or less than a byte."""
     match = re.fullmatch(r'\s*([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)\s*', text)
     unit = UNITS.get(match[2].upper().removesuffix('B'), 0) if match else 0
     n = int(Decimal(match[1]) * unit) if unit else 0  # Decimal: exact
@@ -23,7 +23,7 @@ def parse_bytes(text: str, name: str = 'budget') -> int:
 
 
 def physical_memory() -> int:
-    """Bytes of memory of this machine; 0 if the system does not say."""
+    """Return the bytes of memory of this machine, 0 if unknown."""
     try:
         return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     except (AttributeError, ValueError, OSError):
@@ -31,8 +31,8 @@ def physical_memory() -> int:
 
 
 def available_memory(root: Path = Path('/')) -> int:
-    """Bytes that programs can get without swapping; 0 if the system does not say. At most what is
-    left of the limits of this process's control groups. root: parent of proc/ and sys/."""
+    """Return the bytes available without swapping, within the limits of this process's control
+    groups; 0 if unknown. root: parent of proc/ and sys/."""
     try:
         meminfo = (root / 'proc/meminfo').read_text()
         free = int(re.search(r'^MemAvailable:\s*(\d+) kB', meminfo, re.M)[1]) * 1024
@@ -42,14 +42,14 @@ def available_memory(root: Path = Path('/')) -> int:
     return min((n for n in (free, *limits) if n), default=0)
 
 
-# files with the limit and the usage of a group, and the evictable part of usage in memory.stat
+# files with a group's limit and usage, and the key of evictable memory in memory.stat
 CGROUP_V2 = ('memory.max', 'memory.current', 'inactive_file')
 CGROUP_V1 = ('memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file')
 
 
 def _memory_groups(root: Path):
-    """(folder, files) of this process's memory control groups and of their ancestors, whose limits
-    apply too. In a container the path may be the host's, and only the mount point exists."""
+    """Yield (folder, files) for this process's memory control groups and their ancestors, whose
+    limits also apply. In a container the path may be the host's: only the mount exists."""
     mounted = {'': (root / 'sys/fs/cgroup', CGROUP_V2),
                'memory': (root / 'sys/fs/cgroup/memory', CGROUP_V1)}
     yield from mounted.values()
@@ -66,12 +66,12 @@ def _memory_groups(root: Path):
 
 
 def _left_in(folder: Path, limit: str, usage: str, evictable: str) -> int:
-    """Bytes that a group may still take, at least 1; 0 if it has no limit."""
+    """Return how many more bytes a group may use, at least 1; 0 if it has no limit."""
     try:
         limit, usage = (int((folder / name).read_text()) for name in (limit, usage))
     except (OSError, ValueError):  # no such group, or 'max'
         return 0
-    if limit > 2 ** 60:  # version 1 writes "no limit" as nearly 2^63
+    if limit > 2 ** 60:  # version 1 writes nearly 2^63 for "no limit"
         return 0
     stat = folder / 'memory.stat'
     cache = re.search(rf'^{evictable} (\d+)$', stat.read_text() if stat.is_file() else '', re.M)

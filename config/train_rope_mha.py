@@ -14,7 +14,7 @@ gelu = 'tanh'              # GPT-2's own form, and the faster one on a CPU
 
 # the KV cache: full size
 n_kv_head = 0              # each query head has its own K/V head
-layer_pattern = 'G'        # every layer sees the whole context
+layer_pattern = 'G'        # every layer sees the full context
 pos_embedding = 'rope'
 qk_norm = True
 

@@ -25,7 +25,7 @@ n_head = 6
 n_embd = 384
 dropout = 0.2
 
-learning_rate = 1e-3       # small models take high learning rates
+learning_rate = 1e-3       # small models tolerate high learning rates
 min_lr = 1e-4              # learning_rate / 10
 max_iters = 5000
 lr_decay_iters = 5000

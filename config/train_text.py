@@ -1,5 +1,5 @@
-# Your own text, on a laptop: the demo's model, trained longer. A small text is soon overfitted, so
-# only the checkpoint with the best validation loss is kept.
+# Your own text, on a laptop: the demo's model, trained longer. Small texts are quickly overfitted,
+# so only the checkpoint with the best validation loss is kept.
 #   python data/text/prepare.py --input=book.txt
 #   python train.py config/train_text.py
 #   python sample.py config/train_text.py

@@ -1,4 +1,4 @@
-"""Find a dataset folder by its name, preparing the dataset first when its prepare.py can."""
+"""Find a dataset folder by its name, running its prepare.py first if necessary."""
 
 import ast
 import difflib
@@ -15,13 +15,13 @@ DATA_ROOT = Path(__file__).resolve().parent
 
 
 def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
-    """Return the folder `root/name` with its token files, preparing the dataset if need be.
+    """Return the folder `root/name` with its token files, preparing the dataset if necessary.
 
     A missing dataset is made by `main([])` of `root/name/prepare.py` (one in nanoGPT's style has no
     main and does its work on import); a second process waits for the first. A prepare.py with a
-    line `BY_HAND = 'why'` is never run from here.
+    line `BY_HAND = 'why'` is never run automatically.
     Raises UserError for an invalid folder name, an unknown dataset (listing those that exist), one
-    that is only prepared by hand (with the reason and the command), or a failed preparation.
+    that must be prepared by hand (with the reason and the command), or a failed preparation.
     """
     if not name or name in ('.', '..') or any(c in name for c in '/\\\0'):
         raise UserError(f'dataset name {name!r}: allowed is the name of a folder under data/, '
@@ -48,7 +48,7 @@ def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
 
 
 def available_datasets(root: Path = DATA_ROOT) -> list[str]:
-    """Sorted names of the folders under `root` that are prepared or have a prepare.py."""
+    """Return sorted names of the folders under `root` that are prepared or have a prepare.py."""
     root = Path(root)
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     return sorted(path.name for path in folders
@@ -56,11 +56,11 @@ def available_datasets(root: Path = DATA_ROOT) -> list[str]:
 
 
 def by_hand(script: Path) -> str:
-    """The text that a prepare.py assigns to BY_HAND, '' if none; the script is not run."""
+    """Return the text assigned to BY_HAND in a prepare.py, '' if none, without running it."""
     try:
         tree = ast.parse(Path(script).read_text(encoding='utf-8'))
     except (OSError, ValueError, SyntaxError):
-        return ''  # running it will say what is wrong with it
+        return ''  # running it will report what is wrong with it
     for node in tree.body:
         targets = getattr(node, 'targets', [getattr(node, 'target', None)])
         if any(getattr(target, 'id', '') == 'BY_HAND' for target in targets):

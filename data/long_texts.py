@@ -1,4 +1,4 @@
-"""Encode long texts in pieces: the same ids as of the whole, in bounded memory."""
+"""Encode long texts in pieces: the same ids as for the entire text, in bounded memory."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -9,16 +9,16 @@ import numpy as np
 from config.errors import UserError
 from data.gpt2_bpe import encode_text
 
-# a text without any blank is cut after this many characters, which may change a token there
+# text without blanks is cut after this many characters, which may change a token there
 LONGEST_PIECE = 1 << 24
 
 # GPT-2 splits text into words before it merges bytes, and a blank after a visible character always
-# starts a new word: text cut just before such a blank gives the same ids as the whole.
+# starts a new word: text cut just before such a blank gives the same ids as uncut.
 WORD_BREAK = re.compile(r'(?<=\S)(?=[ \n])')
 
 
 def alphabet_meta(characters: Iterable[str]) -> dict:
-    """nanoGPT's meta.pkl for the characters of a text, sorted. UserError for over 65,536."""
+    """Return nanoGPT's meta.pkl for sorted characters. UserError if there are over 65,536."""
     chars = sorted(set(characters))
     if not 0 < len(chars) <= 65536:
         raise UserError(f'the text has {len(chars):,} different characters; '
@@ -28,7 +28,7 @@ def alphabet_meta(characters: Iterable[str]) -> dict:
 
 
 def char_encoder(stoi: dict[str, int]) -> Callable[[str], np.ndarray]:
-    """A function from a text to its ids, (len(text),) uint16; UserError for unknown characters."""
+    """Return a function: text -> ids (len(text),) uint16; UserError for unknown characters."""
     points = np.array([ord(c) for c in stoi])
     table = np.full(points.max() + 1, -1, dtype=np.int32)
     table[points] = list(stoi.values())
@@ -46,9 +46,9 @@ def char_encoder(stoi: dict[str, int]) -> Callable[[str], np.ndarray]:
 
 
 def bpe_arrays(encoding: Any, blocks: Iterable[str]) -> Iterator[np.ndarray]:
-    """uint16 arrays that, joined, are encode_ordinary of the joined `blocks`.
+    """Yield uint16 arrays that, joined, are encode_ordinary of the joined `blocks`.
 
-    encoding: a tiktoken.Encoding of GPT-2. Memory: two blocks, or LONGEST_PIECE without blanks.
+    encoding: GPT-2's tiktoken.Encoding. Memory: two blocks, or LONGEST_PIECE without blanks.
     """
     rest = ''
     for block in blocks:
@@ -62,7 +62,7 @@ def bpe_arrays(encoding: Any, blocks: Iterable[str]) -> Iterator[np.ndarray]:
 
 
 def _last_break(text: str) -> int:
-    """The last position where `text` may be cut, 0 if there is none; looks near the end first."""
+    """Return the last position where `text` may be cut, 0 if none; searches the end first."""
     for start in (max(len(text) - 1000, 0), 0):
         cuts = [match.start() for match in WORD_BREAK.finditer(text, start)]
         if cuts:

@@ -1,7 +1,7 @@
-"""The order in which the windows of a data set are trained on; no order stores a list of windows.
+"""Orders in which to train on a data set's windows; none of them stores a list of windows.
 
     'random'      drawn with replacement from a generator, as nanoGPT does
-    'sequential'  one after another, then from the beginning again
+    'sequential'  one after another, then again from the beginning
     'shuffled'    each once per epoch, in a different order in every epoch
 """
 import numpy as np
@@ -14,7 +14,7 @@ ROUNDS = 4
 
 
 class RandomOrder:
-    """Starts drawn from [0, high) by a generator, whose state is the place in the order."""
+    """Starts sampled from [0, high) by a generator, whose state is the position in the order."""
 
     def __init__(self, high: int, generator: torch.Generator):
         self.high, self.generator = high, generator
@@ -28,14 +28,14 @@ class RandomOrder:
 
 
 class EpochOrder:
-    """Adjacent windows of `size` tokens, each once per epoch; seed: None = in their own order.
+    """Adjacent windows of `size` tokens, each once per epoch; seed: None = sequential.
 
-    The state is the number of windows drawn and their size: with another size, the order continues
-    after as many tokens.
+    The state is the number of windows drawn and their size: with a different size, the order
+    continues after the same number of tokens.
     """
 
     def __init__(self, n_tokens: int, size: int, seed: int | None):
-        self.n = (n_tokens - 1) // size  # a target is one token later
+        self.n = (n_tokens - 1) // size  # targets are one token later
         self.size, self.seed = size, seed
         self.drawn = 0
 
@@ -63,7 +63,7 @@ class EpochOrder:
 
 
 def permuted(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """The images of `index`, (k,) uint64 below n, in a permutation of range(n) by seed and epoch.
+    """Map `index`, (k,) uint64 below n, by a permutation of range(n) given by seed and epoch.
 
     A Feistel network over the next power of four, applied until the result is below n (Black and
     Rogaway 2002, "Ciphers with arbitrary finite domains"), which needs no table.
@@ -83,7 +83,7 @@ def permuted(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _mixed(x):
-    """splitmix64's finish (Steele, Lea and Flood 2014)."""
+    """Return splitmix64's output function of x (Steele, Lea and Flood 2014)."""
     with np.errstate(over='ignore'):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -91,7 +91,7 @@ def _mixed(x):
 
 
 def make_order(name: str, n_tokens: int, size: int, generator: torch.Generator, seed: int):
-    """Of windows of `size` tokens and a target more, among n_tokens. UserError: no such order."""
+    """Make an order of windows of `size` tokens plus a target. UserError if `name` is unknown."""
     if name not in ORDERS:
         raise UserError(f"data_order={name!r}: allowed are {', '.join(map(repr, ORDERS))}")
     if name == 'random':

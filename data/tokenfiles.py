@@ -1,7 +1,7 @@
 """Read nanoGPT's token files: train.bin and val.bin (raw little-endian ids, no header), meta.pkl.
 
-Ids are uint16, or uint32 where meta.pkl says so (dtype: 'uint32'), as a vocabulary of more than
-65,536 needs. A big train split may be in shards train_00000.bin, train_00001.bin, ... instead of
+Ids are uint16, or uint32 if specified in meta.pkl (dtype: 'uint32'), for vocabularies of more than
+65,536. A big train split may be in shards train_00000.bin, train_00001.bin, ... instead of
 train.bin.
 
 meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a GPT-2 BPE dataset
@@ -25,17 +25,17 @@ from config.errors import UserError
 TOKEN_DTYPE = np.dtype('<u2')
 MAX_ID = 65535
 DTYPES = {'uint16': TOKEN_DTYPE, 'uint32': np.dtype('<u4')}  # by meta.pkl's 'dtype'
-MAX_META_BYTES = 64 * 2**20  # the largest honest meta.pkl (65,536 entries) is a few MB
+MAX_META_BYTES = 64 * 2**20  # the largest legitimate meta.pkl (65,536 entries) is a few MB
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether `folder` holds a complete dataset: train.bin or train_00000.bin, and likewise val."""
+    """Return whether `folder` has a dataset: train.bin or train_00000.bin, and likewise val."""
     return all(any(os.path.isfile(Path(folder) / f'{split}{end}') for end in ('.bin', '_00000.bin'))
                for split in ('train', 'val'))
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """Existing token files of a split: `<split>.bin`, then `<split>_<number>.bin` by number."""
+    """Return a split's existing files: `<split>.bin`, then `<split>_<number>.bin` by number."""
     folder = Path(folder)
     shards = [path for path in folder.glob(f'{split}_*.bin')
               if re.fullmatch(r'_\d+', path.stem[len(split):])]
@@ -48,10 +48,10 @@ def _number(shard: Path) -> int:
 
 
 def open_split(folder: Path, split: str) -> 'TokenSplit':
-    """The tokens of a split ('train', 'val'), in one file or in shards, opened but not read.
+    """Open the tokens of a split ('train', 'val'), in one file or in shards, without reading them.
 
-    Raises UserError naming the file when there is none, `<split>.bin` is beside shards, a shard is
-    missing in the numbering 0, 1, 2, ... or there twice, or a file is empty or of odd size.
+    Raises a UserError that names the file if there is none, there are shards besides `<split>.bin`,
+    a shard number 0, 1, 2, ... is missing or duplicated, or a file is empty or of odd size.
     """
     folder = Path(folder)
     files, dtype = split_files(folder, split), dtype_of(read_meta(folder))
@@ -74,14 +74,14 @@ def open_split(folder: Path, split: str) -> 'TokenSplit':
 
 
 def dtype_of(meta: dict | None) -> np.dtype:
-    """Of the ids in the token files of a data set with this meta.pkl."""
+    """Return the dtype of the ids in the token files of a data set with this meta.pkl."""
     return DTYPES[(meta or {}).get('dtype', 'uint16')]
 
 
 class TokenSplit:
-    """The tokens of one or several files as one sequence, of which only windows are read.
+    """The tokens of one or more files as one sequence, read only in windows.
 
-    The files are not memory-mapped: one truncated while it is in use is an error, not a crash.
+    The files are not memory-mapped: truncating one while it is in use is an error, not a crash.
     """
 
     MAX_OPEN = 64  # file descriptors
@@ -89,19 +89,19 @@ class TokenSplit:
     def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE):
         self.files, self.dtype = list(files), dtype
         sizes = [_token_count(path, dtype) for path in self.files]
-        self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last one
-        self._lock = threading.Lock()  # a file has one position for all threads
+        self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last
+        self._lock = threading.Lock()  # threads share each file's position
         self._open = functools.lru_cache(self.MAX_OPEN)(lambda i: open(self.files[i], 'rb'))
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def window(self, start: int, n: int) -> np.ndarray:
-        """The `n` token ids from position `start` on: (n,) uint16 or uint32, read-only.
+        """Read the `n` token ids from position `start`: (n,) uint16 or uint32, read-only.
 
         Raises:
-            IndexError: any of them lies outside 0 <= position < len(self).
-            UserError: a file has become shorter, or cannot be read.
+            IndexError: if any of them is outside 0 <= position < len(self).
+            UserError: if a file has become shorter, or cannot be read.
         """
         if start < 0 or n < 0 or start + n > self.starts[-1]:
             raise IndexError(f'tokens {start} to {start + n} of {self.starts[-1]}')
@@ -113,11 +113,11 @@ class TokenSplit:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def file_of(self, position: int) -> Path:
-        """The file that has the token at this position."""
+        """Return the file that contains the token at this position."""
         return self.files[bisect.bisect_right(self.starts, position, hi=len(self.files)) - 1]
 
     def short_files(self) -> list[Path]:
-        """Truncated files: all but the last that have fewer tokens than the largest."""
+        """Return (likely truncated) files, except the last, with fewer tokens than the largest."""
         sizes = [end - start for start, end in itertools.pairwise(self.starts)]
         return [path for path, size in zip(self.files[:-1], sizes) if size < max(sizes)]
 
@@ -156,8 +156,8 @@ def _token_count(path: Path, dtype: np.dtype) -> int:
 def read_meta(folder: Path) -> dict | None:
     """Read meta.pkl: vocab_size, stoi/itos if present, and other keys that hold a str or an int.
 
-    None when `folder` has no meta.pkl (GPT-2 BPE). People exchange these files, so nothing but
-    plain containers, strings and numbers can be unpickled. UserError if the file is damaged,
+    None if `folder` has no meta.pkl (GPT-2 BPE). People share these files, so only plain
+    containers, strings and numbers can be unpickled. Raises UserError if the file is damaged,
     malicious or inconsistent.
     """
     path = Path(folder) / 'meta.pkl'
@@ -179,7 +179,7 @@ def read_meta(folder: Path) -> dict | None:
 
 
 def meta_problem(meta: Any) -> str:
-    """What is wrong with an unpickled meta, in one line; '' if nothing."""
+    """Return what is wrong with an unpickled meta, in one line; '' if nothing."""
     if type(meta) is not dict:
         return f'it holds a {type(meta).__name__}, not a dict'
     vocab_size, dtype = meta.get('vocab_size'), meta.get('dtype', 'uint16')
@@ -191,7 +191,7 @@ def meta_problem(meta: Any) -> str:
         shown = vocab_size if short else type(vocab_size).__name__
         return f'vocab_size is {shown}; allowed is an int from 1 to {max_id + 1} ({dtype} ids)'
     if 'stoi' not in meta and 'itos' not in meta:
-        return ''  # nanoGPT's train.py needs no more than vocab_size
+        return ''  # nanoGPT's train.py needs only vocab_size
     stoi, itos = meta.get('stoi'), meta.get('itos')
     if type(stoi) is not dict or type(itos) is not dict:
         return 'stoi and itos must both be dicts'
@@ -205,7 +205,7 @@ def meta_problem(meta: Any) -> str:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds no object of any class: code can only run from a pickle through find_class."""
+    """Creates no class instances: pickles can run code only through find_class."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f'it asks for {module}.{name}')

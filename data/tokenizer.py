@@ -8,15 +8,15 @@ from typing import Any
 from config.errors import UserError
 from data.gpt2_bpe import END_OF_TEXT, gpt2_encoding
 
-# the text of ids outside the vocabulary (models pad GPT-2's 50,257 ids to 50,304)
+# text for ids outside the vocabulary (models pad GPT-2's 50,257 ids to 50,304)
 UNKNOWN = '\ufffd'
 
 
 def load_tokenizer(meta: dict | None) -> 'CharTokenizer | GPT2Tokenizer':
-    """The tokenizer of a dataset with this meta.pkl (see tokenfiles.read_meta).
+    """Return the tokenizer of a dataset with this meta.pkl (see tokenfiles.read_meta).
 
-    Characters if it has stoi and itos, else GPT-2 BPE as in nanoGPT. UserError if tiktoken or its
-    vocabulary is needed and not available.
+    Characters if it has stoi and itos, otherwise GPT-2 BPE as in nanoGPT. Raises UserError if
+    tiktoken or its vocabulary is needed but not available.
     """
     if meta is not None and 'stoi' in meta and 'itos' in meta:
         return CharTokenizer(meta['stoi'], meta['itos'], meta.get('vocab_size'))
@@ -26,14 +26,14 @@ def load_tokenizer(meta: dict | None) -> 'CharTokenizer | GPT2Tokenizer':
 class CharTokenizer:
     """One id per character. vocab_size may include padding ids (decoded as '\ufffd')."""
 
-    longest = 1  # characters that one id stands for
+    longest = 1  # characters per id
 
     def __init__(self, stoi: dict[str, int], itos: dict[int, str], vocab_size: int | None = None):
         self.stoi, self.itos = stoi, itos
         self.vocab_size = vocab_size or len(stoi)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of the characters; UserError names unknown ones. `special` has no effect."""
+        """Return the characters' ids; a UserError lists unknown ones. `special` has no effect."""
         lacking = [c for c in dict.fromkeys(text) if c not in self.stoi]
         if lacking:
             shown = ', '.join(map(repr, lacking[:10])) + ', ...' * (len(lacking) > 10)
@@ -44,11 +44,11 @@ class CharTokenizer:
         return [self.stoi[c] for c in text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; an id outside the alphabet becomes '\ufffd'."""
+        """Return the text of the ids; an id outside the alphabet becomes '\ufffd'."""
         return ''.join(self.itos.get(int(i), UNKNOWN) for i in ids)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What an id stands for, in UTF-8; None outside the alphabet."""
+        """Return the UTF-8 bytes of an id; None outside the alphabet."""
         text = self.itos.get(int(token))
         return None if text is None else text.encode(errors='replace')
 
@@ -58,10 +58,10 @@ class CharTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte pair encoding by tiktoken.
+    """GPT-2's byte pair encoding, using tiktoken.
 
-    encoding: a `tiktoken.Encoding` to use instead of 'gpt2'. UserError if tiktoken is not
-    installed, or GPT-2's vocabulary neither cached nor reachable (see gpt2_bpe.py).
+    encoding: a `tiktoken.Encoding` to use instead of 'gpt2'. Raises UserError if tiktoken is
+    not installed, or GPT-2's vocabulary is neither cached nor reachable (see gpt2_bpe.py).
     """
 
     def __init__(self, encoding: Any = None):
@@ -70,22 +70,22 @@ class GPT2Tokenizer:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Most characters that one id stands for (GPT-2's: 128 spaces)."""
+        """Return the maximum number of characters per id (GPT-2's: 128 spaces)."""
         encoding = self.encoding
         return max(map(len, [*encoding.token_byte_values(), *encoding.special_tokens_set]))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of `text`. special: encode '<|endoftext|>' as the special token, as nanoGPT does."""
+        """Encode `text`. special: encode '<|endoftext|>' as the special token, as nanoGPT does."""
         allowed = {END_OF_TEXT} & self.encoding.special_tokens_set if special else set()
         return self.encoding.encode(text, allowed_special=allowed, disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; unknown ids and bytes that are no UTF-8 become '\ufffd'."""
+        """Return the text of the ids; unknown ids and invalid UTF-8 become '\ufffd'."""
         stream = self.stream()
         return ''.join([stream(i) for i in ids]) + stream.end()
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes of an id, not always whole characters; None outside the vocabulary."""
+        """Return an id's bytes, possibly partial characters; None outside the vocabulary."""
         try:
             return self.encoding.decode_single_token_bytes(int(token))
         except (KeyError, OverflowError):  # a padding id, a negative id
@@ -97,17 +97,17 @@ class GPT2Tokenizer:
 
 
 class TextStream:
-    """Decodes ids one at a time. All the returned strings joined are `decode` of all the ids."""
+    """Decodes ids one at a time. The returned strings, joined, equal `decode` of all the ids."""
 
     def __init__(self, tokenizer: CharTokenizer | GPT2Tokenizer):
         self.tokenizer = tokenizer
         self.decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
 
     def __call__(self, token: int) -> str:
-        """The text that `token` completes; '' in the midst of a character of several bytes."""
+        """Return the text that `token` completes; '' in the middle of a multi-byte character."""
         data = self.tokenizer.token_bytes(token)
         return self.end() + UNKNOWN if data is None else self.decoder.decode(data)
 
     def end(self) -> str:
-        """What is left when no more ids come: '\ufffd' for an incomplete character, else ''."""
+        """Return what is left at the end: '\ufffd' for an incomplete character, otherwise ''."""
         return self.decoder.decode(b'', final=True)

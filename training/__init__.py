@@ -1,1 +1,1 @@
-"""What a training step needs around the model: batches, optimizers, checkpoints, metrics."""
+"""Everything for training except the model: batches, optimizers, checkpoints, metrics."""

@@ -9,7 +9,7 @@ from config.schema import MODEL
 from kv.plan import plan_kv
 from training.checkpoint import restoring
 
-# nanoGPT takes these from the checkpoint, whatever the settings say
+# nanoGPT always keeps the checkpoint's values of these, whatever the settings
 NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')
 FREE = ('dropout', 'window_size', 'layer_pattern', 'rope_theta', 'rope_theta_global', 'gelu',
         'kv_quant_train')
@@ -19,13 +19,13 @@ WPE = 'transformer.wpe.weight'
 
 
 def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
-    """`old` with the settings `wanted` (model keys that the user gave), where the weights allow it.
+    """Return `old` with the model settings `wanted` by the user, if the weights allow them.
 
-    Can be changed: settings without weights (`FREE`), a shorter context, a longer one with RoPE,
-    and learned positions to RoPE. `NANOGPT_KEPT` stay, as in nanoGPT.
+    It may change settings without weights (`FREE`), shorten the context, lengthen it with RoPE, and
+    replace learned positions by RoPE. Settings in `NANOGPT_KEPT` are ignored, as in nanoGPT.
 
     Raises:
-        UserError: another setting differs, or the combination is invalid.
+        UserError: if any other setting differs, or the combination is invalid.
     """
     changes = {name: value for name, value in wanted.items() if name not in NANOGPT_KEPT
                and _resolve(old, name, value) != _resolve(old, name, getattr(old, name))}
@@ -54,7 +54,7 @@ def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
 
 
 def _resolve(config: GPTConfig, name: str, value):
-    """Replace 0 by its default."""
+    """Return `value`, or the default that it stands for if it is 0."""
     defaults = {'n_kv_head': config.n_head, 'head_dim': config.n_embd // config.n_head,
                 'mlp_hidden': 4 * config.n_embd}
     return value or defaults.get(name, value)
@@ -66,7 +66,7 @@ def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
 
     origin: the path of the checkpoint, for errors.
     Raises:
-        UserError: an invalid optimizer state. Missing weights are left to load_weights.
+        UserError: if the optimizer state is invalid. Missing weights are left to load_weights.
     """
     saved['model_args'] = model_args(new)
     same = (new.pos_embedding, new.block_size) == (old.pos_embedding, old.block_size)
@@ -82,7 +82,7 @@ def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
 
 
 def _adapt_moments(optimizer: dict, crop: int | None) -> None:
-    """Crop or remove AdamW's state of wpe, the second parameter of its first group."""
+    """Crop or remove AdamW's state for wpe, the second parameter of its first group."""
     state, groups = optimizer['state'], optimizer['param_groups']
     index = next(group['params'][1] for group in groups if 'betas' in group)
     if crop is not None:
@@ -96,7 +96,7 @@ def _adapt_moments(optimizer: dict, crop: int | None) -> None:
 
 
 def differences(old: GPTConfig, new: GPTConfig) -> list[str]:
-    """A phrase for each changed setting but dropout."""
+    """Describe each changed setting except dropout."""
     names = [key.name for key in MODEL if key.name != 'dropout']
     return [f'{name} = {getattr(new, name)!r} (trained with {getattr(old, name)!r})'
             for name in names if getattr(new, name) != getattr(old, name)]

@@ -1,12 +1,12 @@
-"""Checkpoint files: nanoGPT's keys, written whole or not at all, read without running any code.
+"""Checkpoint files: nanoGPT's keys, written atomically, read without running any code.
 
-Where parameters are sharded (FSDP2), the tensors lie beside the file:
+Where parameters are sharded (FSDP2), the tensors are in files next to it:
 
-    ckpt.pt               all but weights and moments; its key 'shards' says where these are
-    shards_RUN_ITERATION/ safetensors files, one a process: model.NAME, optimizer.INDEX.MOMENT
+    ckpt.pt               everything but weights and moments; its key 'shards' locates those
+    shards_RUN_ITERATION/ safetensors files, one per process: model.NAME, optimizer.INDEX.MOMENT
 
 These are files of torch.distributed.checkpoint, so any number of processes can resume from them.
-`load_checkpoint` puts the tensors back: what reads checkpoints reads these too.
+`load_checkpoint` restores the tensors, so anything that reads checkpoints can read these too.
 """
 import contextlib
 import dataclasses
@@ -32,16 +32,16 @@ MOMENT = re.compile(r'optimizer\.(\d+)\.(.+)')
 
 
 def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -> None:
-    """Write a temporary file, flush it to disk, then rename it: a crash leaves the old checkpoint
-    or the new one.
+    """Write a temporary file, flush it to disk, then rename it: after a crash there is
+    either the old checkpoint or the new one.
 
     before_replace: called when the new file is complete, before it replaces the old one.
     Raises:
-        UserError: the folder is full or cannot be written to. The old checkpoint is still whole.
+        UserError: if the disk is full or the folder not writable. The old checkpoint is intact.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f'.{path.stem}*.tmp'):  # of a process killed while writing
+        for stale in path.parent.glob(f'.{path.stem}*.tmp'):  # left by a killed process
             stale.unlink(missing_ok=True)
         with replacing(path) as temporary:
             with open(temporary, 'wb') as f:
@@ -62,7 +62,7 @@ def replacing(path: Path):
     try:
         yield temporary
         os.replace(temporary, path)
-        with contextlib.suppress(OSError):  # not every system can open or flush a folder
+        with contextlib.suppress(OSError):  # not every system can open or sync a folder
             fd = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(fd)
@@ -73,8 +73,8 @@ def replacing(path: Path):
 
 
 def link_or_copy(path: Path, target: Path) -> None:
-    """Give the file at `path` a second name in its folder, replacing `target` atomically. Without
-    hard links that is a copy, on disk before it takes the name."""
+    """Make `target`, in the same folder, a hard link to `path`, replacing it atomically. Without
+    hard links it becomes a copy, flushed to disk before it is renamed."""
     with replacing(target) as temporary:
         try:
             os.link(path, temporary)
@@ -86,11 +86,11 @@ def link_or_copy(path: Path, target: Path) -> None:
 
 
 def load_checkpoint(path: Path, whole: bool = True) -> dict:
-    """The checkpoint at `path`, ours or nanoGPT's, without torch.compile's `_orig_mod.` prefixes.
+    """Load a checkpoint (ours or nanoGPT's) from `path` without torch.compile's `_orig_mod.`.
 
-    whole: also read tensors that lie in shards.
+    whole: also read tensors stored in shards.
     Raises:
-        UserError: missing, damaged, or not a checkpoint.
+        UserError: if the file is missing, damaged, or not a checkpoint.
     """
     if not path.is_file():
         raise UserError(f'no checkpoint at {path}: train first, or point --out_dir at a folder '
@@ -129,10 +129,10 @@ def restoring(path: Path, key: str):
 
 
 def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
-    """The GPTConfig in a checkpoint's `model_args`.
+    """Return the GPTConfig in a checkpoint's `model_args`.
 
     Raises:
-        UserError: a field that is unknown, of another type, or out of its range.
+        UserError: if a field is unknown, of the wrong type, or out of range.
     """
     args = {**checkpoint['model_args'], **overrides}
     fields = {f.name: f for f in dataclasses.fields(GPTConfig)}
@@ -148,8 +148,8 @@ def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
 
 
 def note_fixed_settings(s, config: GPTConfig) -> None:
-    """Print the model settings given in `s` that the trained `config` overrides. Dropout may
-    change."""
+    """Print the model settings given in `s` that the trained `config` overrides, except dropout,
+    which may change."""
     for key in MODEL:
         trained, asked = getattr(config, key.name), getattr(s, key.name)
         if key.name in s.given and trained != asked and key.name != 'dropout':
@@ -157,14 +157,14 @@ def note_fixed_settings(s, config: GPTConfig) -> None:
 
 
 def load_weights(model, checkpoint: dict, path: Path) -> None:
-    """`load_state_dict`, strictly. Raises UserError naming the tensors that do not fit."""
+    """Load the weights strictly. Raises a UserError that names mismatched tensors."""
     with restoring(path, 'model'):
         model.load_state_dict(checkpoint['model'])
 
 
 def tokens_id(meta: dict | None) -> str:
-    """Identifies the vocabulary of a data set with this meta.pkl: 'gpt2', or a hash of its
-    alphabet. A model works with no other."""
+    """Return an id of the vocabulary of a data set with this meta.pkl: 'gpt2', or a hash of its
+    alphabet. A model only works with its own vocabulary."""
     meta = meta or {}
     if 'recall' in meta:
         return f"recall: {meta['recall']}"
@@ -174,7 +174,7 @@ def tokens_id(meta: dict | None) -> str:
 
 
 def rng_state() -> dict:
-    """The state of every generator that training uses, as tensors and plain values."""
+    """Return the state of every generator that training uses, as tensors and plain values."""
     kind, keys, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()
     cuda = {'cuda': torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {}
@@ -183,7 +183,7 @@ def rng_state() -> dict:
 
 
 def set_rng_state(state: dict) -> None:
-    """The inverse of `rng_state`."""
+    """Restore a state returned by `rng_state`."""
     torch.set_rng_state(state['torch'])
     cuda = state.get('cuda', ())
     if cuda and len(cuda) == torch.cuda.device_count():
@@ -195,10 +195,10 @@ def set_rng_state(state: dict) -> None:
 
 
 def storage():
-    """torch.distributed.checkpoint with its safetensors reader and writer.
+    """Import torch.distributed.checkpoint with its safetensors reader and writer.
 
     Raises:
-        UserError: the safetensors package is missing.
+        UserError: if the safetensors package is missing.
     """
     try:
         import safetensors  # noqa: F401
@@ -211,8 +211,8 @@ def storage():
 
 
 def split_tensors(model: dict, optimizer: dict) -> tuple[dict, dict]:
-    """The tensors of {parameter: tensor} and of an optimizer's `state_dict`, by their names in the
-    shards; and the rest of the latter: its groups and step counts."""
+    """Return the tensors of {parameter: tensor} and of an optimizer's `state_dict`, by their names
+    in the shards; and the rest of the `state_dict`: its groups and step counts."""
     tensors, rest = {f'model.{name}': x for name, x in model.items()}, {}
     for i, state in optimizer['state'].items():
         moments = [name for name, x in state.items() if torch.is_tensor(x) and x.dim()]
@@ -222,7 +222,7 @@ def split_tensors(model: dict, optimizer: dict) -> tuple[dict, dict]:
 
 
 def merge_moments(optimizer: dict, tensors: dict) -> dict:
-    """The optimizer's `state_dict` before `split_tensors`."""
+    """Undo `split_tensors` for the optimizer's `state_dict`."""
     state = {i: dict(values) for i, values in optimizer['state'].items()}
     for key, x in tensors.items():
         if match := MOMENT.fullmatch(key):
@@ -231,16 +231,16 @@ def merge_moments(optimizer: dict, tensors: dict) -> dict:
 
 
 def shards_name(run: str, iteration: int) -> str:
-    """A new name for a checkpoint's folder of shards."""
+    """Return a new name for the folder of a checkpoint's shards."""
     return f'{SHARDS}{run[:8]}_{iteration:07d}_{uuid.uuid4().hex[:8]}'
 
 
 def write_shards(folder: Path, tensors: dict, group=None) -> dict:
-    """Write the tensors into the new `folder`, which all processes of `group` see; without a group
-    this process writes alone. Returns the value of the checkpoint's key 'shards'.
+    """Write the tensors into the new `folder`, which all processes of `group` can access;
+    without a group only this process writes. Returns the value of the checkpoint's key 'shards'.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: if the folder cannot be written.
     """
     dcp, _, Writer = storage()
     try:
@@ -255,10 +255,10 @@ def write_shards(folder: Path, tensors: dict, group=None) -> dict:
 
 
 def shard_metadata(path: Path, shards: dict) -> dict:
-    """name -> size and dtype of each tensor in the shards of the checkpoint at `path`.
+    """Return {name: size and dtype} of the tensors in the shards of the checkpoint at `path`.
 
     Raises:
-        UserError: a file is missing, damaged or of another size.
+        UserError: if a file is missing, damaged or of the wrong size.
     """
     _, Reader, _ = storage()
     folder = path.parent / shards['folder']
@@ -273,12 +273,12 @@ def shard_metadata(path: Path, shards: dict) -> dict:
 
 
 def read_shards(path: Path, shards: dict, tensors: dict | None = None, group=None) -> dict:
-    """The tensors in the shards of the checkpoint at `path`.
+    """Read the tensors in the shards of the checkpoint at `path`.
 
     tensors: name -> tensor to read into, by all processes of `group` (a DTensor takes its own
-        part); None = this process reads all of them whole.
+        part); None = this process reads all tensors in full.
     Raises:
-        UserError: a file or a tensor is missing, damaged or of another size.
+        UserError: if a file or a tensor is missing, damaged or of the wrong size.
     """
     dcp, Reader, _ = storage()
     known, folder = shard_metadata(path, shards), path.parent / shards['folder']

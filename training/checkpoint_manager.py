@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their names, which of them are kept, and which one to resume from."""
+"""A run's checkpoints: their names, which ones to keep, and which one to resume from."""
 import itertools
 import re
 import shutil
@@ -17,12 +17,12 @@ NUMBERED = re.compile(r'ckpt_(\d{7,})\.pt')
 class CheckpointManager:
     """Saves the checkpoints of one run to `folder`.
 
-    ckpt.pt is the latest. ckpt_best.pt has the best validation loss; it is made when ckpt.pt no
-    longer has it. ckpt_ITERATION.pt are the `keep` - 1 checkpoints before the latest; older ones of
-    this run are deleted, and no other file is. With keep = 1 none is made or deleted.
+    ckpt.pt is the latest. ckpt_best.pt has the best validation loss; it is created when a
+    worse ckpt.pt replaces that one. ckpt_ITERATION.pt are the `keep` - 1 checkpoints before the
+    latest; only older ones of this run are deleted. With keep = 1 none is created or deleted.
 
-    A file under one of these names that belongs to another run, or is ahead of the checkpoint that
-    this run resumed from, gets a name with `_old` before the first save replaces it.
+    A file with one of these names that belongs to another run, or is ahead of the checkpoint that
+    this run resumed from, is renamed with `_old` before the first save would replace it.
     """
 
     def __init__(self, folder: Path, keep: int = 1):
@@ -30,7 +30,7 @@ class CheckpointManager:
         self.path, self.best_path = folder / 'ckpt.pt', folder / 'ckpt_best.pt'
         self.run = uuid.uuid4().hex
         self.start = -1     # checkpoints of this run up to this iteration belong to it
-        self.origin = None  # the file it was resumed from
+        self.origin = None  # the file that the run was resumed from
         self.best = None    # the file with the best validation loss
         self.latest = None  # the iteration of ckpt.pt, if that belongs to this run
         self.numbered = {}  # iteration -> file of this run
@@ -38,7 +38,7 @@ class CheckpointManager:
 
     def resume(self, origin: Path, saved: dict) -> None:
         """Continue the run that wrote the checkpoint `saved`, read from `origin`."""
-        # one without a run id, such as nanoGPT's, belongs to this run; other such files may not
+        # `origin` belongs to this run even without a run id (nanoGPT's); other such files may not
         self.run = str(saved.get('run', '')) or self.run
         self.start, self.origin = saved['iter_num'], origin
         self.best = origin if saved.get('holds_best', True) else None
@@ -47,10 +47,10 @@ class CheckpointManager:
     def save(self, checkpoint: dict, say=print) -> None:
         """Write ckpt.pt, then name, copy and delete older checkpoints as described above.
 
-        checkpoint: its key `holds_best` says whether it is the best so far. say: called with a line
-            for each file that got another name.
+        checkpoint: its key `holds_best` tells if it is the best so far. say: called with a line for
+            each renamed file.
         Raises:
-            UserError: it cannot be written; names the checkpoint that is left to resume from.
+            UserError: if it cannot be written; names the checkpoint that can still be resumed.
         """
         lines, iteration, best = [], checkpoint['iter_num'], checkpoint['holds_best']
         try:
@@ -79,7 +79,7 @@ class CheckpointManager:
         return 'this run has no earlier one'
 
     def _keep_previous(self, iteration, best, lines):
-        """Give the files that the new checkpoint replaces another name, if they are to be kept."""
+        """Link the files that the new checkpoint replaces to a new name, if they are to be kept."""
         if not self.cleared:
             self._move_others_aside(lines)
             self.cleared = True
@@ -100,7 +100,7 @@ class CheckpointManager:
             found = peek(self.path)
             self.latest = found[1] if self._owns(found) else None
         if self.latest is None and self.path.is_file():
-            # not renamed: there is a ckpt.pt at any time
+            # linked, not moved: ckpt.pt must exist at all times
             self._rename_old(self.path, lines, link_or_copy)
         if self.best_path.is_file() and not self._owns(peek(self.best_path)):
             self._rename_old(self.best_path, lines)
@@ -132,7 +132,7 @@ class CheckpointManager:
 
 
 def _free_name(path: Path) -> Path:
-    """The first of ckpt_old.pt, ckpt_old2.pt, ... that is free, or is a link to this very file."""
+    """Return the first of ckpt_old.pt, ckpt_old2.pt, ... that is unused or links to this file."""
     for n in itertools.count(1):
         candidate = path.with_name(path.name.replace('ckpt', f'ckpt_old{n if n > 1 else ""}', 1))
         if not candidate.exists() or candidate.samefile(path):
@@ -140,27 +140,27 @@ def _free_name(path: Path) -> Path:
 
 
 def _open_mapped(path: Path) -> dict | None:
-    """A checkpoint without reading its tensors; None if there is none that loads."""
+    """Open a checkpoint without reading its tensors; None if it is missing or does not load."""
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         return {**checkpoint, 'iter_num': int(checkpoint['iter_num'])}
-    except Exception:  # torch raises errors of many types; it may also be another kind of file
+    except Exception:  # torch raises errors of many types; the file may be anything
         return None
 
 
 def peek(path: Path) -> tuple[str, int] | None:
-    """The run ('' = from before run ids) and the iteration of a checkpoint, if it loads."""
+    """Return a checkpoint's run ('' if it has no run id) and iteration, or None if unreadable."""
     found = _open_mapped(path)
     return found and (str(found.get('run', '')), found['iter_num'])
 
 
 def launch_of(path: Path) -> str:
-    """The `training.distributed.launch_id` that saved the checkpoint; '' if there is none."""
+    """Return the `launch_id` of the launch that saved the checkpoint; '' if there is none."""
     return str((_open_mapped(path) or {}).get('launch', ''))
 
 
 def checkpoint_in(out_dir: str, name: str) -> Path:
-    """The file that `resume_from` names. Raises UserError: it is not a plain name."""
+    """Return the path given by `resume_from`. Raises UserError if it is not a plain file name."""
     if not name.strip('.') or set(name) & set('/\\\0'):
         raise UserError(f'resume_from={name!r}: must be the name of a file in out_dir, '
                         'as ckpt_best.pt')
@@ -168,10 +168,10 @@ def checkpoint_in(out_dir: str, name: str) -> Path:
 
 
 def load_to_resume(path: Path, whole: bool = True) -> dict:
-    """`load_checkpoint`; where that fails, the error names the other checkpoints in the folder.
+    """Like `load_checkpoint`, but its error lists the other checkpoints in the folder.
 
     Raises:
-        UserError: missing, damaged, or not a checkpoint.
+        UserError: if the file is missing, damaged, or not a checkpoint.
     """
     try:
         return ckpt.load_checkpoint(path, whole=whole)

@@ -1,4 +1,4 @@
-"""Which device and arithmetic a run uses, and how much of the device's memory."""
+"""The device and arithmetic of a run, and the memory it uses."""
 import contextlib
 import os
 import platform
@@ -14,7 +14,7 @@ from config.sizes import physical_memory
 
 
 def pick_device(name: str) -> torch.device:
-    """'auto' is CUDA, else MPS (untested), else CPU. Raises UserError: no such device here."""
+    """Choose a device; 'auto' is CUDA, MPS (untested) or CPU. UserError if it is not available."""
     usable = ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
     usable.append('cpu')
     if name == 'auto':
@@ -25,7 +25,7 @@ def pick_device(name: str) -> torch.device:
             raise ValueError('it holds no numbers')
         torch.empty(0, device=device)
         if device.type == 'cuda' and device.index is not None:
-            torch.cuda.set_device(device)  # where kernels are launched and graphs captured
+            torch.cuda.set_device(device)  # kernels are launched and graphs captured on it
     except (RuntimeError, AssertionError, ValueError) as e:
         raise UserError(f'device={name!r} cannot be used here{_why_no_cuda(name)}; '
                         "usable are 'auto', " + ', '.join(map(repr, usable))) from e
@@ -41,13 +41,13 @@ def _why_no_cuda(name: str) -> str:
 
 
 def check_seed(seed: int) -> None:
-    """Raises UserError for a seed that torch's generators do not take."""
+    """Raise UserError if torch's generators do not accept the seed."""
     if not -2 ** 63 <= seed < 2 ** 64:
         raise UserError(f'seed={seed}: must be at least -2**63 and below 2**64')
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """'auto' is bfloat16 on CUDA that has it (float16 on older), float32 elsewhere."""
+    """Choose a dtype; 'auto' is bfloat16 on CUDA (float16 if unsupported), otherwise float32."""
     if name == 'auto':
         if device.type != 'cuda':
             return torch.float32
@@ -57,8 +57,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:
-    """'attention: global layers sdpa, local layers flex': what a model's layers will use. Raises
-    UserError as `choose`."""
+    """Describe the kernels that a model's layers will use, as in 'attention: global layers sdpa,
+    local layers flex'. Raises UserError if `choose` does."""
     kinds = sorted({layer.kind for layer in model.plan.layers})
     found = [choose(kind, model.attention_backend, model.device, dtype, model.plan.head_dim,
                     dropout_p) for kind in kinds]
@@ -69,47 +69,47 @@ def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
-    """Mixed precision: matmuls in `dtype`, parameters in float32. Nothing for float32."""
+    """Return a mixed-precision context: matmuls in `dtype`, parameters in float32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.type, dtype=dtype)
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory, on a GPU those that are free. The KV cache takes at most half by default."""
+    """Return bytes of memory, free on a GPU. By default the KV cache uses at most half of it."""
     if device.type == 'cuda':
         return torch.cuda.mem_get_info(device)[0]
     return physical_memory() or 2 ** 35
 
 
 def device_name(device: torch.device) -> str:
-    """For reports: the GPU's name, or the processor's kind."""
+    """Return the name of the GPU or the processor type, for reports."""
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
     return f'{device.type} ({platform.machine()})'
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock read next to it is right."""
+    """Wait for the device, so that timings are right."""
     if device.type != 'cpu':
         torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes, or None where unknown. peak: the most used so far. total: of the device."""
+    """Bytes, or None if unknown. peak: the maximum so far. total: the device's capacity."""
     used: int | None
     peak: int | None
     total: int | None
 
     @property
     def share(self) -> float | None:
-        """The peak as a share of the total."""
+        """Return the peak as a fraction of the total."""
         return self.peak / self.total if self.peak and self.total else None
 
 
 def memory_use(device: torch.device) -> MemoryUse:
-    """Memory of the tensors on a GPU (the caching allocator holds more), or of this process."""
+    """Return the memory of tensors on a GPU (its allocator reserves more), or of this process."""
     if device.type == 'cuda':
         return MemoryUse(torch.cuda.memory_allocated(device),
                          torch.cuda.max_memory_allocated(device),

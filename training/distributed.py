@@ -1,4 +1,4 @@
-"""The processes that torchrun started for one run; without torchrun there is one."""
+"""The processes of a run started by torchrun; without torchrun, a single process."""
 import contextlib
 import os
 import sys
@@ -19,14 +19,14 @@ LONG = timedelta(days=7)  # a timeout: the other ranks wait while rank 0 prepare
 class Ranks:
     """The rank of this process, and the small collectives that training needs.
 
-    A context manager: joins the process group and leaves it. With one process every method is
+    A context manager that joins and leaves the process group. With one process every method is
     trivial and torch.distributed is not used. Only rank 0 prints.
 
     Args:
-        backend: of gradients, 'nccl' (CUDA) or 'gloo' (CPU); the collectives here always use gloo.
-        device: as in `pick_device`; with several processes CUDA means the GPU of the local rank.
+        backend: for gradients, 'nccl' (CUDA) or 'gloo' (CPU); the collectives here always use gloo.
+        device: as for `pick_device`; with several processes 'cuda' is the local rank's GPU.
     Raises:
-        UserError: no such device for this rank, or a backend that does not support it.
+        UserError: if this rank has no such device, or the backend does not support it.
     """
 
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
@@ -75,11 +75,11 @@ class Ranks:
         return self
 
     def _store(self):
-        """Arguments of `init_process_group`: where the processes meet; {} = as torchrun says.
+        """Arguments of `init_process_group`: the store; {} = torchrun's own.
 
-        A launch on one node that torchrun restarts gets the store of the former processes, with
-        their addresses in it (pytorch #135712), so the new ones meet under a prefix of their own.
-        Nodes do not count restarts alike, see docs/training.md.
+        When torchrun restarts a launch on one node, the store still has the addresses of the
+        previous processes (pytorch #135712), so each restart uses its own prefix. With several
+        nodes their restart counts may differ, see docs/training.md.
         """
         restarts = _env('TORCHELASTIC_RESTART_COUNT', 0)
         one_node = _env('LOCAL_WORLD_SIZE', self.world_size) == self.world_size
@@ -92,14 +92,14 @@ class Ranks:
                 'world_size': self.world_size}
 
     def __exit__(self, kind, *_):
-        # after an error others may be inside a collective: leave without waiting, torchrun ends all
+        # after an error others may be in a collective: do not wait, torchrun terminates them
         if self.world_size > 1 and kind is None:
             dist.barrier(group=self.control)
             dist.destroy_process_group()
 
     @contextlib.contextmanager
     def main_first(self):
-        """Rank 0 runs the body while the others wait; then they run it."""
+        """Run the body on rank 0 while the others wait, then on the others."""
         if not self.main:
             dist.barrier(group=self.control)
         yield
@@ -107,11 +107,11 @@ class Ranks:
             dist.barrier(group=self.control)
 
     def any(self, flag) -> bool:
-        """Whether it is true on any rank."""
+        """Return whether `flag` is true on any rank."""
         return bool(self.sum([float(bool(flag))])[0])
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sums over the ranks, in float64."""
+        """Return the sums over the ranks, in float64."""
         if self.world_size == 1:
             return values
         totals = torch.tensor(values, dtype=torch.float64)
@@ -119,7 +119,7 @@ class Ranks:
         return totals.tolist()
 
     def gather(self, value) -> list:
-        """The values of all ranks, in order."""
+        """Return the values of all ranks, in order."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, group=self.control)
@@ -127,7 +127,7 @@ class Ranks:
 
 
 def launch_id() -> str:
-    """Identifies a launch of torchrun, the same after a restart; '' without torchrun."""
+    """Return an id of this torchrun launch, the same after a restart; '' without torchrun."""
     run = os.environ.get('TORCHELASTIC_RUN_ID', '')
     if run == 'none':  # no --rdzv-id was given
         return f'none, agent {process_start(os.getppid())}'
@@ -135,8 +135,8 @@ def launch_id() -> str:
 
 
 def go_on_after_restart(s, ranks: Ranks) -> None:
-    """Where torchrun has restarted the processes (--max-restarts), because one died or joined:
-    change the settings to resume from ckpt.pt, if this launch has saved one."""
+    """If torchrun has restarted the processes (--max-restarts) because one died or joined, change
+    the settings to resume from ckpt.pt, provided that this launch has saved one."""
     path = Path(s.out_dir) / 'ckpt.pt'
     if ranks.gather(launch_id() != '' and launch_of(path) == launch_id())[0]:
         print(f'{path} was saved by this launch ({launch_id()}), so this is a restart: '

@@ -1,4 +1,4 @@
-"""FLOPs of a training step: as nanoGPT counts them, and counting only the keys that each query
+"""FLOPs of a training step: as nanoGPT counts them, and with only the keys that each query
 attends to.
 
 Notation: N parameters, L layers, H query heads, Hkv key/value heads, D head_dim, C n_embd,
@@ -16,11 +16,11 @@ A100_BF16_FLOPS = 312e12
 
 
 def estimate_mfu(model, fwdbwd_per_iter: int, dt: float) -> float:
-    """Model FLOPs utilization as nanoGPT counts it: 6N + 12*L*H*D*T per token (PaLM, appendix B)
+    """Return model FLOPs utilization as nanoGPT does: 6N + 12*L*H*D*T per token (PaLM, appendix B)
     over an A100's peak.
 
-    Counts every layer as full attention over block_size and so overstates models with windows. For
-    comparison with nanoGPT.
+    For comparison with nanoGPT: every layer counts as full attention over block_size, which
+    overstates the utilization of models with windows.
     """
     c, head_dim = model.config, model.plan.head_dim
     per_token = 6 * model.get_num_params() + 12 * c.n_layer * c.n_head * head_dim * c.block_size
@@ -29,7 +29,7 @@ def estimate_mfu(model, fwdbwd_per_iter: int, dt: float) -> float:
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Forward and backward FLOPs of one token; see `flops_per_token`."""
+    """Forward and backward FLOPs per token; see `flops_per_token`."""
     weights: float
     attention: float
 
@@ -39,25 +39,25 @@ class FlopsPerToken:
 
 
 def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
-    """Model FLOPs of one token, forward and backward, averaged over the positions of a sequence of
-    T (0 = block_size).
+    """Return model FLOPs per token, forward and backward, averaged over the positions of a sequence
+    of T tokens (0 = block_size).
 
         weights    6 * (elements of all weight matrices)
                      = 6 * (V*C for lm_head, and the sum over layers of
                             (H + 2*Hkv [owners only])*D*C + H*D*C + 2*C*F)
         attention  12 * H * D * (sum over layers of mean_keys(T, window))
 
-    Six is two forward and four backward (the gradients of input and weight cost as much each as the
+    Six is two forward and four backward (the gradients of input and weight each cost as much as the
     forward pass). Twelve is six each for the scores and for the weighted sum of values. The number
     of key/value heads does not appear: fewer heads make K and V cheaper to compute and store, not
-    to read. Embedding lookups are no arithmetic; norms, biases, GELU and softmax are left out, as
+    to read. Embedding lookups need no arithmetic; norms, biases, GELU and softmax are ignored, as
     usual.
 
-    These are *model* FLOPs; the hardware does more (whole blocks of a mask, recomputation).
+    These are *model* FLOPs; the hardware does more (full blocks of a mask, recomputation).
     Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys".
 
     Raises:
-        UserError (a ValueError): T below 1, or longer than learned positions reach.
+        UserError (a ValueError): if T is below 1 or exceeds the learned positions.
     """
     model = config_or_model
     if isinstance(model, GPTConfig):
@@ -76,21 +76,21 @@ def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
 
 
 def mean_keys(T: int, window: int) -> float:
-    """The mean of min(i + 1, W) over positions i of 0..T-1; window 0 = no limit."""
+    """Return the mean of min(i + 1, W) over positions i in 0..T-1; window 0 = no limit."""
     W = min(window or T, T)
     return (W * (W + 1) / 2 + (T - W) * W) / T
 
 
 def achieved(model, sequences: int, dt: float, T: int = 0) -> float:
-    """Model TFLOP/s of forward and backward over `sequences` sequences of T tokens (0 = block_size)
-    in `dt` seconds."""
+    """Return model TFLOP/s, forward and backward, for `sequences` sequences of T tokens (0 =
+    block_size) in `dt` seconds."""
     T = T or model.config.block_size
     return flops_per_token(model, T).total * T * sequences / dt / 1e12
 
 
 # Peak dense TFLOP/s with float32 accumulation, from NVIDIA's data sheets and whitepapers (numbers
-# "with sparsity" are twice these). A dtype that is missing is not supported by the hardware. The
-# first line counts whose words are in the device name, such as "NVIDIA A100-SXM4-80GB".
+# "with sparsity" are twice these). Missing dtypes are not supported by the hardware. The
+# first line whose words are all in the device name applies, such as "NVIDIA A100-SXM4-80GB".
 PEAKS = (
     ('V100-PCIE', dict(float16=112.0, float32=14.0)),
     ('V100', dict(float16=125.0, float32=15.7)),
@@ -110,20 +110,20 @@ PEAKS = (
     ('RTX 4090', dict(float16=165.2, bfloat16=165.2, tf32=82.6, float32=82.6)),
     ('RTX 5090', dict(float16=209.5, bfloat16=209.5, tf32=104.8, float32=104.8)),
 )
-# a partition of a chip, or another chip with nearly the same name
+# a partition of a chip, or a different chip with nearly the same name
 OTHER_CHIP = r'\bMIG\b|\bLaptop\b|\bMax-Q\b|\bTi\b|\bD\b'
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak dense TFLOP/s of the device for matmuls in `dtype`; float32 is TF32 where torch may use
-    it. None if unknown, as for every CPU."""
+    """Return the device's peak dense TFLOP/s for matmuls in `dtype`; float32 means TF32 if torch
+    may use that. None if unknown, as for every CPU."""
     if device.type != 'cuda':
         return None
     return named_peak(torch.cuda.get_device_name(device), dtype)
 
 
 def named_peak(name: str, dtype: torch.dtype) -> float | None:
-    """`peak_tflops` by the name that torch.cuda.get_device_name gives."""
+    """Like `peak_tflops`, but for a name as returned by torch.cuda.get_device_name."""
     if re.search(OTHER_CHIP, name):
         return None
     rates = next((rates for chip, rates in PEAKS if re.search(rf'\b({chip})\b', name)), {})

@@ -1,5 +1,5 @@
-"""FSDP2: parameters, gradients and optimizer state are sharded over the processes, and a block is
-gathered while it runs.
+"""FSDP2: parameters, gradients and optimizer state are sharded across the processes; each block
+is gathered while it runs.
 
 Source: torch.distributed.fsdp.fully_shard; the idea is ZeRO stage 3 (Rajbhandari et al. 2020).
 """
@@ -11,7 +11,7 @@ from config.errors import UserError
 
 
 def check(s, dtype: torch.dtype) -> None:
-    """Raises UserError: settings that do not go with parallel='fsdp'."""
+    """Raise UserError if a setting is incompatible with parallel='fsdp'."""
     for name, wrong in (('optimizer', 'adamw8bit'), ('offload_optimizer', True),
                         ('recompute', 'auto'), ('memory_report', True)):
         if getattr(s, name) == wrong:
@@ -24,9 +24,9 @@ def check(s, dtype: torch.dtype) -> None:
 def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool = False) -> None:
     """Shard the parameters of a GPT in place, by block; they become DTensors on the ranks' device.
 
-    Their values are rank 0's; the models of other ranks may be on the 'meta' device.
+    The values come from rank 0; other ranks' models may be on the 'meta' device.
 
-    dtype: of the arithmetic. In bfloat16 blocks are gathered in it, but gradients are averaged in
+    dtype: for arithmetic. With bfloat16, blocks are gathered in it, but gradients averaged in
     float32. Embeddings, the last norm, the head (autocast rounds its matmul) and the residual
     stream stay in float32. empty: no rank has values yet.
     """
@@ -52,12 +52,12 @@ def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool 
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    """A DTensor's whole value on every process; other tensors are their own."""
+    """Return a DTensor's full value on every process; other tensors unchanged."""
     return x.full_tensor() if hasattr(x, 'full_tensor') else x
 
 
 def like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x, whole on every process, sharded as the parameter p is."""
+    """Shard x, which every process has in full, like the parameter p."""
     from torch.distributed.tensor import DTensor, distribute_tensor
     if not isinstance(p, DTensor) or isinstance(x, DTensor) or x.dim() == 0:
         return x

@@ -2,8 +2,8 @@
 "ZeRO-Offload"). The device keeps parameters and gradients.
 
 While one bucket is stepped on the host, the next is copied in and the previous one back. Unlike
-torchao's CPUOffloadOptimizer it can clip, makes exactly the steps that AdamW makes on a CPU, and
-its `state_dict` is AdamW's, so a run may resume with or without it.
+torchao's CPUOffloadOptimizer it supports clipping, its steps are exactly those of AdamW on a CPU,
+and its `state_dict` is AdamW's, so a run can be resumed with or without it.
 """
 import torch
 
@@ -17,7 +17,7 @@ class HostAdamW(torch.optim.Optimizer):
     asynchronous, through pinned memory (which torch allocates in powers of two).
 
     Args:
-        groups: parameter groups; their settings are read from `param_groups` at each step.
+        groups: parameter groups; their settings are read at each step.
         lr, betas: AdamW's.
         bucket: bytes of gradients that are stepped together.
     """
@@ -45,7 +45,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Step the parameters that have gradients. closure: not supported."""
+        """Update the parameters that have gradients. closure: not supported."""
         for own, inner in zip(self.param_groups, self.inner.param_groups):
             inner.update({**own, 'params': inner['params']})
         if self.inward is not None:  # the current stream is still clipping the gradients
@@ -59,7 +59,7 @@ class HostAdamW(torch.optim.Optimizer):
             torch.cuda.current_stream(self.outward.device).wait_stream(self.outward)
 
     def _bring(self, bucket):
-        """Start copying the bucket's gradients to the host; the event of their arrival, or None."""
+        """Start copying the bucket's gradients to the host; return an event to await, or None."""
         with torch.cuda.stream(self.inward):
             for p in bucket:
                 if p.grad is not None:
@@ -78,13 +78,13 @@ class HostAdamW(torch.optim.Optimizer):
                 p.copy_(self.copies[p], non_blocking=True)
 
     def _share(self):
-        """Make a parameter's state and that of its copy one dict."""
+        """Let each parameter share its state dict with its copy."""
         self.state.clear()
         for p, copy in self.copies.items():
             self.state[p] = self.inner.state[copy] = self.inner.state.get(copy, {})
 
     def state_dict(self):
-        """AdamW's, in host memory."""
+        """Return AdamW's `state_dict`, in host memory."""
         state = self.inner.state_dict()
         return {**state, 'state': {i: x for i, x in state['state'].items() if x}}
 
@@ -99,13 +99,13 @@ class HostAdamW(torch.optim.Optimizer):
         self.take()
 
     def host_nbytes(self) -> int:
-        """Bytes of host memory: moments, copies of parameters, gradients."""
+        """Return bytes of host memory: moments, copies of parameters, gradients."""
         moments = [x for state in self.inner.state.values() for x in state.values()]
         return sum(x.nbytes for x in (*moments, *self.copies.values(), *self.gradients.values()))
 
 
 def _buckets(params, nbytes: int) -> list[list]:
-    """The parameters in order, in lists of at most `nbytes` bytes or one parameter."""
+    """Split the parameters, in order, into lists of at most `nbytes` bytes or one parameter."""
     buckets, room = [], 0
     for p in params:
         if p.nbytes > room:

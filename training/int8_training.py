@@ -1,4 +1,4 @@
-"""Int8 matmuls in training, forward and backward, for the blocks' linear layers, by torchao.
+"""Int8 matmuls in training, forward and backward, for the blocks' linear layers, with torchao.
 
 Weights, activations and gradients are rounded with a scale per row; parameters and optimizer state
 stay in floating point (rounding: LLM.int8(), Dettmers et al. 2022; training: SwitchBack, Wortsman
@@ -13,7 +13,7 @@ from config.errors import UserError
 
 
 def check(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UserError: the dtype or the device does not support int8 training."""
+    """Raise UserError if the dtype or the device does not support int8 training."""
     if dtype == torch.float16:
         raise UserError("dtype='float16' is too narrow for the scales of int8_training: use "
                         'bfloat16 or float32')
@@ -22,7 +22,7 @@ def check(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def train_in_int8(model) -> None:
-    """Use int8 matmuls in the blocks' linear layers in training. UserError as `int8_linear`."""
+    """Train the blocks' linear layers with int8 matmuls. UserError if `int8_linear` raises it."""
     layers = [m for m in model.transformer.h.modules() if type(m) is Linear]
     for layer in layers:
         layer.__class__ = int8_linear()
@@ -31,7 +31,7 @@ def train_in_int8(model) -> None:
 
 @functools.cache
 def int8_linear() -> type:
-    """`Linear` with int8 matmuls in training. UserError: torchao is missing, or too old."""
+    """`Linear` with int8 matmuls in training. Raises UserError if torchao is missing or too old."""
     try:
         from torchao.prototype.quantized_training import (
             Int8MixedPrecisionTrainingConfig,

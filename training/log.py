@@ -14,30 +14,30 @@ from training.checkpoint import link_or_copy, replacing
 
 
 class RunLog:
-    """Log lines and metrics of one run; a context manager, which closes files and trackers.
+    """Log lines and metrics of one run; a context manager that closes files and trackers.
 
     metrics.jsonl has one JSON object per logged step, in full precision, null where not finite:
 
         iter, loss, lr              loss of the last micro-batch, learning rate of this iteration
-        time_ms                     of an iteration, mean since the last row, without evaluations
-        tokens_per_second           of all processes together
+        time_ms                     per iteration, mean since the last row, without evaluations
+        tokens_per_second           all processes together
         grad_norm                   of all gradients together, before clipping
-        loss_scale                  where float16 is trained with one
+        loss_scale                  only with float16
         skipped                     iterations skipped so far, since the start (`training.update`)
-        model_tflops_per_second     of all processes, by the plan (`training.flops.achieved`)
-        mfu                         that as a share of the devices' peak, 0 to 1, where it is known.
-                                    The printed one is nanoGPT's: full attention, an A100's peak
+        model_tflops_per_second     all processes together (`training.flops.achieved`)
+        mfu                         the same as a fraction of the devices' peak, if known. The
+                                    printed one is nanoGPT's: full attention, an A100's peak
         memory_bytes, memory_peak_bytes, memory_share
-                                    of the device, or on a CPU of the process (`memory_use`)
-        data_wait_share             of the time since the first batch
-        train_loss, val_loss        where the step was evaluated
+                                    of the device, or of the process on a CPU (`memory_use`)
+        data_wait_share             fraction of the time since the first batch
+        train_loss, val_loss        if evaluated at this step
 
-    On resume, rows from `start_iter` on are dropped: they are written again. A new run renames the
-    previous run's file to metrics_old.jsonl.
+    On resume, rows from `start_iter` on are dropped, since they will be rewritten. A new run
+    renames the previous run's file to metrics_old.jsonl.
 
     Args:
-        trackers: from `training.trackers`, closed with the log.
-        write: False leaves metrics.jsonl alone.
+        trackers: as returned by `open_trackers`; closed with the log.
+        write: False leaves metrics.jsonl untouched.
         keep_old: first copy metrics.jsonl to metrics_old.jsonl.
     """
 
@@ -51,7 +51,7 @@ class RunLog:
             MofNCompleteColumn(),
             TextColumn('loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s  ETA'),
             TimeRemainingColumn(), console=self.console, transient=True, speed_estimate_period=60,
-            # with FORCE_COLOR rich takes a pipe for a terminal
+            # with FORCE_COLOR rich treats a pipe as a terminal
             disable=not (self.console.is_terminal and sys.stdout.isatty()))
         self.task = self.progress.add_task('training', total=max_iters + 1, completed=start_iter,
                                            loss=float('nan'), rate=0.0)
@@ -96,10 +96,10 @@ class RunLog:
         self.progress.update(self.task, description=what)
 
     def stepped(self, iter_num: int, evaluated: dict, **row) -> None:
-        """Write and show the metrics of a step, with the losses of an evaluation just before it.
+        """Write and show a step's metrics, with the losses of an evaluation just before it.
 
         Raises:
-            UserError: metrics.jsonl cannot be written to, as on a full disk.
+            UserError: if metrics.jsonl cannot be written to, for example on a full disk.
         """
         known = {name: value if math.isfinite(value) else None
                  for name, value in {**row, **evaluated}.items()}
@@ -116,7 +116,7 @@ class RunLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, up to the first invalid line: a crash may cut the last one."""
+    """Return the rows of a metrics.jsonl up to an invalid line: a crash may truncate the last."""
     rows = []
     for line in path.read_text(errors='replace').splitlines() if path.is_file() else []:
         try:
@@ -130,10 +130,10 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 class Pace:
-    """Seconds per step, averaged since it was last read; evaluations do not count.
+    """Seconds per step, averaged since the last read; evaluations do not count.
 
-    mfu: nanoGPT's running MFU, -1 in the first iterations. mean_dt: the mean seconds of an
-    iteration, 0 until the second: the first one also compiles.
+    mfu: nanoGPT's running MFU, -1 in the first iterations. mean_dt: mean seconds per
+    iteration, 0 before the second iteration, because the first one also compiles.
     """
 
     def __init__(self, first: int):

@@ -1,7 +1,7 @@
-"""The loss of a language model without all logits at once, which take more memory than anything
-else in a training step of a small GPT.
+"""The loss of a language model without materializing all logits, which need more memory than
+anything else in a training step of a small GPT.
 
-Logits, loss and gradients are computed for a chunk of tokens at a time (as in Liger Kernel's
+Logits, loss and gradients are computed one chunk of tokens at a time (as in Liger Kernel's
 FusedLinearCrossEntropy, Hsu et al. 2024). The backward pass only scales the gradients.
 """
 import torch
@@ -11,22 +11,22 @@ from model import cross_entropy
 
 # bytes of float32 logits in memory at a time
 CHUNK_BYTES = {'cpu': 32 * 2 ** 20, 'cuda': 128 * 2 ** 20}
-MOST_COMPILED = 8  # chunks in a compiled model, whose graph contains each of them
+MOST_COMPILED = 8  # chunks in a compiled model, whose graph contains all of them
 
 
 def rows_at_a_time(vocab_size: int, device: str) -> int:
-    """Tokens in a chunk on this type of device; a loss over more tokens is chunked."""
+    """Return the tokens per chunk on this type of device; a loss over more tokens is chunked."""
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES['cpu']) // (4 * vocab_size))
 
 
 def linear_cross_entropy(x, weight, targets, ignore_index: int = -1) -> torch.Tensor:
-    """Mean cross-entropy of the logits `x @ weight.T`, in float32 even if the matmul is autocast.
+    """Return the mean cross-entropy of the logits `x @ weight.T`, in float32 even under autocast.
 
     Args:
-        x: (N, C). weight: (V, C). targets: (N,) int64; targets equal to `ignore_index` do not count
-            (NaN if none counts).
+        x: (N, C). weight: (V, C). targets: (N,) int64; targets equal to `ignore_index` are ignored
+            (NaN if all are).
     Raises:
-        RuntimeError: in a second backward pass over it.
+        RuntimeError: if it is backpropagated a second time.
     """
     device = x.device.type
     rows = rows_at_a_time(weight.size(0), device)
@@ -46,7 +46,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, x, weight, targets, ignore_index, rows, dtype, differentiated):
         w, counted = weight.to(dtype), targets != ignore_index
         n, counted, targets = counted.sum(), counted[:, None], targets.where(counted, 0)[:, None]
-        # at least float32 even if the matmuls are not, because chunks are accumulated
+        # at least float32 whatever the matmuls use, because chunks are accumulated
         full = torch.promote_types(weight.dtype, torch.float32)
         total = x.new_zeros((), dtype=full)
         if differentiated:

@@ -36,7 +36,7 @@ def main(argv=None):
         if getattr(s, name) < 1:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
     if s.device.startswith('cuda') and not torch.cuda.is_available():
-        device = torch.device('cuda')  # planned for, with bfloat16 if dtype is 'auto'
+        device = torch.device('cuda')  # the target, with bfloat16 if dtype is 'auto'
         dtype = torch.bfloat16 if s.dtype == 'auto' else getattr(torch, s.dtype)
         if not s.budget:
             raise UserError('there is no CUDA device here to ask what is free: say what it has, as '
@@ -45,7 +45,7 @@ def main(argv=None):
         device = pick_device(s.device)
         dtype = pick_dtype(s.dtype, device)
     meta = read_meta(DATA_ROOT / os.path.basename(s.dataset))
-    vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's if the data set is not prepared
+    vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's, if the data set is not prepared
     config = GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
     budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
     console = Console()
@@ -75,8 +75,8 @@ def main(argv=None):
 
 
 def recommend(rows: list[dict], batch_size: int) -> dict:
-    """Of `Plans.rows`: the fastest policy that fits this batch_size (or None), the fastest that
-    fits at all, and the fastest of those with the largest micro-batch."""
+    """Choose from `Plans.rows`: the fastest policy that fits this batch_size (or None), the fastest
+    that fits at all, and the fastest one with the largest micro-batch."""
     largest = max(rows, key=lambda row: row['largest_batch'])
     fastest = next(row for row in rows if row['largest_batch'])
     at_batch_size = next((row['policy'] for row in rows if row['fits']), None)
@@ -98,8 +98,8 @@ def _advice_lines(advice):
 
 
 def print_memory_report(run, dtype: torch.dtype) -> None:
-    """What train.py's --memory_report prints on rank 0, for a `Run` that has its first batch. The
-    run's random state, data and gradients stay as they are."""
+    """Print, on rank 0, the report of train.py's --memory_report for a `Run` that has its first
+    batch. The run's random state, data and gradients are left unchanged."""
     s, console = run.s, Console()
     plans = Plans(s, run.model.config, run.device, dtype, run.ranks.world_size, run.optimizer)
     policy = policy_of(run.model)
@@ -150,7 +150,7 @@ def _parts_table(predicted, measured):
 
 
 def _blocks_table(predicted, measured, layers):
-    """A row per run of blocks of the same kind and size."""
+    """Make a table with a row per series of blocks of the same type and size."""
     table = _table('blocks', 'kind', 'predicted', 'measured')
     measured_blocks = measured.by_block if measured else [None] * len(layers)
     rows = list(zip([layer.kind for layer in layers], predicted.by_block, measured_blocks))
@@ -165,7 +165,7 @@ def _blocks_table(predicted, measured, layers):
 
 
 def _policy_table(rows, batch_size):
-    """The rows of `Plans.rows`; with a budget also the largest micro-batches."""
+    """Make a table of `Plans.rows`; with a budget also of the largest micro-batches."""
     columns = ['recompute', 'activations', f'peak at {batch_size}', 'FLOPs']
     has_budget = 'largest_batch' in rows[0]
     table = _table(*columns, *(('fits', 'largest', 'its peak') if has_budget else ()))

@@ -10,13 +10,13 @@ from training.memory_use import Predictor, free_memory
 from training.optim import state_name
 
 FASTEST_FIRST = ('none', 'selective', 'mlp', 'block', 'sqrt')
-USABLE = 0.9  # of the free memory; the rest is for kernels' workspaces and fragmentation
+USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
 LARGEST = 2 ** 20  # sequences
 
 
 class Plans:
     """Cached predictions for a run's settings `s` and a GPTConfig. policies: the fastest first.
-    whole: the largest batch size whose logits are not chunked; 0 without chunks."""
+    whole: the largest batch size whose logits are not chunked; 0 if none ever are."""
 
     def __init__(self, s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
                  optimizer=None):
@@ -24,7 +24,7 @@ class Plans:
         self.optimizer = optimizer if optimizer and optimizer.state else state_name(s)
         self.predictor = Predictor(config, device)
         kernels = self.predictor.device.type
-        if s.attention_backend in ('math', 'sdpa'):  # the others keep as much as 'auto'
+        if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
             self.predictor.model.attention_backend = s.attention_backend
         self.accumulate = s.gradient_accumulation_steps // n_processes > 1
         self.distributed = n_processes > 1
@@ -36,8 +36,8 @@ class Plans:
         self._cache = {}
 
     def memory(self, policy: str, batch_size: int = 0):
-        """`Memory` of a step; batch_size 0 = the settings'. With several processes the peak
-        includes DDP's buckets, as large as the gradients."""
+        """Return the `Memory` of a step; batch_size 0 = the settings'. With several processes the
+        peak includes DDP's buckets, which are as large as the gradients."""
         s, key = self.s, (policy, batch_size or self.s.batch_size)
         if key not in self._cache:
             m = self.predictor.predict(*key, s.block_size, s.chunked_loss, self.dtype,
@@ -47,8 +47,8 @@ class Plans:
         return self._cache[key]
 
     def rows(self, budget: int = 0, progress=lambda text: None) -> list[dict]:
-        """A row per policy; 'recomputed' is the share of FLOPs that it adds to a step. With a
-        budget also whether it fits, and the largest micro-batch (0 = none)."""
+        """Return a row per policy; 'recomputed' is the fraction of FLOPs that it adds to a step.
+        With a budget also whether it fits, and the largest micro-batch (0 = none)."""
         rows = []
         for k, policy in enumerate(self.policies, 1):
             progress(f'predicting the memory of recompute={policy!r} ({k} of {len(self.policies)})')
@@ -64,7 +64,7 @@ class Plans:
         return rows
 
     def least_peak(self, batch_size: int, budget: int) -> str:
-        """The smallest peak in words, for an error."""
+        """Describe the smallest peak, for an error message."""
         policy = min(self.policies, key=lambda policy: self.memory(policy, batch_size).peak)
         peak = self.memory(policy, batch_size).peak
         return (f'the least is {nice_bytes(peak)} (recompute={policy!r}, batch_size={batch_size}), '
@@ -72,10 +72,10 @@ class Plans:
 
 
 def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
-    """The largest n >= 1 with peak(n) <= budget, 0 if there is none.
+    """Return the largest n >= 1 with peak(n) <= budget, 0 if there is none.
 
     peak: number of sequences -> bytes. It is the maximum of a few increasing linear functions, one
-    per moment of a step, and so convex; but from n = `whole` to the next it may fall, because
+    per moment of a step, and therefore convex; but just above n = `whole` it may drop, because
     logits are then chunked. start: the first guess.
     """
     for low, high in (whole + 1, LARGEST), (1, min(whole, LARGEST)):
@@ -86,13 +86,13 @@ def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
 
 
 def _largest_between(low, high, peak, budget, start):
-    """The largest n in low..high that fits, 0 if there is none, by the lines through known points.
+    """Return the largest n in low..high that fits, 0 if there is none, by linear extrapolation.
 
-    A convex peak lies below the line between two points (a lower bound of n), and above it beyond
-    them (an upper bound). Two or three predictions are usually enough.
+    A convex peak is below the line through two points between them (a lower bound for n), and
+    above it beyond them (an upper bound). Two or three predictions are usually enough.
     """
-    fits = []  # (n, peak) of the two largest that fit
-    over = None  # and of the smallest that does not
+    fits = []  # (n, peak) of the two largest n that fit
+    over = None  # and of the smallest n that does not
     n = min(max(low, start), high)
     while True:
         p = peak(n)
@@ -112,7 +112,7 @@ def _largest_between(low, high, peak, budget, start):
             most = min(most, best + steps)
         if best >= most:
             return best
-        if over is None:  # in small steps, because predictions of large batches take long
+        if over is None:  # in small steps, because predicting large batches is slow
             n = min(most, (2 if len(fits) < 2 else 4) * best)
         else:
             n = best + _steps(budget - best_peak, over[1] - best_peak, over[0] - best)
@@ -121,18 +121,18 @@ def _largest_between(low, high, peak, budget, start):
 
 
 def _steps(room, rise, run):
-    """The steps within `room` of a line that rises by `rise` in `run` steps."""
+    """Return how many steps fit in `room` on a line that rises by `rise` in `run` steps."""
     return LARGEST if rise <= 0 else room * run // rise
 
 
 def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
                   least=lambda value: value) -> str:
-    """The policy of recompute='auto': the fastest whose predicted peak fits `memory_budget`.
+    """Choose the policy for recompute='auto': the fastest whose predicted peak fits the budget.
 
-    Prints the choice. least: minimum over processes, so that all choose the same.
+    Prints the choice. least: minimum over processes, so that all make the same choice.
 
     Raises:
-        UserError: none fits, with the least that is needed; a memory_budget that is not a size.
+        UserError: if none fits (naming the smallest peak), or memory_budget is not a size.
     """
     plans = Plans(s, config, device, dtype, n_processes)
     if s.memory_budget:
@@ -156,10 +156,10 @@ def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_process
 
 def warn_of_memory(s, config, policy: str, device, dtype: torch.dtype,
                    n_processes: int = 1) -> None:
-    """Print a note if a step is predicted to need more memory than is free now.
+    """Print a note if a step is predicted to need more memory than is currently free.
 
-    A prediction takes seconds, so it is made only if activations of 16 float32 numbers per token,
-    layer and embedding dimension (GPT-2 keeps about that many) would fill half of it.
+    A prediction takes seconds, so it is only made if 16 float32 activations per token, layer and
+    embedding dimension (roughly what GPT-2 keeps) would fill half of the free memory.
     """
     free = available_memory() if device.type != 'cuda' else free_memory(device)
     tokens = s.batch_size * s.block_size
@@ -167,7 +167,7 @@ def warn_of_memory(s, config, policy: str, device, dtype: torch.dtype,
         return
     plans, n = Plans(s, config, device, dtype, n_processes), min(8, s.batch_size)
     peak = plans.memory(policy, n).peak
-    if s.batch_size > n:  # extrapolated: predictions of large batches take long
+    if s.batch_size > n:  # extrapolated: predicting large batches is slow
         slope = (plans.memory(policy, 2 * n).peak - peak) / n
         peak += int(slope * (s.batch_size - n))
     if peak > free:

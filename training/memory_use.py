@@ -1,6 +1,6 @@
-"""Memory of a training step: measured on a real step, or predicted without memory or arithmetic.
+"""Memory of a training step: measured on a real step, or predicted with fake tensors.
 
-    measure(model, (x, y), 'mlp')       # one forward and backward pass of this batch
+    measure(model, (x, y), 'mlp')       # one forward and backward pass over this batch
     Predictor(config).predict('mlp', 8)  # the same with fake tensors
 
 Both run the eager model and track every storage. Compiled models fuse operations and keep less.
@@ -37,7 +37,7 @@ from training.recompute import policy_of, set_recompute
 LOSS = (None, 'logits and loss')
 BACKWARD = (None, 'backward')  # gradients
 aten = torch.ops.aten
-# The FLOP formulas of torch, and the operations that it has none for.
+# torch's FLOP formulas, and some for operations that it does not cover
 FLOPS = dict(flop_registry)
 FLOPS[aten.addmm_] = flop_registry[aten.addmm]
 for suffix in ('', '_backward'):
@@ -51,11 +51,11 @@ class Memory:
     """Bytes of one training step.
 
     activations: kept from the forward pass for the backward pass, without logits and loss; by_block
-    of these per block, by_kind per part of the model ('norms', 'attention', 'mlp', 'residual
-    stream', 'cast weights': autocast's copies). loss_peak: the most that lm_head and the loss take
-    beside them, until the gradient of lm_head's input is known. peak: the most at any time, with
-    parameters, gradients and optimizer state. offloaded: activations on the host. flops: of the
-    step's matmuls and attention, recomputation included. device: whose kernels these are.
+    splits them by block, by_kind by part of the model ('norms', 'attention', 'mlp', 'residual
+    stream', 'cast weights': autocast's copies). loss_peak: the maximum that lm_head and the loss
+    need in addition, until the gradient of lm_head's input is known. peak: the overall maximum,
+    with parameters, gradients and optimizer state. offloaded: activations on the host. flops: for
+    matmuls and attention, including recomputation. device: the one whose kernels were tracked.
     """
     parameters: int
     gradients: int
@@ -77,17 +77,17 @@ class Memory:
 class StorageTracker(TorchDispatchMode):
     """A context that tracks the storages allocated inside it, by block and part of the model.
 
-    Enter it before any other dispatch mode, so that it sees the operations that really run, also
+    Enter it before any other dispatch mode, so that it sees the operations that are executed, also
     under FakeTensorMode. Hooks on saved tensors would miss what selective checkpointing keeps. Not
-    counted: kernels' other workspaces, and the allocator's rounding and fragmentation.
+    counted: other workspaces of kernels, and the allocator's rounding and fragmentation.
 
     Attributes:
         live: (block number or None, kind) -> bytes on the model's device now.
-        peak, loss_peak: the most at any time, of all labels and of LOSS (without the gradient of
+        peak, loss_peak: the maxima so far, of all labels and of LOSS (without the gradient of
             lm_head's weight).
         offloaded: bytes on other devices now.
-        flops: of matmuls and attention (causal masks count as full), by torch's formulas.
-        in_backward: to be set before `loss.backward()`.
+        flops: for matmuls and attention (causal masks count as full), by torch's formulas.
+        in_backward: must be set before `loss.backward()`.
     """
 
     def __init__(self, model):
@@ -98,7 +98,7 @@ class StorageTracker(TorchDispatchMode):
         self.weights = {id(p.untyped_storage()) for p in model.parameters()}
         self.live = Counter()
         self.total = self.peak = self.loss_peak = self.offloaded = self.flops = 0
-        self.stack = [(None, 'residual stream')]  # labels of the modules that run now
+        self.stack = [(None, 'residual stream')]  # labels of the modules being run
         self.in_backward = False
         self._hooks, self._finalizers = [], {}
 
@@ -146,7 +146,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def _accumulate_in_place(self, grad, other):
-        """Autograd sums gradients in place, but not under a dispatch mode: free the first one."""
+        """Free `grad`: autograd adds to it in place, except under a dispatch mode."""
         if torch.is_tensor(other) and grad.shape == other.shape:
             storage = grad.untyped_storage()
             if storage.nbytes() == grad.nbytes and id(storage) in self._finalizers:
@@ -175,7 +175,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _labels(model) -> dict:
-    """Module -> (block number or None, kind)."""
+    """Return {module: (block number or None, kind)}."""
     labels = {model.transformer.ln_f: (None, 'norms'), model.lm_head: LOSS}
     for i, block in enumerate(model.transformer.h):
         labels[block] = (i, 'residual stream')
@@ -187,8 +187,8 @@ def _labels(model) -> dict:
 
 
 def _scratch_bytes(func, inputs) -> int:
-    """Bytes that a kernel holds while it runs: logsumexp a tensor of its input's size, a sum of two
-    dtypes on a CPU its narrower operand, widened."""
+    """Return the bytes of a kernel's workspace: for logsumexp a tensor of its input's size, for a
+    sum of two dtypes on a CPU the narrower operand, converted to the wider dtype."""
     if func is aten.logsumexp.default:
         return inputs[0].nbytes
     is_add = func in (aten.add.Tensor, aten.add_.Tensor) and len(inputs) == 2
@@ -201,17 +201,17 @@ def _scratch_bytes(func, inputs) -> int:
 def measure(model, batch, policy: str | None = None, autocast=None, *,
             chunked_loss: bool | None = None, optimizer='adamw',
             accumulate: bool = False) -> Memory:
-    """Memory of a forward and backward pass over `batch`, which is really run.
+    """Return the `Memory` of a forward and backward pass, by running it.
 
     Random state, gradients, training mode, policy and loss function are restored.
 
     Args:
         batch: (idx, targets), each (B, T) int64 on the model's device.
-        policy: of `training.recompute`. None = the model's.
+        policy: one of `training.recompute`'s. None = the model's.
         autocast: a context for the forward pass. None = float32.
-        chunked_loss: None = as the model has it.
-        optimizer: an optimizer, or before there is one its name (of `training.optim`).
-        accumulate: gradients exist when the step begins, as with gradient accumulation.
+        chunked_loss: None = the model's setting.
+        optimizer: an optimizer, or the name of one (see `training.optim`).
+        accumulate: gradients already exist at the start, as with gradient accumulation.
     """
     old = model.training, policy_of(model), model.loss_fn, [p.grad for p in model.parameters()]
     devices = [model.device] if model.device.type == 'cuda' else []
@@ -234,10 +234,10 @@ def measure(model, batch, policy: str | None = None, autocast=None, *,
 
 
 def _track_step(model, batch, autocast, optimizer, accumulate):
-    for rope in (model.rotary or {}).values():  # cached tables are no activations
+    for rope in (model.rotary or {}).values():  # cached tables are not activations
         rope(0, batch[0].size(1), model.device, model.lm_head.weight.dtype)
-    # FlexAttention is not compiled under a dispatch mode, and would keep all scores. SDPA keeps
-    # what it keeps: q, k, v, the output and a float32 number per query.
+    # Under a dispatch mode FlexAttention runs uncompiled and would keep all scores. SDPA keeps the
+    # same tensors as compiled FlexAttention: q, k, v, the output and one float32 per query.
     flex = mock.patch.object(attention.kernels.flex, 'flex_local_attention', _sdpa)
     with flex, StorageTracker(model) as tracker:
         with autocast:
@@ -264,9 +264,9 @@ def _sdpa(q, k, v, window):
 
 
 def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state on the device.
+    """Return bytes of parameters, gradients and optimizer state on the device.
 
-    optimizer: an optimizer, or a name. The state is predicted where it does not exist yet.
+    optimizer: an optimizer, or a name. State that does not exist yet is predicted.
     """
     parameters = sum(map(tensor_nbytes, model.parameters()))
     gradients = sum(tensor_nbytes(p) for p in model.parameters() if p.requires_grad)
@@ -282,8 +282,8 @@ def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
 class Predictor:
     """A fake model that predicts the memory of steps with different policies and batches.
 
-    device: 'cuda' needs a CUDA device here, because autograd asks for it even with fake tensors.
-    Without one the CPU's kernels are used, and `device` says so.
+    device: 'cuda' requires a CUDA device, because autograd does even with fake tensors. Without
+    one, the CPU's kernels are used and `device` is 'cpu'.
     """
 
     def __init__(self, config, device='cpu'):
@@ -297,7 +297,7 @@ class Predictor:
     def predict(self, policy: str = 'none', batch_size: int = 1, block_size: int = 0,
                 chunked_loss: bool = True, dtype: torch.dtype = torch.float32,
                 accumulate: bool = False, optimizer='adamw') -> Memory:
-        """Memory of a step over (batch_size, block_size) tokens; 0 = the config's block_size."""
+        """Predict a step over (batch_size, block_size) tokens; 0 = the config's block_size."""
         T = block_size or self.model.config.block_size
         # FakeTensorMode supports neither streams nor pinned memory.
         offload = functools.partial(offloaded, streams=False)
@@ -310,7 +310,7 @@ class Predictor:
 
 
 def memory_line(model, optimizer, device: torch.device) -> str:
-    """Two lines after the first step: the bytes of live tensors, and the device's own peak."""
+    """Return two lines to print after the first step: bytes of live tensors, and the peak."""
     parameters, gradients, state = state_bytes(model, optimizer)
     on_host = ''
     if isinstance(optimizer, HostAdamW):
@@ -328,7 +328,7 @@ def memory_line(model, optimizer, device: torch.device) -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes free now on the device, or on the host. UserError: the system does not say."""
+    """Return the bytes free on the device or the host. Raises UserError if that is unknown."""
     if device.type == 'cuda':
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached

@@ -6,11 +6,11 @@ SMALLEST = 2 ** 16  # bytes; smaller tensors are not worth a copy
 
 
 def offloaded(device: torch.device, streams: bool = True):
-    """A context that keeps the tensors saved for the backward pass in host memory.
+    """Return a context that keeps tensors saved for the backward pass in host memory.
 
     On CUDA the memory is pinned, and copies to the host run on their own stream. Parameters and
-    views of them stay on the device. On a CPU tensors are copied too, for tests. streams: False
-    copies in order, without pinned memory.
+    views of them stay on the device. On a CPU tensors are copied as well, for tests. streams: False
+    means synchronous copies without pinned memory.
     """
     stream = torch.cuda.Stream(device) if streams and device.type == 'cuda' else None
 
@@ -18,7 +18,7 @@ def offloaded(device: torch.device, streams: bool = True):
         if isinstance(x, Parameter):
             return x
         if x.device != device or x.nbytes < SMALLEST or isinstance(x._base, Parameter):
-            return x.detach()  # x itself would be kept alive by its own graph
+            return x.detach()  # returning x would keep it alive through its own graph
         pinned = stream is not None
         copy = torch.empty_like(x, device='cpu', pin_memory=pinned, requires_grad=False)
         if stream is None:
@@ -27,7 +27,7 @@ def offloaded(device: torch.device, streams: bool = True):
         with torch.cuda.stream(stream):
             copy.copy_(x.detach(), non_blocking=True)
             done = stream.record_event()
-        x.record_stream(stream)  # not to be reused before it has been copied
+        x.record_stream(stream)  # prevents its reuse before it has been copied
         return copy, x.device, done
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)

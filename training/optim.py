@@ -1,13 +1,13 @@
 """Optimizers, in nanoGPT's two groups (matrices decay, vectors do not), and the learning rate.
 
-    'adamw'      AdamW (Loshchilov & Hutter 2019), fused where torch can
+    'adamw'      AdamW (Loshchilov & Hutter 2019), fused where torch supports it
     'muon'       Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest
     'adamw8bit'  torchao's AdamW with moments in 8 bits (Dettmers et al. 2022)
 
 With `offload_optimizer`, AdamW's state and steps are in host memory (`training.host_optimizer`).
 
 Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
-training"), so that both take one learning rate.
+training"), so that both use the same learning rate.
 """
 import math
 
@@ -21,7 +21,7 @@ ON_HOST = 'adamw on the host'
 
 
 def configure_optimizers(model, weight_decay, learning_rate, betas, device_type):
-    """AdamW: parameters of two or more dimensions decay, vectors (biases, norm gains) do not."""
+    """Make an AdamW that decays parameters with two or more dimensions, but no vectors."""
     groups = _groups(model, weight_decay)
     fused = device_type in ('cuda', 'cpu')
     print(f'using fused AdamW: {fused}')
@@ -29,7 +29,7 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, device_type)
 
 
 def check_optimizer(s) -> None:
-    """UserError: torchao is missing, or `offload_optimizer` with another optimizer than AdamW."""
+    """Raise UserError if torchao is missing, or `offload_optimizer` is used without AdamW."""
     if s.offload_optimizer and s.optimizer != 'adamw':
         raise UserError(f"offload_optimizer=True goes with optimizer='adamw', not {s.optimizer!r}")
     if s.optimizer == 'adamw8bit':
@@ -37,7 +37,7 @@ def check_optimizer(s) -> None:
 
 
 def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
-    """The optimizer that train.py's settings `s` name. Raises UserError as `check_optimizer`."""
+    """Make the optimizer given by train.py's settings `s`. UserError if `check_optimizer` fails."""
     check_optimizer(s)
     betas = s.beta1, s.beta2
     if s.optimizer == 'adamw' and not s.offload_optimizer:
@@ -60,7 +60,7 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
 
 
 def _groups(model, weight_decay):
-    """nanoGPT's parameter groups, printed as it does."""
+    """Return nanoGPT's parameter groups, printing its messages."""
     params = [p for p in model.parameters() if p.requires_grad]
     decay = [p for p in params if p.dim() >= 2]
     no_decay = [p for p in params if p.dim() < 2]
@@ -99,14 +99,14 @@ class CombinedOptimizer(torch.optim.Optimizer):
             start += n
 
     def step(self, closure=None):
-        """One step of each. closure: not supported."""
+        """Step each optimizer once. closure: not supported."""
         for part in self.parts:
             part.step()
 
 
 def optimizer_state(optimizer) -> dict:
-    """Its `state_dict`, with torchao's 8-bit moments as plain tensors, so that a checkpoint can be
-    read without torchao."""
+    """Return its `state_dict`, with torchao's 8-bit moments as plain tensors, so that a checkpoint
+    can be read without torchao."""
     state = optimizer.state_dict()
     plain = {i: {name: _to_plain(x) for name, x in values.items()}
              for i, values in state['state'].items()}
@@ -121,7 +121,7 @@ def _to_plain(x):
 
 
 def _from_plain(x, param):
-    """The inverse of `_to_plain`; an ordinary tensor is sharded as its parameter is."""
+    """Undo `_to_plain`; an ordinary tensor is sharded like its parameter."""
     if isinstance(x, dict):
         from torchao.optim.subclass_8bit import OptimState8bit
         return OptimState8bit.__tensor_unflatten__(x['8bit'], x['about'])
@@ -131,8 +131,8 @@ def _from_plain(x, param):
 def load_optimizer(optimizer, state: dict) -> None:
     """`load_state_dict`; also checks shapes, which torch does not.
 
-    The settings of the groups, `fused` among them, stay as they are here: the checkpoint may come
-    from another device. A state before the first step is ignored, whatever optimizer it is of.
+    The settings of the groups, such as `fused`, are not loaded, because the checkpoint may come
+    from a different device. A state from before the first step is ignored, whatever the optimizer.
     """
     if not state['state']:
         return
@@ -150,12 +150,12 @@ def load_optimizer(optimizer, state: dict) -> None:
 
 
 def state_name(s) -> str:
-    """The name of the optimizer in train.py's settings, for `state_nbytes`."""
+    """Return the name of the optimizer in train.py's settings, for `state_nbytes`."""
     return ON_HOST if s.offload_optimizer else s.optimizer
 
 
 def state_nbytes(model, name: str) -> int:
-    """Bytes on the device of an optimizer's state after its first step."""
+    """Return the bytes of an optimizer's state on the device after its first step."""
     if name == ON_HOST:
         return 0
     blocks = {id(p) for p in model.transformer.h.parameters()}
@@ -163,7 +163,7 @@ def state_nbytes(model, name: str) -> int:
     for p in (p for p in model.parameters() if p.requires_grad):
         n = p.numel()
         if name == 'adamw8bit' and n >= 4096 and n % 256 == 0:
-            total += 2 * (n + 4 * n // 256 + 4 * 256) + 4  # codes, a scale for 256 of them, a map
+            total += 2 * (n + 4 * n // 256 + 4 * 256) + 4  # codes, a scale per 256 codes, a map
         elif name == 'muon' and p.dim() >= 2 and id(p) in blocks:
             total += p.nbytes
         else:
@@ -180,11 +180,11 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def learning_rate_at(it: int, s) -> float:
-    """The learning rate of iteration `it`, by train.py's settings.
+    """Return the learning rate of iteration `it`, given train.py's settings.
 
-    Linear warm-up, then by `lr_schedule`: cosine decay to min_lr at lr_decay_iters; or 'wsd'
-    (warm-up, stable, decay; Hu et al. 2024, MiniCPM), which is constant until cooldown_iters before
-    that and then decays linearly.
+    Linear warm-up, then depending on `lr_schedule`: cosine decay to min_lr at lr_decay_iters, or
+    'wsd' (warm-up, stable, decay; Hu et al. 2024, MiniCPM), which is constant until the last
+    cooldown_iters iterations of lr_decay_iters and then decays linearly.
     """
     if not s.decay_lr:
         return s.learning_rate
@@ -200,5 +200,5 @@ def learning_rate_at(it: int, s) -> float:
 
 
 def cooldown(s) -> int:
-    """Iterations of the decay of 'wsd': cooldown_iters, or a fifth of lr_decay_iters."""
+    """Return the length of the 'wsd' decay: cooldown_iters, or a fifth of lr_decay_iters."""
     return s.cooldown_iters or max(1, s.lr_decay_iters // 5)

@@ -25,10 +25,10 @@ from configurator import run_program
 from training.log import read_metrics
 from training.plotting import plain_log_ticks, save, subplots
 
-# Okabe and Ito's palette for colour-blind readers (https://jfly.uni-koeln.de/color/), no yellow
+# Okabe and Ito's palette for colour-blind readers (https://jfly.uni-koeln.de/color/), less yellow
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
 MOST_LOGGED = 3  # with more runs, the points of the logged losses would hide the lines
-DASHES = ('-', '--', ':', '-.')  # the eighth run begins the colours again with the next style
+DASHES = ('-', '--', ':', '-.')  # the eighth run reuses the first colour with the next style
 DASHED = dict(linestyle=(0, (4, 2)))  # running means
 X_LABELS = {'iter': 'iteration', 'tokens': 'training tokens',
             'time': 'training time without evaluations'}
@@ -36,9 +36,9 @@ X_LABELS = {'iter': 'iteration', 'tokens': 'training tokens',
 
 @dataclass
 class Curves:
-    """Columns of one run's log, float64 of one length, NaN where a value was not logged.
+    """Columns of one run's log, float64 of equal length, NaN where a value was not logged.
 
-    x has 'iter', 'tokens' and 'time' (seconds) at the moment that the loss was measured.
+    x has 'iter', 'tokens' and 'time' (seconds) at the time when the loss was measured.
     """
     name: str
     x: dict[str, np.ndarray]
@@ -50,7 +50,7 @@ class Curves:
 
 
 def read_run(folder: str) -> Curves:
-    """The curves in `folder`/metrics.jsonl. Raises UserError when there are none."""
+    """Read the curves in `folder`/metrics.jsonl. Raises UserError if there are none."""
     path = Path(folder) / 'metrics.jsonl'
     if not Path(folder).is_dir():
         raise UserError(f'no folder {folder!r}: give the out_dir of a run')
@@ -67,7 +67,7 @@ def read_run(folder: str) -> Curves:
     missing_iter = np.isnan(columns['iter'])
     if missing_iter.any():
         raise UserError(f'{path}: line {int(missing_iter.argmax()) + 1} has no iter')
-    seconds = columns.pop('time_ms') / 1000  # of one step, averaged since the line before
+    seconds = columns.pop('time_ms') / 1000  # per step, averaged since the previous line
     x = {'iter': columns.pop('iter')}
     x['time'] = _total(x['iter'], seconds)
     x['tokens'] = _total(x['iter'], np.round(seconds * columns['tokens_per_second']))
@@ -85,12 +85,12 @@ def _column(rows, name, path):
 
 
 def _total(iters, per_step):
-    """Sum of `per_step` over the steps before each logged one, assumed constant between lines."""
+    """Sum `per_step`, assumed constant between lines, over the steps before each logged one."""
     return np.cumsum(np.diff(iters, prepend=0) * per_step)
 
 
 def running_mean(y: np.ndarray, n: int) -> np.ndarray:
-    """Mean over the `n` values around each, fewer at the ends; NaN is ignored."""
+    """Return the mean of the `n` values around each, fewer at the ends, ignoring NaN."""
     known = ~np.isnan(y)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, y, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
@@ -102,10 +102,10 @@ def running_mean(y: np.ndarray, n: int) -> np.ndarray:
 
 def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0,
          log_y: bool = False) -> None:
-    """Write the figure. smooth: values in the running mean; 0 = a fiftieth of a run.
+    """Write the figure. smooth: number of values in the running mean; 0 = a fiftieth of a run.
 
     Raises UserError if matplotlib is missing, `path` cannot be written (or has an unknown suffix),
-    or a run did not log what `x` needs.
+    or a run did not log the values needed for `x`.
     """
     for run in runs:
         if np.isnan(run.x[x]).any():
@@ -175,14 +175,14 @@ def _draw_losses(axis, curves, log_y):
 
 
 def loss_range(curves) -> tuple[float, float]:
-    """Lowest and highest of the running means and validation losses; (0, 1) without any."""
+    """Return the minimum and maximum of running means and validation losses; (0, 1) if none."""
     losses = np.concatenate([y for _, mean, run in curves for y in (mean, run.val_loss)])
     losses = losses[~np.isnan(losses)]
     return (float(losses.min()), float(losses.max())) if len(losses) else (0.0, 1.0)
 
 
 def _draw_norms(axis, curves, smooth):
-    """On a logarithmic axis, because of spikes; norms of 0 are left out."""
+    """Draw gradient norms on a logarithmic axis, because of spikes; zeros are left out."""
     for k, (x, _, run) in enumerate(curves):
         norm = np.where(run.grad_norm > 0, run.grad_norm, math.nan)
         mean = running_mean(norm, _width(run, smooth))
@@ -204,7 +204,7 @@ def _draw_rates(axis, curves):
 
 
 def unit_of(x: str, highest: float) -> tuple[str, float]:
-    """The unit of the x axis: a suffix for its label, and a divisor."""
+    """Return the unit of the x axis: a suffix for its label, and a divisor."""
     units = {'iter': [('', 1.0)],
              'tokens': [(' (billions)', 1e9), (' (millions)', 1e6), (' (thousands)', 1e3), ('', 1)],
              'time': [(' (hours)', 3600.0), (' (minutes)', 60.0), (' (seconds)', 1.0)]}[x]
@@ -212,13 +212,13 @@ def unit_of(x: str, highest: float) -> tuple[str, float]:
 
 
 def short_names(folders: list[str]) -> list[str]:
-    """The last part of each path, or the whole path where two runs share it."""
+    """Return the last part of each path, or the full path if two runs have the same one."""
     names = [Path(folder).resolve().name for folder in folders]
     return [folder if names.count(name) > 1 else name for folder, name in zip(folders, names)]
 
 
 def table(runs: list[Curves]) -> Table:
-    """Iterations, losses and speed of each run."""
+    """Make a table of each run's iterations, losses and speed."""
     out = Table(box=None, header_style='bold', pad_edge=False)
     out.add_column('run', overflow='fold')
     for title in ('iterations', 'train', 'val', 'best val', 'at', 'tokens/s'):

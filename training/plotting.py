@@ -1,5 +1,5 @@
-"""What all plots share: matplotlib without a display, one style for light and dark pages, readable
-logarithmic axes, and labels beside the ends of lines."""
+"""Shared by all plots: matplotlib without a display, one style for light and dark pages, readable
+logarithmic axes, and labels next to the ends of lines."""
 import contextlib
 
 from config.errors import UserError
@@ -16,8 +16,8 @@ COLOURS = [f'C{k}' for k in range(10) if k != 7]  # without matplotlib's grey
 
 
 def pyplot(alternative: str = ''):
-    """matplotlib.pyplot, without a display. Raises UserError if matplotlib is missing;
-    `alternative` says what else the user can do."""
+    """Import matplotlib.pyplot without a display. Raises UserError if matplotlib is missing;
+    `alternative` tells the user what to do instead."""
     try:
         import matplotlib
     except ImportError as e:
@@ -29,7 +29,7 @@ def pyplot(alternative: str = ''):
 
 @contextlib.contextmanager
 def subplots(*args, page: str = 'light', **kwargs):
-    """`pyplot.subplots` in the shared style; yields (figure, axes) and closes the figure."""
+    """Like `pyplot.subplots`, in the shared style; yields (figure, axes) and closes the figure."""
     plt = pyplot()
     text, background, edge, ticks, grid = PAGES[page]
     colours = {'figure.facecolor': background, 'axes.facecolor': background, 'text.color': text,
@@ -44,7 +44,7 @@ def subplots(*args, page: str = 'light', **kwargs):
 
 
 def save(figure, path, **kwargs) -> None:
-    """Write a figure. Raises UserError for a path that cannot be written or an unknown suffix."""
+    """Write a figure. Raises UserError if the path is not writable or has an unknown suffix."""
     try:
         figure.savefig(path, **kwargs)
     except (OSError, ValueError) as e:
@@ -52,8 +52,8 @@ def save(figure, path, **kwargs) -> None:
 
 
 def plain_log_ticks(axis, low, high, most=7, subs=(1, 2, 5)):
-    """Label the x or y axis 2, 5, 10 rather than 2 x 10^0. Where `low` to `high` is within a factor
-    of four, use at most `most` evenly spaced ticks."""
+    """Label the x or y axis 2, 5, 10 rather than 2 x 10^0. If `high` is at most four times
+    `low`, use up to `most` evenly spaced ticks."""
     from matplotlib import ticker
     narrow = high < 4 * low
     axis.set_major_locator(ticker.MaxNLocator(most) if narrow else ticker.LogLocator(subs=subs))
@@ -62,7 +62,7 @@ def plain_log_ticks(axis, low, high, most=7, subs=(1, 2, 5)):
 
 
 def context_axes(axis, contexts):
-    """Logarithmic axes; x is labelled at the context lengths given."""
+    """Make both axes logarithmic, with x labels at the given context lengths."""
     axis.set_xscale('log', base=2)
     axis.set_yscale('log')
     axis.set_xticks(contexts, [f'{n:,}' for n in contexts])
@@ -70,7 +70,7 @@ def context_axes(axis, contexts):
 
 
 def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
-    """Write each line's label beside its end, at least `gap` of the axis height apart."""
+    """Write each line's label next to its end, at least `gap` of the axis height apart."""
     axis.autoscale_view()
     to_axes = axis.transData + axis.transAxes.inverted()
     ends = []

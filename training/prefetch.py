@@ -1,4 +1,4 @@
-"""Batches that a thread makes ahead, so that a step finds its own ready."""
+"""Batches prepared in advance by a thread, so that training steps need not wait for them."""
 import atexit
 import queue
 import threading
@@ -6,10 +6,10 @@ import time
 
 
 class Prefetched:
-    """The batches of `batches` (`training.batches`) in order, made up to `depth` ahead by a thread.
+    """The batches of `batches` (`training.batches`), prepared up to `depth` ahead by a thread.
 
-    `state` belongs to the batch returned last, however far ahead the thread is. waited: seconds
-    that `next` has waited in total. depth 0: no thread.
+    `state` belongs to the last batch returned, however far ahead the thread is. waited: total
+    seconds that `next` has waited. depth 0: no thread.
     """
 
     def __init__(self, batches, depth: int = 2):
@@ -19,11 +19,11 @@ class Prefetched:
 
     @property
     def share(self) -> float | None:
-        """Share of the time since the first batch spent waiting; None before the first batch."""
+        """Return the fraction of time since the first batch spent waiting; None before it."""
         return self.waited / (time.perf_counter() - self._began) if self._began else None
 
     def next(self):
-        """The next batch. Raises the error of making it, and again until `resume` is called."""
+        """Return the next batch. An error in making it is raised at each call until `resume`."""
         began = time.perf_counter()
         if self._error is not None:
             raise self._error
@@ -49,7 +49,7 @@ class Prefetched:
         return batch
 
     def resume(self, state):
-        """Go back to a former `state`, and return the batch drawn from there."""
+        """Go back to an earlier `state`, and return the next batch from there."""
         self.close()
         self._error = None
         self.batches.order.state = state
@@ -58,11 +58,11 @@ class Prefetched:
         return batch
 
     def evaluation(self, split: str, n_batches: int, seed: int):
-        """As in `batches`, without a thread."""
+        """Like `evaluation` of `batches`; uses no thread."""
         return self.batches.evaluation(split, n_batches, seed)
 
     def close(self) -> None:
-        """End the thread and drop the batches made ahead; continue with `resume`."""
+        """End the thread and drop the prepared batches; `resume` restarts it."""
         if self._thread is not None:
             atexit.unregister(self.close)
             self._stop.set()

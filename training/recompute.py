@@ -1,16 +1,16 @@
-"""Activation recomputation: the activations that a training step keeps for its backward pass.
+"""Activation recomputation: which activations a training step keeps for its backward pass.
 
-    policy       kept of each block                          recomputed
-    'none'       all                                         nothing
+    policy       kept from each block                        recomputed
+    'none'       everything                                  nothing
     'selective'  outputs of matmuls and attention            norms, RoPE, GELU, residual sums
-    'mlp'        all but the MLP's activations               MLPs
+    'mlp'        everything but the MLP's activations        MLPs
     'block'      its input                                   blocks, one at a time
     'every:K'    the input of every K-th block               blocks, K at a time
     'sqrt'       'every:K' with K = sqrt(n_layer)            (Chen et al. 2016: O(sqrt L) memory)
-    'offload'    all, in host memory                         nothing; copied there and back
+    'offload'    everything, in host memory                  nothing; copied there and back
 
 Recomputation is torch's non-reentrant checkpointing: random state is restored (dropout is exact),
-autocast and DDP work as without. K and V that later layers read are kept, as inputs of segments.
+autocast and DDP work as usual. K and V that later layers read are kept, as inputs of segments.
 """
 import functools
 import math
@@ -37,7 +37,7 @@ ATTENTION = {getattr(aten, name).default for name in (
 
 
 def set_recompute(model, policy: str) -> None:
-    """Set the policy of the model's training steps. UserError as `Recompute.parse`."""
+    """Set the policy of the model's training steps. UserError if `Recompute.parse` fails."""
     recompute = Recompute.parse(policy, model.config.n_layer, model.config.dropout > 0)
     model.recompute = None if policy == 'none' else recompute
     for block in model.transformer.h:
@@ -53,7 +53,7 @@ def _recomputed_feed_forward(block, x):
 
 
 def policy_of(model) -> str:
-    """The policy that `set_recompute` has set."""
+    """Return the policy set by `set_recompute`."""
     return 'none' if model.recompute is None else model.recompute.name
 
 
@@ -61,7 +61,7 @@ def policy_of(model) -> str:
 class Recompute:
     """A policy for a model of `n_layer` blocks, made by `parse`.
 
-    segments: (first, last + 1) of the blocks that are recomputed together; () for other policies.
+    segments: (first, last + 1) of blocks that are recomputed together; () for other policies.
     dropout: the model has dropout, so the MLPs' outputs are needed unless they are kept.
     """
     name: str = 'none'
@@ -70,7 +70,7 @@ class Recompute:
 
     @classmethod
     def parse(cls, name: str, n_layer: int, dropout: bool = False) -> 'Recompute':
-        """Raises UserError: no such policy, or K is not from 1 to n_layer."""
+        """Parse a policy. Raises UserError if it is unknown, or K is not from 1 to n_layer."""
         kind, colon, number = name.partition(':')
         size = {'block': 1, 'selective': 1, 'sqrt': math.isqrt(n_layer - 1) + 1}.get(name, 0)
         if kind == 'every' and colon:
@@ -87,7 +87,7 @@ class Recompute:
         return cls(name, segments, dropout)
 
     def __call__(self, blocks, n_layer: int, x):
-        """x after all blocks.
+        """Return x after all blocks.
 
         blocks: (first, last, x, kvs) -> x and kvs after the blocks first to last - 1; kvs maps a
         slot to its owner's K and V, which later layers read.
@@ -105,10 +105,10 @@ class Recompute:
 
 
 def _select(dropout, context, op, *args, **kwargs):
-    """The operations that 'selective' keeps: attention and matmuls.
+    """Choose the operations whose outputs 'selective' keeps: attention and matmuls.
 
-    Not matmuls that narrow (the MLP's second): the output has the size of the block's, which the
-    next block keeps anyway, and recomputation ends before it, unless dropout follows.
+    Narrowing matmuls (the MLP's second) are excluded: their output is as large as the block's,
+    which the next block keeps anyway, and recomputation stops before it, unless dropout follows.
     """
     kept = op in ATTENTION or op.name().startswith(('flex_attention', 'flash_attn::'))
     if op in MATMULS:  # mm(x, w) or addmm(bias, x, w)

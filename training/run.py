@@ -42,7 +42,7 @@ class Run:
         if s.int8_training:
             int8_training.check(self.dtype, self.device)
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
-        self.saved_at = -1       # iteration of the checkpoint last saved or resumed from
+        self.saved_at = -1       # iteration of the last checkpoint saved or resumed from
         self.holds_best = False  # whether that checkpoint has the best validation loss
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high' if s.tf32 else 'highest')
@@ -69,7 +69,7 @@ class Run:
     def _open_batches(self, data_root):
         s, ranks = self.s, self.ranks
         generator = torch.Generator()
-        # where nanoGPT's generator is when it draws its first batch
+        # the state of nanoGPT's generator before its first batch
         generator.set_state(torch.get_rng_state())
         if s.data_seed >= 0:
             generator.manual_seed(s.data_seed)
@@ -78,7 +78,7 @@ class Run:
         torch.manual_seed(s.seed + ranks.rank)  # dropout
 
     def _prepare_model(self, empty):
-        """Recomputation, kernels and sharding. empty: the weights are read from shards later."""
+        """Set up recomputation, kernels and sharding. empty: weights are read from shards later."""
         s, ranks, model = self.s, self.ranks, self.model
         policy = 'block' if s.checkpoint_blocks else s.recompute
         if ranks.main:
@@ -110,7 +110,7 @@ class Run:
                 self.compiled, device_ids=[self.device] if self.device.type == 'cuda' else None)
 
     def _model(self, saved, meta):
-        """The model to start from; whether settings changed that its weights were trained with."""
+        """Return the initial model, and whether settings differ from those it was trained with."""
         s = self.s
         if meta is not None:
             source = 'of recall_task' if RECALL in meta else f'inside data/{s.dataset}/meta.pkl'
@@ -153,7 +153,7 @@ class Run:
             return GPT(GPTConfig(**shape))
 
     def _pretrained_config(self, old, meta, origin, tokens):
-        """A trained model's config with the given settings, which it then sets in this run."""
+        """Return a trained model's config with the given settings applied; this run adopts it."""
         s = self.s
         given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
         config = adapted_config(old, given)
@@ -190,7 +190,7 @@ class Run:
             self.best_val_loss = torch.as_tensor(saved['best_val_loss'])
             self.holds_best, self.saved_at = bool(saved.get('holds_best', True)), self.iter_num
             self.manager.resume(self.origin, saved)
-        with ckpt.restoring(self.origin, 'rng'):  # nanoGPT saves neither this nor data_rng
+        with ckpt.restoring(self.origin, 'rng'):  # nanoGPT saves neither rng nor data_rng
             states = saved.get('rng', [])
             if type(states) is not list:
                 raise TypeError(f'{type(states).__name__}, not a list')
@@ -219,22 +219,22 @@ class Run:
         saved['optimizer'] = ckpt.merge_moments(saved['optimizer'], tensors)
 
     def _tensors(self):
-        """A checkpoint's weights and optimizer: their tensors, or the shards just written."""
+        """Return a checkpoint's weights and optimizer, as tensors or as newly written shards."""
         if not self.sharded:
             return {'model': self.model.state_dict(), 'optimizer': optimizer_state(self.optimizer)}
         tensors, optimizer = ckpt.split_tensors(dict(self.model.named_parameters()),
                                                 self.optimizer.state_dict())
-        # rank 0's run id is the one saved
+        # rank 0's run id is the one that is saved
         name = self.ranks.gather(ckpt.shards_name(self.manager.run, self.iter_num))[0]
         shards = ckpt.write_shards(self.out_dir / name, tensors, self.ranks.control)
         return {'model': {}, 'optimizer': optimizer, 'shards': shards}
 
     def save(self, best: bool, say=print):
-        """Write ckpt.pt from rank 0. All ranks take part: each has its own generators.
+        """Write ckpt.pt from rank 0. All ranks must call it, since each has its own generators.
 
-        best: this state has the best validation loss so far. say: as in `CheckpointManager.save`.
+        best: whether the validation loss is the best so far. say: as in `CheckpointManager.save`.
         Raises:
-            UserError: it cannot be written. The previous checkpoint is still whole.
+            UserError: if it cannot be written. The previous checkpoint is intact.
         """
         self.holds_best = best or (self.holds_best and self.saved_at == self.iter_num)
         states, tensors = self.ranks.gather(ckpt.rng_state()), self._tensors()
@@ -250,8 +250,8 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, stop):
-        """Mean loss of each split over fixed windows, shared among the ranks; None if a stop was
-        requested."""
+        """Return the mean loss of each split over fixed windows, divided among the ranks; None if a
+        stop was requested."""
         self.compiled.eval()
         means = {}
         for split in ('train', 'val'):
@@ -270,7 +270,7 @@ class Run:
         return means
 
     def _evaluation(self, split):
-        """(x, y, 1) of this rank's batches; then (x, y, 0): sharded ranks need as many passes."""
+        """Yield (x, y, 1) for this rank's batches, then (x, y, 0) so that ranks stay in step."""
         n, x, y = 0, *self.batch
         for x, y in self.batches.evaluation(split, self.s.eval_iters, self.s.seed):
             n += 1
@@ -280,11 +280,11 @@ class Run:
                 yield x, y, 0
 
     def step(self):
-        """One iteration: forward and backward over this rank's micro-batches, clip, update.
+        """Run one iteration: forward and backward over this rank's micro-batches, clip, update.
         Returns the loss of the last micro-batch.
 
         Raises:
-            UserError: the last `max_skipped` iterations were all skipped.
+            UserError: if the last `max_skipped` iterations were all skipped.
         """
         self.trained.train()
         n = self.s.gradient_accumulation_steps // self.ranks.world_size
@@ -296,11 +296,11 @@ class Run:
                 self.scaler.scale(loss).backward()
         loss = loss.detach() * n
         self.update(self.iter_num, loss)
-        # reading the counts of another device waits for it
+        # reading the counts waits for the device unless it is the CPU
         due = self.device.type == 'cpu' or self.iter_num % self.s.max_skipped == 0
         if not due or self.update.counts[1] < self.s.max_skipped:
             return loss
-        # only rank 0 saves, and knows whether it has
+        # only rank 0 saves, so only it knows whether there is a checkpoint
         own = self.manager.latest is not None or not self.ranks.main
         files = [self.path] * own + [self.origin] * (self.s.init_from == 'resume')
         saved = next((path for path in files if path.is_file()), None)
@@ -308,9 +308,9 @@ class Run:
         raise UserError(broken(self.update.read(), self.iter_num, loss.item(), lr, self.s, saved))
 
     def metrics(self, updates, seconds: float) -> dict:
-        """A logged step's metrics from grad_norm on (see `RunLog`), beside loss and pace.
+        """Return a logged step's metrics from grad_norm on (see `RunLog`).
 
-        updates: from `GuardedUpdate.read`. seconds: of an iteration.
+        updates: as returned by `GuardedUpdate.read`. seconds: per iteration.
         """
         n = self.s.batch_size * self.s.gradient_accumulation_steps
         tflops = achieved(self.model, n, seconds)
@@ -323,7 +323,7 @@ class Run:
         return {name: value for name, value in row.items() if value is not None}
 
     def _sync_gradients(self, last):
-        """Gradients are averaged over the ranks only in an iteration's last backward pass."""
+        """Average gradients over the ranks only in an iteration's last backward pass."""
         if self.sharded:
             self.model.set_requires_gradient_sync(last)
         elif self.ranks.world_size > 1 and not last:
@@ -332,15 +332,15 @@ class Run:
 
 
 def prepare(model, n_positions: int) -> None:
-    """Build what sequences of `n_positions` need and a compiled forward should find: rotary tables,
-    block masks."""
+    """Build the rotary tables and block masks for sequences of `n_positions`, so that a compiled
+    forward pass need not."""
     dtype = model.dtype
     for table in (model.rotary or {}).values():
         table(0, n_positions, model.device, dtype)
     if model.attention_backend not in ('auto', 'flex'):
         return
     for layer in model.plan.layers:
-        # without dropout: evaluation has none, whatever training does
+        # evaluation uses no dropout, even if training does
         backend = choose(layer.kind, model.attention_backend, model.device, dtype,
                          model.plan.head_dim)
         if backend == 'flex':

@@ -1,4 +1,4 @@
-"""Settings of train.py that make no sense, refused before anything is loaded or written."""
+"""Checks train.py's settings before anything is loaded or written."""
 import warnings
 from pathlib import Path
 
@@ -16,7 +16,7 @@ MOST_AHEAD = 64  # batches
 
 
 def check_settings(s, data_root: Path) -> None:
-    """Raises UserError: two settings that contradict each other, or one out of its range."""
+    """Raise UserError if two settings contradict each other, or one is out of range."""
     by_default = 'dataset' not in s.given and s.init_from == 'scratch'
     if by_default and not is_prepared(data_root / s.dataset):
         raise UserError(f"no dataset was given, and nanoGPT's default, {s.dataset!r}, is not "
@@ -46,7 +46,7 @@ def check_settings(s, data_root: Path) -> None:
     for seed in (s.seed, s.data_seed) if s.data_seed >= 0 else (s.seed,):
         check_seed(seed)
     if s.init_from == 'scratch':
-        with warnings.catch_warnings(action='ignore'):  # given when the model is built
+        with warnings.catch_warnings(action='ignore'):  # the model will warn when it is built
             plan_kv(GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}))
     checkpoint_in(s.out_dir, s.resume_from)
     if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':

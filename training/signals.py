@@ -4,10 +4,10 @@ import time
 
 
 class StopRequest:
-    """Context manager; true once Ctrl-C or SIGTERM came. A second one interrupts at once.
+    """A context manager that is true after Ctrl-C or SIGTERM. A second one interrupts immediately.
 
-    repeats: seconds in which further signals count as the same request: torchrun passes Ctrl-C on
-    to processes that may have had it from the terminal already.
+    repeats: seconds in which more signals count as the same request: torchrun forwards Ctrl-C to
+    processes that may already have received it from the terminal.
     """
 
     def __init__(self, repeats: float = 0.0):

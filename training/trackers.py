@@ -6,7 +6,7 @@ from config.errors import UserError
 
 
 def check_packages(s) -> None:
-    """Raises UserError for a package that the settings need and that is not installed."""
+    """Raise UserError if a package that the settings require is not installed."""
     for wanted, module, package in ((s.wandb_log, 'wandb', 'wandb'),
                                     (s.tensorboard_log, 'torch.utils.tensorboard', 'tensorboard')):
         try:
@@ -17,8 +17,8 @@ def check_packages(s) -> None:
 
 
 def open_trackers(s, out_dir: Path, start_iter: int) -> list:
-    """The trackers in the settings. TensorBoard's events from `start_iter` on are replaced, unless
-    the run only evaluates. Raises UserError: Weights & Biases cannot start."""
+    """Open the trackers in the settings. TensorBoard's events from `start_iter` on are replaced,
+    unless the run only evaluates. Raises UserError if Weights & Biases cannot start."""
     trackers = [WandB(s)] if s.wandb_log else []
     if s.tensorboard_log:
         trackers.append(TensorBoard(out_dir / 'tensorboard', None if s.eval_only else start_iter))
@@ -26,13 +26,13 @@ def open_trackers(s, out_dir: Path, start_iter: int) -> list:
 
 
 class WandB:
-    """As in nanoGPT, a row at each evaluation: iter, train/loss, val/loss, lr and mfu."""
+    """Logs a row at each evaluation, as nanoGPT does: iter, train/loss, val/loss, lr and mfu."""
 
     def __init__(self, s):
         import wandb
         try:
             self.run = wandb.init(project=s.wandb_project, name=s.wandb_run_name, config=vars(s))
-        except Exception as e:  # noqa: BLE001  its errors have no base of their own
+        except Exception as e:  # noqa: BLE001  its errors have no common base
             reason = ' '.join(str(e).split())[:300]
             raise UserError(f'wandb_log=True, but Weights & Biases cannot start: {reason}; '
                             '`wandb login`, or set WANDB_MODE=offline') from e
@@ -48,9 +48,9 @@ class WandB:
 
 
 class TensorBoard:
-    """Evaluations under the same names, and the metrics of each logged step (`RunLog`) under step/.
+    """Logs evaluations under nanoGPT's names, and the metrics of each logged step under step/.
 
-    See them with `tensorboard --logdir OUT_DIR`.
+    To view them: `tensorboard --logdir OUT_DIR`.
     """
 
     def __init__(self, folder: Path, purge_from: int | None):

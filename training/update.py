@@ -1,9 +1,9 @@
-"""The optimizer's step of an iteration, skipped where the loss or a gradient is not finite.
+"""An iteration's optimizer step, skipped if the loss or a gradient is not finite.
 
-A NaN or an infinity in AdamW's moments or in the weights stays there, so the step is skipped and
-counted, as loss scaling does for float16 (Micikevicius et al. 2017, "Mixed precision training",
-section 3.2). Nothing here waits for the device: fused AdamW takes a tensor as flag (`found_inf`,
-made for torch.amp.GradScaler), and the counts stay on the device until `read`.
+A NaN or infinity in AdamW's moments or in the weights would never go away, so the step is skipped
+and counted, as loss scaling does for float16 (Micikevicius et al. 2017, "Mixed precision training",
+section 3.2). Nothing here waits for the device: fused AdamW accepts a tensor flag (`found_inf`,
+meant for torch.amp.GradScaler), and the counts stay on the device until `read`.
 """
 import math
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ HEALTHY_SCALE = 1.0  # overflows at a larger loss scale are normal: the scaler i
 
 
 def propagate_nonfinite(loss: torch.Tensor) -> torch.Tensor:
-    """The same loss, but if it is not finite, all its gradients are NaN (1 + 0 * loss is 1 else).
+    """Return the same loss, but with NaN for all gradients if it is not finite.
 
-    So the gradients alone decide whether to step; averaged over the ranks, they tell all of them.
+    Thus whether to step depends only on the gradients, which are averaged over the ranks.
     """
     return loss * (1 + 0 * loss.detach())
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The counts of a `GuardedUpdate`, as plain numbers.
+    """Counts from a `GuardedUpdate`, as plain numbers.
 
-    skipped: iterations without a step, in total; new: since the last read; latest: the last of them
-    (-1: none). in_row: those at the end of the run so far that count against `max_skipped`.
-    grad_norm: of the last iteration, unscaled, before clipping. loss_scale: None without a scaler.
+    skipped: total iterations without a step; new: those since the last read; latest: the last one
+    (-1: none). in_row: the most recent consecutive ones that count against `max_skipped`.
+    grad_norm: the last iteration's, unscaled, before clipping. loss_scale: None without a scaler.
     finite_loss: this rank's loss in the last iteration that was not skipped (NaN: none).
     """
     skipped: int
@@ -44,12 +44,12 @@ class Updates:
 class GuardedUpdate:
     """Unscales and clips the gradients, and steps the optimizer if they are finite.
 
-    A skipped iteration counts towards a broken run only once the loss scale is down to
-    `HEALTHY_SCALE`: from 65536, where a scaler starts, that alone takes 16 skipped iterations.
+    A skipped iteration counts against `max_skipped` only once the loss scale is down to
+    `HEALTHY_SCALE`: from the initial 65536 it takes 16 skipped iterations to get there.
 
     Args:
         scaler: torch.amp.GradScaler, enabled for float16 only.
-        grad_clip: largest norm of all gradients together; 0 = unlimited.
+        grad_clip: maximum norm of all gradients together; 0 = unlimited.
     """
 
     def __init__(self, optimizer, scaler, grad_clip: float, device: torch.device):
@@ -61,8 +61,8 @@ class GuardedUpdate:
         self.reported = 0
 
     def __call__(self, iter_num: int, loss: torch.Tensor) -> None:
-        """Update the parameters and drop their gradients. loss: unscaled, of the last
-        micro-batch."""
+        """Update the parameters and drop their gradients. loss: the last micro-batch's,
+        unscaled."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
         self.norm = full(torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip or math.inf))
@@ -76,7 +76,7 @@ class GuardedUpdate:
                 del self.optimizer.found_inf
         elif not bad.item():
             self.optimizer.step()
-        # `scale(1)` is `get_scale` without waiting for the device
+        # like `get_scale`, but does not wait for the device
         counts = self.scaler.scale(self.one) <= HEALTHY_SCALE
         skipped, in_row, latest = self.counts
         self.counts = torch.stack([skipped + bad, torch.where(bad, in_row + counts, 0),
@@ -86,7 +86,7 @@ class GuardedUpdate:
         self.optimizer.zero_grad(set_to_none=True)
 
     def read(self) -> Updates:
-        """All counts so far; waits for the device."""
+        """Return all counts so far, waiting for the device."""
         skipped, in_row, latest = self.counts.tolist()
         new, self.reported = skipped - self.reported, skipped
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
@@ -95,7 +95,7 @@ class GuardedUpdate:
 
 
 def broken(updates: Updates, iter_num: int, loss: float, lr: float, s, saved) -> str:
-    """The error of a run that ends here. saved: path of its checkpoint, or None."""
+    """Return the error message of a failed run. saved: path of its checkpoint, or None."""
     what = f'loss is {loss}'
     if math.isfinite(loss):
         what = f'gradient norm is {updates.grad_norm} (loss {loss:.4f})'

@@ -1,1 +1,1 @@
-"""What the prepare.py programs share."""
+"""Code shared by the prepare.py programs."""

@@ -1,4 +1,4 @@
-"""What the prepare.py scripts share: a command line whose errors are one line."""
+"""The command line of the prepare.py scripts, whose errors are one line."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +15,7 @@ class Arguments(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def out(self, script: str) -> None:
-        """Add --out, the folder to write to; by default that of `script`, a `__file__`."""
+        """Add --out, the output folder; the default is that of `script`, a `__file__`."""
         self.add_argument('--out', type=Path, metavar='DIR', default=Path(script).resolve().parent,
                           help='where to write (default: the folder of this script)')
 
@@ -37,5 +37,5 @@ def whole(text: str) -> int:
     return value
 
 
-# the names that argparse's errors use
+# names for argparse's errors
 fraction.__name__, whole.__name__ = 'share between 0 and 1', 'positive whole number'

@@ -1,7 +1,7 @@
-"""Datasets too big for memory: documents from the Hugging Face hub or from files, into shards.
+"""Datasets too big for memory: documents from the Hugging Face hub or files, written in shards.
 
 A hash of its text decides whether a document is held out for validation: every run makes the same
-choice without knowing how many documents there are, and duplicates are in the same split.
+choice without knowing the number of documents, and duplicates end up in the same split.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
 
 
 def arguments(doc: str, script: str) -> Arguments:
-    """The command line of a streamed dataset whose prepare.py has this docstring and `__file__`."""
+    """Return the command line for a streamed dataset's prepare.py, given its doc and `__file__`."""
     parser = Arguments(doc)
     parser.add_argument('--from', dest='files', type=Path, nargs='+', metavar='FILE',
                         help='read documents from files instead: .jsonl (a "text" per line), '
@@ -62,13 +62,13 @@ def arguments(doc: str, script: str) -> Arguments:
 def prepare(args: Any, path: str, config: str | None = None) -> None:
     """Make the dataset described by `args` (see arguments()) from `config` of hub dataset `path`.
 
-    UserError if the documents are not available, or args.out holds progress made with other
-    settings than these (a --max_tokens still ahead may differ), unless args.restart.
+    UserError if the documents are not available, or args.out has progress made with different
+    settings (except a --max_tokens not yet reached), unless args.restart.
     """
     if args.files:
         check_files(args.files)
         source = partial(file_documents, args.files)
-        # a changed size means other documents; the time is left out: a copy of a file will do
+        # a changed size means different documents; copies may differ in time, so it is ignored
         name = [[str(file.resolve()), file.stat().st_size] for file in args.files]
     else:
         load_dataset()
@@ -78,7 +78,7 @@ def prepare(args: Any, path: str, config: str | None = None) -> None:
            'max_tokens': args.max_tokens}
     encoding = gpt2_encoding()
     if args.restart:
-        next(iter(source(0)), None)  # discard nothing if the documents are not available
+        next(iter(source(0)), None)  # fails before anything is discarded
     with TokenWriter(args.out, None, args.shard_tokens, key=key, restart=args.restart) as out:
         if out.finished:
             print('all had been encoded: finished what was interrupted', file=sys.stderr)
@@ -90,7 +90,7 @@ def prepare(args: Any, path: str, config: str | None = None) -> None:
 
 def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: Any,
           args: Any) -> None:
-    """Encode the documents that `source(number to skip)` gives, until the end or max_tokens."""
+    """Encode the documents of `source(number to skip)`, until the end or max_tokens."""
     documents = out.documents
     if documents:
         print(f'going on after {documents:,} documents, {sum(out.tokens.values()):,} tokens',
@@ -144,7 +144,7 @@ def _add_all(out: TokenWriter, texts: Iterable[str], encoding: Any, args: Any) -
 
 
 def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[str]]:
-    """Lists of documents with at least `characters` characters, except for the last list. Empty
+    """Yield lists of documents of at least `characters` characters, except for the last one. Empty
     documents are kept: a resumed preparation skips documents by number."""
     batch, size = [], 0
     for text in documents:
@@ -158,7 +158,7 @@ def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[
 
 
 def encode_batch(texts: list[str], encoding: Any, share: float) -> Tokens:
-    """Each document followed by <|endoftext|>; empty ones give no ids. A hash of the text decides
+    """Encode each document followed by <|endoftext|>, except empty ones. A hash of the text decides
     whether it is for validation, with probability `share`."""
     parts = {split: [np.zeros(0, np.uint16)] for split in ('train', 'val')}
     end_of_text = np.array([encoding.eot_token], dtype=np.uint16)
@@ -175,8 +175,8 @@ def encode_batch(texts: list[str], encoding: Any, share: float) -> Tokens:
 
 def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
             workers: int) -> Iterator[Tokens]:
-    """encode_batch of each batch, in order, in `workers` threads, with at most two batches per
-    thread read ahead."""
+    """Yield encode_batch of each batch, in order, using `workers` threads and reading at most two
+    batches per thread ahead."""
     pool, pending = ThreadPoolExecutor(workers), deque()
     try:
         for batch in texts:
@@ -200,15 +200,15 @@ def check_files(files: list[Path]) -> None:
 
 
 def file_documents(files: list[Path], skip: int = 0) -> Iterator[str]:
-    """The documents of these files, without the first `skip`. UserError as the files are read."""
+    """Yield the documents of these files after the first `skip`. Read errors are UserErrors."""
     readers = dict(zip(KINDS, (_json_lines, _lines, _parquet)))
     documents = itertools.chain.from_iterable(readers[path.suffix](path) for path in files)
     return itertools.islice(documents, skip, None)
 
 
 def load_dataset() -> Callable:
-    """The function datasets.load_dataset. UserError for a version below 4: those run programs from
-    the hub's repositories, or ask whether they may."""
+    """Return datasets.load_dataset. Raises UserError for versions below 4, which run programs from
+    the hub's repositories, or ask for permission to."""
     try:
         import datasets
     except ImportError:
@@ -224,9 +224,9 @@ def load_dataset() -> Callable:
 
 def hub_documents(path: str, config: str | None = None, skip: int = 0,
                   **options: Any) -> Iterator[str]:
-    """The column 'text' of the split 'train' of a hub dataset, without the first `skip` rows.
+    """Yield column 'text' of the 'train' split of a hub dataset, after the first `skip` rows.
 
-    options: of datasets.load_dataset. UserError if it is not available.
+    options: for datasets.load_dataset. Raises UserError if it is not available.
     """
     load = load_dataset()
     try:
@@ -240,7 +240,7 @@ def hub_documents(path: str, config: str | None = None, skip: int = 0,
                         revision='refs/convert/parquet')
         for row in rows.skip(skip) if skip else rows:
             text = row['text']
-            yield text if isinstance(text, str) else ''  # counted, as skip counts rows
+            yield text if isinstance(text, str) else ''  # kept, because skip counts rows
     except KeyError as error:
         raise UserError(f"{options.get('data_files', path)!r} has no column {error}; "
                         "allowed is a column 'text'") from None

@@ -1,4 +1,4 @@
-"""A dataset from any text files: find them, split them and write their tokens in bounded memory.
+"""Make a dataset from text files: find and split them, and write tokens in bounded memory.
 
 The files are read twice: first for their lengths and their alphabet, then to write the tokens.
 """
@@ -24,16 +24,16 @@ from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
 from data.making.writer import TokenWriter
 from data.tokenfiles import split_files
 
-NAMED = 3  # the number of skipped files that are named; all are counted
+NAMED = 3  # how many of the skipped files are listed by name
 BLOCK = 1 << 20  # characters read at a time
 MADE_BY = 'data/text/prepare.py'
-ENOUGH = 0.5  # of the share asked for val: whole files for less are too little
-FEWEST = 2  # characters per split: one and its target
+ENOUGH = 0.5  # fraction of val's share that entire files must reach
+FEWEST = 2  # characters per split: an input and its target
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """The characters [start, end) of a text file. `key`, its relative path, decides its split."""
+    """Characters [start, end) of a text file. `key`, its relative path, determines the split."""
     path: Path
     key: str
     start: int
@@ -44,7 +44,7 @@ class TextPart:
         return self.end - self.start
 
     def blocks(self) -> Iterator[str]:
-        """The text in pieces. UserError if the length of the file has changed."""
+        """Yield the text in pieces. UserError if the length of the file has changed."""
         at = 0
         for block in read_blocks(self.path):
             piece = block[max(self.start - at, 0):max(self.end - at, 0)]
@@ -58,10 +58,10 @@ class TextPart:
 
 
 def read_blocks(path: Path, block: int = BLOCK, *, by_line: bool = False) -> Iterator[str]:
-    """The text of a UTF-8 file in pieces of at most `block` characters, or by line.
+    """Yield the text of a UTF-8 file in pieces of at most `block` characters, or by line.
 
-    Line ends become '\\n', but not by line; a byte order mark is dropped. UserError if the file
-    cannot be read or is not UTF-8 (perhaps only after some pieces).
+    Line ends become '\\n', except by line; a byte order mark is dropped. UserError if the file
+    cannot be read or is not UTF-8 (possibly after some pieces).
     """
     try:
         with open(path, encoding='utf-8-sig', newline='\n' if by_line else None) as file:
@@ -73,9 +73,9 @@ def read_blocks(path: Path, block: int = BLOCK, *, by_line: bool = False) -> Ite
 
 
 def check_name(name: str, root: Path, overwrite: bool = False) -> Path:
-    """The folder `root/name`.
+    """Return the folder `root/name`.
 
-    UserError for an invalid name, a folder that contains a program (as nanoKV's own do), and
+    Raises UserError for an invalid name, a folder that contains a program (like nanoKV's own), and,
     unless `overwrite`, a folder with a dataset that text/prepare.py did not make.
     """
     if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9_.-]{0,99}', name):
@@ -96,7 +96,7 @@ def check_name(name: str, root: Path, overwrite: bool = False) -> Path:
 
 
 def made_here(folder: Path) -> bool:
-    """Whether text/prepare.py made the dataset in `folder`, according to its source.json."""
+    """Return whether text/prepare.py made the dataset in `folder`, going by source.json."""
     try:
         return json.loads((folder / 'source.json').read_text())['made_by'] == MADE_BY
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -104,9 +104,9 @@ def made_here(folder: Path) -> bool:
 
 
 def find_files(inputs: list[Path], pattern: str) -> list[tuple[Path, str]]:
-    """(path, key) of the given files, and of files in given folders that match `pattern`.
+    """Return (path, key) of given files, and of files in given folders that match `pattern`.
 
-    Each file comes once. UserError for a missing input, or if no file is found.
+    Each file is listed once. Raises UserError for a missing input, or if there are no files.
     """
     found: dict[Path, tuple[Path, str]] = {}
     for given in inputs:
@@ -128,9 +128,9 @@ def find_files(inputs: list[Path], pattern: str) -> list[tuple[Path, str]]:
 
 
 def scan(files: list[tuple[Path, str]]) -> tuple[list[TextPart], set[str]]:
-    """The files that are text, and the set of their characters.
+    """Return the files that are text, and the set of their characters.
 
-    Reports the skipped files on stderr. UserError if none is text.
+    Reports skipped files on stderr. Raises UserError if none is text.
     """
     texts, alphabet, skipped = [], set(), {}
     for path, key in tracked(files, 'reading'):
@@ -156,8 +156,8 @@ def scan(files: list[tuple[Path, str]]) -> tuple[list[TextPart], set[str]]:
 
 
 def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
-    """{'train': parts, 'val': parts}, as data/text/prepare.py says; share: of the characters, for
-    val. UserError if a split has fewer than FEWEST characters.
+    """Return {'train': parts, 'val': parts}, split as described in data/text/prepare.py.
+    share: val's fraction of characters. UserError if a split has fewer than FEWEST characters.
     """
     total = sum(map(len, texts))
     chosen, room = set(), total * share
@@ -184,7 +184,7 @@ def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
 
 def prepare(folder: Path, parts: dict[str, list[TextPart]], alphabet: set[str] | None,
             settings: dict) -> None:
-    """Write the dataset: characters of `alphabet`, or GPT-2 BPE if that is None. Prints nanoGPT's
+    """Write the dataset: characters of `alphabet`, or GPT-2 BPE if it is None. Prints nanoGPT's
     lines; `settings` are recorded in source.json."""
     texts = [(name, part) for name in parts for part in parts[name]]
     several = len({part.path for _, part in texts}) > 1
@@ -211,13 +211,13 @@ def prepare(folder: Path, parts: dict[str, list[TextPart]], alphabet: set[str] |
 
 
 def tracked(files: list, description: str) -> Iterator:
-    """Go through `files` with a progress bar."""
+    """Iterate over `files` with a progress bar."""
     with progress_bar(*Progress.get_default_columns()) as bar:
         yield from bar.track(files, description=description)
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All files below `folder` but hidden ones; reports unreadable folders on stderr."""
+    """Return all non-hidden files below `folder`; report unreadable folders on stderr."""
     files, errors = [], []
     for here, folders, names in os.walk(folder, onerror=errors.append):
         folders[:] = [name for name in folders if not name.startswith('.')]
@@ -229,7 +229,7 @@ def _walk(folder: Path) -> list[Path]:
 
 
 def _report(what: str, reasons: dict[Path | str, str]) -> None:
-    """Say on stderr what was skipped, naming the first few paths and their reasons."""
+    """Report on stderr what was skipped, listing the first few paths and their reasons."""
     named = '; '.join(f'{str(path)!r}: {reason}' for path, reason in list(reasons.items())[:NAMED])
     more = f'; and {len(reasons) - NAMED:,} more' if len(reasons) > NAMED else ''
     print(f'skipped {what} ({named}{more})', file=sys.stderr)

@@ -18,10 +18,10 @@ SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 def prepare(doc: str, script: str, argv: list[str] | None,
             encoder: Callable[[str], tuple[Callable[[str], np.ndarray], dict | None]]) -> None:
-    """Run the main of a prepare.py, given its docstring and `__file__`.
+    """Run the main function of a prepare.py, given its docstring and `__file__`.
 
     The split is nanoGPT's: the first 90% of the characters are train, the rest val.
-    encoder: from the whole text to (the function that encodes a part of it, content of meta.pkl).
+    encoder: maps the entire text to (a function that encodes parts of it, meta.pkl's content).
     """
     parser = Arguments(doc)
     parser.add_argument('--input', type=Path, metavar='FILE',
@@ -38,9 +38,9 @@ def prepare(doc: str, script: str, argv: list[str] | None,
 
 
 def read_text(folder: Path, given: Path | None, script: str) -> str:
-    """The text of the file `given`, else of `folder`/input.txt, downloaded if it is missing.
+    """Read the file `given`, or otherwise `folder`/input.txt, downloaded if it is missing.
 
-    Only the download is checked (sha256). script: the prepare.py that errors name.
+    Only the download is verified (sha256). script: the prepare.py to name in errors.
     """
     path = given or folder / 'input.txt'
     if not given and not os.path.isfile(path):

@@ -1,13 +1,13 @@
-"""Write a dataset (see tokenfiles.py). An interruption leaves the old one or the new one.
+"""Write a dataset (see tokenfiles.py). An interruption leaves either the old one or the new one.
 
-In the dataset's folder, while a dataset is being made:
+Folders inside the dataset's folder during a preparation:
 
     .new.tmp/         the files being written, and progress.json if the preparation can be resumed
-    .complete.tmp/    the same, renamed when all is written: the old dataset is being removed
-    .ready.tmp/       the same, renamed when the old dataset is gone: files are being moved up
+    .complete.tmp/    the same, renamed when complete: the old dataset is being removed
+    .ready.tmp/       the same, renamed after that: files are being moved into place
 
-publish() finishes what a killed process left in the last two. The file that makes a folder look
-prepared (train.bin or train_00000.bin) is the first to go and the last to appear.
+publish() finishes what a killed process left in the last two. The file that marks a folder as
+prepared (train.bin or train_00000.bin) is removed first and added last.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ MARKERS = ('train.bin', 'train_00000.bin')
 
 def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None) -> None:
     """Write the splits, {'train': 1-D array of token ids, ...}, and meta.pkl unless `meta` is None.
-    UserError as TokenWriter, and for an empty split."""
+    Raises UserError like TokenWriter, and for an empty split."""
     writer = TokenWriter(folder, meta)
     for name, ids in splits.items():
         if np.size(ids) == 0:
@@ -46,27 +46,27 @@ def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None
 
 
 class TokenWriter:
-    """Writes a dataset whose tokens arrive in arrays; memory is bounded by the largest array.
+    """Writes a dataset from arrays of tokens; memory is bounded by the largest array.
 
         with TokenWriter(folder, meta, shard_tokens=100_000_000) as out:
             for ids in arrays:
                 out.add('train', ids)
 
-    meta, source: the contents of meta.pkl and source.json; None for no such file.
-    shard_tokens: 0 writes train.bin; otherwise train_00000.bin, train_00001.bin, ... of this many
-        tokens each (the last one may be shorter). Other splits are always one file.
+    meta, source: contents of meta.pkl and source.json; None = no such file.
+    shard_tokens: 0 writes train.bin; otherwise train_00000.bin, train_00001.bin, ... of
+        `shard_tokens` tokens each (the last may be shorter). Other splits are always one file.
     key: makes the preparation resumable: the settings (plain JSON) that determine the tokens.
     restart: discard the progress of an interrupted preparation.
 
-    The `with` block holds the folder's lock. Leaving it publishes the dataset; leaving it by an
-    exception removes the new files and keeps the older dataset, if any.
+    The folder is locked inside the `with` block. A normal exit publishes the dataset; an
+    exception removes the new files and keeps the old dataset, if any.
 
-    With a key, call checkpoint(n) when all tokens of the first n documents have been added. The
-    next TokenWriter with that key continues from there: n is `documents` (0 at first). If the
-    earlier preparation only had to be published, entering the block does that and sets `finished`.
+    With a key, call checkpoint(n) after adding all tokens of the first n documents. The next
+    TokenWriter with the same key continues from there, with `documents` = n (initially 0). If the
+    earlier preparation only had to be published, entering the block does so and sets `finished`.
 
-    Raises UserError for a bad meta, progress of another preparation, bad ids, no train tokens, and
-    a folder that cannot be written to.
+    Raises UserError for invalid meta or ids, progress of a different preparation, no train tokens,
+    or a folder that is not writable.
     """
 
     def __init__(self, folder: Path, meta: dict | None = None, shard_tokens: int = 0,
@@ -83,10 +83,10 @@ class TokenWriter:
         self.documents = 0
         self.finished = False
         self._new = self.folder / NEW
-        self._open: dict[str, BinaryIO] = {}  # split -> the file being written
+        self._open: dict[str, BinaryIO] = {}  # split -> file being written
 
     def check(self, split: str, ids: np.ndarray) -> np.ndarray:
-        """`ids` in the dataset's dtype. UserError for ids that do not fit."""
+        """Convert `ids` to the dataset's dtype. Raises UserError if any are out of range."""
         ids = np.asarray(ids)
         if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
             raise UserError(f'split {split!r} has shape {ids.shape} and dtype {ids.dtype}; '
@@ -128,11 +128,11 @@ class TokenWriter:
 
     @property
     def resumable(self) -> bool:
-        """Whether there is a checkpoint to continue from."""
+        """Return whether there is a checkpoint to continue from."""
         return (self._new / PROGRESS).exists()
 
     def forget(self) -> None:
-        """Make the preparation start afresh next time if this one fails."""
+        """Make the next preparation start from scratch if this one fails."""
         (self._new / PROGRESS).unlink(missing_ok=True)
 
     def __enter__(self) -> 'TokenWriter':
@@ -160,7 +160,7 @@ class TokenWriter:
                     shutil.rmtree(self._new, ignore_errors=True)
 
     def _begin(self) -> None:
-        """Finish an interrupted publication, then continue from a checkpoint or start afresh."""
+        """Finish an interrupted publication, then continue from a checkpoint or start over."""
         for path in [*self.folder.glob('*.bin'), self.folder / 'meta.pkl']:
             if path.is_dir():
                 raise UserError(f'{str(path)!r} is a folder, where a file of the dataset belongs')
@@ -177,7 +177,7 @@ class TokenWriter:
         self._new.mkdir(exist_ok=True)
 
     def _progress(self) -> dict[str, Any]:
-        """The last checkpoint; {} if there is none or files are missing or too short for it."""
+        """Return the last checkpoint; {} if there is none or its files are missing or too short."""
         progress = _read_json(self._new / PROGRESS)
         with contextlib.suppress(OSError, KeyError, TypeError, AttributeError):
             complete = all(type(size) is int and (self._new / name).stat().st_size >= size
@@ -190,7 +190,7 @@ class TokenWriter:
         return {}
 
     def _resume(self, progress: dict[str, Any]) -> None:
-        """Cut the files back to the checkpoint. UserError if it is of another preparation."""
+        """Truncate the files to the checkpoint. UserError if it is from a different preparation."""
         if self.key is None:
             raise UserError(f'{str(self.folder)!r} holds the progress of another preparation: '
                             f'finish it, or remove {NEW} there')
@@ -207,7 +207,7 @@ class TokenWriter:
                 path.unlink()
 
     def _check_key(self, old: dict[str, Any]) -> None:
-        """UserError unless progress of the settings `old` can become a dataset of self.key."""
+        """Raise UserError unless progress with settings `old` can be continued with self.key."""
         names = [name for name in self.key
                  if name != 'max_tokens' and self.key[name] != old.get(name)]
         limit, done = self.key.get('max_tokens'), self.tokens.get('train', 0)
@@ -249,7 +249,7 @@ class TokenWriter:
 
 
 def publish(folder: Path) -> None:
-    """Put a completely written dataset in place of the one in `folder`, or go on doing so."""
+    """Replace the dataset in `folder` by a completely written one, or resume doing so."""
     complete, ready = folder / COMPLETE, folder / READY
     if complete.exists():
         old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
@@ -265,13 +265,13 @@ def publish(folder: Path) -> None:
 
 
 def _order(path: Path) -> int:
-    """The owner of a dataset must be known as long as any of its files is there."""
+    """Sort key for adding files (reversed to remove them): owner first, markers last."""
     return 0 if path.name == 'source.json' else 2 if path.name in MARKERS else 1
 
 
 @contextlib.contextmanager
 def write_errors(folder: Path, advice: str = '') -> Iterator[None]:
-    """Turn an OSError of writing to `folder` (a full disk, no permission) into a UserError."""
+    """Turn an OSError in writing to `folder` (disk full, no permission) into a UserError."""
     try:
         yield
     except OSError as error:
@@ -281,7 +281,7 @@ def write_errors(folder: Path, advice: str = '') -> Iterator[None]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if it is missing or damaged."""
+    """Read the JSON object in a file; {} if it is missing or damaged."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):

