@@ -48,8 +48,8 @@ ATTENTION = _keys(
 )
 SAMPLER = _keys(
     ('temperature', 0.8, 'divides the logits: below 1 safer, above 1 more varied, 0 = greedy'),
-    ('top_k', 200, 'sample only from the k likeliest tokens; 0 = all'),
-    ('top_p', 1.0, 'sample only from the likeliest tokens with this total probability; 1 = all'),
+    ('top_k', 200, 'sample only from the k most likely tokens; 0 = all'),
+    ('top_p', 1.0, 'sample only from the most likely tokens with this total probability; 1 = all'),
 )
 KV_DTYPE = _keys(('kv_dtype', 'auto', "dtype of the KV cache; 'auto' = compute dtype", KV_DTYPES))
 JSON = _keys(('json', False, 'end with one JSON document on the last line'))
@@ -142,9 +142,9 @@ SAMPLE = SOURCE + _keys(
     ('stop', '', "text, or a list of texts, that ends a sample (not printed): "
      "\"['\\n\\n', '<|endoftext|>']\""),
 ) + SAMPLER + _keys(
-    ('min_p', 0.0, "with prompts: least probability, as a share of the likeliest token's; 0 = any"),
+    ('min_p', 0.0, "with prompts: least probability relative to the most likely token's; 0 = any"),
     ('repetition_penalty', 1.0, 'with prompts: above 1, tokens that have occurred are less likely'),
-    ('logprobs', -1, 'with prompts: log-probability of tokens and the k likeliest; -1 = none'),
+    ('logprobs', -1, 'with prompts: log-probability of tokens and the k most likely; -1 = none'),
 ) + KV_DTYPE + _keys(
     ('kv_budget', '', "with prompts: KV memory, as '1GB'; '' = all rows at full length, but at "
      "most half of the machine's memory"),
