@@ -36,12 +36,12 @@ from interop.load import load
 
 
 class Chat:
-    """A conversation, the engine that generates its replies, and their times to first token."""
+    """A conversation, the engine that generates its replies, and the times to their first token."""
 
     def __init__(self, s, model, tokenizer):
         self.s, self.path = s, Path(s.history or Path(s.out_dir) / 'chat.json')
         self.dialogue = Dialogue(tokenizer, Template(s.turn))
-        # the alphabet may lack some of it: fail now, not after the first turn
+        # the alphabet may lack some characters: fail now, not after the first turn
         for name in (s.user, s.reply_as):
             tokenizer.encode(self.dialogue.template.head(name) + self.dialogue.template.end)
         max_seq_len = s.max_seq_len or longest_context(model.config)
@@ -62,9 +62,9 @@ class Chat:
             raise UserError(f'your turn is longer than half of the {room:,} tokens that the model '
                             f'is given of a conversation ({self.longest:,} more are reserved for '
                             'its reply)')
-        dialogue.untrim(room)  # as after a /switch, or with a larger max_seq_len than last time
+        dialogue.untrim(room)  # e.g. after /switch, or if max_seq_len is larger than last time
         if len(dialogue.prompt(s.reply_as)) > room:
-            # down to half: each new beginning of the prompt has to be recomputed
+            # down to half, since a prompt with a new beginning has to be recomputed
             n = dialogue.trim(room // 2)
             print(f'(the conversation is longer than the {room:,} tokens that the model is given, '
                   f'with {self.longest:,} reserved for its reply: it sees turns {n + 1} to '
@@ -82,7 +82,7 @@ class Chat:
         dialogue.save(self.path)
 
     def _stream(self, index):
-        """The completion of request `index`, printed as it is generated. Ctrl-C ends it."""
+        """Print the completion of request `index` while it is generated. Ctrl-C ends it."""
         completion = None
         while completion is None and self.engine.n_unfinished:
             try:
@@ -98,7 +98,7 @@ class Chat:
         return completion
 
     def say(self, text: str) -> None:
-        """Add the user's turn, and the reply."""
+        """Add the user's turn and the reply."""
         self.dialogue.say(self.s.user, text)
         try:
             self.reply()
@@ -116,7 +116,7 @@ class Chat:
         return ''
 
     def command(self, line: str) -> bool:
-        """Run a command. Returns whether to go on."""
+        """Run a command. Returns whether to continue."""
         name, _, rest = line[1:].partition(' ')
         rest = rest.strip()
         if name in ('retry', 'edit'):
@@ -153,7 +153,7 @@ class Chat:
         return True
 
     def show(self, turns) -> None:
-        """Print turns as the template writes them."""
+        """Print turns as formatted by the template."""
         template = self.dialogue.template
         print(''.join(template.head(turn.name) + turn.text + template.end for turn in turns),
               end='')
@@ -177,7 +177,7 @@ class Chat:
 
 
 def talk(chat) -> None:
-    """Read lines until the end of the input."""
+    """Read lines until the end of input."""
     while True:
         try:
             prompt = chat.dialogue.template.head(chat.s.user) if sys.stdin.isatty() else ''

@@ -1,4 +1,4 @@
-"""The generation loop, prefill once then a token at a time through the cache, and nanoGPT's
+"""The generation loop (one prefill, then one token at a time through the cache) and nanoGPT's
 sampler.
 
     for tokens in Generation(model, prompts, 100, Sampler(temperature=0.8, top_k=200)):
@@ -15,13 +15,13 @@ from config.errors import UserError
 
 
 class Sampler:
-    """Draws the next token of each row, as nanoGPT does.
+    """Samples the next token of each row, as nanoGPT does.
 
     Args:
-        temperature: divides the logits; 0 takes the likeliest token.
+        temperature: divides the logits; 0 picks the most likely token.
         top_k, top_p: see `lowest_kept`.
-        generators: one torch.Generator per row, so that a row's draws do not depend on what else is
-            in the batch; None = all rows from the global generator, as in nanoGPT.
+        generators: one torch.Generator per row, so that a row's samples do not depend on the other
+            rows; None = the global generator for all rows, as in nanoGPT.
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
@@ -44,14 +44,14 @@ class Sampler:
 
 
 def lowest_kept(logits, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
-    """(B, V) logits after temperature -> (B, 1): tokens with at least this logit may be drawn.
+    """(B, V) logits after temperature -> (B, 1): tokens with at least this logit may be sampled.
 
-    top_k  the k likeliest tokens; 0 = all
+    top_k  the k most likely tokens; 0 = all
     top_p  of these, the fewest whose probabilities sum to at least top_p (Holtzman et al. 2019)
-    min_p  of these, those at least min_p times as likely as the likeliest (Nguyen et al. 2024)
+    min_p  of these, those at least min_p times as likely as the top token (Nguyen et al. 2024)
 
-    Tokens that tie with the least likely one kept are kept too, as by top-k in nanoGPT. (Top-p in
-    Hugging Face and vLLM cuts ties in the order of its sort.)
+    Tokens that tie with the least likely one kept are also kept, as in nanoGPT's top-k. (Top-p in
+    Hugging Face and vLLM breaks ties by sort order.)
     """
     on_cpu, n = logits.device.type == 'cpu', logits.size(-1)  # NumPy is up to 80 times faster there
     lowest = torch.full_like(logits[:, :1], -torch.inf)
@@ -73,47 +73,47 @@ def lowest_kept(logits, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) 
 
 
 def draw(probs: torch.Tensor, generator=None) -> torch.Tensor:
-    """(B, V) probabilities -> (B, 1) ids, as `torch.multinomial`."""
+    """(B, V) probabilities -> (B, 1) ids, like `torch.multinomial`."""
     if probs.device.type == 'cpu':
         return torch.multinomial(probs, num_samples=1, generator=generator)
     return draw_without_waiting(probs, generator)
 
 
 def draw_without_waiting(probs: torch.Tensor, generator=None) -> torch.Tensor:
-    """The same draw without multinomial's check of `probs`, which waits for the device."""
+    """Like `draw`, but without multinomial's check of `probs`, which waits for the device."""
     noise = torch.empty_like(probs).exponential_(1, generator=generator)
     return (probs / noise).argmax(-1, keepdim=True)
 
 
 def cache_length(model, n_prompt: int, max_new_tokens: int) -> int:
-    """Positions that a cache needs; n_prompt is the length of the longest prompt."""
+    """Number of positions that a cache needs; n_prompt is the length of the longest prompt."""
     total = n_prompt + max_new_tokens
     return total if model.rotary is not None else min(total, model.config.block_size)
 
 
 def recomputes(model, n_prompt: int, max_new_tokens: int) -> bool:
-    """Whether tokens past block_size will take full forward passes (see `Generation`)."""
+    """Whether tokens past block_size will need full forward passes (see `Generation`)."""
     return model.rotary is None and n_prompt + max_new_tokens - 1 > model.config.block_size
 
 
 class Generation:
-    """The next tokens of a batch of prompts: an iterator over (B, 1) tensors.
+    """Iterator over the next tokens of a batch of prompts, as (B, 1) tensors.
 
-    It ends after `max_new_tokens`, or when all rows are finished, by a stop token (which they
-    still yield) or by `finish`. Each row gets the tokens that its prompt would get alone. Finished
-    rows are still fed and repeat their last token: rows of equal length stay so, which is fast.
+    It ends after `max_new_tokens`, or when all rows are finished, by a stop token (which is still
+    yielded) or by `finish`. A row's tokens do not depend on the other prompts. Finished rows are
+    still fed and repeat their last token: rows of equal length keep equal lengths, which is fast.
 
-    With learned positions nanoGPT crops to the last block_size tokens and renumbers them at every
-    step. So past block_size each token of a row takes a full forward pass, as in nanoGPT.
+    With learned positions, nanoGPT crops to the last block_size tokens and renumbers them at every
+    step. So past block_size, each token of a row needs a full forward pass, as in nanoGPT.
 
     Args:
         prompts: (B, t) tensor, or B lists (or 1-D tensors) of token ids, at least one token each.
         cache: an empty cache of B rows and at least `cache_length` positions; None = a new one.
-        stop_tokens: ids that finish the row they are drawn in.
+        stop_tokens: ids that finish a row when sampled in it.
         decode: a faster decode step over `cache`, (B, 1) ids and lens -> (B, V) logits, such as an
             `engine.captured.CapturedDecode`; None = the model's own.
     Raises:
-        UserError: no prompt, an empty one, or token ids outside the vocabulary.
+        UserError: if there is no prompt, one is empty, or a token id is outside the vocabulary.
     """
 
     def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None,
@@ -147,7 +147,7 @@ class Generation:
             raise StopIteration
         logits = self._logits()
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        # only once: reading the logits waits for the device
+        # only once, since reading the logits waits for the device
         if not self.made and logits.isnan().any():
             raise UserError('the model gives NaN logits for the prompt: its weights have '
                             'diverged, or overflow in this dtype')
@@ -166,7 +166,7 @@ class Generation:
         return self.limit is None or n <= self.limit
 
     def _logits(self) -> torch.Tensor:
-        """(B, V), of the next token of each row; those of finished rows may mean nothing."""
+        """(B, V) logits of the next token of each row; undefined for finished rows."""
         cached = [self._fits(n + len(self.made)) for n in self.prompt_lens]
         beyond = [row for row, done in enumerate(self.finished) if not (done or cached[row])]
         logits = self._from_cache(cached) if any(cached) else None
@@ -179,7 +179,7 @@ class Generation:
         return logits
 
     def _from_cache(self, cached: list[bool]) -> torch.Tensor:
-        """(B, V) after appending prompts (padded on the right) or last tokens to `cached` rows."""
+        """(B, V) logits after appending prompts (right-padded) or last tokens to `cached` rows."""
         if self.made:
             idx, lens = self.last, [int(c) for c in cached]
             if self.decode:
@@ -214,10 +214,10 @@ def _checked_prompts(prompts, model) -> list[torch.Tensor]:
 
 
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, stop_tokens=()):
-    """nanoGPT's `generate`, cached: idx (B, t) -> (B, t + n), drawn from the global generator.
+    """nanoGPT's `generate`, cached: idx (B, t) -> (B, t + n), sampled with the global generator.
 
-    n is max_new_tokens, or less if all rows end on a stop token. Shorter rows are padded with
-    their stop token.
+    n is max_new_tokens, or less if all rows end on a stop token. Shorter rows are padded
+    with their stop token.
     """
     training, sampler = model.training, Sampler(temperature, top_k or 0)
     try:

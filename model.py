@@ -1,8 +1,8 @@
 """GPT with a small KV cache: nanoGPT's model, plus the settings that shrink the cache.
 
 With the default config this *is* nanoGPT: the same parameters under the same names, the same
-logits. The plan (`kv/plan.py`) gives each layer's window, KV slot and owner; `attention/` computes
-attention; the cache (`kv/cache.py`) stores K and V in inference.
+logits. The plan (`kv/plan.py`) specifies each layer's window, KV slot and owner; `attention/`
+computes attention; the cache (`kv/cache.py`) stores K and V during inference.
 
     model = GPT(GPTConfig(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC',
                           share_global_kv=True, window_size=256, pos_embedding='rope',
@@ -53,8 +53,8 @@ class LayerNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention of one layer. An owner computes K and V; a layer that reads another's has only the
-    query rows of `c_attn`."""
+    """Attention of one layer. An owner computes K and V; a layer that reads those of another layer
+    has only the query rows of `c_attn`."""
 
     def __init__(self, config: GPTConfig, layer: Layer, n_kv_head: int):
         super().__init__()
@@ -62,7 +62,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_kv_head = config.n_head, n_kv_head
         self.dropout, self.kv_quant_train = config.dropout, config.kv_quant_train
         self.backend = 'auto'
-        # c_attn computes the heads of q | k | v; a reading layer has q alone
+        # c_attn computes the heads of q | k | v; in a reading layer only q
         self.head_counts = [self.n_head, n_kv_head, n_kv_head] if layer.owns else [self.n_head]
         n_out = sum(self.head_counts) * self.head_dim
         self.c_attn = nn.Linear(config.n_embd, n_out, bias=config.bias)
@@ -75,9 +75,9 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, rope=None, kv=None, cache=None, trim=None):
         """x (B, t, C) -> (B, t, C), and the (K, V) that later layers of this slot read.
 
-        rope: (cos, sin) for these positions, or None. kv: the owner's (K, V), each (B, Hkv, t, D),
-        in a reading layer; with a cache, the cache provides them. trim: the cache's step if only
-        each row's last token is needed, (B, 1, C).
+        rope: (cos, sin) for these positions, or None. kv: in a reading layer, the owner's (K, V),
+        each (B, Hkv, t, D); with a cache, the cache provides them. trim: the cache's step if only
+        each row's last token is needed; then the output is (B, 1, C).
         """
         B, t, _ = x.shape
         heads = self.c_attn(x).view(B, t, -1, self.head_dim).transpose(1, 2)
@@ -85,7 +85,7 @@ class CausalSelfAttention(nn.Module):
         q = norm_and_rotate(q, self.q_norm, rope)
         if self.layer.owns:
             k, v = norm_and_rotate(own[0], self.k_norm, rope), own[1]  # (B, Hkv, t, D)
-            # an int8 cache does its own rounding
+            # an int8 cache quantizes by itself
             if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
                 k, v = fake_quantize_int8(k), fake_quantize_int8(v)
             kv = k, v
@@ -138,7 +138,7 @@ class GPT(nn.Module):
     """nanoGPT's GPT plus every field of `GPTConfig`.
 
     Raises:
-        UserError (a ValueError): from the config or its KV plan.
+        UserError (a ValueError): if the config or its KV plan is invalid.
     """
 
     def __init__(self, config: GPTConfig):
@@ -167,7 +167,7 @@ class GPT(nn.Module):
         self.rotary = {kind: tables[base] for kind, base in theta.items()} if rope else None
 
         self.apply(self._init_weights)
-        for name, p in self.named_parameters():  # residual projections, per the GPT-2 paper
+        for name, p in self.named_parameters():  # residual projections, as in the GPT-2 paper
             if name.endswith('c_proj.weight'):
                 torch.nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
 
@@ -193,7 +193,7 @@ class GPT(nn.Module):
 
     @property
     def dtype(self):
-        """The compute dtype: that of the parameters that are never quantized."""
+        """The compute dtype: the dtype of the parameters that are never quantized."""
         return self.transformer.ln_f.weight.dtype
 
     def forward(self, idx, targets=None, *, cache: KVCache | None = None, lens=None, rows=None,
@@ -211,13 +211,13 @@ class GPT(nn.Module):
             all_logits: (B, t, V) also without targets; otherwise (B, 1, V), of each row's last
                 token.
         Raises:
-            UserError (a ValueError): a sequence longer than the cache, or with learned positions
-                longer than block_size.
+            UserError (a ValueError): if a sequence is longer than the cache or, with learned
+                positions, than block_size.
         """
         step = self._begin(idx, targets, cache, lens, rows)
         try:
             x, rope = self._embed(idx, step)
-        except Exception:  # such as an id outside the vocabulary: nothing has been written yet
+        except Exception:  # e.g. an id outside the vocabulary: nothing has been written yet
             if cache is not None:
                 cache.abandon()
             raise
@@ -240,7 +240,7 @@ class GPT(nn.Module):
         return logits, None
 
     def _begin(self, idx, targets, cache, lens, rows):
-        """Check the arguments; returns the cache's step, or None without a cache."""
+        """Check the arguments. Returns the cache's step, or None without a cache."""
         B, t = idx.shape
         if t == 0:
             raise UserError('idx has no tokens (t=0): give at least one')
@@ -276,7 +276,7 @@ class GPT(nn.Module):
             raise UserError(f'a sequence of {longest} tokens is longer than block_size='
                             f"{block_size}, for which pos_embedding='learned' has positions")
         positions = step.positions if ragged else torch.arange(end - t, end, device=idx.device)
-        # the padding of a ragged step may be past the table
+        # the padding of a ragged step may extend past the table
         x = x + self.transformer.wpe(positions.clamp(max=block_size - 1))
         return self.transformer.drop(x), {}
 
@@ -284,7 +284,7 @@ class GPT(nn.Module):
         """x after blocks first to last - 1, and the K, V that later blocks read.
 
         kvs: slot -> (K, V) of its owner. trim: the cache's step if only logits of last tokens are
-        needed: the other tokens are dropped once the last K and V are stored.
+        needed; the other tokens are dropped once the last K and V are stored.
         """
         layers, kvs = self.plan.layers, dict(kvs)
         for block, layer in zip(self.transformer.h[first:last], layers[first:last]):
@@ -298,7 +298,7 @@ class GPT(nn.Module):
 
     @property
     def attention_backend(self) -> str:
-        """The backend for whole sequences: one of `attention.backends.BACKENDS`."""
+        """The backend for entire sequences: one of `attention.backends.BACKENDS`."""
         return self.transformer.h[0].attn.backend
 
     @attention_backend.setter
@@ -314,11 +314,11 @@ class GPT(nn.Module):
         """An empty cache for `batch_size` sequences of up to `max_seq_len` tokens.
 
         Args:
-            kv_dtype: 'auto' (that of the parameters), 'float32', 'bfloat16', 'float16', 'int8'.
+            kv_dtype: 'auto' (the parameters' dtype), 'float32', 'bfloat16', 'float16', 'int8'.
             cache_class: `KVCache` or a subclass, which also gets `kwargs`.
         Raises:
-            UserError (a ValueError): max_seq_len over block_size with learned positions; an unknown
-                kv_dtype.
+            UserError (a ValueError): if max_seq_len exceeds block_size with learned positions, or
+                kv_dtype is unknown.
         """
         block_size = self.config.block_size
         if self.rotary is None and max_seq_len > block_size:
@@ -334,16 +334,16 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, model_type, override_args=None):
-        """GPT-2's weights: 'gpt2', ... 'gpt2-xl' from the hub, or a folder's; override_args may
-        have 'dropout' and 'gelu'. See `interop.huggingface`."""
+        """GPT-2's weights: 'gpt2', ... 'gpt2-xl' from the hub, or from a folder; override_args may
+        contain 'dropout' and 'gelu'. See `interop.huggingface`."""
         from interop.huggingface import from_pretrained
         return from_pretrained(model_type, override_args)
 
     def crop_block_size(self, block_size):
-        """Shorten the context, in place: later positions are cut off.
+        """Shorten the context in place by dropping later positions.
 
         Raises:
-            UserError (a ValueError): a block_size below 1 or above the model's.
+            UserError (a ValueError): if block_size is below 1 or above the model's.
         """
         if not 1 <= block_size <= self.config.block_size:
             raise UserError(f'block_size={block_size}: can only be cropped, to 1 to '
@@ -368,6 +368,6 @@ class GPT(nn.Module):
         return configure_optimizers(self, weight_decay, learning_rate, betas, device_type)
 
     def estimate_mfu(self, fwdbwd_per_iter, dt):
-        """nanoGPT's model FLOPs utilisation, of an A100's 312 TFLOPS: `training.flops`."""
+        """nanoGPT's model FLOPs utilization, relative to an A100's 312 TFLOPS: `training.flops`."""
         from training.flops import estimate_mfu
         return estimate_mfu(self, fwdbwd_per_iter, dt)

@@ -57,7 +57,7 @@ def main(argv=None):
 
 
 def sample_start(s):
-    """`num_samples` samples of one prompt, in batches of `parallel`, as nanoGPT would draw them."""
+    """Generate `num_samples` samples of one prompt, in batches of `parallel`, as nanoGPT would."""
     stops, start = parse_stops(s.stop), read_start(s.start)
     model, tokenizer = load(s)
     generators = sample_generators(s.seed, s.num_samples, model.device)
@@ -69,7 +69,7 @@ def sample_start(s):
     for k in range(0, s.num_samples, s.parallel):
         batch = generators[k:k + s.parallel]
         if cache is None or cache.batch_size != len(batch):  # the last batch may be smaller
-            cache = decode = generation = None  # freed before the next is allocated
+            cache = decode = generation = None  # freed before the next one is allocated
             cache = model.new_cache(len(batch), max_seq_len, s.kv_dtype)
             decode = fast_decode(model, cache, s.captured and s.max_new_tokens >= MIN_CAPTURED)
         cache.reset()
@@ -112,7 +112,7 @@ def generate_batch(generation, tokenizer, prompt, stops) -> tuple[list[float], i
                 if stream:
                     print(piece, end='', flush=True)
             times.append(time.perf_counter())
-    finally:  # also if interrupted: pending text is part of the sample
+    finally:  # even if interrupted: pending text is part of the sample
         ends = [sample.end() for sample in samples]
         if stream:
             print(ends[0], end='', flush=True)
@@ -123,7 +123,7 @@ def generate_batch(generation, tokenizer, prompt, stops) -> tuple[list[float], i
 
 
 def print_notes(s, model, tokenizer, stops, n_prompt):
-    """Notes on what a user may not expect."""
+    """Print notes on behavior that a user may not expect."""
     if recomputes(model, n_prompt, s.max_new_tokens):
         print(f'Note: learned positions end at block_size={model.config.block_size}; tokens past '
               'it are made by full recomputation over the last block_size tokens, exactly as '
@@ -137,8 +137,8 @@ def print_notes(s, model, tokenizer, stops, n_prompt):
 
 
 def speed(batches) -> dict:
-    """Medians of the times to the first token (TTFT) and per further step (TPOT) over what
-    `generate_batch` returned; tokens_per_second over everything, prefill included."""
+    """Medians of the times to the first token (TTFT) and per later step (TPOT) in the
+    results of `generate_batch`; tokens_per_second is overall, including prefill."""
     tokens = sum(n for _, n in batches)
     seconds = sum(times[-1] - times[0] for times, _ in batches)
     first = [times[1] - times[0] for times, _ in batches]
@@ -161,7 +161,7 @@ def show_timings(report: dict) -> None:
 
 
 def sample_prompts(s, write):
-    """Complete the prompts of a file by the batching engine, and pass the answers to `write`.
+    """Complete the prompts of a file with the batching engine, and pass the answers to `write`.
     Returns the number of requests that failed."""
     budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
     prefixes = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
@@ -190,8 +190,8 @@ def machine(model) -> dict:
 
 
 def parse(argv):
-    """The settings. What the parser prints goes to stderr with `prompts`, whose answers have stdout
-    to themselves."""
+    """Return the settings. With `prompts`, the parser prints to stderr, since stdout is only for
+    answers."""
     echoed, s = io.StringIO(), None
     try:
         with contextlib.redirect_stdout(echoed):

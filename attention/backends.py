@@ -1,13 +1,13 @@
-"""Attention backends for whole sequences, and whether Triton kernels can run.
+"""Attention backends for entire sequences, and whether Triton kernels can run.
 
-    backend       global layers      local layers             can serve
+    backend       global layers      local layers             supports
     'sdpa'        torch's SDPA       exact blocks on SDPA     everything
     'flex'        FlexAttention      FlexAttention            CUDA, no dropout, no float64, D >= 16
-    'flash_attn'  the package        its own window           CUDA, half precision, D <= 256
+    'flash_attn'  the package        the package's window     CUDA, half precision, D <= 256
     'math'        softmax of all scores, in at least float32  everything, slowly: a reference
-    'auto'        flash_attn, sdpa   flex, flash_attn, sdpa   the first of these that can
+    'auto'        flash_attn, sdpa   flex, flash_attn, sdpa   picks the first one that works
 
-Requesting a backend that cannot serve is an error (`choose`); there is no silent fallback.
+Requesting a backend that does not work is an error (`choose`); there is no silent fallback.
 """
 import contextlib
 import importlib.util
@@ -30,10 +30,10 @@ _enabled = None  # see `triton_enabled`
 
 
 def choose(kind: str, requested: str, device, dtype, head_dim: int, dropout_p: float = 0.0) -> str:
-    """The backend for layers of one kind ('global' or 'local').
+    """Return the backend for layers of one kind ('global' or 'local').
 
     Raises:
-        UserError: `requested` is not one of BACKENDS, or cannot serve here; the message says why.
+        UserError: if `requested` is not in BACKENDS or does not work here; the message says why.
     """
     if requested == 'auto':
         available = (name for name in PREFERRED[kind]
@@ -49,7 +49,7 @@ def choose(kind: str, requested: str, device, dtype, head_dim: int, dropout_p: f
 
 
 def why_unavailable(name: str, device, dtype, head_dim: int, dropout_p: float) -> str:
-    """Why a backend cannot serve; '' if it can."""
+    """Return why a backend does not work here; '' if it does."""
     if name in ('sdpa', 'math'):
         return ''
     if device.type != 'cuda':
@@ -71,7 +71,7 @@ def why_unavailable(name: str, device, dtype, head_dim: int, dropout_p: float) -
 
 
 def _flash_attn_version() -> int:
-    """2, 4, or 0 if neither package is installed. Nothing is imported."""
+    """Return 2, 4, or 0 if neither package is installed. Imports nothing."""
     for version, name in ((2, 'flash-attn'), (4, 'flash-attn-4')):
         with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.version(name)
@@ -79,12 +79,12 @@ def _flash_attn_version() -> int:
     return 0
 
 
-FLASH_ATTN_VERSION = _flash_attn_version()  # looked up here: a compiled forward cannot
+FLASH_ATTN_VERSION = _flash_attn_version()  # looked up at import: a compiled forward cannot
 
 
 def triton_usable(device: torch.device) -> bool:
-    """Whether the Triton kernels can run: on CUDA with Triton installed. On a CPU, where they are
-    interpreted, only inside `triton_enabled(True)`."""
+    """Whether the Triton kernels can run: on CUDA with Triton installed, or on a CPU, where they
+    are interpreted, only inside `triton_enabled(True)`."""
     if device.type == 'cuda':
         return _enabled is not False and TRITON_INSTALLED
     return _enabled is True and INTERPRETING and device.type == 'cpu' and TRITON_INSTALLED
@@ -92,7 +92,7 @@ def triton_usable(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def triton_enabled(on: bool):
-    """`with triton_enabled(False):` plain torch runs even where the kernels could, to compare."""
+    """`with triton_enabled(False):` uses plain torch even where the kernels work, to compare."""
     global _enabled
     before, _enabled = _enabled, on
     try:

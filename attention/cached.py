@@ -1,11 +1,11 @@
-"""Attention of new tokens over stored K and V: prefill in chunks, and decode a token at a time.
+"""Attention of new tokens over stored K and V: chunked prefill, and decode one token at a time.
 
-Stored K and V that are not in the compute dtype (int8) are converted a tile at a time, and the
-tiles' softmaxes are joined by their maxima and sums, as in FlashAttention and flash-decoding (Dao
-et al. 2022, 2023): a decoded copy of the whole cache never exists. (A chunk that attends only to
-itself, or in a local layer to a window before it, is short and is converted at once.)
+Stored K and V that are not in the compute dtype (int8) are converted one tile at a time, and the
+tiles' softmaxes are merged using their maxima and sums, as in FlashAttention and flash-decoding
+(Dao et al. 2022, 2023): a decoded copy of the entire cache never exists. (A chunk that attends only
+to itself or, in a local layer, to a window before it is short and is converted all at once.)
 
-Shapes: q (B, H, t, D); k, v (B, Hkv, S, D); int8 has k_scale, v_scale (B, Hkv, S, 1).
+Shapes: q (B, H, t, D); k, v (B, Hkv, S, D); int8 adds k_scale, v_scale (B, Hkv, S, 1).
 """
 from typing import NamedTuple
 
@@ -17,27 +17,27 @@ from attention.causal import causal_attention
 from attention.local import blockwise_local_attention
 from attention.masks import in_window
 
-# Elements of K (and of V) converted at a time: 1 MB of float32, which fits into a core's L2 cache.
+# Elements of K (and of V) converted at a time: 1 MB of float32, which fits in a core's L2 cache.
 TILE = 2 ** 18
 
 
 def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, window: int = 0):
-    """Attention of t new queries over stored keys, among which are those of the new tokens.
+    """Attention of t new queries over stored keys, which include those of the new tokens.
 
     Args:
         q: (B, H, t, D).
-        k, v: (B, Hkv, S, D) as they are stored; with scales they are int8.
+        k, v: (B, Hkv, S, D) as stored; int8 if scales are given.
         kv_lens: (B,) int64, number of valid keys per row; keys from index kv_lens[b] on are
             ignored. None = all S. If t > 1, keys are in order and the last t valid ones are the
-            queries' own; if t = 1, order does not matter.
-        window: keys that a query sees, itself included; 0 = all before it. Ignored if t = 1: the
-            caller passes only keys in the window.
+            queries' own; if t = 1, the order does not matter.
+        window: number of keys that a query sees, including its own; 0 = all up to its own.
+            Ignored if t = 1: the caller passes only keys in the window.
     Returns:
         (B, H, t, D); undefined for rows without keys.
     """
     t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
     if kv_lens is None and S == t:  # nothing precedes the chunk: plain causal attention
-        # (not by FlexAttention, which would compile a kernel for each prompt length)
+        # (not FlexAttention, which would compile a kernel for each prompt length)
         return causal_attention(q, *dequantized(q.dtype, *stored), window, backend='sdpa')
     if triton_usable(q.device) and torch.float64 not in (q.dtype, k.dtype):
         from attention.kernels.decode import stored_attention
@@ -49,7 +49,7 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
         mask = _mask(t, S, kv_lens, window if t > 1 else 0, q.device)
         if t > 1:  # for the t queries of each head of a group
             mask = mask.repeat(1, 1, q.size(1) // k.size(1), 1)
-    # the query heads of one K/V head are folded into one matrix: K and V are never expanded
+    # fold the query heads of one K/V head into one matrix, so that K and V are never expanded
     folded = q.reshape(q.size(0), k.size(1), -1, q.size(3))           # (B, Hkv, H/Hkv * t, D)
     if k.dtype != q.dtype or (q.dtype in HALF and mask is not None):
         y = _attend_tiles(folded, *stored, mask)
@@ -59,7 +59,7 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
 
 
 def _mask(t, S, kv_lens, window, device):
-    """(B or 1, 1, t, S) bool, True = seen."""
+    """(B or 1, 1, t, S) bool, True = visible."""
     k_pos = torch.arange(S, device=device)
     if t == 1:
         return (k_pos < kv_lens[:, None])[:, None, None]
@@ -69,7 +69,7 @@ def _mask(t, S, kv_lens, window, device):
 
 
 def _attend(q, k, v, mask):
-    """K and V as they are stored, read once for all query heads. q (B, Hkv, R, D) -> same."""
+    """Attention over K and V as stored, read once for all query heads. q (B, Hkv, R, D) -> same."""
     scale, shape = q.size(-1) ** -0.5, q.shape
     if q.dtype in HALF:  # SDPA keeps the scores in float32, which a GEMM would round
         return F.scaled_dot_product_attention(q, k, v)
@@ -78,13 +78,13 @@ def _attend(q, k, v, mask):
         scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
         return torch.bmm(scores.softmax(-1), v).view(shape)
     scores = (q * scale) @ k.transpose(2, 3)                          # (B, Hkv, R, S)
-    # finite: a row without keys gives a value that nobody reads, not NaN
+    # finite, so that a row without keys gives an unused value instead of NaN
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(-1) @ v
 
 
 def _attend_tiles(q, k, v, k_scale, v_scale, mask):
-    """K and V converted a tile at a time. q (B, Hkv, R, D) -> same."""
+    """Attention over K and V, converted one tile at a time. q (B, Hkv, R, D) -> same."""
     dtype = scores_dtype(q.dtype)
     scaled, parts, out = q.to(dtype) * q.size(-1) ** -0.5, [], []
     for batch, keys in tiles(k.shape):
@@ -101,8 +101,8 @@ def _attend_tiles(q, k, v, k_scale, v_scale, mask):
 
 
 def tiles(shape, size: int = TILE):
-    """(rows, keys), two slices, for each piece of stored K of `shape` (B, Hkv, S, D): whole rows if
-    several fit into `size` elements, else parts of one row."""
+    """Yield two slices (rows, keys) for each tile of stored K of `shape` (B, Hkv, S, D): complete
+    rows if they fit in `size` elements, otherwise parts of one row."""
     B, n_kv_head, S, D = shape
     n_keys = min(S, max(1, size // (n_kv_head * D)))
     n_rows = max(1, size // (n_kv_head * D * S)) if n_keys == S else 1
@@ -112,20 +112,20 @@ def tiles(shape, size: int = TILE):
 
 
 def scores_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scores and weights are at least float32: a half-precision GEMM would round them."""
+    """Dtype of scores and weights: at least float32, as a half-precision GEMM would round them."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def tile_scores(q, k, k_scale):
-    """q (b, Hkv, R, D), already scaled, against keys (b, Hkv, s, D): (b, Hkv, R, s). The scales of
-    int8 keys multiply the scores, which are fewer than the keys' elements."""
+    """q (b, Hkv, R, D), already scaled, times keys (b, Hkv, s, D): (b, Hkv, R, s). The scales of
+    int8 keys multiply the scores: cheaper than multiplying the keys in decoding, where R < D."""
     scores = q @ k.to(q.dtype).transpose(2, 3)
     return scores if k_scale is None else scores.mul_(k_scale.to(q.dtype).transpose(2, 3))
 
 
 class PartialSoftmax(NamedTuple):
     """Attention of R queries over some of their keys: the sum of the values weighted by
-    exp(score - top), and what is needed to join it to other parts (online softmax, Milakov &
+    exp(score - top), and what is needed to merge it with other parts (online softmax, Milakov &
     Gimelshein 2018). top, total: (b, Hkv, R, 1); values: (b, Hkv, R, D)."""
     top: torch.Tensor
     total: torch.Tensor
@@ -133,7 +133,7 @@ class PartialSoftmax(NamedTuple):
 
     @classmethod
     def of(cls, scores, v, v_scale=None) -> 'PartialSoftmax':
-        """scores (b, Hkv, R, s), overwritten; the scales of int8 values multiply the weights."""
+        """scores (b, Hkv, R, s) are overwritten; the scales of int8 values multiply the weights."""
         top = scores.amax(-1, keepdim=True)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
@@ -143,7 +143,7 @@ class PartialSoftmax(NamedTuple):
 
 
 def join_parts(parts: list[PartialSoftmax]) -> torch.Tensor:
-    """The attention over all the keys of the parts, (b, Hkv, R, D)."""
+    """Merge the parts into attention over all their keys, (b, Hkv, R, D)."""
     top, total, values = parts[0]
     for part in parts[1:]:
         new_top = torch.maximum(top, part.top)
@@ -154,13 +154,13 @@ def join_parts(parts: list[PartialSoftmax]) -> torch.Tensor:
 
 
 def dequantize(values, scale, dtype: torch.dtype) -> torch.Tensor:
-    """int8 values (..., D) times scales (..., 1), in `dtype`; multiplied in at least float32."""
+    """int8 values (..., D) times scales (..., 1), in `dtype`; computed in at least float32."""
     wide = scores_dtype(dtype)
     return (values.to(wide) * scale.to(wide)).to(dtype)
 
 
 def dequantized(dtype, k, v, k_scale=None, v_scale=None):
-    """Stored K and V in `dtype`; a copy only if they are in another one."""
+    """Stored K and V in `dtype`; copied only if stored in a different dtype."""
     if k_scale is None:
         return k.to(dtype), v.to(dtype)
     return dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)

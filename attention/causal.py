@@ -1,4 +1,4 @@
-"""Attention over a whole sequence, as in training, by one of the backends."""
+"""Attention over an entire sequence, as in training, using one of the backends."""
 import torch
 import torch.nn.functional as F
 
@@ -12,12 +12,12 @@ def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: 
 
     Args:
         q: (B, H, T, D). k, v: (B, Hkv, T, D), H a multiple of Hkv.
-        window: keys that a query sees, itself included; 0 = all before it.
+        window: number of keys that a query sees, including its own; 0 = all up to its own.
         backend: one of `attention.backends.BACKENDS`.
     Returns:
         (B, H, T, D).
     Raises:
-        UserError: the backend cannot serve these.
+        UserError: if the backend does not support these arguments.
     """
     T, D = q.shape[2:]
     window = window if window < T else 0
@@ -37,22 +37,22 @@ def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: 
 
 
 def sdpa(q, k, v, dropout_p: float = 0.0) -> torch.Tensor:
-    """Causal attention without a window, by torch's scaled_dot_product_attention."""
+    """Causal attention without a window, using torch's scaled_dot_product_attention."""
     gqa = q.size(1) != k.size(1)
-    if gqa and q.device.type == 'cpu':  # there SDPA copies K and V for every query head
+    if gqa and q.device.type == 'cpu':  # on CPU, SDPA copies K and V for every query head
         k, v, gqa = expand_heads(k, q.size(1)), expand_heads(v, q.size(1)), False
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, dropout_p=dropout_p, enable_gqa=gqa)
 
 
 def expand_heads(x: torch.Tensor, n_head: int) -> torch.Tensor:
-    """K or V (B, Hkv, S, D) -> (B, H, S, D), repeated for its query heads; a view if Hkv is 1."""
+    """K or V (B, Hkv, S, D) -> (B, H, S, D), repeated for the query heads; a view if Hkv is 1."""
     B, n_kv_head, S, D = x.shape
     return x[:, :, None].expand(B, n_kv_head, n_head // n_kv_head, S, D).flatten(1, 2)
 
 
 def math_attention(q, k, v, window: int = 0, dropout_p: float = 0.0) -> torch.Tensor:
-    """The definition: softmax over all scores, in at least float32. Takes O(T * T) memory."""
+    """Reference implementation: softmax over all scores in at least float32, O(T * T) memory."""
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         k, v = (expand_heads(x.to(wide), q.size(1)) for x in (k, v))

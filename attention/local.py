@@ -1,31 +1,31 @@
-"""Sliding-window attention in O(T * W) on any device: exact blocks on torch's SDPA."""
+"""Sliding-window attention in O(T * W) on any device: exact, in blocks, using torch's SDPA."""
 import torch
 import torch.nn.functional as F
 
 from attention.masks import dense_mask
 
-MIN_BLOCK = 32  # below this, many tiny blocks cost more than the few keys they save
+MIN_BLOCK = 32  # smaller blocks have more overhead than they save by skipping keys
 
 
 def blockwise_local_attention(q, k, v, window: int, dropout_p: float = 0.0) -> torch.Tensor:
-    """Exact sliding-window attention: each block of queries against the span of keys it can see.
+    """Exact sliding-window attention: each block of queries attends to the span of keys it can see.
 
         keys      . . | . . | . . | . . | . .      window = 4, blocks of 2 queries
         block 3         [     span      ]          the same mask in every block after the first
 
     Args:
-        q: (B, H, t, D). k, v: (B, Hkv, S, D), S >= t. The last t keys are those of the queries' own
-            positions; the S - t keys before them (a ring's contents) directly precede them, in
-            order. The first query sees at most window - 1 of these.
-        window: keys that a query sees, itself included; any value >= 1, whatever t.
+        q: (B, H, t, D). k, v: (B, Hkv, S, D), S >= t. The last t keys are at the positions of the
+            queries; the S - t keys before them (a ring's contents) directly precede them, in
+            order. The first query sees at most window - 1 of those.
+        window: number of keys that a query sees, including its own; >= 1, whatever t is.
         dropout_p: dropout on the attention weights.
     Returns:
         (B, H, t, D).
     """
     t, prefix = q.size(2), k.size(2) - q.size(2)
     block = _block_size(window, q.size(1) // k.size(1))
-    lookback = -(-(window - 1) // block) * block  # whole blocks that hold window - 1 keys
-    n_first = min(max(lookback, block), t)  # queries that do not have that many keys before them
+    lookback = -(-(window - 1) // block) * block  # window - 1 keys, rounded up to complete blocks
+    n_first = min(max(lookback, block), t)  # may have fewer than `lookback` keys before them
     q_first, q_rest = q.split([n_first, t - n_first], dim=2)
     k_first, v_first = k[:, :, :prefix + n_first], v[:, :, :prefix + n_first]
     first = masked_attention(q_first, k_first, v_first, window, dropout_p)
@@ -37,14 +37,14 @@ def blockwise_local_attention(q, k, v, window: int, dropout_p: float = 0.0) -> t
 
 
 def _block_size(window: int, group: int) -> int:
-    """Queries of a block. A span is window + block keys, so small blocks waste fewer scores; but
-    the gradients of K and V are first computed span by span, which takes window / block times their
-    size, shared by the `group` query heads of a K/V head."""
+    """Number of queries per block. A span is window + block keys, so small blocks waste fewer
+    scores; but the gradients of K and V are first computed per span, which takes window / block
+    times their size, shared by the `group` query heads of a K/V head."""
     return max(MIN_BLOCK, window // (group + 1))
 
 
 def masked_attention(q, k, v, window: int, dropout_p: float = 0.0) -> torch.Tensor:
-    """Queries at the end of the keys, under one dense mask.
+    """Attention of queries at the end of the keys, using one dense mask.
 
     q (B, H, t, D), k and v (B, Hkv, S, D) -> (B, H, t, D).
     """
@@ -58,10 +58,10 @@ def masked_attention(q, k, v, window: int, dropout_p: float = 0.0) -> torch.Tens
 
 
 def _attend_blocks(q, k, v, window, block, dropout_p):
-    """Blocks of queries that all have `lookback` keys before them.
+    """Attention of blocks of queries that all have `lookback` keys before them.
 
     q (B, H, t, D), k and v (B, Hkv, lookback + t, D) -> (B, H, t, D). The batch of the SDPA call is
-    B * Hkv and its heads are the blocks, so that spans of K and V are views that overlap.
+    B * Hkv and its heads are the blocks, so that spans of K and V are overlapping views.
     """
     B, H, t, D = q.shape
     n_kv_head, lookback = k.size(1), k.size(2) - t
@@ -73,7 +73,7 @@ def _attend_blocks(q, k, v, window, block, dropout_p):
     k, v = (x.reshape(B * n_kv_head, -1, D).unfold(1, lookback + block, block).transpose(2, 3)
             for x in (k, v))                                                 # (B*Hkv, n, span, D)
     mask = dense_mask(block, lookback + block, window, q.device).repeat(group, 1)
-    # padded queries see at least themselves, so there is no NaN, and are cut off
+    # padded queries see at least their own key, so there is no NaN; they are cut off
     y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask, dropout_p=dropout_p)
     y = y.view(B * n_kv_head, n, group, block, D).transpose(1, 2).reshape(B, H, n * block, D)
     return y[:, :, :t]

@@ -12,8 +12,8 @@ def in_window(q_pos, k_pos, window):
                        3      x x x
                        4        x x x
 
-    Takes ints, tensors that broadcast, and FlexAttention's index tensors. For the latter `window`
-    must be an int, so that it becomes a constant of the kernel.
+    Accepts ints, tensors that broadcast, and FlexAttention's index tensors. For the latter,
+    `window` must be an int, so that it becomes a constant of the kernel.
     """
     distance = q_pos - k_pos
     seen = distance >= 0
@@ -23,6 +23,6 @@ def in_window(q_pos, k_pos, window):
 
 
 def dense_mask(n_queries: int, n_keys: int, window: int, device=None) -> torch.Tensor:
-    """(n_queries, n_keys) bool, True = seen; the last query has the position of the last key."""
+    """(n_queries, n_keys) bool, True = visible; the last query and key have the same position."""
     q_pos = torch.arange(n_keys - n_queries, n_keys, device=device)
     return in_window(q_pos[:, None], torch.arange(n_keys, device=device)[None, :], window)

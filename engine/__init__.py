@@ -1,2 +1,2 @@
-"""Many sequences at once, and speed: the batching engine, pages, the prefix cache, captured
+"""Batching and fast decoding: the batching engine, pages, the prefix cache, captured
 steps."""

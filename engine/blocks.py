@@ -1,5 +1,5 @@
-"""Blocks of the prefix cache, and copies of their K and V outside of the KV cache: a page of every
-global slot, or a range of positions of every ring, each as one buffer of the bytes as stored.
+"""Blocks of the prefix cache, and copies of their K and V outside the KV cache: a page of every
+global slot, or a range of positions of every ring, each as one buffer of the stored bytes.
 """
 import hashlib
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ import torch
 from engine.paged import PagedKVCache
 from kv.slots import RingStore
 
-# bytes of Python objects of a block, without buffers and tokens (measured with sys.getsizeof)
+# bytes of the Python objects of a block, excluding buffers and tokens (from sys.getsizeof)
 OVERHEAD = 600
 
 
 def allocated_nbytes(buffer: torch.Tensor | None) -> int:
-    """Bytes allocated for a buffer, which may be more than it uses: see `HostCopies`."""
+    """Bytes allocated for a buffer, which may exceed its size: see `HostCopies`."""
     return 0 if buffer is None else buffer.untyped_storage().nbytes()
 
 
 class Block:
     """`size` tokens after those of `parent`, with their K and V.
 
-    key: a hash chained over all tokens up to its end; the name of its file on disk.
-    children: by their tokens. depth: number of blocks from the root, itself included.
-    page: page of its global K, V in the pools, -1 = not there. copy: that page on the host, or
+    key: a chained hash of all tokens up to its end; the name of its file on disk.
+    children: keyed by their tokens. depth: number of blocks from the root, including this one.
+    page: page of its global K, V in the pools, -1 = none. copy: a copy of that page on the host, or
     None. local: the last n_local positions of its local K, V, or None.
-    anchor: whether a row can resume at its end. users: running requests whose last block it is (the
-    root: those without a block). used: time of its last use. saved: n_local of its file on disk,
-    -1 = it has none.
+    anchor: whether a row can resume at its end. users: running requests whose last block is this
+    one (for the root: those without a block). used: time of its last use. saved: n_local of its
+    file on disk, -1 = no file.
     """
     __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local',
                  'anchor', 'users', 'used', 'saved')
@@ -50,7 +50,7 @@ class Block:
                 + allocated_nbytes(self.copy) + allocated_nbytes(self.local))
 
     def lineage(self):
-        """This block, its parent and so on, without the root."""
+        """Yield this block and its ancestors, except the root."""
         block = self
         while block.parent:
             yield block
@@ -59,16 +59,16 @@ class Block:
 
 @dataclass
 class Hit:
-    """Blocks that a request reuses. n_matched: blocks whose tokens match, some of which may follow
-    the last anchor and so cannot be reused."""
+    """Blocks that a request reuses. n_matched: number of blocks whose tokens match; those after the
+    last anchor cannot be reused."""
     blocks: list[Block]
     n_matched: int
 
 
 @dataclass
 class PrefixStats:
-    """Counts since the store was created. looked_up: tokens of requests; found: those of them that
-    were cached; copied_out, copied_in: pages, to the host and back; evicted: blocks."""
+    """Counts since the store was created. looked_up: tokens of requests; found: how many of them
+    were cached; copied_out, copied_in: pages copied to the host and back; evicted: blocks."""
     requests: int = 0
     looked_up: int = 0
     found: int = 0
@@ -78,20 +78,20 @@ class PrefixStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of tokens that were cached."""
+        """Fraction of tokens that were cached."""
         return self.found / max(1, self.looked_up)
 
 
 class HostCopies:
     """Copies buffers to pinned host memory and back on a separate stream; on a CPU it returns them
-    unchanged. Torch rounds pinned memory up to a power of two, so that is allocated and counted."""
+    unchanged. Torch rounds pinned memory up to a power of two, so the rounded size is counted."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
 
     def out(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A host copy of a device buffer, (n,) uint8, complete once the work queued so far is."""
+        """A host copy of a device buffer, (n,) uint8, ready once the work queued so far is done."""
         if self.stream is None:
             return buffer
         n = buffer.numel()
@@ -103,7 +103,7 @@ class HostCopies:
         return host
 
     def back(self, host: torch.Tensor) -> torch.Tensor:
-        """A device copy of a buffer that `out` returned, for work queued from now on."""
+        """A device copy of a buffer returned by `out`; work queued after this call can use it."""
         if self.stream is None:
             return host
         with torch.cuda.stream(self.stream):  # after pending copies to the host
@@ -114,8 +114,8 @@ class HostCopies:
 
 
 class BlockCopier:
-    """Copies blocks, each of `size` positions (a page), out of a `PagedKVCache` and back into it.
-    window: W of the local slots, 0 without any."""
+    """Copies blocks of `size` positions (a page) out of a `PagedKVCache` and back into it.
+    window: W of the local slots, 0 if there are none."""
 
     def __init__(self, cache: PagedKVCache):
         self.cache, self.size, self.copies = cache, cache.table.page_size, HostCopies(cache.device)
@@ -140,12 +140,12 @@ class BlockCopier:
         return self.copies.out(buffer)
 
     def put_page(self, page: int, buffer: torch.Tensor) -> None:
-        """Write a buffer from `page` to a page."""
+        """Write a buffer returned by `self.page` to the given page."""
         for x, copy in self._parts(self.copies.back(buffer), self.cache.pools, self.size):
             x[page].copy_(copy)
 
     def n_in_ring(self, row: int, end: int) -> int:
-        """How many of the last positions before `end` the rings of a row still hold."""
+        """How many of the last positions before `end` are still in the rings of a row."""
         behind = self.cache.length(row) - end
         return max(0, min([end] + [store.capacity - behind for store in self.rings]))
 
@@ -157,12 +157,12 @@ class BlockCopier:
         return self.copies.out(buffer)
 
     def put_local(self, row: int, end: int, n: int, buffer: torch.Tensor) -> None:
-        """Write a buffer from `local` to the rings of a row."""
+        """Write a buffer returned by `self.local` to the rings of a row."""
         for x, copy in self._ring_parts(self.copies.back(buffer), row, end, n):
             x.copy_(copy)
 
     def _ring_parts(self, buffer, row, end, n):
-        """Parts of the rings, which may wrap, each with its view of the buffer."""
+        """Pair parts of the rings, which may wrap around, with views of the buffer."""
         spans = self.rings[0].spans(end - n, n) if self.rings else []
         for x, copy in self._parts(buffer, self.rings, n):
             offset = 0
@@ -171,8 +171,8 @@ class BlockCopier:
                 offset += b - a
 
     def _parts(self, buffer, stores, n):
-        """Each tensor of the stores with its (Hkv, n, D or 1) view of the buffer; wide elements
-        first, so that views are aligned."""
+        """Pair each tensor of the stores with its (Hkv, n, D or 1) view of the buffer; widest
+        elements first, so that views are aligned."""
         at = 0
         tensors = [x for store in stores for x in store.tensors]
         for x in sorted(tensors, key=lambda x: -x.element_size()):

@@ -1,4 +1,4 @@
-"""Decode steps, from tokens to logits, captured as CUDA graphs and replayed.
+"""Decode steps (tokens to logits), captured as CUDA graphs and replayed.
 
     decode = captured_decode(model, cache)  # None if capture is not supported or not faster
     logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V), asynchronous
@@ -15,9 +15,9 @@ from engine.fused import fuse
 from engine.paged import PagedKVCache
 from engine.static import StaticCache
 
-# Shortest generation worth a capture, which takes as long as a few dozen plain steps.
+# Shortest generation worth capturing: a capture takes as long as a few dozen plain steps.
 MIN_CAPTURED = 32
-# Calls before the capture, during which nothing may be compiled or allocated for the first time.
+# Warm-up calls, since nothing may be compiled or first allocated during the capture.
 WARM_UP = 3
 
 
@@ -28,8 +28,8 @@ def suits_capture(model) -> bool:
 
 
 def can_be_captured(model, cache) -> bool:
-    """Not if pages are written by plain torch (K and V rounded to int8 but stored as floats, or an
-    odd head_dim), which synchronizes with the device."""
+    """False if pages are written by plain torch (K and V rounded to int8 but stored as floats, or
+    an odd head_dim), which synchronizes with the device."""
     rounds_only = model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
     return not isinstance(cache, PagedKVCache) or not (rounds_only or model.plan.head_dim % 2)
 
@@ -43,8 +43,8 @@ def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | N
 class CapturedDecode:
     """Decode steps over the first rows of `cache`, contiguous or paged.
 
-    model: in eval mode; its weights may change in place only. compiled: also `torch.compile` the
-    step, which fuses the operations between matmuls; takes minutes per size.
+    model: in eval mode; its weights may only change in place. compiled: also `torch.compile` the
+    step, which fuses the operations between matmuls but takes minutes per size.
     """
 
     def __init__(self, model, cache, compiled: bool = False):
@@ -57,7 +57,7 @@ class CapturedDecode:
     def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
         """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the logits of
         the remaining rows are undefined. Returns (n, V) logits, overwritten by the next call.
-        Raises UserError: a row that is full."""
+        Raises UserError if a row is full."""
         n = len(tokens)
         rows = [row for row in range(n) if lens is None or lens[row]]
         lengths = self.cache.lengths.tolist()
@@ -69,7 +69,7 @@ class CapturedDecode:
         return logits[:n]
 
     def prepare(self, *sizes: int) -> None:
-        """Capture the graphs for these numbers of rows now; by default for all."""
+        """Capture the graphs for these numbers of rows now; by default, for all of them."""
         with torch.inference_mode():
             for n in sizes or range(1, self.cache.batch_size + 1):
                 self._step_for(n)
@@ -99,8 +99,8 @@ class _Step:
         return self.model(tokens, cache=self.static)[0][:, -1]
 
     def prepare(self, pool):
-        """Warm up with all rows inactive, which writes nothing, then capture. Returns the memory
-        pool of the graph."""
+        """Warm up with all rows inactive, which writes nothing, then capture. Returns the
+        graph's memory pool."""
         self.static.set([])
         if self.tokens.device.type != 'cuda':
             self.call(self.tokens)
@@ -111,7 +111,7 @@ class _Step:
             for _ in range(WARM_UP):
                 self.call(self.tokens)
         torch.cuda.current_stream().wait_stream(side)
-        # keep the RoPE tables whose addresses are in the graph: a table that grows is reallocated
+        # keep the RoPE tables whose addresses are in the graph: growing a table reallocates it
         self.pinned = [dict(table._tables) for table in (self.model.rotary or {}).values()]
         gc.collect()  # an old graph must not be destroyed while another is captured
         graph = torch.cuda.CUDAGraph()

@@ -1,8 +1,8 @@
-"""A conversation as text: turns written by a template, with their token ids, and branches. No torch
+"""A conversation as text: turns formatted with a template, their token ids, and branches. No torch
 here.
 
-    turn = '{name}.\n{text}\n\n'    ROMEO.         a prompt is all turns, then the beginning of the
-                                    She speaks.    next one; what follows {text} ends a reply
+    turn = '{name}.\n{text}\n\n'    ROMEO.         a prompt is all turns, then the start of the next
+                                    She speaks.    one; what follows {text} ends a reply
 
                                     JULIET.
 """
@@ -20,8 +20,8 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Template:
-    """How a turn is written: '{name}', then '{text}', each once, then what ends the turn.
-    Raises UserError: another form."""
+    """The format of a turn: '{name}', then '{text}', each once, then the end of the turn.
+    Raises UserError if it has any other form."""
     turn: str
 
     def __post_init__(self):
@@ -37,18 +37,18 @@ class Template:
         object.__setattr__(self, '_pieces', [literal for literal, *_ in pieces])
 
     def head(self, name: str) -> str:
-        """What precedes the text."""
+        """The template up to the text."""
         return self._pieces[0] + name + self._pieces[1]
 
     @property
     def end(self) -> str:
-        """What follows the text."""
+        """The template after the text."""
         return self._pieces[2]
 
 
 @dataclass
 class Turn:
-    """A speaker's text, and the token ids of the whole turn, head and end included."""
+    """A speaker's text, and the token ids of the entire turn, including head and end."""
     name: str
     text: str
     ids: list[int]
@@ -58,9 +58,9 @@ class Turn:
 class Dialogue:
     """Turns on one of several branches.
 
-    tokenizer: as in `data.tokenizer`. branches: name -> turns; `branch` is the current one.
+    tokenizer: from `data.tokenizer`. branches: name -> turns; `branch` is the current one.
     trimmed: name of a branch -> how many of its oldest turns are left out of prompts.
-    strict: refuse texts that `say` would fold.
+    strict: reject texts that `say` would fold.
     """
     tokenizer: object
     template: Template
@@ -75,9 +75,9 @@ class Dialogue:
 
     def say(self, name: str, text: str) -> None:
         """Append a turn. If its text would end it early, the text is folded first, unless `strict`:
-        blank lines are left out, and where any line break ends a turn, spaces join the lines.
-        Raises UserError: an empty text, one in which the end of a turn occurs, or characters that
-        the alphabet lacks."""
+        blank lines are removed and, if any line break ends a turn, lines are joined by spaces.
+        Raises UserError if the text is empty, contains the end of a turn, or has characters that
+        are not in the alphabet."""
         head, end = self.template.head(name), self.template.end
         if not text.strip():
             raise UserError('the message is empty')
@@ -91,18 +91,18 @@ class Dialogue:
         self.turns.append(Turn(name, text, self._encoded(head + text + end)))
 
     def _encoded(self, text):
-        # text is never read as special tokens
+        # special tokens in text are not recognized
         return self.tokenizer.encode(text, special=False)
 
     def prompt(self, name: str) -> list[int]:
-        """Ids of the turns that are not trimmed, and of the head of the next one, by `name`."""
+        """Token ids of the turns that are not trimmed and of the head of `name`'s next turn."""
         turns = self.turns[self.trimmed.get(self.branch, 0):]
         return [i for turn in turns for i in turn.ids] + self._encoded(self.template.head(name))
 
     def reply(self, name: str, text: str, ids: list[int]) -> None:
         """Append a turn that was generated after `prompt(name)`: its text, without the end of the
-        turn, and its token ids. The ids are kept where they decode to the turn, so that the prefix
-        cache has the next prompt."""
+        turn, and its token ids. The ids are kept if they decode to the turn, so that the next
+        prompt is in the prefix cache."""
         end, decoded = self.template.end, self.tokenizer.decode(ids)
         if decoded == text:
             ids = ids + self._encoded(end)
@@ -111,13 +111,13 @@ class Dialogue:
         self.turns.append(Turn(name, text, self._encoded(self.template.head(name)) + ids))
 
     def untrim(self, room: int) -> None:
-        """Put all turns in prompts again if they have at most `room` tokens."""
+        """Include all turns in prompts again if they have at most `room` tokens."""
         if sum(len(turn.ids) for turn in self.turns) <= room:
             self.trimmed[self.branch] = 0
 
     def trim(self, room: int) -> int:
-        """Leave the oldest turns out of prompts until the rest have at most `room` tokens. Returns
-        how many are left out."""
+        """Leave the oldest turns out of prompts until the rest has at most `room` tokens. Returns
+        the number of turns left out."""
         n = self.trimmed.get(self.branch, 0)
         total = sum(len(turn.ids) for turn in self.turns[n:])
         while total > room:
@@ -126,13 +126,13 @@ class Dialogue:
         return n
 
     def cut(self, n: int) -> None:
-        """Drop all turns but the first n."""
+        """Drop all turns except the first n."""
         del self.turns[n:]
         if self.trimmed.get(self.branch, 0) >= n:
-            self.trimmed[self.branch] = 0  # there is room for the earlier ones again
+            self.trimmed[self.branch] = 0  # there is room for earlier turns again
 
     def fork(self, name: str) -> None:
-        """Copy the branch under a new name, and go on with the copy."""
+        """Copy the branch under a new name, and switch to the copy."""
         if not name or name in self.branches:
             raise UserError(f'there is a branch {name!r} already' if name
                             else 'a branch needs a name')
@@ -141,14 +141,14 @@ class Dialogue:
         self.branch = name
 
     def switch(self, name: str) -> None:
-        """Go on with another branch."""
+        """Switch to a different branch."""
         if name not in self.branches:
             there = ', '.join(map(repr, self.branches))
             raise UserError(f'there is no branch {name!r}; there are {there}')
         self.branch = name
 
     def save(self, path: Path) -> None:
-        """Write JSON, atomically. Raises UserError: it cannot be written."""
+        """Write JSON, atomically. Raises UserError if it cannot be written."""
         document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch,
                     'trimmed': self.trimmed, 'branches': self.branches}
         temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
@@ -162,8 +162,8 @@ class Dialogue:
             temporary.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote; on an error nothing changes. Raises UserError: another kind of
-        file, another template, or ids of another tokenizer."""
+        """Read what `save` wrote; on an error nothing changes. Raises UserError if the file is of a
+        different kind, or has a different template or ids of a different tokenizer."""
         try:
             document = json.loads(path.read_text(encoding='utf-8'))
             if document['version'] != VERSION or document['turn'] != self.template.turn:
@@ -193,8 +193,8 @@ class Dialogue:
 def longest_context(config) -> int:
     """The default max_seq_len of chat.py and serve.py.
 
-    With RoPE and local layers it is 32 times block_size, up to 8,192: the demo model predicts as
-    well there as within its block_size (results/demo/contexts.jsonl)."""
+    With RoPE and local layers it is 32 times block_size, up to 8,192: at that length the demo model
+    predicts as well as within its block_size (results/demo/contexts.jsonl)."""
     local = config.window_size and 'L' in config.layer_pattern
     if config.pos_embedding != 'rope' or not local:
         return config.block_size

@@ -1,10 +1,10 @@
-"""The batching engine: many requests in one paged cache, with continuous batching.
+"""The batching engine: many requests share one paged cache, with continuous batching.
 
     engine = Engine(model, 16, max_seq_len=1024, kv_dtype='int8', tokenizer=tokenizer)
     for completion in engine.generate(['To be', 'Once more'], SamplingParams(seed=1)):
         print(completion.text)
 
-The completion of a request does not depend on other requests, up to GEMM rounding.
+A request's completion does not depend on other requests, up to GEMM rounding.
 """
 import operator
 import time
@@ -36,19 +36,19 @@ class Engine:
     """Continuous batching over a fixed number of rows.
 
     Args:
-        model: a GPT; it is put into eval mode.
-        max_batch_size: rows, i.e. requests that run at once.
-        max_seq_len: most positions of a request (prompt and generated); 0 = the model's block_size.
+        model: a GPT, which is put into eval mode.
+        max_batch_size: number of rows, i.e. of requests that run at once.
+        max_seq_len: maximum positions of a request, prompt included; 0 = the model's block_size.
         kv_dtype: as in `model.new_cache`.
-        kv_budget: bytes of KV memory; 0 = enough for every row at max_seq_len. It holds the rings
-            of all rows; the rest is pages of the global slots.
-        page_size: positions of a page.
-        prefill_chunk: most prompt tokens computed between two decode steps.
-        prefix_budget: bytes of host memory of the prefix cache (`engine.prefix`); 0 = no cache.
-        prefix_folder: folder for blocks evicted from it, and at `close` for all; '' = none.
+        kv_budget: bytes of KV memory; 0 = enough for every row at max_seq_len. It covers the
+            rings of all rows; the rest is for pages of the global slots.
+        page_size: positions per page.
+        prefill_chunk: maximum number of prompt tokens computed between two decode steps.
+        prefix_budget: bytes of host memory for the prefix cache (`engine.prefix`); 0 = no cache.
+        prefix_folder: folder for blocks evicted from it and, at `close`, for all blocks; '' = none.
         captured: on CUDA, capture decode steps as graphs and replay them (`engine.captured`).
         tokenizer: for text prompts, completions and stop texts; None = token ids only.
-    Raises UserError: sizes below 1, a budget below rings and a page, invalid `new_cache` arguments.
+    Raises UserError if a size is below 1, the budget too small, or a `new_cache` argument invalid.
     """
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
@@ -68,7 +68,7 @@ class Engine:
         speed_up_few_rows(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
         self.jobs: dict[int, Job] = {}              # unfinished requests, by number
-        self._undelivered: list[Event] = []          # returned by the next step
+        self._undelivered: list[Event] = []          # to be returned by the next step
         self._failed_events: list[Event] | None = None        # of a failed step, until recovered
         self._inboxes: dict[int, deque[Event]] = {}  # of streamed requests, by number
         self._submitted = 0
@@ -102,14 +102,14 @@ class Engine:
     @torch.inference_mode()
     def prepare(self) -> None:
         """Compile the kernels and capture the decode steps for requests of any length, so that no
-        request waits for it. Takes seconds, the first time a minute. Does nothing unless decode
+        request has to wait. Takes seconds, or a minute the first time. Does nothing unless decode
         steps are captured. Raises UserError if there are unfinished requests."""
         if not isinstance(self.fast_decode, CapturedDecode):
             return
         if self.n_unfinished:
             raise UserError(f'prepare: {self.n_unfinished} requests have not ended')
         self.fast_decode.prepare()
-        for row in range(min(2, self.cache.batch_size)):  # row 1 may have another alignment
+        for row in range(min(2, self.cache.batch_size)):  # row 1 may be aligned differently
             for chunks in self._chunks_of_every_kind():
                 try:
                     for n in chunks:
@@ -119,8 +119,8 @@ class Engine:
                     self.cache.reset()
 
     def _chunks_of_every_kind(self) -> list[list[int]]:
-        """Chunk sizes that use every prefill kernel: each size after few tokens and after many, and
-        as the first chunk of a row."""
+        """Chunk sizes that use every prefill kernel: each size after few tokens, after many, and as
+        the first chunk of a row."""
         table, most = self.cache.table, self.scheduler.prefill_chunk
         room = min(self.cache.max_seq_len, table.n_pages * table.page_size)
         chunks, sizes = [], [1 << k for k in range(most.bit_length())]
@@ -131,12 +131,12 @@ class Engine:
 
     @property
     def n_unfinished(self) -> int:
-        """Requests whose last event has not been returned yet."""
+        """Number of requests whose last event has not been returned yet."""
         events = self._undelivered + (self._failed_events or [])
         return len(self.jobs) + sum(event.completion is not None for event in events)
 
     def submit(self, prompt: str | list[int], params: SamplingParams | None = None) -> int:
-        """Queue a request and return its index. An invalid one ends with an error event."""
+        """Queue a request and return its index. An invalid request ends with an error event."""
         index, params = self._submitted, params or SamplingParams()
         self._submitted += 1
         ids = []
@@ -152,8 +152,8 @@ class Engine:
         return index
 
     def cancel(self, index: int) -> Event | None:
-        """End a request. Returns its last event, which `step` or the stream returns too, or None if
-        it has already ended."""
+        """End a request. Returns its last event, which `step` or the stream also returns, or None
+        if it has already ended."""
         if index not in self.jobs:
             return None
         try:
@@ -190,11 +190,11 @@ class Engine:
 
     def generate(self, prompts, params=None,
                  on_event: Callable[[Event], None] | None = None) -> list[Completion]:
-        """The completions of `prompts` (texts or lists of ids), in the same order.
+        """Return the completions of `prompts` (texts or lists of ids), in the same order.
 
-        params: one `SamplingParams` for all, or one for each. on_event: called with every event."""
+        params: one `SamplingParams` for all, or one each. on_event: called with every event."""
         completions = {}
-        with closing(self.stream(prompts, params)) as events:  # also when `on_event` fails
+        with closing(self.stream(prompts, params)) as events:  # even if `on_event` fails
             for event in events:
                 if on_event:
                     on_event(event)
@@ -203,7 +203,7 @@ class Engine:
         return [completions[index] for index in sorted(completions)]
 
     def stream(self, prompts, params=None) -> Iterator[Event]:
-        """Yield the events of `prompts` as they come, with `index` counting from 0. Other requests
+        """Yield the events of `prompts` as they occur, with `index` counting from 0. Other requests
         keep running. Closing the iterator cancels the unfinished prompts."""
         prompts = list(prompts)
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
@@ -229,7 +229,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Run one step: prompt chunks, then one token for each decoding request. Returns its
-        events, without those of streams. After an exception (Ctrl-C, out of memory) no request or
+        events, except those of streams. After an exception (Ctrl-C, out of memory) no request or
         sampled token is lost: the next step recomputes the cache and returns the pending events."""
         events = []
         for event in self._step():
@@ -256,7 +256,7 @@ class Engine:
         return events
 
     def _recover(self) -> None:
-        """After a fault in a step: rebuild everything from the sampled tokens and the events."""
+        """After a failed step: rebuild all state from the sampled tokens and the events."""
         events = self._failed_events
         self.cache.reset()  # it may be half-written
         if self.prefix:
@@ -267,13 +267,13 @@ class Engine:
         self.scheduler.restart([job.request for job in self.jobs.values()])
         for job in list(self.jobs.values()):
             pieces, tokens = job.restore(), job.request.tokens
-            for k in range(job.num_emitted, len(tokens)):  # sampled, not emitted yet
+            for k in range(job.num_emitted, len(tokens)):  # sampled but not emitted yet
                 logprob, last = job.logprobs and job.logprobs[k], k == len(tokens) - 1
                 self._emit(job, tokens[k], pieces[k], logprob, events, last)
         self._undelivered, self._failed_events = events + self._undelivered, None
 
     def _decode(self, decoding, events):
-        # prefilling rows in between take part with 0 tokens, so that the rows are one slice
+        # prefilling rows in between are included with 0 tokens, so that the rows form one slice
         by_row = {request.row: (request, n) for request, n in decoding}
         parts = [by_row.get(row, (None, 0)) for row in range(max(by_row) + 1)]
         if self.fast_decode is None:
@@ -291,7 +291,7 @@ class Engine:
         self._sample(parts, logits[:, -1], events)
 
     def _sample(self, parts, logits, events) -> None:
-        """Sample a token for each request whose tokens are now all in the cache."""
+        """Sample a token for each request whose tokens are all in the cache now."""
         sampling = []
         for b, (request, n) in enumerate(parts):
             if n:

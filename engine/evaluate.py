@@ -1,4 +1,4 @@
-"""A model's loss on fixed windows of text, by the training forward pass or through a KV cache."""
+"""A model's loss on fixed windows of text, using the training forward pass or a KV cache."""
 import copy
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 @dataclass
 class Judgement:
-    """Of n windows of T targets: mean loss in nats by position and by window, and greedy tokens."""
+    """Of n windows of T targets: mean loss in nats per position and per window, greedy tokens."""
     by_position: torch.Tensor  # (T,) float64, mean over the windows
     by_window: torch.Tensor    # (n,) float64, mean over the positions
     choices: torch.Tensor      # (n, T) int64
@@ -22,8 +22,8 @@ class Judgement:
 
 
 def spread_windows(tokens, T: int, n: int = 0) -> torch.Tensor:
-    """(n, T + 1) int64: n windows (0 = as many as there are, and never more) spread evenly over
-    `tokens` (a `data.tokenfiles.TokenSplit`), whose targets do not overlap."""
+    """(n, T + 1) int64: n windows (0 or too many = as many as fit) spread evenly over `tokens`
+    (a `data.tokenfiles.TokenSplit`), whose targets do not overlap."""
     most = (len(tokens) - 1) // T
     n = min(n, most) if n else most
     starts = [i * (len(tokens) - 1 - T) // max(n - 1, 1) for i in range(n)]
@@ -31,12 +31,12 @@ def spread_windows(tokens, T: int, n: int = 0) -> torch.Tensor:
 
 
 def forward(model):
-    """A function idx -> logits by the plain forward pass."""
+    """Return a function idx -> logits that uses the plain forward pass."""
     return lambda idx: model(idx, all_logits=True)[0]
 
 
 def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
-    """A function idx -> logits through a cache: `first` tokens, then the rest in chunks."""
+    """Return a function idx -> logits through a cache: `first` tokens, then the rest in chunks."""
     def logits(idx):
         B, T = idx.shape
         cache = model.new_cache(B, T, kv_dtype)
@@ -48,7 +48,7 @@ def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
 
 @torch.inference_mode()
 def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
-    """windows (n, T + 1), on the model's device."""
+    """Evaluate windows (n, T + 1), which are on the model's device."""
     by_position, by_window, choices = torch.zeros(windows.size(1) - 1, dtype=torch.float64), [], []
     for rows in windows.split(batch_size):
         logits = logits_of(rows[:, :-1])
@@ -61,7 +61,7 @@ def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
 
 
 def with_rounding(model, on: bool):
-    """A copy of the model that rounds K and V to int8 in its forward pass, or does not."""
+    """A copy of the model with int8 rounding of K and V in its forward pass on or off."""
     twin = copy.deepcopy(model).eval()
     twin.config = dataclasses.replace(model.config, kv_quant_train='int8' if on else '')
     for block in twin.transformer.h:

@@ -1,4 +1,4 @@
-"""Attention of a captured decode step whose QK-norm, RoPE, int8 and write are one kernel."""
+"""Attention for captured decode steps, with QK-norm, RoPE, int8 and the write in one kernel."""
 import torch
 
 from attention.backends import triton_usable
@@ -22,7 +22,7 @@ class FusedAttention(CausalSelfAttention):
         return self.project(cache.read(self.layer, q)), None
 
     def _suits(self, x, cache) -> bool:
-        """Not for float64, nor for K and V rounded to int8 but stored in another dtype."""
+        """False for float64, and if K and V are rounded to int8 but stored in a different dtype."""
         rounds_only = self.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
         wide = x.dtype == torch.float64 or cache.kv_dtype == 'float64'
         return triton_usable(x.device) and self.head_dim % 2 == 0 and not rounds_only and not wide

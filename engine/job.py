@@ -1,4 +1,4 @@
-"""What the engine keeps of a request beside the scheduler, and the events that it emits."""
+"""State of a request that the engine keeps in addition to the scheduler's, and its events."""
 from dataclasses import dataclass
 
 from engine.params import Completion, TokenLogprob
@@ -11,8 +11,8 @@ from engine.stopping import SampleText
 class Event:
     """One token of a request, or its end.
 
-    index: of the request, in the order of submission. token: -1 = none (error, cancelled).
-    text: new text that no stop text can cut off any more. completion: in the last event only."""
+    index: number of the request, in the order of submission. token: -1 = none (error, cancelled).
+    text: new text that no stop text can still cut off. completion: only in the last event."""
     index: int
     token: int
     text: str = ''
@@ -26,11 +26,11 @@ class Job:
     def __init__(self, request: Request, tokenizer, now: float):
         self.request, self.tokenizer, self.submitted, self.first = request, tokenizer, now, None
         self.logprobs = [] if request.params.logprobs >= 0 else None
-        self.num_emitted = 0  # tokens whose event was emitted
+        self.num_emitted = 0  # number of tokens whose event was emitted
         self.restore()
 
     def restore(self) -> list[str]:
-        """Rebuild sampler and text from the tokens. Returns the text of each token."""
+        """Rebuild the sampler and the text from the tokens. Returns the text of each token."""
         params, tokens = self.request.params, self.request.tokens
         self.sampling = SampleRow(params, self.request.prompt + tokens, len(tokens))
         self.text = SampleText(self.tokenizer.stream(), params.stop) if self.tokenizer else None

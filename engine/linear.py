@@ -14,8 +14,8 @@ MOST_ROWS = 256
 
 
 class FewRowsLinear(nn.Linear):
-    """nn.Linear that uses the extension's matmul where that is faster: in float32 and bfloat16 on
-    a CPU, for up to `few_rows` rows."""
+    """nn.Linear that uses the extension's matmul where it is faster: in float32 and bfloat16 on a
+    CPU, for up to `few_rows` rows."""
 
     def forward(self, x):
         if torch.compiler.is_compiling() or not self._suits(x):
@@ -30,14 +30,14 @@ class FewRowsLinear(nn.Linear):
 
 
 def describe(weight, bias) -> tuple[native.Linear, torch.Tensor | None]:
-    """(descriptor for the extension, a tensor that must live as long as the descriptor)"""
+    """Return (descriptor for the extension, a tensor that must outlive the descriptor)."""
     bias = None if bias is None else bias.detach().float()
     return native.Linear(weight.data_ptr(), None, None if bias is None else bias.data_ptr(),
                          *weight.shape, native.DTYPES[weight.dtype]), bias
 
 
 def by_extension(described, x: torch.Tensor) -> torch.Tensor:
-    """x (..., k) -> (..., n) float32. described: as `describe` returns it."""
+    """x (..., k) -> (..., n) float32. described: as returned by `describe`."""
     linear, _bias = described
     rows = x.detach().reshape(-1, linear.k).float().contiguous()
     y = rows.new_empty(len(rows), linear.n)
@@ -54,7 +54,7 @@ def few_rows(dtype: torch.dtype) -> int:
 
 @functools.cache
 def _measured(dtype) -> int:
-    """Timed on a weight of GPT-2's MLP for 1, 4, 16 ... rows: takes some 100 ms."""
+    """Time a weight of GPT-2's MLP for 1, 4, 16 ... rows; takes about 100 ms."""
     weight = torch.ones(3072, 768, dtype=dtype)
     described, rows = describe(weight, None), 1
     while rows <= MOST_ROWS:

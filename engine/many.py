@@ -14,14 +14,14 @@ from engine.paged import PAGE_SIZE
 from engine.params import Completion, sample_seed
 from engine.prompts import PromptLine
 
-ROWS = 16  # requests at once by default
+ROWS = 16  # default number of concurrent requests
 
 
 def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str,
            shorten: bool) -> list[PromptLine]:
-    """The lines as they can be served; one that cannot has an error, e.g. if it needs more than
-    `budget` bytes of KV memory alone. shorten: if learned positions end before the default
-    max_new_tokens, a line that does not set its own gets as many as there are positions for.
+    """Return the lines with limits applied; a line that cannot run gets an error, e.g. if it needs
+    more than `budget` bytes of KV memory by itself. shorten: a line that does not set its own
+    max_new_tokens gets fewer than the default if learned positions end earlier.
     """
     def fit(line):
         asked, n_prompt = line.params.max_new_tokens, len(line.ids)
@@ -43,8 +43,8 @@ def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str,
 
 def make_engine(model, tokenizer, lines: list[PromptLine], num_samples: int, rows: int, budget: int,
                 kv_dtype: str, prefix_budget: int = 0, captured: bool = True) -> Engine:
-    """An engine that holds the longest of the lines that have no error. rows: requests at once; 0 =
-    up to ROWS, fewer if there are fewer requests, or if the budget cannot hold the windows of all.
+    """Make an engine that fits the longest line without an error. rows: concurrent requests; 0 = up
+    to ROWS, but fewer if there are fewer requests or the budget is too small for all windows.
     """
     lengths = [len(line.ids) + line.params.max_new_tokens for line in lines if not line.error]
     max_seq_len = max(lengths, default=1)
@@ -64,8 +64,8 @@ def complete(engine: Engine, lines: list[PromptLine], num_samples: int, seed: in
              write: Callable[[dict], None]) -> dict:
     """Pass `num_samples` completions of each line to `write` as dicts, in the order of the lines.
 
-    Sample k of a line with a seed of its own has seed `sample_seed(its seed, k)`; completion i of
-    the others has `sample_seed(seed, i)`. A line with an error becomes an answer that says so. If
+    Sample k of a line with its own seed uses `sample_seed(its seed, k)`; completion i of the other
+    lines uses `sample_seed(seed, i)`. A line with an error becomes an answer with the error. If
     interrupted, all completed answers have been written. Returns numbers for `show_many`.
     """
     work = [(line, k) for line in lines for k in range(num_samples)]
@@ -75,7 +75,7 @@ def complete(engine: Engine, lines: list[PromptLine], num_samples: int, seed: in
             for i, (line, _) in enumerate(work) if line.error}
     good = [i for i in range(len(work)) if i not in done]
     written, tokens, start = 0, 0, time.perf_counter()
-    # a request that the engine refuses comes back as a completion with an error
+    # a request that the engine rejects is returned as a completion with an error
     stream = engine.stream([work[i][0].ids for i in good], [params[i] for i in good])
     try:
         columns = (TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(),
@@ -91,7 +91,7 @@ def complete(engine: Engine, lines: list[PromptLine], num_samples: int, seed: in
                     bar.update(task, completed=len(done), rate=rate)
                 while written in done:
                     answer = _answer(*work[written], params[written], done[written])
-                    written += 1  # first: an interrupt must not have it written twice
+                    written += 1  # first, so that an interrupt cannot cause a second write
                     write(answer)
     finally:
         stream.close()
@@ -109,7 +109,7 @@ def complete(engine: Engine, lines: list[PromptLine], num_samples: int, seed: in
 
 
 def show_many(f: dict) -> None:
-    """Print what `complete` returned, with device, threads and weights, to stderr."""
+    """Print the numbers from `complete`, and device, threads and weights, to stderr."""
     Console(stderr=True).print(
         f"\n{f['requests']:,} requests ({f['failed']:,} failed), {f['prompt_tokens']:,} prompt "
         f"tokens, {f['tokens']:,} generated in {f['seconds']:.1f} s: "
@@ -143,8 +143,8 @@ def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
 
 
 def json_lines(stream) -> Callable[[dict], None]:
-    """A function that writes dicts to `stream`, one a line, and flushes. Characters beyond ASCII
-    are escaped unless the stream's encoding is a UTF."""
+    """Return a function that writes dicts to `stream`, one per line, and flushes. Non-ASCII
+    characters are escaped unless the stream's encoding is a UTF."""
     encoding = getattr(stream, 'encoding', None) or ''
     ascii_only = not encoding.lower().startswith('utf')
 

@@ -1,10 +1,10 @@
-"""The engine's cache: global slots in pages from one pool, local slots rings per row.
+"""The engine's cache: global slots use pages from a pool; local slots use one ring per row.
 
-    pool of a slot   (n_pages, Hkv, page_size, D)     the K/V of a row: the pages of its row in the
+    pool of a slot   (n_pages, Hkv, page_size, D)     the K/V of a row: the pages of that row in the
     page  0 1 2 3                                     `engine.pages.PageTable`, the same ids in the
     row   0 0 1 0    row 0 has pages [0, 1, 3]        pool of every global slot
 
-A row takes a page when it grows into it, and frees it when it is reset: PagedAttention (Kwon et al.
+A row takes a page when it grows into it, and frees it on reset: PagedAttention (Kwon et al.
 2023).
 """
 import torch
@@ -29,7 +29,7 @@ class PagedStore(KVStore):
         self.table = table
 
     def write_chunk(self, new, pages, places) -> None:
-        """Write encoded K, V (rows, Hkv, t, D) to these pages and offsets, (rows * t,) each."""
+        """Write encoded K, V (rows, Hkv, t, D) to the given pages and offsets, (rows * t,) each."""
         tokens = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new)  # (rows * t, Hkv, 1, D)
         self.scatter(pages, places, tokens)
 
@@ -39,11 +39,11 @@ class PagedStore(KVStore):
 
 
 def table_attention(q, pool, table, kv_lens):
-    """Attention of new tokens over the pages of their rows: by the Triton kernel, which reads them
-    in place, or over a contiguous copy.
+    """Attention of new tokens over the pages of their rows: with the Triton kernel, which reads
+    them in place, or over a contiguous copy.
 
     q: (B, H, t, D). pool: stored K, V, (n_pages, Hkv, page_size, D). table: (B, n) int32, the pages
-    of each row in order; -1 after the last. kv_lens: (B,) int64, keys of each row.
+    of each row in order; -1 after the last. kv_lens: (B,) int64, number of keys in each row.
     """
     if triton_usable(q.device) and torch.float64 not in (q.dtype, pool[0].dtype):
         from attention.kernels.decode import stored_attention
@@ -68,14 +68,14 @@ class PagedKVCache(KVCache):
     """A cache whose global slots take pages from a pool of `n_pages`, each of `page_size` positions
     of every global slot: `model.new_cache(B, T, kv_dtype, PagedKVCache, n_pages=...)`.
 
-    `nbytes` counts pool and rings, allocated once; `held_nbytes` the part that rows use now. A step
-    may raise OutOfPages (a UserError), before anything is written.
+    `nbytes` counts the pool and rings, allocated once; `held_nbytes` the part in use by rows. A
+    step may raise OutOfPages (a UserError) before anything is written.
     """
 
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, n_pages: int,
                  page_size: int = PAGE_SIZE, **kinds):
         self.table = PageTable(batch_size, n_pages, page_size)
-        self._listed = None, None  # page list of the last decode step; most steps reuse it
+        self._listed = None, None  # page list of the last decode step, which most steps reuse
         super().__init__(plan, batch_size, max_seq_len, **kinds)
 
     def _new_store(self, slot: Slot) -> KVStore:
@@ -94,7 +94,7 @@ class PagedKVCache(KVCache):
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of the pages in rows, each counted once, and of all rings."""
+        """Bytes of the pages used by rows, each counted once, and of all rings."""
         pools = sum(store.nbytes for store in self.pools)
         return self.nbytes - pools // self.table.n_pages * self.table.n_available
 
@@ -104,7 +104,7 @@ class PagedKVCache(KVCache):
 
     def begin(self, t: int, lens=None, rows=None) -> Step:
         step = super().begin(t, lens, rows)
-        self._places = self._where = None  # set by the first global layer, for all
+        self._places = self._where = None  # set by the first global layer for all of them
         return step
 
     def _make_room(self, step: Step) -> None:
@@ -132,7 +132,7 @@ class PagedKVCache(KVCache):
         return seen
 
     def _chunk_places(self, step):
-        """For each chunk: page and offset of each token, row after row; and the pages of its rows,
+        """For each chunk: page and offset of each token, row by row; and the pages of its rows,
         (rows, pages), if its queries attend to a contiguous copy of them."""
         size, found = self.table.page_size, []
         for batch, n, _, start in step.chunks:
@@ -146,7 +146,7 @@ class PagedKVCache(KVCache):
         return found
 
     def _places_of(self, step):
-        """For a step of one token: the batch rows that append it (None = all), and the page and
+        """For a one-token step: the batch rows that append a token (None = all), and the page and
         offset of each."""
         size = self.table.page_size
         jobs = [(b, self.table.rows[row][start // size], start % size)
@@ -169,8 +169,8 @@ class PagedKVCache(KVCache):
         return paged_attention(q, store.tensors, self._where)
 
     def _table_of(self, step):
-        """Block table (B, n) int32 of the step, padded with -1, and the number of keys of each row,
-        with padding, (B,)."""
+        """Block table (B, n) int32 of the step, padded with -1, and the number of keys in each row,
+        including padding, (B,)."""
         rows = [self.table.rows[row] for row in step.rows]
         width = max(1, *map(len, rows))
         table = [row + [-1] * (width - len(row)) for row in rows]
@@ -179,7 +179,7 @@ class PagedKVCache(KVCache):
                 torch.tensor(kv_lens, device=self.device))
 
     def _page_list(self, step: Step) -> PageList:
-        """The pages of a step of one token."""
+        """The page list of a one-token step."""
         rows = [row if n else None for row, n in zip(step.rows, step.lens)]  # None: output unused
         key = self.table.version, rows
         if self._listed[0] != key:
@@ -192,7 +192,7 @@ class PagedKVCache(KVCache):
         return PageList(ids, of_row, first, kv_lens, runs)
 
     def reset(self, rows=None) -> None:
-        """Empty rows and free their pages, except shared ones."""
+        """Empty rows and free their pages, except shared pages."""
         rows = range(self.batch_size) if rows is None else torch.as_tensor(rows).tolist()
         super().reset(rows)
         self._clean([page for row in rows for page in self.table.release(row)])
@@ -210,28 +210,28 @@ class PagedKVCache(KVCache):
 
     def fork(self, source: int, target: int) -> None:
         """Copy `source` to `target`, which must be empty. Rings are copied; pages are shared, and
-        the last one is copied when either row writes to it."""
+        the last page is copied when either row writes to it."""
         self._checked('fork', [source, target])
         self.adopt(target, self.table.rows[source], self._lengths[source])
         for store in self.row_stores:
             copy_row(store, source, target)
 
     def adopt(self, row: int, pages: list[int], length: int) -> None:
-        """Set `row`, which must be empty, to `length` tokens in these pages, shared with other
-        rows. The caller fills the rings."""
+        """Set `row`, which must be empty, to `length` tokens in these pages, which other rows
+        share. The caller fills the rings."""
         if self._lengths[row]:
             raise UserError(f'row {row} holds {self._lengths[row]} tokens; reset it first')
         self.table.adopt(row, pages)
         self._lengths[row] = length
 
     def unpin(self, page: int) -> None:
-        """Free a pinned page, unless a row holds it."""
+        """Unpin a page, and free it unless a row uses it."""
         if self.table.unpin(page):
             self._clean([page])
 
     def reserve(self, row: int, length: int) -> None:
-        """Take the pages for the first `length` tokens of `row`. Raises OutOfPages, and nothing has
-        changed."""
+        """Take the pages for the first `length` tokens of `row`. Raises OutOfPages, in which case
+        nothing changes."""
         self._checked('reserve', [row])
         if length > self.max_seq_len:
             raise UserError(f'reserve: {length} tokens for row {row}: the cache has '
@@ -250,7 +250,7 @@ class PagedKVCache(KVCache):
                     copy_row(pool, source, target)
 
     def _clean(self, freed: list[int]) -> None:
-        """Zero the values of freed pages: the next row reads whole pages, with weight 0 beyond its
+        """Zero the values of freed pages: the next row reads complete pages, with weight 0 past its
         length, and 0 * NaN would be NaN (see `KVCache._forget`)."""
         if freed:
             for pool in self.pools:

@@ -1,4 +1,4 @@
-"""Decode attention over pages: partial softmaxes are computed page by page, in place, and the parts
+"""Decode attention over pages: partial softmaxes are computed page by page, in place, and those
 of each row are merged (flash-decoding's split KV, Dao et al. 2023, with the pages of PagedAttention
 as splits)."""
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ import torch
 
 from attention.cached import TILE, PartialSoftmax, scores_dtype, tile_scores
 
-# Maximum ratio of unowned pages in a slice of the pool; beyond it, pages are gathered instead.
+# Maximum ratio of unowned to owned pages in a slice of the pool; above it, pages are gathered.
 MAX_UNOWNED = 0.25
 
 
 @dataclass
 class PageList:
-    """The pages that the rows of a step of one token attend to.
+    """The pages that the rows of a one-token step attend to.
 
     Entry e: page ids[e] holds positions first[e] .. first[e] + page_size - 1 of batch row rows[e].
-    Entries are in the order of the pool. Each of `runs` is (a, b, lo): entries a .. b - 1 are the
-    consecutive pages from lo on, or any pages if lo is None. An unowned page within a run is
-    assigned to row B, whose result is dropped, so its contents (NaN even) reach no row.
+    Entries are in the order of the pool. Each of `runs` is (a, b, lo): entries a .. b - 1 are
+    consecutive pages from lo on, or arbitrary pages if lo is None. An unowned page within a run is
+    assigned to row B, whose result is dropped, so its contents (even NaN) affect no row.
 
-    rows, first, ids: (n,) int64. kv_lens: (B + 1,) int64, keys of each row; 0 for row B.
+    rows, first, ids: (n,) int64. kv_lens: (B + 1,) int64, number of keys per row; 0 for row B.
     """
     ids: torch.Tensor
     rows: torch.Tensor
@@ -31,7 +31,7 @@ class PageList:
 
 def page_entries(table, rows: list[int | None]):
     """([(page, batch row, first position)] in the order of the pool, runs), see `PageList`. For a
-    shared page, the entries of the second and later rows come last. None: a row without keys."""
+    shared page, the entries of the second and later rows come last. None = a row without keys."""
     entries = sorted((page, b, place * table.page_size)
                      for b, row in enumerate(rows) if row is not None
                      for place, page in enumerate(table.rows[row]))
@@ -77,10 +77,10 @@ def paged_attention(q, pool, pages: PageList):
 
 
 def _pieces(pool, pages, dtype):
-    """(first entry, end, index into the pool), about a tile each. The index is a slice where pages
-    are consecutive, so that nothing is copied, otherwise a tensor."""
+    """Yield (first entry, end, index into the pool), about a tile each. The index is a slice if
+    pages are consecutive, so that nothing is copied, and otherwise a tensor."""
     _, n_kv_head, page_size, D = pool[0].shape
-    in_place = pool[0].dtype == dtype  # no conversion, so tiles need no memory
+    in_place = pool[0].dtype == dtype  # no conversion, so tiles need no extra memory
     most = max(1, TILE // (n_kv_head * page_size * D))
     for a, b, lo in pages.runs:
         size = b - a if lo is not None and in_place else most

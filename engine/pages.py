@@ -3,9 +3,9 @@
     page_size = 4       row 0 has 6 tokens     pages [0, 1]      page  0 1 2 3 4 5
                         row 1 has 5 tokens     pages [2, 4]      refs  1 1 1 0 1 0
 
-One table serves all global slots. Rows with a common prefix share its pages; a shared one is copied
-before a row writes to it (PagedAttention, Kwon et al. 2023). A prefix store may pin pages: one in
-no row is *evictable*, and the store unpins some when free pages run out (`reclaim`).
+One table serves all global slots. Rows with a common prefix share its pages; a shared page is
+copied before a row writes to it (PagedAttention, Kwon et al. 2023). A prefix store may pin pages: a
+pinned page in no row is *evictable*; the store unpins some when too few are free (`reclaim`).
 """
 import heapq
 from collections import Counter
@@ -18,11 +18,11 @@ class OutOfPages(UserError):
 
 
 class PageTable:
-    """The pages of `n_rows` rows, out of a pool of `n_pages`, each of `page_size` positions.
+    """The pages of `n_rows` rows, from a pool of `n_pages` pages of `page_size` positions.
 
     rows[r]: the pages of row r, in the order of its positions.
     refs[p]: number of rows with page p, plus one if it is pinned; 0 = free.
-    reclaim: called with a number of evictable pages that it must unpin.
+    reclaim: called with the number of evictable pages that it must unpin.
     version: incremented whenever the pages of a row change; versions[r]: its value when row r last
     changed. Anything derived from the table stays valid until then.
     """
@@ -34,7 +34,7 @@ class PageTable:
         self.n_pages, self.page_size = n_pages, page_size
         self.rows = [[] for _ in range(n_rows)]
         self.refs = [0] * n_pages
-        # a heap: the lowest page is taken first, which keeps pages in use close together
+        # a heap: the lowest page is taken first, which keeps used pages close together
         self._free = list(range(n_pages))
         self.pinned, self.n_evictable, self.reclaim = set(), 0, None
         self.version, self.versions = 0, [0] * n_rows
@@ -45,26 +45,26 @@ class PageTable:
 
     @property
     def n_available(self) -> int:
-        """Pages that can be taken: free and evictable ones."""
+        """Number of pages that can be taken: free plus evictable."""
         return len(self._free) + self.n_evictable
 
     def pages_for(self, n_tokens: int) -> int:
-        """Pages of a row of `n_tokens`."""
+        """Number of pages that `n_tokens` tokens need."""
         return -(-n_tokens // self.page_size)
 
     def pages_needed(self, jobs: list[tuple[int, int, int]]) -> int:
-        """Pages that `extend(row, start, end)` takes for all of `jobs`, one after another, each of
-        a different row."""
+        """Number of pages that calling `extend(*job)` takes for all of `jobs`, (row, start, end),
+        each with a different row."""
         new = sum(max(0, self.pages_for(end) - len(self.rows[row])) for row, _, end in jobs)
         writers = Counter(self.rows[row][i] for row, start, end in jobs
                           for i in self._shared(row, start, end))
-        # if all rows that share a page write to it, the last one need not copy it
+        # if all rows that share a page write to it, the last one does not need to copy it
         return new + sum(min(n, self.refs[page] - 1) for page, n in writers.items())
 
     def extend(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Give `row` unshared pages for positions start .. end - 1, before which it is full.
+        """Give `row` unshared pages for positions start .. end - 1; it has `start` tokens.
         Returns (source, target) of each shared page whose contents must be copied. Raises
-        OutOfPages, and nothing has changed."""
+        OutOfPages, in which case nothing changes."""
         needed = self.pages_needed([(row, start, end)])
         self.ensure_free(needed, f'row {row} needs {needed} more pages of {self.page_size} '
                                  f'positions to hold {end} tokens')
@@ -89,7 +89,7 @@ class PageTable:
             self.reclaim(n - self.n_free)
 
     def adopt(self, row: int, pages: list[int]) -> None:
-        """Share these pages with `row`, which must be empty."""
+        """Give shared use of these pages to `row`, which must be empty."""
         if self.rows[row]:
             raise UserError(f'row {row} holds {len(self.rows[row])} pages; release it first')
         for page in pages:
@@ -99,8 +99,8 @@ class PageTable:
         self.rows[row] = list(pages)
 
     def move(self, source: int, target: int) -> list[int]:
-        """Move the pages of `source` to `target`, whose own are released. Returns the pages that
-        this frees."""
+        """Move the pages of `source` to `target`, after releasing those of `target`. Returns the
+        pages that this frees."""
         if source == target:
             return []
         freed = self.release(target)
@@ -117,7 +117,7 @@ class PageTable:
         return [page for page in pages if not self.refs[page]]
 
     def pin(self, page: int) -> None:
-        """Keep a page of some row when the row is released."""
+        """Keep a page of a row from being freed when the row is released."""
         if page not in self.pinned:
             self.pinned.add(page)
             self.refs[page] += 1
@@ -130,14 +130,14 @@ class PageTable:
         return page
 
     def unpin(self, page: int) -> bool:
-        """Returns whether the page is free now."""
+        """Unpin a page. Returns whether it is free now."""
         self.pinned.remove(page)
         self.n_evictable -= self.refs[page] == 1
         self._unref(page)
         return not self.refs[page]
 
     def rebuild(self, pinned: set[int]) -> None:
-        """Recompute references and free pages from the rows and `pinned`, after a fault."""
+        """After an error, recompute references and free pages from the rows and `pinned`."""
         self.pinned, self.refs = set(pinned), [0] * self.n_pages
         for page in [*pinned, *(page for pages in self.rows for page in pages)]:
             self.refs[page] += 1
@@ -151,7 +151,7 @@ class PageTable:
         self.versions[row] = self.version
 
     def _shared(self, row, start, end) -> list[int]:
-        """Indices of the shared pages of a row among those that will be written."""
+        """Indices of a row's shared pages that will be written."""
         if end <= start:
             return []
         pages = self.rows[row]

@@ -1,4 +1,4 @@
-"""What one request asks for (`SamplingParams`) and what it gets (`Completion`). No torch here."""
+"""A request's parameters (`SamplingParams`) and its result (`Completion`). No torch here."""
 import difflib
 import math
 from dataclasses import dataclass, fields, replace
@@ -10,7 +10,7 @@ from config.errors import UserError
 
 MAX_INT = 2 ** 31 - 1
 
-# parameter -> its type, which values are allowed, and how the error describes them
+# parameter -> type, check for allowed values, and their description in errors
 RANGES = {
     'max_new_tokens': (int, lambda x: 1 <= x <= MAX_INT, f'at least 1 and at most {MAX_INT:,}'),
     'temperature': (float, lambda x: x == 0 or x >= 1e-4, '0 (greedy) or at least 1e-4'),
@@ -25,23 +25,23 @@ RANGES = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are sampled, and where they end.
+    """How the tokens of a request are sampled, and where they end.
 
     The restrictions apply in the order of Hugging Face's `generate`: repetition penalty,
     temperature, top-k, top-p, min-p; `generate.lowest_kept` defines the last three.
 
-    Raises UserError: a value of the wrong type or out of range.
+    Raises UserError if a value has the wrong type or is out of range.
     """
     max_new_tokens: int = 128
-    temperature: float = 1.0         # divides the logits; 0 = greedy, else at least 1e-4
-    top_k: int = 0                   # only the k likeliest; 0 = all
-    top_p: float = 1.0               # only the likeliest that sum to this probability; 1 = all
-    min_p: float = 0.0               # relative to the likeliest token's probability; 0 = all
+    temperature: float = 1.0         # divides the logits; 0 = greedy, otherwise at least 1e-4
+    top_k: int = 0                   # only the k most likely; 0 = all
+    top_p: float = 1.0               # only the most likely that sum to this probability; 1 = all
+    min_p: float = 0.0               # relative to the most likely token's probability; 0 = all
     repetition_penalty: float = 1.0  # above 1, tokens in prompt or text become less likely
-    seed: int = 0                    # the random number of token t is a function of (seed, t) alone
+    seed: int = 0                    # the random number of token t depends only on (seed, t)
     stop_tokens: tuple[int, ...] = ()  # token ids that end the text
     stop: tuple[str, ...] = ()       # stop texts, see engine/stopping.py
-    logprobs: int = -1               # -1: none; 0: the sampled token's; k: and the k likeliest's
+    logprobs: int = -1               # -1: none; 0: the sampled token; k: also the top k
 
     def __post_init__(self):
         checked = {'stop_tokens': _stop_tokens(self.stop_tokens), 'stop': _stop_texts(self.stop)}
@@ -54,7 +54,7 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, given: dict, defaults: 'SamplingParams | None' = None) -> 'SamplingParams':
         """`defaults` updated from a JSON object, in which 'stop' may also be a single text.
-        Raises UserError: an unknown key, or a wrong value."""
+        Raises UserError for an unknown key or an invalid value."""
         allowed = [f.name for f in fields(cls)]
         for key in given:
             if key not in allowed:
@@ -70,7 +70,7 @@ class TokenLogprob(NamedTuple):
     penalty, temperature and restrictions (as in OpenAI's API and vLLM)."""
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), likeliest first
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), most likely first
 
     def as_json(self) -> dict:
         return {'token': self.token, 'logprob': self.logprob,
@@ -79,35 +79,35 @@ class TokenLogprob(NamedTuple):
 
 @dataclass
 class Completion:
-    """What the engine returns for one request."""
+    """The result of one request."""
     prompt_tokens: list[int]
     tokens: list[int]                           # generated, without the prompt
     text: str                                   # of `tokens`, cut at a stop text
     finish_reason: str                          # 'length', 'stop', 'error' or 'cancelled'
     error: str = ''                             # what went wrong, if finish_reason is 'error'
-    logprobs: list[TokenLogprob] | None = None  # one per token, if they were asked for
+    logprobs: list[TokenLogprob] | None = None  # one per token, if requested
     ttft_s: float | None = None                 # from submission to the first token, if any
     seconds: float | None = None                # from submission to the end
     n_cached: int = 0                           # prompt tokens reused from the prefix cache
 
 
 def sample_seed(seed: int, k: int) -> int:
-    """The seed of sample k of a run: `seed` itself for k = 0, else a number mixed from both."""
+    """The seed of sample k of a run: `seed` itself for k = 0, otherwise a hash of both."""
     mixed = np.random.SeedSequence((seed % 2 ** 64, k)).generate_state(2).view(np.uint64)[0]
     return seed if k == 0 else int(mixed >> 1)
 
 
 def shown(value) -> str:
-    """`repr`, cut to a length that suits a message."""
+    """`repr`, truncated for use in a message."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an int of more than 4,300 digits, a list nested too deep
+    except (ValueError, RecursionError):  # an int of more than 4,300 digits, a deeply nested list
         return f'a very large {type(value).__name__}'
     return text if len(text) <= 60 else text[:57] + '...'
 
 
 def has_surrogate(text: str) -> bool:
-    """Half a surrogate pair is no character: JSON can spell it, UTF-8 cannot."""
+    """Whether text has half a surrogate pair, which JSON can encode but UTF-8 cannot."""
     return any('\ud800' <= c <= '\udfff' for c in text)
 
 

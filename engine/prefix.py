@@ -1,14 +1,14 @@
 """Prefix cache: a radix tree of token blocks with K and V, reused by requests that share a prefix.
 
-    root ── "To be, o" ── "r not to" ── " be"...   a block is a page of tokens, found in its
-                      └── "r else w"               parent's `children` by those tokens
+    root ── "To be, o" ── "r not to" ── " be"...   a block is a page of tokens, a key of its
+                      └── "r else w"               parent's `children`
 
 The global K/V of a block is a page. Local slots are rings, which cannot be rewound: the positions
-before a block's end are copied while the ring holds them, as *local parts* of blocks. An end whose
-last W - 1 positions are complete can be resumed from, and is called an *anchor*. The distances of
-anchors from the newest one about double, so that a text that differs x tokens before the end of a
-cached one is recomputed from at most about 2x before it. Other local parts are dropped, unless
-`prune` is off.
+before a block's end are copied while they are in the ring, as *local parts* of blocks. A block end
+with all of its last W - 1 positions can be resumed from, and is called an *anchor*. The distances
+of anchors from the newest one roughly double, so that a text that differs x tokens before the end
+of a cached one is recomputed from at most about 2x before the end. Other local parts are dropped,
+unless `prune` is off.
 
 Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed
 blocks (vLLM), caching between turns (Character.AI, "Optimizing AI Inference", 2024).
@@ -28,13 +28,13 @@ from engine.prefix_disk import DiskTier
 
 @dataclass
 class PrefixStore:
-    """The tree for one cache; a block has as many tokens as a page.
+    """The block tree of one cache; a block has as many tokens as a page.
 
     cache: takes pages back from the store when it runs out (`PageTable.reclaim`).
     budget: bytes of host memory for page copies, local parts and bookkeeping (pages in the pool
-    belong to the cache). Blocks in use by requests are kept even above it.
+    belong to the cache). Blocks used by requests are kept even if this exceeds it.
     prune: drop local parts that no anchor needs.
-    disk: for evicted blocks, where blocks missing in memory are looked up; None = no disk.
+    disk: stores evicted blocks, and is searched for blocks not in memory; None = no disk.
     """
     cache: PagedKVCache
     budget: int
@@ -53,7 +53,7 @@ class PrefixStore:
         self.table.reclaim = self.reclaim
 
     def match(self, tokens: list[int], disk: bool = True) -> Hit:
-        """The longest reusable prefix of `tokens`, without the last one: its logits are needed.
+        """Find the longest reusable prefix of `tokens[:-1]`: the last one's logits are needed.
 
         disk: also read blocks from disk; memory may exceed the budget until `restore`."""
         path, block, n_before = [], self.root, len(self.blocks)
@@ -65,7 +65,7 @@ class PrefixStore:
                 break
             path.append(block)
         if len(self.blocks) > n_before:
-            # the first block last, i.e. most recently used: all others need it
+            # the first block last, i.e. as most recently used: all others need it
             self.disk.touch([block.key for block in reversed(path)])
         n = len(path)
         while n and not self._is_complete(path[n - 1]):
@@ -73,8 +73,8 @@ class PrefixStore:
         return Hit(path[:n], len(path))
 
     def chunk_ends(self, hit: Hit, length: int) -> list[int]:
-        """Positions where prefill chunks of a request of `length` tokens should end, so that they
-        become anchors: where it leaves the tree, and its last boundary (unpruned: every window)."""
+        """Positions where prefill chunks of a request of `length` tokens should end, so that
+        they become anchors: where it leaves the tree, and its last boundary (unpruned: all)."""
         start, last = len(hit.blocks) * self.size, length // self.size * self.size
         window = max(1, self.copier.window // self.size) * self.size
         step = last if self.prune or not self.lookback else window
@@ -82,8 +82,8 @@ class PrefixStore:
         return sorted(end for end in ends if start < end <= length)
 
     def restore(self, row: int, hit: Hit) -> Block:
-        """Fill an empty row with the tokens of the hit. Returns the last block of it, or the root.
-        Raises OutOfPages if the pool has no room for pages on the host; the row stays empty."""
+        """Fill an empty row with the tokens of the hit. Returns its last block, or the root.
+        Raises OutOfPages if the pool has no room for pages from the host; the row stays empty."""
         last_block = hit.blocks[-1] if hit.blocks else self.root
         last_block.users += 1  # so that making room does not evict it
         last_block.anchor = bool(hit.blocks)
@@ -101,7 +101,7 @@ class PrefixStore:
         return last_block
 
     def _to_pool(self, blocks) -> list[int]:
-        """The pages of the blocks, after those on the host were copied to the pool."""
+        """Copy pages on the host to the pool. Returns the pages of the blocks."""
         missing = [block for block in blocks if block.page < 0]
         if len(missing) > self.n_available(blocks):
             raise OutOfPages(f'{len(missing)} pages of {self.size} positions are to be restored: '
@@ -118,12 +118,12 @@ class PrefixStore:
         return [block.page for block in blocks]
 
     def n_available(self, blocks: list[Block]) -> int:
-        """Pages that can be taken without those of `blocks`."""
+        """Number of pages that can be taken, excluding those of `blocks`."""
         evictable = sum(block.page >= 0 and self.table.refs[block.page] == 1 for block in blocks)
         return self.table.n_available - evictable
 
     def _pieces(self, tokens) -> list[bytes]:
-        """The tokens of each whole block, as int32 bytes."""
+        """The tokens of each complete block, as int32 bytes."""
         packed, width = np.asarray(tokens, dtype=np.int32).tobytes(), 4 * self.size
         return [packed[i:i + width] for i in range(0, len(packed) - width + 1, width)]
 
@@ -156,19 +156,19 @@ class PrefixStore:
         return (*parts, n_local, anchor) if sizes == expected else None
 
     def _is_complete(self, block) -> bool:
-        """Whether the local parts hold all W - 1 positions before the end of `block`."""
+        """Whether the local parts include all W - 1 positions before the end of `block`."""
         return all(each.n_local >= n for each, n in self._window(block))
 
     def _window(self, block):
-        """(block, n) for the W - 1 positions before the end of `block`, from it backwards: n of
-        them are in that block."""
+        """Yield (block, n) for the W - 1 positions before the end of `block`, from it backwards:
+        n of them are in that block."""
         left = self.lookback
         while block.parent and left > 0:
             yield block, min(self.size, left)
             block, left = block.parent, left - self.size
 
     def extend(self, row: int, last_block: Block, tokens: list[int]) -> Block:
-        """Add the whole blocks of a row, which holds `tokens`, after `last_block`. Returns the new
+        """Add the complete blocks of a row with these `tokens` after `last_block`. Returns the new
         last block. Call it when the length of the row becomes a multiple of `size`, which makes the
         boundary an anchor, and when the request ends."""
         length, pages = self.cache.length(row), self.table.rows[row]
@@ -213,7 +213,7 @@ class PrefixStore:
         last_block.anchor = True
         if not self.prune:
             return
-        # keep anchors at distances that about double, and where the tree branches
+        # keep anchors at distances that roughly double, and where the tree branches
         kept, anchors = 0, [block for block in last_block.parent.lineage() if block.anchor]
         for block, farther in itertools.zip_longest(anchors, anchors[1:], fillvalue=self.root):
             next_distance = last_block.depth - farther.depth
@@ -249,13 +249,13 @@ class PrefixStore:
         self._shrink()
 
     def _touch(self, last_block) -> None:
-        """Mark a path as used: children before their parents, which they cannot do without."""
+        """Mark a path as used: children before their parents, which they depend on."""
         for block in last_block.lineage():
             block.used = next(self._clock)
             self.blocks.move_to_end(block)
 
     def reclaim(self, n: int) -> None:
-        """Free the n least recently used pages that no row holds; they are copied to the host."""
+        """Copy the n least recently used pages that are in no row to the host, and free them."""
         evictable = [block for page, block in self._by_page.items()
                      if self.table.refs[page] == 1 and block not in self._protected]
         for block in heapq.nsmallest(n, evictable, key=lambda block: block.used):
@@ -273,11 +273,11 @@ class PrefixStore:
             self.cache.unpin(page)
 
     def _shrink(self) -> None:
-        """Get within the budget, as far as blocks that are not in use allow."""
+        """Get within the budget, as far as possible without evicting blocks in use."""
         if self.nbytes > self.budget:
             copied = [block for block in self._by_page.values() if block.copy is not None]
             for block in sorted(copied, key=lambda block: block.used):
-                self.nbytes -= allocated_nbytes(block.copy)  # the pool holds the same
+                self.nbytes -= allocated_nbytes(block.copy)  # the pool has the same data
                 block.copy = None
                 if self.nbytes <= self.budget:
                     return
@@ -289,7 +289,7 @@ class PrefixStore:
             self._evict(leaf)
 
     def _evict(self, block) -> None:
-        """Remove a leaf, and the blocks before it as far as the last anchor: nothing can resume
+        """Remove a leaf, and the blocks before it back to the last anchor: nothing can resume
         after them."""
         while True:
             parent = block.parent
@@ -313,8 +313,8 @@ class PrefixStore:
         self.stats.evicted += 1
 
     def forget(self, last_block: Block) -> None:
-        """Remove the blocks of a request whose logits were not finite, except those that other
-        requests share."""
+        """Remove the blocks of a request whose logits were not finite, except those shared with
+        other requests."""
         while last_block in self.blocks and not (last_block.children or last_block.users):
             if self.disk:
                 self.disk.delete(last_block.key)
@@ -332,7 +332,7 @@ class PrefixStore:
             self._to_disk(block)
 
     def recover(self) -> None:
-        """Rebuild all bookkeeping from the tree, after a fault and a reset of the cache."""
+        """Rebuild all bookkeeping from the tree after an error and a reset of the cache."""
         self.nbytes, self._by_page, self._protected = 0, {}, set()
         found, level = [], [self.root]
         while level:

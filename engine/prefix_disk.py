@@ -1,10 +1,10 @@
 """The prefix cache on disk, which survives a restart: one safetensors file per block.
 
     FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the parent
-                                           ("before"), n_local, anchor, and a hash of all that
+                                           ("before"), n_local, anchor, and a hash of it all
 
-The fingerprint identifies weights, plan and dtypes. A file that is damaged or has other tokens than
-requested counts as missing. Processes may share a folder; each budgets the files that it knows.
+The fingerprint identifies weights, plan and dtypes. A file that is damaged or has tokens other than
+those requested counts as missing. Processes may share a folder; each counts the files it knows.
 """
 import contextlib
 import hashlib
@@ -37,8 +37,8 @@ def fingerprint(model, kv_dtype: str, page_size: int) -> str:
 class DiskTier:
     """The files of one fingerprint in a folder.
 
-    budget: bytes, above which the least recently used files are deleted. nbytes: size of all files.
-    Raises UserError: the safetensors package is missing, or the folder cannot be made.
+    budget: bytes above which the least recently used files are deleted. nbytes: size of all files.
+    Raises UserError if the safetensors package is missing or the folder cannot be created.
     """
 
     def __init__(self, folder, fingerprint: str, budget: int):
@@ -63,7 +63,7 @@ class DiskTier:
         self._warned, self._latest = False, 0
 
     def write(self, block, page: torch.Tensor | None) -> None:
-        """Write a block and the bytes of its page. If that fails, warn the first time."""
+        """Write a block and the bytes of its page. Warn the first time that this fails."""
         path = self._path(block.key)
         if block.saved >= block.n_local and path.name in self._sizes:
             return self.touch([block.key])
@@ -78,7 +78,7 @@ class DiskTier:
             size = temporary.stat().st_size
             self._stamp(temporary)
             os.replace(temporary, path)
-        except Exception as e:  # OSError, or safetensors' own
+        except Exception as e:  # OSError, or one from safetensors
             if not self._warned:
                 warnings.warn(f'{path} cannot be written, so its prefix is not stored: {e}',
                               stacklevel=2)
@@ -104,7 +104,7 @@ class DiskTier:
         return {'fingerprint': self.fingerprint, 'tokens': tokens.hex(), 'before': before.hex()}
 
     def _stamp(self, path):
-        """Set a modification time later than all before: the file system's clock is too coarse."""
+        """Set a modification time after all earlier ones: the file system's clock is too coarse."""
         self._latest = max(self._latest + 1, time.time_ns())
         os.utime(path, ns=(self._latest, self._latest))
 
@@ -113,8 +113,8 @@ class DiskTier:
         self._delete(self._path(key).name)
 
     def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int, bool] | None:
-        """({'page': ..., 'local': ...}, n_local, anchor) of the block with these tokens after the
-        block with key `before`; None if there is none. Either tensor may be absent."""
+        """Return ({'page': .., 'local': ..}, n_local, anchor) of the block with these tokens after
+        the block with key `before`; None if there is none. Either tensor may be absent."""
         path = self._path(key)
         if path.name not in self._sizes:
             return None
@@ -123,7 +123,7 @@ class DiskTier:
                 about = file.metadata() or {}
                 if not self._identity(before, tokens).items() <= about.items():
                     return None
-                # cloned, since each would map its file, and a process has at most 65,530 mappings
+                # clone, since each would map its file, and a process may have only 65,530 mappings
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
             if about.pop('hash', '') != _hash(about, tensors):
                 raise ValueError('hash mismatch')

@@ -1,4 +1,4 @@
-"""Prompts that people give: one text (`start`), or a file of many (`prompts`). No torch here."""
+"""Prompts from the user: one text (`start`), or a file of many (`prompts`). No torch here."""
 import json
 import math
 from collections import Counter
@@ -11,14 +11,14 @@ from engine.params import SamplingParams, has_surrogate, shown
 
 
 def read_start(start: str) -> tuple[str, str]:
-    """(where, text): `start` itself, or the file that 'FILE:path' names. `where` is for messages.
-    Raises UserError: a file that cannot be read as UTF-8."""
+    """Return (where, text): `start` itself, or the file of 'FILE:path'. `where` is for messages.
+    Raises UserError if the file cannot be read as UTF-8."""
     where = f'start={start!r}' if len(start) <= 200 else f'start={start[:200]!r}...'
     return where, _read(start[5:], where) if start.startswith('FILE:') else start
 
 
 def encode_prompt(tokenizer, where: str, text: str) -> list[int]:
-    """Token ids of a prompt. Raises UserError: characters that the alphabet lacks, or no tokens."""
+    """Token ids of a prompt. Raises UserError for unknown characters or no tokens."""
     try:
         ids = tokenizer.encode(text)
     except UserError as e:
@@ -30,24 +30,24 @@ def encode_prompt(tokenizer, where: str, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a file of prompts. A non-empty `error` says what is wrong with it."""
+    """One line of a file of prompts. A non-empty `error` explains what is wrong with it."""
     where: str                             # "prompts='many.jsonl', line 3"
-    line_number: int                       # from 1
-    id: str | int | float | bool | None    # the line's own, returned with its answer
+    line_number: int                       # starting at 1
+    id: str | int | float | bool | None    # from the line, returned with its answer
     prompt: str                            # '' if it cannot be read
     params: SamplingParams
     error: str = ''
-    given: tuple[str, ...] = ()            # parameters that the line itself sets, as ('seed',)
+    given: tuple[str, ...] = ()            # parameters that the line itself sets, e.g. ('seed',)
     ids: Sequence[int] = ()                # token ids of the prompt, from `encode_requests`
 
 
 def read_requests(path: str, defaults: SamplingParams) -> list[PromptLine]:
-    """The requests in the file `path`, in its order; blank lines are skipped.
+    """Read the requests in the file `path`, in order; blank lines are skipped.
 
     In a `.jsonl` file each line is a JSON string, the prompt, or an object with "prompt" and
     optionally "id" and fields of `SamplingParams` that override `defaults`. In any other file each
-    line is a prompt, without its line end. A line with a mistake becomes one with an `error`, and
-    the others still run. Raises UserError: a file that cannot be read as UTF-8, or without prompts.
+    line is a prompt, without its line end. An invalid line gets an `error`, and the other lines
+    still run. Raises UserError if the file cannot be read as UTF-8 or has no prompts.
     """
     # not splitlines(): a prompt may contain U+2028 and the like
     lines = enumerate(_read(path, f'prompts={path!r}').split('\n'), 1)
@@ -72,7 +72,7 @@ def _request(path, number, line, defaults) -> PromptLine:
 
 
 def encode_requests(tokenizer, requests: list[PromptLine]) -> list[PromptLine]:
-    """The requests with their token ids; one whose prompt cannot be encoded gets an `error`."""
+    """Return the requests with token ids; one whose prompt cannot be encoded gets an `error`."""
     def encoded(request):
         try:
             return replace(request, ids=encode_prompt(tokenizer, request.where, request.prompt))
@@ -107,7 +107,7 @@ def _json_object(line: str) -> dict:
 
 
 def _id(given: dict):
-    """Removed from `given`; None if it has none."""
+    """Remove and return the id from `given`; None if it has none."""
     name = given.pop('id', None)
     if isinstance(name, (dict, list)) or (isinstance(name, str) and has_surrogate(name)):
         raise UserError(f'id={shown(name)}: must be a text (without half a surrogate pair), '
@@ -116,7 +116,7 @@ def _id(given: dict):
 
 
 def _prompt(given: dict) -> str:
-    """Removed from `given`."""
+    """Remove and return the prompt from `given`."""
     if 'prompt' not in given:
         raise UserError(f'{shown(given)}: must have "prompt", the text to continue')
     prompt = given.pop('prompt')

@@ -1,5 +1,5 @@
 """Quantized weights, multiplied as integers. Activations are quantized to int8 on the fly, with a
-scale per token; sums are exact, in int32.
+scale per token; sums are exact in int32.
 
     int8 (W8A8)   weights with a scale per output row (LLM.int8(), Dettmers et al. 2022, without
                   outlier columns; what Character.AI and vLLM serve with)
@@ -7,7 +7,7 @@ scale per token; sums are exact, in int32.
 
     y[m, n] = x_scale[m] * w_scale[n] * sum_k x_int8[m, k] * w_int8[n, k]  + bias[n]
 
-On a CPU the extension (`engine.native`) computes this, elsewhere torch: the same, up to rounding.
+Computed by the extension (`engine.native`) on a CPU, and by torch elsewhere; equal up to rounding.
 """
 import torch
 from torch import nn
@@ -16,12 +16,12 @@ from engine import native
 from engine.linear import by_extension
 
 BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
-CUDA_ROWS = 32  # on CUDA `torch._int_mm` takes more than 16 rows, in multiples of 8
+CUDA_ROWS = 32  # on CUDA `torch._int_mm` needs more than 16 rows, a multiple of 8
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x (m, k) -> int8 values (m, k) and float32 scales (m, 1) with x ~ values * scale; the error
-    is at most scale / 2. A row with NaN or infinity has a scale that is not finite."""
+    is at most scale / 2. A row with NaN or infinity has a non-finite scale."""
     x = x.float()
     largest = x.abs().amax(1, keepdim=True)
     inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
@@ -29,7 +29,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def int8_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x (m, k) float @ (weight (n, k) int8 * scale (n,)).T -> (m, n) float32, by torch."""
+    """x (m, k) float @ (weight (n, k) int8 * scale (n,)).T -> (m, n) float32, in torch."""
     values, x_scale = quantize_rows(x)
     m = len(x)
     if x.is_cuda:
@@ -39,7 +39,7 @@ def int8_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> t
 
 def int4_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x (m, k) float @ (weight (n, k) int8 of -8 to 7 * scale (n, k / group)).T -> (m, n) float32,
-    by torch."""
+    in torch."""
     values, x_scale = quantize_rows(x)
     group = weight.size(1) // scale.size(1)
     floats = weight.float() * scale.float().repeat_interleave(group, dim=1)
@@ -64,9 +64,9 @@ def blocks(x: torch.Tensor, columns: int) -> torch.Tensor:
 class QuantizedLinear(nn.Module):
     """A quantized copy of a Linear layer.
 
-    weight, scale: as from `quantize_rows` or `quantize_groups`, or packed for the extension.
+    weight, scale: as returned by `quantize_rows` or `quantize_groups`, or packed for the extension.
     """
-    kind: int           # the extension's number for it
+    kind: int           # the extension's code for this format
     matmul: staticmethod
 
     def __init__(self, linear: nn.Linear, values, scale, group: int):
@@ -88,7 +88,7 @@ class QuantizedLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
     def described(self) -> tuple[native.Linear, torch.Tensor | None]:
-        """As `engine.linear.describe`."""
+        """Like `engine.linear.describe`."""
         bias = None if self.bias is None else self.bias.detach().float()
         return native.Linear(self.weight.data_ptr(), self.scale.data_ptr(),
                              None if bias is None else bias.data_ptr(), self.out_features,

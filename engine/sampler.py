@@ -1,9 +1,9 @@
 """The batching engine's sampler: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
-Random numbers depend on (seed, index of the token) alone, so neither the rest of the batch nor an
-interruption changes what a row draws.
+Random numbers depend only on (seed, index of the token), so neither the rest of the batch nor an
+interruption changes what is sampled for a row.
 
-B rows, V tokens in the vocabulary, R rows of a group, n candidates of a row.
+B rows, V tokens in the vocabulary, R rows in a group, n candidates per row.
 """
 import math
 from array import array
@@ -18,8 +18,8 @@ from generate import lowest_kept
 
 
 def sample_generators(seed: int, count: int, device: torch.device) -> list[torch.Generator]:
-    """Generators for `generate.Sampler`, each seeded from (seed, k) alone. Sample 0 draws what
-    nanoGPT would, if called right after `torch.manual_seed(seed)` and building the model."""
+    """Make generators for `generate.Sampler`, the k-th seeded with `sample_seed(seed, k)`. Sample 0
+    equals nanoGPT's: on CPU its generator copies the current state of the global RNG."""
     generators = [torch.Generator(device) for _ in range(count)]
     for k, generator in enumerate(generators):
         generator.manual_seed(sample_seed(seed, k))
@@ -29,10 +29,10 @@ def sample_generators(seed: int, count: int, device: torch.device) -> list[torch
 
 
 class SampleRow:
-    """The parameters of one request, and the state that its draws depend on.
+    """The parameters of one request, and the state that its samples depend on.
 
     tokens: prompt and generated tokens, for the repetition penalty. n_drawn: how many of them were
-    generated, which is the index of the next token's random number.
+    generated, i.e. the index of the next token's random number.
     `SampleRow(params, prompt + generated, len(generated))` resumes a request exactly.
     """
 
@@ -40,11 +40,11 @@ class SampleRow:
         self.params, self.n_drawn = params, n_drawn
         self.penalised = params.repetition_penalty != 1.0
         self._seen = dict.fromkeys(tokens if self.penalised else ())
-        # the same as an array that grows, so that a step costs O(1) in Python
+        # the same ids as a growing array, so that a step costs O(1) in Python
         self.seen_ids = array('q', self._seen)
 
     def append(self, token: int) -> None:
-        """The drawn token becomes part of the text."""
+        """Add the sampled token to the text."""
         self.n_drawn += 1
         if self.penalised and token not in self._seen:
             self._seen[token] = None
@@ -52,29 +52,29 @@ class SampleRow:
 
 
 class Drawn(NamedTuple):
-    """What `sample_rows` returns."""
+    """Result of `sample_rows`."""
     tokens: torch.Tensor                 # (B,) int64, on the logits' device; -1 for a bad row
     logprobs: list[TokenLogprob | None]  # one per row; None if not requested, or bad
-    bad: list[int]                       # rows with a NaN or +inf among their logits, or all -inf
+    bad: list[int]                       # rows whose logits include NaN or +inf, or are all -inf
 
 
 @torch.no_grad()
 def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
-    """Sample the next token of each row. Does not change `rows`: call `row.append` then.
+    """Sample the next token of each row. Does not change `rows`: call `row.append` afterwards.
 
     Applied in this order, as in Hugging Face's `generate`:
-      repetition penalty  logits of tokens seen are divided by it if positive, else multiplied
+      repetition penalty  logits of previous tokens are divided by it if positive, or multiplied
                           (CTRL, Keskar et al. 2019)
-      temperature         divides the logits; 0 takes the likeliest, the lowest id among ties
+      temperature         divides the logits; 0 picks the most likely, the lowest id among ties
       top-k, top-p, min-p see `generate.lowest_kept`
 
-    A token is drawn by one uniform number through the inverse of the cumulative distribution over
-    the ids in order, in float64: every row's result is a function of its own logits and
-    `SampleRow`. On CPU that holds to the bit; on other devices sums in another order may shift a
-    boundary by 1e-16.
+    A token is sampled by applying the inverse cumulative distribution, over ids in order and in
+    float64, to one uniform number: each row's result depends only on its own logits and
+    `SampleRow`. On CPU this is bit-exact; on other devices a different order of summation may
+    shift a boundary by 1e-16.
 
     logits: (B, V), of any floating dtype.
-    Raises ValueError: `rows` has another length; IndexError: a token seen is not below V.
+    Raises ValueError if `rows` does not have length B, IndexError if a previous token is >= V.
     """
     if logits.dim() != 2 or logits.size(0) != len(rows):
         raise ValueError(f'logits of shape {tuple(logits.shape)} for {len(rows)} rows')
@@ -83,7 +83,7 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
     scores = _penalised(raw, rows)
     on_cpu = scores.device.type == 'cpu'  # NumPy's argmax is ten times faster there
     tokens = torch.from_numpy(scores.numpy().argmax(-1)) if on_cpu else scores.argmax(-1)
-    # argmax takes a NaN if there is one, else +inf
+    # argmax picks a NaN if there is one, otherwise +inf
     good = scores.gather(1, tokens[:, None]).isfinite()[:, 0].tolist()
     groups = {}
     for b, row in enumerate(rows):
@@ -103,13 +103,13 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> np.ndarray:
-    """(B,) float64 in [0, 1), each a function of its seed (modulo 2**64) and position alone.
+    """(B,) float64 in [0, 1), each a function of only its seed (modulo 2**64) and position.
 
     Philox4x64-10 (Salmon et al. 2011) maps a key and a counter to random bits, without state. This
-    is `np.random.Philox(key=seed, counter=position).random_raw()`, in 1.5 us a number, not 12.
+    is `np.random.Philox(key=seed, counter=position).random_raw()`, in 1.5 us per number, not 12.
     """
     philox = np.random.Philox(key=0)
-    state = philox.state  # a copy; its buffer is empty, so the next number is made from the counter
+    state = philox.state  # a copy; its buffer is empty, so the next number comes from the counter
     bits = np.empty(len(seeds), np.uint64)
     for i, (seed, position) in enumerate(zip(seeds, positions)):
         state['state']['key'][0] = seed % 2 ** 64
@@ -148,8 +148,8 @@ def _draw(scores, rows, top_k, top_p, min_p):
 
 
 def _weights(scores, rows, top_k, top_p, min_p):
-    """(R, n) float64 probabilities relative to the likeliest token's, 0 if not kept; and their ids
-    (R, n) in rising order, or None for all V."""
+    """(R, n) float64 probabilities relative to the most likely token's, 0 if not kept; and their
+    ids (R, n) in ascending order, or None for all V."""
     ids = None
     if 0 < top_k < scores.size(1):
         scores, ids = _candidates(scores, lowest_kept(scores, top_k))
@@ -163,8 +163,8 @@ def _weights(scores, rows, top_k, top_p, min_p):
 
 
 def _candidates(scores, lowest):
-    """The scores of at least `lowest` (R, 1) and their ids in rising order: (R, n) both, padded
-    with -inf and 0."""
+    """The scores of at least `lowest` (R, 1) and their ids in ascending order: both (R, n),
+    padded with -inf and 0."""
     if scores.device.type == 'cpu':  # NumPy is five times faster
         rows = zip(scores.numpy(), lowest.numpy())
         ids = [torch.from_numpy(np.flatnonzero(row >= least)) for row, least in rows]
@@ -177,7 +177,7 @@ def _candidates(scores, lowest):
 
 
 def _logprobs(logits, token, n_top):
-    """The TokenLogprob of one row, from the logits as the model gave them."""
+    """The TokenLogprob of one row, from the model's unmodified logits."""
     logits = logits.double()
     normaliser = float(logits.logsumexp(-1))
     values, ids = logits.topk(min(n_top, len(logits)))

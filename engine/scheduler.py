@@ -5,7 +5,7 @@ no model.
     running   row  0   1   2   3    always the first rows, so that a decode step takes one slice:
                    r2  r6  r1  r5   when a request leaves, the last row moves into its place
 
-Each step decodes one token for all requests that lack only their last one, and prefills at most
+Each step decodes a token for every request that lacks only its last one, and prefills at most
 `prefill_chunk` (chunked prefill, Agrawal et al. 2023, Sarathi; iteration-level scheduling, Yu et
 al. 2022, Orca). When pages run out, the latest request is preempted, and recomputed later.
 """
@@ -18,17 +18,17 @@ from engine.params import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """A prompt with its parameters and progress. `number`: in the order of submission."""
+    """A prompt with its parameters and progress. `number`: assigned in order of submission."""
     number: int
     prompt: list[int]
     params: SamplingParams
     tokens: list[int] = field(default_factory=list)      # generated
-    num_computed_tokens: int = 0                         # of prompt and generated, in the cache
+    num_computed_tokens: int = 0                         # prompt and generated, in the cache
     row: int = -1                                        # -1 = not running
     preempted: int = 0                                   # how many times
     last_block: object = None                            # in the prefix store
     chunk_ends: list[int] = field(default_factory=list)  # `PrefixStore.chunk_ends`
-    num_cached_tokens: int = -1                          # reused when it first ran; -1 = has not
+    num_cached_tokens: int = -1                          # reused when it first ran; -1 = not yet
 
     @property
     def length(self) -> int:
@@ -36,12 +36,12 @@ class Request:
 
     @property
     def max_positions(self) -> int:
-        """The last sampled token is never appended to the cache."""
+        """Cache positions needed; the last sampled token is never appended to the cache."""
         return len(self.prompt) + self.params.max_new_tokens - 1
 
     @property
     def pending(self) -> int:
-        """Tokens that the cache lacks; 1 while decoding: the last sampled token."""
+        """Number of tokens not in the cache yet; 1 while decoding: the last sampled token."""
         return self.length - self.num_computed_tokens
 
     @property
@@ -49,7 +49,7 @@ class Request:
         return self.num_computed_tokens > 0 and self.pending == 1
 
     def next_tokens(self, n: int) -> list[int]:
-        """The first n tokens that the cache lacks."""
+        """The first n tokens that are not in the cache yet."""
         start = self.num_computed_tokens
         if start >= len(self.prompt):
             return self.tokens[start - len(self.prompt):][:n]
@@ -67,7 +67,7 @@ class Work:
 class Scheduler:
     """Assigns rows and pages of `cache`, a `PagedKVCache`, to requests.
 
-    prefill_chunk: most prompt tokens that a step computes, padding included.
+    prefill_chunk: maximum number of prompt tokens computed per step, including padding.
     prefix: an `engine.prefix.PrefixStore` of that cache, or None.
     """
 
@@ -89,7 +89,7 @@ class Scheduler:
                             f'{table.n_pages * table.page_size:,}: more than any request may have')
 
     def schedule(self) -> Work:
-        """The work of the next step, for which rows and pages are taken."""
+        """Return the work of the next step, after taking rows and pages for it."""
         decode = self._reserve_decoding()
         self._admit()
         return Work(self._chunks(), decode)
@@ -102,7 +102,7 @@ class Scheduler:
             self._free_row(request)
 
     def computed(self, request: Request, n: int) -> None:
-        """n more tokens of a request are in the cache."""
+        """Record that n more tokens of a request are in the cache."""
         request.num_computed_tokens += n
         blocks = request.num_computed_tokens // self.prefix.size if self.prefix else 0
         if self.prefix and blocks > request.last_block.depth:
@@ -117,7 +117,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def restart(self, requests: list[Request]) -> None:
-        """After a fault and a reset of the cache: queue all unfinished requests in their order."""
+        """After an error and a reset of the cache: queue all unfinished requests in order."""
         for request in requests:
             request.preempted += request.row >= 0
             request.row, request.num_computed_tokens = -1, 0
@@ -141,7 +141,7 @@ class Scheduler:
         table = self.cache.table
         while self.waiting and len(self.running) < self.cache.batch_size:
             request = self.waiting[0]
-            # a spare page if a running request may grow, lest it preempt the new one at once
+            # one spare page if a running request may grow, so that it does not preempt the new one
             spare = any(table.pages_for(r.max_positions) > len(table.rows[r.row])
                         for r in self.running)
             available = table.n_available
@@ -188,7 +188,7 @@ class Scheduler:
         return False
 
     def _chunks(self) -> list[list[tuple[Request, int]]]:
-        """Whole prompts that fit share a pass; otherwise a pass has one chunk of one prompt, and
+        """Complete prompts that fit share a pass; otherwise a pass has one chunk of one prompt, and
         chunks are split at `chunk_ends`."""
         room, passes, batch = self.prefill_chunk, [], []
         for request in sorted((r for r in self.running if not r.decoding), key=lambda r: r.number):
@@ -212,7 +212,7 @@ class Scheduler:
         return passes + [batch] * bool(batch)
 
     def _to_page_end(self, request, n) -> int:
-        """With a prefix store, let a partial prefill of n tokens end with a page if it can."""
+        """With a prefix store, make a partial prefill of n tokens end at a page end if possible."""
         if not self.prefix or n >= request.pending:
             return n
         start = request.num_computed_tokens

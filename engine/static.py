@@ -1,10 +1,10 @@
 """A view of a cache for decode steps captured as CUDA graphs or compiled: shapes and Python values
-are the same in every step, because nothing depends on lengths known to the host.
+are the same in every step, because nothing depends on lengths stored on the host.
 
     static = StaticCache(cache, n_rows)         # the cache's own storage, its first n_rows rows
     static.set(lengths)                         # before a step: the length of each row
     logits, _ = model(tokens, cache=static)     # (n_rows, 1) -> (n_rows, 1, V)
-    static.advance(rows)                        # afterwards: these are one token longer
+    static.advance(rows)                        # afterwards: these rows are one token longer
 """
 import torch
 
@@ -29,7 +29,7 @@ class StaticCache:
     nothing is written for it, and its logits are undefined.
 
     positions: (n_rows, 1) int64, length of each row. block_table: (n_rows, n) int32, the pages of
-    each row if the cache is paged.
+    each row, if the cache is paged.
     """
 
     def __init__(self, cache: KVCache, n_rows: int):
@@ -42,13 +42,13 @@ class StaticCache:
             if isinstance(cache, PagedKVCache):
                 width = cache.table.pages_for(cache.max_seq_len)
                 self.block_table = torch.full((n_rows, width), -1, dtype=torch.int32, **like)
-        # pages in `block_table`, and the versions of the cache's page table that they are from
+        # pages in `block_table`, and the versions of the cache's page table they came from
         self._sent, self._versions = [[] for _ in range(n_rows)], [0] * n_rows
         self._places, self._kv_lens = {}, {}
 
     def set(self, lengths: list[int | None]) -> None:
-        """Set the lengths of the rows to which the next step appends a token; None: inactive.
-        Pages for the token must have been reserved. Raises UserError: too many rows, or a full one.
+        """Set the lengths of the rows to which the next step appends a token; None =
+        inactive. Pages must have been reserved. Raises UserError for too many rows or a full row.
         """
         most = self.cache.max_seq_len
         full = any(n is not None and n >= most for n in lengths)
@@ -72,7 +72,7 @@ class StaticCache:
                 first = len(old) if new[:len(old)] == old else 0
                 pages = new[first:] + [-1] * (len(old) - len(new))
                 entries += [(row, first + k, page) for k, page in enumerate(pages)]
-        for row, pages in sent.items():  # if interrupted, the next call sends the whole row
+        for row, pages in sent.items():  # if interrupted, the next call sends the entire row
             self._sent[row] = [None] * max(len(self._sent[row]), len(pages))
             self._versions[row] = -1
         if entries:  # indices come from the host: no device synchronization
@@ -93,7 +93,7 @@ class StaticCache:
         return StaticStep(self.positions, self.cache.max_seq_len)
 
     def attend(self, layer: Layer, q: torch.Tensor, kv=None) -> torch.Tensor:
-        """As `KVCache.attend`, in plain torch operations; q (B, H, 1, D)."""
+        """Like `KVCache.attend`, but in plain torch operations; q (B, H, 1, D)."""
         store = self.cache.stores[layer.slot]
         if kv is not None:
             rows, places = self.target(layer)
@@ -117,7 +117,7 @@ class StaticCache:
 
     def target(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows or pages, offsets), (B,) each: where the new K and V of a slot are written; a
-        negative offset means not at all. Slots of one kind share the result."""
+        negative offset means that they are not. Slots of one kind share the result."""
         store, positions = self.cache.stores[layer.slot], self.positions[:, 0]
         kind = store.capacity if isinstance(store, RingStore) else type(store)
         if kind not in self._places:
@@ -143,7 +143,7 @@ class StaticCache:
 def put(store: KVStore, rows, places, new) -> None:
     """Write encoded K, V (B, Hkv, 1, D) to (rows[b], places[b]), unless places[b] is negative.
 
-    The rows of a contiguous store are distinct, so skipped tokens rewrite the present values and
+    The rows of a contiguous store are distinct, so skipped tokens rewrite the existing values and
     shapes stay fixed. Rows of a pool may share a page, so there skipped tokens are filtered out.
     """
     if isinstance(store, PagedStore):

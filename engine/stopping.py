@@ -1,4 +1,4 @@
-"""Stop texts, found while a sample is being decoded. No torch here.
+"""Detects stop texts while a sample is being decoded. No torch here.
 
     stop texts 'the end', '\\n\\n'  pieces in  'It is th' | 'en. Wa'   | 'it for the e' | 'nd of it'
                                   pieces out 'It is '   | 'then. Wa' | 'it for '      | '', stopped
@@ -10,19 +10,19 @@ from config.errors import UserError
 
 
 class StopFilter:
-    """Passes text on, piece by piece, except what is or may become part of a stop text.
+    """Passes on text piece by piece, except what is or may become part of a stop text.
 
-    Text ends before the stop text that is complete first; of several that are complete at the same
+    Text ends before the first stop text to be completed; if several are completed by the same
     character, the longest counts. So the result does not depend on how text is split into tokens.
     """
 
     def __init__(self, stops: Iterable[str] = ()):
         self.stops = tuple(stops)
-        self.pending = ''  # the longest end of the text so far that may begin a stop text
+        self.pending = ''  # the longest suffix of the text that may begin a stop text
         self.found = None  # the stop text at which it ended
 
     def __call__(self, piece: str) -> str:
-        """The text that is certain after `piece`; '' once a stop text was found."""
+        """Return the text that is final after `piece`; '' once a stop text was found."""
         if self.found is not None:
             return ''
         text = self.pending + piece
@@ -39,14 +39,14 @@ class StopFilter:
         return text[:start]
 
     def end(self) -> str:
-        """The pending text, when no more comes."""
+        """Return the pending text, at the end of the input."""
         pending, self.pending = self.pending, ''
         return pending
 
 
 class SampleText:
     """The decoded text of one sample, without the prompt, cut at the first stop text.
-    decode: a `TextStream` of the tokenizer (one id in, the text that it completes out)."""
+    decode: the tokenizer's `TextStream`, which returns the text completed by each id."""
 
     def __init__(self, decode, stops: Iterable[str] = ()):
         self.decode, self.filter = decode, StopFilter(stops)
@@ -57,7 +57,7 @@ class SampleText:
         return self.filter.found is not None
 
     def add(self, token: int) -> str:
-        """The further text that is now certain; '' once the sample has stopped."""
+        """Return the additional text that is now final; '' once the sample has stopped."""
         if self.stopped:
             return ''
         self.n_tokens += 1
@@ -66,14 +66,14 @@ class SampleText:
         return piece
 
     def end(self) -> str:
-        """The rest, when no more tokens come: pending text, an incomplete character."""
+        """Return the rest after the last token: pending text, an incomplete character."""
         piece = self.filter(self.decode.end()) + self.filter.end()
         self.text += piece
         return piece
 
 
 def parse_stops(value: str) -> tuple[str, ...]:
-    r"""The stop texts of the key `stop`.
+    r"""Parse the value of the key `stop`.
 
         ''                       none
         'THE END'                that text, literally (in a shell --stop=$'\n\n' or
@@ -82,7 +82,7 @@ def parse_stops(value: str) -> tuple[str, ...]:
 
     A value that begins with a bracket and a quote, or reads as a list, is a list; a text that looks
     like one goes into a list: "['[1]']".
-    Raises UserError: a broken list, or one with an empty text or something other than texts.
+    Raises UserError for an invalid list, or one with an empty text or an item that is not a text.
     """
     text = value.strip()
     if not text.startswith('['):

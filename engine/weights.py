@@ -12,7 +12,7 @@ def quantize_weights(model, weight_dtype: str, int4_group: int = INT4_GROUP) -> 
     """Quantize the model's Linear layers in place; see `engine.quantized`.
 
     weight_dtype: 'auto' (unchanged), 'int8' or 'int4'. int4_group: columns that share a scale.
-    Raises UserError: a group that does not divide the widths; nothing is changed.
+    Raises UserError, before changing anything, if `int4_group` does not divide the widths.
     """
     if weight_dtype == 'int8':
         quantize(model, Int8Linear)
@@ -39,13 +39,13 @@ def weight_bytes(model) -> int:
 
 
 def stored_tensors(model) -> list:
-    """Parameters and buffers (quantized weights may be either), each once."""
+    """Parameters and buffers (quantized weights may be either), without duplicates."""
     return list({id(x): x for x in (*model.parameters(), *model.buffers())}.values())
 
 
 def compile_for_decode(model) -> None:
     """torch.compile the MLPs, in place. (Attention would be recompiled as the cache grows.)
-    Raises UserError: quantized weights, whose matmuls torch cannot compile."""
+    Raises UserError for quantized weights, whose matmuls torch cannot compile."""
     if isinstance(model.lm_head, Int8Linear):
         raise UserError(f'compile=True does not go with weights in {weights_dtype(model)}: '
                         'leave out one of the two')

@@ -65,10 +65,10 @@ def main(argv=None):
 
 
 def saved_config(path: Path) -> GPTConfig:
-    """The config in a checkpoint or a folder's ckpt.pt, without reading weights. Needs torch.
+    """The config in a checkpoint or a folder's ckpt.pt, without reading its weights. Needs torch.
 
     Raises:
-        UserError: no checkpoint, or a damaged one.
+        UserError: if there is no checkpoint, or it is damaged.
     """
     import torch
 
@@ -77,7 +77,7 @@ def saved_config(path: Path) -> GPTConfig:
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:
         return config_of(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)
-    except Exception:  # cannot be mapped; if damaged, the loader explains the error
+    except Exception:  # cannot be memory-mapped; if damaged, the loader says so
         return config_of(load_to_resume(path, whole=False), path)
 
 
@@ -102,7 +102,7 @@ def weight_lines(numbers: dict) -> str:
 
 
 def as_json(plan, batch, max_seq_len, budget) -> dict:
-    """{kv_dtype: metrics}; with a budget also `fit` and `fit_vanilla`, numbers of sequences."""
+    """{kv_dtype: metrics}; with a budget also `fit` and `fit_vanilla`, sequence counts."""
     document = {}
     for dtype in REPORTED_DTYPES:
         document[dtype] = account(plan, batch, max_seq_len, dtype)

@@ -1,12 +1,12 @@
 """The cache: storage for every slot of the plan, and attention over it.
 
-A forward pass over t new tokens calls `begin` (which checks that they fit, before anything is
-written), in each layer `attend`, and at the end `commit` (the new tokens count).
+A forward pass over t new tokens calls `begin` (which checks that they fit before anything is
+written), then `attend` in each layer, and finally `commit` (which adds the new tokens).
 
     y = cache.attend(layer, q, (k, v))     # an owner: append K, V to its slot, then attend
-    y = cache.attend(layer, q)             # a reader: attend to what the owner has just appended
+    y = cache.attend(layer, q)             # a reader: attend to what the owner just appended
 
-Lengths are Python ints on the host: a step of rows of one length never waits for the device.
+Lengths are Python ints on the host: steps with rows of equal length never wait for the device.
 """
 import torch
 
@@ -19,13 +19,13 @@ from kv.slots import GlobalStore, KVStore, RingStore
 class Step:
     """t new tokens for each of `rows`; row b appends the first lens[b] of them to its starts[b].
 
-    rows: numbers of cache rows, in the order of the batch. select: the same as an index, a slice if
-        they are neighbours.
+    rows: cache row numbers, in batch order. select: the same as an index; a slice if they are
+        consecutive.
     uniform: every row appends all t tokens at the same position, which needs no index tensors.
-        A step that is not is called ragged.
-    chunks: (batch rows, tokens, cache rows, start), each of rows that start at one position. A
-        ragged step has a chunk per row, so that padding is neither stored nor attended to.
-    active: of a ragged step of one token, the batch rows that append it; None = all.
+        Any other step is called ragged.
+    chunks: (batch rows, tokens, cache rows, start), where the rows of a chunk start at the same
+        position. A ragged step has a chunk per row: padding is neither stored nor attended to.
+    active: in a ragged one-token step, the batch rows that append a token; None = all.
     """
 
     def __init__(self, t: int, lens: list[int], starts: list[int], rows: list[int], device):
@@ -52,7 +52,7 @@ class Step:
             self.kv_lens = _tensor(self.ends, device)
 
     def last(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., t, D) -> (..., 1, D): of each row, the last token that is not padding."""
+        """(..., t, D) -> (..., 1, D): the last token of each row that is not padding."""
         if self.uniform:
             return x[..., -1:, :]
         last = [max(n - 1, 0) for n in self.lens]
@@ -62,12 +62,12 @@ class Step:
 class KVCache:
     """Keys and values of `batch_size` sequences of up to `max_seq_len` tokens, as `plan` says.
 
-    Usually made by `model.new_cache`. Global slots hold every position, local ones are rings.
+    Usually created by `model.new_cache`. Global slots store every position, local ones are rings.
 
     Args:
-        kv_dtype: one of `kv.plan.KV_DTYPES`. compute_dtype: that of the model.
+        kv_dtype: one of `kv.plan.KV_DTYPES`. compute_dtype: the dtype of the model.
     Raises:
-        UserError (a ValueError): a size below 1 or an unknown kv_dtype.
+        UserError (a ValueError): if a size is below 1 or kv_dtype is unknown.
     """
 
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, kv_dtype: str = 'float32',
@@ -83,7 +83,7 @@ class KVCache:
         self.compute_dtype, self.device = compute_dtype, torch.device(device)
         self.stores = [self._new_store(slot) for slot in plan.slots]
         self._lengths = [0] * batch_size
-        self._step = None        # the tokens that are being appended
+        self._step = None        # appends the current tokens
         self._visible = {}       # slot -> the K, V that this step's queries attend to
 
     def _new_store(self, slot: Slot) -> KVStore:
@@ -101,17 +101,17 @@ class KVCache:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """(B,) int64 on the CPU: tokens held per row."""
+        """(B,) int64 on the CPU: number of tokens in each row."""
         return torch.tensor(self._lengths)
 
     # -- one step of the model --------------------------------------------------------------------
 
     def begin(self, t: int, lens=None, rows=None) -> Step:
-        """Announce `t` new tokens for each of `rows` (None = all, in order), of which the b-th
-        appends its first lens[b] (None = all). Nothing is written yet.
+        """Start a step of `t` new tokens for each of `rows` (None = all, in order), of which the
+        b-th appends its first lens[b] (None = all). Nothing is written yet.
 
         Raises:
-            UserError: wrong `lens` or `rows`, or more tokens than there is room for.
+            UserError: if `lens` or `rows` is invalid, or the tokens do not fit.
         """
         rows = list(range(self.batch_size)) if rows is None else self._checked('rows', list(rows))
         if not rows or len(set(rows)) < len(rows):
@@ -135,9 +135,9 @@ class KVCache:
     def attend(self, layer: Layer, q: torch.Tensor, kv=None) -> torch.Tensor:
         """Append a layer's new K, V to its slot, if it owns one, then attend.
 
-        q: (B, H, t, D), or (B, H, 1, D) of each row's last token (`Step.last`). kv: (k, v), each
-        (B, Hkv, t, D), from the slot's owner; None from a layer that reads. Returns the shape of q;
-        what stands at padding means nothing.
+        q: (B, H, t, D), or (B, H, 1, D) for each row's last token (`Step.last`). kv: (k, v), each
+        (B, Hkv, t, D), from the slot's owner; None from a reading layer. The result has the shape
+        of q; values at padding are undefined.
         """
         if torch.is_autocast_enabled(self.device.type):  # which would change the stored dtypes
             with torch.autocast(self.device.type, enabled=False):
@@ -156,7 +156,7 @@ class KVCache:
         self._visible[layer.slot] = self._append(store, new)
 
     def _append(self, store: KVStore, new):
-        """Write encoded K, V of this step; returns the K, V that its queries attend to."""
+        """Write encoded K, V of this step. Returns the K, V that its queries attend to."""
         step = self._step
         if step.t == 1 and not step.uniform:
             return store.append_token(select_rows(new, step.active), step)
@@ -173,48 +173,48 @@ class KVCache:
             return cached_attention(q, *kv, kv_lens=kv_lens)
         y = torch.zeros_like(q)
         for (batch, n, *_), kv in zip(step.chunks, visible):
-            if only_last:  # its window ends with its own key; copies are laid out alike
+            if only_last:  # its window ends with its own key; copies have the same layout
                 whole = dict(memory_format=torch.contiguous_format)
                 n, kv = 1, [x[:, :, -layer.window:].clone(**whole) for x in kv]
             y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window)
         return y
 
     def _make_room(self, step: Step) -> None:
-        """Everything is allocated beforehand here; a paged cache takes pages."""
+        """No-op: everything is preallocated here; a paged cache takes pages."""
 
     def commit(self) -> None:
-        """The step is done: its tokens count as held."""
+        """Finish the step: its tokens now count as stored."""
         for row, end in zip(self._step.rows, self._step.ends):
             self._lengths[row] = end
         self._step, self._visible = None, {}
 
     def advance(self, rows: list[int]) -> None:
-        """These rows hold one token more, which a captured step has written."""
+        """Add a token, which a captured step has written, to the length of each of these rows."""
         for row in self._checked('advance', rows):
             self._lengths[row] += 1
 
     def abandon(self) -> None:
-        """Undo `begin`, for a step of which nothing has been written."""
+        """Undo `begin` for a step that has not written anything."""
         self._step = None
 
     # -- rows -------------------------------------------------------------------------------------
 
     def reset(self, rows=None) -> None:
-        """`rows` (numbers; None = all) hold nothing again. Their memory stays allocated."""
+        """Empty `rows` (numbers; None = all). Their memory stays allocated."""
         rows = range(self.batch_size) if rows is None else rows
         rows = torch.as_tensor(rows).tolist()
         if not isinstance(rows, list):
             raise UserError(f'reset({rows}): rows are a list of numbers, as reset([{rows}])')
         self._checked('reset', rows)
         self._forget(rows)
-        if self._step:  # it failed
+        if self._step:  # the step failed
             self._step.unreset -= set(rows)
             if not self._step.unreset:
                 self._step, self._visible = None, {}
 
     def _forget(self, rows: list[int]) -> None:
-        """Zero V of `rows`: masked positions get weight 0, and 0 * NaN would be NaN. Also at
-        positions that a failed step has written."""
+        """Zero V of `rows`: masked positions get weight 0, and 0 * NaN would be NaN. This includes
+        positions written by a failed step."""
         written = dict(zip(self._step.rows, self._step.ends)) if self._step else {}
         end = max((max(self._lengths[row], written.get(row, 0)) for row in rows), default=0)
         for row in rows:
@@ -225,11 +225,11 @@ class KVCache:
 
     @property
     def row_stores(self) -> list[KVStore]:
-        """The stores whose rows are those of the cache."""
+        """The stores whose rows are the rows of the cache."""
         return self.stores
 
     def fill_(self, length: int) -> 'KVCache':
-        """As if every row held `length` tokens, with random K/V: for benchmarks."""
+        """Fill every row with `length` tokens of random K/V, for benchmarks."""
         if not 0 <= length <= self.max_seq_len:
             raise UserError(f'fill_({length}): the cache holds at most '
                             f'max_seq_len={self.max_seq_len} tokens')
@@ -254,7 +254,7 @@ def _tensor(numbers, device) -> torch.Tensor:
 
 
 def select_rows(new, rows):
-    """Rows of encoded K, V; None = all."""
+    """Select rows of encoded K, V; None = all."""
     return new if rows is None else tuple(x[rows] for x in new)
 
 

@@ -35,7 +35,7 @@ WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
 
 
 def parameters(config: GPTConfig, plan: KVPlan) -> int:
-    """Number of parameters, with position embeddings; the output matrix is tied."""
+    """Number of parameters, including position embeddings; the output matrix is tied."""
     C, D, M, bias = config.n_embd, plan.head_dim, config.resolved_mlp_hidden, int(config.bias)
     total = config.vocab_size * C + (1 + bias) * C
     if config.pos_embedding == 'learned':
@@ -54,7 +54,7 @@ def keys_seen(plan: KVPlan, tokens: int, before: int) -> int:
 
 
 def _keys_seen(layer: Layer, tokens: int, before: int) -> int:
-    def up_to(n):  # the i-th query sees i keys, at most the window
+    def up_to(n):  # the i-th query sees i keys, up to the window size
         growing = min(n, layer.window or n)
         return growing * (growing + 1) // 2 + (n - growing) * layer.window
     return up_to(before + tokens) - up_to(before)
@@ -62,8 +62,8 @@ def _keys_seen(layer: Layer, tokens: int, before: int) -> int:
 
 def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
                   trim: bool = True) -> int:
-    """FLOPs of a prefill of `tokens` tokens after `before` cached ones, to the last logits: 2 per
-    weight and token, 4 * H * D per query and visible key.
+    """FLOPs of a prefill of `tokens` tokens after `before` cached ones, with the last logits: 2
+    per weight and token, 4 * H * D per query and visible key.
 
     The last layer that stores K and V projects all tokens but computes the rest only for the last
     token, and so do all layers after it. trim=False: every token in every layer.
@@ -81,7 +81,7 @@ def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
 
 
 def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
-    """Metrics of one GPU that serves this plan. nbytes: bytes of the weights."""
+    """Metrics of one GPU that serves this plan. nbytes: size of the weights in bytes."""
     held = s.context + s.message_tokens + s.new_tokens
     n = parameters(config, plan)
     room = USABLE * parse_bytes(s.memory, 'memory') - nbytes
@@ -96,7 +96,7 @@ def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
     of_a_key = 4 * plan.n_head * plan.head_dim
     of_a_token = 2 * n + of_a_key * keys_seen(plan, 1, middle - 1)
     batch = fit
-    if s.tpot:  # the largest batch whose step is short enough
+    if s.tpot:  # the largest batch whose step is fast enough
         most = s.tpot / 1000
         batch = min(fit, int((most * bandwidth - nbytes) // read), int(most * flops // of_a_token))
         if batch < 1:

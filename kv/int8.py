@@ -10,10 +10,10 @@ from attention.cached import dequantize
 def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x (..., D) -> int8 values (..., D) and fp16 scales (..., 1), with x ~ values * scale.
 
-    The error is at most scale / 2 per element, plus at most 2**-11 of the largest: the scale is
-    rounded to fp16 before the values are divided by it, and values are clamped. Vectors whose
-    largest element is below 127 * 2**-14 = 0.008 have a subnormal scale, and a larger error.
-    Elements beyond 127 * 65504 = 8.3e6 saturate there, infinity too. NaN stays NaN.
+    The error is at most scale / 2 per element, plus at most 2**-11 of the largest element: the
+    scale is rounded to fp16 before the values are divided by it, and values are clamped. Vectors
+    whose largest element is below 127 * 2**-14 = 0.008 have a subnormal scale and a larger error.
+    Elements beyond 127 * 65504 = 8.3e6, including infinity, saturate. NaN stays NaN.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = wide.abs().amax(-1, keepdim=True)
@@ -23,7 +23,7 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fake_quantize_int8(x: torch.Tensor) -> torch.Tensor:
-    """x rounded as an int8 cache would round it; gradients pass straight through (Bengio et al.
+    """x rounded as an int8 cache would round it; gradients pass through unchanged (Bengio et al.
     2013)."""
     rounded = dequantize(*quantize_int8(x.detach()), x.dtype)
-    return rounded + (x - x.detach())  # adds exactly 0 to a finite value, and x's gradient
+    return rounded + (x - x.detach())  # adds exactly 0 to finite values, with x's gradient

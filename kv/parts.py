@@ -1,11 +1,11 @@
-"""What a tensor is made of, where it is a subclass that holds others (torchao's: values and
-scales)."""
+"""Plain tensors that a tensor consists of, e.g. the values and scales of a torchao tensor
+subclass."""
 import torch
 
 
 def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
-    """Its plain tensors, in their order; a plain one is its own. (Of a DTensor: this process's
-    part.)"""
+    """Return the plain tensors of x, in order; [x] if x is one. (For a DTensor: the local
+    shard.)"""
     if not hasattr(x, '__tensor_flatten__'):
         return [x]
     names, _ = x.__tensor_flatten__()
@@ -14,5 +14,5 @@ def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def tensor_nbytes(x: torch.Tensor) -> int:
-    """Bytes of all of them."""
+    """Total bytes of the plain tensors of x."""
     return sum(part.numel() * part.element_size() for part in parts_of(x))

@@ -1,15 +1,15 @@
-"""The KV plan: which layer is local, which reads whose keys and values, and what that costs in
+"""The KV plan: which layers are local, which layers share keys and values, and what that costs in
 bytes. No torch here.
 
     layer_pattern = 'LLLLLG'     layer   0  1  2  3  4  5 | 6  7  8  9 10 11
     kv_share      = 'AABBBC'     kind    L  L  L  L  L  G | L  L  L  L  L  G
     share_global_kv = True       slot    0  0  1  1  1  2 | 3  3  4  4  4  2
                                          *     *        *   *     *           * owns: computes K/V;
-                                                                                the rest read them
-Everything that needs to know a layer's window or whose KV it reads asks the plan.
+                                                                                others read it
+All code gets a layer's window and the owner of its KV from the plan.
 
 Sources: multi-query attention (Shazeer 2019), sliding windows with few global layers (Beltagy et
-al. 2020, Gemma 3), KV shared across layers (CLA, Brandon et al. 2024), and all of them together
+al. 2020, Gemma 3), KV shared across layers (CLA, Brandon et al. 2024), and all of these combined
 (Character.AI, "Optimizing inference", 2024).
 """
 import warnings
@@ -21,7 +21,7 @@ from config.gpt_config import GPTConfig
 GLOBAL, LOCAL = 'global', 'local'
 KIND_OF_LETTER = {'G': GLOBAL, 'L': LOCAL}
 
-# kv_dtype -> (bytes of a stored element, bytes of the scale of one head's K or V at one position)
+# kv_dtype -> (bytes per stored element, bytes of the scale of one head's K or V at one position)
 KV_DTYPES = {'float64': (8, 0), 'float32': (4, 0), 'bfloat16': (2, 0), 'float16': (2, 0),
              'int8': (1, 2)}
 
@@ -38,8 +38,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Slot:
-    """One KV cache, filled by layer `owner` and read by all of `layers`, which are of one kind and
-    window."""
+    """One KV cache, written by layer `owner` and read by all of `layers`, which have the same kind
+    and window."""
     index: int
     kind: str
     window: int
@@ -47,13 +47,13 @@ class Slot:
     layers: tuple[int, ...]
 
     def capacity(self, max_seq_len: int) -> int:
-        """Positions held for a sequence of `max_seq_len`: all, or a ring of the last `window`."""
+        """Positions stored for a sequence of `max_seq_len`: all, or a ring of the last `window`."""
         return min(self.window, max_seq_len) if self.kind == LOCAL else max_seq_len
 
 
 @dataclass(frozen=True)
 class KVPlan:
-    """What a model remembers between tokens: `layers[i]` for each block, `slots[s]` for each
+    """KV layout of a model: `layers[i]` describes each block, and `slots[s]` each
     cache."""
     layers: tuple[Layer, ...]
     slots: tuple[Slot, ...]
@@ -63,11 +63,11 @@ class KVPlan:
 
     @property
     def last_owner(self) -> int:
-        """The last layer that computes K and V. Of a prompt, only the last token goes further."""
+        """The last layer that computes K and V. Later layers need only a prompt's last token."""
         return self.slots[-1].owner
 
     def position_nbytes(self, kv_dtype: str) -> int:
-        """Bytes of K and V (and their int8 scales) of one position in one slot:
+        """Bytes of K and V (and their int8 scales) for one position in one slot:
         2 * Hkv * (D * element + scale)."""
         if kv_dtype not in KV_DTYPES:
             allowed = ', '.join(map(repr, KV_DTYPES))
@@ -80,12 +80,12 @@ class KVPlan:
         return batch * slot.capacity(max_seq_len) * self.position_nbytes(kv_dtype)
 
     def nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
-        """Bytes of the whole cache: to the byte, what `kv.cache.KVCache` allocates."""
+        """Bytes of the entire cache: exactly what `kv.cache.KVCache` allocates."""
         return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots)
 
     def read_nbytes(self, batch: int, held: int, kv_dtype: str) -> int:
-        """Bytes that a decode step reads for `batch` sequences of length `held`, the new token
-        included: each layer reads its slot, shared or not."""
+        """Bytes that a decode step reads for `batch` sequences of length `held`, including the
+        new token: each layer reads its slot, shared or not."""
         positions = sum(min(held, layer.window or held) for layer in self.layers)
         return positions * self.position_nbytes(kv_dtype) * batch
 
@@ -100,8 +100,8 @@ class KVPlan:
                    for slot in self.slots if slot.kind == LOCAL)
 
     def vanilla(self) -> 'KVPlan':
-        """The plan of GPT-2 in the same shape: every layer global, every head with K/V of its
-        own."""
+        """The plan of GPT-2 of the same shape: every layer is global, and every head has its own
+        K/V."""
         n = range(len(self.layers))
         layers = tuple(Layer(i, GLOBAL, 0, slot=i, owns=True) for i in n)
         slots = tuple(Slot(i, GLOBAL, 0, owner=i, layers=(i,)) for i in n)
@@ -109,10 +109,10 @@ class KVPlan:
 
     def factors(self, max_seq_len: int, kv_dtype: str,
                 against: str = 'bfloat16') -> dict[str, float]:
-        """How many times smaller each saving makes the cache than vanilla GPT-2's.
+        """The factor by which each setting shrinks the cache, relative to vanilla GPT-2.
 
         heads * window * sharing is the ratio at equal dtype; times dtype, the ratio against vanilla
-        in `against`. The window counts before sharing; if max_seq_len <= window it saves nothing.
+        in `against`. The window precedes sharing; if max_seq_len <= window, it saves nothing.
         """
         all_positions = len(self.layers) * max_seq_len
         windowed = sum(self.slots[layer.slot].capacity(max_seq_len) for layer in self.layers)
@@ -123,15 +123,15 @@ class KVPlan:
 
 
 def plan_kv(config: GPTConfig) -> KVPlan:
-    """Turn a config's memory settings into the one description that everything else reads.
+    """Turn a config's memory settings into the plan that all other code uses.
 
     Raises:
-        UserError (a ValueError): unknown pattern letters, a share string that does not fit the
-            pattern or joins kinds, heads that do not divide, a local layer without a window. The
-            message names the values at fault.
+        UserError (a ValueError): if the pattern has unknown letters, the share string does not
+            match the pattern or mixes kinds, n_head is not divisible, or a local layer has no
+            window. The message includes the invalid values.
     Warns:
-        UserWarning: the pattern's global layers are beyond n_layer; or the global slot shared by
-            all periods is owned by layer 0, whose K/V are functions of single tokens.
+        UserWarning: if the pattern's global layers are beyond n_layer, or the global slot shared by
+            all periods is owned by layer 0, whose K/V depend on single tokens only.
     """
     _check(config)
     pattern, share = config.layer_pattern, config.kv_share

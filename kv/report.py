@@ -1,4 +1,4 @@
-"""The KV-cache report: bytes of each slot and of vanilla GPT-2, and the factors of the ratio.
+"""The KV-cache report: bytes of each slot and of vanilla GPT-2, and the factors of their ratio.
 No torch here; `kv/tables.py` prints it."""
 from kv.plan import KVPlan
 
@@ -7,11 +7,11 @@ REPORTED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
 
 def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,
             allocated: int | None = None) -> dict:
-    """The numbers of a cache for `batch` sequences of `max_seq_len` tokens, ready for JSON.
+    """Metrics of a cache for `batch` sequences of `max_seq_len` tokens, ready for JSON.
 
     allocated: bytes of an allocated cache; None = the plan's.
-    `kv_ratio` is against vanilla GPT-2 of the same shape in the same dtype, `kv_ratio_bf16` against
-    it in bf16; the factors heads * window * sharing make the first, times dtype the second.
+    `kv_ratio` compares to vanilla GPT-2 of the same shape and dtype, `kv_ratio_bf16` to vanilla in
+    bf16; heads * window * sharing is the first ratio, and times dtype the second.
     """
     vanilla = plan.vanilla()
     kv_bytes = plan.nbytes(batch, max_seq_len, kv_dtype) if allocated is None else allocated
@@ -31,8 +31,8 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,
 
 
 def slot_row(plan, slot, batch, max_seq_len, kv_dtype) -> dict:
-    """One slot: kind, layers served (the owner first), capacity, shape of K and of V, bytes of both
-    with scales."""
+    """One slot: kind, layers (the owner first), capacity, shape of K and of V, bytes of both
+    including scales."""
     capacity = slot.capacity(max_seq_len)
     shape = [batch, plan.n_kv_head, capacity, plan.head_dim]
     return {'slot': slot.index, 'kind': slot.kind, 'owner': slot.owner, 'layers': list(slot.layers),
@@ -42,5 +42,5 @@ def slot_row(plan, slot, batch, max_seq_len, kv_dtype) -> dict:
 
 
 def fitting(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str) -> int:
-    """How many sequences of `max_seq_len` tokens fit into `budget` bytes of KV."""
+    """Number of sequences of `max_seq_len` tokens that fit in `budget` bytes of KV."""
     return budget // plan.nbytes(1, max_seq_len, kv_dtype)

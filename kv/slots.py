@@ -1,19 +1,19 @@
-"""Storage of one slot, and what appending to it does: a global slot keeps every position, a local
-one is a ring of the last W.
+"""Storage of one slot, and how appending works: a global slot keeps every position, a local one
+is a ring of the last W.
 
     ring of W = 4 after 6 tokens     index  0 1 2 3       A chunk may overwrite keys that its own
-                                     holds  4 5 2 3       first queries need: so `append` gathers
+                                     holds  4 5 2 3       first queries need, so `append` gathers
                                                           ring + chunk *before* it writes.
 
-Stored K and V travel as tuples: (k, v), each (B, Hkv, S, D), or in int8 (k, v, k_scale, v_scale)
-with scales (B, Hkv, S, 1).
+Stored K and V are passed as tuples: (k, v), each (B, Hkv, S, D), or in int8 (k, v, k_scale,
+v_scale) with scales (B, Hkv, S, 1).
 """
 import torch
 
 from kv.int8 import quantize_int8
 
-# Decode steps of rows that differ in length read a global slot up to a multiple of this, so that
-# shapes, and with them allocations, change once in so many steps.
+# Decode steps of rows that differ in length read a global slot up to a multiple of BUCKET, so that
+# shapes, and therefore allocations, change only once every BUCKET steps.
 BUCKET = 64
 
 
@@ -21,17 +21,17 @@ class KVStore:
     """(rows, Hkv, capacity, D) of K and of V, in the cache's dtype.
 
     On a CPU the memory of K is laid out as (rows, Hkv, D, capacity): a decode step multiplies
-    queries by K transposed, and a GEMM reads that order fastest (results/cpu/). `k` is a transposed
-    view of it, and nothing else depends on the layout.
+    queries by K transposed, and a GEMM is fastest with that layout (results/cpu/). `k` is a
+    transposed view of it; nothing else depends on the layout.
     """
 
     def __init__(self, rows, n_kv_head, capacity, head_dim, dtype, compute_dtype, device):
         self.capacity, self.dtype = capacity, dtype
         self.compute_dtype, self.device = compute_dtype, device
-        # half precision attends by SDPA, which wants the last dimension contiguous
+        # half precision uses SDPA, which needs the last dimension to be contiguous
         transposed = device.type == 'cpu' and dtype not in (torch.bfloat16, torch.float16)
         like = dict(dtype=dtype, device=device)
-        with torch.inference_mode(False):  # a cache made in inference mode must work outside it
+        with torch.inference_mode(False):  # a cache created in inference mode must work outside it
             v = torch.zeros(rows, n_kv_head, capacity, head_dim, **like)
             if transposed:
                 k = torch.zeros(rows, n_kv_head, head_dim, capacity, **like).transpose(2, 3)
@@ -47,9 +47,9 @@ class KVStore:
         return sum(x.untyped_storage().nbytes() for x in self.tensors)
 
     def encode(self, k, v) -> tuple[torch.Tensor, ...]:
-        """Computed K, V (B, Hkv, t, D) as they are stored. Queries attend to what is stored, also
-        within a chunk, so that logits do not depend on how a sequence is cut into chunks (but for
-        the rounding of the computation)."""
+        """Convert K, V (B, Hkv, t, D) to their stored form. Queries attend to stored values even
+        within a chunk, so that logits do not depend on how a sequence is split into chunks (up to
+        floating-point rounding)."""
         if self.dtype == torch.int8:
             (k, k_scale), (v, v_scale) = quantize_int8(k), quantize_int8(v)
             return k, v, k_scale, v_scale
@@ -60,22 +60,22 @@ class KVStore:
         return tuple(x[rows, :, start:end] for x in self.tensors)
 
     def write(self, rows, start: int, new) -> None:
-        """Encoded K, V to the indices from `start` on."""
+        """Write encoded K, V at the indices from `start` on."""
         for stored, x in zip(self.tensors, new):
             stored[rows, :, start:start + x.size(2)] = x
 
     def scatter(self, rows, indices, new) -> None:
-        """Encoded K, V (n, Hkv, 1, D), one token each, to index indices[i] of row rows[i]."""
+        """Write encoded K, V (n, Hkv, 1, D): token i to index indices[i] of row rows[i]."""
         for stored, x in zip(self.tensors, new):
             stored[rows, :, indices] = x[:, :, 0]
 
     def zero_values(self, rows: list[int], end: int) -> None:
-        """V of `rows` becomes zero below `end`. K may stay: a mask replaces scores, NaN too."""
+        """Zero V of `rows` below `end`. K can stay: masking replaces scores, even NaN."""
         for x in self.tensors[1::2]:
             x[rows, :, :end] = 0
 
     def fill_random_(self) -> None:
-        """Normal random K/V everywhere, a row at a time: a second copy never exists."""
+        """Fill with normal random K/V, row by row so that no second copy is needed."""
         rows, *shape = self.tensors[0].shape
         for row in range(rows):
             k, v = (torch.randn(1, *shape, dtype=self.compute_dtype, device=self.device)
@@ -84,12 +84,12 @@ class KVStore:
 
 
 class GlobalStore(KVStore):
-    """Every position of every row, at the index of the same number."""
+    """Stores every position of every row; the index is the position."""
 
     def append(self, new, rows, start: int):
-        """Write a chunk (encoded, t tokens) to `rows`, which all hold `start` tokens.
+        """Write a chunk (encoded, t tokens) to `rows`, which all have `start` tokens.
 
-        Returns the K, V that its queries attend to, in order, the chunk's last.
+        Returns the K, V that its queries attend to, in order, with the chunk last.
         """
         end = start + new[0].size(2)
         self.write(rows, start, new)
@@ -98,7 +98,7 @@ class GlobalStore(KVStore):
     def append_token(self, new, step):
         """Write one token to each active row of `step`; rows differ in length.
 
-        Returns K, V of all rows of the step, and how many keys each row has, (B,).
+        Returns K, V of all rows of the step, and the number of keys in each row, (B,).
         """
         self.scatter(step.active_rows, step.active_starts, new)
         bucket = -(-max(1, *step.ends) // BUCKET) * BUCKET
@@ -106,9 +106,9 @@ class GlobalStore(KVStore):
 
 
 class RingStore(KVStore):
-    """The last `capacity` positions of every row, position p at index p % capacity.
+    """Stores the last `capacity` positions of every row, position p at index p % capacity.
 
-    window: keys that a query sees. capacity is that, or less if all sequences are shorter.
+    window: number of keys that a query sees; `capacity` is smaller if all sequences are shorter.
     """
 
     def __init__(self, window: int, *args):
@@ -116,22 +116,22 @@ class RingStore(KVStore):
         self.window = window
 
     def append(self, new, rows, start: int):
-        """As `GlobalStore.append`; what is returned are the keys in the window, then the chunk."""
+        """Like `GlobalStore.append`, but returns the keys in the window, then the chunk."""
         t = new[0].size(2)
-        if t == 1:  # overwrites the key that has just left the window; order does not matter
+        if t == 1:  # overwrites the key that just left the window; the order does not matter
             self.write(rows, start % self.capacity, new)
             return self.read(rows, 0, min(start + 1, self.capacity))
         before = min(start, self.window - 1)
         pieces = [self.read(rows, a, b) for a, b in self.spans(start - before, before)]
         seen = tuple(torch.cat(x, dim=2) for x in zip(*pieces, new)) if pieces else new
-        offset = max(0, t - self.capacity)  # of the chunk's first token that is kept
+        offset = max(0, t - self.capacity)  # of the first token of the chunk that is kept
         for a, b in self.spans(start + offset, t - offset):
             self.write(rows, a, [x[:, :, offset:offset + b - a] for x in new])
             offset += b - a
         return seen
 
     def append_token(self, new, step):
-        """As `GlobalStore.append_token`; no lengths if every ring is full."""
+        """Like `GlobalStore.append_token`, but returns no lengths if every ring is full."""
         self.scatter(step.active_rows, step.active_starts % self.capacity, new)
         if all(end >= self.capacity for n, end in zip(step.lens, step.ends) if n):
             return self.read(step.select, 0, self.capacity), None
@@ -139,7 +139,7 @@ class RingStore(KVStore):
         return self.read(step.select, 0, n), step.kv_lens.clamp(max=self.capacity)
 
     def spans(self, position: int, n: int) -> list[tuple[int, int]]:
-        """Index ranges that hold n <= capacity positions from `position` on, in order."""
+        """Index ranges of the n <= capacity positions from `position` on, in order."""
         if n == 0:
             return []
         a = position % self.capacity

@@ -1,4 +1,4 @@
-"""The KV-cache report on a terminal, as rich tables."""
+"""The KV-cache report in a terminal, as rich tables."""
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -8,7 +8,7 @@ from kv.report import REPORTED_DTYPES, account, fitting
 
 
 def slot_table(numbers: dict, title: str):
-    """A rich table with a row per slot, the total, and vanilla GPT-2; 80 columns are enough."""
+    """A rich table with a row per slot, the total, and vanilla GPT-2; fits in 80 columns."""
     table = Table(box=None, pad_edge=False, header_style='bold')
     for name, justify in (
             ('slot', 'right'), ('kind', 'left'), ('layers', 'left'), ('holds', 'right'),
@@ -30,7 +30,7 @@ def slot_table(numbers: dict, title: str):
 
 
 def factor_lines(numbers: dict) -> str:
-    """The factors that multiply to the ratio: at equal dtype, and against vanilla in bfloat16."""
+    """The factors whose product is the ratio: at equal dtype, and to vanilla in bfloat16."""
     f = numbers['factors']
     lines = (f"heads {f['heads']:.3g} * window {f['window']:.3g} * sharing {f['sharing']:.3g} = "
              f"{numbers['kv_ratio']:.1f}x smaller than vanilla {numbers['kv_dtype']}")
@@ -41,12 +41,12 @@ def factor_lines(numbers: dict) -> str:
 
 
 def titled(title: str, table):
-    """The table beneath its title; rich's own titles end in spaces."""
+    """The table below its title; rich pads its own titles with spaces."""
     return Group(Text(title, style='italic'), table)
 
 
 def print_report(numbers: dict, console, title: str) -> None:
-    """The table, then the factors and the bytes per token in words."""
+    """Print the table, then the factors and the bytes per token as text."""
     console.print(slot_table(numbers, title))
     console.print('[dim]* computes K and V, the others read them; vanilla: all global, '
                   f"{numbers['n_head']} K/V heads[/dim]")
@@ -57,7 +57,7 @@ def print_report(numbers: dict, console, title: str) -> None:
 
 
 def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
-    """A column per kv_dtype: bytes, factor by factor against vanilla and, with a budget, how many
+    """A column per kv_dtype: bytes, the factors compared to vanilla and, with a budget, how many
     sequences fit."""
     table = Table(box=None, pad_edge=False, header_style='bold')
     table.add_column('')

@@ -1,1 +1,1 @@
-"""Kernels for GPUs: Triton's, FlexAttention, flash-attn. Each has a twin in plain torch."""
+"""GPU kernels: Triton, FlexAttention, flash-attn. Each has a plain torch equivalent."""

@@ -1,10 +1,10 @@
-"""Attention of a few new tokens over stored K and V: split over the keys, all query heads of a K/V
-head in one block.
+"""Attention of a few new tokens over stored K and V: split over the keys, with all query heads of a
+K/V head in one block.
 
-What is stored is read once and as it is, int8 with its scales: decoded copies live in registers
-only. The keys of a row are split over several programs, whose parts are joined by their log-sum-exp
-(flash-decoding, Dao et al. 2023). The rows of a block are the query heads of one K/V head times the
-new tokens, in any ratio: 12 heads over 1 fill 12 of 16 rows.
+Stored K and V are read once, as stored (int8 with its scales): decoded copies exist only in
+registers. The keys of a row are split over several programs, whose results are merged by their
+log-sum-exp (flash-decoding, Dao et al. 2023). The rows of a block are the query heads of one K/V
+head times the new tokens, in any ratio: 12 heads over 1 fill 12 of 16 rows.
 
     program   split 0     split 1     split 2       a row of 11 keys, 3 splits of blocks of 2 keys
     keys      0 1 2 3     4 5 6 7     8 9 10        -> (output, log-sum-exp) of each -> `_join`
@@ -20,23 +20,23 @@ import triton.language as tl
 
 from attention.backends import INTERPRETING
 
-MAX_ROWS = 64      # of a block of queries (16 in float32); for larger R, programs share keys
-MIN_SPLIT = 256    # keys: shorter parts cost more than they bring
-MAX_SPLITS = 64    # which `_join` takes at once
+MAX_ROWS = 64      # per block of queries (16 in float32); if R is larger, programs share keys
+MIN_SPLIT = 256    # keys: shorter splits cost more than they save
+MAX_SPLITS = 64    # as many as `_join` handles at once
 FEW_SPLITS = 8     # `_join` is compiled for up to this many, and for MAX_SPLITS
-WARPS_PER_SM = 16  # that the splits aim at
+WARPS_PER_SM = 16  # target for the number of splits
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a launch is laid out; of these only `int8_dot` changes what is computed. `bench.py
+    """Launch parameters, of which only `int8_dot` changes the result. `bench.py
     --mode=kernels` compares some.
 
-    block_n: keys taken at a time; 0 = 64 (32 if head_dim is over 128), and no more than a page.
-    n_splits: parts of a row's keys; 0 = as many as fill the device.
-    int8_dot: with int8 keys, quantize q to int8 too and multiply integers (values are multiplied in
-    float16 all the same); the error is about that of the keys' quantization.
+    block_n: keys per block; 0 = 64 (32 if head_dim is over 128), and no more than a page.
+    n_splits: number of splits of a row's keys; 0 = as many as fill the device.
+    int8_dot: with int8 keys, quantize q to int8 too and multiply integers (values are still
+    multiplied in float16); the error is about as large as that of quantizing the keys.
     """
     block_n: int = 0
     n_splits: int = 0
@@ -50,11 +50,11 @@ DEFAULT = Tuning()
 
 @triton.jit
 def _rounded(q):
-    """q in int8 with one scale a row, as K has one a key."""
+    """Quantize q to int8 with one scale per row, like K with one per key."""
     q = q.to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(q), 1) / 127, 1e-30)
     q = tl.math.div_rn(q, scale[:, None] + tl.zeros_like(q))
-    # adding 1.5 * 2**23, which leaves no room for a fraction, rounds to the nearest
+    # adding 1.5 * 2**23, which leaves no bits for a fraction, rounds to nearest
     return ((q + 12582912.0) - 12582912.0).to(tl.int8), scale
 
 
@@ -67,13 +67,13 @@ def _page_at(TABLE, start, hi, PAGE: tl.constexpr):
 @triton.jit
 def _places(start, hi, b, page, TABLE, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
             ONE_PAGE: tl.constexpr, PAIRS: tl.constexpr):
-    """Of the keys i = start to start + BLOCK_N - 1 of row b: their page (or row) and place in it,
-    which of them exist, and of which the scales are read. `page` holds all of them if ONE_PAGE."""
+    """For keys i = start to start + BLOCK_N - 1 of row b: their page (or row) and offset in it,
+    which keys exist, and which scales to read. If ONE_PAGE, all the keys are in `page`."""
     i = start + tl.arange(0, BLOCK_N)
     held = i < hi
-    # two scales at a time: asynchronous copies take 4 bytes or more; one extra may be read
+    # two scales at a time, since asynchronous copies need 4 bytes; may read one extra
     wanted = i // 2 * 2 < hi
-    if ONE_PAGE:  # blocks begin where pages do, or within one
+    if ONE_PAGE:  # no block crosses a page boundary
         held, wanted = held & (page >= 0), wanted & (page >= 0)
         page = page.to(tl.int64)
         # start % PAGE, written so that the compiler sees a multiple of BLOCK_N
@@ -92,7 +92,7 @@ def _places(start, hi, b, page, TABLE, BLOCK_N: tl.constexpr, PAGE: tl.constexpr
 @triton.jit
 def _scores(q, q_scale, k, k_scale, scale, SCALES: tl.constexpr, INT8_DOT: tl.constexpr,
             QK: tl.constexpr, PRECISION: tl.constexpr):
-    """(BLOCK_M, BLOCK_N) of q (BLOCK_M, BLOCK_D) against keys (BLOCK_N, BLOCK_D)."""
+    """(BLOCK_M, BLOCK_N) scores of q (BLOCK_M, BLOCK_D) and keys (BLOCK_N, BLOCK_D)."""
     if INT8_DOT:
         s = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
     else:
@@ -104,7 +104,7 @@ def _scores(q, q_scale, k, k_scale, scale, SCALES: tl.constexpr, INT8_DOT: tl.co
 
 @triton.jit
 def _hide(s, q_pos, k_pos, held, window, ORDERED: tl.constexpr, WINDOWED: tl.constexpr):
-    """Scores of keys that a query does not see are -inf."""
+    """Set the scores of keys that a query does not see to -inf."""
     seen = held[None, :]
     if ORDERED:
         distance = q_pos[:, None] - k_pos[None, :]
@@ -116,9 +116,9 @@ def _hide(s, q_pos, k_pos, held, window, ORDERED: tl.constexpr, WINDOWED: tl.con
 
 @triton.jit
 def _weigh(s, top, total, acc):
-    """Weights of a block's scores, and the running maximum, sum and values rescaled to them."""
+    """Weights of a block's scores, and the running maximum, sum and values, rescaled to match."""
     new_top = tl.maximum(top, tl.max(s, 1))
-    base = tl.where(new_top == float('-inf'), 0.0, new_top)  # of a row that has seen no key yet
+    base = tl.where(new_top == float('-inf'), 0.0, new_top)  # for a row without keys so far
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(top - base)
     return p, new_top, total * fade + tl.sum(p, 1), acc * fade[:, None]
@@ -127,8 +127,8 @@ def _weigh(s, top, total, acc):
 @triton.jit
 def _weighted(p, v, v_scale, held, SCALES: tl.constexpr, PV: tl.constexpr,
               PRECISION: tl.constexpr):
-    """Weights p (BLOCK_M, BLOCK_N) times values (BLOCK_N, BLOCK_D) as they are stored."""
-    if SCALES:  # the weights take the scales, relative to the largest so that half precision can
+    """Weights p (BLOCK_M, BLOCK_N) times values (BLOCK_N, BLOCK_D) as stored."""
+    if SCALES:  # scale the weights, relative to the largest scale, to stay within half precision
         of_v = tl.where(held, v_scale.to(tl.float32), 0.0)[None, :]
         largest = tl.maximum(tl.max(of_v, 1), 1e-30)[:, None]
         y = tl.dot((p * (of_v / largest)).to(PV), v.to(PV), input_precision=PRECISION) * largest
@@ -173,11 +173,11 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     next_page = _page_at(TABLE, lo, hi, PAGE) if ONE_PAGE else 0
     for start in range(lo, hi, BLOCK_N):
         page = next_page
-        if ONE_PAGE:  # looked up a block ahead: the loads of K and V wait for no other
+        if ONE_PAGE:  # looked up one block ahead, so that the loads of K and V need not wait
             next_page = _page_at(TABLE, start + BLOCK_N, hi, PAGE)
         page, place, k_pos, held, wanted = _places(start, hi, b, page, TABLE, BLOCK_N, PAGE,
                                                    ONE_PAGE, PAIRS)
-        # 64 bits for where a row or page begins; within one 32 are enough
+        # 64-bit offsets of rows and pages; 32 bits are enough within one
         of_scale, some = page * cb + h * ch + place * cs, held[:, None] & of_d[None, :]
         k_at = (K + (page * kb + h * kh) + place * ks)[:, None] + d[None, :] * kd
         v_at = (V + (page * vb + h * vh) + place * vs)[:, None] + d[None, :]
@@ -192,7 +192,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     part = (bh * n_splits + split) * R
     y = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(OUT + (part + r[:, None]) * D + d[None, :], y.to(OUT.dtype.element_ty), mask=whole)
-    # a maximum may ignore NaN: the sum tells
+    # a maximum may ignore NaN, but the sum does not
     lse = tl.where(total == total, top + tl.log2(tl.maximum(total, 1e-30)), float('nan'))
     tl.store(LSE + part + r, lse, mask=of_row)
 
@@ -200,7 +200,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
 @triton.jit(do_not_specialize=['R', 'n_splits'])
 def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr,
           BLOCK_S: tl.constexpr):
-    """The parts of one query row as one."""
+    """Merge the splits of one query row."""
     r, bh = tl.program_id(0) % R, tl.program_id(0).to(tl.int64) // R
     part, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     at = (bh * n_splits + part) * R + r
@@ -215,13 +215,13 @@ def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr,
 
 
 def _arithmetic(q: torch.dtype, stored: torch.dtype) -> tuple:
-    """What the two matmuls are computed in, and how precisely if that is float32 (not tf32)."""
+    """Dtypes of the two matmuls, and the precision if they are float32 (not tf32)."""
     wide = torch.promote_types(q, q if stored == torch.int8 else stored)
     # Triton's interpreter multiplies bfloat16 wrongly
     if wide == torch.float32 or (INTERPRETING and wide == torch.bfloat16):
         return tl.float32, tl.float32, 'ieee'
     kind = tl.bfloat16 if wide == torch.bfloat16 else tl.float16
-    return kind, tl.float16 if stored == torch.int8 else kind, None  # float16 holds all of int8
+    return kind, tl.float16 if stored == torch.int8 else kind, None  # int8 is exact in float16
 
 
 def _n_processors(device: torch.device) -> int:
@@ -231,12 +231,12 @@ def _n_processors(device: torch.device) -> int:
 
 
 def _blocks(R: int, D: int, precision, page_size: int, tuning: Tuning) -> tuple[int, int]:
-    """Query rows and keys of a block.
+    """Numbers of query rows and of keys per block.
 
-    With 4 warps, 64 keys are a layout in which the scales of int8 K and V are read two at a time,
-    which asynchronous copies need; with 128 keys they are not, and every block waits for them.
+    With 4 warps and 64 keys, the layout reads the scales of int8 K and V two at a time, which
+    asynchronous copies require; with 128 keys it does not, and every block waits for them.
     """
-    most = 16 if precision else MAX_ROWS  # without tensor cores more do not fit into registers
+    most = 16 if precision else MAX_ROWS  # without tensor cores, more do not fit in registers
     block_n = tuning.block_n or (32 if D > 128 else 64)
     if page_size in (16, 32, 64):
         block_n = min(block_n, page_size)
@@ -244,8 +244,8 @@ def _blocks(R: int, D: int, precision, page_size: int, tuning: Tuning) -> tuple[
 
 
 def splits(n_programs: int, S: int, num_warps: int, device: torch.device) -> int:
-    """Parts of the keys that fill the device if one part makes `n_programs`; none shorter than
-    MIN_SPLIT."""
+    """Number of key splits that fills the device if one split has `n_programs` programs; none is
+    shorter than MIN_SPLIT."""
     wanted = WARPS_PER_SM // num_warps * _n_processors(device) // n_programs
     return max(1, min(wanted, triton.cdiv(S, MIN_SPLIT), MAX_SPLITS))
 
@@ -256,16 +256,16 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
 
     Args:
         q: (B, H, t, D) float32, bfloat16 or float16.
-        k, v: (B, Hkv, S, D) as they are stored, and if they are int8 their scales (B, Hkv, S, 1).
-            With `table` (B, n) int32 they are pools of pages (n_pages, Hkv, page_size, D), of which
-            row b holds table[b] in order, -1 after the last; then give `kv_lens` too.
-        kv_lens: (B,) keys of each row, of which its queries' own are the last t, padding counted;
-            0 gives zeros. None: all S.
-        window: keys that a query sees, itself included; 0 = no limit. Not looked at where t is 1.
+        k, v: (B, Hkv, S, D) as stored; if they are int8, also their scales (B, Hkv, S, 1).
+            With `table` (B, n) int32 they are pools of pages (n_pages, Hkv, page_size, D), and
+            row b has pages table[b] in order, -1 after the last; then `kv_lens` is required.
+        kv_lens: (B,) number of keys of each row, including padding; the last t are the queries'
+            own. 0 gives zeros. None = all S.
+        window: number of keys that a query sees, including its own; 0 = no limit. Ignored if t = 1.
     Returns:
         (B, H, t, D).
     Raises:
-        ValueError: an unknown combination of dtypes, more splits than MAX_SPLITS.
+        ValueError: if the dtypes are not supported or there are more than MAX_SPLITS splits.
     """
     B, H, t, D = q.shape
     page_size = 0 if table is None else k.size(2)
@@ -306,8 +306,8 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
 
 
 def _scale_strides(k_scale) -> tuple[bool, tuple[int, int, int]]:
-    """Whether the first two are even, and the three strides. Even ones are given in halves and
-    doubled by the kernel, which tells the compiler that they are even."""
+    """Whether the first two strides are even, and all three. Even ones are passed halved and
+    doubled in the kernel, which tells the compiler that they are even."""
     if k_scale is None:
         return False, (0, 0, 0)
     b, h, s = k_scale.stride()[:3]

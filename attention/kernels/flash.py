@@ -1,15 +1,15 @@
-"""The flash-attn packages: 2 is imported as flash_attn, 4 as flash_attn.cute."""
+"""The flash-attn packages: version 2 is imported as flash_attn, version 4 as flash_attn.cute."""
 from attention import backends
 from config.errors import UserError
 
-_flash_attn = None  # once loaded
+_flash_attn = None  # set when loaded
 
 
 def load_flash_attn():
-    """The function of the installed version: (q, k, v, window, dropout_p), as `causal_attention`.
+    """Return the installed attention function (q, k, v, window, dropout_p), see `causal_attention`.
 
     Raises:
-        UserError: it is there but cannot be imported.
+        UserError: if the package is installed but cannot be imported.
     """
     global _flash_attn
     if _flash_attn is None:
@@ -18,7 +18,7 @@ def load_flash_attn():
                 from flash_attn import flash_attn_func
             else:
                 from flash_attn.cute import flash_attn_func
-        except Exception as e:  # such as one built for another torch
+        except Exception as e:  # e.g. built for a different torch version
             why = f'{type(e).__name__}: {e}'
             raise UserError(f'the flash-attn package cannot be imported: {why}') from e
         adapted = _version_2 if backends.FLASH_ATTN_VERSION == 2 else _version_4

@@ -1,5 +1,5 @@
-"""QK-norm and RoPE with one backward pass of their own, which keeps only the input and one number
-per head vector; its twin in plain torch is `attention.rope.norm_and_rotate`."""
+"""QK-norm and RoPE with a shared custom backward pass, which saves only the input and one number
+per head vector; the plain torch equivalent is `attention.rope.norm_and_rotate`."""
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 class NormAndRotate(torch.autograd.Function):
     """y = rotate(z * w), z = x * r, r = 1 / sqrt(mean(x^2) + eps).
 
-    Autograd's own graph of it keeps x, z and z * w.
+    Autograd would save x, z and z * w.
     """
 
     @staticmethod
@@ -33,7 +33,7 @@ class NormAndRotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`apply_rope` of x in the tables' dtype, without a rolled copy and without autograd."""
+    """Like `apply_rope`, but in the tables' dtype, without a rolled copy and without autograd."""
     half, y = x.size(-1) // 2, x * cos
     y[..., :half].addcmul_(x[..., half:], sin[..., :half])
     y[..., half:].addcmul_(x[..., :half], sin[..., half:])
@@ -41,5 +41,5 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rotate_back(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The inverse of `rotate`, which is also its gradient: by the opposite angles."""
+    """Rotate by the opposite angles: the inverse of `rotate`, and also its gradient."""
     return rotate(y, cos, -sin)

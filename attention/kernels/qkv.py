@@ -1,8 +1,8 @@
-"""From the rows that a layer computes to its queries and to stored K and V in one kernel: QK-norm,
-RoPE, int8, the write.
+"""One kernel that turns a layer's projected q, k, v into its queries and stored K and V: QK-norm,
+RoPE, int8 quantization and the write.
 
-One program takes one head of one token, so that a decode step needs one launch a layer for all that
-happens between the first matmul and attention. Its twin in plain torch:
+One program handles one head of one token, so that a decode step needs one launch per layer for
+everything between the first matmul and attention. The plain torch equivalent:
 `attention.rope.norm_and_rotate`, `kv.int8.quantize_int8`, `engine.static.put`.
 """
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 @triton.jit
 def _as_int8(x, scale):
     x = tl.math.div_rn(x, scale + tl.zeros_like(x))
-    x = (x + 12582912.0) - 12582912.0  # to the nearest, ties to even: 1.5 * 2**23 has no fraction
+    x = (x + 12582912.0) - 12582912.0  # to nearest, ties to even: 1.5 * 2**23 has no fraction bits
     return tl.minimum(tl.maximum(x, -127.0), 127.0).to(tl.int8)
 
 
@@ -37,7 +37,7 @@ def _write(QKV, Q_GAIN, K_GAIN, COS, SIN, ROWS, PLACES, Q, K, V, K_SCALE, V_SCAL
            T, n_head, n_kv_head, n_rows, eps, rope_b, kb, kh, ks, kd, vb, vh, vs, cb, ch, cs,
            HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
            INT8: tl.constexpr, HAS_KV: tl.constexpr):
-    """Head `head` of token `token`, as its two halves: RoPE turns element d with d + D/2."""
+    """Head `head` of token `token`, as two halves: RoPE rotates element d together with d + D/2."""
     head, token = tl.program_id(0) % n_rows, (tl.program_id(0) // n_rows).to(tl.int64)
     b, j = token // T, token % T
     d = tl.arange(0, BLOCK)
@@ -82,12 +82,12 @@ def _write(QKV, Q_GAIN, K_GAIN, COS, SIN, ROWS, PLACES, Q, K, V, K_SCALE, V_SCAL
 
 def write_qkv(qkv, n_head: int, q_norm=None, k_norm=None, rope=None, stored=None, rows=None,
               places=None) -> torch.Tensor:
-    """The queries of a layer, while its K and V go to token j of row b's places[b, j] in row (or
-    page) rows[b, j] of `stored`, or nowhere if that place is below 0.
+    """Return the queries of a layer, and write K and V of token j of row b to offset places[b, j]
+    of row (or page) rows[b, j] of `stored`; a negative offset means that they are not written.
 
     Args:
-        qkv: (B, t, H + 2 * Hkv, D), contiguous, the heads of q | k | v; (B, t, H, D) of a layer
-            that reads another's K and V.
+        qkv: (B, t, H + 2 * Hkv, D), contiguous, the heads of q | k | v; (B, t, H, D) for a
+            layer that reads the K and V of another layer.
         q_norm, k_norm: `torch.nn.RMSNorm` over D, or None.
         rope: (cos, sin) from a `RotaryTable`, (t, D) or (B, 1, t, D); or None.
         stored: (k, v) or (k, v, k_scale, v_scale), (n, Hkv, S, D or 1); None in a reading layer.
@@ -102,9 +102,9 @@ def write_qkv(qkv, n_head: int, q_norm=None, k_norm=None, rope=None, stored=None
     if q_norm is None and rope is None and stored is None:
         return qkv.transpose(1, 2)
     q = qkv.new_empty(B, n_head, t, D)
-    # What is missing is None. A stand-in such as q would be a tensor that the kernel seems to write
-    # twice: torch.compile makes each written argument a tensor of its own, and q would be read from
-    # the wrong one.
+    # Missing tensors must be None. A placeholder such as q would look like a tensor that the kernel
+    # writes twice: torch.compile turns each written argument into a separate tensor, and q would
+    # be read from the wrong one.
     gains = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
     cos, sin = rope or (None, None)
     k, v, k_scale, v_scale = (*(stored or ()), None, None, None, None)[:4]

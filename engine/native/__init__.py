@@ -1,7 +1,7 @@
 """The C++ extension for CPUs: matmuls and whole decode steps at memory speed.
 
 Compiled on first use for the local processor (with g++, clang++ or $CXX), and cached in the user's
-cache folder. Called by ctypes. Without a compiler everything runs in torch, slower.
+cache folder. Called through ctypes. Without a compiler, everything runs in torch, more slowly.
 """
 import ctypes
 import functools
@@ -17,7 +17,7 @@ import torch
 
 HERE = Path(__file__).parent
 FLAGS = ('-O3', '-std=c++17', '-shared', '-fPIC', '-march=native', '-fopenmp', '-fno-math-errno',
-         '-fno-trapping-math')  # NaN and infinity keep their meaning
+         '-fno-trapping-math')  # NaN and infinity must keep working
 TIMEOUT = 120  # seconds
 
 
@@ -35,7 +35,7 @@ def use(on: bool) -> None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The extension, compiled if necessary. None if it is disabled or unavailable."""
+    """Return the extension, compiled if necessary. None if it is disabled or unavailable."""
     return _library() if _wanted else None
 
 
@@ -68,7 +68,7 @@ def _compiled() -> Path:
 
 
 def _processor() -> str:
-    """The processor, on which -march=native depends: machines may share a home folder."""
+    """Identify the processor for -march=native, since machines may share a home folder."""
     try:
         lines = Path('/proc/cpuinfo').read_text().splitlines()
     except OSError:
@@ -78,7 +78,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Compile to a temporary file first: another process may be compiling too."""
+    """Compile to a temporary file first, since another process may be compiling too."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -20,7 +20,7 @@ MULTIPLE = 8  # widths must be multiples of it: half a vector
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
     """A C++ decode step for this cache. None if it is not supported, or if its logits differ from
-    those of model.py, whose code may have been changed."""
+    those of model.py, which may have been modified."""
     if not supports(model, cache) or native.library() is None:
         return None
     if not agrees(model, cache.kv_dtype):
@@ -32,12 +32,12 @@ def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
 
 @torch.inference_mode()
 def agrees(model: GPT, kv_dtype: str) -> bool:
-    """Whether two steps from an empty cache give the logits of the model's forward, but for
+    """Whether two steps from an empty cache give the logits of the model's forward, up to
     rounding."""
     plain, other = (model.new_cache(1, 2, kv_dtype) for _ in 'ab')
     try:
         decode, share = NativeDecode(model, other), 0.1
-    except (AttributeError, KeyError):  # it looks for a part that is not there
+    except (AttributeError, KeyError):  # it needs a part that does not exist
         return False
     floats = not isinstance(model.lm_head, Int8Linear)
     if model.dtype == torch.float32 and kv_dtype == 'float32' and floats:
@@ -51,7 +51,7 @@ def agrees(model: GPT, kv_dtype: str) -> bool:
 
 
 def supports(model: GPT, cache: KVCache) -> bool:
-    """Whether the extension can decode with these."""
+    """Whether the extension can decode with this model and cache."""
     widths = model.config.n_embd, model.plan.head_dim, model.config.resolved_mlp_hidden
     return (model.device.type == 'cpu' and type(cache) in (KVCache, PagedKVCache)
             and model.dtype in native.DTYPES and cache.torch_dtype in DTYPES
@@ -61,9 +61,9 @@ def supports(model: GPT, cache: KVCache) -> bool:
 
 class NativeDecode:
     """Decode steps over the first rows of `cache`. Computes in float32, except for matmuls with
-    quantized weights, and with bfloat16 weights and several rows if the processor supports that.
+    quantized weights, and for bfloat16 weights with several rows if the processor supports that.
 
-    model: in eval mode; its weights may change in place only (bfloat16 weights not at all).
+    model: in eval mode; its weights may only change in place (bfloat16 weights not at all).
     """
 
     def __init__(self, model: GPT, cache: KVCache):
@@ -80,7 +80,7 @@ class NativeDecode:
     def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
         """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the logits of
         the remaining rows are undefined. Returns (n, V) float32 logits, overwritten by the next
-        call. Raises UserError: a row that is full; IndexError: a token outside of the vocabulary.
+        call. Raises UserError if a row is full, IndexError if a token is outside the vocabulary.
         """
         n, ids = len(tokens), tokens[:, 0].numpy()
         if ids.min() < 0 or ids.max() >= self.vocab_size:
@@ -109,7 +109,7 @@ class NativeDecode:
         native.library().nanokv_decode(ctypes.byref(self._model), ctypes.byref(step))
 
     def _pages(self, rows):
-        """Block table (m, pages) int32 of these rows, updated where rows have changed."""
+        """Block table (m, pages) int32 of these rows, updated for rows that have changed."""
         source = self.cache.table
         for row in rows.tolist():
             if source.versions[row] != self._versions[row]:
