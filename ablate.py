@@ -10,9 +10,9 @@ of each.
     python ablate.py --help
 
 Writes results/NAME: report.md, report.html, pictures, results.json, and a JSON file for each row
-and seed. Finished runs are not repeated, not even on another machine, if their files are there.
-On Ctrl-C the running trainings save a checkpoint; the same command resumes them.
-How to write a ladder of your own: docs/ablations.md
+and seed. Finished runs are not repeated, even on a different machine, as long as their files exist.
+On Ctrl-C, running training jobs save a checkpoint; the same command resumes them.
+How to write your own ladder: docs/ablations.md
 """
 import json
 import sys
@@ -33,11 +33,11 @@ from training.plotting import pyplot
 
 
 def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dict[tuple, Job]:
-    """(row, seed) -> a job, for each training that some row still needs."""
+    """Return (row, seed) -> job, for each training run that some row still needs."""
     wanted = [(row, seed) for row in ladder.rows.values() for seed in ladder.seeds(row)
               if not results.read(row, seed) and (not only or row.name in only)]
     for row, seed in list(wanted):
-        # its initial weights may come from a row or a seed that was not asked for
+        # its initial weights may come from a row or a seed that was not requested
         while row.converted_from:
             row = ladder.rows[row.converted_from]
             if not results.read(row, seed):
@@ -51,7 +51,7 @@ def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dic
 
 
 def job(ladder, results, row, seed, argv) -> Job:
-    """Train, then measure. row: the one that the training is named after."""
+    """Train, then measure. row: the row that the training run is named after."""
     out_dir = results.out_dir(row, seed)
     train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}',
              '--always_save_checkpoint=True']
@@ -65,7 +65,7 @@ def job(ladder, results, row, seed, argv) -> Job:
 
 
 def train_all(ladder, results, argv, only) -> int:
-    """Train all missing runs. Returns the number of failed ones."""
+    """Train all missing runs. Returns the number of failed runs."""
     s = ladder.s
     devices = [name.strip() for name in (s.devices or s.device).split(',')]
     for name in devices:
@@ -86,7 +86,7 @@ def train_all(ladder, results, argv, only) -> int:
 
 
 def chosen(ladder) -> set:
-    """The rows that `only` names."""
+    """Return the rows selected by `only`."""
     slugs, only = {row.slug: row.name for row in ladder.rows.values()}, ladder.s.only
     if slug_of(only) in slugs:  # names may have commas in them
         return {slugs[slug_of(only)]}
@@ -99,8 +99,8 @@ def chosen(ladder) -> set:
 
 
 def measured_speed(ladder, results, measure: bool) -> dict | None:
-    """The speed of all rows, as measured before on any machine. Missing cells are measured if
-    `measure` is set."""
+    """Return the speed of all rows, as measured earlier on any machine. Missing cells are measured
+    if `measure` is set."""
     if not ladder.s.speed:
         return None
     path, speed = results.folder / 'speed.json', cost.Speed(ladder)
@@ -134,7 +134,7 @@ def list_runs(ladder, results, argv, only) -> None:
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     s, ladder = read_ladder(argv, usage=__doc__)
-    warnings.filterwarnings('ignore', 'layer_pattern=')  # train.py warns of it
+    warnings.filterwarnings('ignore', 'layer_pattern=')  # train.py warns about it
     results, only = Results(ladder), chosen(ladder)
     if s.pictures:
         pyplot(' (or give --pictures=False)')  # fails now rather than after training

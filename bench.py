@@ -1,10 +1,10 @@
-"""Time what the model does: training steps as nanoGPT's bench.py, tokens out of the cache, prompts
-into it.
+"""Benchmark training steps (like nanoGPT's bench.py), decoding from the cache, prefill, serving and
+more.
 
     python bench.py --real_data=False                   # GPT-2 124M's shape, one random batch
     python bench.py --real_data=False --profile=True    # trace for chrome://tracing or TensorBoard
     python bench.py --real_data=False --compile=False --batch_size=4 --block_size=256 --json=True
-    # a config's shape, windows of its data set
+    # a config's shape, and batches from its data set
     python bench.py config/train_mqa_local.py --dataset=shakespeare_works
     # training steps, interleaved with nanoGPT's
     python bench.py --real_data=False --against=nanogpt --nanogpt=FOLDER
@@ -33,10 +33,10 @@ train: forward, backward and AdamW update of one batch, without dropout. decode:
 token (TPOT), greedy, from caches that hold `contexts` tokens, and bytes stored and read. prefill:
 time to first token (TTFT). serve: requests of different lengths, continuous batching against
 static. recompute, lengths: training steps by recomputation policy, by length of the sequences.
-chat: conversations that reuse a prefix cache. kernels: attention and the K/V write alone, on CUDA.
-Each is a module of lab/benchmarks/. Weights are random, in the settings' shape. The models compared
-are interleaved: ratios are medians over pairs of rounds. With --json=True the last line of output
-is one JSON document; `python -m lab.benchmarks.table` makes a page from saved ones.
+chat: conversations that reuse a prefix cache. kernels: only attention and the K/V write, on CUDA.
+Each is a module of lab/benchmarks/. Weights are random, in the settings' shape. Compared models are
+interleaved; ratios are medians over pairs of rounds. With --json=True the last line of output is
+a JSON document; `python -m lab.benchmarks.table` makes a page from saved documents.
 """
 import importlib
 import json
@@ -53,7 +53,7 @@ def main(argv=None):
     check_seed(s.seed)
     check_against(s)
     check_target(s.save)  # before minutes of measuring
-    # each mode is a module of its name
+    # each mode is the module with its name
     document = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
     if s.mode in TABLES:
         show(document)

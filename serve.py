@@ -1,13 +1,13 @@
 r"""Serve a trained model over HTTP, with OpenAI's interface for completions and chat.
 
-    python serve.py out-mqa-local         # http://127.0.0.1:8000/v1, for this machine alone
+    python serve.py out-mqa-local         # http://127.0.0.1:8000/v1, only on this machine
     NANOKV_API_KEY=secret python serve.py --out_dir=out-mqa-local --host=0.0.0.0 --port=8080
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
         -d '{"prompt": "ROMEO:", "max_tokens": 50}'
     python serve.py --help
 
-POST /v1/completions and /v1/chat/completions (with stream too), GET /v1/models, /health, /metrics
-(Prometheus), / (a chat page). docs/serving.md describes all of it. Needs pip install -e '.[serve]'.
+POST /v1/completions and /v1/chat/completions (streaming too), GET /v1/models, /health, /metrics
+(Prometheus), / (a chat page). docs/serving.md describes them. Needs pip install -e '.[serve]'.
 """
 import os
 import sys
@@ -29,15 +29,15 @@ LOOPBACK_NAMES = ('127.0.0.1', '[::1]', 'localhost')  # in a Host header
 
 def check(s):
     at_least(s, parallel=1, max_new_tokens=1, max_waiting=0, port=0, grace=0.0)
-    if s.port > 65535:  # some systems take it modulo 65536
+    if s.port > 65535:  # some systems reduce it modulo 65536
         raise UserError(f'port={s.port}: must be at most 65535')
     if s.timeout <= 0:
         raise UserError(f'timeout={s.timeout}: must be above 0 seconds')
 
 
 def read_keys(path: str, environment) -> list[str]:
-    """The accepted API keys, from a file or else from NANOKV_API_KEY. UserError if it is empty:
-    more likely a mistake than a wish for no keys."""
+    """Return the accepted API keys, from a file or otherwise from NANOKV_API_KEY. UserError: if it
+    is empty, which is more likely a mistake than intended."""
     if path:
         try:
             lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
@@ -54,7 +54,7 @@ def read_keys(path: str, environment) -> list[str]:
 
 
 def make_service(s, model, tokenizer):
-    """The engine, and the settings that requests are validated by."""
+    """Return the engine, and the settings used to validate requests."""
     template = Template(s.turn)
     try:
         for name in (s.user, s.reply_as):

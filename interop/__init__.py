@@ -1,1 +1,1 @@
-"""Other people's formats: Hugging Face folders, in and out; conversion to a smaller memory."""
+"""Import and export of Hugging Face folders, and conversion to a smaller KV cache."""

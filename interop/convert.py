@@ -7,7 +7,7 @@
         --max_iters=70
 
 K/V heads are pooled by their mean; layers that share a cache use the K and V of the first. The
-converted model is worse until it is trained further: the GQA paper (Ainslie et al. 2023) needs 5%
+converted model is worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5%
 of the original steps. The new checkpoint is at iteration 0, without optimizer state.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
@@ -32,8 +32,8 @@ MEMORY = ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global
 
 
 def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
-    """The weights of `old` (nanoGPT's names; not modified) as those of `new`, which differs in the
-    settings of MEMORY. UserError: as `check_conversion`."""
+    """Convert the weights of `old` (nanoGPT's names; not modified) to those of `new`, which differs
+    only in the settings in MEMORY. UserError: if `check_conversion` raises it."""
     check_conversion(old, new)
     before, after = plan_kv(old), plan_kv(new)
     q_rows, kv_rows = (n * before.head_dim for n in (before.n_head, before.n_kv_head))
@@ -52,8 +52,8 @@ def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
 
 
 def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
-    """Raises UserError: another setting than MEMORY's differs, K/V heads cannot be pooled evenly,
-    or a layer is to own K and V that it was trained without."""
+    """Raise UserError if a setting not in MEMORY differs, K/V heads cannot be pooled evenly, or a
+    layer would own K and V that it was trained without."""
     for f in dataclasses.fields(GPTConfig):
         was, now = getattr(old, f.name), getattr(new, f.name)
         if f.name not in MEMORY and f.name != 'dropout' and was != now:
@@ -71,8 +71,8 @@ def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
 
 
 def convert_checkpoint(source: Path, changes: dict) -> dict:
-    """The checkpoint at `source` with `changes`, at iteration 0 and without optimizer state.
-    UserError: no readable checkpoint, or as `check_conversion`."""
+    """Return the checkpoint at `source` with `changes`, at iteration 0 and without optimizer state.
+    UserError: if the checkpoint is unreadable or cannot be converted (`check_conversion`)."""
     saved = load_checkpoint(source)
     old = config_of(saved, source)
     try:

@@ -1,4 +1,4 @@
-"""How well a model predicts a text, in bits per byte, which compares models of any tokenizer.
+"""Evaluate a model on a text in bits per byte, which are comparable between tokenizers.
 
     python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt
     python -m interop.evaluate --out_dir=out-mqa-local --text=my.txt --stride=64 --kv_dtype=int8
@@ -6,9 +6,9 @@
     python -m interop.evaluate --init_from=my-model --text=my.txt    # a folder of interop.export
 
 A window of `context` tokens moves over the text by `stride`. Each token is predicted once, in the
-first window that has it, so all but those of the first window see at least context - stride tokens
-before them. With GPT-2's tokenizer the text follows <|endoftext|>; with characters, the first one
-is not predicted and does not count. Line ends count as one byte, as in the data sets.
+first window that contains it, so after the first window each has at least context - stride tokens
+of context. With GPT-2's tokenizer the text follows <|endoftext|>; with a character tokenizer, the
+first character is not predicted and not counted. Line ends are one byte, as in the data sets.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import itertools
@@ -30,8 +30,8 @@ from interop.load import load
 
 
 def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
-    """(begin, end, scored) of each window over n tokens: it takes tokens begin to end - 1 and
-    predicts begin + 1 to end, of which the last `scored` are new."""
+    """Return (begin, end, scored) of each window over n tokens: its input is tokens begin to
+    end - 1, and it predicts begin + 1 to end, of which the last `scored` are new."""
     windows, num_predicted = [], 0
     while num_predicted < n - 1:
         end = min(num_predicted + stride if windows else context, n - 1)
@@ -58,7 +58,7 @@ def total_nats(logits_of, ids: torch.Tensor, context: int, stride: int, batch_si
 
 
 def check_alphabet(name: str, text: str, alphabet) -> None:
-    """Raises UserError: the file `name` has characters that the alphabet lacks. Says where."""
+    """Raise UserError with the place if the file `name` has characters not in the alphabet."""
     lacking = [i for i, c in enumerate(text) if c not in alphabet]
     if lacking:
         i, different = lacking[0], {text[i] for i in lacking}
@@ -69,7 +69,7 @@ def check_alphabet(name: str, text: str, alphabet) -> None:
 
 
 def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
-    """The token ids, and how many bytes of the text are predicted."""
+    """Return the token ids and the number of bytes of the text that are predicted."""
     if isinstance(tokenizer, CharTokenizer):
         check_alphabet(name, text, tokenizer.stoi)
     ids, n_bytes = tokenizer.encode(text, special=False), len(text.encode())
@@ -83,7 +83,7 @@ def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
 
 
 def evaluate(s) -> dict:
-    """The metrics of the model and text that the settings name. UserError: wrong input."""
+    """Return the metrics for the settings' model and text. UserError: if the input is invalid."""
     at_least(s, context=0, stride=0, batch_size=1)
     if not s.text:
         raise UserError('give the text to evaluate on: --text=FILE')

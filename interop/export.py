@@ -39,14 +39,14 @@ AUTO_MAP = {'AutoConfig': 'modeling_nanokv.NanoKVConfig',
 
 
 def is_gpt2(config: GPTConfig) -> bool:
-    """Whether transformers' own GPT2LMHeadModel is this model."""
+    """Whether this model can be expressed as transformers' own GPT2LMHeadModel."""
     plan = plan_kv(config)
     return (config.pos_embedding == 'learned' and not config.qk_norm and not config.kv_quant_train
             and plan.head_dim * config.n_head == config.n_embd and plan == plan.vanilla())
 
 
 def as_gpt2(weights: dict, config: GPTConfig) -> tuple[dict, dict]:
-    """The keys of GPT2Config, and GPT2LMHeadModel's tensors, with zeros for missing biases."""
+    """The keys of GPT2Config, and GPT2LMHeadModel's tensors with zeros for missing biases."""
     keys = {name: getattr(config, name) for name in ('vocab_size', 'n_embd', 'n_layer', 'n_head')}
     activation = next(name for name, form in GELUS.items() if form == config.gelu)
     keys |= {'n_positions': config.block_size, 'n_inner': config.mlp_hidden or None,
@@ -63,10 +63,10 @@ def as_gpt2(weights: dict, config: GPTConfig) -> tuple[dict, dict]:
 
 def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
              source: dict | None = None):
-    """The model as a class of transformers, or as NanoKVForCausalLM.
+    """Return the model as a transformers class or as NanoKVForCausalLM.
 
     end: the token that ends a text. source: recorded in config.json as `nanokv_source`.
-    UserError: transformers is missing, or the model has windows of one token."""
+    UserError: if transformers is missing or the model has windows of one token."""
     try:
         import transformers
 
@@ -91,9 +91,9 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
 
 def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: str = '5GB',
            data_root: Path = DATA_ROOT) -> None:
-    """Write the checkpoint at `source` as the folder `target`; on an error, nothing is left there.
-    UserError: no readable checkpoint, its alphabet is unknown, a package is missing, or `target`
-    exists or cannot be written."""
+    """Write the checkpoint at `source` to the folder `target`; on an error, nothing is left there.
+    UserError: if the checkpoint is unreadable, its alphabet is unknown, a package is missing, or
+    `target` exists or cannot be written."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f'{target} is there already: delete it or give another folder')
     saved = load_to_resume(source)

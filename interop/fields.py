@@ -6,7 +6,7 @@ from kv.plan import LOCAL, plan_kv
 
 
 def derived_keys(config: GPTConfig) -> dict:
-    """The keys under transformers' names. `kv_owners`: whose K and V each layer reads."""
+    """The keys under transformers' names. `kv_owners`: the layer whose K and V each layer reads."""
     plan = plan_kv(config)
     local = [layer.kind == LOCAL for layer in plan.layers]
     return {
@@ -22,8 +22,8 @@ def derived_keys(config: GPTConfig) -> dict:
 
 
 def gpt_config(nanokv: dict, other_keys: dict) -> GPTConfig:
-    """The GPTConfig that `nanokv` holds. ValueError: a field is unknown or out of range, or one of
-    `other_keys` contradicts it."""
+    """Return the GPTConfig stored in `nanokv`. ValueError: if a field is unknown or out of range,
+    or one of `other_keys` contradicts it."""
     if not isinstance(nanokv, dict):
         raise ValueError(f'config.json: nanokv={nanokv!r} is not an object')
     types = {f.name: f.type for f in dataclasses.fields(GPTConfig)}

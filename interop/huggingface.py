@@ -24,7 +24,7 @@ TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'ml
 MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}
 DTYPES = ('F64', 'F32', 'BF16', 'F16')
-# Defaults of transformers' GPT2Config: the sizes, and options that our model has no other value of
+# Defaults of transformers' GPT2Config: sizes, and options that have only one value in our model
 SIZES = {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'n_positions': 1024, 'vocab_size': 50257}
 ONLY = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True,
         'add_cross_attention': False, 'scale_attn_by_inverse_layer_idx': False,
@@ -32,7 +32,7 @@ ONLY = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': 
 
 
 def noted_source(source: str) -> tuple[str, str]:
-    """The data set and `tokens_id` that interop.export recorded in a folder, '' if absent."""
+    """The data set and `tokens_id` recorded in a folder by interop.export, '' if absent."""
     path = Path(source) / 'config.json'
     noted = read_json(path).get('nanokv_source') if path.is_file() else None
     noted = noted if isinstance(noted, dict) else {}
@@ -40,17 +40,17 @@ def noted_source(source: str) -> tuple[str, str]:
 
 
 def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
-    """A GPT with the weights of `source`, on the CPU, in float32 and training mode, as nanoGPT's.
+    """A GPT with the weights of `source`, on the CPU, in float32 and training mode, like nanoGPT's.
 
-    The config is the file's, with dropout 0 as in nanoGPT. Tensors are read one at a time, so peak
-    memory is about one model and one tensor. Unlike nanoGPT's, it draws no random numbers.
+    The config is read from the file, with dropout 0 as in nanoGPT. Tensors are read one at a time,
+    so peak memory is about one model and one tensor. Unlike nanoGPT's, it uses no random numbers.
 
     source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
         model.safetensors (or shards and an index). A folder named gpt2 is './gpt2'.
-    override_args: 'dropout' and 'gelu' may be given.
+    override_args: only 'dropout' and 'gelu' are allowed.
     Raises:
-        UserError (a ValueError): no such source, the hub cannot be reached, a package is missing,
-            damaged files, unsupported options, missing, unknown or misshapen tensors.
+        UserError (a ValueError): if the source does not exist, the hub is unreachable, a package is
+            missing, files are damaged, options unsupported, or tensors missing or unexpected.
     """
     overrides = dict(override_args or {})
     _check_overrides(overrides)
@@ -114,13 +114,13 @@ def _download(model_type):
 
 
 def _reason(error):
-    """The error's type and first sentence (the rest is request ids and the like)."""
+    """The error's type and first sentence (the rest is request ids and similar)."""
     lines = str(error).strip().splitlines() or ['']
     return f"{type(error).__name__}: {lines[0].split('. ')[0][:150]}"
 
 
 def read_json(path):
-    """The JSON object in the file at `path`; UserError if there is none."""
+    """Return the JSON object in the file at `path`. UserError: if there is none."""
     try:
         raw = json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError as e:
@@ -133,8 +133,8 @@ def read_json(path):
 
 
 def _open(folder, safe_open, files):
-    """name -> (open safetensors file, name of the tensor there, its path), of the folder's weights.
-    Names lose GPT2LMHeadModel's prefix `transformer.`, which GPT2Model has not. No masks."""
+    """Return name -> (open safetensors file, name of the tensor there, its path) of the weights.
+    Names are without the prefix `transformer.`, which only GPT2LMHeadModel has. Omits masks."""
     tensors = {}
     for path in _weight_files(folder):
         try:
@@ -194,7 +194,7 @@ def _read_config(raw, path):
 
 
 def _architecture(config) -> tuple:
-    """What GPT2Config can express; different GPTConfig fields may mean the same architecture."""
+    """The part that GPT2Config can express; different GPTConfigs may mean the same architecture."""
     return (plan_kv(config), config.resolved_mlp_hidden, config.gelu, config.pos_embedding,
             config.block_size, config.n_embd, config.qk_norm, config.kv_quant_train)
 
@@ -222,9 +222,9 @@ def _gpt2_config(raw, path):
 
 
 def _load(config, tensors, folder, untied, transposed):
-    """The model of `config` with the tensors of `_open`. untied: the file must have an lm_head.
-    transposed: suffixes of the names of matrices stored with their input rows first."""
-    with torch.device('meta'):  # allocates nothing, and draws no random numbers
+    """Return the model with the tensors from `_open`. untied: the file must have an lm_head.
+    transposed: suffixes of the names of matrices stored with input rows first."""
+    with torch.device('meta'):  # allocates nothing and uses no random numbers
         model = GPT(config)
     wanted = {name.removeprefix('transformer.'): p for name, p in model.named_parameters()}
     _check_tensors(wanted, tensors, folder, untied, transposed)
@@ -242,7 +242,7 @@ def _load(config, tensors, folder, untied, transposed):
 
 
 def _without_biases(model, folder):
-    """The model without its biases, if they are all still zero, as they were exported."""
+    """Return the model without its biases, if they are all zero, as after export."""
     weights = model.state_dict()
     nonzero = [name for name, x in weights.items() if name.endswith('.bias') and x.any()]
     if nonzero:

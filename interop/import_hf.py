@@ -1,4 +1,4 @@
-"""Make a checkpoint of a Hugging Face folder: one that interop.export wrote, or a GPT-2.
+"""Make a checkpoint from a Hugging Face folder: one written by interop.export, or a GPT-2.
 
     python -m interop.import_hf FOLDER out-imported
     python sample.py --out_dir=out-imported
@@ -22,7 +22,7 @@ from training.checkpoint_manager import CheckpointManager
 
 
 def checkpoint_of(folder: Path) -> dict:
-    """The checkpoint, in memory. UserError: as `interop.huggingface.from_pretrained`."""
+    """Return the checkpoint. Raises the errors of `interop.huggingface.from_pretrained`."""
     model = from_pretrained(str(folder))
     dataset, tokens = noted_source(str(folder))
     fields = read_json(folder / 'config.json').get('nanokv', {})

@@ -1,5 +1,5 @@
-"""Loading a model to run it, from a checkpoint of train.py, GPT-2's weights, an exported folder, or
-with random weights; with its tokenizer, on its device. For sample.py, chat.py, serve.py and
+"""Load a model to run it, from a checkpoint of train.py, GPT-2's weights or an exported folder, or
+with random weights, together with its tokenizer. Used by sample.py, chat.py, serve.py and
 `interop.evaluate`."""
 import difflib
 from pathlib import Path
@@ -24,10 +24,10 @@ from training.device import pick_device, pick_dtype
 
 
 def load(s):
-    """The model that the settings of sample.py, chat.py or serve.py name, ready to run, and its
-    tokenizer. The global random generator is seeded just before the model is built, and used by
-    nothing else: sample 0 goes on from there, as in nanoGPT. UserError: no such device, model or
-    data set; or they do not go together."""
+    """Return the model given by the settings of sample.py, chat.py or serve.py, ready to run, and
+    its tokenizer. The global random generator is seeded just before the model is built and used for
+    nothing else: sample 0 continues from that state, as in nanoGPT. UserError: if the device, model
+    or data set does not exist, or they do not match."""
     device = pick_device(s.device)
     model, dataset, known = read_model(s)
     tokenizer = None if 'dataset' in s.given else tokenizer_in(Path(s.init_from))
@@ -42,7 +42,7 @@ def load(s):
 
 
 def read_model(s):
-    """The model, in eval mode, on the CPU; its data set's name; and its `tokens_id`, if known."""
+    """The model (in eval mode, on the CPU), its data set's name, and its `tokens_id` if known."""
     if s.init_from == 'resume':
         use_newest_run(s)
     path = checkpoint_in(s.out_dir, s.resume_from)
@@ -68,7 +68,7 @@ def read_model(s):
 
 
 def use_newest_run(s) -> None:
-    """If no out_dir was given and the default one has no checkpoint: the newest run beside it."""
+    """If no out_dir was given and the default has no checkpoint, use the newest run next to it."""
     if 'out_dir' in s.given or Path(s.out_dir, s.resume_from).exists():
         return
     found = sorted(Path().glob(f'out*/{s.resume_from}'), key=lambda path: path.stat().st_mtime)
@@ -82,8 +82,8 @@ def use_newest_run(s) -> None:
 
 
 def known_dataset(name: str) -> Path:
-    """Its folder, prepared if need be. One that is nowhere to be found, or is too large to be
-    prepared for its alphabet alone, means GPT-2 BPE, unless it looks misspelt."""
+    """Return a data set's folder, prepared if needed. One that does not exist, or is too large to
+    prepare only for its alphabet, means GPT-2 BPE, unless the name looks misspelled."""
     folder = DATA_ROOT / name
     here = (folder / 'meta.pkl').is_file() or by_hand(folder / 'prepare.py')
     if not here and difflib.get_close_matches(name, available_datasets(DATA_ROOT), n=1):
@@ -93,7 +93,7 @@ def known_dataset(name: str) -> Path:
 
 def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path):
     """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE.
-    known: the `tokens_id` at that time; '' for checkpoints that do not say it (nanoGPT's)."""
+    known: the `tokens_id` at that time; '' for checkpoints without one (nanoGPT's)."""
     if set(dataset) & set('/\\\0'):
         raise UserError(f'dataset={dataset!r} is not the name of a folder under data/')
     meta = read_meta(data_root / dataset) if dataset else None

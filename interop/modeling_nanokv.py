@@ -1,5 +1,5 @@
-"""nanoKV's GPT for Hugging Face transformers. `python -m interop.export` copies this file beside
-the weights, so that they can be used with trust_remote_code=True, without nanoKV.
+"""nanoKV's GPT for Hugging Face transformers. `python -m interop.export` copies this file next
+to the weights, so that they can be used with trust_remote_code=True, without nanoKV.
 
 Keys and values are kept in transformers' own caches: by `layer_types`, local layers keep a window;
 by `kv_sharing_modes`, layers that read another layer's K and V keep nothing.
@@ -35,8 +35,8 @@ MASKS = {'full_attention': create_causal_mask,
 
 
 class NanoKVConfig(PretrainedConfig):
-    """`nanokv` holds the GPTConfig; all other keys about the model are derived from it, for other
-    programs to read. ValueError: a field is unknown or out of range, or another key contradicts it.
+    """`nanokv` contains the GPTConfig; all other keys about the model are derived from it for other
+    programs. ValueError: if a field is unknown or out of range, or a derived key contradicts it.
     """
     model_type = 'nanokv'
     keys_to_ignore_at_inference = ['past_key_values']
@@ -89,7 +89,7 @@ def check_fields(nanokv: dict) -> dict:
 
 
 def derived_keys(fields: dict) -> dict:
-    """transformers' names for what the fields say. `kv_owners`: whose K and V each layer reads."""
+    """The fields under transformers' names. `kv_owners`: the layer whose K and V a layer reads."""
     pattern, share, n_layer = fields['layer_pattern'], fields['kv_share'], fields['n_layer']
     layer_types, kv_owners, owner_of = [], [], {}
     for layer in range(n_layer):
@@ -144,7 +144,7 @@ def rotate(x, cos, sin):
 
 
 def fake_quantize_int8(x):
-    """x rounded as nanoKV's int8 cache rounds it; gradients pass straight through."""
+    """Round x like nanoKV's int8 cache; gradients pass straight through."""
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp(2 ** -24, 65504).half()
     rounded = (wide / scale).round().clamp(-127, 127) * scale
@@ -270,7 +270,7 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module):
-        """nanoGPT's initialization, also of tensors that a folder lacks."""
+        """nanoGPT's initialization, also for tensors missing from a folder."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = 0.02
             if getattr(module, 'is_residual', False):  # scaled down, per the GPT-2 paper
@@ -297,7 +297,7 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
                 past_key_values=None, inputs_embeds=None, labels=None, use_cache=None,
                 logits_to_keep=0, output_attentions=None, output_hidden_states=None, **kwargs):
         """input_ids (B, t), attention_mask (B, past + t); labels (B, t) are shifted here.
-        ValueError: a sequence longer than the learned positions."""
+        ValueError: if a sequence exceeds the learned positions."""
         x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:

@@ -1,4 +1,4 @@
-"""Our tokenizers as the files that Hugging Face reads (tokenizer.json and its settings)."""
+"""Our tokenizers in Hugging Face's file format (tokenizer.json and its settings)."""
 from pathlib import Path
 
 from config.errors import UserError
@@ -8,8 +8,8 @@ from interop.huggingface import read_json
 
 
 def save_tokenizer(tokenizer: CharTokenizer | GPT2Tokenizer, folder: Path, longest: int) -> None:
-    """Write the tokenizer's files. longest: the most tokens that the model takes; 0 = any number.
-    UserError: transformers is missing."""
+    """Write the tokenizer's files. longest: the model's maximum number of tokens; 0 = no limit.
+    UserError: if transformers is missing."""
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as e:
@@ -25,7 +25,7 @@ def save_tokenizer(tokenizer: CharTokenizer | GPT2Tokenizer, folder: Path, longe
 
 
 def tokenizer_in(folder: Path) -> CharTokenizer | None:
-    """The character tokenizer that `save_tokenizer` wrote, if it did."""
+    """Return the character tokenizer written by `save_tokenizer`, or None."""
     path = folder / 'tokenizer.json'
     model = read_json(path).get('model') if path.is_file() else None
     if not isinstance(model, dict) or model.get('type') != 'WordLevel':
@@ -37,7 +37,7 @@ def tokenizer_in(folder: Path) -> CharTokenizer | None:
 
 
 def characters(stoi: dict[str, int]):
-    """A tokenizers.Tokenizer with an id for each character; any other is an error, as in ours."""
+    """A tokenizers.Tokenizer with an id per character; any other is an error, as in ours."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     absent = '[UNK]'  # the unknown token must not be in the vocabulary
     while absent in stoi:
@@ -49,7 +49,7 @@ def characters(stoi: dict[str, int]):
 
 
 def byte_pairs(encoding):
-    """A tokenizers.Tokenizer of a tiktoken.Encoding that splits words as GPT-2's does."""
+    """Convert a tiktoken.Encoding with GPT-2's word splitting to a tokenizers.Tokenizer."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
     letters = bytes_to_unicode()
@@ -72,8 +72,8 @@ def byte_pairs(encoding):
 
 
 def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens whose merge makes `token`: what all earlier merges leave of its bytes.
-    UserError: no merge makes it."""
+    """Return the two tokens that merge into `token`: its bytes after all earlier merges.
+    UserError: if no merge produces it."""
     parts, own = [token[i:i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
         pairs = [a + b for a, b in zip(parts, parts[1:])]

@@ -1,1 +1,1 @@
-"""What measures: ablation ladders, benchmarks, and scripts that answer one question each."""
+"""Measurements: ablation ladders, benchmarks, and scripts that answer one question each."""

@@ -1,4 +1,4 @@
-"""Draw the KV bytes of one sequence over its length in GPT-2's shape, from the plan's arithmetic.
+"""Plot the KV bytes of one sequence by length in GPT-2's shape, from the plan's arithmetic.
 
     python -m lab.kv_picture                   # writes results/kv/kv_bytes.png
     python -m lab.kv_picture FILE              # .png, .svg or .pdf
@@ -26,7 +26,7 @@ STEPS = {
 
 
 def kv_bytes() -> dict[str, list[int]]:
-    """Row -> bytes of one sequence at each of CONTEXTS."""
+    """Return row -> bytes of one sequence at each of CONTEXTS."""
     settings = dict(n_layer=12, n_head=12, n_embd=768, block_size=CONTEXTS[-1])
     found = {}
     for name, (changes, dtype) in STEPS.items():

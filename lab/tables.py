@@ -9,7 +9,7 @@ LATEX_ESCAPES = {ord(c): '\\' + c for c in '&%$#_{}'} | {
 
 @dataclass
 class Table:
-    """Rows of text under a title. `left` names the left-aligned columns."""
+    """Rows of text under a title. `left`: names of the left-aligned columns."""
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = field(default_factory=list)
@@ -45,8 +45,8 @@ class Table:
         return '\n'.join([*lines, *map(line, self.rows), r'\hline', r'\end{tabular}', ''])
 
     def print(self, console) -> None:
-        """Title and table on a rich Console. Text breaks between words where the table is too
-        wide; trailing columns that do not fit even so are omitted and named."""
+        """Print the title and table on a rich Console. If the table is too wide, text is wrapped;
+        trailing columns that still do not fit are omitted, and their names are printed."""
         from rich.table import Table as RichTable
         from rich.text import Text
         console.print(Text(f'\n{self.title}', style='bold'), soft_wrap=True)

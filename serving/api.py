@@ -9,7 +9,7 @@ from engine.dialogue import Dialogue, Template
 from engine.params import SamplingParams, has_surrogate, sample_seed, shown
 from serving.errors import ApiError
 
-MAX_CHOICES = 128  # of a request, as in OpenAI's API
+MAX_CHOICES = 128  # per request, as in OpenAI's API
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 
@@ -26,7 +26,7 @@ CHAT = COMMON | {'messages': None, 'logprobs': bool, 'top_logprobs': range(MAX_L
 # fields that do not affect the text
 IGNORED = {'user', 'metadata', 'service_tier', 'safety_identifier', 'prompt_cache_key',
            'prompt_cache_retention'}
-# unsupported fields of OpenAI's -> values that mean the same as leaving them out
+# unsupported OpenAI fields -> values equivalent to omitting them
 UNSUPPORTED = {'frequency_penalty': (0,), 'presence_penalty': (0,), 'logit_bias': ({},),
                'store': (False,)}
 UNSUPPORTED_COMPLETION = UNSUPPORTED | {'echo': (False,), 'suffix': ('',), 'best_of': (1,)}
@@ -37,11 +37,11 @@ UNSUPPORTED_CHAT = UNSUPPORTED | {
 
 @dataclass(frozen=True)
 class Service:
-    """The settings that requests are validated by.
+    """The settings used to validate requests.
 
-    max_positions: tokens of a prompt and its completion, less the last token. max_new_tokens: the
-    default. max_choices: of all requests together. user, reply_as: names of the user and of the
-    assistant in the template. strict: refuse messages that `Dialogue.say` would fold.
+    max_positions: limit on a prompt and its completion without its last token. max_new_tokens: the
+    default. max_choices: limit for all requests together. user, reply_as: names of the user and the
+    assistant in the template. strict: reject messages that `Dialogue.say` would fold.
     """
     model: str
     tokenizer: object
@@ -69,16 +69,16 @@ class GenerationRequest:
 
 
 def parse_completion(document: dict, service: Service) -> GenerationRequest:
-    """A document for /v1/completions. ApiError: 400, an unknown, invalid or unsupported field, or a
-    prompt that is too long; 404, another model."""
+    """Parse a document for /v1/completions. ApiError: 400 if a field is unknown, invalid or
+    unsupported, or a prompt is too long; 404 if it is for a different model."""
     fields = _fields(document, COMPLETION, UNSUPPORTED_COMPLETION, service)
     prompts = _prompts(fields.get('prompt'), service)
     return _request(fields, service, prompts, fields.get('logprobs', -1))
 
 
 def parse_chat(document: dict, service: Service) -> GenerationRequest:
-    """A document for /v1/chat/completions. The prompt is the conversation in the template, up to
-    the text of the reply, which ends where a turn does. ApiError: as `parse_completion`."""
+    """Parse a document for /v1/chat/completions. The prompt is the conversation in the template, up
+    to the text of the reply, which ends with the turn. ApiError: as for `parse_completion`."""
     fields = _fields(document, CHAT, UNSUPPORTED_CHAT, service)
     top = fields.get('top_logprobs', 0)
     if top and not fields.get('logprobs'):
@@ -97,7 +97,7 @@ def _too_long(message, param) -> ApiError:
 
 
 def _fields(document, table, unsupported, service) -> dict:
-    """The checked fields of a document. null is the same as leaving a field out."""
+    """Return the checked fields of a document. null is the same as omitting a field."""
     if not isinstance(document, dict):
         raise _invalid(f'the body is {shown(document)}: must be a JSON object')
     known = SAMPLING | table
@@ -169,7 +169,7 @@ def _params(fields, logprobs, stops) -> SamplingParams:
 
 
 def _max_new_tokens(fields, service, num_prompt) -> int:
-    """As given, else the default, cut to the room behind the prompt."""
+    """The requested or default number, limited to the room after the prompt."""
     room = service.max_positions - num_prompt + 1  # the last token takes no position
     for name in ('max_tokens', 'max_completion_tokens'):
         if name in fields:
@@ -182,7 +182,7 @@ def _max_new_tokens(fields, service, num_prompt) -> int:
 
 
 def _prompts(value, service) -> list[list[int]]:
-    """From a text, a list of texts, a list of token ids, or a list of such lists."""
+    """Parse a text, a list of texts, a list of token ids, or a list of such lists."""
     if value is None:
         raise _invalid('prompt is missing', 'prompt')
     is_batch = isinstance(value, list) and value and all(isinstance(x, (str, list)) for x in value)
@@ -209,7 +209,7 @@ def _prompt(prompt, service) -> list[int]:
 
 
 def _check_length(text, service, param):
-    """Refuse a text that is too long in any encoding. To encode it would take long."""
+    """Reject a text that is too long in any encoding, since encoding it would take long."""
     most = service.max_positions * service.tokenizer.longest
     if len(text) > most:
         raise _too_long(f'{param} has {len(text):,} characters: {service.max_positions:,} tokens '
@@ -217,8 +217,8 @@ def _check_length(text, service, param):
 
 
 def _conversation(messages, service) -> list[int]:
-    """Token ids up to the text of the reply. Each turn is encoded by itself, so that later requests
-    find it in the prefix cache."""
+    """Token ids up to the text of the reply. Each turn is encoded separately, so that later
+    requests find it in the prefix cache."""
     if not isinstance(messages, list) or not messages:
         raise _invalid(f'messages={shown(messages)}: must be a list of at least one message',
                        'messages')
@@ -256,7 +256,7 @@ def _check_conversation(num_tokens, service):
 def _message(message, param, service) -> tuple[str, str, str]:
     """(role, name, text)"""
     items = message.items() if isinstance(message, dict) else ()
-    given = {key: value for key, value in items if value is not None}  # null: as if left out
+    given = {key: value for key, value in items if value is not None}  # null: as if omitted
     if not given or given.keys() - {'role', 'content', 'name'}:
         raise _invalid(f'{param}={shown(message)}: must be an object with role and content '
                        '(and name)', param)
@@ -270,14 +270,14 @@ def _message(message, param, service) -> tuple[str, str, str]:
     is_line = isinstance(name, str) and name.isprintable()
     if 'name' in given and (not is_line or end in service.template.head(name)):
         raise _invalid(f'{param}: name={shown(name)} cannot be the name of a turn', param)
-    if role == 'assistant':  # the reply may have been cut off within the end of its turn
+    if role == 'assistant':  # the reply may have been cut off inside its end-of-turn text
         cut = next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
         text = text[:len(text) - cut]
     return role, name, text
 
 
 def _content(content, param) -> str:
-    """A text, or a list of parts of type text."""
+    """Parse a text, or a list of parts of type text."""
     if not isinstance(content, list):
         return _text(content, param)
     if not all(isinstance(part, dict) and part.get('type') == 'text' for part in content):

@@ -29,14 +29,14 @@ from serving.replies import ChatReply, Reply
 from serving.worker import Worker
 
 PARSERS = 2             # threads that parse and encode requests
-LAST_SEND_TIMEOUT = 1.0  # seconds to send the error that ends a stream; the client may not read
+LAST_SEND_TIMEOUT = 1.0  # seconds to send the error that ends a stream; the client may not read it
 CLOSING = (401, 403, 408, 413, 415)  # sent before the body was read: the connection is closed
 UNLOGGED = ('/health', '/metrics', '/v1/models')  # polled by probes and by the page
 PAGE = Path(__file__).with_name('page.html').read_text(encoding='utf-8')
 
 
 def _page_headers() -> dict[str, str]:
-    """Allow the page's own script and style, by hash, and nothing else."""
+    """Allow only the page's own script and style, by hash."""
     def source(tag):
         [text] = re.findall(rf'<{tag}>(.*?)</{tag}>', PAGE, re.DOTALL)
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -55,12 +55,12 @@ class Limits(NamedTuple):
 def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
              hosts: Sequence[str] = (),
              request_log: Callable[[str], None] | None = None) -> Starlette:
-    """The ASGI application. The worker must have been started; the application does not stop it.
+    """Return the ASGI application. The worker must be running; the application does not stop it.
 
-    keys: accepted as `Authorization: Bearer KEY`; none = no key is needed.
-    hosts: accepted Host headers; none = any. They protect a server without keys on the user's own
+    keys: accepted as `Authorization: Bearer KEY`; empty = no key is needed.
+    hosts: accepted Host headers; empty = any. They protect a server without keys on the user's own
         machine from DNS rebinding by a page in the user's browser.
-    request_log: called on the event loop with a line per finished request; it must not block.
+    request_log: called on the event loop with one line per finished request; it must not block.
     """
     page_headers = _page_headers()
     model = {'id': service.model, 'object': 'model', 'created': 0, 'owned_by': 'nanokv'}
@@ -128,7 +128,7 @@ class AccessMiddleware:
     async def __call__(self, scope, receive, send):
         if scope['type'] != 'http':
             return await self.app(scope, receive, send)
-        start, status = time.perf_counter(), 499  # the client left, if no response starts
+        start, status = time.perf_counter(), 499  # client closed request, if no response starts
 
         async def watching_status(message):
             nonlocal status
@@ -164,7 +164,7 @@ class AccessMiddleware:
 
 
 def _log_line(scope, status, start) -> str:
-    """A line of the request log: printable ASCII, so that a client cannot forge lines."""
+    """Return a line of the request log, in printable ASCII so that clients cannot forge lines."""
     generation, parts, reasons = scope.get('generation'), [], {}
     error = scope['error'] or (generation and generation.error)
     if not error and status != 499 and generation and generation.reply.complete:
@@ -187,7 +187,7 @@ def _log_line(scope, status, start) -> str:
 
 
 class GenerateEndpoint:
-    """A route that generates. parse: document -> GenerationRequest."""
+    """A route that generates text. parse: document -> GenerationRequest."""
 
     def __init__(self, worker: Worker, service: api.Service, limits: Limits, parse: Callable,
                  reply_type: type[Reply]):
@@ -237,7 +237,7 @@ class GenerateEndpoint:
 
 
 class Generation:
-    """The state of one request. first_event: `perf_counter`. error: what ended its stream."""
+    """The state of one request. first_event: `perf_counter` time. error: ended its stream."""
 
     def __init__(self, endpoint: GenerateEndpoint, send):
         self.endpoint, self.worker, self.send = endpoint, endpoint.worker, send

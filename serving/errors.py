@@ -5,7 +5,7 @@ TYPES = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_erro
 
 
 class ApiError(Exception):
-    """An error response. param: the field at fault, or None. code: for programs, or None."""
+    """An error response. param: the invalid field, or None. code: for programs, or None."""
 
     def __init__(self, status: int, message: str, param: str | None = None,
                  code: str | None = None, headers: dict[str, str] | None = None):

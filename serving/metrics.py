@@ -5,7 +5,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own. Thread-safe."""
+    """The metrics of one server, in their own registry. Thread-safe."""
 
     content_type = exposition.CONTENT_TYPE_LATEST
 

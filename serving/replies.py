@@ -11,8 +11,8 @@ LEAST = -9999.0  # JSON has no -inf
 
 
 class Reply:
-    """The answer to one request as its events come. model: its name in documents."""
-    # of the id; 'object' of a complete document, and of a streamed one
+    """The response to one request, updated with its events. model: its name in documents."""
+    # prefix of the id; 'object' of a complete document, and of a streamed one
     prefix, whole, piece = 'cmpl', 'text_completion', 'text_completion'
 
     def __init__(self, request: GenerationRequest, model: str, tokenizer):
@@ -29,14 +29,14 @@ class Reply:
         return None not in self.completions
 
     def take(self, choice: int, event: Event) -> list[dict]:
-        """An event of a choice; the documents that say it."""
+        """Process an event of a choice. Returns the documents to stream."""
         if event.completion:
             self.completions[choice] = event.completion
         pieces = self.pieces(choice, event) if self.request.stream else []
         return [self._document(self.piece, [piece], usage=None) for piece in pieces]
 
     def pieces(self, choice, event) -> list[dict]:
-        """What is new, as entries of 'choices'."""
+        """The new parts, as entries of 'choices'."""
         reason, logprobs = event.completion and event.completion.finish_reason, None
         if event.logprob is not None:
             logprobs = self._texts[choice].logprobs([event.logprob])
@@ -46,13 +46,13 @@ class Reply:
                  'finish_reason': reason}]
 
     def last(self) -> list[dict]:
-        """After all events."""
+        """Documents to stream after all events."""
         if not self.request.include_usage:
             return []
         return [self._document(self.piece, [], usage=self.usage())]
 
     def document(self) -> dict:
-        """All of it at once."""
+        """The complete response."""
         choices = [self.choice(c, completion) for c, completion in enumerate(self.completions)]
         return self._document(self.whole, choices, usage=self.usage())
 
@@ -62,7 +62,7 @@ class Reply:
                 'finish_reason': completion.finish_reason}
 
     def usage(self) -> dict:
-        """Token counts. Each prompt counts once, with the cached tokens of its first choice."""
+        """Token counts. Each prompt is counted once, with its first choice's cached tokens."""
         prompt = sum(map(len, self.request.prompts))
         new = sum(len(completion.tokens) for completion in self.completions)
         cached = sum(completion.n_cached for completion in self.completions[::self.request.n])
@@ -115,7 +115,7 @@ class ChatReply(Reply):
 
 
 class _Texts:
-    """Log-probabilities with the texts of tokens, and where in the answer each begins."""
+    """Log-probabilities with the tokens' texts and their positions in the response."""
 
     def __init__(self, stream, text_of):
         self.stream, self.text_of, self.offset = stream, text_of, 0
@@ -130,6 +130,6 @@ class _Texts:
                 'top_logprobs': [self._top(entry.top) for entry in entries], 'text_offset': offsets}
 
     def _top(self, top) -> dict | None:
-        """Of tokens with the same text (bytes that are not a character), the likeliest is kept."""
+        """Keep only the most likely of tokens with the same text (incomplete characters)."""
         texts = {self.text_of(token): max(logprob, LEAST) for token, logprob in reversed(top)}
         return texts or None

@@ -1,4 +1,4 @@
-"""uvicorn around the application: the socket, idle connections, shutdown."""
+"""Run the application with uvicorn: the socket, idle connections, shutdown."""
 import asyncio
 import contextlib
 import queue
@@ -13,13 +13,13 @@ from serving.worker import Worker
 
 CLOSE_TIMEOUT = 5.0     # seconds from the end of the grace period to the end of the process
 IDLE_TIMEOUT = 15.0     # seconds that a client may make no progress outside of a running request
-MAX_CONNECTIONS = 1000  # further ones get 503
-MAX_LOG_LINES = 1000    # that wait for stdout; further ones are dropped
+MAX_CONNECTIONS = 1000  # additional ones get 503
+MAX_LOG_LINES = 1000    # waiting for stdout; additional lines are dropped
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket. It does not listen yet, so connections are refused rather than delayed.
-    UserError: the address is invalid or taken."""
+    """Return a bound socket. It does not listen yet, so connections are refused, not delayed.
+    UserError: if the address is invalid or in use."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                                 flags=socket.AI_PASSIVE)[0]
@@ -44,7 +44,7 @@ class RequestLog:
             self._lines.put_nowait(line)
 
     def close(self, timeout: float) -> None:
-        """Print the remaining lines. `timeout`: seconds to queue the end, then to reach it."""
+        """Print the remaining lines. timeout: seconds to queue the end mark, then to reach it."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=timeout)
             self._thread.join(timeout)
@@ -57,8 +57,8 @@ class RequestLog:
 
 class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM (or `should_exit`). Then it accepts no new requests; running
-    requests have `grace` seconds to finish, and fail with 503 after that. A second Ctrl-C ends it
-    at once. worker: has been started. greeting: printed once the server listens."""
+    requests have `grace` seconds to finish, and fail with 503 after that. A second Ctrl-C stops the
+    server immediately. worker: already started. greeting: printed once the server listens."""
 
     def __init__(self, app, worker: Worker, grace: float, greeting: str = '',
                  request_log: RequestLog | None = None):
@@ -73,13 +73,13 @@ class Server(uvicorn.Server):
         self._progress = {}  # connection -> (cycle, bytes unsent), time of the last change
 
     async def cut_idle(self) -> None:
-        """Close connections on which the client made no progress for IDLE seconds. uvicorn has no
-        timeout for the head of a request, nor for a client that does not read the response."""
+        """Close connections on which the client made no progress for IDLE_TIMEOUT. uvicorn has no
+        timeout for receiving request headers or for a client that does not read the response."""
         now, progress = time.monotonic(), {}
         for connection in list(self.server_state.connections):
             cycle, transport = connection.cycle, connection.transport
             if cycle is not None and not (cycle.response_complete or transport.is_closing()):
-                continue  # a running request has a timeout of its own
+                continue  # a running request has its own timeout
             state = cycle, transport.get_write_buffer_size()
             before, since = self._progress.get(connection, (None, now))
             since = since if state == before else now

@@ -1,5 +1,5 @@
-"""One thread owns the engine: commands enter by a queue, events leave by callbacks.
-The worker's thread calls `deliver([(choice index, Event or ApiError), ...])`."""
+"""One thread owns the engine: it gets commands from a queue and passes events to callbacks,
+`deliver([(choice index, Event or ApiError), ...])`, which it calls itself."""
 import logging
 import threading
 import time
@@ -13,13 +13,13 @@ from engine.job import Event
 from engine.params import SamplingParams
 from serving.errors import ApiError
 
-MAX_FAILURES = 2  # failed steps that a choice survives without a token in between
+MAX_FAILURES = 2  # consecutive failed steps, without a token in between, that a choice survives
 log = logging.getLogger('nanokv.serving')
 
 
 @dataclass(eq=False)
 class Ticket:
-    """An HTTP request. asked: (token ids, params) of each choice. submitted: `perf_counter`."""
+    """An HTTP request. asked: each choice's (token ids, params). submitted: `perf_counter` time."""
     asked: list[tuple[list[int], SamplingParams]]
     deliver: Callable[[list], None]
     submitted: float = field(default_factory=time.perf_counter)
@@ -28,11 +28,11 @@ class Ticket:
 
 @dataclass(eq=False)
 class Choice:
-    """A choice that has not ended. The engine runs each as a request of its own."""
-    number: int            # of the engine's request
+    """A choice that has not ended. The engine runs each as a separate request."""
+    number: int            # number of the engine's request
     ticket: Ticket
     index: int             # in the ticket
-    refused: bool          # the engine rejected the request; its next step says why
+    refused: bool          # the engine rejected the request; its next step returns the reason
     num_failures: int = 0  # failed steps since the last token
     has_token: bool = False
 
@@ -40,8 +40,8 @@ class Choice:
 class Worker(threading.Thread):
     """The thread that runs an engine. Nothing else may use the engine once it has started.
 
-    engine: closed by the thread at its end. max_waiting: choices that may wait, beyond those that
-    have a row in the engine. saving: all requests have ended and the prefix cache is being written.
+    engine: closed by the thread at its end. max_waiting: choices that may wait, not counting those
+    in the engine's rows. saving: all requests have ended; the prefix cache is being written.
     """
 
     def __init__(self, engine, max_waiting: int, metrics):
@@ -54,7 +54,7 @@ class Worker(threading.Thread):
         self._commands = []     # (method, ticket)
         self._num_open = 0      # choices that were submitted and have not ended
         self._deadline = None   # monotonic time at which running choices fail; None = not draining
-        # used by the worker's thread alone
+        # used only by the worker's thread
         self._choices: dict[int, Choice] = {}  # by number
         self._must_step = False                # the engine holds events of cancelled requests
 
@@ -67,8 +67,8 @@ class Worker(threading.Thread):
 
     def submit(self, asked: list[tuple[list[int], SamplingParams]],
                deliver: Callable[[list], None]) -> Ticket:
-        """Queue a request. `deliver` must not block. ApiError: 429, too many choices are waiting;
-        503, after `drain`."""
+        """Queue a request. `deliver` must not block. ApiError: 429 if too many choices are waiting;
+        503 after `drain`."""
         ticket = Ticket(asked, deliver)
         with self._condition:
             self.check(len(asked))
@@ -89,7 +89,7 @@ class Worker(threading.Thread):
     def cancel(self, ticket: Ticket) -> None:
         """End the choices that are still open, before the engine's next step."""
         with self._condition:
-            ticket.cancelled = True  # in case it has not begun
+            ticket.cancelled = True  # in case it has not started
             self._commands.append((self._cancel_all, ticket))
             self._condition.notify()
 
@@ -162,7 +162,7 @@ class Worker(threading.Thread):
             self._cancel(choice)
 
     def _cancel(self, choice):
-        """End it in the engine, without telling the client."""
+        """End the choice in the engine without notifying the client."""
         event, self._must_step = None, True
         try:
             event = self.engine.cancel(choice.number)
@@ -206,16 +206,16 @@ class Worker(threading.Thread):
         deliveries = defaultdict(list)
         for event in events:
             choice = self._choices.get(event.index)
-            if choice:  # else it was cancelled
+            if choice:  # otherwise it was cancelled
                 deliveries[choice.ticket].append((choice.index, self._process_event(choice, event)))
-        try:  # before delivery: a client that has its answer may read the metrics at once
+        try:  # before delivery: a client may read the metrics as soon as it has its answer
             self.metrics.publish(self.engine, self._num_open)
         finally:
             for ticket, items in deliveries.items():
                 self._deliver(ticket, items)
 
     def _process_event(self, choice, event: Event) -> Event | ApiError:
-        """Update metrics and the choice. Returns what is delivered."""
+        """Update the metrics and the choice. Returns the event or error to deliver."""
         if event.token >= 0:
             self.metrics.tokens.inc()
             choice.num_failures = 0
@@ -229,8 +229,8 @@ class Worker(threading.Thread):
         return event
 
     def _count_failures(self, preempted):
-        """After a failed step, in which the engine preempted all that ran. Of the choices that fail
-        repeatedly without a token in between, end the newest; the others may then succeed."""
+        """Handle a failed step, in which the engine preempted all running choices. Of those that
+        fail repeatedly without a token in between, end the newest; the rest may then succeed."""
         jobs, failing = self.engine.jobs, []
         ran = [choice for number, choice in self._choices.items() if number not in jobs
                or jobs[number].request.preempted > preempted.get(number, 0)]

@@ -1,8 +1,8 @@
-"""A plugin for vLLM: `vllm serve FOLDER`, where FOLDER is from nanoKV's `interop.export`."""
+"""A vLLM plugin for `vllm serve FOLDER`, where FOLDER was written by nanoKV's `interop.export`."""
 
 
 def register() -> None:
-    """vLLM's entry point (vllm.general_plugins), called in each process, maybe more than once."""
+    """vLLM's entry point (vllm.general_plugins), called at least once in each process."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 

@@ -11,7 +11,7 @@ DEFAULTS = {
 
 
 class NanoKVConfig(PretrainedConfig):
-    """The keys of config.json as attributes; `nanokv` holds the fields of the GPTConfig."""
+    """The keys of config.json as attributes; `nanokv` contains the fields of the GPTConfig."""
     model_type = 'nanokv'
 
     def __init__(self, nanokv=None, **kwargs):

@@ -1,11 +1,11 @@
-"""The K/V bytes that vLLM allocates for a request: of an exported model, and of vanilla GPT-2 in
-the same shape.
+"""Measure the K/V bytes that vLLM allocates per request, for an exported model and for vanilla
+GPT-2 in the same shape.
 
     python -m interop.nanokv_vllm.kv FOLDER --max_model_len=8192 --max_num_batched_tokens=512 --json
 
 vLLM starts both with dummy weights and reports how many requests of max_model_len tokens fit in its
-memory. A request takes more than the plan's arithmetic, printed beside it: blocks are whole, and a
-local layer also holds the tokens that a step adds to its window (max_num_batched_tokens).
+memory. A request takes more than the plan's arithmetic, printed next to it: sizes are rounded up to
+blocks, and a local layer also stores a step's new tokens (max_num_batched_tokens).
 """
 import argparse
 import json
@@ -20,7 +20,7 @@ ELEMENT = {'float32': 4, 'bfloat16': 2, 'float16': 2}
 
 
 def planned(config: dict, tokens: int, dtype: str) -> int:
-    """Bytes by arithmetic: each layer that owns its K and V holds all tokens or a window."""
+    """Bytes by arithmetic: each layer that owns its K and V stores all tokens or a window."""
     positions = 0
     for i, (owner, kind) in enumerate(zip(config['kv_owners'], config['layer_types'])):
         if owner == i:
@@ -31,7 +31,7 @@ def planned(config: dict, tokens: int, dtype: str) -> int:
 
 
 def vanilla(config: dict, tokens: int) -> dict:
-    """config.json of GPT-2 in the same shape."""
+    """Return the config.json of GPT-2 in the same shape."""
     n_head = config['num_attention_heads']
     return {'architectures': ['GPT2LMHeadModel'], 'model_type': 'gpt2', 'n_head': n_head,
             'n_layer': config['num_hidden_layers'], 'n_embd': n_head * config['head_dim'],
@@ -39,7 +39,7 @@ def vanilla(config: dict, tokens: int) -> dict:
 
 
 def measure(folder: str, args) -> dict:
-    """vLLM's own numbers, from an engine in this process."""
+    """Return vLLM's own numbers, from an engine in this process."""
     os.environ |= {'VLLM_ENABLE_V1_MULTIPROCESSING': '0', 'VLLM_ALLOW_LONG_MAX_MODEL_LEN': '1'}
     import vllm
     llm = vllm.LLM(model=folder, load_format='dummy', skip_tokenizer_init=True, max_num_seqs=4,
@@ -55,7 +55,7 @@ def measure(folder: str, args) -> dict:
 
 
 def compare(args) -> dict:
-    """The exported model and vanilla, each in a process of its own."""
+    """Compare the exported model with vanilla GPT-2, each in its own process."""
     try:
         config = json.loads(Path(args.folder, 'config.json').read_text(encoding='utf-8'))
     except (OSError, ValueError) as e:

@@ -1,8 +1,8 @@
 """nanoKV's model in vLLM.
 
-A layer that reads another's K and V names that layer as its target and has no K/V projection; a
+A layer that reads another layer's K and V has that layer as its target and no K/V projection; a
 local layer declares its window. vLLM's cache manager does the rest. With tensor parallelism, query
-and K/V heads are divided among the ranks; K/V heads fewer than ranks are replicated.
+and K/V heads are divided among the ranks; if there are fewer K/V heads, these are replicated.
 """
 from collections.abc import Iterable
 
@@ -23,7 +23,7 @@ from .config import NanoKVConfig
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The smallest head size, `head_dim` or more, that vLLM's attention has kernels for."""
+    """Return the smallest head size from `head_dim` up that vLLM has attention kernels for."""
     if not current_platform.is_cpu():
         return -(-head_dim // 8) * 8
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -34,7 +34,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 class NanoKVAttention(nn.Module):
-    """An owner projects q, k and v by one matrix, a reader only q. x (tokens, C) -> (tokens, C)."""
+    """An owner projects q, k, v with one matrix, a reader only q. x (tokens, C) -> (tokens, C)."""
 
     def __init__(self, config: NanoKVConfig, layer: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
@@ -87,7 +87,7 @@ class NanoKVAttention(nn.Module):
         return y
 
     def _padded(self, x):
-        """Pad the heads with zeros, which change neither q @ k nor the other dimensions of v."""
+        """Zero-pad the heads, which changes neither q @ k nor the other dimensions of v."""
         if x is None or self.padded_dim == self.head_dim:
             return x
         heads = x.unflatten(-1, (-1, self.head_dim))
@@ -182,8 +182,8 @@ class NanoKVForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Raises ValueError for an unknown tensor, or one of the wrong shape (of which vLLM would
-        load a part)."""
+        """Raises ValueError if a tensor is unknown or has the wrong shape (vLLM would load part of
+        it)."""
         shapes = self.config.shapes()
 
         def checked():

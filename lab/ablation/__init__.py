@@ -1,1 +1,1 @@
-"""Ladders of models, each one change from the one above: their losses and costs (ablate.py)."""
+"""Ladders of models, each one change from the one above; their losses and costs (ablate.py)."""

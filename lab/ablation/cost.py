@@ -1,5 +1,5 @@
-"""The cost of running each row, whatever it has learned: bytes of KV and weights, FLOPs of a
-prompt, and the speed of decoding, prefill and training."""
+"""The cost of running each row, regardless of what it has learned: bytes of KV and weights, FLOPs
+of a prompt, and the speed of decoding, prefill and training."""
 import contextlib
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from training.optim import make_optimizer, state_name
 from training.recompute import set_recompute
 
 STEPS = 16  # tokens timed in a round
-REFERENCE = 'bfloat16'  # the storage assumed for 'auto'; vanilla GPT-2 is always counted in it
+REFERENCE = 'bfloat16'  # the storage assumed for 'auto'; vanilla GPT-2 is always counted with it
 GIGABYTE = 10 ** 9
 FAILURES = UserError, MemoryError, RuntimeError  # RuntimeError: out of memory, on a CPU or a GPU
 # keys of train.py, besides the model's, that change the work of a training step
@@ -37,9 +37,9 @@ STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimiz
 
 
 def kv_bytes(ladder, row, lengths: list[int]) -> dict:
-    """KV bytes of one sequence at each of `lengths` and at block_size, beside those of vanilla
-    GPT-2 in the first row's shape. They are counted from an allocated cache, and must equal the
-    plan's arithmetic. Also bytes of the weights (without int8 scales), and FLOPs of a prompt."""
+    """KV bytes of one sequence at each of `lengths` and at block_size, alongside those of vanilla
+    GPT-2 in the first row's shape. They are counted from an allocated cache and must equal the
+    plan's arithmetic. Also the bytes of the weights (without int8 scales) and FLOPs of a prompt."""
     config = ladder.config(row)
     plan, T = plan_kv(config), config.block_size
     dtype, weights = (REFERENCE if each == 'auto' else each
@@ -65,8 +65,8 @@ class Speed:
     `trains_as` map each row to the key of its measurement in `decoders` and `trainers`.
 
     Args:
-        ladder: its settings give contexts, batch sizes, device and, as `shape`, another size of
-            the models.
+        ladder: its settings specify contexts, batch sizes, the device and, as `shape`, a different
+            model size.
     """
 
     def __init__(self, ladder):
@@ -97,7 +97,7 @@ class Speed:
                        self.dtype_name, STEPS, self.s.repeats, self.s.shape])
 
     def of(self, document: dict | None) -> dict | None:
-        """An earlier measurement, if it is of these models, else None."""
+        """Return an earlier measurement if it is of these models, otherwise None."""
         if not document or document.get('fingerprint') != self.fingerprint:
             return None
         return document | {'decodes_as': self.decodes_as, 'trains_as': self.trains_as}
@@ -106,7 +106,7 @@ class Speed:
         """Measure all cells. A failed measurement (a cache larger than the memory) is listed under
         its cell's `errors`.
 
-        before: an earlier document, whose cells are reused if they are of this machine.
+        before: an earlier document, whose cells are reused if they were measured on this machine.
         save: called with the document after each cell.
         """
         self.device = pick_device((self.s.devices or self.s.device).split(',')[0].strip())
@@ -136,8 +136,8 @@ class Speed:
         return document()
 
     def _turns(self, makers: dict, title: str) -> tuple[dict, dict]:
-        """(key -> results of its rounds, key -> error). makers: key -> function that returns the
-        function to time. A failure ends the measurement of its own key alone."""
+        """Return (key -> results of its rounds, key -> error). makers: key -> function that returns
+        the function to time. A failure ends only the measurement of its own key."""
         rounds, errors = {}, {}
 
         def guarded(key, function):
@@ -160,7 +160,7 @@ class Speed:
             torch.cuda.empty_cache()
 
     def _model(self, key) -> GPT:
-        """A model to decode with, long enough for every context."""
+        """Return a model to decode with, with positions for every context."""
         if key not in self.models:
             config, _, weight_dtype = self.decoders[key]
             longest = max(self.contexts) + STEPS
@@ -190,7 +190,7 @@ class Speed:
         return {name: times, 'errors': errors}
 
     def _train(self, *_):
-        """Forward, backward and update, at the batch and length that each row trains with."""
+        """Forward, backward and update, at each row's training batch size and length."""
         self.models = {}  # no longer needed
         self._free()
         makers = {key: functools.partial(self._steps, key) for key in self.trainers}
@@ -218,5 +218,5 @@ class Speed:
 
 
 def recompute_of(settings) -> str:
-    """The recomputation policy to time; 'auto' would depend on the machine's memory."""
+    """Return the recomputation policy to time; 'auto' would depend on the machine's memory."""
     return 'none' if settings.recompute == 'auto' else settings.recompute

@@ -1,4 +1,4 @@
-"""Run several trainings at once, each in processes of its own that can be stopped and resumed."""
+"""Run several training jobs at once, each in its own processes that can be stopped and resumed."""
 import contextlib
 import os
 import signal
@@ -21,7 +21,7 @@ POLL = 0.5  # seconds
 @dataclass
 class Job:
     """Commands (argument lists for this Python; the last may measure) run one after another on one
-    device. metrics.jsonl in out_dir gives the progress; train.log there gets all output."""
+    device. Progress is read from metrics.jsonl in out_dir; all output goes to train.log there."""
     name: str
     commands: list[list[str]]
     out_dir: Path
@@ -29,10 +29,10 @@ class Job:
     device: str = ''
     process: subprocess.Popen | None = field(default=None, repr=False)
     stage: int = 0  # index of the running command
-    log_start: int = 0  # offset in train.log of its output
+    log_start: int = 0  # where its output begins in train.log
 
     def start(self, threads: int) -> None:
-        """Start the current command, in its own session: Ctrl-C must not reach it directly, too."""
+        """Start the current command in its own session, so that Ctrl-C does not reach it too."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
         device = [f'--device={self.device}'] if self.device else []
         command = [sys.executable, *self.commands[self.stage], *device]
@@ -48,8 +48,8 @@ class Job:
         return min(rows[-1]['iter'], self.iterations) if rows else 0
 
     def error(self) -> str:
-        """Of a command that has ended: '' for status 0, else the last line of its output or the
-        signal that killed it."""
+        """The error of a command that has ended: '' for status 0, otherwise the last line of its
+        output or the signal that killed it."""
         status = self.process.returncode
         if status == 0:
             return ''
@@ -69,8 +69,8 @@ def cores() -> int:
 
 
 def environment(threads: int) -> dict:
-    """Environment of a job, in which modules are found from any directory. An OMP_NUM_THREADS set
-    by the user is kept."""
+    """Environment of a job, with modules importable from any directory. Keeps the user's
+    OMP_NUM_THREADS."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
     return {'OMP_NUM_THREADS': str(threads)} | os.environ | {'PYTHONPATH': path}
 
@@ -82,7 +82,7 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1,
     Ctrl-C, SIGTERM or any exception here terminates the running jobs and waits until they have
     saved their checkpoints.
 
-    on_end: called in this thread with each job that has ended and its error ('' if it succeeded).
+    on_end: called in this thread with each finished job and its error ('' if it succeeded).
     """
     waiting, running = deque(jobs), []
     free = devices * at_once
@@ -118,7 +118,7 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1,
 
 @contextlib.contextmanager
 def _sigterm_raises():
-    """Within the block, SIGTERM and SIGHUP (closed terminal) raise SystemExit."""
+    """Make SIGTERM and SIGHUP (closed terminal) raise SystemExit within the block."""
     def leave(number, _):
         raise SystemExit(128 + number)
     numbers = [getattr(signal, name) for name in ('SIGTERM', 'SIGHUP') if hasattr(signal, name)]
@@ -131,7 +131,7 @@ def _sigterm_raises():
 
 
 class _Bars:
-    """A progress bar for all jobs and one for each running job. Without a terminal, a line for
+    """One progress bar for all jobs and one for each running job. Without a terminal, one line for
     each job that starts or ends."""
 
     def __init__(self, jobs):

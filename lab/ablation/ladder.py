@@ -1,5 +1,5 @@
 """A ladder of models: rows that each change one thing, read from a config and checked before
-anything is trained. Their format: docs/ablations.md
+anything is trained. See docs/ablations.md for the format.
 """
 import dataclasses
 import hashlib
@@ -25,7 +25,7 @@ from model import GPT
 from training.batches import RECALL, open_meta
 from training.checkpoint import tokens_id
 
-NOT_TRAINED = {'kv_dtype', 'weight_dtype', 'at_inference', 'seeds'}  # these need no new training
+NOT_TRAINED = {'kv_dtype', 'weight_dtype', 'at_inference', 'seeds'}  # these need no retraining
 OWN = (*NOT_TRAINED, 'converted_from')  # a row's keys that train.py does not have
 # keys of train.py that do not change the weights
 PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_loss', 'recompute',
@@ -41,9 +41,9 @@ STORAGE = {'kv_dtype': KV_DTYPES, 'weight_dtype': ('auto', 'int8')}
 
 @dataclass(frozen=True)
 class Row:
-    """One row. `above` is the row that it departs from ('' for the first), `changes` its own
-    changes; `train`, `kv_dtype`, `weight_dtype` and `at_inference` accumulate all changes from the
-    first row on."""
+    """One row. `above` is the row that it is based on ('' for the first), `changes` its own
+    changes; `train`, `kv_dtype`, `weight_dtype` and `at_inference` accumulate all changes since the
+    first row."""
     name: str
     above: str
     side: bool
@@ -61,15 +61,15 @@ class Row:
 
 
 def slug_of(name: str) -> str:
-    """A row's name as a file name: '+ KV shared by 2/3' -> 'kv-shared-by-2-3'."""
+    """Turn a row's name into a file name: '+ KV shared by 2/3' -> 'kv-shared-by-2-3'."""
     return re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')
 
 
 class Ladder:
-    """The rows of a config, and what they train.
+    """The rows of a config, and the training runs they need.
 
-    Raises UserError if a row departs from an unknown row, changes nothing or an unknown key, or
-    its model is impossible.
+    Raises UserError if a row is based on an unknown row, changes nothing or an unknown key, or
+    its model is invalid.
     """
 
     def __init__(self, s):
@@ -150,7 +150,7 @@ class Ladder:
 
     def check(self) -> None:
         """Check every row's settings and model, so that a mistake in the last row is reported
-        before the first is trained."""
+        before the first one is trained."""
         s = self.s
         at_least(s, jobs=1, eval_windows=0, **({'repeats': MIN_REPEATS} if s.speed else {}))
         numbers('contexts', s.contexts)
@@ -158,7 +158,7 @@ class Ladder:
         for row in self.rows.values():
             self.seeds(row)
             try:
-                with warnings.catch_warnings():  # a row may exist to show the effect warned about
+                with warnings.catch_warnings():  # a row may be there to show that very effect
                     warnings.simplefilter('ignore')
                     self._check_models(row)
             except (UserError, ValueError, TypeError) as e:
@@ -174,7 +174,7 @@ class Ladder:
             check_conversion(self.trained_config(self.rows[row.converted_from]), trained)
 
     def seeds(self, row: Row) -> list[int]:
-        """The row's own seeds, else those of side rows for a side row, else those of all rows."""
+        """The row's own seeds; by default those of side rows for a side row, or of all rows."""
         if row.seeds:
             return whole_numbers(f'row {row.name!r}: seeds', row.seeds)
         name = 'side_seeds' if row.side and self.s.side_seeds else 'seeds'
@@ -224,13 +224,13 @@ class Ladder:
         return {name: value for name, value in settings.items() if name not in omitted}
 
     def fingerprint(self, row: Row) -> str:
-        """A digest of everything that a row's results depend on."""
+        """Return a digest of everything that a row's results depend on."""
         weights = [row.weight_dtype] if row.weight_dtype != 'auto' else []
         return digest([self.training(row), row.kv_dtype, row.at_inference, self.s.eval_windows,
                        *weights])
 
     def trainer(self, row: Row) -> Row:
-        """The first row with the same weights, after which their runs are named."""
+        """Return the first row with the same weights; their runs are named after it."""
         training = self.training(row)
         return next(other for other in self.rows.values() if self.training(other) == training)
 
@@ -241,22 +241,22 @@ class Ladder:
         return [self.s.base, *(f'--{name}={value}' for name, value in changes.items())]
 
     def _matching_mlp(self, row, shape) -> int:
-        """The multiple of 8 that comes closest to the first row's parameters (without position
-        embeddings)."""
+        """Return the MLP width, a multiple of 8, that comes closest to the first row's number of
+        parameters (without position embeddings)."""
         one, two = (parameters(self.trained_config(row, shape | {'mlp_hidden': width}))
                     for width in (8, 16))
         target = parameters(self.trained_config(self.rows[self.first], shape))
         return 8 * max(1, round((target - one) / (two - one)) + 1)
 
     def _data_id(self, s) -> str:
-        """Identifies the tokens of a data set, which change when it is prepared from other text."""
+        """Identify the tokens of a data set, which change if it is prepared from different text."""
         if s.dataset == RECALL:
             return RECALL
         n_tokens = len(open_split(DATA_ROOT / s.dataset, 'train'))
         return f'{tokens_id(open_meta(s, DATA_ROOT))}, {n_tokens:,} tokens'
 
     def trained_config(self, row: Row, shape: dict | None = None) -> GPTConfig:
-        """The model as it is trained."""
+        """The config of the model during training."""
         s = self.settings(row, shape)
         data = s.dataset, s.recall_task
         if data not in self._vocab_sizes:
@@ -266,7 +266,7 @@ class Ladder:
         return GPTConfig(vocab_size=self._vocab_sizes[data], **settings)
 
     def config(self, row: Row, shape: dict | None = None) -> GPTConfig:
-        """The model at inference: without dropout, and with the changes made after training."""
+        """The config at inference: without dropout, and with the changes made after training."""
         return dataclasses.replace(self.trained_config(row, shape), dropout=0.0,
                                    **row.at_inference)
 
@@ -291,7 +291,7 @@ def whole_numbers(name: str, text: str) -> list[int]:
 
 
 def read_ladder(argv: list[str], usage: str = '', echo: bool = True):
-    """(settings, ladder), checked, from the arguments of ablate.py."""
+    """Return (settings, ladder), checked, from the arguments of ablate.py."""
     s = configurator.parse('ablate', argv, usage=usage, echo=echo)
     s.name = s.name or next((Path(arg).stem for arg in argv if not arg.startswith('-')), '')
     if not re.fullmatch(r'[A-Za-z0-9_.-]+', s.name) or s.name.startswith('.'):

@@ -2,7 +2,7 @@
 
     python -m lab.ablation.measure ROW SEED CONFIG ...
 
-ablate.py starts this when a run is trained. Writes measured/ROW-seedSEED.json for each row.
+ablate.py starts this after a run is trained. Writes measured/ROW-seedSEED.json for each row.
 """
 import dataclasses
 import math
@@ -34,18 +34,18 @@ from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.device import device_name, pick_device, pick_dtype
 from training.log import read_metrics
 
-# Nats by which rounding may move a window's mean loss through the cache from that of the forward
-# pass (for n windows together: divided by the root of n). In int8, another order of summation can
-# move a value to the next quantization step, which changes the later layers.
+# Largest difference in nats that rounding may cause between a window's mean loss with the cache and
+# without it (for n windows together: divided by the root of n). In int8, a different order of
+# summation can move a value to the next quantization step, which changes the later layers.
 AGREE, AGREE_INT8 = 1e-4, 2e-3
-BATCH, MOST_LOGITS = 16, 2 ** 26  # most windows and most logits of an evaluation batch
+BATCH, MOST_LOGITS = 16, 2 ** 26  # maximum windows and logits of an evaluation batch
 RECALL_ROWS = 256  # sequences evaluated per distance
-RECALL_SEED = 10_000  # training does not draw from it
+RECALL_SEED = 10_000  # not used by training
 
 
 def trained_model(ladder, row, saved, path) -> GPT:
-    """The weights of `saved` as `row` uses them, on the CPU in float32. Raises UserError if they
-    are of another model."""
+    """Return the weights of `saved` as `row` uses them, on the CPU in float32. Raises UserError if
+    they belong to a different model."""
     trained = config_of(saved, path)
     wanted = ladder.trained_config(row)
     if dataclasses.replace(trained, dropout=wanted.dropout) != wanted:
@@ -62,8 +62,8 @@ def trained_model(ladder, row, saved, path) -> GPT:
 
 
 def losses(model, row, windows, tokenizer) -> dict:
-    """Loss of the forward pass and through the row's cache. Raises RuntimeError if they differ by
-    more than rounding, though the cache stores what the forward pass computes."""
+    """Return the losses without a cache and with the row's cache. Raises RuntimeError if they
+    differ by more than rounding although the cache stores what the forward pass computes."""
     kv_dtype = model.resolved_kv_dtype(row.kv_dtype)
     T = windows.size(1) - 1
     first, chunk = max(1, T // 4), max(1, T // 16)
@@ -91,8 +91,8 @@ def losses(model, row, windows, tokenizer) -> dict:
 
 
 def training_figures(out_dir: Path, s) -> dict:
-    """Metrics of the training. Other runs on the machine may have slowed it down: cost.py measures
-    the speed."""
+    """Metrics of the training run. Other runs on the machine may have slowed it down, so cost.py
+    measures the speed."""
     rows = read_metrics(out_dir / 'metrics.jsonl')
     evaluations = [[row['iter'], row['train_loss'], row['val_loss']]
                    for row in rows if 'val_loss' in row]
@@ -107,7 +107,7 @@ def training_figures(out_dir: Path, s) -> dict:
 
 
 def recall(model, row, task, rows: int = RECALL_ROWS) -> dict:
-    """Greedy accuracy by distance, through the row's cache."""
+    """Greedy accuracy by distance, with the row's cache."""
     kv_dtype = model.resolved_kv_dtype(row.kv_dtype)
     logits_of = through_cache(model, kv_dtype, task.block_size // 2, 16)
     accuracy = {}
@@ -123,7 +123,7 @@ def recall(model, row, task, rows: int = RECALL_ROWS) -> dict:
 
 
 def measure(ladder, row, seed: int, saved, path: Path) -> dict:
-    """The result file of one row with one seed."""
+    """Return the contents of the result file of one row with one seed."""
     s = ladder.settings(row)
     device = pick_device(s.device)
     model = trained_model(ladder, row, saved, path).to(device)
@@ -159,7 +159,7 @@ def main(argv=None):
                         'again to continue')
     failures = []
     for row in ladder.rows.values():
-        # the trained row counts even with a seed that only rows converted from it ask for
+        # the trained row counts even with a seed that only rows converted from it need
         asked = row is trained or seed in ladder.seeds(row)
         if not asked or ladder.training(row) != ladder.training(trained):
             continue

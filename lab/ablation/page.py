@@ -65,7 +65,7 @@ for (const button of document.querySelectorAll("th button"))
 
 
 def page(summary: dict) -> str:
-    """The whole document."""
+    """Return the complete document."""
     text = html.escape
     light, dark = draw_all(summary), draw_all(summary, dark=True)
     heading = text(tables.title(summary))
@@ -86,7 +86,7 @@ def page(summary: dict) -> str:
 
 
 def picture(title: str, light: bytes, dark: bytes) -> str:
-    """A figure with both PNG files in it; the browser shows the one for its colour scheme."""
+    """A figure with both PNG files; the browser shows the one that matches its color scheme."""
     light, dark = (f'data:image/png;base64,{base64.b64encode(png).decode()}'
                    for png in (light, dark))
     title = html.escape(title)

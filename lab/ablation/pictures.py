@@ -25,12 +25,12 @@ TITLES = {
     'decode': 'Time per output token over cached tokens',
     'kv': 'KV bytes of one sequence over its length',
 }
-FEW = 3  # points: fewer are drawn with markers
+FEW = 3  # lines with fewer points have markers
 SIDE = '#8b949e'  # grey
 
 
 def draw_all(summary: dict, dark: bool = False, kind: str = 'png') -> dict[str, bytes]:
-    """name of TITLES -> file ('png', 'svg' or 'pdf'). Pictures without data are left out."""
+    """Return name in TITLES -> file ('png', 'svg' or 'pdf'). Pictures without data are omitted."""
     if not summary['pictures']:
         return {}
     ladder = [row['name'] for row in summary['rows'] if not row['side']]
@@ -39,7 +39,7 @@ def draw_all(summary: dict, dark: bool = False, kind: str = 'png') -> dict[str, 
     def color(row):
         return color_of_row.get(row['name'], SIDE)
     files = {}
-    # omit what would change from run to run
+    # omit metadata that would change from run to run
     metadata = {'png': {'Software': None}, 'svg': {'Date': None}, 'pdf': {'CreationDate': None}}
     for draw in DRAWN:
         with subplots(figsize=(7.2, 4.4), page='dark' if dark else 'light') as (figure, axis):
@@ -52,7 +52,7 @@ def draw_all(summary: dict, dark: bool = False, kind: str = 'png') -> dict[str, 
 
 
 def not_drawn(summary: dict) -> list[str]:
-    """A warning where there are too few evaluations during training for curves."""
+    """Return a warning if there are too few evaluations during training to draw curves."""
     most = max((sum(i > 0 for i in row['evaluations']['iterations']) for row in summary['rows']
                 if row.get('evaluations') and not row['side']), default=FEW)
     if not summary['pictures'] or most >= FEW:
@@ -77,8 +77,8 @@ def write_all(summary: dict, folder: Path, also_as: str = '') -> list[str]:
 
 
 def lines_of(summary, key):
-    """The ladder's rows that have `key`. Of rows that share their weights, the first for what
-    depends on the training alone."""
+    """Return the ladder's rows that have a value for `key`. If the value depends only on training,
+    rows that share their weights are represented by the first."""
     seen, rows = set(), []
     for row in summary['rows']:
         repeated = key in ('evaluations', 'gap') and row.get('trained_as') in seen
@@ -93,8 +93,8 @@ def log_bytes(row) -> float:
 
 
 def talk_rows(summary) -> list[dict]:
-    """Up to five rows of the ladder from the baseline to the last, in even logarithmic steps of KV
-    bytes as far as possible; smallest first."""
+    """Return up to five rows of the ladder from the baseline to the last, spaced as evenly as
+    possible in the logarithm of their KV bytes, smallest first."""
     rows = [row for row in summary['rows'] if not row['side'] and 'val_loss' in row]
     while rows and rows[0]['name'] != summary['baseline']:
         rows = rows[1:]
@@ -111,7 +111,7 @@ def talk_rows(summary) -> list[dict]:
 
 
 def talk(axis, summary, color):
-    """A few rows in large print, for slides."""
+    """A few rows in large type, for slides."""
     rows = talk_rows(summary)
     if not rows:
         return
@@ -139,8 +139,8 @@ def talk(axis, summary, color):
 
 
 def pareto(axis, summary, color):
-    """Rows are numbered, as their names would overlap. With outliers, a second panel shows the
-    other rows."""
+    """Rows are numbered because their names would overlap. If there are outliers, a second panel
+    shows the other rows."""
     rows = [row for row in models(summary) if 'val_loss' in row]
     near = without_outliers(rows)
     panels = [(axis, rows)]
@@ -169,7 +169,7 @@ def pareto(axis, summary, color):
 
 
 def without_outliers(rows: list[dict]) -> list[dict]:
-    """The rows without the few worst, if these are so far off that the others would look equal."""
+    """Drop the few worst rows if they are so far off that the others would look the same."""
     losses = sorted(row['val_loss']['mean'] for row in rows)
     for n_off in range(1, len(losses) // 4 + 1):
         near, off = losses[:-n_off], losses[-n_off]
@@ -199,7 +199,7 @@ def curves(axis, summary, color):
         line_with_range(axis, row, color(row), c['iterations'], c['mean'], c['low'], c['high'])
         settled.append([loss for i, loss in zip(c['iterations'], c['mean']) if i >= start])
     x_label = 'iteration'
-    # the drop of the first steps would flatten the rest
+    # the steep drop in the first steps would flatten the rest
     if min(map(len, settled), default=0) >= FEW:
         low, high = min(map(min, settled)), max(map(max, settled))
         axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
@@ -232,7 +232,7 @@ def gaps(axis, summary, color):
 
 def recovery(axis, summary, color):
     rows = [row for row in summary['rows'] if row['converted_from'] and row.get('evaluations')]
-    ends = {}  # by label: several rows may have the same origin
+    ends = {}  # by label: several rows may start from the same row
     for k, row in enumerate(rows):
         curve, colour = row['evaluations'], f'C{k}'
         axis.plot(curve['iterations'], curve['mean'], color=colour, label=row['name'], marker='.')

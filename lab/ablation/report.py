@@ -9,7 +9,7 @@ from lab.ablation.results import write_json, write_whole
 
 
 def write_report(summary: dict, folder, also_as: str = '') -> None:
-    """Write all files. also_as: 'svg' or 'pdf' for pictures in that format too.
+    """Write all files. also_as: 'svg' or 'pdf' to save the pictures in that format too.
 
     Raises UserError if matplotlib is missing or a file cannot be written.
     """
@@ -21,7 +21,7 @@ def write_report(summary: dict, folder, also_as: str = '') -> None:
 
 
 def markdown(summary: dict, pictures: list[str]) -> str:
-    """report.md. pictures: names of those in its folder."""
+    """Return report.md. pictures: names of the pictures in its folder."""
     parts = [f'# {tables.title(summary)}', ' '.join(tables.in_short(summary))]
     warnings = tables.shortcomings(summary) + not_drawn(summary)
     if warnings:
@@ -37,7 +37,7 @@ def markdown(summary: dict, pictures: list[str]) -> str:
 
 
 def show(summary: dict) -> None:
-    """The same tables on the terminal."""
+    """Print the same tables on the terminal."""
     console = Console() if Console().is_terminal else Console(width=150)
     plain = dict(highlight=False, markup=False, soft_wrap=True)
     for line in (tables.facts_line(summary), *tables.in_short(summary)):

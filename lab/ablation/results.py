@@ -28,7 +28,7 @@ def write_json(path: Path, document) -> None:
 
 
 def read_json(path: Path):
-    """The document in a file; None without the file. Raises UserError if it is not JSON."""
+    """Return the document in a file, or None without the file. UserError: if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError:
@@ -46,7 +46,7 @@ class Results:
         self.folder = Path(ladder.s.folder) if ladder.s.folder else RESULTS / ladder.s.name
 
     def out_dir(self, row, seed: int) -> Path:
-        """train.py's out_dir for a row; other settings have another folder."""
+        """Return train.py's out_dir for a row; different settings get a different folder."""
         return self.folder / 'runs' / f'{row.slug}-seed{seed}-{self.ladder.training(row)}'
 
     def path(self, row, seed: int) -> Path:
@@ -56,13 +56,13 @@ class Results:
         return self.path(row, seed).with_suffix('.failed.json')
 
     def seeds(self, row) -> list[int]:
-        """The seeds asked for, and those measured before."""
+        """The requested seeds, and those measured earlier."""
         names = (path.stem for path in (self.folder / 'measured').glob('*.json'))
         matches = (re.fullmatch(re.escape(row.slug) + r'-seed(\d+)', name) for name in names)
         return sorted({*self.ladder.seeds(row), *(int(match[1]) for match in matches if match)})
 
     def read(self, row, seed: int) -> dict | None:
-        """The result of a run; None if there is none with the row's present settings."""
+        """Return the result of a run; None if there is none with the row's current settings."""
         run = read_json(self.path(row, seed))
         if not isinstance(run, dict) or run.get('fingerprint') != self.ladder.fingerprint(row):
             return None
@@ -71,7 +71,7 @@ class Results:
         return run if all(before.get(name, value) == value for name, value in now) else None
 
     def failed(self, row, seed: int) -> str:
-        """The error of a failed run, its training or its measurement; '' if there is none."""
+        """Return the training or measurement error of a failed run; '' if there is none."""
         for each in (row, self.ladder.trainer(row)):
             failure = read_json(self.failure_path(each, seed))
             if failure and failure.get('training') == self.ladder.training(row):

@@ -9,13 +9,13 @@ from config.schema import MODEL
 from kv.plan import plan_kv
 from lab.ablation.results import read_json
 
-# two-sided 95% quantiles of Student's t for 1, 2, ... 30 degrees of freedom; the normal one beyond
+# two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom; above, the normal quantile
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
         2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
         2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 NORMAL_95 = 1.960
-LEARNED = 0.95  # recall of the baseline from which a distance is used to compare the other rows
-# runs of one seed that agree in these are evaluated during training on the same windows
+LEARNED = 0.95  # rows are compared at distances where the baseline's recall is at least this
+# runs with the same seed and these settings are evaluated on the same windows during training
 COMPARABLE = 'eval_iters', 'batch_size'
 INFERENCE_KEYS = {*(key.name for key in MODEL), 'kv_dtype', 'weight_dtype', 'at_inference'}
 
@@ -29,8 +29,8 @@ def mean_sd(values) -> dict:
 
 def paired_difference(ours: dict, others: dict) -> dict | None:
     """Mean of ours - others over the keys (seeds) in both, and half the width of its 95% confidence
-    interval (None for a single pair). Runs of one seed are trained on the same batches in the same
-    order, so paired differences vary less than the losses."""
+    interval (None for a single pair). Runs with the same seed are trained on the same batches in
+    the same order, so paired differences vary less than the losses."""
     both = sorted(ours.keys() & others.keys())
     if not both:
         return None
@@ -43,7 +43,7 @@ def paired_difference(ours: dict, others: dict) -> dict | None:
 
 
 def mean_curve(curves: list[list]) -> dict:
-    """Mean, lowest and highest of several curves [[iteration, loss], ...] at the iterations that
+    """Mean, minimum and maximum of several curves [[iteration, loss], ...] at the iterations that
     all of them have."""
     by_iteration = [{i: loss for i, loss in curve if loss is not None} for curve in curves]
     common = sorted(set.intersection(*map(set, by_iteration)))
@@ -57,7 +57,7 @@ def val_curve(run: dict) -> list:
 
 
 def gap_curve(ours: dict, others: dict) -> list:
-    """[[iteration, mean difference of the validation losses, lowest, highest], ...] over the seeds
+    """Return [[iteration, mean difference of the validation losses, min, max], ...] over the seeds
     of both rows that were evaluated on the same windows, at the iterations common to all."""
     def comparable(seed):
         a, b = ours[seed]['settings'], others[seed]['settings']
@@ -71,10 +71,10 @@ def gap_curve(ours: dict, others: dict) -> list:
 
 
 def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -> dict:
-    """The document that all reports are made from.
+    """Return the document that all reports are made from.
 
-    speed: of cost.Speed.measure. recall: row -> its recall in another ladder. kv_of: row -> its
-    bytes (cost.kv_bytes).
+    speed: as returned by cost.Speed.measure. recall: row -> its recall in a different ladder.
+    kv_of: row -> its bytes (cost.kv_bytes).
     """
     measured = {}
     for row in ladder.rows.values():
@@ -96,7 +96,7 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
 
 
 def summarize_row(ladder, results, row, measured: dict) -> dict:
-    """One row. `seeds_missing` lists the seeds without a result, `failed` maps seeds to errors."""
+    """Summarise one row. `seeds_missing`: seeds without a result; `failed`: seed -> error."""
     runs, wanted = measured[row.name], ladder.seeds(row)
     missing = sorted(set(wanted) - set(runs))
     errors = {seed: results.failed(row, seed) for seed in wanted if seed in missing}
@@ -156,15 +156,15 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
 
 
 def from_scratch(ladder, row) -> str:
-    """The row above a converted row if it has the same KV plan and is not converted itself; else
-    ''."""
+    """Return the row above a converted row if it has the same KV plan and is not itself converted;
+    otherwise ''."""
     above = ladder.rows[row.above]
     same = plan_kv(ladder.trained_config(above)) == plan_kv(ladder.trained_config(row))
     return above.name if same and not above.converted_from else ''
 
 
 def last_loss(runs: dict, others: dict) -> dict | None:
-    """The last validation loss during training, averaged over the seeds in both, and its
+    """Return the last validation loss during training, averaged over the seeds in both, and its
     iteration."""
     last = [val_curve(runs[seed])[-1:] for seed in sorted(runs.keys() & others.keys())]
     last = [(i, val) for each in last for i, val in each if val is not None]
@@ -175,8 +175,8 @@ def last_loss(runs: dict, others: dict) -> dict | None:
 
 def compare_recall(rows: list[dict], baseline: str) -> None:
     """Compare each row's recall with the baseline's. Adds `learned`, the distances that the
-    baseline has learned; `beyond`, those of them out of reach of local layers; `above_baseline`,
-    the paired difference of the mean accuracy at those distances."""
+    baseline has learned; `beyond`, those that local layers cannot reach; `above_baseline`, the
+    paired difference of the mean accuracy at the distances in `beyond`."""
     rows = [row for row in rows if row.get('recall')]
     known = next((row['recall'] for row in rows if row['name'] == baseline), None)
     reach = local_reach(rows)
@@ -196,18 +196,18 @@ def compare_recall(rows: list[dict], baseline: str) -> None:
 
 
 def local_reach(rows: list[dict]) -> int:
-    """The largest distance that the local layers of a ladder's row bridge together; 0 without
+    """Return the largest distance that the stacked local layers of any row can bridge; 0 without
     local layers."""
     return max((row['recall']['local_reach'] for row in rows
                 if row.get('recall') and not row['side']), default=0)
 
 
 def recall_of(ladder, folder) -> dict | None:
-    """row -> its recall, from the results of the ladder named by `recall`, in the folder next to
-    `folder`. None without such results.
+    """Return row -> its recall, from the results of the ladder given by the setting `recall`, in
+    the folder next to `folder`. None without such results.
 
     Raises:
-        UserError: they have an old format.
+        UserError: if the results have an old format.
     """
     if not ladder.s.recall:
         return None
@@ -224,8 +224,8 @@ def recall_of(ladder, folder) -> dict | None:
 
 
 def speed_of_row(speed: dict, name: str) -> list[dict]:
-    """The cells of a speed measurement, reduced to the values of one row. `errors` is present
-    where its measurement failed."""
+    """The cells of a speed measurement, reduced to the values of one row. `errors` is present if
+    the row's measurement failed."""
     cells = []
     for cell in speed['cells']:
         key = speed['trains_as' if cell['kind'] == 'train' else 'decodes_as'][name]
@@ -237,7 +237,7 @@ def speed_of_row(speed: dict, name: str) -> list[dict]:
 
 def facts(ladder, measured: dict) -> dict:
     """The data, size and hardware of the ladder's runs: for each fact a sorted list of its values.
-    Side rows count only where nothing else was measured."""
+    Side rows count only if nothing else was measured."""
     main = [run for name, runs in measured.items() if not ladder.rows[name].side
             for run in runs.values()]
     runs = main or [run for runs in measured.values() for run in runs.values()]

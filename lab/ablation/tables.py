@@ -1,5 +1,5 @@
-"""The tables and sentences of a report, from a summary (lab/ablation/summary.py). The terminal,
-report.md and report.html show the same ones."""
+"""The tables and sentences of a report, from a summary (lab/ablation/summary.py). They are the same
+on the terminal, in report.md and in report.html."""
 import csv
 import io
 import statistics
@@ -14,7 +14,7 @@ INTERVAL = ("±: 95% confidence interval of the paired difference "
 
 
 def label(row: dict) -> str:
-    """The row's name; for a side row also the row it departs from and its own max_iters."""
+    """The row's name; for a side row also the row it is based on and its own max_iters."""
     if not row['side']:
         return row['name']
     changes = row['changes']
@@ -23,9 +23,9 @@ def label(row: dict) -> str:
 
 
 def plus_minus(difference: dict | None, form: str = '.4f', scale: float = 1) -> str:
-    """'+0.0123 ±0.0045': a paired difference and its 95% confidence interval. Below three pairs
-    the differences themselves, '+0.0123, +0.0150 (n=2)': with one degree of freedom the width of
-    the interval is mostly chance."""
+    """'+0.0123 ±0.0045': a paired difference and its 95% confidence interval. With fewer than three
+    pairs, the differences themselves, '+0.0123, +0.0150 (n=2)': with one degree of freedom the
+    width of the interval is mostly chance."""
     def signed(x):
         text = format(scale * x, '+z' + form)
         return text if float(text) else text.lstrip('+')
@@ -63,7 +63,7 @@ def certain(difference: dict) -> bool:
 
 
 def verdict(difference: dict) -> str:
-    """What a paired difference of losses shows, in words."""
+    """Describe in words what a paired difference of losses shows."""
     each = difference['each']
     if len(each) < 3:
         return 'too few seeds for an interval'
@@ -110,7 +110,7 @@ def quoted(name: str) -> str:
 
 
 def caveats(summary: dict) -> list[str]:
-    """What the losses of this ladder cannot show."""
+    """Return sentences on what the losses of this ladder cannot show."""
     lines = []
     intervals = {(row['name'], row[key]['mean']) for row in summary['rows'] for key in row
                  if key.startswith('against_') and row[key] and len(row[key]['each']) > 2}
@@ -128,8 +128,8 @@ def caveats(summary: dict) -> list[str]:
 
 
 def flat_from(losses) -> int:
-    """The position from which the means of 16 losses each stay within 0.05 nats of the mean of the
-    second half; 0 for fewer than 64 losses."""
+    """Return the position after which all means of 16 losses are within 0.05 nats of the mean of
+    the second half; 0 for fewer than 64 losses."""
     blocks = [statistics.fmean(losses[i:i + 16]) for i in range(0, len(losses) - 15, 16)]
     if len(blocks) < 4:
         return 0
@@ -138,8 +138,8 @@ def flat_from(losses) -> int:
 
 
 def shortcomings(summary: dict) -> list[str]:
-    """A line for each run that failed and each measurement that failed, and one for all runs that
-    are not trained yet."""
+    """One line for each failed run and each failed measurement, and one for all runs that have not
+    been trained yet."""
     lines = [f"{row['name']}: failed with seed {seed}: {error}" for row in summary['rows']
              for seed, error in row['failed'].items()]
     for row in summary['rows']:
@@ -194,7 +194,7 @@ def facts_line(summary: dict) -> str:
 
 
 def grids(summary: dict) -> list[Table]:
-    """All tables that have rows."""
+    """Return all tables that have rows."""
     rows = summary['rows']
     tables = [recalls(summary), bytes_held(summary), weights_and_prefill(summary),
               speeds(summary), training(summary)]
@@ -253,7 +253,7 @@ def as_csv(summary: dict) -> str:
 
 
 def short(summary: dict) -> Table:
-    """The main columns of the ladder's rows, as README shows them."""
+    """The main columns of the ladder's rows, as shown in the README."""
     T = summary['rows'][0]['kv']['T']
     table = Table('', ('row', f'KV bytes at T={T:,}', 'smaller', 'validation loss',
                        f"against {summary['baseline']}"), left=('row',))
@@ -266,7 +266,7 @@ def short(summary: dict) -> Table:
 
 
 def bytes_held(summary: dict) -> Table:
-    """KV bytes of one sequence by its length."""
+    """KV bytes of one sequence by length."""
     lengths = list(summary['rows'][0]['kv']['at'])
     heads = ('row', 'stored as', *(f'T={int(n):,}' for n in lengths), 'sequences/GB')
     table = Table('KV cache: bytes allocated for one sequence, by its length, and sequences per '
@@ -280,7 +280,7 @@ def bytes_held(summary: dict) -> Table:
 
 
 def weights_and_prefill(summary: dict) -> Table:
-    """Bytes of the weights, and FLOPs of a prompt by its length."""
+    """Bytes of the weights, and FLOPs of a prompt by length."""
     lengths = list(summary['rows'][0]['kv']['at'])
     heads = ('row', 'weights in', 'bytes', *(f'prefill T={int(n):,}' for n in lengths))
     table = Table('Weights: bytes (int8: without scales). Prefill: MFLOPs per token of a prompt, '
@@ -329,7 +329,7 @@ def place(cell: dict) -> tuple:
 
 
 def training(summary: dict) -> Table | None:
-    """Training steps. Side rows whose step is that of the row above are omitted."""
+    """Training steps. Side rows with the same training step as the row above are omitted."""
     speed = summary['speed'] or {'cells': []}
     if not any(cell['kind'] == 'train' for cell in speed['cells']):
         return None
@@ -351,8 +351,8 @@ def training(summary: dict) -> Table | None:
 
 
 def recalls(summary: dict) -> Table | None:
-    """Accuracy by distance. Where the baseline has learned the task and local layers alone cannot
-    solve it, also the difference from the baseline."""
+    """Accuracy by distance. If the baseline has learned the task and local layers cannot solve it
+    by themselves, also the difference from the baseline."""
     rows = [row for row in summary['rows'] if row.get('recall')]
     if not rows:
         return None

@@ -1,1 +1,1 @@
-"""The modes of bench.py, a module each, and what they share."""
+"""The modes of bench.py, one module each, and the code they share."""

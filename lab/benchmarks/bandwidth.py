@@ -1,4 +1,4 @@
-"""The memory bandwidth of this machine, which decoding is compared with."""
+"""The memory bandwidth of this machine, which decoding speed is compared with."""
 import statistics
 from functools import partial
 
@@ -6,16 +6,16 @@ import torch
 
 from lab.benchmarks import clock
 
-BUFFER_BYTES = 512 * 2 ** 20  # far more than any cache between memory and processor holds
-PASSES = 3                    # per measurement; their median counts
+BUFFER_BYTES = 512 * 2 ** 20  # far larger than any processor cache
+PASSES = 3                    # per measurement; their median is used
 
 
 class Bandwidth:
-    """Call it for bytes per second, measured now.
+    """Callable that measures the bandwidth and returns bytes per second.
 
     On a CPU, the fastest of several kernels that only read a buffer of random float32: matrix times
     vector (short rows and long), sum, dot product of the two halves. On CUDA, a device-to-device
-    copy, as is usual there; its bytes count as read and as written.
+    copy, as is usual there; its bytes are counted once as read and once as written.
     """
 
     def __init__(self, device: torch.device):
@@ -38,7 +38,7 @@ class Bandwidth:
         return statistics.median(self._pass(self.kernels[self.kernel]) for _ in range(PASSES))
 
     def describe(self, rates) -> dict:
-        """For the JSON document; rates: of the run, bytes per second."""
+        """Return facts for the JSON document. rates: the run's measurements in bytes per second."""
         return {'kernel': self.kernel, 'buffer_bytes': self.buffer.nbytes,
                 'bytes_per_second': clock.summary(rates),
                 'kernels_bytes_per_second': self.found}

@@ -1,9 +1,9 @@
-"""--mode=chat: conversations that reuse a prefix cache of several sizes, and the time this saves.
+"""--mode=chat: conversations that reuse prefix caches of several sizes, and the time this saves.
 
-A simulated workload of dialogues by page size, pruned or not, and share of the bytes that
-everything takes (`lab.benchmarks.dialogues`); the bytes of one dialogue of 180 messages against
-vanilla GPT-2 in bfloat16; the time to the first token of a message of `message` tokens after each
-of `contexts`, with the prefix cache and without.
+Measures a simulated workload of dialogues (`lab.benchmarks.dialogues`) by page size, pruning and
+cache size (a share of the bytes needed to cache everything); the bytes of one dialogue of 180
+messages against vanilla GPT-2 in bfloat16; and the time to the first token of the reply to a
+message of `message` tokens after each of `contexts`, with the prefix cache and without.
 """
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from config.errors import UserError
 from lab.benchmarks import clock, setting
 from lab.benchmarks.dialogues import Served, Workload, simulate
 
-MESSAGES = 180  # mean number of a dialogue (Character.AI, "Optimizing AI Inference", 2024)
+MESSAGES = 180  # mean number per dialogue (Character.AI, "Optimizing AI Inference", 2024)
 UNLIMITED = 10 ** 15  # bytes
 
 
@@ -39,7 +39,7 @@ def run(s, data_root: Path) -> dict:
 
 
 def budgets(model, longest, page_size, prune, shares, s) -> list[dict]:
-    """The same workload under each budget, the first unlimited."""
+    """The same workload with each budget, the first unlimited."""
     cells, kv_dtype, budget = [], model.resolved_kv_dtype(s.kv_dtype), UNLIMITED
     message_tokens = max(2, longest // (MESSAGES + 25))
     for share in [100, *(share for share in shares if share != 100)]:
@@ -54,7 +54,7 @@ def budgets(model, longest, page_size, prune, shares, s) -> list[dict]:
 
 
 def one_dialogue(model, longest, page_size, prune, s) -> dict:
-    """Bytes of a dialogue of `longest` tokens: MESSAGES messages and replies, equally long."""
+    """Bytes of a dialogue of `longest` tokens: MESSAGES messages and replies of equal length."""
     n = max(1, longest // (2 * (MESSAGES // 2)))
     kv_dtype = model.resolved_kv_dtype(s.kv_dtype)
     served, tokens = Served(model.plan, longest, page_size, kv_dtype, UNLIMITED, prune), []
@@ -70,7 +70,7 @@ def one_dialogue(model, longest, page_size, prune, s) -> dict:
 
 
 def first_token(model, past: list[int], s, prefix_budget: int):
-    """Call it for the completion of one token after the same past and a new message."""
+    """Return a function that completes one token after the same past and a new message."""
     engine = setting.make_engine(model, 1, len(past) + s.message, s, prefix_budget=prefix_budget)
 
     def complete():

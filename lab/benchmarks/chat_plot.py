@@ -1,4 +1,4 @@
-"""Plot a measurement of conversations from the file that `bench.py --mode=chat --save=FILE` wrote.
+"""Plot a measurement of conversations from the file written by `bench.py --mode=chat --save=FILE`.
 
     python -m lab.benchmarks.chat_plot results/cpu/chat.json results/cpu/chat.png
 """
@@ -10,8 +10,8 @@ from training.plotting import plain_log_ticks, save, subplots
 
 
 def draw(document: dict, path: str) -> None:
-    """Left, cached tokens over the size of the cache; right, time to the first token over the
-    length of the conversation. Raises UserError if the PNG, SVG or PDF cannot be made."""
+    """Left: cached tokens against cache size. Right: time to the first token against the length of
+    the conversation. Raises UserError if the PNG, SVG or PDF cannot be made."""
     with subplots(1, 2, figsize=(10, 4), layout='constrained') as (figure, (left, right)):
         lines = {}
         for cell in document['workload']:

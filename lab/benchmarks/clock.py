@@ -1,4 +1,4 @@
-"""Interleaved timing (A B C, A B C, ...), so that whatever slows the machine slows every side."""
+"""Interleaved timing (A B C, A B C, ...), so that a slowdown of the machine affects every side."""
 import statistics
 import sys
 import time
@@ -14,7 +14,7 @@ now = time.perf_counter  # seconds
 
 class Stopwatch:
     """`with Stopwatch(device) as watch: ...` sets `watch.seconds` to the time that the device spent
-    on the block: by CUDA events on a GPU, by the clock elsewhere."""
+    on the block, measured by CUDA events on a GPU and by the clock elsewhere."""
 
     def __init__(self, device):
         self.device, self.seconds = device, None
@@ -41,13 +41,13 @@ class Stopwatch:
 
 
 def progress(items, title: str):
-    """Iterates over `items` with a progress bar on stderr, if that is a terminal."""
+    """Iterate over `items` with a progress bar on stderr, if stderr is a terminal."""
     return track(items, title, console=Console(stderr=True), transient=True,
                  disable=not sys.stderr.isatty())
 
 
 def alternate(sides: dict, rounds: int, title: str) -> dict[str, list]:
-    """name -> results of `rounds` calls of each side, after one discarded warm-up round.
+    """Return name -> results of `rounds` calls of each side, after one discarded warm-up round.
 
     sides: name -> callable without arguments; every round calls all of them in this order.
     title: label of the progress bar.
@@ -69,16 +69,16 @@ def summary(values) -> dict:
 
 
 def paired(a, b) -> dict:
-    """Summary of a[r] / b[r], round by round: the two medians may stem from different rounds."""
+    """Summary of a[r] / b[r] by round: the two medians may come from different rounds."""
     return summary(x / y for x, y in zip(a, b, strict=True))
 
 
 def ratios(seconds: dict, base: str = 'ours') -> dict:
-    """name -> summary of its seconds over those of `base`, for every other side."""
+    """Return name -> summary of its seconds divided by those of `base`, for every other side."""
     return {name: paired(each, seconds[base]) for name, each in seconds.items() if name != base}
 
 
 def metrics(seconds, time_key: str, tokens: int) -> dict:
-    """The times under `time_key`, in milliseconds, and the rate for `tokens` tokens a round."""
+    """The times in milliseconds under `time_key`, and the rate for `tokens` tokens per round."""
     return {time_key: summary(1000 * x for x in seconds),
             'tokens_per_second': summary(tokens / x for x in seconds)}

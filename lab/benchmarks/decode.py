@@ -1,9 +1,9 @@
 """--mode=decode: time per output token (TPOT), greedy, from filled caches.
 
-A round fills the cache with `held` random tokens, then takes `steps` steps of one token per row.
+A round fills the cache with `held` random tokens, then runs `steps` steps of one token per row.
 Every round also measures the memory bandwidth; the share of it that decoding reaches is a median
-over rounds. With a budget the cache has room for exactly `contexts` tokens, the last `steps` of
-them timed, and as many rows as fit; without, for `steps` more.
+over rounds. With a budget, the batch is as large as fits and the cache has room for exactly
+`contexts` tokens, the last `steps` of them timed; without one, there is room for `steps` more.
 """
 import copy
 from pathlib import Path
@@ -19,7 +19,7 @@ from lab.benchmarks.memory import kv_read_per_step, most_sequences, weight_read_
 
 
 class DecodeRound:
-    """Call it for the seconds per token (of all rows together) of one round."""
+    """Callable that runs one round and returns the seconds per token (for all rows together)."""
 
     def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str,
                  compiled: bool = False, captured: bool = True):
@@ -66,7 +66,7 @@ def run(s, data_root: Path) -> dict:
 
 
 def compared_models(config, longest: int, s) -> dict:
-    """Name -> model: ours, and the baseline that the settings ask for."""
+    """Return name -> model: ours, and the baseline selected in the settings."""
     models, vanilla = {'ours': setting.build(config, s)}, setting.vanilla_config(config, longest)
     if s.against == 'vanilla':
         models['vanilla'] = setting.build(vanilla, s)
@@ -80,7 +80,7 @@ def compared_models(config, longest: int, s) -> dict:
 
 
 def checked_budget(s, contexts) -> int:
-    """Bytes; 0 = none."""
+    """Return the budget in bytes; 0 = no budget."""
     if not s.budget:
         return 0
     if 'batch_sizes' in s.given:

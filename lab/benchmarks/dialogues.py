@@ -1,8 +1,8 @@
-"""A simulated chat workload on the prefix cache, without a model, so that it takes little time.
+"""A simulated chat workload on the prefix cache, without a model, so that it runs quickly.
 
 Users talk in sessions: about ten turns a minute apart, then hours of absence. Some turns replace
 the last message, some go back to an earlier one. A conversation that has filled its context is
-replaced. The parameters are our guesses, but 180 earlier messages is Character.AI's mean.
+replaced. The parameters are our guesses, except that 180 earlier messages is Character.AI's mean.
 """
 import heapq
 from dataclasses import dataclass
@@ -22,25 +22,25 @@ CHUNK = 256  # tokens
 
 @dataclass
 class Workload:
-    """Requests in the order of their arrival."""
+    """Requests in order of arrival."""
     dialogues: int       # alive at any time
-    messages: int        # mean number of a dialogue's messages at the start (log-normal)
+    messages: int        # mean number of messages per dialogue at the start (log-normal)
     message_tokens: int  # mean length of a message or a reply (log-normal)
-    max_seq_len: int     # of a whole dialogue
+    max_seq_len: int     # of an entire dialogue
     vocab_size: int = 50257
     seed: int = 0
 
     def __post_init__(self):
         self.random = np.random.default_rng(self.seed)
         dialogues = range(self.dialogues)
-        self.texts = [self._history() for _ in dialogues]  # messages (arrays of ids) of each
+        self.texts = [self._history() for _ in dialogues]  # arrays of ids: each one's messages
         self.left = [self._session() for _ in dialogues]   # turns until the user leaves
         self.events = [(self.random.exponential(AWAY_S) * self.random.random(), i)
                        for i in dialogues]
         heapq.heapify(self.events)
 
     def next(self) -> tuple[int, list[int], int]:
-        """(dialogue, tokens of the request, tokens of its reply)."""
+        """Return (dialogue, tokens of the request, tokens of its reply)."""
         now, i = heapq.heappop(self.events)
         self.left[i] -= 1
         gap = self.random.exponential(THINK_S)
@@ -78,19 +78,19 @@ class Workload:
 
 
 class Served:
-    """One row of a paged cache with a prefix store, serving one request after another; K and V are
+    """One row of a paged cache with a prefix store, serving one request at a time; K and V are
     random numbers."""
 
     def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int,
                  prune: bool):
-        n_pages = -(-max_seq_len // page_size) + 1  # one request's: all else is in host memory
+        n_pages = -(-max_seq_len // page_size) + 1  # for one request: the rest is in host memory
         self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages=n_pages, page_size=page_size,
                                   kv_dtype=kv_dtype)
         self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(CHUNK, page_size)
         self.kv = torch.randn(1, plan.n_kv_head, self.chunk, plan.head_dim)
 
     def serve(self, tokens: list[int], reply: list[int]) -> int:
-        """As the engine would; returns how many tokens it need not compute."""
+        """Serve a request as the engine would. Returns the number of tokens found in the cache."""
         store = self.store
         hit = store.match(tokens)
         self.last_block = store.restore(0, hit)
@@ -101,7 +101,7 @@ class Served:
         for stop in [*stops, len(tokens)]:
             while self.cache.length(0) < stop:
                 self._feed(tokens, min(stop, self.cache.length(0) + self.chunk))
-        said, size = tokens + reply[:-1], store.size  # the last sampled token is never fed
+        said, size = tokens + reply[:-1], store.size  # the last sampled token is not an input
         while self.cache.length(0) < len(said):
             self._feed(said, min(len(said), (self.cache.length(0) // size + 1) * size))
         self.cache.reset([0])
@@ -119,7 +119,7 @@ class Served:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of everything cached: host memory, and pages without a copy there."""
+        """Bytes of everything cached: in host memory, and in pages without a copy there."""
         only_in_pool = sum(block.page >= 0 and block.copy is None
                            for block in self.store.blocks)
         return self.store.nbytes + only_in_pool * self.store.copier.page_nbytes
@@ -127,11 +127,11 @@ class Served:
 
 def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype: str, budget: int,
              prune: bool, title: str = '') -> dict:
-    """Serves requests until every dialogue has had one, then `n_requests` more, which count."""
+    """Serve requests until every dialogue has had one, then measure `n_requests` more."""
     served, seen = Served(plan, workload.max_seq_len, page_size, kv_dtype, budget, prune), set()
 
     def one() -> tuple[int, int, int]:
-        """(dialogue, tokens of the request, how many of them were found)."""
+        """Serve one request: (dialogue, number of tokens, number of cached tokens)."""
         i, tokens, n_reply = workload.next()
         reply = workload.tokens(n_reply)
         found = served.serve(tokens, reply)

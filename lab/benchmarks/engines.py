@@ -1,9 +1,9 @@
-"""Greedy generation by our model and by others with the same vanilla weights.
+"""Greedy generation with our model and with other programs that have the same vanilla weights.
 
-A peer is made of (its packages' modules, our model in float32, a folder, an ExitStack), and has
+A peer is created from (its packages' modules, our model in float32, a folder, an ExitStack) and has
     logits(idx)                 float32 logits of all positions: (B, T) -> (B, T, V)
-    sides(prompt, steps, stack) name in the tables -> callable that gives a `Generated`
-    facts()                     for the document
+    sides(prompt, steps, stack) name in the tables -> callable that returns a `Generated`
+    facts()                     facts for the document
 """
 import contextlib
 import importlib.util
@@ -32,19 +32,19 @@ HF_CACHES = {'hf dynamic': None, 'hf static': 'static'}
 
 @dataclass
 class Generated:
-    """One round: seconds to the first token and per further token; the new tokens (B, steps)."""
+    """One round: seconds to the first token and per later token; the new tokens (B, steps)."""
     ttft: float
     tpot: float
     tokens: torch.Tensor
 
     @classmethod
     def timed(cls, start, stamps, tokens) -> 'Generated':
-        """stamps: when each token was there, or only the first and the last."""
+        """stamps: when each token arrived, or only when the first and the last did."""
         return cls(stamps[0] - start, (stamps[-1] - stamps[0]) / (tokens.size(1) - 1), tokens)
 
 
 class Ours:
-    """`model` through its cache: the prompt in one piece, then token by token."""
+    """`model` with its cache: the prompt in one call, then token by token."""
 
     def __init__(self, model, prompt, steps: int, captured: bool = True, kv_dtype: str = 'auto'):
         self.model, self.prompt, self.steps = model, prompt, steps
@@ -72,7 +72,7 @@ class Ours:
 class HuggingFace:
     """transformers' GPT2LMHeadModel, with each of its caches."""
     packages, install = ('transformers',), 'pip install transformers'
-    exact, tolerance = tuple(HF_CACHES), 1e-4  # sides that are compared, in float32 logits
+    exact, tolerance = tuple(HF_CACHES), 1e-4  # sides whose float32 logits are compared
 
     def __init__(self, lib, ours, _folder, _stack):
         self.lib, self.ours, self.model = lib, ours, hugging_face(ours)
@@ -91,12 +91,12 @@ class HuggingFace:
 
     @torch.inference_mode()
     def generate(self, prompt, steps: int, cache: str | None) -> Generated:
-        # the model's config has no end-of-text token: every row gets all its tokens
+        # the model's config has no end-of-text token, so every row gets all its tokens
         options = dict(max_new_tokens=steps, do_sample=False, pad_token_id=0,
                        attention_mask=torch.ones_like(prompt))
         if cache:
             options['cache_implementation'] = cache
-        stamps = []  # of the prompt, then of each token
+        stamps = []  # for the prompt, then for each token
         streamer = SimpleNamespace(put=lambda _: stamps.append(clock.now()), end=lambda: None)
         synchronize(prompt.device)
         start = clock.now()
@@ -116,7 +116,7 @@ class NanoGPT:
         return {}
 
     def logits(self, idx):
-        return self.model(idx, idx)[0]  # it gives all logits only with targets
+        return self.model(idx, idx)[0]  # it returns all logits only if given targets
 
     def sides(self, prompt, steps: int, _stack) -> dict:
         self.model.to(self.ours.device, self.ours.dtype)
@@ -170,7 +170,7 @@ class CTranslate2:
         def stamp(result):  # called for each token of each row (some 10 us)
             if result.step == 0:
                 first.append(clock.now())
-            return False  # go on
+            return False  # continue
         start = clock.now()
         found = generator.generate_batch(
             texts, max_length=steps, max_batch_size=len(texts), callback=stamp, end_token=[],
@@ -180,7 +180,7 @@ class CTranslate2:
 
 
 def converter(ours):
-    """CTranslate2's, which writes its format of `ours`; the token of an id is its number."""
+    """Return a CTranslate2 converter of `ours`; the text of each token is its id."""
     from ctranslate2.converters import Converter
     from ctranslate2.converters.transformers import GPT2Loader
 
@@ -195,7 +195,7 @@ def converter(ours):
 
 
 def check_vanilla(config, against: str) -> None:
-    """Raises UserError where the program named by `against` does not have the model."""
+    """Raise UserError if the program given by `against` does not support the model."""
     plan, wide = plan_kv(config), config.resolved_mlp_hidden != 4 * config.n_embd
     wrong = {'pos_embedding': config.pos_embedding != 'learned', 'qk_norm': config.qk_norm,
              'head_dim': config.resolved_head_dim * config.n_head != config.n_embd,
@@ -212,7 +212,7 @@ def check_vanilla(config, against: str) -> None:
 
 
 def hugging_face(ours):
-    """A GPT2LMHeadModel with the weights of `ours` (vanilla, with biases), in eval mode."""
+    """Return a GPT2LMHeadModel in eval mode with the weights of `ours` (vanilla, with biases)."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
     logging.set_verbosity_error()
@@ -227,7 +227,7 @@ def hugging_face(ours):
 
 
 def check_checkout(folder: str) -> Path:
-    """The model.py of nanoGPT's checkout; UserError where there is none."""
+    """Return the model.py of nanoGPT's checkout. UserError: if there is none."""
     path = Path(folder) / 'model.py'
     if not folder or not path.is_file():
         raise UserError(f"nanogpt={folder!r}: against='nanogpt' needs the folder of a nanoGPT "
@@ -236,15 +236,15 @@ def check_checkout(folder: str) -> Path:
 
 
 def nanogpt(ours, folder: str):
-    """nanoGPT's own GPT, from its checkout in `folder`, with the weights of `ours`, in eval mode.
+    """Return nanoGPT's own GPT, from the checkout in `folder`, with our weights, in eval mode.
 
     Raises:
-        UserError: no nanoGPT there.
+        UserError: if there is no nanoGPT in `folder`.
     """
     path = check_checkout(folder)
     spec = importlib.util.spec_from_file_location('nanogpt_model', path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules['nanogpt_model'] = module  # dataclasses look it up
+    sys.modules['nanogpt_model'] = module  # needed by dataclasses
     spec.loader.exec_module(module)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # it prints its size
@@ -254,7 +254,7 @@ def nanogpt(ours, folder: str):
     except (AttributeError, TypeError, RuntimeError) as e:
         raise UserError(f"nanogpt={folder!r}: its model.py is not nanoGPT's ({type(e).__name__})"
                         ) from e
-    # its state dict may hold causal masks
+    # its state dict may contain causal masks
     if unknown or any(not name.endswith('attn.bias') for name in missing):
         raise UserError(f"nanogpt={folder!r}: its model.py is not nanoGPT's (other tensor names)")
     return model.eval()

@@ -1,9 +1,9 @@
-"""--mode=decode against another program: whole generations from a prompt, same vanilla weights.
+"""--mode=decode against another program: complete generations from a prompt, same vanilla weights.
 
-Before anything is timed the float32 logits must agree, and after it the tokens of float32 formats,
-if ours computes in float32 too; equal rows of other formats are only counted. llama.cpp and
-CTranslate2, inference engines for CPUs, are also compared with 'full stack': a model of ours with
-as many parameters, the full memory stack and random weights.
+The float32 logits must agree before anything is timed, and the tokens of float32 formats after it
+if our model computes in float32 too; for other formats, equal rows are only counted. llama.cpp and
+CTranslate2, inference engines for CPUs, are also compared with 'full stack': our model with the
+same number of parameters, the full memory stack and random weights.
 """
 import contextlib
 import dataclasses
@@ -25,8 +25,8 @@ from training.device import pick_device
 
 PEERS = {'hf': engines.HuggingFace, 'nanogpt': engines.NanoGPT, 'llama.cpp': LlamaCpp,
          'ctranslate2': engines.CTranslate2}
-TOLERANCE = 1e-4  # of float32 logits: a larger difference is more than rounding
-CHECKED = 64      # tokens of the sequence on which logits are compared
+TOLERANCE = 1e-4  # for float32 logits: a larger difference is not due to rounding
+CHECKED = 64      # length of the sequence whose logits are compared
 FULL_STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
                   window_size=256, pos_embedding='rope', qk_norm=True, bias=False)
 
@@ -60,7 +60,7 @@ def run(s, data_root: Path) -> dict:
 
 
 def check_settings(s) -> None:
-    """Raises UserError for settings under which the two cannot be compared."""
+    """Raise UserError if the two cannot be compared with these settings."""
     cpu = s.against in CPU_ENGINES
     for name, refused, why in (
             ('steps', s.steps < 2, "needs 2 or more, the first token is the prompt's"),
@@ -81,10 +81,10 @@ def check_settings(s) -> None:
 
 
 def imported(against: str) -> list:
-    """The modules of its packages.
+    """Import the packages of the program `against`.
 
     Raises:
-        UserError: one is not installed, or its library cannot be loaded.
+        UserError: if a package is not installed or its library cannot be loaded.
     """
     peer = PEERS[against]
     try:
@@ -95,7 +95,7 @@ def imported(against: str) -> list:
 
 
 def with_biases(config) -> GPT:
-    """A float32 model with random weights, random biases too: a lost one shows in the logits."""
+    """A float32 model with random weights and biases, so that a lost bias changes the logits."""
     model = GPT(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -105,8 +105,8 @@ def with_biases(config) -> GPT:
 
 
 def full_stack(config: GPTConfig) -> GPTConfig:
-    """The full memory stack with as many parameters as `config`, up to the rounding of its MLPs'
-    width to a multiple of 64."""
+    """The full memory stack with as many parameters as `config`, except that the width of its MLPs
+    is rounded to a multiple of 64."""
     least = dataclasses.replace(config, **FULL_STACK, mlp_hidden=64)
     missing = parameters(config, plan_kv(config)) - parameters(least, plan_kv(least))
     more = round(missing / (64 * 2 * config.n_embd * config.n_layer))
@@ -115,14 +115,14 @@ def full_stack(config: GPTConfig) -> GPTConfig:
 
 @torch.inference_mode()
 def logit_gap(ours: GPT, peer) -> float:
-    """The largest difference of float32 logits on a random text."""
+    """The largest difference in float32 logits on a random text."""
     idx = setting.random_tokens(ours, 1, min(CHECKED, ours.config.block_size))
     return float((peer.logits(idx) - ours(idx, all_logits=True)[0]).abs().max())
 
 
 def measure(models, peer, prompt, s) -> dict:
-    """One cell, of a prompt (B, T): metrics of each side, ratios of ours to each, and whether the
-    tokens are equal; with a full stack also its ratios."""
+    """One cell, for a prompt (B, T): metrics of each side, ratios of ours to each, and whether the
+    tokens are equal; with a full stack, also its ratios."""
     batch, context = prompt.shape
     with contextlib.ExitStack() as stack:
         theirs = peer.sides(prompt, s.steps, stack)
@@ -153,12 +153,12 @@ def measure(models, peer, prompt, s) -> dict:
 @torch.inference_mode()
 def same_tokens(model, prompt, ours, theirs, name: str,
                 tolerance: float | None = TOLERANCE) -> dict:
-    """The number of equal rows of tokens (B, steps). Where two rows first differ, the top two
-    logits must be within `tolerance`: then rounding decides between them. With None, and in
+    """Count the equal rows of tokens (B, steps). Where two rows first differ, the top two logits
+    must be within `tolerance`, so that rounding may decide between them. With None, and in
     bfloat16, float16 and int8, where rounding is coarser, rows are only counted.
 
     Raises:
-        UserError: rows differ where the logits do not allow it.
+        UserError: if rows differ by more than rounding.
     """
     unequal = [row for row in range(len(ours)) if not torch.equal(ours[row], theirs[row])]
     checked = tolerance is not None and model.dtype in (torch.float32, torch.float64)

@@ -1,9 +1,9 @@
-"""--mode=kernels: decode attention, training attention and the K/V write, each alone, on CUDA.
+"""--mode=kernels: decode attention, training attention and the K/V write, each by itself, on CUDA.
 
-Triton's clock times them, with an empty L2 cache; calls of microseconds are timed in CUDA graphs.
-What they reach is compared with a device-to-device copy and a large matmul of the same run. Decode
-attention is compared with float64 first. batch_sizes, contexts: rows and keys of decode attention;
-contexts are also the lengths of the sequences in training.
+They are timed with Triton's benchmark and a cold L2 cache; calls of microseconds are timed in CUDA
+graphs. The speeds are compared with a device-to-device copy and a large matmul in the same run.
+Decode attention is first compared with float64. batch_sizes, contexts: rows and keys of decode
+attention; contexts are also the sequence lengths in training.
 """
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,9 @@ from training.device import pick_device, pick_dtype
 PRODUCT = 8192         # rows and columns of the product
 CHECKED_ROWS = 2       # of a batch, compared with float64
 MOST_BYTES = 8 * 2 ** 30
-CALLS = 20             # of one graph, at least: the events around it take 2 to 4 microseconds
-ROTATED_BYTES = 2 ** 27  # of all copies together: over twice the L2 cache of an H100 (50 MB)
-REPLAYED_MS = 300      # for several measurements even where 20 calls take 50 ms
+CALLS = 20             # minimum per graph: the events around it take 2 to 4 microseconds
+ROTATED_BYTES = 2 ** 27  # all copies together: over twice the L2 cache of an H100 (50 MB)
+REPLAYED_MS = 300      # long enough for several measurements even if 20 calls take 50 ms
 TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k, int8_dot=i)
            for i in (False, True) for n in (64, 128) for w in (1, 2, 4) for k in (2, 3)]
 TUNINGS += [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
@@ -36,7 +36,7 @@ TUNINGS += [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
 
 def milliseconds(call, device, grad_to_none=None, rep=100) -> dict:
     """Median, min and max over the calls of about `rep` milliseconds."""
-    if device.type != 'cuda':  # interpreted kernels: only to try the mode out
+    if device.type != 'cuda':  # interpreted kernels, only to try out the mode
         start = clock.now()
         call()
         return clock.summary([1000 * (clock.now() - start)])
@@ -46,9 +46,9 @@ def milliseconds(call, device, grad_to_none=None, rep=100) -> dict:
 
 
 def milliseconds_a_call(calls, device) -> dict:
-    """The same of one call, for short ones. `calls` do the same work, each over buffers of its own;
-    they are captured in turn in one CUDA graph, and its time is divided by their number. So the
-    time of launches does not count, and that of the events around the graph hardly does."""
+    """Like `milliseconds`, for short calls. `calls` do the same work, each on its own buffers; they
+    are captured in turn in one CUDA graph, and its time is divided by their number. This excludes
+    the launch time and nearly all of the time of the events around the graph."""
     if device.type != 'cuda':
         return milliseconds(calls[0], device)
     turns = [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
@@ -57,7 +57,7 @@ def milliseconds_a_call(calls, device) -> dict:
 
 
 def captured(turns, device):
-    """Replays a CUDA graph of all of them."""
+    """Return a function that replays a CUDA graph of all `turns`."""
     for call in turns:
         call()
     torch.cuda.synchronize(device)
@@ -69,13 +69,13 @@ def captured(turns, device):
 
 
 def n_copies(nbytes: int) -> int:
-    """How many buffers of `nbytes` calls use in turn, so that none is found in the L2 cache: before
-    a buffer is used again others have filled the cache, or else each is used once in a graph."""
+    """Return how many buffers of `nbytes` the calls use in turn so that none is in the L2 cache:
+    others fill the cache before a buffer is reused, or each buffer is used only once in a graph."""
     return min(CALLS, max(2, -(-ROTATED_BYTES // nbytes)))
 
 
 def run(s, data_root: Path) -> dict:
-    """All tables, printed; returns what --json prints."""
+    """Print all tables. Returns the document that --json prints."""
     device = pick_device(s.device)
     if not triton_usable(device):
         raise UserError("mode='kernels' times the Triton kernels: it needs CUDA and the triton "
@@ -110,10 +110,10 @@ def rates(device, dtype) -> dict:
             'product_flops': 2 * side ** 3 / product['median'] * 1000}
 
 
-# -- decode: one token a row over stored keys ------------------------------------------------------
+# -- decode: one token per row over stored keys ----------------------------------------------------
 
 def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> dict:
-    """Every way to attend over `context` keys of `batch` rows: time, bytes per second, error."""
+    """Each way to attend over `context` keys of `batch` rows: time, bytes per second, error."""
     from attention.kernels.decode import Tuning, stored_attention
     H, n_kv_head, D, dtype, device = shape
     if batch * n_kv_head * context * D * dtype.itemsize * 2 > MOST_BYTES:
@@ -148,7 +148,7 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
 
 
 def random_stores(rows, n_kv_head, context, head_dim, kind, dtype, device) -> list[KVStore]:
-    """As many stores of random numbers as calls use in turn."""
+    """Return stores of random numbers, as many as the calls use in turn."""
     stores = []
     while not stores or len(stores) < n_copies(stores[0].nbytes):
         stores.append(KVStore(rows, n_kv_head, context, head_dim, kind, dtype, device))
@@ -157,13 +157,13 @@ def random_stores(rows, n_kv_head, context, head_dim, kind, dtype, device) -> li
 
 
 def attempt(attend, device, q, stores, device_rates) -> dict:
-    """Time and error of one way to attend over a store, or why it cannot be."""
+    """Time and error of one way to attend over a store, or the reason why it failed."""
     store = stores[0]
     try:
         with torch.inference_mode():
             error = decode_error(attend(store), q, store)
             ms = milliseconds_a_call([partial(attend, each) for each in stores], device)
-    except Exception as e:  # one layout that does not fit must not end the run
+    except Exception as e:  # a layout that does not fit must not end the run
         return failure(e)
     rate = store.nbytes / ms['median'] * 1000
     return {'ms': ms, 'bytes': store.nbytes, 'bytes_per_second': rate,
@@ -171,7 +171,7 @@ def attempt(attend, device, q, stores, device_rates) -> dict:
 
 
 def failure(e: Exception) -> dict:
-    """The first line of an error, in the place of a side's metrics."""
+    """The first line of an error, in place of a side's metrics."""
     first_line = (str(e).splitlines() or [''])[0]
     return {'failed': f'{type(e).__name__}: {first_line[:200]}'}
 
@@ -187,7 +187,7 @@ def decode_error(y, q, store) -> float:
     return ((y[:n].reshape_as(exact).double() - exact).abs().max() / exact.abs().max()).item()
 
 
-# -- training: whole sequences, forward and backward -----------------------------------------------
+# -- training: full sequences, forward and backward ------------------------------------------------
 
 def training_cell(shape, T: int, window: int) -> dict:
     """Local attention by each backend, and full causal attention, forward and backward, batch 1."""
@@ -201,7 +201,7 @@ def training_cell(shape, T: int, window: int) -> dict:
                 continue
             side = f'{name}, W={w}' if w else f'{name}, full'
             sides[side] = training_times(name, leaves, w, upstream)
-    if device.type == 'cuda' and 0 < window < T:  # fails where flash-attn-4 is not installed
+    if device.type == 'cuda' and 0 < window < T:  # fails without flash-attn-4
         sides[f'flex with its FLASH backend, W={window}'] = training_times(
             'flex', leaves, window, upstream, {'BACKEND': 'FLASH'})
     return {'context': T, 'sides': sides}
@@ -225,7 +225,7 @@ def training_times(backend, leaves, window, upstream, kernel_options=None) -> di
 # -- the write: QK-norm, RoPE, int8 and the store --------------------------------------------------
 
 def write_cell(shape, batch: int) -> dict:
-    """One decode step's queries and K/V of one layer, by the kernel and by plain torch."""
+    """One decode step's queries and K/V in one layer, with the kernel and with plain torch."""
     from attention.kernels.qkv import write_qkv
     H, n_kv_head, D, dtype, device = shape
     norms = [torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype) for _ in 'qk']
@@ -239,7 +239,7 @@ def write_cell(shape, batch: int) -> dict:
         q, k, v = qkv.transpose(1, 2).split([H, n_kv_head, n_kv_head], dim=1)
         norm_and_rotate(q, norms[0], rope)
         put(store, rows, rows % 64, store.encode(norm_and_rotate(k, norms[1], rope), v))
-    # by the bytes of qkv: of a store only one place a row is written
+    # from the bytes of qkv: only one position per row of a store is written
     n = n_copies(batch * (H + 2 * n_kv_head) * D * dtype.itemsize)
     copies = [(torch.randn(batch, 1, H + 2 * n_kv_head, D, device=device, dtype=dtype),
                KVStore(batch, n_kv_head, 64, D, torch.int8, dtype, device)) for _ in range(n)]

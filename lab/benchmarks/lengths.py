@@ -1,7 +1,7 @@
 """--mode=lengths: training steps (forward, backward, AdamW) on sequences of different lengths.
 
-A local layer costs a training step O(T * W), a vanilla one O(T * T): this shows from which length
-on it matters.
+In a training step a local layer costs O(T * W), a vanilla one O(T * T); this shows the length from
+which the difference matters.
 """
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""llama.cpp, by llama-cpp-python's plain C functions; every row is a sequence in one context."""
+"""llama.cpp, called through llama-cpp-python's C API; every row is a sequence in one context."""
 import contextlib
 import ctypes
 import functools
@@ -11,9 +11,9 @@ from config.errors import UserError
 from lab.benchmarks import clock
 from lab.benchmarks.engines import Generated
 
-PIECE = 512   # tokens of a prompt that llama.cpp is given at a time
-CELLS = 256   # its contexts hold a multiple of this many positions
-# our names of modules -> those of a GGUF file of arch gpt2
+PIECE = 512   # prompt tokens that llama.cpp gets per call
+CELLS = 256   # the size of its contexts is a multiple of this
+# our module names -> those in a GGUF file with arch gpt2
 GGUF = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm',
         'ln_2': 'ffn_norm', 'attn.c_attn': 'attn_qkv', 'attn.c_proj': 'attn_output',
         'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down'}
@@ -23,7 +23,7 @@ class LlamaCpp:
     """The weights of `ours` in llama.cpp: as f32, f16 and q8_0."""
     packages = 'llama_cpp', 'gguf'
     install = 'CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python gguf'
-    # its GELU is a table of float16: GPT-2 124M's logits are off by 1e-3
+    # its GELU is a float16 table: GPT-2 124M's logits are off by 1e-3
     exact, tolerance = ('llama.cpp f32',), 5e-3
 
     def __init__(self, lib, gguf, ours, folder, stack):
@@ -62,7 +62,7 @@ class LlamaCpp:
 
 
 class LlamaRound:
-    """Greedy generation in a context of its own, with a sequence for each row."""
+    """Greedy generation in its own context, with one sequence per row."""
 
     def __init__(self, peer: LlamaCpp, model, prompt, steps: int, stack, kv_type=None):
         self.lib, self.vocab_size = peer.lib, peer.config.vocab_size
@@ -85,8 +85,8 @@ class LlamaRound:
                          * lib.llama_n_ctx(self.context))
 
     def append(self, ids: np.ndarray, row: int, start: int, wanted) -> np.ndarray:
-        """ids (n, t), from position `start` on, to sequences `row`, ...: logits of places `wanted`
-        of each (n * wanted, V), valid until the next call."""
+        """Append ids (n, t) from position `start` to sequences `row`, ... Returns the logits at the
+        positions `wanted` of each, (n * wanted, V), valid until the next call."""
         batch, (n, t) = self.batch, ids.shape
         batch.n_tokens = n * t
         for i, token in enumerate(ids.ravel().tolist()):
@@ -100,7 +100,7 @@ class LlamaRound:
         return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), shape)
 
     def prefill(self) -> np.ndarray:
-        """First tokens (B,); short prompts share a piece, and long ones are cut."""
+        """Return the first tokens (B,). Short prompts share a call, and long ones are split."""
         B, T = self.prompt.shape
         together, first = max(1, PIECE // T), []
         for row in range(0, B, together):
@@ -121,7 +121,7 @@ class LlamaRound:
         return Generated.timed(start, (first, clock.now()), torch.from_numpy(np.stack(tokens, 1)))
 
 
-@functools.cache  # the callback has to live as long as the library
+@functools.cache  # the callback must live as long as the library
 def silence(lib):
     callback = lib.llama_log_callback(lambda *_: None)
     lib.llama_log_set(callback, ctypes.c_void_p(0))
@@ -129,7 +129,7 @@ def silence(lib):
 
 
 def write_gguf(gguf, ours, path: Path) -> None:
-    """The model as llama.cpp reads it, in float32, without a tokenizer."""
+    """Write the model in llama.cpp's format, in float32, without a tokenizer."""
     c = ours.config
     writer = gguf.GGUFWriter(path, 'gpt2')
     for name, value in dict(

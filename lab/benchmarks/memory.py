@@ -1,8 +1,8 @@
 """Bytes read by a decoding step, and the number of sequences that fit into a KV budget.
 
-A step of B sequences must read the K/V of min(n, window) tokens in every layer, shared slots once
-for each of their layers, and every parameter, but only the looked-up rows of embeddings that are
-not the output layer too. Activations and rotary tables are small and not counted.
+A step of B sequences must read the K/V of min(n, window) tokens in every layer (shared slots once
+for each of their layers) and every parameter, except that embeddings that are not also the output
+layer only read the rows looked up. Activations and rotary tables are small and not counted.
 """
 from config.errors import UserError
 from engine.weights import stored_tensors
@@ -12,13 +12,13 @@ from lab.benchmarks import setting
 
 
 def kv_read_per_step(plan: KVPlan, kv_dtype: str, batch: int, held: int, steps: int) -> float:
-    """Mean bytes of K/V read by `steps` steps, the first of which finds `held` tokens cached."""
+    """Mean bytes of K/V read by `steps` steps that start with `held` cached tokens."""
     lengths = range(held + 1, held + 1 + steps)
     return sum(plan.read_nbytes(batch, n, kv_dtype) for n in lengths) / steps
 
 
 def weight_read_bytes(model, batch: int) -> int:
-    """Bytes of weights read by one step. All rows are equally long: one row of `wpe` is read."""
+    """Bytes of weights read by one step. All rows have equal lengths and read one row of `wpe`."""
     total = sum(map(tensor_nbytes, stored_tensors(model)))
     for name, rows in (('wte', batch), ('wpe', 1)):
         module = model.transformer[name] if name in model.transformer else None
@@ -30,12 +30,12 @@ def weight_read_bytes(model, batch: int) -> int:
 
 
 def most_sequences(model, budget: int, max_seq_len: int, kv_dtype: str, text: str) -> dict:
-    """The largest batch whose allocated cache for `max_seq_len` tokens takes at most `budget`
-    bytes; the plan's arithmetic only says where to begin.
+    """Find the largest batch whose allocated cache for `max_seq_len` tokens takes at most `budget`
+    bytes; the plan's arithmetic only gives the starting point.
 
     text: the budget as the user wrote it.
     Raises:
-        UserError: not even one sequence fits.
+        UserError: if not even one sequence fits.
     """
     def allocated(batch: int) -> int:
         return setting.make_cache(model, batch, max_seq_len, kv_dtype).nbytes

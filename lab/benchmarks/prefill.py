@@ -1,4 +1,4 @@
-"""--mode=prefill: time to first token (TTFT) of prompts, whole or in chunks, in an empty cache."""
+"""--mode=prefill: time to first token (TTFT) from an empty cache, in one call or in chunks."""
 import copy
 from pathlib import Path
 
@@ -14,7 +14,7 @@ class Untrimmed(KVPlan):
 
 
 class PrefillRound:
-    """Call it for the seconds from prompts to first tokens, of all rows together."""
+    """Callable that returns the seconds from prompts to first tokens, for all rows together."""
 
     def __init__(self, model, batch: int, context: int, chunk: int, kv_dtype: str):
         self.model, self.chunk = model, chunk or context

@@ -1,8 +1,8 @@
-"""--mode=recompute: activation memory that each recomputation policy saves, and its cost in time.
+"""--mode=recompute: the activation memory saved by each recomputation policy, and its time cost.
 
 All policies are interleaved on one model and batch, with the chunked loss; 'whole logits' is policy
 'none' with the usual loss. Activations are the tensors that the forward pass keeps for the backward
-pass, without logits and loss.
+pass, except for logits and loss.
 """
 from pathlib import Path
 
@@ -20,7 +20,7 @@ WHOLE = 'whole logits'
 
 
 class Policy:
-    """Training steps under one policy; call it for the seconds of a step."""
+    """Training steps with one policy. Callable that runs a step and returns its seconds."""
 
     def __init__(self, steps: TrainingSteps, name: str):
         self.steps, self.name = steps, name
@@ -34,8 +34,8 @@ class Policy:
         return self.choose()()
 
     def memory(self) -> dict:
-        """Bytes, by `training.memory_use`; allocated_peak: the most bytes of a step that the CUDA
-        allocator counts, None on other devices."""
+        """Bytes, as measured by `training.memory_use`; allocated_peak: a step's peak in bytes
+        according to the CUDA allocator, None on other devices."""
         steps, peak = self.choose(), None
         memory = measure_memory(steps.model, steps.batch, autocast=steps.autocast,
                                 optimizer=steps.optimizer).as_dict()

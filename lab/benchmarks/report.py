@@ -1,11 +1,11 @@
-"""Tables of a document that bench.py made, the same for the terminal and for the Markdown page."""
+"""Tables of a document made by bench.py, the same on the terminal and on the Markdown page."""
 from operator import itemgetter
 
 from rich.console import Console
 
 from lab.tables import Table
 
-FASTER = 'ours faster, x'  # column: speed of ours over that of the side in the row
+FASTER = 'ours faster, x'  # column: our speed divided by that of the side in the row
 CPU_ENGINES = ('llama.cpp', 'ctranslate2')  # values of against: other inference engines for CPUs
 PEER_FACTS = ('llama.cpp K/V', 'llama.cpp processor', 'ctranslate2 arithmetic')
 WITHOUT_CACHE = ('lengths', 'recompute', 'kernels')  # modes
@@ -22,7 +22,7 @@ def megabytes(n: float) -> str:
     return f'{n / 1e6:,.2f}'
 
 
-# -- columns: functions of a row, which is a cell with one of its sides and the side's name --------
+# -- columns: functions of a row, which is a cell with one side and that side's name ---------------
 
 def number(key: str, form: str = ',', factor: float = 1):
     return lambda row: format(row[key] * factor, form)
@@ -41,7 +41,7 @@ def megabytes_of(key: str):
 
 
 def faster(ratio: str, ratios: str = 'ratios'):
-    """How many times faster ours is than the side; empty for ours."""
+    """Column: how many times faster ours is than the side; empty for ours."""
     def column(row):
         values = row[ratios][ratio].get(row['side'])
         return spread(values, '.2f') if values else ''
@@ -201,7 +201,7 @@ def kernel_tables(document) -> list[Table]:
              'error relative to the largest value')
 
     def measured(columns: dict) -> dict:
-        """A side that failed has its error in the last column, and none of the others."""
+        """Columns that are empty for a side that failed, with its error in the last one."""
         def unless_failed(column, else_key):
             return lambda row: row.get(else_key, '') if 'failed' in row else column(row)
         return {name: unless_failed(column, 'failed' if name == [*columns][-1] else '')
@@ -252,7 +252,7 @@ TABLES = {'decode': decode_tables, 'prefill': prefill_tables, 'serve': serve_tab
 # -- the document ----------------------------------------------------------------------------------
 
 def heading(document) -> list[str]:
-    """Lines on rounds, hardware, versions, dtypes and models."""
+    """Lines about rounds, hardware, versions, dtypes and models."""
     mode = document['mode']
     against = f" against {document['against']}" if document['against'] else ''
     steps = f" of {document['steps']} steps" if 'steps' in document else ''
@@ -285,7 +285,7 @@ def describe(model: dict) -> str:
 
 
 def show(document) -> None:
-    """Everything on standard output, 100 columns wide where that is not a terminal."""
+    """Print everything to standard output, 100 columns wide if it is not a terminal."""
     console = Console()
     console = console if console.is_terminal else Console(width=100)
     for line in heading(document):

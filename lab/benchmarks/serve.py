@@ -1,9 +1,9 @@
 """--mode=serve: requests of different lengths, continuous batching against static.
 
-All are submitted at the start: `contexts` random tokens, greedy, the numbers of new tokens
-log-uniform. static: batches through `generate.Generation`, each until its longest request is done;
-static engine: ours, but it admits requests only when all rows are free. All must give the same
-texts.
+All are submitted at the start: prompts of `contexts` random tokens, greedy, with log-uniform
+numbers of new tokens. static: batches in `generate.Generation`, each until its longest request is
+done; static engine: ours, but it admits requests only when all rows are free. All must produce the
+same texts.
 """
 import math
 import statistics
@@ -24,7 +24,7 @@ from training.device import synchronize
 
 
 class StaticScheduler(Scheduler):
-    """Admits only into an empty engine."""
+    """Admits requests only when the engine is empty."""
 
     def _admit(self):
         if not self.running:
@@ -33,8 +33,8 @@ class StaticScheduler(Scheduler):
 
 @dataclass
 class Served:
-    """One round: seconds in all and to each request's first token, the tokens of each request, the
-    largest number of K/V bytes in use."""
+    """One round: total seconds, seconds to each request's first token, the tokens of each request,
+    and the peak number of K/V bytes in use."""
     seconds: float
     firsts: list[float]
     tokens: list[list[int]]
@@ -42,7 +42,7 @@ class Served:
 
 
 class EngineRound:
-    """Call it to serve all requests through one engine, which is kept."""
+    """Callable that serves all requests with one engine, which is reused."""
 
     def __init__(self, model, prompts, lengths, rows, s, scheduler=Scheduler):
         self.prompts, self.lengths = prompts, lengths
@@ -58,7 +58,7 @@ class EngineRound:
 
 
 class StaticRound:
-    """Call it to serve all requests in batches of `rows`, in their order."""
+    """Callable that serves all requests in order, in batches of `rows`."""
 
     def __init__(self, model, prompts, lengths, rows, s):
         self.model, self.prompts, self.lengths = model, prompts, lengths
@@ -102,7 +102,7 @@ def run(s, data_root: Path) -> dict:
 
 
 def output_range(text: str) -> tuple[int, int]:
-    """'16,256' -> (16, 256); one number stands for both."""
+    """Parse '16,256' as (16, 256), and a single number as both."""
     found = setting.numbers('output_lengths', text)
     if len(found) > 2 or found[-1] < found[0]:
         raise UserError(f'output_lengths={text!r}: give the shortest and the longest length, as '
@@ -111,7 +111,7 @@ def output_range(text: str) -> tuple[int, int]:
 
 
 def log_uniform(low: int, high: int, n: int, seed: int) -> list[int]:
-    """n integers whose logarithms are uniform between those of low and high."""
+    """Return n integers whose logarithms are uniform between those of low and high."""
     u = np.random.default_rng(seed % 2 ** 64).uniform(math.log(low), math.log(high + 1), n)
     return [min(int(math.exp(x)), high) for x in u]
 
@@ -140,7 +140,7 @@ def measure(model, lengths, rows: int, context: int, s) -> dict:
 
 
 def same_texts(model, prompts, ours, theirs, name) -> dict:
-    """The number of requests with equal tokens; UserError where others may not differ."""
+    """Count the requests with equal tokens. UserError: if others differ by more than rounding."""
     equal = 0
     for request in zip(prompts, ours, theirs, strict=True):
         tensors = (torch.tensor([tokens], device=model.device) for tokens in request)

@@ -1,5 +1,5 @@
-"""Common to the modes of bench.py: checked settings, models with random weights, caches, and the
-facts of the run (hardware, versions, dtypes) that every result file carries."""
+"""Code common to the modes of bench.py: checked settings, models with random weights, caches, and
+the facts about the run (hardware, versions, dtypes) that every result file contains."""
 import dataclasses
 import json
 import os
@@ -25,7 +25,7 @@ from kv.capacity import parameters
 from model import GPT
 from training.device import describe_attention, device_name, pick_device, pick_dtype
 
-MIN_REPEATS = 5  # the median of fewer rounds says little
+MIN_REPEATS = 5  # the median of fewer rounds means little
 AGAINST = {  # mode -> what it can be compared with
     'train': ('nanogpt',), 'serve': ('vllm',), 'prefill': ('vanilla', 'untrimmed', 'vllm'),
     'decode': ('vanilla', 'vanilla_float32', 'float32_kv', 'hf', 'nanogpt', 'llama.cpp',
@@ -34,7 +34,7 @@ AGAINST = {  # mode -> what it can be compared with
 
 
 def check_against(s) -> None:
-    """Raises UserError for a comparison, a checkout or a budget that the mode has no use for."""
+    """Raise UserError if the mode does not support the given comparison, checkout or budget."""
     allowed = AGAINST.get(s.mode, ())
     if s.against and s.against not in allowed:
         named = ', '.join(map(repr, allowed)) or 'nothing'
@@ -50,7 +50,7 @@ def check_against(s) -> None:
 
 
 def compiles(s) -> bool:
-    """Whether the command asks for torch.compile: here the setting's default, True, does not."""
+    """Whether torch.compile was requested explicitly: here the default, True, does not count."""
     return s.compile and 'compile' in s.given
 
 
@@ -58,7 +58,7 @@ def numbers(name: str, text: str) -> list[int]:
     """'1,4,16' -> [1, 4, 16]; the brackets of Python lists and tuples are accepted too.
 
     Raises:
-        UserError: not integers, a number below 1, or the same number twice.
+        UserError: if these are not integers, a number is below 1, or one is given twice.
     """
     values = []
     for piece in text.strip().strip('[]()').rstrip(', ').split(','):
@@ -81,7 +81,7 @@ def begin(s, data_root: Path, further: int = 0, **least: int):
     Returns:
         (context, batch size) of every cell, batch sizes innermost, and the model's config.
     Raises:
-        UserError: bad settings, or learned positions end too early.
+        UserError: if settings are invalid, or there are too few learned positions.
     """
     at_least(s, repeats=MIN_REPEATS, **least)
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
@@ -96,7 +96,7 @@ def begin(s, data_root: Path, further: int = 0, **least: int):
 
 
 def model_config(s, data_root: Path) -> GPTConfig:
-    """The settings' model without dropout; the vocabulary is the data set's, if that is there."""
+    """The settings' model without dropout, with the data set's vocabulary if it is present."""
     vocab_size = (read_meta(data_root / s.dataset) or {'vocab_size': 50304})['vocab_size']
     shape = {key.name: getattr(s, key.name) for key in MODEL} | {'dropout': 0.0}
     return GPTConfig(vocab_size=vocab_size, **shape)
@@ -114,14 +114,14 @@ def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
 
 
 def prepared(model: GPT, s, parameters: torch.dtype | None = None) -> GPT:
-    """`model`, moved and changed in place as the settings ask: device, dtype, weights, backends."""
+    """Move and change `model` in place to match the settings: device, dtype, weights, backends."""
     device = pick_device(s.device)
     model = model.to(device, parameters or pick_dtype(s.dtype, device)).eval()
     native.use(s.native)
     quantize_weights(model, s.weight_dtype, s.int4_group)
     speed_up_few_rows(model)
     model.attention_backend = s.attention_backend
-    # called for its error: a backend that cannot run here
+    # raises an error if a backend cannot run here
     describe_attention(model, pick_dtype(s.dtype, device), dropout_p=0.0)
     compiled_as_a_whole = s.mode == 'decode' and s.captured and suits_capture(model)
     if compiles(s) and not compiled_as_a_whole:
@@ -130,8 +130,8 @@ def prepared(model: GPT, s, parameters: torch.dtype | None = None) -> GPT:
 
 
 def make_cache(model, batch: int, max_seq_len: int, kv_dtype: str):
-    """`model.new_cache`; UserError where it does not fit into memory. A cache larger than the
-    machine's memory is not even tried: the system might only notice later, and kill the program."""
+    """Like `model.new_cache`, but raises UserError if the cache does not fit in memory. One larger
+    than the machine's memory is not tried, as the system may kill the program only later."""
     planned = model.plan.nbytes(batch, max_seq_len, model.resolved_kv_dtype(kv_dtype))
     memory = physical_memory()
     too_large = f'a cache of {batch} x {max_seq_len} tokens takes {planned / 1e9:.1f} GB'
@@ -157,7 +157,7 @@ def greedy(engine: Engine, prompts, lengths) -> list:
 
 
 def one_token(model, cache, decode, tokens):
-    """The likeliest next tokens (B, 1); decode: by `engine.decode.fast_decode`, may be None."""
+    """Most likely next tokens (B, 1). decode: from `engine.decode.fast_decode`, or None."""
     logits = decode(tokens) if decode else model(tokens, cache=cache)[0][:, -1]
     return logits.argmax(-1, keepdim=True)
 
@@ -180,7 +180,7 @@ def facts(s, models: dict[str, GPT]) -> dict:
 
 
 def run_facts(s, device: torch.device) -> dict:
-    """The facts that need no model."""
+    """The facts that do not depend on a model."""
     given = [f'--{name}={value}' for name, value in vars(s).items()
              if name in s.given and name not in ('save', 'json')]
     return {'mode': s.mode, 'against': s.against,
@@ -191,7 +191,7 @@ def run_facts(s, device: torch.device) -> dict:
 
 
 def processor() -> str:
-    """'Intel(R) Xeon(R) ..., 2 cores, 25 GB': the host's, even where a GPU does the work."""
+    """'Intel(R) Xeon(R) ..., 2 cores, 25 GB': the host's, even if a GPU does the work."""
     try:
         text = Path('/proc/cpuinfo').read_text(encoding='utf-8')
     except OSError:
@@ -202,7 +202,7 @@ def processor() -> str:
 
 
 def check_target(path: str) -> None:
-    """Raises UserError where `path` ('' = nowhere) cannot become a file."""
+    """Raise UserError if no file can be written at `path` ('' = no file)."""
     if not path:
         return
     folder = Path(path).parent
@@ -215,7 +215,7 @@ def check_target(path: str) -> None:
 
 
 def write_json(path: str, document: dict) -> None:
-    """Replace `path` by `document`; a reader finds the old file or the new one, never a part."""
+    """Replace `path` by `document` atomically: a reader never gets part of a file."""
     temporary = Path(f'{path}.{os.getpid()}.tmp')
     try:
         temporary.write_text(json.dumps(document, indent=1) + '\n', encoding='utf-8')

@@ -1,4 +1,4 @@
-"""Common to the modes lengths and recompute: checked settings, models, and timed training steps."""
+"""Code common to lengths and recompute: checked settings, models, and timed training steps."""
 import contextlib
 import io
 from pathlib import Path
@@ -11,10 +11,10 @@ from training.device import autocast, pick_dtype
 
 
 def training_models(s, data_root: Path):
-    """The (context, batch) pairs, name -> model with float32 parameters, and the facts of the run.
+    """The (context, batch) pairs, name -> model with float32 parameters, and facts about the run.
 
     Raises:
-        UserError: settings that have no meaning where training is timed.
+        UserError: if settings have no meaning for timing training.
     """
     if s.weight_dtype != 'auto':
         raise UserError(f'weight_dtype={s.weight_dtype!r}: has no meaning in mode={s.mode!r}')
@@ -22,7 +22,7 @@ def training_models(s, data_root: Path):
         raise UserError(f'compile=True: mode={s.mode!r} times uncompiled steps; '
                         "mode='train' compiles them")
     shapes, config = setting.begin(s, data_root)
-    torch.set_float32_matmul_precision('high')  # as train.py
+    torch.set_float32_matmul_precision('high')  # as in train.py
     models = {'ours': setting.build(config, s, torch.float32)}
     if s.against:
         vanilla = setting.vanilla_config(config, max(shapes)[0])
@@ -32,10 +32,10 @@ def training_models(s, data_root: Path):
 
 
 class TrainingSteps:
-    """A model, its optimizer and one fixed batch; call it for the seconds of a step: forward,
-    backward, update.
+    """A model, its optimizer and one fixed batch. Callable that runs a step (forward, backward,
+    update) and returns its seconds.
 
-    optimizer: function of the model that makes its optimizer; None: AdamW.
+    optimizer: function that takes the model and returns its optimizer; None: AdamW.
     """
 
     def __init__(self, model, batch: int, context: int, dtype: torch.dtype, optimizer=None):
@@ -57,7 +57,7 @@ class TrainingSteps:
         return watch.seconds
 
     def backward(self) -> None:
-        """Forward and backward; gradients are left in the parameters."""
+        """Forward and backward; the gradients stay in the parameters."""
         with self.autocast:
             loss = self.model(*self.batch)[1]
         self.scaler.scale(loss).backward()

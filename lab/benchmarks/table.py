@@ -1,4 +1,4 @@
-"""The committed page of measurements, made from the JSON files that `bench.py --save=FILE` wrote.
+"""The committed page of measurements, made from the JSON files written by `bench.py --save=FILE`.
 
     python -m lab.benchmarks.table results/cpu/*.json > results/cpu/README.md
 """
@@ -20,7 +20,7 @@ TPOT: times to the first and per further output token.
 
 
 def page(documents: dict[str, dict]) -> str:
-    """Markdown from name of the file -> its document."""
+    """Return the page in Markdown. documents: name of the file -> its document."""
     return '\n'.join([INTRODUCTION, *map(section, documents, documents.values())])
 
 
@@ -33,7 +33,7 @@ def section(name: str, document: dict) -> str:
 
 
 def read(path: str, modes=tuple(TABLES)) -> dict:
-    """A document of one of these modes; UserError for any other file."""
+    """Read a document of one of these modes. UserError: if the file is not one."""
     try:
         document = json.loads(Path(path).read_text(encoding='utf-8'))
     except (OSError, ValueError) as e:

@@ -1,8 +1,8 @@
 """--mode=train: a step is forward, backward and AdamW update of one batch, without dropout.
 
-After 10 warm-up steps 20 are timed; with against='nanogpt' as many of nanoGPT's own model, 4 at a
-time, interleaved. MFU is nanoGPT's (every query sees every key, against an A100's 312 TFLOP/s); the
-line below it counts the keys that queries do see (`training/flops.py`).
+After 10 warm-up steps, 20 are timed; with against='nanogpt', they are interleaved, 4 at a time,
+with 20 of nanoGPT's own model. MFU is as in nanoGPT (every query attends to every key, relative to
+an A100's 312 TFLOP/s); the line below it counts only the visible keys (`training/flops.py`).
 """
 import statistics
 from pathlib import Path
@@ -35,10 +35,10 @@ TRACES = Path('bench_log')  # in the working directory
 
 
 def prepared(dataset: str, data_root: Path) -> Path:
-    """The folder of a prepared data set: a benchmark starts no download."""
+    """Return the folder of a prepared data set. A benchmark does not start a download."""
     folder = data_root / dataset
     if is_prepared(folder):
-        return ensure_dataset(dataset, data_root)  # only checks the name here
+        return ensure_dataset(dataset, data_root)  # here it only checks the name
     remedy = f'prepare it with python data/{dataset}/prepare.py'
     if dataset not in available_datasets(data_root):
         remedy = f"choose one of {', '.join(available_datasets(data_root)) or 'none'}"
@@ -47,9 +47,9 @@ def prepared(dataset: str, data_root: Path) -> Path:
 
 
 class TrainStep:
-    """A model in the settings' shape, its optimizer and its batches; call it for a training step.
+    """A model in the settings' shape, its optimizer and its batches; callable for a training step.
 
-    theirs: nanoGPT's own model, from its checkout, with the same weights.
+    theirs: use nanoGPT's own model, from its checkout, with the same weights.
     """
 
     def __init__(self, s, data_root: Path, theirs: bool = False):
@@ -85,7 +85,7 @@ class TrainStep:
         self.batch, self.losses = self.next_batch(), []
 
     def __call__(self) -> float:
-        """The loss of the batch; reading it waits for the device."""
+        """Return the loss of the batch; reading it waits for the device."""
         with autocast(self.device, self.dtype):
             loss = self.compiled(*self.batch)[1]
         self.batch = self.next_batch()  # fetched while the device is busy
@@ -98,7 +98,7 @@ class TrainStep:
 
 
 def run_steps(step, n: int) -> list[float]:
-    """Seconds of each of `n` steps."""
+    """Return the seconds of each of `n` steps."""
     synchronize(step.device)
     stamps = [clock.now()]
     for k in range(n):
@@ -109,8 +109,8 @@ def run_steps(step, n: int) -> list[float]:
 
 
 def compared(ours, theirs, s) -> tuple[list[float], dict]:
-    """Seconds of TIMED steps of ours, IN_TURN at a time, in turns with nanoGPT's; our tokens per
-    second over nanoGPT's, as a summary over the turns."""
+    """Seconds of TIMED steps of ours, alternating with nanoGPT's every IN_TURN steps; our tokens
+    per second divided by nanoGPT's, summarized over the turns."""
     run_steps(theirs, BURN_IN)
     turns = [(run_steps(ours, IN_TURN), run_steps(theirs, IN_TURN))
              for _ in range(TIMED // IN_TURN)]
@@ -124,8 +124,8 @@ def compared(ours, theirs, s) -> tuple[list[float], dict]:
 
 
 def profile(step) -> None:
-    """nanoGPT's schedule: 5 steps without profiler, 5 to warm it up, 5 recorded. Prints a table and
-    writes a trace."""
+    """Profile with nanoGPT's schedule: 5 steps without profiler, 5 to warm it up, 5 recorded.
+    Prints a table and writes a trace."""
     try:
         TRACES.mkdir(exist_ok=True)
     except OSError as e:
@@ -145,7 +145,7 @@ def profile(step) -> None:
 
 
 def run(s, data_root: Path) -> dict:
-    """Time (or profile) training steps; returns what --json prints."""
+    """Time (or profile) training steps. Returns the document that --json prints."""
     if s.against and s.profile:
         raise UserError(f'against={s.against!r}: nothing is compared under the profiler')
     if s.against:

@@ -1,8 +1,8 @@
 """--against=vllm, modes serve and prefill: our engine and vLLM on a CPU with one exported model.
 
-vLLM computes in bfloat16, compiled, its default. prefill: time to the first token of a prompt
-never seen before (cold), of the same with `message` tokens more (again), and of the first with its
-last 2% exchanged and `message` tokens more (edited). Both have a prefix cache.
+vLLM uses its default, compiled bfloat16. prefill: time to the first token of a new prompt (cold),
+of the same prompt followed by `message` more tokens (again), and of the first prompt with its last
+2% replaced, followed by `message` more tokens (edited). Both have a prefix cache.
 """
 import os
 import tempfile
@@ -22,7 +22,7 @@ PROMPTS = 'cold', 'again', 'edited'
 
 
 def their_generate(vllm, folder: str, rows: int, max_seq_len: int):
-    """vLLM with the model in `folder`: a function of prompts and the number of new tokens each."""
+    """vLLM with the model in `folder`, as a function of prompts and their numbers of new tokens."""
     llm = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype=DTYPE, max_model_len=max_seq_len,
                    max_num_seqs=rows)
 
@@ -41,10 +41,10 @@ def our_generate(engine):
 
 
 def imported():
-    """The package vllm.
+    """Import the package vllm.
 
     Raises:
-        UserError: it is not installed.
+        UserError: if it is not installed.
     """
     # this process has threads, after which a fork may deadlock
     os.environ.setdefault('VLLM_WORKER_MULTIPROC_METHOD', 'spawn')
@@ -59,7 +59,7 @@ def imported():
 
 
 def run(s, data_root: Path, lengths: list[int] = ()) -> dict:
-    """The document with all cells. lengths: of the answers, in mode serve."""
+    """The document with all cells. lengths: the lengths of the answers in mode serve."""
     further = max(lengths) if lengths else s.message + 1
     shapes, config = setting.begin(s, data_root, further, prefill_chunk=0, message=1)
     most_rows = max(rows for _, rows in shapes)
@@ -69,7 +69,7 @@ def run(s, data_root: Path, lengths: list[int] = ()) -> dict:
         raise UserError(f"device={s.device!r}: against='vllm' both run on the CPU: give "
                         '--device=cpu')
     longest = max(shapes)[0] + further
-    config.block_size = max(config.block_size, longest)  # vLLM goes no further
+    config.block_size = max(config.block_size, longest)  # vLLM's limit
     vllm, model = imported(), GPT(config).eval()
     with tempfile.TemporaryDirectory() as folder:
         hf_model(model, torch.bfloat16).save_pretrained(folder)
@@ -88,7 +88,7 @@ def run(s, data_root: Path, lengths: list[int] = ()) -> dict:
 
 
 def served(model, theirs, lengths, context: int, rows: int, s) -> dict:
-    """A cell of mode serve. Each round has new prompts, so that no prefix is cached."""
+    """A cell of mode serve. Each round uses new prompts, so that no prefix is cached."""
     rounds = [setting.random_tokens(model, len(lengths), context).tolist()
               for _ in range(s.repeats + 1)]
     engine = setting.make_engine(model, rows, context + max(lengths), s)
@@ -117,7 +117,7 @@ def first_tokens(ours, theirs, model, context: int, s) -> list[dict]:
 
 
 def timed(side, rounds, lengths):
-    """Call it for (seconds, tokens of each request) of the next of `rounds`, lists of prompts."""
+    """Callable that runs the next of `rounds` (prompts): (seconds, tokens of each request)."""
     waiting = iter(rounds)
 
     def run():
@@ -128,7 +128,7 @@ def timed(side, rounds, lengths):
 
 
 def cell(found, tokens: int) -> dict:
-    """Metrics of both, for `tokens` tokens a round, and the equal texts of the last round."""
+    """Metrics of both, for `tokens` tokens per round, and the equal texts in the last round."""
     seconds = {name: [each for each, _ in runs] for name, runs in found.items()}
     pairs = list(zip(*(runs[-1][1] for runs in found.values()), strict=True))
     return {'sides': {name: {'seconds': clock.summary(each),

@@ -1,14 +1,14 @@
 """Write the measured numbers into README.md and docs/ from the files under results/.
 
     python -m lab.pages            # rewrite the blocks of all pages
-    python -m lab.pages --check    # only say which pages are out of date; exit status 1 if any is
+    python -m lab.pages --check    # only list outdated pages; exit status 1 if there are any
 """
 import argparse
 import re
 from pathlib import Path
 
 from configurator import run_program
-from lab.pages import cost, memory, speed, training  # noqa: F401  they register their blocks
+from lab.pages import cost, memory, speed, training  # noqa: F401  for the blocks they register
 from lab.pages.blocks import BLOCKS, ROOT
 
 BLOCK = re.compile(r'^<!-- begin (\S+) -->\n(.*?)^<!-- end -->', re.DOTALL | re.MULTILINE)
@@ -19,7 +19,7 @@ def pages() -> list[Path]:
 
 
 def rewritten(text: str) -> str:
-    """The page with its blocks as results/ has them. KeyError: no function makes such a block."""
+    """Return the page with its blocks updated from results/. KeyError: if a block is unknown."""
     return BLOCK.sub(lambda m: f'<!-- begin {m[1]} -->\n{BLOCKS[m[1]]()}\n<!-- end -->', text)
 
 

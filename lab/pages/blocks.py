@@ -1,7 +1,7 @@
-"""The registry of blocks, and what their functions have in common.
+"""The registry of blocks, and helpers that their functions share.
 
-A block of a page is what stands between `<!-- begin NAME -->` and `<!-- end -->`. The function that
-is registered under NAME returns its text, Markdown.
+A block of a page is the text between `<!-- begin NAME -->` and `<!-- end -->`. The function
+registered under NAME returns this text, in Markdown.
 """
 import json
 import textwrap
@@ -13,7 +13,7 @@ BLOCKS = {}
 
 
 def block(function):
-    """Register a function as the block of its name, with hyphens for underscores."""
+    """Register a function as the block with its name, with hyphens instead of underscores."""
     BLOCKS[function.__name__.replace('_', '-')] = function
     return function
 
@@ -32,7 +32,7 @@ def rows_of(ladder: str) -> dict[str, dict]:
 
 
 def speed(cell: dict, model: str) -> float:
-    """Median tokens per second of one model of a cell."""
+    """Median tokens per second of one model in a cell."""
     return cell['sides'][model]['tokens_per_second']['median']
 
 
@@ -42,7 +42,7 @@ def tpot(cell: dict, model: str) -> float:
 
 
 def ratio(cell: dict, baseline: str, metric: str = 'tokens_per_second') -> float:
-    """Median of the ratios by round: how many times the baseline's speed ours is."""
+    """Median over the rounds of our speed divided by the baseline's."""
     return cell['ratios'][metric][baseline]['median']
 
 
@@ -60,7 +60,7 @@ def first_seed(row: dict) -> float:
 
 
 def table(header: str, rows: list[str]) -> str:
-    """A Markdown table; columns but the first are aligned to the right."""
+    """A Markdown table; all columns but the first are right-aligned."""
     n_columns = header.count('|') - 1
     return '\n'.join([header, '|---|' + '---:|' * (n_columns - 1), *rows])
 

@@ -1,4 +1,4 @@
-"""Blocks: what the savings cost, from the ladders."""
+"""Blocks on the cost of the savings, from the ladders."""
 import json
 
 from lab.ablation.tables import plus_minus
@@ -77,7 +77,7 @@ def int8_loss() -> str:
 
 
 def rounded_up(x: float) -> str:
-    """To five decimals, never below `x`."""
+    """Round up to five decimals."""
     return f'{-(-x * 1e5 // 1) / 1e5:.5f}'
 
 

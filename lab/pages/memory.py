@@ -1,4 +1,4 @@
-"""Blocks: KV bytes, the demo, the lines of the core."""
+"""Blocks on KV bytes, the demo and the number of lines in the core."""
 import contextlib
 import io
 import os
@@ -44,7 +44,7 @@ def demo_report() -> str:
 
 
 def demo() -> list[str]:
-    """The beginnings of a sampled text and of the report that `make demo` printed."""
+    """The beginnings of a sampled text and of the report, as printed by `make demo`."""
     printed = (RESULTS / 'demo' / 'sample.txt').read_text(encoding='utf-8')
     text = printed.split('---------------\n')[1].strip('\n').partition('\n\n')[0]
     report = re.search(r'KV cache, as allocated.*?smaller than vanilla .*?\n', printed, re.DOTALL)
@@ -53,7 +53,7 @@ def demo() -> list[str]:
 
 @block
 def plan_report() -> str:
-    """What `python -m kv` prints for GPT-2's shape."""
+    """The output of `python -m kv` for GPT-2's shape."""
     command = [sys.executable, '-m', 'kv', 'config/train_gpt2_mqa_local.py', '--max_seq_len=8192',
                '--budget=1GB']
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True,
@@ -63,7 +63,7 @@ def plan_report() -> str:
 
 @block
 def capacity_example() -> str:
-    """The worked example of docs/scaling.md: the command, and what it prints."""
+    """The worked example in docs/scaling.md: the command and its output."""
     command = ('config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 '
                '--head_dim=64 --mlp_hidden=0 --kv_dtype=int8 --context=4096 --hit_rate=0.95 '
                '--requests_per_second=20000 --tpot=50')

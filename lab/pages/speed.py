@@ -1,4 +1,4 @@
-"""Blocks: what the savings buy in decoding and serving."""
+"""Blocks on the gains in decoding and serving."""
 from lab.pages.blocks import block, cells, item, load, prose, ratio, speed, table, tpot
 
 
@@ -10,7 +10,7 @@ def decode_cells() -> dict[tuple[int, int], dict]:
 
 @block
 def speed_table() -> str:
-    """README's: one row for each kind of work."""
+    """The README's table: one row for each kind of work."""
     rows = []
     for batch, context in ((1, 1024), (1, 32768), (16, 4096)):
         cell = decode_cells()[batch, context]

@@ -1,4 +1,4 @@
-"""Blocks: training, and nanoGPT beside nanoKV."""
+"""Blocks on training, and on nanoGPT compared with nanoKV."""
 import json
 
 from lab.pages.blocks import RESULTS, block, cells, load, prose, ratio, speed, table

@@ -1,4 +1,4 @@
-"""Run the benchmarks behind results/cpu/: bench.py's commands, then the page made of their JSON.
+"""Run the benchmarks for results/cpu/: bench.py's commands, then the page made from their JSON.
 
     python lab/scripts/bench_cpu.py                   # all missing ones: an hour on 2 idle cores
     python lab/scripts/bench_cpu.py decode-b16 serve  # these again
@@ -62,7 +62,7 @@ PATHS = {name: RESULTS / f'{name}.json' for name in BENCHES}
 
 
 def write_page() -> None:
-    """results/cpu/README.md from the files that are there."""
+    """Write results/cpu/README.md from the existing files."""
     found = [str(path) for path in PATHS.values() if path.exists()]
     command = [sys.executable, '-X', 'utf8', '-m', 'lab.benchmarks.table', *found]
     page = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout

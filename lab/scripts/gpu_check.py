@@ -1,4 +1,4 @@
-"""Check and measure everything that needs a GPU: see lab/scripts/gpu_check.sh and docs/gpu.md."""
+"""Check and measure everything that needs a GPU; see lab/scripts/gpu_check.sh and docs/gpu.md."""
 import argparse
 import contextlib
 import datetime
@@ -24,7 +24,7 @@ from lab.scripts.gpu import run_tests, summary  # noqa: E402
 from lab.scripts.gpu.cells import PARTS, Cell, Stage  # noqa: E402
 from lab.scripts.gpu.supervise import Records, Supervisor  # noqa: E402
 
-LIMIT = 540   # seconds of a call
+LIMIT = 540   # seconds per call
 RESERVE = 15  # of these, for the summary
 TEST_PROCESSES = 8
 # then a new process starts: imports take seconds, and a process that dies takes few tests with it
@@ -32,7 +32,7 @@ TESTS_A_PROCESS = 8
 
 
 def facts() -> dict:
-    """What one must know of a run to read its results."""
+    """Facts about a run that are needed to interpret its results."""
     import torch
     try:
         import triton
@@ -47,7 +47,7 @@ def facts() -> dict:
 
 
 def commit() -> str:
-    """The commit as git describes it; in a copy without git, a hash of all Python files."""
+    """The output of git describe; in a copy without git, a hash of all Python files."""
     with contextlib.suppress(OSError):
         done = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT,
                               capture_output=True, text=True)
@@ -94,7 +94,7 @@ class Check:
         workers.run(cells, TEST_PROCESSES, TESTS_A_PROCESS)
 
     def keep(self) -> None:
-        """Write the table and the archive of details, as far as the disk has room."""
+        """Write the table and the archive of details, as far as disk space allows."""
         with contextlib.suppress(OSError):
             write_page(self.out)
         part = self.out / 'detail.tar.part'
@@ -123,7 +123,7 @@ def write_page(out: Path) -> None:
 
 
 def merge(files: list[Path], out: Path) -> None:
-    """Append results of other folders, oldest first, to those of `out`."""
+    """Append results from other folders, oldest first, to those in `out`."""
     with open(out / 'cells.jsonl', 'a', encoding='utf-8') as target:
         for file in files:  # the newline comes first because the last line may be cut short
             target.write('\n' + file.read_text(encoding='utf-8').strip() + '\n')

@@ -1,12 +1,12 @@
-"""nanoGPT itself beside nanoKV: loss curves, exchanged checkpoints, text past block_size, speed,
-the CPU recipe.
+"""Compare nanoKV with nanoGPT itself: loss curves, exchanged checkpoints, text past block_size,
+speed, the CPU recipe.
 
     git clone https://github.com/karpathy/nanoGPT
     python lab/scripts/nanogpt_parity.py nanoGPT                 # all; half an hour on 2 cores
     python lab/scripts/nanogpt_parity.py nanoGPT --parts curves exchange
     python lab/scripts/nanogpt_parity.py --table                 # only remake the table
 
-Nothing of nanoGPT is kept. Writes results/nanogpt/PART.json and results/nanogpt/README.md.
+Keeps nothing of nanoGPT. Writes results/nanogpt/PART.json and results/nanogpt/README.md.
 """
 import argparse
 import importlib.util
@@ -34,18 +34,18 @@ from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights
 
 RESULTS = ROOT / 'results' / 'nanogpt'
-# nanoGPT's README, "I only have a macbook"; 0.0 because its configurator takes no int for a float
+# nanoGPT's README, "I only have a macbook"; 0.0 because its configurator rejects an int for a float
 RECIPE = ['config/train_shakespeare_char.py', '--device=cpu', '--compile=False', '--eval_iters=20',
           '--log_interval=1', '--block_size=64', '--batch_size=12', '--n_layer=4', '--n_head=4',
           '--n_embd=128', '--max_iters=2000', '--lr_decay_iters=2000', '--dropout=0.0']
 SHORT = ['--eval_interval=100', '--max_iters=100', '--always_save_checkpoint=True']
-# nanoGPT's evaluations draw from the generator of its training batches, so they are turned off here
+# nanoGPT's evaluations advance the generator of its training batches, so they are turned off here
 NO_DRAWS = {'nanoGPT': ['--eval_iters=0'], 'ours': ['--eval_iters=1']}
 STEP = re.compile(r'^iter (\d+): loss ([\d.]+|nan), time ([\d.]+)ms', re.MULTILINE)
 
 
 class Programs:
-    """The two train.py, each in a folder of its own with the same data."""
+    """The two train.py programs, each in its own folder with the same data."""
 
     def __init__(self, nanogpt: Path, work: Path):
         self.folders = {'nanoGPT': work / 'nanogpt', 'ours': ROOT}
@@ -56,7 +56,7 @@ class Programs:
         self.outs = {name: work / f'out-{name}' for name in self.folders}
 
     def train(self, name: str, out: str, *flags: str) -> tuple[Path, str]:
-        """Run one of them. Returns its checkpoint and its output."""
+        """Run one of the programs. Returns its checkpoint and its output."""
         out_dir = self.outs[name] / out
         command = [sys.executable, 'train.py', *RECIPE, f'--out_dir={out_dir}', *flags]
         done = subprocess.run(command, cwd=self.folders[name], capture_output=True, text=True)
@@ -70,7 +70,7 @@ class Programs:
         source = self.folders['nanoGPT'] / 'model.py'
         spec = importlib.util.spec_from_file_location('nanogpt_model', source)
         module = importlib.util.module_from_spec(spec)
-        sys.modules['nanogpt_model'] = module  # dataclasses look it up
+        sys.modules['nanogpt_model'] = module  # needed by dataclasses
         spec.loader.exec_module(module)
         checkpoint = torch.load(path, weights_only=True)
         model = module.GPT(module.GPTConfig(**checkpoint['model_args']))
@@ -87,8 +87,8 @@ def our_model(path: Path) -> GPT:
 
 @torch.inference_mode()
 def whole_split_loss(model, tokens, block_size, batch_size=16) -> float:
-    """Mean loss in nats per token over a whole split, in windows that do not overlap. The rest that
-    fills no window is left out."""
+    """Mean loss in nats per token over an entire split, in windows that do not overlap. A remainder
+    shorter than a window is omitted."""
     ids = torch.from_numpy(tokens.astype('int64'))
     windows, total = ids.unfold(0, block_size + 1, block_size), 0.0
     for rows in windows.split(batch_size):
@@ -119,8 +119,8 @@ def curves(programs: Programs) -> dict:
 
 @torch.inference_mode()
 def exchange(programs: Programs) -> dict:
-    """Each program's checkpoint in the other: logits, greedy text past block_size, and 20 further
-    training steps."""
+    """Each program's checkpoint in the other program: logits, greedy text past block_size, and 20
+    more training steps."""
     found = {}
     for writer in programs.outs:
         flag = '--seed=5' if writer == 'ours' else '--bias=True'
@@ -138,7 +138,7 @@ def exchange(programs: Programs) -> dict:
 
 
 def resumed(programs: Programs, writer: str, path: Path) -> float:
-    """The largest difference of a loss where both programs resume the checkpoint."""
+    """The largest difference in loss when both programs resume the checkpoint."""
     checkpoint = torch.load(path, weights_only=True)
     for key in ('rng', 'data_rng'):  # nanoGPT does not read them, so both start at the seed
         checkpoint.pop(key, None)
@@ -154,8 +154,8 @@ def resumed(programs: Programs, writer: str, path: Path) -> float:
 
 
 def speed(programs: Programs, rounds: int = 7, steps: int = 150) -> dict:
-    """Training tokens per second, the programs alternating: the median step of each run without its
-    first 30."""
+    """Training tokens per second, with the programs alternating: the median step time of each run
+    without its first 30 steps."""
     times = {name: [] for name in programs.outs}
     flags = [*SHORT, f'--max_iters={steps}', '--eval_interval=10000']
     for _ in range(rounds):
@@ -171,8 +171,8 @@ def speed(programs: Programs, rounds: int = 7, steps: int = 150) -> dict:
 
 
 def recipe(programs: Programs) -> dict:
-    """nanoGPT's CPU recipe to its end; the best checkpoint (by 20 batches, as both keep it) over
-    the whole validation split."""
+    """Run nanoGPT's CPU recipe to the end, and evaluate the best checkpoint (both programs select
+    it on 20 batches) on the entire validation split."""
     tokens = open_tokens(DATA_ROOT / 'shakespeare_char' / 'val.bin')
     found = {'published': 1.88, 'val_tokens': len(tokens)}
     for name in programs.outs:
@@ -187,14 +187,14 @@ PARTS = {'curves': curves, 'exchange': exchange, 'speed': speed, 'recipe': recip
 
 
 def setting() -> dict:
-    """The shape that all parts share; W=0 is no window."""
+    """The shape shared by all parts; W=0 means no window."""
     s = parse('train', RECIPE, echo=False)
     return {'dataset': s.dataset, 'dtype': 'float32', 'B': s.batch_size, 'T': s.block_size,
             'W': s.window_size, 'n_layer': s.n_layer, 'n_head': s.n_head, 'n_embd': s.n_embd}
 
 
 def table(found: dict) -> str:
-    """The Markdown page made from the parts."""
+    """Return the Markdown page made from the parts."""
     rows = []
     if 'curves' in found:
         c = found['curves']

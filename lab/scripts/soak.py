@@ -1,4 +1,4 @@
-"""Kill a training run again and again and compare it with one that is left alone.
+"""Kill a training run repeatedly and compare it with an uninterrupted run.
 
     python lab/scripts/soak.py                 # 20 kills: results/cpu/soak.json; a few minutes
     python lab/scripts/soak.py --kills=100 --seed=2 --save=soak.json
@@ -48,7 +48,7 @@ COMPARED = ('iter', 'loss', 'lr', 'grad_norm', 'train_loss', 'val_loss')  # the 
 
 
 def make_data(root: Path) -> None:
-    """data/ with one data set: a cycle of ids with noise."""
+    """Create data/ with one data set: a cycle of ids with noise."""
     rng = np.random.default_rng(1)
     splits = {}
     for split, n in (('train', 50_000), ('val', 5_000)):
@@ -77,7 +77,7 @@ class Child(subprocess.Popen):
         super().__exit__(*error)
 
     def ended(self) -> bool:
-        """Whether training has finished. UserError: it ended with an error."""
+        """Whether training has finished. UserError: if it ended with an error."""
         status = self.poll()
         if status:
             last = self.log.read_text().strip().rpartition('\n')[2]
@@ -85,7 +85,7 @@ class Child(subprocess.Popen):
         return status == 0
 
     def reached(self) -> int:
-        """Iterations done, from the start of the run."""
+        """Iterations completed since the start of the run."""
         done = re.findall(r'^iter (\d+):', self.log.read_text(), re.M)
         return int(done[-1]) + 1 if done else self.start
 
@@ -105,9 +105,9 @@ def train_and_kill(folder: Path, out_dir: Path, when: str, delay: float, limit: 
                    show) -> dict | None:
     """Train, and kill `delay` seconds after the first iteration, or `limit` iterations after it.
 
-    when: 'training': kill at once then; 'writing': while the next checkpoint is being written;
-        'starting': the delay counts from the start of the process.
-    Returns what the kill met and cost, or None if training ended before.
+    when: 'training': kill immediately then; 'writing': while the next checkpoint is being written;
+        'starting': the delay starts with the process.
+    Returns a record of the kill, or None if training ended before it.
     """
     with Child(folder, out_dir) as child:
         reached = looked = 0
@@ -133,7 +133,7 @@ def train_and_kill(folder: Path, out_dir: Path, when: str, delay: float, limit: 
 
 
 def soak(folder: Path, out_dir: Path, kills: int, seed: int, console, show) -> list[dict]:
-    """Train with kills, then to the end. Returns what each kill met."""
+    """Train with kills, then to the end. Returns a record of each kill."""
     rng, met = random.Random(seed), []
     cycle = ['writing', 'training', 'writing', 'training', 'writing', 'starting']
     moments = (cycle * kills)[:kills]
@@ -187,7 +187,7 @@ def result(args, met: list[dict], comparison: dict, n_bytes: int, seconds: float
 
 
 def passed(found: dict, kills: int) -> bool:
-    """Whether all kills happened and none left a trace."""
+    """Whether all kills happened and none changed the result."""
     return (found['kills'] == kills and found['rows_that_differ'] == 0
             and found['same_weights'] and found['same_checkpoints']
             and found['most_lost_by_one_kill'] <= found['iterations_between_checkpoints'])
@@ -225,7 +225,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == '__main__':
-    if sys.argv[1:2] == ['--child']:  # train.py with another data folder
+    if sys.argv[1:2] == ['--child']:  # train.py with a different data folder
         train.DATA_ROOT = Path(sys.argv[2])
         raise SystemExit(run_program(lambda: train.main(sys.argv[3:])))
     run_program(lambda: sys.exit(main(sys.argv[1:])))

@@ -24,9 +24,9 @@ class Cell:
     """One check or measurement.
 
     name: 'kind/...'; `lab.scripts.gpu.measure` has a function for each kind, called with `args`.
-    seconds: estimated time, in a process that has already started.
-    limit: seconds that the timed work takes at the H100's limits; 0 = the cell measures no speed.
-    share: of that limit, which we expect to reach. work: what the limit counts, in words.
+    seconds: estimated time, in a process that is already running.
+    limit: seconds that the timed work takes at the H100's limits; 0 = no speed is measured.
+    share: expected fraction of that limit. work: the work that the limit counts, in words.
     """
     name: str
     seconds: float
@@ -38,8 +38,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Stage:
-    """Cells that `processes` workers share; each worker runs one cell after another. Cells that are
-    timed have one worker. alone: each cell gets a process of its own."""
+    """Cells shared by `processes` workers; each worker runs one cell at a time. Timed cells use one
+    worker. alone: each cell gets its own process."""
     cells: tuple[Cell, ...]
     processes: int = 1
     alone: bool = False
@@ -88,7 +88,7 @@ def train(name, seconds, batch, share, *further, vanilla=False) -> Cell:
 
 
 def first() -> list[Stage]:
-    """Is it right, is it fast, where does the time go: a short answer to each question."""
+    """A short answer to each question: is it correct, is it fast, where is the time spent?"""
     layouts = [('contiguous', 'bfloat16'), ('contiguous', 'int8'), ('ring', 'bfloat16'),
                ('ring', 'int8'), ('paged', 'bfloat16'), ('paged', 'int8'), ('chunk', 'int8'),
                ('paged chunk', 'bfloat16'), ('paged chunk', 'int8'),
@@ -106,7 +106,7 @@ def first() -> list[Stage]:
     timed = [Cell('rates', 10), decode('b1-1k', 20, 1, 1024, 0.20),
              decode('b64-8k-int8', 25, 64, 8192, 0.22, kv_dtype='int8'),
              train('full-b32', 80, 32, 0.25), decode('b64-8k', 20, 64, 8192, 0.3),
-             # profiles come after everything that this process times
+             # profile only after all timings in this process
              Cell('profile/decode', 15, dict(batch=1, context=1024)),
              Cell('profile/train', 25, dict(batch=32))]  # compiled by bench/train/full-b32
     compiled = Cell('captured/int8/compiled', 70, dict(kv_dtype='int8', paged=False, compiled=True))
@@ -140,8 +140,8 @@ def training() -> list[Stage]:
 
 
 def training_more() -> list[Stage]:
-    """The full stack with the loss whole instead of in chunks, and with SDPA at the smaller batch;
-    memory by recomputation policy."""
+    """The full stack without the chunked loss, and with SDPA at the smaller batch; memory by
+    recomputation policy."""
     whole = '--chunked_loss=False'
     return [Stage((train('full-flex-b16-whole-loss', 80, 16, 0.3, FLEX, whole),
                    train('full-flex-b64-whole-loss', 90, 64, 0.33, FLEX, whole),
@@ -151,7 +151,7 @@ def training_more() -> list[Stage]:
 
 
 def sizes() -> list[Stage]:
-    """Decoding: other batches, contexts and models; our kernels beside torch's."""
+    """Decoding: other batches, contexts and models; our kernels compared with torch's."""
     big = [FULL, '--n_layer=24', '--n_head=16', '--n_embd=2048', '--mlp_hidden=0']
     return [Stage((decode('b1-1k-compiled', 60, 1, 1024, 0.33, '--compile=True'),
                    decode('b16-8k', 30, 16, 8192, 0.25),

@@ -1,6 +1,6 @@
-"""What the GPU check compares with float64 or plain torch: the kernels, and attention of training.
+"""GPU checks against float64 or plain torch: the kernels, and attention in training.
 
-A function returns 'error' and what is 'allowed', both relative to a row's largest value.
+Each function returns the 'error' and the 'allowed' error, both relative to a row's largest value.
 """
 import math
 from functools import partial
@@ -41,8 +41,8 @@ class Machine:
 
 def judged(found, exact, allowed: float) -> dict:
     """The largest error of any row (first dimension), relative to the row's largest exact value.
-    Each row has its own scale because means over many keys are small: beside means over few keys,
-    their errors would not show. Where an exact row is zero, the result must be zero."""
+    Each row has its own scale because means over many keys are small: next to means over few keys,
+    their errors would be invisible. If an exact row is zero, the result must be zero."""
     off, size = (x.double().flatten(1).abs().amax(1) for x in (found.double() - exact, exact))
     error = (off / size.clamp(min=1e-30)).max().item()
     return {'error': error if math.isfinite(error) else 1e30, 'allowed': allowed}
@@ -93,7 +93,7 @@ def attention(machine, layout: str, kv_dtype: str) -> dict:
 
 def write(machine, kv_dtype: str) -> dict:
     """QK-norm, RoPE, int8 rounding and the write of a step's K and V, against plain torch. 'none':
-    a layer without K and V of its own."""
+    a layer without its own K and V."""
     from attention.kernels.qkv import write_qkv
     B, H, D, S = 64 if machine.real else 3, 12, 64, 256
     owns = kv_dtype != 'none'

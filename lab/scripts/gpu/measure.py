@@ -1,8 +1,8 @@
-"""What the cells of the GPU check do, in a worker process of `lab.scripts.gpu.supervise`:
+"""Run the cells of the GPU check in a worker process of `lab.scripts.gpu.supervise`:
 
     python -m lab.scripts.gpu.measure --fd=N --device=cuda --cells=FILE name name ...
 
-FILE has the arguments of each cell as JSON. --device=cpu rehearses them: tiny sizes, kernels in
+FILE has the arguments of each cell as JSON. --device=cpu is a dry run: tiny sizes, kernels in
 Triton's interpreter, no timings.
 """
 import contextlib
@@ -33,7 +33,7 @@ from lab.scripts.gpu import exact
 from lab.scripts.gpu.exact import ALLOWED, TINY, Machine, judged
 from lab.scripts.gpu.supervise import ROOT, end_if_poisoned, worker_cells
 
-STEPS = 8  # that are profiled
+STEPS = 8  # profiled steps
 REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests=4',
              '--batch_size=2', '--compile=False', '--attention_backend=auto']
 
@@ -41,8 +41,8 @@ REHEARSED = [*TINY, '--batch_sizes=2', '--contexts=40', '--steps=4', '--requests
 @torch.inference_mode()
 def captured(machine, kv_dtype: str, paged: bool, compiled: bool = False) -> dict:
     """Logits of five captured steps at batch 1 and 64, in float32 with tf32 off, against plain
-    torch without any kernel. In int8 another order of summation may round a value to the next
-    integer, so the median error over the decode steps counts, and the largest has a looser bound.
+    torch without any kernel. In int8 a different order of summation may round a value to the next
+    integer, so the median error over the decode steps is used, and the maximum has a looser bound.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     s = machine.settings()
@@ -86,7 +86,7 @@ def bench(machine, args: list[str]) -> dict:
     """One run of bench.py."""
     args = [*args, *([] if machine.real else REHEARSED), f'--device={machine.device}']
     s = configurator.parse('bench', [*args, '--json=True'], echo=False)
-    # whole models take minutes in the interpreter
+    # entire models take minutes in the interpreter
     with contextlib.nullcontext() if machine.real else triton_enabled(s.mode == 'kernels'):
         document = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
     found = {'document': document}
@@ -123,7 +123,7 @@ def profile(machine, what: str, batch: int, context: int = 0) -> dict:
 
 
 def decode_steps(model, batch, held):
-    """A call of STEPS decode steps after `held` tokens, captured where that is possible."""
+    """Return a function that runs STEPS decode steps after `held` tokens, captured if possible."""
     cache = model.new_cache(batch, held + 5 * STEPS).fill_(held)
     decode = captured_decode(model, cache) or (lambda ids: model(ids, cache=cache)[0][:, -1])
     first = random_tokens(model, batch, 1)
@@ -192,8 +192,8 @@ KINDS = {'attention': exact.attention, 'write': exact.write, 'sequence': exact.s
 
 
 def run_cell(name: str, args: dict, machine: Machine) -> dict:
-    """The result with its status: 'ok', 'wrong' (the error is too large) or 'failed' (an exception
-    was raised, so there is no result)."""
+    """Return the result with its status: 'ok', 'wrong' (the error is too large) or 'failed' (an
+    exception was raised, so there is no result)."""
     kind, *rest = name.split('/')
     if kind == 'profile':
         args = args | {'what': rest[0]}

@@ -1,4 +1,4 @@
-"""Tests in a worker process of `lab.scripts.gpu.supervise`, each test a cell:
+"""Run tests in a worker process of `lab.scripts.gpu.supervise`, each test as a cell:
 
     python -m lab.scripts.gpu.run_tests --fd=N id id ...
 """
@@ -12,8 +12,8 @@ FIRST = 'tests/programs/'  # tests of whole programs are the most informative
 
 
 def collect() -> tuple[list[str], str]:
-    """(ids of the tests marked gpu, the most informative first; the end of pytest's output if a
-    file could not be collected, for example because a package is missing, else '')."""
+    """Return (ids of the tests marked gpu, the most informative first; the end of pytest's output
+    if a file could not be collected, for example without a package, otherwise '')."""
     command = [sys.executable, '-m', 'pytest', 'tests', '--collect-only', '-q', '-m', 'gpu']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
                           stdin=subprocess.DEVNULL)

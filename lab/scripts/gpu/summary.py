@@ -8,8 +8,8 @@ ORDER = ('ok', 'skipped', 'wrong', 'failed', 'crashed', 'stopped', 'not run')
 
 
 def read(path: Path) -> tuple[list[dict], list[dict]]:
-    """(facts of the runs, newest last; the newest record of each cell) of a cells.jsonl. A line
-    that was cut short is left out."""
+    """Read (facts about the runs, newest last; the newest record of each cell) from a cells.jsonl.
+    Truncated lines are skipped."""
     runs, newest = [], {}
     for line in path.read_text(encoding='utf-8').splitlines():
         try:
@@ -66,7 +66,7 @@ def by_part(records) -> dict[str, list[dict]]:
 
 
 def short(runs, records) -> str:
-    """What a person wants to know first, in at most LINES lines."""
+    """The most important results, in at most LINES lines."""
     head = ['GPU check: ' + listed(runs[-1] if runs else {})]
     head += [f'{part}: {counts(mine)}' for part, mine in by_part(records).items()]
     rates = [f"copy {record['copy_bytes_per_second'] / 1e12:.2f} TB/s, "

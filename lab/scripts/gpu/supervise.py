@@ -1,5 +1,5 @@
-"""Runs cells in worker processes, within a time limit. A cell that crashes, hangs or poisons the
-CUDA context costs no other cell its result, and every result is written as it comes.
+"""Run cells in worker processes, within a time limit. A cell that crashes, hangs or corrupts the
+CUDA context does not affect other cells, and every result is written as soon as it arrives.
 
 A worker is a program that gets names of cells as its last arguments and writes lines of JSON to the
 file descriptor --fd: {"begin": name} when it starts a cell, {"cell": name, "status": ..., ...} when
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 GRACE = 5     # seconds between asking a worker to end and killing it
-PATIENCE = 4  # a cell may take so many times its estimate, and at least LEAST seconds
+PATIENCE = 4  # a cell may take this many times its estimate, and at least LEAST seconds
 LEAST = 120   # includes imports, which are slow when all processes start at once
 
 
@@ -55,7 +55,7 @@ class Supervisor:
     """Runs cells (`lab.scripts.gpu.cells.Cell`) of one part in workers until the time is up.
 
     command: starts a worker; `--fd=N` and the names of cells are appended.
-    end: time by the clock `now` after which nothing may run.
+    end: time on the clock `now` after which nothing may run.
     log: file to which workers' output is appended.
     """
 
@@ -70,13 +70,13 @@ class Supervisor:
         cells (0 = an equal share of all)."""
         shares = [cells[i:i + batch] for i in range(0, len(cells), batch)] if batch else [
             cells[i::processes] for i in range(min(processes, len(cells)))]
-        # A pool, as Thread.join does not survive Ctrl-C in Python below 3.13: afterwards it takes
-        # the thread for ended, and the last results would be lost.
+        # A pool, because Thread.join does not survive Ctrl-C before Python 3.13: it then treats
+        # the thread as finished, and the last results would be lost.
         with ThreadPoolExecutor(processes) as pool:
             drained = [pool.submit(self._drain, share) for share in shares]
             try:
                 wait(drained)
-            finally:  # Ctrl-C: the workers are ended, which their threads notice
+            finally:  # Ctrl-C: the workers are stopped, which their threads notice
                 self._stopping = True
                 for process in list(self._processes):
                     end_group(process)
@@ -88,8 +88,8 @@ class Supervisor:
             cells = self._worker(cells)
 
     def _worker(self, cells) -> list:
-        """Run one worker. Returns the cells that it did not reach; at least one cell is recorded,
-        whatever happens."""
+        """Run one worker. Returns the cells that it did not reach; at least one cell is always
+        recorded."""
         if self._stopping or self.now() >= self.end:
             why = 'interrupted' if self._stopping else 'the time was up'
             for cell in cells:
@@ -146,7 +146,7 @@ class Supervisor:
                 break
             *lines, text = (text + piece).split(b'\n')
             for line in filter(None, lines):
-                # JSON has no NaN and no infinities: their names take their place
+                # JSON has no NaN or infinities: use their names
                 message = json.loads(line, parse_constant=lambda x: str(float(x)))
                 if 'begin' in message:
                     current, since = left.get(message['begin']), self.now()
@@ -185,8 +185,8 @@ def how_it_ended(process, log: Path) -> str:
 
 
 def end_if_poisoned() -> None:
-    """For workers: end the process if CUDA refuses all further work in it, as it does after an
-    illegal memory access. The remaining cells go to another process."""
+    """For workers: end the process if CUDA in it rejects all work, as happens after an illegal
+    memory access. The remaining cells go to a new process."""
     import torch
     try:
         if torch.cuda.is_initialized():
