@@ -1,8 +1,8 @@
-"""Settings of all tests. Hypothesis is deterministic; HYPOTHESIS_PROFILE=explore draws more, new
+"""Settings for all tests. Hypothesis is deterministic; HYPOTHESIS_PROFILE=explore tries more, new
 examples."""
 import os
 
-# before torch is imported, and for programs that tests start: tiny models gain nothing from threads
+# set before importing torch, and for programs that tests start: threads do not help tiny models
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 import pytest  # noqa: E402
@@ -20,7 +20,7 @@ settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
 
 
 def pytest_collection_modifyitems(items):
-    """What is marked `gpu` runs where there is one."""
+    """Skip tests marked `gpu` on machines without one."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker('gpu'):
@@ -34,6 +34,6 @@ def no_silent_fallback(request):
         yield
         return
     import torch._dynamo
-    torch._dynamo.reset()  # what other tests compiled does not count
+    torch._dynamo.reset()  # compilations of other tests do not count
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield

@@ -1,4 +1,4 @@
-"""The order of the rooms (docs/architecture.md), and that the core is small and stands alone."""
+"""The order of the rooms (docs/architecture.md), and that the core is small and independent."""
 import ast
 import subprocess
 import sys
@@ -13,17 +13,17 @@ CORE = ['model.py', 'generate.py', *(f'kv/{name}.py' for name in (
 CORE += sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'attention').glob('*.py'))
 CORE_LINES = 1_800
 
-# From the top down; a room imports from rooms below it. Programs import each other's parts nowhere.
+# From the top down; a room imports only from rooms below it. Programs never import each other.
 ORDER = ['programs', 'lab', 'serving', 'interop', 'training', 'engine', 'generate', 'model', 'kv',
          'attention', 'data', 'configurator', 'config']
 PROGRAMS = {'train', 'sample', 'chat', 'serve', 'ablate', 'bench', 'kv.__main__'}
-# the thin methods that nanoGPT's API fixes on GPT
+# the thin methods of GPT that nanoGPT's API requires
 METHODS = {('model', 'interop.huggingface'), ('model', 'generate'), ('model', 'training.optim'),
            ('model', 'training.flops')}
 
 
 def sources():
-    """module -> its parsed source, for all of the project but tests."""
+    """{module: parsed source} of the project without tests."""
     found = subprocess.run(['git', 'ls-files', '*.py'], cwd=ROOT, capture_output=True, text=True)
     paths = [path for path in found.stdout.split() if (ROOT / path).is_file()]
     assert len(paths) > 100
@@ -36,7 +36,7 @@ MODULES = sources()
 
 
 def imported(name) -> set[str]:
-    """Modules of the project that a module imports, within functions too."""
+    """Modules of the project that a module imports, including imports within functions."""
     found = set()
     for node in ast.walk(MODULES[name]):
         if isinstance(node, ast.Import):
@@ -82,7 +82,7 @@ def test_the_methods_of_gpt_are_the_only_ones_let_through():
 
 
 def test_the_core_stands_alone():
-    """Imported in a new process, it loads nothing else of the project."""
+    """Imported in a new process, it loads no other part of the project."""
     names = [path[:-3].replace('/', '.').removesuffix('.__init__') for path in CORE]
     program = (f'import sys, importlib\nfor name in {names!r}: importlib.import_module(name)\n'
                'print(*sys.modules)')

@@ -1,4 +1,4 @@
-"""Attention backends: which is chosen, what is refused, and that all compute the same."""
+"""Attention backends: which one is chosen, what is refused, and that all give equal results."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def flash(monkeypatch):
-    """A flash-attn package of a version, whose function notes how it was called."""
+    """Install a fake flash-attn package of a given version that records its calls."""
     def install(version):
         calls = []
 
@@ -48,7 +48,7 @@ F32 = torch.float32
     ('local', CUDA, BF16, 64, 0.1, 'sdpa', 'flash_attn'),
     ('local', CUDA, torch.float64, 64, 0, 'sdpa', 'sdpa')])
 def test_what_auto_takes(flash, kind, device, dtype, head_dim, dropout_p, plain, version_2):
-    """Without flash-attn, and with version 2 of it."""
+    """The choice without flash-attn, and with its version 2."""
     assert choose(kind, 'auto', device, dtype, head_dim, dropout_p) == plain
     flash(2)
     assert choose(kind, 'auto', device, dtype, head_dim, dropout_p) == version_2
@@ -118,7 +118,7 @@ def test_of_a_model():
     with pytest.raises(UserError, match='runs on CUDA'):
         model(idx)
     model.attention_backend = 'flash_attn'
-    prepare(model, 20)  # which has no dtype of autocast's to judge by, and nothing to build
+    prepare(model, 20)  # there is no autocast dtype to go by here, and nothing to build
 
 
 @pytest.mark.gpu
@@ -149,7 +149,7 @@ def test_values_and_gradients_on_a_gpu(backend, dtype, T, window):
 @pytest.mark.gpu
 @pytest.mark.parametrize('T', [40, 64, 96, 127])
 def test_flex_takes_short_sequences_on_a_gpu(T):
-    """4 query heads per KV head: T * 4 rows are more than inductor's decoding kernel takes."""
+    """4 query heads per KV head: T * 4 rows are more than Inductor's decoding kernel accepts."""
     g = torch.Generator().manual_seed(0)
     exact = [torch.randn(2, h, T, 64, generator=g).double().requires_grad_() for h in (8, 2, 2)]
     leaves = [x.detach().to('cuda', torch.float32).requires_grad_() for x in exact]

@@ -1,4 +1,4 @@
-"""Attention of new queries over what a cache holds, against dense attention in float64."""
+"""Attention of new queries over cached keys, against dense attention in float64."""
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -37,7 +37,7 @@ STORED = pytest.mark.parametrize('attend, held', [(attend, lambda x: x), (attend
 
 @pytest.fixture(params=[1, 30, 100, 2 ** 18])
 def tile(request, monkeypatch):
-    """Elements of K per tile: a position at a time, several, whole rows, everything."""
+    """Elements of K per tile: one position, several positions, entire rows, or everything."""
     monkeypatch.setattr(tiles, '__defaults__', (request.param,))
 
 
@@ -71,12 +71,12 @@ def test_one_token_sees_every_key_in_any_order(tile, attend, held, heads, window
 @given(data=st.data(), t=st.integers(1, 6), window=st.sampled_from([0, 1, 3, 8]),
        heads=st.sampled_from(HEADS))
 def test_rows_of_different_lengths(tile, attend, held, data, t, window, heads):
-    """Each row's answer is that of the row alone, whatever follows its keys."""
+    """Each row's output is what it would be by itself, whatever is stored after its keys."""
     lengths = data.draw(st.lists(st.integers(t, 20), min_size=2, max_size=3))
     q, k, v = qkv(t, 24, heads, batch=len(lengths))
     y = attend(q, k, v, window, torch.tensor(lengths))
     for b, n in enumerate(lengths):
-        reach = window if t > 1 else 0  # one token sees all the keys that it is given
+        reach = window if t > 1 else 0  # a single token sees all its keys
         alone = dense_attention(q[b:b + 1], *(held(x[b:b + 1, :, :n]) for x in (k, v)), reach)
         assert gap(y[b:b + 1], alone) < 1e-12
 

@@ -1,4 +1,4 @@
-"""The whole model compiles into one graph, also with FlexAttention in its local layers."""
+"""The model compiles into a single graph, even with FlexAttention in its local layers."""
 import pytest
 import torch
 

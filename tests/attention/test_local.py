@@ -17,7 +17,7 @@ HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
 
 
 def qkv(t, heads=(4, 2), prefix=0, batch=2, dim=6, seed=0, dtype=torch.float64):
-    """Scores have a standard deviation of about 2: far from uniform attention."""
+    """Random q, k, v, with a standard deviation of scores of about 2: far from uniform weights."""
     g = torch.Generator().manual_seed(seed)
     H, Hkv = heads
     shapes = (batch, H, t, dim), (batch, Hkv, prefix + t, dim), (batch, Hkv, prefix + t, dim)
@@ -61,7 +61,7 @@ def test_flex_values(t, window, heads):
 # -- how FlexAttention is compiled: Dynamo traces on a CPU, a backend that runs the graphs stands fo
 
 class Graphs:
-    """A backend of torch.compile. `made`: the graphs; `runs`: how often any of them ran."""
+    """A torch.compile backend. `made`: the graphs; `runs`: how often graphs were run in total."""
 
     def __init__(self):
         self.made, self.runs = [], 0
@@ -86,7 +86,7 @@ def graphs(monkeypatch):
 
 
 def options_of(graph):
-    """The kernel options of the one FlexAttention in an FX graph."""
+    """The kernel options of the only FlexAttention call in an FX graph."""
     node, = graph.graph.find_nodes(op='call_function', target=torch.ops.higher_order.flex_attention)
     options, = (arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, dict))
     return options
@@ -105,7 +105,7 @@ def test_flex_asks_for_the_kernel_that_takes_short_sequences(graphs, given, back
 
 
 def test_flex_is_compiled_once_for_each_length_window_and_layout(graphs):
-    """More of them than Dynamo compiles of one code object."""
+    """There are more of them than Dynamo compiles for one code object."""
     cases = [(t, window, layout) for t in (40, 50, 160) for window in (7, 37) for layout in (0, 1)]
     assert len(cases) > torch._dynamo.config.recompile_limit
     with torch.no_grad():
@@ -134,7 +134,7 @@ T = 70
 
 
 def weights(window, p, heads=(4, 2), seed=0):
-    """(B, H, T, T) attention weights as they met V."""
+    """(B, H, T, T) attention weights after dropout, as multiplied with V."""
     q, k, _ = qkv(T, heads, dim=T)
     v = torch.eye(T, dtype=torch.float64).expand_as(k)
     torch.manual_seed(seed)
@@ -157,7 +157,7 @@ def test_dropout_zeroes_weights_and_scales_up_the_others(window):
 def test_dropout_hits_every_block_and_is_drawn_for_each_row_head_and_query(window):
     kept = weights(window, 0.5) != 0
     seen = visible(T, window)
-    for i in range(8, T):  # at least 5 of 8 draws: all alike by chance once in 2**35
+    for i in range(8, T):  # at least 5 of 8 draws: all equal by chance once in 2**35
         patterns = {tuple(row.tolist()) for row in kept[:, :, i, seen[i]].flatten(0, 1)}
         assert len(patterns) > 1
     assert all((~kept[..., i, :] & seen[i]).any() for i in range(8, T))

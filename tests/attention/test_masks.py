@@ -1,4 +1,4 @@
-"""The one definition of who sees whom, against the rule written out: 0 <= i - j < window."""
+"""The definition of which keys a query sees, against the rule: 0 <= i - j < window."""
 import pytest
 import torch
 from hypothesis import given
@@ -41,7 +41,7 @@ WINDOWS = [0, 1, 2, 63, 127, 128, 129, 130, 254, 255, 256, 257, 300, 383, 384, 3
 
 
 def rows(n_blocks, indices):
-    """The columns that each row of a BlockMask names; what lies behind them has no meaning."""
+    """The columns listed in each row of a BlockMask; entries after them have no meaning."""
     return [row[:n].tolist() for n, row in zip(n_blocks[0, 0].tolist(), indices[0, 0])]
 
 

@@ -10,14 +10,14 @@ D = 6
 def normed(seed=0):
     norm = torch.nn.RMSNorm(D, eps=1e-6, dtype=torch.float64)
     with torch.no_grad():
-        # negative ones too
+        # include negative values
         norm.weight.copy_(torch.randn(D, generator=torch.Generator().manual_seed(seed)))
         norm.weight[0] = 0.0
     return norm
 
 
 def plain(x, norm, rope):
-    """The formulas, for autograd."""
+    """The plain formulas, differentiated by autograd."""
     if norm is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
     return x if rope is None else apply_rope(x, *rope)
@@ -38,7 +38,7 @@ def test_values_and_gradients(with_norm, with_rope, shape):
         found.append([y.detach(), leaf.grad, *([norm.weight.grad] if norm else [])])
     for a, b in zip(*found, strict=True):
         assert a.shape == b.shape and (a - b).abs().max() < 1e-12
-    with torch.no_grad():  # another path, as when sampling
+    with torch.no_grad():  # a different code path, as in sampling
         assert (norm_and_rotate(x, norm, rope) - found[0][0]).abs().max() < 1e-12
 
 

@@ -18,7 +18,7 @@ def random(*shape, dtype=torch.float64, seed=0):
 
 
 def turned(table, x, start=0):
-    """x (B, h, t, D) at positions start, start + 1, ..."""
+    """Rotate x (B, h, t, D) at positions start, start + 1, ..."""
     return apply_rope(x, *table(start, start + x.size(2), 'cpu', x.dtype))
 
 
@@ -35,7 +35,7 @@ def test_angles_at_position_100000(dtype, allowed):
     cos, sin = RotaryTable(8, 10000.0)(FAR, FAR + 3, 'cpu', dtype)
     for n in range(3):
         for d in range(4):
-            # at most 1e5: a float64 angle is good to 1e-11
+            # at most 1e5: a float64 angle is accurate to 1e-11
             angle = (FAR + n) * 10000.0 ** (-2 * d / 8)
             # the tables are as wide as a head, the first half with the sign of -sin
             for half, sign in ((0, -1), (4, 1)):

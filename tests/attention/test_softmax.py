@@ -57,13 +57,13 @@ def test_parts_of_any_split_in_any_order_join_to_one_softmax(data, cuts, sharpne
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('shift', [1e4, -1e4, 3e38])
 def test_large_scores_neither_overflow_nor_vanish(dtype, shift):
-    """exp(1e4) is inf in any dtype; only differences of scores are ever exponentiated."""
+    """exp(1e4) is inf in any dtype, so only differences of scores may be exponentiated."""
     g = torch.Generator().manual_seed(0)
     scores = torch.randint(-3, 4, (1, 1, 2, 8), generator=g).to(dtype)
     v = torch.randn(1, 1, 8, 4, generator=g).to(dtype)
     if shift < 1e38:
         expected = scores.double().softmax(-1) @ v.double()
-    else:  # the differences of the scores are lost in rounding
+    else:  # rounding removes the differences between the scores
         expected = v.double().mean(2, keepdim=True).expand(1, 1, 2, 4)
     parts = [PartialSoftmax.of((scores + shift)[..., a:b].clone(), v[:, :, a:b])
              for a, b in ((0, 3), (3, 8))]
@@ -82,8 +82,8 @@ def test_tiles_cover_everything_once_and_are_no_larger_than_asked(B, n_kv_head, 
     for rows, keys in tiles((B, n_kv_head, S, D), size):
         n_rows, n_keys = rows.stop - rows.start, keys.stop - keys.start
         assert n_rows * n_keys * n_kv_head * D <= max(size, n_kv_head * D)
-        assert (keys.start, keys.stop) == (0, S) or n_rows == 1   # a part of the keys is one row's
-        assert (rows.start, keys.start) >= previous               # a row's parts follow each other
+        assert (keys.start, keys.stop) == (0, S) or n_rows == 1   # split keys: a single row
+        assert (rows.start, keys.start) >= previous               # parts of a row are in order
         previous = rows.start, keys.start
         seen[rows, keys] += 1
     assert (seen == 1).all()

@@ -1,4 +1,4 @@
-"""Command lines and config files: order, types, echo, and errors that name what is wrong."""
+"""Command lines and config files: order, types, echo, and specific error messages."""
 import subprocess
 import sys
 
@@ -16,7 +16,7 @@ def parse(*argv, program='train'):
 
 
 def refused(*argv, program='train'):
-    """The message, which is one line."""
+    """The error message, which must be one line."""
     with pytest.raises(UserError) as caught:
         parse(*argv, program=program)
     assert '\n' not in str(caught.value)
@@ -222,7 +222,7 @@ def test_overrides_are_echoed_in_nanogpts_words(file, capsys):
     configurator.parse('train', [path, '--dropout=0'])
     assert capsys.readouterr().out == (f'Overriding config with {path}:\nbatch_size = 5\n# note\n\n'
                                        'Overriding: dropout = 0.0\n')
-    # the text of a file only where logs need it
+    # the text of a file only if logs need it
     configurator.parse('sample', [path, '--stop=\n\n'])
     assert capsys.readouterr().out == (f'Overriding config with {path}\n'
                                        "Overriding: stop = '\\n\\n'\n")
@@ -236,7 +236,7 @@ def test_help_lists_every_key_with_default_meaning_and_choices(program, flag, ca
     assert caught.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == 'how to run it'
-    text = ' '.join(' '.join(lines).split())  # meanings wrap
+    text = ' '.join(' '.join(lines).split())  # descriptions wrap
     for key in PROGRAMS[program]:
         assert key.meaning
         _, _, below = text.partition(f' --{key.name}={" ".join(repr(key.default).split())} ')

@@ -1,4 +1,4 @@
-"""One writer in a folder at a time, however the last one ended."""
+"""A folder has one writer at a time, however the previous one ended."""
 import errno
 import json
 import os
@@ -29,7 +29,7 @@ with only_writer(Path(sys.argv[1]), ''):
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that writes into tmp_path/out."""
+    """A process that holds the lock of tmp_path/out."""
     process = subprocess.Popen([sys.executable, '-c', HOLDER.format(root=str(ROOT)),
                                 str(tmp_path / 'out')],
                                stdout=subprocess.PIPE, text=True)
@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_of_many_at_once_one_has_it(tmp_path):
-    """Threads, each with an open file of its own: also while the folder comes and goes."""
+    """Threads, each with its own open file, also while the folder is removed and created."""
     inside, most, errors, n_done = [], [], [], []
 
     def write():
@@ -101,7 +101,7 @@ def test_of_many_at_once_one_has_it(tmp_path):
 
 
 def test_a_file_that_its_last_holder_deletes_meanwhile_is_not_the_lock(tmp_path, monkeypatch):
-    """Between the opening and the lock: a third process would make a new file, and lock that."""
+    """Deleted between open and lock: a third process would create a new file and lock that."""
     (tmp_path / '.lock').touch()
     flock, calls = lock.fcntl.flock, []
 
@@ -117,7 +117,7 @@ def test_a_file_that_its_last_holder_deletes_meanwhile_is_not_the_lock(tmp_path,
     assert len(calls) == 3
 
 
-# -- a network folder whose server knows no locks --------------------------------------------------
+# -- a network folder whose server has no locks ----------------------------------------------------
 
 @pytest.fixture
 def without_locks(monkeypatch):

@@ -1,10 +1,10 @@
-"""Free memory: the machine's, and no more than control groups leave."""
+"""Free memory: the machine's, limited by control groups."""
 import pytest
 
 from config.sizes import available_memory, physical_memory
 
 MB = 2 ** 20
-UNLIMITED = 2 ** 63 - 4096  # how version 1 says it
+UNLIMITED = 2 ** 63 - 4096  # version 1's value for it
 
 
 def written(root, files):
@@ -28,16 +28,16 @@ FREE = {'proc/meminfo': 'MemTotal: 9999999 kB\nMemAvailable:   1024000 kB'}
 @pytest.mark.parametrize('files, free', [
     ({}, 1000),
     (group(V2, 600 * MB, 100 * MB), 500),
-    (group(V2, 600 * MB, 100 * MB, cache=40 * MB), 540),      # the page cache makes room
+    (group(V2, 600 * MB, 100 * MB, cache=40 * MB), 540),      # the page cache can be freed
     (group(V2, 600 * MB, 100 * MB, cache=600 * MB), 1000),
     (group(V2, 2000 * MB, 100 * MB), 1000),
     (group(V2, 'max', 100 * MB), 1000),
     (group(V1, 600 * MB, 100 * MB, version=1), 500),
     (group(V1, 600 * MB, 100 * MB, cache=40 * MB, version=1), 540),
     (group(V1, UNLIMITED, 100 * MB, version=1), 1000),
-    # its limit was lowered: 1 byte, for 0 means unknown
+    # the limit was lowered: 1 byte, because 0 means unknown
     (group(V2, 600 * MB, 700 * MB), 0),
-    ({f'{V2}/memory.max': 600 * MB}, 1000),                   # it does not say what is used
+    ({f'{V2}/memory.max': 600 * MB}, 1000),                   # current usage unknown
     ({f'{V2}/memory.max': 600 * MB, f'{V2}/memory.current': 100 * MB}, 500)])
 def test_a_limit_of_the_control_group_is_respected(tmp_path, files, free):
     assert available_memory(written(tmp_path, FREE | files)) == max(1, free * MB)
@@ -51,7 +51,7 @@ def test_groups_around_the_process_count_too(tmp_path, folder, version, entries)
     written(tmp_path, FREE | {'proc/self/cgroup': entries} | step)
     assert available_memory(tmp_path) == 700 * MB
     written(tmp_path, group(f'{folder}/job', 650 * MB, 250 * MB, version=version))
-    written(tmp_path, group(f'{folder}/other', 1 * MB, 0, version=version))  # not of this process
+    written(tmp_path, group(f'{folder}/other', 1 * MB, 0, version=version))  # another group
     assert available_memory(tmp_path) == 400 * MB
 
 

@@ -37,7 +37,7 @@ def tiny_ranks():
 
 @pytest.fixture
 def tiny(tiny_ranks, monkeypatch):
-    """The tiny encoding, which every module that asks for GPT-2's then gets."""
+    """The tiny encoding, which replaces GPT-2's in every module."""
     encoding = gpt2_bpe.encoding_of(tiny_ranks)
     for module in ('data.gpt2_bpe', 'data.making.stream', 'data.making.textfiles',
                    'data.tokenizer'):
@@ -47,7 +47,7 @@ def tiny(tiny_ranks, monkeypatch):
 
 @pytest.fixture
 def load_prepare():
-    """A function from the name of a shipped dataset to its prepare.py as a module."""
+    """Return a function that imports prepare.py of the shipped dataset with a given name."""
     def load(name):
         spec = importlib.util.spec_from_file_location(f'{name}_prepare',
                                                       DATA_ROOT / name / 'prepare.py')

@@ -1,4 +1,4 @@
-"""Finding datasets by name, preparing them, and refusing names that are none."""
+"""Finding datasets by name, preparing them, and refusing unknown names."""
 
 import subprocess
 import sys

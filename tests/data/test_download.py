@@ -1,4 +1,4 @@
-"""Downloads: right or not there. The server is a stand-in for urlopen; there is no network."""
+"""Downloads: a file is correct or absent. urlopen is replaced; there is no network."""
 
 import hashlib
 import http.client
@@ -59,7 +59,7 @@ def test_download_in_pieces_with_a_timeout(monkeypatch, tmp_path, capsys, length
     assert [path.name for path in (tmp_path / 'new').iterdir()] == ['input.txt']
     assert response.largest == download.CHUNK and calls == [(URL, download.TIMEOUT)]
     assert download.TIMEOUT <= 60
-    assert capsys.readouterr() == ('', '')  # no bar where there is no terminal
+    assert capsys.readouterr() == ('', '')  # no progress bar without a terminal
 
 
 FAILURES = {

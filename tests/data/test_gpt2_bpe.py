@@ -26,7 +26,7 @@ def sdist_of(files):
 
 @pytest.fixture
 def source(monkeypatch, tiny_ranks):
-    """Serves an sdist with the tiny ranks, whose hashes are expected; the list of fetches."""
+    """Serve an sdist with the tiny ranks and expect its hashes; return the list of fetches."""
     sdist = sdist_of({'openai_whisper-1/whisper/assets/multilingual.tiktoken': b'other',
                       'openai_whisper-1/whisper/assets/gpt2.tiktoken': tiny_ranks})
     fetched = []
@@ -43,7 +43,7 @@ def test_other_source_is_fetched_once_and_cached(source, tiny_ranks, capsys):
     assert (requirement, sha256) == ('openai-whisper==20250625', gpt2_bpe.SDIST_SHA256)
     assert [path.read_bytes() for path in cache_folder().iterdir()] == [tiny_ranks]
     captured = capsys.readouterr()
-    # stdout belongs to samples and JSON
+    # stdout is reserved for samples and JSON
     assert captured.out == '' and 'ConnectionError' in captured.err
     assert gpt2_encoding().encode('the') == encoding.encode('the') and len(source) == 1
 

@@ -1,4 +1,4 @@
-"""Looking up tokens at marked distances."""
+"""The lag task: recalling tokens at marked distances."""
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""Texts in pieces give the ids of the whole, however they are cut."""
+"""Texts encoded in pieces give the same ids as in one piece, however they are cut."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Orders of windows: each once an epoch, whatever their number; the same from the same place on."""
+"""Orders of windows: each window once per epoch, for any number; the same order after resuming."""
 import numpy as np
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""shakespeare_works: hash required, whole works held out, cleaning keeps the text. No network."""
+"""shakespeare_works: hash check, entire works held out, cleaning keeps the text. No network."""
 
 import hashlib
 import io

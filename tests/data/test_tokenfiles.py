@@ -1,4 +1,4 @@
-"""Token files: round trip, refusals, windows over shards, and pickles that try to run code."""
+"""Token files: round trip, refusals, windows across shards, and pickles that try to run code."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
 
 @contextlib.contextmanager
 def refused(*words):
-    """Expects a UserError of one line with these words."""
+    """Expect a one-line UserError with these words."""
     with pytest.raises(UserError) as caught:
         yield
     assert '\n' not in str(caught.value)
@@ -149,7 +149,7 @@ def test_a_shard_shorter_than_the_others_is_told(tmp_path, sizes, short):
 def test_numeric_order_needs_no_leading_zeros(tmp_path):
     for number in (0, 1, 2, 10, 9, 8, 7, 6, 5, 4, 3):
         np.array([number], dtype='<u2').tofile(tmp_path / f'train_{number}.bin')
-    np.array([9], dtype='<u2').tofile(tmp_path / 'train_backup.bin')  # no shard
+    np.array([9], dtype='<u2').tofile(tmp_path / 'train_backup.bin')  # not a shard
     assert open_split(tmp_path, 'train').window(0, 11).tolist() == list(range(11))
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, streaming, and errors that name the characters."""
+"""Tokenizers: round trips, streaming, and errors that list the characters."""
 
 import builtins
 

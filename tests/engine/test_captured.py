@@ -1,5 +1,5 @@
-"""Static decode steps, plain, compiled, through interpreted kernels, captured on a GPU: all give
-what an ordinary one does."""
+"""Static decode steps, whether plain, compiled, with interpreted kernels or captured on a GPU, give
+the same results as ordinary ones."""
 import statistics
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def new_cache(model, kv_dtype, paged):
 
 
 def run(model, kv_dtype, paged, how, n_steps):
-    """Steps in which rows now and then sit out; the largest difference of their logits in each."""
+    """Run steps that rows sit out at random; return the largest logit difference of each step."""
     usual, captured = (new_cache(model, kv_dtype, paged) for _ in 'ab')
     decode, idx, gaps = CapturedDecode(model, captured), tokens(3, 40, seed=1).to(model.device), []
     for k in range(n_steps):
@@ -73,14 +73,14 @@ def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
     gaps = run(model, kv_dtype, paged, how, n_steps=2 if how == 'kernels' else 12)
     if kv_dtype == 'float32' or how == 'plain':
         assert max(gaps) < 1e-4
-    # other kernels may move a value over the edge between two int8 steps, which later layers feel
+    # different kernels may round a value to the next int8 step, which affects later layers
     else:
         assert statistics.median(gaps) < 1e-3 and max(gaps) < 5e-2
 
 
 @torch.inference_mode()
 def test_is_one_graph_that_lengths_do_not_change():
-    """What a capture needs: nothing depends on numbers of the host."""
+    """Capturing requires that nothing depends on numbers on the host."""
     torch._dynamo.reset()
     model = random_model(GPTConfig(**FULL_STACK), torch.float32)
     cache = new_cache(model, 'int8', paged=False)
@@ -115,7 +115,7 @@ def test_what_cannot_be():
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_a_graph_keeps_what_it_reads():
-    """A longer sequence grows the rotary tables; the graphs go on with those that they were
+    """A longer sequence grows the rotary tables; the graphs keep using the tables that they were
     captured with."""
     model = random_model(GPTConfig(**FULL_STACK), torch.float32).cuda()
     assert suits_capture(model)
@@ -131,7 +131,7 @@ def test_a_graph_keeps_what_it_reads():
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """As if captured decode were the fast way here too: its steps are then simply called."""
+    """Use captured decode on this device too, where its steps are simply called."""
     monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
 
 
@@ -167,7 +167,7 @@ def test_the_engine_gives_the_same_texts(everywhere):
 
 
 def test_where_it_suits(monkeypatch):
-    """On CUDA, not in float64; nothing is asked of the device."""
+    """On CUDA and not in float64; deciding this does not query the device."""
     model = SimpleNamespace(device=torch.device('cuda'), dtype=torch.float32)
     monkeypatch.setattr(captured_module, 'triton_usable', lambda device: device.type == 'cuda')
     assert suits_capture(model)

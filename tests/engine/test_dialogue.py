@@ -1,4 +1,4 @@
-"""Turns as text and tokens: what a reply is given, what is kept of it, branches, and the file."""
+"""Turns as text and tokens: prompts of replies, what is kept of a reply, branches, and the file."""
 import json
 
 import pytest
@@ -16,7 +16,7 @@ def dialogue():
 
 
 def of_three_turns():
-    """Of 8, 7 and 6 tokens."""
+    """A dialogue of three turns: 8, 7 and 6 tokens."""
     d = dialogue()
     for text in ('aaa', 'bb', 'c'):
         d.say('A', text)
@@ -38,7 +38,7 @@ def test_the_prompt_is_all_turns_and_the_head_of_the_next():
     d.reply('B', 'de', TOKENIZER.encode('de\n\n'))
     d.say('A', 'f')
     assert TOKENIZER.decode(d.prompt('B')) == 'A.\nabc\n\nB.\nde\n\nA.\nf\n\nB.\n'
-    # as the cache has it
+    # as in the cache
     assert d.prompt('B')[:len(before) + 4] == before + TOKENIZER.encode('de\n\n')
 
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_said():
     with pytest.raises(UserError, match='before its end'):
         Dialogue(TOKENIZER, Template('{name}.{text}g')).say('A', 'a\n\ngb')
     d.strict = True
-    for text in ('a\n\nb', 'a\r\n\r\nb', 'a\n', '\nB.\na'):  # the head ends with a line break, too
+    for text in ('a\n\nb', 'a\r\n\r\nb', 'a\n', '\nB.\na'):  # the head too ends with a line break
         with pytest.raises(UserError, match='before its end'):
             d.say('A', text)
     with pytest.raises(UserError, match='alphabet lacks'):
@@ -101,7 +101,7 @@ def test_trimmed_turns_are_kept_by_branch_and_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ['chat.json']
     assert again == d and again.prompt('B') == d.prompt('B')
     document = json.loads((tmp_path / 'chat.json').read_text())
-    del document['trimmed']  # a file of before there was such a thing; and one that was changed
+    del document['trimmed']  # a file from before this key existed, then an altered one
     for trimmed in ({}, {'trimmed': {'main': 99, 'other': -1, 'gone': 1}}):
         (tmp_path / 'chat.json').write_text(json.dumps(document | trimmed))
         again.load(tmp_path / 'chat.json')
@@ -116,7 +116,7 @@ def test_turns_that_are_taken_back_make_room_for_earlier_ones():
     d.trim(7)
     d.say('A', 'c')
     d.cut(2)
-    assert TOKENIZER.decode(d.prompt('B')) == 'A.\nbb\n\nB.\n'  # as it was, so that a cache has it
+    assert TOKENIZER.decode(d.prompt('B')) == 'A.\nbb\n\nB.\n'  # unchanged, so that a cache has it
 
 
 def test_branches_go_on_apart():

@@ -1,4 +1,4 @@
-"""The engine: what a request gets depends on nothing but itself, however rows, pages and chunks are
+"""The engine: a request's result depends only on the request, however rows, pages and chunks are
 shared (in float64)."""
 import pytest
 import torch
@@ -31,7 +31,7 @@ def ask(engine, wanted):
     return engine.generate([ids for ids, _ in wanted], [p for _, p in wanted])
 
 
-# -- what each gets --------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 @EVERY_KIND
 @settings(max_examples=12)
@@ -50,8 +50,8 @@ def test_every_request_gets_the_tokens_of_full_forwards(kind, data):
 @settings(max_examples=8)
 @given(data=st.data())
 def test_every_request_gets_in_int8_what_it_gets_alone(kind, data):
-    """Also when it was thrown out and its own tokens come back as a prompt: they are rounded
-    alike."""
+    """Even after preemption, when its own tokens are fed again as a prompt: they are rounded the
+    same way."""
     wanted = data.draw(requests(most=5))
     engine = data.draw(engines(model_of(kind), wanted, kv_dtype='int8'))
     for completion, (ids, params) in zip(ask(engine, wanted), wanted):
@@ -70,7 +70,7 @@ MIXED = [(prompt(n, seed=n), params) for n, params in zip((9, 3, 14, 1, 6, 30), 
 @pytest.mark.parametrize('kind', ['full stack', 'vanilla', 'unshared'])
 @pytest.mark.parametrize('kv_dtype', ['float64', 'int8'])
 def test_preemption_changes_no_text(kind, kv_dtype):
-    """Requests with penalties and seeds are preempted again and again."""
+    """Requests with penalties and seeds are preempted repeatedly."""
     model = model_of(kind)
     budget = budget_for(model, 4, needed(MIXED), 20, 2, kv_dtype)
     engine = Engine(model, 4, needed(MIXED), kv_dtype, page_size=2, prefill_chunk=7,
@@ -128,8 +128,8 @@ def test_requests_that_come_while_others_run_and_are_cancelled_at_any_time(kind,
 @pytest.mark.parametrize('n, max_new_tokens',
                          [(1, 1), (1, 30), (7, 5), (8, 5), (9, 1), (16, 15), (17, 14), (30, 1)])
 def test_lengths_at_the_edge_of_chunks_pages_and_rows(kind, n, max_new_tokens):
-    """Prompts of one token, of a chunk (8), of one more; requests that fill max_seq_len (30) to the
-    last position."""
+    """Prompts of one token, of a chunk (8) and of one token more; requests that use the last
+    position of max_seq_len (30)."""
     model, params = model_of(kind), SamplingParams(max_new_tokens, seed=n, logprobs=1)
     engine = Engine(model, 2, 30, page_size=4, prefill_chunk=8)
     for completion in engine.generate([prompt(n), prompt(n, seed=1), prompt(n, seed=2)], params):
@@ -150,14 +150,14 @@ def test_positions_end_with_learned_ones_or_where_max_seq_len_says(kind):
 # -- events and texts ------------------------------------------------------------------------------
 
 def text_alone(text='abc', **params):
-    """The full stack's completion with a tokenizer."""
+    """The completion of the full-stack model, with a tokenizer, as the only request."""
     params = SamplingParams(temperature=1.5, **params)
     return alone(model_of('full stack'), text, params, tokenizer=TOKENIZER)
 
 
 @pytest.mark.parametrize('budget', [0, 16])
 def test_streamed_text_ends_before_the_stop_text(budget):
-    """Also where stop texts straddle tokens, and after preemption."""
+    """Even if stop texts straddle tokens, and after preemption."""
     model, texts = model_of('full stack'), ['ab', 'cde', 'wvutsrq', 'a']
     whole = [text_alone(text, max_new_tokens=40, seed=k).text for k, text in enumerate(texts)]
     stops = [(whole[0][9:12],), (whole[1][20:22], 'zz'), (), (whole[3][:1] + 'z', whole[3][30:34])]
@@ -222,7 +222,7 @@ def test_a_stream_left_early_cancels_what_has_not_ended():
             break
     assert_idle(engine)
     stream = engine.stream([prompt(5)], SamplingParams(3))
-    stream.close()  # before it began
+    stream.close()  # before the first event
     assert_idle(engine)
     assert_same(engine.generate([prompt(5)], SamplingParams(9, seed=2))[0],
                 alone(model, prompt(5), SamplingParams(9, seed=2)))
@@ -232,18 +232,18 @@ def test_a_callback_that_fails_leaves_nothing_behind():
     engine = Engine(model_of('full stack'), 2, 40)
     with pytest.raises(ZeroDivisionError) as caught:
         engine.generate([prompt(5), prompt(6), prompt(7)], SamplingParams(20), lambda event: 1 / 0)
-    # which keeps the frame, and so would have kept the stream
+    # the traceback keeps the frame, and so would have kept the stream
     assert caught.value.__traceback__ is not None
     assert_idle(engine)
 
 
 def test_a_request_cancelled_within_its_stream_ends_there():
-    """The stream waited for ever for its end."""
+    """The stream used to wait forever for its end."""
     model, ended = model_of('full stack'), {}
     engine = Engine(model, 2, 40)
     for event in engine.stream([prompt(5), prompt(6), prompt(7)], SamplingParams(15, seed=1)):
         if event.index == 0:
-            for number in (1, 2):  # one that runs, one that waits
+            for number in (1, 2):  # a running request, then a waiting one
                 engine.cancel(number)
         if event.completion:
             ended[event.index] = event.completion
@@ -254,7 +254,7 @@ def test_a_request_cancelled_within_its_stream_ends_there():
 
 
 def test_two_streams_and_requests_beside_them_do_not_take_each_others_events():
-    """Each stream dropped what the other waited for, and neither ended."""
+    """Each stream used to drop the other's events, and neither ended."""
     model, params = model_of('unshared'), SamplingParams(12, seed=3)
     engine = Engine(model, 3, 40, prefill_chunk=4)
     single = engine.submit(prompt(9, seed=9), params)
@@ -275,7 +275,7 @@ def test_two_streams_and_requests_beside_them_do_not_take_each_others_events():
 # -- how it is computed ----------------------------------------------------------------------------
 
 def test_requests_are_computed_together_and_a_long_prompt_does_not_stall_others(monkeypatch):
-    """The (shape, lens) of each forward pass; a free row is taken at once."""
+    """Checks (shape, lens) of each forward pass; a free row is reused at once."""
     passes, plain, model = [], GPT.forward, model_of('full stack')
 
     def forward(self, idx, **kw):

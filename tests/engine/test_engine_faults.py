@@ -1,5 +1,5 @@
-"""What goes wrong for one request, or in one step, touches nothing else: all others get what they
-get alone."""
+"""A fault of one request or one step affects nothing else: all other requests get what they would
+get by themselves."""
 import functools
 import itertools
 import pydoc
@@ -31,7 +31,7 @@ GOOD = [(prompt(n, seed=n), SamplingParams(new, seed=n, **more)) for n, new, mor
 
 @functools.cache
 def good_alone(kind):
-    """What the good ones get, each alone."""
+    """The completions of the good requests, each run by itself."""
     return [alone(model_of(kind), ids, params, tokenizer=TOKENIZER) for ids, params in GOOD]
 
 
@@ -112,7 +112,7 @@ def test_a_budget_too_small_says_what_would_do():
 
 # -- NaN -------------------------------------------------------------------------------------------
 
-BAD = VOCAB - 1  # its embedding is NaN; good prompts lack it, and it is never drawn
+BAD = VOCAB - 1  # its embedding is NaN; no good prompt has it, and it is never sampled
 
 
 def poisoned(kind):
@@ -135,7 +135,7 @@ def without_bad(ids):
 @pytest.mark.parametrize('kv_dtype, page_size, prefill_chunk', [
     ('float64', 4, 256), ('float64', 2, 3), ('int8', 2, 3), ('int8', 16, 8)])
 def test_nan_ends_its_own_request_and_reaches_no_other(kind, kv_dtype, page_size, prefill_chunk):
-    """Neither those beside it, nor those that get its row and pages later: 0 times NaN is NaN."""
+    """Neither concurrent requests nor those that reuse its row and pages: 0 times NaN is NaN."""
     model, params = poisoned(kind), SamplingParams(5)
     good = [(without_bad(ids), p) for ids, p in GOOD * 2]
     wanted = [([BAD], params), (without_bad(prompt(20)) + [BAD], params), *good[:4],
@@ -214,7 +214,7 @@ def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(monkeypatch, nam
             events += engine.step()
         except error:
             failed += 1
-            if name in POINTS[:3]:  # all wait again, and nobody is overtaken
+            if name in POINTS[:3]:  # all wait again, in their old order
                 numbers = [request.number for request in engine.scheduler.waiting]
                 assert numbers == sorted(engine.jobs) and not engine.scheduler.running
         assert len(events) < 200 and failed <= 3

@@ -1,5 +1,5 @@
-"""Losses over fixed windows: the same by the forward pass and through the cache, by position and by
-window."""
+"""Losses over fixed windows, by position and by window: the forward pass and the cache give the
+same."""
 import math
 
 import numpy as np
@@ -29,7 +29,7 @@ TINY = dict(block_size=16, vocab_size=13, n_layer=3, n_head=2, n_embd=32, n_kv_h
 def tiny():
     torch.manual_seed(0)
     model = GPT(GPTConfig(**TINY)).eval()
-    # larger than at the start of training, so that what is remembered matters
+    # larger than initial weights, so that the context matters
     for p in model.parameters():
         p.data.mul_(4)
     return model, torch.randint(13, (5, 17))

@@ -1,4 +1,4 @@
-"""Linear layers of few rows: the extension's matmul, or torch's, with the same result."""
+"""Linear layers with few rows: the extension's matmul and torch's give the same result."""
 import pytest
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from engine.linear import FewRowsLinear
 
 @pytest.fixture
 def by_extension(monkeypatch) -> list:
-    """Shapes of what the extension multiplied; it is said to be faster up to 8 rows."""
+    """Shapes that the extension multiplied; it is declared to be faster up to 8 rows."""
     if native.library() is None:
         pytest.skip('no compiler here')
     taken, run = [], linear.by_extension

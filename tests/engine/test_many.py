@@ -1,5 +1,5 @@
-"""Files of requests through the engine: answers in the order of the lines, seeds, mistakes,
-interruptions (in float64)."""
+"""Files of requests: answers in the order of the lines, seeds, mistakes, interruptions (in
+float64)."""
 import io
 import json
 
@@ -28,7 +28,7 @@ def lines_of(tmp_path, *lines, defaults=DEFAULTS):
 
 @pytest.fixture
 def answers(tmp_path):
-    """The answers to a file of these lines, and the figures."""
+    """Return a function that answers a file with the given lines: (answers, figures)."""
     def run(lines, num_samples=1, seed=7, rows=3, write=None, **engine):
         requests = lines_of(tmp_path, *lines)
         engine = Engine(model_of('full stack'), rows, 60, tokenizer=TOKENIZER, page_size=4,
@@ -36,14 +36,14 @@ def answers(tmp_path):
         written = []
         try:
             figures = complete(engine, requests, num_samples, seed, write or written.append)
-        finally:  # whatever ended it
+        finally:  # however it ended
             assert_idle(engine)
         return written, figures
     return run
 
 
 def without_clocks(answers):
-    """Nor the last bits of log-probabilities."""
+    """Drop the clock times, and the last bits of log-probabilities."""
     return json.loads(
         json.dumps(list(answers)), parse_float=lambda x: round(float(x), 9),
         object_hook=lambda d: {k: v for k, v in d.items() if k not in ('ttft_s', 'seconds')})
@@ -51,7 +51,7 @@ def without_clocks(answers):
 
 def test_every_line_is_answered_in_order_whatever_is_wrong_with_others(answers):
     written, figures = answers(FILE)
-    # blank ones are passed over
+    # blank lines are skipped
     assert [a['line'] for a in written] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
     assert [a.get('id', '-') for a in written] == ['-', 'long', '-', 0, 'x', *'-----']
     failed, done = ([a for a in written if ('error' in a) == wrong] for wrong in (True, False))
@@ -75,7 +75,7 @@ def test_every_line_is_answered_in_order_whatever_is_wrong_with_others(answers):
 
 
 def test_an_answer_has_all_that_is_needed_to_draw_it_again(answers):
-    """Each text is that of its prompt and the seed in its answer, alone."""
+    """The prompt and the seed in the answer reproduce each text in a run by itself."""
     for a in answers(FILE, num_samples=2)[0]:
         if 'error' in a:
             continue
@@ -88,7 +88,7 @@ def test_an_answer_has_all_that_is_needed_to_draw_it_again(answers):
 
 
 def test_a_seed_depends_on_the_place_of_the_line_and_the_sample(answers):
-    """Other numbers of samples, or of lines behind, change none of those before."""
+    """A different number of samples or of later lines changes no earlier seed."""
     written, figures = answers(['"a"', '"b"', '{"prompt": "c", "seed": 40}'], 2, 9)
     assert [a['seed'] for a in written] == [9, sample_seed(9, 1), sample_seed(9, 2),
                                             sample_seed(9, 3), 40, sample_seed(40, 1)]
@@ -109,7 +109,7 @@ def test_rows_chunks_and_memory_change_no_answer(answers, settings, num_samples)
 
 
 def test_an_answer_is_written_as_soon_as_those_before_it_are(answers, monkeypatch):
-    """A line that waits for a long one before it comes right after it, not at the end."""
+    """An answer that waits for an earlier, long one is written right after it, not at the end."""
     seen, steps, plain = [], [], Engine.step
 
     def step(engine):
@@ -124,7 +124,7 @@ def test_an_answer_is_written_as_soon_as_those_before_it_are(answers, monkeypatc
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
 def test_interrupted_what_is_complete_has_been_written(answers, monkeypatch, error):
-    """Also what only waited for its turn: here lines 1, 5 and 7 are done and 2 is not."""
+    """Including answers that only waited for their turn: lines 1, 5 and 7 are done, 2 is not."""
     plain, n_steps, written = Engine.step, [0], []
 
     def step(engine):
@@ -187,7 +187,7 @@ def test_rows_are_as_many_as_requests_and_fewer_where_the_budget_is_small(tmp_pa
 
 @pytest.mark.parametrize('shorten', [True, False])
 def test_learned_positions_to_the_last(tmp_path, shorten):
-    """64 positions: a prompt of 3 has room for 62 further tokens, the last of which is never
+    """With 64 positions a prompt of 3 has room for 62 more tokens, the last of which is never
     fed."""
     lines = lines_of(tmp_path, '"abc"', '{"prompt": "abc", "max_new_tokens": 62}',
                      '{"prompt": "abc", "max_new_tokens": 63}', f'"{"a" * 64}"', f'"{"a" * 65}"',

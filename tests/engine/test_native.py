@@ -38,7 +38,7 @@ def wide():
 
 
 def caches(model, kv_dtype, batch, paged, page_size=7):
-    """Two alike."""
+    """Two equal caches."""
     kind = (PagedKVCache,) if paged else ()
     kws = dict(n_pages=batch * -(-64 // page_size), page_size=page_size) if paged else {}
     return [model.new_cache(batch, 64, kv_dtype, *kind, **kws) for _ in range(2)]
@@ -46,7 +46,7 @@ def caches(model, kv_dtype, batch, paged, page_size=7):
 
 @torch.inference_mode()
 def largest_gap(model, plain, other, prompts, steps, seed=0):
-    """Of the logits of `steps` steps, the rows of each drawn at random."""
+    """Largest difference between the logits in `steps` steps, each over random rows."""
     decode, generator = native_decode(model, other), torch.Generator().manual_seed(seed)
     width = max(map(len, prompts))
     idx = torch.tensor([p + [0] * (width - len(p)) for p in prompts])
@@ -74,7 +74,7 @@ def prompts(*lengths):
 def test_logits_equal_those_of_the_models_forward(kind, kv_dtype, paged):
     model = random_model(GPTConfig(**KINDS[kind]), torch.float32)
     gap = largest_gap(model, *caches(model, kv_dtype, 3, paged), prompts(13, 1, 4), steps=45)
-    # K and V that differ by a rounding of float32 may be rounded to neighbours in 8 bits
+    # K and V that differ by a float32 rounding may get neighbouring 8-bit values
     assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
 
 
@@ -101,7 +101,7 @@ def test_more_keys_than_are_read_at_a_time(kv_dtype, bound):
 
 @pytest.mark.parametrize('weights, bound', [('bfloat16', 0.03), ('int8', 0.05)])
 def test_other_weights_stay_close(wide, weights, bound):
-    """The activations are rounded differently in bfloat16, or by a step in int8."""
+    """Activations are rounded differently in bfloat16, or differ by one step in int8."""
     model = wide.bfloat16() if weights == 'bfloat16' else wide
     quantize_weights(model, weights if weights == 'int8' else 'auto')
     plain, other = caches(model, 'float32', 3, paged=False)
@@ -184,7 +184,7 @@ def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype):
 
 @pytest.fixture
 def unbuilt(monkeypatch, tmp_path):
-    """As in a process that has not looked for the extension, with an empty cache folder."""
+    """The state of a process that has not looked for the extension yet; an empty cache folder."""
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     native._library.cache_clear()
     yield tmp_path
@@ -212,7 +212,7 @@ def test_a_library_with_other_structs_is_not_used(unbuilt, monkeypatch, capsys):
     assert native.library() is None and 'a different size' in capsys.readouterr().err
 
 
-# -- a model that computes something else ----------------------------------------------------------
+# -- models that compute something different -------------------------------------------------------
 
 @pytest.mark.parametrize('change', [
     lambda model: setattr(model.transformer.h[1].mlp, 'gelu', torch.nn.ReLU()),

@@ -1,5 +1,5 @@
-"""A cache in pages: its logits are those of a full forward whatever is done to it, and it holds no
-more than it says."""
+"""The paged cache: its logits equal those of a full forward whatever is done to it, and it uses no
+more memory than it reports."""
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,8 +48,8 @@ def ample(batch, room, page_size):
     ('', {}, 40), ('int8', dict(kv_dtype='int8'), 12),
     ('', dict(dtype=torch.float32, bound=1e-4), 12)], ids=['float64', 'int8', 'float32'])
 def test_anything_done_to_a_paged_cache_equals_each_row_alone(quantized, kind, n_examples):
-    """Ragged chunks, some rows, resets, moves, forks of which both go on, rows that are NaN; past
-    two window wraps."""
+    """Ragged chunks, subsets of rows, resets, moves, forks that both continue, NaN rows; past two
+    wraps of the window."""
     @settings(max_examples=n_examples)
     @given(data=st.data(), batch=st.integers(1, 4), page_size=st.sampled_from(SIZES),
            config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train=quantized))
@@ -73,8 +73,8 @@ def test_paged_equals_contiguous_in_any_dtype_and_chunking(data, config, page_si
 
 
 def test_a_step_with_gradients_after_one_under_inference_mode():
-    """The list of pages is kept from step to step, and tensors made in inference mode cannot enter
-    a graph."""
+    """The list of pages is kept from step to step, and tensors made in inference mode cannot be
+    part of an autograd graph."""
     model, idx = random_model(STACK), tokens(2, 12)
     cache = model.new_cache(2, 20, cache_class=PagedKVCache, n_pages=20, page_size=8)
     with torch.inference_mode():
@@ -100,7 +100,7 @@ def test_what_forks_share_is_held_once(page_size):
     run.fork(0, 1)
     run.fork(0, 2)
     assert held_pages(run.cache) == page * pages_for(13, page_size)
-    # the page that holds position 13 is written by all three
+    # all three write to the page with position 13
     run.step([1, 1, 1])
     whole = 13 // page_size
     assert held_pages(run.cache) == page * (whole + 3 * (pages_for(14, page_size) - whole))
@@ -132,7 +132,7 @@ def test_out_of_pages_is_raised_before_anything_is_written():
             run.model(tokens(3, 9), cache=run.cache, lens=lens)
         assert run.cache.lengths.tolist() == [9, 8, 3] and run.cache.table.n_free == 0
     assert all(map(torch.equal, before, (x for store in run.cache.stores for x in store.tensors)))
-    run.step([1, 0, 1])      # there is room in the last pages of these
+    run.step([1, 0, 1])      # the last pages of these rows have room
     run.reset(2)
     run.step([0, 4, 0])
 
@@ -179,7 +179,7 @@ def test_a_model_without_global_layers_needs_no_pages():
 
 
 def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
-    """Rows that take no part have page -1, which is the last one, or a page that they share."""
+    """Rows not in the step have page -1, which indexes the last page, or a page that they share."""
     table, cpu = PageTable(1, 4, 2), torch.device('cpu')
     store = PagedStore(table, 4, 1, 2, 3, torch.float32, torch.float32, cpu)
     k = torch.arange(1.0, 10).view(3, 1, 1, 3)
@@ -189,7 +189,7 @@ def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
 
 
 def test_where_a_row_has_no_page_nothing_is_gathered():
-    """Not even page 0, whose NaN would outlive a weight of 0."""
+    """Not even page 0, whose NaN would survive a weight of 0."""
     k = torch.arange(24.0).view(4, 1, 2, 3)
     k[0] = torch.nan
     q, table = torch.randn(2, 1, 1, 3), torch.tensor([[2, 1], [3, -1]], dtype=torch.int32)

@@ -16,8 +16,8 @@ D = 6
 
 
 class Pool:
-    """Rows in pages, everything in the pool that no row of the step may see NaN or inf: other rows'
-    pages and free ones."""
+    """Rows in pages. Everything in the pool that the step must not read is NaN or inf: pages of
+    other rows and free pages."""
 
     def __init__(self, lengths, page_size, n_pages, heads=(4, 2), dtype=torch.float64,
                  spoiled=torch.nan, extend=None):
@@ -40,7 +40,7 @@ class Pool:
         return PageList(*columns, torch.tensor([self.lengths[row] for row in rows] + [0]), runs)
 
     def attend(self, rows):
-        """The spoiled pages of int8 have NaN scales."""
+        """Attend with the given rows. With int8, the spoiled pages have NaN scales."""
         held = {page for row in rows for page in self.table.rows[row]}
         others = [page for page in range(self.table.n_pages) if page not in held]
         pool = self.stored()
@@ -87,8 +87,8 @@ KINDS = pytest.mark.parametrize('kind', [Pool, Int8Pool], ids=['float64', 'int8'
 @given(data=st.data(), page_size=st.sampled_from([1, 2, 3, 7, 64]), heads=st.sampled_from(HEADS),
        spoiled=st.sampled_from([torch.nan, torch.inf]), tile=st.sampled_from([1, 50, 2 ** 18]))
 def test_any_rows_over_any_pages(kind, data, page_size, heads, spoiled, tile):
-    """Rows grow in turns, so that their pages interleave; some hold nothing, some share pages, some
-    have reserved more."""
+    """Rows grow in turns, so that their pages interleave; some are empty, some share pages, some
+    have reserved more pages."""
     batch = data.draw(st.integers(1, 5))
     pool = kind([0] * batch, page_size, 120, heads, spoiled=spoiled)
     for _ in range(data.draw(st.integers(1, 8))):
@@ -109,7 +109,7 @@ def test_any_rows_over_any_pages(kind, data, page_size, heads, spoiled, tile):
 @KINDS
 @pytest.mark.parametrize('n_others, one_slice', [(1, True), (2, True), (3, False)])
 def test_few_unowned_pages_are_read_over_and_many_skipped(kind, n_others, one_slice):
-    """Row 0: 8 pages, with those of row 1 among them."""
+    """Row 0 has 8 pages, with row 1's pages in between."""
     pool = kind([16, 2 * n_others], 2, 20, extend=[(0, 6), (1, 2 * n_others)])
     pool.table.extend(0, 6, 16)
     assert (n_others <= MAX_UNOWNED * 8) == one_slice

@@ -1,5 +1,5 @@
-"""Who holds which page: the bookkeeping beside a naive model that knows each row's pages by what is
-written in them."""
+"""Which row holds which page: the bookkeeping, checked against a naive model that identifies pages
+by their contents."""
 import copy
 import re
 
@@ -16,9 +16,9 @@ ROW = st.integers(0, N_ROWS - 1)
 
 
 class Pages(RuleBasedStateMachine):
-    """Rows write, fork, move and release at will. `text[r]` is what row r wrote; `memory` is the
-    pages' contents, changed only as the table says. If some row could write into another's page,
-    its text would not be found in its pages."""
+    """Rows write, fork, move and release at random. `text[r]` is what row r wrote; `memory` is the
+    contents of the pages, changed only where the table allows. If a row could write to another
+    row's page, the other row's text would no longer match its pages."""
 
     @initialize(n_pages=st.integers(1, 14), page_size=st.sampled_from([1, 2, 3, 7]))
     def start(self, n_pages, page_size):
@@ -63,9 +63,9 @@ class Pages(RuleBasedStateMachine):
             assert target in free
             self.memory[target] = list(self.memory[source])
         taken = [page for page in self.table.rows[row] if page not in before[row]]
-        # the lowest, whatever was freed when
+        # the lowest ones, in whatever order pages were freed
         assert sorted(taken) == sorted(free)[:len(taken)]
-        # what is not written stays shared
+        # pages that are not written stay shared
         assert self.table.rows[row][:first] == before[row][:first]
         assert all(self.table.rows[r] == before[r] for r in range(N_ROWS) if r != row)
         self.reserved[row] = max(self.reserved[row], length)
@@ -85,8 +85,8 @@ class Pages(RuleBasedStateMachine):
           ns=st.lists(st.integers(0, 12), min_size=1, max_size=N_ROWS),
           ahead=st.sampled_from([0, 0, 0, 1, 5]))
     def append(self, rows, ns, ahead):
-        """`pages_needed` counts a whole step beforehand: writers of one shared page copy it but for
-        the last of its holders."""
+        """`pages_needed` counts the pages of a step in advance: all writers of a shared page copy
+        it except its last holder."""
         jobs = [(row, len(self.text[row]), len(self.text[row]) + n + ahead)
                 for row, n in zip(rows, ns)]
         before, needed = self.state(), self.table.pages_needed(jobs)
@@ -119,7 +119,7 @@ class Pages(RuleBasedStateMachine):
 
     @rule(row=ROW, pick=st.integers(0, 20))
     def adopt(self, row, pick):
-        """A row that holds nothing takes over a kept page, as one that begins alike would."""
+        """An empty row takes over a kept page, like a row with the same beginning would."""
         if self.table.pinned and not self.table.rows[row]:
             page = sorted(self.table.pinned)[pick % len(self.table.pinned)]
             self.table.adopt(row, [page])

@@ -1,4 +1,4 @@
-"""What a request may ask for, and what it may not."""
+"""Parameters of a request: which values are accepted and which are refused."""
 import dataclasses
 import json
 import math
@@ -15,7 +15,7 @@ FLOATS = ('temperature', 'top_p', 'min_p', 'repetition_penalty')
 
 
 def refusal(**settings):
-    """The message, which is the same from the constructor and from JSON's dict."""
+    """The error message, which must be the same for the constructor and for a dict from JSON."""
     with pytest.raises(UserError) as direct:
         SamplingParams(**settings)
     with pytest.raises(UserError) as by_dict:

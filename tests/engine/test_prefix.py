@@ -1,5 +1,4 @@
-"""Requests that take over what earlier ones have computed: every text is what it would be without
-that."""
+"""Requests that reuse what earlier ones computed: every text is the same as without reuse."""
 import copy
 import pydoc
 import random
@@ -24,7 +23,7 @@ def engine_of(kind, budget=10 ** 9, n_pages=0, **more):
 
 
 def assert_nothing_leaked(engine):
-    """With no request left: all rows are empty, and every page is free or the store's alone."""
+    """With no request left, all rows are empty and every page is free or used only by the store."""
     table, store = engine.cache.table, engine.prefix
     assert not any(table.rows) and engine.cache.lengths.sum() == 0
     assert table.n_free + table.n_evictable == table.n_pages
@@ -33,7 +32,7 @@ def assert_nothing_leaked(engine):
 
 
 def conversation(random, said, turn):
-    """The next prompt: one of earlier texts goes on, is edited or repeated, or a new one begins."""
+    """The next prompt: an earlier text continued, edited or repeated, or a new one."""
     old, new = random.choice(said), prompt(random.randint(1, 9), seed=turn)
     edited, other = old[:random.randint(1, len(old))] + new, prompt(random.randint(1, 20), turn)
     text = random.choice([old + new, old + new, edited, old, other])
@@ -44,7 +43,7 @@ def conversation(random, said, turn):
 @pytest.mark.parametrize('kv_dtype, budget, n_pages',
                          [('float64', 10 ** 9, 0), ('float64', 20_000, 24), ('int8', 9_000, 24)])
 def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages):
-    """Three at a time, with little memory too; in float64, where no rounding differs."""
+    """Three at a time, also with little memory; computed in float64, to exclude rounding."""
     engine = engine_of(kind, budget, n_pages, kv_dtype=kv_dtype)
     draw, said = random.Random(kind), [prompt(5, seed=1)]
     for turn in range(6):
@@ -61,11 +60,11 @@ def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pa
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_conversation_computes_only_what_is_new(kind):
-    """Turn after turn; the same prompt again computes no more than its last block."""
+    """Turn by turn; repeating a prompt computes no more than its last block."""
     engine, text = engine_of(kind), prompt(13)
     for n in (5, 1, 4, 8, 2):
         [completion] = engine.generate([text], SamplingParams(n, seed=n))
-        held = len(text) + len(completion.tokens) - 1  # the last token drawn is never fed
+        held = len(text) + len(completion.tokens) - 1  # the last sampled token is never fed
         [again] = engine.generate([text], SamplingParams(n, seed=n))
         assert again.tokens == completion.tokens
         assert again.n_cached == (len(text) - 1) // SIZE * SIZE
@@ -86,7 +85,7 @@ def test_samples_that_come_together_wait_for_the_first():
 
 
 def test_pages_that_only_the_store_has_are_free_for_all():
-    """Nobody has to leave for their sake."""
+    """No request is preempted to spare them."""
     engine = engine_of('full stack', n_pages=15)
     engine.generate([prompt(40, seed=seed) for seed in range(3)], SamplingParams(2, seed=0))
     assert engine.cache.table.n_free < 8 <= engine.cache.table.n_evictable
@@ -111,7 +110,7 @@ BOOKKEEPING = [f'{owner}.{name}' for owner, names in METHODS.items() for name in
                           for kind in KINDS])
 @pytest.mark.parametrize('name', BOOKKEEPING)
 def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name, kind):
-    """What is kept may become less; nothing that is served is wrong, and no page is lost."""
+    """The store may lose entries, but never restores anything wrong, and no page is leaked."""
     model, ids = model_of(kind), [prompt(20), prompt(20) + prompt(11, seed=1),
                                   prompt(33, seed=2)] * 2
     params = [SamplingParams(6, seed=seed) for seed in range(6)]
@@ -138,7 +137,7 @@ def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name, kind):
         except KeyboardInterrupt:
             failed += 1
         assert failed < 5
-    # not every model has pages, or windows
+    # not every model has pages or windows
     assert sorted(done) == list(range(6)) and (failed or kind != 'full stack')
     for index, completion in enumerate(expected):
         assert_same(done[index], completion)
@@ -146,7 +145,7 @@ def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name, kind):
 
 
 def test_a_prompt_beside_others_has_anchors_too():
-    """Its chunks end with pages, although others leave it odd numbers of tokens."""
+    """Its chunks end at page boundaries, although other requests leave it odd numbers of tokens."""
     engine = engine_of('unshared')
     odd, ids = prompt(7, seed=1), prompt(50)
     engine.generate([odd, ids], SamplingParams(1, seed=0))
@@ -169,7 +168,7 @@ def test_what_was_not_finite_is_forgotten(monkeypatch):
     assert_nothing_leaked(engine)
     monkeypatch.undo()
     [completion] = engine.generate([ids], SamplingParams(3, seed=0))
-    assert completion.n_cached == 0  # nor is what it began with, which nobody else had
+    assert completion.n_cached == 0  # nor is its beginning stored, which no other request shared
     assert_same(completion, alone(model_of('full stack'), ids, SamplingParams(3, seed=0),
                                   tokenizer=TOKENIZER))
     assert_nothing_leaked(engine)
@@ -178,8 +177,8 @@ def test_what_was_not_finite_is_forgotten(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
 def test_on_a_gpu(kv_dtype):
-    """Pinned buffers, pages by table, captured steps: conversations as without a store, also when
-    pages went to the host."""
+    """Pinned buffers, page tables, captured steps: conversations are the same as without a store,
+    even if pages were moved to the host."""
     model, sides, text = copy.deepcopy(model_of('full stack')).float().cuda(), [], prompt(9)
     for budget in (0, 10 ** 9):
         sides.append(Engine(model, 2, 60, kv_dtype, page_size=SIZE, prefill_chunk=12,

@@ -1,5 +1,5 @@
-"""Prefixes on disk: they survive a restart and an eviction; nobody is served what is damaged or
-another model's."""
+"""Prefixes on disk: they survive a restart and an eviction; damaged files and those of a different
+model are never used."""
 import os
 import shutil
 import sys
@@ -28,7 +28,7 @@ def engine_of(folder, model=None, budget=10 ** 9, **more):
 
 
 def stored(folder, ids=None, **kinds):
-    """An engine that has generated after `ids` and written its prefix cache to disk."""
+    """An engine that has completed the prompt `ids` and written its prefix cache to disk."""
     engine = engine_of(folder, **kinds)
     engine.generate([ids or prompt(40)], PARAMS)
     engine.close()
@@ -36,7 +36,7 @@ def stored(folder, ids=None, **kinds):
 
 
 def ask(engine, ids, params=PARAMS):
-    """n_cached of a completion, which must be that of an engine without a prefix cache."""
+    """Return n_cached of a completion, which must be as from an engine without a prefix cache."""
     [completion] = engine.generate([ids], params)
     kv_dtype = engine.cache.kv_dtype
     assert_same(completion, alone(engine.model, ids, params, kv_dtype=kv_dtype,
@@ -90,7 +90,7 @@ def test_a_damaged_file_counts_as_missing(tmp_path, damage):
                        'changed': data[:9] + b'x' * 30 + data[39:],
                        'a byte': data[:-9] + bytes([data[-9] ^ 64]) + data[-8:]}
             path.write_bytes(damaged[damage])
-    if damage in ('exchanged', 'resized'):  # intact files, of other tokens or another size
+    if damage in ('exchanged', 'resized'):  # intact files, but with the wrong tokens or size
         assert ask(again, ids) == 0
     else:
         with pytest.warns(UserWarning, match='counts as missing'):
@@ -145,7 +145,7 @@ def test_where_nothing_can_be_written(tmp_path, monkeypatch):
     with pytest.warns(UserWarning,
                       match='cannot be written, so its prefix is not stored.*No space') as warned:
         engine.close()
-    assert len(warned) == 1  # not one a block
+    assert len(warned) == 1  # not one per block
     assert not files(tmp_path) and not list(tmp_path.rglob('*.tmp'))
 
 
@@ -164,7 +164,7 @@ def test_what_is_needed(tmp_path, monkeypatch):
 
 def test_what_an_interrupted_write_left_is_removed(tmp_path):
     folder = DiskTier(tmp_path, 'f' * 64, 10 ** 9).folder
-    # the second may be another process's, at work
+    # the second may belong to another running process
     old, new = folder / 'a.1.tmp', folder / 'b.2.tmp'
     for path in (old, new):
         path.write_bytes(b'x')
@@ -173,8 +173,8 @@ def test_what_an_interrupted_write_left_is_removed(tmp_path):
 
 
 def test_buffers_in_more_memory_than_they_need(tmp_path, monkeypatch):
-    """As on CUDA, where pinned memory comes in powers of two: all of it counts, and the disk gets
-    only what is in use."""
+    """Like on CUDA, where pinned memory comes in powers of two: all of it counts, and only the part
+    in use is written to disk."""
     def rounded(copies, buffer):
         size = 1 << (buffer.numel() - 1).bit_length()
         return torch.empty(size, dtype=torch.uint8)[:buffer.numel()].copy_(buffer)
@@ -198,7 +198,7 @@ def test_a_prompt_that_was_evicted_is_found_again_and_again(tmp_path):
 
 @pytest.mark.parametrize('n_reads', [0, 1])
 def test_the_ends_of_texts_leave_a_full_disk_first(tmp_path, n_reads):
-    """In whichever order their files were written or read."""
+    """In whatever order their files were written or read."""
     disk = stored(tmp_path, prompt(50)).prefix.disk
     room = disk.nbytes * 8 // 10
     for _ in range(n_reads):
@@ -236,7 +236,7 @@ def test_another_process_deletes_amid_a_write(tmp_path, monkeypatch):
 
 
 def test_a_waiting_request_reads_nothing(tmp_path, monkeypatch):
-    """It waits for pages, of which the first request has all."""
+    """It waits for pages while the first request has all of them."""
     stored(tmp_path)
     reads, model = [], model_of('full stack')
     monkeypatch.setattr(DiskTier, '_open', lambda *args: reads.append(1))

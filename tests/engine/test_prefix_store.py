@@ -1,5 +1,5 @@
-"""The prefix store beside rows whose K and V are made from the tokens before them, so that what is
-restored can be told."""
+"""The prefix store with rows whose K and V are computed from the preceding tokens, so that restored
+values can be checked."""
 import hashlib
 
 import pytest
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 class World:
-    """A cache of 3 rows with a store, and what each row has been fed."""
+    """A cache of 3 rows with a store, and the tokens fed to each row."""
 
     def __init__(self, shape='global and local', budget=10 ** 9, n_pages=45, kv_dtype='float32',
                  **store):
@@ -39,7 +39,7 @@ class World:
         self.texts, self.last_blocks = [[], [], []], [None] * 3
 
     def kv(self, slot, tokens, first):
-        """K (1, 1, n, 4) of the tokens from `first` on: numbers that depend on all before."""
+        """K (1, 1, n, 4) of the tokens from `first` on; it depends on all previous tokens."""
         hashes = [hashlib.blake2b(bytes(tokens[:p + 1]), digest_size=2).digest()
                   for p in range(first, len(tokens))]
         numbers = [int.from_bytes(x, 'big') + slot for x in hashes]
@@ -47,8 +47,8 @@ class World:
         return numbers * torch.tensor([1.0, -0.5, 0.25, 1e-3])
 
     def begin(self, row, tokens):
-        """The row takes over what it can of `tokens`, and is then fed the rest; returns how much it
-        took over."""
+        """Restore as many of `tokens` to the row as possible and feed it the rest; return the
+        number of restored tokens."""
         hit = self.store.match(tokens)
         stops = self.store.chunk_ends(hit, len(tokens))
         self.last_blocks[row] = self.store.restore(row, hit)
@@ -78,8 +78,8 @@ class World:
         self.texts[row], self.last_blocks[row] = [], None
 
     def visit(self, text, slowly=False):
-        """A row begins with `text` and ends, `slowly` token by token; returns how much it took
-        over."""
+        """Begin a row with `text` and end it, token by token if `slowly`; return the number of
+        restored tokens."""
         found = self.begin(0, text[:2] if slowly else text)
         for token in text[2:] if slowly else []:
             self.feed(0, [token])
@@ -88,7 +88,7 @@ class World:
         return found
 
     def check(self, row):
-        """Every key and value that a later token can see."""
+        """Check every key and value that a later token can see."""
         text, held = self.texts[row], len(self.texts[row])
         for i, store in enumerate(self.cache.stores):
             k = self.kv(i, text, 0)
@@ -136,7 +136,7 @@ TURN = st.tuples(st.sampled_from(['append', 'edit', 'fork', 'repeat', 'new']),
        n_pages=st.sampled_from([15, 20, 45]), kv_dtype=st.sampled_from(['float32', 'int8']),
        prune=st.booleans())
 def test_what_is_restored_is_what_was_there(shape, turns, budget, n_pages, kv_dtype, prune):
-    """Texts that go on, are edited, fork, are repeated; rows overlap; pages run out, leaves are
+    """Texts are continued, edited, forked and repeated; rows overlap; pages run out, leaves are
     evicted."""
     world, said = World(shape, budget, n_pages, kv_dtype, prune=prune), [[1, 2, 0, 1]]
     for kind, pick, n, more, stay in turns:
@@ -154,7 +154,7 @@ def test_what_is_restored_is_what_was_there(shape, turns, budget, n_pages, kv_dt
             for token in new[:more]:
                 world.feed(row, [token])
         except OutOfPages:
-            # else what it begins with could not be restored, and it holds nothing
+            # otherwise its beginning could not be restored, and it is empty
             if world.last_blocks[row] is not None:
                 world.end(row)
         else:
@@ -171,7 +171,7 @@ def test_what_is_restored_is_what_was_there(shape, turns, budget, n_pages, kv_dt
 
 @pytest.mark.parametrize('shape', SHAPES)
 def test_a_text_that_goes_on_pays_only_for_what_is_new(shape):
-    """However few tokens are appended, and even if none is."""
+    """Even if few tokens are appended, or none."""
     world, text = World(shape), []
     for n in [23, 1, 0, 1, 2, 5, 1, 9, 0, 0, 3]:
         text = text + [i % 3 for i in range(n)]
@@ -189,14 +189,14 @@ def test_a_text_edited_anywhere_is_taken_over_up_to_about_twice_as_far_back():
 
 
 def test_where_others_leave_it_a_prefix_becomes_an_anchor():
-    """The third that begins alike takes over all that is common."""
+    """The third text with the same beginning reuses all of the common prefix."""
     world, system = World(), [i * i % 61 for i in range(20)]
     found = [world.visit(system + [user] * 30) for user in (1, 2, 3, 4)]
     assert found[0] == 0 and found[2:] == [20, 20]
 
 
 def test_where_the_tree_branches_it_stays_an_anchor():
-    """However far one branch goes on, and though there is another anchor shortly before."""
+    """Even if one branch becomes long, and there is another anchor shortly before."""
     world, trunk = World('window of a block'), [i * i % 61 for i in range(36)]
     world.begin(0, trunk[:2])
     for token in trunk[2:]:
@@ -231,12 +231,12 @@ def test_the_least_recently_used_leaves_go_first():
 
 
 def test_a_text_is_evicted_from_its_end_anchor_by_anchor():
-    """What is left can be gone on from, and has no local parts that serve nobody."""
+    """The rest can still be continued, and keeps no local parts that nothing can use."""
     world, text, depths = World(), [i * i % 61 for i in range(41)], []
     world.visit(text, slowly=True)
     while world.store.blocks:
         hit = world.store.match(text)
-        assert len(hit.blocks) == hit.n_matched  # nothing behind the last anchor
+        assert len(hit.blocks) == hit.n_matched  # nothing after the last anchor
         depths.append(hit.n_matched)
         world.store.budget = world.store.nbytes - 1
         world.store._shrink()
@@ -247,11 +247,11 @@ def test_a_text_is_evicted_from_its_end_anchor_by_anchor():
 def test_no_room_for_what_is_restored():
     world = World('all global', n_pages=10)
     world.visit([1] * 30)
-    world.begin(1, [2] * 38)  # the first one's pages go to the host
+    world.begin(1, [2] * 38)  # the first row's pages go to the host
     with pytest.raises(OutOfPages, match='pages of 4 positions are to be restored'):
         world.store.restore(0, world.store.match([1] * 30))
     assert world.cache.length(0) == 0 and world.cache.table.rows[0] == []
-    assert [block.users for block in world.store.blocks if block.users] == [1]  # that of row 1
+    assert [block.users for block in world.store.blocks if block.users] == [1]  # row 1's
     world.consistent()
 
 
@@ -259,7 +259,7 @@ def test_after_a_fault_the_tree_is_the_truth():
     world = World()
     world.begin(0, list(range(30)))
     world.begin(1, list(range(20)))
-    world.cache.table.refs[5] += 3  # as an interruption may leave it
+    world.cache.table.refs[5] += 3  # as may happen after an interruption
     world.store.nbytes = -7
     world.cache.reset()
     world.store.recover()

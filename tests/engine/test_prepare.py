@@ -1,4 +1,4 @@
-"""A prepared engine: requests neither compile a kernel nor capture a step."""
+"""A prepared engine: requests compile no kernels and capture no steps."""
 import json
 
 import pytest
@@ -88,7 +88,7 @@ def test_requests_compile_and_capture_nothing(heads, kv_dtype, room, prefix):
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Steps are captured on this device too."""
+    """Capture steps on this device too."""
     monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
 
 

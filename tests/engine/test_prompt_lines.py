@@ -1,5 +1,5 @@
-"""Files of many prompts, each with parameters of its own: what a line may say, and that a wrong one
-harms no other."""
+"""Files of many prompts, each with its own parameters: which lines are accepted, and that a wrong
+line affects no other."""
 import dataclasses
 import json
 
@@ -17,7 +17,7 @@ DEFAULTS = SamplingParams(max_new_tokens=9, temperature=0.5, seed=4, stop=('x',)
 
 @pytest.fixture
 def requests(tmp_path):
-    """What is read from a file with this content."""
+    """Return a function that reads the requests from a file with the given content."""
     def read(content, name='many.jsonl'):
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())

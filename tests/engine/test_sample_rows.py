@@ -1,5 +1,5 @@
-"""Rows with parameters of their own: the distribution that each is drawn from, and that it depends
-on the row alone."""
+"""Rows with their own parameters: each is sampled from the right distribution, which depends only
+on the row."""
 import math
 
 import numpy as np
@@ -29,7 +29,7 @@ def make(batch):
 
 
 def probabilities(logits, rows):
-    """(B, V) float64: the distributions that `sample_rows` draws from."""
+    """(B, V) float64: the distributions that `sample_rows` samples from."""
     scores = _penalised(logits if logits.dtype == torch.float64 else logits.float(), rows)
     probs = torch.zeros(scores.shape, dtype=torch.float64)
     for b, row in enumerate(rows):
@@ -43,7 +43,7 @@ def probabilities(logits, rows):
 
 
 def plainly(logits, row_params, seen):
-    """{token: probability} of one row, in plain Python: the definition."""
+    """The definition in plain Python: {token: probability} of one row."""
     x = logits.double().tolist()
     for token in set(seen):
         penalty = row_params.repetition_penalty
@@ -67,7 +67,7 @@ def plainly(logits, row_params, seen):
 
 
 def by_inverse_cdf(probs, u):
-    """The first token, in the order of ids, at which the sum exceeds u."""
+    """The first token, in order of ids, at which the cumulative probability exceeds u."""
     total = 0.0
     for token, p in probs.items():
         total += p
@@ -89,8 +89,8 @@ def test_a_row_is_drawn_by_its_uniform_number_from_its_own_distribution(batch, s
 @given(batches, st.integers(0, 1000), st.randoms(use_true_random=False), st.sampled_from([10, 300]))
 def test_neither_the_batch_nor_the_order_of_rows_changes_what_a_row_draws(batch, seed, random,
                                                                           n_vocab):
-    """To the bit, with float32 as with ties (bfloat16), log-probabilities and a bad row
-    included."""
+    """Bit for bit, in float32 and with ties (bfloat16), including log-probabilities and a bad
+    row."""
     for dtype in (torch.float32, torch.bfloat16):
         logits = random_logits(len(batch), n_vocab, seed=seed).to(dtype)
         logits[random.randrange(len(batch)),
@@ -118,15 +118,15 @@ def test_tokens_that_tie_with_the_least_likely_kept_are_kept(settings, kept_ids)
                                               (dict(min_p=0.5), 2), (dict(min_p=0.25), 4)])
 @pytest.mark.parametrize('top_k', [0, 4])
 def test_a_bound_that_is_reached_exactly(settings, n_kept, top_k):
-    """Top-p needs no more than its bound, and min-p keeps what has just that: weights 1, 1/2, 1/4,
-    1/4."""
+    """Top-p stops once the sum equals its bound, and min-p keeps tokens exactly at its bound;
+    weights 1, 1/2, 1/4, 1/4."""
     logits = torch.tensor([[1.0, 0.5, 0.25, 0.25, 0.0][:5 if top_k else 4]]).double().log()
     row = SampleRow(SamplingParams(**settings, top_k=top_k))
     assert int((probabilities(logits, [row]) > 0).sum()) == n_kept
 
 
 def test_top_p_of_one_keeps_tokens_too_unlikely_to_change_a_sum(monkeypatch):
-    """1 + exp(-40) == 1, yet the smallest random number draws it: also beside a row with top-p."""
+    """1 + exp(-40) == 1, yet the smallest random number selects it, even next to a top-p row."""
     monkeypatch.setattr('engine.sampler.uniforms', lambda seeds, positions: np.zeros(len(seeds)))
     logits = torch.tensor([[-40.0, 0.0, -50.0]]).expand(2, 3)
     for top_k in (0, 2):
@@ -205,8 +205,8 @@ def test_wrong_calls():
        st.integers(0, 1000))
 def test_hugging_faces_processors_give_the_same_distributions(temperature, top_k, top_p, min_p,
                                                               penalty, seen, seed):
-    """Each by itself and all in a row, in the order of its `generate`. There are no equal logits
-    here, where top-p differs."""
+    """Each one by itself and all in sequence, in the order of its `generate`. There are no equal
+    logits here, because top-p treats ties differently."""
     hf = pytest.importorskip('transformers.generation.logits_process')
     logits = random_logits(1, 50, seed=seed, dtype=torch.float64)
     chain = [(hf.RepetitionPenaltyLogitsProcessor(penalty), dict(repetition_penalty=penalty)),

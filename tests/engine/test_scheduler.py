@@ -1,5 +1,5 @@
-"""The scheduler without a model: rows and pages by a cache that is lists of numbers, requests that
-come and go at will."""
+"""The scheduler without a model: a cache of rows and pages that only stores numbers, and requests
+that come and go at random."""
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from engine.scheduler import Request, Scheduler
 
 
 class Cache:
-    """The bookkeeping of a paged cache. `texts[row]` are the very tokens that the row holds."""
+    """The bookkeeping of a paged cache. `texts[row]` are the tokens stored in the row."""
 
     def __init__(self, batch_size, max_seq_len, n_pages, page_size):
         self.batch_size, self.max_seq_len = batch_size, max_seq_len
@@ -31,19 +31,19 @@ class Cache:
 
     def reserve(self, row, length):
         assert length <= self.max_seq_len
-        # OutOfPages, had the scheduler not looked before
+        # OutOfPages, if the scheduler had not checked before
         self.table.extend(row, len(self.texts[row]), length)
 
     def append(self, row, tokens):
-        """Pages must have been taken already: a step that finds none fails for all who take part in
-        it."""
+        """Pages must have been reserved before: a step without pages fails for all its requests.
+        """
         self.texts[row] += tokens
         assert len(self.texts[row]) <= min(self.max_seq_len,
                                            len(self.table.rows[row]) * self.table.page_size)
 
 
 class Simulation:
-    """Scheduler and cache, and what the engine does with them: feed tokens, draw new ones,
+    """Scheduler and cache, and what the engine does with them: feed tokens, sample new ones,
     finish."""
 
     def __init__(self, batch_size=3, max_seq_len=20, n_pages=10, page_size=4, prefill_chunk=8):
@@ -88,8 +88,8 @@ class Simulation:
                     self.finish(request)
 
     def run(self):
-        """Until all have finished. The oldest gets a token in every step, so they cannot be more
-        than there are tokens."""
+        """Run until all have finished. The oldest request gets a token in every step, so there
+        cannot be more steps than tokens."""
         most = sum(r.length + r.params.max_new_tokens for r in self.requests)
         for n in range(most + 1):
             if not self.unfinished:
@@ -106,10 +106,10 @@ class Simulation:
         assert not any(self.cache.texts[n_running:]) and not any(table.rows[n_running:])
         for r in scheduler.running:
             assert self.cache.texts[r.row] == (r.prompt + r.tokens)[:r.num_computed_tokens]
-            # the latest token is not held yet; no page is taken long before it is needed
+            # the latest token is not cached yet; no page is taken long before it is needed
             needed = [table.pages_for(r.length), table.pages_for(r.length - 1)]
             assert len(table.rows[r.row]) in needed
-        # first come, first served: who waits came later than all who run
+        # first come, first served: waiting requests arrived after all running ones
         waiting = [r.number for r in scheduler.waiting]
         running = [r.number for r in scheduler.running]
         assert waiting == sorted(waiting)
@@ -125,8 +125,8 @@ class Requests(RuleBasedStateMachine):
 
     @rule(n_prompt=st.integers(1, 20), max_new_tokens=st.integers(1, 12))
     def add(self, n_prompt, max_new_tokens):
-        """`check` refuses exactly what does not fit by itself: the last token is drawn, but never
-        held."""
+        """`check` refuses exactly what does not fit by itself: the last token is sampled but never
+        cached."""
         cache, positions = self.s.cache, n_prompt + max_new_tokens - 1
         if positions <= min(cache.max_seq_len, cache.table.n_pages * cache.table.page_size):
             self.s.add(n_prompt, max_new_tokens)
@@ -143,12 +143,12 @@ class Requests(RuleBasedStateMachine):
                                              for r in decoding])
         n_free, preempted_before = s.cache.table.n_free, {r: r.preempted for r in s.requests}
         work = s.step()
-        # preemption: only when pages lack, of the latest, and the oldest goes on whatever happens
+        # preemption: only if pages run out, the latest first, and the oldest always continues
         preempted = [r for r in s.requests if r.preempted > preempted_before[r]]
         assert bool(preempted) == (needed > n_free)
         assert all(r in before and r.number > max(kept.number for kept in before
                                                   if kept not in preempted) for r in preempted)
-        # one token for each that decodes, whatever is prefilled beside
+        # one token for each decoding request, whatever is prefilled in the same step
         assert {r.number for r in work.decode} == {r.number for r in decoding if r not in preempted}
         assert all(len(r.tokens) >= before[r] + 1 for r in work.decode)
         # prefill: at most a chunk, padding included, in the order of arrival
@@ -159,19 +159,19 @@ class Requests(RuleBasedStateMachine):
         assert len(set(taken + work.decode)) == len(taken + work.decode)
         left_out = [r.number for r in s.scheduler.running if r not in taken and not r.decoding]
         assert max((r.number for r in taken), default=-1) < min(left_out, default=10 ** 9)
-        if before or s.unfinished or work.prefill:  # something always goes on
+        if before or s.unfinished or work.prefill:  # there is always progress
             assert taken or work.decode
 
     @precondition(lambda self: self.s.unfinished)
     @rule(data=st.data())
     def finish(self, data):
-        """By a stop text, or cancelled: of one that runs, or one that waits."""
+        """End a running or waiting request, as after a stop text or a cancellation."""
         self.s.finish(data.draw(st.sampled_from(self.s.unfinished)))
 
     @rule()
     def start_over(self):
-        """What the engine does when a step was interrupted: all that run wait again, and keep what
-        they have drawn."""
+        """Do what the engine does after an interrupted step: all running requests wait again, and
+        keep their sampled tokens."""
         tokens = {r: list(r.tokens) for r in self.s.unfinished}
         for request in sorted(self.s.scheduler.running, key=lambda r: -r.number):
             self.s.scheduler.preempt(request)
@@ -211,10 +211,10 @@ def test_short_prompts_are_computed_together_and_a_long_one_in_chunks_beside_tho
 
 
 @pytest.mark.parametrize('sizes, requests, n_running', [
-    # a page is kept spare: the first request's next token would preempt the second
+    # one page is left free: otherwise the first request's next token would preempt the second
     (dict(batch_size=2, max_seq_len=16, n_pages=4), [(8, 5), (8, 2)], 1),
     (dict(batch_size=2, max_seq_len=16, n_pages=5), [(8, 5), (8, 2)], 2),
-    # but not if no row can need it
+    # but not if no row can need one
     (dict(batch_size=3, max_seq_len=8, n_pages=6), [(5, 4), (8, 1), (5, 4)], 3)])
 def test_admission_keeps_a_page_spare_if_a_running_row_may_need_it(sizes, requests, n_running):
     s = Simulation(page_size=4, prefill_chunk=100, **sizes)

@@ -1,4 +1,4 @@
-"""The table of pages on the device: equal to the cache's, though only changes are sent."""
+"""The page table on the device: equal to the cache's, although only changes are sent."""
 import contextlib
 from unittest import mock
 
@@ -29,8 +29,8 @@ def whole(cache, n_rows):
 
 
 class Tables(RuleBasedStateMachine):
-    """Any sequence of operations on a cache; static caches of several sizes update their tables now
-    and then."""
+    """Any sequence of operations on a cache; static caches of several sizes update their tables
+    from time to time."""
 
     @initialize(n_pages=st.integers(4, 40), page_size=st.sampled_from([1, 2, 3]))
     def start(self, n_pages, page_size):
@@ -40,7 +40,7 @@ class Tables(RuleBasedStateMachine):
 
     @rule(row=ROW, length=st.integers(0, ROOM), interrupted=st.booleans())
     def reserve(self, row, length, interrupted):
-        """Perhaps with Ctrl-C after the first page: the row keeps the pages that it has by then."""
+        """Reserve pages, or press Ctrl-C after the first, which the row then keeps."""
         table, take, left = self.cache.table, self.cache.table._take, iter(range(1))
 
         def interrupted_take():
@@ -70,7 +70,7 @@ class Tables(RuleBasedStateMachine):
 
     @rule(view=VIEW)
     def interrupted_update(self, view):
-        """Ctrl-C after the entries were written, before `set` has recorded that."""
+        """Ctrl-C after the entries were written, but before `set` has recorded it."""
         put = torch.Tensor.index_put_
 
         def interrupted(*args):
@@ -85,7 +85,7 @@ class Tables(RuleBasedStateMachine):
         view, address = self.views[view], self.addresses[view]
         view.set([None])
         assert view.block_table.tolist() == whole(self.cache, view.batch_size)
-        assert view.block_table.data_ptr() == address  # a CUDA graph holds it
+        assert view.block_table.data_ptr() == address  # a CUDA graph keeps it
 
     @invariant()
     def the_largest_is_up_to_date(self):
@@ -123,7 +123,7 @@ def test_a_page_that_one_row_takes_costs_one_entry(monkeypatch):
 
 @pytest.mark.parametrize('paged', [False, True])
 def test_a_static_step_under_autocast_is_the_ordinary_one(paged):
-    """Autocast would make the scores bfloat16, which the stored float32 cannot join."""
+    """Autocast would make the scores bfloat16, which cannot be combined with the stored float32."""
     model = random_model(GPTConfig(**FULL_STACK), torch.float32)
     pages = dict(cache_class=PagedKVCache, n_pages=20, page_size=4) if paged else {}
     caches = [model.new_cache(2, 20, **pages) for _ in 'ab']

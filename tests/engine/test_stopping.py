@@ -1,5 +1,5 @@
-"""Stop texts: whatever the pieces, what comes out is the text up to the first stop text, and as
-early as can be."""
+"""Stop texts: whatever the pieces, the output is the text up to the first stop text, and comes as
+early as possible."""
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +12,8 @@ STOPS = st.lists(st.text('abc', min_size=1, max_size=5), max_size=4)
 
 
 def cut(text, stops):
-    """The definition, letter by letter: the first end of `text` at which a stop text is complete,
-    less the longest."""
+    """The definition, letter by letter: `text` up to where a stop text is first complete, without
+    the longest stop text that ends there."""
     for n in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:n].endswith(stop)]
         if complete:
@@ -34,7 +34,7 @@ def test_whatever_the_pieces_the_text_ends_at_the_first_stop_text(pieces, stops)
 
 @given(pieces=st.lists(SHORT, max_size=8), stops=STOPS)
 def test_text_is_out_as_soon_as_it_is_certain_and_no_sooner(pieces, stops):
-    """Held back is exactly the longest end that some stop text begins with."""
+    """Exactly the longest suffix that is the beginning of a stop text is held back."""
     filter, text, out = StopFilter(stops), '', ''
     for piece in pieces:
         text, out = text + piece, out + filter(piece)
@@ -48,7 +48,7 @@ def test_text_is_out_as_soon_as_it_is_certain_and_no_sooner(pieces, stops):
 # -- the text of a sample --------------------------------------------------------------------------
 
 class Halves:
-    """A decoder whose ids are halves of characters, as bytes of UTF-8 are: a character is there
+    """A decoder whose ids are halves of characters, like bytes of UTF-8: a character is complete
     with its second half."""
 
     def __init__(self):

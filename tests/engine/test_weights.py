@@ -1,4 +1,4 @@
-"""Quantized weights: what the matmuls compute, how little logits move, where they serve."""
+"""Quantized weights: what the matmuls compute, how little logits change, where they are used."""
 import pytest
 import torch
 
@@ -108,7 +108,7 @@ def test_a_quantized_model_is_smaller_and_serves_its_own_tokens(native_on, dtype
     params = SamplingParams(max_new_tokens=20, temperature=0)
     [done] = engine.generate([idx[0, :6].tolist()], params)
     assert bool(engine.fast_decode) == native_on
-    if kv_dtype == 'auto':  # as without any cache
+    if kv_dtype == 'auto':  # as without a cache
         text = torch.tensor([idx[0, :6].tolist() + done.tokens])
         assert full_logits(model, text)[0, 5:-1].argmax(-1).tolist() == done.tokens
     assert len(done.tokens) == 20

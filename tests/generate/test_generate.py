@@ -1,5 +1,5 @@
-"""Generation through the cache gives the same tokens as full forwards in float64, also past windows
-and context."""
+"""Cached generation gives the same tokens as full forwards in float64, even beyond windows and
+context."""
 import math
 
 import pytest
@@ -18,7 +18,7 @@ KINDS = pytest.mark.parametrize('kind', [VANILLA, FULL_STACK], ids=['vanilla', '
 
 
 def sharp_model(config, seed=0):
-    """Weights large enough that one wrong key changes the tokens."""
+    """A model with weights so large that a single wrong key changes the tokens."""
     model = GPT(GPTConfig(**config)).double().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -34,8 +34,8 @@ def prompt(rows, t, seed=1):
 
 @torch.no_grad()
 def uncached(model, idx, n, temperature=1.0, top_k=0, gens=None):
-    """nanoGPT's loop: a full forward per token, cropped to block_size where positions are
-    learned."""
+    """nanoGPT's loop: a full forward per token, cropped to block_size if positions are learned.
+    """
     for _ in range(n):
         rope = model.config.pos_embedding == 'rope'
         logits = model(idx if rope else idx[:, -model.config.block_size:])[0][:, -1]

@@ -1,5 +1,5 @@
-"""Prompts of different lengths in one batch, and rows that finish before others: each gets the
-tokens that it would get alone."""
+"""Prompts of different lengths in one batch, and rows that finish early: each row gets the tokens
+that it would get by itself."""
 import pytest
 import torch
 
@@ -25,7 +25,7 @@ def prompts_of(lengths):
 
 
 def alone(model, prompts, n, sampler):
-    """(B, n) by full forwards, each prompt by itself; `sampler` is (temperature, top_k)."""
+    """(B, n) tokens from full forwards, each prompt by itself; `sampler`: (temperature, top_k)."""
     rows = []
     for p, generator in zip(prompts, seeded(len(prompts))):
         rows.append(uncached(model, p[None], n, *sampler, [generator])[:, p.numel():])
@@ -44,7 +44,7 @@ def test_each_prompt_gets_the_tokens_it_gets_alone(kind, lengths, sampler):
 
 
 def test_only_rows_past_block_size_are_recomputed_and_no_finished_ones(monkeypatch):
-    """Each forward pass as (shape, lens): those with lens are through the cache."""
+    """Records (shape, lens) of each forward pass: passes with lens use the cache."""
     fed, plain, model = [], GPT.forward, sharp_model(VANILLA)
 
     def forward(self, idx, **kw):
@@ -68,7 +68,7 @@ def test_only_rows_past_block_size_are_recomputed_and_no_finished_ones(monkeypat
 # -- finished rows ---------------------------------------------------------------------------------
 
 def until_stop(rows, stop_tokens):
-    """The rows up to their first stop token, which fills up the shorter ones."""
+    """The rows up to their first stop token; shorter ones are padded with it."""
     cut = []
     for row in rows:
         ends = [i for i, token in enumerate(row) if token in stop_tokens]
@@ -103,7 +103,7 @@ def test_generate_with_stop_tokens(kind):
 @KINDS
 @pytest.mark.parametrize('stop_tokens', [False, True])
 def test_rows_may_be_finished_from_outside(kind, stop_tokens):
-    """At once, later, and all: the stream ends with the last, and the others are not disturbed."""
+    """At once, later, and all: the stream ends with the last row, and other rows are unaffected."""
     model, prompts = sharp_model(kind), prompts_of((4, 23, 2))
     whole = alone(model, prompts, 20, (0, 0))
     unseen = set(range(23)) - set(torch.cat([whole.flatten(), *prompts]).tolist())

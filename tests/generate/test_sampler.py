@@ -1,5 +1,5 @@
-"""The sampler: which tokens each setting keeps, how often it draws them, and whose random numbers a
-row uses."""
+"""The sampler: which tokens each setting keeps, how often they are sampled, and which random
+numbers a row uses."""
 import math
 
 import pytest
@@ -19,7 +19,7 @@ def draws(sampler, logits):
 
 
 def kept(logits, **settings):
-    """The ids that the sampler can draw."""
+    """The ids that the sampler can return."""
     return set(draws(Sampler(**settings), logits).tolist())
 
 
@@ -33,7 +33,7 @@ def test_temperature_0_takes_the_likeliest_of_each_row():
                          + [(dict(top_k=2), [0.4, 0.3, 0, 0, 0]), (dict(top_k=5), PROBS),
                             (dict(top_p=0.65), [0.4, 0.3, 0, 0, 0])])
 def test_draws_follow_the_distribution(settings, probs):
-    """Within 4.5 standard deviations of a binomial (the seed is fixed: this cannot flake)."""
+    """Within 4.5 standard deviations of a binomial (the seed is fixed: the test is not flaky)."""
     frequency = torch.bincount(draws(Sampler(**settings), PROBS.log()), minlength=5) / DRAWS
     p = torch.as_tensor(probs) / torch.as_tensor(probs).sum()
     assert ((frequency - p).abs() <= 4.5 * (p * (1 - p) / DRAWS).sqrt()).all()
@@ -47,8 +47,8 @@ def test_ties_and_bounds_that_are_reached_exactly():
 
 
 def test_top_p_counts_after_temperature_and_top_k():
-    """The first has 4/7 > 0.5 of the two likeliest, 0.4 < 0.5 of all, and less than 0.3 when
-    hot."""
+    """The first token has 4/7 > 0.5 of the top two, 0.4 < 0.5 of all, and less than 0.3 at a high
+    temperature."""
     assert kept(PROBS.log(), top_p=0.5, top_k=2) == {0}
     assert kept(PROBS.log(), top_p=0.5) == {0, 1}
     assert kept(PROBS.log(), top_p=0.5, temperature=100.0) == {0, 1, 2}
@@ -76,7 +76,7 @@ def test_the_draws_of_a_row_do_not_depend_on_the_rest_of_the_batch():
 
 def test_sample_0_goes_on_where_the_global_generator_stands():
     torch.manual_seed(5)
-    torch.randn(100)  # a model is built
+    torch.randn(100)  # as building a model does
     gens = sample_generators(5, 2, CPU)
     assert torch.equal(gens[0].get_state(), torch.get_rng_state())
     expected = torch.cat([Sampler()(torch.linspace(0, 1, 9)[None]) for _ in range(20)], dim=1)

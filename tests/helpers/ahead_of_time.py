@@ -1,5 +1,5 @@
-"""Kernels compiled for an H100 on a machine that has none, specialised as Triton specialises them
-for the arguments of a launch."""
+"""Kernels compiled for an H100 on a machine without one, specialised as Triton would for the
+arguments of a launch."""
 import os
 import re
 import subprocess
@@ -33,7 +33,7 @@ class CompilesOnly:
 
 
 def specialised(kernel, given: dict) -> tuple[dict, dict, dict]:
-    """(signature, constants, attributes) of a launch with these arguments."""
+    """Return (signature, constants, attributes) for a launch with these arguments."""
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         x, fixed = given[name], kernel.params[i].do_not_specialize
@@ -51,9 +51,9 @@ def specialised(kernel, given: dict) -> tuple[dict, dict, dict]:
 
 
 def innermost_loop(compiled) -> dict:
-    """Accesses to global memory in the loop of a kernel with one loop, after pipelining.
+    """Count accesses to global memory in the only loop of a kernel, after pipelining.
 
-    copies: asynchronous copies. loads: loads of tensors, which the iteration waits for. scalars:
+    copies: asynchronous copies. loads: tensor loads that the iteration waits for. scalars:
     scalars loaded for the same iteration. scalars_ahead: scalars loaded for the next iteration.
     """
     lines, found = compiled.asm['ttgir'].splitlines(), []
@@ -73,13 +73,13 @@ def innermost_loop(compiled) -> dict:
 
 
 def uses(name: str, body: list[str]) -> list[str]:
-    """The lines that name a value, without the first, which defines it."""
+    """The lines that contain a value's name, except the first, which defines it."""
     return [line for line in body if re.search(re.escape(name) + r'\b', line)][1:]
 
 
 def resources(compiled) -> dict:
-    """Read from the binary. registers: per thread. spilled: bytes of stack and local memory per
-    thread, where spilled registers go. shared: bytes of shared memory per program."""
+    """Resources, read from the binary. registers: per thread. spilled: bytes of stack and local
+    memory per thread, used for spilled registers. shared: bytes of shared memory per program."""
     folder = os.path.join(os.path.dirname(triton.__file__), 'backends', 'nvidia', 'bin')
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
         file.write(compiled.asm['cubin'])

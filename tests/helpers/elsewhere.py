@@ -13,7 +13,7 @@ ALPHABET = '\n' + ''.join(map(chr, range(32, 127)))
 
 
 def commands(language: str) -> list[str]:
-    """The section's blocks of `language`: each shell command, or each block of Python whole."""
+    """The section's code in `language`: each shell command, or each complete block of Python."""
     text = (ROOT / 'docs/interop.md').read_text()
     section = re.search(r'^## Take it elsewhere\n(.*?)^## ', text, re.M | re.S)[1]
     blocks = re.findall(rf'^```{language}\n(.*?)^```', section, re.M | re.S)
@@ -22,8 +22,8 @@ def commands(language: str) -> list[str]:
 
 
 def train_in(folder: Path, monkeypatch) -> Path:
-    """Train the model that README exports, small, in folder/out-mqa-local, on printable characters.
-    -> data sets' folder."""
+    """Train a small version of the model that README exports in folder/out-mqa-local, on printable
+    characters. Return the folder of the data sets."""
     ids = np.random.default_rng(3).integers(len(ALPHABET), size=2000)
     meta = {'vocab_size': len(ALPHABET), 'stoi': {c: i for i, c in enumerate(ALPHABET)},
             'itos': dict(enumerate(ALPHABET))}

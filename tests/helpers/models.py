@@ -1,5 +1,5 @@
-"""Small random models whose attention is sharp, so that one wrong key shows, and the ways to feed
-them through a cache."""
+"""Small random models with attention so sharp that a single wrong key shows, and ways to feed them
+tokens through a cache."""
 import torch
 from hypothesis import strategies as st
 
@@ -37,7 +37,7 @@ def full_logits(model, idx):
 
 @torch.no_grad()
 def feed(model, cache, idx, chunks):
-    """All logits of idx (B, T), appended chunk by chunk."""
+    """All logits of idx (B, T), which is fed to the cache chunk by chunk."""
     assert sum(chunks) == idx.size(1)
     return torch.cat([model(piece, cache=cache, all_logits=True)[0]
                       for piece in idx.split(list(chunks), dim=1)], dim=1)
@@ -50,7 +50,7 @@ def max_gap(a, b):
 
 @st.composite
 def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
-    """Every kind of plan, at least one period plus one layer deep."""
+    """All kinds of plans, at least one period plus one layer deep."""
     pattern = draw(st.sampled_from(['LLLLLG', 'LG', 'GL', 'LLG', 'G', 'L'])
                    | st.text('GL', min_size=1, max_size=4))
     share = ''.join(draw(st.sampled_from('AB' if kind == 'L' else 'XY')) for kind in pattern)
@@ -72,7 +72,7 @@ def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
 
 @st.composite
 def chunkings(draw, total):
-    """One shot, single tokens, or any cuts (a resumed turn is single tokens, then a chunk)."""
+    """One chunk, single tokens, or any cuts (a resumed turn is single tokens, then a chunk)."""
     way = draw(st.sampled_from(['one shot', 'single tokens', 'any', 'any', 'any', 'resumed']))
     if way == 'one shot':
         return [total]

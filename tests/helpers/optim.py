@@ -1,4 +1,4 @@
-"""A small model, and steps of its optimizer."""
+"""A small model and optimizer steps on it."""
 from types import SimpleNamespace
 
 import torch

@@ -1,9 +1,9 @@
-"""The whole model once more, dense and in float64, from DESIGN's rules alone: what every faster
-form is compared with.
+"""The complete model again, dense and in float64, written only from DESIGN's rules: the reference
+for every faster implementation.
 
 Nothing here comes from attention/, kv/ or model.py: masks are explicit (T, T) matrices, K/V heads
-are repeated, rotations are complex multiplications, and each layer finds its own kind, window and
-KV owner. """
+are repeated, rotations are complex multiplications, and each layer computes its own kind, window
+and KV owner. """
 import math
 
 import torch
@@ -14,7 +14,7 @@ def is_local(config, i):
 
 
 def kv_owner(config, i):
-    """The first layer that holds the K/V which layer `i` attends over."""
+    """The layer that owns the K/V which layer `i` attends over."""
     def one_cache(j):
         period = len(config.layer_pattern)
         tied = config.share_global_kv and not is_local(config, i) and not is_local(config, j)
@@ -25,14 +25,14 @@ def kv_owner(config, i):
 
 
 def visible(n_positions, window):
-    """(T, T) bool, row = query: written out pair by pair. window 0 = all before."""
+    """(T, T) bool, row = query, written out pair by pair. window 0: all previous positions."""
     return torch.tensor([[j <= i and (window == 0 or j > i - window) for j in range(n_positions)]
                          for i in range(n_positions)])
 
 
 def dense_attention(q, k, v, window=0):
-    """float64 attention of q (B, H, t, D) over k, v (B, Hkv, S, D); the last query stands at the
-    last key."""
+    """float64 attention of q (B, H, t, D) over k, v (B, Hkv, S, D); the last query has the position
+    of the last key."""
     q, k, v = (x.to(torch.float64) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     scores = torch.einsum('bhtd,bhsd->bhts', q, k) / math.sqrt(q.size(-1))
@@ -41,7 +41,7 @@ def dense_attention(q, k, v, window=0):
 
 
 def rotate(x, positions, theta):
-    """Half-split pairs of x (..., T, D) as complex numbers, turned by pos * theta**(-2d/D)."""
+    """Rotate half-split pairs of x (..., T, D), as complex numbers, by pos * theta**(-2d/D)."""
     D = x.size(-1)
     speed = torch.tensor([theta ** (-2 * d / D) for d in range(D // 2)], dtype=torch.float64)
     angle = torch.as_tensor(positions, dtype=torch.float64)[:, None] * speed
@@ -66,7 +66,7 @@ def gelu(x, form):
 
 
 def int8_rounded(x):
-    """x as int8 with one fp16 scale per position and head would hold it; straight-through
+    """x rounded as if stored in int8 with an fp16 scale per position and head; straight-through
     gradient."""
     scale = (x.detach().abs().amax(-1, keepdim=True) / 127).half().double()
     return x + ((x / scale).round().clamp(-127, 127) * scale - x).detach()

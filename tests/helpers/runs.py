@@ -1,4 +1,4 @@
-"""A cache beside the texts of its rows: whatever is done to it, every step must equal a full
+"""A cache and the texts of its rows: whatever is done to the cache, every step must equal a full
 forward of each row's text."""
 import torch
 from hypothesis import strategies as st
@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from engine.paged import PagedKVCache
 from tests.helpers.models import VOCAB, full_logits, max_gap, random_model
 
-# a token whose embedding is NaN: its row is NaN from then on. No other row may be, nor the next in
-# its place
+# a token with a NaN embedding: its row is NaN from then on. No other row may become NaN, nor may a
+# later text in the same row
 BAD = VOCAB - 1
 
 
 class Run:
-    """`text[r]`: the tokens that row r should hold. Rows that hold BAD are not compared."""
+    """`text[r]`: the tokens that row r should contain. Rows with BAD are not compared."""
 
     def __init__(self, config, batch, room, kv_dtype='auto', dtype=torch.float64, bound=1e-9,
                  **paging):
@@ -25,8 +25,8 @@ class Run:
         self.generator = torch.Generator().manual_seed(1)
 
     def step(self, lens, rows=None, bad=(), t=None):
-        """The rows (all, if None) append lens[b] random tokens of t; in those of `bad` the first is
-        BAD."""
+        """Append lens[b] random tokens of t to each of the rows (all if None); in rows of `bad` the
+        first one is BAD."""
         rows_ = range(len(self.text)) if rows is None else rows
         idx = torch.randint(BAD, (len(lens), t or max(*lens, 1)), generator=self.generator)
         for b, row in enumerate(rows_):
@@ -66,8 +66,8 @@ class Run:
             self.text[target], self.text[source] = self.text[source], []
 
     def anything(self, data, can_fork=False, n_steps=(4, 10)):
-        """Steps of any shape over any rows in any order, some of them NaN, and between them resets,
-        moves and forks."""
+        """Steps of any shape over any rows in any order, some of them NaN, with resets, moves and
+        forks in between."""
         numbers = range(len(self.text))
         row = st.sampled_from(numbers)
         for _ in range(data.draw(st.integers(*n_steps))):

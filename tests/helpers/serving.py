@@ -1,5 +1,5 @@
-"""What tests of the batching engine share: tiny models, requests drawn at random, and what each
-must get."""
+"""Helpers for tests of the batching engine: tiny models, random requests, and their expected
+results."""
 import functools
 
 import torch
@@ -27,8 +27,8 @@ TOKENIZER = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate
 
 @functools.cache
 def model_of(kind: str) -> GPT:
-    """In float64, where the size of a batch changes no token. Its final weights are small, so that
-    samples vary."""
+    """A model in float64, in which the batch size changes no token. Its final weights are small, so
+    that samples vary."""
     model = random_model(GPTConfig(**KINDS[kind]))
     with torch.no_grad():
         model.lm_head.weight *= 0.5
@@ -40,7 +40,7 @@ def prompt(n, seed=0) -> list[int]:
 
 
 def needed(requests) -> int:
-    """Positions of the longest of [(prompt, params)]; the last token drawn is not held."""
+    """Positions of the longest of [(prompt, params)]; the last sampled token is not cached."""
     return max(len(ids) + params.max_new_tokens - 1 for ids, params in requests)
 
 
@@ -50,8 +50,8 @@ def budget_for(model, rows, max_seq_len, n_pages, page_size, kv_dtype='float64')
 
 
 def assert_as_full_forwards_say(model, completion, params):
-    """Token t is what `sample_rows` draws from the logits of a full forward over all before it; the
-    end is where it must be."""
+    """Check that each token is what `sample_rows` returns for the logits of a full forward over all
+    previous tokens, and that the completion ends where it must."""
     tokens, n_prompt = completion.tokens, len(completion.prompt_tokens)
     logits = full_logits(model, torch.tensor([completion.prompt_tokens + tokens[:-1]]))
     logits = logits[0, n_prompt - 1:]
@@ -74,14 +74,14 @@ def assert_as_full_forwards_say(model, completion, params):
 
 
 def alone(model, ids, params, **kinds):
-    """The completion by an engine of one row that has nothing else to do."""
+    """The completion from an engine with one row and no other requests."""
     n_prompt = len(TOKENIZER.encode(ids) if isinstance(ids, str) else ids)
     length = min(n_prompt + params.max_new_tokens, model.config.block_size)
     return Engine(model, 1, length, **kinds).generate([ids], params)[0]
 
 
 def said(completion):
-    """What must not depend on other requests (but for log-probabilities in their last bits)."""
+    """The parts that must not depend on other requests (except last bits of log-probabilities)."""
     c = completion
     return c.prompt_tokens, c.tokens, c.text, c.finish_reason, c.error
 
@@ -93,7 +93,7 @@ def assert_same(a, b):
 
 
 def assert_idle(engine):
-    """Nothing runs, waits or is held."""
+    """Check that nothing runs or waits and no page is in use."""
     table = engine.cache.table
     assert engine.n_unfinished == 0 and engine.step() == [] and not engine.jobs
     assert not engine._inboxes
@@ -123,7 +123,7 @@ def requests(draw, most=6, longest=25, **fixed):
 
 @st.composite
 def engines(draw, model, wanted, **fixed):
-    """An engine that can just run the longest of `wanted`, often with pages for little more."""
+    """An engine just large enough for the longest of `wanted`, often with few pages to spare."""
     rows, page_size = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 4, 16]))
     max_seq_len, kv_dtype = needed(wanted), fixed.get('kv_dtype', 'float64')
     least = -(-max_seq_len // page_size)

@@ -1,7 +1,7 @@
-"""Tracing and compiling as on a GPU, on a machine without one: Triton takes its target for an H100,
-and kernels run in its interpreter.
+"""Tracing and compiling as on a GPU, on a machine without one: Triton believes that its target is
+an H100, and kernels run in its interpreter.
 
-Use it in a process of its own (`run_alone`), because the patches apply to the whole process.
+Use it in a separate process (`run_alone`), because the patches apply to the entire process.
 """
 import json
 import os
@@ -27,8 +27,8 @@ class H100:
 
 
 def pretend() -> None:
-    """Kernels stay `JITFunction`s, as on a GPU, so that Dynamo can trace and AOTAutograd can
-    analyse them; a launch interprets the kernel."""
+    """Keep kernels `JITFunction`s, as on a GPU, so that Dynamo can trace and AOTAutograd can
+    analyse them, but interpret them when they are launched."""
     import torch.utils._triton
     torch.utils._triton.has_triton = lambda: True
     import triton
@@ -50,8 +50,8 @@ def pretend() -> None:
 
 
 def run_alone(program: str, *args: str, **environment: str) -> dict:
-    """Run a Python program in a process of its own, in the root of the checkout. Returns its
-    last line of output, read as JSON."""
+    """Run a Python program in a separate process, in the root of the checkout. Return its last
+    line of output, parsed as JSON."""
     env = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'} | environment
     done = subprocess.run([sys.executable, '-c', program, *args], cwd=ROOT, capture_output=True,
                           text=True, env=env)

@@ -53,10 +53,10 @@ def test_heads_become_their_mean():
 
 
 def test_layers_that_share_read_the_first_ones_keys_and_values():
-    """Where the second layer had the same input and the same K/V as the first, nothing changes."""
+    """If the second layer had the same input and the same K/V as the first, nothing changes."""
     model = model_of(MHA)
     first = model.transformer.h[0]
-    for name in ('attn.c_proj', 'mlp.c_proj'):  # layer 0 adds nothing to the stream
+    for name in ('attn.c_proj', 'mlp.c_proj'):  # layer 0 adds nothing to the residual stream
         for p in first.get_submodule(name).parameters():
             p.data.zero_()
     second = model.transformer.h[1]

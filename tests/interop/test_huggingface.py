@@ -1,4 +1,4 @@
-"""GPT-2 from Hugging Face: the logits of transformers' own model, for any layout of the files."""
+"""GPT-2 from Hugging Face: the same logits as in transformers, for any layout of the files."""
 import json
 import shutil
 import sys
@@ -20,7 +20,7 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=16, n_positions=32, vocab_size=VOCAB, b
 
 
 def theirs(**settings):
-    """A random GPT2LMHeadModel with weights so large that attention and GELU matter."""
+    """A random GPT2LMHeadModel with weights large enough for attention and GELU to matter."""
     generator = torch.Generator().manual_seed(1)
     model = GPT2LMHeadModel(GPT2Config(**(SMALL | settings)))
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_logits_are_transformers_own(tmp_path, settings):
 
 
 def test_the_form_of_gelu_is_the_files(tmp_path):
-    """The two forms differ little: each must match its own and miss the other."""
+    """The two forms differ little: each must match its own reference, but not the other's."""
     for activation, gelu, other in (('gelu_new', 'tanh', 'exact'), ('gelu', 'exact', 'tanh')):
         hf = theirs(activation_function=activation)
         folder = str(saved(tmp_path / activation, hf))
@@ -124,7 +124,7 @@ def test_every_layout_of_the_files(tmp_path, kind):
         edit_tensors(tmp_path, lambda tensors: tensors.update(
             {'lm_head.weight': tensors['transformer.wte.weight'].clone()}))
         edit(tmp_path, tie_word_embeddings=False)
-    else:  # a config.json as short as it may be: the rest is GPT2Config's defaults
+    else:  # the shortest possible config.json: the rest are GPT2Config's defaults
         (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'gpt2', **SMALL}))
     assert gap(from_pretrained(str(tmp_path)), hf, ids()) < 1e-4
 
@@ -154,7 +154,7 @@ def test_a_name_is_fetched_from_the_hub_as_safetensors(good, monkeypatch, capsys
         return str(good / name)
     hub(monkeypatch, download)
     assert from_pretrained('gpt2-medium').config.vocab_size == VOCAB
-    # from the cache where it is there, from the network where not; nothing else is asked for
+    # from the cache if it is there, otherwise from the network; nothing else is requested
     assert asked == [('openai-community/gpt2-medium', 'config.json', True),
                      ('openai-community/gpt2-medium', 'model.safetensors', True),
                      ('openai-community/gpt2-medium', 'model.safetensors', False)]

@@ -1,4 +1,4 @@
-"""The exported model has the logits of GPT: whole, cached, left-padded, generated, trained."""
+"""The exported model equals GPT: full, cached, left-padded, in generation and in training."""
 import copy
 import dataclasses
 
@@ -59,7 +59,7 @@ def test_in_pieces_by_a_cache_that_is_small(pair):
     held = [getattr(layer, 'keys', None) for layer in cache.layers]
     for layer, keys in zip(ours.plan.layers, held):
         assert (keys is not None and keys.numel() > 0) == layer.owns
-        if layer.owns:  # the last window without the next query's own position
+        if layer.owns:  # the last window, without the next query's position
             positions = layer.window - 1 if layer.window else 40
             assert keys.shape == (2, ours.plan.n_kv_head, positions, ours.plan.head_dim)
 
@@ -73,7 +73,7 @@ def greedy(model, idx, n):
 @pytest.mark.filterwarnings('ignore:layer_pattern')
 @torch.no_grad()
 def test_generate(pair):
-    """Past two windows; padded on the left; and with beams, which reorder the cache."""
+    """Beyond two windows; padded on the left; and with beams, which reorder the cache."""
     ours, theirs = pair
     prompts, n = tokens(3, 9, seed=1), 25
     settings = dict(max_new_tokens=n, do_sample=False, pad_token_id=0)
@@ -122,7 +122,7 @@ def test_what_layers_give_can_be_had(pair):
 
 @torch.no_grad()
 def test_arguments_of_attention_functions(pair):
-    """Kernels without masks need causality, the window, and the positions of packed texts."""
+    """Kernels without masks need the causal flag, the window, and the positions of packed texts."""
     ours, theirs = pair
     passed = []
 
@@ -139,7 +139,7 @@ def test_arguments_of_attention_functions(pair):
 
 @torch.no_grad()
 def test_positions_that_are_given(pair):
-    """After cached tokens; one row for all; and after padding, which has no learned position."""
+    """After cached tokens; one row for all; and after padding, which has no learned positions."""
     ours, theirs = pair
     idx = tokens(2, 40)
     first = theirs(idx[:, :30], use_cache=True)
@@ -165,7 +165,7 @@ def test_more_tokens_survive_their_file(tmp_path):
 
 
 def test_it_can_be_trained(pair):
-    """Loss and gradients are those of ours: labels are shifted there."""
+    """Loss and gradients equal our model's; the exported model shifts the labels itself."""
     ours, theirs = pair
     idx = tokens(2, 20)
     loss = theirs.train()(idx, labels=idx).loss

@@ -1,4 +1,4 @@
-"""The tokenizers that Hugging Face reads give the ids of ours."""
+"""Exported tokenizers, loaded by Hugging Face, give the same ids as ours."""
 import pytest
 import regex
 import tiktoken
@@ -14,7 +14,7 @@ TEXT = ('the cat that sat there thought then of other things; 1234, she\'ll say 
 
 
 def trained(n_merges=120):
-    """A small vocabulary, trained as GPT-2's: the commonest pair becomes a token, repeatedly."""
+    """A small vocabulary, trained like GPT-2's by repeatedly merging the most common pair."""
     words = [[bytes([b]) for b in word.encode()] for word in regex.findall(PATTERN, TEXT * 3)]
     ranks = {bytes([b]): b for b in range(256)}
     for _ in range(n_merges):

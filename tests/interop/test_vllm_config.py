@@ -1,4 +1,4 @@
-"""The vLLM plugin's view of config.json, where vLLM itself is not needed."""
+"""How the vLLM plugin reads config.json, which does not need vLLM itself."""
 import dataclasses
 
 import pytest

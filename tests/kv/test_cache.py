@@ -83,7 +83,7 @@ def test_reset_of_rows_that_are_none(rows):
 @settings(max_examples=40)
 @given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train='int8'))
 def test_int8_equals_the_model_that_rounds_in_training_whatever_the_chunks(data, config):
-    """Queries attend to the stored values, those of the newest tokens too."""
+    """Queries attend to the stored values, including those of the newest tokens."""
     T = past_two_wraps(data.draw, config)
     model, idx = random_model(config), tokens(2, T)
     full = full_logits(model, idx)
@@ -101,7 +101,7 @@ def test_rounded_storage_is_invariant_to_chunking(kv_dtype, chunks):
     assert max_gap(feed(model, model.new_cache(2, 40, kv_dtype=kv_dtype), idx, chunks), once) < 1e-9
 
 
-# RMS of the change of the logits over RMS of the logits; about 3x that of four seeds
+# RMS of the change of the logits over RMS of the logits; about 3x what four seeds gave
 STORAGE_BOUNDS = {'float32': 1.2e-7, 'float16': 1e-3, 'bfloat16': 8e-3, 'int8': 2e-2}
 
 
@@ -114,7 +114,7 @@ def test_rounded_storage_is_close_to_full_precision(kv_dtype):
 
 
 def test_bf16_model_is_close_to_its_own_full_forward():
-    """bf16 keeps 8 bits: sums in another order differ by a few of them."""
+    """bf16 has 8 significant bits: sums in a different order differ in a few of them."""
     model, idx = random_model(GPTConfig(**FULL_STACK), torch.bfloat16), tokens(2, 40)
     full = full_logits(model, idx).double()
     cached = feed(model, model.new_cache(2, 40), idx, [17] + [1] * 10 + [13]).double()

@@ -1,4 +1,4 @@
-"""Inside one step of a cache: failures midway, decoded copies, misuse."""
+"""Within a step of a cache: failures halfway, decoded copies, misuse."""
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,7 +12,7 @@ from training.run import prepare
 
 
 class LargestFloat(TorchDispatchMode):
-    """Elements of the largest floating-point tensor that any operation gave."""
+    """`largest`: elements of the largest floating-point tensor returned by an operation."""
     largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -26,10 +26,10 @@ class LargestFloat(TorchDispatchMode):
 @pytest.mark.parametrize('t', [1, 3])
 @pytest.mark.parametrize('ragged', [False, True])
 def test_an_int8_cache_is_decoded_a_tile_at_a_time(monkeypatch, t, ragged):
-    """No operation returns a decoded copy of a slot: its tensors are much smaller than one."""
+    """No operation returns a decoded copy of a slot: all tensors are much smaller than that."""
     monkeypatch.setattr(tiles, '__defaults__', (256,))
     model = random_model(GPTConfig(**FULL_STACK | dict(block_size=1024)))
-    prepare(model, 1000)  # rotary tables are no part of the step
+    prepare(model, 1000)  # rotary tables are not part of the step
     cache = model.new_cache(4, 1000, 'int8').fill_(990)
     if ragged:
         cache.reset([1])
@@ -78,7 +78,7 @@ def test_ragged_tokens_past_the_learned_positions_are_refused():
 
 
 def test_keys_are_dropped_after_their_last_reader():
-    """A prompt's K and V of a slot are not held until the end of the pass."""
+    """A prompt's K and V of a slot are not kept until the end of the forward pass."""
     model = random_model(GPTConfig(**FULL_STACK))
     cache, held = model.new_cache(1, 40), []
     plain = cache.attend

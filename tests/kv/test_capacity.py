@@ -1,4 +1,4 @@
-"""Capacity by arithmetic: parameters, keys and FLOPs are those of the model."""
+"""Capacity by arithmetic: parameters, keys and FLOPs match the model's."""
 import json
 import math
 
@@ -103,7 +103,7 @@ def test_wrong_settings(flag, named):
 
 
 def counted_prefill(config, tokens, before):
-    """FLOPs of the matmuls that a cached prefill makes, counted as it runs: 2 * rows * n * k."""
+    """FLOPs of the matmuls in a cached prefill, counted as it runs: 2 * rows * n * k."""
     model, flops = GPT(config).eval(), 0
 
     def count(module, args, y):

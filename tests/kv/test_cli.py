@@ -1,4 +1,4 @@
-"""`python -m kv`: the figures it prints are the plan's, and bad input is one line and status 2."""
+"""`python -m kv`: it prints the plan's figures; bad input gives one line and exit status 2."""
 import json
 import subprocess
 import sys
@@ -65,7 +65,7 @@ def test_budget_of_exactly_n_sequences_holds_n(capsys):
     ('4096', 4096), ('1GB', 10 ** 9), ('1.5 kb', 1500), ('512MiB', 2 ** 29),
     ('2tb', 2 * 10 ** 12), ('3GiB', 3 * 2 ** 30), ('8B', 8),
     ('8G', 8 * 10 ** 9), ('1.5E+3 kB', 1_500_000), ('2Ki', 2048),
-    # beyond float precision, and a decimal that floats would round
+    # beyond float precision, and a decimal that a float would round
     ('9007199254740993', 9007199254740993), ('1.001GB', 1_001_000_000)])
 def test_budget_units(text, n_bytes):
     assert parse_bytes(text) == n_bytes

@@ -1,4 +1,4 @@
-"""int8 storage: how far off a stored value may be, and what rounding in training may change."""
+"""int8 storage: the error of stored values, and the effects of rounding in training."""
 import pytest
 import torch
 from hypothesis import given
@@ -25,7 +25,7 @@ def test_error_is_at_most_half_a_step_and_the_rounding_of_the_scale(seed, expone
     x = sample(seed, 10 ** (min(exponent, 4.0) if dtype == torch.float16 else exponent), dtype)
     _, scale = quantize_int8(x)
     largest = x.double().abs().amax(-1, keepdim=True)
-    # what the clamp to 127 may cut off
+    # error that the clamp to 127 may cause
     rounding = (largest - 127 * scale.double()).clamp(min=0)
     assert (rounding <= 2 ** -11 * largest).all()
     error = (roundtrip(x) - x.double()).abs()

@@ -1,4 +1,4 @@
-"""Caches under autocast, in inference mode, and after a step that fails before it writes."""
+"""Caches under autocast, in inference mode, and after a step that failed before writing."""
 import pytest
 import torch
 
@@ -36,7 +36,7 @@ def test_ragged_prompts_chunks_and_decode_under_autocast(kind, pages, kv_dtype):
 
 @PAGED
 def test_a_wrong_id_leaves_the_cache_as_it_was(pages):
-    """It was left "half-written", and the conversation with it, though nothing had been written."""
+    """It used to be marked "half-written", which ended the conversation, with nothing written."""
     model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(1, 12)
     cache = model.new_cache(1, 20, **pages)
     feed(model, cache, idx[:, :7], [7])

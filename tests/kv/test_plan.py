@@ -1,4 +1,4 @@
-"""The plan: which layer is local, whose K/V it reads, its bytes, and what is refused."""
+"""The plan: which layers are local, whose K/V they read, bytes, and refused settings."""
 import math
 import subprocess
 import sys

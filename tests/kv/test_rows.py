@@ -1,4 +1,4 @@
-"""Steps over some rows of a cache, in any order; moved rows; NaN, which must not spread."""
+"""Steps over some rows of a cache in any order, moved rows, and NaN, which must not spread."""
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from tests.helpers.runs import Run
 
 pytestmark = pytest.mark.filterwarnings('ignore:layer_pattern')
 STACK = GPTConfig(**FULL_STACK)
-# contiguous, and paged with a pool that is never short
+# contiguous, and paged with a pool that never runs out
 PAGES = dict(cache_class=PagedKVCache, n_pages=100, page_size=3)
 KINDS = pytest.mark.parametrize('paging', [{}, PAGES], ids=['contiguous', 'paged'])
 PAGED = pytest.mark.parametrize('paging', [PAGES], ids=['paged'])

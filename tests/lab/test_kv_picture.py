@@ -1,4 +1,4 @@
-"""The picture of KV bytes over context: the numbers in the documents, and a file."""
+"""The picture of KV bytes over context: it has the documents' numbers and becomes a file."""
 import pytest
 
 from config.errors import UserError

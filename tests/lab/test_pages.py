@@ -53,7 +53,7 @@ def test_the_example_of_capacity(capsys):
     assert document == blocks.load('capacity/example')
 
 
-# -- what the pages say in words -------------------------------------------------------------------
+# -- claims in words -------------------------------------------------------------------------------
 
 def test_the_full_stack_is_not_distinguishable_from_the_baseline():
     rows = blocks.rows_of('ablate_shakespeare')

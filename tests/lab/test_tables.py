@@ -1,4 +1,4 @@
-"""lab/tables.py: tables fit the terminal without cutting a number."""
+"""lab/tables.py: tables fit the terminal without cutting off numbers."""
 import io
 
 import pytest

@@ -1,4 +1,4 @@
-"""The rest of nanoGPT's model API: cropping, generating with stop tokens."""
+"""The rest of nanoGPT's model API: cropping, and generating with stop tokens."""
 import pytest
 import torch
 

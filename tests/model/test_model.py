@@ -1,4 +1,4 @@
-"""The model: nanoGPT's tensors and names; forward and gradients equal a dense reference."""
+"""The model: nanoGPT's tensors and names; outputs and gradients equal a dense reference."""
 import math
 
 import pytest
@@ -62,7 +62,7 @@ def test_the_names_of_the_full_stack():
         attn = {name.removeprefix(f'transformer.h.{i}.attn.'): tuple(x.shape)
                 for name, x in state.items()
                 if name.startswith(f'transformer.h.{i}.attn.')}
-        rows = (H + 2 * owner) * D  # a reader has its query rows and nothing else
+        rows = (H + 2 * owner) * D  # a layer that reads another's K/V has only query rows
         assert attn == {'c_attn.weight': (rows, C), 'c_attn.bias': (rows,),
                         'c_proj.weight': (C, H * D), 'c_proj.bias': (C,),
                         'q_norm.weight': (D,)} | ({'k_norm.weight': (D,)} if owner else {})
@@ -72,7 +72,7 @@ def test_the_names_of_the_full_stack():
 @given(config=configs())
 def test_the_state_dict_holds_parameters_alone_and_loads_strictly(config):
     model = random_model(config)
-    full_logits(model, tokens(1, 9))  # tables and masks have been made by now
+    full_logits(model, tokens(1, 9))  # creates tables and masks
     model.new_cache(1, 9)
     state = model.state_dict()
     assert set(state) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -192,7 +192,7 @@ def with_attention_dropout_only(pattern):
 def test_attention_dropout_works_in_layers_of_both_kinds(pattern):
     model, idx = with_attention_dropout_only(pattern), tokens(2, 40)
     for window in {layer.window for layer in model.plan.layers}:
-        assert window < 40  # not the shortcut for windows that hold everything
+        assert window < 40  # not the shortcut for windows that cover everything
     eval_logits = full_logits(model, idx)
     assert torch.equal(full_logits(model, idx), eval_logits)
     assert max_gap(eval_logits, Reference(model.state_dict(), model.config)(idx)) < 1e-9

@@ -1,4 +1,4 @@
-"""Trimmed prefill, only the last token after the last K and V: same logits and slots."""
+"""Trimmed prefill, only the last token after the last K and V: same logits, same slots."""
 import pytest
 import torch
 
@@ -28,7 +28,7 @@ def caches(model, kv_dtype, paged):
 def test_logits_and_slots_equal_those_of_whole_prefill(kind, lens, kv_dtype, paged):
     model = random_model(GPTConfig(**KINDS[kind]))
     trimmed, whole = caches(model, kv_dtype, paged)
-    for k in range(4):  # past the window; later chunks attend to what is stored
+    for k in range(4):  # beyond the window; later chunks attend to cached keys
         idx = tokens(3, 9, seed=k)
         logits = model(idx, cache=trimmed, lens=lens)[0]
         every = model(idx, cache=whole, lens=lens, all_logits=True)[0]

@@ -1,4 +1,4 @@
-"""Fixtures for train.py and sample.py: a tiny data set, hooks into the loop, trained models."""
+"""Fixtures for train.py and sample.py: a tiny data set, hooks for the loop, trained models."""
 import pytest
 import torch
 
@@ -8,7 +8,7 @@ from tests.programs.support import FULL_STACK, VANILLA, make_tiny, run_train
 
 @pytest.fixture(scope='session')
 def data_root(tmp_path_factory):
-    """data/ with one data set, 'tiny'. Shared: a test that changes it takes `own_data_root`."""
+    """data/ with one data set, 'tiny'. Shared: a test that changes it uses `own_data_root`."""
     root = tmp_path_factory.mktemp('data')
     make_tiny(root)
     return root
@@ -58,7 +58,7 @@ def final_weights(monkeypatch):
 
 @pytest.fixture
 def val_losses(monkeypatch):
-    """Fake validation losses by iteration; 9 in the others."""
+    """Fake validation losses by iteration; 9 in all others."""
     values = {}
 
     def evaluate(run, stop):

@@ -1,4 +1,4 @@
-"""A tiny character data set, tiny configs, and train.py and sample.py run on them."""
+"""A tiny character data set, tiny configs, and helpers to run train.py and sample.py on them."""
 import json
 import os
 import signal
@@ -28,7 +28,7 @@ FULL_STACK = dict(
 # with these, the losses depend on every random number and on the data position
 HARD = dict(dropout=0.1, gradient_accumulation_steps=2)
 BOTH = pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
-# run a program with another folder of data sets
+# runs a program with a different folder of data sets
 LAUNCH = ('import sys, pathlib, configurator, interop.load, {0} as program; '
           'program.DATA_ROOT = interop.load.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
           'configurator.run_program(program.main)')
@@ -39,7 +39,7 @@ def flags(settings: dict) -> list[str]:
 
 
 def tiny_tokens(n: int) -> np.ndarray:
-    """The alphabet in order with 20% noise: it can be learned, but not to a loss of zero."""
+    """The alphabet in order with 20% noise: learnable, but not to a loss of zero."""
     rng, letters = np.random.default_rng(7), len(ALPHABET)
     noisy = rng.random(n) < 0.2
     return np.where(noisy, rng.integers(letters, size=n), np.arange(n) % letters)
@@ -75,7 +75,7 @@ def no_links(*_):
 
 
 class Died(BaseException):
-    """Stands for kill -9: the program must not catch it."""
+    """Simulates kill -9: the program must not catch it."""
 
 
 def die():
@@ -102,7 +102,7 @@ def assert_same_weights(a, b):
 
 
 def run_sample(capsys, **overrides):
-    """sample.py's standard output."""
+    """Run sample.py and return its standard output."""
     capsys.readouterr()
     settings = dict(device='cpu', start='ab', max_new_tokens=12, num_samples=1)
     sample.main(flags(settings | overrides))
@@ -110,15 +110,15 @@ def run_sample(capsys, **overrides):
 
 
 def _default_sigint():
-    """After `nohup` SIGINT is ignored, and processes inherit that."""
+    """Reset SIGINT, which processes started by `nohup` inherit as ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start_program(name, *args, data_root=None, before='', torchrun=()):
-    """train.py or sample.py as a separate process.
+    """Start train.py or sample.py as a separate process.
 
-    data_root: the folder with its data sets; before: code to run first (with a data_root);
-    torchrun: its options, to start the program with it.
+    data_root: the folder with data sets; before: code to run first (requires data_root);
+    torchrun: options of torchrun, to start the program with it.
     """
     command = [str(ROOT / f'{name}.py')]
     if data_root is not None:

@@ -1,4 +1,4 @@
-"""Resuming with other settings than the checkpoint's: context length, RoPE, windows.
+"""Resuming with settings that differ from the checkpoint's: context length, RoPE, windows.
 
 The weights and moments of every parameter are checked in tests/training/test_adapt.py.
 """
@@ -16,7 +16,7 @@ WPE = 'transformer.wpe.weight'
 
 @pytest.fixture
 def resume(tmp_path, trained):
-    """Resume a copy of a trained folder with other settings; the learning rate is 0."""
+    """Resume a copy of a trained folder with different settings and a learning rate of 0."""
     def go(name='vanilla', config=VANILLA, **settings):
         shutil.copytree(trained[name], tmp_path / 'out')
         still = dict(max_iters=10, learning_rate=0.0, min_lr=0.0, weight_decay=0.0)

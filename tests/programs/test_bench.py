@@ -1,4 +1,4 @@
-"""bench.py: nanoGPT's lines, one more line, a JSON document, a profiler trace, and no download."""
+"""bench.py: nanoGPT's lines plus one, a JSON document, a profiler trace, and no download."""
 import json
 import re
 
@@ -26,7 +26,7 @@ def _in_tiny_data(monkeypatch, data_root, tmp_path):
 
 
 def run_bench(capsys, settings=TINY, **overrides):
-    """The lines after the settings are echoed."""
+    """Run bench.py; return its output lines after the echoed settings."""
     capsys.readouterr()
     bench.main(flags(settings | overrides))
     lines = capsys.readouterr().out.splitlines()
@@ -74,14 +74,14 @@ def test_json_is_the_last_line(capsys, dtype):
                        **MEMORY_OF_FULL_STACK)
     tflops = flops_per_token(config).total * f['tokens_per_second'] / 1e12
     assert f['model_tflops_per_second'] == pytest.approx(tflops)
-    assert f['mfu'] > tflops / 312  # nanoGPT's counts keys that no query sees
+    assert f['mfu'] > tflops / 312  # nanoGPT's formula counts keys that no query sees
 
 
 def test_a_profile_is_a_table_and_a_trace(capsys, tmp_path):
     lines = run_bench(capsys, profile=True, json=True)
     assert json.loads(lines[-1])['trace'] == 'bench_log'
     trace, = (tmp_path / 'bench_log').iterdir()
-    assert trace.name.endswith('.pt.trace.json')  # what TensorBoard's plugin looks for
+    assert trace.name.endswith('.pt.trace.json')  # the suffix expected by TensorBoard's plugin
     names = {event['name'] for event in json.loads(trace.read_text())['traceEvents']}
     # nanoGPT's schedule: 5, 5, 5
     assert 'aten::mm' in names and {f'ProfilerStep#{k}' for k in range(10, 15)} <= names

@@ -1,5 +1,5 @@
-"""bench.py --mode=decode, prefill and chat on tiny shapes: figures that fit together, tables, saved
-files, and refused settings."""
+"""bench.py --mode=decode, prefill and chat on tiny shapes: consistent figures, tables, saved files,
+and refused settings."""
 import json
 import os
 import shlex
@@ -18,7 +18,7 @@ from tests.programs.test_bench import MEMORY, MEMORY_OF_FULL_STACK
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=32)
 VANILLA = dict(SHAPE, dataset='tiny', device='cpu', contexts=12, steps=3)
 SMALL = VANILLA | MEMORY_OF_FULL_STACK
-# nanoGPT's names on our model: it computes everything again for every token
+# our model under nanoGPT's names: it recomputes everything for every token
 NANOGPT = '''
 import torch
 from model import GPT as Base, GPTConfig
@@ -52,7 +52,7 @@ def _in_tiny_data(monkeypatch, data_root, tmp_path):
 
 
 def run_bench(capsys, settings, **overrides):
-    """The JSON document, and the lines of the tables before it."""
+    """Run bench.py; return its JSON document and the table lines before it."""
     capsys.readouterr()
     bench.main(flags(settings | overrides | dict(json=True)))
     lines = [line for line in capsys.readouterr().out.splitlines()
@@ -89,7 +89,7 @@ def test_decode_against_vanilla(capsys):
         assert ratio['each'] == ratios(*sides)
         assert ratio['min'] <= ratio['median'] <= ratio['max']
     assert len(found['bandwidth']['bytes_per_second']['each']) == 4 * 5  # measured in every round
-    # two lines of heading, and a row per cell in two tables
+    # two heading lines, and one row per cell in each of two tables
     assert sum('vanilla' in line for line in lines) == 2 + 2 * 4
 
 
@@ -140,7 +140,7 @@ def test_against_transformers(capsys):
         for ratio, field in (('tokens_per_second', 'tpot_ms'), ('ttft', 'ttft_ms')):
             assert cell['ratios'][ratio][name]['each'] == ratios(
                 sides[name][field]['each'], sides['ours'][field]['each'])
-    assert sum('*' in line for line in lines) == 2  # the title, the faster cache
+    assert sum('*' in line for line in lines) == 2  # the title and the faster cache
 
 
 def test_nothing_is_timed_where_the_logits_differ(monkeypatch):
@@ -190,7 +190,7 @@ def test_saved_files_become_the_page(capsys, tmp_path):
             for row in grid.rows:
                 assert len(row) == len(grid.columns) and '| ' + ' | '.join(row) + ' |' in page
     budget = documents['budget']
-    bench.main(shlex.split(budget['command'])[2:] + ['--json=True'])  # the command makes it again
+    bench.main(shlex.split(budget['command'])[2:] + ['--json=True'])  # the command reproduces it
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (again['command'], again['models']) == (budget['command'], budget['models'])
 
@@ -266,7 +266,7 @@ def test_conversations(capsys, tmp_path):
         assert whole['requests'] == part['requests'] == 12
         assert whole['looked_up'] == part['looked_up']  # the same requests
         assert whole['evicted'] == 0 < part['evicted'] and whole['hit_rate'] >= part['hit_rate']
-        # pages in the pool are held, too
+        # pages in the pool count too
         assert part['held_nbytes'] < 0.5 * whole['held_nbytes']
         computed = whole['computed_per_request'] * 12
         assert whole['found'] + computed == pytest.approx(whole['looked_up'])

@@ -17,7 +17,7 @@ NAMES = dict(user='a', reply_as='b', turn='{name}c{text}d', max_new_tokens=20, m
 
 @pytest.fixture
 def talk(monkeypatch, capsys, trained, tmp_path):
-    """`talk(lines, **settings)`: what it prints."""
+    """`talk(lines, **settings)` runs chat.py and returns its output."""
     def run(lines, **settings):
         given = iter(lines)
 
@@ -53,7 +53,7 @@ def test_turns_are_kept_and_continued(talk):
 
 
 def test_the_prefix_cache_changes_no_reply(talk, monkeypatch, tmp_path):
-    """With a retry and an edit."""
+    """Including a retry and an edit."""
     seen, plain = [], Engine.__init__
     for budget in (10 ** 8, 0):
         def init(self, *args, budget=budget, **kinds):
@@ -138,7 +138,7 @@ def test_turns_that_exceed_the_context_are_left_out_of_prompts_alone(talk, monke
     monkeypatch.setattr(Engine, 'submit', lambda engine, prompt, params: submitted.append(
         len(prompt)) or plain(engine, prompt, params))
     out = talk(['ab' * 5] * 12, max_seq_len=100)
-    assert 0 < out.count('it sees turns ') < 6  # many turns at once, so rarely
+    assert 0 < out.count('it sees turns ') < 6  # many turns are dropped at once, so this is rare
     assert max(submitted) <= 100
     assert [text for name, text in talk.turns() if name == 'a'] == ['ab' * 5] * 12
     talk(['ab'], max_seq_len=100)

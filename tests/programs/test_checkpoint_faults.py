@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written: one clear error, the previous one whole, no files left."""
+"""Checkpoints that cannot be written: one clear error, the previous one intact, no files left."""
 import contextlib
 import os
 import signal
@@ -16,8 +16,8 @@ resource = pytest.importorskip('resource')  # not on Windows
 
 @contextlib.contextmanager
 def size_limit(n):
-    """Files of this process cannot grow beyond n bytes, as on a full disk. Not a fixture: pytest
-    reports before fixtures end, and its report may go to a file."""
+    """Limit files of this process to n bytes, as on a full disk. Not a fixture: pytest reports
+    before fixtures end, and its report may go to a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n, before[1]))
     try:
@@ -32,7 +32,7 @@ def full_disk(*_):
 
 @pytest.mark.parametrize('room', [0, 50_000])
 def test_a_full_disk_is_named_and_the_previous_checkpoint_is_whole(tmp_path, room):
-    """torch's own error would speak of positions in the file."""
+    """torch's own error message is about positions in the file."""
     path = tmp_path / 'ckpt.pt'
     save_checkpoint(path, {'a': torch.zeros(10)})
     before = contents(tmp_path)
@@ -43,7 +43,7 @@ def test_a_full_disk_is_named_and_the_previous_checkpoint_is_whole(tmp_path, roo
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_what_it_has(tmp_path, at_step, val_losses, capsys):
-    """Neither the best nor the numbered checkpoints are renamed before the new one is whole."""
+    """No best or numbered checkpoint is renamed before the new one is complete."""
     val_losses[6] = 1.0
     settings = dict(eval_interval=2, keep_checkpoints=2)
     with contextlib.ExitStack() as stack:
@@ -78,7 +78,7 @@ def test_a_full_disk_after_resuming_names_the_checkpoint_to_go_on_from(
     with pytest.raises(UserError, match=named):
         run_train(tmp_path, init_from='resume', resume_from=name, checkpoint_interval=2)
     after = contents(tmp_path)
-    if name != 'ckpt.pt':  # the rows dropped now belong to checkpoints that are still there
+    if name != 'ckpt.pt':  # the dropped metrics rows belong to checkpoints that still exist
         assert after.pop('metrics_old.jsonl') == before['metrics.jsonl']
     before.pop('metrics.jsonl'), after.pop('metrics.jsonl')
     assert after == before

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, under which names, and resuming from any of them."""
+"""Which checkpoints a run keeps, their names, and resuming from any of them."""
 import os
 import signal
 
@@ -144,7 +144,7 @@ def test_the_best_of_another_run_is_renamed(tmp_path, val_losses, capsys):
     assert f'kept as {tmp_path}/ckpt_old_best.pt' in capsys.readouterr().out
 
 
-# -- resuming from another than the latest -------------------------------------------------------
+# -- resuming from one before the latest -----------------------------------------------------------
 
 def test_later_checkpoints_are_renamed_and_later_rows_dropped(
         tmp_path, final_weights, at_step, capsys):
@@ -181,7 +181,7 @@ def test_a_numbered_best_gets_its_name_before_it_is_deleted(tmp_path, val_losses
 
 
 def test_a_checkpoint_without_a_run_id_owns_no_other(tmp_path):
-    """Such as nanoGPT's, and files that somebody put beside it."""
+    """For example nanoGPT's, with unrelated files next to it."""
     run_train(tmp_path, max_iters=6)
     checkpoint = load(tmp_path / 'ckpt.pt')
     del checkpoint['run']

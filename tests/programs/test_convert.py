@@ -1,4 +1,4 @@
-"""A trained model converted to a smaller memory, and train.py going on from it."""
+"""A trained model converted to a smaller KV cache, and training continued from it."""
 import pytest
 import torch
 
@@ -23,7 +23,7 @@ def test_training_goes_on_from_a_converted_checkpoint(trained, tmp_path, capsys)
     assert [row['iter'] for row in rows] == list(range(11))
     scratch = run_train(tmp_path / 'scratch', VANILLA, **CHANGES, max_iters=10,
                         lr_decay_iters=10).rows
-    assert rows[0]['loss'] < scratch[0]['loss'] - 0.1  # it knows something already
+    assert rows[0]['loss'] < scratch[0]['loss'] - 0.1  # it does not start from scratch
     assert load_checkpoint(new / 'ckpt.pt')['model_args']['window_size'] == 4
 
 

@@ -1,4 +1,4 @@
-"""data_seed: the same batches whatever the model is. data_order, through interruptions."""
+"""data_seed: the same batches for any model. data_order: kept through interruptions."""
 import pytest
 import torch
 
@@ -17,7 +17,7 @@ def seen(tmp_path, monkeypatch, name, **settings):
     with monkeypatch.context() as patch:
         patch.setattr(batches.TokenBatches, 'next', recorded)
         run_train(tmp_path / name, VANILLA, max_iters=3, **settings)
-    return torch.stack([x for x, _ in rows[:4]])  # a thread may have made more
+    return torch.stack([x for x, _ in rows[:4]])  # the prefetching thread may have made more
 
 
 def test_runs_of_a_data_seed_see_the_same_batches_whatever_their_weights(tmp_path, monkeypatch):

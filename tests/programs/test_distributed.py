@@ -1,4 +1,4 @@
-"""train.py on several processes: the losses of one with the same global batch, one set of files."""
+"""train.py on several processes: the same losses as on one with that batch, one set of files."""
 import os
 import re
 import signal
@@ -52,13 +52,13 @@ def _leave_nothing_running():
     yield
     while started:
         process = started.pop()
-        if process.poll() is None:  # a failed test: torchrun ends its processes
+        if process.poll() is None:  # after a failed test: torchrun ends its processes
             process.terminate()
             process.communicate(timeout=60)
 
 
 def start(data_root, n, out_dir, config=VANILLA, before='', **overrides):
-    """train.py on `n` processes, or with these options of torchrun. before: code to run first."""
+    """Start train.py on `n` processes or with torchrun options `n`. before: code to run first."""
     options = ['--standalone', f'--nproc_per_node={n}'] if isinstance(n, int) else n
     settings = dict(config, out_dir=out_dir) | overrides
     started.append(start_program('train', *flags(settings), data_root=data_root, before=before,
@@ -146,7 +146,7 @@ def wait_until_caught(pid: str, number: int):
 
 @pytest.mark.parametrize('during', ['training', pytest.param('evaluation', marks=pytest.mark.slow)])
 def test_a_signal_to_one_process_stops_all(tmp_path, data_root, during):
-    """The other must not wait for it in the next gradient or loss."""
+    """The other process must not wait for it in the next gradient or loss."""
     settings = dict(eval_iters=6000) if during == 'evaluation' else dict(eval_interval=10 ** 6)
     process = start(data_root, 2, tmp_path, **SIX_STEPS | dict(max_iters=100000) | settings)
     for line in process.stdout:

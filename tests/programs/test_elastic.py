@@ -1,5 +1,4 @@
-"""torchrun restarts processes that die, and the run ends as if none had; two hosts on one machine.
-"""
+"""torchrun restarts processes that die, without changing the result; two hosts on one machine."""
 import socket
 from types import SimpleNamespace
 

@@ -47,7 +47,7 @@ def test_each_token_is_predicted_once(n, context, data):
 
 @pytest.mark.parametrize('context, stride', [(16, 16), (7, 2), (500, 250)])
 def test_by_hand(out, capsys, context, stride):
-    """A token at a time, each with what the window that predicts it first has before it."""
+    """One token at a time, each with the context that it has in the first window predicting it."""
     saved = load(out / 'ckpt.pt')
     model = GPT(config_of(saved, out)).eval()
     model.load_state_dict(saved['model'])

@@ -1,4 +1,4 @@
-"""interop.export and import_hf: transformers computes our logits; a round trip is exact."""
+"""interop.export and import_hf: same logits in transformers; a round trip is exact."""
 import json
 import os
 import re
@@ -44,8 +44,8 @@ def pair(request, made):
 
 
 def test_there_and_back(pair, tmp_path, capsys, data_root):
-    """The logits are the same in transformers (past two windows, whole and by its cache), the text
-    is ours, and the checkpoint comes back bit by bit."""
+    """Logits and text are the same in transformers (beyond two windows, with and without its
+    cache), and the imported checkpoint is bitwise equal."""
     name, out, dest = pair
     before = load(out / 'ckpt.pt')
     ours = GPT(config_of(before, out, dropout=0.0)).eval()
@@ -60,7 +60,7 @@ def test_there_and_back(pair, tmp_path, capsys, data_root):
         rest, cache = [first.logits], first.past_key_values
         for i in range(6, 16):
             rest.append(theirs(idx[:, i:i + 1], past_key_values=cache, use_cache=True).logits)
-        atol = 1e-2 if name == 'rounded' else 1e-4  # int8 may round the other way
+        atol = 1e-2 if name == 'rounded' else 1e-4  # int8 may round differently
         torch.testing.assert_close(torch.cat(rest, dim=1), expected, rtol=0, atol=atol)
 
     again = tmp_path / 'again'
@@ -163,7 +163,7 @@ def test_biases_and_tokens_that_were_added_there_come_back(made, tmp_path, capsy
     dict(head_dim=8), dict(n_kv_head=2), dict(mlp_hidden=64), dict(window_size=9),
     dict(layer_pattern='GG'), dict(kv_share='A'), dict(rope_theta=100.0)], ids=str)
 def test_vanilla_settings_in_other_words_come_back(tmp_path, settings):
-    """Exported as GPT-2, whose config.json lacks these keys."""
+    """They are exported as GPT-2, whose config.json lacks these keys."""
     model = random_model(GPTConfig(**SMALL, **settings), torch.float32)
     export.hf_model(model).save_pretrained(tmp_path)
     assert json.loads((tmp_path / 'config.json').read_text())['model_type'] == 'gpt2'
@@ -204,7 +204,7 @@ def test_refusals_leave_no_folder(made, tmp_path, data_root, monkeypatch):
 
 
 def test_the_program_in_half_precision_and_without_warnings(made, tmp_path, data_root):
-    """transformers imports torchao, which warned of its own libraries."""
+    """transformers imports torchao, which used to warn about its own libraries."""
     launch = ("import sys, runpy, pathlib, data.datasets; "
               "data.datasets.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); "
               "runpy.run_module('interop.export', run_name='__main__', alter_sys=True)")
@@ -220,7 +220,7 @@ def test_the_program_in_half_precision_and_without_warnings(made, tmp_path, data
 
 @pytest.mark.slow
 def test_the_folder_generates_without_this_project(made, tmp_path):
-    """A process that does not see this project."""
+    """Run in a process that cannot import this project."""
     out, dest = made('full')
     program = f"""if True:
         import torch

@@ -1,4 +1,4 @@
-"""parallel='fsdp': the losses of one process, checkpoints for any number of processes."""
+"""parallel='fsdp': the same losses as one process; checkpoints for any number of processes."""
 import shutil
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def assert_same_weights(a, b):
 
 @pytest.fixture(scope='module')
 def sharded(tmp_path_factory, data_root):
-    """(folder, output) of a run of two processes. Read-only: tests copy it."""
+    """(folder, output) of a run with two processes. Read-only: tests copy it."""
     folder = tmp_path_factory.mktemp('sharded')
     printed = run(data_root, 2, folder / 'out', STACK, **SIX_STEPS, **FSDP)
     return folder / 'out', printed
@@ -61,7 +61,7 @@ def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more
 @pytest.mark.slow
 @pytest.mark.parametrize('counts', [(2, 1), (2, 4, 1), (1, 4, 2)])
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root, counts):
-    """Shards of two are read by four and by one; and a whole checkpoint by several."""
+    """Shards of two processes are read by four and by one; a full checkpoint by several."""
     run_train(tmp_path / 'whole', STACK, **SIX_STEPS)
     parts, each = tmp_path / 'parts', 6 // len(counts)
     for k, n in enumerate(counts):

@@ -27,7 +27,7 @@ from training.batches import TokenBatches
 pytestmark = pytest.mark.gpu
 GPU = dict(device='cuda', dtype='float32', tf32=False)
 HALVES = pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-# heads that FlexAttention takes
+# head sizes that FlexAttention accepts
 BIG = dict(n_head=4, n_embd=128, head_dim=32, block_size=64, n_kv_head=1)
 
 
@@ -45,7 +45,7 @@ def assert_learns(rows, first=2.6):
 
 @pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
 def test_the_losses_of_the_cpu(tmp_path, config):
-    """Weights and batches are drawn on the host: only rounding differs."""
+    """Weights and batches are generated on the host: only rounding differs."""
     cpu = run_train(tmp_path / 'cpu', config, max_iters=10)
     gpu = run_train(tmp_path / 'gpu', config, max_iters=10, **GPU)
     assert_near(gpu, cpu, 2e-3)
@@ -79,7 +79,7 @@ def test_resuming_is_exact(tmp_path):
 
 
 def test_an_optimizer_on_the_host(tmp_path, monkeypatch):
-    """The losses of one on the device; either resumes from the other."""
+    """The losses equal those with one on the device; each can resume from the other."""
     monkeypatch.setattr(host_optimizer.HostAdamW.__init__, '__defaults__', ((0.9, 0.95), 2 ** 20))
     config = FULL_STACK | GPU | dict(n_embd=512, max_iters=10)  # 90 MB, in nearly as many buckets
     plain = run_train(tmp_path / 'plain', config)
@@ -140,7 +140,7 @@ def test_batches_are_those_of_the_cpu(data_root):
 
 @pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
 def test_generations_are_those_of_the_cpu(kv_dtype):
-    """In float32; the likeliest token leads by far in these models."""
+    """In float32; the most likely token leads by far in these models."""
     model = random_model(GPTConfig(**MODEL), torch.float32)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
@@ -158,7 +158,7 @@ def test_generations_are_those_of_the_cpu(kv_dtype):
         torch_alone, generation = greedy(model)
         assert generation.decode is None
     same = [(found == expected).float().mean().item() for found in (captured, plain, torch_alone)]
-    assert min(same) > 0.9  # rounding may decide a tie otherwise, and the text then differs
+    assert min(same) > 0.9  # rounding may break a tie differently, after which the text differs
 
 
 def test_a_generation_never_waits_for_the_device():

@@ -13,7 +13,7 @@ GIVEN = {name: value for name, value in VANILLA.items()
 
 @pytest.fixture(scope='module')
 def hub_model(tmp_path_factory):
-    """A tiny random GPT-2 as Hugging Face saves it; weights large enough that its parts matter."""
+    """A tiny random GPT-2 saved by Hugging Face, with weights so large that all parts matter."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16,
                                        vocab_size=len(ALPHABET), initializer_range=0.5,
@@ -34,7 +34,7 @@ def test_finetuning_starts_at_their_loss_and_goes_down(tmp_path, hub_model, data
                                 vocab_size=len(ALPHABET), dropout=0.0, gelu='tanh')
     evaluated = [row['val_loss'] for row in run.rows if 'val_loss' in row]
     assert evaluated[-1] < evaluated[0] - 0.1
-    # its first loss is that of transformers, on one batch of 4 windows
+    # its first loss equals transformers', on one batch of 4 windows
     once = run_train(tmp_path / 'once', GIVEN, init_from=folder, max_iters=0, eval_iters=1).rows
     tokens = torch.from_numpy(open_tokens(data_root / 'tiny' / 'val.bin').astype('int64'))
     starts = torch.randint(400 - 16, (4,), generator=torch.Generator().manual_seed(1337)).tolist()

@@ -6,7 +6,7 @@ import pytest
 from config.errors import UserError
 from tests.programs.support import BOTH, FULL_STACK, TINY, losses, run_train
 
-# a prediction takes as long as there are layers
+# the time of a prediction grows with the number of layers
 LESS = dict(FULL_STACK, n_layer=4, layer_pattern='LG', kv_share='AB')
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a program reads: that of the folder given, or of the newest run here."""
+"""Which checkpoint a program reads: the given folder's, or that of the newest run here."""
 import os
 
 import pytest
@@ -15,7 +15,7 @@ FEW = flags(dict(num_samples=1, max_new_tokens=4, device='cpu', report=False))
 
 @pytest.fixture
 def runs(tmp_path, data_root, monkeypatch):
-    """Two runs, the older one saved last but dated back; and folders that are none."""
+    """Two runs, the older one saved last but backdated, and folders that are not runs."""
     monkeypatch.chdir(tmp_path)
     for k, name in enumerate(('out-new', 'out-old')):
         run_train(name, VANILLA, max_iters=1, eval_interval=1)

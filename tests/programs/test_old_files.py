@@ -1,4 +1,4 @@
-"""Files that were in out_dir before a run: none is lost, whatever is started there by mistake."""
+"""Files that were in out_dir before a run: none are lost, whatever is started there by mistake."""
 import os
 import shutil
 import signal

@@ -1,4 +1,4 @@
-"""Two trainings into one out_dir: one writes, the other says why it does not; readers may read."""
+"""Two training runs in one out_dir: one writes, the other stops and says why; readers may read."""
 import os
 import signal
 
@@ -49,7 +49,7 @@ def test_readers_need_no_lock(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path, data_root):
-    """Rank 0 holds the lock: a second launch is refused as a whole."""
+    """Rank 0 holds the lock: all processes of a second launch are refused."""
     out = tmp_path / 'out'
     settings = VANILLA | dict(out_dir=out, gradient_accumulation_steps=2)
     with only_writer(out, ''):

@@ -1,4 +1,4 @@
-"""train.py with each optimizer: interrupted runs, and another optimizer's state."""
+"""train.py with each optimizer: interrupted runs, and the state of a different optimizer."""
 import re
 import sys
 
@@ -39,7 +39,7 @@ def test_another_optimizers_state_is_refused(tmp_path):
 
 
 def test_a_checkpoint_without_a_step_goes_on_with_any(tmp_path):
-    """As one that interop.convert made."""
+    """Like one written by interop.convert."""
     run_train(tmp_path, max_iters=2, eval_interval=2)
     saved = load(tmp_path / 'ckpt.pt')
     torch.save(saved | {'optimizer': {**saved['optimizer'], 'state': {}}}, tmp_path / 'ckpt.pt')

@@ -1,4 +1,4 @@
-"""sample.py --prompts: stdout has one line of JSON for each request of a file, and nothing else."""
+"""sample.py --prompts: stdout has one line of JSON per request in the file, and nothing else."""
 import json
 import signal
 
@@ -13,7 +13,7 @@ from tests.programs.support import ALPHABET, flags, load, start_program
 from tests.programs.test_sample import KINDS, RULE
 
 LINES = ['ab', 'abcdefghij', 'c', 'jihgfedcbaabcdefghijab', 'ef gh']
-# what a model with 16 learned positions can go on from
+# prompts that fit a model with 16 learned positions
 SHORT = [line for line in LINES if len(line) < 16]
 
 
@@ -28,13 +28,13 @@ def prompts_file(tmp_path):
 
 @pytest.fixture
 def fp64(monkeypatch):
-    """Rounding depends on the batch size: in float64 that never shows."""
+    """Use float64: rounding depends on the batch size, but this never shows there."""
     monkeypatch.setattr('interop.load.pick_dtype', lambda *_: torch.float64)
 
 
 @pytest.fixture
 def many(capsys):
-    """The answers for a file of prompts: every line of stdout is one."""
+    """Return a function that answers a file of prompts: each line of stdout is an answer."""
     def run(folder, path, **settings):
         capsys.readouterr()
         status = 0
@@ -146,7 +146,7 @@ def test_stdout_has_answers_and_figures_and_stderr_all_else(many, trained, promp
     assert (f['batch'], f['max_seq_len'], f['requests'], f['failed']) == (3, 22 + 7, 5, 0)
     assert (f['prompt_tokens'], f['tokens']) == (40, 35)
     assert (f['kv_dtype'], f['weights']) == ('float32', 'float32')
-    # K and V, 8 wide, float32; three rings of 4 a row, and a page of 64 of the global slot
+    # K and V of width 8 in float32; three rings of 4 per row, and a page of 64 in the global slot
     per_position = 2 * 8 * 4
     assert f['kv_bytes'] == f['kv_held_peak'] == 3 * (3 * 4 + 64) * per_position
     assert f['kv_bytes_vanilla'] == 2 * f['kv_bytes_vanilla_bf16'] == 3 * 29 * 7 * 2 * per_position
@@ -157,7 +157,7 @@ def test_stdout_has_answers_and_figures_and_stderr_all_else(many, trained, promp
 
 @pytest.fixture
 def start(trained, prompts_file, data_root):
-    """Starts sample.py as a process on these lines."""
+    """Return a function that starts sample.py as a process on given lines."""
     def run(lines, **settings):
         settings = dict(out_dir=trained['full'], device='cpu', max_new_tokens=3) | settings
         path = prompts_file(lines, 'p.jsonl')
@@ -172,7 +172,7 @@ def test_ctrl_c_of_the_program_itself(start):
     try:
         rest, err = process.communicate(timeout=120)
     finally:
-        process.kill()  # nothing may go on for a million tokens
+        process.kill()  # do not generate a million tokens
     assert (process.returncode, rest) == (130, '') and err.endswith('interrupted\n')
     assert 'Traceback' not in err
 
@@ -192,7 +192,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(start):
     (dict(logprobs=-2), 'logprobs=-2'), (dict(kv_budget='1kB'), 'kv_budget=1,000 '),
     (dict(kv_budget='much'), "'much'"), (dict(stop="['']"), 'at least one character'),
     (dict(start='b'), "start='b'.*prompts=.*both"),
-    # settings that nanoGPT's way of drawing does not have
+    # settings that nanoGPT's sampling does not have
     *((dict(prompts='', start='ab', **{name: value}), f'{name}={value!r}.*--prompts')
       for name, value in (('min_p', 0.1), ('repetition_penalty', 1.2), ('logprobs', 1),
                           ('kv_budget', '1GB')))], ids=str)

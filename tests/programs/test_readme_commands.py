@@ -1,4 +1,4 @@
-"""The commands of README's "Start", one after another, in a checkout of their own."""
+"""The commands of README's "Start", one after another, in a fresh checkout."""
 import os
 import re
 import shutil
@@ -23,8 +23,8 @@ MESSAGES = [f'What say you to the {subject}{end}'
 
 @pytest.fixture(scope='module')
 def shell(tmp_path_factory):
-    """Runs a command line in a fresh checkout with the current environment and returns its output;
-    it must succeed without warnings."""
+    """Return a function that runs a command in a fresh checkout with the current environment and
+    returns its output; the command must succeed without warnings."""
     checkout = tmp_path_factory.mktemp('fresh') / 'nanokv'
     shutil.copytree(ROOT, checkout, ignore=NOT_TRACKED)
     (checkout / '.venv/bin').mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Interrupted and resumed training is uninterrupted training, to the last bit on a CPU."""
+"""Interrupted and resumed training equals uninterrupted training, bit for bit on a CPU."""
 import os
 import signal
 
@@ -27,8 +27,7 @@ def evaluations(folder):
 
 @pytest.fixture
 def check_resume(tmp_path, at_step, final_weights):
-    """Uninterrupted against stopped during iteration `stop` and resumed: same losses, same weights.
-    """
+    """Check that a run stopped in iteration `stop` and resumed has the same losses and weights."""
     def check(config, stop=7, then=(), **settings):
         settings = HARD | settings
         whole_dir, parts = tmp_path / 'whole', tmp_path / 'parts'
@@ -37,7 +36,7 @@ def check_resume(tmp_path, at_step, final_weights):
         at_step(stop, raise_signal(signal.SIGTERM))
         first = run_train(parts, config, **settings)
         assert load(first.path)['iter_num'] == stop + 1 and losses(parts)[-1][0] == stop
-        torch.manual_seed(99)  # nothing may depend on the state of the process
+        torch.manual_seed(99)  # nothing may depend on the process's generator
         np.random.seed(99)
         run_train(parts, config, init_from='resume', **settings | dict(then))
         assert losses(parts) == losses(whole_dir)
@@ -73,7 +72,7 @@ def test_the_loss_scale_goes_on_where_it_stood(tmp_path, monkeypatch, at_step):
     at_step(12, raise_signal(signal.SIGTERM))
     run = run_train(tmp_path / 'parts', dtype='float16')
     assert 2.0 ** 15 < load(run.path)['scaler']['scale'] < 2.0 ** 28
-    assert run.rows[-1]['loss'] < run.rows[0]['loss'] - 0.1  # it did find a scale that works
+    assert run.rows[-1]['loss'] < run.rows[0]['loss'] - 0.1  # a working scale was found
     run_train(tmp_path / 'parts', dtype='float16', init_from='resume')
     assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
 
@@ -97,7 +96,7 @@ def test_a_signal_during_an_evaluation_ends_it_without_a_partial_mean(
 
 
 class ClosedPipe:
-    """A stdout whose reader is gone, as `tee` is when Ctrl-C ends the whole pipe."""
+    """A stdout whose reader is gone, like `tee` after Ctrl-C has ended the entire pipe."""
 
     def write(self, text):
         raise BrokenPipeError
@@ -135,7 +134,7 @@ def test_the_shape_comes_from_the_checkpoint_and_other_settings_from_today(tmp_p
 
 
 def test_a_nanogpt_checkpoint_with_compile_prefixes_resumes(tmp_path, trained):
-    """It has neither random numbers nor a data position nor a scaler, its names carry `_orig_mod.`,
+    """It has no random states, data position or scaler, its names have the prefix `_orig_mod.`,
     and its optimizer may not be fused."""
     checkpoint = load(trained['vanilla'] / 'ckpt.pt')
     for key in ('rng', 'data_rng', 'scaler'):

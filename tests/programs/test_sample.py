@@ -1,4 +1,4 @@
-"""sample.py on tiny checkpoints: reproducible texts, and a report whose figures add up."""
+"""sample.py on tiny checkpoints: reproducible texts, and a report with consistent figures."""
 import gc
 import json
 import math
@@ -21,7 +21,7 @@ KINDS = pytest.mark.parametrize('kind', ['vanilla', 'full'])
 
 
 def texts(capsys, folder, **settings):
-    """The samples, prompt included."""
+    """The samples, including the prompt."""
     return samples_in(run_sample(capsys, out_dir=folder, report=False, **settings))
 
 
@@ -49,7 +49,7 @@ def test_the_prompt_may_come_from_a_file(capsys, trained, tmp_path):
 @pytest.mark.parametrize('settings', [dict(temperature=0), dict(top_p=0.7, temperature=1.3)],
                          ids=str)
 def test_a_sample_depends_on_seed_and_number_alone(capsys, trained, kind, settings):
-    """Logits of another batch size differ in their last bits; these samples have no near-ties."""
+    """Logits differ in their last bits between batch sizes; these samples have no near-ties."""
     one = texts(capsys, trained[kind], num_samples=4, **settings)
     for parallel in (3, 9):
         assert texts(capsys, trained[kind], num_samples=4, parallel=parallel, **settings) == one
@@ -74,7 +74,7 @@ def test_greedy_samples_are_equal_so_one_is_drawn(capsys, trained):
 
 @KINDS
 def test_sample_0_is_what_nanogpts_program_prints(capsys, trained, kind):
-    """nanoGPT seeds, builds the model from that generator and then samples from it."""
+    """nanoGPT seeds a generator, builds the model with it and then samples with it."""
     checkpoint = load(trained[kind] / 'ckpt.pt')
     torch.manual_seed(1337)
     model = GPT(GPTConfig(**checkpoint['model_args']))
@@ -193,12 +193,12 @@ def test_dropout_of_training_is_off(capsys, trained, tmp_path):
 
 
 def test_the_cache_is_freed_before_a_smaller_one_is_allocated(trained, monkeypatch, capsys):
-    """The last batch may be smaller: on a GPU that is just large enough both would not fit."""
+    """The last batch may be smaller: both caches would not fit on a GPU just large enough."""
     caches, plain = [], GPT.new_cache
 
     def new_cache(model, batch_size, max_seq_len, *args):
         made = plain(model, batch_size, max_seq_len, *args)
-        if max_seq_len > 2:  # the C++ step compares itself with model.py in caches of two slots
+        if max_seq_len > 2:  # except the C++ step's self-check, which uses caches of 2 positions
             gc.collect()
             assert [cache() for cache in caches if cache()] == []
             caches.append(weakref.ref(made))

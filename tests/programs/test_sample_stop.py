@@ -46,11 +46,11 @@ def test_a_batch_ends_with_its_longest_sample_and_counts_only_needed_tokens(
     monkeypatch.setattr(sample.Generation, '__next__', lambda g: steps.append(1) or plain(g))
     settings = dict(num_samples=3, parallel=parallel, **LONG)
     whole = texts(capsys, trained['full'], **settings)
-    used = [len(cut(text, 'd')) - 2 + 1 for text in whole]  # the stop text's token was made too
+    used = [len(cut(text, 'd')) - 2 + 1 for text in whole]  # the stop text's token included
     steps.clear()
     f = figures(capsys, trained['full'], stop='d', **settings)
     assert max(used) < 60 and len(set(used)) > 1
-    assert len(steps) == (max(used) + 1 if parallel == 3 else sum(used) + 3)  # and the last calls
+    assert len(steps) == (max(used) + 1 if parallel == 3 else sum(used) + 3)  # plus the final calls
     assert f['tokens'] == sum(used)
     assert f['tpot_ms'] > 0 and f['tokens_per_second'] > 0
 

@@ -1,4 +1,4 @@
-"""Iterations whose loss or gradients are not finite: skipped and counted, or the run ends."""
+"""Iterations with a non-finite loss or gradient: they are skipped and counted, or end the run."""
 import copy
 import math
 import os
@@ -31,8 +31,8 @@ def interrupt(run):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """`poisoned({iteration: act})`: act(run) returns a hook for that step. Returns a dictionary,
-    filled later: iteration -> the state before and after."""
+    """`poisoned({iteration: act})`: act(run) returns a hook for that step. Returns a dictionary
+    that is filled during the run: iteration -> the states before and after."""
     plain, acts, seen = train.Run.step, {}, {}
 
     def state(run):
@@ -146,7 +146,7 @@ def test_a_run_that_is_broken_from_the_start_says_so(tmp_path, poisoned):
 
 
 def test_halvings_of_the_loss_scale_do_not_end_a_run_but_overflows_at_1_do(tmp_path, poisoned):
-    """65536 is halved 16 times until it is 1; only from there on iterations count."""
+    """65536 is halved 16 times until it is 1; only later iterations count."""
     poisoned({it: lambda run: bad_gradient(run, math.inf) for it in range(40)})
     message = 'iteration 18: .*3 iterations in a row.*loss scale 0.125'
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""train.py on tiny models: log lines, metrics, checkpoints as nanoGPT's users know them."""
+"""train.py on tiny models: log lines, metrics and checkpoints in nanoGPT's format."""
 import math
 import re
 
@@ -23,7 +23,7 @@ from training.memory_use import Predictor
 from training.run import Run
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
-# on a CPU in float32: no loss scale, and no peak to take a share of
+# on a CPU in float32: no loss scale, and no known peak for MFU
 ROW = {'iter', 'loss', 'lr', 'time_ms', 'tokens_per_second', 'grad_norm', 'skipped',
        'model_tflops_per_second', 'memory_bytes', 'memory_peak_bytes', 'memory_share',
        'data_wait_share'}
@@ -53,7 +53,7 @@ def test_log_lines_are_nanogpts(tmp_path, capsys):
 
 def test_log_lines_end_with_mfu_on_cuda_alone():
     numbers = -1.0, 12345.6, 4000.4
-    # nanoGPT's, before it is known
+    # nanoGPT's value before it is known
     assert train.pace_words(torch.device('cuda', 1), *numbers) == 'mfu -100.00%'
     assert train.pace_words(torch.device('cpu'), *numbers) == '12,346 tokens/s, 1:06:40 left'
     assert train.pace_words(torch.device('cpu'), -1.0, 5.0, 0.0) == '5 tokens/s'
@@ -170,8 +170,7 @@ def test_names_and_shapes_of_weights_are_nanogpts(trained):
 
 
 def test_gradient_accumulation_is_one_bigger_batch(tmp_path, final_weights):
-    """Two micro-batches of 4 are the 8 windows of one batch: the same gradients, but for rounding.
-    """
+    """Two micro-batches of 4 have the windows of one batch of 8: same gradients except rounding."""
     def trained_on(batch_size, n):
         run_train(tmp_path / f'{batch_size}x{n}', max_iters=0, batch_size=batch_size,
                   gradient_accumulation_steps=n, beta2=0.99)
@@ -189,7 +188,7 @@ def test_evaluation_uses_the_same_windows_every_time_and_no_dropout(tmp_path):
 
 
 def test_gradients_are_clipped_by_their_true_norm_whatever_the_loss_scale(tmp_path):
-    """Scaled by 65536 they are far above 100, in truth far below."""
+    """Scaled by 65536 they are far above 100, unscaled far below."""
     for clip in (0.0, 100.0, 1e-8):
         run_train(tmp_path / str(clip), max_iters=5, dtype='float16', grad_clip=clip)
     assert losses(tmp_path / '0.0') == losses(tmp_path / '100.0') != losses(tmp_path / '1e-08')

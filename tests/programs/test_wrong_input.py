@@ -1,5 +1,5 @@
 """Wrong input to train.py and sample.py gives one line with the value and the allowed ones, and
-leaves every file as it was."""
+changes no file."""
 import io
 import os
 import pickle
@@ -23,8 +23,8 @@ def files_under(folder):
 
 @pytest.fixture
 def refused(tmp_path, own_data_root, capsys):
-    """Run a program that must fail: exit status 2, one line on stderr with all of `named`, nothing
-    sampled, no file changed and no folder made."""
+    """Run a program that must fail: exit status 2, one line on stderr that contains all of `named`,
+    nothing sampled, no file changed and no folder created."""
     def check(main, settings, *named):
         before, folders = files_under(tmp_path), set(tmp_path.iterdir())
         capsys.readouterr()
@@ -88,7 +88,7 @@ BOTH_PROGRAMS = pytest.mark.parametrize(
     (dict(block_size=1000), ['block_size=1000', '400', 'val.bin']),
     (dict(out_dir=''), ["out_dir=''"]),
     (dict(n_head=3), ['n_embd=16', 'n_head=3']),
-    # before any data are looked for
+    # before looking for data
     (dict(n_head=4, n_kv_head=3, dataset='not_prepared'), ['n_head=4', 'n_kv_head=3']),
     (dict(n_kv_head=-1), ['n_kv_head=-1']),
     (dict(dropout=1.0), ['dropout=1.0']),
@@ -174,7 +174,7 @@ def test_sample_without_the_alphabet_of_a_character_model(refused, out, own_data
 
 
 def test_a_data_set_whose_ids_have_another_meaning(refused, out, own_data_root):
-    """The same token files, prepared with another alphabet, then as BPE."""
+    """The same token files, prepared with a different alphabet, then as BPE."""
     letters = ALPHABET.upper()
     tokens = {'train': tiny_tokens(2000), 'val': tiny_tokens(400)}
     write_dataset(own_data_root / 'tiny', tokens, {
@@ -195,7 +195,7 @@ def change(out, act):
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -305,7 +305,7 @@ def test_resume_with_another_shape_of_memory(refused, tmp_path, trained, setting
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
 def test_resume_with_the_same_owners_but_other_sharing(refused, tmp_path, own_data_root):
-    """Layers 0 and 1 own in both, but layer 3 would read layer 0's K/V in place of layer 1's."""
+    """Layers 0 and 1 are owners in both, but layer 3 would read K/V of layer 0, not of layer 1."""
     config = VANILLA | dict(n_layer=4, layer_pattern='LGLG', kv_share='', share_global_kv=True,
                             window_size=4, pos_embedding='rope', out_dir=tmp_path / 'out')
     train.main(flags(config | dict(max_iters=2, eval_interval=2)))
@@ -320,7 +320,7 @@ def test_a_missing_wandb_is_named(tmp_path, own_data_root, monkeypatch):
 
 
 def test_good_checkpoints_pass(out, own_data_root, trained, tmp_path):
-    """What the cases above start from is not refused."""
+    """The checkpoints that the cases above start from are accepted."""
     train.main(flags(for_train(out, max_iters=10)))
     sample.main(flags(for_sample(out, start=ALPHABET[:5])))
     shutil.copytree(trained['full'], tmp_path / 'full')

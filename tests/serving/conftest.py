@@ -1,4 +1,4 @@
-"""A server around a tiny random model: its application in this process, or a thread with a port."""
+"""A server for a tiny random model: its application in this process, or a thread with a port."""
 import asyncio
 import json
 import threading
@@ -18,7 +18,7 @@ from serving.worker import Worker
 from tests.helpers.serving import TOKENIZER, alone, model_of
 
 TURN = Template('{name}c{text}d')
-LONGEST = 60  # positions of a request
+LONGEST = 60  # maximum positions of a request
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 MODEL = model_of('full stack')
 USER = {'role': 'user', 'content': 'jab'}
@@ -33,14 +33,14 @@ def eventually(condition):
 
 
 def in_background(call):
-    """A started thread; `result` is what the call returns."""
+    """Call it in a new thread, whose `result` is the return value."""
     thread = threading.Thread(target=lambda: setattr(thread, 'result', call()))
     thread.start()
     return thread
 
 
 def expected(text, n=12, **params):
-    """The completion of an engine that runs nothing else."""
+    """The completion from an engine that runs nothing else."""
     return alone(MODEL, text, SamplingParams(n, **params), tokenizer=TOKENIZER)
 
 
@@ -53,7 +53,7 @@ def assert_refused(response, status, *named, param=Ellipsis, code=Ellipsis):
 
 
 def assert_free(worker):
-    """Nothing runs or waits, and only evictable pages of the prefix cache are in use."""
+    """Check that nothing runs or waits, and only evictable pages of the prefix cache are in use."""
     engine, table = worker.engine, worker.engine.cache.table
     eventually(lambda: not (worker._choices or worker._must_step or engine.n_unfinished
                             or worker._commands and worker.is_alive()))
@@ -99,7 +99,7 @@ class InProcess:
 
 @pytest.fixture
 def serve():
-    """`serve(**settings)`: a server without a port."""
+    """`serve(**settings)` starts a server without a port."""
     made = []
 
     def make(**settings):
@@ -116,7 +116,7 @@ def serve():
 
 
 class Running(InProcess):
-    """A server at a port, in a thread."""
+    """A server on a port, in a thread."""
 
     def __init__(self, grace=5.0, **settings):
         super().__init__(**settings)
@@ -135,7 +135,7 @@ class Running(InProcess):
 
 @pytest.fixture
 def running():
-    """`running(**settings)`"""
+    """`running(**settings)` starts a server on a port."""
     made = []
 
     def make(**settings):
@@ -162,7 +162,7 @@ def held(monkeypatch):
 
 
 class Asgi:
-    """A request for a completion, whose client leaves when `gone` is set. sent: the response."""
+    """A completion request whose client disconnects when `gone` is set. sent: the response."""
 
     def __init__(self, app, **fields):
         self.app, self.sent, self.gone = app, [], asyncio.Event()

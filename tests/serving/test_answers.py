@@ -1,4 +1,4 @@
-"""Responses equal what the engine generates alone, whole and streamed; metrics; the log."""
+"""Responses, complete or streamed, equal what the engine itself generates; metrics; the log."""
 import base64
 import hashlib
 import json
@@ -18,7 +18,7 @@ RENDERED = 'hatdacjabdbcefgdacondbc'
 
 
 def pieces(response):
-    """The documents of a stream."""
+    """The JSON documents of a stream."""
     assert response.status_code == 200 and response.headers['content-type'] == 'text/event-stream'
     *events, end = response.text.split('\n\n')
     assert end == '' and events.pop() == 'data: [DONE]'
@@ -176,7 +176,7 @@ def test_the_page(serve):
     assert response.status_code == 200
     assert response.headers['content-type'] == 'text/html; charset=utf-8'
     policy = response.headers['content-security-policy']
-    for tag in ('script', 'style'):  # the page's own, known by their hashes
+    for tag in ('script', 'style'):  # the page's own ones, allowed by hash
         [text] = re.findall(rf'<{tag}>(.*?)</{tag}>', response.text, re.S)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy

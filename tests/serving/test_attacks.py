@@ -1,4 +1,4 @@
-"""Clients that hold on to resources delay no others and are cut off. Contents of a chat."""
+"""Clients that hold on to resources are cut off and delay no one else. Contents of chats."""
 import asyncio
 import socket
 import threading
@@ -26,7 +26,7 @@ from tests.serving.test_server import ask, connect, request
 
 
 class SlowTokenizer:
-    """Its `encode` waits for `go.set()`. waiting: calls so far."""
+    """A tokenizer whose `encode` waits for `go.set()`. waiting: number of calls so far."""
 
     def __init__(self):
         self.go, self.waiting, self.lock = threading.Event(), 0, threading.Lock()
@@ -43,7 +43,7 @@ class SlowTokenizer:
 
 @pytest.fixture
 def slow(serve):
-    """`slow(**settings)`: a server with a SlowTokenizer."""
+    """`slow(**settings)` starts a server with a SlowTokenizer."""
     def make(**settings):
         server = serve(**settings)
         server.tokenizer = SlowTokenizer()
@@ -52,7 +52,7 @@ def slow(serve):
     return make
 
 
-# -- other requests go on --------------------------------------------------------------------------
+# -- other requests continue -----------------------------------------------------------------------
 
 def test_a_large_response_is_written_in_a_thread(running, monkeypatch):
     server, gate, entered, plain = running(), threading.Event(), threading.Event(), Reply.document
@@ -169,7 +169,7 @@ def test_a_body_that_drips_after_a_refusal(running, monkeypatch):
 def test_a_response_that_is_not_read(running, monkeypatch):
     monkeypatch.setattr('serving.server.IDLE_TIMEOUT', 0.5)
 
-    def small(*address):  # else the system buffers megabytes
+    def small(*address):  # otherwise the system buffers megabytes
         sock = bind(*address)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
         return sock
@@ -204,10 +204,10 @@ def test_other_host_names_are_refused(serve):
         assert client.get('/v1/models', headers={'host': host}).status_code == status, host
 
 
-# -- what a chat may say ---------------------------------------------------------------------------
+# -- contents of a chat ----------------------------------------------------------------------------
 
 def test_a_reply_can_be_sent_back(serve):
-    """With all fields of OpenAI's client; cut off within the end of its turn; empty."""
+    """With all fields that OpenAI's client adds; cut off within the end-of-turn text; empty."""
     server = serve()
     server.set_service(template=Template('{name}c{text}de'))
 
@@ -226,7 +226,7 @@ def test_names_have_one_line(serve):
     server = serve()
     for name in (0, 'a\nb', 'a\x00'):
         assert_refused(server.chat(USER | {'name': name}), 400, 'name', param='messages[0]')
-    assert server.chat(USER | {'name': ''}).status_code == 200  # the template allows no name
+    assert server.chat(USER | {'name': ''}).status_code == 200  # the template accepts no name
 
 
 def test_special_tokens_are_text_in_a_conversation():

@@ -1,4 +1,4 @@
-"""Faults of the engine or of a route: which requests fail, and that the server goes on."""
+"""Faults of the engine or of a route: which requests fail, and that the server continues."""
 import logging
 
 import pytest
@@ -17,7 +17,7 @@ from tests.serving.conftest import (
 
 @pytest.fixture
 def failing():
-    """`failing(when)`: each forward pass of the model for which `when(ids)` fails."""
+    """`failing(when)` makes each forward pass of the model fail for which `when(ids)` is true."""
     hooks = []
 
     def arm(when):
@@ -44,9 +44,9 @@ def test_a_step_that_fails_once_changes_no_text(serve, failing):
 
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_request_that_always_fails_ends_alone(serve, held, failing, stream):
-    """Here it came last."""
+    """The failing request arrives last."""
     server, prompts = serve(rows=3), ('abc', 'abcabc')
-    failing(lambda ids: (ids == 22).any())  # a w, which only the failing request has
+    failing(lambda ids: (ids == 22).any())  # a "w", which only the failing request contains
     others = [in_background(lambda prompt=prompt: server.text(prompt=prompt, temperature=0))
               for prompt in prompts]
     eventually(lambda: server.worker._num_open == 2)
@@ -100,7 +100,7 @@ def test_when_the_worker_dies_all_requests_fail(serve, held, failing):
     server = serve()
 
     def publish(*args):
-        raise SystemExit  # ends a thread silently
+        raise SystemExit  # would end a thread silently
     server.metrics.publish = publish
     threads = [in_background(server.complete) for _ in range(3)]
     eventually(lambda: server.worker._num_open == 3)

@@ -1,4 +1,4 @@
-"""Requests that are refused, with status and error document, and that disturb no other request."""
+"""Refused requests: their status and error document, and that other requests are unaffected."""
 import asyncio
 import json
 import re
@@ -22,7 +22,7 @@ from tests.serving.conftest import (
 )
 
 JSON = {'content-type': 'application/json'}
-# (the fields beside prompt='a', the field named, part of the message)
+# (fields in addition to prompt='a', the field in the error, part of the message)
 WRONG = [
     (dict(max_token=5), 'max_token', "unknown field 'max_token', did you mean 'max_tokens'?"),
     (dict(prompt=5), 'prompt', '5'),
@@ -59,7 +59,7 @@ WRONG = [
     (dict(logit_bias={'5': 1}), 'logit_bias', 'not supported'),
     (dict(best_of=3), 'best_of', '3'),
 ]
-# the same beside messages=[USER]
+# the same in addition to messages=[USER]
 WRONG_CHATS = [
     *((dict(messages=value), 'messages', repr(value)) for value in (None, [], 'hi')),
     (dict(messages=[USER] * 10), 'messages', '62 tokens'),
@@ -220,7 +220,7 @@ def test_a_body_that_does_not_come(serve):
 
 @pytest.mark.parametrize('stream', [True, False])
 def test_a_disconnect_cancels_all_choices(serve, held, stream):
-    """Of a request that waits, and of one that runs."""
+    """For a waiting request and for a running one."""
     server = serve(rows=1)
 
     async def scenario():
@@ -237,7 +237,7 @@ def test_a_disconnect_cancels_all_choices(serve, held, stream):
     held.set()
     assert_free(server.worker)
     assert [' 499: client left, ' in line for line in server.logged] == [True, True]
-    assert server.metric('tokens_generated_total') <= 1  # of the step that was held
+    assert server.metric('tokens_generated_total') <= 1  # from the step that was paused
     assert server.metric('requests_total', route=COMPLETIONS, status='499') == 2
 
 
@@ -265,7 +265,7 @@ def test_a_disconnect_within_a_stream_cancels(serve):
 
 @pytest.mark.parametrize('draining', [False, True])
 def test_closed_event_loops_do_no_harm(serve, held, draining):
-    """Their tasks were killed before they could cancel anything."""
+    """Their tasks are killed before they can cancel anything."""
     server, closed, plain = serve(), [], Engine.close
     server.engine.close = lambda: closed.append(1) or plain(server.engine)
 

@@ -1,4 +1,4 @@
-"""Many clients at once, some of which leave: the others get every token, and nothing is leaked."""
+"""Many clients at once, some of which disconnect: the others get all tokens, and nothing leaks."""
 import asyncio
 import functools
 import json
@@ -16,7 +16,7 @@ from tests.serving.test_server import request
 
 CLIENTS, LEAVING, SECONDS = 64, 0.1, 60
 TEXTS = [TOKENIZER.decode(prompt(n, seed=seed)) for n in (3, 24, 40) for seed in (1, 2)]
-TEXTS += [text + TOKENIZER.decode(prompt(5, seed=3)) for text in TEXTS]  # some go on from others
+TEXTS += [text + TOKENIZER.decode(prompt(5, seed=3)) for text in TEXTS]  # some continue others
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def expected(text: str, seed: int) -> str:
 
 
 class Client:
-    """One of them: asks, reads its stream to the end or leaves, asks again."""
+    """One client: sends a request, reads its stream to the end or disconnects, and repeats."""
 
     def __init__(self, server, number: int, tally: Counter):
         self.server, self.random, self.tally = server, random.Random(number), tally
@@ -44,7 +44,7 @@ class Client:
                 writer.close()
 
     async def leave(self, reader, writer) -> None:
-        """Before an answer, or after some of it; quietly, or with a reset."""
+        """Disconnect before a response or in the middle of one, cleanly or with a reset."""
         for _ in range(self.random.randrange(12)):
             await reader.readline()
         await asyncio.sleep(self.random.random() / 20)

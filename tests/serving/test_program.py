@@ -1,4 +1,4 @@
-"""serve.py itself: its settings, its keys, and as a process that a signal ends."""
+"""serve.py: its settings, its API keys, and its process, ended by a signal."""
 import json
 import re
 import signal
@@ -101,7 +101,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path):
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'serving.app', None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, 'serving.app', None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, 'serving.app')
     monkeypatch.setitem(sys.modules, 'starlette.applications', None)
     message = re.escape("starlette.applications: pip install -e '.[serve]'")

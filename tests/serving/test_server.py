@@ -1,4 +1,4 @@
-"""A server at a port: OpenAI's own client, sockets that break, many connections, and the end."""
+"""A server on a port: OpenAI's client, broken sockets, many connections, and shutdown."""
 import json
 import logging
 import socket
@@ -21,7 +21,7 @@ def client_of(server, key='none'):
 
 
 def request(document, path='/v1/completions', **headers) -> bytes:
-    """As it goes over the wire."""
+    """The bytes of an HTTP request."""
     body = json.dumps(document).encode()
     headers = {'Host': 'x', 'Content-Type': 'application/json',
                'Content-Length': len(body)} | headers
@@ -125,7 +125,7 @@ def test_openais_client_raises_its_own_errors(running, held):
     assert_free(server.worker)
 
 
-# -- what comes over the wire ----------------------------------------------------------------------
+# -- bytes on the wire -----------------------------------------------------------------------------
 
 POST = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
 MALFORMED = [
@@ -142,7 +142,7 @@ MALFORMED = [
 
 @pytest.fixture(scope='module')
 def shared():
-    """For tests that leave no trace."""
+    """A server shared by tests that leave no trace."""
     from tests.serving.conftest import Running
     server = Running(timeout=60.0)
     yield server
@@ -182,10 +182,10 @@ def test_a_body_that_breaks_off(shared):
     assert_free(shared.worker)
 
 
-# -- who leaves ------------------------------------------------------------------------------------
+# -- disconnects -----------------------------------------------------------------------------------
 
 def drop(server, n, at_once):
-    """n connections, up to `at_once` of them open together, whose clients leave early."""
+    """Open n connections, at most `at_once` at a time, whose clients disconnect early."""
     for start in range(0, n, at_once):
         socks = []
         for k in range(start, min(n, start + at_once)):
@@ -194,7 +194,7 @@ def drop(server, n, at_once):
             socks.append(connect(server, data if k % 7 else data[:-5]))
         for k, sock in enumerate(socks, start):
             if k % 5 == 0 and k % 7 and k < start + 20:
-                sock.recv(100)  # some wait for the beginning of an answer, or a refusal
+                sock.recv(100)  # some wait for the beginning of a response, or a refusal
             if k % 3 == 0:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # reset
             sock.close()
@@ -216,7 +216,7 @@ def test_connections_that_are_dropped_leave_nothing_behind(running, n, at_once):
     assert sum(sample.value for sample in counted) > n * 0.8
 
 
-# -- the end ---------------------------------------------------------------------------------------
+# -- shutdown --------------------------------------------------------------------------------------
 
 def stopping(server):
     server.server.should_exit = True
@@ -292,7 +292,7 @@ def test_an_output_that_is_stuck_holds_up_no_request(monkeypatch):
     gate.set()
     log.close(60)
     assert printed[:3] == ['0', '1', '2']
-    assert len(printed) in (MAX_LOG_LINES, MAX_LOG_LINES + 1)  # the thread may have taken one out
+    assert len(printed) in (MAX_LOG_LINES, MAX_LOG_LINES + 1)  # the thread may have removed one
 
 
 def test_a_disk_that_fails_at_the_end_is_logged(running, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Checkpoints taken to other settings: which may change, and exactly which tensors follow."""
+"""Checkpoints resumed with different settings: which may change, and which tensors change."""
 import copy
 
 import pytest

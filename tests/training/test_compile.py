@@ -1,4 +1,4 @@
-"""The whole training step is one graph with every recomputation, and is compiled only once."""
+"""With every recomputation policy the training step is one graph, compiled only once."""
 import pytest
 import torch
 import torch._dynamo
@@ -14,7 +14,7 @@ CONFIG = dict(block_size=48, vocab_size=78, n_layer=4, n_head=4, n_embd=32, n_kv
 
 
 def train(model, call, autocast, steps=3):
-    """Losses and the last gradients of some steps of plain SGD."""
+    """Return the losses and the last gradients of a few steps of plain SGD."""
     losses = []
     for k in range(steps):
         x, y = torch.randint(78, (2, 2, 48), generator=torch.Generator().manual_seed(k))

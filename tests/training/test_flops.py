@@ -1,4 +1,4 @@
-"""FLOPs: by hand, from masks, as counted by torch, and by nanoGPT's formula."""
+"""FLOPs: by hand, from masks, counted by torch, and by nanoGPT's formula."""
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

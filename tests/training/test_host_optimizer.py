@@ -47,7 +47,7 @@ def test_its_steps_are_adamws(bucket):
             backward(m, seed)
             update(seed, torch.tensor(1.0))
         assert_equal(weights(model), weights(twin))
-    # so that there was something to clip
+    # check that something was clipped
     assert updates[0].read().grad_norm == updates[1].read().grad_norm > 0.5
 
 
@@ -107,7 +107,7 @@ def test_nothing_of_it_counts_as_the_devices():
     step(model, optimizer, 0)
     parameters = sum(p.nbytes for p in model.parameters())
     assert state_bytes(model, optimizer)[2] == 0
-    # and a step count each
+    # and one step count each
     assert optimizer.host_nbytes() == 4 * parameters + 4 * len(list(model.parameters()))
     assert f'optimizer {nice_bytes(0)} (and {nice_bytes(optimizer.host_nbytes())} on the host)' in \
         memory_line(model, optimizer, torch.device('cpu'))

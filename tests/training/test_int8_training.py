@@ -1,4 +1,4 @@
-"""Training by int8 products: gradients near those of float32, and nothing else changed."""
+"""Training with int8 matmuls: gradients close to float32's, and nothing else changed."""
 import sys
 
 import pytest

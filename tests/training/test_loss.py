@@ -9,13 +9,13 @@ from tests.helpers.models import FULL_STACK, tokens
 from training.loss import cross_entropy, linear_cross_entropy
 
 C, V = 16, 37
-# three at a time: one chunk, one more, whole ones, a rest
+# 3 rows per chunk: one chunk, one row more, several chunks, a remainder
 ROWS = pytest.mark.parametrize('n', [3, 4, 6, 7, 20])
 
 
 @pytest.fixture(autouse=True)
 def three_rows(monkeypatch):
-    """Chunks of 3 rows, but for torch.compile."""
+    """Use chunks of 3 rows, except with torch.compile."""
     monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * V * 3})
 
 
@@ -38,7 +38,7 @@ def with_gradients(form, x, weight, targets, factor=1.0):
 
 
 def gaps(found, wanted):
-    """Relative, of the loss and of each gradient as a whole."""
+    """Relative differences of the loss and of each gradient."""
     return [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted)]
 
 

@@ -1,4 +1,4 @@
-"""Memory of a step: prediction equals measurement, which equals the allocator's."""
+"""Memory of a step: the prediction equals the measurement, which equals the allocator's figures."""
 import copy
 import itertools
 
@@ -34,7 +34,7 @@ def _small_chunks(monkeypatch):
 
 
 class Made(dict):
-    """Name of a shape -> its model and its predictor, made once."""
+    """{name of a shape: (model, predictor)}, each created once."""
     def __missing__(self, name):
         torch.manual_seed(0)
         config = GPTConfig(**SHAPES[name])
@@ -118,10 +118,10 @@ def test_figures_by_hand():
     assert m.loss_peak >= 2 * 4 * n * V
     chunked = predictor.predict('none', B)
     assert chunked.loss_peak < m.loss_peak / 2 and chunked.flops == m.flops
-    # products of a token, forward and backward, and attention's scores counted whole
+    # matmuls per token, forward and backward, and the full matrix of attention scores
     products = 3 * 2 * n * (L * 12 * C * C + V * C)
     scores = L * B * 2 * 2 * T * T * C
-    # the backward pass computes the scores again
+    # the backward pass recomputes the scores
     assert m.flops == products + scores + scores * 5 // 2
 
 

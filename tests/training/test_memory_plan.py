@@ -71,7 +71,7 @@ def test_predicted_peaks_fall_where_the_search_expects_it(monkeypatch, chunked, 
 
 
 def test_figures_are_predictions_and_the_advice_follows_from_them(capsys):
-    main([*FLAGS, '--batch_size=6', '--budget=61MB', '--json=True'])  # little: the search ends soon
+    main([*FLAGS, '--batch_size=6', '--budget=61MB', '--json=True'])  # small: the search ends soon
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])
     rows = {row['policy']: row for row in document['policies']}

@@ -22,7 +22,7 @@ from training.update import GuardedUpdate
 EIGHT_BIT = pytest.param('adamw8bit', marks=pytest.mark.slow)  # torch.compile
 
 
-# -- which optimizer has what
+# -- parameters of each optimizer
 
 def test_muon_has_the_matrices_of_blocks_and_adamw_the_others():
     model = model_of()
@@ -108,7 +108,7 @@ def test_a_step_without_finite_gradients_changes_nothing(name, offload):
 
 @pytest.mark.parametrize('name', ['adamw', 'muon', EIGHT_BIT])
 def test_clipping_counts_all_gradients_together(name):
-    """Clipping to a tenth gives the same as gradients of a tenth."""
+    """Clipping to a tenth gives the same result as gradients of a tenth."""
     models, moments = [], []
     for clip in (True, False):
         model = model_of()

@@ -122,7 +122,7 @@ def test_rng_state_restores_every_generator_through_a_checkpoint(tmp_path):
     def draw():
         numbers = np.random.rand(3).tolist(), np.random.randn(), random.random(), random.gauss(0, 1)
         return torch.rand(3).tolist(), *numbers
-    np.random.randn()    # leaves a second normal number waiting
+    np.random.randn()    # leaves a second normal number in the generator
     random.gauss(0, 1)
     save_checkpoint(tmp_path / 'c.pt', {'rng': rng_state()})
     expected = draw()
@@ -197,7 +197,7 @@ def test_auto_dtype_is_float32_off_cuda():
 
 def test_memory_of_the_process_is_in_bytes_and_its_peak_stays():
     before = memory_use(CPU)
-    block = mmap.mmap(-1, 64 * 2 ** 20)  # an allocation may reuse memory of the process
+    block = mmap.mmap(-1, 64 * 2 ** 20)  # a torch allocation might reuse the process's memory
     for _ in range(64):
         block.write(bytes(2 ** 20))
     during = memory_use(CPU)

@@ -15,8 +15,8 @@ PNG = b'\x89PNG\r\n\x1a\n'
 
 
 def rows(n=60, every=1):
-    """A run that logs every `every` iterations and evaluates every 20. An iteration takes 100
-    tokens and half a second."""
+    """Rows of a run that logs every `every` iterations and evaluates every 20. An iteration has 100
+    tokens and takes half a second."""
     for it in range(0, n + 1, every):
         loss = math.exp(-it / 9)
         row = dict(iter=it, loss=2 + loss, lr=1e-3, time_ms=500.0, tokens_per_second=200.0)

@@ -31,7 +31,7 @@ def rounding(half):
 
 
 def observed(model):
-    """(module, input, output) of every norm and block of the next forward passes."""
+    """List that receives (module, input, output) of each norm and block in later forward passes."""
     seen = []
     for module in model.modules():
         if 'Norm' in type(module).__name__ or type(module).__name__ == 'Block':
@@ -40,7 +40,7 @@ def observed(model):
 
 
 def normed(module, x):
-    """By the definition, in float64."""
+    """The norm by its definition, in float64."""
     x = x.detach().double()
     if isinstance(module, nn.RMSNorm):
         mean = x.pow(2).mean(-1, keepdim=True)
@@ -72,7 +72,7 @@ def test_norms_and_the_residual_stream(half):
 
 @HALF
 def test_queries_and_keys_are_normed_and_turned_in_float32(half, monkeypatch):
-    """Differs from float64 by the rounding of the half type before and after RoPE only."""
+    """Differs from float64 only by rounding to the half type before and after RoPE."""
     seen, plain = [], model_module.norm_and_rotate
 
     def spy(x, norm, rope):
@@ -112,7 +112,7 @@ def test_the_softmax_of_attention(half, window, n_kv_head):
     assert y.dtype == half
     # the weights may be rounded once for the matmul with the values, and the sum once
     assert (y.double() - exact).abs().max() < 2 * rounding(half) * v.double().abs().max()
-    rough = scores.to(half).double().softmax(-1) @ wide[2]  # the bound above excludes it
+    rough = scores.to(half).double().softmax(-1) @ wide[2]  # the bound above must exclude it
     assert (rough - exact).abs().max() > 4 * rounding(half) * v.double().abs().max()
 
 

@@ -73,7 +73,7 @@ def test_no_thread_stays(folder):
     before = threading.active_count()
     batches = batches_of(folder, 1)
     batches.next()
-    time.sleep(0.05)  # it stands before a full queue
+    time.sleep(0.05)  # it is blocked by a full queue
     assert threading.active_count() == before + 1
     batches.close()
     assert threading.active_count() == before
@@ -116,7 +116,7 @@ def test_an_error_is_told_again_until_it_goes_back(folder, monkeypatch):
 
 
 def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
-    """torch in a thread of its own would abort it when the interpreter goes."""
+    """torch in a separate thread would abort it at interpreter shutdown."""
     program = """if True:
         import torch
         from training.prefetch import Prefetched

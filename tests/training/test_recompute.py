@@ -1,4 +1,4 @@
-"""Every recomputation policy trains as none does, and recomputes only what it says."""
+"""Recomputation policies do not change training, and recompute only what they should."""
 import functools
 from collections import Counter
 
@@ -32,7 +32,7 @@ def _small_enough_to_chunk_and_to_move(monkeypatch):
 
 @pytest.fixture
 def moved(monkeypatch):
-    """The tensors that came back from host memory."""
+    """List of the tensors copied back from host memory."""
     plain, seen = training.offload._unpack, []
 
     def unpack(packed):
@@ -51,7 +51,7 @@ def new_model(shape, policy='none', **settings):
 
 
 def two_steps(shape, policy, half, accumulation, dropout, chunked):
-    """Losses of all micro-batches, and the parameters after two updates."""
+    """Return the losses of all micro-batches and the parameters after two updates."""
     model, losses = new_model(shape, policy, dropout=dropout), []
     model.loss_fn = linear_cross_entropy if chunked else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -82,7 +82,7 @@ def test_two_steps_are_those_without(policy, shape, half, accumulation, dropout,
     assert bool(moved) == (policy == 'offload')
 
 
-# -- what is computed again
+# -- what is recomputed
 
 class Counted(TorchDispatchMode):
     def __init__(self):
@@ -98,7 +98,7 @@ class Counted(TorchDispatchMode):
 
 
 def work(policy, shape='vanilla', **settings):
-    """Operations of the forward and backward pass, and calls of each kind of module."""
+    """Count operations in the forward and backward pass, and calls of each kind of module."""
     model, calls = new_model(shape, policy, **settings), Counter()
     for block in model.transformer.h:
         for name, module in (('block', block), ('c_attn', block.attn.c_attn),
@@ -119,7 +119,7 @@ def test_what_runs_twice(policy, shape):
     twice = {'mlp': {'c_fc'}, 'none': set(), 'offload': set()}.get(policy,
                                                                    {'block', 'c_attn', 'c_fc'})
     assert calls == {name: n * (1 + (name in twice)) for name in ('block', 'c_attn', 'c_fc')}
-    # selective goes through the modules again, but takes products and attention from what it kept
+    # selective calls the modules again, but reuses stored matmul and attention results
     assert backward.of(ATTENTION) == (forward.of(ATTENTION) if policy in ('block', 'every:2',
                                                                           'sqrt') else 0)
     assert forward.of(ATTENTION) >= n

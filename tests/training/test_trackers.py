@@ -1,4 +1,4 @@
-"""What goes to Weights & Biases and to TensorBoard."""
+"""Logging to Weights & Biases and TensorBoard."""
 import sys
 from types import SimpleNamespace
 
@@ -60,7 +60,7 @@ def test_tensorboard_gets_evaluations_and_steps(tmp_path):
 
 
 def test_tensorboard_of_a_resumed_run_has_each_step_once(tmp_path):
-    # the checkpoint stands at 12, the log ends there
+    # the checkpoint is at 12, where the log ends
     run_train(tmp_path / 'out', tensorboard_log=True, max_iters=12)
     run_train(tmp_path / 'out', tensorboard_log=True, max_iters=14, init_from='resume')
     assert [step for step, _ in scalars(tmp_path / 'out')['step/loss']] == list(range(15))

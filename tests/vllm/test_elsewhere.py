@@ -19,7 +19,7 @@ pytest.importorskip('vllm', reason='make test-vllm has an environment with vLLM'
 BIN = Path(sys.executable).parent
 OFFLINE = {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'VLLM_CPU_KVCACHE_SPACE': '1',
            'PATH': f"{BIN}:{os.environ['PATH']}"}
-# the program asks for the version of 'vllm', which a package called vllm-cpu does not have
+# the program looks up the version of 'vllm', which fails if the package is vllm-cpu
 VLLM = ('import importlib.metadata as m; plain = m.version; '
         'm.version = lambda name: plain("vllm-cpu") + "+cpu" if name == "vllm" else plain(name); '
         'from vllm.entrypoints.cli.main import main; main()')
@@ -83,7 +83,7 @@ def test_served(folder):
 
 
 def test_judged_as_by_ours(folder, monkeypatch, capsys):
-    """README's task needs a network: docs/interop.md's on a file, in windows of 64, replaces it."""
+    """README's task needs a network; docs/interop.md's, on a file in windows of 64, replaces it."""
     [task] = re.findall(r'^```yaml\n(.*?)^```', (ROOT / 'docs' / 'interop.md').read_text(),
                         re.M | re.S)
     (folder / 'own_text.yaml').write_text(task)
@@ -91,7 +91,7 @@ def test_judged_as_by_ours(folder, monkeypatch, capsys):
     program = command('lm_eval')
     at = program.index('--tasks')
     program[at + 1] = 'own_text'
-    # a character tokenizer has no token that begins texts
+    # a character tokenizer has no beginning-of-text token
     program[program.index('--model_args') + 1] += ',prefix_token_id=0'
     done = subprocess.run([*program, '--include_path', '.', '--device', 'cpu', '--output_path',
                            'found.json'],

@@ -1,4 +1,4 @@
-"""Exported models in vLLM on a CPU: greedy texts are ours. Needs make test-vllm."""
+"""Exported models in vLLM on a CPU: greedy texts equal ours. Needs make test-vllm."""
 import json
 import os
 import subprocess
@@ -17,7 +17,7 @@ pytest.importorskip('vllm', reason='make test-vllm has an environment with vLLM'
 os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
 
 V, N_NEW, MOST = 96, 40, 512
-# vLLM's CPU kernels want heads of 32
+# vLLM's CPU kernels need heads of 32
 SHAPE = dict(n_layer=12, n_head=4, n_embd=128, head_dim=32, vocab_size=V, block_size=MOST)
 FULL = dict(SHAPE, n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
             pos_embedding='rope', qk_norm=True, window_size=32, bias=False)
@@ -27,7 +27,7 @@ SHAPES = {'vanilla': SHAPE, 'full': FULL, 'heads of 24': dict(FULL, head_dim=24)
 
 
 def prompts() -> list[list[int]]:
-    """32, some longer than ten windows. Many share a prefix, for prefix caching."""
+    """32 prompts, some longer than ten windows. Many share a prefix, for prefix caching."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(3, 380, (32,), generator=generator).tolist()
     common = torch.randint(V, (MOST,), generator=generator).tolist()
@@ -40,7 +40,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize('name, ranks', [*((name, 1) for name in SHAPES), ('full', 2), ('gqa', 2)])
 def test_greedy_texts_are_ours(tmp_path, monkeypatch, name, ranks):
-    """Where a token is another, rounding decided between two that are as likely."""
+    """If a token differs, rounding decided between two equally likely ones."""
     from vllm import LLM, SamplingParams
     if ranks > 1:
         cores = sorted(os.sched_getaffinity(0))
@@ -56,7 +56,7 @@ def test_greedy_texts_are_ours(tmp_path, monkeypatch, name, ranks):
               gpu_memory_utilization=0.1)
     asked = prompts()[::4 if ranks > 1 else 1]
     params = SamplingParams(temperature=0, max_tokens=N_NEW, detokenize=False, ignore_eos=True)
-    for _ in range(2):  # the second time out of the prefix cache
+    for _ in range(2):  # the second time from the prefix cache
         answers = llm.generate([{'prompt_token_ids': ids} for ids in asked], params)
         texts, same = set(), 0
         for ids, answer in zip(asked, answers):
@@ -72,8 +72,8 @@ def test_greedy_texts_are_ours(tmp_path, monkeypatch, name, ranks):
 
 
 def test_its_memory_of_a_request_is_small_there_too(tmp_path):
-    """GPT-2's shape with every saving on, 8,192 tokens. Of blocks of 128, a local layer keeps
-    those that a window of 256 and a step of 512 tokens can touch."""
+    """GPT-2's shape with every saving enabled, 8,192 tokens. A local layer keeps only the blocks
+    of 128 that a window of 256 and a step of 512 tokens can touch."""
     config = GPTConfig(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
                        pos_embedding='rope',
                        qk_norm=True, window_size=256, block_size=1024, bias=False)
@@ -94,7 +94,7 @@ def test_its_memory_of_a_request_is_small_there_too(tmp_path):
 
 
 def test_weights_of_another_shape_are_refused(tmp_path):
-    """vLLM would take as much of them as it needs."""
+    """vLLM would silently load the part that it needs."""
     from vllm import LLM
     hf_model(random_model(GPTConfig(**FULL, mlp_hidden=320),
                           torch.float32)).save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ if importlib.util.find_spec('triton') is None:
 
 @pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
 def device(request):
-    """Where kernels run: on the GPU, or in Triton's interpreter on machines without one."""
+    """The device for the kernels: the GPU, or without one the CPU, with Triton's interpreter."""
     if request.param == 'cpu' and not INTERPRETING:
         pytest.skip('interpreted where there is no GPU')
     with triton_enabled(True):

@@ -1,5 +1,5 @@
 """The kernels compiled for an H100 with the arguments of a decode step, which needs Triton but no
-GPU. The compiler's output shows what their inner loops do and which resources they take."""
+GPU. The compiler's output shows what their inner loops do and which resources they use."""
 import json
 
 import pytest
@@ -58,13 +58,13 @@ print(json.dumps([compiled(**case) for case in json.loads(sys.argv[1])]))
 
 
 def compiled(cases, tmp_path):
-    """The kernels of each case, [{'kernel': ..., ...}, ...], compiled in one process."""
+    """Compile the kernels of each case, [{'kernel': ..., ...}, ...], in one process."""
     return run_alone(PROGRAM, json.dumps(cases), TRITON_CACHE_DIR=str(tmp_path),
                      TRITON_DEFAULT_FP_FUSION='1')
 
 
 def assert_nothing_waits(kernel, case, copies):
-    """K, V and the scales are copied asynchronously, the number of a page is loaded one block
+    """Check that K, V and the scales are copied asynchronously, page numbers are loaded one block
     ahead, and no register is spilled."""
     paged = case['layout'] == 'paged'
     assert kernel['kernel'] == '_split' and kernel['tensor cores'], case
@@ -86,8 +86,8 @@ def test_the_loop_of_a_decode_step_waits_for_no_load(tmp_path):
 
 @pytest.mark.slow
 def test_so_it_is_with_other_sizes(tmp_path):
-    """Heads of many sizes; rows of any even number of keys; pages of several blocks, or of less
-    than one."""
+    """Many head sizes; rows with any even number of keys; pages of several blocks, or smaller
+    than one block."""
     cases = [dict(layout=layout, kv_dtype=kv_dtype, D=D) for layout in ('contiguous', 'paged')
              for D in (32, 48, 80, 128, 256) for kv_dtype in ('int8', 'bfloat16')]
     cases += [dict(layout='contiguous', kv_dtype='int8', S=S) for S in (1000, 1010)]
@@ -112,5 +112,5 @@ def test_everything_else_compiles(tmp_path):
             assert names == ['_split'] + ['_join'] * (case['layout'] != 'paged')
             assert kernels[0]['tensor cores'] == (case['kv_dtype'] != 'float32')
         assert all(kernel['shared'] <= 227 * 1024 for kernel in kernels), case
-        # two registers, where a block has several pages
+        # two registers if a block has several pages
         assert all(kernel['spilled'] <= 8 for kernel in kernels), case

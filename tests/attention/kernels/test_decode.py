@@ -1,4 +1,4 @@
-"""The attention kernel against dense attention in float64, for all inputs of a cache."""
+"""The attention kernel against dense attention in float64, for every input a cache can give it."""
 import math
 
 import pytest
@@ -10,12 +10,12 @@ from attention.kernels import decode
 from attention.kernels.decode import Tuning, splits, stored_attention
 from kv.int8 import quantize_int8
 
-# what half-precision weights and outputs may cost; in float32 nothing but the order of sums
+# error allowed for half-precision weights and outputs; in float32 only summation order differs
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def stored(shape, dtype, device, seed=0, spread=1.0):
-    """K or V as a cache holds it, and its values in float64."""
+    """K or V as a cache stores it, and its values in float64."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
     if dtype == torch.int8:
         values, scale = quantize_int8(x)
@@ -24,12 +24,12 @@ def stored(shape, dtype, device, seed=0, spread=1.0):
 
 
 def attend(q, k, v, **how):
-    """The kernel over (values,) or (values, scales) of K and of V."""
+    """Run the kernel on K and V, each given as (values,) or (values, scales)."""
     return stored_attention(q, k[0], v[0], *(x[1] for x in (k, v) if len(x) == 2), **how)
 
 
 def dense(q, k, v, seen):
-    """float64; seen (B, t, S) bool. Rows that see nothing give zeros."""
+    """Attention in float64; `seen` is (B, t, S) bool. Queries that see no key give zeros."""
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
     scores = q.double() @ k.transpose(2, 3) / math.sqrt(q.size(-1))
     scores = scores.masked_fill(~seen[:, None], -math.inf)
@@ -38,7 +38,7 @@ def dense(q, k, v, seen):
 
 def queries(B, H, t, D, dtype, device, seed=9):
     q = torch.randn(B, t, H, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    return q.transpose(1, 2).to(device), q.transpose(1, 2)  # as the model gives it: not contiguous
+    return q.transpose(1, 2).to(device), q.transpose(1, 2)  # not contiguous, as in the model
 
 
 def off(y, expected):
@@ -71,14 +71,14 @@ def test_half_precision(device, dtype, kv_dtype):
 @pytest.mark.parametrize('spread', [1e-5, 1e-2, 300.0])
 def test_int8_values_of_any_size_in_half_precision(device, spread):
     """In float16, weights times scales would be subnormal or overflow if the scales were not
-    relative to the largest."""
+    divided by the largest one."""
     q, q_cpu = queries(1, 4, 1, 32, torch.float16, device)
     k, k64 = stored((1, 1, 100, 32), torch.int8, device, 1)
     v, v64 = stored((1, 1, 100, 32), torch.int8, device, 2, spread)
     expected = dense(q_cpu, k64, v64, torch.ones(1, 1, 100, dtype=torch.bool))
     y = attend(q.float(), k, v)
     assert off(y, expected) < 2e-5 * spread
-    # the output's own smallest step
+    # the smallest step of the output's dtype
     assert off(attend(q, k, v), expected) < 3e-3 * max(spread, 2e-5)
 
 
@@ -91,7 +91,7 @@ def test_rows_of_different_lengths(device, kv_dtype):
     v, v64 = stored((4, 2, 40, 16), kv_dtype, device, 2)
     for b, n in enumerate(lengths):
         for x in (k, v):
-            x[-1][b, :, n:] = torch.nan  # the scales, where it is int8
+            x[-1][b, :, n:] = torch.nan  # the scales, if the dtype is int8
     seen = torch.arange(40) < lengths[:, None, None]
     for n_splits in (1, 4):
         y = attend(q, k, v, kv_lens=lengths.to(device, torch.int32),
@@ -103,20 +103,20 @@ def test_rows_of_different_lengths(device, kv_dtype):
 @pytest.mark.parametrize('t, window', [(5, 0), (5, 7), (9, 3), (40, 20)])
 @pytest.mark.parametrize('H, n_kv_head', [(12, 1), (4, 4)])
 def test_chunks_in_order(device, t, window, H, n_kv_head):
-    """The last t of 40 keys are the queries' own."""
+    """The last t of the 40 keys belong to the queries' own tokens."""
     q, q_cpu = queries(2, H, t, 16, torch.float32, device)
     k, k64 = stored((2, n_kv_head, 40, 16), torch.int8, device, 1)
     v, v64 = stored((2, n_kv_head, 40, 16), torch.int8, device, 2)
     back = torch.arange(40 - t, 40)[:, None] - torch.arange(40)
     seen = (back >= 0) & (back < (window or 99))
-    # the interpreter takes a second for each 100 rows to be joined
+    # the interpreter takes a second to join 100 rows
     for n_splits in (1, 2) if t < 40 else (1,):
         y = attend(q, k, v, window=window, tuning=Tuning(n_splits=n_splits))
         assert off(y, dense(q_cpu, k64, v64, seen.expand(2, t, 40))) < 2e-5
 
 
 def test_a_window_that_begins_in_the_middle_of_the_keys(device):
-    """Blocks of keys before what the first query sees are left out, and none after."""
+    """Key blocks before the first visible key are skipped, and no later ones."""
     q, q_cpu = queries(1, 4, 9, 16, torch.float32, device)
     k, k64 = stored((1, 1, 100, 16), torch.int8, device, 1)
     v, v64 = stored((1, 1, 100, 16), torch.int8, device, 2)
@@ -129,8 +129,8 @@ def test_a_window_that_begins_in_the_middle_of_the_keys(device):
 
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
 def test_padding_that_counts_past_the_keys_looks_at_none(device, kv_dtype):
-    """A row of 10 keys whose chunk of 4 has 2 tokens of padding: values after the keys may be NaN,
-    so a weight of 0 is not enough."""
+    """A row of 10 keys gets a chunk of 4 with 2 padding tokens: values after the keys may be NaN,
+    so giving them a weight of 0 is not enough."""
     q, q_cpu = queries(1, 4, 4, 16, torch.float32, device)
     k, k64 = stored((1, 1, 12, 16), kv_dtype, device, 1)
     v, v64 = stored((1, 1, 12, 16), kv_dtype, device, 2)
@@ -143,8 +143,8 @@ def test_padding_that_counts_past_the_keys_looks_at_none(device, kv_dtype):
 
 
 def test_chunks_of_different_lengths(device):
-    """Rows of 3, 30 and 0 tokens append 4. Two of the last row's are padding, whose output is not
-    defined."""
+    """Rows of 3, 30 and 0 tokens append 4 each. Two of the last row's 4 are padding, whose output
+    is undefined."""
     held, t = torch.tensor([3, 30, 0]), 4
     q, q_cpu = queries(3, 6, t, 16, torch.float32, device)
     k, k64 = stored((3, 2, 34, 16), torch.float32, device, 1)
@@ -160,7 +160,7 @@ def test_chunks_of_different_lengths(device):
 @pytest.mark.parametrize('page_size, block_n', [(4, 0), (16, 0), (32, 16)])
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
 def test_pages(device, t, page_size, block_n, kv_dtype):
-    """Rows of 37, 3 and 20 keys in pages anywhere in the pool."""
+    """Rows of 37, 3 and 20 keys, in pages scattered over the pool."""
     lengths = torch.tensor([37, 3, 20])
     n_pages = -(-37 // page_size)
     pages = torch.randperm(3 * n_pages + 2, generator=torch.Generator().manual_seed(3))
@@ -180,7 +180,7 @@ def test_pages(device, t, page_size, block_n, kv_dtype):
 @pytest.mark.parametrize('page_size', [4, 16])
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
 def test_padding_that_counts_past_the_pages_of_a_row_looks_at_none(device, page_size, kv_dtype):
-    """Page -1 would be what lies before the pool: it must not even be weighed with 0."""
+    """Page -1 would be memory before the pool: it must not be read, even with a weight of 0."""
     q, q_cpu = queries(2, 4, 8, 16, torch.float32, device)
     k, k64 = stored((4, 1, page_size, 16), kv_dtype, device, 1)
     v, v64 = stored((4, 1, page_size, 16), kv_dtype, device, 2)
@@ -204,7 +204,7 @@ def test_any_head_dim(device, D):
 
 
 def test_storage_in_any_layout(device):
-    """On a CPU the cache keeps K transposed, and a view of it begins anywhere."""
+    """On a CPU the cache stores K transposed, and a view of it can begin at any offset."""
     q, q_cpu = queries(2, 4, 1, 16, torch.float32, device)
     k = torch.randn(3, 2, 16, 60).transpose(2, 3)[1:, :, 10:50]
     v = torch.randn(3, 2, 60, 16)[1:, :, 10:50]
@@ -214,12 +214,12 @@ def test_storage_in_any_layout(device):
 
 
 def test_int8_products(device):
-    """Queries rounded to int8 too: what that costs is about what rounding the keys does."""
+    """With queries rounded to int8 too, the added error is about that of rounding the keys."""
     q, q_cpu = queries(2, 12, 1, 64, torch.float32, device)
     k, k64 = stored((2, 1, 300, 64), torch.int8, device, 1)
     v, v64 = stored((2, 1, 300, 64), torch.int8, device, 2)
     everything = torch.ones(2, 1, 300, dtype=torch.bool)
-    # in float32, while those of `quantize_int8` are float16
+    # float32, whereas `quantize_int8` returns float16 scales
     scale = q_cpu.abs().amax(-1, keepdim=True) / 127
     of_rounded = dense((q_cpu / scale).round() * scale.double(), k64, v64, everything)
     y = attend(q, k, v, tuning=Tuning(n_splits=2, int8_dot=True))
@@ -233,12 +233,12 @@ def test_no_split_is_short(monkeypatch):
     assert splits(1, 10 ** 6, 4, cpu) == 4 and splits(1, 10 ** 6, 1, cpu) == 16
     assert splits(100, 10 ** 6, 4, cpu) == 1
     monkeypatch.setattr(decode, '_n_processors', lambda device: 132)
-    # no more than can be joined
+    # no more parts than can be joined
     assert splits(1, 10 ** 6, 4, cpu) == 64 and splits(256, 8192, 4, cpu) == 2
 
 
 def test_what_it_serves(monkeypatch):
-    """Not float64, and on a CPU only where it is wanted."""
+    """No float64, and the CPU only if that is requested."""
     served = []
     monkeypatch.setattr(decode, 'stored_attention', lambda q, *_, **__: served.append(q.dtype) or q)
     half, double = (torch.zeros(1, 1, 1, 16, dtype=dtype)
@@ -262,7 +262,7 @@ def test_float64_is_refused(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_long_chunks_in_half_precision(dtype):
-    """Blocks of 64 query rows, which take other tensor cores than those of 16."""
+    """Blocks of 64 query rows, which use different tensor core instructions from those of 16."""
     q, q_cpu = queries(2, 12, 64, 64, dtype, 'cuda')
     k, k64 = stored((2, 1, 300, 64), torch.int8, 'cuda', 1)
     v, v64 = stored((2, 1, 300, 64), torch.int8, 'cuda', 2)
@@ -274,7 +274,7 @@ def test_long_chunks_in_half_precision(dtype):
 
 
 def test_nan_is_not_lost(device):
-    """A request whose queries are NaN must be seen to be broken, also where its keys are split."""
+    """NaN queries must give NaN outputs, so that the request can be ended, even with split keys."""
     q, _ = queries(2, 4, 1, 16, torch.float32, device)
     q[1] = torch.nan
     k, _ = stored((2, 1, 300, 16), torch.int8, device, 1)

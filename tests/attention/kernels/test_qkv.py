@@ -13,7 +13,7 @@ ROWS, PLACES = [[0, 0], [2, 2], [3, 1]], [[4, 5], [-1, -1], [0, -1]]
 
 
 def written(device, dtype, kv_dtype, norm, rope, seed=0):
-    """(queries, store) by the kernel and (queries, K, V) by torch; K and V encoded."""
+    """Return (queries, store) from the kernel and (queries, K, V) from torch, K and V encoded."""
     generator = torch.Generator().manual_seed(seed)
     qkv = torch.randn(B, t, H + 2 * HKV, D, generator=generator).to(device, dtype)
     norms = [torch.nn.RMSNorm(D, eps=1e-6).to(device, dtype) if norm else None for _ in 'qk']
@@ -43,7 +43,7 @@ def test_is_what_torch_does(device, norm, rope, kv_dtype):
         for b, j in [(0, 0), (0, 1), (2, 0)]:
             was[ROWS[b][j], :, PLACES[b][j]] = x[b, :, j]
         off = (stored.double() - was.double()).abs()
-        # exact, unless another order of sums has moved a value across a rounding boundary
+        # exact, unless a different summation order moved a value across a rounding boundary
         few = 2e-6 * was.double().abs().max().item()
         ulp = was.double().abs() * 2 ** -10
         step = {torch.int8: 1, torch.float16: ulp, torch.float32: few}[stored.dtype]

@@ -9,7 +9,7 @@ from tests.helpers.models import FULL_STACK, random_model, tokens
 
 
 def steps(model, cache, idx):
-    """Logits of the last token of each row after pieces of different lengths."""
+    """Feed chunks of different lengths; return the logits of each row's last token."""
     out = []
     for lens in ([5, 3], [4, 4], [1, 1], [0, 3], [1, 1]):
         starts = cache.lengths.tolist()
@@ -31,6 +31,6 @@ def test_give_what_plain_torch_gives(device, kv_dtype, paged, monkeypatch):
     found = steps(model, model.new_cache(2, 20, kv_dtype, **how), idx)
     with triton_enabled(False):
         expected = steps(model, model.new_cache(2, 20, kv_dtype, **how), idx)
-    # another order of sums may change the int8 rounding of a value, which later layers amplify
+    # a different summation order may change a value's int8 rounding, which later layers amplify
     gaps = (found - expected).abs().amax((1, 2))
     assert gaps.max() < (1e-4 if kv_dtype == 'float32' else 5e-2) and gaps.median() < 1e-3

@@ -19,7 +19,7 @@ def dump(tmp_path):
 
 @pytest.fixture
 def run(load_prepare, tiny, dump, tmp_path):
-    """A function from options to the prepared folder, {file: bytes}."""
+    """Return a function that prepares the dataset with given options: {file: bytes}."""
     def run(*argv, name='openwebtext', source=dump):
         out = tmp_path / 'out'
         given = ['--from', str(source)] if source else []

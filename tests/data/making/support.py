@@ -1,4 +1,4 @@
-"""Helpers of the tests of data set making."""
+"""Helpers for the tests of dataset preparation."""
 
 import sys
 import types
@@ -7,7 +7,7 @@ DOCUMENTS = [f'the document number {i}, ' * (1 + i % 5) for i in range(400)]
 
 
 def contents(folder):
-    """Relative path -> bytes of every file but the lock; a preparation under way has subfolders."""
+    """{relative path: bytes} of all files but the lock; unfinished preparations have subfolders."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob('*')
             if path.is_file() and path.name != '.prepare.lock'}
 

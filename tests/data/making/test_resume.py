@@ -31,7 +31,7 @@ def interrupt(run, *options, n=300):
 
 @pytest.fixture
 def whole(run, small, tmp_path):
-    """A function from options to the files of an uninterrupted preparation, which it removes."""
+    """Return a function that prepares a dataset without interruption: its files, then removed."""
     def whole(*options):
         files = run(*options)
         shutil.rmtree(tmp_path / 'out')
@@ -94,7 +94,7 @@ def test_failures_that_leave_the_progress_alone(run, small, monkeypatch, tmp_pat
         run('--restart', source=None)
     with pytest.raises(UserError, match='progress of another preparation'):
         write_dataset(tmp_path / 'out', {'train': np.array([1])}, None)
-    dump.write_text(dump.read_text() * 2)  # a file of another size is another source
+    dump.write_text(dump.read_text() * 2)  # a file with a different size is a different source
     with pytest.raises(UserError, match='source=.*--restart'):
         run()
     assert contents(tmp_path / 'out') == before
@@ -112,7 +112,7 @@ def test_max_tokens_may_change_between_resumes(run, whole, capsys, first, second
 
 @pytest.mark.parametrize('kill', [False, True])
 def test_interrupted_while_it_is_published(run, whole, tmp_path, capsys, kill):
-    """Ctrl-C comes too late; after a kill the same command goes on without reading a document."""
+    """Ctrl-C comes too late; after a kill the same command finishes without reading documents."""
     options = ['--shard_tokens=2000', '--max_tokens=5_000']
     expected = whole(*options)
 

@@ -139,7 +139,7 @@ def test_without_the_package_datasets(monkeypatch, run, tmp_path):
 
 @pytest.mark.parametrize('version', ['2.18.0', '3.6.0', 'unknown'])
 def test_an_old_package_datasets_is_refused(monkeypatch, run, tmp_path, version):
-    """Versions before 4 run code from the hub's repositories, or ask on the terminal."""
+    """Versions before 4 run code from repositories on the hub, or prompt on the terminal."""
     fake_hub(monkeypatch, None, version)
     with pytest.raises(UserError, match=f"{version} is installed.*pip install -U 'datasets>=4'"):
         run(source=None)

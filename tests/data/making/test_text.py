@@ -18,14 +18,14 @@ from data.tokenizer import CharTokenizer
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """Where datasets are written to, instead of data/."""
+    """The folder that datasets are written to, instead of data/."""
     (tmp_path / 'data').mkdir()
     return tmp_path / 'data'
 
 
 @pytest.fixture
 def run(load_prepare, root, monkeypatch):
-    """A function from arguments of prepare.py to the texts of the splits."""
+    """Return a function that runs prepare.py with given arguments: the texts of the splits."""
     def run(*argv, name='text', tokenizer=None):
         prepare = load_prepare('text')
         monkeypatch.setattr(prepare, 'DATA_ROOT', root)
@@ -39,7 +39,7 @@ def run(load_prepare, root, monkeypatch):
 
 @pytest.fixture
 def files(tmp_path):
-    """A folder of 40 texts in subfolders, and what is to be left out."""
+    """A folder with 40 texts in subfolders, and files to be ignored."""
     folder = tmp_path / 'files'
     for i in range(40):
         path = folder / f'{"ab"[i % 2]}' / f'{i:02d}.txt'
@@ -76,7 +76,7 @@ def test_whole_files_are_held_out_and_parted(run, files, capsys):
     train, val = run('--input', files, '--glob=*.txt', '--val=0.125', name='mine')
     parts = [[text.strip() for text in part.split('\n\n\n')[:-1]] for part in (train, val)]
     assert sorted(parts[0] + parts[1]) == sorted(f'text {i} ' + 'x' * 100 for i in range(40))
-    assert len(parts[1]) == 4  # a fifth one would be more than an eighth of the characters
+    assert len(parts[1]) == 4  # a fifth text would exceed an eighth of the characters
     in_order = [part.split()[1] for part in parts[0]]
     assert in_order == sorted(in_order, key=lambda i: (int(i) % 2, int(i))), 'a/ before b/'
     err = capsys.readouterr().err
@@ -200,7 +200,7 @@ def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(r
         path.write_text('old text, ' * 11)
         return parts
 
-    # prepare.py imports it when it is loaded
+    # prepare.py imports it at the top
     monkeypatch.setattr(textfiles, 'split', split_then_change)
     with pytest.raises(UserError, match='changed while it was read'):
         run('--input', path)
@@ -220,5 +220,5 @@ def test_memory_does_not_grow_with_the_files(root, tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 25_000_000  # a block of a million characters has ids of 4 and 8 bytes on its way
+    assert peak < 25_000_000  # a block of a million characters briefly needs ids of 4 and 8 bytes
     assert open_tokens(root / 'text' / 'train.bin').size == 9_000_000

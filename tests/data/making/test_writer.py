@@ -76,7 +76,7 @@ def test_a_waiting_writer_recreates_a_removed_folder(tmp_path):
 
 
 class Moments:
-    """Counts the changes to the folder, and acts at the number-th: before it, or after it."""
+    """Count the changes to the folder, and act before or after change `number`."""
 
     def __init__(self, monkeypatch, number, act, after=False):
         self.count = 0
@@ -108,7 +108,7 @@ CHANGES = [(None, (0, META)), ((2, None), (4, None)), ((0, META), (3, None)),
 
 
 def one_of_two(folder, before, after):
-    """'old', 'new' or 'incomplete'; fails if it looks complete and has files of both."""
+    """Return 'old', 'new' or 'incomplete'; fail if the folder looks complete but mixes both."""
     dataset = {name: data for name, data in contents(folder).items() if not name.startswith('.')}
     if dataset == before:
         return 'old'
@@ -121,7 +121,7 @@ def one_of_two(folder, before, after):
 
 
 def old_and_new(tmp_path, change):
-    """A folder with the older dataset (or none), its files, and those of the new dataset."""
+    """Return a folder with the older dataset (or none), its files, and the new dataset's files."""
     for folder in ('a', 'new'):
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
     (tmp_path / 'a').mkdir()
@@ -132,11 +132,11 @@ def old_and_new(tmp_path, change):
 
 
 def moments_of(tmp_path, change):
-    """How many moments writing the new dataset has."""
+    """Number of changes to the folder while the new dataset is written."""
     with pytest.MonkeyPatch.context() as patch:
         moments = Moments(patch, 0, None)
         write(tmp_path / 'count', [[2] * 11], *change[1], val=[2])
-    return moments.count + 6  # an older dataset has files to remove
+    return moments.count + 6  # removing an older dataset's files adds changes
 
 
 @pytest.mark.parametrize('change', CHANGES)
@@ -155,7 +155,7 @@ def test_ctrl_c_at_any_moment_leaves_the_old_dataset_or_the_new_one(tmp_path, ch
 
 
 def after_the_next_preparation(folder):
-    """The files once another preparation has begun, and failed."""
+    """The files after a second preparation has begun and failed."""
     with pytest.raises(ZeroDivisionError), TokenWriter(folder):
         raise ZeroDivisionError
     assert not set(names(folder)) & set(LEFT_OVER)
@@ -199,7 +199,7 @@ def test_a_full_disk_is_one_line_and_the_older_dataset_stays(tmp_path):
     write(tmp_path, [[1]])
     before, limits = contents(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:  # some fail when written, some when closed
+    try:  # some fail on write, some on close
         for chunks in ([[3] * 51_000], [[3] * 1000] * 60, [[3] * 1000] * 51):
             with pytest.raises(UserError, match='File too large') as caught:
                 write(tmp_path, chunks)

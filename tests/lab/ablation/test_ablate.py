@@ -1,4 +1,4 @@
-"""ablate.py as a whole: it trains, judges, resumes after a stop, and reports failures."""
+"""ablate.py end to end: it trains, evaluates, resumes after a stop, and reports failures."""
 import contextlib
 import io
 import json
@@ -48,7 +48,7 @@ contexts = '32,64'
 @pytest.fixture
 def ladder(tmp_path):
     """(arguments of ablate.py, folder of the results). No pictures, which take longer than all
-    that these tests train."""
+    training in these tests."""
     path, folder = tmp_path / 'ablate_mine.py', tmp_path / 'results'
     path.write_text(LADDER)
     return [str(path), f'--folder={folder}', '--device=cpu', '--pictures=False'], folder
@@ -62,7 +62,7 @@ side_seeds = '1'
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-    """(arguments, folder, standard output) of a ladder with a converted row, after it was run."""
+    """(arguments, folder, standard output) of a finished ladder with a converted row."""
     folder, out = tmp_path_factory.mktemp('ablate') / 'results', io.StringIO()
     path = folder.parent / 'ablate_mine.py'
     path.write_text(LADDER + CONVERTED)
@@ -87,7 +87,7 @@ def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys):
     assert [row['kv']['at']['64']['bytes'] for row in summary['rows'][:3]] == [8192, 4096, 2560]
     page = (folder / 'report.html').read_text()
     assert page.count('data:image/png;base64,') == 2 * len(list(folder.glob('*.png'))) >= 2
-    assert 'http' not in page  # nothing is fetched
+    assert 'http' not in page  # no external resources
     written = (folder / 'report.md').read_text()
     for text in ('| + MQA |', '![', 'python train.py config/train_recall.py'):
         assert text in written
@@ -110,7 +110,7 @@ def printed(capsys, argv):
 
 @pytest.mark.slow
 def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
-    """Its settings are fine until they meet the data."""
+    """Its settings are valid, but not with this data."""
     argv, folder = ladder
     rows = """'+ odd': dict(learning_rate=1e30),
     '+ MQA': dict(n_kv_head=1, learning_rate=1e-3)"""
@@ -186,7 +186,7 @@ def test_a_row_may_begin_with_the_converted_weights_of_another(trained):
                              rows.trained_config(row))
     assert begun['iter_num'] == 0 and begun['model'].keys() == wanted.keys()
     assert all((begun['model'][name] == wanted[name]).all() for name in wanted)
-    save_checkpoint(origin_path, finished | {'iter_num': 3})  # as if it had been stopped midway
+    save_checkpoint(origin_path, finished | {'iter_num': 3})  # as if it had been stopped early
     with pytest.raises(UserError, match='trained elsewhere: delete .*mha-seed1.json'):
         convert.main(['converted', '1', *argv])
 

@@ -1,4 +1,4 @@
-"""The cost of rows: bytes as allocated, times in turns, failed measurements reported."""
+"""The cost of rows: allocated bytes, times measured in turns, reports of failed measurements."""
 import json
 
 import pytest
@@ -35,7 +35,7 @@ def ladder_of(tmp_path):
 
 
 def test_bytes_by_hand(ladder_of):
-    """3 layers of 32 wide, 4 heads of 8, T=64, W=8: MHA 3 x 2 x 4 x 8 elements a position."""
+    """3 layers of width 32, 4 heads of 8, T=64, W=8: MHA: 3 x 2 x 4 x 8 elements per position."""
     text = CONFIG + "rows['+ wider heads'] = dict(head_dim=16)\n"
     ladder = ladder_of(text=text)
     of = {name: cost.kv_bytes(ladder, row, [16]) for name, row in ladder.rows.items()}
@@ -58,7 +58,7 @@ def test_bytes_of_weights_and_flops_of_a_prompt_by_hand(ladder_of):
     config = ladder.config(ladder.rows['vanilla GPT-2'])
     n_params = GPT(config).get_num_params(non_embedding=False)
     assert vanilla['weights'] == {'dtype': 'bfloat16', 'bytes': 2 * n_params}
-    # c_attn of the last layer for all 16 tokens, the rest of it for one
+    # the last layer's c_attn for all 16 tokens, the rest of that layer for one
     before = 16 * 2 * (2 * 12 * 32 ** 2 + 3 * 32 ** 2) + 2 * 9 * 32 ** 2
     keys = 4 * 32 * (2 * 16 * 17 // 2 + 16)
     assert vanilla['at'][16]['prefill_flops'] == before + keys + 2 * config.vocab_size * 32
@@ -79,7 +79,7 @@ def test_rows_share_a_side_where_they_run_the_same_code_alone(ladder_of):
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """One round of each side is enough. The list has the title of each measurement."""
+    """Measure only one round per side. Returns the list of the measurements' titles."""
     titles = []
 
     def alternate(sides, repeats, title):
@@ -91,7 +91,7 @@ def rounds(monkeypatch):
 
 @pytest.fixture
 def too_large(monkeypatch, rounds):
-    """Caches of 100 tokens fail for all rows with as many K/V heads as query heads."""
+    """Make caches of 100 tokens fail for all rows with as many K/V heads as query heads."""
     plain = cost.DecodeRound
 
     def decode(model, batch, *args):
@@ -115,7 +115,7 @@ def test_a_failing_measurement_is_reported_and_the_others_are_made(ladder_of, to
     assert mqa not in cells[2]['errors'] and mha in cells[3]['ttft_ms']
     memory = cells[4]['memory']
     muon, adamw = (memory[speed.trains_as[name]]['peak'] for name in ('Muon', '+ MQA'))
-    assert muon < adamw  # one average in place of two
+    assert muon < adamw  # one average instead of two
 
     kv = {name: cost.kv_bytes(ladder, row, [16]) for name, row in ladder.rows.items()}
     summary = summarize(ladder, Results(ladder), found, None, lambda row: kv[row.name])
@@ -125,7 +125,7 @@ def test_a_failing_measurement_is_reported_and_the_others_are_made(ladder_of, to
     grids = {grid.title.split(':')[0]: grid.rows for grid in tables.grids(summary)}
     shown = {row[0]: row[3] for row in grids['Speed']}
     assert shown['MHA'] == '-' and float(shown['+ MQA']) > 0
-    assert 'Muon' not in ' '.join(shown)  # decodes as the row above
+    assert 'Muon' not in ' '.join(shown)  # decodes like the row above
     assert len(grids['Training']) == len(ladder.rows)
     assert all(float(cell.replace(',', '')) >= 0 for row in grids['Training'] for cell in row[1:])
 
@@ -149,10 +149,10 @@ def test_measurements_are_saved_as_they_come_and_not_made_again(ladder_of, too_l
     rounds.clear()
     whole = ablate.measured_speed(ladder, results, True)
     assert rounds == ['decoding', 'prompts', 'training']
-    assert whole['cells'][2]['errors']  # and is not tried again
+    assert whole['cells'][2]['errors']  # and is not retried
     assert ablate.measured_speed(ladder, results, True) == whole and len(rounds) == 3
 
-    # whole figures of another machine count as they are; parts of them are not mixed with ours
+    # complete figures from a different machine are used as they are; partial ones are not mixed in
     path = results.folder / 'speed.json'
     theirs = whole | {'processor': 'another'}
     path.write_text(json.dumps(theirs))

@@ -1,4 +1,4 @@
-"""Parallel jobs: a failure stops nothing else, Ctrl-C lets all of them stop."""
+"""Parallel jobs: a failure stops no other job, Ctrl-C makes all of them stop."""
 import time
 
 import pytest

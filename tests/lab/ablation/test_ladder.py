@@ -1,4 +1,4 @@
-"""Ladders: rows add up, mistakes are named before anything is trained, trainings are shared."""
+"""Ladders: rows build on each other, mistakes are reported before training, runs are shared."""
 import pytest
 
 from config.errors import UserError
@@ -124,7 +124,7 @@ def test_seeds(ladder_of):
 @pytest.mark.parametrize('name, times', [('shakespeare', 70), ('recall', 10), ('smoke', 10),
                                          ('gpt2', 10), ('gpu_short', 10), ('long', 10)])
 def test_shipped_ladders_make_small_caches(name, times, monkeypatch):
-    """Without their data sets, which need not be prepared here."""
+    """Without their data sets, so that those need not be prepared here."""
     monkeypatch.setattr(ladder_module, 'open_meta', lambda s, root: {'vocab_size': 65})
     ladder = read_ladder([f'config/ablate_{name}.py'], echo=False)[1]
     last = [row for row in ladder.rows.values() if not row.side][-1]

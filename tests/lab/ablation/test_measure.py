@@ -1,4 +1,4 @@
-"""Judging trained weights through the row's own cache, converted as the row says."""
+"""Evaluating trained weights with the row's cache, converted according to the row."""
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,7 +96,7 @@ def test_another_model_is_refused(ladder, saved):
 
 
 def test_recall_counts_what_is_asked_alone(ladder, saved, monkeypatch):
-    """A model that always names the right token, or never, or at one distance."""
+    """A model that predicts the right token always, never, or at only one distance."""
     row = ladder.rows['+ windows']
     model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
     task = LagTask(64, (7, 20))

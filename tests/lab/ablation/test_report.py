@@ -41,7 +41,7 @@ LOSSES = {
 
 
 def run_of(ladder, row, seed, loss):
-    """The document that lab/ablation/measure.py writes."""
+    """A result document like those of lab/ablation/measure.py."""
     settings = vars(ladder.settings(row)) | {'seed': seed}
     iterations = settings['max_iters']
     curve = [[i, loss + 1 - i / iterations] for i in range(0, iterations + 1, 10)]
@@ -58,7 +58,7 @@ def run_of(ladder, row, seed, loss):
 
 @pytest.fixture(scope='module')
 def measured(tmp_path_factory):
-    """A folder with the ladder and its results. Tests that change it take `folder`."""
+    """A folder with the ladder and its results. Tests that change it use `folder` instead."""
     path = tmp_path_factory.mktemp('measured')
     (path / 'ablate_mine.py').write_text(CONFIG)
     ladder, results = opened(path)
@@ -85,7 +85,7 @@ def summary(summarized):
 
 @pytest.fixture(scope='module')
 def written(summarized, tmp_path_factory):
-    """The folder of the report, with pictures as PDF files too."""
+    """The folder of the report, including pictures as PDF files."""
     path = tmp_path_factory.mktemp('written')
     report.write_report(summarized, path, also_as='pdf')
     return path
@@ -159,7 +159,7 @@ def test_the_page_shows_names_as_they_are(written):
 
 
 def test_recovery_is_shown_beside_its_origin_and_the_same_memory(summary):
-    """A converted row above it, or one with another memory, is no such thing."""
+    """A converted row above it, or one with a different memory size, does not count as either."""
     rows = {row['name']: row for row in summary['rows']}
     origin = {'mean': 1.5, 'iterations': 400}
     assert rows['uptrained']['recovery'] == {
@@ -216,7 +216,7 @@ def test_the_main_table_is_written_for_papers(summary, written):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """draw(summary) -> {picture: its axes}. No pixel is computed, which takes most of the time."""
+    """draw(summary) -> {picture: its axes}. No pixels are computed, as that takes the most time."""
     seen = []
     monkeypatch.setattr(pyplot.Figure, 'savefig',
                         lambda figure, *args, **keys: seen.append(figure.axes[0]))
@@ -244,7 +244,7 @@ def test_pictures_for_papers(written, tmp_path, monkeypatch):
     assert made and made == {path.stem for path in written.glob('*.pdf')}
     assert (written / 'talk.pdf').read_bytes().startswith(b'%PDF')
     (tmp_path / 'ablate_mine.py').write_text(CONFIG)
-    nothing_trained = summary_of(tmp_path)  # of which there is one picture
+    nothing_trained = summary_of(tmp_path)  # this still gives one picture
     report.write_report(nothing_trained, tmp_path, also_as='svg')
     assert [path.stem for path in tmp_path.glob('*.png')] == ['kv']
     assert (tmp_path / 'kv.svg').read_bytes().startswith(b'<?xml')

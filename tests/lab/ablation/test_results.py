@@ -1,4 +1,4 @@
-"""What counts as done: results of the same settings, wherever and whenever they were made."""
+"""Finished results: those with the same settings, wherever and whenever they were made."""
 import json
 
 import pytest
@@ -31,7 +31,7 @@ def test_what_was_written_counts_for_the_same_settings_alone(results):
         assert (other.read(other.ladder.rows['+ MQA'], 1) is not None) == same
     int8 = here.ladder.rows['+ int8 KV']
     here.write(int8, 1, found)
-    assert here.read(int8, 1) is None  # of another row
+    assert here.read(int8, 1) is None  # a different row's
 
 
 def test_a_new_key_of_train_changes_nothing_and_another_default_does(results):
@@ -39,7 +39,7 @@ def test_a_new_key_of_train_changes_nothing_and_another_default_does(results):
     row = here.ladder.rows['+ MQA']
     settings = dict(here.ladder.weighty(row))
     found = {'fingerprint': here.ladder.fingerprint(row), 'settings': settings}
-    del found['settings']['beta1']      # as if the key had not been there then
+    del found['settings']['beta1']      # as if the key had not existed then
     here.write(row, 1, found)
     assert here.read(row, 1)
     found['settings']['beta1'] = 0.8    # as if this had been its default

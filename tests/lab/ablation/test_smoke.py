@@ -24,7 +24,7 @@ def test_the_smoke_ladder(tmp_path):
         assert row['seeds'] == [1, 2] and not row['failed']
         assert 1.5 < row['val_loss']['mean'] < 4 and row['val_loss']['sd'] > 0
         assert row['cache_minus_forward_largest'] < (2e-3 if row['name'] == '+ int8 KV' else 1e-4)
-        bits = row['val_loss']['mean'] / 0.693147  # of a byte a character
+        bits = row['val_loss']['mean'] / 0.693147  # one byte per character
         assert row['bits_per_byte']['mean'] == pytest.approx(bits, rel=0.01)
         assert len(row['loss_by_position']) == 64
         assert row['evaluations']['iterations'] == [0, 20, 40, 60]

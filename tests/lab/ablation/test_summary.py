@@ -1,4 +1,4 @@
-"""Means, spreads and paired differences, against figures worked out by hand."""
+"""Means, spreads and paired differences, against figures calculated by hand."""
 import math
 
 import pytest

@@ -1,4 +1,4 @@
-"""A clock that stands still unless a test moves it."""
+"""A clock that only moves when a test advances it."""
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +8,7 @@ from lab.benchmarks import bandwidth, clock
 
 @pytest.fixture
 def fake_clock(monkeypatch):
-    """`fake_clock.time` in seconds; what the benchmarks read."""
+    """The clock that the benchmarks read; `fake_clock.time` is in seconds."""
     fake = SimpleNamespace(time=0.0)
     monkeypatch.setattr(clock, 'now', lambda: fake.time)
     return fake

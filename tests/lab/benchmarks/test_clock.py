@@ -1,4 +1,4 @@
-"""Who is timed when, what is kept, and that ratios are taken round by round."""
+"""The order of timings, which ones are kept, and that ratios are computed per round."""
 import pytest
 import torch
 
@@ -17,7 +17,7 @@ def model():
 
 
 def costs(fake_clock, model, seconds):
-    """Every forward of `model` moves the clock. Returns the list of (input, logits)."""
+    """Make every forward of `model` advance the clock. Return the list of (input, logits)."""
     calls = []
 
     def hook(_, args, output):
@@ -83,7 +83,7 @@ def test_every_kernel_reads_the_whole_buffer():
     measure = Bandwidth(torch.device('cpu'))
     assert len(measure.kernels) == 4 and measure() > 0
     assert measure.buffer.nbytes == bandwidth.BUFFER_BYTES
-    assert measure.buffer.unique().numel() > 1000  # random, no zeros
+    assert measure.buffer.unique().numel() > 1000  # random, not zeros
     for kernel in measure.kernels.values():
         assert not kernel().isnan().any()
         for at in (0, -1):

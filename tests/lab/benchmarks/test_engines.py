@@ -1,4 +1,4 @@
-"""Ours beside transformers and nanoGPT: same weights, same tokens, and what is refused."""
+"""Comparison with transformers and nanoGPT: same weights, same tokens, and refused settings."""
 import dataclasses
 
 import pytest

@@ -1,4 +1,4 @@
-"""bench.py --mode=kernels in Triton's interpreter, where its times mean nothing."""
+"""bench.py --mode=kernels in Triton's interpreter, where times are meaningless."""
 import json
 
 import pytest

@@ -1,5 +1,5 @@
-"""Bytes read per step: the arithmetic against the rows that are really read (NaN in them shows) and
-the keys that the masks allow; sequences within a budget, counted from allocated caches."""
+"""Bytes read per step: the arithmetic against the rows actually read (found by setting them to NaN)
+and the keys visible in the masks; sequences within a budget, counted from allocated caches."""
 from types import SimpleNamespace
 
 import pytest
@@ -39,8 +39,8 @@ def test_kv_read_by_hand():
 
 
 def really_read(model, batch, held) -> int:
-    """Bytes of the parameters that the logits of a step depend on: NaN in them shows. Embeddings
-    are tried row by row; of the others the first and the last row stand for all."""
+    """Bytes of the parameters that the logits of a step depend on, found by setting them to NaN:
+    embeddings row by row, for other parameters only the first and the last row."""
     cache, idx = model.new_cache(batch, held + 1), torch.arange(batch)[:, None] + 3
     total = 0
     with torch.no_grad():
@@ -66,7 +66,7 @@ def poisoned(model, p, row, idx, cache) -> bool:
 def test_weights_read_are_those_that_a_step_cannot_do_without(config):
     model = random_model(GPTConfig(**config), torch.float32)
     assert really_read(model, 2, 7) == weight_read_bytes(model, 2)
-    # of wpe, one row of 16
+    # one of wpe's 16 rows
     assert (weight_read_bytes(model, 2) < weight_bytes(model)) == (model.rotary is None)
 
 

@@ -1,4 +1,4 @@
-"""Engines for CPUs beside ours: the same weights give the same logits and tokens there."""
+"""Other CPU engines: the same weights give the same logits and tokens as in ours."""
 import contextlib
 import json
 import sys
@@ -31,14 +31,14 @@ def flags(**settings):
 
 @pytest.fixture
 def peer(request, tmp_path):
-    """Of the engine that `request.param` names: our model, and that engine with its weights."""
+    """Our model, and the engine `request.param` with the model's weights."""
     against = request.param
     modules = [pytest.importorskip(name, reason=NO_LLAMA if name == 'llama_cpp' else None)
                for name in INSTALLED[against]]
     torch.manual_seed(0)
     ours = with_biases(TINY)
     with torch.no_grad():
-        ours.lm_head.weight.mul_(20)  # logits far apart
+        ours.lm_head.weight.mul_(20)  # so that logits are far apart
     with contextlib.ExitStack() as stack:
         yield ours, generation.PEERS[against](*modules, ours, tmp_path, stack)
 
@@ -49,7 +49,7 @@ each_peer = pytest.mark.parametrize('peer', INSTALLED, indirect=True)
 @each_peer
 def test_it_has_our_weights(peer):
     ours, theirs = peer
-    assert generation.logit_gap(ours, theirs) < 20 * theirs.tolerance  # of logits 20 times as large
+    assert generation.logit_gap(ours, theirs) < 20 * theirs.tolerance  # logits are 20 times larger
     with torch.no_grad():
         ours.transformer.h[1].mlp.c_proj.bias[3] += 0.5
     assert generation.logit_gap(ours, theirs) > 20 * theirs.tolerance
@@ -59,12 +59,12 @@ def test_it_has_our_weights(peer):
 @pytest.mark.parametrize('shape', [(1, 5), (3, 12), (3, 1)], ids=str)
 def test_it_makes_our_tokens(peer, monkeypatch, shape):
     ours, theirs = peer
-    monkeypatch.setattr(llama, 'PIECE', 8)  # prompts are cut, or share a piece
+    monkeypatch.setattr(llama, 'PIECE', 8)  # so prompts are split, or share a piece
     prompt = torch.randint(96, shape)
     expected = Ours(ours, prompt, 6)().tokens
     with contextlib.ExitStack() as stack:
         sides = theirs.sides(prompt, 6, stack)
-        for _ in range(2):  # nothing is left of the round before
+        for _ in range(2):  # nothing is left from the previous round
             made = {name: side() for name, side in sides.items()}
     for one in made.values():
         assert one.tokens.shape == (len(prompt), 6) and one.ttft > 0 and one.tpot > 0
@@ -74,7 +74,7 @@ def test_it_makes_our_tokens(peer, monkeypatch, shape):
 
 @pytest.mark.parametrize('peer', ['ctranslate2'], indirect=True)
 def test_no_token_ends_a_text(peer, tmp_path):
-    """Also not the one that its converter takes for the end of text, which is likeliest here."""
+    """Not even the one that its converter marks as end of text, which is the most likely here."""
     ours, theirs = peer
     with torch.no_grad():
         ours.transformer.ln_f.weight.zero_()
@@ -111,7 +111,7 @@ def test_bench(capsys, tmp_path, against, weight_dtype):
 
 
 def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
-    """Against a stand-in, for which no package is needed."""
+    """Against a fake engine, which needs no package."""
     seen = {}
 
     class Standin:

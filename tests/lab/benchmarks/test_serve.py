@@ -1,4 +1,4 @@
-"""bench.py --mode=serve: random lengths, sides that serve the same requests, and errors."""
+"""bench.py --mode=serve: random lengths, the same requests on both sides, and errors."""
 import math
 from types import SimpleNamespace
 
@@ -53,7 +53,7 @@ def test_all_sides_give_each_request_its_tokens(n_requests, rows):
     asked = model, prompts, lengths, rows, SETTINGS
     sides = [serve.EngineRound(*asked), serve.StaticRound(*asked),
              serve.EngineRound(*asked, serve.StaticScheduler)]
-    for _ in range(2):  # what is kept between rounds does no harm
+    for _ in range(2):  # state kept between rounds does no harm
         served = [side() for side in sides]
         assert served[0].tokens == served[1].tokens == served[2].tokens
         assert list(map(len, served[0].tokens)) == lengths
@@ -64,7 +64,7 @@ def test_all_sides_give_each_request_its_tokens(n_requests, rows):
 
 
 def test_ratios_are_of_whole_rounds_and_texts_are_compared(monkeypatch):
-    """On a clock on which ours takes 2 s a round, the others 3 s and 5 s."""
+    """With a clock that shows 2 s per round for our engine, 3 s and 5 s for the others."""
     seconds = {'EngineRound': 2.0, 'StaticRound': 3.0, 'static engine': 5.0}
 
     def fake(kind):

@@ -1,5 +1,5 @@
-"""vLLM beside our engine: both get the same prompts, and times and texts land where they belong.
-vLLM itself is a stand-in here: tests/vllm/ has the real one."""
+"""vLLM next to our engine: both get the same prompts, and times and texts are reported correctly.
+vLLM is replaced by a fake here; tests/vllm/ has the real one."""
 import json
 import sys
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ FLAGS = dict(n_layer=6, n_head=2, n_embd=64, block_size=256, pos_embedding='rope
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """bench.py's document, what vLLM was asked, and what our engine was."""
-    pytest.importorskip('transformers')  # which writes what vLLM reads
+    """bench.py's document, the prompts that vLLM got, and those that our engine got."""
+    pytest.importorskip('transformers')  # writes the model that vLLM reads
     asked, ours = [], []
 
     class LLM:
@@ -48,7 +48,7 @@ def test_requests(run):
     document, asked, ours = run(mode='serve', contexts='12', batch_sizes=2, requests=3,
                                 output_lengths=4)
     assert asked == ours and len(asked) == 6 and all(map(len, asked))
-    assert len({str(prompt) for prompts in asked for prompt in prompts}) == 18  # none comes twice
+    assert len({str(prompt) for prompts in asked for prompt in prompts}) == 18  # no duplicates
     cell, = document['cells']
     assert (cell['context'], cell['rows'], cell['rows_equal'], cell['requests']) == (12, 2, 0, 3)
     for side in cell['sides'].values():

@@ -1,5 +1,5 @@
-"""The GPU check, as far as it can be tested without a GPU: what it would run, and that it loses no
-result, whatever happens."""
+"""The GPU check, as far as it can be tested without a GPU: the list of its cells, and that no
+result is lost, whatever happens."""
 import errno
 import json
 import os
@@ -39,8 +39,8 @@ def test_a_part_fits_into_a_call_and_its_cells_are_sound(part, monkeypatch):
 
 
 def test_limits_are_those_of_the_hardware():
-    """The 124M weights of GPT-2 124M in bfloat16 and a few hundred keys per layer; 64 rows of 8,192
-    tokens in int8; 0.775 GFLOP for each token of training."""
+    """GPT-2 124M's weights in bfloat16 plus a few hundred keys per layer; 64 rows of 8,192 tokens
+    in int8; 0.775 GFLOP per training token."""
     cells = {cell.name: cell for cell in CELLS['first']}
     assert cells['bench/decode/b1-1k'].limit == pytest.approx(249e6 / 3.35e12, rel=0.01)
     assert cells['bench/decode/b64-8k-int8'].limit == pytest.approx(122e-6, rel=0.01)
@@ -141,19 +141,19 @@ def test_a_cell_that_hangs_is_ended_with_all_that_it_started(run, tmp_path, monk
 
 
 class Clock:
-    """Stands still until `n` cells have been recorded, then jumps by 200 seconds."""
+    """A clock that stands still until `n` cells have been recorded, then jumps by 200 seconds."""
 
     def __init__(self, path: Path, n: int):
         self.path, self.n = path, n
 
     def __call__(self):
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return 200.0 if len(lines) - 1 >= self.n else 0.0  # the first line has the facts
+        return 200.0 if len(lines) - 1 >= self.n else 0.0  # the first line describes the machine
 
 
 @pytest.mark.parametrize('n_done', [1, 2])
 def test_a_part_ends_at_its_limit_and_keeps_what_it_has(run, tmp_path, n_done):
-    """The cell that runs is stopped, the rest is not started, and what is done stays."""
+    """The running cell is stopped, the rest is not started, and finished cells are kept."""
     names = ['a', 'b', 'hang', 'c', 'd']
     names = names[2 - n_done:]
     found = run(names, limit=100, now=Clock(tmp_path / 'cells.jsonl', n_done))
@@ -168,8 +168,8 @@ def test_a_part_ends_at_its_limit_and_keeps_what_it_has(run, tmp_path, n_done):
 @pytest.mark.parametrize('part, limit', [*((part, gpu_check.LIMIT) for part in CELLS),
                                          ('first', 100)])
 def test_parts_by_their_own_estimates(part, limit, worker, tmp_path, monkeypatch):
-    """Workers that do nothing and a clock that advances by the estimates: within the limit of a
-    call every cell is run; a part that is cut short has a record of every cell."""
+    """With workers that do nothing and a clock that advances by the estimates, every cell is run
+    within the limit of a call; a part that is cut short has a record of every cell."""
     seconds = {cell.name: cell.seconds / stage.processes for stage in PARTS[part]()
                for cell in stage.cells}
     path = tmp_path / 'cells.jsonl'
@@ -195,7 +195,7 @@ def test_parts_by_their_own_estimates(part, limit, worker, tmp_path, monkeypatch
 
 
 def full(*args, **kwargs):
-    """As any write to a full disk."""
+    """Fail like any write to a full disk."""
     raise OSError(errno.ENOSPC, 'No space left on device')
 
 

@@ -1,4 +1,4 @@
-"""Results of the GPU check: wrong kernels are found, parts can be rehearsed, tables."""
+"""Results of the GPU check: wrong kernels are detected, parts can be rehearsed, tables."""
 import json
 import os
 import subprocess
@@ -42,8 +42,8 @@ def test_a_wrong_kernel_is_told_from_a_right_one(monkeypatch):
 
 
 def test_rows_are_judged_one_by_one():
-    """The mean over many values is small: its error must not be divided by the mean of another row
-    over few values."""
+    """The mean over many values is small, so an error in it must not be divided by the larger mean
+    of a row with few values."""
     from lab.scripts.gpu.measure import judged
     exact = torch.tensor([[2.0, 1.0], [0.02, 0.01], [0.0, 0.0]]).double()
     assert judged(exact.float(), exact, 0.1)['error'] < 1e-6
@@ -114,7 +114,7 @@ def test_the_page_and_a_merge(tmp_path):
     gpu_check.main(['--merge', str(tmp_path / 'b' / 'cells.jsonl'), f"--out={tmp_path / 'a'}"])
     page = (tmp_path / 'a' / 'README.md').read_text()
     assert '- device GPU a' in page and '- device GPU b' in page
-    # the newest record counts
+    # the newest record is used
     assert '| captured/int8 | ok |' in page and '| captured/int8 | wrong |' not in page
     assert '370.0 us, limit 74.0 us: 20%' in page and '_split  9' in page
     assert 'tests/a.py::test_good' not in page

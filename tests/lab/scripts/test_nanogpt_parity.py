@@ -1,4 +1,4 @@
-"""lab/scripts/nanogpt_parity.py: the loss over a whole split is the mean over its windows."""
+"""lab/scripts/nanogpt_parity.py: the loss over a split is the mean over its windows."""
 import numpy as np
 import pytest
 import torch

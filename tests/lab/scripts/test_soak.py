@@ -1,4 +1,4 @@
-"""lab/scripts/soak.py: a short soak comes through, and what differs is found."""
+"""lab/scripts/soak.py: a short soak passes, and differences are detected."""
 import json
 
 import pytest
@@ -15,7 +15,7 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=128, batch_size=1, block_size=16, max_i
 
 @pytest.fixture
 def left_alone_here(monkeypatch):
-    """Train the run that is left alone in this process, which is faster."""
+    """Train the uninterrupted run in this process, which is faster."""
     process = soak.train_to_end
 
     def trained(folder, out_dir, show):
@@ -31,7 +31,7 @@ def left_alone_here(monkeypatch):
 @pytest.mark.slow
 def test_a_short_soak(tmp_path, monkeypatch, capsys, left_alone_here):
     monkeypatch.setattr(soak, 'SETTINGS', soak.SETTINGS | SMALL)
-    monkeypatch.setattr(soak, 'SPAN', 10.0)  # so that kills find checkpoints
+    monkeypatch.setattr(soak, 'SPAN', 10.0)  # so that there are checkpoints before a kill
     monkeypatch.setattr(soak, 'STARTING', 1.0)
     status = soak.main(['--kills=2', f'--save={tmp_path}/soak.json'])
     found = json.loads((tmp_path / 'soak.json').read_text())
@@ -54,7 +54,7 @@ def test_a_run_that_fails_is_an_error_and_not_a_kill(tmp_path, monkeypatch):
 
 @pytest.fixture
 def two_runs(tmp_path):
-    """Two folders of finished runs that are the same, but for the clock."""
+    """Two folders of finished runs that are the same except for clock times."""
     for name in ('one', 'other'):
         torch.manual_seed(0)
         weight, moment = torch.rand(3), torch.rand(3)
@@ -74,7 +74,7 @@ def verdict(found):
 
 
 def test_runs_that_differ_by_the_clock_alone_are_the_same(two_runs):
-    (two_runs[1] / 'metrics_old.jsonl').write_text('{"iter": 0}\n')  # of a start that was killed
+    (two_runs[1] / 'metrics_old.jsonl').write_text('{"iter": 0}\n')  # from a start that was killed
     found = soak.compare(*two_runs)
     assert (found['rows'], found['compared']) == (2, ['iter', 'loss', 'lr'])
     assert found['checkpoints'] == {'ckpt.pt': 2} and verdict(found)
