@@ -75,8 +75,9 @@ def test_predicted_is_measured_with_int8_training_accumulation_and_another_lengt
 
 
 @pytest.mark.parametrize('shape, policy, chunked, dtype', [
-    ('vanilla', 'none', False, torch.bfloat16), ('full', 'none', True, torch.bfloat16),
-    ('gqa', 'mlp', True, torch.float32), ('full', 'sqrt', True, torch.float32)])
+    ('vanilla', 'none', False, torch.bfloat16), ('vanilla', 'none', True, torch.float32),
+    ('full', 'none', True, torch.bfloat16), ('gqa', 'mlp', True, torch.float32),
+    ('full', 'sqrt', True, torch.float32)])
 def test_peak_is_the_allocators(made, shape, policy, chunked, dtype, monkeypatch):
     """Except for kernels with buffers of their own: SDPA's backward in bfloat16, oneDNN matmuls."""
     monkeypatch.setattr(torch.backends.mkldnn, 'enabled', False)
@@ -123,6 +124,13 @@ def test_figures_by_hand():
     scores = L * B * 2 * 2 * T * T * C
     # the backward pass recomputes the scores
     assert m.flops == products + scores + scores * 5 // 2
+
+
+def test_casts_of_weights_count_in_their_block(made):
+    model = made['vanilla'][0]
+    m = measure(model, batch(), 'none', autocast(model.device, torch.bfloat16), chunked_loss=False)
+    outside = sum(m.by_kind.values()) - sum(m.by_block)
+    assert m.by_kind['cast weights'] > L * 2 * 12 * C * C > outside - 2 * V * C
 
 
 def test_block_recomputes_a_forward_pass_of_the_blocks():

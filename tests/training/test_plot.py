@@ -77,6 +77,8 @@ def test_running_mean_is_the_mean_of_the_neighbours(n):
 def test_every_axis_can_be_drawn(out, tmp_path, x):
     draw([read_run(out)] * 9, tmp_path / 'a.png', x, smooth=3, log_y=x == 'time')
     assert (tmp_path / 'a.png').read_bytes().startswith(PNG)
+    from matplotlib import pyplot
+    assert not pyplot.get_fignums()  # the figure is closed
 
 
 def test_norms_have_a_panel_where_they_were_logged(tmp_path, monkeypatch):
