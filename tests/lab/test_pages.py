@@ -109,3 +109,15 @@ def test_recomputation_changes_no_gradient_and_no_run_differed_after_kills():
             assert cell['sides'][policy]['gradient_difference'] == 0
     soak = blocks.load('cpu/soak')
     assert soak['rows_that_differ'] == 0 and soak['same_weights'] and soak['same_checkpoints']
+
+
+def test_the_verdict_at_the_top_of_readme():
+    text = ' '.join((blocks.ROOT / 'README.md').read_text().split())
+    full = blocks.rows_of('ablate_shakespeare')['+ int8 KV']
+    kv = {T: blocks.load(f'kv/gpt2_mqa_local-T{T}') for T in (1024, 8192)}
+    low = kv[1024]['bfloat16']['kv_ratio_bf16']
+    high = kv[8192]['int8']['kv_ratio_bf16']
+    per_token = kv[1024]['bfloat16']['kv_bytes_vanilla'] // 1024
+    assert f"{full['kv']['smaller']:.0f} times less memory with no loss detected" in text
+    assert f"{low:.0f} to {high:.0f} times less in GPT-2's shape" in text
+    assert f'{per_token:,} bytes per token' in text

@@ -166,6 +166,13 @@ def test_accumulated_gradients_are_there_all_along(made):
     assert once.activations == further.activations
 
 
+def test_the_two_gradients_of_a_tied_embedding_are_summed_in_place(made):
+    """With few tokens the peak is where they are summed: the gradients, and one matrix more."""
+    m = measure(made['vanilla'][0], tuple(x[:1, :2].contiguous() for x in batch()))
+    rest = m.peak - m.parameters - m.optimizer - m.gradients
+    assert 4 * V * C <= rest < 4 * V * C + 2048  # a few rows
+
+
 def test_cuda_is_planned_for_without_cuda():
     if torch.cuda.is_available():
         pytest.skip('there is CUDA')
