@@ -38,8 +38,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Slot:
-    """One KV cache, written by layer `owner` and read by all of `layers`, which have the same kind
-    and window."""
+    """One KV cache: layer `owner` writes it, all of `layers` (one kind and window) read it."""
     index: int
     kind: str
     window: int
@@ -50,11 +49,15 @@ class Slot:
         """Positions stored for a sequence of `max_seq_len`: all, or a ring of the last `window`."""
         return min(self.window, max_seq_len) if self.kind == LOCAL else max_seq_len
 
+    def positions(self, length: int, max_seq_len: int) -> list[int]:
+        """Position at each index in use after `length` tokens; a ring has p at p % capacity."""
+        n = self.capacity(max_seq_len)
+        return [length - 1 - (length - 1 - i) % n for i in range(min(length, n))]
+
 
 @dataclass(frozen=True)
 class KVPlan:
-    """KV layout of a model: `layers[i]` describes each block, and `slots[s]` each
-    cache."""
+    """KV layout of a model: `layers[i]` describes each block, and `slots[s]` each cache."""
     layers: tuple[Layer, ...]
     slots: tuple[Slot, ...]
     n_head: int
@@ -100,8 +103,7 @@ class KVPlan:
                    for slot in self.slots if slot.kind == LOCAL)
 
     def vanilla(self) -> 'KVPlan':
-        """The plan of GPT-2 of the same shape: every layer is global, and every head has its own
-        K/V."""
+        """The plan of GPT-2 of the same shape: all layers global, K/V of its own for every head."""
         n = range(len(self.layers))
         layers = tuple(Layer(i, GLOBAL, 0, slot=i, owns=True) for i in n)
         slots = tuple(Slot(i, GLOBAL, 0, owner=i, layers=(i,)) for i in n)

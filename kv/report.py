@@ -1,5 +1,4 @@
-"""The KV-cache report: bytes of each slot and of vanilla GPT-2, and the factors of their ratio.
-No torch here; `kv/tables.py` prints it."""
+"""The KV-cache report: bytes by slot, and the ratio to vanilla GPT-2 by factor. No torch here."""
 from kv.plan import KVPlan
 
 REPORTED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
@@ -31,8 +30,7 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,
 
 
 def slot_row(plan, slot, batch, max_seq_len, kv_dtype) -> dict:
-    """One slot: kind, layers (the owner first), capacity, shape of K and of V, bytes of both
-    including scales."""
+    """One slot: kind, layers (the owner first), shape of K and of V, bytes of both with scales."""
     capacity = slot.capacity(max_seq_len)
     shape = [batch, plan.n_kv_head, capacity, plan.head_dim]
     return {'slot': slot.index, 'kind': slot.kind, 'owner': slot.owner, 'layers': list(slot.layers),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from kv.plan import KV_DTYPES, plan_kv
+from kv.plan import KV_DTYPES, Slot, plan_kv
 from tests.helpers.reference import is_local, kv_owner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,6 +157,17 @@ def test_a_window_longer_than_the_sequence_saves_nothing():
     assert p.slots[0].capacity(255) == 255
     assert p.slots[0].capacity(256) == p.slots[0].capacity(257) == 256
     assert p.factors(256, 'float32')['window'] == 1 and p.factors(257, 'float32')['window'] > 1
+
+
+@pytest.mark.parametrize('kind', ('global', 'local'))
+@pytest.mark.parametrize('max_seq_len', (3, 10))
+def test_positions_are_those_that_appending_leaves(kind, max_seq_len):
+    slot, held = Slot(0, kind, 4 * (kind == 'local'), 0, (0,)), []
+    for p in range(max_seq_len):
+        assert slot.positions(p, max_seq_len) == held
+        index = p % slot.capacity(max_seq_len)
+        held[index:index + 1] = [p]
+    assert slot.positions(max_seq_len, max_seq_len) == held
 
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
