@@ -1,4 +1,4 @@
-"""Text to token ids and back: the characters of a dataset's meta.pkl, or GPT-2 BPE."""
+"""Text to token ids and back: characters or a learned BPE (see meta.pkl), or GPT-2's BPE."""
 
 import codecs
 import functools
@@ -6,21 +6,24 @@ from collections.abc import Iterable
 from typing import Any
 
 from config.errors import UserError
+from data.bpe import learned_encoding
 from data.gpt2_bpe import END_OF_TEXT, gpt2_encoding
 
 # text for ids outside the vocabulary (models pad GPT-2's 50,257 ids to 50,304)
 UNKNOWN = '\ufffd'
 
 
-def load_tokenizer(meta: dict | None) -> 'CharTokenizer | GPT2Tokenizer':
+def load_tokenizer(meta: dict | None) -> 'CharTokenizer | BPETokenizer':
     """Return the tokenizer of a dataset with this meta.pkl (see tokenfiles.read_meta).
 
-    Characters if it has stoi and itos, otherwise GPT-2 BPE as in nanoGPT. Raises UserError if
-    tiktoken or its vocabulary is needed but not available.
+    Characters if it has stoi and itos, or the BPE that `learn_bpe` made; otherwise GPT-2's BPE, as
+    in nanoGPT. Raises UserError if tiktoken or its vocabulary is needed but not available.
     """
+    if meta is not None and meta.get('tokenizer') == 'bpe':
+        return BPETokenizer(learned_encoding(meta['stoi']))
     if meta is not None and 'stoi' in meta and 'itos' in meta:
         return CharTokenizer(meta['stoi'], meta['itos'], meta.get('vocab_size'))
-    return GPT2Tokenizer()
+    return BPETokenizer()
 
 
 class CharTokenizer:
@@ -57,11 +60,11 @@ class CharTokenizer:
         return TextStream(self)
 
 
-class GPT2Tokenizer:
-    """GPT-2's byte pair encoding, using tiktoken.
+class BPETokenizer:
+    """A byte pair encoding, using tiktoken.
 
-    encoding: a `tiktoken.Encoding` to use instead of 'gpt2'. Raises UserError if tiktoken is
-    not installed, or GPT-2's vocabulary is neither cached nor reachable (see gpt2_bpe.py).
+    encoding: a `tiktoken.Encoding` with '<|endoftext|>'; None = GPT-2's. Raises UserError if
+    tiktoken is not installed, or that is neither cached nor reachable (see gpt2_bpe.py).
     """
 
     def __init__(self, encoding: Any = None):
@@ -99,7 +102,7 @@ class GPT2Tokenizer:
 class TextStream:
     """Decodes ids one at a time. The returned strings, joined, equal `decode` of all the ids."""
 
-    def __init__(self, tokenizer: CharTokenizer | GPT2Tokenizer):
+    def __init__(self, tokenizer: CharTokenizer | BPETokenizer):
         self.tokenizer = tokenizer
         self.decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
 

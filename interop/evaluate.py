@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import configurator
 from config.errors import UserError, at_least
-from data.tokenizer import CharTokenizer, GPT2Tokenizer
+from data.tokenizer import BPETokenizer, CharTokenizer
 from engine.evaluate import bits_per_byte, forward, through_cache
 from interop.load import load
 
@@ -73,7 +73,7 @@ def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
     if isinstance(tokenizer, CharTokenizer):
         check_alphabet(name, text, tokenizer.stoi)
     ids, n_bytes = tokenizer.encode(text, special=False), len(text.encode())
-    if isinstance(tokenizer, GPT2Tokenizer):
+    if isinstance(tokenizer, BPETokenizer):
         ids = [tokenizer.encoding.eot_token, *ids]
     elif ids:
         n_bytes -= len(tokenizer.decode(ids[:1]).encode())

@@ -2,19 +2,20 @@
 from pathlib import Path
 
 from config.errors import UserError
+from data.bpe import byte_letters, learned_encoding
 from data.gpt2_bpe import END_OF_TEXT
-from data.tokenizer import CharTokenizer, GPT2Tokenizer
+from data.tokenizer import BPETokenizer, CharTokenizer
 from interop.huggingface import read_json
 
 
-def save_tokenizer(tokenizer: CharTokenizer | GPT2Tokenizer, folder: Path, longest: int) -> None:
+def save_tokenizer(tokenizer: CharTokenizer | BPETokenizer, folder: Path, longest: int) -> None:
     """Write the tokenizer's files. longest: the model's maximum number of tokens; 0 = no limit.
     UserError: if transformers is missing."""
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as e:
         raise UserError("saving a tokenizer needs transformers: pip install -e '.[export]'") from e
-    if isinstance(tokenizer, GPT2Tokenizer):
+    if isinstance(tokenizer, BPETokenizer):
         made = byte_pairs(tokenizer.encoding)
         special = dict.fromkeys(('bos_token', 'eos_token', 'unk_token'), END_OF_TEXT)
     else:
@@ -24,16 +25,24 @@ def save_tokenizer(tokenizer: CharTokenizer | GPT2Tokenizer, folder: Path, longe
     fast.save_pretrained(folder)
 
 
-def tokenizer_in(folder: Path) -> CharTokenizer | None:
-    """Return the character tokenizer written by `save_tokenizer`, or None."""
+def tokenizer_in(folder: Path) -> CharTokenizer | BPETokenizer | None:
+    """Return the tokenizer written by `save_tokenizer`: characters, or a learned BPE; None for any
+    other, GPT-2's included."""
     path = folder / 'tokenizer.json'
-    model = read_json(path).get('model') if path.is_file() else None
-    if not isinstance(model, dict) or model.get('type') != 'WordLevel':
+    document = read_json(path) if path.is_file() else {}
+    model = document.get('model')
+    stoi = model.get('vocab') if isinstance(model, dict) else None
+    if not isinstance(stoi, dict) or not all(type(i) is int for i in stoi.values()):
         return None
-    stoi = model.get('vocab')
-    is_alphabet = isinstance(stoi, dict) and all(
-        len(c) == 1 and type(i) is int for c, i in stoi.items())
-    return CharTokenizer(stoi, {i: c for c, i in stoi.items()}) if is_alphabet else None
+    if model.get('type') == 'WordLevel' and all(len(c) == 1 for c in stoi):
+        return CharTokenizer(stoi, {i: c for c, i in stoi.items()})
+    letters = {letter: chr(byte) for byte, letter in byte_letters().items()}
+    ours = model.get('type') == 'BPE' and letters.keys() >= set(''.join(stoi))
+    added = {each.get('content'): each.get('id') for each in document.get('added_tokens', ())}
+    if not ours or len(stoi) >= 50256 or END_OF_TEXT not in added:
+        return None
+    stoi = {''.join(letters[c] for c in token): i for token, i in stoi.items()}
+    return BPETokenizer(learned_encoding(stoi | {END_OF_TEXT: added[END_OF_TEXT]}))
 
 
 def characters(stoi: dict[str, int]):
@@ -51,8 +60,7 @@ def characters(stoi: dict[str, int]):
 def byte_pairs(encoding):
     """Convert a tiktoken.Encoding with GPT-2's word splitting to a tokenizers.Tokenizer."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-    letters = bytes_to_unicode()
+    letters = byte_letters()
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens
 
     def text(token: bytes) -> str:

@@ -1,6 +1,7 @@
 """The command line of the prepare.py scripts, whose errors are one line."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,6 +36,12 @@ def whole(text: str) -> int:
     if value < 1:
         raise ValueError
     return value
+
+
+def tokenizer_name(text: str) -> str:
+    if not re.fullmatch(r'char|gpt2|bpe:\d{1,6}', text):
+        raise argparse.ArgumentTypeError(f'{text!r}: allowed are char, gpt2 and bpe:N')
+    return text
 
 
 # names for argparse's errors

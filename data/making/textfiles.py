@@ -18,8 +18,8 @@ import numpy as np
 from rich.progress import Progress
 
 from config.errors import UserError
+from data.bpe import bpe_of
 from data.download import progress_bar
-from data.gpt2_bpe import gpt2_encoding
 from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
 from data.making.writer import TokenWriter
 from data.tokenfiles import split_files
@@ -182,19 +182,21 @@ def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
     return {'train': train, 'val': val}
 
 
-def prepare(folder: Path, parts: dict[str, list[TextPart]], alphabet: set[str] | None,
+def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alphabet: set[str],
             settings: dict) -> None:
-    """Write the dataset: characters of `alphabet`, or GPT-2 BPE if it is None. Prints nanoGPT's
-    lines; `settings` are recorded in source.json."""
+    """Write the dataset. tokenizer: 'char' (those of `alphabet`), 'gpt2', or 'bpe:N', N tokens
+    learned from the train split. Prints nanoGPT's lines; `settings` go into source.json."""
     texts = [(name, part) for name in parts for part in parts[name]]
     several = len({part.path for _, part in texts}) > 1
     print(f'length of dataset in characters: {sum(len(part) for _, part in texts):,}')
-    if alphabet is None:
-        meta, encoding = None, gpt2_encoding()
-        arrays, after = partial(bpe_arrays, encoding), np.array([encoding.eot_token])
-    else:
+    if tokenizer == 'char':
         meta = alphabet_meta(alphabet | {'\n'} if several else alphabet)
         arrays, newline = partial(map, char_encoder(meta['stoi'])), meta['stoi'].get('\n')
+    else:
+        train = tracked(parts['train'], 'learning tokens')
+        meta, encoding = bpe_of(tokenizer, (block for part in train for block in part.blocks()))
+        arrays, after = partial(bpe_arrays, encoding), np.array([encoding.eot_token])
+    if meta:
         print(f'vocab size: {meta["vocab_size"]:,}')
     with TokenWriter(folder, meta, source={'made_by': MADE_BY, **settings}) as out:
         for name, part in tracked(texts, 'writing'):
@@ -203,7 +205,7 @@ def prepare(folder: Path, parts: dict[str, list[TextPart]], alphabet: set[str] |
                 out.add(name, ids)
                 last = ids[-1]
             if several:
-                if alphabet is not None:
+                if tokenizer == 'char':
                     after = np.full(2 if last == newline else 3, newline)
                 out.add(name, after)
     for name in parts:

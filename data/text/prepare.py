@@ -2,6 +2,7 @@
 
     python data/text/prepare.py --input=book.txt                           # one file, or several
     python data/text/prepare.py --input ~/src/project --glob='*.py' --tokenizer=gpt2 --name=mycode
+    python data/text/prepare.py --input=book.txt --tokenizer=bpe:1024
 
 writes data/text/ (or data/NAME/), which train.py knows as --dataset=text (or NAME).
 
@@ -11,12 +12,13 @@ reported. Line ends become \\n. The order is that of --input, and in a folder th
 Split: of several files, whole ones are held out, in the order of a hash of their paths, as long as
 they fit into the share --val of all characters. If they make up less than half of that share (large
 files, or a single one), the last characters of the largest file are held out instead.
-After each file, unless there is only one: with --tokenizer=gpt2 the token <|endoftext|> (50256);
-with char a line end, if it lacks one, and two empty lines.
+Tokens (--tokenizer): char, every character of the files, in sorted order; gpt2, GPT-2's 50,257;
+bpe:N, N tokens learned from the train split, of which each is about 2 (N=512) to 3 (N=2048)
+characters of English. gpt2 writes no meta.pkl.
+After each file, unless there is only one: the token <|endoftext|>; with char a line end, if it
+lacks one, and two empty lines.
 A folder under data/ with a dataset that this program did not make (it leaves source.json, with the
 settings) is only written to with --overwrite.
-With char, every character of the files gets an id, in sorted order (meta.pkl); with gpt2 there is
-no meta.pkl.
 """
 
 import sys
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anyw
 
 from configurator import run_program
 from data.datasets import DATA_ROOT
-from data.making.script import Arguments, fraction
+from data.making.script import Arguments, fraction, tokenizer_name
 from data.making.textfiles import check_name, find_files, prepare, scan, split
 
 BY_HAND = 'it is made from files of your own, which --input names'
@@ -38,8 +40,8 @@ def main(argv: list[str] | None = None) -> None:
                         help='files and folders')
     parser.add_argument('--glob', default='*', metavar='PATTERN',
                         help="which files of folders, e.g. '*.py' (default: all)")
-    parser.add_argument('--tokenizer', choices=('char', 'gpt2'), default='char',
-                        help='(default: char)')
+    parser.add_argument('--tokenizer', type=tokenizer_name, default='char', metavar='NAME',
+                        help='char, gpt2 or bpe:N, N from 257 to 65536 (default: char)')
     parser.add_argument('--val', type=fraction, default=0.1, metavar='SHARE',
                         help='share held out (default: 0.1)')
     parser.add_argument('--name', default='text',
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = {'input': [str(path.resolve()) for path in args.input], 'glob': args.glob,
                 'tokenizer': args.tokenizer, 'val': args.val}
     parts = split(texts, args.val)
-    prepare(folder, parts, alphabet if args.tokenizer == 'char' else None, settings)
+    prepare(folder, parts, args.tokenizer, alphabet, settings)
     where = '' if args.name == 'text' else f' --dataset={args.name} --out_dir=out-{args.name}'
     print('train a small model on it, of a size for a laptop: '
           f'python train.py config/train_text.py{where}')

@@ -39,7 +39,7 @@ def tiny_ranks():
 def tiny(tiny_ranks, monkeypatch):
     """The tiny encoding, which replaces GPT-2's in every module."""
     encoding = gpt2_bpe.encoding_of(tiny_ranks)
-    for module in ('data.gpt2_bpe', 'data.making.stream', 'data.making.textfiles',
+    for module in ('data.gpt2_bpe', 'data.making.stream', 'data.bpe',
                    'data.tokenizer'):
         monkeypatch.setattr(f'{module}.gpt2_encoding', lambda: encoding)
     return encoding

@@ -13,6 +13,7 @@ import pytest
 from config.errors import UserError
 from data import download
 from data.datasets import DATA_ROOT
+from data.gpt2_bpe import END_OF_TEXT
 from data.tokenfiles import open_tokens, read_meta
 from data.tokenizer import load_tokenizer
 
@@ -62,6 +63,15 @@ def test_texts_split_by_whole_works(prepare, sdist, tmp_path):
     meta = read_meta(tmp_path / 'out')
     assert list(meta['stoi']) == sorted(set(train + val))
     assert meta['vocab_size'] == len(meta['itos'])
+
+
+def test_byte_pairs_of_the_same_split(prepare, sdist, tmp_path):
+    prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}', '--tokenizer=bpe:300'])
+    train, val = decoded(tmp_path / 'out')
+    assert train == (f'HAMLET\n\nTo be, or not to be\nenforced [Aside.]\n{END_OF_TEXT}'
+                     f'I\nSummer\n{END_OF_TEXT}')
+    assert val.count(END_OF_TEXT) == len(prepare.HELD_OUT) and val.startswith('HELD OUT john\n')
+    assert not any('HE' in token for token in read_meta(tmp_path / 'out')['stoi'])
 
 
 def test_clean_drops_rules_and_keeps_words(prepare):

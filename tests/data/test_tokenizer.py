@@ -6,7 +6,7 @@ import pytest
 import tiktoken
 
 from config.errors import UserError
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, load_tokenizer
+from data.tokenizer import BPETokenizer, CharTokenizer, load_tokenizer
 
 TEXT = 'hé €uro 🙂 ok'
 
@@ -23,7 +23,7 @@ def bpe():
     # the last two bytes of the euro sign
     ranks = {bytes([i]): i for i in range(256)} | {b'he': 256, b'\x82\xac': 257}
     special = {'<|endoftext|>': 258}
-    return GPT2Tokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
+    return BPETokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
                                            special_tokens=special))
 
 
@@ -82,8 +82,8 @@ def test_bpe_padding_ids_do_not_crash(bpe, unknown):
 def test_meta_without_alphabet_means_gpt2(bpe, monkeypatch):
     asked = []
     monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: asked.append(name) or bpe.encoding)
-    assert isinstance(load_tokenizer(None), GPT2Tokenizer)
-    assert isinstance(load_tokenizer({'vocab_size': 50304}), GPT2Tokenizer)
+    assert isinstance(load_tokenizer(None), BPETokenizer)
+    assert isinstance(load_tokenizer({'vocab_size': 50304}), BPETokenizer)
     assert asked == ['gpt2', 'gpt2']
 
 
@@ -97,4 +97,4 @@ def test_missing_tiktoken_says_what_to_do(monkeypatch):
 
     monkeypatch.setattr(builtins, '__import__', no_tiktoken)
     with pytest.raises(UserError, match='pip install tiktoken'):
-        GPT2Tokenizer()
+        BPETokenizer()

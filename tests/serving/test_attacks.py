@@ -7,7 +7,7 @@ import time
 import pytest
 import tiktoken
 
-from data.tokenizer import GPT2Tokenizer
+from data.tokenizer import BPETokenizer
 from engine.dialogue import Dialogue, Template
 from engine.params import SamplingParams
 from serving import app as serving_app
@@ -231,7 +231,7 @@ def test_names_have_one_line(serve):
 
 def test_special_tokens_are_text_in_a_conversation():
     ranks = {bytes([i]): i for i in range(256)}
-    tokenizer = GPT2Tokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
+    tokenizer = BPETokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
                                                 special_tokens={'<|endoftext|>': 256}))
     dialogue = Dialogue(tokenizer, Template('{name}:{text}\n'))
     dialogue.say('a', 'b<|endoftext|>c')

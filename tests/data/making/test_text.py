@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
+from data.gpt2_bpe import END_OF_TEXT
 from data.making import textfiles
 from data.making.textfiles import find_files, scan, split
 from data.making.writer import write_dataset
 from data.tokenfiles import open_tokens, read_meta
-from data.tokenizer import CharTokenizer
+from data.tokenizer import CharTokenizer, load_tokenizer
 
 
 @pytest.fixture
@@ -162,13 +163,30 @@ def test_folders_that_cannot_be_read_are_counted(tmp_path, monkeypatch, capsys):
     assert 'Permission denied' in err and err.count('\n') == 1
 
 
+def test_tokens_are_learned_from_the_training_split(run, root, tmp_path):
+    words = {'a.txt': 'one two three ' * 50, 'b.txt': 'four five six ' * 50,
+             'c.txt': 'zebra ' * 20}
+    for name, text in words.items():
+        (tmp_path / name).write_text(text)
+    paths = [tmp_path / name for name in words]
+    train, val = run('--input', *paths, '--tokenizer=bpe:300', tokenizer=list)
+    meta = read_meta(root / 'text')
+    tokenizer = load_tokenizer(meta)
+    assert tokenizer.decode(val) == words['c.txt'] + END_OF_TEXT
+    assert tokenizer.decode(train) == ''.join(
+        words[name] + END_OF_TEXT for name in ('a.txt', 'b.txt'))
+    assert ' three' in meta['stoi'] and not any('ze' in token for token in meta['stoi'])
+    assert max(train) == meta['vocab_size'] - 1
+
+
 @pytest.mark.parametrize('argv, words', [
     (['--input=missing'], "'missing' does not exist"),
     (['--input=FILES', '--glob=*.zzz'], r"matches --glob='\*.zzz'"),
     (['--input=FILES/binary.txt'], 'none of 1 files is text'),
     (['--input=FILES/tiny.txt'], 'too little text: 10 characters leave 9 for train and 1 for val'),
     (['--input=FILES', '--val=1'], "--val.*'1'"), (['--input=FILES', '--val=nan'], "--val.*'nan'"),
-    (['--input=FILES', '--tokenizer=bert'], 'char.*gpt2'), ([], '--input'),
+    (['--input=FILES', '--tokenizer=bert'], 'char, gpt2 and bpe:N'),
+    (['--input=FILES', '--tokenizer=bpe:256'], '257 to 65,536'), ([], '--input'),
     (['--input=FILES', '--name=../evil'], "'../evil'"), (['--input=FILES', '--name='], "name ''"),
     (['--input=FILES', '--name=shipped'], "program of its own, 'prepare.py'"),
     (['--input=FILES', '--name=shipped', '--overwrite'], 'program of its own'),
@@ -216,7 +234,7 @@ def test_memory_does_not_grow_with_the_files(root, tmp_path):
     tracemalloc.start()
     try:
         parts = split(scan(find_files([tmp_path / 'big.txt'], '*'))[0], 0.1)
-        textfiles.prepare(root / 'text', parts, set(' 0123456789\n'), {})
+        textfiles.prepare(root / 'text', parts, 'char', set(' 0123456789\n'), {})
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -1,0 +1,76 @@
+"""Byte pair encodings learned from a data set's own text, kept in its meta.pkl.
+
+meta.pkl has nanoGPT's keys. The bytes of a token are the Latin-1 characters of its key in `stoi`,
+so that tokens of ASCII text are that text, and nanoGPT's own sample.py can read them. The first 256
+ids are the bytes, followed by the merges in order (Sennrich et al. 2016; on bytes, GPT-2's), and by
+'<|endoftext|>'. Text is split into words by GPT-2's pattern first.
+"""
+from collections.abc import Iterable
+from typing import Any
+
+from config.errors import UserError
+from data.gpt2_bpe import END_OF_TEXT, PATTERN, gpt2_encoding
+
+FEWEST, MOST = 257, 65536  # bytes and '<|endoftext|>'; uint16 ids
+
+
+def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
+    """Learn at most `vocab_size` tokens from `texts`. Returns the contents of meta.pkl.
+
+    Words are split at the ends of the texts. Raises UserError for a vocab_size outside 257 to
+    65,536, or if the package tokenizers is missing.
+    """
+    if not FEWEST <= vocab_size <= MOST:
+        raise UserError(f'tokenizer=bpe:{vocab_size}: allowed are {FEWEST} to {MOST:,} tokens')
+    try:
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    except ImportError:
+        raise UserError('learning a BPE needs tokenizers: pip install tokenizers') from None
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = byte_letters()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=list(letters.values()), show_progress=False))
+    byte_of = {letter: byte for byte, letter in letters.items()}
+    learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    tokens = [bytes(byte_of[c] for c in text).decode('latin-1') for text, _ in learned]
+    tokens = [*map(chr, range(256)), *(token for token in tokens if len(token) > 1), END_OF_TEXT]
+    stoi = {token: i for i, token in enumerate(tokens)}
+    return {'vocab_size': len(tokens), 'stoi': stoi, 'itos': dict(enumerate(tokens)),
+            'tokenizer': 'bpe'}
+
+
+def bpe_of(tokenizer: str, texts: Iterable[str]) -> tuple[dict | None, Any]:
+    """Return the contents of meta.pkl and the tiktoken.Encoding of a --tokenizer: 'gpt2', which
+    needs no meta.pkl (None), or 'bpe:N', learned from `texts`."""
+    if tokenizer == 'gpt2':
+        return None, gpt2_encoding()
+    meta = learn_bpe(texts, int(tokenizer.removeprefix('bpe:')))
+    return meta, learned_encoding(meta['stoi'])
+
+
+def learned_encoding(stoi: dict[str, int]) -> Any:
+    """Return the tiktoken.Encoding of a vocabulary that `learn_bpe` made. Raises UserError if it
+    lacks a byte, or '<|endoftext|>', or has characters beyond Latin-1."""
+    import tiktoken
+
+    try:
+        ranks = {token.encode('latin-1'): i for token, i in stoi.items() if token != END_OF_TEXT}
+        special = {END_OF_TEXT: stoi[END_OF_TEXT]}
+        lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    except (UnicodeEncodeError, KeyError) as error:
+        raise UserError(f'the tokens are no byte pair encoding: {error}') from None
+    if lacking:
+        raise UserError(f'the byte pair encoding lacks {len(lacking)} bytes, e.g. {lacking[0]}')
+    return tiktoken.Encoding('learned', pat_str=PATTERN, mergeable_ranks=ranks,
+                             special_tokens=special)
+
+
+def byte_letters() -> dict[int, str]:
+    """Return the printable character that stands for each byte in GPT-2's vocab.json and in
+    Hugging Face's files: itself if visible, otherwise the next one from 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {byte: chr(byte) for byte in visible} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)}

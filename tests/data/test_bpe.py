@@ -1,0 +1,74 @@
+"""A BPE learned from a text: valid for nanoGPT's meta.pkl, exact, and only of the training text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from config.errors import UserError
+from data.bpe import byte_letters, learn_bpe, learned_encoding
+from data.gpt2_bpe import END_OF_TEXT
+from data.tokenfiles import meta_problem
+from data.tokenizer import BPETokenizer, load_tokenizer
+from interop.tokenizer_files import byte_pairs, save_tokenizer, tokenizer_in
+
+TEXT = ('The cat that sat there thought of the other thing, then of others; café, 你好.\n\n' * 5
+        + 'MACBETH. Is this a dagger which I see before me, the handle toward my hand?\n')
+META = learn_bpe([TEXT[:200], TEXT[200:]], 320)
+TOKENIZER = load_tokenizer(META)
+
+
+def test_meta_is_nanogpts():
+    assert meta_problem(META) == '' and META['vocab_size'] == len(META['itos']) == 320
+    assert [META['stoi'][chr(byte)] for byte in range(256)] == list(range(256))
+    assert META['stoi'][END_OF_TEXT] == 319 and META['stoi'][' the'] > 255
+    ids = TOKENIZER.encode('the other dagger\n')
+    assert ''.join(META['itos'][i] for i in ids) == 'the other dagger\n' and len(ids) < 12
+
+
+@given(st.one_of(st.text(), st.text(alphabet=sorted(set(TEXT)), min_size=5)))
+def test_any_text_round_trips(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text, special=False)) == text
+
+
+@given(st.text(alphabet=sorted(set(TEXT)), min_size=5))
+def test_ids_are_those_of_the_merges_in_order(text):
+    """The library's own encoding, from the pairs that were merged."""
+    reference = byte_pairs(learned_encoding(META['stoi']))
+    assert reference.encode(text).ids == TOKENIZER.encode(text)
+
+
+def test_the_special_token_is_not_made_from_text():
+    assert TOKENIZER.encode(END_OF_TEXT) == [319]
+    assert 319 not in TOKENIZER.encode(END_OF_TEXT, special=False)
+    assert TOKENIZER.decode([319]) == END_OF_TEXT
+
+
+def test_letters_of_bytes_are_those_of_other_tools():
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in byte_letters().items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text = ''.join(map(chr, range(1, 0x800)))
+    assert tokenizer.encode(text).ids == list(text.encode()) and set(
+        pre_tokenizers.ByteLevel.alphabet()) == set(byte_letters().values())
+
+
+def test_a_short_text_makes_fewer_tokens():
+    meta = learn_bpe(['ab'], 1000)
+    assert list(meta['stoi'])[256:] == ['ab', END_OF_TEXT] and meta['vocab_size'] == 258
+
+
+@pytest.mark.parametrize('stoi', [
+    {chr(b): b for b in range(256)}, {chr(b): b for b in range(1, 256)} | {END_OF_TEXT: 0},
+    {chr(b): b for b in range(257)} | {END_OF_TEXT: 257}])
+def test_other_vocabularies_are_refused(stoi):
+    with pytest.raises(UserError, match='byte pair encoding'):
+        learned_encoding(stoi)
+
+
+def test_export_and_back(tmp_path):
+    save_tokenizer(TOKENIZER, tmp_path, 256)
+    back = tokenizer_in(tmp_path)
+    assert isinstance(back, BPETokenizer) and back.vocab_size == 320
+    text = TEXT + 'Unseen: Ünïcödé 🙂' + END_OF_TEXT
+    assert back.encode(text) == TOKENIZER.encode(text)
