@@ -13,6 +13,7 @@ Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import contextlib
+import math
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -106,8 +107,11 @@ def evaluate(run, log, stop, lr, mfu):
     losses = run.evaluate(stop)
     if losses is not None:
         train_loss, val_loss = losses['train'], losses['val']
-        log.line(f'step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}')
-        row = {'train/loss': train_loss, 'val/loss': val_loss, 'lr': lr, 'mfu': mfu * 100}
+        words, row = '', {'train/loss': train_loss, 'val/loss': val_loss, 'lr': lr, 'mfu': mfu * 100}
+        if run.bytes_per_token:
+            row['val/bits_per_byte'] = val_loss / math.log(2) / run.bytes_per_token
+            words = f', {row["val/bits_per_byte"]:.3f} bits per byte'
+        log.line(f'step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{words}')
         for tracker in log.trackers:
             tracker.evaluated(run.iter_num, row)
     return losses

@@ -5,12 +5,16 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from config.errors import UserError
 from data.bpe import learned_encoding
 from data.gpt2_bpe import END_OF_TEXT, gpt2_encoding
+from data.tokenfiles import TokenSplit
 
 # text for ids outside the vocabulary (models pad GPT-2's 50,257 ids to 50,304)
 UNKNOWN = '\ufffd'
+BLOCK = 1 << 20  # tokens counted at a time
 
 
 def load_tokenizer(meta: dict | None) -> 'CharTokenizer | BPETokenizer':
@@ -24,6 +28,20 @@ def load_tokenizer(meta: dict | None) -> 'CharTokenizer | BPETokenizer':
     if meta is not None and 'stoi' in meta and 'itos' in meta:
         return CharTokenizer(meta['stoi'], meta['itos'], meta.get('vocab_size'))
     return BPETokenizer()
+
+
+def bytes_per_token(meta: dict | None, tokens: TokenSplit) -> float:
+    """Return the mean UTF-8 bytes of the tokens of a split, which turns a loss into bits per byte.
+    '<|endoftext|>' has none. 0.0 if meta.pkl does not say what the tokens are."""
+    if not meta or 'stoi' not in meta:
+        return 0.0
+    tokenizer = load_tokenizer(meta)
+    sizes = np.array([len(tokenizer.token_bytes(i) or b'') for i in range(meta['vocab_size'])])
+    if meta.get('tokenizer') == 'bpe':
+        sizes[meta['stoi'][END_OF_TEXT]] = 0
+    starts = range(0, len(tokens), BLOCK)
+    total = sum(sizes[tokens.window(i, min(BLOCK, len(tokens) - i))].sum() for i in starts)
+    return float(total) / len(tokens)
 
 
 class CharTokenizer:

@@ -9,6 +9,8 @@ from attention.kernels.flex import block_mask
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
+from data.tokenfiles import open_split
+from data.tokenizer import bytes_per_token
 from model import GPT
 from training import checkpoint as ckpt
 from training import fsdp, int8_training
@@ -56,6 +58,8 @@ class Run:
         if self.sharded:  # only rank 0 has used its generator, to initialize weights
             torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
         self._open_batches(data_root)
+        self.bytes_per_token = 0.0 if s.dataset == RECALL else bytes_per_token(
+            meta, open_split(data_root / s.dataset, 'val'))
         self._prepare_model(empty='shards' in (saved or {}))
         self.optimizer = make_optimizer(self.model, s, self.device.type)
         self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)
