@@ -7,7 +7,8 @@ r"""Serve a trained model over HTTP, with OpenAI's interface for completions and
     python serve.py --help
 
 POST /v1/completions and /v1/chat/completions (streaming too), GET /v1/models, /health, /metrics
-(Prometheus), / (a chat page). docs/serving.md describes them. Needs pip install -e '.[serve]'.
+(Prometheus); unless --page=False, / (a chat page) and /nanokv/... (the same streams with the state
+of the KV cache). docs/serving.md describes them. Needs pip install -e '.[serve]'.
 """
 import os
 import sys
@@ -104,10 +105,11 @@ def main(argv=None):
               'set NANOKV_API_KEY or --api_key_file to require a key', file=sys.stderr)
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    greeting = f'Serving {service.model!r} at {url}/v1, a chat page at {url}/ (Ctrl-C ends it)'
+    page = f', a chat page at {url}/' if s.page else ''
+    greeting = f'Serving {service.model!r} at {url}/v1{page} (Ctrl-C ends it)'
     hosts = LOOPBACK_NAMES if s.host in LOOPBACK and not keys else ()
     log = RequestLog() if s.log_requests else None
-    app = make_app(worker, service, limits, keys, hosts, log)
+    app = make_app(worker, service, limits, keys, hosts, log, s.page)
     Server(app, worker, s.grace, greeting, log).run([sock])
 
 

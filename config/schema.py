@@ -182,6 +182,7 @@ SERVE = TALKING + _keys(
     ('max_waiting', 64, 'requests that may wait; further ones are rejected (429)'),
     ('max_body', '1MB', 'largest request body'),
     ('timeout', 300.0, 'seconds after which a request is cancelled (504)'),
+    ('page', True, 'serve a page to chat at /, and what it shows of the KV cache at /nanokv/'),
     ('log_requests', True, 'print a line for each finished request'),
     ('grace', 10.0, 'seconds to finish running requests on Ctrl-C or SIGTERM'),
 ) + KV_DTYPE + _keys(

@@ -26,6 +26,7 @@ from engine.prefix import PrefixStore
 from engine.prefix_disk import DiskTier, fingerprint
 from engine.sampler import sample_rows
 from engine.scheduler import Request, Scheduler
+from engine.view import RowView, view_of
 
 PREFILL_CHUNK = 256
 MANY_KEYS = 2304        # longer rows use the same kernels: `splits` in attention/kernels/decode.py
@@ -68,6 +69,7 @@ class Engine:
         speed_up_few_rows(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
         self.jobs: dict[int, Job] = {}              # unfinished requests, by number
+        self.watched: dict[int, RowView | None] = {}  # of these requests, the newest `view`
         self._undelivered: list[Event] = []          # to be returned by the next step
         self._failed_events: list[Event] | None = None        # of a failed step, until recovered
         self._inboxes: dict[int, deque[Event]] = {}  # of streamed requests, by number
@@ -162,6 +164,16 @@ class Engine:
             self._failed_events = []  # the next step recovers
             raise
         return self._undelivered[-1]
+
+    def watch(self, index: int) -> None:
+        """Keep a view of this request's row when it ends. The caller removes it from `watched`."""
+        self.watched[index] = None
+
+    def view(self, index: int, done: bool = False) -> RowView | None:
+        """What the row of an unfinished, watched request holds. None: it has not had a row yet."""
+        request = self.jobs[index].request
+        self.watched[index] = view_of(request, self.scheduler, self.watched[index], done)
+        return self.watched[index]
 
     def _ids(self, prompt):
         if isinstance(prompt, str):
@@ -324,6 +336,8 @@ class Engine:
 
     def _end(self, job, reason, events, error='', token=-1, text='', logprob=None) -> None:
         request, whole = job.request, ''
+        if request.number in self.watched:
+            self.view(request.number, done=True)
         if job.text:
             text += job.text.end()
             whole = job.text.text

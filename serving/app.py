@@ -23,15 +23,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.view import RowView
 from serving import api
 from serving.errors import ApiError
 from serving.replies import ChatReply, Reply
+from serving.watch import CacheEvent, WatchedChatReply, WatchedReply, newest_view, plan_document
 from serving.worker import Worker
 
 PARSERS = 2             # threads that parse and encode requests
 LAST_SEND_TIMEOUT = 1.0  # seconds to send the error that ends a stream; the client may not read it
 CLOSING = (401, 403, 408, 413, 415)  # sent before the body was read: the connection is closed
-UNLOGGED = ('/health', '/metrics', '/v1/models')  # polled by probes and by the page
+UNLOGGED = ('/health', '/metrics', '/v1/models', '/nanokv/plan')  # polled by probes and by the page
 PAGE = Path(__file__).with_name('page.html').read_text(encoding='utf-8')
 
 
@@ -54,15 +56,15 @@ class Limits(NamedTuple):
 
 def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
              hosts: Sequence[str] = (),
-             request_log: Callable[[str], None] | None = None) -> Starlette:
+             request_log: Callable[[str], None] | None = None, page: bool = True) -> Starlette:
     """Return the ASGI application. The worker must be running; the application does not stop it.
 
     keys: accepted as `Authorization: Bearer KEY`; empty = no key is needed.
     hosts: accepted Host headers; empty = any. They protect a server without keys on the user's own
         machine from DNS rebinding by a page in the user's browser.
     request_log: called on the event loop with one line per finished request; it must not block.
+    page: also serve the page, and the routes that it needs beside OpenAI's.
     """
-    page_headers = _page_headers()
     model = {'id': service.model, 'object': 'model', 'created': 0, 'owned_by': 'nanokv'}
 
     async def list_models(request):
@@ -73,9 +75,6 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
             raise ApiError(404, f'there is no such model: this server has {service.model!r}',
                            'model', 'model_not_found')
         return _json(model)
-
-    async def page(request):
-        return Response(PAGE, headers=page_headers, media_type='text/html')
 
     async def health(request):
         status, code = ('ok', 200) if worker.alive else ('stopping', 503)
@@ -92,18 +91,35 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
             error = ApiError(500, 'internal error')
         request.scope['error'] = error
         return _error_response(error)
-    complete = GenerateEndpoint(worker, service, limits, api.parse_completion, Reply)
-    chat = GenerateEndpoint(worker, service, limits, api.parse_chat, ChatReply)
-    routes = [Route('/v1/completions', complete, methods=['POST']),
-              Route('/v1/chat/completions', chat, methods=['POST']),
+
+    def generate(path, parse, reply_type):
+        endpoint = GenerateEndpoint(worker, service, limits, parse, reply_type)
+        return Route(path, endpoint, methods=['POST'])
+    routes = [generate('/v1/completions', api.parse_completion, Reply),
+              generate('/v1/chat/completions', api.parse_chat, ChatReply),
               Route('/v1/models', list_models), Route('/v1/models/{model:path}', retrieve_model),
-              Route('/health', health), Route('/metrics', prometheus), Route('/', page)]
+              Route('/health', health), Route('/metrics', prometheus)]
+    if page:
+        routes += [*_page_routes(plan_document(worker.engine, service)),
+                   generate('/nanokv/completions', api.parse_completion, WatchedReply),
+                   generate('/nanokv/chat/completions', api.parse_chat, WatchedChatReply)]
     access = Middleware(AccessMiddleware, worker.metrics, keys, hosts, request_log,
                         paths={route.path for route in routes if '{' not in route.path})
     handlers = {HTTPException: on_error, ApiError: on_error, Exception: on_error}
     app = Starlette(routes=routes, middleware=[access], exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
+
+
+def _page_routes(plan: dict) -> list[Route]:
+    page_headers = _page_headers()
+
+    async def show_page(request):
+        return Response(PAGE, headers=page_headers, media_type='text/html')
+
+    async def show_plan(request):
+        return _json(plan)
+    return [Route('/', show_page), Route('/nanokv/plan', show_plan)]
 
 
 def _json(document: dict, status: int = 200, headers: dict | None = None) -> Response:
@@ -196,6 +212,7 @@ class GenerateEndpoint:
         self.parsers = anyio.CapacityLimiter(PARSERS)
 
     async def __call__(self, scope, receive, send):
+        received = time.perf_counter()
         deadline = asyncio.get_running_loop().time() + self.limits.timeout
         try:
             async with asyncio.timeout_at(deadline):
@@ -206,7 +223,7 @@ class GenerateEndpoint:
             raise ApiError(408, f'the request did not come within {self.limits.timeout:g} s'
                            ) from None
         self.worker.check()  # before parsing, which may take long
-        scope['generation'] = generation = Generation(self, send)
+        scope['generation'] = generation = Generation(self, send, received)
         await generation.run(body, receive, deadline)
 
     async def make_reply(self, body) -> Reply:
@@ -237,13 +254,15 @@ class GenerateEndpoint:
 
 
 class Generation:
-    """The state of one request. first_event: `perf_counter` time. error: ended its stream."""
+    """The state of one request. received, first_event: `perf_counter` times. error: ended its
+    stream."""
 
-    def __init__(self, endpoint: GenerateEndpoint, send):
+    def __init__(self, endpoint: GenerateEndpoint, send, received: float):
         self.endpoint, self.worker, self.send = endpoint, endpoint.worker, send
         self.reply = self.ticket = self.first_event = self.error = None
+        self.received = received
         self.started = False          # the head of the response was sent
-        self.inbox = asyncio.Queue()  # batches of (choice, Event or ApiError); None: client left
+        self.inbox = asyncio.Queue()  # batches of `Worker`'s deliveries; None: client left
         self.loop = asyncio.get_running_loop()
 
     async def run(self, body: bytes, receive, deadline: float) -> None:
@@ -279,7 +298,8 @@ class Generation:
             raise ClientDisconnect
         self.ticket = self.worker.submit(
             self.reply.request.choices,
-            lambda items: self.loop.call_soon_threadsafe(self.inbox.put_nowait, items))
+            lambda items: self.loop.call_soon_threadsafe(self.inbox.put_nowait, items),
+            self.reply.watched)
         await (self._stream() if self.reply.request.stream else self._send_whole())
 
     async def _next_documents(self) -> list[dict]:
@@ -289,9 +309,12 @@ class Generation:
         if None in batches:
             raise ClientDisconnect
         documents = []
-        for choice, event in (item for batch in batches for item in batch):
+        for choice, event in newest_view([item for batch in batches for item in batch]):
             if isinstance(event, ApiError):
                 raise event
+            if isinstance(event, RowView):
+                documents.append(self.reply.cache_event(event, event.taken - self.received))
+                continue
             self.first_event = self.first_event or time.perf_counter()
             documents += self.reply.take(choice, event)
         return documents
@@ -321,8 +344,10 @@ class Generation:
                          'headers': list(headers.items())})
 
     async def _send_events(self, documents, more=True):
+        names = ['event: cache\n' * isinstance(d, CacheEvent) for d in documents]
         texts = [d if isinstance(d, str) else json.dumps(d) for d in documents]
-        await self._send(''.join(f'data: {text}\n\n' for text in texts), more)
+        events = (f'{name}data: {text}\n\n' for name, text in zip(names, texts))
+        await self._send(''.join(events), more)
 
     async def _send(self, text, more):
         await self.send({'type': 'http.response.body', 'body': text.encode(), 'more_body': more})

@@ -14,6 +14,7 @@ class Reply:
     """The response to one request, updated with its events. model: its name in documents."""
     # prefix of the id; 'object' of a complete document, and of a streamed one
     prefix, whole, piece = 'cmpl', 'text_completion', 'text_completion'
+    watched = False  # whether it takes views of the rows too (serving/watch.py)
 
     def __init__(self, request: GenerationRequest, model: str, tokenizer):
         self.request, self.tokenizer = request, tokenizer

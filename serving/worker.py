@@ -1,5 +1,5 @@
 """One thread owns the engine: it gets commands from a queue and passes events to callbacks,
-`deliver([(choice index, Event or ApiError), ...])`, which it calls itself."""
+`deliver([(choice index, Event, RowView or ApiError), ...])`, which it calls itself."""
 import logging
 import threading
 import time
@@ -13,15 +13,18 @@ from engine.job import Event
 from engine.params import SamplingParams
 from serving.errors import ApiError
 
+VIEW_INTERVAL = 0.05  # least seconds between two views of a choice's row, except the last
 MAX_FAILURES = 2  # consecutive failed steps, without a token in between, that a choice survives
 log = logging.getLogger('nanokv.serving')
 
 
 @dataclass(eq=False)
 class Ticket:
-    """An HTTP request. asked: each choice's (token ids, params). submitted: `perf_counter` time."""
+    """An HTTP request. asked: each choice's (token ids, params). watched: also deliver views of the
+    choices' rows. submitted: `perf_counter` time."""
     asked: list[tuple[list[int], SamplingParams]]
     deliver: Callable[[list], None]
+    watched: bool = False
     submitted: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
 
@@ -35,6 +38,7 @@ class Choice:
     refused: bool          # the engine rejected the request; its next step returns the reason
     num_failures: int = 0  # failed steps since the last token
     has_token: bool = False
+    next_view: float = 0.0  # monotonic time before which no view is due
 
 
 class Worker(threading.Thread):
@@ -66,10 +70,10 @@ class Worker(threading.Thread):
         return self.is_alive() and self._deadline is None
 
     def submit(self, asked: list[tuple[list[int], SamplingParams]],
-               deliver: Callable[[list], None]) -> Ticket:
+               deliver: Callable[[list], None], watched: bool = False) -> Ticket:
         """Queue a request. `deliver` must not block. ApiError: 429 if too many choices are waiting;
         503 after `drain`."""
-        ticket = Ticket(asked, deliver)
+        ticket = Ticket(asked, deliver, watched)
         with self._condition:
             self.check(len(asked))
             self._num_open += len(asked)
@@ -156,6 +160,8 @@ class Worker(threading.Thread):
             else:
                 refused = number not in self.engine.jobs
                 self._choices[number] = Choice(number, ticket, index, refused)
+                if ticket.watched:
+                    self.engine.watch(number)
 
     def _cancel_all(self, ticket):
         for choice in [c for c in self._choices.values() if c.ticket is ticket]:
@@ -172,6 +178,7 @@ class Worker(threading.Thread):
 
     def _remove(self, choice, event):
         del self._choices[choice.number]
+        self.engine.watched.pop(choice.number, None)
         self._count_ended(1)
         if event and event.completion:
             self.metrics.ended(event.completion, time.perf_counter() - choice.ticket.submitted)
@@ -207,12 +214,27 @@ class Worker(threading.Thread):
         for event in events:
             choice = self._choices.get(event.index)
             if choice:  # otherwise it was cancelled
+                last = event.completion and self.engine.watched.get(event.index)
                 deliveries[choice.ticket].append((choice.index, self._process_event(choice, event)))
+                if last:
+                    deliveries[choice.ticket].append((choice.index, last))
+        if self.engine.watched:
+            self._add_views(deliveries)
         try:  # before delivery: a client may read the metrics as soon as it has its answer
             self.metrics.publish(self.engine, self._num_open)
         finally:
             for ticket, items in deliveries.items():
                 self._deliver(ticket, items)
+
+    def _add_views(self, deliveries):
+        """Add a view of each watched row for which one is due."""
+        now = time.monotonic()
+        for number in self.engine.watched:
+            choice = self._choices[number]
+            view = self.engine.view(number) if now >= choice.next_view else None
+            if view:
+                choice.next_view = now + VIEW_INTERVAL
+                deliveries[choice.ticket].append((choice.index, view))
 
     def _process_event(self, choice, event: Event) -> Event | ApiError:
         """Update the metrics and the choice. Returns the event or error to deliver."""

@@ -59,16 +59,17 @@ def assert_free(worker):
                             or worker._commands and worker.is_alive()))
     scheduler = engine.scheduler
     assert not engine.jobs and not scheduler.running and not scheduler.waiting
-    assert worker._num_open == 0
+    assert worker._num_open == 0 and not engine.watched
     assert table.n_free + table.n_evictable == table.n_pages
-    assert not any(block.users for block in [*engine.prefix.blocks, engine.prefix.root])
+    blocks = [*engine.prefix.blocks, engine.prefix.root] if engine.prefix else []
+    assert not any(block.users for block in blocks)
 
 
 class InProcess:
     """An application and its started worker. logged: lines of the request log."""
 
     def __init__(self, rows=3, max_waiting=8, keys=(), hosts=(), timeout=60.0, max_body=20_000,
-                 **settings):
+                 page=True, **settings):
         settings = dict(prefix_budget=10 ** 6) | settings
         self.engine = Engine(MODEL, rows, LONGEST, page_size=4, prefill_chunk=16,
                              tokenizer=TOKENIZER, **settings)
@@ -77,7 +78,7 @@ class InProcess:
         self.service = Service('tiny', TOKENIZER, LONGEST, 12, rows + max_waiting, TURN, 'a', 'b')
         self.worker.start()
         self.app = make_app(self.worker, self.service, Limits(max_body, timeout), keys, hosts,
-                            self.logged.append)
+                            self.logged.append, page)
         self.client = TestClient(self.app, raise_server_exceptions=False)
 
     def complete(self, **fields):

@@ -69,8 +69,9 @@ def test_wrong_settings(data_root, settings, named, monkeypatch):
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize('settings, logs', [({}, True), (dict(log_requests=False), False)])
-def test_the_log_can_be_switched_off(data_root, monkeypatch, settings, logs):
+@pytest.mark.parametrize('settings, logs, page', [
+    ({}, True, True), (dict(log_requests=False), False, True), (dict(page=False), True, False)])
+def test_the_log_and_the_page_can_be_switched_off(data_root, monkeypatch, settings, logs, page):
     made = []
 
     def run(server, sockets):
@@ -80,6 +81,9 @@ def test_the_log_can_be_switched_off(data_root, monkeypatch, settings, logs):
     monkeypatch.setattr('serving.server.Server.run', run)
     serve.main(flags(SETTINGS | settings))
     assert bool(made[0].request_log) == logs
+    assert ('a chat page' in made[0].greeting) == page
+    paths = {route.path for route in made[0].config.app.routes}
+    assert {'/', '/nanokv/plan'} <= paths if page else not {'/', '/nanokv/plan'} & paths
 
 
 def test_a_port_that_is_taken():

@@ -1,0 +1,52 @@
+"""What the row of a request holds between two steps, for whoever shows it. Pure Python."""
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RowView:
+    """The row of a request in a `PagedKVCache`, and the load of its engine.
+
+    row, length: number of the row and its positions; -1 and 0 after a preemption, until it has a
+        row again. cached: prompt tokens found in the prefix cache; -1 = not looked up.
+    pages: of the global slots, in order: (page, number of users, whether the prefix cache is one).
+    pages_version: `PageTable.version` and `pin_version` of these.
+    nbytes: of the row's rings and pages, shared or not. free_pages: held by nobody.
+    done: the request ended in this step; its row is about to be freed.
+    taken: `perf_counter` time.
+    """
+    row: int
+    length: int
+    cached: int
+    pages: tuple[tuple[int, int, bool], ...]
+    pages_version: tuple[int, int]
+    nbytes: int
+    running: int
+    waiting: int
+    free_pages: int
+    held_nbytes: int
+    prefix_nbytes: int
+    done: bool
+    taken: float
+
+
+def view_of(request, scheduler, before: RowView | None, done: bool) -> RowView | None:
+    """View a `scheduler.Request` of that scheduler. before: the previous view, whose pages are
+    reused if no page has changed. None: the request has not had a row yet."""
+    if request.row < 0 and not request.preempted:
+        return None
+    cache, row, length, pages = scheduler.cache, request.row, 0, ()
+    table, nbytes = cache.table, 0
+    version = table.version, table.pin_version
+    if row >= 0:
+        length = cache.length(row)
+        if before and before.pages_version == version:
+            pages = before.pages
+        else:
+            pages = tuple((p, table.refs[p], p in table.pinned) for p in table.rows[row])
+        nbytes = (cache.plan.rings_nbytes(1, cache.max_seq_len, cache.kv_dtype)
+                  + len(pages) * cache.plan.page_nbytes(table.page_size, cache.kv_dtype))
+    prefix = scheduler.prefix
+    return RowView(row, length, request.num_cached_tokens, pages, version, nbytes,
+                   len(scheduler.running), len(scheduler.waiting), table.n_free, cache.held_nbytes,
+                   prefix.nbytes if prefix else 0, done, time.perf_counter())

@@ -1,0 +1,73 @@
+"""The stream of cache events and the plan document (docs/serving.md). No HTTP or torch."""
+from engine.view import RowView
+from serving.api import GenerationRequest, Service
+from serving.errors import ApiError
+from serving.replies import ChatReply, Reply
+
+
+class CacheEvent(dict):
+    """A document to send as a server-sent event named 'cache'."""
+
+
+class WatchedReply(Reply):
+    """A reply with cache events in its stream. ApiError: 400 unless a stream of one choice is asked
+    for."""
+    watched = True
+
+    def __init__(self, request: GenerationRequest, *args):
+        if not request.stream:
+            raise ApiError(400, 'stream=false: must be true, since this route only streams',
+                           'stream')
+        if len(request.params) > 1:
+            raise ApiError(400, f'{len(request.params)} choices: must be one, since this route '
+                                'shows one row of the cache', 'n')
+        super().__init__(request, *args)
+        self._text_of_next = self.tokenizer.stream()
+        self._new_texts = [self._text_of_next(token) for token in self.request.prompts[0]]
+        self._num_texts, self._pages = 0, None  # sent
+
+    def take(self, choice, event) -> list[dict]:
+        if event.token >= 0:
+            self._new_texts.append(self._text_of_next(event.token))
+        return super().take(choice, event)
+
+    def cache_event(self, view: RowView, seconds: float) -> CacheEvent:
+        """The document of a view, after the events of its step. seconds: age of the request."""
+        document = CacheEvent(
+            time=round(seconds, 6), row=view.row, length=view.length,
+            prompt=len(self.request.prompts[0]), cached=view.cached, texts=self._new_texts,
+            texts_from=self._num_texts, nbytes=view.nbytes, running=view.running,
+            waiting=view.waiting, free_pages=view.free_pages, held_nbytes=view.held_nbytes,
+            prefix_nbytes=view.prefix_nbytes, done=view.done)
+        if view.pages != self._pages:
+            document |= {'pages': [[page, users] for page, users, _ in view.pages],
+                         'prefix_pages': [pinned for *_, pinned in view.pages]}
+        self._num_texts += len(self._new_texts)
+        self._new_texts, self._pages = [], view.pages
+        return document
+
+
+class WatchedChatReply(WatchedReply, ChatReply):
+    pass
+
+
+def newest_view(items: list[tuple]) -> list[tuple]:
+    """Leave out of [(choice, Event, RowView or ApiError)] all views but the last."""
+    is_view = [isinstance(event, RowView) for _, event in items]
+    return [item for i, item in enumerate(items) if not (is_view[i] and any(is_view[i + 1:]))]
+
+
+def plan_document(engine, service: Service) -> dict:
+    """The model's slots and the sizes of its cache, as in docs/serving.md."""
+    cache, config = engine.cache, engine.model.config
+    plan, longest, dtype = cache.plan, cache.max_seq_len, cache.kv_dtype
+    slots = [{'slot': slot.index, 'kind': slot.kind, 'window': slot.window,
+              'capacity': slot.capacity(longest), 'owner': slot.owner, 'layers': slot.layers}
+             for slot in plan.slots]
+    return {'model': service.model, 'max_positions': service.max_positions, 'max_seq_len': longest,
+            'block_size': config.block_size, 'kv_dtype': dtype,
+            'page_size': cache.table.page_size, 'pages': cache.table.n_pages,
+            'rows': cache.batch_size, 'position_nbytes': plan.position_nbytes(dtype),
+            'vanilla_position_nbytes': plan.vanilla().nbytes(1, 1, dtype),
+            'vanilla_position_nbytes_bf16': plan.vanilla().nbytes(1, 1, 'bfloat16'),
+            'slots': slots}

@@ -1,0 +1,341 @@
+"""The stream of cache events: each states what the engine and its tensors hold at that moment."""
+import asyncio
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from engine.engine import Engine
+from engine.params import SamplingParams
+from engine.view import RowView
+from serving.watch import newest_view
+from tests.helpers.serving import TOKENIZER, budget_for
+from tests.serving.cache_events import Recorder, assert_agree, pages_carried, read
+from tests.serving.conftest import (
+    CHAT,
+    COMPLETIONS,
+    LONGEST,
+    MODEL,
+    USER,
+    Asgi,
+    assert_free,
+    assert_refused,
+    eventually,
+    expected,
+    in_background,
+)
+from tests.serving.test_server import all_of, connect, request
+
+WATCHED, WATCHED_CHAT, PLAN = '/nanokv/completions', '/nanokv/chat/completions', '/nanokv/plan'
+TEXT = 'abcdefghijklmnopqrstuvw' * 2
+
+
+@pytest.fixture
+def unlimited(monkeypatch):
+    """A view after each step."""
+    monkeypatch.setattr('serving.worker.VIEW_INTERVAL', 0.0)
+
+
+def watch(server, path=WATCHED, **fields):
+    response = server.client.post(path, json=dict(stream=True, seed=1) | fields)
+    assert response.status_code == 200, response.text
+    return response.text
+
+
+def test_the_plan_document_is_the_plans_arithmetic(serve):
+    server = serve()
+    plan, dtype = MODEL.plan, 'float64'
+    found = server.client.get(PLAN).json()
+    slots = found.pop('slots')
+    assert found == dict(
+        model='tiny', max_positions=LONGEST, max_seq_len=LONGEST, block_size=64, kv_dtype=dtype,
+        page_size=4, pages=server.engine.cache.table.n_pages, rows=3,
+        position_nbytes=2 * 6 * 8, vanilla_position_nbytes=7 * 2 * 4 * 6 * 8,
+        vanilla_position_nbytes_bf16=7 * 2 * 4 * 6 * 2)
+    assert [(slot['slot'], slot['kind'], slot['window'], slot['owner'], slot['layers'])
+            for slot in slots] == [(s.index, s.kind, s.window, s.owner, list(s.layers))
+                                   for s in plan.slots]
+    assert sum(slot['capacity'] for slot in slots) * found['position_nbytes'] == plan.nbytes(
+        1, LONGEST, dtype)
+    assert {layer for slot in slots for layer in slot['layers']} == set(range(7))
+    assert server.logged == []
+
+
+def test_events_agree_with_the_engine_past_a_rings_wrap_and_after_prefix_hits(serve, unlimited):
+    server = serve()
+    recorder, text = Recorder(server.engine), TEXT[:37]
+    for number, prompt in enumerate((text, text, text[:30] + 'abcd')):
+        stream = watch(server, prompt=prompt, max_tokens=20,
+                       stream_options={'include_usage': True})
+        usage = json.loads(read(stream)[1].split('\n\n')[-3].removeprefix('data: '))['usage']
+        cached = usage['prompt_tokens_details']['cached_tokens']
+        assert (cached > 0) == (number > 0)
+        completion = expected(prompt, 20, seed=1)
+        events = assert_agree(recorder, number, stream, prompt + completion.text)
+        assert events[-1]['cached'] == cached and events[-1]['length'] == len(prompt) + 19
+        assert all(event['length'] >= cached for event in events)
+    assert_free(server.worker)
+
+
+def test_a_conversation_finds_its_first_turn(serve, unlimited):
+    server = serve()
+    recorder, message = Recorder(server.engine), {'role': 'user', 'content': 'jabefghijkl'}
+    text = 'acjabefghijkldbc'
+    for number, messages in enumerate([[message], [message, {'role': 'assistant', 'content': 'ef'},
+                                                   USER]]):
+        prompt = (text, text + 'efdacjabdbc')[number]
+        stream = watch(server, WATCHED_CHAT, messages=messages, max_tokens=10, temperature=0)
+        completion = expected(prompt, 10, temperature=0, stop=('d',))
+        joined = prompt + TOKENIZER.decode(completion.tokens)
+        assert_agree(recorder, number, stream, joined)
+    assert recorder.states[1][-1][0]['cached'] >= 12
+    assert_free(server.worker)
+
+
+def test_rows_that_share_pages(serve, held, unlimited):
+    server = serve(rows=2)
+    recorder = Recorder(server.engine)
+    threads = [in_background(lambda: watch(server, prompt=TEXT[:34], max_tokens=12))
+               for _ in range(2)]
+    eventually(lambda: server.worker._num_open == 2)
+    held.set()
+    for thread in threads:
+        thread.join()
+    text = TEXT[:34] + expected(TEXT[:34], 12, seed=1).text
+    # the engine's first request is the one that found nothing in the prefix cache
+    streams = sorted((thread.result for thread in threads), key=lambda s: '"cached": 0,' not in s)
+    assert ['"cached": 0,' in stream for stream in streams] == [True, False]
+    users = [users for number, stream in enumerate(streams)
+             for event in assert_agree(recorder, number, stream, text)
+             for _, users in event['pages']]
+    assert max(users) == 3  # both rows and the prefix cache
+    assert_free(server.worker)
+
+
+def deliveries(server, asked, n=1):
+    """[(choice, Event or RowView)] that the worker delivers for a watched request."""
+    found = []
+    server.worker.submit(asked, found.extend, True)
+    eventually(lambda: sum(is_last(item) for item in list(found)) == n)
+    return found
+
+
+def is_last(item):
+    return isinstance(item[1], RowView) and item[1].done
+
+
+def test_chunks_of_a_long_prompt_are_seen_before_its_first_token(serve, unlimited):
+    server = serve(prefix_budget=0)
+    ids = TOKENIZER.encode(TEXT[:40])
+    items = [item for _, item in deliveries(server, [(ids, SamplingParams(3, seed=1))])]
+    kinds = [(item.length, item.done) if isinstance(item, RowView) else item.token >= 0
+             for item in items]
+    assert kinds == [(16, False), (32, False), True, (40, False), True, (41, False),
+                     True, (42, True)]
+    assert [item.cached for item in items if isinstance(item, RowView)] == [-1] * 5
+    assert_free(server.worker)
+
+
+def test_a_preempted_request_has_no_row(serve, unlimited):
+    pages = LONGEST // 4
+    budget = budget_for(MODEL, 2, LONGEST, pages, 4)
+    server = serve(rows=2, kv_budget=budget, prefix_budget=0)
+    params = SamplingParams(36, seed=1)
+    asked = [(TOKENIZER.encode(TEXT[:20]), params), (TOKENIZER.encode(TEXT[3:15]), params)]
+    recorder = Recorder(server.engine)
+    found = deliveries(server, asked, 2)
+    first, second = ([item for choice, item in found if choice == c] for c in range(2))
+    views = [item for item in second if isinstance(item, RowView)]
+    gone = [k for k, view in enumerate(views) if view.row < 0]
+    assert gone and all(views[k].length == views[k].nbytes == 0 and views[k].pages == ()
+                        for k in gone)
+    assert views[gone[0] - 1].length > 12 and views[gone[-1] + 1].length > 12
+    for number, items in enumerate((first, second)):
+        own = [item for item in items if isinstance(item, RowView)]
+        states = [state for state, *_ in recorder.states[number]]
+        assert [(view.row, view.length) for view in own] == [
+            (state['row'], state['length']) for state in states]
+        shrinks = [b.row for a, b in zip(own, own[1:]) if b.length < a.length]
+        assert set(shrinks) <= {-1} and [view.done for view in own].count(True) == 1
+    assert first[-1].row >= 0 and isinstance(second[-1], RowView) and second[-1].done
+    assert_free(server.worker)
+
+
+def test_a_waiting_request_has_no_view(serve, held, unlimited):
+    server, found = serve(rows=1), []
+    server.worker.submit([([1, 2], SamplingParams(5))], lambda items: None)
+    server.worker.submit([([1, 2], SamplingParams(5))], found.extend, True)
+    held.set()
+    eventually(lambda: found and is_last(found[-1]))
+    assert all(item.row == 0 for _, item in found if isinstance(item, RowView))
+
+
+def test_at_most_twenty_views_a_second(serve, monkeypatch):
+    server, now = serve(), [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr('serving.worker.time', clock)
+    plain = server.engine.step
+
+    def step():
+        now[0] += 0.013
+        return plain()
+    server.engine.step = step
+    items = [item for _, item in deliveries(server, [([1, 2, 3], SamplingParams(50, seed=1))])]
+    lengths = [item.length for item in items if isinstance(item, RowView)]
+    assert lengths == [*range(3, 52, 4), 52]  # 4 * 0.013 > 0.05; the last one always
+    tokens = [sum(not isinstance(x, RowView) for x in items[:k])
+              for k, item in enumerate(items) if isinstance(item, RowView)]
+    assert tokens == [length - 2 for length in lengths]  # after the events of its step
+
+
+def test_only_the_newest_of_waiting_views_is_sent():
+    views = [RowView(0, n, -1, (), (0, 0), 0, 0, 0, 0, 0, 0, n == 3, 0.0) for n in range(4)]
+    items = [(0, 'a'), (0, views[1]), (0, 'b'), (0, views[2]), (0, 'c'), (0, views[3])]
+    assert newest_view(items) == [(0, 'a'), (0, 'b'), (0, 'c'), (0, views[3])]
+    assert newest_view(items[:5]) == [(0, 'a'), (0, 'b'), (0, views[2]), (0, 'c')]
+    assert newest_view(items[:1]) == items[:1]
+
+
+@pytest.mark.parametrize('path, watched, fields', [
+    (COMPLETIONS, WATCHED, dict(prompt=TEXT[:20], logprobs=2)),
+    (CHAT, WATCHED_CHAT, dict(messages=[USER], logprobs=True, top_logprobs=2))])
+def test_data_lines_are_those_of_v1(serve, unlimited, path, watched, fields):
+    server = serve(prefix_budget=0)
+
+    def documents(text):
+        *found, done, end = text.split('\n\n')
+        assert (done, end) == ('data: [DONE]', '')
+        found = [json.loads(line.removeprefix('data: ')) for line in found]
+        return [{key: value for key, value in document.items() if key not in ('id', 'created')}
+                for document in found]
+    fields |= dict(max_tokens=9, stream_options={'include_usage': True})
+    plain = read(watch(server, path, **fields))
+    shown = read(watch(server, watched, **fields))
+    assert plain[0] == [] and shown[0]
+    assert documents(plain[1]) == documents(shown[1])
+    assert [' 9 completion tokens, TTFT ' in line
+            for line in server.logged] == [True, True]
+    for route in (path, watched):
+        assert server.metric('requests_total', route=route, status='200') == 1
+
+
+def test_requests_that_are_refused(serve, held):
+    server = serve(rows=1, max_waiting=0)
+    for path, fields in ((WATCHED, dict(prompt='a')), (WATCHED_CHAT, dict(messages=[USER]))):
+        def post(path=path, **more):
+            return server.client.post(path, json=more)
+        for stream in ({}, dict(stream=False), dict(stream=None)):
+            assert_refused(post(**fields, **stream), 400, 'stream', param='stream')
+        server.set_service(max_choices=4)
+        assert_refused(post(**fields, stream=True, n=2), 400, '2 choices', param='n')
+        assert_refused(post(**fields, stream=True, bogus=2), 400, 'bogus', param='bogus')
+        assert_refused(post(**fields, stream=True, model='other'), 404, 'other')
+        assert_refused(server.client.get(path), 405)
+    assert_refused(server.client.post(WATCHED, json=dict(prompt=['a', 'b'], stream=True)), 400,
+                   '2 choices', param='n')
+    first = in_background(lambda: server.complete(max_tokens=2))
+    eventually(lambda: server.worker._num_open == 1)
+    refused = server.client.post(WATCHED, json=dict(prompt='a', stream=True))
+    assert_refused(refused, 429, 'try again')
+    held.set()
+    first.join()
+    assert_free(server.worker)
+    refused = server.client.post(WATCHED, json=dict(prompt=[23], stream=True))
+    assert_refused(refused, 400, 'token 23')  # by the engine
+    assert_free(server.worker)
+
+
+def test_keys_and_hosts(serve):
+    client = serve(keys=('sesame',), hosts=('localhost',)).client
+    local, key = {'host': 'localhost'}, {'authorization': 'Bearer sesame'}
+    for method, path in (('GET', PLAN), ('POST', WATCHED), ('POST', WATCHED_CHAT)):
+        assert_refused(client.request(method, path, headers=local), 401, 'a key is needed')
+        assert_refused(client.request(method, path, headers=key), 403, 'Host')
+    assert client.get(PLAN, headers=local | key).status_code == 200
+
+
+def test_without_the_page_there_is_none_of_this(serve):
+    server = serve(page=False)
+    for method, path in (('GET', '/'), ('GET', PLAN), ('POST', WATCHED), ('POST', WATCHED_CHAT)):
+        body = dict(prompt='a', messages=[USER], stream=True)
+        assert_refused(server.client.request(method, path, json=body), 404, path)
+    assert server.complete().status_code == 200
+
+
+def test_a_client_that_leaves_is_cancelled(serve):
+    server, gate = serve(rows=2), threading.Semaphore(1)
+    plain_step = server.engine.step
+    server.engine.step = lambda: gate.acquire(timeout=60) and plain_step()
+
+    async def scenario():
+        asked = Asgi(server.app, prompt=TEXT[:40], max_tokens=20, stream=True)
+        asked.scope |= dict(path=WATCHED, raw_path=WATCHED.encode())
+        plain = asked.send
+
+        async def send(message):
+            await plain(message)
+            if len(asked.sent) == 2:
+                asked.gone.set()
+        asked.send = send
+        await asked.run()
+        return asked.sent
+    head, message = asyncio.run(scenario())  # of the prompt's first chunk
+    assert head['status'] == 200 and message['body'].startswith(b'event: cache\n')
+    gate.release(1000)
+    assert_free(server.worker)
+    assert server.metric('tokens_generated_total') == 0
+    assert ' 200: client left, ' in server.logged[0]
+
+
+def test_a_dropped_connection_leaves_nothing_behind(running, held):
+    server = running(rows=2)
+    data = request(dict(prompt=TEXT[:40], max_tokens=20, stream=True), WATCHED)
+    socks = [connect(server, data) for _ in range(3)]
+    eventually(lambda: server.worker._num_open == 3 and server.engine.watched)
+    for sock in socks:
+        sock.close()
+    held.set()
+    assert_free(server.worker)
+    body = all_of(connect(server, request(dict(prompt='abc', stream=True), WATCHED,
+                                          Connection='close')))
+    assert body.count(b'"done": true') == 1 and b'event: cache\r' not in body
+
+
+def test_a_failed_step_and_an_error_within_a_stream(serve, unlimited, monkeypatch):
+    server, steps, plain = serve(prefix_budget=10 ** 6), [], Engine._forward
+
+    def forward(engine, *args):
+        steps.append(1)
+        if len(steps) in (2, 5):
+            raise MemoryError
+        return plain(engine, *args)
+    monkeypatch.setattr(Engine, '_forward', forward)
+    monkeypatch.setattr(server.engine, 'fast_decode', None)
+    monkeypatch.setattr('serving.worker.log.disabled', True)
+    events = pages_carried(read(watch(server, prompt=TEXT[:20], max_tokens=8))[0])
+    assert server.metric('failed_steps_total') == 2
+    texts = ''.join(text for event in events for text in event['texts'])
+    assert texts == TEXT[:20] + expected(TEXT[:20], 8, seed=1).text
+    assert [event['done'] for event in events] == [False] * (len(events) - 1) + [True]
+    assert_free(server.worker)
+    steps.clear()
+    hook = MODEL.register_forward_hook(
+        lambda module, args, out: (out[0] * float('nan'), out[1]) if len(steps) > 1 else None)
+    try:
+        response = server.client.post(WATCHED, json=dict(prompt=TEXT[3:43], stream=True))
+    finally:
+        hook.remove()
+    events, rest = read(response.text)
+    assert response.status_code == 200 and 'not finite' in rest and '[DONE]' not in rest
+    assert events and not any(event['done'] for event in events)
+    assert 'TTFT' not in server.logged[-1]  # a cache event is no token
+    assert_free(server.worker)
+
+
+def test_unwatched_requests_take_no_view(serve, unlimited, monkeypatch):
+    server = serve()
+    monkeypatch.setattr(Engine, 'view', lambda *args: 1 / 0)
+    assert server.text(seed=1) == expected('abc', seed=1).text
+    assert server.metric('failed_steps_total') == 0
