@@ -1,5 +1,6 @@
 """A BPE learned from a text: valid for nanoGPT's meta.pkl, exact, and only of the training text."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from config.errors import UserError
 from data.bpe import byte_letters, learn_bpe, learned_encoding
 from data.gpt2_bpe import END_OF_TEXT
-from data.tokenfiles import meta_problem
-from data.tokenizer import BPETokenizer, load_tokenizer
+from data.tokenfiles import TokenSplit, meta_problem
+from data.tokenizer import BPETokenizer, bytes_per_token, load_tokenizer
 from interop.tokenizer_files import byte_pairs, save_tokenizer, tokenizer_in
 
 TEXT = ('The cat that sat there thought of the other thing, then of others; café, 你好.\n\n' * 5
@@ -42,6 +43,17 @@ def test_the_special_token_is_not_made_from_text():
     assert TOKENIZER.encode(END_OF_TEXT) == [319]
     assert 319 not in TOKENIZER.encode(END_OF_TEXT, special=False)
     assert TOKENIZER.decode([319]) == END_OF_TEXT
+
+
+def test_bytes_per_token_of_a_split(tmp_path):
+    text = 'the cat, café' + END_OF_TEXT
+    np.array(TOKENIZER.encode(text), dtype='<u2').tofile(tmp_path / 'val.bin')
+    tokens = TokenSplit([tmp_path / 'val.bin'])
+    assert bytes_per_token(META, tokens) == len('the cat, café'.encode()) / len(tokens)
+    chars = {'vocab_size': 400, 'stoi': {'é': 0}, 'itos': {0: 'é'}}
+    np.zeros(3, dtype='<u2').tofile(tmp_path / 'val.bin')
+    assert bytes_per_token(chars, TokenSplit([tmp_path / 'val.bin'])) == 2
+    assert bytes_per_token(None, tokens) == bytes_per_token({'vocab_size': 9}, tokens) == 0
 
 
 def test_letters_of_bytes_are_those_of_other_tools():

@@ -46,6 +46,9 @@ def test_log_lines_are_nanogpts(tmp_path, capsys):
     assert re.search('^' + r'$(?s:.*)^'.join(wanted) + '$', out, re.M)  # in this order
     steps = re.findall(r'^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}$', out, re.M)
     assert steps == ['0', '4', '7']
+    losses = re.findall(r'val loss (\d+\.\d{4})\nthat val loss is (.*) bits per byte of text', out)
+    assert len(losses) == 3  # characters of one byte each
+    assert all(abs(float(nats) / math.log(2) - float(bits)) < 1e-3 for nats, bits in losses)
     iters = re.findall(r'^iter (\d+): loss \d+\.\d{4}, time \d+\.\d{2}ms, [\d,]+ tokens/s'
                        r'(?:, 0:00:\d\d left)?$', out, re.M)
     assert [int(i) for i in iters] == list(range(8))  # max_iters + 1 iterations, as in nanoGPT
