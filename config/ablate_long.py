@@ -1,6 +1,8 @@
 # The key rows of config/ablate_shakespeare.py, trained five times as long.
 #   python ablate.py config/ablate_long.py --jobs=2
-base = 'config/train_rope_mha.py'
+base = 'config/char_vanilla.py'
+pos_embedding = 'rope'
+qk_norm = True
 optimizer = 'adamw'
 
 max_iters = 5000

@@ -2,7 +2,7 @@
 # speed. 57 trainings: many hours on 2 CPU cores.
 #   python ablate.py config/ablate_shakespeare.py --jobs=2
 #   python ablate.py config/ablate_shakespeare.py --dry_run=True
-base = 'config/train_vanilla.py'
+base = 'config/char_vanilla.py'
 optimizer = 'adamw'        # GPT-2's; Muon is a side row
 
 max_iters = 1000

@@ -1,7 +1,7 @@
 # A small ladder in under two minutes: tiny models, few steps. It shows how ablations work; its
 # losses are meaningless.
 #   python ablate.py config/ablate_smoke.py
-base = 'config/train_vanilla.py'
+base = 'config/char_vanilla.py'
 
 n_layer = 3
 n_head = 4
