@@ -5,6 +5,7 @@ r"""Sample from a trained model through its KV cache, and report what that cache
     python sample.py config/train_mqa_local.py    # what train.py with that config wrote
     python sample.py --start="ROMEO." --num_samples=2 --stop=$'\n\n'
     python sample.py --prompts=questions.txt > answers.jsonl      # many prompts, batched
+    python sample.py --watch=True                 # draws the KV cache as it fills
     python sample.py --json                       # ends with the report as one JSON line
     python sample.py --help
 
@@ -14,6 +15,7 @@ Without training, only to see the report:
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import contextlib
+import functools
 import io
 import json
 import statistics
@@ -34,6 +36,7 @@ from engine.params import SamplingParams
 from engine.prompts import encode_prompt, encode_requests, read_requests, read_start
 from engine.sampler import sample_generators
 from engine.stopping import SampleText, parse_stops
+from engine.watch import watchable, watching
 from engine.weights import weight_bytes, weights_dtype
 from generate import Generation, Sampler, cache_length, recomputes
 from interop.load import load
@@ -59,6 +62,8 @@ def main(argv=None):
 def sample_start(s):
     """Generate `num_samples` samples of one prompt, in batches of `parallel`, as nanoGPT would."""
     stops, start = parse_stops(s.stop), read_start(s.start)
+    watch = s.watch and watchable()
+    s.parallel = 1 if watch else s.parallel
     model, tokenizer = load(s)
     generators = sample_generators(s.seed, s.num_samples, model.device)
     prompt = encode_prompt(tokenizer, *start)
@@ -76,7 +81,7 @@ def sample_start(s):
         sampler = Sampler(s.temperature, s.top_k, s.top_p, batch)
         generation = Generation(model, [prompt] * len(batch), s.max_new_tokens, sampler, cache,
                                 decode=decode)
-        batches.append(generate_batch(generation, tokenizer, prompt, stops))
+        batches.append(generate_batch(generation, tokenizer, prompt, stops, watch))
         if k == 0:
             report = account(model.plan, cache.batch_size, cache.max_seq_len, cache.kv_dtype,
                              allocated=cache.nbytes)
@@ -93,29 +98,28 @@ def sample_start(s):
         print(json.dumps(report))
 
 
-def generate_batch(generation, tokenizer, prompt, stops) -> tuple[list[float], int]:
-    """Print the samples of a batch: a single one is streamed, several are printed when all are
-    done. Returns the times of the start and of each step, and how many tokens the samples have."""
+def generate_batch(generation, tokenizer, prompt, stops, watch=False) -> tuple[list[float], int]:
+    """Print the samples of a batch: a single one is streamed (or drawn, with `watch`), several are
+    printed when all are done. Returns the times of the start and of each step, and how many tokens
+    the samples have."""
     samples = [SampleText(tokenizer.stream(), stops) for _ in generation.prompts]
     stream, hidden = len(samples) == 1, not sys.stderr.isatty()
-    if stream:
-        print(tokenizer.decode(prompt), end='', flush=True)
     steps = track(generation, 'sampling', generation.max_new_tokens, transient=True,
                   console=Console(stderr=True), disable=stream or hidden)
-    times = [time.perf_counter()]
-    try:
-        for tokens in steps:
-            for row, token in enumerate(tokens.flatten().tolist()):  # waits for the device
-                piece = samples[row].add(token)
-                if samples[row].stopped:
-                    generation.finish(row)
-                if stream:
-                    print(piece, end='', flush=True)
-            times.append(time.perf_counter())
-    finally:  # even if interrupted: pending text is part of the sample
-        ends = [sample.end() for sample in samples]
-        if stream:
-            print(ends[0], end='', flush=True)
+    show = functools.partial(print, end='', flush=True) if stream else lambda piece: None
+    with watching(generation) if watch else contextlib.nullcontext(show) as write:
+        write(tokenizer.decode(prompt))
+        times = [time.perf_counter()]
+        try:
+            for tokens in steps:
+                for row, token in enumerate(tokens.flatten().tolist()):  # waits for the device
+                    write(samples[row].add(token))
+                    if samples[row].stopped:
+                        generation.finish(row)
+                times.append(time.perf_counter())
+        finally:  # even if interrupted: pending text is part of the sample
+            for sample in samples:
+                write(sample.end())
     for sample in samples:
         text = '' if stream else tokenizer.decode(prompt) + sample.text
         print(text + f'\n{RULE}', flush=True)
@@ -128,6 +132,9 @@ def print_notes(s, model, tokenizer, stops, n_prompt):
         print(f'Note: learned positions end at block_size={model.config.block_size}; tokens past '
               'it are made by full recomputation over the last block_size tokens, exactly as '
               'nanoGPT does (slow)')
+    if s.watch and not watchable():
+        print('Note: watch=True needs a terminal that shows UTF-8, which stdout is not: the text '
+              'is printed as without it')
     for stop in stops:
         try:
             tokenizer.encode(stop)
@@ -206,6 +213,9 @@ def parse(argv):
         if name in s.given and not s.prompts:
             raise UserError(f'{name}={getattr(s, name)!r} is for many prompts: give a file of them '
                             'with --prompts')
+    if s.prompts and s.watch:
+        raise UserError(f'watch=True draws one sample at a time, and prompts={s.prompts!r} are '
+                        'many: leave one of them out')
     if s.prompts and 'start' in s.given:
         raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are both given: leave one of '
                         'them out')

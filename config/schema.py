@@ -149,6 +149,7 @@ SAMPLE = SOURCE + _keys(
     ('kv_budget', '', "with prompts: KV memory, as '1GB'; '' = all rows at full length, but at "
      "most half of the machine's memory"),
     ('prefix_budget', '', "with prompts: host memory for shared prefixes, as '1GB'; '' = none"),
+    ('watch', False, "draw the KV cache in the terminal while a sample of 'start' is written"),
     ('report', True, 'print the KV-cache report after the samples'),
 ) + JSON + RUNNING
 
