@@ -81,7 +81,8 @@ def sample_start(s):
         sampler = Sampler(s.temperature, s.top_k, s.top_p, batch)
         generation = Generation(model, [prompt] * len(batch), s.max_new_tokens, sampler, cache,
                                 decode=decode)
-        batches.append(generate_batch(generation, tokenizer, prompt, stops, watch))
+        batches.append(generate_batch(generation, tokenizer, prompt, stops,
+                                      s.watch_speed if watch else -1.0))
         if k == 0:
             report = account(model.plan, cache.batch_size, cache.max_seq_len, cache.kv_dtype,
                              allocated=cache.nbytes)
@@ -98,25 +99,27 @@ def sample_start(s):
         print(json.dumps(report))
 
 
-def generate_batch(generation, tokenizer, prompt, stops, watch=False) -> tuple[list[float], int]:
-    """Print the samples of a batch: a single one is streamed (or drawn, with `watch`), several are
-    printed when all are done. Returns the times of the start and of each step, and how many tokens
-    the samples have."""
+def generate_batch(generation, tokenizer, prompt, stops, watch_speed=-1.0
+                   ) -> tuple[list[float], int]:
+    """Print the samples of a batch: a single one is streamed (or watched, unless watch_speed is
+    negative), several are printed when all are done. Returns the times of the start and of each
+    step, and how many tokens the samples have."""
     samples = [SampleText(tokenizer.stream(), stops) for _ in generation.prompts]
     stream, hidden = len(samples) == 1, not sys.stderr.isatty()
     steps = track(generation, 'sampling', generation.max_new_tokens, transient=True,
                   console=Console(stderr=True), disable=stream or hidden)
     show = functools.partial(print, end='', flush=True) if stream else lambda piece: None
-    with watching(generation) if watch else contextlib.nullcontext(show) as write:
+    plain = contextlib.nullcontext((show, time.perf_counter))
+    with watching(generation, watch_speed) if watch_speed >= 0 else plain as (write, clock):
         write(tokenizer.decode(prompt))
-        times = [time.perf_counter()]
+        times = [clock()]
         try:
             for tokens in steps:
                 for row, token in enumerate(tokens.flatten().tolist()):  # waits for the device
                     write(samples[row].add(token))
                     if samples[row].stopped:
                         generation.finish(row)
-                times.append(time.perf_counter())
+                times.append(clock())
         finally:  # even if interrupted: pending text is part of the sample
             for sample in samples:
                 write(sample.end())
@@ -207,7 +210,7 @@ def parse(argv):
         print(echoed.getvalue(), end='', file=sys.stderr if s and s.prompts else sys.stdout)
     if (s.prompts or s.temperature == 0) and 'num_samples' not in s.given:
         s.num_samples = 1  # greedy samples are all equal
-    at_least(s, num_samples=1, parallel=1)
+    at_least(s, num_samples=1, parallel=1, watch_speed=0.0)
     sampling_params(s)
     for name in ('min_p', 'repetition_penalty', 'logprobs', 'kv_budget', 'prefix_budget'):
         if name in s.given and not s.prompts:

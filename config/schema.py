@@ -150,6 +150,7 @@ SAMPLE = SOURCE + _keys(
      "most half of the machine's memory"),
     ('prefix_budget', '', "with prompts: host memory for shared prefixes, as '1GB'; '' = none"),
     ('watch', False, "draw the KV cache in the terminal while a sample of 'start' is written"),
+    ('watch_speed', 100.0, 'with watch: tokens per second at most; 0 = no limit'),
     ('report', True, 'print the KV-cache report after the samples'),
 ) + JSON + RUNNING
 

@@ -124,33 +124,44 @@ def watchable() -> bool:
 
 
 @contextlib.contextmanager
-def watching(generation):
+def watching(generation, speed: float):
     """Draw the cache of a `generate.Generation` of one prompt. Yields a function to be called with
-    the prompt's text and then with each further piece; at the end, prints the entire text."""
+    the prompt's text and then with the piece of each token, and a clock; at the end, prints the
+    entire text.
+
+    speed: tokens per second at most; 0 = no limit. The clock stands still while it waits for that.
+    """
     cache, [n_prompt], console = generation.cache, generation.prompt_lens, Console()
-    text, start, due = '', time.perf_counter(), 0.0
+    text, begin, due, waited = '', time.perf_counter(), 0.0, 0.0
+
+    def clock():
+        return time.perf_counter() - waited
 
     def draw(text):
         length, n = cache.lengths.item(), len(generation.made)
         width, height = console.size
         live.update(frame(cache.plan, cache.max_seq_len, cache.kv_dtype, length, n_prompt, text,
-                          n / (time.perf_counter() - start), width, height - 1,
+                          n / (clock() - begin), width, height - 1,
                           recomputes=n > 0 and n_prompt + n - 1 > length), refresh=True)
 
     def write(piece):
-        nonlocal text, due
+        nonlocal text, due, waited
         text += piece
         began = time.perf_counter()
         if began >= due:
             draw(text)
             now = time.perf_counter()
             due = now + max(INTERVAL, (now - began) / SHARE)
+        if speed:
+            early = begin + len(generation.made) / speed - time.perf_counter()
+            time.sleep(max(0.0, early))
+            waited += max(0.0, early)
 
     try:
         with Live(console=console, auto_refresh=False,
                   redirect_stderr=sys.stderr.isatty()) as live:
             try:
-                yield write
+                yield write, clock
             finally:
                 draw(None)
     finally:  # even if interrupted

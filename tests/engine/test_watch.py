@@ -1,10 +1,14 @@
 """Frames of `sample.py --watch=True`: cells, sizes, and text that is shown but never obeyed."""
+from types import SimpleNamespace
+
 import pytest
 from rich.cells import cell_len
 
 from config.gpt_config import GPTConfig
 from config.sizes import nice_bytes
+from engine import watch
 from engine.watch import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, frame, lane
+from kv.cache import KVCache
 from kv.plan import plan_kv
 
 SHAPE = dict(n_layer=12, n_head=8, n_embd=128, block_size=256)
@@ -101,3 +105,18 @@ def test_markup_and_control_characters_are_shown_not_interpreted():
     shown, *_ = drawn.plain.split('\n')
     assert shown.split() == [r'a[red]b[/red]', r':smile:\x1b[2J\rc\x07\u202e\x00\x9b', 'd']
     assert min(span.start for span in drawn.spans) > len(shown)
+
+
+def test_watching_waits_and_its_clock_does_not(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(watch.time, 'perf_counter', lambda: now[0])
+    monkeypatch.setattr(watch.time, 'sleep', lambda s: now.__setitem__(0, now[0] + s))
+    generation = SimpleNamespace(cache=KVCache(SMALL, 1, 30), prompt_lens=[1], made=[])
+    with watch.watching(generation, 50.0) as (write, clock):
+        write('To')
+        for _ in range(20):
+            now[0] += 0.005  # a step of the model
+            generation.made.append(0)
+            write(' be')
+        assert now[0] == pytest.approx(100.4) and clock() == pytest.approx(100.1)
+    assert capsys.readouterr().out.endswith('To' + ' be' * 20)
