@@ -141,7 +141,7 @@ def watching(generation, speed: float):
         length, n = cache.lengths.item(), len(generation.made)
         width, height = console.size
         live.update(frame(cache.plan, cache.max_seq_len, cache.kv_dtype, length, n_prompt, text,
-                          n / (clock() - begin), width, height - 1,
+                          n / max(clock() - begin, 1e-9), width, height - 1,
                           recomputes=n > 0 and n_prompt + n - 1 > length), refresh=True)
 
     def write(piece):
