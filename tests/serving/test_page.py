@@ -239,7 +239,7 @@ def test_ten_thousand_positions(markup_server, visit):
              dict(slot=1, kind='global', window=0, capacity=16384, owner=1, layers=[1])]
     plan = dict(max_positions=16384, kv_dtype='int8', page_size=64, pages=300, rows=4, slots=slots,
                 position_nbytes=64, vanilla_position_nbytes=9, vanilla_position_nbytes_bf16=9)
-    event = dict(time=1, row=0, length=10_000, prompt=9_990, cached=64, texts=['x'] * 10_001,
+    event = dict(time=1, row=0, length=10_000, prompt=5_000, cached=64, texts=['x'] * 10_001,
                  texts_from=0, pages=[[i, 1] for i in range(157)], prefix_pages=[False] * 157,
                  nbytes=1, running=1, free_pages=143, done=True)
     stream = f'event: cache\ndata: {json.dumps(event)}\n\ndata: [DONE]\n\n'
@@ -250,6 +250,7 @@ def test_ten_thousand_positions(markup_server, visit):
     assert ring['cells'] == [9001 + i if i < 999 else i for i in range(9001)]
     assert pages['cells'] == [*range(10_000), *[None] * 48]
     assert ring['drawn'] < 9001 / 2 and pages['drawn'] < 10_000 / 2  # several to a drawn cell
+    assert page.evaluate('nanokv.frames') <= 2000  # of 5,000 steps
     for canvas in page.locator('#lanes canvas').all():
         assert canvas.evaluate('node => node.width') <= 360
         assert canvas.evaluate('node => node.height') <= 400
