@@ -1,0 +1,266 @@
+"""The page in a browser, with a server for a tiny random model: what it draws of the KV cache is
+what the engine holds. Needs Chromium, from PATH or $CHROMIUM."""
+import json
+import os
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from data.tokenizer import CharTokenizer
+from engine.dialogue import Template
+from tests.serving import conftest
+from tests.serving.cache_events import Recorder
+from tests.serving.conftest import LONGEST, MODEL, assert_free
+
+pytestmark = pytest.mark.slow
+MARKUP = '<img src=x onerror=go()>'
+ALPHABET = ''.join(sorted({*MARKUP, *'<script>', *'ab1:\n'}))  # 23 tokens, as the model has
+PAGE_SIZE = 4
+RING = min(slot.capacity(LONGEST) for slot in MODEL.plan.slots)
+
+
+@pytest.fixture(scope='module')
+def chromium():
+    path = os.environ.get('CHROMIUM') or shutil.which('chromium')
+    assert path, 'Chromium is needed: install it, or set CHROMIUM to the path of its program'
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=path,
+                                         args=['--no-sandbox', '--disable-gpu'])
+
+
+@pytest.fixture
+def markup_server(running, monkeypatch):
+    """`markup_server(**settings)`: a server whose tokens can write markup; a line is a turn."""
+    assert len(ALPHABET) == MODEL.config.vocab_size
+    tokenizer = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
+    monkeypatch.setattr(conftest, 'TOKENIZER', tokenizer)
+    monkeypatch.setattr(conftest, 'TURN', Template('{name}:{text}\n'))
+    return running
+
+
+@pytest.fixture
+def visit(chromium):
+    """`visit(server, **context)` opens the page. It may not fail, print, or ask other servers."""
+    opened = []
+
+    def go(server, routes=None, size=(1280, 800), **settings):
+        context = chromium.new_context(viewport=dict(zip(('width', 'height'), size)), **settings)
+        page, origin, wrong = context.new_page(), f'http://127.0.0.1:{server.port}/', []
+        page.on('pageerror', lambda error: wrong.append(str(error)))
+        page.on('console', lambda message: wrong.append(message.text))
+        page.on('request', lambda asked: asked.url.startswith(origin) or wrong.append(asked.url))
+        for path, answer in (routes or {}).items():
+            page.route(origin + path, answering(answer))
+        opened.append(SimpleNamespace(context=context, wrong=wrong))
+        page.goto(origin)
+        page.wrong = wrong
+        return page
+    yield go
+    for each in opened:
+        each.context.close()
+        assert each.wrong == []
+
+
+def answering(answer):
+    return lambda route: route.fulfill(**answer)
+
+
+def send(page, text, tokens=6):
+    page.locator('#tokens').fill(str(tokens))
+    page.locator('#temperature').fill('0')
+    page.locator('#text').fill(text)
+    page.locator('#text').press('Enter')
+    expect(page.locator('#text')).to_have_value('')
+    expect(page.locator('#send')).to_be_enabled()
+    drawn(page)
+
+
+def drawn(page):
+    """The lanes once all that happened is drawn."""
+    return page.evaluate('''() => new Promise(done => requestAnimationFrame(() =>
+        requestAnimationFrame(() => done(nanokv.lanes()))))''')
+
+
+def number(page, name):
+    return page.locator('#numbers div', has_text=name).locator('dd').inner_text()
+
+
+def cells_of(slot, state):
+    """What a lane has to show, from the plan and a recorded state of the engine."""
+    positions = slot.positions(state['length'], LONGEST)
+    size = (slot.capacity(LONGEST) if slot.kind == 'local' else PAGE_SIZE * len(state['pages']))
+    return positions + [None] * (size - len(positions))
+
+
+def watched_generation(server, page):
+    """Generate 20 tokens past the wrap of a ring. Returns {length: state} of the engine."""
+    recorder = Recorder(server.engine)
+    page.get_by_label('Plain prompt').check()
+    send(page, 'ab1', tokens=RING + 20)
+    assert_free(server.worker)
+    [states] = recorder.states.values()
+    return {state['length']: state for state, *_ in states}
+
+
+def test_a_conversation_and_an_edit(markup_server, visit):
+    server = markup_server()
+    page, recorder = visit(server), Recorder(server.engine)
+    expect(page.locator('#model')).to_have_text('tiny')
+    for text in ('ab1', 'in', 'a1'):
+        send(page, text)
+    assert [turn.inner_text() for turn in page.locator('.user span').all()] == ['ab1', 'in', 'a1']
+    assert page.locator('.assistant').count() == 3
+    page.get_by_role('button', name='Edit').nth(1).click()
+    expect(page.locator('#text')).to_have_value('in')
+    assert page.locator('.user').count() == page.locator('.assistant').count() == 1
+    send(page, 'ie')
+    assert page.locator('.user').count() == page.locator('.assistant').count() == 2
+    state = recorder.states[max(recorder.states)][-1][0]
+    found = int(number(page, 'Prefix cache found'))
+    assert found == state['cached'] > 0  # the beginning that was not edited
+    expect(page.locator('.note').last).to_contain_text(f"{found} of {state['prompt']} prompt")
+    page.get_by_role('button', name='New chat').click()
+    assert page.locator('#turns > *').count() == 0
+    assert all(set(lane['cells']) <= {None} for lane in drawn(page))
+
+
+@pytest.mark.parametrize('every_step', [True, False])
+def test_lanes_are_what_the_engine_holds(markup_server, visit, monkeypatch, every_step):
+    """At each moment of the slider, whether its state was sent or lies between two that were."""
+    if every_step:
+        monkeypatch.setattr('serving.worker.VIEW_INTERVAL', 0.0)
+    server = markup_server()
+    page = visit(server)
+    states = watched_generation(server, page)
+    last = max(states)
+    assert last >= RING + 20 and page.evaluate('nanokv.frame().length') == last
+    lengths = set()
+    for i in reversed(range(page.evaluate('nanokv.frames'))):
+        page.locator('#slider').fill(str(i))
+        lanes, frame = drawn(page), page.evaluate('nanokv.frame()')
+        state = states[frame['length']]
+        lengths.add(frame['length'])
+        for lane, slot in zip(lanes, MODEL.plan.slots, strict=True):
+            assert lane['slot'] == slot.index and lane['cells'] == cells_of(slot, state)
+        for name in ('pages', 'prefix_pages', 'nbytes', 'row'):
+            assert frame[name] == state[name], name
+        shown = page.locator('.assistant span').first.inner_text()
+        assert len(shown) == min(frame['length'] - 3, RING + 19) + 1
+    assert lengths == set(states)
+    expect(page.locator('#moment')).to_have_text(re.compile(r'^0\.\d\d s$'))
+    page.get_by_role('button', name='Play').click()
+    expect(page.locator('#moment')).to_have_text('end')  # it played all
+    assert drawn(page)[0]['cells'] == cells_of(MODEL.plan.slots[0], states[last])
+    expect(page.locator('#note')).to_contain_text('its row is freed')
+
+
+def test_bytes_and_marks_of_the_end(markup_server, visit):
+    server = markup_server()
+    page = visit(server)
+    states = watched_generation(server, page)
+    state = states[max(states)]
+    frame = page.evaluate('nanokv.frame()')
+    for name in ('pages', 'prefix_pages', 'nbytes', 'cached', 'row', 'done'):
+        assert frame[name] == state[name], name
+    assert number(page, 'Positions held') == str(state['length'])
+    assert number(page, 'This conversation') == f"{state['nbytes'] / 1000:.1f} kB"
+    vanilla = MODEL.plan.vanilla().nbytes(1, state['length'], 'bfloat16')
+    assert number(page, 'Vanilla in bfloat16') == f'{vanilla / 1000:.1f} kB'
+    about = page.locator('#lanes small').all_inner_texts()
+    per_position = MODEL.plan.position_nbytes('float64')
+    for text, slot, lane in zip(about, MODEL.plan.slots, drawn(page), strict=True):
+        layers = ', '.join(f'{i}*' if i == slot.owner else str(i) for i in slot.layers)
+        nbytes = len(lane['cells']) * per_position
+        shown = f'{nbytes} B' if nbytes < 1000 else f'{nbytes / 1000:.1f} kB'
+        assert text == f'layers {layers} · {shown}'
+
+
+def test_markup_is_text(markup_server, visit):
+    page = visit(markup_server())
+    for text in (MARKUP, '<script>go()'):
+        page.get_by_role('button', name='New chat').click()
+        send(page, text, tokens=12)
+        assert page.locator('.user span').inner_text() == text
+    assert page.locator('img').count() == 0 and page.locator('script').count() == 1
+
+
+def test_by_keyboard(markup_server, visit):
+    page = visit(markup_server())
+    page.get_by_label('Plain prompt').check()
+    send(page, 'ab1\nb', tokens=12)
+    for _ in range(40):
+        page.keyboard.press('Tab')
+        if page.evaluate('document.activeElement.tagName') == 'CANVAS':
+            break
+    lane = page.locator('#lanes canvas:focus')
+    expect(lane).to_have_attribute('aria-valuetext', re.compile(r'^\d+ positions$'))
+    texts = []
+    for _ in range(3):
+        page.keyboard.press('ArrowRight')
+        drawn(page)
+        texts.append(lane.get_attribute('aria-valuetext'))
+        expect(page.locator('#note')).to_have_text(texts[-1])
+    assert len(set(texts)) == 3 and all('index' in text for text in texts)
+    last = page.locator('#lanes section', has_text='global').locator('canvas')
+    last.focus()
+    for _ in range(4):
+        page.keyboard.press('ArrowRight')
+    expect(last).to_have_attribute('aria-valuetext', re.compile('^position 3 · index 3 · “↵” · '))
+    last.hover(position=dict(x=5, y=5))
+    expect(last).to_have_attribute('aria-valuetext', re.compile('^position 0 · index 0 · “a” · '))
+
+
+def test_a_key(markup_server, visit):
+    page = visit(markup_server(keys=['secret']))
+    expect(page.get_by_label('API key')).to_be_visible()
+    expect(page.locator('#error')).to_contain_text('a key is needed')
+    page.get_by_label('API key').fill('secret')
+    page.get_by_label('API key').press('Tab')
+    expect(page.locator('#model')).to_have_text('tiny')
+    expect(page.get_by_label('API key')).to_be_hidden()
+    send(page, 'ab')
+    assert any(position is not None for lane in drawn(page) for position in lane['cells'])
+    assert len(page.wrong) == 1 and '401' in page.wrong.pop()  # printed by Chromium itself
+
+
+def test_on_a_phone(markup_server, visit):
+    page = visit(markup_server(), size=(360, 740), device_scale_factor=2, color_scheme='dark')
+    send(page, 'a' * 25, tokens=25)
+    assert page.evaluate('document.documentElement.scrollWidth') <= 360
+    text, lanes = page.locator('#turns').bounding_box(), page.locator('#lanes').bounding_box()
+    assert lanes['y'] > text['y'] + text['height']  # below
+
+
+def test_ten_thousand_positions(markup_server, visit):
+    slots = [dict(slot=0, kind='local', window=9001, capacity=9001, owner=0, layers=[0]),
+             dict(slot=1, kind='global', window=0, capacity=16384, owner=1, layers=[1])]
+    plan = dict(max_positions=16384, kv_dtype='int8', page_size=64, pages=300, rows=4, slots=slots,
+                position_nbytes=64, vanilla_position_nbytes=9, vanilla_position_nbytes_bf16=9)
+    event = dict(time=1, row=0, length=10_000, prompt=5_000, cached=64, texts=['x'] * 10_001,
+                 texts_from=0, pages=[[i, 1] for i in range(157)], prefix_pages=[False] * 157,
+                 nbytes=1, running=1, free_pages=143, done=True)
+    stream = f'event: cache\ndata: {json.dumps(event)}\n\ndata: [DONE]\n\n'
+    page = visit(markup_server(), size=(360, 740), routes={
+        'nanokv/plan': dict(json=plan), 'nanokv/chat/completions': dict(body=stream)})
+    send(page, 'ab')
+    ring, pages = drawn(page)
+    assert ring['cells'] == [9001 + i if i < 999 else i for i in range(9001)]
+    assert pages['cells'] == [*range(10_000), *[None] * 48]
+    assert ring['drawn'] < 9001 / 2 and pages['drawn'] < 10_000 / 2  # several to a drawn cell
+    assert page.evaluate('nanokv.frames') <= 2000  # of 5,000 steps
+    for canvas in page.locator('#lanes canvas').all():
+        assert canvas.evaluate('node => node.width') <= 360
+        assert canvas.evaluate('node => node.height') <= 400
+
+
+def test_a_server_without_cache_events(markup_server, visit):
+    """It still chats."""
+    page = visit(markup_server(), routes={'nanokv/plan': dict(status=404, json={})})
+    send(page, 'ab')
+    expect(page.locator('.note')).to_contain_text('prompt tokens reused')
+    expect(page.locator('#cache')).to_be_hidden()
+    assert all('404' in text for text in page.wrong)
+    page.wrong.clear()
