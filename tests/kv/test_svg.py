@@ -29,8 +29,8 @@ WIDEST = [dict(n_layer=96), dict(STACK, n_layer=96), dict(
 
 def any_plan(test):
     """Run the test for random plans, and for long ones with many lines."""
-    for settings_ in WIDEST:
-        test = example(config=GPTConfig(**settings_), max_seq_len=131_072, kv_dtype='int8')(test)
+    for settings_, length in itertools.product(WIDEST, (131_072, 10 ** 12)):
+        test = example(config=GPTConfig(**settings_), max_seq_len=length, kv_dtype='int8')(test)
     return settings(max_examples=40, deadline=None)(given(
         config=plan_configs(max_layers=96), kv_dtype=st.sampled_from(sorted(KV_DTYPES)),
         max_seq_len=st.sampled_from([1, 7, 39, 1024, 131_072, 10 ** 9]))(test))
@@ -128,6 +128,7 @@ def test_a_line_joins_each_layer_to_its_slot(config, max_seq_len, kv_dtype):
         elif layer.slot not in upright:  # the last reader
             assert end[1] == (bar[1] + bar[3]) / 2
             upright[layer.slot] = end[0], end[1], y
+            assert right < end[0] < bar[0]
         else:
             x, upper, lower = upright[layer.slot]
             assert end[0] == x and upper < end[1] < lower
