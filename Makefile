@@ -43,10 +43,11 @@ $(VLLM_VENV)/.installed: lab/scripts/vllm_env.sh
 test-vllm: $(VLLM_VENV)/.installed  ## exported models in vLLM on a CPU, in an environment of its own (3 GB; some minutes)
 	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
 
-kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and picture, in README
+kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and pictures, in README
 	mkdir -p results/kv
 	for T in 1024 8192; do $(BIN)/python -m kv config/train_gpt2_mqa_local.py --max_seq_len=$$T --budget=1GB --json=True \
 	  | tail -n 1 | $(BIN)/python -m json.tool > results/kv/gpt2_mqa_local-T$$T.json; done
+	$(BIN)/python -m kv config/train_gpt2_mqa_local.py --svg=results/kv/plan.svg > /dev/null
 	$(BIN)/python -m lab.kv_picture
 
 contexts: $(VENV)/.installed data  ## loss in contexts longer than those trained on (8 minutes on 2 cores)

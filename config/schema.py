@@ -208,6 +208,7 @@ KV = _keys(
     ('batch', 1, 'sequences in the cache'),
     ('kv_dtype', 'bfloat16', 'dtype of the slot table (the comparison has all)', STORED_DTYPES),
     ('budget', '', "KV memory, as '1GB' or '512MiB': also report how many sequences fit"),
+    ('svg', '', 'also draw the plan of one sequence, to this .svg file'),
 ) + JSON + MODEL
 
 CAPACITY = _keys(

@@ -5,6 +5,7 @@
     python -m kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB --kv_dtype=int8
     python -m kv out-mqa-local       # a trained model, by its folder or checkpoint (torch reads it)
     python -m kv --n_kv_head=1 --layer_pattern=LLLLLG --window_size=256 --pos_embedding=rope
+    python -m kv config/train_gpt2_mqa_local.py --svg=plan.svg    # draws it, too
     python -m kv --help
 """
 import dataclasses
@@ -20,6 +21,7 @@ from config.sizes import nice_bytes, parse_bytes
 from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account, fitting
+from kv.svg import plan_svg
 
 
 def main(argv=None):
@@ -40,6 +42,8 @@ def main(argv=None):
         if value < 1:
             raise UserError(f'{name}={value}: must be at least 1')
     budget = parse_bytes(s.budget) if s.budget else 0
+    if s.svg:
+        draw(plan, max_seq_len, s.kv_dtype, s.svg)
     console = Console()
     shape = (f'{config.n_layer} layers, {plan.n_head} heads ({plan.n_kv_head} for K/V) of '
              f'{plan.head_dim}, T={max_seq_len}, W={config.window_size or "-"}')
@@ -62,6 +66,14 @@ def main(argv=None):
         weights = {'weights': weight_numbers(config, plan, max_seq_len)}
         document = as_json(plan, s.batch, max_seq_len, budget)
         print(json.dumps({dtype: numbers | weights for dtype, numbers in document.items()}))
+
+
+def draw(plan, max_seq_len, kv_dtype, file) -> None:
+    """Write the plan's drawing. Raises UserError if `file` cannot be written."""
+    try:
+        Path(file).write_text(plan_svg(plan, max_seq_len, kv_dtype), encoding='utf-8')
+    except OSError as e:
+        raise UserError(f'svg={file!r} cannot be written: {e.strerror or e}') from e
 
 
 def saved_config(path: Path) -> GPTConfig:
