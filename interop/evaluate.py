@@ -7,7 +7,7 @@
 
 A window of `context` tokens moves over the text by `stride`. Each token is predicted once, in the
 first window that contains it, so after the first window each has at least context - stride tokens
-of context. With GPT-2's tokenizer the text follows <|endoftext|>; with a character tokenizer, the
+of context. With byte pairs the text follows <|endoftext|>; with a character tokenizer, the
 first character is not predicted and not counted. Line ends are one byte, as in the data sets.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
