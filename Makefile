@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow test-vllm data kv contexts recall bench-cpu ablate ablate-smoke soak nanogpt gpu-check docs clean
+.PHONY: help demo test test-slow test-vllm data kv contexts seeds recall bench-cpu ablate ablate-smoke soak nanogpt gpu-check docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -26,8 +26,9 @@ demo: $(VENV)/.installed  ## train the default config on Shakespeare, sample fro
 	$(BIN)/python train.py config/train_mqa_local.py
 	$(BIN)/python sample.py config/train_mqa_local.py --num_samples=2 --max_new_tokens=255 --temperature=0.6
 
-data: $(VENV)/.installed  ## fetch and prepare the Shakespeare data set
+data: $(VENV)/.installed  ## fetch and prepare the Shakespeare data sets
 	$(BIN)/python data/shakespeare_works/prepare.py
+	$(BIN)/python data/shakespeare_bpe/prepare.py
 
 test: $(VENV)/.installed-test  ## the tests, without the slow ones, one process for each core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not slow' -n auto --dist worksteal
@@ -50,16 +51,26 @@ kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and pictu
 	$(BIN)/python -m kv config/train_gpt2_mqa_local.py --svg=results/kv/plan.svg > /dev/null
 	$(BIN)/python -m lab.kv_picture
 
-contexts: $(VENV)/.installed data  ## loss in contexts longer than those trained on (8 minutes on 2 cores)
-	for run in mqa-local rope-mha; do test -f out-$$run/ckpt.pt || \
-	  $(BIN)/python train.py config/train_$$(echo $$run | tr - _).py || exit; done
+held-out.txt: data
 	$(BIN)/python -c "import numpy; from data.datasets import DATA_ROOT; \
 	  from data.tokenfiles import read_meta; from data.tokenizer import load_tokenizer; \
 	  folder = DATA_ROOT / 'shakespeare_works'; ids = numpy.fromfile(folder / 'val.bin', 'uint16'); \
-	  print(load_tokenizer(read_meta(folder)).decode(ids[:60000].tolist()), end='')" > held-out.txt
+	  print(load_tokenizer(read_meta(folder)).decode(ids.tolist()), end='')" > $@
+
+contexts: held-out.txt  ## loss in contexts longer than those trained on (10 minutes on 2 cores)
+	for run in mqa-local rope-mha; do test -f out-$$run/ckpt.pt || \
+	  $(BIN)/python train.py config/train_$$(echo $$run | tr - _).py || exit; done
 	for run in mqa-local rope-mha; do for T in 256 1024 4096 8192; do \
 	  $(BIN)/python -m interop.evaluate --out_dir=out-$$run --text=held-out.txt --context=$$T \
 	    --batch_size=1 --json | tail -n 1; done; done > results/demo/contexts.jsonl
+
+SEEDS = $(foreach run,mqa_local rope_mha vanilla,$(foreach seed,1 2 3,$(run)-$(seed)))
+out-seeds/%/ckpt.pt: | data
+	OMP_NUM_THREADS=1 $(BIN)/python train.py config/train_$(firstword $(subst -, ,$*)).py \
+	  --seed=$(lastword $(subst -, ,$*)) --out_dir=$(@D)
+seeds: held-out.txt $(SEEDS:%=out-seeds/%/ckpt.pt)  ## the demo and its two baselines with three seeds (make -j2 seeds: 20 minutes on 2 cores)
+	for run in $(SEEDS); do $(BIN)/python -m interop.evaluate --out_dir=out-seeds/$$run \
+	  --text=held-out.txt --json | tail -n 1; done > results/demo/seeds.jsonl
 
 recall: $(VENV)/.installed-test  ## the ladder's rows on a task that needs memory (an hour on 2 cores; finished runs are kept)
 	$(BIN)/python ablate.py config/ablate_recall.py --jobs=2

@@ -2,12 +2,12 @@
 #   python train.py config/train_vanilla.py
 #   python sample.py config/train_vanilla.py
 out_dir = 'out-vanilla'
-dataset = 'shakespeare_works'
+dataset = 'shakespeare_bpe'  # 2,048 learned tokens, of 2.6 characters each
 
 # size, data and steps are those of config/train_mqa_local.py
-n_layer = 12
-n_head = 8
-n_embd = 128
+n_layer = 8
+n_head = 6
+n_embd = 96
 block_size = 256
 gelu = 'tanh'              # GPT-2's own form, and the faster one on a CPU
 
@@ -18,14 +18,14 @@ pos_embedding = 'learned'
 
 batch_size = 8
 gradient_accumulation_steps = 1
-max_iters = 400
-lr_decay_iters = 400
+max_iters = 750
+lr_decay_iters = 750
 warmup_iters = 40
 optimizer = 'muon'         # as in config/train_mqa_local.py, for comparison
-learning_rate = 6e-3
-min_lr = 6e-4
+learning_rate = 8e-3
+min_lr = 1e-4
 beta2 = 0.99
-eval_interval = 200
+eval_interval = 250
 eval_iters = 20
 log_interval = 10
 compile = False            # compiling takes longer than it saves here

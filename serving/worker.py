@@ -14,6 +14,7 @@ from engine.params import SamplingParams
 from serving.errors import ApiError
 
 VIEW_INTERVAL = 0.05  # least seconds between two views of a choice's row, except the last
+MANY_WATCHED = 8      # above it, the interval grows in proportion: 64 viewers must not slow others
 MAX_FAILURES = 2  # consecutive failed steps, without a token in between, that a choice survives
 log = logging.getLogger('nanokv.serving')
 
@@ -229,11 +230,12 @@ class Worker(threading.Thread):
     def _add_views(self, deliveries):
         """Add a view of each watched row for which one is due."""
         now = time.monotonic()
+        interval = VIEW_INTERVAL * max(1.0, len(self.engine.watched) / MANY_WATCHED)
         for number in self.engine.watched:
             choice = self._choices[number]
             view = self.engine.view(number) if now >= choice.next_view else None
             if view:
-                choice.next_view = now + VIEW_INTERVAL
+                choice.next_view = now + interval
                 deliveries[choice.ticket].append((choice.index, view))
 
     def _process_event(self, choice, event: Event) -> Event | ApiError:

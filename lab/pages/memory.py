@@ -1,11 +1,14 @@
 """Blocks on KV bytes, the demo and the number of lines in the core."""
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from collections import defaultdict
+from statistics import mean, stdev
 
 from kv import capacity
 from lab.pages.blocks import RESULTS, ROOT, block, load, prose, table
@@ -36,6 +39,57 @@ def demo_text() -> str:
 
 
 @block
+def demo_before() -> str:
+    return verbatim(demo('characters')[0])
+
+
+@block
+def demo_bits() -> str:
+    bits = {name: f'{mean(each):.3f} ({stdev(each):.3f})' for name, each in demo_seeds_of().items()}
+    return prose(f"""It predicts the held-out works with {bits['mqa_local']} bits per byte, mean
+        (sd) of three seeds. The baseline with RoPE, qk_norm and all of the memory
+        (`config/train_rope_mha.py`) reaches {bits['rope_mha']} in as many steps, vanilla GPT-2
+        (`config/train_vanilla.py`) {bits['vanilla']}.""")
+
+
+def demo_seeds_of() -> dict[str, list[float]]:
+    """{config: bits per byte of each seed}"""
+    lines = (RESULTS / 'demo' / 'seeds.jsonl').read_text(encoding='utf-8').splitlines()
+    found = defaultdict(list)
+    for row in map(json.loads, lines):
+        found[row['model'].rpartition('/')[2].partition('-')[0]].append(row['bits_per_byte'])
+    return found
+
+
+@block
+def demo_seeds() -> str:
+    before = json.loads((RESULTS / 'demo' / 'before.jsonl').read_text(encoding='utf-8'))
+    rows = [f"| `config/train_{name}.py` | {' | '.join(f'{bits:.3f}' for bits in each)} | "
+            f'{mean(each):.3f} |' for name, each in demo_seeds_of().items()]
+    return (table('| bits per byte of the held-out works | seed 1 | seed 2 | seed 3 | mean |', rows)
+            + '\n\n' + prose(f"""The former demo, in the same time: {before['bits_per_byte']:.3f}
+                             (one seed)."""))
+
+
+@block
+def demo_after() -> str:
+    return verbatim(demo()[0])
+
+
+@block
+def page_cost() -> str:
+    """Tokens per second of streams with cache events against streams without."""
+    found = load('page/demo')
+    one, many, beside = (found['cases'][name] for name in (
+        '1 streams', '64 streams', '8 streams beside 64'))
+    return prose(f"""What it costs, with the demo's model ({found['processor']}, 2 cores, medians of
+        {found['rounds']} rounds): a stream with cache events runs at {one['ratio']:.3f} times the
+        tokens/s of one without, 64 at once at {many['ratio']:.3f} times. Eight ordinary streams
+        beside 64 others run at {beside['ratio']:.3f} times their speed when those have cache
+        events.""")
+
+
+@block
 def demo_report() -> str:
     minutes = re.search(r'(\d+ min \d+ s) in all', (RESULTS / 'demo/sample.txt').read_text())[1]
     return (verbatim(demo()[1]) + '\n\n'
@@ -43,9 +97,9 @@ def demo_report() -> str:
                     f'{minutes} there.)'))
 
 
-def demo() -> list[str]:
+def demo(name: str = 'sample') -> list[str]:
     """The beginnings of a sampled text and of the report, as printed by `make demo`."""
-    printed = (RESULTS / 'demo' / 'sample.txt').read_text(encoding='utf-8')
+    printed = (RESULTS / 'demo' / f'{name}.txt').read_text(encoding='utf-8')
     text = printed.split('---------------\n')[1].strip('\n').partition('\n\n')[0]
     report = re.search(r'KV cache, as allocated.*?smaller than vanilla .*?\n', printed, re.DOTALL)
     return [text, report[0]]

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from lab.benchmarks.setting import processor
 
-ROUNDS, TOKENS, ROWS = 7, 300, 16
+ROUNDS, ROWS = 5, 80
 PLAIN, WATCHED = '/v1/completions', '/nanokv/completions'
 
 
@@ -41,20 +41,22 @@ async def stream(port: int, path: str, tokens: int, seed: int) -> tuple[int, flo
     return int(usage), time.perf_counter()
 
 
-async def rate(port: int, measured: list[str], beside: list[str]) -> float:
-    """Tokens per second of the `measured` streams, from the start to the end of the last one."""
+async def rate(port: int, tokens: int, measured: list[str], beside: list[str]) -> float:
+    """Tokens per second of the `measured` streams, from the start to the end of the last one. Those
+    `beside` them have twice as many tokens, so that they end later."""
     start = time.perf_counter()
-    others = [asyncio.create_task(stream(port, path, 2 * TOKENS, 1000 + i))
+    tasks = [asyncio.create_task(stream(port, path, tokens, i)) for i, path in enumerate(measured)]
+    others = [asyncio.create_task(stream(port, path, 2 * tokens, 1000 + i))
               for i, path in enumerate(beside)]
-    done = await asyncio.gather(*(stream(port, path, TOKENS, i)
-                                  for i, path in enumerate(measured)))
+    done = await asyncio.gather(*tasks)
     await asyncio.gather(*others)
     return sum(n for n, _ in done) / (max(end for _, end in done) - start)
 
 
 CASES = {
-    **{f'{n} streams': lambda port, path, n=n: rate(port, [path] * n, []) for n in (1, 16, 64)},
-    '8 streams beside 64': lambda port, path: rate(port, [PLAIN] * 8, [path] * 64),
+    **{f'{n} streams': lambda port, path, n=n, tokens=tokens: rate(port, tokens, [path] * n, [])
+       for n, tokens in ((1, 1600), (16, 400), (64, 200))},
+    '8 streams beside 64': lambda port, path: rate(port, 200, [PLAIN] * 8, [path] * 64),
 }
 
 
@@ -97,7 +99,7 @@ def main(argv: list[str]) -> None:
         'ratios': [round(b / a, 4) for a, b in zip(both[PLAIN], both[WATCHED])],
     } for name, both in rates.items()}
     document = json.dumps({'arguments': args, 'processor': processor(), 'rows': ROWS,
-                           'tokens': TOKENS, 'rounds': ROUNDS, 'cases': cases}, indent=1)
+                           'rounds': ROUNDS, 'cases': cases}, indent=1)
     for path in saved:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(document + '\n', encoding='utf-8')

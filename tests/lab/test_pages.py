@@ -67,6 +67,18 @@ def test_the_full_stack_is_not_distinguishable_from_the_baseline():
     assert abs(window['mean']) > window['half_95']
 
 
+def test_the_demo_is_not_above_the_baseline_with_all_of_the_memory():
+    seeds = memory.demo_seeds_of()
+    demo, baseline = seeds['mqa_local'], seeds['rope_mha']
+    assert {len(each) for each in seeds.values()} == {3} and max(demo) <= 2.2
+    assert sum(demo) <= sum(baseline)
+
+
+def test_watching_costs_little():
+    cases = blocks.load('page/demo')['cases']
+    assert {name: case['ratio'] > 0.98 for name, case in cases.items()} == dict.fromkeys(cases, True)
+
+
 def test_other_learning_rates_are_no_better():
     rows = blocks.rows_of('ablate_shakespeare')
     for name in ('qk_norm', 'wider heads and MLP'):

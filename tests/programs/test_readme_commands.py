@@ -9,12 +9,12 @@ import pytest
 
 from tests.programs.support import ROOT
 
-PREPARED = ROOT / 'data' / 'shakespeare_works'
+PREPARED = ROOT / 'data' / 'shakespeare_bpe'
 NOT_TRACKED = shutil.ignore_patterns('.git', '.venv*', 'out*', 'runs', '__pycache__', '.*_cache',
                                      '*.egg-info', '.lock')
 COMMANDS = ['make demo', 'make test', 'source .venv/bin/activate', 'python sample.py',
-            'python chat.py', 'python -m kv out-mqa-local',
-            'python data/text/prepare.py --input=book.txt']
+            'python sample.py --watch=True', 'python chat.py', 'python -m kv out-mqa-local',
+            'python data/text/prepare.py --input=book.txt --tokenizer=bpe:1024']
 SUBJECTS = ('king queen duke prince crown sword ring letter night morning garden house ship sea '
             'wood castle wine song dance grave').split()
 MESSAGES = [f'What say you to the {subject}{end}'
@@ -59,14 +59,14 @@ def test_they_run_one_after_another(shell):
     assert PREPARED.joinpath('train.bin').is_file()
 
     out = shell('make demo')
-    assert 'step 400: ' in out and out.count('-' * 15) == 2
-    assert '48.0x smaller than vanilla float32' in out
+    assert 'step 750: ' in out and out.count('-' * 15) == 2
+    assert '32.0x smaller than vanilla float32' in out
 
     out = shell('python sample.py')
     assert out.startswith('Using out-mqa-local, the newest run here\n')
     assert out.count('-' * 15) == 10 and 'smaller than vanilla' in out
 
-    assert '48.0x smaller than vanilla bfloat16' in shell('python -m kv out-mqa-local')
+    assert '32.0x smaller than vanilla bfloat16' in shell('python -m kv out-mqa-local')
 
     out = shell('python chat.py', '\n'.join([*MESSAGES, '/stats']))
     reused = float(out.rpartition(' prompt tokens reused (')[2].partition('%')[0])
@@ -77,7 +77,7 @@ def test_they_run_one_after_another(shell):
     assert all(f'ROMEO.\n{message}\n\nJULIET.\n' in history for message in MESSAGES)
 
     (shell.checkout / 'book.txt').write_text((ROOT / 'README.md').read_text() * 3)
-    line = shell('python data/text/prepare.py --input=book.txt').splitlines()[-1]
+    line = shell(COMMANDS[-1]).splitlines()[-1]
     command = line[line.index('python train.py config/train_text.py'):]
     shell(f'{command} --max_iters=20 --eval_interval=10 --eval_iters=2')
     assert 'Using out-text, the newest run here (others: out-mqa-local)\n' in shell(

@@ -3,6 +3,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.view import RowView
 from serving.watch import newest_view
+from serving.worker import Choice, Ticket, Worker
 from tests.helpers.serving import TOKENIZER, budget_for
 from tests.serving.cache_events import Recorder, assert_agree, pages_carried, read
 from tests.serving.conftest import (
@@ -188,6 +190,23 @@ def test_at_most_twenty_views_a_second(serve, monkeypatch):
     tokens = [sum(not isinstance(x, RowView) for x in items[:k])
               for k, item in enumerate(items) if isinstance(item, RowView)]
     assert tokens == [length - 2 for length in lengths]  # after the events of its step
+
+
+def test_many_watched_requests_have_as_many_views_as_eight(monkeypatch):
+    now, due = [100.0], []
+    monkeypatch.setattr('serving.worker.time', SimpleNamespace(monotonic=lambda: now[0]))
+    for n in (1, 8, 64):
+        engine = SimpleNamespace(cache=SimpleNamespace(batch_size=n), view=lambda i: 'view',
+                                 watched=dict.fromkeys(range(n)))
+        worker = Worker(engine, 0, None)  # not started
+        ticket = Ticket([], None)
+        worker._choices = {i: Choice(i, ticket, 0, False) for i in range(n)}
+        deliveries = defaultdict(list)
+        for _ in range(1000):
+            worker._add_views(deliveries)
+            now[0] += 0.01
+        due.append(len(deliveries[ticket]) / 10)  # a second
+    assert due == pytest.approx([20, 160, 160], rel=0.05)
 
 
 def test_only_the_newest_of_waiting_views_is_sent():
