@@ -156,4 +156,5 @@ def contexts() -> str:
         held-out text as well with 8,192 characters of context ({demo_long:.4f} bits per byte) as
         with 256 ({demo_short:.4f}). The same model with RoPE and all of the memory goes from
         {rope_short:.4f} to {rope_long:.4f} (one seed each, 60,000 characters; commit 583ea03). So
-        `chat.py` and `serve.py` allow models with RoPE and windows up to 32 times their `block_size`, at most 8,192 tokens.""")
+        `chat.py` and `serve.py` allow models with RoPE and windows up to 32 times their
+        `block_size`, at most 8,192 tokens.""")

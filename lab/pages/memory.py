@@ -78,15 +78,15 @@ def demo_after() -> str:
 
 @block
 def page_cost() -> str:
-    """Tokens per second of streams with cache events against streams without."""
+    """CPU time per token of streams with cache events against streams without."""
     found = load('page/demo')
-    one, many, beside = (found['cases'][name] for name in (
-        '1 streams', '64 streams', '8 streams beside 64'))
-    return prose(f"""What it costs, with the demo's model ({found['processor']}, 2 cores, medians of
-        {found['rounds']} rounds): a stream with cache events runs at {one['ratio']:.3f} times the
-        tokens/s of one without, 64 at once at {many['ratio']:.3f} times. Eight ordinary streams
-        beside 64 others run at {beside['ratio']:.3f} times their speed when those have cache
-        events.""")
+    one, of_16, all_64 = (found['cases'][name]['ratio'] - 1 for name in (
+        '1 stream', '1 of 16 streams', '64 streams'))
+    return prose(f"""What it costs, in the server's CPU time per token of the demo's model, where
+        tokens are cheapest ({found['processor']}, medians of {found['rounds']} rounds): a page that
+        watches the only stream {one:+.1%}, one that watches one of 16 streams {of_16:+.1%}, 64
+        pages with a stream each {all_64:+.1%}. Single rounds differ by more than that. A page that is open and not generating has no
+        connection, and costs nothing.""")
 
 
 @block

@@ -1,20 +1,20 @@
-"""What watching the KV cache costs a server: tokens per second of streams with cache events
-(/nanokv/completions, which the page uses) against the same streams without (/v1/completions).
+"""What watching the KV cache costs a server: its CPU time per token for streams with cache events
+(/nanokv/completions, which the page uses) against streams without (/v1/completions). Linux only.
 
     python lab/scripts/page_cost.py out-mqa-local --save=results/page/demo.json
     python lab/scripts/page_cost.py config/train_gpt2_mqa_local.py --init_from=random \
         --save=results/page/gpt2.json
 
-Further arguments are serve.py's. Each round runs every case once, in a server of its own process;
-the client is in this one. `beside`: 8 ordinary streams while 64 others run, watched or not.
+Further arguments are serve.py's. The server is a process of its own, with one torch thread: more of
+them spin while they wait, which would count as CPU time.
 """
 import asyncio
 import json
+import os
 import socket
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +26,8 @@ ROUNDS, ROWS = 5, 80
 PLAIN, WATCHED = '/v1/completions', '/nanokv/completions'
 
 
-async def stream(port: int, path: str, tokens: int, seed: int) -> tuple[int, float]:
-    """Send a request and read all of its answer. Returns its tokens and when it ended."""
+async def stream(port: int, path: str, tokens: int, seed: int) -> int:
+    """Send a request and read all of its answer. Returns the number of its tokens."""
     reader, writer = await asyncio.open_connection('127.0.0.1', port, limit=2 ** 24)
     body = json.dumps({'prompt': [seed % 50 + 1] * 20, 'max_tokens': tokens, 'stream': True,
                        'seed': seed, 'stream_options': {'include_usage': True}})
@@ -38,26 +38,23 @@ async def stream(port: int, path: str, tokens: int, seed: int) -> tuple[int, flo
     usage = answer.rpartition(b'"completion_tokens": ')[2].split(b',')[0]
     if not answer.startswith(b'HTTP/1.1 200') or b'[DONE]' not in answer:
         raise SystemExit(f'error: {path} answered {answer[:300]!r}')
-    return int(usage), time.perf_counter()
+    return int(usage)
 
 
-async def rate(port: int, tokens: int, measured: list[str], beside: list[str]) -> float:
-    """Tokens per second of the `measured` streams, from the start to the end of the last one. Those
-    `beside` them have twice as many tokens, so that they end later."""
-    start = time.perf_counter()
-    tasks = [asyncio.create_task(stream(port, path, tokens, i)) for i, path in enumerate(measured)]
-    others = [asyncio.create_task(stream(port, path, 2 * tokens, 1000 + i))
-              for i, path in enumerate(beside)]
-    done = await asyncio.gather(*tasks)
-    await asyncio.gather(*others)
-    return sum(n for n, _ in done) / (max(end for _, end in done) - start)
+async def run(port: int, paths: list[str], tokens: int) -> int:
+    """Run the streams at once. Returns the number of their tokens."""
+    return sum(await asyncio.gather(*(stream(port, path, tokens, i)
+                                      for i, path in enumerate(paths))))
 
 
-CASES = {
-    **{f'{n} streams': lambda port, path, n=n, tokens=tokens: rate(port, tokens, [path] * n, [])
-       for n, tokens in ((1, 1600), (16, 400), (64, 200))},
-    '8 streams beside 64': lambda port, path: rate(port, 200, [PLAIN] * 8, [path] * 64),
-}
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far, user and system."""
+    fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf('SC_CLK_TCK')
+
+
+CASES = {  # name: streams, watched ones, tokens of each
+    '1 stream': (1, 1, 2000), '1 of 16 streams': (16, 1, 500), '64 streams': (64, 64, 200)}
 
 
 def start_server(args: list[str]):
@@ -65,8 +62,9 @@ def start_server(args: list[str]):
     with socket.socket() as sock:
         sock.bind(('127.0.0.1', 0))
         port = sock.getsockname()[1]
+    env = os.environ | {'OMP_NUM_THREADS': '1'}
     server = subprocess.Popen([sys.executable, 'serve.py', *args, f'--port={port}',
-                               f'--parallel={ROWS}', '--log_requests=False'], cwd=ROOT,
+                               f'--parallel={ROWS}', '--log_requests=False'], cwd=ROOT, env=env,
                               stdout=subprocess.PIPE, text=True)
     for line in server.stdout:
         if line.startswith('Serving'):
@@ -80,24 +78,26 @@ def main(argv: list[str]) -> None:
     if not args or args[0] in ('-h', '--help'):
         raise SystemExit(__doc__.strip())
     server, port = start_server(args)
-    rates = {name: {PLAIN: [], WATCHED: []} for name in CASES}
+    spent = {name: {False: [], True: []} for name in CASES}
     try:
         for k in range(-1, ROUNDS):  # the first round is a warm-up
-            for name, case in CASES.items():
-                for path in (PLAIN, WATCHED)[::1 if k % 2 else -1]:
-                    found = asyncio.run(case(port, path))
+            for name, (n, watched, tokens) in CASES.items():
+                for is_watched in (False, True)[::1 if k % 2 else -1]:
+                    m = watched * is_watched
+                    before = cpu_seconds(server.pid)
+                    done = asyncio.run(run(port, [WATCHED] * m + [PLAIN] * (n - m), tokens))
                     if k >= 0:
-                        rates[name][path].append(found)
+                        found = (cpu_seconds(server.pid) - before) / done
+                        spent[name][is_watched].append(found * 1e6)
             print(f'round {k + 1} of {ROUNDS}', file=sys.stderr)
     finally:
         server.terminate()
         server.wait()
     cases = {name: {
-        'plain_tokens_per_second': statistics.median(both[PLAIN]),
-        'watched_tokens_per_second': statistics.median(both[WATCHED]),
-        'ratio': statistics.median(b / a for a, b in zip(both[PLAIN], both[WATCHED])),
-        'ratios': [round(b / a, 4) for a, b in zip(both[PLAIN], both[WATCHED])],
-    } for name, both in rates.items()}
+        'plain_microseconds_per_token': [round(x, 1) for x in both[False]],
+        'watched_microseconds_per_token': [round(x, 1) for x in both[True]],
+        'ratio': statistics.median(b / a for a, b in zip(both[False], both[True])),
+    } for name, both in spent.items()}
     document = json.dumps({'arguments': args, 'processor': processor(), 'rows': ROWS,
                            'rounds': ROUNDS, 'cases': cases}, indent=1)
     for path in saved:
