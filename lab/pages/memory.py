@@ -85,8 +85,8 @@ def page_cost() -> str:
     return prose(f"""What it costs, in the server's CPU time per token of the demo's model, where
         tokens are cheapest ({found['processor']}, medians of {found['rounds']} rounds): a page that
         watches the only stream {one:+.1%}, one that watches one of 16 streams {of_16:+.1%}, 64
-        pages with a stream each {all_64:+.1%}. Single rounds differ by more than that. A page that is open and not generating has no
-        connection, and costs nothing.""")
+        pages with a stream each {all_64:+.1%}. Single rounds differ by more than that. A page that
+        is open and not generating has no connection, and costs nothing.""")
 
 
 @block
@@ -100,7 +100,7 @@ def demo_report() -> str:
 def demo(name: str = 'sample') -> list[str]:
     """The beginnings of a sampled text and of the report, as printed by `make demo`."""
     printed = (RESULTS / 'demo' / f'{name}.txt').read_text(encoding='utf-8')
-    text = printed.split('---------------\n')[1].strip('\n').partition('\n\n')[0]
+    text = '\n\n'.join(printed.split('---------------\n')[1].strip('\n').split('\n\n')[:4])
     report = re.search(r'KV cache, as allocated.*?smaller than vanilla .*?\n', printed, re.DOTALL)
     return [text, report[0]]
 
