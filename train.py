@@ -110,8 +110,8 @@ def evaluate(run, log, stop, lr, mfu):
         log.line(f'step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}')
         row = {'train/loss': train_loss, 'val/loss': val_loss, 'lr': lr, 'mfu': mfu * 100}
         if run.bytes_per_token:
-            row['val/bits_per_byte'] = val_loss / math.log(2) / run.bytes_per_token
-            log.line(f"that val loss is {row['val/bits_per_byte']:.3f} bits per byte of text")
+            bits = val_loss / math.log(2) / run.bytes_per_token
+            log.line(f'that val loss is {bits:.3f} bits per byte of text')
         for tracker in log.trackers:
             tracker.evaluated(run.iter_num, row)
     return losses

@@ -8,8 +8,10 @@ ids are the bytes, followed by the merges in order (Sennrich et al. 2016; on byt
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from config.errors import UserError
-from data.gpt2_bpe import END_OF_TEXT, PATTERN, gpt2_encoding
+from data.gpt2_bpe import END_OF_TEXT, PATTERN, encode_text, gpt2_encoding
 
 FEWEST, MOST = 257, 65536  # bytes and '<|endoftext|>'; uint16 ids
 
@@ -65,6 +67,12 @@ def learned_encoding(stoi: dict[str, int]) -> Any:
         raise UserError(f'the byte pair encoding lacks {len(lacking)} bytes, e.g. {lacking[0]}')
     return tiktoken.Encoding('learned', pat_str=PATTERN, mergeable_ranks=ranks,
                              special_tokens=special)
+
+
+def encode_documents(encoding: Any, texts: Iterable[str]) -> np.ndarray:
+    """Return the ids of the texts, with '<|endoftext|>' after each: (n,) uint16."""
+    end = np.uint16(encoding.eot_token)
+    return np.concatenate([np.append(encode_text(encoding, text), end) for text in texts])
 
 
 def byte_letters() -> dict[int, str]:

