@@ -84,9 +84,10 @@ def page_cost() -> str:
         '1 stream', '1 of 16 streams', '64 streams'))
     return prose(f"""What it costs, in the server's CPU time per token of the demo's model, where
         tokens are cheapest (float32, prompts of 20 tokens, 200 to 2,000 new ones;
-        {found['processor']}, medians of {found['rounds']} rounds): a page that watches the only stream {one:+.1%}, one that watches one of 16 streams {of_16:+.1%}, 64
-        pages with a stream each {all_64:+.1%}. Single rounds differ by more than that. A page that
-        is open and not generating has no connection, and costs nothing.""")
+        {found['processor']}, medians of {found['rounds']} rounds): a page that watches the only
+        stream {one:+.1%}, one that watches one of 16 streams {of_16:+.1%}, 64 pages with a stream
+        each {all_64:+.1%}. Single rounds differ by more than that. A page that is open and not
+        generating has no connection, and costs nothing.""")
 
 
 @block
