@@ -165,7 +165,7 @@ class Chat:
             return 'no reply yet'
         held = store.nbytes + len(store.table.pinned) * store.copier.page_nbytes
         plan, tokens = self.engine.model.plan, len(store.blocks) * store.size
-        vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
+        vanilla = plan.vanilla().nbytes(1, 1, 'bfloat16')
         replies = '1 reply' if stats.requests == 1 else f'{stats.requests} replies'
         ttft = 'no reply came so far'
         if self.ttft:

@@ -4,8 +4,6 @@ sampler.
     for tokens in Generation(model, prompts, 100, Sampler(temperature=0.8, top_k=200)):
         print(tokens)                        # (B, 1), one new token per prompt
 """
-import math
-
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -19,15 +17,13 @@ class Sampler:
 
     Args:
         temperature: divides the logits; 0 picks the most likely token.
-        top_k, top_p: see `lowest_kept`.
+        top_k: sample only from the k most likely tokens, and those that tie with the k-th; 0 = all.
         generators: one torch.Generator per row, so that a row's samples do not depend on the other
             rows; None = the global generator for all rows, as in nanoGPT.
     """
 
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-                 generators=None):
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.generators = generators
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, generators=None):
+        self.temperature, self.top_k, self.generators = temperature, top_k, generators
 
     @torch.no_grad()
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
@@ -35,41 +31,26 @@ class Sampler:
         if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
         logits = logits / self.temperature
-        lowest = lowest_kept(logits, self.top_k, self.top_p)
-        probs = F.softmax(logits.masked_fill(logits < lowest, -torch.inf), dim=-1)
+        probs = F.softmax(logits.masked_fill(logits < self.lowest(logits), -torch.inf), dim=-1)
         if self.generators is None:
             return draw(probs)
         rows = zip(probs, self.generators, strict=True)
         return torch.cat([draw(row[None], generator) for row, generator in rows])
 
+    def lowest(self, logits):
+        """(B, 1): tokens with at least this logit may be sampled."""
+        return kth_largest(logits, self.top_k)
 
-def lowest_kept(logits, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
-    """(B, V) logits after temperature -> (B, 1): tokens with at least this logit may be sampled.
 
-    top_k  the k most likely tokens; 0 = all
-    top_p  of these, the fewest whose probabilities sum to at least top_p (Holtzman et al. 2019)
-    min_p  of these, those at least min_p times as likely as the top token (Nguyen et al. 2024)
-
-    Tokens that tie with the least likely one kept are also kept, as in nanoGPT's top-k. (Top-p in
-    Hugging Face and vLLM breaks ties by sort order.)
-    """
-    on_cpu, n = logits.device.type == 'cpu', logits.size(-1)  # NumPy is up to 80 times faster there
-    lowest = torch.full_like(logits[:, :1], -torch.inf)
-    if 0 < top_k < n and on_cpu:
-        kth = [np.partition(row, n - top_k)[n - top_k] for row in logits.numpy()]
-        lowest = torch.from_numpy(np.array(kth, logits.numpy().dtype)[:, None])
-    elif 0 < top_k < n:
-        lowest = logits.topk(top_k).values[:, -1:]
-    if top_p < 1:
-        ordered = logits.clone() if on_cpu else logits.sort().values
-        if on_cpu:
-            ordered.numpy().sort()  # in place
-        probs = ordered.masked_fill(ordered < lowest, -torch.inf) if top_k else ordered
-        n_dropped = (probs.softmax(-1).cumsum_(-1) <= 1 - top_p).sum(-1, keepdim=True)
-        lowest = ordered.gather(-1, n_dropped.clamp(max=n - 1))
-    if min_p > 0:
-        lowest = torch.maximum(lowest, logits.amax(-1, keepdim=True) + math.log(min_p))
-    return lowest
+def kth_largest(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """(B, V) -> (B, 1): the k-th largest, or -inf if k is 0 or V is not larger."""
+    n = logits.size(-1)
+    if not 0 < k < n:
+        return torch.full_like(logits[:, :1], -torch.inf)
+    if logits.device.type == 'cpu':  # NumPy is up to 80 times faster there
+        kth = [np.partition(row, n - k)[n - k] for row in logits.numpy()]
+        return torch.from_numpy(np.array(kth, logits.numpy().dtype)[:, None])
+    return logits.topk(k).values[:, -1:]
 
 
 def draw(probs: torch.Tensor, generator=None) -> torch.Tensor:
@@ -89,11 +70,6 @@ def cache_length(model, n_prompt: int, max_new_tokens: int) -> int:
     """Number of positions that a cache needs; n_prompt is the length of the longest prompt."""
     total = n_prompt + max_new_tokens
     return total if model.rotary is not None else min(total, model.config.block_size)
-
-
-def recomputes(model, n_prompt: int, max_new_tokens: int) -> bool:
-    """Whether tokens past block_size will need full forward passes (see `Generation`)."""
-    return model.rotary is None and n_prompt + max_new_tokens - 1 > model.config.block_size
 
 
 class Generation:

@@ -11,7 +11,6 @@ computes attention; the cache (`kv/cache.py`) stores K and V during inference.
     cache = model.new_cache(batch_size=1, max_seq_len=1024)
     logits, _ = model(idx, cache=cache)              # appends idx; logits of the last position
 """
-import dataclasses
 import functools
 import math
 
@@ -21,12 +20,12 @@ from torch.nn import functional as F
 
 from attention import causal_attention
 from attention.backends import BACKENDS
-from attention.rope import RotaryTable, norm_and_rotate
+from attention.rope import RotaryTable, apply_rope, norm_and_rotate
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from kv.cache import KVCache
-from kv.int8 import fake_quantize_int8
-from kv.plan import GLOBAL, LOCAL, Layer, plan_kv
+from kv.quantize import fake_quantize_int8
+from kv.plan import GLOBAL, LOCAL, Layer, Slot, plan_kv
 
 __all__ = ['GPT', 'GPTConfig', 'model_args']
 
@@ -56,21 +55,27 @@ class CausalSelfAttention(nn.Module):
     """Attention of one layer. An owner computes K and V; a layer that reads those of another layer
     has only the query rows of `c_attn`."""
 
-    def __init__(self, config: GPTConfig, layer: Layer, n_kv_head: int):
+    def __init__(self, config: GPTConfig, layer: Layer, slot: Slot):
         super().__init__()
-        self.layer, self.head_dim = layer, config.resolved_head_dim
-        self.n_head, self.n_kv_head = config.n_head, n_kv_head
+        self.layer, self.slot, self.head_dim = layer, slot, config.resolved_head_dim
+        self.n_head, n_kv_head = config.n_head, slot.n_kv_head
         self.dropout, self.kv_quant_train = config.dropout, config.kv_quant_train
         self.backend = 'auto'
         # c_attn computes the heads of q | k | v; in a reading layer only q
-        self.head_counts = [self.n_head, n_kv_head, n_kv_head] if layer.owns else [self.n_head]
+        n_kv_head = n_kv_head * slot.head_dim // self.head_dim  # a latent is several heads wide
+        own = [n_kv_head] if slot.tied else [n_kv_head, n_kv_head]
+        self.head_counts = [self.n_head, *own] if layer.owns else [self.n_head]
         n_out = sum(self.head_counts) * self.head_dim
         self.c_attn = nn.Linear(config.n_embd, n_out, bias=config.bias)
         self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        norm = functools.partial(nn.RMSNorm, self.head_dim, eps=1e-6)
-        self.q_norm = norm() if config.qk_norm else None
-        self.k_norm = norm() if config.qk_norm and layer.owns else None
+        norm = functools.partial(nn.RMSNorm, eps=1e-6)
+        self.q_norm = norm(self.head_dim) if config.qk_norm else None
+        self.k_norm = norm(slot.head_dim) if config.qk_norm and layer.owns else None
+        self.sink = nn.Parameter(torch.zeros(self.n_head)) if config.attn_sink else None
+        if slot.latent:  # K and V of all heads are made from it
+            up = self.n_head * self.head_dim, slot.head_dim
+            self.k_up, self.v_up = (nn.Parameter(torch.randn(up) * 0.02) for _ in 'kv')
 
     def forward(self, x, rope=None, kv=None, cache=None, trim=None):
         """x (B, t, C) -> (B, t, C), and the (K, V) that later layers of this slot read.
@@ -84,22 +89,54 @@ class CausalSelfAttention(nn.Module):
         q, *own = heads.split(self.head_counts, dim=1)                # (B, H, t, D)
         q = norm_and_rotate(q, self.q_norm, rope)
         if self.layer.owns:
-            k, v = norm_and_rotate(own[0], self.k_norm, rope), own[1]  # (B, Hkv, t, D)
-            # an int8 cache quantizes by itself
-            if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
-                k, v = fake_quantize_int8(k), fake_quantize_int8(v)
-            kv = k, v
+            kv = self.keys_and_values(own, rope, cache)
         if cache is not None:
             q = trim.last(q) if trim else q
-            return self.project(cache.attend(self.layer, q, kv)), None
-        dropout_p = self.dropout if self.training else 0.0
-        y = causal_attention(q, *kv, self.layer.window, dropout_p, self.backend)
-        return self.project(y), kv
+            y = self.attend_to_cache(q, kv, cache)
+            rope = [trim.last(table) for table in rope] if trim and rope else rope
+        else:
+            k, v = self.from_latent(kv) if self.slot.latent else kv
+            dropout_p = self.dropout if self.training else 0.0
+            y = causal_attention(q, k, v, self.layer.window, dropout_p, self.backend, self.sink)
+        if self.slot.tied and rope:  # V is rotated: rotate back, so that only distances matter
+            y = apply_rope(y, rope[0], -rope[1])
+        return self.project(y), None if cache is not None else kv
+
+    def keys_and_values(self, own, rope, cache):
+        """The K and V that an owner stores, each (B, Hkv, t, D): of its heads of c_attn's output."""
+        k = own[0].transpose(1, 2).flatten(2)[:, None] if self.slot.latent else own[0]
+        k = norm_and_rotate(k, self.k_norm, rope)
+        if self.slot.offset:  # the slower half of the rotated pairs (modded-nanogpt)
+            fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)       # (B, Hkv, t, 2, D/4)
+            first = cache.previous_key(self.layer, slow) if cache else slow[:, :, :1] * 0
+            k = torch.stack([fast, torch.cat([first, slow[:, :, :-1]], dim=2)], -2).flatten(-3)
+        v = k if self.slot.tied else own[1]
+        # an int8 cache quantizes by itself
+        if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
+            k, v = fake_quantize_int8(k), fake_quantize_int8(v)
+        return k, v
+
+    def attend_to_cache(self, q, kv, cache):
+        if not self.slot.latent:
+            return cache.attend(self.layer, q, kv, self.sink)
+        # (q k_up) c = q (k_up c): multi-query attention to the latents (DeepSeek-V2, 2024)
+        k_up, v_up = (w.view(self.n_head, self.head_dim, -1) for w in (self.k_up, self.v_up))
+        q = q @ (k_up * (self.slot.head_dim / self.head_dim) ** 0.5)  # attention scales by width
+        return cache.attend(self.layer, q, kv, self.sink) @ v_up.transpose(1, 2)
+
+    def from_latent(self, kv):
+        """K and V (B, H, t, D) of all heads, from the latents (B, 1, t, dc)."""
+        made = (F.linear(c[:, 0], w) for c, w in zip(kv, (self.k_up, self.v_up)))
+        return [x.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for x in made]
 
     def project(self, y):
         """y (B, H, t, D) -> (B, t, C)."""
         y = self.c_proj(y.transpose(1, 2).flatten(2))
         return self.resid_dropout(y) if self.training else y
+
+
+def clamp_input(limit: float, module: nn.Module, args: tuple):
+    return args[0].clamp(-limit, limit),
 
 
 class MLP(nn.Module):
@@ -108,20 +145,22 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, config.resolved_mlp_hidden, bias=config.bias)
         self.gelu = nn.GELU(approximate='tanh' if config.gelu == 'tanh' else 'none')
+        self.relu2 = config.gelu == 'relu2'  # ReLU squared (Primer, So et al. 2021)
         self.c_proj = nn.Linear(config.resolved_mlp_hidden, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        y = self.c_proj(self.gelu(self.c_fc(x)))
+        x = self.c_fc(x)
+        y = self.c_proj(F.relu(x).square() if self.relu2 else self.gelu(x))
         return self.dropout(y) if self.training else y  # call overhead matters in decoding
 
 
 class Block(nn.Module):
 
-    def __init__(self, config: GPTConfig, layer: Layer, n_kv_head: int):
+    def __init__(self, config: GPTConfig, layer: Layer, slot: Slot):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = CausalSelfAttention(config, layer, n_kv_head)
+        self.attn = CausalSelfAttention(config, layer, slot)
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
@@ -150,22 +189,25 @@ class GPT(nn.Module):
         self.loss_fn = self.recompute = None
         rope = config.pos_embedding == 'rope'
         wpe = {} if rope else dict(wpe=nn.Embedding(config.block_size, config.n_embd))
-        n_kv_head = self.plan.n_kv_head
+        slots = self.plan.slots
         # registration order is nanoGPT's: the optimizer state of a checkpoint is indexed by it
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             **wpe,
             drop=nn.Dropout(config.dropout),
-            h=nn.ModuleList([Block(config, layer, n_kv_head) for layer in self.plan.layers]),
+            h=nn.ModuleList([Block(config, layer, slots[layer.slot]) for layer in self.plan.layers]),
             ln_f=LayerNorm(config.n_embd, bias=config.bias),
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying (Press & Wolf 2017)
-        theta = {LOCAL: config.rope_theta,
-                 GLOBAL: config.rope_theta_global or config.rope_theta}
-        tables = {base: RotaryTable(self.plan.head_dim, base) for base in theta.values()}
-        self.rotary = {kind: tables[base] for kind, base in theta.items()} if rope else None
+        theta = {LOCAL: (config.rope_theta, 1.0), GLOBAL: (
+            config.rope_theta_global or config.rope_theta, config.rope_fraction_global)}
+        tables = {each: RotaryTable(self.plan.head_dim, *each) for each in theta.values() if each[1]}
+        self.rotary = {kind: tables.get(each) for kind, each in theta.items()} if rope else None
 
+        if config.act_clamp:  # so that int8 represents them well
+            for linear in (m for m in self.transformer.h.modules() if isinstance(m, nn.Linear)):
+                linear.register_forward_pre_hook(functools.partial(clamp_input, config.act_clamp))
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections, as in the GPT-2 paper
             if name.endswith('c_proj.weight'):
@@ -264,12 +306,12 @@ class GPT(nn.Module):
         ragged = step is not None and not step.uniform
         x = self.transformer.wte(idx)                                 # (B, t, C)
         if self.rotary is not None:
-            dtype, tables = self.dtype, set(self.rotary.values())
+            dtype, tables = self.dtype, set(filter(None, self.rotary.values()))
             if ragged:
                 made = {table: table.at(step.positions, end, dtype) for table in tables}
             else:
                 made = {table: table(end - t, end, idx.device, dtype) for table in tables}
-            rope = {kind: made[table] for kind, table in self.rotary.items()}
+            rope = {kind: made[table] for kind, table in self.rotary.items() if table}
             return self.transformer.drop(x), rope
         block_size, longest = self.config.block_size, end if step is None else step.longest
         if longest > block_size:
@@ -340,20 +382,9 @@ class GPT(nn.Module):
         return from_pretrained(model_type, override_args)
 
     def crop_block_size(self, block_size):
-        """Shorten the context in place by dropping later positions.
-
-        Raises:
-            UserError (a ValueError): if block_size is below 1 or above the model's.
-        """
-        if not 1 <= block_size <= self.config.block_size:
-            raise UserError(f'block_size={block_size}: can only be cropped, to 1 to '
-                            f'{self.config.block_size}')
-        self.config = dataclasses.replace(self.config, block_size=block_size)
-        self.plan = plan_kv(self.config)
-        if self.rotary is None:
-            wpe = self.transformer.wpe
-            wpe.weight = nn.Parameter(wpe.weight.detach()[:block_size].clone())
-            wpe.num_embeddings = block_size
+        """Shorten the context in place, as in nanoGPT: `training.adapt`."""
+        from training.adapt import crop_block_size
+        crop_block_size(self, block_size)
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, *, stop_tokens=()):
         """idx (B, t) -> (B, t + max_new_tokens), sampled with the global RNG as in nanoGPT; shorter

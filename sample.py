@@ -34,11 +34,11 @@ from engine.decode import fast_decode
 from engine.many import complete, fitted, json_lines, make_engine, show_many
 from engine.params import SamplingParams
 from engine.prompts import encode_prompt, encode_requests, read_requests, read_start
-from engine.sampler import sample_generators
+from engine.sampler import TopPSampler, sample_generators
 from engine.stopping import SampleText, parse_stops
 from engine.watch import watchable, watching
 from engine.weights import weight_bytes, weights_dtype
-from generate import Generation, Sampler, cache_length, recomputes
+from generate import Generation, cache_length
 from interop.load import load
 from kv.capacity import prefill_flops
 from kv.report import account
@@ -78,7 +78,7 @@ def sample_start(s):
             cache = model.new_cache(len(batch), max_seq_len, s.kv_dtype)
             decode = fast_decode(model, cache, s.captured and s.max_new_tokens >= MIN_CAPTURED)
         cache.reset()
-        sampler = Sampler(s.temperature, s.top_k, s.top_p, batch)
+        sampler = TopPSampler(s.temperature, s.top_k, s.top_p, batch)
         generation = Generation(model, [prompt] * len(batch), s.max_new_tokens, sampler, cache,
                                 decode=decode)
         batches.append(generate_batch(generation, tokenizer, prompt, stops,
@@ -131,7 +131,8 @@ def generate_batch(generation, tokenizer, prompt, stops, watch_speed=-1.0
 
 def print_notes(s, model, tokenizer, stops, n_prompt):
     """Print notes on behavior that a user may not expect."""
-    if recomputes(model, n_prompt, s.max_new_tokens):
+    past = n_prompt + s.max_new_tokens - 1 > model.config.block_size
+    if model.rotary is None and past:
         print(f'Note: learned positions end at block_size={model.config.block_size}; tokens past '
               'it are made by full recomputation over the last block_size tokens, exactly as '
               'nanoGPT does (slow)')

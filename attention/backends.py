@@ -1,85 +1,17 @@
-"""Attention backends for entire sequences, and whether Triton kernels can run.
-
-    backend       global layers      local layers             supports
-    'sdpa'        torch's SDPA       exact blocks on SDPA     everything
-    'flex'        FlexAttention      FlexAttention            CUDA, no dropout, no float64, D >= 16
-    'flash_attn'  the package        the package's window     CUDA, half precision, D <= 256
-    'math'        softmax of all scores, in at least float32  everything, slowly: a reference
-    'auto'        flash_attn, sdpa   flex, flash_attn, sdpa   picks the first one that works
-
-Requesting a backend that does not work is an error (`choose`); there is no silent fallback.
-"""
+"""The names of the backends (`attention.kernels.choose`), and whether Triton kernels can run."""
 import contextlib
 import importlib.util
 import os
-from importlib import metadata
 
 import torch
 
-from config.errors import UserError
-
 BACKENDS = ('auto', 'sdpa', 'flex', 'flash_attn', 'math')
-# FlexAttention and flash-attn's window have not been compared yet: that needs a GPU
-PREFERRED = {'global': ('flash_attn', 'sdpa'), 'local': ('flex', 'flash_attn', 'sdpa')}
 HALF = (torch.bfloat16, torch.float16)
 
 # TRITON_INTERPRET=1 makes Triton run its kernels on a CPU, for tests
 INTERPRETING = os.environ.get('TRITON_INTERPRET') == '1'
 TRITON_INSTALLED = importlib.util.find_spec('triton') is not None
 _enabled = None  # see `triton_enabled`
-
-
-def choose(kind: str, requested: str, device, dtype, head_dim: int, dropout_p: float = 0.0) -> str:
-    """Return the backend for layers of one kind ('global' or 'local').
-
-    Raises:
-        UserError: if `requested` is not in BACKENDS or does not work here; the message says why.
-    """
-    if requested == 'auto':
-        available = (name for name in PREFERRED[kind]
-                     if not why_unavailable(name, device, dtype, head_dim, dropout_p))
-        return next(available)
-    if requested not in BACKENDS:
-        allowed = ', '.join(map(repr, BACKENDS))
-        raise UserError(f'attention_backend={requested!r}: allowed are {allowed}')
-    why = why_unavailable(requested, device, dtype, head_dim, dropout_p)
-    if why:
-        raise UserError(f'attention_backend={requested!r} {why}')
-    return requested
-
-
-def why_unavailable(name: str, device, dtype, head_dim: int, dropout_p: float) -> str:
-    """Return why a backend does not work here; '' if it does."""
-    if name in ('sdpa', 'math'):
-        return ''
-    if device.type != 'cuda':
-        return f"runs on CUDA, not on device='{device.type}'"
-    of = f'(dtype {str(dtype).removeprefix("torch.")}, head_dim {head_dim})'
-    if name == 'flex':
-        if dropout_p:
-            return f'has no dropout (dropout={dropout_p})'
-        wrong = dtype == torch.float64 or head_dim < 16
-        return f'has neither float64 nor heads below 16 {of}' if wrong else ''
-    if not FLASH_ATTN_VERSION:
-        return ('needs a package: pip install flash-attn (built with nvcc), '
-                'or flash-attn-4 (Hopper, Blackwell)')
-    if dtype not in HALF or head_dim > 256:
-        return f'takes bfloat16 and float16, heads of at most 256 {of}'
-    if FLASH_ATTN_VERSION == 4 and dropout_p:
-        return f'has no dropout in version 4 (dropout={dropout_p})'
-    return ''
-
-
-def _flash_attn_version() -> int:
-    """Return 2, 4, or 0 if neither package is installed. Imports nothing."""
-    for version, name in ((2, 'flash-attn'), (4, 'flash-attn-4')):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            metadata.version(name)
-            return version
-    return 0
-
-
-FLASH_ATTN_VERSION = _flash_attn_version()  # looked up at import: a compiled forward cannot
 
 
 def triton_usable(device: torch.device) -> bool:

@@ -21,29 +21,32 @@ from attention.masks import in_window
 TILE = 2 ** 18
 
 
-def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, window: int = 0):
+def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, window: int = 0,
+                     sink=None):
     """Attention of t new queries over stored keys, which include those of the new tokens.
 
     Args:
         q: (B, H, t, D).
-        k, v: (B, Hkv, S, D) as stored; int8 if scales are given.
+        k, v: (B, Hkv, S, D) as stored, with scales if quantized (int4: D/2 bytes).
         kv_lens: (B,) int64, number of valid keys per row; keys from index kv_lens[b] on are
             ignored. None = all S. If t > 1, keys are in order and the last t valid ones are the
             queries' own; if t = 1, the order does not matter.
         window: number of keys that a query sees, including its own; 0 = all up to its own.
             Ignored if t = 1: the caller passes only keys in the window.
+        sink: (H,), a logit per head in the denominator of the softmax, or None.
     Returns:
         (B, H, t, D); undefined for rows without keys.
     """
     t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
     if kv_lens is None and S == t:  # nothing precedes the chunk: plain causal attention
         # (not FlexAttention, which would compile a kernel for each prompt length)
-        return causal_attention(q, *dequantized(q.dtype, *stored), window, backend='sdpa')
-    if triton_usable(q.device) and torch.float64 not in (q.dtype, k.dtype):
+        k, v = dequantized(q.dtype, *stored)
+        return causal_attention(q, k, v, window, backend='sdpa', sink=sink)
+    if kernel_takes(q, k, sink):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *stored, kv_lens=kv_lens, window=window)
     if t > 1 and kv_lens is None and window:
-        return blockwise_local_attention(q, *dequantized(q.dtype, *stored), window)
+        return blockwise_local_attention(q, *dequantized(q.dtype, *stored), window, sink=sink)
     mask = None
     if t > 1 or kv_lens is not None:
         mask = _mask(t, S, kv_lens, window if t > 1 else 0, q.device)
@@ -51,11 +54,17 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
             mask = mask.repeat(1, 1, q.size(1) // k.size(1), 1)
     # fold the query heads of one K/V head into one matrix, so that K and V are never expanded
     folded = q.reshape(q.size(0), k.size(1), -1, q.size(3))           # (B, Hkv, H/Hkv * t, D)
-    if k.dtype != q.dtype or (q.dtype in HALF and mask is not None):
-        y = _attend_tiles(folded, *stored, mask)
+    if sink is not None or k.dtype != q.dtype or (q.dtype in HALF and mask is not None):
+        y = _attend_tiles(folded, *stored, mask, sink)
     else:
         y = _attend(folded, k, v, mask)
     return y.reshape(q.shape)
+
+
+def kernel_takes(q, k, sink=None) -> bool:
+    """Whether the Triton kernel can be used for these queries and stored keys."""
+    types = q.dtype, k.dtype
+    return triton_usable(q.device) and sink is None and not {torch.float64, torch.uint8} & {*types}
 
 
 def _mask(t, S, kv_lens, window, device):
@@ -83,11 +92,14 @@ def _attend(q, k, v, mask):
     return scores.softmax(-1) @ v
 
 
-def _attend_tiles(q, k, v, k_scale, v_scale, mask):
+def _attend_tiles(q, k, v, k_scale, v_scale, mask, sink=None):
     """Attention over K and V, converted one tile at a time. q (B, Hkv, R, D) -> same."""
     dtype = scores_dtype(q.dtype)
     scaled, parts, out = q.to(dtype) * q.size(-1) ** -0.5, [], []
-    for batch, keys in tiles(k.shape):
+    if sink is not None:  # (H,) -> (Hkv, R, 1)
+        n_rows = q.size(1) * q.size(2)
+        sink = sink.to(dtype).repeat_interleave(n_rows // len(sink)).view(*q.shape[1:3], 1)
+    for batch, keys in tiles((*k.shape[:3], q.size(-1))):
         tile = [None if x is None else x[batch, :, keys] for x in (k, v, k_scale, v_scale)]
         scores = tile_scores(scaled[batch], tile[0], tile[2])         # (b, Hkv, R, s)
         if mask is not None:
@@ -95,7 +107,7 @@ def _attend_tiles(q, k, v, k_scale, v_scale, mask):
             scores = scores.masked_fill(~m, torch.finfo(dtype).min)
         parts.append(PartialSoftmax.of(scores, tile[1], tile[3]))
         if keys.stop == k.size(2):
-            out.append(join_parts(parts))
+            out.append(join_parts(parts, sink))
             parts = []
     return torch.cat(out).to(q.dtype)
 
@@ -119,7 +131,7 @@ def scores_dtype(dtype: torch.dtype) -> torch.dtype:
 def tile_scores(q, k, k_scale):
     """q (b, Hkv, R, D), already scaled, times keys (b, Hkv, s, D): (b, Hkv, R, s). The scales of
     int8 keys multiply the scores: cheaper than multiplying the keys in decoding, where R < D."""
-    scores = q @ k.to(q.dtype).transpose(2, 3)
+    scores = q @ unpacked(k, q.dtype).transpose(2, 3)
     return scores if k_scale is None else scores.mul_(k_scale.to(q.dtype).transpose(2, 3))
 
 
@@ -139,24 +151,31 @@ class PartialSoftmax(NamedTuple):
         total = weights.sum(-1, keepdim=True)
         if v_scale is not None:
             weights.mul_(v_scale.to(weights.dtype).transpose(2, 3))
-        return cls(top, total, weights @ v.to(weights.dtype))
+        return cls(top, total, weights @ unpacked(v, weights.dtype))
 
 
-def join_parts(parts: list[PartialSoftmax]) -> torch.Tensor:
-    """Merge the parts into attention over all their keys, (b, Hkv, R, D)."""
+def join_parts(parts: list[PartialSoftmax], sink=None) -> torch.Tensor:
+    """Merge the parts into attention over all their keys, (b, Hkv, R, D). sink: of each row."""
     top, total, values = parts[0]
     for part in parts[1:]:
         new_top = torch.maximum(top, part.top)
         a, b = (top - new_top).exp_(), (part.top - new_top).exp_()
         top, total = new_top, total * a + part.total * b
         values = values * a + part.values * b
-    return values / total
+    return values / (total if sink is None else total + (sink - top).exp())
+
+
+def unpacked(x, dtype: torch.dtype) -> torch.Tensor:
+    """Stored K or V in `dtype`, without its scales: (..., D), also from int4's (..., D / 2)."""
+    if x.dtype == torch.uint8:
+        x = torch.cat([x & 15, x >> 4], dim=-1).to(torch.int8) - 8
+    return x.to(dtype)
 
 
 def dequantize(values, scale, dtype: torch.dtype) -> torch.Tensor:
-    """int8 values (..., D) times scales (..., 1), in `dtype`; computed in at least float32."""
+    """Quantized values times scales (..., 1), in `dtype`; computed in at least float32."""
     wide = scores_dtype(dtype)
-    return (values.to(wide) * scale.to(wide)).to(dtype)
+    return (unpacked(values, wide) * scale.to(wide)).to(dtype)
 
 
 def dequantized(dtype, k, v, k_scale=None, v_scale=None):

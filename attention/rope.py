@@ -10,10 +10,12 @@ class RotaryTable:
     Not a module: nothing here may enter a state dict or be cast by `module.to()`, since an angle
     rounded to bf16 is wrong by full turns at high positions. Angles are computed in float64; the
     tables are float32 (float64 for float64 models).
+
+    fraction: share of the pairs that are rotated, those with the largest angles (Gemma 4).
     """
 
-    def __init__(self, head_dim: int, theta: float):
-        self.head_dim, self.theta = head_dim, theta
+    def __init__(self, head_dim: int, theta: float, fraction: float = 1.0):
+        self.head_dim, self.theta, self.n_rotated = head_dim, theta, round(fraction * head_dim / 2)
         self._tables = {}  # (device, dtype) -> (cos, sin), each (positions, D)
 
     def __call__(self, start: int, end: int, device, dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,6 +42,7 @@ class RotaryTable:
         d = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
         positions = torch.arange(n, dtype=torch.float64)
         angles = positions[:, None] * self.theta ** (-d / self.head_dim)     # (n, D/2)
+        angles[:, self.n_rotated:] = 0
         cos, sin = torch.cos(angles), torch.sin(angles)
         # full head width, with the signs that `apply_rope` needs
         cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)

@@ -14,7 +14,7 @@ class GPTConfig:
     """The shape and KV cache of a GPT. The defaults are vanilla GPT-2, as in nanoGPT.
 
     Notation in this project: B batch, T sequence length, W window_size, C n_embd, H n_head,
-    Hkv n_kv_head, D head_dim. `kv.plan.plan_kv` checks pattern, sharing and windows.
+    Hkv n_kv_head, D head_dim.
 
     Raises:
         UserError (a ValueError): if a value is out of range or contradicts another.
@@ -41,8 +41,20 @@ class GPTConfig:
     qk_norm: bool = _key(False, 'RMS norm on queries and keys before RoPE')
     mlp_hidden: int = _key(0, 'hidden width of the MLP: 0 = 4 * n_embd')
     gelu: str = _key(
-        'exact', "'exact' as in nanoGPT, 'tanh' as in Hugging Face's GPT-2", ('exact', 'tanh'))
+        'exact', "'exact' as in nanoGPT, 'tanh' as in Hugging Face's GPT-2; 'relu2' = ReLU squared "
+        'instead', ('exact', 'tanh', 'relu2'))
     kv_quant_train: str = _key('', 'round K and V in training as an int8 cache does', ('', 'int8'))
+    attn_sink: bool = _key(False, 'a learned logit per head in the denominator of the softmax')
+    rope_fraction_global: float = _key(
+        1.0, 'share of the dimensions that RoPE rotates in global layers: 0 = none (NoPE)')
+    key_offset: bool = _key(
+        False, 'half of the dimensions of a global key come from the token before')
+    kv_tied: str = _key(
+        '', "layers where K = V, stored once: 'global', 'all'; '' = none", ('', 'global', 'all'))
+    kv_latent: int = _key(
+        0, 'global layers store a latent of this width in place of K and V (NoPE-MLA): 0 = none')
+    act_clamp: float = _key(
+        0.0, "clamp the inputs of the blocks' matmuls to this and its negative: 0 = no clamp")
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
@@ -50,7 +62,8 @@ class GPTConfig:
             if choices and value not in choices:
                 raise UserError(f'{f.name}={value!r}: allowed are {", ".join(map(repr, choices))}')
         at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
-                 head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0)
+                 head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0, kv_latent=0,
+                 act_clamp=0, rope_fraction_global=0)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f'dropout={self.dropout}: must be at least 0 and below 1')
         if self.head_dim == 0 and self.n_embd % self.n_head:
@@ -65,6 +78,55 @@ class GPTConfig:
         elif self.rope_theta_global:
             raise UserError(f'rope_theta_global={self.rope_theta_global} needs '
                             f"pos_embedding='rope' (it is {self.pos_embedding!r})")
+        self._check_layers()
+        self._check_mechanisms()
+
+    def _check_layers(self):
+        pattern, share = self.layer_pattern, self.kv_share
+        unknown = sorted(set(pattern) - {'G', 'L'})
+        if not pattern or unknown:
+            what = f'unknown letter {unknown[0]!r}, ' if unknown else 'empty, '
+            raise UserError(f'layer_pattern={pattern!r}: {what}use G (global) and L (local)')
+        if self.n_kv_head and self.n_head % self.n_kv_head:
+            raise UserError(f'n_head={self.n_head} is not a multiple of '
+                            f'n_kv_head={self.n_kv_head}')
+        if 'L' in pattern and self.window_size < 1:
+            raise UserError(f'window_size={self.window_size} with local layers in layer_pattern='
+                            f'{pattern!r}: set it to the number of keys that they see, 1 or more')
+        if not share:
+            return
+        if len(share) != len(pattern):
+            raise UserError(f'kv_share={share!r} has {len(share)} letters and layer_pattern='
+                            f'{pattern!r} has {len(pattern)}: one letter per layer of the period')
+        kinds = {}
+        for letter, kind in zip(share, pattern):
+            if kinds.setdefault(letter, kind) != kind:
+                raise UserError(f'kv_share={share!r} joins layers of different kind under '
+                                f'{letter!r} in layer_pattern={pattern!r}: layers that share a KV '
+                                'cache are all G or all L')
+
+    def _check_mechanisms(self):
+        rope, D, fraction = self.pos_embedding == 'rope', self.resolved_head_dim, \
+            self.rope_fraction_global
+        no_global = 'G' not in self.layer_pattern
+
+        def refuse(name, wrong, why):
+            if getattr(self, name) and wrong:
+                raise UserError(f'{name}={getattr(self, name)!r}: {why}')
+        if fraction > 1 or fraction < 1 and not rope:
+            raise UserError(f'rope_fraction_global={fraction}: must be from 0 to 1, and below 1 '
+                            f"needs pos_embedding='rope' (it is {self.pos_embedding!r})")
+        for name in ('key_offset', 'kv_latent'):
+            refuse(name, no_global, f'is for global layers; layer_pattern={self.layer_pattern!r} '
+                   'has none')
+            refuse(name, self.kv_tied, f'does not go with kv_tied={self.kv_tied!r}')
+        refuse('kv_tied', self.kv_tied == 'global' and no_global,
+               f'layer_pattern={self.layer_pattern!r} has no global layers')
+        refuse('key_offset', D % 4, f'needs head_dim (it is {D}) to be a multiple of 4')
+        refuse('key_offset', self.kv_latent, f'does not go with kv_latent={self.kv_latent}')
+        refuse('kv_latent', self.kv_latent % D, f'must be a multiple of head_dim={D}')
+        refuse('kv_latent', rope and fraction, 'a latent has no RoPE: set rope_fraction_global=0 '
+               f'(it is {fraction}) or learned positions')
 
     @property
     def resolved_head_dim(self) -> int:

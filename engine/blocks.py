@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.paged import PagedKVCache
+from kv.plan import GLOBAL, LOCAL
 from kv.slots import RingStore
 
 # bytes of the Python objects of a block, excluding buffers and tokens (from sys.getsizeof)
@@ -121,16 +122,18 @@ class BlockCopier:
         self.cache, self.size, self.copies = cache, cache.table.page_size, HostCopies(cache.device)
         self.rings = [store for store in cache.stores if isinstance(store, RingStore)]
         self.window = self.rings[0].window if self.rings else 0
-        self.position_nbytes = cache.plan.position_nbytes(cache.kv_dtype)
+        self._position_nbytes = {kind: sum(
+            slot.position_nbytes(cache.kv_dtype) for slot in cache.plan.slots if slot.kind == kind)
+            for kind in (GLOBAL, LOCAL)}
 
     @property
     def page_nbytes(self) -> int:
         """Size of the buffer that `page` returns."""
-        return len(self.cache.pools) * self.size * self.position_nbytes
+        return self.size * self._position_nbytes[GLOBAL]
 
     def local_nbytes(self, n: int) -> int:
         """Size of the buffer that `local` returns for n positions."""
-        return len(self.rings) * n * self.position_nbytes
+        return n * self._position_nbytes[LOCAL]
 
     def page(self, page: int) -> torch.Tensor:
         """The contents of a page, (page_nbytes,) uint8."""
@@ -174,7 +177,7 @@ class BlockCopier:
         """Pair each tensor of the stores with its (Hkv, n, D or 1) view of the buffer; widest
         elements first, so that views are aligned."""
         at = 0
-        tensors = [x for store in stores for x in store.tensors]
+        tensors = [x for store in stores for x in store.distinct(store.tensors)]
         for x in sorted(tensors, key=lambda x: -x.element_size()):
             shape = x.size(1), n, x.size(3)
             end = at + x.element_size() * shape[0] * shape[1] * shape[2]

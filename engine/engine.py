@@ -21,6 +21,7 @@ from engine.decode import fast_decode
 from engine.job import Event, Job
 from engine.linear import speed_up_few_rows
 from engine.paged import PAGE_SIZE, PagedKVCache
+from engine.pages import page_nbytes, rows_nbytes
 from engine.params import Completion, SamplingParams, shown
 from engine.prefix import PrefixStore
 from engine.prefix_disk import DiskTier, fingerprint
@@ -93,8 +94,8 @@ class Engine:
 
     def _n_pages(self, rows, max_seq_len, kv_dtype, budget, page_size):
         plan, kv_dtype = self.model.plan, self.model.resolved_kv_dtype(kv_dtype)
-        full, page = rows * -(-max_seq_len // page_size), plan.page_nbytes(page_size, kv_dtype)
-        rings = plan.rings_nbytes(rows, max_seq_len, kv_dtype)
+        full, page = rows * -(-max_seq_len // page_size), page_nbytes(plan, page_size, kv_dtype)
+        rings = rows_nbytes(plan, rows, max_seq_len, kv_dtype)
         if budget and budget < rings + page:
             raise UserError(f'kv_budget={budget:,} bytes: the windows of max_batch_size={rows} '
                             f'rows take {rings:,} and a page of {page_size} positions {page:,}: '

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from config.sizes import nice_bytes
 from engine.engine import Engine
 from engine.paged import PAGE_SIZE
+from engine.pages import page_nbytes, rows_nbytes
 from engine.params import Completion, sample_seed
 from engine.prompts import PromptLine
 
@@ -53,8 +54,8 @@ def make_engine(model, tokenizer, lines: list[PromptLine], num_samples: int, row
     if not rows:
         dtype = model.resolved_kv_dtype(kv_dtype)
         rows = min(ROWS, max(1, len(lengths) * num_samples))
-        page = model.plan.page_nbytes(PAGE_SIZE, dtype)
-        while rows > 1 and model.plan.rings_nbytes(rows, max_seq_len, dtype) + page > budget:
+        page = page_nbytes(model.plan, PAGE_SIZE, dtype)
+        while rows > 1 and rows_nbytes(model.plan, rows, max_seq_len, dtype) + page > budget:
             rows -= 1
     return Engine(model, rows, max_seq_len, kv_dtype, kv_budget=budget,
                   prefix_budget=prefix_budget, tokenizer=tokenizer, captured=captured)

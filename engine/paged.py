@@ -9,8 +9,7 @@ A row takes a page when it grows into it, and frees it on reset: PagedAttention 
 """
 import torch
 
-from attention.backends import triton_usable
-from attention.cached import cached_attention
+from attention.cached import cached_attention, kernel_takes
 from config.errors import UserError
 from engine.paged_attention import PageList, page_entries, paged_attention
 from engine.pages import PageTable
@@ -38,19 +37,19 @@ class PagedStore(KVStore):
         return tuple(_in_order(x[ids])[:, :, :n] for x in self.tensors)
 
 
-def table_attention(q, pool, table, kv_lens):
+def table_attention(q, pool, table, kv_lens, sink=None):
     """Attention of new tokens over the pages of their rows: with the Triton kernel, which reads
     them in place, or over a contiguous copy.
 
     q: (B, H, t, D). pool: stored K, V, (n_pages, Hkv, page_size, D). table: (B, n) int32, the pages
     of each row in order; -1 after the last. kv_lens: (B,) int64, number of keys in each row.
     """
-    if triton_usable(q.device) and torch.float64 not in (q.dtype, pool[0].dtype):
+    if kernel_takes(q, pool[0], sink):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *pool, kv_lens=kv_lens, table=table)
     missing = (table < 0)[:, :, None, None, None]
     pages = (x[table.clamp(min=0).long()].masked_fill(missing, 0) for x in pool)
-    return cached_attention(q, *(_in_order(x) for x in pages), kv_lens=kv_lens)
+    return cached_attention(q, *(_in_order(x) for x in pages), kv_lens=kv_lens, sink=sink)
 
 
 def copy_row(store: KVStore, source: int, target: int) -> None:
@@ -81,8 +80,9 @@ class PagedKVCache(KVCache):
     def _new_store(self, slot: Slot) -> KVStore:
         if slot.kind != GLOBAL:
             return super()._new_store(slot)
-        shape = self.table.n_pages, self.plan.n_kv_head, self.table.page_size, self.plan.head_dim
-        return PagedStore(self.table, *shape, self.torch_dtype, self.compute_dtype, self.device)
+        shape = self.table.n_pages, slot.n_kv_head, self.table.page_size, slot.head_dim
+        return PagedStore(self.table, *shape, self.torch_dtype, self.compute_dtype, self.device,
+                          slot.tied)
 
     @property
     def pools(self) -> list[PagedStore]:
@@ -90,7 +90,8 @@ class PagedKVCache(KVCache):
 
     @property
     def row_stores(self) -> list[KVStore]:
-        return [store for store in self.stores if not isinstance(store, PagedStore)]
+        rings = [store for store in self.stores if not isinstance(store, PagedStore)]
+        return [*rings, *self.last_keys.values()]
 
     @property
     def held_nbytes(self) -> int:
@@ -155,18 +156,18 @@ class PagedKVCache(KVCache):
         active, pages, places = jobs.T
         return None if len(jobs) == len(step.rows) else active, pages, places
 
-    def _attend(self, layer: Layer, q, appended):
+    def _attend(self, layer: Layer, q, appended, sink):
         step, store = self._step, self.stores[layer.slot]
         if not isinstance(store, PagedStore) or (step.t > 1 and not self._by_table(step)):
-            return super()._attend(layer, q, appended)
+            return super()._attend(layer, q, appended, sink)
         if self._by_table(step):
             self._where = self._where or self._table_of(step)
             table, kv_lens = self._where
             if q.size(2) < step.t:
                 kv_lens = torch.tensor(step.ends, device=self.device)
-            return table_attention(q, store.tensors, table, kv_lens)
+            return table_attention(q, store.tensors, table, kv_lens, sink)
         self._where = self._where or self._page_list(step)
-        return paged_attention(q, store.tensors, self._where)
+        return paged_attention(q, store.tensors, self._where, sink)
 
     def _table_of(self, step):
         """Block table (B, n) int32 of the step, padded with -1, and the number of keys in each row,

@@ -52,11 +52,11 @@ def page_entries(table, rows: list[int | None]):
     return ordered + sharers, runs
 
 
-def paged_attention(q, pool, pages: PageList):
+def paged_attention(q, pool, pages: PageList, sink=None):
     """Attention of one new token per row over the pages of the row.
 
     q: (B, H, 1, D). pool: (k, v) or (k, v, k_scale, v_scale), (n_pages, Hkv, page_size, D or 1).
-    Returns (B, H, 1, D); zeros for empty rows.
+    sink: (H,) logits of `cached_attention`, or None. Returns (B, H, 1, D); zeros for empty rows.
     """
     n_kv_head = pool[0].size(1)
     if not pages.runs:
@@ -72,6 +72,8 @@ def paged_attention(q, pool, pages: PageList):
     weight = (top - highest[pages.rows]).exp_()                            # (entries, Hkv, G, 1)
     total = torch.zeros_like(highest).index_add_(0, pages.rows, total * weight)
     values = torch.zeros_like(rows).index_add_(0, pages.rows, values * weight)
+    if sink is not None:
+        total += (sink.to(dtype).view(n_kv_head, -1, 1) - highest).exp_()
     y = (values / total.clamp(min=torch.finfo(dtype).tiny))[:-1]
     return y.to(q.dtype).reshape(q.shape)
 
@@ -79,7 +81,7 @@ def paged_attention(q, pool, pages: PageList):
 def _pieces(pool, pages, dtype):
     """Yield (first entry, end, index into the pool), about a tile each. The index is a slice if
     pages are consecutive, so that nothing is copied, and otherwise a tensor."""
-    _, n_kv_head, page_size, D = pool[0].shape
+    n_kv_head, page_size, D = pool[1].shape[1:]
     in_place = pool[0].dtype == dtype  # no conversion, so tiles need no extra memory
     most = max(1, TILE // (n_kv_head * page_size * D))
     for a, b, lo in pages.runs:

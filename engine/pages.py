@@ -11,10 +11,23 @@ import heapq
 from collections import Counter
 
 from config.errors import UserError
+from kv.plan import GLOBAL, KVPlan
 
 
 class OutOfPages(UserError):
     """The pool has fewer free pages than are needed."""
+
+
+def page_nbytes(plan: KVPlan, page_size: int, kv_dtype: str) -> int:
+    """Bytes of a page: `page_size` positions in every global slot."""
+    return page_size * sum(slot.position_nbytes(kv_dtype) for slot in plan.slots
+                           if slot.kind == GLOBAL)
+
+
+def rows_nbytes(plan: KVPlan, rows: int, max_seq_len: int, kv_dtype: str) -> int:
+    """Bytes of what is not in pages: local slots, and the states of global ones."""
+    return rows * sum(slot.state_nbytes(kv_dtype) if slot.kind == GLOBAL else
+                      slot.nbytes(1, max_seq_len, kv_dtype) for slot in plan.slots)
 
 
 class PageTable:

@@ -28,7 +28,7 @@ class SamplingParams:
     """How the tokens of a request are sampled, and where they end.
 
     The restrictions apply in the order of Hugging Face's `generate`: repetition penalty,
-    temperature, top-k, top-p, min-p; `generate.lowest_kept` defines the last three.
+    temperature, top-k, top-p, min-p; `engine.sampler.lowest_kept` defines the last three.
 
     Raises UserError if a value has the wrong type or is out of range.
     """

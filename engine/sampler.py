@@ -14,7 +14,42 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.params import SamplingParams, TokenLogprob, sample_seed
-from generate import lowest_kept
+from generate import Sampler, kth_largest
+
+
+class TopPSampler(Sampler):
+    """`generate.Sampler` with top-p; see `lowest_kept`."""
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+                 generators=None):
+        super().__init__(temperature, top_k, generators)
+        self.top_p = top_p
+
+    def lowest(self, logits):
+        return lowest_kept(logits, self.top_k, self.top_p)
+
+
+def lowest_kept(logits, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
+    """(B, V) logits after temperature -> (B, 1): tokens with at least this logit may be sampled.
+
+    top_k  the k most likely tokens; 0 = all
+    top_p  of these, the fewest whose probabilities sum to at least top_p (Holtzman et al. 2019)
+    min_p  of these, those at least min_p times as likely as the top token (Nguyen et al. 2024)
+
+    Tokens that tie with the least likely one kept are also kept, as in nanoGPT's top-k. (Top-p in
+    Hugging Face and vLLM breaks ties by sort order.)
+    """
+    on_cpu, lowest = logits.device.type == 'cpu', kth_largest(logits, top_k)
+    if top_p < 1:
+        ordered = logits.clone() if on_cpu else logits.sort().values
+        if on_cpu:
+            ordered.numpy().sort()  # in place
+        probs = ordered.masked_fill(ordered < lowest, -torch.inf) if top_k else ordered
+        n_dropped = (probs.softmax(-1).cumsum_(-1) <= 1 - top_p).sum(-1, keepdim=True)
+        lowest = ordered.gather(-1, n_dropped.clamp(max=logits.size(-1) - 1))
+    if min_p > 0:
+        lowest = torch.maximum(lowest, logits.amax(-1, keepdim=True) + math.log(min_p))
+    return lowest
 
 
 def sample_generators(seed: int, count: int, device: torch.device) -> list[torch.Generator]:
@@ -66,7 +101,7 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
       repetition penalty  logits of previous tokens are divided by it if positive, or multiplied
                           (CTRL, Keskar et al. 2019)
       temperature         divides the logits; 0 picks the most likely, the lowest id among ties
-      top-k, top-p, min-p see `generate.lowest_kept`
+      top-k, top-p, min-p see `lowest_kept`
 
     A token is sampled by applying the inverse cumulative distribution, over ids in order and in
     float64, to one uniform number: each row's result depends only on its own logits and

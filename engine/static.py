@@ -92,28 +92,35 @@ class StaticCache:
         self._places, self._kv_lens = {}, {}
         return StaticStep(self.positions, self.cache.max_seq_len)
 
-    def attend(self, layer: Layer, q: torch.Tensor, kv=None) -> torch.Tensor:
+    def attend(self, layer: Layer, q: torch.Tensor, kv=None, sink=None) -> torch.Tensor:
         """Like `KVCache.attend`, but in plain torch operations; q (B, H, 1, D)."""
         store = self.cache.stores[layer.slot]
         if kv is not None:
             rows, places = self.target(layer)
             put(store, rows, places, store.encode(*(x.detach() for x in kv)))
-        return self.read(layer, q)
+        return self.read(layer, q, sink)
 
-    def read(self, layer: Layer, q: torch.Tensor) -> torch.Tensor:
+    def read(self, layer: Layer, q: torch.Tensor, sink=None) -> torch.Tensor:
         """Attention to the slot of a layer, after this step's K and V were written."""
         if torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
-                return self.read(layer, q)
+                return self.read(layer, q, sink)
         store = self.cache.stores[layer.slot]
         limit = store.capacity if isinstance(store, RingStore) else self.cache.max_seq_len
         if limit not in self._kv_lens:
             self._kv_lens[limit] = (self.positions[:, 0] + 1).clamp(max=limit)
         kv_lens = self._kv_lens[limit]
         if isinstance(store, PagedStore):
-            return table_attention(q, store.tensors, self.block_table, kv_lens)
+            return table_attention(q, store.tensors, self.block_table, kv_lens, sink)
         kv = store.read(slice(0, self.batch_size), 0, store.capacity)
-        return cached_attention(q, *kv, kv_lens=kv_lens)
+        return cached_attention(q, *kv, kv_lens=kv_lens, sink=sink)
+
+    def previous_key(self, layer: Layer, half: torch.Tensor) -> torch.Tensor:
+        """Like `KVCache.previous_key`; half (B, Hkv, 1, ...)."""
+        x = self.cache.last_keys[layer.slot].tensors[0][:self.batch_size]
+        before, new = x.clone(), half.detach().flatten(3).to(x.dtype)
+        x.copy_(torch.where((self.positions < 0)[:, :, None, None], x, new))
+        return before.to(half.dtype).view_as(half)
 
     def target(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows or pages, offsets), (B,) each: where the new K and V of a slot are written; a

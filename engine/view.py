@@ -2,6 +2,8 @@
 import time
 from dataclasses import dataclass
 
+from engine.pages import page_nbytes, rows_nbytes
+
 
 @dataclass(frozen=True)
 class RowView:
@@ -44,8 +46,8 @@ def view_of(request, scheduler, before: RowView | None, done: bool) -> RowView |
             pages = before.pages
         else:
             pages = tuple((p, table.refs[p], p in table.pinned) for p in table.rows[row])
-        nbytes = (cache.plan.rings_nbytes(1, cache.max_seq_len, cache.kv_dtype)
-                  + len(pages) * cache.plan.page_nbytes(table.page_size, cache.kv_dtype))
+        nbytes = (rows_nbytes(cache.plan, 1, cache.max_seq_len, cache.kv_dtype)
+                  + len(pages) * page_nbytes(cache.plan, table.page_size, cache.kv_dtype))
     prefix = scheduler.prefix
     return RowView(row, length, request.num_cached_tokens, pages, version, nbytes,
                    len(scheduler.running), len(scheduler.waiting), table.n_free, cache.held_nbytes,

@@ -48,13 +48,13 @@ def lane(slot: Slot, length: int, n_prompt: int, max_seq_len: int, columns: int)
 
 def labels(plan: KVPlan, max_seq_len: int, kv_dtype: str, length: int, narrow: bool) -> list[str]:
     """Return the header and a label per slot, all of one width that does not depend on `length`."""
-    rows, each = [HEADER], plan.position_nbytes(kv_dtype)
+    rows = [HEADER]
     for slot in plan.slots:
         layers = ' '.join(f'{i}*' if i == slot.owner else str(i) for i in slot.layers)
         layers = layers if len(layers) <= 20 else layers[:19] + '…'
         held, capacity = slot.capacity(length), f'{slot.capacity(max_seq_len):,}'
         rows.append((str(slot.index), slot.kind[0].upper(), layers,
-                     f'{nice_bytes(held * each):>7}', f'{held:{len(capacity)},}/{capacity}'))
+                     f'{nice_bytes(slot.nbytes(1, held, kv_dtype)):>7}', f'{held:{len(capacity)},}/{capacity}'))
     columns = list(zip(*rows))[:4 if narrow else 5]
     padded = [[f'{field:{align}{max(map(len, column))}}' for field in column]
               for column, align in zip(columns, '><<>>')]

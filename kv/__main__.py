@@ -18,9 +18,9 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import nice_bytes, parse_bytes
-from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops
+from kv.capacity import WEIGHT_BYTES, fitting, parameters, prefill_flops
 from kv.plan import plan_kv
-from kv.report import REPORTED_DTYPES, account, fitting
+from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
 
 

@@ -12,7 +12,7 @@ import torch
 
 from attention import cached_attention
 from config.errors import UserError
-from kv.plan import KV_DTYPES, LOCAL, KVPlan, Layer, Slot
+from kv.plan import LOCAL, KVPlan, Layer, Slot, checked_dtype
 from kv.slots import GlobalStore, KVStore, RingStore
 
 
@@ -75,29 +75,37 @@ class KVCache:
         if batch_size < 1 or max_seq_len < 1:
             raise UserError(f'batch_size={batch_size}, max_seq_len={max_seq_len}: '
                             'both must be at least 1')
-        if kv_dtype not in KV_DTYPES:
-            allowed = ', '.join(map(repr, KV_DTYPES))
-            raise UserError(f"kv_dtype={kv_dtype!r}: allowed are {allowed} or 'auto'")
+        if kv_dtype == 'int4' and any(slot.head_dim % 2 for slot in plan.slots):
+            raise UserError(f"kv_dtype='int4' stores two values per byte, and head_dim="
+                            f'{plan.head_dim} is odd')
         self.plan, self.batch_size, self.max_seq_len = plan, batch_size, max_seq_len
-        self.kv_dtype, self.torch_dtype = kv_dtype, getattr(torch, kv_dtype)
+        self.kv_dtype = checked_dtype(kv_dtype)
+        self.torch_dtype = torch.uint8 if kv_dtype == 'int4' else getattr(torch, kv_dtype)
         self.compute_dtype, self.device = compute_dtype, torch.device(device)
         self.stores = [self._new_store(slot) for slot in plan.slots]
+        self.last_keys = self._new_states()
         self._lengths = [0] * batch_size
         self._step = None        # appends the current tokens
         self._visible = {}       # slot -> the K, V that this step's queries attend to
 
     def _new_store(self, slot: Slot) -> KVStore:
-        shape = (self.batch_size, self.plan.n_kv_head, slot.capacity(self.max_seq_len),
-                 self.plan.head_dim)
-        options = (self.torch_dtype, self.compute_dtype, self.device)
+        shape = (self.batch_size, slot.n_kv_head, slot.capacity(self.max_seq_len), slot.head_dim)
+        options = (self.torch_dtype, self.compute_dtype, self.device, slot.tied)
         if slot.kind == LOCAL:
             return RingStore(slot.window, *shape, *options)
         return GlobalStore(*shape, *options)
 
+    def _new_states(self) -> dict[int, KVStore]:
+        """Slot -> half of the last key of each row, for `previous_key`; as a store of one position."""
+        dtype = self.torch_dtype if self.torch_dtype.is_floating_point else torch.float32
+        return {slot.index: KVStore(self.batch_size, slot.n_kv_head, 1, slot.head_dim // 2, dtype,
+                                    self.compute_dtype, self.device, True)
+                for slot in self.plan.slots if slot.offset}
+
     @property
     def nbytes(self) -> int:
         """Bytes of K/V storage and scales, counted from the tensors: `plan.nbytes(...)`."""
-        return sum(store.nbytes for store in self.stores)
+        return sum(store.nbytes for store in (*self.stores, *self.last_keys.values()))
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -132,28 +140,38 @@ class KVCache:
         self._step, self._visible = step, {}
         return step
 
-    def attend(self, layer: Layer, q: torch.Tensor, kv=None) -> torch.Tensor:
+    def attend(self, layer: Layer, q: torch.Tensor, kv=None, sink=None) -> torch.Tensor:
         """Append a layer's new K, V to its slot, if it owns one, then attend.
 
         q: (B, H, t, D), or (B, H, 1, D) for each row's last token (`Step.last`). kv: (k, v), each
-        (B, Hkv, t, D), from the slot's owner; None from a reading layer. The result has the shape
-        of q; values at padding are undefined.
+        (B, Hkv, t, D), from the slot's owner; None from a reading layer. sink: (H,) logits, or
+        None. The result has the shape of q; values at padding are undefined.
         """
         if torch.is_autocast_enabled(self.device.type):  # which would change the stored dtypes
             with torch.autocast(self.device.type, enabled=False):
-                return self.attend(layer, q, kv)
+                return self.attend(layer, q, kv, sink)
         if kv is not None:
             self.append(layer, *kv)
         visible = self._visible[layer.slot]
         if layer.index == self.plan.slots[layer.slot].layers[-1]:  # its last reader
             del self._visible[layer.slot]
-        return self._attend(layer, q, visible)
+        return self._attend(layer, q, visible, sink)
 
     def append(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write an owner's new K, V, each (B, Hkv, t, D), to its slot."""
         store = self.stores[layer.slot]
         new = store.encode(k.detach(), v.detach())  # the cache must not keep a graph alive
         self._visible[layer.slot] = self._append(store, new)
+
+    def previous_key(self, layer: Layer, half: torch.Tensor) -> torch.Tensor:
+        """half (B, Hkv, t, ...) of an owner's new keys -> (B, Hkv, 1, ...), that of the token before
+        the first one, 0 at position 0. Stores the last one of each row for the next step."""
+        x, step = self.last_keys[layer.slot].tensors[0], self._step
+        before = x[step.select].to(half.dtype, copy=True).view_as(half[:, :, :1])
+        new = half.detach().flatten(3).to(x.dtype)
+        for batch, n, rows, _ in step.chunks:
+            x[rows] = new[batch, :, n - 1:n]
+        return before
 
     def _append(self, store: KVStore, new):
         """Write encoded K, V of this step. Returns the K, V that its queries attend to."""
@@ -163,20 +181,20 @@ class KVCache:
         return [store.append(slice_tokens(new, batch, n), rows, start)
                 for batch, n, rows, start in step.chunks]
 
-    def _attend(self, layer, q, visible):
+    def _attend(self, layer, q, visible, sink):
         step = self._step
         only_last = q.size(2) < step.t
         if step.uniform and not only_last:
-            return cached_attention(q, *visible[0], window=layer.window)
+            return cached_attention(q, *visible[0], window=layer.window, sink=sink)
         if step.t == 1:
             kv, kv_lens = visible
-            return cached_attention(q, *kv, kv_lens=kv_lens)
+            return cached_attention(q, *kv, kv_lens=kv_lens, sink=sink)
         y = torch.zeros_like(q)
         for (batch, n, *_), kv in zip(step.chunks, visible):
             if only_last:  # its window ends with its own key; copies have the same layout
                 whole = dict(memory_format=torch.contiguous_format)
                 n, kv = 1, [x[:, :, -layer.window:].clone(**whole) for x in kv]
-            y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window)
+            y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window, sink=sink)
         return y
 
     def _make_room(self, step: Step) -> None:
@@ -220,7 +238,7 @@ class KVCache:
         for row in rows:
             self._lengths[row] = 0
         if end:
-            for store in self.row_stores:
+            for store in (*self.row_stores, *self.last_keys.values()):
                 store.zero_values(rows, end)
 
     @property
@@ -234,11 +252,13 @@ class KVCache:
             raise UserError(f'fill_({length}): the cache holds at most '
                             f'max_seq_len={self.max_seq_len} tokens')
         self.reset()
-        every_row, n = list(range(self.batch_size)), self.batch_size
-        self._make_room(Step(length, [length] * n, [0] * n, every_row, self.device))
-        for store in self.stores:
-            store.fill_random_()
-        self._lengths = [length] * n
+        for row in range(self.batch_size) if length else ():
+            self.begin(length, rows=[row])
+            for slot in self.plan.slots:
+                shape = 1, slot.n_kv_head, length, slot.head_dim
+                kv = (torch.randn(shape, dtype=self.compute_dtype, device=self.device) for _ in 'kv')
+                self.append(self.plan.layers[slot.owner], *kv)
+            self.commit()
         return self
 
     def _checked(self, what, rows):

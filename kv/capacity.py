@@ -80,6 +80,18 @@ def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
     return total
 
 
+def fitting(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str) -> int:
+    """Number of sequences of `max_seq_len` tokens that fit in `budget` bytes of KV."""
+    return budget // plan.nbytes(1, max_seq_len, kv_dtype)
+
+
+def read_nbytes(plan: KVPlan, batch: int, held: int, kv_dtype: str) -> int:
+    """Bytes that a decode step reads for `batch` sequences of length `held`, including the new
+    token: each layer reads its slot, shared or not."""
+    return batch * sum(slot.capacity(held) * slot.position_nbytes(kv_dtype) * len(slot.layers)
+                       for slot in plan.slots)
+
+
 def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
     """Metrics of one GPU that serves this plan. nbytes: size of the weights in bytes."""
     held = s.context + s.message_tokens + s.new_tokens
@@ -90,7 +102,7 @@ def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
     if not fit:
         return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': 0}
     middle = held - s.new_tokens // 2  # length in the middle of the answer
-    read = plan.read_nbytes(1, middle, s.kv_dtype)
+    read = read_nbytes(plan, 1, middle, s.kv_dtype)
     bandwidth = s.utilization * parse_bytes(s.bandwidth, 'bandwidth')
     flops = s.utilization * float(s.flops)
     of_a_key = 4 * plan.n_head * plan.head_dim

@@ -23,7 +23,7 @@ KIND_OF_LETTER = {'G': GLOBAL, 'L': LOCAL}
 
 # kv_dtype -> (bytes per stored element, bytes of the scale of one head's K or V at one position)
 KV_DTYPES = {'float64': (8, 0), 'float32': (4, 0), 'bfloat16': (2, 0), 'float16': (2, 0),
-             'int8': (1, 2)}
+             'int8': (1, 2), 'int4': (0.5, 2)}
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class Slot:
-    """One KV cache: layer `owner` writes it, all of `layers` (one kind and window) read it."""
+    """One KV cache: layer `owner` writes it, all of `layers` (one kind and window) read it.
+
+    tied: K = V, one tensor. latent: that tensor is a latent of width head_dim, from which each
+    layer makes K and V. offset: half of a key is of the token before, which needs a state.
+    """
     index: int
     kind: str
     window: int
     owner: int
     layers: tuple[int, ...]
+    n_kv_head: int
+    head_dim: int
+    tied: bool = False
+    latent: bool = False
+    offset: bool = False
 
     def capacity(self, max_seq_len: int) -> int:
         """Positions stored for a sequence of `max_seq_len`: all, or a ring of the last `window`."""
@@ -53,6 +62,21 @@ class Slot:
         """Position at each index in use after `length` tokens; a ring has p at p % capacity."""
         n = self.capacity(max_seq_len)
         return [length - 1 - (length - 1 - i) % n for i in range(min(length, n))]
+
+    def position_nbytes(self, kv_dtype: str) -> int:
+        """Bytes of K and V (and their scales) at one position: 2 * Hkv * (D * element + scale)."""
+        element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
+        return (2 - self.tied) * self.n_kv_head * int(self.head_dim * element + scale)
+
+    def state_nbytes(self, kv_dtype: str) -> int:
+        """Bytes per sequence of half a key, in float32 if the cache is quantized."""
+        element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
+        return self.offset * self.n_kv_head * self.head_dim // 2 * (4 if scale else element)
+
+    def nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
+        """Bytes for `batch` sequences of up to `max_seq_len` tokens."""
+        held = self.capacity(max_seq_len) * self.position_nbytes(kv_dtype)
+        return batch * (held + self.state_nbytes(kv_dtype))
 
 
 @dataclass(frozen=True)
@@ -69,73 +93,41 @@ class KVPlan:
         """The last layer that computes K and V. Later layers need only a prompt's last token."""
         return self.slots[-1].owner
 
-    def position_nbytes(self, kv_dtype: str) -> int:
-        """Bytes of K and V (and their int8 scales) for one position in one slot:
-        2 * Hkv * (D * element + scale)."""
-        if kv_dtype not in KV_DTYPES:
-            allowed = ', '.join(map(repr, KV_DTYPES))
-            raise UserError(f'kv_dtype={kv_dtype!r}: allowed are {allowed}')
-        element, scale = KV_DTYPES[kv_dtype]
-        return 2 * self.n_kv_head * (self.head_dim * element + scale)
-
-    def slot_nbytes(self, slot: Slot, batch: int, max_seq_len: int, kv_dtype: str) -> int:
-        """Bytes that `slot` takes for `batch` sequences of up to `max_seq_len` tokens."""
-        return batch * slot.capacity(max_seq_len) * self.position_nbytes(kv_dtype)
-
     def nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
         """Bytes of the entire cache: exactly what `kv.cache.KVCache` allocates."""
-        return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype) for slot in self.slots)
-
-    def read_nbytes(self, batch: int, held: int, kv_dtype: str) -> int:
-        """Bytes that a decode step reads for `batch` sequences of length `held`, including the
-        new token: each layer reads its slot, shared or not."""
-        positions = sum(min(held, layer.window or held) for layer in self.layers)
-        return positions * self.position_nbytes(kv_dtype) * batch
-
-    def page_nbytes(self, page_size: int, kv_dtype: str) -> int:
-        """Bytes of a page: `page_size` positions in every global slot."""
-        n_global = sum(slot.kind == GLOBAL for slot in self.slots)
-        return n_global * page_size * self.position_nbytes(kv_dtype)
-
-    def rings_nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
-        """Bytes of all local slots."""
-        return sum(self.slot_nbytes(slot, batch, max_seq_len, kv_dtype)
-                   for slot in self.slots if slot.kind == LOCAL)
+        return sum(slot.nbytes(batch, max_seq_len, kv_dtype) for slot in self.slots)
 
     def vanilla(self) -> 'KVPlan':
         """The plan of GPT-2 of the same shape: all layers global, K/V of its own for every head."""
-        n = range(len(self.layers))
+        n, shape = range(len(self.layers)), dict(n_kv_head=self.n_head, head_dim=self.head_dim)
         layers = tuple(Layer(i, GLOBAL, 0, slot=i, owns=True) for i in n)
-        slots = tuple(Slot(i, GLOBAL, 0, owner=i, layers=(i,)) for i in n)
-        return KVPlan(layers, slots, self.n_head, n_kv_head=self.n_head, head_dim=self.head_dim)
+        slots = tuple(Slot(i, GLOBAL, 0, owner=i, layers=(i,), **shape) for i in n)
+        return KVPlan(layers, slots, self.n_head, **shape)
 
     def factors(self, max_seq_len: int, kv_dtype: str,
                 against: str = 'bfloat16') -> dict[str, float]:
         """The factor by which each setting shrinks the cache, relative to vanilla GPT-2.
 
         heads * window * sharing is the ratio at equal dtype; times dtype, the ratio against vanilla
-        in `against`. The window precedes sharing; if max_seq_len <= window, it saves nothing.
+        in `against`. 'heads' includes tied K and V and latents. The window precedes sharing; if
+        max_seq_len <= window, it saves nothing.
         """
-        all_positions = len(self.layers) * max_seq_len
-        windowed = sum(self.slots[layer.slot].capacity(max_seq_len) for layer in self.layers)
-        held = sum(slot.capacity(max_seq_len) for slot in self.slots)
-        dtype = self.position_nbytes(against) / self.position_nbytes(kv_dtype)
-        return {'heads': self.n_head / self.n_kv_head, 'window': all_positions / windowed,
-                'sharing': windowed / held, 'dtype': dtype}
+        vanilla, slots = self.vanilla(), [self.slots[layer.slot] for layer in self.layers]
+        full = vanilla.nbytes(1, max_seq_len, kv_dtype)
+        unlimited = max_seq_len * sum(slot.position_nbytes(kv_dtype) for slot in slots)
+        unshared = sum(slot.nbytes(1, max_seq_len, kv_dtype) for slot in slots)
+        return {'heads': full / unlimited, 'window': unlimited / unshared,
+                'sharing': unshared / self.nbytes(1, max_seq_len, kv_dtype),
+                'dtype': vanilla.nbytes(1, max_seq_len, against) / full}
 
 
 def plan_kv(config: GPTConfig) -> KVPlan:
     """Turn a config's memory settings into the plan that all other code uses.
 
-    Raises:
-        UserError (a ValueError): if the pattern has unknown letters, the share string does not
-            match the pattern or mixes kinds, n_head is not divisible, or a local layer has no
-            window. The message includes the invalid values.
     Warns:
         UserWarning: if the pattern's global layers are beyond n_layer, or the global slot shared by
             all periods is owned by layer 0, whose K/V depend on single tokens only.
     """
-    _check(config)
     pattern, share = config.layer_pattern, config.kv_share
     layers, members, slot_of = [], [], {}
     for i in range(config.n_layer):
@@ -151,12 +143,28 @@ def plan_kv(config: GPTConfig) -> KVPlan:
         slot = slot_of[key]
         members[slot].append(i)
         layers.append(Layer(i, kind, config.window_size if kind == LOCAL else 0, slot, owns))
-    slots = tuple(Slot(s, layers[m[0]].kind, layers[m[0]].window, owner=m[0], layers=tuple(m))
-                  for s, m in enumerate(members))
+    slots = tuple(Slot(s, layers[m[0]].kind, layers[m[0]].window, owner=m[0], layers=tuple(m),
+                       **_form(config, layers[m[0]].kind)) for s, m in enumerate(members))
     n_kv_head = config.n_kv_head or config.n_head
     plan = KVPlan(tuple(layers), slots, config.n_head, n_kv_head, config.resolved_head_dim)
     _warn(plan, config)
     return plan
+
+
+def _form(config: GPTConfig, kind: str) -> dict:
+    """What slots of one kind store."""
+    latent = config.kv_latent if kind == GLOBAL else 0
+    return dict(n_kv_head=1 if latent else config.n_kv_head or config.n_head,
+                head_dim=latent or config.resolved_head_dim, latent=latent > 0,
+                tied=latent > 0 or config.kv_tied in ('all', kind),
+                offset=config.key_offset and kind == GLOBAL)
+
+
+def checked_dtype(kv_dtype: str) -> str:
+    if kv_dtype not in KV_DTYPES:
+        allowed = ', '.join(map(repr, KV_DTYPES))
+        raise UserError(f'kv_dtype={kv_dtype!r}: allowed are {allowed}')
+    return kv_dtype
 
 
 def _warn(plan, config):
@@ -169,27 +177,3 @@ def _warn(plan, config):
         warnings.warn(f'layer_pattern={pattern!r}: layer 0 owns the KV shared by global layers '
                       f'{list(first.layers)}, so all long-range memory is a function of single '
                       'token embeddings; put G last in the period', stacklevel=3)
-
-
-def _check(config: GPTConfig) -> None:
-    pattern, share = config.layer_pattern, config.kv_share
-    unknown = sorted(set(pattern) - set(KIND_OF_LETTER))
-    if not pattern or unknown:
-        what = f'unknown letter {unknown[0]!r}, ' if unknown else 'empty, '
-        raise UserError(f'layer_pattern={pattern!r}: {what}use G (global) and L (local)')
-    if config.n_kv_head and config.n_head % config.n_kv_head:
-        raise UserError(f'n_head={config.n_head} is not a multiple of n_kv_head={config.n_kv_head}')
-    if 'L' in pattern and config.window_size < 1:
-        raise UserError(f'window_size={config.window_size} with local layers in layer_pattern='
-                        f'{pattern!r}: set it to the number of keys that they see, 1 or more')
-    if not share:
-        return
-    if len(share) != len(pattern):
-        raise UserError(f'kv_share={share!r} has {len(share)} letters and layer_pattern={pattern!r}'
-                        f' has {len(pattern)}: one letter per layer of the period')
-    kinds = {}
-    for letter, kind in zip(share, pattern):
-        if kinds.setdefault(letter, kind) != kind:
-            raise UserError(f'kv_share={share!r} joins layers of different kind under {letter!r} '
-                            f'in layer_pattern={pattern!r}: layers that share a KV cache are all '
-                            'G or all L')

@@ -32,13 +32,8 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,
 def slot_row(plan, slot, batch, max_seq_len, kv_dtype) -> dict:
     """One slot: kind, layers (the owner first), shape of K and of V, bytes of both with scales."""
     capacity = slot.capacity(max_seq_len)
-    shape = [batch, plan.n_kv_head, capacity, plan.head_dim]
+    shape = [batch, slot.n_kv_head, capacity, slot.head_dim]
     return {'slot': slot.index, 'kind': slot.kind, 'owner': slot.owner, 'layers': list(slot.layers),
-            'capacity': capacity, 'shape': shape, 'dtype': kv_dtype,
-            'bytes_per_position': plan.position_nbytes(kv_dtype),
-            'bytes': plan.slot_nbytes(slot, batch, max_seq_len, kv_dtype)}
-
-
-def fitting(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str) -> int:
-    """Number of sequences of `max_seq_len` tokens that fit in `budget` bytes of KV."""
-    return budget // plan.nbytes(1, max_seq_len, kv_dtype)
+            'tied': slot.tied, 'latent': slot.latent, 'capacity': capacity, 'shape': shape,
+            'dtype': kv_dtype, 'bytes_per_position': slot.position_nbytes(kv_dtype),
+            'bytes': slot.nbytes(batch, max_seq_len, kv_dtype)}

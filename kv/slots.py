@@ -5,16 +5,17 @@ is a ring of the last W.
                                      holds  4 5 2 3       first queries need, so `append` gathers
                                                           ring + chunk *before* it writes.
 
-Stored K and V are passed as tuples: (k, v), each (B, Hkv, S, D), or in int8 (k, v, k_scale,
-v_scale) with scales (B, Hkv, S, 1).
+Stored K and V are passed as tuples: (k, v), each (B, Hkv, S, D), or quantized (k, v, k_scale,
+v_scale) with scales (B, Hkv, S, 1). Where K = V, they are the same tensor.
 """
 import torch
 
-from kv.int8 import quantize_int8
+from kv.quantize import quantize_int4, quantize_int8
 
 # Decode steps of rows that differ in length read a global slot up to a multiple of BUCKET, so that
 # shapes, and therefore allocations, change only once every BUCKET steps.
 BUCKET = 64
+QUANTIZE = {torch.int8: quantize_int8, torch.uint8: quantize_int4}  # int4: two values per byte
 
 
 class KVStore:
@@ -25,35 +26,42 @@ class KVStore:
     transposed view of it; nothing else depends on the layout.
     """
 
-    def __init__(self, rows, n_kv_head, capacity, head_dim, dtype, compute_dtype, device):
-        self.capacity, self.dtype = capacity, dtype
+    def __init__(self, rows, n_kv_head, capacity, head_dim, dtype, compute_dtype, device,
+                 tied=False):
+        self.capacity, self.dtype, self.tied = capacity, dtype, tied
         self.compute_dtype, self.device = compute_dtype, device
         # half precision uses SDPA, which needs the last dimension to be contiguous
-        transposed = device.type == 'cpu' and dtype not in (torch.bfloat16, torch.float16)
+        transposed = device.type == 'cpu' and dtype in (torch.float64, torch.float32, torch.int8)
+        width = head_dim // 2 if dtype == torch.uint8 else head_dim
         like = dict(dtype=dtype, device=device)
         with torch.inference_mode(False):  # a cache created in inference mode must work outside it
-            v = torch.zeros(rows, n_kv_head, capacity, head_dim, **like)
+            v = torch.zeros(rows, n_kv_head, capacity, width, **like)
             if transposed:
-                k = torch.zeros(rows, n_kv_head, head_dim, capacity, **like).transpose(2, 3)
+                k = torch.zeros(rows, n_kv_head, width, capacity, **like).transpose(2, 3)
             else:
                 k = torch.zeros_like(v)
-            self.tensors = k, v
-            if dtype == torch.int8:
-                self.tensors += tuple(torch.zeros(rows, n_kv_head, capacity, 1, device=device,
-                                                  dtype=torch.float16) for _ in 'kv')
+            self.tensors = (k, k) if tied else (k, v)
+            if dtype in QUANTIZE:
+                scales = [torch.zeros(rows, n_kv_head, capacity, 1, device=device,
+                                      dtype=torch.float16) for _ in 'kv']
+                self.tensors += (scales[0], scales[0]) if tied else (*scales,)
+
+    def distinct(self, stored):
+        """K and V (and their scales), or only K (and its scale) where K = V."""
+        return stored[::2] if self.tied else stored
 
     @property
     def nbytes(self) -> int:
-        return sum(x.untyped_storage().nbytes() for x in self.tensors)
+        return sum(x.untyped_storage().nbytes() for x in self.distinct(self.tensors))
 
     def encode(self, k, v) -> tuple[torch.Tensor, ...]:
         """Convert K, V (B, Hkv, t, D) to their stored form. Queries attend to stored values even
         within a chunk, so that logits do not depend on how a sequence is split into chunks (up to
         floating-point rounding)."""
-        if self.dtype == torch.int8:
-            (k, k_scale), (v, v_scale) = quantize_int8(k), quantize_int8(v)
-            return k, v, k_scale, v_scale
-        return k.to(self.dtype), v.to(self.dtype)
+        encoded = [QUANTIZE[self.dtype](x) if self.dtype in QUANTIZE else (x.to(self.dtype),)
+                   for x in self.distinct((k, v))]
+        k, v = encoded * 2 if self.tied else encoded
+        return tuple(x for pair in zip(k, v) for x in pair)
 
     def read(self, rows, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Stored K, V of `rows` at indices start .. end - 1; views if `rows` is a slice."""
@@ -61,26 +69,18 @@ class KVStore:
 
     def write(self, rows, start: int, new) -> None:
         """Write encoded K, V at the indices from `start` on."""
-        for stored, x in zip(self.tensors, new):
+        for stored, x in zip(self.distinct(self.tensors), self.distinct(new)):
             stored[rows, :, start:start + x.size(2)] = x
 
     def scatter(self, rows, indices, new) -> None:
         """Write encoded K, V (n, Hkv, 1, D): token i to index indices[i] of row rows[i]."""
-        for stored, x in zip(self.tensors, new):
+        for stored, x in zip(self.distinct(self.tensors), self.distinct(new)):
             stored[rows, :, indices] = x[:, :, 0]
 
     def zero_values(self, rows: list[int], end: int) -> None:
         """Zero V of `rows` below `end`. K can stay: masking replaces scores, even NaN."""
         for x in self.tensors[1::2]:
             x[rows, :, :end] = 0
-
-    def fill_random_(self) -> None:
-        """Fill with normal random K/V, row by row so that no second copy is needed."""
-        rows, *shape = self.tensors[0].shape
-        for row in range(rows):
-            k, v = (torch.randn(1, *shape, dtype=self.compute_dtype, device=self.device)
-                    for _ in 'kv')
-            self.write(slice(row, row + 1), 0, self.encode(k, v))
 
 
 class GlobalStore(KVStore):

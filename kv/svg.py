@@ -71,7 +71,7 @@ class Texts:
         ratio = vanilla.nbytes(1, max_seq_len, kv_dtype) / plan.nbytes(1, max_seq_len, kv_dtype)
         self.length = f'T = {max_seq_len:,}'
         self.slots = [(slot_text(slot, max_seq_len), layers_text(slot),
-                       f'{plan.slot_nbytes(slot, 1, max_seq_len, kv_dtype):,}')
+                       f'{slot.nbytes(1, max_seq_len, kv_dtype):,}')
                       for slot in plan.slots]
         self.totals = [
             ('all slots', f"{_many(len(plan.slots), 'slot')}, {heads}", size(plan.nbytes)),

@@ -3,8 +3,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from kv.capacity import fitting
 from kv.plan import KVPlan
-from kv.report import REPORTED_DTYPES, account, fitting
+from kv.report import REPORTED_DTYPES, account
 
 
 def slot_table(numbers: dict, title: str):

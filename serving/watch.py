@@ -62,12 +62,13 @@ def plan_document(engine, service: Service) -> dict:
     cache, config = engine.cache, engine.model.config
     plan, longest, dtype = cache.plan, cache.max_seq_len, cache.kv_dtype
     slots = [{'slot': slot.index, 'kind': slot.kind, 'window': slot.window,
-              'capacity': slot.capacity(longest), 'owner': slot.owner, 'layers': slot.layers}
+              'capacity': slot.capacity(longest), 'owner': slot.owner, 'layers': slot.layers,
+              'position_nbytes': slot.position_nbytes(dtype)}
              for slot in plan.slots]
     return {'model': service.model, 'max_positions': service.max_positions, 'max_seq_len': longest,
             'block_size': config.block_size, 'kv_dtype': dtype,
             'page_size': cache.table.page_size, 'pages': cache.table.n_pages,
-            'rows': cache.batch_size, 'position_nbytes': plan.position_nbytes(dtype),
+            'rows': cache.batch_size,
             'vanilla_position_nbytes': plan.vanilla().nbytes(1, 1, dtype),
             'vanilla_position_nbytes_bf16': plan.vanilla().nbytes(1, 1, 'bfloat16'),
             'slots': slots}

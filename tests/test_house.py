@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ['model.py', 'generate.py', *(f'kv/{name}.py' for name in (
-    '__init__', 'plan', 'slots', 'cache', 'int8', 'report'))]
+    '__init__', 'plan', 'slots', 'cache', 'quantize', 'report'))]
 CORE += sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'attention').glob('*.py'))
 CORE_LINES = 1_800
 
@@ -19,7 +19,7 @@ ORDER = ['programs', 'lab', 'serving', 'interop', 'training', 'engine', 'generat
 PROGRAMS = {'train', 'sample', 'chat', 'serve', 'ablate', 'bench', 'kv.__main__'}
 # the thin methods of GPT that nanoGPT's API requires
 METHODS = {('model', 'interop.huggingface'), ('model', 'generate'), ('model', 'training.optim'),
-           ('model', 'training.flops')}
+           ('model', 'training.flops'), ('model', 'training.adapt')}
 
 
 def sources():

@@ -100,3 +100,20 @@ def differences(old: GPTConfig, new: GPTConfig) -> list[str]:
     names = [key.name for key in MODEL if key.name != 'dropout']
     return [f'{name} = {getattr(new, name)!r} (trained with {getattr(old, name)!r})'
             for name in names if getattr(new, name) != getattr(old, name)]
+
+
+def crop_block_size(model, block_size: int) -> None:
+    """Shorten the model's context in place by dropping later positions.
+
+    Raises:
+        UserError: if block_size is below 1 or above the model's.
+    """
+    if not 1 <= block_size <= model.config.block_size:
+        raise UserError(f'block_size={block_size}: can only be cropped, to 1 to '
+                        f'{model.config.block_size}')
+    model.config = dataclasses.replace(model.config, block_size=block_size)
+    model.plan = plan_kv(model.config)
+    if model.rotary is None:
+        wpe = model.transformer.wpe
+        wpe.weight = torch.nn.Parameter(wpe.weight.detach()[:block_size].clone())
+        wpe.num_embeddings = block_size

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.backends import choose
+from attention.kernels.choose import choose
 from config.errors import UserError
 from config.sizes import physical_memory
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from attention.backends import choose
+from attention.kernels.choose import choose
 from attention.kernels.flex import block_mask
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args

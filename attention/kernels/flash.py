@@ -1,5 +1,5 @@
 """The flash-attn packages: version 2 is imported as flash_attn, version 4 as flash_attn.cute."""
-from attention import backends
+from attention.kernels import choose
 from config.errors import UserError
 
 _flash_attn = None  # set when loaded
@@ -14,14 +14,14 @@ def load_flash_attn():
     global _flash_attn
     if _flash_attn is None:
         try:
-            if backends.FLASH_ATTN_VERSION == 2:
+            if choose.FLASH_ATTN_VERSION == 2:
                 from flash_attn import flash_attn_func
             else:
                 from flash_attn.cute import flash_attn_func
         except Exception as e:  # e.g. built for a different torch version
             why = f'{type(e).__name__}: {e}'
             raise UserError(f'the flash-attn package cannot be imported: {why}') from e
-        adapted = _version_2 if backends.FLASH_ATTN_VERSION == 2 else _version_4
+        adapted = _version_2 if choose.FLASH_ATTN_VERSION == 2 else _version_4
         _flash_attn = adapted(flash_attn_func)
     return _flash_attn
 

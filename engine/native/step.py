@@ -52,8 +52,10 @@ def agrees(model: GPT, kv_dtype: str) -> bool:
 
 def supports(model: GPT, cache: KVCache) -> bool:
     """Whether the extension can decode with this model and cache."""
-    widths = model.config.n_embd, model.plan.head_dim, model.config.resolved_mlp_hidden
-    return (model.device.type == 'cpu' and type(cache) in (KVCache, PagedKVCache)
+    c, widths = model.config, (model.config.n_embd, model.plan.head_dim,
+                               model.config.resolved_mlp_hidden)
+    other = c.attn_sink or c.key_offset or c.kv_tied or c.kv_latent or c.act_clamp
+    return (not other and c.gelu != 'relu2' and model.device.type == 'cpu' and type(cache) in (KVCache, PagedKVCache)
             and model.dtype in native.DTYPES and cache.torch_dtype in DTYPES
             and all(m.packed for m in model.modules() if isinstance(m, QuantizedLinear))
             and not any(width % MULTIPLE for width in widths))
@@ -134,7 +136,7 @@ class NativeDecode:
 
     def _layer(self, model, layer, block) -> native.Layer:
         attn, cos, sin = block.attn, None, None
-        if model.rotary:
+        if model.rotary and model.rotary[layer.kind]:
             tables = model.rotary[layer.kind](0, self.cache.max_seq_len, 'cpu', torch.float32)
             cos, sin = map(self._pointer, tables)
         gains = (self._pointer(norm and norm.weight) for norm in (attn.q_norm, attn.k_norm))

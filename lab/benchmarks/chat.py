@@ -62,7 +62,7 @@ def one_dialogue(model, longest, page_size, prune, s) -> dict:
         message, reply = torch.randint(2 ** 15, (2, n)).tolist()
         served.serve(tokens + message, reply)
         tokens += message + reply
-    per_token = model.plan.vanilla().position_nbytes('bfloat16') * len(model.plan.layers)
+    per_token = model.plan.vanilla().nbytes(1, 1, 'bfloat16')
     vanilla = per_token * len(tokens)
     return {'page_size': page_size, 'prune': prune, 'tokens': len(tokens),
             'messages': len(tokens) // n, 'held_nbytes': served.held_nbytes,

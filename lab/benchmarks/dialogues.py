@@ -144,7 +144,7 @@ def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype
     found = [one()[1:] for _ in progress(range(n_requests), title)]
     stats = {name: value - before[name] for name, value in vars(served.store.stats).items()}
     held = sum(sum(map(len, text)) for text in workload.texts)
-    vanilla = plan.vanilla().position_nbytes('bfloat16') * len(plan.layers)
+    vanilla = plan.vanilla().nbytes(1, 1, 'bfloat16')
     return stats | {
         'page_size': page_size, 'budget': budget, 'prune': prune,
         'hit_rate': stats['found'] / stats['looked_up'],

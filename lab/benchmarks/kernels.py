@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from attention.backends import triton_usable, why_unavailable
+from attention.backends import triton_usable
+from attention.kernels.choose import why_unavailable
 from attention.cached import dequantized
 from attention.causal import causal_attention
 from attention.kernels.flash import load_flash_attn

@@ -6,6 +6,7 @@ layer only read the rows looked up. Activations and rotary tables are small and 
 """
 from config.errors import UserError
 from engine.weights import stored_tensors
+from kv.capacity import read_nbytes
 from kv.parts import tensor_nbytes
 from kv.plan import KVPlan
 from lab.benchmarks import setting
@@ -14,7 +15,7 @@ from lab.benchmarks import setting
 def kv_read_per_step(plan: KVPlan, kv_dtype: str, batch: int, held: int, steps: int) -> float:
     """Mean bytes of K/V read by `steps` steps that start with `held` cached tokens."""
     lengths = range(held + 1, held + 1 + steps)
-    return sum(plan.read_nbytes(batch, n, kv_dtype) for n in lengths) / steps
+    return sum(read_nbytes(plan, batch, n, kv_dtype) for n in lengths) / steps
 
 
 def weight_read_bytes(model, batch: int) -> int:

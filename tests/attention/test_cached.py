@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attention.cached import cached_attention, dequantize, tiles
-from kv.int8 import quantize_int8
+from kv.quantize import quantize_int8
 from tests.helpers.reference import dense_attention
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]

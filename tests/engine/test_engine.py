@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
+from engine.pages import page_nbytes, rows_nbytes
 from engine.params import SamplingParams
 from model import GPT
 from tests.helpers.serving import (
@@ -296,7 +297,7 @@ def test_requests_are_computed_together_and_a_long_prompt_does_not_stall_others(
 def test_the_budget_is_used_and_not_exceeded(kind):
     model = model_of(kind)
     full = Engine(model, 3, 50, page_size=8).cache.nbytes
-    rings, page = model.plan.rings_nbytes(3, 50, 'float64'), model.plan.page_nbytes(8, 'float64')
+    rings, page = rows_nbytes(model.plan, 3, 50, 'float64'), page_nbytes(model.plan, 8, 'float64')
     for budget in (rings + page, (full + rings) // 2, full, 10 * full):
         nbytes = Engine(model, 3, 50, page_size=8, kv_budget=budget).cache.nbytes
         assert budget - page < nbytes <= budget or nbytes == full < budget

@@ -8,6 +8,7 @@ import pytest
 from engine.engine import Engine
 from engine.many import ROWS, complete, fitted, json_lines, make_engine
 from engine.paged import PAGE_SIZE
+from engine.pages import page_nbytes, rows_nbytes
 from engine.params import SamplingParams, sample_seed
 from engine.prompts import encode_requests, read_requests
 from tests.helpers.serving import TOKENIZER, alone, assert_idle, budget_for, model_of
@@ -93,8 +94,8 @@ def test_a_seed_depends_on_the_place_of_the_line_and_the_sample(answers):
     assert [a['seed'] for a in written] == [9, sample_seed(9, 1), sample_seed(9, 2),
                                             sample_seed(9, 3), 40, sample_seed(40, 1)]
     plan = model_of('full stack').plan  # each needs 3 pages at its end
-    rings = plan.rings_nbytes(3, 60, 'float64')
-    assert figures['kv_held_peak'] == rings + 3 * 3 * plan.page_nbytes(4, 'float64')
+    rings = rows_nbytes(plan, 3, 60, 'float64')
+    assert figures['kv_held_peak'] == rings + 3 * 3 * page_nbytes(plan, 4, 'float64')
 
 
 @pytest.mark.parametrize('settings', [dict(rows=1), dict(prefill_chunk=2), dict(rows=2, pages=12)],
@@ -177,8 +178,8 @@ def test_rows_are_as_many_as_requests_and_fewer_where_the_budget_is_small(tmp_pa
     assert make_engine(model, TOKENIZER, lines, 3, 0, huge, 'auto').cache.batch_size == 6
     assert make_engine(model, TOKENIZER, lines, 99, 0, huge, 'auto').cache.batch_size == ROWS
     assert make_engine(model, TOKENIZER, lines, 9, 4, huge, 'auto').cache.batch_size == 4
-    page = model.plan.page_nbytes(PAGE_SIZE, 'float64')
-    small = model.plan.rings_nbytes(3, 13, 'float64') + page
+    page = page_nbytes(model.plan, PAGE_SIZE, 'float64')
+    small = rows_nbytes(model.plan, 3, 13, 'float64') + page
     engine = make_engine(model, TOKENIZER, lines, 9, 0, small, 'auto')
     assert (engine.cache.batch_size, engine.cache.max_seq_len) == (3, 13)
     assert engine.cache.nbytes <= small

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.paged import PagedKVCache, PagedStore, table_attention
-from engine.pages import OutOfPages, PageTable
+from engine.pages import OutOfPages, PageTable, page_nbytes, rows_nbytes
 from engine.static import put
 from kv.plan import KV_DTYPES, plan_kv
 from tests.helpers.models import (
@@ -88,14 +88,14 @@ def test_a_step_with_gradients_after_one_under_inference_mode():
 # -- forks -----------------------------------------------------------------------------------------
 
 def held_pages(cache):
-    return cache.held_nbytes - cache.plan.rings_nbytes(cache.batch_size, cache.max_seq_len,
+    return cache.held_nbytes - rows_nbytes(cache.plan, cache.batch_size, cache.max_seq_len,
                                                        cache.kv_dtype)
 
 
 @pytest.mark.parametrize('page_size', SIZES)
 def test_what_forks_share_is_held_once(page_size):
     run = Run(STACK, 3, 40, **ample(3, 40, page_size))
-    page = run.model.plan.page_nbytes(page_size, run.cache.kv_dtype)
+    page = page_nbytes(run.model.plan, page_size, run.cache.kv_dtype)
     run.step([13, 0, 0])
     run.fork(0, 1)
     run.fork(0, 2)
@@ -208,11 +208,11 @@ def test_where_a_row_has_no_page_nothing_is_gathered():
 def test_allocated_equals_planned_for_any_plan(config, batch, room, kv_dtype, n_pages, page_size):
     plan = plan_kv(config)
     cache = PagedKVCache(plan, batch, room, n_pages, page_size, kv_dtype=kv_dtype)
-    rings = plan.rings_nbytes(batch, room, kv_dtype)
+    rings = rows_nbytes(plan, batch, room, kv_dtype)
     allocated = sum(x.untyped_storage().nbytes() for store in cache.stores for x in store.tensors)
-    assert allocated == cache.nbytes == plan.page_nbytes(page_size, kv_dtype) * n_pages + rings
+    assert allocated == cache.nbytes == page_nbytes(plan, page_size, kv_dtype) * n_pages + rings
     assert cache.held_nbytes == rings
-    assert rings + plan.page_nbytes(batch * room, kv_dtype) == plan.nbytes(batch, room, kv_dtype)
+    assert rings + page_nbytes(plan, batch * room, kv_dtype) == plan.nbytes(batch, room, kv_dtype)
 
 
 def test_fill_takes_pages_for_every_row():

@@ -8,7 +8,7 @@ import engine.paged_attention
 from attention.cached import dequantize
 from engine.paged_attention import MAX_UNOWNED, PageList, page_entries, paged_attention
 from engine.pages import PageTable
-from kv.int8 import quantize_int8
+from kv.quantize import quantize_int8
 from tests.helpers.reference import dense_attention
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]

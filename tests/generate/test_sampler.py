@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from engine.sampler import TopPSampler as Sampler
 from engine.sampler import sample_generators
-from generate import Sampler, draw_without_waiting
+from generate import draw_without_waiting
 
 CPU = torch.device('cpu')
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])

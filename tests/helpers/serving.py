@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from data.tokenizer import CharTokenizer
 from engine.engine import Engine
+from engine.pages import page_nbytes, rows_nbytes
 from engine.params import SamplingParams
 from engine.sampler import SampleRow, sample_rows
 from model import GPT, GPTConfig
@@ -45,8 +46,8 @@ def needed(requests) -> int:
 
 
 def budget_for(model, rows, max_seq_len, n_pages, page_size, kv_dtype='float64') -> int:
-    rings = model.plan.rings_nbytes(rows, max_seq_len, kv_dtype)
-    return rings + n_pages * model.plan.page_nbytes(page_size, kv_dtype)
+    rings = rows_nbytes(model.plan, rows, max_seq_len, kv_dtype)
+    return rings + n_pages * page_nbytes(model.plan, page_size, kv_dtype)
 
 
 def assert_as_full_forwards_say(model, completion, params):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.cached import dequantize
-from kv.int8 import fake_quantize_int8, quantize_int8
+from kv.quantize import fake_quantize_int8, quantize_int8
 
 NORMAL_FP16 = 127 * 2 ** -14  # below this largest element the scale is a subnormal fp16
 

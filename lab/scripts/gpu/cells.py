@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from config.gpt_config import GPTConfig
 from configurator import parse
 from data.datasets import DATA_ROOT
+from kv.capacity import read_nbytes
 from kv.plan import plan_kv
 from lab.ablation.ladder import parameters
 from lab.benchmarks.setting import model_config, vanilla_config
@@ -73,7 +74,7 @@ def decode(name, seconds, batch, context, share, *further, kv_dtype='bfloat16',
     config = config_of(shape)
     config = vanilla_config(config, context + steps) if vanilla else config
     # every weight once in bfloat16 (tied embeddings: as the output layer), K and V of each layer
-    nbytes = 2 * parameters(config) + plan_kv(config).read_nbytes(batch, context, kv_dtype)
+    nbytes = 2 * parameters(config) + read_nbytes(plan_kv(config), batch, context, kv_dtype)
     return bench(f'decode/{name}', seconds, *shape, '--mode=decode', f'--batch_sizes={batch}',
                  f'--contexts={context}', f'--steps={steps}', *further, **reading(nbytes, share))
 

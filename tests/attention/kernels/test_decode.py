@@ -8,7 +8,7 @@ from attention.backends import triton_enabled
 from attention.cached import cached_attention, dequantize
 from attention.kernels import decode
 from attention.kernels.decode import Tuning, splits, stored_attention
-from kv.int8 import quantize_int8
+from kv.quantize import quantize_int8
 
 # error allowed for half-precision weights and outputs; in float32 only summation order differs
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -4,7 +4,7 @@ import torch
 
 from attention.kernels.qkv import write_qkv
 from attention.rope import RotaryTable, norm_and_rotate
-from kv.int8 import quantize_int8
+from kv.quantize import quantize_int8
 from kv.slots import KVStore
 
 B, t, H, HKV, D, CAPACITY = 3, 2, 4, 2, 12, 9

@@ -1,4 +1,4 @@
-"""int8 storage of keys and values: symmetric, one fp16 scale per position and K/V head.
+"""int8 and int4 storage of keys and values: symmetric, one fp16 scale per position and K/V head.
 
 `attention.cached.dequantize` is the inverse.
 """
@@ -7,7 +7,7 @@ import torch
 from attention.cached import dequantize
 
 
-def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int8(x: torch.Tensor, largest_value: int = 127) -> tuple[torch.Tensor, torch.Tensor]:
     """x (..., D) -> int8 values (..., D) and fp16 scales (..., 1), with x ~ values * scale.
 
     The error is at most scale / 2 per element, plus at most 2**-11 of the largest element: the
@@ -17,9 +17,17 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = wide.abs().amax(-1, keepdim=True)
-    scale = (largest / 127).clamp(2 ** -24, 65504).to(torch.float16)
-    values = (wide / scale).round().clamp(-127, 127).to(torch.int8)
+    scale = (largest / largest_value).clamp(2 ** -24, 65504).to(torch.float16)
+    values = (wide / scale).round().clamp(-largest_value, largest_value).to(torch.int8)
     return values, scale
+
+
+def quantize_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (..., D) -> uint8 (..., D / 2) and fp16 scales (..., 1). Values are from -7 to 7; a byte
+    holds d + 8 in its low half and d + D/2 in its high one (`attention.cached.unpacked`)."""
+    values, scale = quantize_int8(x, 7)
+    low, high = (values + 8).to(torch.uint8).chunk(2, dim=-1)
+    return low | high << 4, scale
 
 
 def fake_quantize_int8(x: torch.Tensor) -> torch.Tensor:
