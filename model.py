@@ -24,8 +24,8 @@ from attention.rope import RotaryTable, apply_rope, norm_and_rotate
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from kv.cache import KVCache
-from kv.quantize import fake_quantize_int8
 from kv.plan import GLOBAL, LOCAL, Layer, Slot, plan_kv
+from kv.quantize import fake_quantize_int8
 
 __all__ = ['GPT', 'GPTConfig', 'model_args']
 

@@ -118,7 +118,8 @@ class Run:
         """Return the initial model, and whether settings differ from those it was trained with."""
         s = self.s
         if meta is not None:
-            source = f'of {s.dataset}_task' if s.dataset in TASKS else f'inside data/{s.dataset}/meta.pkl'
+            is_task = s.dataset in TASKS
+            source = f'of {s.dataset}_task' if is_task else f'inside data/{s.dataset}/meta.pkl'
             print(f"found vocab_size = {meta['vocab_size']} ({source})")
         if s.init_from == 'scratch':
             return self._new_model(meta), False

@@ -34,7 +34,8 @@ PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_
          'wandb_run_name', 'tensorboard_log', 'keep_checkpoints', 'checkpoint_interval',
          'log_interval', 'memory_report', 'memory_budget', 'eval_only', 'backend',
          'always_save_checkpoint', 'eval_interval', 'eval_iters')
-DATA = ('dataset', 'block_size', *(f'{name}_task' for name in TASKS))  # losses are comparable only where these are equal
+# losses are comparable only where these are equal
+DATA = ('dataset', 'block_size', *(f'{name}_task' for name in TASKS))
 SAME_FOR_ALL = {*PLACE, *DATA, 'init_from'} - {'eval_interval', 'eval_iters', 'recompute'}
 MATCH = 'match'
 STORAGE = {'kv_dtype': KV_DTYPES, 'weight_dtype': ('auto', 'int8')}

@@ -118,7 +118,8 @@ class Reference:
         D, n_q, n_kv = self.head_dim, self.config.n_head, self.n_kv_head
         c, prefix = self.config, f'transformer.h.{i}.attn.'
         local = is_local(c, i)
-        latent, tied = c.kv_latent * (not local), c.kv_tied == 'all' or bool(c.kv_tied and not local)
+        latent = c.kv_latent * (not local)
+        tied = c.kv_tied == 'all' or bool(c.kv_tied and not local)
         rows = self.linear(x, prefix + 'c_attn')
         q = rows[..., :n_q * D].view(B, T, n_q, D).transpose(1, 2)
         q, rest = self.positioned(q, i, 'q_norm'), rows[..., n_q * D:]
@@ -138,8 +139,8 @@ class Reference:
             assert rest.size(-1) == 0
         k, v = held[owner]
         if latent:
-            k, v = ((c @ self.state[prefix + name].T).view(B, T, n_q, D).transpose(1, 2)
-                    for c, name in ((k[:, 0], 'k_up'), (v[:, 0], 'v_up')))
+            k, v = ((each[:, 0] @ self.state[prefix + name].T).view(B, T, n_q, D).transpose(1, 2)
+                    for each, name in ((k, 'k_up'), (v, 'v_up')))
         sink = self.state[prefix + 'sink'] if c.attn_sink else None
         y = dense_attention(q, k, v, c.window_size if local else 0, sink)
         if tied:

@@ -103,7 +103,7 @@ def test_rounded_storage_is_invariant_to_chunking(kv_dtype, chunks):
 
 
 # RMS of the change of the logits over RMS of the logits; about 3x what four seeds gave
-STORAGE_BOUNDS = {'float32': 1.2e-7, 'float16': 1e-3, 'bfloat16': 8e-3, 'int8': 2e-2, 'int4': 0.4}
+STORAGE_BOUNDS = {'float32': 1.2e-7, 'float16': 1e-3, 'bfloat16': 8e-3, 'int8': 2e-2, 'int4': 0.3}
 
 
 @pytest.mark.parametrize('kv_dtype', STORAGE_BOUNDS)
