@@ -20,7 +20,7 @@ def _keys(*rows):
     return tuple(Key(*row) for row in rows)
 
 
-STORED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
+STORED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8', 'int4')
 KV_DTYPES = ('auto', *STORED_DTYPES)
 GPT2_TYPES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # OpenAI's, on the Hugging Face hub
 GPT2_FOLDER = "a Hugging Face GPT-2 (config.json and *.safetensors)"
