@@ -60,7 +60,7 @@ class CausalSelfAttention(nn.Module):
         self.layer, self.slot, self.head_dim = layer, slot, config.resolved_head_dim
         self.n_head, n_kv_head = config.n_head, slot.n_kv_head
         self.dropout, self.kv_quant_train = config.dropout, config.kv_quant_train
-        self.backend = 'auto'
+        self.backend, self.attend = 'auto', causal_attention  # training may replace `attend`
         # c_attn computes the heads of q | k | v; in a reading layer only q
         n_kv_head = n_kv_head * slot.head_dim // self.head_dim  # a latent is several heads wide
         self.head_counts = [self.n_head, *[n_kv_head] * ((2 - slot.tied) * layer.owns)]
@@ -95,7 +95,7 @@ class CausalSelfAttention(nn.Module):
         else:
             k, v = self.from_latent(kv) if self.slot.latent else kv
             dropout_p = self.dropout if self.training else 0.0
-            y = causal_attention(q, k, v, self.layer.window, dropout_p, self.backend, self.sink)
+            y = self.attend(q, k, v, self.layer.window, dropout_p, self.backend, self.sink)
         if self.slot.tied and rope:  # V is rotated: rotate back, so that only distances matter
             y = apply_rope(y, rope[0], -rope[1])
         return self.project(y), None if cache is not None else kv
@@ -352,7 +352,7 @@ class GPT(nn.Module):
         """An empty cache for `batch_size` sequences of up to `max_seq_len` tokens.
 
         Args:
-            kv_dtype: 'auto' (the parameters' dtype), 'float32', 'bfloat16', 'float16', 'int8'.
+            kv_dtype: 'auto' (the parameters' dtype), 'float32', ... 'int8', 'int4'.
             cache_class: `KVCache` or a subclass, which also gets `kwargs`.
         Raises:
             UserError (a ValueError): if max_seq_len exceeds block_size with learned positions, or

@@ -20,7 +20,7 @@ def _keys(*rows):
     return tuple(Key(*row) for row in rows)
 
 
-STORED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
+STORED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8', 'int4')
 KV_DTYPES = ('auto', *STORED_DTYPES)
 GPT2_TYPES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # OpenAI's, on the Hugging Face hub
 GPT2_FOLDER = "a Hugging Face GPT-2 (config.json and *.safetensors)"
@@ -115,8 +115,12 @@ TRAIN = RUN + _keys(
     ('backend', 'nccl', "torch.distributed backend: 'nccl' (CUDA) or 'gloo' (CPU)",
      ('nccl', 'gloo')),
 ) + DEVICE + ATTENTION + _keys(
+    ('attention_z_loss', 0.0, 'add this times the mean of logsumexp(attention scores)^2 to the '
+     'gradient of the loss; all scores of a layer exist during its backward pass; 0 = off'),
     ('tf32', True, 'on CUDA: float32 matmuls in TF32, as in nanoGPT'),
     ('int8_training', False, 'int8 matmuls in the blocks, forward and backward (torchao; CUDA)'),
+    ('int8_forward', False, "round the blocks' weights and inputs in the forward pass as "
+     "weight_dtype='int8' does; gradients pass through"),
     ('compile', True, 'torch.compile the model'),
 )
 

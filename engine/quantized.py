@@ -14,27 +14,9 @@ from torch import nn
 
 from engine import native
 from engine.linear import by_extension
+from kv.int8_rows import int8_matmul, quantize_rows
 
 BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
-CUDA_ROWS = 32  # on CUDA `torch._int_mm` needs more than 16 rows, a multiple of 8
-
-
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (m, k) -> int8 values (m, k) and float32 scales (m, 1) with x ~ values * scale; the error
-    is at most scale / 2. A row with NaN or infinity has a non-finite scale."""
-    x = x.float()
-    largest = x.abs().amax(1, keepdim=True)
-    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
-    return (x * inverse).round().to(torch.int8), largest / 127
-
-
-def int8_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x (m, k) float @ (weight (n, k) int8 * scale (n,)).T -> (m, n) float32, in torch."""
-    values, x_scale = quantize_rows(x)
-    m = len(x)
-    if x.is_cuda:
-        values = nn.functional.pad(values, (0, 0, 0, max(CUDA_ROWS - m, -m % 8)))
-    return torch._int_mm(values, weight.t())[:m].float() * (x_scale * scale)
 
 
 def int4_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -72,6 +54,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, values, scale, group: int):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
+        self._forward_pre_hooks.update(linear._forward_pre_hooks)  # act_clamp
         self.group, self.bias = group, linear.bias
         self.packed = (values.device.type == 'cpu' and self.in_features % 4 == 0
                        and native.library() is not None)

@@ -10,8 +10,9 @@ arithmetic from the plan alone.
 A request adds `message_tokens` tokens to a conversation of `context` tokens, of which a share
 `hit_rate` is in the prefix cache, and is answered by `new_tokens` tokens. Costs on each GPU:
 
-    prefill    2 FLOPs per weight and token, 4 * H * D per query and visible key, at `flops` a
-               second; layers after the last one that stores K and V compute only the last token
+    prefill    2 FLOPs per weight and token, 4 * H * D per query and visible key (a latent's width
+               instead of D where layers read latents), at `flops` a second; layers after the last
+               one that stores K and V compute only the last token
     decode     a step reads the weights once, and K and V of each sequence in each layer (a shared
                cache is read by all of its layers), at `bandwidth` bytes a second; or computes, 2
                FLOPs a parameter, where that takes longer
@@ -41,16 +42,28 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
     if config.pos_embedding == 'learned':
         total += config.block_size * C
     for layer in plan.layers:
-        rows = (plan.n_head + 2 * plan.n_kv_head * layer.owns) * D
-        total += rows * (C + bias) + (plan.n_head * D + bias) * C
+        slot, read = plan.slots[layer.slot], plan.n_head * D
+        rows = _c_attn_rows(plan, layer)
+        total += rows * (C + bias) + (read + bias) * C
         total += M * (C + bias) + (M + bias) * C + 2 * (1 + bias) * C
-        total += D * (1 + layer.owns) * config.qk_norm
+        total += (D + slot.head_dim * layer.owns) * config.qk_norm
+        total += plan.n_head * config.attn_sink + 2 * read * slot.head_dim * slot.latent
     return total
 
 
-def keys_seen(plan: KVPlan, tokens: int, before: int) -> int:
-    """Visible keys of `tokens` queries that follow `before` tokens, over all queries and layers."""
-    return sum(_keys_seen(layer, tokens, before) for layer in plan.layers)
+def _c_attn_rows(plan: KVPlan, layer: Layer) -> int:
+    """Outputs of a layer's first projection: its queries, and what an owner stores."""
+    slot = plan.slots[layer.slot]
+    stored = (2 - slot.tied) * slot.n_kv_head * slot.head_dim
+    return plan.n_head * plan.head_dim + stored * layer.owns
+
+
+def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int:
+    """FLOPs of a layer's attention for `tokens` queries that follow `before` tokens: 4 * H * width
+    per query and visible key. Queries are multiplied with latents directly, so the width is D or
+    that of a latent."""
+    width = plan.slots[layer.slot].head_dim
+    return 4 * plan.n_head * width * _keys_seen(layer, tokens, before)
 
 
 def _keys_seen(layer: Layer, tokens: int, before: int) -> int:
@@ -63,7 +76,7 @@ def _keys_seen(layer: Layer, tokens: int, before: int) -> int:
 def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
                   trim: bool = True) -> int:
     """FLOPs of a prefill of `tokens` tokens after `before` cached ones, with the last logits: 2
-    per weight and token, 4 * H * D per query and visible key.
+    per weight and token, and `attention_flops`.
 
     The last layer that stores K and V projects all tokens but computes the rest only for the last
     token, and so do all layers after it. trim=False: every token in every layer.
@@ -73,10 +86,11 @@ def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
     for layer in plan.layers:
         projected = tokens if layer.index <= stop else 1
         whole = tokens if layer.index < stop else 1
-        c_attn = C * (H + 2 * plan.n_kv_head * layer.owns) * D
+        slot = plan.slots[layer.slot]
         others = H * D * C + 2 * C * config.resolved_mlp_hidden
-        total += 2 * (projected * c_attn + whole * others)
-        total += 4 * H * D * _keys_seen(layer, whole, before + tokens - whole)
+        others += 2 * H * D * slot.head_dim * slot.latent  # queries to latents, and back to values
+        total += 2 * (projected * C * _c_attn_rows(plan, layer) + whole * others)
+        total += attention_flops(plan, layer, whole, before + tokens - whole)
     return total
 
 
@@ -105,8 +119,8 @@ def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
     read = read_nbytes(plan, 1, middle, s.kv_dtype)
     bandwidth = s.utilization * parse_bytes(s.bandwidth, 'bandwidth')
     flops = s.utilization * float(s.flops)
-    of_a_key = 4 * plan.n_head * plan.head_dim
-    of_a_token = 2 * n + of_a_key * keys_seen(plan, 1, middle - 1)
+    attention = sum(attention_flops(plan, layer, 1, middle - 1) for layer in plan.layers)
+    of_a_token = 2 * n + attention
     batch = fit
     if s.tpot:  # the largest batch whose step is fast enough
         most = s.tpot / 1000

@@ -1,7 +1,7 @@
 """The KV-cache report: bytes by slot, and the ratio to vanilla GPT-2 by factor. No torch here."""
 from kv.plan import KVPlan
 
-REPORTED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
+REPORTED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8', 'int4')
 
 
 def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,

@@ -61,7 +61,7 @@ def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:
     local layers flex'. Raises UserError if `choose` does."""
     kinds = sorted({layer.kind for layer in model.plan.layers})
     found = [choose(kind, model.attention_backend, model.device, dtype, model.plan.head_dim,
-                    dropout_p) for kind in kinds]
+                    dropout_p, model.config.attn_sink) for kind in kinds]
     if 'flash_attn' in found:
         from attention.kernels.flash import load_flash_attn
         load_flash_attn()

@@ -44,7 +44,9 @@ def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
 
         weights    6 * (elements of all weight matrices)
                      = 6 * (V*C for lm_head, and the sum over layers of
-                            (H + 2*Hkv [owners only])*D*C + H*D*C + 2*C*F)
+                            (H + 2*Hkv [owners only])*D*C + H*D*C + 2*C*F);
+                     where K = V, Hkv in place of 2*Hkv; with latents of width dc, dc in place of
+                     2*Hkv*D and 2*H*D*dc more in every layer that makes K and V from them
         attention  12 * H * D * (sum over layers of mean_keys(T, window))
 
     Six is two forward and four backward (the gradients of input and weight each cost as much as the
@@ -69,7 +71,8 @@ def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
     if T < 1 or (T > c.block_size and c.pos_embedding == 'learned'):
         raise UserError(f"T={T}: must be at least 1, and with pos_embedding='learned' at most "
                         f'block_size={c.block_size}')
-    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    matrices = sum(p.numel() for name, p in model.named_parameters()  # lm_head is wte
+                   if p.dim() == 2 and name != 'transformer.wpe.weight')
     keys = sum(mean_keys(T, layer.window) for layer in plan.layers)
     attention = 12 * plan.n_head * plan.head_dim * keys
     return FlopsPerToken(6 * matrices, attention)

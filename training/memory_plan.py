@@ -5,9 +5,11 @@ import torch
 
 from config.errors import UserError
 from config.sizes import available_memory, nice_bytes, parse_bytes
+from training.int8_forward import train_for_int8
 from training.loss import rows_at_a_time
 from training.memory_use import Predictor, free_memory
 from training.optim import state_name
+from training.z_loss import add_z_loss
 
 FASTEST_FIRST = ('none', 'selective', 'mlp', 'block', 'sqrt')
 USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
@@ -26,6 +28,11 @@ class Plans:
         kernels = self.predictor.device.type
         if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
             self.predictor.model.attention_backend = s.attention_backend
+        with self.predictor.fake:
+            if s.int8_forward:
+                train_for_int8(self.predictor.model)
+            if s.attention_z_loss:
+                add_z_loss(self.predictor.model, s.attention_z_loss)
         self.accumulate = s.gradient_accumulation_steps // n_processes > 1
         self.distributed = n_processes > 1
         self.policies = FASTEST_FIRST

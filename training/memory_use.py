@@ -40,6 +40,7 @@ aten = torch.ops.aten
 # torch's FLOP formulas, and some for operations that it does not cover
 FLOPS = dict(flop_registry)
 FLOPS[aten.addmm_] = flop_registry[aten.addmm]
+FLOPS[aten._int_mm] = flop_registry[aten.mm]
 for suffix in ('', '_backward'):
     name = '_scaled_dot_product_flash_attention'
     cpu_op = getattr(aten, f'{name}_for_cpu{suffix}')
@@ -234,8 +235,8 @@ def measure(model, batch, policy: str | None = None, autocast=None, *,
 
 
 def _track_step(model, batch, autocast, optimizer, accumulate):
-    for rope in (model.rotary or {}).values():  # cached tables are not activations
-        rope(0, batch[0].size(1), model.device, model.lm_head.weight.dtype)
+    for table in filter(None, (model.rotary or {}).values()):  # cached: not activations
+        table(0, batch[0].size(1), model.device, model.lm_head.weight.dtype)
     # Under a dispatch mode FlexAttention runs uncompiled and would keep all scores. SDPA keeps the
     # same tensors as compiled FlexAttention: q, k, v, the output and one float32 per query.
     flex = mock.patch.object(attention.kernels.flex, 'flex_local_attention', _sdpa)

@@ -21,11 +21,13 @@ from training.checkpoint_manager import CheckpointManager, checkpoint_in, load_t
 from training.device import autocast, describe_attention, memory_use, pick_dtype
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
+from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy
 from training.memory_plan import choose_policy, warn_of_memory
 from training.optim import load_optimizer, make_optimizer, optimizer_state
 from training.recompute import set_recompute
 from training.update import GuardedUpdate, broken, propagate_nonfinite
+from training.z_loss import add_z_loss
 
 
 class Run:
@@ -98,8 +100,14 @@ class Run:
         model.attention_backend = s.attention_backend
         if s.int8_training:
             int8_training.train_in_int8(model)
+        if s.int8_forward:
+            train_for_int8(model)
+            print('rounding the weights and inputs of the blocks to int8')
         if self.sharded:
             fsdp.shard(model, ranks, self.dtype, s.compile, empty)
+        self.z_loss_scale = None
+        if s.attention_z_loss:
+            self.z_loss_scale = add_z_loss(model, s.attention_z_loss)
         print(describe_attention(model, self.dtype, model.config.dropout))
         print(f'number of parameters: {model.get_num_params() / 1e6:.2f}M')
 
@@ -294,6 +302,8 @@ class Run:
         """
         self.trained.train()
         n = self.s.gradient_accumulation_steps // self.ranks.world_size
+        if self.z_loss_scale is not None:
+            self.z_loss_scale.copy_(self.scaler.scale(self.update.one) / n)
         for k in range(n):
             with self._sync_gradients(k == n - 1):
                 with self.autocast:
@@ -341,14 +351,14 @@ def prepare(model, n_positions: int) -> None:
     """Build the rotary tables and block masks for sequences of `n_positions`, so that a compiled
     forward pass need not."""
     dtype = model.dtype
-    for table in (model.rotary or {}).values():
+    for table in filter(None, (model.rotary or {}).values()):
         table(0, n_positions, model.device, dtype)
     if model.attention_backend not in ('auto', 'flex'):
         return
     for layer in model.plan.layers:
         # evaluation uses no dropout, even if training does
         backend = choose(layer.kind, model.attention_backend, model.device, dtype,
-                         model.plan.head_dim)
+                         model.plan.head_dim, sink=model.config.attn_sink)
         if backend == 'flex':
             window = min(layer.window or n_positions, n_positions)
             block_mask(n_positions, window, model.device)

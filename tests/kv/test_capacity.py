@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv import capacity
 from kv.plan import plan_kv
 from model import GPT
+from tests.helpers.mechanisms import MECHANISMS, STACK, mechanisms
 from tests.helpers.models import FULL_STACK
 
 SHAPES = [dict(n_layer=3, n_head=4, n_embd=24, vocab_size=30, block_size=16), FULL_STACK,
@@ -21,6 +23,13 @@ SHAPES = [dict(n_layer=3, n_head=4, n_embd=24, vocab_size=30, block_size=16), FU
 @pytest.mark.parametrize('shape', SHAPES)
 def test_parameters_are_the_models(shape):
     config = GPTConfig(**shape)
+    n_params = GPT(config).get_num_params(non_embedding=False)
+    assert capacity.parameters(config, plan_kv(config)) == n_params
+
+
+@pytest.mark.filterwarnings('ignore:layer_pattern')
+@given(mechanisms())
+def test_parameters_are_the_models_with_every_mechanism(config):
     n_params = GPT(config).get_num_params(non_embedding=False)
     assert capacity.parameters(config, plan_kv(config)) == n_params
 
@@ -131,3 +140,48 @@ def test_prefill_flops_are_those_of_the_matmuls_that_run(fields, before):
     attention = 4 * plan.n_head * plan.head_dim * seen
     matmuls = counted_prefill(config, tokens, before)
     assert capacity.prefill_flops(config, plan, tokens, before) == matmuls + attention
+
+
+@pytest.mark.parametrize('tokens, before', [(20, 0), (20, 7), (1, 30)])
+@pytest.mark.parametrize('name', MECHANISMS)
+def test_prefill_flops_with_every_mechanism(name, tokens, before):
+    """Matmuls with weights, counted as they run; attention from the shapes that it gets."""
+    config = GPTConfig(**STACK | MECHANISMS[name])
+    model, plan = GPT(config).eval(), plan_kv(config)
+    cache = model.new_cache(1, before + tokens).fill_(before)
+    plain, linear, absorbed, attended = cache.attend, 0, 0, 0
+
+    def attend(layer, q, *args):
+        nonlocal absorbed, attended
+        width, (_, H, n, _) = q.size(3), q.shape
+        if plan.slots[layer.slot].latent:  # q @ k_up and y @ v_up
+            absorbed += 2 * 2 * H * n * plan.head_dim * width
+        ends = range(before + tokens - n + 1, before + tokens + 1)
+        attended += 4 * H * width * sum(min(end, layer.window or end) for end in ends)
+        return plain(layer, q, *args)
+    cache.attend = attend
+
+    def count(module, args, y):
+        nonlocal linear
+        linear += 2 * args[0].numel() * module.out_features
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(count)
+    with torch.no_grad():
+        model(torch.zeros(1, tokens, dtype=torch.int64), cache=cache)
+    flops = capacity.prefill_flops(config, plan, tokens, before)
+    assert flops == linear + absorbed + attended
+    assert (absorbed > 0) == bool(config.kv_latent)
+
+
+@pytest.mark.filterwarnings('ignore:layer_pattern')
+def test_a_step_with_latents_computes_and_reads_what_they_take(capsys):
+    """By hand: one global layer with a latent of 128, two reading it."""
+    shape = ['--n_layer=2', '--n_head=4', '--n_embd=128', '--head_dim=32', '--kv_latent=128',
+             '--share_global_kv=True', '--pos_embedding=rope', '--rope_fraction_global=0',
+             '--layer_pattern=G', '--context=1000', '--message_tokens=10', '--new_tokens=20',
+             '--utilization=1', '--flops=1e9', '--bandwidth=1TB', '--kv_dtype=int4']
+    ours = said(capsys, *shape)[0]['ours']
+    n, attention = ours['parameters'], 2 * 4 * 4 * 128 * 1020
+    assert ours['kv_bytes'] == (128 // 2 + 2) * 1030
+    assert ours['step_seconds'] == pytest.approx(ours['batch'] * (2 * n + attention) / 1e9)

@@ -25,7 +25,7 @@ def last_line(capsys, *argv):
 
 def test_json_figures_equal_the_plan(capsys):
     document = last_line(capsys, *FLAGS, '--max_seq_len=2048', '--batch=3')
-    assert list(document) == ['float32', 'bfloat16', 'float16', 'int8']
+    assert list(document) == ['float32', 'bfloat16', 'float16', 'int8', 'int4']
     for kv_dtype, figures in document.items():
         vanilla = PLAN.vanilla().nbytes(3, 2048, kv_dtype)
         assert (figures['batch'], figures['max_seq_len']) == (3, 2048)
@@ -85,7 +85,7 @@ def test_a_budget_too_small_for_one_says_0(capsys):
     (['--batch=0'], ['batch=0']),
     (['--layer_pattern=LG'], ['window_size=0', "'LG'"]),
     (['no_such_file.py'], ["'no_such_file.py'"]),
-    (['--kv_dtype=int4'], ["kv_dtype='int4'", "'int8'"]),
+    (['--kv_dtype=int3'], ["kv_dtype='int3'", "'int8'", "'int4'"]),
     (['a.pt', 'b.pt'], ['one run at a time, not a.pt and b.pt']),
 ])
 def test_bad_input_raises_and_names_the_value(argv, named):

@@ -63,7 +63,8 @@ def test_training_goes_on_with_rope(resume):
 
 @pytest.mark.parametrize('name, value', [
     ('window_size', 8), ('rope_theta', 50.0), ('rope_theta_global', 70.0), ('gelu', 'tanh'),
-    ('kv_quant_train', 'int8')])
+    ('kv_quant_train', 'int8'), ('rope_fraction_global', 0.5), ('rope_fraction_global', 0.0),
+    ('act_clamp', 0.01)])
 def test_settings_without_weights_can_be_changed(resume, capsys, name, value):
     before, after, _ = resume('full', FULL_STACK, **{name: value})
     assert after['model_args'] == before['model_args'] | {name: value}

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from config.errors import UserError
-from tests.programs.support import VANILLA, load, metrics, run_sample, run_train
+from tests.helpers.mechanisms import MECHANISMS
+from tests.programs.support import FULL_STACK, VANILLA, load, metrics, run_sample, run_train
 from tests.programs.test_distributed import SHORT_STACK, SIX_STEPS, assert_same_losses, run
 from training import checkpoint, fsdp, shards
 from training.checkpoint import load_checkpoint
@@ -45,13 +46,16 @@ def test_two_processes_have_the_losses_of_one(tmp_path, sharded):
 @pytest.mark.parametrize('config, more', [
     (VANILLA, {}), (STACK, dict(chunked_loss=False, grad_clip=0.0)),
     (STACK, dict(optimizer='muon')), (STACK, dict(int8_training=True)),
+    (STACK, dict(int8_forward=True)),
+    (FULL_STACK | MECHANISMS['many'], dict(attention_z_loss=0.1, optimizer='muon')),
     *((STACK, dict(recompute=policy)) for policy in (
         'selective', 'mlp', 'block', 'every:3', 'sqrt', 'offload'))], ids=str)
 def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more):
     run_train(tmp_path / 'one', config, **SIX_STEPS, **more)
     run(data_root, 4, tmp_path / 'four', config, **SIX_STEPS, **FSDP, **more)
     one, four = (metrics(tmp_path / name) for name in ('one', 'four'))
-    if more.keys() & {'optimizer', 'int8_training'}:  # these round, so a small difference can grow
+    # these round, so a small difference can grow
+    if more.keys() & {'optimizer', 'int8_training', 'int8_forward'}:
         gaps = [abs(a['loss'] - b['loss']) for a, b in zip(one, four)]
         assert len(one) == len(four) == 6 and max(gaps) <= 1e-3
     else:

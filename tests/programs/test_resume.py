@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.mechanisms import MECHANISMS
 from tests.programs.support import (
     FULL_STACK,
     HARD,
@@ -59,6 +60,19 @@ def check_resume(tmp_path, at_step, final_weights):
       for policy in ('offload', 'selective', 'mlp', 'every:3', 'sqrt'))])
 def test_resumed_is_uninterrupted(check_resume, config, settings):
     check_resume(config, **settings)
+
+
+@pytest.mark.parametrize('name', MECHANISMS)
+def test_with_every_mechanism(check_resume, name):
+    check_resume(FULL_STACK | MECHANISMS[name], max_iters=9, optimizer='muon')
+
+
+@pytest.mark.parametrize('settings', [
+    dict(attention_z_loss=0.01), dict(attention_z_loss=0.01, recompute='block', dtype='float16'),
+    dict(int8_forward=True), dict(int8_forward=True, recompute='selective', act_clamp=1.0),
+    dict(int8_forward=True, attention_z_loss=0.01, attn_sink=True, dtype='bfloat16')], ids=str)
+def test_with_changed_forward_and_backward_passes(check_resume, settings):
+    check_resume(FULL_STACK, max_iters=9, **settings)
 
 
 def test_the_loss_scale_goes_on_where_it_stood(tmp_path, monkeypatch, at_step):

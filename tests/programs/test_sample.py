@@ -107,7 +107,8 @@ def test_past_block_size_learned_positions_are_recomputed(capsys, trained):
 @KINDS
 @pytest.mark.parametrize('dtype, kv_dtype, stored', [
     ('float32', 'auto', 'float32'), ('bfloat16', 'auto', 'bfloat16'),
-    ('float32', 'float16', 'float16'), ('float32', 'int8', 'int8')])
+    ('float32', 'float16', 'float16'), ('float32', 'int8', 'int8'),
+    ('float32', 'int4', 'int4')])
 def test_json_figures_add_up(capsys, trained, kind, dtype, kv_dtype, stored):
     f = figures(capsys, trained[kind], dtype=dtype, kv_dtype=kv_dtype, parallel=2, num_samples=2)
     config = GPTConfig(**load(trained[kind] / 'ckpt.pt')['model_args'])

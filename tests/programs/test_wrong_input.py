@@ -111,7 +111,7 @@ def test_train_refuses(refused, tmp_path, settings, named):
     (dict(temperature='nan'), ["'nan'"]),
     (dict(top_p=1.5), ['top_p=1.5']),
     (dict(seed=2 ** 64), [f'seed={2 ** 64}']),
-    (dict(kv_dtype='int4'), ["'int4'", "'int8'", "'bfloat16'"]),
+    (dict(kv_dtype='int3'), ["'int3'", "'int4'", "'int8'", "'bfloat16'"]),
     (dict(device='cuda:9'), ["'cuda:9'", "'cpu'"]),
     (dict(init_from='gpt3'), ["'gpt3'", "'resume'", "'random'", "'gpt2'", 'folder']),
     (dict(start='aXbY'), ["'X'", "'Y'", 'abcdefghij']),

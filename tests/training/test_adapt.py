@@ -86,6 +86,9 @@ def test_what_means_the_same_is_no_change():
     (dict(layer_pattern='L'), 'window_size=0'),
     (dict(rope_theta_global=3.0), 'rope_theta_global=3.0'),
     (dict(share_global_kv=True), 'share_global_kv=True'),
+    (dict(attn_sink=True), 'attn_sink=True'), (dict(key_offset=True), 'key_offset=True'),
+    (dict(kv_tied='global'), "kv_tied='global'"), (dict(kv_latent=4), 'kv_latent=4'),
+    (dict(rope_fraction_global=0.5), 'rope_fraction_global=0.5'),
 ])
 def test_what_weights_cannot_follow_is_named(wanted, named):
     with pytest.raises(UserError, match=named) as caught:

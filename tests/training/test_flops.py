@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attention.masks import dense_mask
 from config.errors import UserError
 from model import GPT, GPTConfig
+from tests.helpers.mechanisms import MECHANISMS, STACK
 from tests.helpers.models import FULL_STACK
 from training.flops import (
     achieved,
@@ -48,7 +49,11 @@ def test_mean_keys_is_the_mean_over_the_mask(T, window):
                                                  rel=1e-12)
 
 
-@pytest.mark.parametrize('settings', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
+SHAPES = {'vanilla': VANILLA, 'full stack': FULL_STACK,
+          **{name: STACK | changes for name, changes in MECHANISMS.items()}}
+
+
+@pytest.mark.parametrize('settings', SHAPES.values(), ids=SHAPES)
 def test_matrix_products_are_what_torch_counts(settings):
     model, idx = GPT(GPTConfig(**settings)), torch.zeros(3, 8, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:

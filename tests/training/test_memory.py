@@ -2,6 +2,7 @@
 import copy
 import gc
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ import training.loss
 from attention.kernels.flex import _block_masks
 from config.gpt_config import GPTConfig
 from model import GPT
+from tests.helpers.mechanisms import MECHANISMS
 from training.device import autocast
+from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy
+from training.memory_plan import Plans
 from training.memory_use import Predictor, measure
 from training.recompute import policy_of, set_recompute
+from training.z_loss import add_z_loss
 
 V, T, B, C, L = 500, 64, 2, 32, 2
 BASE = dict(n_layer=L, n_head=4, n_embd=C, block_size=T, vocab_size=V, bias=False, dropout=0.0)
@@ -65,6 +70,38 @@ def test_predicted_is_measured_to_the_byte(made, shape, policy, dtype, chunked):
     assert measured.peak > measured.parameters + measured.optimizer + measured.activations
     cast = dtype == torch.bfloat16 and policy in ('none', 'mlp', 'offload')
     assert ('cast weights' in measured.by_kind) == cast
+
+
+@pytest.mark.parametrize('name', MECHANISMS)
+def test_predicted_is_measured_with_every_mechanism(name):
+    config = GPTConfig(**SHAPES['full'] | MECHANISMS[name])
+    model, predictor = GPT(config), Predictor(config)
+    for policy in ('none', 'selective', 'block'):
+        measured = measure(model, batch(), policy, autocast(model.device, torch.bfloat16),
+                           chunked_loss=True)
+        assert predictor.predict(policy, B, dtype=torch.bfloat16) == measured
+
+
+@pytest.mark.parametrize('policy', ['none', 'selective', 'block'])
+@pytest.mark.parametrize('settings', [dict(attention_z_loss=0.1), dict(int8_forward=True)], ids=str)
+def test_a_plan_counts_what_training_adds(settings, policy):
+    config = GPTConfig(**SHAPES['full'], attn_sink=True)
+    s = SimpleNamespace(**dict(
+        gradient_accumulation_steps=1, compile=False, batch_size=B, block_size=T,
+        chunked_loss=True, attention_backend='auto', optimizer='adamw', offload_optimizer=False,
+        int8_forward=False, attention_z_loss=0.0) | settings)
+    model, device = GPT(config), torch.device('cpu')
+    plain = measure(model, batch(), policy, chunked_loss=True)
+    if s.int8_forward:
+        train_for_int8(model)
+    else:
+        add_z_loss(model, 0.1)
+    measured = measure(model, batch(), policy, chunked_loss=True)
+    assert Plans(s, config, device, torch.float32).memory(policy) == measured != plain
+    if s.attention_z_loss:
+        q_and_k = 2 * B * T * (C + C // 4) * 4  # in each layer
+        assert measured.flops > plain.flops and measured.peak > plain.peak + q_and_k
+        assert measured.activations <= plain.activations + q_and_k
 
 
 def test_predicted_is_measured_with_int8_training_accumulation_and_another_length():

@@ -58,7 +58,8 @@ def test_predicted_peaks_fall_where_the_search_expects_it(monkeypatch, chunked, 
     config = GPTConfig(vocab_size=vocab, n_layer=1, n_head=2, n_embd=16, block_size=T)
     s = SimpleNamespace(gradient_accumulation_steps=1, compile=False, batch_size=3, block_size=T,
                         chunked_loss=chunked,
-                        attention_backend='auto', optimizer='adamw', offload_optimizer=False)
+                        attention_backend='auto', optimizer='adamw', offload_optimizer=False,
+                        int8_forward=False, attention_z_loss=0.0)
     plans = Plans(s, config, torch.device('cpu'), torch.float32)
     peaks = [plans.memory(policy, n).peak for n in range(1, 9)]
     assert [n for n in range(1, 8) if peaks[n] < peaks[n - 1]] == [5] * chunked

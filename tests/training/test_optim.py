@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from config.errors import UserError
+from model import GPT, GPTConfig
+from tests.helpers.mechanisms import MECHANISMS, STACK
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training.memory_use import state_bytes
 from training.optim import (
@@ -36,6 +38,18 @@ def test_muon_has_the_matrices_of_blocks_and_adamw_the_others():
     assert [g['weight_decay'] for g in (muon, decay, no_decay)] == [0.2, 0.2, 0.0]
     assert muon['momentum'] == 0.9 and muon['adjust_lr_fn'] == 'match_rms_adamw'
     assert decay['betas'] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize('name', ['adamw', 'muon'])
+def test_sinks_do_not_decay_and_projections_of_latents_are_matrices(name):
+    model = GPT(GPTConfig(**STACK | MECHANISMS['many']))
+    groups = make_optimizer(model, settings(optimizer=name), 'cpu').param_groups
+    matrices, no_decay = groups[0]['params'], groups[-1]['params']
+    for block in model.transformer.h:
+        assert any(p is block.attn.sink for p in no_decay)
+        for up in ('k_up', 'v_up') if block.attn.slot.latent else ():
+            assert any(p is getattr(block.attn, up) for p in matrices)
+    assert no_decay is not matrices and groups[-1]['weight_decay'] == 0 < groups[0]['weight_decay']
 
 
 def test_together_they_do_what_each_does_alone():

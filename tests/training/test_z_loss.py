@@ -1,0 +1,155 @@
+"""The gradient of the attention z-loss is that of its definition, whatever else training does."""
+import copy
+import functools
+
+import pytest
+import torch
+
+from attention.masks import dense_mask
+from model import GPT, GPTConfig
+from tests.helpers.mechanisms import MECHANISMS, STACK
+from tests.helpers.models import random_model, tokens
+from training.recompute import set_recompute
+from training.z_loss import add_z_loss
+
+GQA = dict(block_size=64, vocab_size=23, n_layer=3, n_head=4, n_embd=24, n_kv_head=2,
+           layer_pattern='LLG', window_size=5, attn_sink=True)
+SHAPES = {'vanilla': dict(GQA, n_kv_head=0, layer_pattern='G', attn_sink=False), 'GQA': GQA,
+          **{name: STACK | changes for name, changes in MECHANISMS.items()}}
+COEFFICIENT = 0.3
+
+
+def micro_batches(n):
+    return [(tokens(2, 20, seed=k), tokens(2, 20, seed=k + 50)) for k in range(n)]
+
+
+def grads(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def penalty(calls):
+    """From the definition: the mean over layers, heads and queries, of recorded calls."""
+    total, n = 0, 0
+    for q, k, window, sink in calls:
+        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+        scores = torch.einsum('bhid,bhjd->bhij', q, k) / q.size(-1) ** 0.5
+        weights = scores.exp() * dense_mask(q.size(2), q.size(2), window)
+        sums = weights.sum(-1) + (0 if sink is None else sink.exp()[:, None])
+        total, n = total + sums.log().square().sum(), n + sums.numel()
+    return total / n
+
+
+@functools.cache
+def reference(shape, n):
+    """(losses, penalties, gradients) of the mean loss + COEFFICIENT * penalty."""
+    model, calls = random_model(GPTConfig(**SHAPES[shape])).train(), []
+    for block in model.transformer.h:
+        def attend(q, k, v, window, dropout_p, backend, sink, plain=block.attn.attend):
+            calls.append((q, k, window, sink))
+            return plain(q, k, v, window, dropout_p, backend, sink)
+        block.attn.attend = attend
+    losses, penalties = [], []
+    for x, y in micro_batches(n):
+        calls.clear()
+        loss = model(x, y)[1]
+        penalties.append(penalty(calls))
+        ((loss + COEFFICIENT * penalties[-1]) / n).backward()
+        losses.append(loss.item())
+    return losses, penalties, grads(model)
+
+
+def check(shape, policy, n=1, wrap=lambda model: model):
+    model = random_model(GPTConfig(**SHAPES[shape])).train()
+    set_recompute(model, policy)
+    add_z_loss(model, COEFFICIENT).fill_(1 / n)
+    run = wrap(model)
+    expected, _, wanted = reference(shape, n)
+    for (x, y), loss in zip(micro_batches(n), expected):
+        found = run(x, y)[1]
+        assert found.item() == pytest.approx(loss, rel=1e-12)  # the cross-entropy alone
+        (found / n).backward()
+    found = grads(model)
+    gaps = {name: (found[name] - grad).abs().max().item() for name, grad in wanted.items()}
+    assert max(gaps.values()) <= 1e-10, gaps
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_gradients_are_those_of_the_definition(shape):
+    check(shape, 'none')
+
+
+@pytest.mark.parametrize('policy', ['none', 'selective', 'mlp', 'block', 'every:2', 'offload'])
+@pytest.mark.parametrize('shape', ['GQA', 'many'])
+def test_with_accumulation_and_recomputation(shape, policy):
+    check(shape, policy, n=4)
+
+
+@pytest.mark.parametrize('shape', ['GQA', 'latents'])
+def test_compiled(shape):
+    torch._dynamo.reset()
+    check(shape, 'none', 2, functools.partial(torch.compile, backend='aot_eager', fullgraph=True))
+
+
+def test_the_penalty_matters_to_these_gradients():
+    """Or the tests above would pass without it."""
+    model = random_model(GPTConfig(**GQA)).train()
+    (x, y), = micro_batches(1)
+    model(x, y)[1].backward()
+    plain, wanted = grads(model), reference('GQA', 1)[2]
+    for name in ('attn.c_attn.weight', 'attn.sink'):
+        for layer in range(3):
+            key = f'transformer.h.{layer}.{name}'
+            assert (plain[key] - wanted[key]).abs().max() > 1e-4
+
+
+def test_evaluation_is_unaffected():
+    model = random_model(GPTConfig(**GQA))
+    (x, y), = micro_batches(1)
+    logits, loss = model(x, y)
+    loss.backward()
+    before = grads(model)
+    add_z_loss(model, COEFFICIENT)
+    again, loss = model(x, y)
+    loss.backward()
+    assert torch.equal(again, logits)
+    assert all(torch.equal(grad, before[name]) for name, grad in grads(model).items())
+    cache = model.new_cache(2, 20)
+    with torch.no_grad():
+        assert torch.allclose(model(x, cache=cache, all_logits=True)[0], logits, atol=1e-12)
+
+
+def test_copies_have_their_own():
+    model = GPT(GPTConfig(**GQA))
+    scale = add_z_loss(model, COEFFICIENT)
+    twin = copy.deepcopy(model).train()
+    assert twin.transformer.h[0].attn.attend.args[0] is twin.transformer.h[0].attn
+    (x, y), = micro_batches(1)
+    for m in (model.train(), twin):
+        m(x, y)[1].backward()
+    found = grads(twin)
+    assert all(torch.equal(grad, found[name]) for name, grad in grads(model).items())
+    assert scale == 1 and model.state_dict().keys() == twin.state_dict().keys()
+
+
+def test_training_with_it_lowers_the_penalty():
+    def trained(coefficient):
+        torch.manual_seed(0)
+        model = random_model(GPTConfig(**GQA), torch.float32).train()
+        if coefficient:
+            add_z_loss(model, coefficient)
+        optimizer, calls = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        for x, y in micro_batches(20):
+            model(x, y)[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for block in model.transformer.h:
+            def attend(q, k, v, window, dropout_p, backend, sink, plain=block.attn.attend):
+                calls.append((q, k, window, sink))
+                return plain(q, k, v, window, dropout_p, backend, sink)
+            block.attn.attend = attend
+        with torch.no_grad():
+            model(*micro_batches(1)[0])
+        return penalty(calls).item()
+    assert trained(0.1) < 0.7 * trained(0)
