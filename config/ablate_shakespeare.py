@@ -49,6 +49,25 @@ side_rows = {
     # W8A8: activations too
     'int8 weights': ('+ int8 KV', dict(weight_dtype='int8', seeds='1,2,3')),
 }
+# mechanisms that others use, each in the full stack (how to add one: docs/ablations.md)
+_NOPE = dict(rope_fraction_global=0.0)
+side_rows |= {
+    'attention sinks': (_FULL, dict(attn_sink=True)),
+    'NoPE on global layers': (_FULL, _NOPE),
+    'RoPE on a quarter of global dimensions': (_FULL, dict(rope_fraction_global=0.25)),
+    'key offset': (_FULL, dict(key_offset=True)),
+    'K = V': (_FULL, dict(kv_tied='all')),
+    'K = V on global layers, NoPE': (_FULL, dict(kv_tied='global', **_NOPE)),
+    'latent of 48 on global layers, NoPE': (_FULL, dict(kv_latent=48, **_NOPE)),
+    # YOCO: layers 6 to 11 read the K and V of layer 5
+    'suffix sharing': (_FULL, dict(layer_pattern='LLLLLGGGGGGG', kv_share='AABBBCCCCCCC')),
+    'ReLU squared': (_FULL, dict(gelu='relu2')),
+    'attention z-loss': (_FULL, dict(attention_z_loss=1e-4)),
+    'clamped, int8 forward': (_FULL, dict(
+        act_clamp=4.0, int8_forward=True, kv_quant_train='int8', kv_dtype='int8',
+        weight_dtype='int8')),
+    'int4 KV': (_FULL, dict(kv_dtype='int4')),
+}
 # other ways to train the full stack (their cost: docs/training.md)
 side_rows |= {
     'Muon': (_FULL, dict(optimizer='muon', seeds='1,2,3')),
