@@ -14,6 +14,7 @@ from engine.pages import OutOfPages
 from engine.prefix import PrefixStore
 from kv.plan import plan_kv
 from kv.slots import RingStore
+from lab.benchmarks.kernels import fill_random
 
 SIZE, LONGEST = 4, 60
 SHAPES = {
@@ -276,7 +277,7 @@ def test_blocks_of_an_odd_number_of_bytes(kv_dtype, device):
                        layer_pattern='LG', window_size=6)
     cache = PagedKVCache(plan_kv(config), 2, 30, 8, 3, kv_dtype=kv_dtype, device=device)
     for store in cache.stores:
-        store.fill_random_()
+        fill_random(store)
     copier = BlockCopier(cache)
     rings = [store for store in cache.stores if isinstance(store, RingStore)]
     copier.put_page(5, copier.page(2))
