@@ -36,6 +36,9 @@ MODELING = [Path(__file__).with_name(f'{name}_nanokv.py') for name in ('configur
 AUTO_MAP = {'AutoConfig': 'configuration_nanokv.NanoKVConfig',
             'AutoModel': 'modeling_nanokv.NanoKVForCausalLM',
             'AutoModelForCausalLM': 'modeling_nanokv.NanoKVForCausalLM'}
+# what the code of this folder or the vLLM plugin adds to the engines, beyond windows and sharing
+MECHANISMS = ('attn_sink', 'rope_fraction_global', 'key_offset', 'kv_tied', 'kv_latent',
+              'act_clamp')
 
 
 def is_gpt2(config: GPTConfig) -> bool:
@@ -125,6 +128,25 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
         raise UserError(f'{target} cannot be written: {e.strerror or e}') from e
 
 
+def note(config: GPTConfig) -> str:
+    """Where a model with mechanisms that no stock engine has can run; '' without any."""
+    used = {name: value for name in MECHANISMS
+            if (value := getattr(config, name)) != getattr(GPTConfig, name)}
+    if config.gelu == 'relu2':
+        used['gelu'] = 'relu2'
+    if not used:
+        return ''
+    names = ', '.join(f'{name}={value!r}' for name, value in used.items())
+    where, vllm = 'transformers needs trust_remote_code=True', 'needs the plugin'
+    if config.attn_sink or config.key_offset:
+        where += " and attn_implementation='sdpa' or 'eager'"
+    if config.kv_tied or config.kv_latent:
+        vllm += ', and stores K and V apart, in twice the memory'
+    if config.key_offset:
+        vllm = 'cannot run it (key_offset)'
+    return f'Note: {names}: {where}; vLLM {vllm}'
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(prog='python -m interop.export', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,6 +160,8 @@ def main(argv=None):
     source = checkpoint_in(args.out_dir, args.resume_from)
     export(source, args.dest, args.dtype, args.max_shard_size, DATA_ROOT)
     config = json.loads((args.dest / 'config.json').read_text(encoding='utf-8'))
+    if text := note(GPTConfig(**config['nanokv'])):
+        print(text)
     files = ', '.join(sorted(path.name for path in args.dest.iterdir()))
     print(f'{args.dest}: {config["architectures"][0]}, {files}')
 
