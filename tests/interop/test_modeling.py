@@ -260,8 +260,8 @@ def test_positions_that_are_given(pair):
     torch.testing.assert_close(found[:, 30:], full_logits(ours, idx), **NEAR)
     cache, out = DynamicCache(config=theirs.config), []
     for a, b in ((0, 29), (29, 30), (30, 31), (31, 70)):  # pieces that are only padding
-        found = theirs(padded[:, a:b], attention_mask=mask[:, :b], position_ids=position_ids[:, a:b],
-                       past_key_values=cache)
+        found = theirs(padded[:, a:b], attention_mask=mask[:, :b], past_key_values=cache,
+                       position_ids=position_ids[:, a:b])
         out.append(found.logits)
     found = torch.cat(out, dim=1)[:, 30:]
     torch.testing.assert_close(found, full_logits(ours, idx), **NEAR)
