@@ -6,9 +6,10 @@
     python train.py config/train_rope_mha.py --init_from=resume --out_dir=out-mqa --n_kv_head=1 \\
         --max_iters=70
 
-K/V heads are pooled by their mean; layers that share a cache use the K and V of the first. The
-converted model is worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5%
-of the original steps. The new checkpoint is at iteration 0, without optimizer state.
+K/V heads are pooled by their mean; layers that share a cache use the K and V of the first. Sinks,
+offset keys, tied K and V, and latents can be neither added nor removed. The converted model is
+worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.
+The new checkpoint is at iteration 0, without optimizer state.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import dataclasses
