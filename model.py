@@ -24,8 +24,8 @@ from attention.rope import RotaryTable, apply_rope, norm_and_rotate
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from kv.cache import KVCache
-from kv.quantize import fake_quantize_int8
 from kv.plan import GLOBAL, LOCAL, Layer, Slot, plan_kv
+from kv.quantize import fake_quantize_int8
 
 __all__ = ['GPT', 'GPTConfig', 'model_args']
 
@@ -106,8 +106,9 @@ class CausalSelfAttention(nn.Module):
         k = norm_and_rotate(k, self.k_norm, rope)
         if self.slot.offset:  # the slower half of the rotated pairs (modded-nanogpt)
             fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)       # (B, Hkv, t, 2, D/4)
-            first = cache.previous_key(self.layer, slow) if cache else slow[:, :, :1] * 0
-            k = torch.stack([fast, torch.cat([first, slow[:, :, :-1]], dim=2)], -2).flatten(-3)
+            first = cache.previous_key(self.layer, slow) if cache else slow.new_zeros(())
+            slow = torch.cat([first.expand_as(slow[:, :, :1]), slow[:, :, :-1]], dim=2)
+            k = torch.stack([fast, slow], dim=-2).flatten(-3)
         v = k if self.slot.tied else own[1]
         # an int8 cache quantizes by itself
         if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):

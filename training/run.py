@@ -9,13 +9,14 @@ from attention.kernels.flex import block_mask
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
+from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
 from data.tokenizer import bytes_per_token
 from model import GPT
 from training import checkpoint as ckpt
 from training import fsdp, int8_training
 from training.adapt import adapt, adapted_config, differences
-from training.batches import RECALL, open_batches, open_meta
+from training.batches import open_batches, open_meta
 from training.checkpoint_manager import CheckpointManager, checkpoint_in, load_to_resume
 from training.device import autocast, describe_attention, memory_use, pick_dtype
 from training.distributed import launch_id
@@ -58,7 +59,7 @@ class Run:
         if self.sharded:  # only rank 0 has used its generator, to initialize weights
             torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
         self._open_batches(data_root)
-        self.bytes_per_token = 0.0 if s.dataset == RECALL else bytes_per_token(
+        self.bytes_per_token = 0.0 if s.dataset in TASKS else bytes_per_token(
             meta, open_split(data_root / s.dataset, 'val'))
         self._prepare_model(empty='shards' in (saved or {}))
         self.optimizer = make_optimizer(self.model, s, self.device.type)
@@ -117,7 +118,8 @@ class Run:
         """Return the initial model, and whether settings differ from those it was trained with."""
         s = self.s
         if meta is not None:
-            source = 'of recall_task' if RECALL in meta else f'inside data/{s.dataset}/meta.pkl'
+            is_task = s.dataset in TASKS
+            source = f'of {s.dataset}_task' if is_task else f'inside data/{s.dataset}/meta.pkl'
             print(f"found vocab_size = {meta['vocab_size']} ({source})")
         if s.init_from == 'scratch':
             return self._new_model(meta), False

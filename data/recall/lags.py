@@ -3,6 +3,7 @@
 Models with RoPE and qk_norm learn it quickly wherever attention reaches the answer.
 """
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class LagTask:
     block_size: int               # T, positions in a sequence
     distances: tuple[int, ...]    # positions from a query back to its answer
     n_tokens: int = 64
+    sequences: ClassVar[int] = 0  # new ones in every batch
 
     @property
     def vocab_size(self) -> int:
@@ -66,24 +68,3 @@ class LagTask:
         y[row, at] = x[row, at - back[row, at]]
         x[row, at] = self.n_tokens + which[row, at]
         return x, y, back
-
-
-def read_task(text: str, block_size: int) -> LagTask:
-    """Parse a task such as 'distances=7,30,100 n_tokens=32', for sequences of `block_size`. Raises
-    UserError if a name is unknown or a value is not a number."""
-    given = {}
-    for word in text.split():
-        name, _, value = word.partition('=')
-        if name not in ('distances', 'n_tokens'):
-            raise UserError(f"recall_task={text!r}: {word!r} is none of distances=7,30 n_tokens=64")
-        try:
-            numbers = tuple(int(piece) for piece in value.split(','))
-        except ValueError:
-            raise UserError(f'recall_task={text!r}: {word!r}: '
-                            f'{value!r} is no whole number') from None
-        if name != 'distances' and len(numbers) > 1:
-            raise UserError(f'recall_task={text!r}: {word!r} is one number')
-        given[name] = numbers if name == 'distances' else numbers[0]
-    if 'distances' not in given:
-        raise UserError(f"recall_task={text!r}: needs distances, as 'distances=7,30,100'")
-    return LagTask(block_size, **given)

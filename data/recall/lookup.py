@@ -43,8 +43,8 @@ class LookupTask:
             if getattr(self, name) < least:
                 raise UserError(f'lookup: {name}={getattr(self, name)}; allowed is {least} or more')
         if not self.pairs or min(self.pairs) < 1 or len(set(self.pairs)) < len(self.pairs):
-            raise UserError(f'lookup: pairs={self.pairs}; needed are one or more different numbers, '
-                            'each 1 or more')
+            raise UserError(f'lookup: pairs={self.pairs}; needed are one or more different '
+                            'numbers, each 1 or more')
         most = max(self.pairs)
         if most > self.n_keys:
             raise UserError(f'lookup: {most} pairs need as many keys, and n_keys={self.n_keys}')

@@ -17,12 +17,13 @@ from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import ABLATE, KV_DTYPES, MODEL, TRAIN
 from data.datasets import DATA_ROOT
+from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
 from interop.convert import MEMORY, check_conversion
 from kv.plan import plan_kv
 from lab.benchmarks.setting import MIN_REPEATS, numbers
 from model import GPT
-from training.batches import RECALL, open_meta
+from training.batches import open_meta
 from training.checkpoint import tokens_id
 
 NOT_TRAINED = {'kv_dtype', 'weight_dtype', 'at_inference', 'seeds'}  # these need no retraining
@@ -33,7 +34,8 @@ PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_
          'wandb_run_name', 'tensorboard_log', 'keep_checkpoints', 'checkpoint_interval',
          'log_interval', 'memory_report', 'memory_budget', 'eval_only', 'backend',
          'always_save_checkpoint', 'eval_interval', 'eval_iters')
-DATA = ('dataset', 'block_size', 'recall_task')  # losses are comparable only where these are equal
+# losses are comparable only where these are equal
+DATA = ('dataset', 'block_size', *(f'{name}_task' for name in TASKS))
 SAME_FOR_ALL = {*PLACE, *DATA, 'init_from'} - {'eval_interval', 'eval_iters', 'recompute'}
 MATCH = 'match'
 STORAGE = {'kv_dtype': KV_DTYPES, 'weight_dtype': ('auto', 'int8')}
@@ -220,7 +222,8 @@ class Ladder:
     def weighty(self, row: Row) -> dict:
         """The settings that determine the weights, except for the seed."""
         settings = vars(self.settings(row))
-        omitted = PLACE if settings['dataset'] == RECALL else (*PLACE, 'recall_task')
+        others = {f'{name}_task' for name in TASKS if name != settings['dataset']}
+        omitted = {*PLACE, *others}
         return {name: value for name, value in settings.items() if name not in omitted}
 
     def fingerprint(self, row: Row) -> str:
@@ -250,15 +253,15 @@ class Ladder:
 
     def _data_id(self, s) -> str:
         """Identify the tokens of a data set, which change if it is prepared from different text."""
-        if s.dataset == RECALL:
-            return RECALL
+        if s.dataset in TASKS:
+            return s.dataset
         n_tokens = len(open_split(DATA_ROOT / s.dataset, 'train'))
         return f'{tokens_id(open_meta(s, DATA_ROOT))}, {n_tokens:,} tokens'
 
     def trained_config(self, row: Row, shape: dict | None = None) -> GPTConfig:
         """The config of the model during training."""
         s = self.settings(row, shape)
-        data = s.dataset, s.recall_task
+        data = s.dataset, *(getattr(s, f'{name}_task') for name in TASKS)
         if data not in self._vocab_sizes:
             meta = open_meta(s, DATA_ROOT)
             self._vocab_sizes[data] = 50304 if meta is None else meta['vocab_size']

@@ -18,7 +18,7 @@ import torch
 import configurator
 from config.errors import UserError
 from data.datasets import ensure_dataset
-from data.recall.lags import read_task
+from data.recall.tasks import task_of
 from data.tokenfiles import open_split, read_meta
 from data.tokenizer import load_tokenizer
 from engine import evaluate
@@ -27,9 +27,9 @@ from engine.weights import quantize_weights
 from interop.convert import convert_weights
 from kv.plan import LOCAL
 from lab.ablation.ladder import read_ladder
+from lab.ablation.lookup import lookup, solved_at
 from lab.ablation.results import Results
 from model import GPT
-from training.batches import RECALL
 from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.device import device_name, pick_device, pick_dtype
 from training.log import read_metrics
@@ -130,8 +130,13 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     sizes = {'params': model.get_num_params(),
              'params_all': model.get_num_params(non_embedding=False)}
     quantize_weights(model, row.weight_dtype)
-    if s.dataset == RECALL:
-        judged = {'recall': recall(model, row, read_task(s.recall_task, s.block_size))}
+    task = task_of(s)
+    if s.dataset == 'lookup':
+        kv_dtype = model.resolved_kv_dtype(row.kv_dtype)
+        judged = {'lookup': lookup(model, kv_dtype, task) | {
+            'solved_at': solved_at(path.parent, ladder.trained_config(row), task)}}
+    elif task:
+        judged = {'recall': recall(model, row, task)}
     else:
         folder = ensure_dataset(s.dataset)
         tokens = open_split(folder, 'val')

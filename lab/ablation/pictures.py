@@ -21,6 +21,7 @@ TITLES = {
     'recovery': 'Training of converted weights; dashed: the model they were converted from; '
                 'dotted: the same memory trained from scratch',
     'positions': 'Validation loss by position in the window',
+    'lookup': 'Facts recalled by content: bars are means, dots single seeds',
     'recall': 'Recall by distance: bars are means, dots single seeds',
     'decode': 'Time per output token over cached tokens',
     'kv': 'KV bytes of one sequence over its length',
@@ -258,17 +259,33 @@ def positions(axis, summary, color):
     label_axes(axis, 'position in the window')
 
 
+def lookup(axis, summary, color):
+    rows = [row for row in summary['rows'] if row.get('lookup')][::-1]
+    if rows:
+        numbers = {n: f'{int(n):,} facts' for n in rows[0]['lookup']['accuracy']}
+        bars(axis, rows, 'lookup', numbers, color)
+
+
 def recall(axis, summary, color):
     rows = [row for row in summary['rows'] if row.get('recall')][::-1]
     if not rows:
         return
-    distances, reach, figure = list(rows[0]['recall']['accuracy']), local_reach(rows), axis.figure
+    reach = local_reach(rows)
+    bars(axis, rows, 'recall', {
+        distance: f'{int(distance):,} back'
+        + (f', beyond local layers ({reach})' if int(distance) > reach > 0 else '')
+        for distance in rows[0]['recall']['accuracy']}, color)
+
+
+def bars(axis, rows, task: str, titles: dict, color) -> None:
+    """A panel of bars for each key of a task's accuracy."""
+    figure = axis.figure
     axis.remove()
-    figure.set_size_inches(3 + 2.4 * len(distances), 1 + 0.27 * len(rows))
-    panels = figure.subplots(1, len(distances), sharey=True, squeeze=False)[0]
-    for distance, panel in zip(distances, panels):
+    figure.set_size_inches(3 + 2.4 * len(titles), 1 + 0.27 * len(rows))
+    panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for (key, title), panel in zip(titles.items(), panels):
         for k, row in enumerate(rows):
-            accuracy = row['recall']['accuracy'][distance]
+            accuracy = row[task]['accuracy'][key]
             each = [100 * x for x in accuracy['each']]
             panel.barh(k, 100 * accuracy['mean'], color=color(row), height=0.7, alpha=0.6)
             panel.plot(each, [k] * len(each), 'o', markersize=3.5,
@@ -277,8 +294,7 @@ def recall(axis, summary, color):
         panel.grid(False, axis='y')
         panel.set_xlim(0, 100)
         panel.set_xlabel('named right, %')
-        beyond = f', beyond local layers ({reach})' if int(distance) > reach > 0 else ''
-        panel.set_title(f'{int(distance):,} back{beyond}', fontsize=9)
+        panel.set_title(title, fontsize=9)
 
 
 def decode(axis, summary, color):
@@ -310,4 +326,4 @@ def kv(axis, summary, color):
     label_axes(axis, 'tokens', 'KV bytes of one sequence')
 
 
-DRAWN = talk, pareto, curves, gaps, recovery, positions, recall, decode, kv
+DRAWN = talk, pareto, curves, gaps, recovery, positions, lookup, recall, decode, kv

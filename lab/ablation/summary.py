@@ -118,6 +118,8 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
               'tokens': first['training']['tokens'],
               'iterations': first['training']['iterations'], 'trained_as': first['trained_as'],
               'curve': mean_curve([run['training']['curve'] for run in runs.values()])}
+    if 'lookup' in first:
+        return entry | {'lookup': lookup_of_row([run['lookup'] for run in runs.values()])}
     if 'recall' not in first:
         return entry | losses_of_row(ladder, row, measured)
     accuracy = {distance: mean_sd(run['recall']['accuracy'][distance] for run in runs.values())
@@ -125,6 +127,16 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
     reach, n_rows = first['recall']['local_reach'], first['recall']['rows']
     return entry | {'recall': {'accuracy': accuracy, 'local_reach': reach, 'rows': n_rows,
                                'seeds': list(runs)}}
+
+
+def lookup_of_row(runs: list[dict]) -> dict:
+    """Summarise `lookup.lookup` over the seeds."""
+    first = runs[0]
+    each = {key: [run[key] for run in runs] for key in ('facts', 'bytes_per_fact', 'solved_at')}
+    means = {key: {n: mean_sd(run[key][n] for run in runs) for n in first[key]}
+             for key in ('accuracy', 'by_distance')}
+    same = {key: first[key] for key in ('kv_bytes', 'rows', 'gap', 'n_values', 'local_reach')}
+    return same | each | means
 
 
 def losses_of_row(ladder, row, measured: dict) -> dict:

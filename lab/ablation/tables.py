@@ -5,48 +5,9 @@ import io
 import statistics
 
 from config.sizes import nice_bytes
-from lab.ablation.summary import LEARNED, local_reach
+from lab.ablation.cells import INTERVAL, MISSING, label, mean_sd, plus_minus, smaller
+from lab.ablation.recall_tables import lookups, recalls
 from lab.tables import Table
-
-MISSING = '-'
-INTERVAL = ("±: 95% confidence interval of the paired difference "
-            "(Student's t, n-1 degrees of freedom)")
-
-
-def label(row: dict) -> str:
-    """The row's name; for a side row also the row it is based on and its own max_iters."""
-    if not row['side']:
-        return row['name']
-    changes = row['changes']
-    steps = f"; {changes['max_iters']:,} iterations" if 'max_iters' in changes else ''
-    return f"{row['name']} (from {row['above']}{steps})"
-
-
-def plus_minus(difference: dict | None, form: str = '.4f', scale: float = 1) -> str:
-    """'+0.0123 ±0.0045': a paired difference and its 95% confidence interval. With fewer than three
-    pairs, the differences themselves, '+0.0123, +0.0150 (n=2)': with one degree of freedom the
-    width of the interval is mostly chance."""
-    def signed(x):
-        text = format(scale * x, '+z' + form)
-        return text if float(text) else text.lstrip('+')
-    if not difference:
-        return MISSING
-    each = difference['each']
-    if len(each) < 3:
-        return f"{', '.join(map(signed, each))} (n={len(each)})"
-    return f"{signed(difference['mean'])} ±{format(scale * difference['half_95'], form)}"
-
-
-def mean_sd(values: dict | None, form: str = '.4f', scale: float = 1) -> str:
-    """'1.7718 (0.0029)': mean and standard deviation."""
-    if not values:
-        return MISSING
-    text = format(scale * values['mean'], form)
-    return text if values['sd'] is None else f"{text} ({format(scale * values['sd'], form)})"
-
-
-def smaller(row: dict) -> str:
-    return f"{row['kv']['smaller']:.1f}x"
 
 
 def is_model(row: dict) -> bool:
@@ -196,9 +157,10 @@ def facts_line(summary: dict) -> str:
 def grids(summary: dict) -> list[Table]:
     """Return all tables that have rows."""
     rows = summary['rows']
-    tables = [recalls(summary), bytes_held(summary), weights_and_prefill(summary),
+    tables = [lookups(summary), recalls(summary), bytes_held(summary), weights_and_prefill(summary),
               speeds(summary), training(summary)]
-    if any('val_loss' in row for row in rows) or not any(row.get('recall') for row in rows):
+    tasks = any(row.get('recall') or row.get('lookup') for row in rows)
+    if any('val_loss' in row for row in rows) or not tasks:
         tables = [headline(summary), headline(summary, side=True), *tables]
     return [table for table in tables if table and table.rows]
 
@@ -347,33 +309,4 @@ def training(summary: dict) -> Table | None:
                 megabytes = [cell['memory'][name] / 1e6 for name in ('activations', 'peak')]
                 cells = [f'{x:,.0f}' for x in (cell['tokens_per_second']['median'], *megabytes)]
         table.rows.append((label(row), *cells))
-    return table
-
-
-def recalls(summary: dict) -> Table | None:
-    """Accuracy by distance. If the baseline has learned the task and local layers cannot solve it
-    by themselves, also the difference from the baseline."""
-    rows = [row for row in summary['rows'] if row.get('recall')]
-    if not rows:
-        return None
-    first, reach = rows[0]['recall'], local_reach(rows)
-    baseline, distances = first['baseline'], list(first['accuracy'])
-    ladder = f" (ladder {summary['recall_ladder']!r})" if summary['recall_ladder'] else ''
-    title = (f'Recall{ladder}: accuracy at naming the token that many positions back, %, mean over '
-             f'seeds (sd); differences in points, paired by seed; {INTERVAL}; local layers alone '
-             f'reach {reach:,}')
-    if first['learned'] != distances:
-        unknown = '' if first['baseline_known'] else ' or is not measured yet'
-        title += (f'; at distances marked * {baseline} names less than {LEARNED:.0%} right{unknown}'
-                  ', and they do not distinguish the rows')
-    heads = [f"{int(d):,} back{'' if d in first['learned'] else '*'}" for d in distances]
-    if first['beyond']:
-        heads.append(f'beyond {reach:,}, less {baseline}')
-    table = Table(title, ('row', *heads, 'seeds'), left=('row',))
-    for row in rows:
-        recall = row['recall']
-        cells = [mean_sd(recall['accuracy'][d], '.1f', scale=100) for d in distances]
-        if first['beyond']:
-            cells.append(plus_minus(recall.get('above_baseline'), '.1f', scale=100))
-        table.rows.append((label(row), *cells, str(len(recall['seeds']))))
     return table

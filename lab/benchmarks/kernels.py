@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from attention.backends import triton_usable
-from attention.kernels.choose import why_unavailable
 from attention.cached import dequantized
 from attention.causal import causal_attention
+from attention.kernels.choose import why_unavailable
 from attention.kernels.flash import load_flash_attn
 from attention.kernels.flex import flex_local_attention
 from attention.rope import RotaryTable, norm_and_rotate

@@ -1,7 +1,7 @@
 """Blocks on the cost of the savings, from the ladders."""
 import json
 
-from lab.ablation.tables import plus_minus
+from lab.ablation.cells import plus_minus
 from lab.pages.blocks import RESULTS, block, first_seed, load, mean, prose, rows_of, table
 
 ROW_NAMES = {'+ KV shared by 2/3': '+ KV shared by 2 or 3 layers',

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
-from data.recall.lags import LagTask, read_task
+from data.recall.lags import LagTask
+from data.recall.tasks import read_task
 
 TASK = LagTask(block_size=96, distances=(3, 20, 50))
 
@@ -33,7 +34,7 @@ def test_one_distance_can_be_asked_for():
 
 
 def test_a_task_is_read():
-    assert read_task('n_tokens=9 distances=7,30', 96) == LagTask(96, (7, 30), n_tokens=9)
+    assert read_task('recall', 'n_tokens=9 distances=7,30', 96) == LagTask(96, (7, 30), n_tokens=9)
 
 
 @pytest.mark.parametrize('text, named', [
@@ -42,4 +43,4 @@ def test_a_task_is_read():
     ('distances=7 n_tokens=0', 'n_tokens=0'), ('distances=7 n_tokens=3,4', 'one number')])
 def test_impossible_settings_are_refused(text, named):
     with pytest.raises(UserError, match=named.replace('.', r'\.')):
-        read_task(text, 96)
+        read_task('recall', text, 96)

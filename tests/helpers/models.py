@@ -49,6 +49,23 @@ def max_gap(a, b):
 
 
 @st.composite
+def mechanisms(draw, pattern, rope, head_dim):
+    """Settings beyond the plan, as they go with a layer pattern, RoPE or not, and a head_dim."""
+    fields = dict(attn_sink=draw(st.booleans()), act_clamp=draw(st.sampled_from([0.0, 0.0, 1.5])),
+                  gelu=draw(st.sampled_from(['exact', 'tanh', 'relu2'])))
+    if rope:
+        fields['rope_fraction_global'] = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))
+    stored = [{}, {}, dict(kv_tied='all')]
+    if 'G' in pattern:
+        stored.append(dict(kv_tied='global'))
+        if head_dim % 4 == 0:
+            stored.append(dict(key_offset=True))
+        if not fields.get('rope_fraction_global'):
+            stored += [dict(kv_latent=head_dim), dict(kv_latent=2 * head_dim)]
+    return fields | draw(st.sampled_from(stored))
+
+
+@st.composite
 def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
     """All kinds of plans, at least one period plus one layer deep."""
     pattern = draw(st.sampled_from(['LLLLLG', 'LG', 'GL', 'LLG', 'G', 'L'])
@@ -57,17 +74,17 @@ def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
     n_head = draw(st.sampled_from([1, 2, 4, 6]))
     kv_heads = [0] + [n for n in range(1, n_head + 1) if n_head % n == 0]
     rope = draw(st.booleans())
+    head_dim = draw(st.sampled_from([4, 6] + [0] * (12 // n_head % 2 == 0)))
     return GPTConfig(**dict(dict(
         block_size=160, vocab_size=VOCAB, n_layer=len(pattern) + draw(st.integers(1, 3)),
         n_head=n_head, n_embd=12, n_kv_head=draw(st.sampled_from(kv_heads)),
-        head_dim=draw(st.sampled_from([4, 6] + [0] * (12 // n_head % 2 == 0))),
-        bias=draw(st.booleans()), layer_pattern=pattern,
+        head_dim=head_dim, bias=draw(st.booleans()), layer_pattern=pattern,
         window_size=draw(st.sampled_from(windows)) if 'L' in pattern else 0,
         kv_share=draw(st.sampled_from([share, ''])), share_global_kv=draw(st.booleans()),
         pos_embedding='rope' if rope else 'learned', rope_theta=50.0,
         rope_theta_global=draw(st.sampled_from([0.0, 700.0])) if rope else 0.0,
-        qk_norm=draw(st.booleans()), gelu=draw(st.sampled_from(['exact', 'tanh'])),
-        mlp_hidden=draw(st.sampled_from([0, 7]))), **fixed))
+        qk_norm=draw(st.booleans()), mlp_hidden=draw(st.sampled_from([0, 7])),
+        **draw(mechanisms(pattern, rope, head_dim or 12 // n_head))), **fixed))
 
 
 @st.composite

@@ -30,20 +30,24 @@ def visible(n_positions, window):
                          for i in range(n_positions)])
 
 
-def dense_attention(q, k, v, window=0):
+def dense_attention(q, k, v, window=0, sink=None):
     """float64 attention of q (B, H, t, D) over k, v (B, Hkv, S, D); the last query has the position
-    of the last key."""
+    of the last key. sink (H,): e**sink is added to the denominators."""
     q, k, v = (x.to(torch.float64) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     scores = torch.einsum('bhtd,bhsd->bhts', q, k) / math.sqrt(q.size(-1))
     seen = visible(k.size(2), window)[k.size(2) - q.size(2):]
-    return torch.einsum('bhts,bhsd->bhtd', scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+    weights = scores.masked_fill(~seen, -math.inf).exp()
+    total = weights.sum(-1, keepdim=True) + (0 if sink is None else sink.exp()[:, None, None])
+    return torch.einsum('bhts,bhsd->bhtd', weights / total, v)
 
 
-def rotate(x, positions, theta):
-    """Rotate half-split pairs of x (..., T, D), as complex numbers, by pos * theta**(-2d/D)."""
+def rotate(x, positions, theta, fraction=1.0):
+    """Rotate half-split pairs of x (..., T, D), as complex numbers, by pos * theta**(-2d/D); only
+    the first `fraction` of the pairs."""
     D = x.size(-1)
-    speed = torch.tensor([theta ** (-2 * d / D) for d in range(D // 2)], dtype=torch.float64)
+    speed = torch.tensor([theta ** (-2 * d / D) * (d < round(fraction * D / 2))
+                          for d in range(D // 2)], dtype=torch.float64)
     angle = torch.as_tensor(positions, dtype=torch.float64)[:, None] * speed
     z = torch.complex(x[..., :D // 2], x[..., D // 2:]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([z.real, z.imag], dim=-1)
@@ -60,6 +64,8 @@ def layer_norm(x, gain, bias):
 
 
 def gelu(x, form):
+    if form == 'relu2':
+        return torch.where(x > 0, x * x, 0.0)
     if form == 'tanh':
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
@@ -83,6 +89,8 @@ class Reference:
         self.n_kv_head = config.n_kv_head or config.n_head
 
     def linear(self, x, name):
+        limit = self.config.act_clamp or math.inf
+        x = torch.maximum(torch.minimum(x, torch.tensor(limit)), torch.tensor(-limit))
         y = x @ self.state[name + '.weight'].T
         return y + self.state[name + '.bias'] if self.config.bias else y
 
@@ -92,27 +100,51 @@ class Reference:
 
     def positioned(self, x, i, gain):
         """q or k (B, h, T, D) of layer `i` after QK-norm and RoPE."""
-        c = self.config
-        if c.qk_norm:
+        if self.config.qk_norm:
             x = rms_norm(x, self.state[f'transformer.h.{i}.attn.{gain}.weight'])
-        if c.pos_embedding == 'rope':
-            theta = c.rope_theta if is_local(c,
-                                             i) or not c.rope_theta_global else c.rope_theta_global
-            x = rotate(x, range(x.size(2)), theta)
-        return x
+        return self.rotated(x, i)
+
+    def rotated(self, x, i, direction=1):
+        c = self.config
+        if c.pos_embedding != 'rope' or (c.kv_latent and not is_local(c, i)):
+            return x
+        if is_local(c, i):
+            return rotate(x, range(0, direction * x.size(2), direction), c.rope_theta)
+        return rotate(x, range(0, direction * x.size(2), direction),
+                      c.rope_theta_global or c.rope_theta, c.rope_fraction_global)
 
     def attention(self, x, i, held):
         B, T, _ = x.shape
         D, n_q, n_kv = self.head_dim, self.config.n_head, self.n_kv_head
-        rows = self.linear(x, f'transformer.h.{i}.attn.c_attn').view(B, T, -1, D).transpose(1, 2)
-        q = self.positioned(rows[:, :n_q], i, 'q_norm')
-        owner = kv_owner(self.config, i)
+        c, prefix = self.config, f'transformer.h.{i}.attn.'
+        local = is_local(c, i)
+        latent = c.kv_latent * (not local)
+        tied = c.kv_tied == 'all' or bool(c.kv_tied and not local)
+        rows = self.linear(x, prefix + 'c_attn')
+        q = rows[..., :n_q * D].view(B, T, n_q, D).transpose(1, 2)
+        q, rest = self.positioned(q, i, 'q_norm'), rows[..., n_q * D:]
+        owner = kv_owner(c, i)
         if owner == i:
-            k, v = self.positioned(rows[:, n_q:n_q + n_kv], i, 'k_norm'), rows[:, n_q + n_kv:]
-            held[i] = (int8_rounded(k), int8_rounded(v)) if self.config.kv_quant_train else (k, v)
-        assert rows.size(1) == n_q + (2 * n_kv if owner == i else 0)
-        y = dense_attention(q, *held[owner], self.config.window_size if is_local(self.config, i)
-                            else 0)
+            heads = rest.view(B, T, -1, latent or D).transpose(1, 2)
+            k = self.positioned(heads[:, :1 if latent else n_kv], i, 'k_norm')
+            if c.key_offset and not local:
+                before = torch.zeros_like(k)
+                before[:, :, 1:] = k[:, :, :-1]
+                from_before = torch.tensor([d % (D // 2) >= D // 4 for d in range(D)])
+                k = torch.where(from_before, before, k)
+            v = k if tied or latent else heads[:, n_kv:]
+            assert rest.size(-1) == (latent or n_kv * D * (1 if tied else 2))
+            held[i] = (int8_rounded(k), int8_rounded(v)) if c.kv_quant_train else (k, v)
+        else:
+            assert rest.size(-1) == 0
+        k, v = held[owner]
+        if latent:
+            k, v = ((each[:, 0] @ self.state[prefix + name].T).view(B, T, n_q, D).transpose(1, 2)
+                    for each, name in ((k, 'k_up'), (v, 'v_up')))
+        sink = self.state[prefix + 'sink'] if c.attn_sink else None
+        y = dense_attention(q, k, v, c.window_size if local else 0, sink)
+        if tied:
+            y = self.rotated(y, i, direction=-1)
         return self.linear(y.transpose(1, 2).reshape(B, T, -1), f'transformer.h.{i}.attn.c_proj')
 
     def mlp(self, x, i):

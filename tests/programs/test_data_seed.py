@@ -55,7 +55,7 @@ def test_another_order_is_refused(tmp_path):
     (dict(data_prefetch=65), 'data_prefetch=65: at most 64'),
     (dict(data_seed=2 ** 70), str(2 ** 70)),
     (dict(dataset='recall', data_order='shuffled', block_size=20, recall_task='distances=3'),
-     'makes new sequences')])
+     'makes its sequences')])
 def test_wrong_settings(tmp_path, settings, named):
     with pytest.raises(UserError) as caught:
         run_train(tmp_path, **settings)

@@ -165,7 +165,8 @@ def test_generations_are_those_of_the_cpu(kv_dtype):
 def test_a_generation_never_waits_for_the_device():
     model = GPT(GPTConfig(**MODEL)).cuda().bfloat16().eval()
     cache = model.new_cache(1, 70)
-    generation = Generation(model, [[1, 2, 3]], 60, TopPSampler(temperature=0.8, top_k=5, top_p=0.9),
+    sampler = TopPSampler(temperature=0.8, top_k=5, top_p=0.9)
+    generation = Generation(model, [[1, 2, 3]], 60, sampler,
                             cache, decode=captured_decode(model, cache))
     made = [next(generation) for _ in range(5)]  # the prompt, the capture
     torch.cuda.set_sync_debug_mode('error')

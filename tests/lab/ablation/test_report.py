@@ -9,6 +9,7 @@ import pytest
 from matplotlib import pyplot
 
 from lab.ablation import cost, pictures, report, tables
+from lab.ablation.cells import plus_minus
 from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
 from lab.ablation.summary import paired_difference, recall_of, summarize
@@ -134,7 +135,7 @@ def test_every_figure_stands_in_its_column(summary):
 def test_differences_in_words(each, text, told):
     others = dict.fromkeys(range(len(each)), 0.0)
     found = paired_difference(dict(enumerate(each)), others)
-    assert tables.plus_minus(found) == text
+    assert plus_minus(found) == text
     assert told in tables.verdict(found)
 
 

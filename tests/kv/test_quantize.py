@@ -1,11 +1,11 @@
-"""int8 storage: the error of stored values, and the effects of rounding in training."""
+"""int8 and int4 storage: the error of stored values, and the effects of rounding in training."""
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.cached import dequantize
-from kv.quantize import fake_quantize_int8, quantize_int8
+from kv.quantize import fake_quantize_int8, quantize_int4, quantize_int8
 
 NORMAL_FP16 = 127 * 2 ** -14  # below this largest element the scale is a subnormal fp16
 
@@ -30,6 +30,22 @@ def test_error_is_at_most_half_a_step_and_the_rounding_of_the_scale(seed, expone
     assert (rounding <= 2 ** -11 * largest).all()
     error = (roundtrip(x) - x.double()).abs()
     assert (error <= (scale.double() / 2).maximum(rounding) * (1 + 1e-6)).all()
+
+
+@given(seed=st.integers(0, 999), magnitude=st.sampled_from([0.1, 1.0, 50.0]))
+def test_int4_is_within_half_a_step_of_a_seventh_of_the_largest(seed, magnitude):
+    x = sample(seed, magnitude)
+    packed, scale = quantize_int4(x)
+    assert packed.dtype == torch.uint8 and packed.shape == (3, 2, 5, 8)
+    largest = x.abs().amax(-1, keepdim=True)
+    assert ((scale.double() * 7 - largest).abs() <= 2 ** -10 * largest).all()
+    error = (dequantize(packed, scale, torch.float64) - x).abs()
+    assert (error <= scale.double() / 2 + 2 ** -10 * largest).all()
+
+
+def test_int4_packs_the_halves_of_a_vector():
+    packed, scale = quantize_int4(torch.tensor([7.0, -7.0, 1.0, 0.0]))
+    assert scale.tolist() == [1.0] and packed.tolist() == [15 + 16 * 9, 1 + 16 * 8]
 
 
 def test_scale_is_the_largest_element_over_127_in_each_row_of_its_own():

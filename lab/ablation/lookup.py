@@ -1,0 +1,70 @@
+"""Looking up facts by content: how many facts a row recalls, and what a fact costs in KV bytes."""
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.evaluate import through_cache
+from kv.plan import LOCAL
+from model import GPT
+from training.checkpoint import load_checkpoint, load_weights
+
+ROWS = 256          # sequences per number of facts
+SEED = 20_000       # not used by training
+BATCH = 32
+RECALLED = 0.95     # share of right answers from which facts count as recalled
+SOLVED = 0.99       # share of right answers at which the task counts as solved
+
+
+def lookup(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
+    """Greedy accuracy through the cache, by number of facts and by distance (from a power of two to
+    the next); the largest number of facts recalled, and the allocated KV bytes for each of them."""
+    right, distances = {}, []
+    for n in sorted(task.pairs):
+        answers, distance = answered(model, kv_dtype, task, n, rows)
+        right[n] = answers.float().mean().item()
+        distances.append((distance, answers))
+    distance, answers = (torch.cat(each) for each in zip(*distances))
+    bins = distance.float().log2().floor().int()
+    facts = 0
+    for n, share in right.items():  # in increasing order
+        facts = n if share >= RECALLED else facts
+        if share < RECALLED:
+            break
+    nbytes = model.new_cache(1, task.block_size, kv_dtype).nbytes
+    n_local = sum(layer.kind == LOCAL for layer in model.plan.layers)
+    return {'accuracy': right, 'rows': rows, 'facts': facts, 'kv_bytes': nbytes,
+            'bytes_per_fact': nbytes / facts if facts else None,
+            'by_distance': {2 ** k: answers[bins == k].float().mean().item()
+                            for k in bins.unique().tolist()},
+            'gap': task.gap, 'n_values': task.n_values,
+            'local_reach': n_local * (model.config.window_size - 1)}
+
+
+@torch.inference_mode()
+def answered(model, kv_dtype: str, task, n: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each question about n facts is answered right, and its distance; both (rows * n,)."""
+    rng = np.random.default_rng((SEED, n))
+    x, y, distance = (torch.from_numpy(a).to(model.device) for a in task.batch(rng, rows, n))
+    logits_of = through_cache(model, kv_dtype, task.block_size // 2, 16)
+    choices = torch.cat([logits_of(some).argmax(-1) for some in x.split(BATCH)])
+    asked = distance > 0
+    return (choices == y)[asked].cpu(), distance[asked].cpu()
+
+
+def solved_at(folder: Path, config, task) -> int | None:
+    """The iteration of the first checkpoint in a run's folder from which on all are right on at
+    least SOLVED of the questions (without a cache's rounding); None if the last one is not."""
+    found, solved = {}, None
+    for path in folder.glob('ckpt*.pt'):
+        if re.fullmatch(r'ckpt(_\d+)?\.pt', path.name):
+            saved, model = load_checkpoint(path), GPT(config)
+            load_weights(model, saved, path)
+            found[saved['iter_num']] = model.eval()
+    for iteration, model in sorted(found.items(), reverse=True):
+        answers = [answered(model, 'auto', task, n, BATCH)[0] for n in task.pairs]
+        if torch.cat(answers).float().mean() < SOLVED:
+            break
+        solved = iteration
+    return solved

@@ -1,0 +1,92 @@
+"""The look-up task: facts, a gap, and each key again with its value."""
+import numpy as np
+import pytest
+import torch
+
+from config.errors import UserError
+from data.recall.lookup import BLANK, LookupTask
+from data.recall.tasks import TASKS, read_task
+from training.batches import TaskBatches
+
+TASK = LookupTask(block_size=60, pairs=(2, 5, 9), gap=11, n_keys=12, n_values=7)
+CPU = torch.device('cpu')
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_every_answer_is_the_value_after_the_same_key_that_far_back():
+    x, y, distance = TASK.batch(np.random.default_rng(0), 200)
+    rows, at = np.nonzero(distance)
+    facts = at - distance[rows, at]
+    assert (x[rows, at] == x[rows, facts]).all() and (x[rows, facts] <= TASK.n_keys).all()
+    assert (y[rows, at] == x[rows, facts + 1]).all() and (y[rows, at] > TASK.n_keys).all()
+    assert y.max() < TASK.vocab_size and y.max() == TASK.n_keys + TASK.n_values
+    assert distance[rows, at].min() >= TASK.gap + 2
+
+
+def test_each_fact_is_stated_and_asked_once_in_another_order():
+    x, _, distance = TASK.batch(np.random.default_rng(1), 300)
+    numbers = (distance > 0).sum(1)
+    assert {n: (numbers == n).sum() > 60 for n in (2, 5, 9)} == {2: True, 5: True, 9: True}
+    same_order = 0
+    for row, back, n in zip(x, distance, numbers):
+        stated, asked = row[:2 * n:2], row[back > 0]
+        assert sorted(stated) == sorted(asked) and len(set(stated)) == n
+        assert (row[2 * n:2 * n + TASK.gap] == BLANK).all()
+        same_order += n == 9 and (stated == asked).all()
+    assert same_order < 3
+
+
+def test_all_tokens_but_blanks_are_targets():
+    x, y, _ = TASK.batch(np.random.default_rng(2), 50)
+    assert (y[:, :-1] == np.where(x[:, 1:] == BLANK, -1, x[:, 1:])).all()
+
+
+def test_a_number_of_facts_can_be_asked_for():
+    _, _, distance = TASK.batch(np.random.default_rng(3), 20, n_pairs=5)
+    assert ((distance > 0).sum(1) == 5).all()
+
+
+def test_training_repeats_a_fixed_set_and_evaluation_does_not():
+    task = read_task('lookup', 'pairs=2,4 gap=3 sequences=8', 20)
+    batches = TaskBatches(task, 6, CPU, generator(), seed=5)
+    fixed = {tuple(row) for row in task.batch(np.random.default_rng(5), 8)[0].tolist()}
+    drawn = [batches.next() for _ in range(20)]
+    assert {tuple(row) for x, _ in drawn for row in x.tolist()} == fixed and len(fixed) == 8
+    for x, y in batches.evaluation('val', 2, seed=1):
+        assert not {tuple(row) for row in x.tolist()} & fixed
+        assert set((y >= 0).sum(1).tolist()) <= {2, 4}  # answers only
+    again = [x for x, _ in batches.evaluation('val', 2, seed=1)]
+    assert all(torch.equal(a, x) for a, (x, _) in zip(again, batches.evaluation('val', 2, 1)))
+
+
+def test_it_resumes_where_it_was_and_processes_share_the_batches():
+    task = read_task('lookup', 'pairs=2 gap=0 sequences=50', 8)
+    one = TaskBatches(task, 4, CPU, generator())
+    first = [one.next() for _ in range(6)]
+    state = one.state
+    resumed = TaskBatches(task, 4, CPU, generator(9))
+    resumed.order.state = state
+    assert torch.equal(resumed.next()[0], first[-1][0])
+    two = [TaskBatches(task, 4, CPU, generator(), rank, 2) for rank in (0, 1)]
+    for k in range(3):
+        for rank in (0, 1):
+            assert torch.equal(two[rank].next()[0], first[2 * k + rank][0])
+
+
+def test_a_task_is_read():
+    assert read_task('lookup', 'gap=9 pairs=3,1 n_keys=5', 30) == LookupTask(
+        30, (3, 1), gap=9, n_keys=5)
+    assert list(TASKS) == ['recall', 'lookup']
+
+
+@pytest.mark.parametrize('text, named', [
+    ('', 'pairs'), ('pairs=', "''"), ('pairs=2,x', 'x'), ('facts=7', 'facts=7'),
+    ('pairs=0', '0'), ('pairs=2,2', '2, 2'), ('pairs=9', 'block_size=30'), ('pairs=2 gap=40', '40'),
+    ('pairs=2 n_keys=1', 'n_keys=1'), ('pairs=2 gap=-1', 'gap=-1'), ('pairs=2 gap=3,4', 'one'),
+    ('pairs=2 n_values=1', 'n_values=1'), ('pairs=2 sequences=-1', 'sequences=-1')])
+def test_impossible_settings_are_refused(text, named):
+    with pytest.raises(UserError, match=named):
+        read_task('lookup', text, 30)

@@ -1,0 +1,89 @@
+"""What sinks, offset keys, tied K and V, latents and int4 take, and which settings exclude each
+other. That they are exact in the cache is tested with everything else: `tests.helpers.models`."""
+import pytest
+import torch
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from kv.plan import KV_DTYPES, plan_kv
+from kv.report import account
+from tests.helpers.models import FULL_STACK, feed, full_logits, max_gap, random_model, tokens
+
+# 2 K/V heads of 8 in local slots, 16 positions of 5 in rings
+BASE = dict(block_size=40, vocab_size=23, n_layer=4, n_head=4, n_embd=32, n_kv_head=2,
+            layer_pattern='LG', window_size=5, pos_embedding='rope', qk_norm=True)
+
+
+@pytest.mark.parametrize('changes, local, of_global, state', [
+    (dict(), 2 * 2 * 8, 2 * 2 * 8, 0),
+    (dict(attn_sink=True, gelu='relu2', act_clamp=3.0, rope_fraction_global=0.5), 32, 32, 0),
+    (dict(kv_tied='global'), 32, 16, 0),
+    (dict(kv_tied='all'), 16, 16, 0),
+    (dict(kv_latent=24, rope_fraction_global=0.0), 32, 24, 0),
+    (dict(key_offset=True), 32, 32, 2 * 4),
+])
+def test_bytes_of_a_sequence(changes, local, of_global, state):
+    """local, of_global: numbers stored per position and slot. state: numbers per global slot."""
+    model = random_model(GPTConfig(**BASE | changes), torch.float32)
+    for kv_dtype, (element, scale) in KV_DTYPES.items():
+        heads = {'local': local // 8, 'global': 1 if 'kv_latent' in changes else of_global // 8}
+        expected = 2 * 5 * (local * element + heads['local'] * scale)
+        expected += 2 * 40 * (of_global * element + heads['global'] * scale)
+        expected += 2 * state * (4 if scale else element)
+        assert model.plan.nbytes(1, 40, kv_dtype) == expected
+        assert model.new_cache(3, 40, kv_dtype).nbytes == 3 * expected
+        numbers = account(model.plan, 1, 40, kv_dtype)
+        assert sum(slot['bytes'] for slot in numbers['slots']) == expected
+        f = numbers['factors']
+        assert f['heads'] * f['window'] * f['sharing'] == pytest.approx(numbers['kv_ratio'])
+        assert numbers['kv_ratio'] * f['dtype'] == pytest.approx(numbers['kv_ratio_bf16'])
+
+
+@pytest.mark.parametrize('changes, named', [
+    (dict(rope_fraction_global=0.5, pos_embedding='learned'), ['rope_fraction_global', 'learned']),
+    (dict(rope_fraction_global=1.5), ['rope_fraction_global=1.5', '0 to 1']),
+    (dict(rope_fraction_global=-0.1), ['rope_fraction_global=-0.1']),
+    (dict(kv_tied='local'), ["kv_tied='local'", "'global'", "'all'"]),
+    (dict(kv_tied='global', layer_pattern='L'), ["kv_tied='global'", "layer_pattern='L'"]),
+    (dict(kv_latent=32), ['kv_latent=32', 'rope_fraction_global']),
+    (dict(kv_latent=12, rope_fraction_global=0.0), ['kv_latent=12', 'head_dim=8']),
+    (dict(kv_latent=32, rope_fraction_global=0.0, layer_pattern='L'), ['kv_latent', "'L'"]),
+    (dict(kv_latent=32, rope_fraction_global=0.0, kv_tied='all'), ['kv_latent', "kv_tied='all'"]),
+    (dict(kv_latent=32, rope_fraction_global=0.0, key_offset=True), ['key_offset', 'kv_latent=32']),
+    (dict(key_offset=True, kv_tied='global'), ['key_offset', "kv_tied='global'"]),
+    (dict(key_offset=True, layer_pattern='L'), ['key_offset', "layer_pattern='L'"]),
+    (dict(key_offset=True, head_dim=6), ['key_offset', 'head_dim (it is 6)']),
+    (dict(act_clamp=-1.0), ['act_clamp=-1.0']),
+    (dict(gelu='relu'), ["gelu='relu'", "'relu2'"]),
+])
+def test_what_is_refused(changes, named):
+    with pytest.raises(UserError) as caught:
+        GPTConfig(**BASE | changes)
+    for text in named:
+        assert text in str(caught.value)
+
+
+def test_int4_takes_pairs():
+    model = random_model(GPTConfig(**BASE | dict(head_dim=7, pos_embedding='learned')))
+    with pytest.raises(UserError, match='int4.*head_dim=7 is odd'):
+        model.new_cache(1, 8, 'int4')
+
+
+@pytest.mark.parametrize('kv_dtype, bound', [('int8', 1e-5), ('int4', 1e-5), ('bfloat16', 1e-9)])
+def test_an_offset_key_does_not_depend_on_the_chunks(kv_dtype, bound):
+    """The state is not quantized (float32 here, in a float64 model)."""
+    model = random_model(GPTConfig(**FULL_STACK | dict(head_dim=8, key_offset=True)))
+    idx, once, other = tokens(2, 40), *(model.new_cache(2, 40, kv_dtype) for _ in 'ab')
+    a, b = feed(model, once, idx, [40]), feed(model, other, idx, [1, 12] + [1] * 9 + [18])
+    # the first chunk of `once` did not read the state at all
+    assert 0 < max_gap(a, full_logits(model, idx)) and max_gap(a, b) < bound
+
+
+def test_suffix_sharing_is_a_longer_pattern():
+    """YOCO: the upper half reads the K/V of one layer in the middle, and a prompt needs it only for
+    its last token."""
+    plan = plan_kv(GPTConfig(**BASE | dict(n_layer=8, layer_pattern='LLLGGGGG',
+                                           kv_share='ABCDDDDD')))
+    assert [slot.layers for slot in plan.slots] == [(0,), (1,), (2,), (3, 4, 5, 6, 7)]
+    assert plan.last_owner == 3
+    assert plan.nbytes(1, 40, 'int8') == (3 * 5 + 40) * 2 * 2 * (8 + 2)

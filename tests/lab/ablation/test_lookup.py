@@ -1,0 +1,122 @@
+"""Facts recalled by content: what is counted, what a fact costs, and a ladder end to end."""
+import json
+
+import pytest
+import torch
+
+import ablate
+from config.gpt_config import GPTConfig
+from data.recall.lookup import LookupTask
+from lab.ablation import lookup as looking
+from lab.ablation import recall_tables
+from lab.ablation.cells import listed
+from lab.ablation.summary import lookup_of_row
+from model import GPT, model_args
+
+TASK = LookupTask(block_size=60, pairs=(9, 2, 5), gap=11, n_keys=30, n_values=20)
+CONFIG = GPTConfig(block_size=60, vocab_size=TASK.vocab_size, n_layer=3, n_head=2, n_embd=8,
+                   layer_pattern='LLG', window_size=4, n_kv_head=1)
+LADDER = '''
+base = 'config/train_lookup.py'
+lookup_task = 'pairs=1,2 gap=4 n_keys=8 n_values=8 sequences=20'
+n_layer = 3
+n_embd = 16
+n_head = 2
+block_size = 16
+batch_size = 4
+max_iters = 12
+lr_decay_iters = 12
+warmup_iters = 2
+eval_interval = 6
+eval_iters = 1
+keep_checkpoints = 9
+rows = {'MHA': {}, '+ MQA': dict(n_kv_head=1), '+ int8 KV': dict(kv_dtype='int8')}
+seeds = '1,2'
+speed = False
+contexts = '16'
+'''
+
+
+@pytest.fixture
+def oracle(monkeypatch):
+    """Answers are right unless `wrong(number of facts, distance)`, both tensors."""
+    def install(wrong):
+        def logits_of(idx):
+            out = torch.zeros(*idx.shape, TASK.vocab_size)
+            same = (idx[:, :, None] == idx[:, None, :]) & (idx > 0)[:, :, None]
+            same &= torch.ones_like(same[0]).tril(-1)
+            fact = same.int().argmax(-1)
+            answer = idx.gather(1, (fact + 1).clamp(max=idx.size(1) - 1))
+            distance = torch.arange(idx.size(1)) - fact
+            n = (idx > TASK.n_keys).sum(1, keepdim=True) / 2
+            out.scatter_(2, torch.where(wrong(n, distance), 0, answer)[..., None], 1.0)
+            return out
+        monkeypatch.setattr(looking, 'through_cache', lambda *_: logits_of)
+    return install
+
+
+def test_facts_are_the_most_up_to_which_all_numbers_are_recalled(oracle):
+    model = GPT(CONFIG).eval()
+    for first_wrong, facts in ((99, 9), (9, 5), (5, 2), (2, 0)):
+        oracle(lambda n, distance, bad=first_wrong: (n == bad) & (distance > 0))
+        found = looking.lookup(model, 'int8', TASK, rows=16)
+        assert list(found['accuracy']) == [2, 5, 9]
+        assert found['accuracy'] == {n: float(n != first_wrong) for n in (2, 5, 9)}
+        assert found['facts'] == facts
+        assert found['kv_bytes'] == model.plan.nbytes(1, 60, 'int8')
+        assert found['bytes_per_fact'] == (found['kv_bytes'] / facts if facts else None)
+    assert found['local_reach'] == 2 * 3
+
+
+def test_accuracy_by_distance(oracle):
+    oracle(lambda n, distance: (distance >= 32) & (n > 0))
+    found = looking.lookup(GPT(CONFIG).eval(), 'float32', TASK, rows=16)
+    assert found['by_distance'] == {8: 1.0, 16: 1.0, 32: 0.0}
+
+
+def test_solved_from_the_checkpoint_on_after_which_all_are(tmp_path, monkeypatch):
+    model = GPT(CONFIG)
+    for name, iteration in (('ckpt', 40), ('ckpt_10', 10), ('ckpt_20', 20), ('ckpt_30', 30),
+                            ('ckpt_best', 20)):
+        model.transformer.ln_f.bias.data[0] = iteration
+        torch.save({'model': model.state_dict(), 'model_args': model_args(CONFIG),
+                    'iter_num': iteration, 'best_val_loss': 0.0, 'config': {}, 'optimizer': {}},
+                   tmp_path / f'{name}.pt')
+
+    def answered(right):
+        def by_iteration(model, kv_dtype, task, n, rows):
+            at = int(model.transformer.ln_f.bias[0])
+            return torch.arange(100) < (100 if at in right else 98), None
+        return by_iteration
+    for right, expected in (((30, 40), 30), ((10, 30, 40), 30), ((10, 20, 30, 40), 10),
+                            ((10, 20, 30), None)):
+        monkeypatch.setattr(looking, 'answered', answered(right))
+        assert looking.solved_at(tmp_path, CONFIG, TASK) == expected
+
+
+def test_what_the_table_says():
+    def run(facts, at):
+        return {'accuracy': {'2': 1.0, '4': facts / 4}, 'by_distance': {'8': 0.5}, 'facts': facts,
+                'bytes_per_fact': 60 / facts if facts else None, 'solved_at': at, 'kv_bytes': 60,
+                'rows': 8, 'gap': 3, 'n_values': 50, 'local_reach': 2}
+    found = lookup_of_row([run(4, 50), run(0, None), run(4, 100)])
+    row = {'name': 'a', 'side': False, 'above': '', 'lookup': found, 'failed': {}}
+    table = recall_tables.lookups({'rows': [row, {'name': 'b'}]})
+    assert [cell for cell in table.rows[0][1:]] == [
+        '100.0 (0.0)', '66.7 (57.7)', '4 (x2), 0', '60', '15 (x2)', '50, never, 100']
+    assert 'chance is 2.0' in table.title
+    assert listed([]) == '-' and recall_tables.lookups({'rows': [{'name': 'b'}]}) is None
+
+
+def test_a_ladder_of_it(tmp_path, capsys):
+    path, folder = tmp_path / 'ablate_facts.py', tmp_path / 'results'
+    path.write_text(LADDER)
+    ablate.main([str(path), f'--folder={folder}', '--device=cpu', '--json=True'])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])['rows']
+    for row, nbytes in zip(rows, (3 * 2 * 16 * 16 * 4, 3 * 2 * 16 * 8 * 4, 3 * 2 * 16 * (8 + 2))):
+        found = row['lookup']
+        assert found['kv_bytes'] == nbytes and set(found['accuracy']) == {'1', '2'}
+        assert len(found['facts']) == 2 and all(0 <= each['mean'] <= 1
+                                                for each in found['accuracy'].values())
+    assert (folder / 'lookup.png').stat().st_size > 1000
+    assert '| + int8 KV |' in (folder / 'report.md').read_text()
