@@ -6,9 +6,10 @@
     python train.py config/train_rope_mha.py --init_from=resume --out_dir=out-mqa --n_kv_head=1 \\
         --max_iters=70
 
-K/V heads are pooled by their mean; layers that share a cache use the K and V of the first. The
-converted model is worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5%
-of the original steps. The new checkpoint is at iteration 0, without optimizer state.
+K/V heads are pooled by their mean; layers that share a cache use the K and V of the first. Sinks,
+offset keys, tied K and V, and latents can be neither added nor removed. The converted model is
+worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.
+The new checkpoint is at iteration 0, without optimizer state.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import dataclasses
@@ -28,7 +29,7 @@ from training.checkpoint_manager import CheckpointManager
 
 # the settings that a conversion may change
 MEMORY = ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'rope_theta',
-          'rope_theta_global', 'kv_quant_train')
+          'rope_theta_global', 'rope_fraction_global', 'kv_quant_train')
 
 
 def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
@@ -36,13 +37,15 @@ def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
     only in the settings in MEMORY. UserError: if `check_conversion` raises it."""
     check_conversion(old, new)
     before, after = plan_kv(old), plan_kv(new)
-    q_rows, kv_rows = (n * before.head_dim for n in (before.n_head, before.n_kv_head))
-    groups, out = (after.n_kv_head, before.n_kv_head // after.n_kv_head, -1), dict(weights)
+    q_rows, out = before.n_head * before.head_dim, dict(weights)
     for was, now in zip(before.layers, after.layers):
+        slot, n_kv_head = before.slots[was.slot], after.slots[now.slot].n_kv_head
+        own = [slot.n_kv_head * slot.head_dim] * (2 - slot.tied)
+        groups = n_kv_head, slot.n_kv_head // n_kv_head, -1
         prefix = f'transformer.h.{now.index}.attn.'
         for name in (prefix + 'c_attn.weight', prefix + 'c_attn.bias'):
             if name in weights and was.owns:
-                q, *kv = weights[name].split([q_rows, kv_rows, kv_rows])
+                q, *kv = weights[name].split([q_rows, *own])
                 # (heads * D, ...) -> (new heads * D, ...): the mean over each group of heads
                 pooled = [x.unflatten(0, groups).mean(1).flatten(0, 1) for x in kv]
                 out[name] = torch.cat([q, *pooled]) if now.owns else q
@@ -53,7 +56,7 @@ def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
 
 def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
     """Raise UserError if a setting not in MEMORY differs, K/V heads cannot be pooled evenly, or a
-    layer would own K and V that it was trained without."""
+    layer would own K and V that it was trained without or in another form."""
     for f in dataclasses.fields(GPTConfig):
         was, now = getattr(old, f.name), getattr(new, f.name)
         if f.name not in MEMORY and f.name != 'dropout' and was != now:
@@ -64,10 +67,18 @@ def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
         raise UserError(f'n_kv_head={after.n_kv_head}: the {before.n_kv_head} K/V heads of the '
                         'weights cannot be pooled evenly into that number')
     for was, now in zip(before.layers, after.layers):
+        if _form(before.slots[was.slot]) != _form(after.slots[now.slot]):
+            raise UserError(f'layer {now.index} would be {now.kind}, but was trained {was.kind}: '
+                            'kv_tied, kv_latent or key_offset differ between the two')
         if now.owns and not was.owns:
             raise UserError(f'layer {now.index} would need K and V of its own, but was trained to '
                             f'use those of layer {before.slots[was.slot].owner}: sharing can be '
                             'added, not undone')
+
+
+def _form(slot) -> tuple:
+    """How the K and V of a head are stored."""
+    return slot.tied, slot.latent, slot.offset, slot.head_dim
 
 
 def convert_checkpoint(source: Path, changes: dict) -> dict:

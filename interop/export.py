@@ -4,9 +4,9 @@
     python -m interop.export out-vanilla DEST --resume_from=ckpt_best.pt --dtype=bfloat16
     python -m interop.import_hf DEST out-again                       # and back, bit for bit
 
-DEST gets config.json, generation_config.json, the weights (safetensors), the tokenizer and a copy
-of interop/modeling_nanokv.py, which trust_remote_code runs: read it. A vanilla model becomes a
-plain GPT2LMHeadModel, which needs no such file.
+DEST gets config.json, generation_config.json, the weights (safetensors), the tokenizer and copies
+of modeling_nanokv.py and configuration_nanokv.py of interop/, which trust_remote_code runs: read
+them. A vanilla model becomes a plain GPT2LMHeadModel, which needs no such files.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
@@ -32,16 +32,20 @@ from training.checkpoint import config_of, load_weights
 from training.checkpoint_manager import checkpoint_in, load_to_resume
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-MODELING = Path(__file__).with_name('modeling_nanokv.py')
-AUTO_MAP = {'AutoConfig': 'modeling_nanokv.NanoKVConfig',
+MODELING = [Path(__file__).with_name(f'{name}_nanokv.py') for name in ('configuration', 'modeling')]
+AUTO_MAP = {'AutoConfig': 'configuration_nanokv.NanoKVConfig',
             'AutoModel': 'modeling_nanokv.NanoKVForCausalLM',
             'AutoModelForCausalLM': 'modeling_nanokv.NanoKVForCausalLM'}
+# what the code of this folder or the vLLM plugin adds to the engines, beyond windows and sharing
+MECHANISMS = ('attn_sink', 'rope_fraction_global', 'key_offset', 'kv_tied', 'kv_latent',
+              'act_clamp')
 
 
 def is_gpt2(config: GPTConfig) -> bool:
     """Whether this model can be expressed as transformers' own GPT2LMHeadModel."""
     plan = plan_kv(config)
-    return (config.pos_embedding == 'learned' and not config.qk_norm and not config.kv_quant_train
+    others = (config.qk_norm, config.kv_quant_train, config.attn_sink, config.act_clamp)
+    return (config.pos_embedding == 'learned' and not any(others) and config.gelu != 'relu2'
             and plan.head_dim * config.n_head == config.n_embd and plan == plan.vanilla())
 
 
@@ -113,7 +117,8 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
             longest = 0 if config.pos_embedding == 'rope' else config.block_size
             save_tokenizer(tokenizer, folder, longest)
             if not is_gpt2(config):
-                shutil.copyfile(MODELING, folder / MODELING.name)
+                for path in MODELING:
+                    shutil.copyfile(path, folder / path.name)
             for path in folder.iterdir():
                 path.chmod(0o644)
             if target.exists():
@@ -121,6 +126,25 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
             folder.rename(target)
     except OSError as e:
         raise UserError(f'{target} cannot be written: {e.strerror or e}') from e
+
+
+def note(config: GPTConfig) -> str:
+    """Where a model with mechanisms that no stock engine has can run; '' without any."""
+    used = {name: value for name in MECHANISMS
+            if (value := getattr(config, name)) != getattr(GPTConfig, name)}
+    if config.gelu == 'relu2':
+        used['gelu'] = 'relu2'
+    if not used:
+        return ''
+    names = ', '.join(f'{name}={value!r}' for name, value in used.items())
+    where, vllm = 'transformers needs trust_remote_code=True', 'needs the plugin'
+    if config.attn_sink or config.key_offset:
+        where += " and attn_implementation='sdpa' or 'eager'"
+    if config.kv_tied or config.kv_latent:
+        vllm += ', and stores K and V apart, in twice the memory'
+    if config.key_offset:
+        vllm = 'cannot run it (key_offset)'
+    return f'Note: {names}: {where}; vLLM {vllm}'
 
 
 def main(argv=None):
@@ -136,6 +160,8 @@ def main(argv=None):
     source = checkpoint_in(args.out_dir, args.resume_from)
     export(source, args.dest, args.dtype, args.max_shard_size, DATA_ROOT)
     config = json.loads((args.dest / 'config.json').read_text(encoding='utf-8'))
+    if text := note(GPTConfig(**config['nanokv'])):
+        print(text)
     files = ', '.join(sorted(path.name for path in args.dest.iterdir()))
     print(f'{args.dest}: {config["architectures"][0]}, {files}')
 

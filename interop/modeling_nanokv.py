@@ -1,8 +1,10 @@
-"""nanoKV's GPT for Hugging Face transformers. `python -m interop.export` copies this file next
-to the weights, so that they can be used with trust_remote_code=True, without nanoKV.
+"""nanoKV's GPT for Hugging Face transformers. `python -m interop.export` copies this file and
+configuration_nanokv.py next to the weights, so that they can be used with trust_remote_code=True,
+without nanoKV.
 
 Keys and values are kept in transformers' own caches: by `layer_types`, local layers keep a window;
-by `kv_sharing_modes`, layers that read another layer's K and V keep nothing.
+by `kv_sharing_modes`, layers that read another layer's K and V keep nothing. Where one tensor is
+both (K = V, or a latent), it is the cache's K, and the cache's V has width 0.
 
 Copyright (c) 2026 the nanoKV authors, MIT License.
 """
@@ -11,114 +13,27 @@ import math
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.activations import ReLUSquaredActivation
 from transformers.cache_utils import DynamicCache
-from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
-# The fields of nanoKV's GPTConfig. The first seven are nanoGPT's and are always saved.
-NANOGPT = {'block_size': 1024, 'vocab_size': 50304, 'n_layer': 12, 'n_head': 12, 'n_embd': 768,
-           'dropout': 0.0, 'bias': True}
-DEFAULTS = NANOGPT | {
-    'n_kv_head': 0, 'head_dim': 0, 'layer_pattern': 'G', 'window_size': 0, 'kv_share': '',
-    'share_global_kv': False, 'pos_embedding': 'learned', 'rope_theta': 10000.0,
-    'rope_theta_global': 0.0, 'qk_norm': False, 'mlp_hidden': 0, 'gelu': 'exact',
-    'kv_quant_train': ''}
-CHOICES = {'pos_embedding': ('learned', 'rope'), 'gelu': ('exact', 'tanh'),
-           'kv_quant_train': ('', 'int8')}
-LAYER_TYPES = {'G': 'full_attention', 'L': 'sliding_attention'}
+from .configuration_nanokv import NanoKVConfig
+
 MASKS = {'full_attention': create_causal_mask,
          'sliding_attention': create_sliding_window_causal_mask}
 
 
-class NanoKVConfig(PretrainedConfig):
-    """`nanokv` contains the GPTConfig; all other keys about the model are derived from it for other
-    programs. ValueError: if a field is unknown or out of range, or a derived key contradicts it.
-    """
-    model_type = 'nanokv'
-    keys_to_ignore_at_inference = ['past_key_values']
-
-    def __init__(self, nanokv: dict | None = None, use_cache: bool = True, **kwargs):
-        fields = check_fields(nanokv or {})
-        self.nanokv = {name: value for name, value in fields.items()
-                       if name in NANOGPT or value != DEFAULTS[name]}
-        self.use_cache = use_cache
-        for name, value in derived_keys(fields).items():
-            given = kwargs.pop(name, value)
-            if given != value:
-                raise ValueError(f'config.json: {name}={given!r}, but by nanokv it is {value!r}')
-            setattr(self, name, value)
-        ids = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
-        super().__init__(**(ids | kwargs))
-
-    def field(self, name: str):
-        return self.nanokv.get(name, DEFAULTS[name])
-
-
-def check_fields(nanokv: dict) -> dict:
-    """All fields of the GPTConfig, defaults included."""
-    if not isinstance(nanokv, dict):
-        raise ValueError(f'config.json: nanokv={nanokv!r} is not an object')
-    for name, value in nanokv.items():
-        if name not in DEFAULTS:
-            raise ValueError(f'config.json: nanokv.{name} is unknown to this version')
-        expected = type(DEFAULTS[name])
-        if type(value) is not expected and not (expected is float and type(value) is int):
-            raise ValueError(f'config.json: nanokv.{name}={value!r} is not {expected.__name__}')
-    fields = DEFAULTS | nanokv
-    n_head, n_kv_head = fields['n_head'], fields['n_kv_head']
-    pattern, share = fields['layer_pattern'], fields['kv_share']
-    rules = [(name, fields[name] in choices, f'allowed are {choices}')
-             for name, choices in CHOICES.items()]
-    rules += [(name, fields[name] >= 1, 'must be at least 1')
-              for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd')]
-    rules += [
-        ('n_kv_head', n_kv_head == 0 or n_kv_head > 0 and n_head % n_kv_head == 0,
-         f'must divide n_head={n_head}'),
-        ('layer_pattern', pattern and not pattern.strip('GL'), 'allowed are G and L'),
-        ('kv_share', len(share) in (0, len(pattern)), f'not as long as layer_pattern={pattern!r}'),
-        ('window_size', 'L' not in pattern or fields['window_size'] >= 1,
-         'must be at least 1 with local layers')]
-    for name, is_valid, rule in rules:
-        if not is_valid:
-            raise ValueError(f'config.json: nanokv.{name}={fields[name]!r}: {rule}')
-    return fields
-
-
-def derived_keys(fields: dict) -> dict:
-    """The fields under transformers' names. `kv_owners`: the layer whose K and V a layer reads."""
-    pattern, share, n_layer = fields['layer_pattern'], fields['kv_share'], fields['n_layer']
-    layer_types, kv_owners, owner_of = [], [], {}
-    for layer in range(n_layer):
-        period, place = divmod(layer, len(pattern))
-        group = (period, share[place]) if share else layer
-        if pattern[place] == 'G' and fields['share_global_kv']:
-            group = 'global'
-        layer_types.append(LAYER_TYPES[pattern[place]])
-        kv_owners.append(owner_of.setdefault(group, layer))
-    return {
-        'vocab_size': fields['vocab_size'], 'hidden_size': fields['n_embd'],
-        'num_hidden_layers': n_layer, 'num_attention_heads': fields['n_head'],
-        'num_key_value_heads': fields['n_kv_head'] or fields['n_head'],
-        'head_dim': fields['head_dim'] or fields['n_embd'] // fields['n_head'],
-        'intermediate_size': fields['mlp_hidden'] or 4 * fields['n_embd'],
-        'max_position_embeddings': fields['block_size'],
-        'layer_types': layer_types,
-        'sliding_window': fields['window_size'] if 'sliding_attention' in layer_types else None,
-        'kv_sharing_modes': ['store' if owner == layer else 'reuse'
-                             for layer, owner in enumerate(kv_owners)],
-        'kv_owners': kv_owners, 'tie_word_embeddings': True}
-
-
 class RotaryTable:
     """cos and sin of position * theta**(-2d/D): computed in float64 on the CPU, kept in float32
-    (float64 in a float64 model). Not a module, so that no cast of the model rounds them."""
+    (float64 in a float64 model). Not a module, so that no cast of the model rounds them. The pairs
+    d beyond `fraction` of them are not rotated."""
 
-    def __init__(self, head_dim: int, theta: float):
-        self.head_dim, self.theta = head_dim, theta
+    def __init__(self, head_dim: int, theta: float, fraction: float = 1.0):
+        self.head_dim, self.theta, self.n_rotated = head_dim, theta, round(fraction * head_dim / 2)
         self.tables = {}
 
     def __call__(self, position_ids, end: int, dtype):
@@ -131,6 +46,7 @@ class RotaryTable:
                 d = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device='cpu')
                 positions = torch.arange(n, dtype=torch.float64, device='cpu')
                 angles = positions[:, None] * self.theta ** (-d / self.head_dim)
+                angles[:, self.n_rotated:] = 0
                 cos, sin = angles.cos(), angles.sin()  # signs for rotate():
                 tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
                 self.tables[key] = [table.to(*key) for table in tables]
@@ -141,6 +57,28 @@ def rotate(x, cos, sin):
     """Rotate the pairs (d, d + D/2) of x (B, h, t, D), in the dtype of the tables."""
     wide = x.to(cos.dtype)
     return (wide * cos + wide.roll(x.size(-1) // 2, -1) * sin).to(x.dtype)
+
+
+def norm_and_rotate(x, norm, rope):
+    if norm is not None:
+        x = norm(x.to(norm.weight.dtype)).to(x.dtype)  # weights stay float32 under autocast
+    return x if rope is None else rotate(x, *rope)
+
+
+def clamped(x, limit: float):
+    return x.clamp(-limit, limit) if limit else x
+
+
+def offset_keys(k):
+    """Keys (B, Hkv, S, D) whose slower rotated half is that of the token before, 0 at the first."""
+    fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)               # (B, Hkv, S, 2, D/4)
+    return torch.stack([fast, nn.functional.pad(slow, (0, 0, 0, 0, 1, -1))], -2).flatten(-3)
+
+
+def without_slow_half(k, kept):
+    """Keys (B, Hkv, t, D) with the half that goes to the next token only where `kept` (B, t)."""
+    fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)
+    return torch.stack([fast, slow * kept[:, None, :, None, None]], -2).flatten(-3)
 
 
 def fake_quantize_int8(x):
@@ -156,61 +94,109 @@ class NanoKVAttention(nn.Module):
 
     def __init__(self, config: NanoKVConfig, layer: int):
         super().__init__()
-        n_head, n_kv_head = config.num_attention_heads, config.num_key_value_heads
+        n_head, head_dim = config.num_attention_heads, config.head_dim
         self.owns = config.kv_owners[layer] == layer
-        self.head_dim, self.dropout = config.head_dim, config.field('dropout')
+        self.head_dim, self.dropout = head_dim, config.field('dropout')
         self.quantize = config.field('kv_quant_train') == 'int8'
         local = config.layer_types[layer] == 'sliding_attention'
         self.window = config.sliding_window if local else None
+        self.latent = 0 if local else config.field('kv_latent')  # its width
+        tied = config.field('kv_tied')
+        self.tied = self.latent > 0 or tied == 'all' or tied == 'global' and not local
+        self.offset = config.field('key_offset') and not local
         # read by transformers' attention functions
         self.config, self.layer_idx, self.is_causal = config, layer, True
-        self.num_key_value_groups = n_head // n_kv_head
-        self.head_counts = [n_head, n_kv_head, n_kv_head] if self.owns else [n_head]
+        self.num_key_value_groups = n_head // (1 if self.latent else config.num_key_value_heads)
+        n_own = self.latent // head_dim or config.num_key_value_heads
+        own = [n_own] if self.tied else [n_own, n_own]
+        self.head_counts = [n_head, *own] if self.owns else [n_head]
         width, bias = config.hidden_size, config.field('bias')
-        self.c_attn = nn.Linear(width, sum(self.head_counts) * self.head_dim, bias=bias)
-        self.c_proj = nn.Linear(n_head * self.head_dim, width, bias=bias)
-        self.resid_dropout = nn.Dropout(self.dropout)
+        self.c_attn = nn.Linear(width, sum(self.head_counts) * head_dim, bias=bias)
+        self.c_proj = nn.Linear(n_head * head_dim, width, bias=bias)
+        self.resid_dropout, self.clamp = nn.Dropout(self.dropout), config.field('act_clamp')
         qk_norm = config.field('qk_norm')
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm and self.owns else None
+        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        self.k_norm = None
+        if qk_norm and self.owns:
+            self.k_norm = nn.RMSNorm(self.latent or head_dim, eps=1e-6)
+        self.sink = nn.Parameter(torch.zeros(n_head)) if config.field('attn_sink') else None
+        if self.latent:
+            self.k_up, self.v_up = (
+                nn.Parameter(torch.empty(n_head * head_dim, self.latent)) for _ in 'kv')
 
-    def forward(self, x, kv=None, rope=None, past_key_values=None, mask=None, **kwargs):
+    def forward(self, x, kv=None, rope=None, past_key_values=None, mask=None, kept=None, **kwargs):
         """x (B, t, C) -> (B, t, C), the K and V (B, Hkv, S, D) that this layer's readers use, and
         the attention weights, if the attention function returns them."""
-        heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, *own = heads.split(self.head_counts, dim=1)
-        q = self.norm_and_rotate(q, self.q_norm, rope)
+        heads = self.c_attn(clamped(x, self.clamp)).unflatten(-1, (-1, self.head_dim))
+        q, *own = heads.transpose(1, 2).split(self.head_counts, dim=1)
+        q = norm_and_rotate(q, self.q_norm, rope)
         if self.owns:
-            k, v = self.norm_and_rotate(own[0], self.k_norm, rope), own[1]
-            if self.quantize:
-                k, v = fake_quantize_int8(k), fake_quantize_int8(v)
-            kv = k, v
-            if past_key_values is not None:
-                kv = past_key_values.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention)
+            kv = self.keys_and_values(own, rope, past_key_values, kept)
+        if self.latent:  # (q k_up) c = q (k_up c): multi-query attention to the latents
+            q = q @ self.k_up.unflatten(0, (-1, self.head_dim))
+        attend = eager_attention  # the only one here that has sinks
+        if self.sink is None:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention)
         dropout = self.dropout if self.training else 0.0
         y, weights = attend(self, q, *kv, mask, dropout=dropout, scaling=self.head_dim ** -0.5,
                             sliding_window=self.window, **kwargs)
-        return self.resid_dropout(self.c_proj(y.flatten(2))), kv, weights
+        y = y.transpose(1, 2)                                         # (B, H, t, D)
+        if self.latent:
+            y = y @ self.v_up.unflatten(0, (-1, self.head_dim)).transpose(1, 2)
+        if self.tied and rope is not None:  # V is rotated: rotate back
+            y = rotate(y, rope[0], -rope[1])
+        y = y.transpose(1, 2).flatten(2)
+        return self.resid_dropout(self.c_proj(clamped(y, self.clamp))), kv, weights
 
-    @staticmethod
-    def norm_and_rotate(x, norm, rope):
-        if norm is not None:
-            x = norm(x.to(norm.weight.dtype)).to(x.dtype)  # weights stay float32 under autocast
-        return x if rope is None else rotate(x, *rope)
+    def keys_and_values(self, own, rope, cache, kept):
+        """Append an owner's K and V to the cache, and return those of all S positions."""
+        k = own[0].transpose(1, 2).flatten(2)[:, None] if self.latent else own[0]
+        k = norm_and_rotate(k, self.k_norm, rope)
+        v = k[..., :0] if self.tied else own[1]
+        if self.quantize and not self.offset:
+            k = fake_quantize_int8(k)
+        if self.quantize and not self.tied:
+            v = fake_quantize_int8(v)
+        if self.offset and kept is not None:
+            k = without_slow_half(k, kept)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        if self.offset:  # of all S: a cache has no place for the last token's other half
+            k = offset_keys(k)
+            k = fake_quantize_int8(k) if self.quantize else k
+        return k, k if self.tied else v
 
 
 def eager_attention(attn, q, k, v, mask, dropout=0.0, scaling=1.0, **kwargs):
-    """q (B, H, t, D), k, v (B, Hkv, S, D), additive mask (B, 1, t, S) or None
+    """q (B, H, t, D), k, v (B, Hkv, S, D), mask (B, 1, t, S), additive or bool, or None = causal
     -> (B, t, H, D), weights (B, H, t, S)."""
     k, v = (x.repeat_interleave(attn.num_key_value_groups, dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * scaling
-    if mask is not None:
+    if mask is None and q.size(2) > 1:  # of sdpa, which starts at the first key
+        mask = scores.new_ones(scores.shape[2:], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
         scores = scores + mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    if attn.sink is not None:  # a logit in the denominator, for weight that goes to no key
+        sink = attn.sink.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., :k.size(2)]
     weights = nn.functional.dropout(weights, dropout, attn.training)
     return (weights @ v).transpose(1, 2), weights
+
+
+def read_by_next(mask, past: int, t: int):
+    """Whether the token after each of t new ones attends to it, (B, t): not to padding or to
+    another of the packed texts. None = always. The last one: whether it attends to itself.
+
+    mask: (B, 1, t, S), additive or bool, or None = causal; the new tokens are at `past`."""
+    if mask is None:
+        return None
+    own = mask[:, 0, :, past:past + t]
+    seen = own if own.dtype == torch.bool else own == 0
+    return torch.cat([seen.diagonal(-1, 1, 2), seen[:, -1:, -1]], dim=1)
 
 
 class NanoKVMLP(nn.Module):
@@ -218,12 +204,14 @@ class NanoKVMLP(nn.Module):
         super().__init__()
         width, hidden, bias = config.hidden_size, config.intermediate_size, config.field('bias')
         self.c_fc = nn.Linear(width, hidden, bias=bias)
-        self.gelu = nn.GELU(approximate='tanh' if config.field('gelu') == 'tanh' else 'none')
+        self.gelu = {'exact': nn.GELU(), 'tanh': nn.GELU(approximate='tanh'),
+                     'relu2': ReLUSquaredActivation()}[config.field('gelu')]
         self.c_proj = nn.Linear(hidden, width, bias=bias)
-        self.dropout = nn.Dropout(config.field('dropout'))
+        self.dropout, self.clamp = nn.Dropout(config.field('dropout')), config.field('act_clamp')
 
     def forward(self, x):
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+        x = self.gelu(self.c_fc(clamped(x, self.clamp)))
+        return self.dropout(self.c_proj(clamped(x, self.clamp)))
 
 
 class NanoKVBlock(GradientCheckpointingLayer):
@@ -263,10 +251,11 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
         self.rotary = None
         if rope:
-            theta = config.field('rope_theta')
-            theta_global = config.field('rope_theta_global') or theta
-            self.rotary = {'full_attention': RotaryTable(config.head_dim, theta_global),
-                           'sliding_attention': RotaryTable(config.head_dim, theta)}
+            theta, D = config.field('rope_theta'), config.head_dim
+            self.rotary = {'sliding_attention': RotaryTable(D, theta)}
+            if fraction := config.field('rope_fraction_global'):
+                theta_global = config.field('rope_theta_global') or theta
+                self.rotary['full_attention'] = RotaryTable(D, theta_global, fraction)
         self.post_init()
 
     def _init_weights(self, module):
@@ -278,6 +267,11 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             nn.init.ones_(module.weight)
+        elif isinstance(module, NanoKVAttention):
+            if module.sink is not None:
+                nn.init.zeros_(module.sink)
+            for up in (module.k_up, module.v_up) if module.latent else ():
+                nn.init.normal_(up, std=0.02)
         if getattr(module, 'bias', None) is not None:
             nn.init.zeros_(module.bias)
 
@@ -297,7 +291,9 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
                 past_key_values=None, inputs_embeds=None, labels=None, use_cache=None,
                 logits_to_keep=0, output_attentions=None, output_hidden_states=None, **kwargs):
         """input_ids (B, t), attention_mask (B, past + t); labels (B, t) are shifted here.
-        ValueError: if a sequence exceeds the learned positions."""
+        ValueError: if a sequence exceeds the learned positions, or the chosen attention
+        implementation cannot run this model."""
+        self._check_implementation()
         x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
@@ -308,6 +304,9 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = torch.arange(past, end, device=x.device)
         position_ids = position_ids.view(-1, x.size(1))
         masks = self._masks(x, attention_mask, position_ids, past_key_values)
+        kept = None
+        if self.config.field('key_offset'):
+            kept = read_by_next(masks['full_attention'], past, x.size(1))
         longest, ropes = self.config.max_position_embeddings, {}
         if self.rotary is not None:
             ropes = {kind: table(position_ids, max(end, longest), self.lm_head.weight.dtype)
@@ -325,7 +324,7 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states.append(x)
             owner, kind = self.config.kv_owners[layer], self.config.layer_types[layer]
             x, kvs[owner], weights = block(
-                x, kvs.get(owner), rope=ropes.get(kind), mask=masks[kind],
+                x, kvs.get(owner), rope=ropes.get(kind), mask=masks[kind], kept=kept,
                 past_key_values=past_key_values, position_ids=position_ids, **kwargs)
             attentions.append(weights)
         x = self.transformer.ln_f(x)
@@ -343,6 +342,13 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None)
+
+    def _check_implementation(self):
+        name = self.config._attn_implementation
+        for field in ('attn_sink', 'key_offset'):
+            if self.config.field(field) and name not in ('eager', 'sdpa'):
+                raise ValueError(f'attn_implementation={name!r} does not have {field}=True: use '
+                                 "'sdpa' or 'eager'")
 
     def _masks(self, x, attention_mask, position_ids, past_key_values) -> dict:
         """Layer type -> mask. With a static cache, `generate` passes this dict itself."""

@@ -7,7 +7,8 @@ DEFAULTS = {
     'dropout': 0.0, 'bias': True, 'n_kv_head': 0, 'head_dim': 0, 'layer_pattern': 'G',
     'window_size': 0, 'kv_share': '', 'share_global_kv': False, 'pos_embedding': 'learned',
     'rope_theta': 10000.0, 'rope_theta_global': 0.0, 'qk_norm': False, 'mlp_hidden': 0,
-    'gelu': 'exact', 'kv_quant_train': ''}
+    'gelu': 'exact', 'kv_quant_train': '', 'attn_sink': False, 'rope_fraction_global': 1.0,
+    'key_offset': False, 'kv_tied': '', 'kv_latent': 0, 'act_clamp': 0.0}
 
 
 class NanoKVConfig(PretrainedConfig):
@@ -20,10 +21,23 @@ class NanoKVConfig(PretrainedConfig):
             if name not in DEFAULTS:
                 raise ValueError(f'config.json: nanokv.{name} is unknown to this version of the '
                                  'plugin')
+        if self.field('key_offset'):
+            raise ValueError("config.json: nanokv.key_offset=True: vLLM's caches have no place for "
+                             'the half of a key that the next token needs')
         super().__init__(**kwargs)
 
     def field(self, name: str):
         return self.nanokv.get(name, DEFAULTS[name])
+
+    def tied(self, layer: int) -> bool:
+        """Whether the layer's K is its V."""
+        local = self.layer_types[layer] == 'sliding_attention'
+        tied = self.field('kv_tied')
+        return self.latent(layer) > 0 or tied == 'all' or tied == 'global' and not local
+
+    def latent(self, layer: int) -> int:
+        """The width of the latent from which the layer makes K and V, 0 without one."""
+        return 0 if self.layer_types[layer] == 'sliding_attention' else self.field('kv_latent')
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the model's tensors, by their names in the folder."""
@@ -42,12 +56,18 @@ class NanoKVConfig(PretrainedConfig):
             prefix, owns = f'transformer.h.{layer}', owner == layer
             add(f'{prefix}.ln_1', C)
             add(f'{prefix}.ln_2', C)
-            add(f'{prefix}.attn.c_attn', (n_head + 2 * n_kv_head * owns) * D, C)
+            latent = self.latent(layer)
+            own = owns * (2 - self.tied(layer)) * (latent or n_kv_head * D)
+            add(f'{prefix}.attn.c_attn', n_head * D + own, C)
             add(f'{prefix}.attn.c_proj', C, n_head * D)
             add(f'{prefix}.mlp.c_fc', M, C)
             add(f'{prefix}.mlp.c_proj', C, M)
+            if self.field('attn_sink'):
+                shapes[f'{prefix}.attn.sink'] = n_head,
+            if latent:
+                shapes |= {f'{prefix}.attn.{x}_up': (n_head * D, latent) for x in 'kv'}
             if self.field('qk_norm'):
                 shapes[f'{prefix}.attn.q_norm.weight'] = D,
                 if owns:
-                    shapes[f'{prefix}.attn.k_norm.weight'] = D,
+                    shapes[f'{prefix}.attn.k_norm.weight'] = latent or D,
         return shapes

@@ -20,14 +20,17 @@ ELEMENT = {'float32': 4, 'bfloat16': 2, 'float16': 2}
 
 
 def planned(config: dict, tokens: int, dtype: str) -> int:
-    """Bytes by arithmetic: each layer that owns its K and V stores all tokens or a window."""
-    positions = 0
+    """Bytes by arithmetic: each layer that owns its K and V stores all tokens or a window; K and V
+    are one tensor where they are tied or a latent. (vLLM stores that tensor twice.)"""
+    found, fields = 0, config['nanokv']
     for i, (owner, kind) in enumerate(zip(config['kv_owners'], config['layer_types'])):
-        if owner == i:
-            local = kind == 'sliding_attention'
-            positions += min(config['sliding_window'], tokens) if local else tokens
-    heads = config['num_key_value_heads'] * config['head_dim']
-    return positions * 2 * heads * ELEMENT[dtype]
+        local = kind == 'sliding_attention'
+        latent = 0 if local else fields.get('kv_latent', 0)
+        tied = latent or fields.get('kv_tied') in ('all', 'none' if local else 'global')
+        positions = min(config['sliding_window'], tokens) if local else tokens
+        width = latent or config['num_key_value_heads'] * config['head_dim']
+        found += (owner == i) * positions * (1 if tied else 2) * width
+    return found * ELEMENT[dtype]
 
 
 def vanilla(config: dict, tokens: int) -> dict:

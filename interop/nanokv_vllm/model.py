@@ -2,7 +2,8 @@
 
 A layer that reads another layer's K and V has that layer as its target and no K/V projection; a
 local layer declares its window. vLLM's cache manager does the rest. With tensor parallelism, query
-and K/V heads are divided among the ranks; if there are fewer K/V heads, these are replicated.
+and K/V heads are divided among the ranks; if there are fewer K/V heads, these are replicated. Where
+K = V, vLLM stores both; a latent is stored as the only K/V head, and as both.
 """
 from collections.abc import Iterable
 
@@ -16,7 +17,9 @@ from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from .config import NanoKVConfig
@@ -29,74 +32,137 @@ def padded_head_dim(head_dim: int) -> int:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if head_dim > max(sizes):
-        raise ValueError(f'head_dim={head_dim}: vLLM has CPU kernels only for {sizes}')
+        raise ValueError(f'heads of width {head_dim}: vLLM has CPU kernels only for {sizes}')
     return min(size for size in sizes if size >= head_dim)
 
 
+def clamped(x: torch.Tensor, limit: float) -> torch.Tensor:
+    return x.clamp(-limit, limit) if limit else x
+
+
+def sharded_parameter(*shape: int) -> nn.Parameter:
+    """A parameter whose first dimension is divided among the ranks."""
+    p = nn.Parameter(torch.zeros(shape))
+    set_weight_attrs(p, {'weight_loader': sharded_weight_loader(0)})
+    return p
+
+
+def make_rotary(config: NanoKVConfig, local: bool, max_model_len: int):
+    """Rotary embedding of local or global layers; None if nothing is rotated."""
+    D, theta, fraction = config.head_dim, config.field('rope_theta'), 1.0
+    if not local:
+        theta = config.field('rope_theta_global') or theta
+        fraction = config.field('rope_fraction_global')
+    n_rotated = 2 * round(fraction * D / 2)
+    if config.field('pos_embedding') != 'rope' or n_rotated == 0:
+        return None
+    longest = max(config.max_position_embeddings, max_model_len)
+    parameters = {'rope_type': 'default', 'rope_theta': theta}
+    if n_rotated < D:  # of all frequencies the first, as in Gemma 4
+        parameters |= {'rope_type': 'proportional', 'rope_dim': n_rotated}
+    return get_rope(D, max_position=longest, is_neox_style=True, rope_parameters=parameters)
+
+
 class NanoKVAttention(nn.Module):
-    """An owner projects q, k, v with one matrix, a reader only q. x (tokens, C) -> (tokens, C)."""
+    """An owner projects q, k, v with one matrix (k twice where K = V), a reader only q; latents
+    have a matrix of their own. x (tokens, C) -> (tokens, C)."""
 
     def __init__(self, config: NanoKVConfig, layer: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         C, D = config.hidden_size, config.head_dim
+        self.latent, self.tied = config.latent(layer), config.tied(layer)
         n_head, n_kv_head = config.num_attention_heads, config.num_key_value_heads
+        n_kv_head = 1 if self.latent else n_kv_head
         ranks = get_tensor_model_parallel_world_size()
         if n_head % ranks or max(n_kv_head, ranks) % min(n_kv_head, ranks):
             raise ValueError(f'{n_head} heads with {n_kv_head} for K/V cannot be divided among '
                              f'{ranks} ranks')
         owner = config.kv_owners[layer]
-        self.owns, self.head_dim, self.padded_dim = owner == layer, D, padded_head_dim(D)
+        self.owns, self.head_dim, self.q_rows = owner == layer, D, n_head * D
+        self.width = self.latent or D  # of what is stored
+        self.padded_dim = padded_head_dim(self.width)
         self.n_head, self.n_kv_head = n_head // ranks, max(1, n_kv_head // ranks)
         settings = dict(bias=config.field('bias'), quant_config=vllm_config.quant_config)
         make, sizes = linear.ColumnParallelLinear, (C, n_head * D)
-        if self.owns:
+        if self.owns and not self.latent:
             make, sizes = linear.QKVParallelLinear, (C, D, n_head, n_kv_head)
         self.c_attn = make(*sizes, prefix=f'{prefix}.c_attn', **settings)
+        self.c_latent = None
+        if self.owns and self.latent:
+            self.c_latent = linear.ReplicatedLinear(C, self.latent, prefix=f'{prefix}.c_latent',
+                                                    **settings)
+        if self.latent:
+            self.k_up, self.v_up = (sharded_parameter(self.n_head * D, self.latent) for _ in 'kv')
         self.c_proj = linear.RowParallelLinear(n_head * D, C, prefix=f'{prefix}.c_proj', **settings)
-        qk_norm = config.field('qk_norm')
+        self.clamp, qk_norm = config.field('act_clamp'), config.field('qk_norm')
         self.q_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm else None
-        self.k_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm and self.owns else None
+        self.k_norm = nn.RMSNorm(self.width, eps=1e-6) if qk_norm and self.owns else None
         local = config.layer_types[layer] == 'sliding_attention'
-        self.rotary = None
-        if config.field('pos_embedding') == 'rope':
-            theta_global = not local and config.field('rope_theta_global')
-            theta = theta_global or config.field('rope_theta')
-            longest = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
-            self.rotary = get_rope(D, max_position=longest, is_neox_style=True,
-                                   rope_parameters={'rope_type': 'default', 'rope_theta': theta})
+        self.rotary = make_rotary(config, local, vllm_config.model_config.max_model_len)
+        self.sink = sharded_parameter(self.n_head) if config.field('attn_sink') else None
         layers = prefix.removesuffix(f'{layer}.attn')  # prefix is '...h.LAYER.attn'
         target = None if self.owns else f'{layers}{owner}.attn.attn'
+        sinks = {} if self.sink is None else {'sinks': self.sink}
         self.attn = Attention(self.n_head, self.padded_dim, scale=D ** -0.5,
                               num_kv_heads=self.n_kv_head, cache_config=vllm_config.cache_config,
                               quant_config=vllm_config.quant_config,
                               per_layer_sliding_window=config.sliding_window if local else None,
-                              kv_sharing_target_layer_name=target, prefix=f'{prefix}.attn')
+                              kv_sharing_target_layer_name=target, prefix=f'{prefix}.attn', **sinks)
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        rows, _ = self.c_attn(x)
-        q_size, kv_size = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
-        sizes = [q_size, kv_size, kv_size] if self.owns else [q_size]
-        q, *kv = rows.split(sizes, dim=-1)
-        k, v = kv if self.owns else (None, None)
+        q, k, v = self.projected(clamped(x, self.clamp))
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotary is not None:
             q, k = self.rotary(positions, q, k)
-        y = self.attn(self._padded(q), self._padded(k), self._padded(v))
-        y = y.unflatten(-1, (-1, self.padded_dim))[..., :self.head_dim]
-        y, _ = self.c_proj(y.flatten(-2))
+        if self.latent:  # (q k_up) c = q (k_up c): multi-query attention to the latents
+            k_up, v_up = (up.unflatten(0, (self.n_head, -1)) for up in (self.k_up, self.v_up))
+            q = torch.einsum('thd,hdc->thc', q.unflatten(-1, (self.n_head, -1)), k_up).flatten(-2)
+        v = k if self.tied else v
+        y = self.attn(*(self._padded(x) for x in (q, k, v)))
+        y = y.unflatten(-1, (-1, self.padded_dim))[..., :self.width]  # (tokens, H, D)
+        if self.latent:
+            y = torch.einsum('thc,hdc->thd', y, v_up)
+        elif self.tied and self.rotary is not None:
+            y = self._rotated_back(positions, y)
+        y, _ = self.c_proj(clamped(y.flatten(-2), self.clamp))
         return y
+
+    def projected(self, x):
+        """q, k, v, each (tokens, heads * width); None for those of another layer."""
+        rows, _ = self.c_attn(x)
+        if self.c_latent is not None:
+            return rows, self.c_latent(x)[0], None
+        if not self.owns:
+            return rows, None, None
+        sizes = [n * self.head_dim for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
+        return rows.split(sizes, dim=-1)
+
+    def rows_of_c_attn(self, name: str, x: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The folder's c_attn (rows q | k | v, q | k or q | latent) as the modules here have it."""
+        if self.c_latent is not None:
+            q, latent = x.tensor_split([self.q_rows])
+            return [(name, q), (name.replace('c_attn', 'c_latent'), latent)]
+        if self.owns and self.tied:
+            x = torch.cat([x, x[self.q_rows:]])
+        return [(name, x)]
+
+    def _rotated_back(self, positions, y):
+        """V was rotated by its position: rotate y (tokens, H, D) back by the query's."""
+        cos, sin = self.rotary.cos_sin_cache[positions][:, None].to(y.dtype).chunk(2, dim=-1)
+        a, b = y.chunk(2, dim=-1)
+        return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
     def _padded(self, x):
         """Zero-pad the heads, which changes neither q @ k nor the other dimensions of v."""
-        if x is None or self.padded_dim == self.head_dim:
+        if x is None or self.padded_dim == self.width:
             return x
-        heads = x.unflatten(-1, (-1, self.head_dim))
-        return functional.pad(heads, (0, self.padded_dim - self.head_dim)).flatten(-2)
+        heads = x.unflatten(-1, (-1, self.width))
+        return functional.pad(heads, (0, self.padded_dim - self.width)).flatten(-2)
 
     def _normed(self, x, norm):
         if x is None or norm is None:
             return x
-        return norm(x.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+        return norm(x.unflatten(-1, (-1, *norm.normalized_shape))).flatten(-2)
 
 
 class NanoKVMLP(nn.Module):
@@ -106,11 +172,13 @@ class NanoKVMLP(nn.Module):
         settings = dict(bias=config.field('bias'), quant_config=vllm_config.quant_config)
         self.c_fc = linear.ColumnParallelLinear(width, hidden, prefix=f'{prefix}.c_fc', **settings)
         self.gelu = nn.GELU(approximate='tanh' if config.field('gelu') == 'tanh' else 'none')
+        self.relu2, self.clamp = config.field('gelu') == 'relu2', config.field('act_clamp')
         self.c_proj = linear.RowParallelLinear(hidden, width, prefix=f'{prefix}.c_proj', **settings)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, _ = self.c_fc(x)
-        x, _ = self.c_proj(self.gelu(x))
+        x, _ = self.c_fc(clamped(x, self.clamp))
+        x = functional.relu(x).square() if self.relu2 else self.gelu(x)
+        x, _ = self.c_proj(clamped(x, self.clamp))
         return x
 
 
@@ -193,6 +261,10 @@ class NanoKVForCausalLM(nn.Module):
                 expected = shapes.get(name, 'nothing of it')
                 if tuple(x.shape) != expected:
                     raise ValueError(f'{name} is {tuple(x.shape)}, config.json says {expected}')
-                yield name, x
+                if '.attn.c_attn.' in name:
+                    attn = self.transformer.h[int(name.split('.')[2])].attn
+                    yield from attn.rows_of_c_attn(name, x)
+                else:
+                    yield name, x
 
         return AutoWeightsLoader(self).load_weights(checked())

@@ -70,7 +70,39 @@ def test_layers_that_share_read_the_first_ones_keys_and_values():
     assert (full_logits(shared, IDX) - full_logits(model, IDX)).abs().max() < 1e-10
 
 
+TIED = {'kv_tied': 'global', 'layer_pattern': 'LG', 'window_size': 5}
+LATENT = {'kv_latent': 16, 'rope_fraction_global': 0.0, 'layer_pattern': 'LG', 'window_size': 5}
+
+
+@pytest.mark.parametrize('old', [TIED, LATENT, {'key_offset': True}], ids=str)
+def test_heads_of_other_forms_become_their_mean(old):
+    """c_attn has q | k where K = V, and q | latent, which is not pooled."""
+    model = model_of(dataclasses.replace(MHA, **old))
+    new = converted(model, n_kv_head=2)
+    for was, now, layer in zip(model.transformer.h, new.transformer.h, model.plan.layers):
+        slot, was, now = model.plan.slots[layer.slot], was.attn.c_attn, now.attn.c_attn
+        for p, x in zip(was.parameters(), now.parameters()):
+            own = p[32:]
+            if not slot.latent:
+                own = own.unflatten(0, (2 - slot.tied, 2, 2, 8)).mean(2).flatten(0, 2)
+            torch.testing.assert_close(x, torch.cat([p[:32], own]))
+    assert full_logits(new, IDX).isfinite().all()
+
+
+def test_latents_can_be_shared():
+    new = converted(model_of(dataclasses.replace(MHA, **LATENT)), share_global_kv=True)
+    assert new.transformer.h[3].attn.c_attn.weight.shape == (32, 32)
+    assert new.transformer.h[3].attn.k_up.shape == (32, 16)
+    assert 'transformer.h.3.attn.k_norm.weight' not in new.state_dict()
+
+
 @pytest.mark.parametrize('old, new, named', [
+    ({}, {'attn_sink': True}, 'attn_sink=True'), ({}, {'kv_tied': 'all'}, "kv_tied='all'"),
+    ({}, {'key_offset': True}, 'key_offset=True'),
+    (LATENT, {'kv_latent': 8}, 'kv_latent=8, but the weights have kv_latent=16'),
+    (TIED, {'layer_pattern': 'LLLG'}, 'layer 1 would be local, but was trained global'),
+    (LATENT, {'layer_pattern': 'LLLG'}, 'layer 1 would be local'),
+    ({'key_offset': True}, TIED | {'kv_tied': ''}, 'layer 0 would be local'),
     ({}, {'n_kv_head': 1, 'mlp_hidden': 64}, 'mlp_hidden=64'),
     ({}, {'qk_norm': False}, 'qk_norm=False'),
     ({'n_kv_head': 2}, {'n_kv_head': 4}, 'n_kv_head=4: the 2 K/V heads'),

@@ -5,12 +5,15 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from config.gpt_config import GPTConfig, model_args
+from interop import import_hf
+from interop.configuration_nanokv import DEFAULTS, NanoKVConfig
+from interop.export import hf_model
 from interop.fields import derived_keys
-from interop.modeling_nanokv import DEFAULTS, NanoKVConfig, NanoKVForCausalLM
+from interop.modeling_nanokv import NanoKVForCausalLM
 from tests.helpers.models import FULL_STACK, VOCAB, configs, full_logits, random_model, tokens
 
 SHAPE = dict(n_layer=7, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
@@ -21,6 +24,15 @@ SHAPES = {
     'full': FULL_STACK,
     'first': dict(FULL_STACK, layer_pattern='GLLLLL', kv_share='ABBCCC', bias=False),
     'local': dict(FULL_STACK, layer_pattern='L', kv_share='', share_global_kv=False),
+    'sinks': dict(FULL_STACK, attn_sink=True),
+    'sinks, mha': dict(SHAPE, attn_sink=True, gelu='relu2'),
+    'half of rope': dict(FULL_STACK, rope_fraction_global=0.5),
+    'nope': dict(FULL_STACK, rope_fraction_global=0.0, act_clamp=0.5),
+    'offset': dict(FULL_STACK, head_dim=8, key_offset=True, n_kv_head=2),
+    'tied': dict(FULL_STACK, kv_tied='all', n_kv_head=2, rope_theta_global=1e4),
+    'tied global': dict(SHAPE, kv_tied='global', layer_pattern='LG', window_size=5),
+    'latents': dict(FULL_STACK, kv_latent=12, rope_fraction_global=0.0, attn_sink=True),
+    'latents, learned': dict(SHAPE, kv_latent=18, n_kv_head=2, qk_norm=True),
 }
 NEAR = dict(rtol=0, atol=1e-4)
 
@@ -61,7 +73,8 @@ def test_in_pieces_by_a_cache_that_is_small(pair):
         assert (keys is not None and keys.numel() > 0) == layer.owns
         if layer.owns:  # the last window, without the next query's position
             positions = layer.window - 1 if layer.window else 40
-            assert keys.shape == (2, ours.plan.n_kv_head, positions, ours.plan.head_dim)
+            slot = ours.plan.slots[layer.slot]
+            assert keys.shape == (2, slot.n_kv_head, positions, slot.head_dim)
 
 
 def greedy(model, idx, n):
@@ -98,10 +111,97 @@ def test_generate(pair):
 def test_generate_by_a_static_cache(pair):
     ours, theirs = pair
     prompts = tokens(2, 9, seed=1)
-    found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=25,
-                            do_sample=False, pad_token_id=0, cache_implementation='static',
-                            disable_compile=True)
-    assert torch.equal(found, greedy(ours, prompts, 25))
+    settings = dict(max_new_tokens=25, do_sample=False, pad_token_id=0, disable_compile=True,
+                    cache_implementation='static')
+    expected = greedy(ours, prompts, 25)
+    found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+    assert torch.equal(found, expected)
+    padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), prompts], dim=1)
+    mask = torch.tensor([[0] * 4 + [1] * 9] * 2)
+    found = theirs.generate(padded, attention_mask=mask, **settings)
+    assert torch.equal(found[:, 4:], expected)
+
+
+@torch.no_grad()
+def test_the_bytes_of_caches_are_the_plans(pair):
+    """Except those of the state of offset keys, which are derived from all keys there."""
+    ours, theirs = pair
+    for cache, T in ((DynamicCache(config=theirs.config), 4),  # keeps one position less than W
+                     (StaticCache(config=theirs.config, max_cache_len=20), 20)):
+        theirs(tokens(2, 4), past_key_values=cache)
+        found = sum(x.numel() * x.element_size() for layer in cache.layers
+                    for x in (layer.keys, layer.values) if x is not None)
+        state = sum(slot.state_nbytes('float32') for slot in ours.plan.slots)
+        assert found == ours.plan.nbytes(2, T, 'float32') - 2 * state
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_selected_and_repeated(pair):
+    ours, theirs = pair
+    idx, rows = tokens(3, 20), torch.tensor([2, 0])
+    cache = theirs(idx[:, :10], use_cache=True).past_key_values
+    cache.reorder_cache(torch.tensor([1, 2, 0]))
+    cache.batch_select_indices(torch.tensor([1, 2]))  # of [1, 2, 0]
+    cache.batch_repeat_interleave(2)
+    rows = rows.repeat_interleave(2)
+    found = theirs(idx[rows, 10:], past_key_values=cache).logits
+    torch.testing.assert_close(found, full_logits(ours, idx)[rows, 10:], **NEAR)
+
+
+@pytest.mark.filterwarnings('ignore:layer_pattern')
+@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
+@torch.no_grad()
+def test_packed_texts(pair, attention):
+    ours, theirs = pair
+    theirs.set_attn_implementation(attention)
+    idx, position_ids = tokens(1, 20), torch.cat([torch.arange(7), torch.arange(13)])[None]
+    expected = torch.cat([full_logits(ours, x) for x in idx.split([7, 13], dim=1)], dim=1)
+    found = theirs(idx, position_ids=position_ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, **NEAR)
+
+
+@pytest.mark.parametrize('name', ['full', 'offset', 'tied', 'latents'])
+@torch.no_grad()
+def test_keys_and_values_are_rounded_as_in_training(name):
+    """In float64, in which both round in the same direction."""
+    config = GPTConfig(**SHAPES[name] | dict(kv_quant_train='int8', attn_sink=False))
+    ours = random_model(config)
+    theirs = hf_model(ours, torch.float64)
+    idx, cache, out = tokens(2, 40), None, []
+    for piece in idx.split([17, 1, 22], dim=1):
+        found = theirs(piece, past_key_values=cache, use_cache=True)
+        cache = found.past_key_values
+        out.append(found.logits)
+    expected = full_logits(ours, idx)
+    torch.testing.assert_close(torch.cat(out, dim=1), expected, rtol=0, atol=1e-6)
+    plain = random_model(dataclasses.replace(config, kv_quant_train=''))
+    assert (full_logits(plain, idx) - expected).abs().max() > 1e-3
+
+
+def test_a_file_comes_back_bit_for_bit(pair, tmp_path):
+    ours, _ = pair
+    hf_model(ours).save_pretrained(tmp_path)
+    again = import_hf.checkpoint_of(tmp_path)
+    assert again['model_args'] == model_args(ours.config)
+    assert again['model'].keys() == ours.state_dict().keys()
+    assert all(torch.equal(x, again['model'][name]) for name, x in ours.state_dict().items())
+
+
+def test_new_weights_are_those_of_training():
+    theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=SHAPES['latents']))
+    attn = theirs.transformer.h[5].attn
+    assert torch.equal(attn.sink, torch.zeros(4))
+    for up in (attn.k_up, attn.v_up):
+        assert 0.015 < up.std() < 0.025
+
+
+@pytest.mark.parametrize('name, attention, field', [
+    ('sinks', 'flex_attention', 'attn_sink'), ('offset', 'flash_attention_2', 'key_offset')])
+def test_attention_without_a_mechanism_is_refused(name, attention, field):
+    theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=SHAPES[name]))
+    theirs.config._attn_implementation = attention  # flash attention is not installed
+    with pytest.raises(ValueError, match=f"'{attention}' does not have {field}=True: use 'sdpa'"):
+        theirs(tokens(1, 4))
 
 
 @torch.no_grad()
@@ -115,7 +215,8 @@ def test_what_layers_give_can_be_had(pair):
     for layer, weights in zip(ours.plan.layers, found.attentions):
         seen = torch.tensor([min(i, layer.window or i) for i in range(1, 21)])
         assert torch.equal((weights > 0).sum(-1), seen.expand(2, 4, 20))
-        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 20))
+        if not ours.config.attn_sink:
+            torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 20))
     assert theirs(idx).hidden_states is None
     assert torch.equal(theirs(idx, return_dict=False)[0], found.logits)
 
@@ -132,6 +233,10 @@ def test_arguments_of_attention_functions(pair):
         return sdpa_attention_forward(module, q, k, v, mask, **settings)
     AttentionInterface.register('sdpa_spied', spy)
     theirs.set_attn_implementation('sdpa_spied')
+    if ours.config.attn_sink or ours.config.key_offset:
+        with pytest.raises(ValueError, match="'sdpa_spied' does not have"):
+            theirs(tokens(1, 6))
+        return
     theirs(tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
     scale, ids = ours.plan.head_dim ** -0.5, [[0, 1, 2, 0, 1, 2]]
     assert passed == [(True, layer.window or None, scale, ids) for layer in ours.plan.layers]
@@ -153,6 +258,13 @@ def test_positions_that_are_given(pair):
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     found = theirs(padded, attention_mask=mask, position_ids=position_ids).logits
     torch.testing.assert_close(found[:, 30:], full_logits(ours, idx), **NEAR)
+    cache, out = DynamicCache(config=theirs.config), []
+    for a, b in ((0, 29), (29, 30), (30, 31), (31, 70)):  # pieces that are only padding
+        found = theirs(padded[:, a:b], attention_mask=mask[:, :b], past_key_values=cache,
+                       position_ids=position_ids[:, a:b])
+        out.append(found.logits)
+    found = torch.cat(out, dim=1)[:, 30:]
+    torch.testing.assert_close(found, full_logits(ours, idx), **NEAR)
 
 
 def test_more_tokens_survive_their_file(tmp_path):
@@ -190,6 +302,16 @@ def test_more_positions_than_were_learned_are_refused():
     (dict(nanokv=dict(n_layer='7')), "n_layer='7' is not int"),
     (dict(nanokv=dict(n_layer=0)), 'n_layer=0'),
     (dict(nanokv=dict(gelu='new')), "gelu='new'.*'exact', 'tanh'"),
+    (dict(nanokv=dict(kv_tied='local')), "kv_tied='local'.*'global', 'all'"),
+    (dict(nanokv=dict(layer_pattern='L', window_size=4, kv_tied='global')), 'no global layers'),
+    (dict(nanokv=dict(rope_fraction_global=0.5)), "rope_fraction_global=0.5.*='rope'"),
+    (dict(nanokv=dict(rope_fraction_global=1.5, pos_embedding='rope')), '=1.5: must be from 0'),
+    (dict(nanokv=dict(kv_latent=65)), 'kv_latent=65: must be a multiple of head_dim=64'),
+    (dict(nanokv=dict(kv_latent=64, pos_embedding='rope')), 'neither tied nor rotated'),
+    (dict(nanokv=dict(kv_latent=64, kv_tied='all')), 'neither tied nor rotated'),
+    (dict(nanokv=dict(key_offset=True, head_dim=6)), 'head_dim=6 to be a multiple of 4'),
+    (dict(nanokv=dict(key_offset=True, kv_latent=64)), 'neither tied nor latents'),
+    (dict(nanokv=dict(act_clamp=-1.0)), 'act_clamp=-1.0: must be at least 0'),
     (dict(nanokv=dict(n_kv_head=5)), 'n_kv_head=5.*n_head=12'),
     (dict(nanokv=dict(layer_pattern='GX')), "'GX'.*G and L"),
     (dict(nanokv=dict(kv_share='AB')), "'AB'.*'G'"),

@@ -7,18 +7,32 @@ from config.gpt_config import GPTConfig, model_args
 from interop.export import hf_model
 from interop.fields import derived_keys
 from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
+from interop.nanokv_vllm.kv import planned
+from kv.plan import plan_kv
 from model import GPT
 from tests.helpers.models import FULL_STACK
 
 SHAPES = [FULL_STACK, dict(FULL_STACK, bias=False, qk_norm=False, n_kv_head=2, mlp_hidden=30,
                            head_dim=8),
-          dict(FULL_STACK, pos_embedding='learned', layer_pattern='G', kv_share='')]
+          dict(FULL_STACK, pos_embedding='learned', layer_pattern='G', kv_share=''),
+          dict(FULL_STACK, attn_sink=True, kv_tied='all', n_kv_head=2),
+          dict(FULL_STACK, layer_pattern='LG', kv_share='', kv_tied='global'),
+          dict(FULL_STACK, kv_latent=12, rope_fraction_global=0.0)]
 
 
 def test_it_knows_the_fields_that_there_are():
     assert DEFAULTS == {f.name: f.default for f in dataclasses.fields(GPTConfig)}
     with pytest.raises(ValueError, match='nanokv.colour is unknown to this version of the plugin'):
         NanoKVConfig(nanokv={'colour': 'red'})
+    with pytest.raises(ValueError, match='nanokv.key_offset=True: vLLM'):
+        NanoKVConfig(nanokv={'key_offset': True})
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_planned_bytes_are_the_plans(shape):
+    config = GPTConfig(**shape)
+    keys = {'nanokv': model_args(config), **derived_keys(config)}
+    assert planned(keys, 40, 'bfloat16') == plan_kv(config).nbytes(1, 40, 'bfloat16')
 
 
 @pytest.mark.parametrize('shape', SHAPES)

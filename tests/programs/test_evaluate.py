@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from interop import evaluate, export
 from model import GPT
-from tests.programs.support import ALPHABET, flags, load
+from tests.programs.support import ALPHABET, FULL_STACK, flags, load, run_train
 from training.checkpoint import config_of
 
 TEXT = 'abcdefghij\n ' * 6 + 'abc jihg\nfedcba'
@@ -77,6 +77,19 @@ def test_the_same_loss_of_other_files_and_by_a_cache(out, tmp_path, capsys, data
     assert found['nats_per_token'] == pytest.approx(plain['nats_per_token'], rel=1e-5)
     (tmp_path / 'text.txt').write_bytes(b'\xef\xbb\xbf' + TEXT.replace('\n', '\r\n').encode())
     assert judged(capsys, out)[0] == plain
+
+
+@pytest.mark.parametrize('changes', [dict(key_offset=True, attn_sink=True), dict(kv_tied='all'),
+                                     dict(kv_latent=8, rope_fraction_global=0.0)], ids=str)
+def test_the_same_loss_of_every_form_of_keys_and_values(changes, tmp_path, capsys, data_root):
+    out = tmp_path / 'out'
+    run_train(out, FULL_STACK, max_iters=3, eval_interval=3, **changes)
+    export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=data_root)
+    plain, _ = judged(capsys, out)
+    for settings, near in ((dict(kv_dtype='auto'), 1e-5), (dict(kv_dtype='int8'), 0.05),
+                           (dict(init_from=tmp_path / 'hf'), 1e-5)):
+        found, _ = judged(capsys, out, **settings)
+        assert found['nats_per_token'] == pytest.approx(plain['nats_per_token'], abs=near)
 
 
 @pytest.mark.parametrize('settings, named', [

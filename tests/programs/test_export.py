@@ -19,7 +19,10 @@ from tests.programs.support import ALPHABET, FULL_STACK, ROOT, VANILLA, flags, l
 from training.checkpoint import config_of
 
 SHAPES = {'vanilla': dict(VANILLA, bias=False, gelu='tanh', dropout=0.1, mlp_hidden=24),
-          'full': FULL_STACK, 'rounded': dict(FULL_STACK, kv_quant_train='int8', bias=True)}
+          'full': FULL_STACK, 'mechanisms': dict(
+              FULL_STACK, kv_latent=8, rope_fraction_global=0.0, attn_sink=True, gelu='relu2',
+              act_clamp=1.5),
+          'rounded': dict(FULL_STACK, kv_quant_train='int8', bias=True)}
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=12)
 
 
@@ -86,11 +89,13 @@ def test_the_folder(made):
     assert config['kv_owners'] == [0, 0, 2, 2, 2, 5, 6] and config['sliding_window'] == 4
     assert len(list(dest.glob('model-*.safetensors'))) > 1
     assert (dest / 'generation_config.json').is_file()
-    code = (dest / 'modeling_nanokv.py').read_text()
-    assert code == export.MODELING.read_text()
-    modules = {name.partition('.')[0]
-               for name in re.findall(r'^\s*(?:from|import) ([\w.]+)', code, re.M)}
-    assert modules - set(sys.stdlib_module_names) == {'torch', 'transformers'}
+    for path in export.MODELING:
+        code = (dest / path.name).read_text()
+        assert code == path.read_text()
+        modules = re.findall(r'^\s*(?:from|import) ([\w.]+)', code, re.M)
+        others = {name.split('.')[0] for name in modules if name != '.configuration_nanokv'}
+        assert others - set(sys.stdlib_module_names) <= {'torch', 'transformers'}
+    assert (dest / 'modeling_nanokv.py').is_file() and (dest / 'configuration_nanokv.py').is_file()
 
 
 def test_the_tokenizer_is_ours(made):
@@ -145,6 +150,26 @@ def test_windows_of_one_token_are_refused():
     config = GPTConfig(**SMALL, layer_pattern='GL', window_size=1)
     with pytest.raises(UserError, match='window_size=1 cannot be exported'):
         export.hf_model(random_model(config, torch.float32))
+
+
+@pytest.mark.parametrize('settings, named', [
+    (dict(), '^$'), (dict(n_kv_head=1, mlp_hidden=8, qk_norm=True), '^$'),
+    (dict(attn_sink=True, act_clamp=2.0), '^Note: attn_sink=True, act_clamp=2.0: transformers '
+     "needs trust_remote_code=True and .*='sdpa' or 'eager'; vLLM needs the plugin$"),
+    (dict(kv_tied='all', gelu='relu2'), "^Note: kv_tied='all', gelu='relu2': .*True; vLLM .*twice"),
+    (dict(kv_latent=16), '^Note: kv_latent=16: .* twice the memory$'),
+    (dict(key_offset=True, rope_fraction_global=0.5, pos_embedding='rope'),
+     r'^Note: rope_fraction_global=0.5, key_offset=True: .*; vLLM cannot run it \(key_offset\)$')],
+    ids=str)
+def test_where_it_can_run_is_noted(settings, named):
+    assert re.search(named, export.note(GPTConfig(**SMALL, **settings)))
+
+
+@pytest.mark.parametrize('settings', [dict(attn_sink=True), dict(gelu='relu2'), dict(act_clamp=2.0),
+                                      dict(kv_tied='all'), dict(kv_latent=8),
+                                      dict(key_offset=True)], ids=str)
+def test_what_gpt2_does_not_have_is_not_exported_as_gpt2(settings):
+    assert not export.is_gpt2(GPTConfig(**SMALL, **settings))
 
 
 def test_biases_and_tokens_that_were_added_there_come_back(made, tmp_path, capsys):

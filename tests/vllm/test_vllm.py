@@ -23,7 +23,11 @@ FULL = dict(SHAPE, n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share
             pos_embedding='rope', qk_norm=True, window_size=32, bias=False)
 SHAPES = {'vanilla': SHAPE, 'full': FULL, 'heads of 24': dict(FULL, head_dim=24),  # kept in 32
           'gqa': dict(SHAPE, n_kv_head=2, layer_pattern='LG', window_size=20, pos_embedding='rope',
-                      rope_theta_global=1e5, gelu='tanh', mlp_hidden=320)}
+                      rope_theta_global=1e5, gelu='tanh', mlp_hidden=320),
+          'tied': dict(FULL, kv_tied='all', n_kv_head=2, attn_sink=True, gelu='relu2',
+                       act_clamp=2.5, rope_fraction_global=0.3, bias=True),
+          'tied global': dict(FULL, kv_tied='global', attn_sink=True, rope_fraction_global=0.0),
+          'latents': dict(FULL, kv_latent=64, attn_sink=True, rope_fraction_global=0.0, bias=True)}
 
 
 def prompts() -> list[list[int]]:
@@ -38,7 +42,8 @@ def prompts() -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize('name, ranks', [*((name, 1) for name in SHAPES), ('full', 2), ('gqa', 2)])
+@pytest.mark.parametrize('name, ranks', [*((name, 1) for name in SHAPES), ('full', 2), ('gqa', 2),
+                                         ('tied', 2), ('latents', 2)])
 def test_greedy_texts_are_ours(tmp_path, monkeypatch, name, ranks):
     """If a token differs, rounding decided between two equally likely ones."""
     from vllm import LLM, SamplingParams
@@ -88,7 +93,7 @@ def test_its_memory_of_a_request_is_small_there_too(tmp_path):
     assert found['ours']['planned'] == plan.nbytes(1, 8192, 'bfloat16')
     vanilla = plan.vanilla().nbytes(1, 8192, 'bfloat16')
     assert found['vanilla']['planned'] == found['vanilla']['bytes_per_request'] == vanilla
-    block = 128 * plan.position_nbytes('bfloat16')
+    block = 128 * plan.slots[0].position_nbytes('bfloat16')
     assert found['ours']['bytes_per_request'] == (64 + 4 * (-(-(255 + 512) // 128) + 1)) * block
     assert found['smaller_bytes_per_request'] > 100
 
