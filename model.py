@@ -58,12 +58,12 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: Layer, slot: Slot):
         super().__init__()
         self.layer, self.slot, self.head_dim = layer, slot, config.resolved_head_dim
-        self.n_head, n_kv_head = config.n_head, slot.n_kv_head
-        self.dropout, self.kv_quant_train = config.dropout, config.kv_quant_train
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.kv_quant_train = config.kv_quant_train
         self.backend, self.attend = 'auto', causal_attention  # training may replace `attend`
-        # c_attn computes the heads of q | k | v; in a reading layer only q
-        n_kv_head = n_kv_head * slot.head_dim // self.head_dim  # a latent is several heads wide
-        self.head_counts = [self.n_head, *[n_kv_head] * ((2 - slot.tied) * layer.owns)]
+        # c_attn computes the heads of q | k | v; in a reading layer only q. A latent is several wide
+        stored = [slot.n_kv_head * slot.head_dim // self.head_dim] * (2 - slot.tied)
+        self.head_counts = [self.n_head, *stored] if layer.owns else [self.n_head]
         n_out = sum(self.head_counts) * self.head_dim
         self.c_attn = nn.Linear(config.n_embd, n_out, bias=config.bias)
         self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
