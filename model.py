@@ -61,7 +61,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.dropout = config.n_head, config.dropout
         self.kv_quant_train = config.kv_quant_train
         self.backend, self.attend = 'auto', causal_attention  # training may replace `attend`
-        # c_attn computes the heads of q | k | v; in a reading layer only q. A latent is several wide
+        # c_attn computes the heads of q | k | v, or of q | k; a latent is as wide as several heads
         stored = [slot.n_kv_head * slot.head_dim // self.head_dim] * (2 - slot.tied)
         self.head_counts = [self.n_head, *stored] if layer.owns else [self.n_head]
         n_out = sum(self.head_counts) * self.head_dim
@@ -135,7 +135,6 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, config.resolved_mlp_hidden, bias=config.bias)
@@ -151,7 +150,6 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-
     def __init__(self, config: GPTConfig, layer: Layer, slot: Slot):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
