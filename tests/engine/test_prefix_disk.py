@@ -48,13 +48,25 @@ def files(folder):
     return sorted(Path(folder).rglob('*.safetensors'))
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [*KINDS, 'offset keys', 'offset keys, all global', 'latents'])
 @pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
 def test_after_a_restart_the_past_is_there(tmp_path, kind, kv_dtype):
     settings = dict(model=model_of(kind), kv_dtype=kv_dtype)
     stored(tmp_path, **settings)
     assert len(files(tmp_path)) == 11 and not list(tmp_path.rglob('*.tmp'))
     assert ask(engine_of(tmp_path, **settings), prompt(40) + prompt(7, seed=1)) == 40
+
+
+def test_a_state_that_a_file_lacks_is_added_to_it(tmp_path):
+    """The block ends amid a prefill chunk at first, and later where a prompt ends."""
+    settings = dict(model=model_of('offset keys, all global'))
+    engine = stored(tmp_path, **settings)
+    assert ask(engine_of(tmp_path, **settings), prompt(40)[:19] + prompt(9, seed=2)) == 12
+    again = engine_of(tmp_path, **settings)
+    again.generate([prompt(40)[:16]], SamplingParams(1, seed=0))
+    again.close()
+    assert ask(engine_of(tmp_path, **settings), prompt(40)[:19] + prompt(9, seed=2)) == 16
+    assert engine.prefix.copier.state_nbytes == 3 * 2 * 4 * 8  # slots, heads, D / 2, float64
 
 
 def test_what_leaves_the_memory_comes_back_from_disk(tmp_path):
