@@ -63,8 +63,7 @@ class CausalSelfAttention(nn.Module):
         self.backend = 'auto'
         # c_attn computes the heads of q | k | v; in a reading layer only q
         n_kv_head = n_kv_head * slot.head_dim // self.head_dim  # a latent is several heads wide
-        own = [n_kv_head] if slot.tied else [n_kv_head, n_kv_head]
-        self.head_counts = [self.n_head, *own] if layer.owns else [self.n_head]
+        self.head_counts = [self.n_head, *[n_kv_head] * ((2 - slot.tied) * layer.owns)]
         n_out = sum(self.head_counts) * self.head_dim
         self.c_attn = nn.Linear(config.n_embd, n_out, bias=config.bias)
         self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
@@ -84,8 +83,7 @@ class CausalSelfAttention(nn.Module):
         each (B, Hkv, t, D); with a cache, the cache provides them. trim: the cache's step if only
         each row's last token is needed; then the output is (B, 1, C).
         """
-        B, t, _ = x.shape
-        heads = self.c_attn(x).view(B, t, -1, self.head_dim).transpose(1, 2)
+        heads = self.c_attn(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         q, *own = heads.split(self.head_counts, dim=1)                # (B, H, t, D)
         q = norm_and_rotate(q, self.q_norm, rope)
         if self.layer.owns:
@@ -103,7 +101,7 @@ class CausalSelfAttention(nn.Module):
         return self.project(y), None if cache is not None else kv
 
     def keys_and_values(self, own, rope, cache):
-        """The K and V that an owner stores, each (B, Hkv, t, D): of its heads of c_attn's output."""
+        """The K and V that an owner stores, each (B, Hkv, t, D), from c_attn's output."""
         k = own[0].transpose(1, 2).flatten(2)[:, None] if self.slot.latent else own[0]
         k = norm_and_rotate(k, self.k_norm, rope)
         if self.slot.offset:  # the slower half of the rotated pairs (modded-nanogpt)
@@ -133,10 +131,6 @@ class CausalSelfAttention(nn.Module):
         """y (B, H, t, D) -> (B, t, C)."""
         y = self.c_proj(y.transpose(1, 2).flatten(2))
         return self.resid_dropout(y) if self.training else y
-
-
-def clamp_input(limit: float, module: nn.Module, args: tuple):
-    return args[0].clamp(-limit, limit),
 
 
 class MLP(nn.Module):
@@ -195,19 +189,20 @@ class GPT(nn.Module):
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             **wpe,
             drop=nn.Dropout(config.dropout),
-            h=nn.ModuleList([Block(config, layer, slots[layer.slot]) for layer in self.plan.layers]),
+            h=nn.ModuleList(Block(config, layer, slots[layer.slot]) for layer in self.plan.layers),
             ln_f=LayerNorm(config.n_embd, bias=config.bias),
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying (Press & Wolf 2017)
         theta = {LOCAL: (config.rope_theta, 1.0), GLOBAL: (
             config.rope_theta_global or config.rope_theta, config.rope_fraction_global)}
-        tables = {each: RotaryTable(self.plan.head_dim, *each) for each in theta.values() if each[1]}
+        tables = {each: RotaryTable(self.plan.head_dim, *each) for each in theta.values()
+                  if each[1]}
         self.rotary = {kind: tables.get(each) for kind, each in theta.items()} if rope else None
 
-        if config.act_clamp:  # so that int8 represents them well
-            for linear in (m for m in self.transformer.h.modules() if isinstance(m, nn.Linear)):
-                linear.register_forward_pre_hook(functools.partial(clamp_input, config.act_clamp))
+        limit = config.act_clamp  # so that int8 represents activations well
+        for linear in (m for m in self.transformer.h.modules() if limit and type(m) is nn.Linear):
+            linear.register_forward_pre_hook(lambda _, x: (x[0].clamp(-limit, limit),))
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections, as in the GPT-2 paper
             if name.endswith('c_proj.weight'):

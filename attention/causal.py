@@ -23,7 +23,7 @@ def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: 
     """
     window = window if window < q.size(2) else 0
     if backend not in ('sdpa', 'math') and (backend != 'auto' or q.is_cuda):
-        from attention.kernels.choose import attend_faster
+        from attention.kernels.dispatch import attend_faster
         y = attend_faster(q, k, v, window, dropout_p, backend, sink is not None)
         if y is not None:
             return y

@@ -96,7 +96,7 @@ class KVCache:
         return GlobalStore(*shape, *options)
 
     def _new_states(self) -> dict[int, KVStore]:
-        """Slot -> half of the last key of each row, for `previous_key`; as a store of one position."""
+        """Slot -> half of the last key of each row (`previous_key`), as a store of one position."""
         dtype = self.torch_dtype if self.torch_dtype.is_floating_point else torch.float32
         return {slot.index: KVStore(self.batch_size, slot.n_kv_head, 1, slot.head_dim // 2, dtype,
                                     self.compute_dtype, self.device, True)
@@ -164,8 +164,8 @@ class KVCache:
         self._visible[layer.slot] = self._append(store, new)
 
     def previous_key(self, layer: Layer, half: torch.Tensor) -> torch.Tensor:
-        """half (B, Hkv, t, ...) of an owner's new keys -> (B, Hkv, 1, ...), that of the token before
-        the first one, 0 at position 0. Stores the last one of each row for the next step."""
+        """half (B, Hkv, t, ...) of an owner's new keys -> (B, Hkv, 1, ...), that of the token
+        before the first, 0 at position 0. Stores the last of each row for the next step."""
         x, step = self.last_keys[layer.slot].tensors[0], self._step
         before = x[step.select].to(half.dtype, copy=True).view_as(half[:, :, :1])
         new = half.detach().flatten(3).to(x.dtype)
@@ -194,7 +194,8 @@ class KVCache:
             if only_last:  # its window ends with its own key; copies have the same layout
                 whole = dict(memory_format=torch.contiguous_format)
                 n, kv = 1, [x[:, :, -layer.window:].clone(**whole) for x in kv]
-            y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window, sink=sink)
+            y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window,
+                                               sink=sink)
         return y
 
     def _make_room(self, step: Step) -> None:
@@ -238,13 +239,13 @@ class KVCache:
         for row in rows:
             self._lengths[row] = 0
         if end:
-            for store in (*self.row_stores, *self.last_keys.values()):
+            for store in self.row_stores:
                 store.zero_values(rows, end)
 
     @property
     def row_stores(self) -> list[KVStore]:
         """The stores whose rows are the rows of the cache."""
-        return self.stores
+        return [*self.stores, *self.last_keys.values()]
 
     def fill_(self, length: int) -> 'KVCache':
         """Fill every row with `length` tokens of random K/V, for benchmarks."""
@@ -256,8 +257,9 @@ class KVCache:
             self.begin(length, rows=[row])
             for slot in self.plan.slots:
                 shape = 1, slot.n_kv_head, length, slot.head_dim
-                kv = (torch.randn(shape, dtype=self.compute_dtype, device=self.device) for _ in 'kv')
-                self.append(self.plan.layers[slot.owner], *kv)
+                k, v = (torch.randn(shape, dtype=self.compute_dtype, device=self.device)
+                        for _ in 'kv')
+                self.append(self.plan.layers[slot.owner], k, v)
             self.commit()
         return self
 

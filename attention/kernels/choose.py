@@ -22,20 +22,6 @@ from config.errors import UserError
 PREFERRED = {'global': ('flash_attn', 'sdpa'), 'local': ('flex', 'flash_attn', 'sdpa')}
 
 
-def attend_faster(q, k, v, window: int, dropout_p: float, backend: str, sink: bool):
-    """`attention.causal.causal_attention` with FlexAttention or the flash-attn package; None if
-    torch's SDPA is the choice. window: 0 or less than T. Raises UserError as `choose` does."""
-    kind = 'local' if window else 'global'
-    name = choose(kind, backend, q.device, q.dtype, q.size(3), dropout_p, sink)
-    if name == 'flex':
-        from attention.kernels.flex import flex_local_attention
-        return flex_local_attention(q, k, v, window or q.size(2))
-    if name == 'flash_attn':
-        from attention.kernels.flash import load_flash_attn
-        return load_flash_attn()(q, k, v, window, dropout_p)
-    return None
-
-
 def choose(kind: str, requested: str, device, dtype, head_dim: int, dropout_p: float = 0.0,
            sink: bool = False) -> str:
     """Return the backend for layers of one kind ('global' or 'local').

@@ -148,12 +148,21 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
     return {'context': context, 'batch': batch, 'sides': found}
 
 
+def fill_random(store: KVStore) -> None:
+    """Fill a store with normal random K and V, row by row so that no second copy is needed."""
+    rows, *shape = store.tensors[0].shape
+    for row in range(rows):
+        k, v = (torch.randn(1, *shape, dtype=store.compute_dtype, device=store.device)
+                for _ in 'kv')
+        store.write(slice(row, row + 1), 0, store.encode(k, v))
+
+
 def random_stores(rows, n_kv_head, context, head_dim, kind, dtype, device) -> list[KVStore]:
     """Return stores of random numbers, as many as the calls use in turn."""
     stores = []
     while not stores or len(stores) < n_copies(stores[0].nbytes):
         stores.append(KVStore(rows, n_kv_head, context, head_dim, kind, dtype, device))
-        stores[-1].fill_random_()
+        fill_random(stores[-1])
     return stores
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from attention import backends
-from attention.backends import choose
 from attention.causal import causal_attention
+from attention.kernels import choose as choosing
 from attention.kernels import flash as flash_attn
+from attention.kernels.choose import choose
 from attention.kernels.flex import flex_local_attention
 from config.errors import UserError
 from config.gpt_config import GPTConfig
@@ -30,10 +30,10 @@ def flash(monkeypatch):
             calls.append((q.shape, k.shape, how))
             return (q, None) if version == 4 else q
         make = {2: flash_attn._version_2, 4: flash_attn._version_4}[version]
-        monkeypatch.setattr(backends, 'FLASH_ATTN_VERSION', version)
+        monkeypatch.setattr(choosing, 'FLASH_ATTN_VERSION', version)
         monkeypatch.setattr(flash_attn, '_flash_attn', make(flash_attn_func))
         return calls
-    monkeypatch.setattr(backends, 'FLASH_ATTN_VERSION', 0)
+    monkeypatch.setattr(choosing, 'FLASH_ATTN_VERSION', 0)
     return install
 
 
@@ -86,7 +86,7 @@ def test_each_computes_the_same(backend, window):
 @pytest.mark.parametrize('version, whole', [(2, (-1, -1)), (4, (None, None))])
 def test_how_the_flash_attn_package_is_called(flash, monkeypatch, version, whole):
     calls = flash(version)
-    monkeypatch.setattr('attention.causal.choose', lambda *_: 'flash_attn')
+    monkeypatch.setattr('attention.kernels.dispatch.choose', lambda *_: 'flash_attn')
     q, k = torch.randn(2, 6, 40, 16, dtype=BF16), torch.randn(2, 2, 40, 16, dtype=BF16)
     for window in (0, 8, 64):
         assert torch.equal(causal_attention(q, k, k, window, backend='flash_attn'), q)
@@ -126,8 +126,8 @@ def test_of_a_model():
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('backend', ['auto', 'sdpa', 'flex', 'flash_attn', 'math'])
 def test_values_and_gradients_on_a_gpu(backend, dtype, T, window):
-    if backends.why_unavailable(backend, CUDA, dtype, 64, 0.0) and backend != 'auto':
-        pytest.skip(backends.why_unavailable(backend, CUDA, dtype, 64, 0.0))
+    if choosing.why_unavailable(backend, CUDA, dtype, 64, 0.0) and backend != 'auto':
+        pytest.skip(choosing.why_unavailable(backend, CUDA, dtype, 64, 0.0))
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(2, h, T, 64, generator=g) for h in (6, 2, 2)]
     leaves = [a.to('cuda', dtype).requires_grad_() for a in x]

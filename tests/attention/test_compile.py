@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from attention.backends import PREFERRED
+from attention.kernels.choose import PREFERRED
 from model import GPT, GPTConfig
 from training.run import prepare
 
@@ -19,7 +19,7 @@ def test_forward_is_one_graph_and_equals_eager(monkeypatch, flex):
         eager, _ = model(idx, all_logits=True)
         if flex:
             monkeypatch.setitem(PREFERRED, 'local', ('flex',))
-            monkeypatch.setattr('attention.backends.why_unavailable', lambda *_: '')
+            monkeypatch.setattr('attention.kernels.choose.why_unavailable', lambda *_: '')
             monkeypatch.setitem(PREFERRED, 'global', ('sdpa',))
         prepare(model, 64)
         compiled, _ = torch.compile(model, fullgraph=True, backend='aot_eager')(idx,

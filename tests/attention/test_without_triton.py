@@ -17,14 +17,14 @@ for package in (attention, config, engine, interop, kv, lab.ablation, lab.benchm
         if not ladders_and_mains and module.name not in of_other_packages:
             importlib.import_module(module.name)
 import bench, sample, train, ablate
-from attention import backends
-from attention.backends import choose
 from attention.backends import triton_usable
+from attention.kernels import choose as choosing
+from attention.kernels.choose import choose
 from engine.engine import Engine
 from engine.params import SamplingParams
 from model import GPT, GPTConfig
 
-backends.FLASH_ATTN_VERSION = 0  # whatever is installed
+choosing.FLASH_ATTN_VERSION = 0  # whatever is installed
 cuda = torch.device('cuda')
 assert not triton_usable(cuda)
 assert choose('global', 'auto', cuda, torch.bfloat16, 64) == 'sdpa'

@@ -7,7 +7,7 @@ import torch
 
 from config.errors import UserError
 from engine.dialogue import longest_context
-from generate import Generation, Sampler, cache_length, generate, recomputes
+from generate import Generation, Sampler, cache_length, generate
 from model import GPT, GPTConfig
 
 VANILLA = dict(n_layer=3, n_head=2, n_embd=16, block_size=24, vocab_size=23)
@@ -106,9 +106,6 @@ def test_block_size_bounds_the_cache_with_learned_positions_only():
     vanilla, full = sharp_model(VANILLA), sharp_model(FULL_STACK)
     assert [cache_length(vanilla, 10, n) for n in (5, 14, 15, 99)] == [15, 24, 24, 24]
     assert cache_length(full, 10, 99) == 109
-    # recomputation begins with the first token past block_size
-    assert [recomputes(vanilla, 10, n) for n in (14, 15, 16)] == [False, False, True]
-    assert not recomputes(full, 10, 99)
 
 
 @pytest.mark.parametrize('block_size, rope, local, expected', [

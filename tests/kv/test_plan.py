@@ -132,11 +132,11 @@ def test_gpt2_shape_is_72_and_128_times_smaller_at_equal_dtype(max_seq_len, mega
 
 @pytest.mark.parametrize('kv_dtype, per_head', [
     ('float64', 64), ('float32', 32), ('bfloat16', 16), ('float16', 16),
-    ('int8', 8 + 2)])
+    ('int8', 8 + 2), ('int4', 4 + 2)])
 def test_bytes_of_a_position(kv_dtype, per_head):
     p = plan(n_layer=2, n_head=4, n_embd=32, n_kv_head=2, layer_pattern='LG', window_size=3)
-    assert p.position_nbytes(kv_dtype) == 2 * 2 * per_head  # K and V of 2 heads, D=8
-    assert p.slot_nbytes(p.slots[0], 5, 10, kv_dtype) == 5 * 3 * 2 * 2 * per_head
+    assert p.slots[0].position_nbytes(kv_dtype) == 2 * 2 * per_head  # K and V of 2 heads, D=8
+    assert p.slots[0].nbytes(5, 10, kv_dtype) == 5 * 3 * 2 * 2 * per_head
     assert p.nbytes(5, 10, kv_dtype) == 5 * (3 + 10) * 2 * 2 * per_head
 
 
@@ -150,7 +150,7 @@ def test_a_window_longer_than_the_sequence_saves_nothing():
 @pytest.mark.parametrize('kind', ('global', 'local'))
 @pytest.mark.parametrize('max_seq_len', (3, 10))
 def test_positions_are_those_that_appending_leaves(kind, max_seq_len):
-    slot, held = Slot(0, kind, 4 * (kind == 'local'), 0, (0,)), []
+    slot, held = Slot(0, kind, 4 * (kind == 'local'), 0, (0,), 1, 8), []
     for p in range(max_seq_len):
         assert slot.positions(p, max_seq_len) == held
         index = p % slot.capacity(max_seq_len)

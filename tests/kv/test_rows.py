@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.paged import PagedKVCache
+from lab.benchmarks.kernels import fill_random
 from tests.helpers.models import FULL_STACK, configs, feed, random_model, tokens
 from tests.helpers.runs import Run
 
@@ -119,7 +120,7 @@ def test_a_row_is_emptied_no_further_than_it_was_written():
     """A reset does not touch memory that was never written, which may not be allocated yet."""
     cache = random_model(STACK).new_cache(2, 40)
     for store in cache.stores:
-        store.fill_random_()
+        fill_random(store)
     random = [store.tensors[1].clone() for store in cache.stores]
     feed(cache=cache, model=random_model(STACK), idx=tokens(2, 3), chunks=[3])
     cache.reset([1])

@@ -100,7 +100,7 @@ def test_each_layer_and_slot_is_drawn_once_with_its_texts(config, max_seq_len, k
         square = each.find('rect').get('rx') == '0'  # told apart by shape, too
         assert square == (layer.kind == 'global')
     for slot in plan.slots:
-        size = plan.slot_nbytes(slot, 1, max_seq_len, kv_dtype)
+        size = slot.nbytes(1, max_seq_len, kv_dtype)
         assert texts(group(svg, f'slot-{slot.index}')) == [
             slot_text(slot, max_seq_len), layers_text(slot), f'{size:,}']
     ours, vanilla = (each.nbytes(1, max_seq_len, kv_dtype) for each in (plan, plan.vanilla()))
@@ -217,8 +217,8 @@ def test_text_has_enough_contrast(colours, page):
 
 
 def test_an_unknown_dtype_is_refused():
-    with pytest.raises(UserError, match="kv_dtype='int4'"):
-        plan_svg(plan_kv(GPTConfig()), 8, 'int4')
+    with pytest.raises(UserError, match="kv_dtype='int3'"):
+        plan_svg(plan_kv(GPTConfig()), 8, 'int3')
 
 
 def test_the_program_writes_it_over_what_was_there(tmp_path, capsys):
@@ -242,3 +242,13 @@ def test_the_committed_drawing_is_what_the_command_makes(tmp_path):
     committed = ROOT / 'results' / 'kv' / 'plan.svg'
     assert (tmp_path / 'plan.svg').read_bytes() == committed.read_bytes()
     assert '--svg=results/kv/plan.svg' in (ROOT / 'Makefile').read_text()
+
+
+@pytest.mark.parametrize('fields, form', [
+    (dict(kv_tied='global'), 'K = V'), (dict(kv_latent=128, rope_fraction_global=0), 'latent of 128'),
+    ({}, '')])
+def test_a_slot_that_stores_one_tensor_says_so(fields, form):
+    plan = plan_kv(GPTConfig(**STACK, **fields))
+    for slot in plan.slots:
+        end = f', {form}' if form and slot.kind == 'global' else ''
+        assert slot_text(slot, 1024).endswith(' tokens' + end)

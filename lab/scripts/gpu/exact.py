@@ -15,6 +15,7 @@ from attention.local import blockwise_local_attention
 from attention.rope import RotaryTable, norm_and_rotate
 from engine.static import put
 from kv.slots import KVStore
+from lab.benchmarks.kernels import fill_random
 from lab.scripts.gpu.cells import FULL
 
 TINY = ['--n_layer=7', '--n_embd=96', '--head_dim=16', '--n_head=6', '--mlp_hidden=0',
@@ -55,7 +56,7 @@ def worst(checks: list[dict]) -> dict:
 def random_store(machine, rows, capacity, kv_dtype) -> KVStore:
     kind = getattr(torch, kv_dtype)
     store = KVStore(rows, 1, capacity, 64, kind, machine.dtype, machine.device)
-    store.fill_random_()
+    fill_random(store)
     return store
 
 

@@ -6,6 +6,7 @@ from attention.kernels.qkv import write_qkv
 from attention.rope import RotaryTable, norm_and_rotate
 from kv.quantize import quantize_int8
 from kv.slots import KVStore
+from lab.benchmarks.kernels import fill_random
 
 B, t, H, HKV, D, CAPACITY = 3, 2, 4, 2, 12, 9
 # the second token of row 2 goes nowhere
@@ -22,7 +23,7 @@ def written(device, dtype, kv_dtype, norm, rope, seed=0):
     positions = torch.tensor([[7, 8], [0, 1], [30, 31]], device=device)
     table = RotaryTable(D, 50.0).at(positions, 32, dtype) if rope else None
     store = KVStore(4, HKV, CAPACITY, D, kv_dtype, dtype, device)
-    store.fill_random_()
+    fill_random(store)
     before = [x.clone() for x in store.tensors]
     target = store.tensors, torch.tensor(ROWS, device=device), torch.tensor(PLACES, device=device)
     with torch.no_grad():
