@@ -68,8 +68,8 @@ class PagedKVCache(KVCache):
     """A cache whose global slots take pages from a pool of `n_pages`, each of `page_size` positions
     of every global slot: `model.new_cache(B, T, kv_dtype, PagedKVCache, n_pages=...)`.
 
-    `nbytes` counts the pool, rings and states, allocated once; `held_nbytes` the part in use by rows. A
-    step may raise OutOfPages (a UserError) before anything is written.
+    `nbytes` counts the pool, rings and states, allocated once; `held_nbytes` the part in use by
+    rows. A step may raise OutOfPages (a UserError) before anything is written.
     """
 
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, n_pages: int,

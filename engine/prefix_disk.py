@@ -117,7 +117,7 @@ class DiskTier:
 
     def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int, bool] | None:
         """Return ({'page': .., 'local': .., 'state': ..}, n_local, anchor) of the block with these
-        tokens after the block with key `before`; None if there is none. Any tensor may be absent."""
+        tokens after the block with key `before`; None if there is none. Tensors may be absent."""
         path = self._path(key)
         if path.name not in self._sizes:
             return None

@@ -201,8 +201,8 @@ def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
     table, cpu = PageTable(1, 4, 2), torch.device('cpu')
     store = PagedStore(table, 4, 1, 2, 3, torch.float32, torch.float32, cpu)
     k = torch.arange(1.0, 10).view(3, 1, 1, 3)
-    put(store, torch.tensor([3, -1, 3]), torch.tensor([0, -1, -1]), (k, -k))
-    for x, wanted in zip(store.tensors, (k[0], -k[0])):
+    put(store, torch.tensor([-1, 3, 3]), torch.tensor([-1, 0, -1]), (k, -k))
+    for x, wanted in zip(store.tensors, (k[1], -k[1])):
         assert torch.equal(x[3, :, :1], wanted) and x.count_nonzero() == 3
 
 

@@ -58,14 +58,13 @@ def test_after_a_restart_the_past_is_there(tmp_path, kind, kv_dtype):
 
 
 def test_a_state_that_a_file_lacks_is_added_to_it(tmp_path):
-    """The block ends amid a prefill chunk at first, and later where a prompt ends."""
-    settings = dict(model=model_of('offset keys, all global'))
-    engine = stored(tmp_path, **settings)
-    assert ask(engine_of(tmp_path, **settings), prompt(40)[:19] + prompt(9, seed=2)) == 12
-    again = engine_of(tmp_path, **settings)
-    again.generate([prompt(40)[:16]], SamplingParams(1, seed=0))
-    again.close()
-    assert ask(engine_of(tmp_path, **settings), prompt(40)[:19] + prompt(9, seed=2)) == 16
+    """The block ends amid a prefill chunk at first, and then where a prompt leaves the tree."""
+    settings, edited = dict(model=model_of('offset keys, all global')), prompt(40)[:19] + [5] * 9
+    stored(tmp_path, **settings)
+    engine = engine_of(tmp_path, **settings)
+    assert ask(engine, edited) == 12
+    engine.close()
+    assert ask(engine_of(tmp_path, **settings), edited[:19] + [6] * 9) == 16
     assert engine.prefix.copier.state_nbytes == 3 * 2 * 4 * 8  # slots, heads, D / 2, float64
 
 

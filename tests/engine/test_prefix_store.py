@@ -81,7 +81,8 @@ class World:
 
     def state(self, slot, tokens):
         """The state (1, 1, 1, 2) of a row after these tokens."""
-        return self.kv(slot, tokens, len(tokens) - 1)[..., :2] if tokens else torch.zeros(1, 1, 1, 2)
+        last = self.kv(slot, tokens, len(tokens) - 1) if tokens else torch.zeros(1, 1, 1, 4)
+        return last[..., :2]
 
     def end(self, row):
         self.cache.reset([row])

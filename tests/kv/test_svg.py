@@ -245,8 +245,8 @@ def test_the_committed_drawing_is_what_the_command_makes(tmp_path):
 
 
 @pytest.mark.parametrize('fields, form', [
-    (dict(kv_tied='global'), 'K = V'), (dict(kv_latent=128, rope_fraction_global=0), 'latent of 128'),
-    ({}, '')])
+    (dict(kv_tied='global'), 'K = V'), ({}, ''),
+    (dict(kv_latent=128, rope_fraction_global=0), 'latent of 128')])
 def test_a_slot_that_stores_one_tensor_says_so(fields, form):
     plan = plan_kv(GPTConfig(**STACK, **fields))
     for slot in plan.slots:
