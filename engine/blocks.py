@@ -1,5 +1,6 @@
 """Blocks of the prefix cache, and copies of their K and V outside the KV cache: a page of every
-global slot, or a range of positions of every ring, each as one buffer of the stored bytes.
+global slot, a range of positions of every ring, or the states of a row (half of its last key in
+every global slot, with key_offset), each as one buffer of the stored bytes.
 """
 import hashlib
 from dataclasses import dataclass
@@ -25,13 +26,14 @@ class Block:
     key: a chained hash of all tokens up to its end; the name of its file on disk.
     children: keyed by their tokens. depth: number of blocks from the root, including this one.
     page: page of its global K, V in the pools, -1 = none. copy: a copy of that page on the host, or
-    None. local: the last n_local positions of its local K, V, or None.
+    None. local: the last n_local positions of its local K, V, or None. state: the states of a row
+    that ended with it, or None.
     anchor: whether a row can resume at its end. users: running requests whose last block is this
     one (for the root: those without a block). used: time of its last use. saved: n_local of its
-    file on disk, -1 = no file.
+    file on disk, -1 = no file; saved_state: whether the file has the state.
     """
     __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local',
-                 'anchor', 'users', 'used', 'saved')
+                 'state', 'anchor', 'users', 'used', 'saved', 'saved_state')
 
     def __init__(self, tokens: bytes, parent: 'Block | None'):
         self.tokens, self.parent, self.children = tokens, parent, {}
@@ -40,15 +42,15 @@ class Block:
             self.key = hashlib.blake2b(parent.key + tokens, digest_size=16).digest()
             self.depth = parent.depth + 1
         self.page, self.copy = -1, None
-        self.local, self.n_local = None, 0
-        self.anchor, self.saved = False, -1
+        self.local, self.n_local, self.state = None, 0, None
+        self.anchor, self.saved, self.saved_state = False, -1, False
         self.users, self.used = 0, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return (OVERHEAD + len(self.tokens)
-                + allocated_nbytes(self.copy) + allocated_nbytes(self.local))
+        return OVERHEAD + len(self.tokens) + sum(map(allocated_nbytes, (
+            self.copy, self.local, self.state)))
 
     def lineage(self):
         """Yield this block and its ancestors, except the root."""
@@ -116,11 +118,14 @@ class HostCopies:
 
 class BlockCopier:
     """Copies blocks of `size` positions (a page) out of a `PagedKVCache` and back into it.
-    window: W of the local slots, 0 if there are none."""
+    window: W of the local slots, 0 if there are none. state_nbytes: size of the buffer that `state`
+    returns; 0 = rows have no states."""
 
     def __init__(self, cache: PagedKVCache):
         self.cache, self.size, self.copies = cache, cache.table.page_size, HostCopies(cache.device)
         self.rings = [store for store in cache.stores if isinstance(store, RingStore)]
+        self._states = list(cache.last_keys.values())
+        self.state_nbytes = sum(slot.state_nbytes(cache.kv_dtype) for slot in cache.plan.slots)
         self.window = self.rings[0].window if self.rings else 0
         self._position_nbytes = {kind: sum(
             slot.position_nbytes(cache.kv_dtype) for slot in cache.plan.slots if slot.kind == kind)
@@ -163,6 +168,18 @@ class BlockCopier:
         """Write a buffer returned by `self.local` to the rings of a row."""
         for x, copy in self._ring_parts(self.copies.back(buffer), row, end, n):
             x.copy_(copy)
+
+    def state(self, row: int) -> torch.Tensor:
+        """The states of a row at its present length, (state_nbytes,) uint8."""
+        buffer = torch.empty(self.state_nbytes, dtype=torch.uint8, device=self.cache.device)
+        for x, copy in self._parts(buffer, self._states, 1):
+            copy.copy_(x[row])
+        return self.copies.out(buffer)
+
+    def put_state(self, row: int, buffer: torch.Tensor) -> None:
+        """Write a buffer returned by `self.state` to the states of a row."""
+        for x, copy in self._parts(self.copies.back(buffer), self._states, 1):
+            x[row].copy_(copy)
 
     def _ring_parts(self, buffer, row, end, n):
         """Pair parts of the rings, which may wrap around, with views of the buffer."""

@@ -1,6 +1,6 @@
 """Decode steps (tokens to logits), captured as CUDA graphs and replayed.
 
-    decode = captured_decode(model, cache)  # None if capture is not supported or not faster
+    decode = captured_decode(model, cache)  # None if capture is not faster
     logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V), asynchronous
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows. On other devices
@@ -12,7 +12,6 @@ import torch
 
 from attention.backends import triton_usable
 from engine.fused import fuse
-from engine.paged import PagedKVCache
 from engine.static import StaticCache
 
 # Shortest generation worth capturing: a capture takes as long as a few dozen plain steps.
@@ -27,17 +26,9 @@ def suits_capture(model) -> bool:
             and model.dtype != torch.float64)
 
 
-def can_be_captured(model, cache) -> bool:
-    """False if pages are written by plain torch (K and V rounded to int8 but stored as floats, or
-    an odd head_dim), which synchronizes with the device."""
-    rounds_only = model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
-    return not isinstance(cache, PagedKVCache) or not (rounds_only or model.plan.head_dim % 2)
-
-
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
-    """A captured decode step for this cache, or None if it is not supported or not faster."""
-    suits = suits_capture(model) and can_be_captured(model, cache)
-    return CapturedDecode(model, cache, compiled) if suits else None
+    """A captured decode step for this cache, or None if it is not faster."""
+    return CapturedDecode(model, cache, compiled) if suits_capture(model) else None
 
 
 class CapturedDecode:
@@ -112,7 +103,7 @@ class _Step:
                 self.call(self.tokens)
         torch.cuda.current_stream().wait_stream(side)
         # keep the RoPE tables whose addresses are in the graph: growing a table reallocates it
-        self.pinned = [dict(table._tables) for table in (self.model.rotary or {}).values()]
+        self.pinned = [dict(table._tables) for table in (self.model.rotary or {}).values() if table]
         gc.collect()  # an old graph must not be destroyed while another is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):

@@ -22,7 +22,8 @@ class FusedAttention(CausalSelfAttention):
         return self.project(cache.read(self.layer, q)), None
 
     def _suits(self, x, cache) -> bool:
-        """False for float64, int4, sinks, tied or offset keys, and if K and V are rounded to int8 but stored in a different dtype."""
+        """False for float64, int4, sinks, tied or offset keys, latents, and K and V that are
+        rounded to int8 but stored in a different dtype."""
         rounds_only = self.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
         wide = x.dtype == torch.float64 or cache.kv_dtype == 'float64'
         slot = self.slot

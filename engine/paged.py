@@ -29,12 +29,13 @@ class PagedStore(KVStore):
 
     def write_chunk(self, new, pages, places) -> None:
         """Write encoded K, V (rows, Hkv, t, D) to the given pages and offsets, (rows * t,) each."""
-        tokens = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new)  # (rows * t, Hkv, 1, D)
+        tokens = [x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new]  # (rows * t, Hkv, 1, D)
         self.scatter(pages, places, tokens)
 
     def gather(self, ids, n: int):
         """Stored K, V at the first n positions of rows with pages `ids` (rows, pages); a copy."""
-        return tuple(_in_order(x[ids])[:, :, :n] for x in self.tensors)
+        copies = [_in_order(x[ids])[:, :, :n] for x in self.distinct(self.tensors)]
+        return tuple(x for x in copies for _ in range(1 + self.tied))
 
 
 def table_attention(q, pool, table, kv_lens, sink=None):
@@ -54,7 +55,7 @@ def table_attention(q, pool, table, kv_lens, sink=None):
 
 def copy_row(store: KVStore, source: int, target: int) -> None:
     """Copy row (or page) `source` of a store to `target`."""
-    for x in store.tensors:
+    for x in store.distinct(store.tensors):
         x[target] = x[source]
 
 
@@ -67,8 +68,8 @@ class PagedKVCache(KVCache):
     """A cache whose global slots take pages from a pool of `n_pages`, each of `page_size` positions
     of every global slot: `model.new_cache(B, T, kv_dtype, PagedKVCache, n_pages=...)`.
 
-    `nbytes` counts the pool and rings, allocated once; `held_nbytes` the part in use by rows. A
-    step may raise OutOfPages (a UserError) before anything is written.
+    `nbytes` counts the pool, rings and states, allocated once; `held_nbytes` the part in use by
+    rows. A step may raise OutOfPages (a UserError) before anything is written.
     """
 
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, n_pages: int,
@@ -95,7 +96,7 @@ class PagedKVCache(KVCache):
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of the pages used by rows, each counted once, and of all rings."""
+        """Bytes of the pages used by rows, each counted once, and of all rings and states."""
         pools = sum(store.nbytes for store in self.pools)
         return self.nbytes - pools // self.table.n_pages * self.table.n_available
 
@@ -210,8 +211,8 @@ class PagedKVCache(KVCache):
         self._clean(self.table.move(source, target))
 
     def fork(self, source: int, target: int) -> None:
-        """Copy `source` to `target`, which must be empty. Rings are copied; pages are shared, and
-        the last page is copied when either row writes to it."""
+        """Copy `source` to `target`, which must be empty. Rings and states are copied; pages are
+        shared, and the last page is copied when either row writes to it."""
         self._checked('fork', [source, target])
         self.adopt(target, self.table.rows[source], self._lengths[source])
         for store in self.row_stores:
@@ -219,7 +220,7 @@ class PagedKVCache(KVCache):
 
     def adopt(self, row: int, pages: list[int], length: int) -> None:
         """Set `row`, which must be empty, to `length` tokens in these pages, which other rows
-        share. The caller fills the rings."""
+        share. The caller fills the rings and states."""
         if self._lengths[row]:
             raise UserError(f'row {row} holds {self._lengths[row]} tokens; reset it first')
         self.table.adopt(row, pages)

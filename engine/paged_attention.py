@@ -55,7 +55,8 @@ def page_entries(table, rows: list[int | None]):
 def paged_attention(q, pool, pages: PageList, sink=None):
     """Attention of one new token per row over the pages of the row.
 
-    q: (B, H, 1, D). pool: (k, v) or (k, v, k_scale, v_scale), (n_pages, Hkv, page_size, D or 1).
+    q: (B, H, 1, D). pool: (k, v) or (k, v, k_scale, v_scale), (n_pages, Hkv, page_size, D or 1;
+    int4: D / 2).
     sink: (H,) logits of `cached_attention`, or None. Returns (B, H, 1, D); zeros for empty rows.
     """
     n_kv_head = pool[0].size(1)
@@ -65,7 +66,7 @@ def paged_attention(q, pool, pages: PageList, sink=None):
     rows = q.reshape(q.size(0), n_kv_head, -1, q.size(-1)).to(dtype)       # (B, Hkv, G, D)
     rows = rows * q.size(-1) ** -0.5
     rows = torch.cat([rows, torch.zeros_like(rows[:1])])                   # row B: unowned pages
-    parts = [_attend_pages(rows, pool, pages, *piece) for piece in _pieces(pool, pages, dtype)]
+    parts = [_attend_pages(rows, pool, pages, *piece) for piece in _pieces(pool, pages, rows)]
     top, total, values = (torch.cat(x) for x in zip(*parts))               # (entries, Hkv, G, ...)
     highest = torch.full_like(rows[..., :1], torch.finfo(dtype).min).scatter_reduce_(
         0, pages.rows.view(-1, 1, 1, 1).expand_as(top), top, 'amax')
@@ -78,12 +79,12 @@ def paged_attention(q, pool, pages: PageList, sink=None):
     return y.to(q.dtype).reshape(q.shape)
 
 
-def _pieces(pool, pages, dtype):
+def _pieces(pool, pages, rows):
     """Yield (first entry, end, index into the pool), about a tile each. The index is a slice if
     pages are consecutive, so that nothing is copied, and otherwise a tensor."""
-    n_kv_head, page_size, D = pool[1].shape[1:]
-    in_place = pool[0].dtype == dtype  # no conversion, so tiles need no extra memory
-    most = max(1, TILE // (n_kv_head * page_size * D))
+    n_kv_head, page_size = pool[0].shape[1:3]
+    in_place = pool[0].dtype == rows.dtype  # no conversion, so tiles need no extra memory
+    most = max(1, TILE // (n_kv_head * page_size * rows.size(-1)))  # int4 is stored as D / 2
     for a, b, lo in pages.runs:
         size = b - a if lo is not None and in_place else most
         for first in range(a, b, size):

@@ -5,7 +5,8 @@
 
 The global K/V of a block is a page. Local slots are rings, which cannot be rewound: the positions
 before a block's end are copied while they are in the ring, as *local parts* of blocks. A block end
-with all of its last W - 1 positions can be resumed from, and is called an *anchor*. The distances
+with all of its last W - 1 positions can be resumed from, and is called an *anchor*. (With
+key_offset it also needs the state of a row that stopped there, which is kept.) The distances
 of anchors from the newest one roughly double, so that a text that differs x tokens before the end
 of a cached one is recomputed from at most about 2x before the end. Other local parts are dropped,
 unless `prune` is off.
@@ -45,6 +46,7 @@ class PrefixStore:
     def __post_init__(self):
         self.table, self.copier = self.cache.table, BlockCopier(self.cache)
         self.size, self.lookback = self.table.page_size, max(0, self.copier.window - 1)
+        self.anywhere = not (self.lookback or self.copier.state_nbytes)  # all ends can be resumed
         self.root, self.nbytes = Block(b'', None), 0
         self.blocks: OrderedDict[Block, None] = OrderedDict()  # least recently used first
         self._clock = itertools.count(1)
@@ -77,7 +79,7 @@ class PrefixStore:
         they become anchors: where it leaves the tree, and its last boundary (unpruned: all)."""
         start, last = len(hit.blocks) * self.size, length // self.size * self.size
         window = max(1, self.copier.window // self.size) * self.size
-        step = last if self.prune or not self.lookback else window
+        step = last if self.prune or self.anywhere else window
         ends = {hit.n_matched * self.size, last, *range(start + step, last, step or 1)}
         return sorted(end for end in ends if start < end <= length)
 
@@ -96,6 +98,8 @@ class PrefixStore:
         # Parts may overlap in the ring: the newest is written last.
         for block, _ in reversed(list(self._window(last_block))):
             self.copier.put_local(row, block.depth * self.size, block.n_local, block.local)
+        if last_block.state is not None:
+            self.copier.put_state(row, last_block.state)
         self._touch(last_block)
         self._shrink()
         return last_block
@@ -132,32 +136,35 @@ class PrefixStore:
         found = self._read(block)
         if found is None:
             return None
-        block.copy, block.local, block.n_local, anchor = found
-        block.saved = block.n_local
+        block.copy, block.local, block.state, block.n_local, anchor = found
+        block.saved, block.saved_state = block.n_local, block.state is not None
         self._insert(block)
         if anchor:
             for each, n in self._window(block):  # local parts dropped when the anchor was evicted
                 found = self._read(each) if each.n_local < n <= each.saved else None
                 if found:
-                    self._set_local(each, *found[1:3])
+                    self._set_local(each, found[1], found[3])
             block.anchor = self._is_complete(block)
         self._touch(block)
         return block
 
     def _read(self, block):
-        """(page, local, n_local, anchor) of a block on disk, or None."""
+        """(page, local, state, n_local, anchor) of a block on disk, or None."""
         found = self.disk.read(block.key, block.parent.key, block.tokens)
         if found is None:
             return None
         buffers, n_local, anchor = found
-        parts = buffers.get('page'), buffers.get('local')
-        expected = [self.copier.page_nbytes, self.copier.local_nbytes(n_local)]
+        parts = [buffers.get(name) for name in ('page', 'local', 'state')]
+        expected = [self.copier.page_nbytes, self.copier.local_nbytes(n_local),
+                    self.copier.state_nbytes if 'state' in buffers else 0]
         sizes = [0 if x is None else x.numel() for x in parts]
         return (*parts, n_local, anchor) if sizes == expected else None
 
     def _is_complete(self, block) -> bool:
-        """Whether the local parts include all W - 1 positions before the end of `block`."""
-        return all(each.n_local >= n for each, n in self._window(block))
+        """Whether the local parts include all W - 1 positions before the end of `block`, and its
+        state is there if rows have any."""
+        return (block.state is not None or not self.copier.state_nbytes) and all(
+            each.n_local >= n for each, n in self._window(block))
 
     def _window(self, block):
         """Yield (block, n) for the W - 1 positions before the end of `block`, from it backwards:
@@ -200,6 +207,9 @@ class PrefixStore:
         block.page, self._by_page[page] = page, block
 
     def _make_anchor(self, row, last_block) -> None:
+        if self.copier.state_nbytes and last_block.state is None:
+            last_block.state = self.copier.state(row)
+            self.nbytes += allocated_nbytes(last_block.state)
         window = list(self._window(last_block))
         in_ring = {block: min(self.size, self.copier.n_in_ring(row, block.depth * self.size))
                    for block, _ in window}
@@ -303,7 +313,7 @@ class PrefixStore:
                 self._prune_local(parent)
             block = parent
             in_use = block.children or block.users or block.anchor
-            if not block.parent or in_use or not self.lookback:
+            if not block.parent or in_use or not self.lookback and self._is_complete(block):
                 return
 
     def _remove(self, block) -> None:

@@ -1,7 +1,7 @@
 """The prefix cache on disk, which survives a restart: one safetensors file per block.
 
-    FOLDER/FINGERPRINT/KEY.safetensors     page, local: uint8; metadata: tokens, key of the parent
-                                           ("before"), n_local, anchor, and a hash of it all
+    FOLDER/FINGERPRINT/KEY.safetensors     page, local, state: uint8; metadata: tokens, key of the
+                                           parent ("before"), n_local, anchor, hash of it all
 
 The fingerprint identifies weights, plan and dtypes. A file that is damaged or has tokens other than
 those requested counts as missing. Processes may share a folder; each counts the files it knows.
@@ -19,7 +19,7 @@ import torch
 from config.errors import UserError
 from kv.parts import parts_of
 
-VERSION = 2
+VERSION = 3
 ABANDONED = 3600.0  # age in seconds at which temporary files are deleted
 
 
@@ -65,11 +65,14 @@ class DiskTier:
     def write(self, block, page: torch.Tensor | None) -> None:
         """Write a block and the bytes of its page. Warn the first time that this fails."""
         path = self._path(block.key)
-        if block.saved >= block.n_local and path.name in self._sizes:
+        has_state = block.state is not None
+        complete = block.saved >= block.n_local and block.saved_state >= has_state
+        if complete and path.name in self._sizes:
             return self.touch([block.key])
         about = self._identity(block.parent.key, block.tokens) | {
             'n_local': str(block.n_local), 'anchor': str(int(block.anchor))}
-        tensors = {name: x for name, x in (('page', page), ('local', block.local)) if x is not None}
+        tensors = {'page': page, 'local': block.local, 'state': block.state}
+        tensors = {name: x for name, x in tensors.items() if x is not None}
         temporary = path.with_suffix(f'.{uuid.uuid4().hex}.tmp')
         try:
             if any(x.is_pinned() for x in tensors.values()):
@@ -85,7 +88,7 @@ class DiskTier:
             self._warned = True
             _unlink(temporary)
             return
-        block.saved = block.n_local
+        block.saved, block.saved_state = block.n_local, has_state
         self._drop(path.name)
         self._sizes[path.name] = size
         self.nbytes += size
@@ -113,8 +116,8 @@ class DiskTier:
         self._delete(self._path(key).name)
 
     def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int, bool] | None:
-        """Return ({'page': .., 'local': ..}, n_local, anchor) of the block with these tokens after
-        the block with key `before`; None if there is none. Either tensor may be absent."""
+        """Return ({'page': .., 'local': .., 'state': ..}, n_local, anchor) of the block with these
+        tokens after the block with key `before`; None if there is none. Tensors may be absent."""
         path = self._path(key)
         if path.name not in self._sizes:
             return None

@@ -151,13 +151,17 @@ def put(store: KVStore, rows, places, new) -> None:
     """Write encoded K, V (B, Hkv, 1, D) to (rows[b], places[b]), unless places[b] is negative.
 
     The rows of a contiguous store are distinct, so skipped tokens rewrite the existing values and
-    shapes stay fixed. Rows of a pool may share a page, so there skipped tokens are filtered out.
+    shapes stay fixed. Rows of a pool may share a page, so there the first written token replaces
+    skipped ones: the same value is written twice. (Filtering would wait for the device.)
     """
+    new = store.distinct(new)
     if isinstance(store, PagedStore):
         written = places >= 0
-        rows, places, new = rows[written], places[written], [x[written] for x in new]
+        taken = torch.where(written, torch.arange(len(places), device=places.device),
+                            written.int().argmax())
+        rows, places, new = rows[taken], places[taken], [x[taken] for x in new]
     at = rows, slice(None), places.clamp(min=0)
-    for stored, x in zip(store.tensors, new):
+    for stored, x in zip(store.distinct(store.tensors), new):
         stored[at] = torch.where((places >= 0)[:, None, None], x[:, :, 0], stored[at])
 
 

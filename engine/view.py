@@ -13,7 +13,7 @@ class RowView:
         row again. cached: prompt tokens found in the prefix cache; -1 = not looked up.
     pages: of the global slots, in order: (page, number of users, whether the prefix cache is one).
     pages_version: `PageTable.version` and `pin_version` of these.
-    nbytes: of the row's rings and pages, shared or not. free_pages: held by nobody.
+    nbytes: of the row's rings, states and pages, shared or not. free_pages: held by nobody.
     done: the request ended in this step; its row is about to be freed.
     taken: `perf_counter` time.
     """

@@ -53,8 +53,9 @@ def labels(plan: KVPlan, max_seq_len: int, kv_dtype: str, length: int, narrow: b
         layers = ' '.join(f'{i}*' if i == slot.owner else str(i) for i in slot.layers)
         layers = layers if len(layers) <= 20 else layers[:19] + '…'
         held, capacity = slot.capacity(length), f'{slot.capacity(max_seq_len):,}'
-        rows.append((str(slot.index), slot.kind[0].upper(), layers,
-                     f'{nice_bytes(slot.nbytes(1, held, kv_dtype)):>7}', f'{held:{len(capacity)},}/{capacity}'))
+        kind = slot.kind[0].upper() + (' latent' if slot.latent else ' K=V' * slot.tied)
+        size = f'{nice_bytes(slot.nbytes(1, held, kv_dtype)):>7}'
+        rows.append((str(slot.index), kind, layers, size, f'{held:{len(capacity)},}/{capacity}'))
     columns = list(zip(*rows))[:4 if narrow else 5]
     padded = [[f'{field:{align}{max(map(len, column))}}' for field in column]
               for column, align in zip(columns, '><<>>')]
@@ -102,7 +103,7 @@ def totals(plan, max_seq_len, kv_dtype, length, speed, recomputes) -> str:
     now, vanilla = (p.nbytes(1, length, kv_dtype) for p in (plan, plan.vanilla()))
     return (f'{held:,} positions: {nice_bytes(now)} of '
             f'{nice_bytes(plan.nbytes(1, max_seq_len, kv_dtype))}; vanilla GPT-2: '
-            f'{nice_bytes(vanilla)}' + f', {vanilla / max(now, 1):.1f}x' * (now > 0)
+            f'{nice_bytes(vanilla)}' + f', {vanilla / max(now, 1):.1f}x' * (length > 0)
             + f'; {speed:,.0f} tokens/s' + '; past block_size: recomputed' * recomputes)
 
 

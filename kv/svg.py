@@ -96,11 +96,16 @@ class Texts:
 
 
 def slot_text(slot: Slot, max_seq_len: int) -> str:
-    """What a slot holds: 'slot 2, global: all 1,024 tokens'."""
+    """What a slot holds: 'slot 2, global: all 1,024 tokens'; what it stores unless K and V."""
     held = slot.capacity(max_seq_len)
     beyond = f' (W = {slot.window:,})' if slot.window > max_seq_len else ''
     return (f"slot {slot.index}, {slot.kind}: {'all' if held == max_seq_len else 'the last'} "
-            f"{_many(held, 'token')}{beyond}")
+            f"{_many(held, 'token')}{beyond}" + ', ' * slot.tied + form_text(slot))
+
+
+def form_text(slot: Slot) -> str:
+    """'K = V' or 'latent of 128' for a slot that stores one tensor; otherwise ''."""
+    return f'latent of {slot.head_dim}' if slot.latent else 'K = V' * slot.tied
 
 
 def layers_text(slot: Slot, longest: int = 24) -> str:

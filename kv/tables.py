@@ -18,6 +18,7 @@ def slot_table(numbers: dict, title: str):
     for row in numbers['slots']:
         layers = ' '.join(f'{i}*' if i == row['owner'] else str(i) for i in row['layers'])
         shape = ' x '.join(map(str, row['shape']))
+        shape += ' latent' if row['latent'] else ' K=V' * row['tied']
         table.add_row(str(row['slot']), row['kind'], layers, f"{row['capacity']:,}", shape,
                       row['dtype'], f"{row['bytes']:,}")
     table.add_section()

@@ -63,7 +63,9 @@ def plan_document(engine, service: Service) -> dict:
     plan, longest, dtype = cache.plan, cache.max_seq_len, cache.kv_dtype
     slots = [{'slot': slot.index, 'kind': slot.kind, 'window': slot.window,
               'capacity': slot.capacity(longest), 'owner': slot.owner, 'layers': slot.layers,
-              'position_nbytes': slot.position_nbytes(dtype)}
+              'tied': slot.tied, 'latent': slot.latent,
+              'position_nbytes': slot.position_nbytes(dtype),
+              'state_nbytes': slot.state_nbytes(dtype)}
              for slot in plan.slots]
     return {'model': service.model, 'max_positions': service.max_positions, 'max_seq_len': longest,
             'block_size': config.block_size, 'kv_dtype': dtype,

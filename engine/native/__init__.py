@@ -111,7 +111,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # of weights in floats
-STORE, ADD, GELU_EXACT, GELU_TANH = range(4)
+STORE, ADD, GELU_EXACT, GELU_TANH, RELU2 = range(5)
 
 
 def _fields(pointers='', int64='', int32=''):
@@ -129,7 +129,7 @@ class Slot(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    _fields_ = [*_fields('ln_1 ln_1_bias ln_2 ln_2_bias q_norm k_norm cos sin'),
+    _fields_ = [*_fields('ln_1 ln_1_bias ln_2 ln_2_bias q_norm k_norm cos sin sink'),
                 *((name, Linear) for name in ('c_attn', 'attn_proj', 'c_fc', 'mlp_proj')),
                 *_fields(int32='slot owns')]
 
@@ -137,7 +137,8 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = [*_fields('layers slots wte wpe ln_f ln_f_bias'), ('lm_head', Linear),
                 *_fields(int64='n_layer n_slot n_embd n_head n_kv_head head_dim',
-                         int32='wte_dtype wpe_dtype gelu round_kv')]
+                         int32='wte_dtype wpe_dtype activation round_kv'),
+                ('act_clamp', ctypes.c_float)]
 
 
 class Step(ctypes.Structure):

@@ -31,6 +31,7 @@ struct Slot {
 struct Layer {
     const float *ln_1, *ln_1_bias, *ln_2, *ln_2_bias, *q_norm, *k_norm;
     const float *cos, *sin;    // (positions, D), or null
+    const float *sink;         // (H,), or null
     Linear c_attn, attn_proj, c_fc, mlp_proj;
     int32_t slot, owns;
 };
@@ -43,7 +44,8 @@ struct Model {
     const float *ln_f, *ln_f_bias;
     Linear lm_head;
     int64_t n_layer, n_slot, n_embd, n_head, n_kv_head, head_dim;
-    int32_t wte_dtype, wpe_dtype, gelu, round_kv;  // round_kv: as an int8 cache would
+    int32_t wte_dtype, wpe_dtype, activation, round_kv;  // round_kv: as an int8 cache would
+    float act_clamp;                                     // 0 = none
 };
 
 struct Step {
@@ -66,7 +68,7 @@ INLINE Place place_of(const Slot& slot, const Step& step, int64_t i, int64_t key
     return {step.table[i * step.table_width + key / slot.capacity], key % slot.capacity};
 }
 
-INLINE float int8_scale(const float* x, int64_t n) {  // as `kv.int8.quantize_int8`
+INLINE float int8_scale(const float* x, int64_t n) {  // as `kv.quantize.quantize_int8`
     float scale = largest(x, n) / 127;
     if (scale < 5.9604645e-8f) scale = 5.9604645e-8f;
     if (scale > 65504) scale = 65504;
@@ -357,7 +359,8 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
 }
 
 // y (H * D,) of a row from the results of its parts: (parts, Hkv, group * (padded(D) + 2))
-static void join_parts(const Model& model, const float* results, int64_t n_parts, float* y) {
+static void join_parts(const Model& model, const float* sink, const float* results, int64_t n_parts,
+                       float* y) {
     const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head;
     const int64_t width = padded(D), size = group * (width + 2), stride = size * model.n_kv_head;
     for (int64_t head = 0; head < model.n_head; head++) {
@@ -372,6 +375,7 @@ static void join_parts(const Model& model, const float* results, int64_t n_parts
             total += part[group] * weight;
             for (int64_t d = 0; d < D; d++) out[d] += values[d] * weight;
         }
+        if (sink) total += std::exp(sink[head] - most);
         for (int64_t d = 0; d < D; d++) out[d] /= total;
     }
 }
@@ -444,7 +448,7 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
     }
     #pragma omp for schedule(static)
     for (int64_t i = 0; i < step.m; i++)
-        join_parts(model, &w.results[parts.first[i] * Hkv * size],
+        join_parts(model, layer.sink, &w.results[parts.first[i] * Hkv * size],
                    parts.first[i + 1] - parts.first[i], &w.y[i * HD]);
 }
 
@@ -492,11 +496,15 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
         for (int64_t l = 0; l < model.n_layer; l++) {
             const Layer& layer = model.layers[l];
             norm_rows(x, layer.ln_1, layer.ln_1_bias, m, C, h);
+            clamp(h, m * C, model.act_clamp);
             matmul(layer.c_attn, h, m, shared->qkv.data(), STORE, rows);
             attention(model, layer, step, parts[layer.slot], *shared);
+            clamp(shared->y.data(), m * HD, model.act_clamp);
             matmul(layer.attn_proj, shared->y.data(), m, x, ADD, rows);
             norm_rows(x, layer.ln_2, layer.ln_2_bias, m, C, h);
-            matmul(layer.c_fc, h, m, shared->mlp.data(), model.gelu, rows);
+            clamp(h, m * C, model.act_clamp);
+            matmul(layer.c_fc, h, m, shared->mlp.data(), model.activation, rows);
+            clamp(shared->mlp.data(), m * layer.c_fc.n, model.act_clamp);
             matmul(layer.mlp_proj, shared->mlp.data(), m, x, ADD, rows);
         }
         norm_rows(x, model.ln_f, model.ln_f_bias, m, C, h);

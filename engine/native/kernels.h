@@ -105,6 +105,11 @@ INLINE f16x gelu_tanh(f16x x) {
     return x / (1.0f + exp16(-z));
 }
 
+INLINE f16x relu2(f16x x) {  // NaN stays
+    f16x y = select(x < 0.0f, f16x{}, x);
+    return y * y;
+}
+
 // -- rows -----------------------------------------------------------------------------------------
 
 INLINE float largest(const float* x, int64_t n) {  // NaN where one is, or infinity
@@ -127,6 +132,13 @@ static void layer_norm(const float* x, const float* gain, const float* bias, int
     for (int64_t i = 0; i < n; i++) var += (x[i] - mean) * (x[i] - mean);
     float scale = 1 / std::sqrt(var / n + 1e-5f);
     for (int64_t i = 0; i < n; i++) y[i] = (x[i] - mean) * scale * gain[i] + (bias ? bias[i] : 0);
+}
+
+// The inputs x (n,) of a matmul, clamped to `limit` (0 = not at all) and its negative. NaN stays.
+static void clamp(float* x, int64_t n, float limit) {
+    if (!limit) return;
+    #pragma omp for schedule(static)
+    for (int64_t i = 0; i < n; i++) x[i] = std::min(std::max(x[i], -limit), limit);
 }
 
 static void norm_and_rotate(float* x, const float* gain, const float* cos, const float* sin,
@@ -157,11 +169,12 @@ struct Linear {
     int32_t dtype, group;  // columns of a scale: k for INT8
 };
 
-enum Finish : int32_t { STORE, ADD, GELU_EXACT, GELU_TANH };  // what becomes of a result
+enum Finish : int32_t { STORE, ADD, GELU_EXACT, GELU_TANH, RELU2 };  // what becomes of a result
 
 INLINE f16x finished(f16x value, const float* y, int finish) {
     if (finish == GELU_EXACT) return gelu_exact(value);
     if (finish == GELU_TANH) return gelu_tanh(value);
+    if (finish == RELU2) return relu2(value);
     return finish == ADD ? value + load(y) : value;
 }
 

@@ -1,5 +1,6 @@
 """A decode step on a CPU as one call of the extension: see decode.cpp."""
 import ctypes
+import functools
 import sys
 
 import numpy as np
@@ -15,13 +16,18 @@ from kv.slots import RingStore
 from model import GPT
 
 DTYPES = native.DTYPES | {torch.int8: native.INT8}
+ACTIVATIONS = {'exact': native.GELU_EXACT, 'tanh': native.GELU_TANH, 'relu2': native.RELU2}
 MULTIPLE = 8  # widths must be multiples of it: half a vector
 
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
     """A C++ decode step for this cache. None if it is not supported, or if its logits differ from
     those of model.py, which may have been modified."""
-    if not supports(model, cache) or native.library() is None:
+    if not runs_here(model, cache) or native.library() is None:
+        return None
+    if unsupported(model, cache):
+        _note_once(f'Note: the C++ decode step does not support {unsupported(model, cache)}: plain '
+                   'torch decodes, slower')
         return None
     if not agrees(model, cache.kv_dtype):
         print('Note: the C++ decode step gives other logits than model.py: plain torch decodes '
@@ -52,13 +58,32 @@ def agrees(model: GPT, kv_dtype: str) -> bool:
 
 def supports(model: GPT, cache: KVCache) -> bool:
     """Whether the extension can decode with this model and cache."""
-    c, widths = model.config, (model.config.n_embd, model.plan.head_dim,
-                               model.config.resolved_mlp_hidden)
-    other = c.attn_sink or c.key_offset or c.kv_tied or c.kv_latent or c.act_clamp
-    return (not other and c.gelu != 'relu2' and model.device.type == 'cpu' and type(cache) in (KVCache, PagedKVCache)
-            and model.dtype in native.DTYPES and cache.torch_dtype in DTYPES
-            and all(m.packed for m in model.modules() if isinstance(m, QuantizedLinear))
-            and not any(width % MULTIPLE for width in widths))
+    return runs_here(model, cache) and not unsupported(model, cache)
+
+
+def runs_here(model: GPT, cache: KVCache) -> bool:
+    """Whether the model is on a CPU, with weights in a form that the extension reads."""
+    return (model.device.type == 'cpu' and type(cache) in (KVCache, PagedKVCache)
+            and model.dtype in native.DTYPES
+            and all(m.packed for m in model.modules() if isinstance(m, QuantizedLinear)))
+
+
+def unsupported(model: GPT, cache: KVCache) -> str:
+    """A setting of the model or cache that the extension does not support; '' = none."""
+    c = model.config
+    for name in ('key_offset', 'kv_tied', 'kv_latent'):
+        if getattr(c, name):
+            return f'{name}={getattr(c, name)!r}'
+    for name, width in (('n_embd', c.n_embd), ('head_dim', model.plan.head_dim),
+                        ('mlp_hidden', c.resolved_mlp_hidden)):
+        if width % MULTIPLE:
+            return f'{name}={width} (widths must be multiples of {MULTIPLE})'
+    return '' if cache.torch_dtype in DTYPES else f'kv_dtype={cache.kv_dtype!r}'
+
+
+@functools.cache  # an engine or a sample may be made many times
+def _note_once(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 class NativeDecode:
@@ -127,12 +152,13 @@ class NativeDecode:
         self._kept += [layers, slots]
         wte = None if isinstance(t.wte, Int8Embedding) else t.wte.weight.data_ptr()
         wpe = None if model.rotary else t.wpe.weight.data_ptr()
-        gelu = native.GELU_TANH if model.config.gelu == 'tanh' else native.GELU_EXACT
         return native.Model(
             ctypes.addressof(layers), ctypes.addressof(slots), wte, wpe, *self._norm(t.ln_f),
             self._linear(model.lm_head), len(plan.layers), len(plan.slots), model.config.n_embd,
             plan.n_head, plan.n_kv_head, plan.head_dim, DTYPES[model.dtype], DTYPES[model.dtype],
-            gelu, model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8')
+            ACTIVATIONS[model.config.gelu],
+            model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8',
+            model.config.act_clamp)
 
     def _layer(self, model, layer, block) -> native.Layer:
         attn, cos, sin = block.attn, None, None
@@ -142,7 +168,7 @@ class NativeDecode:
         gains = (self._pointer(norm and norm.weight) for norm in (attn.q_norm, attn.k_norm))
         linears = map(self._linear, (attn.c_attn, attn.c_proj, block.mlp.c_fc, block.mlp.c_proj))
         return native.Layer(*self._norm(block.ln_1), *self._norm(block.ln_2), *gains, cos, sin,
-                            *linears, layer.slot, layer.owns)
+                            self._pointer(attn.sink), *linears, layer.slot, layer.owns)
 
     def _slot(self, store) -> native.Slot:
         tensors = store.tensors

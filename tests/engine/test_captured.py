@@ -12,12 +12,13 @@ import engine.captured as captured_module
 from attention.backends import INTERPRETING, triton_enabled
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.captured import CapturedDecode, can_be_captured, captured_decode, suits_capture
+from engine.captured import CapturedDecode, captured_decode, suits_capture
 from engine.engine import Engine
 from engine.paged import PagedKVCache
 from engine.params import SamplingParams
 from engine.static import StaticCache
 from generate import Generation, Sampler, cache_length
+from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
 
 MODELS = {
@@ -67,9 +68,6 @@ def run(model, kv_dtype, paged, how, n_steps):
 @torch.inference_mode()
 def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
     model = random_model(GPTConfig(**MODELS[name]), torch.float32).to(device)
-    if how == 'captured' and not can_be_captured(model, new_cache(model, kv_dtype, paged)):
-        assert name == 'int8 in training' and kv_dtype == 'float32' and paged
-        return
     gaps = run(model, kv_dtype, paged, how, n_steps=2 if how == 'kernels' else 12)
     if kv_dtype == 'float32' or how == 'plain':
         assert max(gaps) < 1e-4
@@ -78,16 +76,32 @@ def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
         assert statistics.median(gaps) < 1e-3 and max(gaps) < 5e-2
 
 
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+@pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
+@pytest.mark.parametrize('kv_dtype', ['float32', 'int4'])
+@pytest.mark.parametrize('name', MECHANISMS)
 @torch.inference_mode()
-def test_is_one_graph_that_lengths_do_not_change():
-    """Capturing requires that nothing depends on numbers on the host."""
+def test_gives_what_an_ordinary_step_gives_with_each_mechanism(name, kv_dtype, paged, device):
+    model = random_model(GPTConfig(**MECHANISMS[name]), torch.float32).to(device)
+    gaps = run(model, kv_dtype, paged, 'captured' if device == 'cuda' else 'plain', n_steps=12)
+    assert max(gaps) < (1e-4 if kv_dtype == 'float32' or device == 'cpu' else 0.5)
+
+
+@pytest.mark.parametrize('name, kv_dtype, paged', [
+    ('full stack', 'int8', False), ('int8 in training', 'float32', True),
+    ('offset keys', 'int4', True), ('latents of one slot', 'float32', True)])
+@torch.inference_mode()
+def test_is_one_graph_that_lengths_do_not_change(name, kv_dtype, paged):
+    """Capturing requires that nothing depends on numbers on the host, or waits for the device."""
     torch._dynamo.reset()
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
-    cache = new_cache(model, 'int8', paged=False)
+    model = random_model(GPTConfig(**(MODELS | MECHANISMS)[name]), torch.float32)
+    cache = new_cache(model, kv_dtype, paged)
+    for row in range(3) if paged else []:
+        cache.reserve(row, cache.length(row) + 8)
     static, idx = StaticCache(cache, 3), tokens(3, 40, seed=1)
     counts = torch._dynamo.testing.CompileCounter()
     step = torch.compile(lambda ids: model(ids, cache=static)[0], fullgraph=True, backend=counts)
-    usual = new_cache(model, 'int8', paged=False)
+    usual = new_cache(model, kv_dtype, paged)
     for _ in range(8):
         ids = idx[torch.arange(3), cache.lengths][:, None]
         static.set(cache.lengths.tolist())
@@ -133,13 +147,6 @@ def test_a_graph_keeps_what_it_reads():
 def everywhere(monkeypatch):
     """Use captured decode on this device too, where its steps are simply called."""
     monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
-
-
-def test_what_asks_the_device_is_not_captured(everywhere):
-    model = random_model(GPTConfig(**MODELS['int8 in training']))
-    assert captured_decode(model, new_cache(model, 'auto', True)) is None
-    assert captured_decode(model, new_cache(model, 'auto', False))
-    assert captured_decode(model, new_cache(model, 'int8', True))
 
 
 def test_a_generation_draws_the_same_tokens(everywhere):

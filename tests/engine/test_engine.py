@@ -9,6 +9,7 @@ from engine.engine import Engine
 from engine.pages import page_nbytes, rows_nbytes
 from engine.params import SamplingParams
 from model import GPT
+from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.serving import (
     ALPHABET,
     KINDS,
@@ -34,8 +35,8 @@ def ask(engine, wanted):
 
 # -- results ---------------------------------------------------------------------------------------
 
-@EVERY_KIND
-@settings(max_examples=12)
+@pytest.mark.parametrize('kind', [*KINDS, *MECHANISMS])
+@settings(max_examples=10)
 @given(data=st.data())
 def test_every_request_gets_the_tokens_of_full_forwards(kind, data):
     wanted = data.draw(requests())
@@ -68,8 +69,9 @@ PARAMS = [SamplingParams(20, temperature=0), SamplingParams(30, seed=1, logprobs
 MIXED = [(prompt(n, seed=n), params) for n, params in zip((9, 3, 14, 1, 6, 30), PARAMS)]
 
 
-@pytest.mark.parametrize('kind', ['full stack', 'vanilla', 'unshared'])
-@pytest.mark.parametrize('kv_dtype', ['float64', 'int8'])
+@pytest.mark.parametrize('kind', ['full stack', 'vanilla', 'unshared', 'together', 'offset keys',
+                                  'latents'])
+@pytest.mark.parametrize('kv_dtype', ['float64', 'int8', 'int4'])
 def test_preemption_changes_no_text(kind, kv_dtype):
     """Requests with penalties and seeds are preempted repeatedly."""
     model = model_of(kind)
@@ -293,7 +295,7 @@ def test_requests_are_computed_together_and_a_long_prompt_does_not_stall_others(
                       ((1, 2), [2]), ((1, 1), [1]), ((2, 1), [1, 1]), ((1, 1), [1])]
 
 
-@pytest.mark.parametrize('kind', ['full stack', 'vanilla', 'unshared'])
+@pytest.mark.parametrize('kind', ['full stack', 'vanilla', 'unshared', 'tied', 'offset keys'])
 def test_the_budget_is_used_and_not_exceeded(kind):
     model = model_of(kind)
     full = Engine(model, 3, 50, page_size=8).cache.nbytes

@@ -11,7 +11,7 @@ from config.gpt_config import GPTConfig
 from engine import native
 from engine.decode import fast_decode
 from engine.engine import Engine
-from engine.native.step import NativeDecode, native_decode, supports
+from engine.native.step import NativeDecode, _note_once, native_decode, supports
 from engine.paged import PagedKVCache
 from engine.params import SamplingParams
 from engine.weights import quantize_weights
@@ -28,6 +28,10 @@ KINDS = {
     'odd groups': dict(WIDE, n_head=15, head_dim=32, bias=False, gelu='tanh'),
     'rounded': dict(WIDE, kv_quant_train='int8'),
     'widths of 8': dict(WIDE, n_embd=40, n_head=3, head_dim=24, mlp_hidden=88),
+    'no global rope': dict(WIDE, rope_fraction_global=0.0),
+    'some global rope': dict(WIDE, rope_fraction_global=0.5, share_global_kv=False),
+    'sinks': dict(WIDE, n_kv_head=2, attn_sink=True),
+    'clamped ReLU squared': dict(WIDE, mlp_hidden=56, gelu='relu2', act_clamp=0.7),
     'wide heads': dict(WIDE, n_head=3, head_dim=112, layer_pattern='G', kv_share='', window_size=0),
 }
 
@@ -99,10 +103,12 @@ def test_more_keys_than_are_read_at_a_time(kv_dtype, bound):
     assert largest_gap(model, plain, other, prompts(1015, 70, 1100), steps=30) < bound
 
 
+@pytest.mark.parametrize('act_clamp', [0, 0.5])
 @pytest.mark.parametrize('weights, bound', [('bfloat16', 0.03), ('int8', 0.05)])
-def test_other_weights_stay_close(wide, weights, bound):
+def test_other_weights_stay_close(weights, bound, act_clamp):
     """Activations are rounded differently in bfloat16, or differ by one step in int8."""
-    model = wide.bfloat16() if weights == 'bfloat16' else wide
+    model = random_model(GPTConfig(**WIDE, act_clamp=act_clamp), torch.float32)
+    model = model.bfloat16() if weights == 'bfloat16' else model
     quantize_weights(model, weights if weights == 'int8' else 'auto')
     plain, other = caches(model, 'float32', 3, paged=False)
     with torch.inference_mode():
@@ -172,12 +178,27 @@ def test_a_full_row_is_an_error(wide):
 
 @pytest.mark.parametrize('fields, dtype, kv_dtype', [
     (dict(n_embd=36), torch.float32, 'auto'), (dict(head_dim=6), torch.float32, 'auto'),
-    (dict(mlp_hidden=50), torch.float32, 'auto'),
+    (dict(mlp_hidden=50), torch.float32, 'auto'), (dict(kv_tied='all'), torch.float32, 'auto'),
+    (dict(kv_latent=32, rope_fraction_global=0.0), torch.float32, 'auto'),
+    (dict(key_offset=True), torch.float32, 'auto'), ({}, torch.float32, 'int4'),
     ({}, torch.float64, 'auto'), ({}, torch.float32, 'float16')])
-def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype):
+def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, capsys):
+    """A note says why, once, if the reason is one of the settings."""
     model = random_model(GPTConfig(**WIDE | fields), dtype)
-    cache = model.new_cache(1, 64, kv_dtype)
-    assert not supports(model, cache) and native_decode(model, cache) is None
+    _note_once.cache_clear()
+    for _ in 'ab':
+        cache = model.new_cache(1, 64, kv_dtype)
+        assert not supports(model, cache) and native_decode(model, cache) is None
+    printed, notes = capsys.readouterr()
+    [name, *_] = [*fields, 'kv_dtype']
+    value = fields.get(name, kv_dtype)
+    if dtype == torch.float64:
+        assert notes == ''
+    else:
+        [line] = notes.splitlines()
+        assert line.startswith(f'Note: the C++ decode step does not support {name}={value}'.replace(
+            '=all', "='all'").replace(f'={kv_dtype}', f'={kv_dtype!r}'))
+    assert printed == ''
 
 
 # -- building it -----------------------------------------------------------------------------------

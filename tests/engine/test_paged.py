@@ -60,9 +60,26 @@ def test_anything_done_to_a_paged_cache_equals_each_row_alone(quantized, kind, n
     check()
 
 
-@settings(max_examples=25)
-@given(data=st.data(), config=configs(windows=(1, 2, 5, 8)), page_size=st.sampled_from(SIZES),
-       kv_dtype=st.sampled_from(['auto', 'float32', 'bfloat16', 'int8']))
+@pytest.mark.parametrize('kind, n_examples', [({}, 30), (dict(kv_dtype='int8'), 10), (
+    dict(dtype=torch.float32, bound=1e-4), 10)], ids=['float64', 'int8', 'float32'])
+def test_anything_done_to_rows_with_any_mechanisms(kind, n_examples):
+    """As above; rows move and fork with the states of offset keys."""
+    quantized = 'int8' if kind.get('kv_dtype') else ''
+
+    @settings(max_examples=n_examples)
+    @given(data=st.data(), batch=st.integers(1, 4), page_size=st.sampled_from(SIZES),
+           config=configs(windows=(1, 2, 3, 5), kv_quant_train=quantized))
+    def check(data, config, batch, page_size):
+        room = past_two_wraps(config)
+        run = Run(config, batch, room, **kind, **ample(batch, room, page_size))
+        run.anything(data, can_fork=True)
+    check()
+
+
+@settings(max_examples=40)
+@given(data=st.data(), config=configs(windows=(1, 2, 5, 8)),
+       page_size=st.sampled_from(SIZES),
+       kv_dtype=st.sampled_from(['auto', 'float32', 'bfloat16', 'int8', 'int4']))
 def test_paged_equals_contiguous_in_any_dtype_and_chunking(data, config, page_size, kv_dtype):
     T = past_two_wraps(config)
     model, idx = random_model(config), tokens(2, T)
@@ -89,7 +106,7 @@ def test_a_step_with_gradients_after_one_under_inference_mode():
 
 def held_pages(cache):
     return cache.held_nbytes - rows_nbytes(cache.plan, cache.batch_size, cache.max_seq_len,
-                                                       cache.kv_dtype)
+                                           cache.kv_dtype)
 
 
 @pytest.mark.parametrize('page_size', SIZES)
@@ -183,8 +200,8 @@ def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
     table, cpu = PageTable(1, 4, 2), torch.device('cpu')
     store = PagedStore(table, 4, 1, 2, 3, torch.float32, torch.float32, cpu)
     k = torch.arange(1.0, 10).view(3, 1, 1, 3)
-    put(store, torch.tensor([3, -1, 3]), torch.tensor([0, -1, -1]), (k, -k))
-    for x, wanted in zip(store.tensors, (k[0], -k[0])):
+    put(store, torch.tensor([-1, 3, 3]), torch.tensor([-1, 0, -1]), (k, -k))
+    for x, wanted in zip(store.tensors, (k[1], -k[1])):
         assert torch.equal(x[3, :, :1], wanted) and x.count_nonzero() == 3
 
 
@@ -209,7 +226,10 @@ def test_allocated_equals_planned_for_any_plan(config, batch, room, kv_dtype, n_
     plan = plan_kv(config)
     cache = PagedKVCache(plan, batch, room, n_pages, page_size, kv_dtype=kv_dtype)
     rings = rows_nbytes(plan, batch, room, kv_dtype)
-    allocated = sum(x.untyped_storage().nbytes() for store in cache.stores for x in store.tensors)
+    stores = [*cache.stores, *cache.last_keys.values()]
+    storages = {s.data_ptr(): s.nbytes() for store in stores
+                for s in (x.untyped_storage() for x in store.tensors)}
+    allocated = sum(storages.values())
     assert allocated == cache.nbytes == page_nbytes(plan, page_size, kv_dtype) * n_pages + rings
     assert cache.held_nbytes == rings
     assert rings + page_nbytes(plan, batch * room, kv_dtype) == plan.nbytes(batch, room, kv_dtype)
@@ -221,20 +241,24 @@ def test_fill_takes_pages_for_every_row():
     feed(model, cache, tokens(2, 9), [9])
     assert cache.fill_(61) is cache
     assert cache.lengths.tolist() == [61, 61] and cache.table.n_free == 0
-    assert all((x != 0).any(-1).all() for store in cache.stores for x in store.tensors)
+    pools, rings = ([store for store in cache.stores if (store in cache.pools) == paged]
+                    for paged in (True, False))
+    filled = [x for store in pools for x in store.gather(torch.tensor(cache.table.rows), 61)]
+    filled += [x for store in rings for x in store.tensors]
+    assert len(filled) > 4 and all((x != 0).any(-1).all() for x in filled)
     cache.fill_(0)
     assert cache.table.n_free == 32
 
 
-def test_fill_beyond_the_pool_leaves_an_empty_cache():
+def test_fill_beyond_the_pool_is_an_error_that_a_reset_mends():
     run = Run(STACK, 2, 40, n_pages=9, page_size=4)
     run.step([5, 5])
     with pytest.raises(UserError, match='41'):
         run.cache.fill_(41)
     run.step([1, 1])
-    with pytest.raises(OutOfPages, match='10 .* 9 of 9'):
+    with pytest.raises(OutOfPages, match='5 more pages .* 4 of 9'):
         run.cache.fill_(20)
-    run.text = [[], []]
+    run.reset(0, 1)
     run.step([13, 5])
     run.step([1, 1])
 

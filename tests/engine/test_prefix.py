@@ -8,6 +8,7 @@ import torch
 
 from engine.engine import Engine
 from engine.params import SamplingParams
+from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
 SIZE = 4
@@ -39,12 +40,17 @@ def conversation(random, said, turn):
     return text[-48:] if random.random() < 0.1 else text[:48]
 
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('kv_dtype, budget, n_pages',
-                         [('float64', 10 ** 9, 0), ('float64', 20_000, 24), ('int8', 9_000, 24)])
-def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages):
+@pytest.mark.parametrize('kind, kv_dtype, budget, n_pages, on_disk', [
+    *((kind, *memory, False) for kind in KINDS for memory in (
+        ('float64', 10 ** 9, 0), ('float64', 20_000, 24), ('int8', 9_000, 24))),
+    *((kind, 'float64', 20_000, 24, False) for kind in MECHANISMS),
+    *((kind, 'int4', 10 ** 9, 0, False) for kind in ('offset keys', 'tied', 'latents', 'sinks')),
+    *((kind, 'float64', 7_000, 24, True) for kind in MECHANISMS)])
+def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages, on_disk,
+                                                    tmp_path):
     """Three at a time, also with little memory; computed in float64, to exclude rounding."""
-    engine = engine_of(kind, budget, n_pages, kv_dtype=kv_dtype)
+    engine = engine_of(kind, budget, n_pages, kv_dtype=kv_dtype,
+                       prefix_folder=str(tmp_path) if on_disk else '')
     draw, said = random.Random(kind), [prompt(5, seed=1)]
     for turn in range(6):
         prompts = [conversation(draw, said, 3 * turn + i) for i in range(3)]
@@ -56,9 +62,11 @@ def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pa
     assert_nothing_leaked(engine)
     stats = engine.prefix.stats
     assert stats.requests == 18 and 0 < stats.found < stats.looked_up < sum(map(len, said[1:]))
+    if on_disk:
+        assert stats.evicted and list(tmp_path.rglob('*.safetensors'))
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [*KINDS, 'offset keys', 'offset keys, all global', 'together'])
 def test_a_conversation_computes_only_what_is_new(kind):
     """Turn by turn; repeating a prompt computes no more than its last block."""
     engine, text = engine_of(kind), prompt(13)

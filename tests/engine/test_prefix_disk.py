@@ -48,13 +48,24 @@ def files(folder):
     return sorted(Path(folder).rglob('*.safetensors'))
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [*KINDS, 'offset keys', 'offset keys, all global', 'latents'])
 @pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
 def test_after_a_restart_the_past_is_there(tmp_path, kind, kv_dtype):
     settings = dict(model=model_of(kind), kv_dtype=kv_dtype)
     stored(tmp_path, **settings)
     assert len(files(tmp_path)) == 11 and not list(tmp_path.rglob('*.tmp'))
     assert ask(engine_of(tmp_path, **settings), prompt(40) + prompt(7, seed=1)) == 40
+
+
+def test_a_state_that_a_file_lacks_is_added_to_it(tmp_path):
+    """The block ends amid a prefill chunk at first, and then where a prompt leaves the tree."""
+    settings, edited = dict(model=model_of('offset keys, all global')), prompt(40)[:19] + [5] * 9
+    stored(tmp_path, **settings)
+    engine = engine_of(tmp_path, **settings)
+    assert ask(engine, edited) == 12
+    engine.close()
+    assert ask(engine_of(tmp_path, **settings), edited[:19] + [6] * 9) == 16
+    assert engine.prefix.copier.state_nbytes == 3 * 2 * 4 * 8  # slots, heads, D / 2, float64
 
 
 def test_what_leaves_the_memory_comes_back_from_disk(tmp_path):

@@ -14,7 +14,6 @@ from engine.pages import OutOfPages
 from engine.prefix import PrefixStore
 from kv.plan import plan_kv
 from kv.slots import RingStore
-from lab.benchmarks.kernels import fill_random
 
 SIZE, LONGEST = 4, 60
 SHAPES = {
@@ -25,6 +24,10 @@ SHAPES = {
     'a window of one': dict(layer_pattern='LG', window_size=1),
     'all global': dict(layer_pattern='G'),
     'all local': dict(layer_pattern='L', window_size=6),
+    'offset keys': dict(layer_pattern='LLG', window_size=6, key_offset=True),
+    'offset keys, all global': dict(layer_pattern='G', key_offset=True),
+    'tied': dict(layer_pattern='LG', window_size=6, kv_tied='all'),
+    'latents': dict(layer_pattern='LG', window_size=6, kv_latent=4, rope_fraction_global=0.0),
 }
 
 
@@ -67,11 +70,19 @@ class World:
         held, text = self.cache.length(row), self.texts[row] + list(tokens)
         self.cache.begin(len(tokens), rows=[row])
         for slot in self.cache.plan.slots:
-            k = self.kv(slot.index, text, held)
-            self.cache.append(self.cache.plan.layers[slot.owner], k, -k)
+            k, layer = self.kv(slot.index, text, held), self.cache.plan.layers[slot.owner]
+            self.cache.append(layer, k, k if slot.tied else -k)
+            if slot.offset:
+                before = self.cache.previous_key(layer, k[..., :2])
+                assert torch.equal(before, self.state(slot.index, text[:held]))
         self.cache.commit()
         self.texts[row] = text
         self.last_blocks[row] = self.store.extend(row, self.last_blocks[row], text)
+
+    def state(self, slot, tokens):
+        """The state (1, 1, 1, 2) of a row after these tokens."""
+        last = self.kv(slot, tokens, len(tokens) - 1) if tokens else torch.zeros(1, 1, 1, 4)
+        return last[..., :2]
 
     def end(self, row):
         self.cache.reset([row])
@@ -93,7 +104,7 @@ class World:
         text, held = self.texts[row], len(self.texts[row])
         for i, store in enumerate(self.cache.stores):
             k = self.kv(i, text, 0)
-            expected = store.encode(k, -k)
+            expected = store.encode(k, k if store.tied else -k)
             ring = isinstance(store, RingStore)
             for p in range(max(0, held - store.window + 1) if ring else 0, held):
                 if ring:
@@ -103,11 +114,15 @@ class World:
                 for x, wanted in zip(store.tensors, expected):
                     assert torch.equal(x[at, :, offset], wanted[0, :, p]), (i, p, held)
 
+        for i, store in self.cache.last_keys.items():
+            assert torch.equal(store.tensors[0][row], self.state(i, text)[0])
+
     def consistent(self):
         store, table = self.store, self.cache.table
         blocks = list(store.blocks)
         assert store.nbytes == sum(OVERHEAD + len(b.tokens)
-                                   + sum(x.numel() for x in (b.copy, b.local) if x is not None)
+                                   + sum(x.numel() for x in (b.copy, b.local, b.state)
+                                         if x is not None)
                                    for b in blocks)
         pages = [b.page for b in blocks if b.page >= 0]
         assert table.pinned == set(pages) and len(table.pinned) == len(pages)
@@ -134,7 +149,8 @@ TURN = st.tuples(st.sampled_from(['append', 'edit', 'fork', 'repeat', 'new']),
 @settings(max_examples=15)
 @given(turns=st.lists(TURN, min_size=1, max_size=14),
        budget=st.sampled_from([0, 2000, 8000, 10 ** 9]),
-       n_pages=st.sampled_from([15, 20, 45]), kv_dtype=st.sampled_from(['float32', 'int8']),
+       n_pages=st.sampled_from([15, 20, 45]),
+       kv_dtype=st.sampled_from(['float32', 'int8', 'int4']),
        prune=st.booleans())
 def test_what_is_restored_is_what_was_there(shape, turns, budget, n_pages, kv_dtype, prune):
     """Texts are continued, edited, forked and repeated; rows overlap; pages run out, leaves are
@@ -271,13 +287,14 @@ def test_after_a_fault_the_tree_is_the_truth():
 
 
 @pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
-@pytest.mark.parametrize('kv_dtype', ['int8', 'float32'])
+@pytest.mark.parametrize('kv_dtype', ['int8', 'int4', 'float32'])
 def test_blocks_of_an_odd_number_of_bytes(kv_dtype, device):
-    config = GPTConfig(n_layer=2, n_head=2, n_embd=10, n_kv_head=1, block_size=30, vocab_size=8,
-                       layer_pattern='LG', window_size=6)
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=12, n_kv_head=1, block_size=30, vocab_size=8,
+                       layer_pattern='LG', window_size=6, head_dim=10 if kv_dtype == 'int4' else 5)
     cache = PagedKVCache(plan_kv(config), 2, 30, 8, 3, kv_dtype=kv_dtype, device=device)
     for store in cache.stores:
-        fill_random(store)
+        for x in store.tensors:
+            x.copy_(torch.randint(1, 100, x.shape))
     copier = BlockCopier(cache)
     rings = [store for store in cache.stores if isinstance(store, RingStore)]
     copier.put_page(5, copier.page(2))

@@ -125,6 +125,29 @@ def test_the_embedding_is_the_output_layers_matrix(native_on):
     assert (head.T - rows).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize('dtype', ['int8', 'int4'])
+def test_quantized_layers_clamp_their_inputs_too(native_on, dtype):
+    plain, clamped = model_with(), model_with(act_clamp=0.5)
+    idx, x = tokens(2, 30), 3 * torch.randn(5, 64)
+    expected = full_logits(clamped, idx)
+    for model in (plain, clamped):
+        quantize_weights(model, dtype, 16)
+    gaps = [(full_logits(model, idx) - expected).abs().mean() for model in (clamped, plain)]
+    assert gaps[0] < {'int8': 0.1, 'int4': 0.4}[dtype] * expected.std() and gaps[0] < gaps[1] / 2
+    [layer, unclamped] = [model.transformer.h[2].mlp.c_fc for model in (clamped, plain)]
+    assert torch.equal(layer(x), unclamped(x.clamp(-0.5, 0.5)))
+    assert not torch.equal(layer(x), unclamped(x))
+
+
+def test_a_compiled_mlp_clamps_its_inputs():
+    model, x = model_with(act_clamp=0.5), 3 * torch.randn(5, 64)
+    mlp = model.transformer.h[0].mlp
+    with torch.no_grad():
+        expected = mlp(x)
+        mlp.compile(backend='eager', fullgraph=True)
+        assert torch.allclose(mlp(x), expected)
+
+
 def test_quantized_weights_are_not_compiled():
     with pytest.raises(UserError, match='compile=True does not go with weights in int8'):
         compile_for_decode(model_with('int8'))

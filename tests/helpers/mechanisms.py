@@ -1,11 +1,35 @@
-"""A small config of every mechanism of GPTConfig that shrinks or shapes the cache."""
-from hypothesis import strategies as st
+"""Configs of each mechanism that changes what a cache stores or how layers attend. (Random
+combinations of them: `tests.helpers.models.configs`.)"""
+from tests.helpers.models import FULL_STACK, VOCAB
 
-from config.gpt_config import GPTConfig
-from tests.helpers.models import FULL_STACK
-
-# changes of the full stack with head_dim=8 (two query heads or more)
+BASE = dict(n_layer=7, n_head=4, n_embd=24, n_kv_head=2, head_dim=8, block_size=64,
+            vocab_size=VOCAB, layer_pattern='LLG', kv_share='AAB', window_size=5,
+            pos_embedding='rope', rope_theta=100.0, qk_norm=True)
+GLOBAL = dict(BASE, n_layer=3, layer_pattern='G', kv_share='', window_size=0)
+LEARNED = dict(pos_embedding='learned')
+SUFFIX = dict(layer_pattern='LLLGGGG', kv_share='ABCDDDD')  # a decoder's later half reads one slot
 MECHANISMS = {
+    'sinks': dict(BASE, attn_sink=True),
+    'no global rope': dict(BASE, rope_fraction_global=0.0),
+    'some global rope': dict(BASE, rope_fraction_global=0.5),
+    'offset keys': dict(BASE, key_offset=True),
+    'offset keys of one slot': dict(BASE, key_offset=True, share_global_kv=True, n_kv_head=1),
+    'offset keys, all global': dict(GLOBAL, key_offset=True, **LEARNED),
+    'tied': dict(BASE, kv_tied='global'),
+    'all tied': dict(BASE, kv_tied='all', attn_sink=True),
+    'tied without rope': dict(GLOBAL, kv_tied='all', rope_fraction_global=0.0),
+    'latents': dict(BASE, kv_latent=16, rope_fraction_global=0.0),
+    'latents of one slot': dict(BASE, kv_latent=24, share_global_kv=True, attn_sink=True,
+                                **LEARNED),
+    'ReLU squared': dict(BASE, gelu='relu2'),
+    'clamped': dict(BASE, act_clamp=0.5),
+    'a shared suffix': dict(BASE, **SUFFIX),
+    'together': dict(BASE, **SUFFIX, attn_sink=True, rope_fraction_global=0.5, key_offset=True,
+                     gelu='relu2', act_clamp=1.0),
+}
+
+# as changes of a stack with head_dim=8 and two or more query heads, such as STACK
+CHANGES = {
     'sink': dict(attn_sink=True),
     'partial RoPE': dict(rope_fraction_global=0.5),
     'NoPE': dict(rope_fraction_global=0.0),
@@ -20,26 +44,3 @@ MECHANISMS = {
                  kv_quant_train='int8', n_kv_head=2, layer_pattern='LG', kv_share='',
                  share_global_kv=False, bias=True)}
 STACK = dict(FULL_STACK, head_dim=8)
-
-
-@st.composite
-def mechanisms(draw):
-    """Any valid combination, in plans with shared slots or without."""
-    pattern = draw(st.sampled_from(['LLG', 'LG', 'G', 'GL', 'L']))
-    rope, store = draw(st.booleans()), draw(st.sampled_from(['', 'tied', 'latent', 'offset']))
-    if 'G' not in pattern and store in ('latent', 'offset'):
-        store = ''
-    tied = draw(st.sampled_from(['all'] + ['global'] * ('G' in pattern)))
-    fraction = 0.0 if store == 'latent' else draw(st.sampled_from([0.0, 0.5, 1.0]))
-    return GPTConfig(
-        n_layer=draw(st.integers(2, 5)), n_head=4, n_embd=24, head_dim=8, vocab_size=23,
-        block_size=64, n_kv_head=draw(st.sampled_from([0, 1, 2])), bias=draw(st.booleans()),
-        layer_pattern=pattern, window_size=5 if 'L' in pattern else 0,
-        kv_share=draw(st.sampled_from(['', *(['A' * len(pattern)] * (len(set(pattern)) == 1))])),
-        share_global_kv=draw(st.booleans()), pos_embedding='rope' if rope else 'learned',
-        rope_fraction_global=fraction if rope else 1.0, qk_norm=draw(st.booleans()),
-        attn_sink=draw(st.booleans()), key_offset=store == 'offset',
-        kv_tied=tied if store == 'tied' else '',
-        kv_latent=draw(st.sampled_from([8, 24])) if store == 'latent' else 0,
-        gelu=draw(st.sampled_from(['exact', 'relu2'])),
-        act_clamp=draw(st.sampled_from([0.0, 1.0])), mlp_hidden=draw(st.sampled_from([0, 7])))

@@ -68,7 +68,7 @@ def mechanisms(draw, pattern, rope, head_dim):
 @st.composite
 def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
     """All kinds of plans, at least one period plus one layer deep."""
-    pattern = draw(st.sampled_from(['LLLLLG', 'LG', 'GL', 'LLG', 'G', 'L'])
+    pattern = draw(st.sampled_from(['LLLLLG', 'LG', 'GL', 'LLG', 'G', 'L', 'LLLGGGG'])
                    | st.text('GL', min_size=1, max_size=4))
     share = ''.join(draw(st.sampled_from('AB' if kind == 'L' else 'XY')) for kind in pattern)
     n_head = draw(st.sampled_from([1, 2, 4, 6]))

@@ -11,6 +11,7 @@ from engine.pages import page_nbytes, rows_nbytes
 from engine.params import SamplingParams
 from engine.sampler import SampleRow, sample_rows
 from model import GPT, GPTConfig
+from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model
 
 SMALL = dict(n_head=2, n_embd=16, block_size=64, vocab_size=VOCAB)
@@ -30,7 +31,7 @@ TOKENIZER = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate
 def model_of(kind: str) -> GPT:
     """A model in float64, in which the batch size changes no token. Its final weights are small, so
     that samples vary."""
-    model = random_model(GPTConfig(**KINDS[kind]))
+    model = random_model(GPTConfig(**(KINDS | MECHANISMS)[kind]))
     with torch.no_grad():
         model.lm_head.weight *= 0.5
     return model

@@ -11,8 +11,8 @@ from config.gpt_config import GPTConfig
 from kv import capacity
 from kv.plan import plan_kv
 from model import GPT
-from tests.helpers.mechanisms import MECHANISMS, STACK, mechanisms
-from tests.helpers.models import FULL_STACK
+from tests.helpers.mechanisms import CHANGES, STACK
+from tests.helpers.models import FULL_STACK, configs
 
 SHAPES = [dict(n_layer=3, n_head=4, n_embd=24, vocab_size=30, block_size=16), FULL_STACK,
           dict(FULL_STACK, bias=False, qk_norm=False),
@@ -28,7 +28,7 @@ def test_parameters_are_the_models(shape):
 
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
-@given(mechanisms())
+@given(configs())
 def test_parameters_are_the_models_with_every_mechanism(config):
     n_params = GPT(config).get_num_params(non_embedding=False)
     assert capacity.parameters(config, plan_kv(config)) == n_params
@@ -143,10 +143,10 @@ def test_prefill_flops_are_those_of_the_matmuls_that_run(fields, before):
 
 
 @pytest.mark.parametrize('tokens, before', [(20, 0), (20, 7), (1, 30)])
-@pytest.mark.parametrize('name', MECHANISMS)
+@pytest.mark.parametrize('name', CHANGES)
 def test_prefill_flops_with_every_mechanism(name, tokens, before):
     """Matmuls with weights, counted as they run; attention from the shapes that it gets."""
-    config = GPTConfig(**STACK | MECHANISMS[name])
+    config = GPTConfig(**STACK | CHANGES[name])
     model, plan = GPT(config).eval(), plan_kv(config)
     cache = model.new_cache(1, before + tokens).fill_(before)
     plain, linear, absorbed, attended = cache.attend, 0, 0, 0

@@ -242,3 +242,13 @@ def test_the_committed_drawing_is_what_the_command_makes(tmp_path):
     committed = ROOT / 'results' / 'kv' / 'plan.svg'
     assert (tmp_path / 'plan.svg').read_bytes() == committed.read_bytes()
     assert '--svg=results/kv/plan.svg' in (ROOT / 'Makefile').read_text()
+
+
+@pytest.mark.parametrize('fields, form', [
+    (dict(kv_tied='global'), 'K = V'), ({}, ''),
+    (dict(kv_latent=128, rope_fraction_global=0), 'latent of 128')])
+def test_a_slot_that_stores_one_tensor_says_so(fields, form):
+    plan = plan_kv(GPTConfig(**STACK, **fields))
+    for slot in plan.slots:
+        end = f', {form}' if form and slot.kind == 'global' else ''
+        assert slot_text(slot, 1024).endswith(' tokens' + end)

@@ -12,7 +12,7 @@ import torch
 
 import train
 from config.errors import UserError
-from tests.helpers.mechanisms import MECHANISMS
+from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
     FULL_STACK,
     VANILLA,
@@ -85,7 +85,7 @@ def assert_same_losses(a, b):
     pytest.param(VANILLA, marks=pytest.mark.slow, id='vanilla'),
     pytest.param(dict(SHORT_STACK, recompute='selective'), id='short stack, recomputed'),
     pytest.param(dict(FULL_STACK, checkpoint_blocks=True), marks=pytest.mark.slow, id='blocks'),
-    pytest.param(FULL_STACK | MECHANISMS['many'] | dict(attention_z_loss=0.1),
+    pytest.param(FULL_STACK | CHANGES['many'] | dict(attention_z_loss=0.1),
                  marks=pytest.mark.slow, id='many mechanisms, z-loss')])
 def test_two_processes_have_the_losses_of_one(tmp_path, data_root, config):
     """With recomputation and a chunked loss, against one process without either."""

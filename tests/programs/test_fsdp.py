@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from config.errors import UserError
-from tests.helpers.mechanisms import MECHANISMS
+from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import FULL_STACK, VANILLA, load, metrics, run_sample, run_train
 from tests.programs.test_distributed import SHORT_STACK, SIX_STEPS, assert_same_losses, run
 from training import checkpoint, fsdp, shards
@@ -47,7 +47,7 @@ def test_two_processes_have_the_losses_of_one(tmp_path, sharded):
     (VANILLA, {}), (STACK, dict(chunked_loss=False, grad_clip=0.0)),
     (STACK, dict(optimizer='muon')), (STACK, dict(int8_training=True)),
     (STACK, dict(int8_forward=True)),
-    (FULL_STACK | MECHANISMS['many'], dict(attention_z_loss=0.1, optimizer='muon')),
+    (FULL_STACK | CHANGES['many'], dict(attention_z_loss=0.1, optimizer='muon')),
     *((STACK, dict(recompute=policy)) for policy in (
         'selective', 'mlp', 'block', 'every:3', 'sqrt', 'offload'))], ids=str)
 def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.mechanisms import MECHANISMS
+from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
     FULL_STACK,
     HARD,
@@ -62,9 +62,9 @@ def test_resumed_is_uninterrupted(check_resume, config, settings):
     check_resume(config, **settings)
 
 
-@pytest.mark.parametrize('name', MECHANISMS)
+@pytest.mark.parametrize('name', CHANGES)
 def test_with_every_mechanism(check_resume, name):
-    check_resume(FULL_STACK | MECHANISMS[name], max_iters=9, optimizer='muon')
+    check_resume(FULL_STACK | CHANGES[name], max_iters=9, optimizer='muon')
 
 
 @pytest.mark.parametrize('settings', [

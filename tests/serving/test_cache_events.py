@@ -54,13 +54,14 @@ def test_the_plan_document_is_the_plans_arithmetic(serve):
     assert found == dict(
         model='tiny', max_positions=LONGEST, max_seq_len=LONGEST, block_size=64, kv_dtype=dtype,
         page_size=4, pages=server.engine.cache.table.n_pages, rows=3,
-        position_nbytes=2 * 6 * 8, vanilla_position_nbytes=7 * 2 * 4 * 6 * 8,
+        vanilla_position_nbytes=7 * 2 * 4 * 6 * 8,
         vanilla_position_nbytes_bf16=7 * 2 * 4 * 6 * 2)
     assert [(slot['slot'], slot['kind'], slot['window'], slot['owner'], slot['layers'])
             for slot in slots] == [(s.index, s.kind, s.window, s.owner, list(s.layers))
                                    for s in plan.slots]
-    assert sum(slot['capacity'] for slot in slots) * found['position_nbytes'] == plan.nbytes(
-        1, LONGEST, dtype)
+    assert {slot['position_nbytes'] for slot in slots} == {2 * 6 * 8}
+    assert sum(slot['capacity'] * slot['position_nbytes'] + slot['state_nbytes']
+               for slot in slots) == plan.nbytes(1, LONGEST, dtype)
     assert {layer for slot in slots for layer in slot['layers']} == set(range(7))
     assert server.logged == []
 

@@ -170,10 +170,9 @@ def test_bytes_and_marks_of_the_end(markup_server, visit):
     vanilla = MODEL.plan.vanilla().nbytes(1, state['length'], 'bfloat16')
     assert number(page, 'Vanilla in bfloat16') == f'{vanilla / 1000:.1f} kB'
     about = page.locator('#lanes small').all_inner_texts()
-    per_position = MODEL.plan.position_nbytes('float64')
     for text, slot, lane in zip(about, MODEL.plan.slots, drawn(page), strict=True):
         layers = ', '.join(f'{i}*' if i == slot.owner else str(i) for i in slot.layers)
-        nbytes = len(lane['cells']) * per_position
+        nbytes = len(lane['cells']) * slot.position_nbytes('float64')
         shown = f'{nbytes} B' if nbytes < 1000 else f'{nbytes / 1000:.1f} kB'
         assert text == f'layers {layers} · {shown}'
 
@@ -235,10 +234,11 @@ def test_on_a_phone(markup_server, visit):
 
 
 def test_ten_thousand_positions(markup_server, visit):
-    slots = [dict(slot=0, kind='local', window=9001, capacity=9001, owner=0, layers=[0]),
-             dict(slot=1, kind='global', window=0, capacity=16384, owner=1, layers=[1])]
+    stores = dict(position_nbytes=64, state_nbytes=0, tied=True, latent=False)
+    slots = [dict(slot=0, kind='local', window=9001, capacity=9001, owner=0, layers=[0], **stores),
+             dict(slot=1, kind='global', window=0, capacity=16384, owner=1, layers=[1], **stores)]
     plan = dict(max_positions=16384, kv_dtype='int8', page_size=64, pages=300, rows=4, slots=slots,
-                position_nbytes=64, vanilla_position_nbytes=9, vanilla_position_nbytes_bf16=9)
+                vanilla_position_nbytes=9, vanilla_position_nbytes_bf16=9)
     event = dict(time=1, row=0, length=10_000, prompt=5_000, cached=64, texts=['x'] * 10_001,
                  texts_from=0, pages=[[i, 1] for i in range(157)], prefix_pages=[False] * 157,
                  nbytes=1, running=1, free_pages=143, done=True)
@@ -247,6 +247,7 @@ def test_ten_thousand_positions(markup_server, visit):
         'nanokv/plan': dict(json=plan), 'nanokv/chat/completions': dict(body=stream)})
     send(page, 'ab')
     ring, pages = drawn(page)
+    assert page.locator('#lanes small').first.inner_text() == 'layers 0* · K = V · 576.1 kB'
     assert ring['cells'] == [9001 + i if i < 999 else i for i in range(9001)]
     assert pages['cells'] == [*range(10_000), *[None] * 48]
     assert ring['drawn'] < 9001 / 2 and pages['drawn'] < 10_000 / 2  # several to a drawn cell

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attention.masks import dense_mask
 from config.errors import UserError
 from model import GPT, GPTConfig
-from tests.helpers.mechanisms import MECHANISMS, STACK
+from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK
 from training.flops import (
     achieved,
@@ -50,7 +50,7 @@ def test_mean_keys_is_the_mean_over_the_mask(T, window):
 
 
 SHAPES = {'vanilla': VANILLA, 'full stack': FULL_STACK,
-          **{name: STACK | changes for name, changes in MECHANISMS.items()}}
+          **{name: STACK | changes for name, changes in CHANGES.items()}}
 
 
 @pytest.mark.parametrize('settings', SHAPES.values(), ids=SHAPES)

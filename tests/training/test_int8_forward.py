@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from engine.weights import quantize_weights
 from kv.int8_rows import quantize_rows
 from model import GPT, GPTConfig
-from tests.helpers.mechanisms import MECHANISMS, STACK
+from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import random_model, tokens
 from training.device import autocast
 from training.int8_forward import RoundedLinear, train_for_int8
@@ -28,7 +28,7 @@ def linears(model):
 
 
 @pytest.mark.parametrize('native', [True, False], ids=['extension', 'torch'])
-@pytest.mark.parametrize('config', [STACK, CLAMPED, STACK | MECHANISMS['latents']],
+@pytest.mark.parametrize('config', [STACK, CLAMPED, STACK | CHANGES['latents']],
                          ids=['full stack', 'clamp and int8 KV', 'latents'])
 def test_the_blocks_are_those_of_the_quantized_engine(config, native, monkeypatch):
     if not native:

@@ -12,7 +12,7 @@ import training.loss
 from attention.kernels.flex import _block_masks
 from config.gpt_config import GPTConfig
 from model import GPT
-from tests.helpers.mechanisms import MECHANISMS
+from tests.helpers.mechanisms import CHANGES
 from training.device import autocast
 from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy
@@ -72,9 +72,9 @@ def test_predicted_is_measured_to_the_byte(made, shape, policy, dtype, chunked):
     assert ('cast weights' in measured.by_kind) == cast
 
 
-@pytest.mark.parametrize('name', MECHANISMS)
+@pytest.mark.parametrize('name', CHANGES)
 def test_predicted_is_measured_with_every_mechanism(name):
-    config = GPTConfig(**SHAPES['full'] | MECHANISMS[name])
+    config = GPTConfig(**SHAPES['full'] | CHANGES[name])
     model, predictor = GPT(config), Predictor(config)
     for policy in ('none', 'selective', 'block'):
         measured = measure(model, batch(), policy, autocast(model.device, torch.bfloat16),

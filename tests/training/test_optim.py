@@ -8,7 +8,7 @@ import torch
 
 from config.errors import UserError
 from model import GPT, GPTConfig
-from tests.helpers.mechanisms import MECHANISMS, STACK
+from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training.memory_use import state_bytes
 from training.optim import (
@@ -42,7 +42,7 @@ def test_muon_has_the_matrices_of_blocks_and_adamw_the_others():
 
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
 def test_sinks_do_not_decay_and_projections_of_latents_are_matrices(name):
-    model = GPT(GPTConfig(**STACK | MECHANISMS['many']))
+    model = GPT(GPTConfig(**STACK | CHANGES['many']))
     groups = make_optimizer(model, settings(optimizer=name), 'cpu').param_groups
     matrices, no_decay = groups[0]['params'], groups[-1]['params']
     for block in model.transformer.h:

@@ -11,7 +11,7 @@ import training.loss
 import training.offload
 from config.errors import UserError
 from model import GPT, GPTConfig
-from tests.helpers.mechanisms import MECHANISMS, STACK
+from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK, VOCAB, tokens
 from tests.programs.support import VANILLA as VANILLA_RUN
 from tests.programs.support import flags
@@ -23,7 +23,7 @@ POLICIES = ('block', 'every:2', 'sqrt', 'mlp', 'selective', 'offload')
 SMALL = dict(block_size=64, vocab_size=VOCAB, n_layer=4, n_head=4, n_embd=24)
 SHAPES = {'vanilla': SMALL, 'full stack': FULL_STACK,
           'GQA': dict(SMALL, n_kv_head=2, pos_embedding='rope', bias=False)}
-ALL_SHAPES = SHAPES | {name: STACK | changes for name, changes in MECHANISMS.items()}
+ALL_SHAPES = SHAPES | {name: STACK | changes for name, changes in CHANGES.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_two_steps_are_those_without(policy, shape, half, accumulation, dropout,
     assert bool(moved) == (policy == 'offload')
 
 
-@pytest.mark.parametrize('name', MECHANISMS)
+@pytest.mark.parametrize('name', CHANGES)
 @pytest.mark.parametrize('policy', POLICIES)
 def test_two_steps_with_every_mechanism_are_those_without(policy, name):
     settings = dict(half=False, accumulation=2, dropout=0.1, chunked=True)

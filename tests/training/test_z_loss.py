@@ -7,7 +7,7 @@ import torch
 
 from attention.masks import dense_mask
 from model import GPT, GPTConfig
-from tests.helpers.mechanisms import MECHANISMS, STACK
+from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import random_model, tokens
 from training.recompute import set_recompute
 from training.z_loss import add_z_loss
@@ -15,7 +15,7 @@ from training.z_loss import add_z_loss
 GQA = dict(block_size=64, vocab_size=23, n_layer=3, n_head=4, n_embd=24, n_kv_head=2,
            layer_pattern='LLG', window_size=5, attn_sink=True)
 SHAPES = {'vanilla': dict(GQA, n_kv_head=0, layer_pattern='G', attn_sink=False), 'GQA': GQA,
-          **{name: STACK | changes for name, changes in MECHANISMS.items()}}
+          **{name: STACK | changes for name, changes in CHANGES.items()}}
 COEFFICIENT = 0.3
 
 
