@@ -8,6 +8,8 @@ is a ring of the last W.
 Stored K and V are passed as tuples: (k, v), each (B, Hkv, S, D), or quantized (k, v, k_scale,
 v_scale) with scales (B, Hkv, S, 1). Where K = V, they are the same tensor.
 """
+import functools
+
 import torch
 
 from kv.quantize import quantize_int4, quantize_int8
@@ -33,18 +35,16 @@ class KVStore:
         # half precision uses SDPA, which needs the last dimension to be contiguous
         transposed = device.type == 'cpu' and dtype in (torch.float64, torch.float32, torch.int8)
         width = head_dim // 2 if dtype == torch.uint8 else head_dim
-        like = dict(dtype=dtype, device=device)
+        zeros = functools.partial(torch.zeros, rows, n_kv_head, device=device)
         with torch.inference_mode(False):  # a cache created in inference mode must work outside it
-            v = torch.zeros(rows, n_kv_head, capacity, width, **like)
             if transposed:
-                k = torch.zeros(rows, n_kv_head, width, capacity, **like).transpose(2, 3)
+                k = zeros(width, capacity, dtype=dtype).transpose(2, 3)
             else:
-                k = torch.zeros_like(v)
-            self.tensors = (k, k) if tied else (k, v)
+                k = zeros(capacity, width, dtype=dtype)
+            self.tensors = k, k if tied else zeros(capacity, width, dtype=dtype)
             if dtype in QUANTIZE:
-                scales = [torch.zeros(rows, n_kv_head, capacity, 1, device=device,
-                                      dtype=torch.float16) for _ in 'kv']
-                self.tensors += (scales[0], scales[0]) if tied else (*scales,)
+                scale = zeros(capacity, 1, dtype=torch.float16)
+                self.tensors += scale, scale if tied else torch.zeros_like(scale)
 
     def distinct(self, stored):
         """K and V (and their scales), or only K (and its scale) where K = V."""

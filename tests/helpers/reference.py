@@ -37,9 +37,11 @@ def dense_attention(q, k, v, window=0, sink=None):
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     scores = torch.einsum('bhtd,bhsd->bhts', q, k) / math.sqrt(q.size(-1))
     seen = visible(k.size(2), window)[k.size(2) - q.size(2):]
-    weights = scores.masked_fill(~seen, -math.inf).exp()
-    total = weights.sum(-1, keepdim=True) + (0 if sink is None else sink.exp()[:, None, None])
-    return torch.einsum('bhts,bhsd->bhtd', weights / total, v)
+    scores = scores.masked_fill(~seen, -math.inf)
+    total = scores.logsumexp(-1, keepdim=True)
+    if sink is not None:
+        total = torch.logaddexp(total, sink.to(torch.float64)[:, None, None])
+    return torch.einsum('bhts,bhsd->bhtd', (scores - total).exp(), v)
 
 
 def rotate(x, positions, theta, fraction=1.0):

@@ -81,7 +81,8 @@ def test_decode_against_vanilla(capsys):
             assert side['kv_bytes'] == p.nbytes(B, n + 3, 'float32')
             # n + 2 is the mean of n + 1 .. n + 3
             positions = sum(layer.window or n + 2 for layer in p.layers)
-            assert side['kv_read_bytes_per_step'] == positions * p.position_nbytes('float32') * B
+            read = B * positions * p.slots[0].position_nbytes('float32')
+            assert side['kv_read_bytes_per_step'] == read
             assert side['tokens_per_second']['each'] == ratios([1000 * B] * 5, times)
             assert len(times) == 5 and side['bandwidth_share']['min'] > 0
         sides = [cell['sides'][name]['tokens_per_second']['each'] for name in ('ours', 'vanilla')]

@@ -30,8 +30,8 @@ warmup_iters = 2
 eval_interval = 6
 eval_iters = 1
 keep_checkpoints = 9
-rows = {'MHA': {}, '+ MQA': dict(n_kv_head=1), '+ int8 KV': dict(kv_dtype='int8')}
-seeds = '1,2'
+rows = {'MHA': {}, '+ int8 KV': dict(kv_dtype='int8')}
+seeds = '1'
 speed = False
 contexts = '16'
 '''
@@ -113,10 +113,10 @@ def test_a_ladder_of_it(tmp_path, capsys):
     path.write_text(LADDER)
     ablate.main([str(path), f'--folder={folder}', '--device=cpu', '--json=True'])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])['rows']
-    for row, nbytes in zip(rows, (3 * 2 * 16 * 16 * 4, 3 * 2 * 16 * 8 * 4, 3 * 2 * 16 * (8 + 2))):
+    for row, nbytes in zip(rows, (3 * 2 * 16 * 16 * 4, 3 * 2 * 16 * 2 * (8 + 2))):
         found = row['lookup']
         assert found['kv_bytes'] == nbytes and set(found['accuracy']) == {'1', '2'}
-        assert len(found['facts']) == 2 and all(0 <= each['mean'] <= 1
-                                                for each in found['accuracy'].values())
+        assert len(found['facts']) == 1 and all(
+            0 <= each['mean'] <= 1 for each in found['accuracy'].values())
     assert (folder / 'lookup.png').stat().st_size > 1000
     assert '| + int8 KV |' in (folder / 'report.md').read_text()
