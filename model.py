@@ -109,11 +109,11 @@ class CausalSelfAttention(nn.Module):
             first = cache.previous_key(self.layer, slow) if cache else slow.new_zeros(())
             slow = torch.cat([first.expand_as(slow[:, :, :1]), slow[:, :, :-1]], dim=2)
             k = torch.stack([fast, slow], dim=-2).flatten(-3)
-        v = k if self.slot.tied else own[1]
+        kv = [k] if self.slot.tied else [k, own[1]]
         # an int8 cache quantizes by itself
         if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
-            k, v = fake_quantize_int8(k), fake_quantize_int8(v)
-        return k, v
+            kv = [fake_quantize_int8(x) for x in kv]
+        return kv[0], kv[-1]
 
     def attend_to_cache(self, q, kv, cache):
         if not self.slot.latent:

@@ -1,11 +1,12 @@
 """Attention of new tokens over stored K and V: chunked prefill, and decode one token at a time.
 
-Stored K and V that are not in the compute dtype (int8) are converted one tile at a time, and the
+Stored K and V that are not in the compute dtype (int8, int4) are converted one tile at a time, and the
 tiles' softmaxes are merged using their maxima and sums, as in FlashAttention and flash-decoding
 (Dao et al. 2022, 2023): a decoded copy of the entire cache never exists. (A chunk that attends only
 to itself or, in a local layer, to a window before it is short and is converted all at once.)
 
-Shapes: q (B, H, t, D); k, v (B, Hkv, S, D); int8 adds k_scale, v_scale (B, Hkv, S, 1).
+Shapes: q (B, H, t, D); k, v (B, Hkv, S, D); quantized, k_scale and v_scale
+(B, Hkv, S, 1) too.
 """
 from typing import NamedTuple
 
@@ -62,9 +63,10 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
 
 
 def kernel_takes(q, k, sink=None) -> bool:
-    """Whether the Triton kernel can be used for these queries and stored keys."""
-    types = q.dtype, k.dtype
-    return triton_usable(q.device) and sink is None and not {torch.float64, torch.uint8} & {*types}
+    """Whether the Triton kernel can be used for these queries and stored keys (wider ones do not
+    fit in shared memory)."""
+    fits = q.size(-1) <= 256 and not {torch.float64, torch.uint8} & {q.dtype, k.dtype}
+    return fits and sink is None and triton_usable(q.device)
 
 
 def _mask(t, S, kv_lens, window, device):
@@ -130,7 +132,7 @@ def scores_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def tile_scores(q, k, k_scale):
     """q (b, Hkv, R, D), already scaled, times keys (b, Hkv, s, D): (b, Hkv, R, s). The scales of
-    int8 keys multiply the scores: cheaper than multiplying the keys in decoding, where R < D."""
+    quantized keys multiply the scores: cheaper than multiplying the keys in decoding, where R < D."""
     scores = q @ unpacked(k, q.dtype).transpose(2, 3)
     return scores if k_scale is None else scores.mul_(k_scale.to(q.dtype).transpose(2, 3))
 
@@ -145,7 +147,7 @@ class PartialSoftmax(NamedTuple):
 
     @classmethod
     def of(cls, scores, v, v_scale=None) -> 'PartialSoftmax':
-        """scores (b, Hkv, R, s) are overwritten; the scales of int8 values multiply the weights."""
+        """scores (b, Hkv, R, s) are overwritten; the scales of quantized values multiply the weights."""
         top = scores.amax(-1, keepdim=True)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)

@@ -1,28 +1,39 @@
-# Rows of config/ablate_shakespeare.py on facts that are looked up by content, all beyond the reach
-# of the local layers, 10 * (4 - 1) = 30 positions. A fixed number of steps, five seeds.
+# How many facts, looked up by content, a cache holds for its bytes. All of them are beyond the reach
+# of the local layers, 4 * (4 - 1) = 12 positions. 6 layers; a fixed number of steps, five seeds.
 #   python ablate.py config/ablate_lookup.py --jobs=2
 base = 'config/train_lookup.py'
-keep_checkpoints = 100     # from which 'solved at' is measured
+keep_checkpoints = 100     # 'solved at' is measured with them
 seeds = '1,2,3,4,5'
 rows = {
-    'RoPE + qk_norm MHA': {},
+    'MHA with key offset': {},
     '+ MQA': dict(n_kv_head=1),
-    '+ window': dict(layer_pattern='LLLLLG', window_size=4),
-    '+ KV shared by 2/3': dict(kv_share='AABBBC'),
+    '+ window': dict(layer_pattern='LLG', window_size=4),
+    '+ KV shared by 2': dict(kv_share='AAB'),
     '+ global KV tied': dict(share_global_kv=True),
     '+ int8 KV': dict(kv_dtype='int8'),
     '+ int4 KV': dict(kv_dtype='int4'),
 }
-_FIRST = dict(layer_pattern='GLLLLL', kv_share='ABBCCC')
+_PLAIN = dict(key_offset=False, max_iters=800, lr_decay_iters=800)  # local layers see the key, too
+_FIRST = dict(layer_pattern='GLL', kv_share='ABB')
+_INT8, _INT4 = dict(kv_dtype='int8'), dict(kv_dtype='int4')
 side_rows = {
-    # control: cannot solve the task
-    'local layers only': ('+ KV shared by 2/3', dict(layer_pattern='LLLLL', kv_share='AABBB')),
-    'global first: GLLLLL/ABBCCC': ('+ global KV tied', _FIRST),
-    'global first, int8 KV': ('global first: GLLLLL/ABBCCC', dict(kv_dtype='int8')),
-    'global first, int4 KV': ('global first: GLLLLL/ABBCCC', dict(kv_dtype='int4')),
-    'global first, untied': ('+ KV shared by 2/3', _FIRST),
-    'untied, int4 KV': ('+ KV shared by 2/3', dict(kv_dtype='int4')),
+    'global last, tied': ('+ global KV tied', _PLAIN),
+    'global last, tied, int8 KV': ('global last, tied', _INT8),
+    'global last, tied, int4 KV': ('global last, tied', _INT4),
+    'global last, untied': ('+ KV shared by 2', _PLAIN),
+    'global last, untied, int8 KV': ('global last, untied', _INT8),
+    'global last, untied, int4 KV': ('global last, untied', _INT4),
+    'global first, tied': ('global last, tied', _FIRST),
+    'global first, tied, int8 KV': ('global first, tied', _INT8),
+    'global first, tied, int4 KV': ('global first, tied', _INT4),
+    'global first, untied': ('global last, untied', _FIRST),
+    'global first, untied, int8 KV': ('global first, untied', _INT8),
+    'global first, untied, int4 KV': ('global first, untied', _INT4),
+    # controls: without the key before, and without memory
+    'MHA': ('MHA with key offset', dict(**_PLAIN, seeds='1,2')),
+    'local layers only': ('global last, untied', dict(layer_pattern='LL', kv_share='AA',
+                                                      seeds='1,2')),
 }
-baseline = 'RoPE + qk_norm MHA'
+baseline = 'MHA with key offset'
 speed = False
 contexts = '288'

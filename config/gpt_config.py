@@ -1,5 +1,6 @@
 """A model's shape: nanoGPT's seven fields and those for the KV cache. Does not need torch."""
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 from config.errors import UserError, at_least
@@ -46,7 +47,8 @@ class GPTConfig:
     kv_quant_train: str = _key('', 'round K and V in training as an int8 cache does', ('', 'int8'))
     attn_sink: bool = _key(False, 'a learned logit per head in the denominator of the softmax')
     rope_fraction_global: float = _key(
-        1.0, 'share of the dimensions that RoPE rotates in global layers: 0 = none (NoPE)')
+        1.0, 'share of the pairs of dimensions (rounded) that RoPE rotates in global layers: '
+        '0 = none (NoPE)')
     key_offset: bool = _key(
         False, 'half of the dimensions of a global key come from the token before')
     kv_tied: str = _key(
@@ -113,9 +115,15 @@ class GPTConfig:
         def refuse(name, wrong, why):
             if getattr(self, name) and wrong:
                 raise UserError(f'{name}={getattr(self, name)!r}: {why}')
-        if fraction > 1 or fraction < 1 and not rope:
+        if not (fraction == 1 or 0 <= fraction < 1 and rope):
             raise UserError(f'rope_fraction_global={fraction}: must be from 0 to 1, and below 1 '
                             f"needs pos_embedding='rope' (it is {self.pos_embedding!r})")
+        if math.isnan(self.act_clamp):
+            raise UserError('act_clamp=nan: must be a number')
+        if fraction < 1 and no_global:
+            raise UserError(f'rope_fraction_global={fraction} is for global layers; layer_pattern='
+                            f'{self.layer_pattern!r} has none')
+        refuse('rope_theta_global', rope and not fraction, 'rope_fraction_global=0 has no angles')
         for name in ('key_offset', 'kv_latent'):
             refuse(name, no_global, f'is for global layers; layer_pattern={self.layer_pattern!r} '
                    'has none')

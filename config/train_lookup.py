@@ -3,22 +3,25 @@
 #   python ablate.py config/ablate_lookup.py       # ladder of ever smaller caches
 out_dir = 'out-lookup'
 dataset = 'lookup'
-lookup_task = 'pairs=2,4,8,16 gap=32'
+lookup_task = 'pairs=2,4,8,16,32,64 gap=32'
 
-n_layer = 12
+n_layer = 6
 n_head = 4
 n_embd = 64
 mlp_hidden = 128
-block_size = 96
+block_size = 288
 gelu = 'tanh'
 pos_embedding = 'rope'
 qk_norm = True
 
-# a small fixed set, seen many times, every token a target; AdamW stays at chance much longer
+# the value of a fact is found by the key before it: with key_offset, layers see that at once
+key_offset = True
+
+# a small fixed set, seen many times, and every token a target; AdamW stays at chance much longer
 batch_size = 32
 gradient_accumulation_steps = 1
-max_iters = 600
-lr_decay_iters = 600
+max_iters = 400
+lr_decay_iters = 400
 warmup_iters = 50
 optimizer = 'muon'
 learning_rate = 1e-2

@@ -28,7 +28,9 @@ def suits_capture(model) -> bool:
 
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
     """A captured decode step for this cache, or None if it is not faster."""
-    return CapturedDecode(model, cache, compiled) if suits_capture(model) else None
+    torch_attends = model.config.attn_sink or cache.kv_dtype == 'int4'  # to every position allocated
+    captures = suits_capture(model) and not torch_attends
+    return CapturedDecode(model, cache, compiled) if captures else None
 
 
 class CapturedDecode:

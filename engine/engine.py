@@ -43,7 +43,7 @@ class Engine:
         max_seq_len: maximum positions of a request, prompt included; 0 = the model's block_size.
         kv_dtype: as in `model.new_cache`.
         kv_budget: bytes of KV memory; 0 = enough for every row at max_seq_len. It covers the
-            rings of all rows; the rest is for pages of the global slots.
+            rings and states of all rows; the rest is for pages of the global slots.
         page_size: positions per page.
         prefill_chunk: maximum number of prompt tokens computed between two decode steps.
         prefix_budget: bytes of host memory for the prefix cache (`engine.prefix`); 0 = no cache.

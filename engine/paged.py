@@ -49,8 +49,9 @@ def table_attention(q, pool, table, kv_lens, sink=None):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *pool, kv_lens=kv_lens, table=table)
     missing = (table < 0)[:, :, None, None, None]
-    pages = (x[table.clamp(min=0).long()].masked_fill(missing, 0) for x in pool)
-    return cached_attention(q, *(_in_order(x) for x in pages), kv_lens=kv_lens, sink=sink)
+    at = table.clamp(min=0).long()
+    copies = {id(x): _in_order(x[at].masked_fill(missing, 0)) for x in pool}  # K may be V
+    return cached_attention(q, *(copies[id(x)] for x in pool), kv_lens=kv_lens, sink=sink)
 
 
 def copy_row(store: KVStore, source: int, target: int) -> None:

@@ -24,6 +24,7 @@ from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
 from kv.plan import plan_kv
 from model import GPT
+from training.adapt import check_forms
 from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.checkpoint_manager import CheckpointManager
 
@@ -66,19 +67,12 @@ def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
     if before.n_kv_head % after.n_kv_head:
         raise UserError(f'n_kv_head={after.n_kv_head}: the {before.n_kv_head} K/V heads of the '
                         'weights cannot be pooled evenly into that number')
+    check_forms(before, after)
     for was, now in zip(before.layers, after.layers):
-        if _form(before.slots[was.slot]) != _form(after.slots[now.slot]):
-            raise UserError(f'layer {now.index} would be {now.kind}, but was trained {was.kind}: '
-                            'kv_tied, kv_latent or key_offset differ between the two')
         if now.owns and not was.owns:
             raise UserError(f'layer {now.index} would need K and V of its own, but was trained to '
                             f'use those of layer {before.slots[was.slot].owner}: sharing can be '
                             'added, not undone')
-
-
-def _form(slot) -> tuple:
-    """How the K and V of a head are stored."""
-    return slot.tied, slot.latent, slot.offset, slot.head_dim
 
 
 def convert_checkpoint(source: Path, changes: dict) -> dict:

@@ -45,7 +45,8 @@ def main(argv=None):
     if s.svg:
         draw(plan, max_seq_len, s.kv_dtype, s.svg)
     console = Console()
-    shape = (f'{config.n_layer} layers, {plan.n_head} heads ({plan.n_kv_head} for K/V) of '
+    latents = f', latents of {config.kv_latent} on global layers' if config.kv_latent else ''
+    shape = (f'{config.n_layer} layers, {plan.n_head} heads ({plan.n_kv_head} for K/V{latents}) of '
              f'{plan.head_dim}, T={max_seq_len}, W={config.window_size or "-"}')
     print_report(account(plan, s.batch, max_seq_len, s.kv_dtype), console,
                  f'KV plan in {s.kv_dtype}: {shape}')

@@ -79,8 +79,10 @@ class Texts:
              f"{_many(plan.n_head, 'K/V head')}", size(vanilla.nbytes))]
         self.share = 1 / ratio
         self.title = f"KV cache of {_many(n, 'layer')} and {_many(max_seq_len, 'token')}"
+        latents = {slot.head_dim for slot in plan.slots if slot.latent}
         self.subtitle = (f"{_many(plan.n_head, 'query head')}, {heads} of {plan.head_dim}, "
-                         f'{kv_dtype}, one sequence')
+                         + ''.join(f'latents of {n}, ' for n in latents)
+                         + f'{kv_dtype}, one sequence')
         legend = {LOCAL: f"local: sees the last {_many(window, 'token')}",
                   GLOBAL: 'global: sees all tokens', 'owner': "computes a slot's K and V",
                   'reader': 'only reads them'}

@@ -6,7 +6,7 @@ import torch
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
-from kv.plan import plan_kv
+from kv.plan import KVPlan, plan_kv
 from training.checkpoint import restoring
 
 # nanoGPT always keeps the checkpoint's values of these, whatever the settings
@@ -50,7 +50,18 @@ def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
                             f'{old_layer.index} use the K/V of layer {now}, but it was trained '
                             f'with those of layer {was} (layer_pattern={old.layer_pattern!r}, '
                             f'kv_share={old.kv_share!r}): give a pattern that shares alike')
+    check_forms(before, after)
     return new
+
+
+def check_forms(before: KVPlan, after: KVPlan) -> None:
+    """Raise UserError if a layer would store its K and V in another form than it was trained for."""
+    for was, now in zip(before.layers, after.layers):
+        old, new = before.slots[was.slot], after.slots[now.slot]
+        if any(getattr(old, name) != getattr(new, name)
+               for name in ('tied', 'latent', 'offset', 'head_dim')):
+            raise UserError(f'layer {now.index} would be {now.kind}, but was trained {was.kind}: '
+                            'kv_tied, kv_latent or key_offset differ between the two')
 
 
 def _resolve(config: GPTConfig, name: str, value):

@@ -7,7 +7,7 @@ import torch
 from config.errors import UserError
 from data.datasets import ensure_dataset
 from data.order import RandomOrder, make_order
-from data.recall.lookup import IGNORE
+from data.recall.lags import IGNORE
 from data.recall.tasks import task_of
 from data.tokenfiles import open_split, read_meta
 from training.prefetch import Prefetched

@@ -1,5 +1,6 @@
 """Training for int8 weights: the blocks' linear layers round weights (a scale per row) and inputs
-(a scale per token) in the forward pass exactly as weight_dtype='int8' does (`engine.quantized`).
+(a scale per token) in the forward pass as weight_dtype='int8' does (`engine.quantized`), in float32
+exactly.
 
 Gradients pass through the rounding unchanged (straight-through; Bengio et al. 2013), and backward
 matmuls are not rounded. Parameters, moments and checkpoints stay in floating point. Evaluation
@@ -8,6 +9,7 @@ rounds too, so the validation loss is that of the int8 model, except for its emb
 import torch
 from torch.nn import Linear
 
+from config.errors import UserError
 from kv.int8_rows import int8_matmul, quantize_rows
 
 
@@ -15,6 +17,10 @@ def train_for_int8(model) -> None:
     """Make the blocks' linear layers round in the forward pass, in place."""
     for layer in model.transformer.h.modules():
         if type(layer) is Linear:
+            widths = layer.in_features, layer.out_features
+            if model.device.type == 'cuda' and any(width % 8 for width in widths):
+                raise UserError(f'int8_forward=True: on CUDA the widths of all matrices must be '
+                                f'multiples of 8, and one is {widths[0]} by {widths[1]}')
             layer.__class__ = RoundedLinear
 
 

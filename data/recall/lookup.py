@@ -4,8 +4,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from config.errors import UserError
+from data.recall.lags import IGNORE
 
-IGNORE = -1  # nanoGPT's ignore_index
 BLANK = 0    # id of the filler
 
 
@@ -15,7 +15,7 @@ class LookupTask:
 
         x    k3 v7 k1 v2 . . . . . . k1 v2 k3 v7 .          .  is BLANK
         y    v7 k1 v2 .  . . . . . . v2 k3 v7 .             after a key of the second half, y is the
-                                                            answer; `answers` marks these positions
+                                                            answer; `batch` gives its distance
 
     A key does not say where its fact is, so the model must search what it remembers. No answer is
     closer than `gap` + 2 positions to its fact; a gap of at least n_local * (window_size - 1) puts

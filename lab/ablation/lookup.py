@@ -1,4 +1,5 @@
 """Looking up facts by content: how many facts a row recalls, and what a fact costs in KV bytes."""
+import itertools
 import re
 from pathlib import Path
 
@@ -27,11 +28,7 @@ def lookup(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
         distances.append((distance, answers))
     distance, answers = (torch.cat(each) for each in zip(*distances))
     bins = distance.float().log2().floor().int()
-    facts = 0
-    for n, share in right.items():  # in increasing order
-        facts = n if share >= RECALLED else facts
-        if share < RECALLED:
-            break
+    facts = max(itertools.takewhile(lambda n: right[n] >= RECALLED, right), default=0)
     nbytes = model.new_cache(1, task.block_size, kv_dtype).nbytes
     n_local = sum(layer.kind == LOCAL for layer in model.plan.layers)
     return {'accuracy': right, 'rows': rows, 'facts': facts, 'kv_bytes': nbytes,

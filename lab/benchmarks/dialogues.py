@@ -87,7 +87,7 @@ class Served:
         self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages=n_pages, page_size=page_size,
                                   kv_dtype=kv_dtype)
         self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(CHUNK, page_size)
-        self.kv = torch.randn(1, plan.n_kv_head, self.chunk, plan.head_dim)
+        self.kv = [torch.randn(1, slot.n_kv_head, self.chunk, slot.head_dim) for slot in plan.slots]
 
     def serve(self, tokens: list[int], reply: list[int]) -> int:
         """Serve a request as the engine would. Returns the number of tokens found in the cache."""
@@ -110,10 +110,9 @@ class Served:
 
     def _feed(self, tokens, end):
         n = end - self.cache.length(0)
-        k = self.kv[:, :, :n]
         self.cache.begin(n)
-        for slot in self.cache.plan.slots:
-            self.cache.append(self.cache.plan.layers[slot.owner], k, k)
+        for slot, kv in zip(self.cache.plan.slots, self.kv):
+            self.cache.append(self.cache.plan.layers[slot.owner], kv[:, :, :n], kv[:, :, :n])
         self.cache.commit()
         self.last_block = self.store.extend(0, self.last_block, tokens[:end])
 

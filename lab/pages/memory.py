@@ -144,7 +144,7 @@ def vllm_kv() -> str:
 
 CORE = [('kv/plan.py', 'which layers are local, which share a slot, and what that costs in bytes'),
         ('kv/slots.py', 'how a slot is stored: every position, or a ring of the last W'),
-        ('kv/quantize.py', 'int8 with one scale per position and head'),
+        ('kv/quantize.py', 'int8 and int4 with one scale per position and head'),
         ('kv/cache.py', 'a forward pass through the cache: append to a slot, attend'),
         ('attention/', 'causal and sliding-window attention, cached attention, RoPE'),
         ('model.py', "nanoGPT's model.py, with the KV plan"),

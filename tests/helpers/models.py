@@ -53,7 +53,7 @@ def mechanisms(draw, pattern, rope, head_dim):
     """Settings beyond the plan, as they go with a layer pattern, RoPE or not, and a head_dim."""
     fields = dict(attn_sink=draw(st.booleans()), act_clamp=draw(st.sampled_from([0.0, 0.0, 1.5])),
                   gelu=draw(st.sampled_from(['exact', 'tanh', 'relu2'])))
-    if rope:
+    if rope and 'G' in pattern:
         fields['rope_fraction_global'] = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))
     stored = [{}, {}, dict(kv_tied='all')]
     if 'G' in pattern:
@@ -75,6 +75,8 @@ def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
     kv_heads = [0] + [n for n in range(1, n_head + 1) if n_head % n == 0]
     rope = draw(st.booleans())
     head_dim = draw(st.sampled_from([4, 6] + [0] * (12 // n_head % 2 == 0)))
+    fields = draw(mechanisms(pattern, rope, head_dim or 12 // n_head))
+    has_angles = rope and fields.get('rope_fraction_global', 1)
     return GPTConfig(**dict(dict(
         block_size=160, vocab_size=VOCAB, n_layer=len(pattern) + draw(st.integers(1, 3)),
         n_head=n_head, n_embd=12, n_kv_head=draw(st.sampled_from(kv_heads)),
@@ -82,9 +84,9 @@ def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
         window_size=draw(st.sampled_from(windows)) if 'L' in pattern else 0,
         kv_share=draw(st.sampled_from([share, ''])), share_global_kv=draw(st.booleans()),
         pos_embedding='rope' if rope else 'learned', rope_theta=50.0,
-        rope_theta_global=draw(st.sampled_from([0.0, 700.0])) if rope else 0.0,
+        rope_theta_global=draw(st.sampled_from([0.0, 700.0])) if has_angles else 0.0,
         qk_norm=draw(st.booleans()), mlp_hidden=draw(st.sampled_from([0, 7])),
-        **draw(mechanisms(pattern, rope, head_dim or 12 // n_head))), **fixed))
+        **fields), **fixed))
 
 
 @st.composite
