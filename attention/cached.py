@@ -1,12 +1,11 @@
 """Attention of new tokens over stored K and V: chunked prefill, and decode one token at a time.
 
-Stored K and V that are not in the compute dtype (int8, int4) are converted one tile at a time, and the
-tiles' softmaxes are merged using their maxima and sums, as in FlashAttention and flash-decoding
+Stored K and V that are not in the compute dtype are converted one tile at a time, and the tiles'
+softmaxes are merged using their maxima and sums, as in FlashAttention and flash-decoding
 (Dao et al. 2022, 2023): a decoded copy of the entire cache never exists. (A chunk that attends only
 to itself or, in a local layer, to a window before it is short and is converted all at once.)
 
-Shapes: q (B, H, t, D); k, v (B, Hkv, S, D); quantized, k_scale and v_scale
-(B, Hkv, S, 1) too.
+Shapes: q (B, H, t, D); k, v (B, Hkv, S, D); if quantized, k_scale, v_scale (B, Hkv, S, 1), too.
 """
 from typing import NamedTuple
 
@@ -132,7 +131,7 @@ def scores_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def tile_scores(q, k, k_scale):
     """q (b, Hkv, R, D), already scaled, times keys (b, Hkv, s, D): (b, Hkv, R, s). The scales of
-    quantized keys multiply the scores: cheaper than multiplying the keys in decoding, where R < D."""
+    keys multiply the scores: cheaper than multiplying the keys in decoding, where R < D."""
     scores = q @ unpacked(k, q.dtype).transpose(2, 3)
     return scores if k_scale is None else scores.mul_(k_scale.to(q.dtype).transpose(2, 3))
 
@@ -147,7 +146,7 @@ class PartialSoftmax(NamedTuple):
 
     @classmethod
     def of(cls, scores, v, v_scale=None) -> 'PartialSoftmax':
-        """scores (b, Hkv, R, s) are overwritten; the scales of quantized values multiply the weights."""
+        """scores (b, Hkv, R, s) are overwritten; the scales of values multiply the weights."""
         top = scores.amax(-1, keepdim=True)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)

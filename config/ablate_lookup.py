@@ -1,5 +1,6 @@
-# How many facts, looked up by content, a cache holds for its bytes. All of them are beyond the reach
-# of the local layers, 4 * (4 - 1) = 12 positions. 6 layers; a fixed number of steps, five seeds.
+# How many facts, looked up by content, a cache holds for its bytes. All of them are beyond the
+# reach of the local layers, 4 * (4 - 1) = 12 positions. 6 layers, five seeds, a fixed number of
+# steps.
 #   python ablate.py config/ablate_lookup.py --jobs=2
 base = 'config/train_lookup.py'
 keep_checkpoints = 100     # 'solved at' is measured with them

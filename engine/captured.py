@@ -28,8 +28,9 @@ def suits_capture(model) -> bool:
 
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
     """A captured decode step for this cache, or None if it is not faster."""
-    torch_attends = model.config.attn_sink or cache.kv_dtype == 'int4'  # to every position allocated
-    captures = suits_capture(model) and not torch_attends
+    # plain torch would attend to all positions that are allocated
+    in_torch = model.config.attn_sink or cache.kv_dtype == 'int4'
+    captures = suits_capture(model) and not in_torch
     return CapturedDecode(model, cache, compiled) if captures else None
 
 

@@ -55,7 +55,7 @@ def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
 
 
 def check_forms(before: KVPlan, after: KVPlan) -> None:
-    """Raise UserError if a layer would store its K and V in another form than it was trained for."""
+    """Raise UserError if a layer would store another form of K and V than it was trained for."""
     for was, now in zip(before.layers, after.layers):
         old, new = before.slots[was.slot], after.slots[now.slot]
         if any(getattr(old, name) != getattr(new, name)

@@ -149,6 +149,13 @@ def everywhere(monkeypatch):
     monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
 
 
+@pytest.mark.parametrize('changes, kv_dtype', [({}, 'int4'), (dict(attn_sink=True), 'float32')])
+def test_what_plain_torch_attends_to_is_not_captured(everywhere, changes, kv_dtype):
+    model = random_model(GPTConfig(**FULL_STACK | changes), torch.float32)
+    assert captured_decode(model, model.new_cache(1, 8)) is None or not changes
+    assert captured_decode(model, model.new_cache(1, 8, kv_dtype)) is None
+
+
 def test_a_generation_draws_the_same_tokens(everywhere):
     model = random_model(GPTConfig(**MODELS['learned positions'] | dict(block_size=30)))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]

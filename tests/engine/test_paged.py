@@ -48,8 +48,8 @@ def ample(batch, room, page_size):
     ('', {}, 40), ('int8', dict(kv_dtype='int8'), 12),
     ('', dict(dtype=torch.float32, bound=1e-4), 12)], ids=['float64', 'int8', 'float32'])
 def test_anything_done_to_a_paged_cache_equals_each_row_alone(quantized, kind, n_examples):
-    """Ragged chunks, subsets of rows, resets, moves, forks that both continue, NaN rows, any mechanisms;
-    past two wraps of the window."""
+    """Ragged chunks, subsets of rows, resets, moves, forks that both continue, NaN rows, any
+    mechanisms; past two wraps of the window."""
     @settings(max_examples=n_examples)
     @given(data=st.data(), batch=st.integers(1, 4), page_size=st.sampled_from(SIZES),
            config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train=quantized))

@@ -51,7 +51,7 @@ def test_bytes_of_a_sequence(changes, local, of_global, state):
     (dict(kv_tied='global', layer_pattern='L'), ["kv_tied='global'", "layer_pattern='L'"]),
     (dict(kv_latent=32), ['kv_latent=32', 'rope_fraction_global']),
     (dict(kv_latent=12, rope_fraction_global=0.0), ['kv_latent=12', 'head_dim=8']),
-    (dict(kv_latent=32, rope_fraction_global=0.0, layer_pattern='L'), ['kv_latent', "'L'"]),
+    (dict(kv_latent=32, pos_embedding='learned', layer_pattern='L'), ['kv_latent', "'L'"]),
     (dict(kv_latent=32, rope_fraction_global=0.0, kv_tied='all'), ['kv_latent', "kv_tied='all'"]),
     (dict(kv_latent=32, rope_fraction_global=0.0, key_offset=True), ['key_offset', 'kv_latent=32']),
     (dict(key_offset=True, kv_tied='global'), ['key_offset', "kv_tied='global'"]),

@@ -102,3 +102,14 @@ def test_an_optimizer_state_that_is_none_is_named():
     saved = checkpoint(old) | {'optimizer': {'state': 5}}
     with pytest.raises(UserError, match='there.*optimizer'):
         adapt(saved, old, adapted_config(old, dict(block_size=3)), 'there')
+
+
+@pytest.mark.parametrize('changes', [dict(key_offset=True), dict(kv_tied='global'),
+                                     dict(kv_latent=8, rope_fraction_global=0.0)])
+def test_a_layer_keeps_the_form_of_its_keys_and_values(changes):
+    """A global layer would become a local one, which stores another form."""
+    shape = dict(SHAPE, n_layer=4, head_dim=8, layer_pattern='LLGG', window_size=4,
+                 pos_embedding='rope')
+    assert adapted_config(GPTConfig(**shape), dict(layer_pattern='LLLG')).layer_pattern == 'LLLG'
+    with pytest.raises(UserError, match='layer 2 would be local, but was trained global'):
+        adapted_config(GPTConfig(**shape | changes), dict(layer_pattern='LLLG'))
