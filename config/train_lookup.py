@@ -20,8 +20,8 @@ key_offset = True
 # a small fixed set, seen many times, and every token a target; AdamW stays at chance much longer
 batch_size = 32
 gradient_accumulation_steps = 1
-max_iters = 400
-lr_decay_iters = 400
+max_iters = 500
+lr_decay_iters = 500
 warmup_iters = 50
 optimizer = 'muon'
 learning_rate = 1e-2

@@ -22,7 +22,7 @@ class LookupTask:
     all of them beyond the reach of local layers. Every token is a target, blanks excepted.
 
     Ids: BLANK, then n_keys keys, then n_values values. Each sequence has one of the numbers of
-    `pairs`, all equally likely. `sequences` > 0: training repeats a fixed set of that size, which
+    `pairs`. `sequences` > 0: training repeats a fixed set of that size, which
     makes the ability emerge much sooner ("Emergence and effectiveness of repetition", Charton &
     Kempe 2025, arXiv 2505.17863). Raises UserError for invalid settings.
     """
@@ -37,6 +37,13 @@ class LookupTask:
     @property
     def vocab_size(self) -> int:
         return 1 + self.n_keys + self.n_values
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The probability of each number of pairs: inverse to it, so that all are asked about equally
+        often (the ability emerges on few facts first)."""
+        inverse = 1 / np.array(self.pairs)
+        return inverse / inverse.sum()
 
     def __post_init__(self) -> None:
         for name, least in (('n_keys', 1), ('n_values', 2), ('gap', 0), ('sequences', 0)):
@@ -61,7 +68,7 @@ class LookupTask:
         """
         B, T = batch_size, self.block_size
         whole, back = np.zeros((B, T + 1), np.int64), np.zeros((B, T), np.int64)
-        numbers = np.full(B, n_pairs) if n_pairs else rng.choice(self.pairs, B)
+        numbers = np.full(B, n_pairs) if n_pairs else rng.choice(self.pairs, B, p=self.shares)
         for row, n in enumerate(numbers):
             keys = 1 + rng.permutation(self.n_keys)[:n]
             values = 1 + self.n_keys + rng.integers(self.n_values, size=n)

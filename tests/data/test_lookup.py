@@ -27,9 +27,10 @@ def test_every_answer_is_the_value_after_the_same_key_that_far_back():
 
 
 def test_each_fact_is_stated_and_asked_once_in_another_order():
-    x, _, distance = TASK.batch(np.random.default_rng(1), 300)
+    x, _, distance = TASK.batch(np.random.default_rng(1), 600)
     numbers = (distance > 0).sum(1)
-    assert {n: (numbers == n).sum() > 60 for n in (2, 5, 9)} == {2: True, 5: True, 9: True}
+    asked = [n * (numbers == n).sum() for n in (2, 5, 9)]
+    assert sum(asked) == (distance > 0).sum() and max(asked) < 1.5 * min(asked)
     same_order = 0
     for row, back, n in zip(x, distance, numbers):
         stated, asked = row[:2 * n:2], row[back > 0]
@@ -37,6 +38,10 @@ def test_each_fact_is_stated_and_asked_once_in_another_order():
         assert (row[2 * n:2 * n + TASK.gap] == BLANK).all()
         same_order += n == 9 and (stated == asked).all()
     assert same_order < 3
+
+
+def test_all_numbers_of_facts_are_asked_about_equally_often():
+    assert TASK.shares * TASK.pairs == pytest.approx(np.full(3, (TASK.shares * TASK.pairs)[0]))
 
 
 def test_all_tokens_but_blanks_are_targets():
