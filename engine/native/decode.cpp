@@ -21,7 +21,8 @@ INLINE half_t to_half(float x) { __fp16 y = x; half_t z; memcpy(&z, &y, 2); retu
 #endif
 
 struct Slot {
-    void *k, *v;               // (units, Hkv, capacity, D); a unit is a row, or a page of a pool
+    void *k, *v;               // (units, Hkv, capacity, D); a unit is a row, or a page of a pool;
+                               // equal where K = V
     half_t *k_scale, *v_scale; // INT8: (units, Hkv, capacity)
     int64_t capacity;          // positions of a unit
     int32_t dtype, ring, paged;
@@ -120,13 +121,15 @@ static void append(const Model& model, const Slot& slot, const Step& step, int64
                    float* v) {
     const int64_t D = model.head_dim, position = step.positions[i];
     auto [unit, index] = place_of(slot, step, i, slot.ring ? position % slot.capacity : position);
+    const bool tied = slot.k == slot.v;
     for (int64_t g = 0; g < model.n_kv_head; g++, k += D, v += D) {
-        if (model.round_kv) round_to_int8(k, D), round_to_int8(v, D);
+        if (model.round_kv) round_to_int8(k, D);
+        if (model.round_kv && !tied) round_to_int8(v, D);
         int64_t head = (unit * model.n_kv_head + g) * slot.capacity;
         int64_t at = (head + index) * D, at_k = slot.transposed ? head * D + index : at;
         write_vector(slot.k, slot.k_scale, head + index, slot.dtype, at_k,
                      slot.transposed ? slot.capacity : 1, k, D);
-        write_vector(slot.v, slot.v_scale, head + index, slot.dtype, at, 1, v, D);
+        if (!tied) write_vector(slot.v, slot.v_scale, head + index, slot.dtype, at, 1, v, D);
     }
 }
 
@@ -447,9 +450,15 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
                &w.results[item * size], scratch.data());
     }
     #pragma omp for schedule(static)
-    for (int64_t i = 0; i < step.m; i++)
+    for (int64_t i = 0; i < step.m; i++) {
+        float* y = &w.y[i * HD];
         join_parts(model, layer.sink, &w.results[parts.first[i] * Hkv * size],
-                   parts.first[i + 1] - parts.first[i], &w.y[i * HD]);
+                   parts.first[i + 1] - parts.first[i], y);
+        if (slot.k != slot.v || !layer.cos) continue;
+        for (int64_t head = 0; head < model.n_head; head++)  // V is rotated: rotate back
+            norm_and_rotate(y + head * D, nullptr, layer.cos + step.positions[i] * D,
+                            layer.sin + step.positions[i] * D, D, turned, -1);
+    }
 }
 
 static void norm_rows(const float* x, const float* gain, const float* bias, int64_t m, int64_t n,

@@ -141,8 +141,9 @@ static void clamp(float* x, int64_t n, float limit) {
     for (int64_t i = 0; i < n; i++) x[i] = std::min(std::max(x[i], -limit), limit);
 }
 
+// turn: -1 rotates back.
 static void norm_and_rotate(float* x, const float* gain, const float* cos, const float* sin,
-                            int64_t n, float* scratch) {
+                            int64_t n, float* scratch, float turn = 1) {
     if (gain) {
         float squares = 0;
         #pragma omp simd reduction(+ : squares)
@@ -153,8 +154,8 @@ static void norm_and_rotate(float* x, const float* gain, const float* cos, const
     if (!cos) return;
     memcpy(scratch, x, n * sizeof(float));
     for (int64_t i = 0, half = n / 2; i < half; i++) {
-        x[i] = scratch[i] * cos[i] + scratch[i + half] * sin[i];
-        x[i + half] = scratch[i + half] * cos[i + half] + scratch[i] * sin[i + half];
+        x[i] = scratch[i] * cos[i] + scratch[i + half] * turn * sin[i];
+        x[i + half] = scratch[i + half] * cos[i + half] + scratch[i] * turn * sin[i + half];
     }
 }
 

@@ -71,7 +71,7 @@ def runs_here(model: GPT, cache: KVCache) -> bool:
 def unsupported(model: GPT, cache: KVCache) -> str:
     """A setting of the model or cache that the extension does not support; '' = none."""
     c = model.config
-    for name in ('key_offset', 'kv_tied', 'kv_latent'):
+    for name in ('key_offset', 'kv_latent'):
         if getattr(c, name):
             return f'{name}={getattr(c, name)!r}'
     for name, width in (('n_embd', c.n_embd), ('head_dim', model.plan.head_dim),
