@@ -113,7 +113,8 @@ def test_a_ladder_of_it(tmp_path, capsys):
     path.write_text(LADDER)
     ablate.main([str(path), f'--folder={folder}', '--device=cpu', '--json=True'])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])['rows']
-    for row, nbytes in zip(rows, (3 * 2 * 16 * 16 * 4, 3 * 2 * 16 * 2 * (8 + 2))):
+    state = 3 * 2 * 4 * 4  # of the offset keys of 3 layers, 2 heads of 8
+    for row, nbytes in zip(rows, (3 * 2 * 16 * 16 * 4 + state, 3 * 2 * 16 * 2 * (8 + 2) + state)):
         found = row['lookup']
         assert found['kv_bytes'] == nbytes and set(found['accuracy']) == {'1', '2'}
         assert len(found['facts']) == 1 and all(
