@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow test-vllm data kv contexts seeds recall bench-cpu ablate ablate-smoke soak nanogpt gpu-check docs clean
+.PHONY: help demo test test-slow test-vllm data kv contexts seeds recall lookup bench-cpu ablate ablate-smoke soak nanogpt gpu-check docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -75,6 +75,9 @@ seeds: $(SEEDS:%=out-seeds/%/bits.json)  ## the demo and its two baselines with 
 
 recall: $(VENV)/.installed-test  ## the ladder's rows on a task that needs memory (an hour on 2 cores; finished runs are kept)
 	$(BIN)/python ablate.py config/ablate_recall.py --jobs=2
+
+lookup: $(VENV)/.installed-test  ## how many facts a cache holds for its bytes (two hours on 2 cores; finished runs are kept)
+	$(BIN)/python ablate.py config/ablate_lookup.py --jobs=2
 
 bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU (about an hour; finished runs are kept)
 	$(BIN)/python lab/scripts/bench_cpu.py
