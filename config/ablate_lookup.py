@@ -5,11 +5,12 @@
 base = 'config/train_lookup.py'
 keep_checkpoints = 100     # 'solved at' is measured with them
 seeds = '1,2,3,4,5'
+_STEP = dict(seeds='1,2,3')  # on the way to the default plan
 rows = {
     'MHA with key offset': {},
-    '+ MQA': dict(n_kv_head=1),
-    '+ window': dict(layer_pattern='LLG', window_size=4),
-    '+ KV shared by 2': dict(kv_share='AAB'),
+    '+ MQA': dict(n_kv_head=1) | _STEP,
+    '+ window': dict(layer_pattern='LLG', window_size=4) | _STEP,
+    '+ KV shared by 2': dict(kv_share='AAB') | _STEP,
     '+ global KV tied': dict(share_global_kv=True),
     '+ int8 KV': dict(kv_dtype='int8'),
     '+ int4 KV': dict(kv_dtype='int4'),

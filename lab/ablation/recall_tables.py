@@ -14,7 +14,7 @@ def lookups(summary: dict) -> Table | None:
     title = (f'Looking up facts by content: right answers by number of facts, %, mean over seeds '
              f'(sd); chance is {100 / first["n_values"]:.1f}. Facts: the most of which '
              f'{RECALLED:.0%} are recalled, by seed. Solved: first checkpoint with {SOLVED:.0%} '
-             'over all numbers of facts, by seed')
+             'over all numbers of facts, by seed. KV bytes: as allocated for T tokens')
     heads = [f'{int(n):,} facts' for n in first['accuracy']]
     table = Table(title, ('row', *heads, 'facts', 'KV bytes', 'bytes a fact', 'solved at step'),
                   left=('row',))
@@ -24,6 +24,21 @@ def lookups(summary: dict) -> Table | None:
         prices = [f'{x:,.0f}' for x in found['bytes_per_fact'] if x is not None]
         table.rows.append((label(row), *cells, listed(found['facts']), f"{found['kv_bytes']:,}",
                            listed(prices), listed(found['solved_at'])))
+    return table
+
+
+def lookup_distances(summary: dict) -> Table | None:
+    """Accuracy by distance, over all numbers of facts."""
+    rows = [row for row in summary['rows'] if row.get('lookup')]
+    if not rows:
+        return None
+    bins = rows[0]['lookup']['by_distance']
+    table = Table('Looking up facts by content: right answers by positions from the question back '
+                  'to its fact, over all numbers of facts, %, mean over seeds (sd)',
+                  ('row', *(f'{int(low)} to {2 * int(low) - 1}' for low in bins)), left=('row',))
+    for row in rows:
+        found = row['lookup']['by_distance']
+        table.rows.append((label(row), *(mean_sd(found[low], '.1f', scale=100) for low in bins)))
     return table
 
 

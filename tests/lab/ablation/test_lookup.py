@@ -105,6 +105,8 @@ def test_what_the_table_says():
     assert [cell for cell in table.rows[0][1:]] == [
         '100.0 (0.0)', '66.7 (57.7)', '4 (x2), 0', '60', '15 (x2)', '50, never, 100']
     assert 'chance is 2.0' in table.title
+    table = recall_tables.lookup_distances({'rows': [row]})
+    assert table.columns[1:] == ('8 to 15',) and table.rows[0][1:] == ('50.0 (0.0)',)
     assert listed([]) == '-' and recall_tables.lookups({'rows': [{'name': 'b'}]}) is None
 
 
