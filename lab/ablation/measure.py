@@ -86,6 +86,7 @@ def losses(model, row, windows, tokenizer) -> dict:
             'bits_per_byte': evaluate.bits_per_byte(cached.loss, tokens, size),
             'perplexity': math.exp(cached.loss),
             'loss_by_position': [round(x, 5) for x in cached.by_position.tolist()],
+            'loss_by_window': [round(x, 5) for x in cached.by_window.tolist()],
             'kv_dtype': kv_dtype, 'windows': len(windows), 'tokens': tokens, 'bytes': size,
             'chunks': [first, chunk]}
 

@@ -1,6 +1,5 @@
 """Summarise the measured runs of a ladder in one document (results.json): means, standard
 deviations, and differences paired by seed with their confidence intervals."""
-import math
 import statistics
 import warnings
 
@@ -8,38 +7,13 @@ from config.errors import UserError
 from config.schema import MODEL
 from kv.plan import plan_kv
 from lab.ablation.results import read_json
+from lab.ablation.stats import evaluation_half, holm, mean_sd, paired_difference
 
-# two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom; above, the normal quantile
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-        2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-        2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
-NORMAL_95 = 1.960
 LEARNED = 0.95  # rows are compared at distances where the baseline's recall is at least this
 # runs with the same seed and these settings are evaluated on the same windows during training
 COMPARABLE = 'eval_iters', 'batch_size'
+COMPARED = 'against_above', 'against_first', 'against_baseline'
 INFERENCE_KEYS = {*(key.name for key in MODEL), 'kv_dtype', 'weight_dtype', 'at_inference'}
-
-
-def mean_sd(values) -> dict:
-    """Mean, sample standard deviation (None for a single value), and the values."""
-    values = list(values)
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return {'mean': statistics.fmean(values), 'sd': sd, 'each': values}
-
-
-def paired_difference(ours: dict, others: dict) -> dict | None:
-    """Mean of ours - others over the keys (seeds) in both, and half the width of its 95% confidence
-    interval (None for a single pair). Runs with the same seed are trained on the same batches in
-    the same order, so paired differences vary less than the losses."""
-    both = sorted(ours.keys() & others.keys())
-    if not both:
-        return None
-    each = [ours[key] - others[key] for key in both]
-    n, half = len(each), None
-    if n > 1:
-        quantile = T_95[n - 2] if n - 2 < len(T_95) else NORMAL_95
-        half = quantile * statistics.stdev(each) / math.sqrt(n)
-    return {'mean': statistics.fmean(each), 'half_95': half, 'seeds': both, 'each': each}
 
 
 def mean_curve(curves: list[list]) -> dict:
@@ -88,6 +62,8 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
         if recall and row.name in recall:
             entry['recall'] = recall[row.name]
         rows.append(entry | {'kv': kv_of(row)})
+    for name in COMPARED:
+        correct_for_number([row[name] for row in rows if row.get(name)])
     if not recall:
         compare_recall(rows, ladder.baseline)
     return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base,
@@ -156,15 +132,35 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
     compared = {'above': row.above, 'first': ladder.first, 'baseline': ladder.baseline}
     for name, other in compared.items():
         if other and other != row.name:
-            losses = [{seed: run['val_loss'] for seed, run in measured[of].items()}
-                      for of in (row.name, other)]
-            entry[f'against_{name}'] = paired_difference(*losses)
+            entry[f'against_{name}'] = difference(runs, measured[other])
     entry['gap'] = gap_curve(runs, measured[ladder.baseline])
     if row.converted_from:
         sources = {'origin': row.converted_from, 'scratch': from_scratch(ladder, row)}
         entry['recovery'] = {name: last_loss(measured[other], runs)
                              for name, other in sources.items() if other}
     return entry
+
+
+def correct_for_number(differences: list[dict]) -> None:
+    """Add `stands` to the differences of one column that have an interval: whether they are
+    significant at 5% for all of them together."""
+    found = dict(enumerate(each for each in differences if len(each['each']) > 2))
+    standing = holm({k: each['p'] for k, each in found.items()})
+    for k, each in found.items():
+        each['stands'] = k in standing
+
+
+def difference(ours: dict, others: dict) -> dict | None:
+    """The paired difference of two rows' losses, and the part of its uncertainty that comes from
+    the choice of validation text (None where a run has no losses by window)."""
+    losses = ({seed: run['val_loss'] for seed, run in runs.items()} for runs in (ours, others))
+    found = paired_difference(*losses)
+    if found:
+        windows = [[runs[seed].get('loss_by_window') for seed in found['seeds']]
+                   for runs in (ours, others)]
+        known = all(each is not None for row in windows for each in row)
+        found['evaluation_half_95'] = evaluation_half(*windows) if known else None
+    return found
 
 
 def from_scratch(ladder, row) -> str:

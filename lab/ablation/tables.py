@@ -7,6 +7,7 @@ import statistics
 from config.sizes import nice_bytes
 from lab.ablation.cells import INTERVAL, MISSING, label, mean_sd, plus_minus, smaller
 from lab.ablation.recall_tables import lookup_distances, lookups, recalls
+from lab.ablation.summary import COMPARED
 from lab.tables import Table
 
 
@@ -29,12 +30,17 @@ def verdict(difference: dict) -> str:
     if len(each) < 3:
         return 'too few seeds for an interval'
     if certain(difference):
-        return 'the interval excludes zero'
+        stands = ', for all rows together too (Holm)' if difference.get('stands') else ''
+        return f'the interval excludes zero{stands}'
     if min(each) <= 0 <= max(each):
         return 'not distinguishable'
     return (f"not distinguishable; all {len(each)} differences are "
             f"{'positive' if min(each) > 0 else 'negative'} "
             f'(sign test: p = {0.5 ** (len(each) - 1):.2g})')
+
+
+def starred(difference: dict | None) -> str:
+    return plus_minus(difference) + '*' * bool(difference and difference.get('stands'))
 
 
 def title(summary: dict) -> str:
@@ -73,12 +79,20 @@ def quoted(name: str) -> str:
 def caveats(summary: dict) -> list[str]:
     """Return sentences on what the losses of this ladder cannot show."""
     lines = []
-    intervals = {(row['name'], row[key]['mean']) for row in summary['rows'] for key in row
-                 if key.startswith('against_') and row[key] and len(row[key]['each']) > 2}
+    intervals = {(row['name'], row[key]['mean']) for row in summary['rows'] for key in COMPARED
+                 if row.get(key) and len(row[key]['each']) > 2}
     if len(intervals) > 1:
-        lines.append(f'{len(intervals)} intervals are shown, not corrected for their number: about '
-                     'one in twenty excludes zero where there is no difference. They cover the '
-                     'variation between seeds, not the choice of validation text.')
+        lines.append(f'{len(intervals)} intervals are shown, each by itself: about one in twenty '
+                     'excludes zero where there is no difference. Differences marked * are '
+                     'significant at 5% for all rows of their column together (Holm 1979).')
+    halves = [row[key]['evaluation_half_95'] for row in summary['rows'] for key in COMPARED
+              if (row.get(key) or {}).get('evaluation_half_95') is not None]
+    if halves:
+        lines.append('Intervals cover the variation between seeds. The choice of validation '
+                     f'windows adds at most ±{max(halves):.4f} (95%, paired bootstrap).')
+    elif intervals:
+        lines.append('Intervals cover the variation between seeds, not the choice of validation '
+                     'text.')
     baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
     losses = baseline.get('loss_by_position', ())
     start = flat_from(losses)
@@ -184,7 +198,7 @@ def headline(summary: dict, side: bool = False) -> Table:
         differences = (row.get(f'against_{key}') for key in ('above', *others))
         table.rows.append((
             label(row), mean_sd(row.get('val_loss')), f"{row['kv']['bytes_per_token']:,.0f}",
-            smaller(row), *map(plus_minus, differences),
+            smaller(row), *map(starred, differences),
             f"{row['bits_per_byte']['mean']:.3f}" if 'bits_per_byte' in row else MISSING,
             f"{row['params']:,}" if 'params' in row else MISSING, f"{len(row['seeds'])}{failed}"))
     return table
@@ -192,8 +206,7 @@ def headline(summary: dict, side: bool = False) -> Table:
 
 def as_csv(summary: dict) -> str:
     """The main table in full precision, side rows included. Missing numbers are empty cells."""
-    pairs = [key for key in ('against_above', 'against_first', 'against_baseline')
-             if any(row.get(key) for row in summary['rows'])]
+    pairs = [key for key in COMPARED if any(row.get(key) for row in summary['rows'])]
     records = []
     for row in summary['rows']:
         loss, bits = row.get('val_loss') or {}, row.get('bits_per_byte') or {}
@@ -205,7 +218,9 @@ def as_csv(summary: dict) -> str:
         for key in pairs:
             found = row.get(key) or {'mean': None, 'each': ()}
             record[key] = found['mean']
-            record[f'{key}_half_95'] = found['half_95'] if len(found['each']) > 2 else None
+            known = len(found['each']) > 2
+            for part in ('half_95', 'evaluation_half_95', 'p', 'stands'):
+                record[f'{key}_{part}'] = found.get(part) if known else None
         records.append(record)
     file = io.StringIO()
     writer = csv.DictWriter(file, list(records[0]), lineterminator='\n')

@@ -12,7 +12,8 @@ from lab.ablation import cost, pictures, report, tables
 from lab.ablation.cells import plus_minus
 from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
-from lab.ablation.summary import paired_difference, recall_of, summarize
+from lab.ablation.stats import paired_difference
+from lab.ablation.summary import recall_of, summarize
 from tests.lab.ablation.test_ladder import SMALL
 
 CONFIG = SMALL + '''
@@ -114,10 +115,10 @@ def test_every_figure_stands_in_its_column(summary):
     assert ladder['+ MQA'] == {
         'row': '+ MQA', 'parameters': '1,000', 'KV bytes/token': '96', 'smaller': '4.0x',
         'val loss': '1.7000 (0.1000)', 'bits/byte': '0.850', 'against above': '+0.0500 ±0.1242',
-        'against vanilla <GPT-2>': '-0.4000 ±0.0000', 'against + RoPE': '+0.0500 ±0.1242',
+        'against vanilla <GPT-2>': '-0.4000 ±0.0000*', 'against + RoPE': '+0.0500 ±0.1242',
         'seeds': '3'}
     assert ladder['+ RoPE']['against + RoPE'] == '-'
-    assert ladder['+ RoPE']['against above'] == '-0.4500 ±0.1242'
+    assert ladder['+ RoPE']['against above'] == '-0.4500 ±0.1242*'  # stands among three
     one = side['uptrained (from + MQA; 40 iterations)']
     assert (one['against that'], one['against + RoPE'], one['seeds']) == (
         '+0.3000 (n=1)', '+0.4000 (n=1)', '1')

@@ -1,32 +1,7 @@
-"""Means, spreads and paired differences, against figures calculated by hand."""
-import math
-
+"""Curves, gaps and differences of rows, against figures calculated by hand."""
 import pytest
 
-from lab.ablation.summary import gap_curve, mean_curve, mean_sd, paired_difference
-
-
-def test_mean_and_sample_standard_deviation():
-    found = mean_sd([1.0, 2.0, 4.0])
-    assert found['mean'] == pytest.approx(7 / 3) and found['sd'] == pytest.approx(1.5275252)
-    assert mean_sd([1.5])['sd'] is None
-
-
-def test_a_paired_difference_and_its_interval():
-    """Differences -0.1, -0.3, -0.2: mean -0.2, sd 0.1; t(0.975, 2) = 4.303."""
-    found = paired_difference({1: 1.0, 2: 2.0, 3: 3.0}, {1: 1.1, 2: 2.3, 3: 3.2, 9: 0.0})
-    assert found['mean'] == pytest.approx(-0.2) and found['seeds'] == [1, 2, 3]
-    assert found['half_95'] == pytest.approx(4.303 * 0.1 / math.sqrt(3))
-    assert paired_difference({1: 1.0}, {2: 1.0}) is None
-    assert paired_difference({1: 1.0}, {1: 0.5})['half_95'] is None
-
-
-@pytest.mark.parametrize('n, t', [(2, 12.706), (11, 2.228), (31, 2.042), (32, 1.960)])
-def test_the_interval_widens_with_few_seeds(n, t):
-    ours, others = {k: float(k % 2) for k in range(n)}, dict.fromkeys(range(n), 0.0)
-    share = sum(ours.values()) / n
-    sd = math.sqrt(sum((x - share) ** 2 for x in ours.values()) / (n - 1))
-    assert paired_difference(ours, others)['half_95'] == pytest.approx(t * sd / math.sqrt(n))
+from lab.ablation.summary import correct_for_number, difference, gap_curve, mean_curve
 
 
 def test_curves_meet_at_the_iterations_that_all_have():
@@ -43,3 +18,23 @@ def test_the_gap_while_training_pairs_seeds_and_iterations():
     others = {1: run((0, 4.0), (10, 1.0)), 2: run((0, 3.0), (10, 2.0), (20, 1.0))}
     assert gap_curve(ours, others) == [[0, 0.5, 0.0, 1.0], [10, 0.75, 0.5, 1.0]]
     assert gap_curve(ours, {}) == []
+
+
+def test_losses_by_window_give_the_error_of_the_evaluation():
+    runs = {seed: {'val_loss': 1.0, 'loss_by_window': [0.5, 1.5] * 50} for seed in (1, 2)}
+    others = {seed: {'val_loss': 1.5, 'loss_by_window': [1.0, 2.0] * 50} for seed in (1, 2, 3)}
+    assert difference(runs, others)['evaluation_half_95'] == pytest.approx(0, abs=1e-12)
+    del others[2]['loss_by_window']
+    found = difference(runs, others)
+    assert found['evaluation_half_95'] is None and found['mean'] == -0.5
+    assert difference(runs, {9: others[1]}) is None
+
+
+def test_what_stands_in_a_column():
+    """Of p = 0.01, 0.02 and 0.04, Holm keeps those below 0.05/3, then 0.05/2, then 0.05."""
+    column = [{'each': [1] * 3, 'p': p} for p in (0.04, 0.01, 0.02)] + [{'each': [1, 2], 'p': 0.0}]
+    correct_for_number(column)
+    assert [each.get('stands') for each in column] == [True, True, True, None]
+    column[2]['p'] = 0.03
+    correct_for_number(column)
+    assert [each.get('stands') for each in column] == [False, True, False, None]

@@ -1,0 +1,76 @@
+"""Differences of losses paired by seed: their intervals, and what many of them together can show."""
+import statistics
+
+import numpy as np
+
+from config.errors import UserError
+
+try:
+    from scipy import stats
+except ImportError:  # only reports need it
+    stats = None
+
+RESAMPLES = 2000    # of the windows, in a bootstrap
+
+
+def need_scipy() -> None:
+    """Raises UserError without scipy."""
+    if stats is None:
+        raise UserError("confidence intervals need scipy: pip install -e '.[plot]'")
+
+
+def mean_sd(values) -> dict:
+    """Mean, sample standard deviation (None for a single value), and the values."""
+    values = list(values)
+    sd = statistics.stdev(values) if len(values) > 1 else None
+    return {'mean': statistics.fmean(values), 'sd': sd, 'each': values}
+
+
+def paired_difference(ours: dict, others: dict) -> dict | None:
+    """Mean of ours - others over the keys (seeds) in both; half the width of its 95% confidence
+    interval (Student's t) and the two-sided p-value of no difference, both None for a single pair.
+
+    Runs with the same seed are trained on the same batches in the same order, so paired differences
+    vary less than the losses.
+    """
+    both = sorted(ours.keys() & others.keys())
+    if not both:
+        return None
+    need_scipy()
+    each = [ours[key] - others[key] for key in both]
+    mean, n, half, p = statistics.fmean(each), len(each), None, None
+    if n > 1:
+        error = statistics.stdev(each) / n ** 0.5
+        half = float(stats.t.ppf(0.975, n - 1)) * error
+        p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
+    return {'mean': mean, 'half_95': half, 'p': p, 'seeds': both, 'each': each}
+
+
+def seeds_needed(sd: float, half: float) -> int:
+    """The number of pairs whose 95% interval is at most ±half, if their differences have this
+    standard deviation."""
+    need_scipy()
+    n = 2
+    while stats.t.ppf(0.975, n - 1) * sd / n ** 0.5 > half:
+        n += 1
+    return n
+
+
+def evaluation_half(ours: list, others: list) -> float:
+    """Half the width of the 95% interval of mean(ours - others) that the choice of validation
+    windows alone causes: a paired bootstrap over them. ours, others: (seeds, windows) losses."""
+    apart = np.mean(np.asarray(ours) - np.asarray(others), axis=0)
+    n = len(apart)
+    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    low, high = np.quantile(counts @ apart / n, (0.025, 0.975))
+    return float(high - low) / 2
+
+
+def holm(p_values: dict, level: float = 0.05) -> set:
+    """The keys whose differences stand at this level for all of them together (Holm 1979)."""
+    standing = set()
+    for k, key in enumerate(sorted(p_values, key=p_values.get)):
+        if p_values[key] > level / (len(p_values) - k):
+            break
+        standing.add(key)
+    return standing
