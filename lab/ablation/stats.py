@@ -1,22 +1,31 @@
 """Differences of losses paired by seed: their intervals, and what many of them together can show."""
+import math
 import statistics
 
 import numpy as np
 
-from config.errors import UserError
-
-try:
-    from scipy import stats
-except ImportError:  # only reports need it
-    stats = None
-
 RESAMPLES = 2000    # of the windows, in a bootstrap
 
 
-def need_scipy() -> None:
-    """Raises UserError without scipy."""
-    if stats is None:
-        raise UserError("confidence intervals need scipy: pip install -e '.[plot]'")
+def t_outside(t: float, degrees: int) -> float:
+    """The probability that Student's t is at least as far from 0 as `t`: for a whole number of
+    degrees of freedom a finite sum (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4)."""
+    angle, odd = math.atan2(abs(t), degrees ** 0.5), degrees % 2
+    term, total = (math.cos(angle) if odd else 1.0), 0.0
+    for k in range(1 + odd, degrees, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    inside = math.sin(angle) * total
+    return 1 - (2 / math.pi * (angle + inside) if odd else inside)
+
+
+def t_bound(degrees: int, outside: float = 0.05) -> float:
+    """The t that Student's t exceeds on either side with the probability `outside`."""
+    low, high = 0.0, 1e4
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_outside(middle, degrees) > outside else (low, middle)
+    return high
 
 
 def mean_sd(values) -> dict:
@@ -36,22 +45,20 @@ def paired_difference(ours: dict, others: dict) -> dict | None:
     both = sorted(ours.keys() & others.keys())
     if not both:
         return None
-    need_scipy()
     each = [ours[key] - others[key] for key in both]
     mean, n, half, p = statistics.fmean(each), len(each), None, None
     if n > 1:
         error = statistics.stdev(each) / n ** 0.5
-        half = float(stats.t.ppf(0.975, n - 1)) * error
-        p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
+        half = t_bound(n - 1) * error
+        p = t_outside(mean / error, n - 1) if error else float(mean == 0)
     return {'mean': mean, 'half_95': half, 'p': p, 'seeds': both, 'each': each}
 
 
 def seeds_needed(sd: float, half: float) -> int:
     """The number of pairs whose 95% interval is at most ±half, if their differences have this
     standard deviation."""
-    need_scipy()
     n = 2
-    while stats.t.ppf(0.975, n - 1) * sd / n ** 0.5 > half:
+    while t_bound(n - 1) * sd / n ** 0.5 > half:
         n += 1
     return n
 
