@@ -66,7 +66,8 @@ def test_holm_stops_at_the_first_that_falls():
     (1, 12.706, 0.05), (1, 63.657, 0.01), (2, 4.303, 0.05), (3, 3.182, 0.05), (7, 2.365, 0.05),
     (7, 3.499, 0.01), (10, 2.228, 0.05), (30, 2.042, 0.05), (30, 2.750, 0.01), (2, 0.0, 1.0)])
 def test_students_t_as_printed_in_tables(degrees, t, outside):
-    assert stats.t_outside(t, degrees) == pytest.approx(outside, abs=2e-5)
+    # the tables round t to 0.0005, and the density there is at most 0.1
+    assert stats.t_outside(t, degrees) == pytest.approx(outside, abs=1e-4)
     assert stats.t_outside(-t, degrees) == stats.t_outside(t, degrees)
     if t:
         assert stats.t_bound(degrees, outside) == pytest.approx(t, rel=2e-4)
