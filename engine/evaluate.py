@@ -10,10 +10,19 @@ from torch.nn import functional as F
 
 @dataclass
 class Judgement:
-    """Of n windows of T targets: mean loss in nats per position and per window, greedy tokens."""
-    by_position: torch.Tensor  # (T,) float64, mean over the windows
-    by_window: torch.Tensor    # (n,) float64, mean over the positions
-    choices: torch.Tensor      # (n, T) int64
+    """Of n windows of T targets: their losses in nats, and greedy tokens."""
+    nats: torch.Tensor     # (n, T) float64
+    choices: torch.Tensor  # (n, T) int64
+
+    @property
+    def by_position(self) -> torch.Tensor:
+        """(T,) float64, mean over the windows."""
+        return self.nats.mean(0)
+
+    @property
+    def by_window(self) -> torch.Tensor:
+        """(n,) float64, mean over the positions."""
+        return self.nats.mean(1)
 
     @property
     def loss(self) -> float:
@@ -21,13 +30,18 @@ class Judgement:
         return self.by_window.mean().item()
 
 
-def spread_windows(tokens, T: int, n: int = 0) -> torch.Tensor:
-    """(n, T + 1) int64: n windows (0 or too many = as many as fit) spread evenly over `tokens`
-    (a `data.tokenfiles.TokenSplit`), whose targets do not overlap."""
-    most = (len(tokens) - 1) // T
+def window_starts(n_tokens: int, T: int, n: int = 0) -> list[int]:
+    """Where n windows of T + 1 tokens start (0 or too many = as many as fit), spread evenly, so
+    that their targets do not overlap."""
+    most = (n_tokens - 1) // T
     n = min(n, most) if n else most
-    starts = [i * (len(tokens) - 1 - T) // max(n - 1, 1) for i in range(n)]
-    return torch.stack([torch.from_numpy(tokens.window(i, T + 1).astype('int64')) for i in starts])
+    return [i * (n_tokens - 1 - T) // max(n - 1, 1) for i in range(n)]
+
+
+def spread_windows(tokens, T: int, n: int = 0) -> torch.Tensor:
+    """(n, T + 1) int64: the windows of `window_starts` of a `data.tokenfiles.TokenSplit`."""
+    return torch.stack([torch.from_numpy(tokens.window(i, T + 1).astype('int64'))
+                        for i in window_starts(len(tokens), T, n)])
 
 
 def forward(model):
@@ -49,15 +63,13 @@ def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
 @torch.inference_mode()
 def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
     """Evaluate windows (n, T + 1), which are on the model's device."""
-    by_position, by_window, choices = torch.zeros(windows.size(1) - 1, dtype=torch.float64), [], []
+    losses, choices = [], []
     for rows in windows.split(batch_size):
         logits = logits_of(rows[:, :-1])
-        nats = torch.stack([F.cross_entropy(one.double(), y, reduction='none')
-                            for one, y in zip(logits, rows[:, 1:])])
-        by_position += nats.sum(0).cpu()
-        by_window.append(nats.mean(1).cpu())
+        losses += [F.cross_entropy(one.double(), y, reduction='none').cpu()
+                   for one, y in zip(logits, rows[:, 1:])]
         choices.append(logits.argmax(-1).cpu())
-    return Judgement(by_position / len(windows), torch.cat(by_window), torch.cat(choices))
+    return Judgement(torch.stack(losses), torch.cat(choices))
 
 
 def with_rounding(model, on: bool):

@@ -229,8 +229,9 @@ class Ladder:
     def fingerprint(self, row: Row) -> str:
         """Return a digest of everything that a row's results depend on."""
         weights = [row.weight_dtype] if row.weight_dtype != 'auto' else []
+        identifiers = ['identifiers'] if self.s.identifiers else []
         return digest([self.training(row), row.kv_dtype, row.at_inference, self.s.eval_windows,
-                       *weights])
+                       *weights, *identifiers])
 
     def trainer(self, row: Row) -> Row:
         """Return the first row with the same weights; their runs are named after it."""

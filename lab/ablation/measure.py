@@ -26,6 +26,7 @@ from engine.evaluate import judge, through_cache
 from engine.weights import quantize_weights
 from interop.convert import convert_weights
 from kv.plan import LOCAL
+from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from lab.ablation.ladder import read_ladder
 from lab.ablation.lookup import lookup, solved_at
 from lab.ablation.results import Results
@@ -61,9 +62,10 @@ def trained_model(ladder, row, saved, path) -> GPT:
     return model.eval()
 
 
-def losses(model, row, windows, tokenizer) -> dict:
-    """Return the losses without a cache and with the row's cache. Raises RuntimeError if they
-    differ by more than rounding although the cache stores what the forward pass computes."""
+def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
+    """Return the losses without a cache and with the row's cache, and those of each target through
+    the cache (n, T). Raises RuntimeError if they differ by more than rounding although the cache
+    stores what the forward pass computes."""
     kv_dtype = model.resolved_kv_dtype(row.kv_dtype)
     T = windows.size(1) - 1
     first, chunk = max(1, T // 4), max(1, T // 16)
@@ -88,7 +90,7 @@ def losses(model, row, windows, tokenizer) -> dict:
             'loss_by_position': [round(x, 5) for x in cached.by_position.tolist()],
             'loss_by_window': [round(x, 5) for x in cached.by_window.tolist()],
             'kv_dtype': kv_dtype, 'windows': len(windows), 'tokens': tokens, 'bytes': size,
-            'chunks': [first, chunk]}
+            'chunks': [first, chunk]}, cached.nats
 
 
 def training_figures(out_dir: Path, s) -> dict:
@@ -141,8 +143,13 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     else:
         folder = ensure_dataset(s.dataset)
         tokens = open_split(folder, 'val')
-        windows = evaluate.spread_windows(tokens, s.block_size, ladder.s.eval_windows).to(device)
-        judged = losses(model, row, windows, load_tokenizer(read_meta(folder)))
+        tokenizer, asked = load_tokenizer(read_meta(folder)), (s.block_size, ladder.s.eval_windows)
+        windows = evaluate.spread_windows(tokens, *asked).to(device)
+        judged, nats = losses(model, row, windows, tokenizer)
+        if ladder.s.identifiers:
+            found = find_identifiers(tokens.window(0, len(tokens)), tokenizer)
+            starts = np.array(evaluate.window_starts(len(tokens), *asked))
+            judged['identifiers'] = loss_by_distance(nats.numpy(), starts, found)
     return {'row': row.name, 'seed': seed, 'fingerprint': ladder.fingerprint(row),
             'trained_as': ladder.trainer(row).name, 'command': ladder.command(row, seed),
             **sizes, **judged, 'training': training_figures(path.parent, s),

@@ -43,10 +43,10 @@ def windows():
 def test_a_row_is_judged_through_a_cache_of_its_own_storage(ladder, saved):
     row = ladder.rows['+ windows']
     model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
-    plain = measure.losses(model, row, windows(), TOKENIZER)
+    plain = measure.losses(model, row, windows(), TOKENIZER)[0]
     int8, half = (
         measure.losses(model, SimpleNamespace(name='x', kv_dtype=kv_dtype, weight_dtype='auto'),
-                       windows(), TOKENIZER)
+                       windows(), TOKENIZER)[0]
         for kv_dtype in ('int8', 'bfloat16'))
     assert plain['cache_minus_forward_largest'] < 1e-5
     assert plain['val_loss'] == pytest.approx(plain['val_loss_forward'], abs=1e-6)
@@ -54,6 +54,7 @@ def test_a_row_is_judged_through_a_cache_of_its_own_storage(ladder, saved):
     assert 0 < abs(int8['val_loss'] - plain['val_loss']) < 0.02
     assert 0 < half['cache_minus_forward_largest'] < 0.1
     assert plain['bytes'] == plain['tokens'] == 6 * 64 and len(plain['loss_by_position']) == 64
+    assert np.mean(plain['loss_by_window']) == pytest.approx(plain['val_loss'], abs=1e-5)
 
 
 def test_a_cache_that_gives_other_losses_is_an_error(ladder, saved, monkeypatch):
@@ -66,7 +67,7 @@ def test_a_cache_that_gives_other_losses_is_an_error(ladder, saved, monkeypatch)
         cache.stores[0].zero_values(list(range(cache.batch_size)), int(cache.lengths.max()))
     monkeypatch.setattr(KVCache, 'commit', forgetful)
     with pytest.raises(RuntimeError, match='is not that of the forward pass'):
-        measure.losses(model, row, windows(), TOKENIZER)
+        measure.losses(model, row, windows(), TOKENIZER)[0]
 
 
 def test_a_row_with_int8_weights_is_judged_with_them(tmp_path, saved, monkeypatch):
