@@ -1,5 +1,5 @@
-"""The tables of the recall and look-up tasks."""
-from lab.ablation.cells import INTERVAL, label, listed, mean_sd, plus_minus
+"""The tables of the recall and look-up tasks, and of identifiers in source code."""
+from lab.ablation.cells import INTERVAL, MISSING, label, listed, mean_sd, plus_minus
 from lab.ablation.lookup import RECALLED, SOLVED
 from lab.ablation.summary import LEARNED, local_reach
 from lab.tables import Table
@@ -68,4 +68,26 @@ def recalls(summary: dict) -> Table | None:
         if first['beyond']:
             cells.append(plus_minus(recall.get('above_baseline'), '.1f', scale=100))
         table.rows.append((label(row), *cells, str(len(recall['seeds']))))
+    return table
+
+
+def identifiers(summary: dict) -> Table | None:
+    """Loss of identifiers by the distance to their last use."""
+    rows = [row for row in summary['rows'] if row.get('identifiers')]
+    if not rows:
+        return None
+    first = rows[0]['identifiers']
+    heads = [f'{key}: {n:,}' if key == 'new' else f'{key} to {2 * int(key) - 1}: {n:,}'
+             for key, n in first['count'].items()]
+    title = ('Identifiers: nats of all tokens of one, by the tokens since its last use (new: none '
+             'in the window) and their number; mean over seeds (sd)')
+    if first['beyond']:
+        title += (f"; kept: of what {summary['baseline']} gains over local layers alone from "
+                  f"{first['beyond'][0]} tokens on")
+    table = Table(title, ('row', *heads, 'kept'), left=('row',))
+    for row in rows:
+        found = row['identifiers']
+        cells = [mean_sd(found['nats'].get(key), '.3f') for key in first['count']]
+        table.rows.append((label(row), *cells, mean_sd(found['kept'], '.0f', scale=100) + ' %'
+                           if found['kept'] else MISSING))
     return table

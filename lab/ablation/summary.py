@@ -1,11 +1,12 @@
 """Summarise the measured runs of a ladder in one document (results.json): means, standard
 deviations, and differences paired by seed with their confidence intervals."""
+import operator
 import statistics
 import warnings
 
 from config.errors import UserError
 from config.schema import MODEL
-from kv.plan import plan_kv
+from kv.plan import GLOBAL, LOCAL, plan_kv
 from lab.ablation.results import read_json
 from lab.ablation.stats import evaluation_half, holm, mean_sd, paired_difference
 
@@ -62,6 +63,7 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
         if recall and row.name in recall:
             entry['recall'] = recall[row.name]
         rows.append(entry | {'kv': kv_of(row)})
+    compare_identifiers(ladder, rows)
     for name in COMPARED:
         correct_for_number([row[name] for row in rows if row.get(name)])
     if not recall:
@@ -133,12 +135,49 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
     for name, other in compared.items():
         if other and other != row.name:
             entry[f'against_{name}'] = difference(runs, measured[other])
+    if all('identifiers' in run for run in runs.values()):
+        entry['identifiers'] = identifiers_of_row(runs)
     entry['gap'] = gap_curve(runs, measured[ladder.baseline])
     if row.converted_from:
         sources = {'origin': row.converted_from, 'scratch': from_scratch(ladder, row)}
         entry['recovery'] = {name: last_loss(measured[other], runs)
                              for name, other in sources.items() if other}
     return entry
+
+
+def identifiers_of_row(runs: dict) -> dict:
+    """Summarise `identifiers.loss_by_distance` over the seeds."""
+    found = {seed: run['identifiers'] for seed, run in runs.items()}
+    first = next(iter(found.values()))
+    return {'count': {key: first[key]['count'] for key in first},
+            'nats': {key: mean_sd(each[key]['nats'] for each in found.values()) for key in first},
+            'seeds': list(found)}
+
+
+def compare_identifiers(ladder, rows: list[dict]) -> None:
+    """Add what remains of the gain from long memory: `beyond`, the distances that no row's local
+    layers reach together, the loss there, and the share `kept` of what the baseline gains there
+    over the first row that has local layers alone (paired by seed; None without such rows)."""
+    rows = {row['name']: row for row in rows if row.get('identifiers')}
+    kinds = {name: [layer.kind for layer in plan_kv(ladder.config(ladder.rows[name])).layers]
+             for name in rows}
+    reach = max((each.count(LOCAL) * (rows[name]['W'] - 1) for name, each in kinds.items()
+                 if GLOBAL in each), default=0)
+    for row in rows.values():
+        found = row['identifiers']
+        found['beyond'] = [key for key in found['count'] if key.isdigit() and int(key) >= reach > 0]
+        weights = [found['count'][key] for key in found['beyond']]
+        each = zip(*(found['nats'][key]['each'] for key in found['beyond']))
+        found['nats_beyond'] = {seed: sum(map(operator.mul, losses, weights)) / sum(weights)
+                                for seed, losses in zip(found['seeds'], each)}
+    without = next((name for name, each in kinds.items() if GLOBAL not in each), None)
+    low, high = (rows.get(name, {}).get('identifiers', {}).get('nats_beyond', {})
+                 for name in (ladder.baseline, without))
+    for row in rows.values():
+        ours = row['identifiers']['nats_beyond']
+        both = [seed for seed in ours if seed in low and seed in high]
+        row['identifiers']['kept'] = mean_sd(
+            (high[seed] - ours[seed]) / (high[seed] - low[seed]) for seed in both) if both else None
 
 
 def correct_for_number(differences: list[dict]) -> None:

@@ -6,7 +6,7 @@ import statistics
 
 from config.sizes import nice_bytes
 from lab.ablation.cells import INTERVAL, MISSING, label, mean_sd, plus_minus, smaller
-from lab.ablation.recall_tables import lookup_distances, lookups, recalls
+from lab.ablation.recall_tables import identifiers, lookup_distances, lookups, recalls
 from lab.ablation.summary import COMPARED
 from lab.tables import Table
 
@@ -171,8 +171,8 @@ def facts_line(summary: dict) -> str:
 def grids(summary: dict) -> list[Table]:
     """Return all tables that have rows."""
     rows = summary['rows']
-    tables = [lookups(summary), lookup_distances(summary), recalls(summary), bytes_held(summary),
-              weights_and_prefill(summary), speeds(summary), training(summary)]
+    tables = [lookups(summary), lookup_distances(summary), recalls(summary), identifiers(summary),
+              bytes_held(summary), weights_and_prefill(summary), speeds(summary), training(summary)]
     tasks = any(row.get('recall') or row.get('lookup') for row in rows)
     if any('val_loss' in row for row in rows) or not tasks:
         tables = [headline(summary), headline(summary, side=True), *tables]

@@ -295,3 +295,36 @@ def test_what_the_pictures_show(summary, drawn):
 
     assert len(shown['recall'].patches) == len(summary['rows'])
     assert len(shown['recall'].lines[0].get_xdata()) == 2  # a dot for each seed
+
+
+def test_identifiers_and_what_is_kept_of_the_gain(tmp_path):
+    """Beyond 2 * 7 = 14 tokens the baseline is 1.0 and 0.8 nats better than local layers, the
+    windows 0.5 and 0.6: they keep 50% and 75%."""
+    (tmp_path / 'ablate_mine.py').write_text(SMALL + """
+speed = False
+contexts = '64'
+seeds = '1,2'
+rows = {
+    'MHA': dict(layer_pattern='G'),
+    '+ window': dict(layer_pattern='LLG', window_size=8, n_layer=3),
+}
+side_rows = {'local': ('+ window', dict(layer_pattern='LL', kv_share='AA', n_layer=2))}
+""")
+    ladder, results = opened(tmp_path)
+    far = {'MHA': (1.0, 1.2), '+ window': (1.5, 1.4), 'local': (2.0, 2.0)}
+    for row in ladder.rows.values():
+        for seed in (1, 2):
+            found = {'8': {'count': 5, 'nats': 0.25}, 'new': {'count': 9, 'nats': 7.0},
+                     '16': {'count': 1, 'nats': far[row.name][seed - 1] + 0.3},
+                     '32': {'count': 3, 'nats': far[row.name][seed - 1] - 0.1}}
+            results.write(row, seed, run_of(ladder, row, seed, 1.0) | {'identifiers': found})
+    summary = summary_of(tmp_path)
+    rows = {row['name']: row['identifiers'] for row in summary['rows']}
+    assert rows['MHA']['beyond'] == ['16', '32']
+    assert rows['+ window']['nats_beyond'] == pytest.approx({1: 1.5, 2: 1.4})
+    assert rows['+ window']['kept']['each'] == pytest.approx([0.5, 0.75])
+    table = next(each for each in tables.grids(summary) if each.title.startswith('Identifiers'))
+    found = cells(table)['+ window']
+    assert found['8 to 15: 5'] == '0.250 (0.000)' and found['new: 9'] == '7.000 (0.000)'
+    assert found['kept'] == '62 (18) %' and cells(table)['MHA']['kept'] == '100 (0) %'
+    assert 'from 16 tokens on' in table.title
