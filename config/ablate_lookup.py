@@ -31,7 +31,8 @@ side_rows = {
     'global first, untied': ('global last, untied', _FIRST),
     'global first, untied, int8 KV': ('global first, untied', _INT8),
     'global first, untied, int4 KV': ('global first, untied', _INT4),
-    # controls: without the key before, and without memory
+    # controls: with and without the key before, and without memory
+    'global first, tied, key offset': ('global first, tied', dict(key_offset=True, seeds='1')),
     'MHA': ('MHA with key offset', dict(key_offset=False, seeds='1,2')),
     'local layers only': ('global last, untied', dict(layer_pattern='LL', kv_share='AA',
                                                       seeds='1,2')),
