@@ -60,6 +60,12 @@ def kv_bytes(ladder, row, lengths: list[int]) -> dict:
             'weights': {'dtype': weights, 'bytes': n_bytes}}
 
 
+def set_fields(config) -> dict:
+    """The fields of a GPTConfig that are not the default, so that a new field changes no digest."""
+    return {field.name: value for field in dataclasses.fields(config)
+            if (value := getattr(config, field.name)) != field.default}
+
+
 class Speed:
     """Times all rows, interleaved. Rows that run the same code are timed once: `decodes_as` and
     `trains_as` map each row to the key of its measurement in `decoders` and `trainers`.
@@ -78,11 +84,11 @@ class Speed:
         for row in ladder.rows.values():
             config = dataclasses.replace(ladder.config(row, s.shape), kv_quant_train='')
             storage = row.kv_dtype, row.weight_dtype
-            key = digest([dataclasses.asdict(config), *storage])
+            key = digest([set_fields(config), *storage])
             self.decodes_as[row.name], self.decoders[key] = key, (config, *storage)
             trained, settings = ladder.trained_config(row, s.shape), ladder.settings(row, s.shape)
             step = {name: getattr(settings, name) for name in STEP}
-            key = digest([dataclasses.asdict(trained), step])
+            key = digest([set_fields(trained), step])
             self.trains_as[row.name], self.trainers[key] = key, (trained, settings)
         self.todo = []  # (kind, context, batch) of each cell
         for context in self.contexts:
