@@ -291,7 +291,7 @@ ABLATE = _keys(
     ('jobs', 1, 'concurrent runs on each device'),
     ('devices', '', "where to train, as 'cuda:0,cuda:1'; '' = device"),
     ('eval_windows', 0, 'validation windows per model; 0 = all that do not overlap'),
-    ('identifiers', False, 'the data are Python source: also measure the loss of identifiers by the '
+    ('identifiers', False, 'the data are Python source: measure the loss of identifiers, by the '
      'distance to their last use'),
     ('recall', '', 'folder, beside this one, of the same rows trained on the recall task'),
     ('speed', True, 'after training, time decoding, prefill and training of every row'),

@@ -40,8 +40,8 @@ class LookupTask:
 
     @property
     def shares(self) -> np.ndarray:
-        """The probability of each number of pairs: inverse to it, so that all are asked about equally
-        often (the ability emerges on few facts first)."""
+        """The probability of each number of pairs: inverse to it, so that all are asked about
+        equally often (the ability emerges on few facts first)."""
         inverse = 1 / np.array(self.pairs)
         return inverse / inverse.sum()
 

@@ -1,4 +1,4 @@
-"""Differences of losses paired by seed: their intervals, and what many of them together can show."""
+"""Differences of losses paired by seed: their intervals, and what many of them together show."""
 import math
 import statistics
 

@@ -16,7 +16,8 @@ from data.tokenizer import load_tokenizer
 LONG = 'x = 1\n' * 40
 WHEELS = {
     'one-1.0': {'one/b.py': f'b = 2\r\n{LONG}', 'one/a.py': LONG, 'one/copy.py': LONG,
-                'one/tests/c.py': LONG + '1', 'one/test_d.py': LONG + '2', 'one/short.py': 'x = 1\n',
+                'one/tests/c.py': LONG + '1', 'one/test_d.py': LONG + '2',
+                'one/short.py': 'x = 1\n',
                 'one/table.py': '"' + 'x' * 100_000 + '"', 'one/notes.txt': LONG + '3',
                 'one/_vendor/e.py': LONG + '4', 'one/latin.py': LONG.encode() + b'# \xe9',
                 'one-1.0.dist-info/f.py': LONG + '5'},

@@ -33,8 +33,8 @@ KINDS = {
     'sinks': dict(WIDE, n_kv_head=2, attn_sink=True),
     'clamped ReLU squared': dict(WIDE, mlp_hidden=56, gelu='relu2', act_clamp=0.7),
     'tied': dict(WIDE, kv_tied='all', attn_sink=True),
-    'tied without rope, rounded': dict(WIDE, kv_tied='global', rope_fraction_global=0.0, n_kv_head=2,
-                                       kv_quant_train='int8'),
+    'tied without rope, rounded': dict(WIDE, kv_tied='global', rope_fraction_global=0.0,
+                                       n_kv_head=2, kv_quant_train='int8'),
     'wide heads': dict(WIDE, n_head=3, head_dim=112, layer_pattern='G', kv_share='', window_size=0),
 }
 

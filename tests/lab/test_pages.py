@@ -105,6 +105,26 @@ def test_all_rows_with_global_layers_recall_everything():
     assert abs(apart['mean']) < apart['half_95']
 
 
+def test_facts_are_looked_up_with_the_global_layer_last_and_not_first():
+    facts = {name: row['lookup'] for name, row in blocks.rows_of('ablate_lookup').items()}
+    alone, chance = facts['local layers only'], 1 / facts['local layers only']['n_values']
+    for name in ('MHA with key offset', 'global last, tied', 'global last, untied',
+                 'global first, tied', 'global first, untied'):
+        stored = [''] if name.startswith('MHA') else ['', ', int8 KV', ', int4 KV']
+        for found in (facts[name + dtype] for dtype in stored):
+            first = name.startswith('global first')
+            assert found['facts'] == [0 if first else 64] * 5
+            assert found['accuracy']['16']['mean'] < 0.2 if first else (
+                min(found['accuracy']['16']['each']) >= 0.99)
+    assert min(facts['global first, tied, key offset']['facts']) == 64
+    # 256 sequences for each number of facts: 5 standard deviations of guessing
+    for n, share in alone['accuracy'].items():
+        answers = 256 * int(n) * len(share['each'])
+        assert abs(share['mean'] - chance) < 5 * (chance / answers) ** 0.5
+    for n in ('2', '4', '8'):  # among the facts seen
+        assert facts['MHA']['accuracy'][n]['mean'] == pytest.approx(1 / int(n), rel=0.15)
+
+
 def test_muon_needs_half_the_steps_at_most():
     rows = blocks.rows_of('ablate_shakespeare')
     assert blocks.mean(rows['Muon, 500 steps']) < blocks.mean(rows['+ wider heads and MLP'])
