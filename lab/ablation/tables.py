@@ -207,6 +207,8 @@ def headline(summary: dict, side: bool = False) -> Table:
 def as_csv(summary: dict) -> str:
     """The main table in full precision, side rows included. Missing numbers are empty cells."""
     pairs = [key for key in COMPARED if any(row.get(key) for row in summary['rows'])]
+    looked_up = next((list(row['lookup']['accuracy']) for row in summary['rows']
+                      if row.get('lookup')), [])
     records = []
     for row in summary['rows']:
         loss, bits = row.get('val_loss') or {}, row.get('bits_per_byte') or {}
@@ -221,6 +223,12 @@ def as_csv(summary: dict) -> str:
             known = len(found['each']) > 2
             for part in ('half_95', 'evaluation_half_95', 'p', 'stands'):
                 record[f'{key}_{part}'] = found.get(part) if known else None
+        if looked_up:
+            found = row.get('lookup') or {'accuracy': {}, 'facts': (), 'kv_bytes': None}
+            record |= {f'right_of_{n}': found['accuracy'].get(n, {}).get('mean')
+                       for n in looked_up}
+            record |= {'kv_bytes': found['kv_bytes'],
+                       'facts': statistics.fmean(found['facts']) if found['facts'] else None}
         records.append(record)
     file = io.StringIO()
     writer = csv.DictWriter(file, list(records[0]), lineterminator='\n')

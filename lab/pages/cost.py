@@ -37,9 +37,9 @@ def recall_short() -> str:
         f"""Memory that is needed is there: on a task that asks for a token 47 positions back, where
         local layers together reach {full['recall']['local_reach']}, the full stack names
         {far['+ int8 KV']:.0f}% right, local layers alone {local:.1f}%. And it can be searched:
-        asked by key for {most} facts farther back than local layers reach, a small model with the
-        default plan and int8 K/V recalls {percent(small, most)}% in {small['kv_bytes']:,} bytes,
-        MHA {percent(mha, most)}% in {mha['kv_bytes']:,} (float32), and local layers alone
+        asked by key for {most} facts farther back than its local layers reach, a small model (`LLG`,
+        globals tied, int8 K/V) recalls {percent(small, most)}% in {small['kv_bytes']:,} bytes, MHA
+        at its best {percent(mha, most)}% in {mha['kv_bytes']:,} (float32), and local layers alone
         {percent(alone, most)}% (chance: {100 / alone['n_values']:.1f}%).""")
 
 
@@ -73,7 +73,7 @@ def lookup_findings() -> str:
     few, *_, most = mha['accuracy']
     fact = mha['kv_bytes'] // int(most)
     return prose(
-        f"""All that is needed fits: the default plan (global layers last and tied, no key offset)
+        f"""All that is needed fits: the default plan's form (`LLG`/`AAB`, globals tied, no key offset)
         recalls {percent(tied, most)}% of {most} facts in float32, {percent(int8, most)}% with int8
         and {percent(int4, most)}% with int4 storage, in {tied['kv_bytes'] // int(most):,},
         {int8['kv_bytes'] // int(most)} and {int4['kv_bytes'] // int(most)} bytes a fact; MHA uses
@@ -173,8 +173,9 @@ def layer_order() -> str:
         {percent(start_untied, most)}% of {most} (five seeds each). A value is found by the key
         before it, and K and V of layer 0 are functions of single tokens: local layers below the
         global one put the token before into them. Where half of each key comes from the token
-        before anyway (`key_offset`), `GLL` recalls {percent(offset, most)}% (seed 1). The
-        default is `LLLLLG`.""")
+        before anyway (`key_offset`), `GLL` recalls {percent(offset, most)}% (seed 1). That does
+        not explain the untied row, whose second global layer has local layers below it: there the
+        reason is open. The default is `LLLLLG`.""")
 
 
 @block

@@ -1,4 +1,5 @@
 """Facts recalled by content: what is counted, what a fact costs, and a ladder end to end."""
+import csv
 import json
 
 import pytest
@@ -123,3 +124,7 @@ def test_a_ladder_of_it(tmp_path, capsys):
             0 <= each['mean'] <= 1 for each in found['accuracy'].values())
     assert (folder / 'lookup.png').stat().st_size > 1000
     assert '| + int8 KV |' in (folder / 'report.md').read_text()
+    for row, line in zip(rows, csv.DictReader((folder / 'table.csv').open())):
+        assert float(line['right_of_2']) == row['lookup']['accuracy']['2']['mean']
+        assert [float(line['facts'])] == row['lookup']['facts']
+        assert int(line['kv_bytes']) == row['lookup']['kv_bytes']
