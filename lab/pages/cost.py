@@ -37,10 +37,10 @@ def recall_short() -> str:
         f"""Memory that is needed is there: on a task that asks for a token 47 positions back, where
         local layers together reach {full['recall']['local_reach']}, the full stack names
         {far['+ int8 KV']:.0f}% right, local layers alone {local:.1f}%. And it can be searched:
-        asked by key for {most} facts farther back than its local layers reach, a small model (`LLG`,
-        globals tied, int8 K/V) recalls {percent(small, most)}% in {small['kv_bytes']:,} bytes, MHA
-        at its best {percent(mha, most)}% in {mha['kv_bytes']:,} (float32), and local layers alone
-        {percent(alone, most)}% (chance: {100 / alone['n_values']:.1f}%).""")
+        asked by key for {most} facts farther back than its local layers reach, a small model
+        (`LLG`, globals tied, int8 K/V) recalls {percent(small, most)}% in {small['kv_bytes']:,}
+        bytes, MHA with `key_offset` {percent(mha, most)}% in {mha['kv_bytes']:,} (float32), and
+        local layers alone {percent(alone, most)}% (chance: {100 / alone['n_values']:.1f}%).""")
 
 
 def percent(found: dict, facts: str) -> str:
@@ -73,8 +73,8 @@ def lookup_findings() -> str:
     few, *_, most = mha['accuracy']
     fact = mha['kv_bytes'] // int(most)
     return prose(
-        f"""All that is needed fits: the default plan's form (`LLG`/`AAB`, globals tied, no key offset)
-        recalls {percent(tied, most)}% of {most} facts in float32, {percent(int8, most)}% with int8
+        f"""All that is needed fits: the default plan's form (`LLG`/`AAB`, globals tied, no key
+        offset) recalls {percent(tied, most)}% of {most} facts in float32, {percent(int8, most)}% with int8
         and {percent(int4, most)}% with int4 storage, in {tied['kv_bytes'] // int(most):,},
         {int8['kv_bytes'] // int(most)} and {int4['kv_bytes'] // int(most)} bytes a fact; MHA uses
         {fact:,}. {most} facts were the most that was asked, so these bytes are upper bounds.""",
