@@ -74,7 +74,8 @@ def lookup_findings() -> str:
     fact = mha['kv_bytes'] // int(most)
     return prose(
         f"""All that is needed fits: the default plan's form (`LLG`/`AAB`, globals tied, no key
-        offset) recalls {percent(tied, most)}% of {most} facts in float32, {percent(int8, most)}% with int8
+        offset) recalls {percent(tied, most)}% of {most} facts in float32,
+        {percent(int8, most)}% with int8
         and {percent(int4, most)}% with int4 storage, in {tied['kv_bytes'] // int(most):,},
         {int8['kv_bytes'] // int(most)} and {int4['kv_bytes'] // int(most)} bytes a fact; MHA uses
         {fact:,}. {most} facts were the most that was asked, so these bytes are upper bounds.""",
