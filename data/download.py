@@ -61,8 +61,9 @@ def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
     """
     with tempfile.TemporaryDirectory() as tmp:
         pip_download(f'{requirement} --hash=sha256:{sha256}\n', Path(tmp), '--no-binary=:all:',
-                     what=requirement, hint=hint + ' (pip may also need setuptools)')
-        return read_checked(next(Path(tmp).glob('*.tar.gz')), sha256, requirement)
+                     what=requirement, hint=f'{hint} (pip may also need setuptools)'.strip())
+        path = next(Path(tmp).glob('*.tar.gz'), Path(tmp) / f'{requirement}.tar.gz')
+        return read_checked(path, sha256, requirement)
 
 
 def pip_download(requirements: str, folder: Path, *options: str, what: str, hint: str = '') -> None:

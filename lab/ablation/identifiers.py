@@ -78,8 +78,9 @@ def loss_by_distance(nats: np.ndarray, starts: np.ndarray, identifiers: Identifi
                                  identifiers.ends[first:stop].tolist(),
                                  identifiers.names[first:stop].tolist()):
             if start < at and end <= start + T + 1:
-                distance = at - last[name] if name in last else 0
-                key = 1 << (distance.bit_length() - 1) if distance else NEW
+                key = NEW
+                if name in last:
+                    key = 1 << max(at - last[name], 1).bit_length() - 1
                 count, loss = total.get(key, (0, 0.0))
                 total[key] = count + 1, loss + sums[end - start - 1] - sums[at - start - 1]
             last[name] = at

@@ -157,6 +157,8 @@ class Ladder:
         at_least(s, jobs=1, eval_windows=0, **({'repeats': MIN_REPEATS} if s.speed else {}))
         numbers('contexts', s.contexts)
         numbers('batch_sizes', s.batch_sizes)
+        if s.identifiers and self.settings(self.rows[self.first]).dataset in TASKS:
+            raise UserError('identifiers=True: the data must be Python source')
         for row in self.rows.values():
             self.seeds(row)
             try:

@@ -81,7 +81,7 @@ def identifiers(summary: dict) -> Table | None:
              for key, n in first['count'].items()]
     title = ('Identifiers: nats of all tokens of one, by the tokens since its last use (new: none '
              'in the window) and their number; mean over seeds (sd)')
-    if first['beyond']:
+    if any(row['identifiers']['kept'] for row in rows):
         title += (f"; kept: of what {summary['baseline']} gains over local layers alone from "
                   f"{first['beyond'][0]} tokens on")
     table = Table(title, ('row', *heads, 'kept'), left=('row',))

@@ -5,6 +5,7 @@ import statistics
 import numpy as np
 
 RESAMPLES = 2000    # of the windows, in a bootstrap
+FEWEST = 10         # windows that a bootstrap needs
 
 
 def t_outside(t: float, degrees: int) -> float:
@@ -63,11 +64,14 @@ def seeds_needed(sd: float, half: float) -> int:
     return n
 
 
-def evaluation_half(ours: list, others: list) -> float:
+def evaluation_half(ours: list, others: list) -> float | None:
     """Half the width of the 95% interval of mean(ours - others) that the choice of validation
-    windows alone causes: a paired bootstrap over them. ours, others: (seeds, windows) losses."""
+    windows alone causes: a paired bootstrap over them, as if they were independent; None for fewer
+    than FEWEST. ours, others: (seeds, windows) losses."""
     apart = np.mean(np.asarray(ours) - np.asarray(others), axis=0)
     n = len(apart)
+    if n < FEWEST:
+        return None
     counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     low, high = np.quantile(counts @ apart / n, (0.025, 0.975))
     return float(high - low) / 2

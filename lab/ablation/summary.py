@@ -156,26 +156,29 @@ def identifiers_of_row(runs: dict) -> dict:
 
 def compare_identifiers(ladder, rows: list[dict]) -> None:
     """Add what remains of the gain from long memory: `beyond`, the distances that no row's local
-    layers reach together, the loss there, and the share `kept` of what the baseline gains there
-    over the first row that has local layers alone (paired by seed; None without such rows)."""
+    layers reach together (a name is predicted from the token before it), the loss there, and the
+    share `kept` of what the baseline gains there over the first row that has local layers alone
+    (paired by seed; None without such rows)."""
     rows = {row['name']: row for row in rows if row.get('identifiers')}
     kinds = {name: [layer.kind for layer in plan_kv(ladder.config(ladder.rows[name])).layers]
              for name in rows}
-    reach = max((each.count(LOCAL) * (rows[name]['W'] - 1) for name, each in kinds.items()
-                 if GLOBAL in each), default=0)
+    reach = max((each.count(LOCAL) * (rows[name]['W'] - 1) for name, each in kinds.items()),
+                default=0)
     for row in rows.values():
         found = row['identifiers']
-        found['beyond'] = [key for key in found['count'] if key.isdigit() and int(key) >= reach > 0]
+        found['beyond'] = [key for key in found['count']
+                           if key.isdigit() and int(key) > reach + 1 > 1]
         weights = [found['count'][key] for key in found['beyond']]
         each = zip(*(found['nats'][key]['each'] for key in found['beyond']))
         found['nats_beyond'] = {seed: sum(map(operator.mul, losses, weights)) / sum(weights)
                                 for seed, losses in zip(found['seeds'], each)}
-    without = next((name for name, each in kinds.items() if GLOBAL not in each), None)
+    without = next((name for name, each in kinds.items()
+                    if GLOBAL not in each and name != ladder.baseline), None)
     low, high = (rows.get(name, {}).get('identifiers', {}).get('nats_beyond', {})
                  for name in (ladder.baseline, without))
     for row in rows.values():
         ours = row['identifiers']['nats_beyond']
-        both = [seed for seed in ours if seed in low and seed in high]
+        both = [seed for seed in ours if seed in low and high.get(seed) not in (None, low[seed])]
         row['identifiers']['kept'] = mean_sd(
             (high[seed] - ours[seed]) / (high[seed] - low[seed]) for seed in both) if both else None
 

@@ -7,6 +7,7 @@ import statistics
 from config.sizes import nice_bytes
 from lab.ablation.cells import INTERVAL, MISSING, label, mean_sd, plus_minus, smaller
 from lab.ablation.recall_tables import identifiers, lookup_distances, lookups, recalls
+from lab.ablation.stats import seeds_needed
 from lab.ablation.summary import COMPARED
 from lab.tables import Table
 
@@ -79,20 +80,22 @@ def quoted(name: str) -> str:
 def caveats(summary: dict) -> list[str]:
     """Return sentences on what the losses of this ladder cannot show."""
     lines = []
-    intervals = {(row['name'], row[key]['mean']) for row in summary['rows'] for key in COMPARED
-                 if row.get(key) and len(row[key]['each']) > 2}
-    if len(intervals) > 1:
-        lines.append(f'{len(intervals)} intervals are shown, each by itself: about one in twenty '
+    known = {(row['name'], row[key]['mean']): row[key] for row in summary['rows']
+             for key in COMPARED if row.get(key) and len(row[key]['each']) > 2}
+    if len(known) > 1:
+        lines.append(f'{len(known)} intervals are shown, each by itself: about one in twenty '
                      'excludes zero where there is no difference. Differences marked * are '
-                     'significant at 5% for all rows of their column together (Holm 1979).')
-    halves = [row[key]['evaluation_half_95'] for row in summary['rows'] for key in COMPARED
-              if (row.get(key) or {}).get('evaluation_half_95') is not None]
-    if halves:
-        lines.append('Intervals cover the variation between seeds. The choice of validation '
-                     f'windows adds at most ±{max(halves):.4f} (95%, paired bootstrap).')
-    elif intervals:
+                     'significant at 5% for all rows together that have three seeds and are '
+                     'compared with the same kind of row (Holm 1979).')
+    if known:
         lines.append('Intervals cover the variation between seeds, not the choice of validation '
                      'text.')
+    halves = [each['evaluation_half_95'] for each in known.values()
+              if each.get('evaluation_half_95') is not None]
+    if halves:
+        lines.append(f'Other windows of the same text would move {len(halves)} of these '
+                     f'{len(known)} differences by at most ±{max(halves):.4f} (95%, paired '
+                     'bootstrap over windows).')
     baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
     losses = baseline.get('loss_by_position', ())
     start = flat_from(losses)
@@ -223,6 +226,8 @@ def as_csv(summary: dict) -> str:
             known = len(found['each']) > 2
             for part in ('half_95', 'evaluation_half_95', 'p', 'stands'):
                 record[f'{key}_{part}'] = found.get(part) if known else None
+            record[f'{key}_seeds_for_0.01'] = (
+                seeds_needed(statistics.stdev(found['each']), 0.01) if known else None)
         if looked_up:
             found = row.get('lookup') or {'accuracy': {}, 'facts': (), 'kv_bytes': None}
             record |= {f'right_of_{n}': found['accuracy'].get(n, {}).get('mean')

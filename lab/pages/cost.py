@@ -2,6 +2,7 @@
 import json
 
 from lab.ablation.cells import listed, mean_sd, plus_minus
+from lab.ablation.stats import paired_difference
 from lab.pages.blocks import RESULTS, block, first_seed, load, mean, prose, rows_of, table
 
 ROW_NAMES = {'+ KV shared by 2/3': '+ KV shared by 2 or 3 layers',
@@ -71,20 +72,25 @@ def lookup_findings() -> str:
     tied, int8, int4 = (facts[f'global last, tied{dtype}'] for dtype in (
         '', ', int8 KV', ', int4 KV'))
     few, *_, most = mha['accuracy']
-    fact = mha['kv_bytes'] // int(most)
+    length = rows_of('ablate_lookup')['MHA']['T']
+    rounding = paired_difference(*(dict(enumerate(found['accuracy'][most]['each']))
+                                   for found in (int4, tied)))
+    bytes_of = [f"{found['bytes_per_fact'][0]:,.0f}" for found in (tied, int8, int4, mha)]
     return prose(
         f"""All that is needed fits: the default plan's form (`LLG`/`AAB`, globals tied, no key
         offset) recalls {percent(tied, most)}% of {most} facts in float32,
-        {percent(int8, most)}% with int8
-        and {percent(int4, most)}% with int4 storage, in {tied['kv_bytes'] // int(most):,},
-        {int8['kv_bytes'] // int(most)} and {int4['kv_bytes'] // int(most)} bytes a fact; MHA uses
-        {fact:,}. {most} facts were the most that was asked, so these bytes are upper bounds.""",
-        f"""The rows differ in what they learn in 500 steps, not in what they hold. MHA without
-        key offset stays at guessing among the facts that it has seen ({percent(plain, few)}% of
-        {few}, {percent(plain, most)}% of {most}, two seeds): a value is found by the key before it,
-        and these layers do not find the token before soon enough. Local layers below a global one,
-        or keys that come from the token before, do this for them. In short trials, which
-        were not kept, AdamW stayed at chance far longer than Muon.""")
+        {percent(int8, most)}% with int8 and {percent(int4, most)}% with int4 storage, in
+        {', '.join(bytes_of[:2])} and {bytes_of[2]} bytes a fact; MHA uses {bytes_of[3]}. int4 costs
+        {-100 * rounding['mean']:.1f} ±{100 * rounding['half_95']:.1f} points, and int8 nothing that
+        shows. {most} facts are the most that fit into T={length}: for rows that recall all of them
+        the column is their cache divided by {most}; where they would fail is not known.""",
+        f"""The other differences are in what is learned in 500 steps. MHA without key offset stays
+        at guessing among the facts that it has seen ({percent(plain, few)}% of {few},
+        {percent(plain, most)}% of {most}, two seeds): a value is found by the key before it, and
+        these layers do not find the token before soon enough. Local layers below the first global
+        one, or keys that come from the token before, do this for them (see
+        [layer order](#layer-order)). In short trials, which were not kept, AdamW stayed at chance
+        far longer than Muon.""")
 
 
 @block
@@ -112,10 +118,10 @@ def ladder_findings() -> str:
         With Muon in place of AdamW the difference is {muon - baseline_muon:.4f} (seed 1 of both:
         {muon:.3f} and {baseline_muon:.3f}).""",
         f"""Below `+ qk_norm`, `+ window` differs from the row above it by more than its interval
-        ({window}), and so does int8, by too little to matter
-        ({rows['+ int8 KV']['against_above']['mean']:+.5f}). Among 40 intervals that may be chance.
-        The loss of this text is flat beyond about 15 characters: it *cannot* show what a smaller
-        memory costs. Recall can. (Full stack before int8: {mean(wide):.4f}.)""")
+        ({window}), which among so many intervals may be chance (Holm's correction), and int8 does,
+        by too little to matter ({rows['+ int8 KV']['against_above']['mean']:+.5f}). The
+        loss of this text is flat beyond about 15 characters: it *cannot* show what a smaller memory
+        costs. Recall can. (Full stack before int8: {mean(wide):.4f}.)""")
 
 
 @block
@@ -169,9 +175,10 @@ def layer_order() -> str:
         tied and (seed 1) untied.""",
         f"""Looking facts up by content separates them. With the global layer last (`LLG`),
         {percent(last, most)}% of {most} facts are recalled tied and {percent(last_untied, most)}%
-        untied; with it first (`GLL`), in as many steps, {percent(start, few)}% and
-        {percent(start_untied, few)}% of {few}, and {percent(start, most)}% and
-        {percent(start_untied, most)}% of {most} (five seeds each). A value is found by the key
+        untied; with it first (`GLL`), in as many steps, {percent(start, most)}% and
+        {percent(start_untied, most)}% (five seeds each), and of {few} facts
+        {percent(start, few)}% and {percent(start_untied, few)}%, where guessing among those not yet
+        asked gives 75%. A value is found by the key
         before it, and K and V of layer 0 are functions of single tokens: local layers below the
         global one put the token before into them. Where half of each key comes from the token
         before anyway (`key_offset`), `GLL` recalls {percent(offset, most)}% (seed 1). That does

@@ -64,7 +64,8 @@ def test_the_full_stack_is_not_distinguishable_from_the_baseline():
     assert abs(full['params'] / baseline['params'] - 1) < 0.01
     assert all(row['seeds'] == [1, 2, 3] for row in rows.values() if not row['side'])
     window = rows['+ window']['against_above']
-    assert abs(window['mean']) > window['half_95']
+    assert abs(window['mean']) > window['half_95'] and not window['stands']
+    assert rows['+ int8 KV']['against_above']['stands']
 
 
 def test_the_demo_is_not_above_the_baseline_with_all_of_the_memory():
@@ -114,8 +115,11 @@ def test_facts_are_looked_up_with_the_global_layer_last_and_not_first():
         for found in (facts[name + dtype] for dtype in stored):
             first = name.startswith('global first')
             assert found['facts'] == [0 if first else 64] * 5
-            assert found['accuracy']['16']['mean'] < 0.2 if first else (
-                min(found['accuracy']['16']['each']) >= 0.99)
+            for n, share in found['accuracy'].items():
+                # guessing among the facts not yet asked: (1/n + 1/(n-1) + ... + 1) / n
+                guessing = sum(1 / k for k in range(1, int(n) + 1)) / int(n)
+                assert share['mean'] <= guessing + 0.01 if first else (
+                    min(share['each']) >= (0.98 if n == '64' else 0.99))
     assert min(facts['global first, tied, key offset']['facts']) == 64
     # 256 sequences for each number of facts: 5 standard deviations of guessing
     for n, share in alone['accuracy'].items():

@@ -5,6 +5,7 @@ import pytest
 
 import ablate
 from config.errors import UserError
+from config.gpt_config import GPTConfig
 from lab.ablation import cost, tables
 from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
@@ -177,3 +178,9 @@ def test_figures_of_other_settings_do_not_count(ladder_of):
 def test_mistakes_are_named_before_anything_is_trained(ladder_of, flag, named):
     with pytest.raises(UserError, match=named):
         ladder_of(flag)
+
+
+def test_a_digest_has_only_what_is_set():
+    """A field that GPTConfig gets later, with a default, changes no earlier key."""
+    assert cost.set_fields(GPTConfig()) == {}
+    assert cost.set_fields(GPTConfig(n_layer=3, rope_theta=5.0)) == {'n_layer': 3, 'rope_theta': 5.0}

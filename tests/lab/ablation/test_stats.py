@@ -45,6 +45,7 @@ def test_the_bootstrap_of_windows_is_the_normal_interval_of_their_mean():
     assert evaluation_half(ours, others) == pytest.approx(normal, rel=0.06)
     shifted = others + rng.normal(size=400)  # harder windows, for both: they cancel
     assert evaluation_half(shifted, others + 1.0) > 0
+    assert evaluation_half(ours[:, :9], others[:, :9]) is None
     assert evaluation_half(shifted, shifted + 1.0) == pytest.approx(0, abs=1e-12)
 
 
