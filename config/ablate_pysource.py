@@ -1,0 +1,31 @@
+# From GPT-2 to the full stack on Python source, where names that were used far back come again: loss
+# on identifiers by the distance of their last use. W=16, so that the six local layers together
+# reach 6 * (16 - 1) = 90 of 512 tokens.
+#   python ablate.py config/ablate_pysource.py --jobs=2
+base = 'config/code_vanilla.py'
+identifiers = True
+
+seeds = '1,2,3,4'          # fixed before the first run
+rows = {
+    'vanilla GPT-2': {},
+    '+ RoPE': dict(pos_embedding='rope'),
+    '+ qk_norm': dict(qk_norm=True),  # the strongest baseline with full memory
+    '+ MQA': dict(n_kv_head=1),
+    '+ window': dict(layer_pattern='LLLG', window_size=16),
+    '+ KV shared by 2': dict(kv_share='AABC'),
+    '+ global KV tied': dict(share_global_kv=True),
+    '+ wider heads and MLP': dict(head_dim=24, mlp_hidden='match'),
+    '+ int8 KV': dict(kv_dtype='int8'),
+}
+_FULL = '+ wider heads and MLP'
+side_rows = {
+    'local layers only': (_FULL, dict(layer_pattern='LLL', kv_share='AAB', share_global_kv=False)),
+    'global first: GLLL/ABBC': (_FULL, dict(layer_pattern='GLLL', kv_share='ABBC')),
+    'key offset': (_FULL, dict(key_offset=True)),
+    'K = V on global layers, NoPE': (_FULL, dict(kv_tied='global', rope_fraction_global=0.0)),
+    'ReLU squared': (_FULL, dict(gelu='relu2')),
+    'int4 KV': (_FULL, dict(kv_dtype='int4')),
+}
+baseline = '+ qk_norm'
+contexts = '512,4096'
+batch_sizes = '1,16'

@@ -1,0 +1,29 @@
+# Vanilla GPT-2 on Python source: what the rows of config/ablate_pysource.py start from.
+#   python train.py config/code_vanilla.py
+out_dir = 'out-code-vanilla'
+dataset = 'pysource'       # 4,096 learned tokens, of 3.6 characters each
+
+n_layer = 8
+n_head = 6
+n_embd = 96
+block_size = 512
+gelu = 'tanh'
+
+# the KV cache: full size
+n_kv_head = 0
+layer_pattern = 'G'
+pos_embedding = 'learned'
+
+batch_size = 8
+gradient_accumulation_steps = 1
+max_iters = 1000
+lr_decay_iters = 1000
+warmup_iters = 50
+optimizer = 'muon'
+learning_rate = 8e-3
+min_lr = 8e-4
+beta2 = 0.99
+eval_interval = 250
+eval_iters = 20
+log_interval = 10
+compile = False
