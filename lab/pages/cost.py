@@ -117,9 +117,9 @@ def ladder_findings() -> str:
         {gap:.3f} to {mean(long_baseline) - mean(long_full):.3f}, too small for one seed to tell.
         With Muon in place of AdamW the difference is {muon - baseline_muon:.4f} (seed 1 of both:
         {muon:.3f} and {baseline_muon:.3f}).""",
-        f"""Below `+ qk_norm`, `+ window` differs from the row above it by more than its interval
-        ({window}), which among so many intervals may be chance (Holm's correction), and int8 does,
-        by too little to matter ({rows['+ int8 KV']['against_above']['mean']:+.5f}). The
+        f"""Below `+ qk_norm`, two rows differ from the one above by more than their intervals:
+        `+ window` ({window}) and int8 ({rows['+ int8 KV']['against_above']['mean']:+.5f}, too
+        little to matter). Among so many intervals that may be chance (Holm's correction). The
         loss of this text is flat beyond about 15 characters: it *cannot* show what a smaller memory
         costs. Recall can. (Full stack before int8: {mean(wide):.4f}.)""")
 
