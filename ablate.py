@@ -5,7 +5,7 @@ of each.
     python ablate.py config/ablate_shakespeare.py --dry_run=True   # list the runs
     python ablate.py config/ablate_shakespeare.py --jobs=2     # two runs at a time
     python ablate.py config/ablate_shakespeare.py --only='MQA' --seeds=1
-    python ablate.py config/ablate_gpt2.py --devices=cuda:0,cuda:1
+    python ablate.py config/ablate_gpu.py --devices=cuda:0,cuda:1
     python ablate.py config/ablate_shakespeare.py --report_only=True
     python ablate.py --help
 

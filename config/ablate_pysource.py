@@ -4,6 +4,7 @@
 #   python ablate.py config/ablate_pysource.py --jobs=2
 base = 'config/code_vanilla.py'
 identifiers = True
+eval_windows = 1000        # half of the held-out packages
 
 seeds = '1,2,3,4'          # fixed before the first run
 rows = {
@@ -19,7 +20,7 @@ rows = {
 }
 _FULL = '+ wider heads and MLP'
 side_rows = {
-    'local layers only': (_FULL, dict(layer_pattern='LLL', kv_share='AAB', share_global_kv=False)),
+    'local layers only': (_FULL, dict(layer_pattern='LLLL', kv_share='AABB', share_global_kv=False)),
     'global first: GLLL/ABBC': (_FULL, dict(layer_pattern='GLLL', kv_share='ABBC')),
     'key offset': (_FULL, dict(key_offset=True)),
     'K = V on global layers, NoPE': (_FULL, dict(kv_tied='global', rope_fraction_global=0.0)),
