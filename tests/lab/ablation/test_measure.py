@@ -1,4 +1,5 @@
 """Evaluating trained weights with the row's cache, converted according to the row."""
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -6,8 +7,11 @@ import pytest
 import torch
 
 from config.errors import UserError
+from data.bpe import bpe_of, encode_documents
+from data.making.writer import write_dataset
 from data.recall.lags import LagTask
 from data.tokenizer import CharTokenizer
+from engine.evaluate import window_starts
 from engine.weights import weights_dtype
 from kv.cache import KVCache
 from lab.ablation import measure
@@ -82,6 +86,48 @@ def test_a_row_with_int8_weights_is_judged_with_them(tmp_path, saved, monkeypatc
     assert (plain['recall'], int8['recall']) == ('float32', 'int8')
     assert plain['params_all'] == int8['params_all'] == 34_592
     assert plain['fingerprint'] != int8['fingerprint']
+
+
+def test_identifiers_cost_what_the_forward_pass_says(tmp_path, monkeypatch):
+    texts = ['first = 1\nsecond = first + first\n', 'def third(first):\n    return second\n'] * 20
+    meta, encoding = bpe_of('bpe:280', texts)
+    ids = encode_documents(encoding, texts)
+    write_dataset(tmp_path / 'source', {'train': ids, 'val': ids}, meta)
+    monkeypatch.setattr('lab.ablation.ladder.DATA_ROOT', tmp_path)
+    monkeypatch.setattr(measure, 'ensure_dataset', lambda name: tmp_path / name)
+    monkeypatch.setattr(measure, 'training_figures', lambda *_: {})
+    (tmp_path / 'ablate_source.py').write_text("""
+base = 'config/char_vanilla.py'
+dataset = 'source'
+identifiers = True
+n_layer, n_head, n_embd, block_size = 2, 2, 32, 64
+rows = {'local': dict(layer_pattern='L', window_size=8, pos_embedding='rope')}
+""")
+    args = [str(tmp_path / 'ablate_source.py'), f'--folder={tmp_path}']
+    ladder = read_ladder(args, echo=False)[1]
+    row = ladder.rows['local']
+    torch.manual_seed(0)
+    model = GPT(ladder.trained_config(row)).eval()
+    saved = {'model': model.state_dict(), 'model_args': vars(model.config)}
+    found = measure.measure(ladder, row, 1, saved, tmp_path / 'ckpt.pt')
+
+    pieces = [encoding.decode_single_token_bytes(i).decode() for i in ids.tolist()]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    spans = [[np.searchsorted(ends, at, side='right') for at in (match.start(), match.end() - 1)]
+             for match in re.finditer('first|second|third', ''.join(pieces))]
+    expected = []
+    for start in window_starts(len(ids), 64):
+        x = torch.from_numpy(ids[start:start + 65].astype('int64'))
+        with torch.no_grad():
+            logits = model(x[None, :-1], all_logits=True)[0][0]
+        nats = torch.nn.functional.cross_entropy(logits, x[1:], reduction='none')
+        expected += [nats[first - start - 1:last - start].sum().item() for first, last in spans
+                     if start < first and last <= start + 64]
+    identifiers = found['identifiers'].values()
+    assert sum(one['count'] for one in identifiers) == len(expected) > 60
+    total = sum(one['count'] * one['nats'] for one in identifiers)
+    assert total == pytest.approx(sum(expected), rel=1e-4)
+    assert found['identifiers']['new']['count'] <= 3 * found['windows'] < len(expected)
 
 
 def test_a_row_that_changes_at_inference_gets_converted_weights(ladder, saved):
