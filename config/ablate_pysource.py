@@ -1,6 +1,6 @@
-# From GPT-2 to the full stack on Python source, where names that were used far back come again: loss
-# on identifiers by the distance of their last use. W=16, so that the six local layers together
-# reach 6 * (16 - 1) = 90 of 512 tokens.
+# From GPT-2 to the full stack on Python source, where names used far back come again: loss on
+# identifiers by the distance of their last use. W=16, so that the six local layers together reach
+# 6 * (16 - 1) = 90 of 512 tokens.
 #   python ablate.py config/ablate_pysource.py --jobs=2
 base = 'config/code_vanilla.py'
 identifiers = True
@@ -20,7 +20,8 @@ rows = {
 }
 _FULL = '+ wider heads and MLP'
 side_rows = {
-    'local layers only': (_FULL, dict(layer_pattern='LLLL', kv_share='AABB', share_global_kv=False)),
+    'local layers only': (_FULL, dict(
+        layer_pattern='LLLL', kv_share='AABB', share_global_kv=False)),
     'global first: GLLL/ABBC': (_FULL, dict(layer_pattern='GLLL', kv_share='ABBC')),
     'key offset': (_FULL, dict(key_offset=True)),
     'K = V on global layers, NoPE': (_FULL, dict(kv_tied='global', rope_fraction_global=0.0)),
