@@ -122,7 +122,8 @@ def test_seeds(ladder_of):
 
 
 @pytest.mark.parametrize('name, times', [('shakespeare', 70), ('recall', 10), ('smoke', 10),
-                                         ('gpt2', 10), ('gpu_short', 10), ('long', 10)])
+                                         ('gpu', 10), ('gpu_short', 10), ('long', 10),
+                                         ('prices', 10), ('pysource', 10)])
 def test_shipped_ladders_make_small_caches(name, times, monkeypatch):
     """Without their data sets, so that those need not be prepared here."""
     monkeypatch.setattr(ladder_module, 'open_meta', lambda s, root: {'vocab_size': 65})
