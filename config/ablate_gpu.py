@@ -1,5 +1,5 @@
-# What memory costs in GPT-2 124M's shape, on one GPU: 39M tokens of Python source a row, twice the
-# data. In pieces, each of which goes on where the last one ended:
+# What memory costs in GPT-2 124M's shape, on one GPU: 39M tokens of Python source a row, 2.3
+# times the data. In pieces, each of which goes on where the last one ended:
 #   python data/pysource/prepare.py                                # 37 MB, without a GPU
 #   timeout --signal=TERM 9m python ablate.py config/ablate_gpu.py
 import config.ablate_pysource as _code

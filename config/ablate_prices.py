@@ -21,7 +21,7 @@ for _name in ('GQA', 'MHA with heads of 24', 'window T/4', 'window T/2', 'shared
               'tied at inference only'):
     _above, _changes = _shakespeare.side_rows[_name]
     side_rows[_name] = (_above, _changes | dict(seeds='1,2,3'))
-# the learning rate of all rows (6e-3) was chosen with these
+# to choose the learning rate of all rows, before the other seeds are run
 for _row in ('vanilla GPT-2', '+ qk_norm', '+ wider heads and MLP'):
     for _lr in (3e-3, 1.2e-2):
         side_rows[f"{_row.lstrip('+ ')} at learning rate {_lr:g}"] = (

@@ -1,7 +1,7 @@
 # Vanilla GPT-2 on Python source: what the rows of config/ablate_pysource.py start from.
 #   python train.py config/code_vanilla.py
 out_dir = 'out-code-vanilla'
-dataset = 'pysource'       # 4,096 learned tokens, of 3.6 characters each
+dataset = 'pysource'       # 4,096 learned tokens, of 3.5 characters each
 
 n_layer = 8
 n_head = 6
