@@ -7,6 +7,7 @@ import config.ablate_shakespeare as _shakespeare
 base = 'config/char_vanilla.py'
 eval_interval = 100
 checkpoint_interval = 100
+eval_windows = 600         # a third of the held-out text
 
 seeds = '1,2,3,4,5,6,7,8'
 rows = dict(_shakespeare.rows)
