@@ -1,6 +1,7 @@
 """Shared by all plots: matplotlib without a display, one style for light and dark pages, readable
-logarithmic axes, and labels next to the ends of lines."""
+logarithmic axes, and names next to points and the ends of lines."""
 import contextlib
+import itertools
 
 from config.errors import UserError
 
@@ -93,3 +94,30 @@ def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
         arrow = dict(arrowstyle='-', color=line.get_color(), lw=0.6, shrinkA=1, shrinkB=3)
         axis.annotate(line.get_label(), (x, y), (1.05, place), xycoords='axes fraction',
                       fontsize=fontsize, va='center', color=line.get_color(), arrowprops=arrow)
+
+
+def name_points(axis, points, fontsize: float = 8):
+    """Write names next to points (x, y, name, colour, far), the first ones first. A name that would
+    cover another name or a point is moved up or down, with a line to its point, by at most `far`
+    (in 1/72 inch); if there is no room it is omitted. Call it when the axes have their final limits
+    and scales."""
+    from matplotlib.transforms import Bbox
+    renderer = axis.figure.canvas.get_renderer()
+    pixels = axis.transData.transform([point[:2] for point in points])
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in pixels]
+    sides = {1: 'left', -1: 'right', 0: 'center'}  # of the text, if it is to that side of the point
+    for x, y, name, colour, far in points:
+        places = itertools.product(sides, range(-far, far + 1, 12))
+        for side, up in sorted(places, key=lambda place: abs(place[1]) - 10 * abs(place[0])):
+            shift = side * (8 + abs(up) / 4)
+            label = axis.annotate(name, (x, y), (shift, up), textcoords='offset points',
+                                  ha=sides[side], va='center', fontsize=fontsize, color=colour)
+            box = label.get_window_extent(renderer).padded(1)
+            inside = axis.bbox.x0 <= box.x0 and axis.bbox.y0 <= box.y0 <= box.y1 <= axis.bbox.y1
+            if inside and box.x1 <= axis.figure.bbox.x1 and box.count_overlaps(taken) == 0:
+                taken.append(box)
+                if abs(up) > 12:
+                    axis.annotate('', (x, y), (shift, up), textcoords='offset points',
+                                  arrowprops=dict(arrowstyle='-', color=colour, lw=0.5, shrinkB=4))
+                break
+            label.remove()

@@ -6,7 +6,8 @@ from pathlib import Path
 from config.sizes import nice_bytes
 from lab.ablation.summary import local_reach
 from lab.ablation.tables import models
-from training.plotting import COLOURS, context_axes, label_line_ends, plain_log_ticks, subplots
+from training.plotting import (COLOURS, context_axes, label_line_ends, name_points,
+                               plain_log_ticks, subplots)
 
 # name -> title, in the order of the report
 TITLES = {
@@ -14,14 +15,16 @@ TITLES = {
             'confidence interval of the difference from the baseline, paired by seed; hollow: too '
             'few seeds for an interval',
     'pareto': 'Validation loss over KV bytes per token: down and to the left is better. Bars: '
-              'standard deviation over the seeds; hollow: one seed, without a bar',
+              'standard deviation over the seeds; hollow: one seed, without a bar. Rows without a '
+              'name are in the tables',
     'curves': 'Validation loss during training: mean of the seeds, shaded from lowest to highest',
     'gaps': 'Validation loss during training, minus the baseline\'s: mean of the seeds, shaded '
             'from lowest to highest, without the first tenth of the steps',
     'recovery': 'Training of converted weights; dashed: the model they were converted from; '
                 'dotted: the same memory trained from scratch',
     'positions': 'Validation loss by position in the window',
-    'lookup': 'Facts recalled by content: bars are means, dots single seeds',
+    'lookup': 'Facts recalled by content over KV bytes: up and to the left is better. Small dots: '
+              'single seeds. Rows without a name are in the tables',
     'recall': 'Recall by distance: bars are means, dots single seeds',
     'decode': 'Time per output token over cached tokens',
     'kv': 'KV bytes of one sequence over its length',
@@ -140,33 +143,55 @@ def talk(axis, summary, color):
 
 
 def pareto(axis, summary, color):
-    """Rows are numbered because their names would overlap. If there are outliers, a second panel
-    shows the other rows."""
+    """All rows, except those far off, which are named below."""
     rows = [row for row in models(summary) if 'val_loss' in row]
     near = without_outliers(rows)
-    panels = [(axis, rows)]
-    if len(near) < len(rows):
-        axis.figure.set_size_inches(10.4, 4.6)
-        axis.set_position([0.07, 0.12, 0.3, 0.8])
-        panels.append((axis.figure.add_axes([0.45, 0.12, 0.52, 0.8]), near))
-    last_panel = panels[-1][0]
-    for panel, shown in panels:
-        for row in shown:
-            x, y, number = row['kv']['bytes_per_token'], row['val_loss'], rows.index(row) + 1
-            n, (fmt, size) = len(y['each']), ('s', 4) if row['side'] else ('o', 6)
-            panel.errorbar(x, y['mean'], yerr=y['sd'], fmt=fmt, color=color(row), capsize=2,
-                           markersize=size, markerfacecolor='none' if n == 1 else color(row),
-                           label=f"{number}  {row['name']}, n={n}")
-            if panel is last_panel or row not in near:
-                panel.annotate(str(number), (x, y['mean']), xytext=(5, 4),
-                               textcoords='offset points', fontsize=8)
-        panel.set_xscale('log')
-        plain_log_ticks(panel.xaxis, *panel.get_xlim())
-        panel.tick_params(axis='x', which='both', labelsize=8)
-        panel.set_xlabel('KV bytes per token')
-    axis.set_ylabel('validation loss, nats per token')
-    last_panel.legend(*axis.get_legend_handles_labels(), loc='center left',
-                      bbox_to_anchor=(1.01, 0.5), fontsize=7.5)
+    for row in near:
+        n = len(row['val_loss']['each'])
+        axis.errorbar(row['kv']['bytes_per_token'], row['val_loss']['mean'],
+                      yerr=row['val_loss']['sd'], fmt='s' if row['side'] else 'o', capsize=2,
+                      markersize=4 if row['side'] else 6, elinewidth=1, color=color(row),
+                      markerfacecolor='none' if n == 1 else color(row))
+    far = '; '.join(f"{row['name']}: {row['val_loss']['mean']:.2f}"
+                    for row in rows if row not in near)
+    over_bytes(axis, [(row, row['kv']['bytes_per_token'], row['val_loss']['mean'])
+                      for row in near], color,
+               'KV bytes per token' + (f' (far above: {far})' if far else ''),
+               'validation loss, nats per token')
+
+
+def lookup(axis, summary, color):
+    """Of the largest number of facts."""
+    rows = [row for row in summary['rows'] if row.get('lookup')]
+    if not rows:
+        return
+    most = list(rows[0]['lookup']['accuracy'])[-1]
+    points = []
+    for row in rows:
+        found = row['lookup']
+        each = [100 * x for x in found['accuracy'][most]['each']]
+        mean, nbytes = 100 * found['accuracy'][most]['mean'], found['kv_bytes']
+        axis.plot([nbytes] * len(each), each, '.', markersize=3, color=color(row))
+        axis.plot(nbytes, mean, 's' if row['side'] else 'o', markersize=6, color=color(row))
+        points.append((row, nbytes, mean))
+    axis.set_ylim(-5, 105)
+    over_bytes(axis, points, color, 'KV bytes, as allocated',
+               f'recalled of {int(most):,} facts, %')
+
+
+def over_bytes(axis, points, color, x_label: str, y_label: str) -> None:
+    """Label both axes, the one of the bytes logarithmic, and the points (row, x, y)."""
+    if not points:
+        return
+    axis.figure.set_size_inches(9.5, 5.6)
+    axis.set_xscale('log')
+    axis.margins(x=0.1)
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
+    plain_log_ticks(axis.xaxis, *axis.get_xlim(), subs=(1, 3))
+    # in a crowd, only rows of the ladder are named
+    name_points(axis, [(x, y, row['name'], color(row), 24 if row['side'] else 96)
+                       for row, x, y in points])
 
 
 def without_outliers(rows: list[dict]) -> list[dict]:
@@ -259,33 +284,19 @@ def positions(axis, summary, color):
     label_axes(axis, 'position in the window')
 
 
-def lookup(axis, summary, color):
-    rows = [row for row in summary['rows'] if row.get('lookup')][::-1]
-    if rows:
-        numbers = {n: f'{int(n):,} facts' for n in rows[0]['lookup']['accuracy']}
-        bars(axis, rows, 'lookup', numbers, color)
-
-
 def recall(axis, summary, color):
+    """A panel of bars for each distance."""
     rows = [row for row in summary['rows'] if row.get('recall')][::-1]
     if not rows:
         return
-    reach = local_reach(rows)
-    bars(axis, rows, 'recall', {
-        distance: f'{int(distance):,} back'
-        + (f', beyond local layers ({reach})' if int(distance) > reach > 0 else '')
-        for distance in rows[0]['recall']['accuracy']}, color)
-
-
-def bars(axis, rows, task: str, titles: dict, color) -> None:
-    """A panel of bars for each key of a task's accuracy."""
-    figure = axis.figure
+    reach, figure = local_reach(rows), axis.figure
+    distances = list(rows[0]['recall']['accuracy'])
     axis.remove()
-    figure.set_size_inches(3 + 2.4 * len(titles), 1 + 0.27 * len(rows))
-    panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
-    for (key, title), panel in zip(titles.items(), panels):
+    figure.set_size_inches(3 + 2.4 * len(distances), 1 + 0.27 * len(rows))
+    panels = figure.subplots(1, len(distances), sharey=True, squeeze=False)[0]
+    for distance, panel in zip(distances, panels):
         for k, row in enumerate(rows):
-            accuracy = row[task]['accuracy'][key]
+            accuracy = row['recall']['accuracy'][distance]
             each = [100 * x for x in accuracy['each']]
             panel.barh(k, 100 * accuracy['mean'], color=color(row), height=0.7, alpha=0.6)
             panel.plot(each, [k] * len(each), 'o', markersize=3.5,
@@ -294,7 +305,8 @@ def bars(axis, rows, task: str, titles: dict, color) -> None:
         panel.grid(False, axis='y')
         panel.set_xlim(0, 100)
         panel.set_xlabel('named right, %')
-        panel.set_title(title, fontsize=9)
+        beyond = f', beyond local layers ({reach})' if int(distance) > reach > 0 else ''
+        panel.set_title(f'{int(distance):,} back{beyond}', fontsize=9)
 
 
 def decode(axis, summary, color):

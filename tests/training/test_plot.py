@@ -1,4 +1,5 @@
 """The plot of metrics.jsonl: the curves, the written picture, the errors."""
+import itertools
 import json
 import math
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from config.errors import UserError
 from training import plot
 from training.plot import X_LABELS, draw, read_run, running_mean
+from training.plotting import name_points, subplots
 
 PNG = b'\x89PNG\r\n\x1a\n'
 
@@ -166,3 +168,22 @@ def test_as_a_program_it_exits_with_2_and_one_line():
                           capture_output=True, cwd=plot.Path(plot.__file__).parents[1])
     assert done.returncode == 2 and done.stderr.startswith('error: no folder')
     assert done.stderr.count('\n') == 1
+
+
+def test_names_of_points_neither_overlap_nor_leave_the_figure():
+    with subplots(figsize=(4, 3)) as (figure, axis):
+        axis.set(xlim=(0, 10), ylim=(0, 10))
+        apart = [(2, 2, 'one', 'C0', 0), (9.9, 8, 'at the right edge, and long', 'C1', 0)]
+        crowd = [(5, 5, f'of a crowd {k}', 'C2', 36) for k in range(40)]
+        name_points(axis, apart + crowd)
+        labels = [text for text in axis.texts if text.get_text()]
+        named = [text.get_text() for text in labels]
+        assert named[:3] == ['one', 'at the right edge, and long', 'of a crowd 0']
+        assert 6 < len(named) < 30  # two or three columns of seven lines
+        boxes = [text.get_window_extent() for text in labels]
+        for box, other in itertools.combinations(boxes, 2):
+            assert not box.overlaps(other)
+        for box in boxes:
+            assert box.x0 >= axis.bbox.x0 and box.x1 <= figure.bbox.x1
+            for point in ((2, 2), (9.9, 8), (5, 5)):
+                assert not box.contains(*axis.transData.transform(point))
