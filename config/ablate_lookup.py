@@ -17,6 +17,7 @@ rows = {
 }
 _PLAIN = dict(key_offset=False)  # local layers see the key, too
 _FIRST = dict(layer_pattern='GLL', kv_share='ABB')
+_NOPE = dict(rope_fraction_global=0.0)
 _INT8, _INT4 = dict(kv_dtype='int8'), dict(kv_dtype='int4')
 side_rows = {
     'global last, tied': ('+ global KV tied', _PLAIN),
@@ -31,6 +32,16 @@ side_rows = {
     'global first, untied': ('global last, untied', _FIRST),
     'global first, untied, int8 KV': ('global first, untied', _INT8),
     'global first, untied, int4 KV': ('global first, untied', _INT4),
+    # mechanisms that others use
+    **{name: ('global last, tied', changes | _STEP) for name, changes in {
+        'attention sinks': dict(attn_sink=True),
+        'NoPE on global layers': _NOPE,
+        'RoPE on a quarter of global dimensions': dict(rope_fraction_global=0.25),
+        'K = V': dict(kv_tied='all'),
+        'K = V on global layers, NoPE': dict(kv_tied='global', **_NOPE),
+        'latent of 16 on global layers, NoPE': dict(kv_latent=16, **_NOPE),
+        'suffix sharing': dict(layer_pattern='LLGGGG', kv_share='AABBBB'),
+        'ReLU squared': dict(gelu='relu2')}.items()},
     # controls: with and without the key before, and without memory
     'global first, tied, key offset': ('global first, tied', dict(key_offset=True, seeds='1')),
     'MHA': ('MHA with key offset', dict(key_offset=False, seeds='1,2')),

@@ -36,5 +36,5 @@ for _row in ('vanilla GPT-2', '+ qk_norm', '+ wider heads and MLP'):
             _row, dict(learning_rate=_lr, min_lr=_lr / 10, seeds='1'))
 
 baseline = '+ qk_norm'
-recall = 'ablate_recall'
+recall = 'ablate_recall,ablate_lookup'
 contexts = '256,1024,4096'

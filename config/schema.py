@@ -293,7 +293,8 @@ ABLATE = _keys(
     ('eval_windows', 0, 'validation windows per model; 0 = all that do not overlap'),
     ('identifiers', False, 'the data are Python source: measure the loss of identifiers, by the '
      'distance to their last use'),
-    ('recall', '', 'folder, beside this one, of the same rows trained on the recall task'),
+    ('recall', '', 'folders, beside this one, separated by commas, of ladders of the recall or '
+     'look-up task: to show their recall with the losses'),
     ('speed', True, 'after training, time decoding, prefill and training of every row'),
     ('contexts', '256,1024,4096', 'tokens in the cache for decode timings and KV bytes'),
     ('batch_sizes', '1,16', 'batch sizes for decode timings'),

@@ -71,6 +71,7 @@ def page(summary: dict) -> str:
     heading = text(tables.title(summary))
     lead = text(' '.join(tables.in_short(summary)))
     body = [f'<h1>{heading}</h1>', f'<p class="lead">{lead}</p>',
+            f"<p>{text(' '.join(tables.caveats(summary)))}</p>",
             ''.join(f'<p class="bad">{text(line)}</p>'
                     for line in tables.shortcomings(summary) + not_drawn(summary)),
             *(picture(TITLES[name], light[name], dark[name]) for name in light),

@@ -162,7 +162,7 @@ def pareto(axis, summary, color):
 
 def lookup(axis, summary, color):
     """Of the largest number of facts."""
-    rows = [row for row in summary['rows'] if row.get('lookup')]
+    rows = summary.get('lookup_rows') or [row for row in summary['rows'] if row.get('lookup')]
     if not rows:
         return
     most = list(rows[0]['lookup']['accuracy'])[-1]

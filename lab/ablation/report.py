@@ -22,7 +22,8 @@ def write_report(summary: dict, folder, also_as: str = '') -> None:
 
 def markdown(summary: dict, pictures: list[str]) -> str:
     """Return report.md. pictures: names of the pictures in its folder."""
-    parts = [f'# {tables.title(summary)}', ' '.join(tables.in_short(summary))]
+    parts = [f'# {tables.title(summary)}', ' '.join(tables.in_short(summary)),
+             ' '.join(tables.caveats(summary))]
     warnings = tables.shortcomings(summary) + not_drawn(summary)
     if warnings:
         parts.append('\n'.join(f'- {line}' for line in warnings))
@@ -33,14 +34,14 @@ def markdown(summary: dict, pictures: list[str]) -> str:
     parts += [*tables.notes(summary), '## Rows']
     rows = [f"- **{row['name']}**: {tables.changed(row)}  \n  `{row['command']}`"
             for row in summary['rows']]
-    return '\n\n'.join([*parts, '\n'.join(rows)]) + '\n'
+    return '\n\n'.join([*filter(None, parts), '\n'.join(rows)]) + '\n'
 
 
 def show(summary: dict) -> None:
     """Print the same tables on the terminal."""
     console = Console() if Console().is_terminal else Console(width=150)
     plain = dict(highlight=False, markup=False, soft_wrap=True)
-    for line in (tables.facts_line(summary), *tables.in_short(summary)):
+    for line in (tables.facts_line(summary), *tables.in_short(summary), *tables.caveats(summary)):
         console.print(line, **plain)
     for line in tables.shortcomings(summary) + not_drawn(summary):
         console.print(line, style='red', **plain)

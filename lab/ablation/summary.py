@@ -48,7 +48,7 @@ def gap_curve(ours: dict, others: dict) -> list:
 def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -> dict:
     """Return the document that all reports are made from.
 
-    speed: as returned by cost.Speed.measure. recall: row -> its recall in a different ladder.
+    speed: as returned by cost.Speed.measure. recall: as returned by recall_of.
     kv_of: row -> its bytes (cost.kv_bytes).
     """
     measured = {}
@@ -60,8 +60,8 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
         entry = summarize_row(ladder, results, row, measured)
         if speed:
             entry['speed'] = speed_of_row(speed, row.name)
-        if recall and row.name in recall:
-            entry['recall'] = recall[row.name]
+        if recall and row.name in recall['recall']:
+            entry['recall'] = recall['recall'][row.name]
         rows.append(entry | {'kv': kv_of(row)})
     compare_identifiers(ladder, rows)
     for name in COMPARED:
@@ -70,7 +70,8 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
         compare_recall(rows, ladder.baseline)
     return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base,
             'first': ladder.first, 'baseline': ladder.baseline, 'rows': rows,
-            'facts': facts(ladder, measured), 'speed': speed, 'recall_ladder': ladder.s.recall}
+            'facts': facts(ladder, measured), 'speed': speed, 'recall_ladder': ladder.s.recall,
+            'lookup_rows': recall['lookup'] if recall else []}
 
 
 def summarize_row(ladder, results, row, measured: dict) -> dict:
@@ -253,24 +254,27 @@ def local_reach(rows: list[dict]) -> int:
 
 
 def recall_of(ladder, folder) -> dict | None:
-    """Return row -> its recall, from the results of the ladder given by the setting `recall`, in
-    the folder next to `folder`. None without such results.
+    """Return what the ladders in the setting `recall` found, from the folders next to `folder`:
+    `recall`, the recall by name of the row, and `lookup`, rows of a ladder of the look-up task.
+    None without such results.
 
     Raises:
         UserError: if the results have an old format.
     """
-    if not ladder.s.recall:
-        return None
-    path = folder.parent / ladder.s.recall / 'results.json'
-    document = read_json(path)
-    if document is None:
-        warnings.warn(f'recall={ladder.s.recall!r}: {path} does not exist; run that ladder first',
-                      stacklevel=2)
-        return None
-    recalls = {row['name']: row['recall'] for row in document['rows'] if 'recall' in row}
-    if not all('baseline_known' in each for each in recalls.values()):
-        raise UserError(f'{path} is of an older version: rebuild it with --report_only=True')
-    return recalls
+    rows = []
+    for name in filter(None, ladder.s.recall.split(',')):
+        path = folder.parent / name.strip() / 'results.json'
+        document = read_json(path)
+        if document is None:
+            warnings.warn(f'recall={ladder.s.recall!r}: {path} does not exist; run that ladder '
+                          'first', stacklevel=2)
+            continue
+        rows += document['rows']
+        if any('baseline_known' not in row.get('recall', ['baseline_known']) for row in rows):
+            raise UserError(f'{path} is of an older version: rebuild it with --report_only=True')
+    return {'recall': {row['name']: row['recall'] for row in rows if 'recall' in row},
+            'lookup': [{key: row[key] for key in ('name', 'side', 'lookup')} for row in rows
+                       if 'lookup' in row]} if rows else None
 
 
 def speed_of_row(speed: dict, name: str) -> list[dict]:

@@ -78,7 +78,7 @@ def quoted(name: str) -> str:
 
 
 def caveats(summary: dict) -> list[str]:
-    """Return sentences on what the losses of this ladder cannot show."""
+    """Return sentences on what the losses of this ladder do not show."""
     lines = []
     known = {(row['name'], row[key]['mean']): row[key] for row in summary['rows']
              for key in COMPARED if row.get(key) and len(row[key]['each']) > 2}
@@ -146,7 +146,7 @@ def notes(summary: dict) -> list[str]:
         f'bfloat16 where a row does not set its storage{note}, and are compared with vanilla '
         "GPT-2 in bfloat16; the caches were allocated, and their sizes equal the plan's "
         'arithmetic.')
-    return [facts_line(summary), explanation, *caveats(summary)]
+    return [facts_line(summary), explanation]
 
 
 def changed(row: dict) -> str:

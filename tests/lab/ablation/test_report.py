@@ -191,15 +191,25 @@ def test_recall_is_paired_by_seed(folder):
     assert found['+ window']['20 back'] == '97.0 (2.8)' and found['+ window']['seeds'] == '2'
 
 
-def test_recall_of_another_ladder_stands_beside_these_rows(folder):
+def test_recall_of_another_ladder_stands_beside_these_rows(folder, drawn, monkeypatch):
+    monkeypatch.setattr(pictures, 'DRAWN', [pictures.lookup])
     with pytest.warns(UserWarning, match='run that ladder first'):
         assert recall_of(opened(folder, '--recall=other')[0], folder / 'mine') is None
     known = {'seeds': [1], 'baseline_known': True}
     (folder / 'other').mkdir()
     document = {'rows': [{'name': '+ MQA', 'recall': known}, {'name': '+ RoPE'}]}
     (folder / 'other' / 'results.json').write_text(json.dumps(document))
-    ladder = opened(folder, '--recall=other')[0]
-    assert recall_of(ladder, folder / 'mine') == {'+ MQA': known}
+    (folder / 'facts').mkdir()
+    found = {'name': 'MHA', 'side': True, 'lookup': {
+        'accuracy': {'2': {'mean': 1.0}, '8': {'mean': 0.5, 'each': [0.4, 0.6]}}, 'kv_bytes': 640}}
+    (folder / 'facts' / 'results.json').write_text(json.dumps({'rows': [found]}))
+    ladder = opened(folder, '--recall=other,facts')[0]
+    recall = recall_of(ladder, folder / 'mine')
+    assert recall == {'recall': {'+ MQA': known}, 'lookup': [found]}
+    axis = drawn(dict(pictures=True, rows=[], lookup_rows=recall['lookup']))['lookup']
+    assert axis.get_ylabel() == 'recalled of 8 facts, %'
+    assert [line.get_xydata().tolist() for line in axis.lines] == [
+        [[640, 40], [640, 60]], [[640, 50]]]
 
 
 def test_the_main_table_is_written_for_papers(summary, written):
