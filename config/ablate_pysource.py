@@ -1,6 +1,6 @@
 # From GPT-2 to the full stack on Python source, where names used far back come again: loss on
-# identifiers by the distance of their last use. W=16, so that the six local layers together reach
-# 6 * (16 - 1) = 90 of 512 tokens. A draft: its shape, rate and steps are not chosen yet.
+# identifiers by the distance of their last use. W=16, so that the four local layers together reach
+# 4 * (16 - 1) = 60 of 512 tokens. A draft: its shape, rate and steps are not chosen yet.
 #   python ablate.py config/ablate_pysource.py --jobs=2
 base = 'config/code_vanilla.py'
 identifiers = True
@@ -12,17 +12,17 @@ rows = {
     '+ RoPE': dict(pos_embedding='rope'),
     '+ qk_norm': dict(qk_norm=True),  # the strongest baseline with full memory
     '+ MQA': dict(n_kv_head=1),
-    '+ window': dict(layer_pattern='LLLG', window_size=16),
-    '+ KV shared by 2': dict(kv_share='AABC'),
+    '+ window': dict(layer_pattern='LLG', window_size=16),
+    '+ KV shared by 2': dict(kv_share='AAB'),
     '+ global KV tied': dict(share_global_kv=True),
-    '+ wider heads and MLP': dict(head_dim=24, mlp_hidden='match'),
+    '+ wider heads and MLP': dict(head_dim=40, mlp_hidden='match'),
     '+ int8 KV': dict(kv_dtype='int8'),
 }
 _FULL = '+ wider heads and MLP'
 side_rows = {
     'local layers only': (_FULL, dict(
-        layer_pattern='LLLL', kv_share='AABB', share_global_kv=False)),
-    'global first: GLLL/ABBC': (_FULL, dict(layer_pattern='GLLL', kv_share='ABBC')),
+        layer_pattern='LL', kv_share='AA', share_global_kv=False)),
+    'global first: GLL/ABB': (_FULL, dict(layer_pattern='GLL', kv_share='ABB')),
     'key offset': (_FULL, dict(key_offset=True)),
     'K = V on global layers, NoPE': (_FULL, dict(kv_tied='global', rope_fraction_global=0.0)),
     'ReLU squared': (_FULL, dict(gelu='relu2')),

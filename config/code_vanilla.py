@@ -3,9 +3,9 @@
 out_dir = 'out-code-vanilla'
 dataset = 'pysource'       # 4,096 learned tokens, of 3.5 characters each
 
-n_layer = 8
-n_head = 6
-n_embd = 96
+n_layer = 6
+n_head = 4
+n_embd = 128
 block_size = 512
 gelu = 'tanh'
 
@@ -14,14 +14,14 @@ n_kv_head = 0
 layer_pattern = 'G'
 pos_embedding = 'learned'
 
-batch_size = 8
+batch_size = 4
 gradient_accumulation_steps = 1
 max_iters = 1000
 lr_decay_iters = 1000
-warmup_iters = 50
+warmup_iters = 100
 optimizer = 'muon'
-learning_rate = 8e-3
-min_lr = 8e-4
+learning_rate = 1e-2
+min_lr = 1e-3
 beta2 = 0.99
 eval_interval = 250
 eval_iters = 20

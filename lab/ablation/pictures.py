@@ -23,6 +23,9 @@ TITLES = {
     'recovery': 'Training of converted weights; dashed: the model they were converted from; '
                 'dotted: the same memory trained from scratch',
     'positions': 'Validation loss by position in the window',
+    'identifiers': 'Loss on identifiers, minus that of the baseline, by the tokens since their '
+                   'last use. Bars: 95% confidence interval, paired by seed. Right of the dashed '
+                   'line: beyond the reach of all local layers',
     'lookup': 'Facts recalled by content over KV bytes: up and to the left is better. Small dots: '
               'single seeds. Rows without a name are in the tables',
     'recall': 'Recall by distance: bars are means, dots single seeds',
@@ -177,6 +180,31 @@ def lookup(axis, summary, color):
     axis.set_ylim(-5, 105)
     over_bytes(axis, points, color, 'KV bytes, as allocated',
                f'recalled of {int(most):,} facts, %')
+
+
+def identifiers(axis, summary, color):
+    rows = [row for row in summary['rows'] if row.get('identifiers', {}).get('above_baseline')
+            and (not row['side'] or row['identifiers']['alone'])]
+    if not rows:
+        return
+    first = rows[0]['identifiers']
+    keys = [key for key in first['count'] if key in first['above_baseline']]
+    shown = without_outliers(rows)
+    for k, row in enumerate(shown):
+        found = [row['identifiers']['above_baseline'][key] for key in keys]
+        at = [i + 0.06 * (k - len(shown) / 2) for i in range(len(keys))]  # apart, to be legible
+        axis.errorbar(at, [each['mean'] for each in found], color=color(row), marker='o',
+                      yerr=[each['half_95'] or 0 for each in found], markersize=3, capsize=2,
+                      linewidth=1)
+        axis.plot(at, [each['mean'] for each in found], color=color(row), label=row['name'],
+                  linewidth=1)
+    axis.set_xticks(range(len(keys)), keys)
+    if first['beyond']:
+        axis.axvline(keys.index(first['beyond'][0]) - 0.5, color=SIDE, linestyle='--',
+                     linewidth=1, label='_')
+    axis.axhline(0, color=SIDE, linewidth=1, label='_')
+    label_axes(axis, 'tokens since the last use (from a power of two to the next; new: none)',
+               f"nats of an identifier above {summary['baseline'].lstrip('+ ')}")
 
 
 def over_bytes(axis, points, color, x_label: str, y_label: str) -> None:
@@ -338,4 +366,4 @@ def kv(axis, summary, color):
     label_axes(axis, 'tokens', 'KV bytes of one sequence')
 
 
-DRAWN = talk, pareto, curves, gaps, recovery, positions, lookup, recall, decode, kv
+DRAWN = talk, pareto, curves, gaps, recovery, positions, identifiers, lookup, recall, decode, kv

@@ -159,7 +159,8 @@ def compare_identifiers(ladder, rows: list[dict]) -> None:
     """Add what remains of the gain from long memory: `beyond`, the distances that no row's local
     layers reach together (a name is predicted from the token before it), the loss there, and the
     share `kept` of what the baseline gains there over the first row that has local layers alone
-    (paired by seed; None without such rows)."""
+    (paired by seed; None without such rows). `alone` marks that row; `above_baseline` has the
+    paired difference from the baseline at each distance."""
     rows = {row['name']: row for row in rows if row.get('identifiers')}
     kinds = {name: [layer.kind for layer in plan_kv(ladder.config(ladder.rows[name])).layers]
              for name in rows}
@@ -182,6 +183,18 @@ def compare_identifiers(ladder, rows: list[dict]) -> None:
         both = [seed for seed in ours if seed in low and high.get(seed) not in (None, low[seed])]
         row['identifiers']['kept'] = mean_sd(
             (high[seed] - ours[seed]) / (high[seed] - low[seed]) for seed in both) if both else None
+        row['identifiers'] |= {'alone': row['name'] == without, 'above_baseline': {}}
+        if ladder.baseline in rows and row['name'] != ladder.baseline:
+            pairs = [nats_by_seed(rows[name]['identifiers'])
+                     for name in (row['name'], ladder.baseline)]
+            row['identifiers']['above_baseline'] = {
+                key: paired_difference(*(pair[key] for pair in pairs))
+                for key in pairs[0].keys() & pairs[1].keys()}
+
+
+def nats_by_seed(identifiers: dict) -> dict:
+    return {key: dict(zip(identifiers['seeds'], each['each']))
+            for key, each in identifiers['nats'].items()}
 
 
 def correct_for_number(differences: list[dict]) -> None:

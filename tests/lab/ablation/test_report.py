@@ -307,7 +307,7 @@ def test_what_the_pictures_show(summary, drawn):
     assert len(shown['recall'].lines[0].get_xdata()) == 2  # a dot for each seed
 
 
-def test_identifiers_and_what_is_kept_of_the_gain(tmp_path):
+def test_identifiers_and_what_is_kept_of_the_gain(tmp_path, drawn):
     """Beyond 4 * 7 = 28 tokens the baseline is 1.0 and 0.8 nats better than local layers, the
     windows 0.5 and 0.592: they keep 50% and 74%."""
     (tmp_path / 'ablate_mine.py').write_text(SMALL + """
@@ -324,9 +324,10 @@ side_rows = {'local': ('+ window', dict(layer_pattern='LLLL', kv_share='AABB', n
     far = {'MHA': (1.0, 1.2), '+ window': (1.5, 1.408), 'local': (2.0, 2.0)}
     for row in ladder.rows.values():
         for seed in (1, 2):
-            found = {'8': {'count': 5, 'nats': 0.25}, 'new': {'count': 9, 'nats': 7.0},
+            found = {'8': {'count': 5, 'nats': 0.25},
                      '16': {'count': 1, 'nats': far[row.name][seed - 1] + 0.3},
-                     '32': {'count': 3, 'nats': far[row.name][seed - 1] - 0.1}}
+                     '32': {'count': 3, 'nats': far[row.name][seed - 1] - 0.1},
+                     'new': {'count': 9, 'nats': 7.0}}
             results.write(row, seed, run_of(ladder, row, seed, 1.0) | {'identifiers': found})
     summary = summary_of(tmp_path)
     rows = {row['name']: row['identifiers'] for row in summary['rows']}
@@ -338,6 +339,12 @@ side_rows = {'local': ('+ window', dict(layer_pattern='LLLL', kv_share='AABB', n
     assert found['8 to 15: 5'] == '0.250 (0.000)' and found['new: 9'] == '7.000 (0.000)'
     assert found['kept'] == '62 (17) %' and cells(table)['MHA']['kept'] == '100 (0) %'
     assert 'from 32 tokens on' in table.title
+    above = rows['local']['above_baseline']
+    assert above['32']['each'] == pytest.approx([1.0, 0.8]) and above['8']['mean'] == 0
+    axis = drawn(summary)['identifiers']
+    lines = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+    assert lines['local'] == pytest.approx([0, 0.9, 0.9, 0])  # 8, 16, 32, new
+    assert lines['+ window'] == pytest.approx([0, 0.354, 0.354, 0]) and 'MHA' not in lines
     for path in results.folder.glob('measured/local-seed*.json'):
         path.unlink()
     table = next(each for each in tables.grids(summary_of(tmp_path))
