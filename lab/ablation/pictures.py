@@ -193,11 +193,9 @@ def identifiers(axis, summary, color):
     for k, row in enumerate(shown):
         found = [row['identifiers']['above_baseline'][key] for key in keys]
         at = [i + 0.06 * (k - len(shown) / 2) for i in range(len(keys))]  # apart, to be legible
-        axis.errorbar(at, [each['mean'] for each in found], color=color(row), marker='o',
-                      yerr=[each['half_95'] or 0 for each in found], markersize=3, capsize=2,
-                      linewidth=1)
-        axis.plot(at, [each['mean'] for each in found], color=color(row), label=row['name'],
-                  linewidth=1)
+        means, halves = zip(*((each['mean'], each['half_95'] or 0) for each in found))
+        axis.plot(at, means, color=color(row), label=row['name'], linewidth=1)
+        axis.errorbar(at, means, yerr=halves, fmt='.', color=color(row), elinewidth=1)
     axis.set_xticks(range(len(keys)), keys)
     if first['beyond']:
         axis.axvline(keys.index(first['beyond'][0]) - 0.5, color=SIDE, linestyle='--',
