@@ -1,10 +1,10 @@
 # From GPT-2 to the full stack on Python source, where names used far back come again: loss on
 # identifiers by the distance of their last use. W=16, so that the four local layers together reach
-# 4 * (16 - 1) = 60 of 512 tokens. A draft: its shape, rate and steps are not chosen yet.
+# 4 * (16 - 1) = 60 of 512 tokens.
 #   python ablate.py config/ablate_pysource.py --jobs=2
 base = 'config/code_vanilla.py'
 identifiers = True
-eval_windows = 1000        # more than a third of the held-out packages
+eval_windows = 500         # a fifth of the held-out packages
 
 seeds = '1,2,3,4'          # fixed before the first run
 rows = {
@@ -22,12 +22,16 @@ _FULL = '+ wider heads and MLP'
 side_rows = {
     'local layers only': (_FULL, dict(
         layer_pattern='LL', kv_share='AA', share_global_kv=False)),
-    'global first: GLL/ABB': (_FULL, dict(layer_pattern='GLL', kv_share='ABB')),
     'key offset': (_FULL, dict(key_offset=True)),
     'K = V on global layers, NoPE': (_FULL, dict(kv_tied='global', rope_fraction_global=0.0)),
     'ReLU squared': (_FULL, dict(gelu='relu2')),
     'int4 KV': (_FULL, dict(kv_dtype='int4')),
 }
+# to choose the learning rate of all rows, before the other seeds are run
+for _row in ('+ qk_norm', _FULL):
+    for _lr in (5e-3, 2e-2):
+        side_rows[f"{_row.lstrip('+ ')} at learning rate {_lr:g}"] = (
+            _row, dict(learning_rate=_lr, min_lr=_lr / 10, seeds='1'))
 baseline = '+ qk_norm'
 contexts = '512,4096'
 batch_sizes = '1,16'
