@@ -1,40 +1,92 @@
-# What each saving and each mechanism costs, with intervals that separate: the rows of
-# config/ablate_shakespeare.py, trained with Muon on as many tokens as 400 steps of 8 sequences, in
-# 800 steps of 4 (the loss of + qk_norm: 1.63 instead of 1.71). Eight seeds, fixed before the first
-# run.
+# From GPT-2 to the full stack, one change at a time, and what each mechanism that others use costs in
+# it: loss, recall, KV bytes, speed. Eight seeds, fixed before the first run; about ten hours on 2 CPU
+# cores.
 #   python ablate.py config/ablate_prices.py --jobs=2
-import config.ablate_shakespeare as _shakespeare
-
+#   python ablate.py config/ablate_prices.py --dry_run=True
 base = 'config/char_vanilla.py'
 batch_size = 4
 max_iters = 800
 lr_decay_iters = 800
 warmup_iters = 80
-learning_rate = 1.2e-2
+learning_rate = 1.2e-2     # best of three for the baseline and for the full stack, see the last rows
 min_lr = 1.2e-3
 eval_interval = 200
 checkpoint_interval = 200
 eval_windows = 600         # a third of the held-out text
 
 seeds = '1,2,3,4,5,6,7,8'
-rows = dict(_shakespeare.rows)
-
-side_rows = {name: _shakespeare.side_rows[name] for name in (
-    'attention sinks', 'NoPE on global layers', 'RoPE on a quarter of global dimensions',
-    'key offset', 'K = V', 'K = V on global layers, NoPE', 'latent of 48 on global layers, NoPE',
-    'suffix sharing', 'ReLU squared', 'attention z-loss', 'clamped, int8 forward', 'int4 KV')}
+rows = {
+    'vanilla GPT-2': {},
+    '+ RoPE': dict(pos_embedding='rope'),
+    '+ qk_norm': dict(qk_norm=True),  # the strongest baseline with full memory
+    '+ MQA': dict(n_kv_head=1),
+    '+ window': dict(layer_pattern='LLLLLG', window_size=32),  # T/8; one global layer in six
+    '+ KV shared by 2/3': dict(kv_share='AABBBC'),
+    '+ global KV tied': dict(share_global_kv=True),
+    # spends the parameters saved in K and V
+    '+ wider heads and MLP': dict(head_dim=24, mlp_hidden='match'),
+    '+ int8 KV': dict(kv_dtype='int8'),  # the same weights with an int8 cache
+}
+_FULL = '+ wider heads and MLP'
+_NOPE = dict(rope_fraction_global=0.0)
+# mechanisms that others use, each in the full stack (how to add one: docs/ablations.md)
+side_rows = {
+    'attention sinks': (_FULL, dict(attn_sink=True)),
+    'NoPE on global layers': (_FULL, _NOPE),
+    'RoPE on a quarter of global dimensions': (_FULL, dict(rope_fraction_global=0.25)),
+    'key offset': (_FULL, dict(key_offset=True)),
+    'K = V': (_FULL, dict(kv_tied='all')),
+    'K = V on global layers, NoPE': (_FULL, dict(kv_tied='global', **_NOPE)),
+    'latent of 48 on global layers, NoPE': (_FULL, dict(kv_latent=48, **_NOPE)),
+    # YOCO: layers 6 to 11 read the K and V of layer 5
+    'suffix sharing': (_FULL, dict(layer_pattern='LLLLLGGGGGGG', kv_share='AABBBCCCCCCC')),
+    'ReLU squared': (_FULL, dict(gelu='relu2')),
+    'attention z-loss': (_FULL, dict(attention_z_loss=1e-4)),
+    'clamped, int8 forward': (_FULL, dict(
+        act_clamp=4.0, int8_forward=True, kv_quant_train='int8', kv_dtype='int8',
+        weight_dtype='int8')),
+    'int4 KV': (_FULL, dict(kv_dtype='int4')),
+    'int8 weights': ('+ int8 KV', dict(weight_dtype='int8')),  # W8A8: activations too
+    'tied at inference only': ('+ KV shared by 2/3', dict(
+        at_inference=dict(share_global_kv=True))),
+}
 # other forms of the memory
-for _name in ('GQA', 'MHA with heads of 24', 'window T/4', 'window T/2', 'shared by 2',
-              'shared by 5', 'untied', 'global first: GLLLLL/ABBCCC', 'int8 weights',
-              'tied at inference only'):
-    _above, _changes = _shakespeare.side_rows[_name]
-    side_rows[_name] = (_above, _changes | dict(seeds='1,2,3'))
-# to choose the learning rate of all rows, before the other seeds are run
-for _row in ('vanilla GPT-2', '+ qk_norm', '+ wider heads and MLP'):
+_FEW = dict(seeds='1,2,3')
+side_rows |= {
+    'GQA': ('+ qk_norm', dict(n_kv_head=2) | _FEW),  # four query heads per K/V head
+    'window T/4': (_FULL, dict(window_size=64) | _FEW),
+    'window T/2': (_FULL, dict(window_size=128) | _FEW),
+    'shared by 5': (_FULL, dict(kv_share='AAAAAB') | _FEW),
+    'untied': (_FULL, dict(share_global_kv=False) | _FEW),
+    'global first: GLLLLL/ABBCCC': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC') | _FEW),
+}
+# other ways to train (their cost: docs/training.md)
+_ONE = dict(seeds='1')
+_ADAMW = dict(optimizer='adamw', learning_rate=6e-3, min_lr=6e-4)
+_TWICE = dict(max_iters=1600, lr_decay_iters=1600, warmup_iters=160)
+side_rows |= {
+    'AdamW': (_FULL, _ADAMW | _FEW),
+    'AdamW, 1,600 steps': (_FULL, _ADAMW | _TWICE | _FEW),
+    'qk_norm, AdamW, 1,600 steps': ('+ qk_norm', _ADAMW | _TWICE | _ONE),
+    'int8 in training': (_FULL, dict(kv_quant_train='int8', kv_dtype='int8') | _ONE),
+    'int8 products': (_FULL, dict(int8_training=True, kv_quant_train='int8',  # int8 matmuls
+                                  kv_dtype='int8') | _ONE),
+}
+# uptraining (GQA, Ainslie et al. 2023): converted weights of the strongest baseline, trained for a
+# tenth of the steps
+_SHORT = dict(converted_from='+ qk_norm', max_iters=80, lr_decay_iters=80, warmup_iters=8,
+              learning_rate=6e-3, min_lr=6e-4, eval_interval=10) | _ONE
+side_rows |= {
+    'uptrained to MQA': ('+ MQA', _SHORT),
+    'uptrained to all but wider heads': ('+ global KV tied', _SHORT),
+}
+# other learning rates
+for _row in ('vanilla GPT-2', '+ qk_norm', _FULL):
     for _lr in (6e-3, 2.4e-2):
         side_rows[f"{_row.lstrip('+ ')} at learning rate {_lr:g}"] = (
-            _row, dict(learning_rate=_lr, min_lr=_lr / 10, seeds='1'))
+            _row, dict(learning_rate=_lr, min_lr=_lr / 10) | _ONE)
 
 baseline = '+ qk_norm'
 recall = 'ablate_recall,ablate_lookup'
 contexts = '256,1024,4096'
+batch_sizes = '1,16'
