@@ -1,6 +1,6 @@
-# From GPT-2 to the full stack, one change at a time, and what each mechanism that others use costs in
-# it: loss, recall, KV bytes, speed. Eight seeds, fixed before the first run; about ten hours on 2 CPU
-# cores.
+# From GPT-2 to the full stack, one change at a time, and what each mechanism that others use costs
+# in it: loss, recall, KV bytes, speed. Eight seeds, fixed before the first run; about ten hours on
+# 2 CPU cores.
 #   python ablate.py config/ablate_prices.py --jobs=2
 #   python ablate.py config/ablate_prices.py --dry_run=True
 base = 'config/char_vanilla.py'
@@ -8,7 +8,7 @@ batch_size = 4
 max_iters = 800
 lr_decay_iters = 800
 warmup_iters = 80
-learning_rate = 1.2e-2     # best of three for the baseline and for the full stack, see the last rows
+learning_rate = 1.2e-2     # best of three for the baseline and the full stack: the last rows
 min_lr = 1.2e-3
 eval_interval = 200
 checkpoint_interval = 200

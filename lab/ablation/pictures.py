@@ -102,7 +102,8 @@ def log_bytes(row) -> float:
 def talk_rows(summary) -> list[dict]:
     """Return up to five rows of the ladder from the baseline to the last, spaced as evenly as
     possible in the logarithm of their KV bytes, smallest first."""
-    rows = [row for row in summary['rows'] if not row['side'] and 'val_loss' in row]
+    rows = [row for row in summary['rows'] if not row['side'] and 'val_loss' in row
+            and (row['name'] == summary['baseline'] or row.get('against_baseline'))]
     while rows and rows[0]['name'] != summary['baseline']:
         rows = rows[1:]
     if len(rows) < 2:
@@ -188,8 +189,9 @@ def identifiers(axis, summary, color):
     if not rows:
         return
     first = rows[0]['identifiers']
-    keys = [key for key in first['count'] if key in first['above_baseline']]
     shown = without_outliers(rows)
+    keys = [key for key in first['count']
+            if all(key in row['identifiers']['above_baseline'] for row in shown)]
     for k, row in enumerate(shown):
         found = [row['identifiers']['above_baseline'][key] for key in keys]
         at = [i + 0.06 * (k - len(shown) / 2) for i in range(len(keys))]  # apart, to be legible
@@ -197,7 +199,7 @@ def identifiers(axis, summary, color):
         axis.plot(at, means, color=color(row), label=row['name'], linewidth=1)
         axis.errorbar(at, means, yerr=halves, fmt='.', color=color(row), elinewidth=1)
     axis.set_xticks(range(len(keys)), keys)
-    if first['beyond']:
+    if first['beyond'] and first['beyond'][0] in keys:
         axis.axvline(keys.index(first['beyond'][0]) - 0.5, color=SIDE, linestyle='--',
                      linewidth=1, label='_')
     axis.axhline(0, color=SIDE, linewidth=1, label='_')

@@ -187,9 +187,11 @@ def compare_identifiers(ladder, rows: list[dict]) -> None:
         if ladder.baseline in rows and row['name'] != ladder.baseline:
             pairs = [nats_by_seed(rows[name]['identifiers'])
                      for name in (row['name'], ladder.baseline)]
+            differences = {key: paired_difference(*(pair[key] for pair in pairs))
+                           for key in pairs[0].keys() & pairs[1].keys()}
+            # None: no seed in common
             row['identifiers']['above_baseline'] = {
-                key: paired_difference(*(pair[key] for pair in pairs))
-                for key in pairs[0].keys() & pairs[1].keys()}
+                key: each for key, each in differences.items() if each}
 
 
 def nats_by_seed(identifiers: dict) -> dict:

@@ -345,6 +345,9 @@ side_rows = {'local': ('+ window', dict(layer_pattern='LLLL', kv_share='AABB', n
     lines = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
     assert lines['local'] == pytest.approx([0, 0.9, 0.9, 0])  # 8, 16, 32, new
     assert lines['+ window'] == pytest.approx([0, 0.354, 0.354, 0]) and 'MHA' not in lines
+    results.folder.joinpath('measured/window-seed1.json').unlink()
+    results.folder.joinpath('measured/mha-seed2.json').unlink()  # no seed in common
+    assert list(drawn(summary_of(tmp_path))['identifiers'].lines)[0].get_label() == 'local'
     for path in results.folder.glob('measured/local-seed*.json'):
         path.unlink()
     table = next(each for each in tables.grids(summary_of(tmp_path))
