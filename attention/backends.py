@@ -1,11 +1,10 @@
-"""The names of the backends (`attention.kernels.choose`), and whether Triton kernels can run."""
+"""Whether Triton kernels can run."""
 import contextlib
 import importlib.util
 import os
 
 import torch
 
-BACKENDS = ('auto', 'sdpa', 'flex', 'flash_attn', 'math')
 HALF = (torch.bfloat16, torch.float16)
 
 # TRITON_INTERPRET=1 makes Triton run its kernels on a CPU, for tests

@@ -13,7 +13,7 @@ def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: 
     Args:
         q: (B, H, T, D). k, v: (B, Hkv, T, D), H a multiple of Hkv.
         window: number of keys that a query sees, including its own; 0 = all up to its own.
-        backend: one of `attention.backends.BACKENDS`.
+        backend: one of `attention.kernels.choose.BACKENDS`.
         sink: (H,), a logit per head in the denominator of the softmax (gpt-oss, 2025): weight
             that goes to no key. None = no sink.
     Returns:

@@ -4,6 +4,8 @@
     # how many conversations fit:
     python -m kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB --kv_dtype=int8
     python -m kv out-mqa-local       # a trained model, by its folder or checkpoint (torch reads it)
+    # anybody's model, by the folder of its config.json or its name on the hub (docs/accounting.md):
+    python -m kv google/gemma-3-4b-it --max_seq_len=32768 --budget=24GB --like=nanokv
     python -m kv --n_kv_head=1 --layer_pattern=LLLLLG --window_size=256 --pos_embedding=rope
     python -m kv config/train_gpt2_mqa_local.py --svg=plan.svg    # draws it, too
     python -m kv --help
@@ -23,12 +25,18 @@ from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
 
+VLLM = 'page_size', 'step_tokens'
+
 
 def main(argv=None):
     from rich.console import Console
 
     from kv.tables import dtype_table, print_report
     argv = sys.argv[1:] if argv is None else argv
+    others = [arg for arg in argv if is_config_of_others(arg)]
+    if others:
+        describe(others, argv)
+        return
     saved = [arg for arg in argv if arg[:1] != '-' and (arg.endswith('.pt') or Path(arg).is_dir())]
     if len(saved) > 1:
         raise UserError(f"one run at a time, not {' and '.join(saved)}")
@@ -41,6 +49,10 @@ def main(argv=None):
     for name, value in (('max_seq_len', max_seq_len), ('batch', s.batch)):
         if value < 1:
             raise UserError(f'{name}={value}: must be at least 1')
+    for name in ('like', *VLLM):
+        if name in s.given:
+            raise UserError(f'{name}={getattr(s, name)!r}: is for models of Hugging Face, by the '
+                            'folder of a config.json or a name on the hub')
     budget = parse_bytes(s.budget) if s.budget else 0
     if s.svg:
         draw(plan, max_seq_len, s.kv_dtype, s.svg)
@@ -67,6 +79,37 @@ def main(argv=None):
         weights = {'weights': weight_numbers(config, plan, max_seq_len)}
         document = as_json(plan, s.batch, max_seq_len, budget)
         print(json.dumps({dtype: numbers | weights for dtype, numbers in document.items()}))
+
+
+def is_config_of_others(arg: str) -> bool:
+    """Whether an argument is a config.json, a folder with one, or a name on the hub."""
+    path = Path(arg)
+    if arg.startswith('-') or arg.endswith(('.py', '.pt')):
+        return False
+    if path.is_dir():
+        return (path / 'config.json').is_file() and not (path / 'ckpt.pt').exists()
+    return arg.endswith('.json') or (arg.count('/') == 1 and not path.exists())
+
+
+def describe(others: list[str], argv: list[str]) -> None:
+    """Print the account of somebody's model."""
+    from rich.console import Console
+
+    from kv.models.account import account as account_of
+    from kv.models.config import read_config
+    from kv.models.report import print_account
+    s = configurator.parse('kv', [arg for arg in argv if arg not in others], usage=__doc__,
+                           echo=False)
+    if len(others) > 1:
+        raise UserError(f"one model at a time, not {' and '.join(others)}")
+    for name in sorted(s.given & {'svg', *(key.name for key in MODEL)}):
+        raise UserError(f'{name}={getattr(s, name)!r}: the shape of {others[0]} is in its config')
+    given = {name: getattr(s, name) for name in VLLM}
+    found = account_of(read_config(others[0]), s.batch, s.max_seq_len or 4096, s.kv_dtype,
+                       budget=parse_bytes(s.budget) if s.budget else 0, like=s.like, **given)
+    print_account(found, Console())
+    if s.json:
+        print(json.dumps(found))
 
 
 def draw(plan, max_seq_len, kv_dtype, file) -> None:

@@ -15,8 +15,10 @@ from importlib import metadata
 
 import torch
 
-from attention.backends import BACKENDS, HALF
+from attention.backends import HALF
 from config.errors import UserError
+
+BACKENDS = ('auto', 'sdpa', 'flex', 'flash_attn', 'math')
 
 # FlexAttention and flash-attn's window have not been compared yet: that needs a GPU
 PREFERRED = {'global': ('flash_attn', 'sdpa'), 'local': ('flex', 'flash_attn', 'sdpa')}

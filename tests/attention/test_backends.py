@@ -112,8 +112,9 @@ def test_of_a_model():
     described = describe_attention(model, torch.float32, 0.0)
     assert described == 'attention: global layers math, local layers math'
     assert (model(idx)[0] - expected).abs().max() < 1e-5
-    with pytest.raises(UserError, match="attention_backend='magic'"):
-        model.attention_backend = 'magic'
+    model.attention_backend = 'magic'
+    with pytest.raises(UserError, match="attention_backend='magic': allowed are"):
+        model(idx)
     model.attention_backend = 'flex'
     with pytest.raises(UserError, match='runs on CUDA'):
         model(idx)

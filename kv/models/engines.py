@@ -1,0 +1,115 @@
+"""What engines allocate for a model's memory, in bytes, by the rules of their sources. No torch here.
+
+    needed                 what the next token can attend to, and no more
+    transformers, dynamic  DynamicCache(config=...): grows; windows keep W - 1 positions between steps
+    transformers, static   StaticCache(config, max_cache_len=T): T positions, or W
+    vLLM                   pages of `page_size` positions, of one size for all layers; layers are
+                           grouped, and each group has its own pages
+    llama.cpp              f16 cells for the whole context; `--swa-full` off: W + ubatch cells, in
+                           multiples of 256; states in float32
+
+Sources: transformers 5.23 `cache_utils.py`; vLLM 0.32 `v1/kv_cache_interface.py` and
+`v1/core/kv_cache_utils.py` (its report "maximum concurrency" divides by the same number); llama.cpp
+`src/llama-kv-cache-iswa.cpp`, `llama-kv-cache.cpp`, `llama-memory-recurrent.cpp`.
+"""
+from collections import defaultdict
+
+from kv.models.memory import WINDOW, Memory, Store
+from kv.plan import KV_DTYPES, checked_dtype
+
+FLOAT32_BYTES = 4
+PAGE_SIZE = 16            # vLLM's block_size on GPUs
+STEP_TOKENS = 8192        # vLLM's max_num_batched_tokens for serving on large GPUs; 2,048 on others
+CELLS, UBATCH = 256, 512  # llama.cpp
+
+
+def position_nbytes(store: Store, kv_dtype: str) -> int:
+    """Bytes of one position: elements, and a scale for each head's vector if quantized."""
+    element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
+    return sum(part.heads * int(part.width * element + scale) for part in store.parts)
+
+
+def states_nbytes(store: Store, dtype: str, spare: bool = False) -> int:
+    """Bytes of a layer's states for one sequence, in `dtype` where they are not always float32.
+    spare: with the inputs of convolutions that only transformers keeps."""
+    size = KV_DTYPES[checked_dtype(dtype)][0]
+    return int(sum((state.size + spare * state.spare * state.shape[0])
+                   * (FLOAT32_BYTES if state.dtype else size) for state in store.states))
+
+
+def needed(memory: Memory, batch: int, length: int, kv_dtype: str, dtype: str) -> int:
+    """Bytes that `batch` sequences need after `length` tokens: exact for an engine that stores
+    nothing twice and rounds nothing up. A window counts W positions, the next token's among them.
+
+    kv_dtype: of K and V. dtype: of states that are not always float32.
+    """
+    return batch * sum(store.positions(length) * position_nbytes(store, kv_dtype)
+                       + states_nbytes(store, dtype) for store in memory.stores)
+
+
+def transformers_dynamic(memory: Memory, batch: int, length: int, dtype: str) -> int:
+    """Bytes of the tensors in a DynamicCache after `length` tokens. Windows hold W - 1 positions,
+    convolutions all columns of their kernel."""
+    total = 0
+    for store in memory.stores:
+        held = min(length, store.window - 1) if store.kind == WINDOW else length
+        total += held * position_nbytes(store, dtype) + states_nbytes(store, dtype, spare=True)
+    return batch * total
+
+
+def transformers_static(memory: Memory, batch: int, length: int, dtype: str) -> int:
+    """Bytes of the tensors in a StaticCache with max_cache_len=length."""
+    return batch * sum(store.positions(length) * position_nbytes(store, dtype)
+                       + states_nbytes(store, dtype, spare=True) for store in memory.stores)
+
+
+def vllm(memory: Memory, batch: int, length: int, kv_dtype: str, page_size: int = PAGE_SIZE,
+         step_tokens: int = STEP_TOKENS) -> int | None:
+    """Bytes of the pages that vLLM sets aside for `batch` requests of `length` tokens: a window
+    takes its W - 1 positions and those of a step (`step_tokens`), and one page more, since it
+    need not begin at a page's first position. None where pages cannot be made equal (vLLM refuses
+    the model then), and for models with states, whose pages depend on the platform.
+
+    Groups have as many layers as the rarest kind; the last group of a kind is filled up.
+    """
+    kinds = defaultdict(int)
+    for store in memory.stores:
+        if store.states:
+            return None
+        kinds[store.window, position_nbytes(store, kv_dtype)] += 1
+    largest = max(nbytes for _, nbytes in kinds)
+    if any(largest % nbytes for _, nbytes in kinds):
+        return None
+    if len({window for window, _ in kinds}) == 1:  # one group, whatever the widths
+        group_size, groups = 1, [(key, n) for key, n in kinds.items()]
+        pages = sum(n * _pages(key[0], length, page_size, step_tokens) * page_size * key[1]
+                    for key, n in groups)
+        return batch * pages
+    fewest, most = min(kinds.values()), max(kinds.values())
+    group_size = most if most < 1.5 * fewest else fewest
+    total = 0
+    for (window, nbytes), n in kinds.items():
+        block = page_size * (largest // nbytes)  # pages are equal in bytes, not in positions
+        groups = -(-n // group_size)
+        total += groups * _pages(window, length, block, step_tokens)
+    return batch * total * group_size * page_size * largest
+
+
+def _pages(window: int, length: int, page_size: int, step_tokens: int) -> int:
+    if not window:
+        return -(-length // page_size)
+    return -(-min(window - 1 + step_tokens, length) // page_size) + 1
+
+
+def llama_cpp(memory: Memory, batch: int, length: int, swa_full: bool = False) -> int:
+    """Bytes that llama.cpp allocates for `batch` sequences with a context of `length` tokens each,
+    K and V in f16 and one cache for all sequences (`--kv-unified`)."""
+    cells = -(-batch * length // CELLS) * CELLS
+    total = 0
+    for store in memory.stores:
+        held = cells
+        if store.kind == WINDOW and not swa_full:
+            held = -(-min(cells, store.window * batch + UBATCH) // CELLS) * CELLS
+        states = batch * FLOAT32_BYTES * sum(state.size for state in store.states)
+        total += held * position_nbytes(store, 'float16') + states
+    return total

@@ -1,0 +1,106 @@
+"""The account of a model's memory in a terminal, as rich tables."""
+from itertools import groupby
+
+from rich.table import Table
+
+from config.sizes import nice_bytes
+from kv.tables import titled
+
+
+def print_account(found: dict, console) -> None:
+    """Print the tables and notes of `kv.models.account.account`."""
+    plain = dict(highlight=False, soft_wrap=True)
+    title = (f"{found['model_type']}: {found['n_layer']} layers, {found['batch']} x "
+             f"{found['max_seq_len']:,} tokens, K and V in {found['kv_dtype']}")
+    console.print(store_table(found, title))
+    console.print(f"{found['bytes_per_token']:,.1f} bytes per token; each further token adds "
+                  f"{found['bytes_per_further_token']:,}\n", **plain)
+    console.print(dtype_table(found))
+    console.print(engine_table(found))
+    for line in notes(found):
+        console.print(line, **plain)
+
+
+def store_table(found: dict, title: str):
+    """A row per kind of store; layers with equal stores are one row."""
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    for name, justify in (('kind', 'left'), ('layers', 'left'), ('holds', 'right'),
+                          ('at each position', 'left'), ('states', 'left'),
+                          ('bytes', 'right')):
+        table.add_column(name, justify=justify, no_wrap=name in ('kind', 'holds', 'bytes'))
+
+    def form(row):
+        return (row['kind'], row['holds'], str(row['parts']), str(row['states']),
+                len(row['layers']) > 1)
+    for _, group in groupby(sorted(found['stores'], key=form), form):
+        rows = list(group)
+        first = rows[0]
+        writers = ranges([row['layers'][0] for row in rows])
+        readers = [i for row in rows for i in row['layers'][1:]]
+        layers = writers + (f", read by {ranges(readers)}" if readers else '')
+        parts = ', '.join(f'{name} {heads} x {width}' if heads > 1 else f'{name} {width}'
+                          for name, (heads, width) in first['parts'].items())
+        states = ', '.join(f"{name} {' x '.join(map(str, shape))}"
+                           for name, shape in first['states'].items())
+        nbytes = sum(row['bytes'] for row in rows)
+        table.add_row(first['kind'], layers, f"{first['holds']:,}" if parts else '', parts, states,
+                      f'{nbytes:,}')
+    table.add_section()
+    table.add_row('total', '', '', '', '', f"{found['bytes']:,}", style='bold')
+    return titled(title, table)
+
+
+def ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2 5'."""
+    pieces = []
+    for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        run = [n for _, n in group]
+        pieces.append(str(run[0]) if len(run) == 1 else f'{run[0]}-{run[-1]}')
+    return ' '.join(pieces)
+
+
+def dtype_table(found: dict):
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    table.add_column('K and V in')
+    for name in found['by_dtype']:
+        table.add_column(name, justify='right')
+    table.add_row('bytes', *(f'{n:,}' for n in found['by_dtype'].values()))
+    return table
+
+
+def engine_table(found: dict):
+    """What engines allocate beside what is needed, and how many sequences fit into a budget."""
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    fit = found.get('fit')
+    for name in ('', 'bytes', 'of needed', *(['fit in the budget'] * bool(fit))):
+        table.add_column(name, justify='right' if name else 'left', no_wrap=True)
+    base = found['by_dtype'][found['dtype']]
+    for name, n in {'needed': base, **found['engines']}.items():
+        cells = [name, '-' if n is None else f'{n:,}', '-' if n is None else f'{n / base:.2f}x']
+        if fit:
+            cells.append('-' if fit[name] is None else f'{fit[name]:,}')
+        table.add_row(*cells)
+    return titled(f"\nwhat engines allocate for K and V in {found['dtype']} (llama.cpp: f16)", table)
+
+
+def notes(found: dict) -> list[str]:
+    """What the reader should know about the account, and the same model with nanoKV's plan."""
+    lines = []
+    if not found['defaults']:
+        lines.append('Note: only what the config says is known; settings that it leaves to its '
+                     "class are filled in with transformers (pip install 'transformers>=5.23').")
+    lines += [f'Note: {line}.' for line in found['assumed']]
+    for name, value in found['unread'].items():
+        lines.append(f'Note: this config has {name}={_short(value)}, which is not accounted for.')
+    if like := found.get('like'):
+        lines.append(
+            f"\nwith nanoKV's plan (LLLLLG/AABBBC, global K/V tied, W={like['window']:,}, one K/V "
+            f"head of {like['head_dim']}, int8): {like['bytes']:,} bytes "
+            f"({nice_bytes(like['bytes'])}), {like['smaller']:.0f}x smaller. What it costs is "
+            f"measured on small models only: row '{like['priced_by']}' of README's ladder.")
+    return lines
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + '...'

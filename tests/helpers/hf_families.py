@@ -1,0 +1,82 @@
+"""Tiny configs of transformers' families, one for each way to remember: sizes differ from each
+other, so that a formula with the wrong one of them gives another number."""
+
+_HEADS = dict(vocab_size=99, hidden_size=48, intermediate_size=40, num_hidden_layers=6,
+              num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+              eos_token_id=2)
+_GQA = _HEADS | dict(num_key_value_heads=2)
+_WIDE = _GQA | dict(head_dim=20)
+_WINDOW = _WIDE | dict(sliding_window=7)
+_EXPERTS = dict(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+                topk_group=1, first_k_dense_replace=1)
+_MLA = _HEADS | dict(num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=14, qk_rope_head_dim=6,
+                     qk_nope_head_dim=10, v_head_dim=11)
+_INDEXED = dict(index_n_heads=2, index_head_dim=8, index_topk=4)
+_DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=10,
+              linear_value_head_dim=12, linear_conv_kernel_dim=4)
+_KDA = dict(linear_num_heads=4, linear_head_dim=9, linear_conv_kernel_dim=4, num_experts=4)
+_MAMBA = dict(mamba_d_state=5, mamba_d_conv=4)
+_MAMBA2 = _MAMBA | dict(mamba_expand=2, mamba_n_heads=8, mamba_d_head=12, mamba_n_groups=2,
+                        mamba_chunk_size=8)
+_OLD_MAMBA = dict(vocab_size=99, hidden_size=48, num_hidden_layers=3, state_size=5, conv_kernel=4)
+_OLD = dict(vocab_size=99, n_embd=48, n_layer=3, n_head=4, n_positions=64)
+_SHARED = _WINDOW | dict(num_kv_shared_layers=2, hidden_size_per_layer_input=8,
+                         vocab_size_per_layer_input=99,
+                         layer_types=['sliding_attention', 'sliding_attention',
+                                      'full_attention'] * 2)
+
+FAMILIES = {
+    # every position, or the same window in every layer
+    'gpt2': _OLD, 'gptj': _OLD | dict(rotary_dim=4), 'gpt_neox': _HEADS, 'opt': _HEADS | dict(
+        ffn_dim=40, word_embed_proj_dim=48),
+    'bloom': dict(vocab_size=99, hidden_size=48, n_layer=3, n_head=4),
+    'gpt_bigcode': _OLD,  # multi-query
+    'falcon': dict(vocab_size=99, hidden_size=48, num_hidden_layers=3, num_attention_heads=4),
+    'phi': _GQA, 'phi3': _GQA | dict(sliding_window=7), 'stablelm': _GQA | dict(hidden_size=64),
+    'llama': _WIDE, 'qwen3': _WIDE, 'gemma': _WIDE, 'mistral': _WINDOW, 'ministral': _WINDOW,
+    'mixtral': _WINDOW | dict(num_local_experts=2),
+    # windows in some layers
+    'qwen2': _GQA | dict(use_sliding_window=True, sliding_window=7, max_window_layers=2),
+    'gemma2': _WINDOW, 'gemma3_text': _WINDOW, 'cohere2': _WINDOW,
+    'gpt_oss': _WINDOW | dict(num_local_experts=4),
+    'olmo3': _GQA | dict(sliding_window=7), 'exaone4': _GQA | dict(sliding_window=7),
+    'llama4_text': _WIDE | dict(attention_chunk_size=7, num_local_experts=2, intermediate_size_mlp=40,
+                                no_rope_layer_interval=3),
+    'modernbert-decoder': _HEADS | dict(sliding_window=7, local_attention=7),
+    'mimo_v2_flash': _WINDOW | dict(v_head_dim=11, swa_num_key_value_heads=4),
+    # shared by layers
+    'gemma3n_text': _SHARED | dict(laurel_rank=4, intermediate_size=[40] * 6,
+                                   activation_sparsity_pattern=[0.0] * 6),
+    'gemma4_text': _SHARED,  # heads of 512 in its global layers
+    # latents
+    'deepseek_v2': _MLA | _EXPERTS, 'deepseek_v3': _MLA | _EXPERTS, 'minicpm3': _MLA,
+    'deepseek_v32': _MLA | _EXPERTS | _INDEXED, 'glm_moe_dsa': _MLA | _EXPERTS | _INDEXED,
+    'longcat_flash': _MLA | dict(num_layers=3, head_dim=6, ffn_hidden_size=40,
+                                 expert_ffn_hidden_size=16, n_routed_experts=4, moe_topk=2),
+    # recurrent states, beside attention in other layers or in the same
+    'qwen3_next': _WIDE | _DELTA | dict(moe_intermediate_size=16, num_experts=4,
+                                        shared_expert_intermediate_size=16, num_experts_per_tok=2),
+    'qwen3_5_text': _WIDE | _DELTA, 'olmo_hybrid': _GQA | _DELTA,
+    'kimi_linear': _MLA | _EXPERTS | _KDA, 'bailing_hybrid': _MLA | _EXPERTS | _KDA,
+    'minimax': _WIDE | dict(num_local_experts=2),
+    'jamba': _GQA | _MAMBA | dict(attn_layer_period=3, attn_layer_offset=1, num_experts=2,
+                                  use_mamba_kernels=False),
+    'bamba': _GQA | _MAMBA2 | dict(attn_layer_indices=[2, 5]),
+    'granitemoehybrid': _GQA | _MAMBA2 | dict(layer_types=['mamba', 'mamba', 'attention'] * 2,
+                                              num_local_experts=4, shared_intermediate_size=16),
+    'falcon_h1': _GQA | _MAMBA2 | dict(mamba_d_ssm=96),
+    'nemotron_h': _WIDE | dict(
+        layers_block_type=['mamba', 'attention', 'mlp'] * 2, ssm_state_size=5, conv_kernel=4,
+        mamba_num_heads=8, mamba_head_dim=12, n_groups=2, chunk_size=8),
+    'zamba': _HEADS | _MAMBA | dict(
+        num_key_value_heads=4, n_mamba_heads=2, use_mamba_kernels=False,
+        layers_block_type=['mamba', 'mamba', 'hybrid'] * 2),
+    'zamba2': _HEADS | _MAMBA | dict(
+        num_key_value_heads=4, mamba_expand=2, n_mamba_heads=8, mamba_headdim=12, mamba_ngroups=2,
+        chunk_size=8, layers_block_type=['mamba', 'mamba', 'hybrid'] * 2),
+    'lfm2': _GQA | dict(conv_L_cache=3, layer_types=['conv', 'conv', 'full_attention'] * 2),
+    'recurrent_gemma': _WIDE | dict(lru_width=44, conv1d_width=4, attention_window_size=7),
+    # states alone
+    'mamba': _OLD_MAMBA, 'falcon_mamba': _OLD_MAMBA,
+    'mamba2': _OLD_MAMBA | dict(num_heads=8, head_dim=12, n_groups=2, chunk_size=8),
+}

@@ -1,0 +1,264 @@
+"""The account of other people's models: by hand, without their packages, and with damaged configs."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from interop.configuration_nanokv import NanoKVConfig
+from kv import account
+from kv.__main__ import main
+from kv.models import engines
+from kv.models.config import completed, read_config
+from kv.models.memory import memory_of
+from kv.plan import plan_kv
+
+ROOT = Path(__file__).resolve().parents[3]
+LLAMA = dict(model_type='llama', hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+             num_key_value_heads=8)
+# what its config.json says: the rest are defaults of its class (8 heads, 4 for K/V, of 256; five
+# windows to one global layer)
+GEMMA_3 = dict(model_type='gemma3', torch_dtype='bfloat16', text_config=dict(
+    model_type='gemma3_text', hidden_size=2560, num_hidden_layers=34, sliding_window=1024))
+MISTRAL = LLAMA | dict(model_type='mistral', sliding_window=4096)
+STATES = dict(num_hidden_layers=4, num_attention_heads=4, hidden_size=32, head_dim=8,
+              layer_types=['linear_attention', 'full_attention'] * 2, linear_num_heads=2,
+              linear_head_dim=8, linear_conv_kernel_dim=4)
+STACK = dict(n_layer=12, n_head=12, n_embd=768, n_kv_head=1, layer_pattern='LLLLLG',
+             kv_share='AABBBC', share_global_kv=True, window_size=256, pos_embedding='rope')
+
+
+@pytest.fixture
+def without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'transformers', None)
+
+
+def write(folder, config):
+    folder.mkdir(exist_ok=True)
+    (folder / 'config.json').write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(folder)
+
+
+def test_llama_by_hand():
+    found = account(LLAMA, batch=3, max_seq_len=1000, kv_dtype='bfloat16')
+    assert found['bytes'] == 3 * 1000 * 32 * 2 * 8 * 128 * 2
+    assert found['by_dtype']['int8'] == 3 * 1000 * 32 * 2 * 8 * (128 + 2)
+    assert found['bytes_per_further_token'] == 32 * 2 * 8 * 128 * 2
+    assert found['engines']['vLLM, decode'] == 3 * 1008 * 32 * 2 * 8 * 128 * 2
+    assert found['engines']['llama.cpp'] == 3072 * 32 * 2 * 8 * 128 * 2
+    assert found['unread'] == {} and found['assumed'] == []
+
+
+def test_gemma_3_by_hand():
+    found = account(GEMMA_3, max_seq_len=32768)
+    position = 2 * 4 * 256 * 2
+    assert found['bytes'] == (5 * 32768 + 29 * 1024) * position
+    assert [row['layers'] for row in found['stores'] if row['kind'] == 'full'] == [
+        [5], [11], [17], [23], [29]]
+    # seven groups of five layers, one of them padded; a step of 8,192 tokens
+    pages = 32768 // 16 + 6 * (-(-(1023 + 8192) // 16) + 1)
+    assert found['engines']['vLLM, prefill'] == pages * 5 * 16 * position
+    cells = 5 * 32768 + 29 * (1024 + 512)
+    assert found['engines']['llama.cpp'] == cells * position
+    assert found['engines']['llama.cpp --swa-full'] == 34 * 32768 * position
+
+
+def test_states_by_hand():
+    found = account(STATES, batch=2, max_seq_len=10, kv_dtype='int8')
+    state = 3 * 2 * 8 * 3 * 2 + 2 * 8 * 8 * 4  # inputs of the convolutions in bfloat16
+    assert found['bytes'] == 2 * (2 * state + 2 * 10 * 2 * 4 * (8 + 2))
+    assert found['engines']['vLLM, decode'] is None
+
+
+def test_the_dtype_of_states_that_follow_the_model():
+    conv, recurrent = 3 * 2 * 8 * 3, 2 * 8 * 8 * 4
+    for kv_dtype, dtype, size in (('float32', '', 4), ('int8', 'float32', 4), ('float16', '', 2)):
+        found = account(STATES, max_seq_len=10, kv_dtype=kv_dtype, dtype=dtype)
+        states = [row['bytes'] for row in found['stores'] if row['kind'] == 'state']
+        assert states == [conv * size + recurrent] * 2
+
+
+def test_our_own_exported_models():
+    plan = plan_kv(GPTConfig(**STACK))
+    config = NanoKVConfig(nanokv=STACK).to_dict()
+    for kv_dtype in ('bfloat16', 'int8', 'int4'):
+        found = account(config, batch=2, max_seq_len=1000, kv_dtype=kv_dtype)
+        assert found['bytes'] == plan.nbytes(2, 1000, kv_dtype)
+    assert [row['layers'] for row in found['stores']] == [list(slot.layers) for slot in plan.slots]
+
+
+@pytest.mark.parametrize('change', [dict(kv_tied='all'), dict(key_offset=True), dict(
+    kv_latent=64, rope_fraction_global=0.0)])
+def test_our_own_mechanisms(change):
+    plan = plan_kv(GPTConfig(**STACK | change))
+    found = account({'nanokv': STACK | change}, batch=2, max_seq_len=1000)
+    assert found['bytes'] == plan.nbytes(2, 1000, 'bfloat16')
+
+
+def test_like_nanokv():
+    found = account(GEMMA_3, batch=2, max_seq_len=8192, like='nanokv')
+    plan = plan_kv(GPTConfig(n_layer=34, n_head=8, n_embd=2048, n_kv_head=1, window_size=1024,
+                             layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True))
+    assert plan.head_dim == 256
+    assert found['like']['bytes'] == plan.nbytes(2, 8192, 'int8')
+    assert found['like']['smaller'] == found['bytes'] / found['like']['bytes']
+
+
+def test_a_budget_of_exactly_n_sequences_holds_n():
+    one = account(GEMMA_3, max_seq_len=5000, kv_dtype='int8')
+    found = account(GEMMA_3, max_seq_len=5000, kv_dtype='int8', budget=7 * one['bytes'])
+    assert found['fit']['needed, int8'] == 7
+    for name, nbytes in one['engines'].items():
+        assert found['fit'][name] == 7 * one['bytes'] // nbytes
+
+
+def test_keys_that_may_hold_memory_are_told(without_transformers):
+    odd = dict(foo_state_size=16, bar_window=3, use_cache=True, some_cache=None, q_lora_rank=64)
+    assert account(LLAMA | odd)['unread'] == {'bar_window': 3, 'foo_state_size': 16}
+
+
+def test_keys_that_the_class_does_not_know_are_told():
+    assert account(LLAMA | dict(foo_state_size=16))['unread'] == {'foo_state_size': 16}
+
+
+def test_what_a_config_leaves_to_its_class(without_transformers):
+    found = account(MISTRAL, max_seq_len=8192)
+    assert found['defaults'] == '' and 'windows of 4096' in found['assumed'][0]
+    assert {row['holds'] for row in found['stores']} == {8192}
+    with pytest.raises(UserError, match='no num_attention_heads'):
+        account(GEMMA_3)
+
+
+def test_forms_older_than_layer_types(without_transformers):
+    def kinds(**changes):
+        return [row['kind'] for row in account(LLAMA | dict(num_hidden_layers=6) | changes)['stores']]
+    full, window = 'full', 'window'
+    assert kinds(sliding_window=9, sliding_window_pattern=3) == [window, window, full] * 2
+    assert kinds(sliding_window=9, sliding_window_pattern='LLG') == [window, window, full] * 2
+    assert kinds(sliding_window=9, use_sliding_window=False) == [full] * 6
+    assert kinds(sliding_window=9, use_sliding_window=True, max_window_layers=4) == (
+        [full] * 4 + [window] * 2)
+    delta = dict(linear_num_heads=2, linear_head_dim=8, linear_conv_kernel_dim=4)
+    assert kinds(full_attention_interval=3, **delta) == ['state', 'state', full] * 2
+
+
+def test_with_the_class_equals_a_config_that_says_all():
+    """Llama's class adds nothing, Mistral's says that all layers have the window."""
+    assert account(LLAMA)['by_dtype'] == account({**LLAMA, 'model_type': 'unheard of'})['by_dtype']
+    said = MISTRAL | dict(model_type='unheard of', layer_types=['sliding_attention'] * 32)
+    assert account(MISTRAL)['by_dtype'] == account(said)['by_dtype']
+
+
+@pytest.mark.parametrize('config, message', [
+    (dict(num_hidden_layers=2), 'no num_attention_heads or'),
+    (LLAMA | dict(num_hidden_layers=0), 'num_hidden_layers=0'),
+    (LLAMA | dict(num_key_value_heads='8'), "'8' for its K/V heads"),
+    (LLAMA | dict(hidden_size=4097), 'not a multiple of its 32 heads'),
+    (LLAMA | dict(layer_types=['full_attention']), 'layer_types for 1 of them'),
+    (LLAMA | dict(layer_types=['full_attention'] * 31 + ['telepathy']), "'telepathy'"),
+    (LLAMA | dict(layer_types=['sliding_attention'] * 32), 'no sliding_window'),
+    (LLAMA | dict(num_kv_shared_layers=32), 'num_kv_shared_layers=32 of 32'),
+    (LLAMA | dict(num_hidden_layers=2, sliding_window=4, num_kv_shared_layers=1,
+                  layer_types=['full_attention', 'sliding_attention']), 'no layer before them'),
+    (LLAMA | dict(layer_types=['linear_attention'] * 32), 'nothing known about their state'),
+    (LLAMA | dict(kv_lora_rank=512), 'no qk_rope_head_dim')])
+def test_contradictory_configs(config, message, without_transformers):
+    with pytest.raises(UserError, match=message):
+        account(config)
+
+
+def test_a_config_that_its_class_refuses():
+    with pytest.raises(UserError, match="not valid for transformers' LlamaConfig"):
+        account(LLAMA | dict(num_hidden_layers='many'))
+
+
+@pytest.mark.parametrize('options, message', [
+    (dict(batch=0), 'batch=0'), (dict(max_seq_len=0), 'max_seq_len=0'),
+    (dict(kv_dtype='fp3'), "kv_dtype='fp3'"), (dict(like='magic'), "like='magic'")])
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=message):
+        account(LLAMA, **options)
+
+
+def test_pages_of_different_sizes():
+    """Twice the heads in the windows: pages of the others have twice the positions. Widths that do
+    not divide each other are refused by vLLM."""
+    base = dict(num_hidden_layers=4, num_attention_heads=8, hidden_size=64, sliding_window=32,
+                num_key_value_heads=2, layer_types=['sliding_attention', 'full_attention'] * 2)
+    twice = memory_of(base | dict(swa_num_key_value_heads=4))
+    full, window = -(-1000 // 32), -(-32 // 16) + 1
+    assert engines.vllm(twice, 3, 1000, 'bfloat16', step_tokens=1) == (
+        3 * (full + window) * 2 * 16 * 2 * 4 * 8 * 2)
+    assert engines.vllm(memory_of(base | dict(swa_num_key_value_heads=3)), 1, 1000,
+                        'bfloat16') is None
+
+
+def test_nothing_is_needed_but_the_standard_library():
+    program = ("import sys\nfor name in ('torch', 'transformers', 'rich', 'numpy'):\n"
+               f'    sys.modules[name] = None\nfrom kv import account\n'
+               f"print(account({LLAMA!r}, max_seq_len=10)['bytes'])")
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f'{10 * 32 * 2 * 8 * 128 * 2}\n', '')
+
+
+# -- python -m kv ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name', ['', '/config.json'])
+def test_the_program(name, tmp_path, capsys):
+    main([write(tmp_path / 'model', GEMMA_3) + name, '--max_seq_len=32768', '--budget=80GB',
+          '--like=nanokv', '--json=True'])
+    *lines, last = capsys.readouterr().out.splitlines()
+    found, text = json.loads(last), ' '.join(' '.join(lines).split())
+    assert found == account(GEMMA_3, max_seq_len=32768, budget=80 * 10 ** 9, like='nanokv')
+    assert '5 11 17 23 29' in text and f"{found['bytes']:,}" in text
+    assert "with nanoKV's plan" in text and '34x smaller' in text
+
+
+def test_settings_of_vllm(tmp_path, capsys):
+    main([write(tmp_path / 'model', GEMMA_3), '--page_size=32', '--step_tokens=512', '--json=True'])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found['engines'] == account(GEMMA_3, page_size=32, step_tokens=512)['engines']
+
+
+@pytest.mark.parametrize('config, message', [
+    ('{', 'cannot be read'), ('[]', 'holds list, not an object'), (LLAMA | dict(
+        num_hidden_layers=True), 'num_hidden_layers'), ({}, 'no num_hidden_layers')])
+def test_damaged_files_are_one_line(config, message, tmp_path):
+    done = subprocess.run([sys.executable, '-m', 'kv', write(tmp_path / 'model', config)], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['nowhere/config.json'], 'no such folder or config.json'),
+    (['MODEL', '--n_head=3'], 'is in its config'), (['MODEL', '--svg=x.svg'], 'is in its config'),
+    (['MODEL', 'MODEL'], 'one model at a time'), (['--like=nanokv'], 'models of Hugging Face'),
+    (['config/train_gpt2.py', '--page_size=32'], 'models of Hugging Face')])
+def test_mistakes(argv, message, tmp_path, monkeypatch):
+    model = write(tmp_path / 'model', LLAMA)
+    with pytest.raises(UserError, match=message):
+        main([model if arg == 'MODEL' else arg for arg in argv])
+
+
+def test_a_name_on_the_hub(tmp_path, monkeypatch):
+    """`owner/name` is looked up; without a connection, or the model, the hub's words are shown."""
+    import huggingface_hub
+    path = Path(write(tmp_path / 'model', LLAMA)) / 'config.json'
+    monkeypatch.setattr(huggingface_hub, 'hf_hub_download',
+                        lambda name, file: {('some/llama', 'config.json'): path}[name, file])
+    assert read_config('some/llama') == LLAMA
+    with pytest.raises(UserError, match="'some/other': no such folder, and the hub's config.json"):
+        read_config('some/other')
+
+
+def test_the_text_model_of_several_parts():
+    settings, defaults = completed(GEMMA_3)
+    assert settings['head_dim'] == 256 and 'Gemma3TextConfig' in defaults
+    nested = dict(model_type='unheard of', dtype='float16', language_config=dict(
+        text_config=LLAMA))
+    settings, defaults = completed(nested)
+    assert settings == LLAMA | dict(dtype='float16') and defaults == ''

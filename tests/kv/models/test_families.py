@@ -1,0 +1,55 @@
+"""The account equals what transformers allocates, to the byte, for every way to remember."""
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kv.models import engines
+from kv.models.config import completed
+from kv.models.memory import memory_of
+from tests.helpers.hf_families import FAMILIES
+
+QUICK = ['gemma3n_text', 'deepseek_v32', 'qwen3_next', 'falcon_h1']
+# below the windows of 7, at them and past them; a cache lacks the last of the new tokens
+PROMPTS, N_NEW = (3, 5, 11), 3
+STATES_IN_MODULES = {'recurrent_gemma'}
+
+
+def nbytes(cache, model) -> int:
+    """Bytes of all tensors with more than one dimension in a cache's layers."""
+    found = [getattr(cache, 'linear_cache', [])]
+    for layer in cache.layers:
+        found += [value.values() if isinstance(value, dict) else [value]
+                  for value in vars(layer).values()]
+    found += [[value for name, value in vars(module).items() if 'state' in name]
+              for module in model.modules() if model.config.model_type in STATES_IN_MODULES]
+    return sum(x.nbytes for each in found for x in each if torch.is_tensor(x) and x.dim() > 1)
+
+
+def check(family, prompts, batches):
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    memory = memory_of(completed(config.to_dict())[0])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for n in prompts:
+        for batch in batches:
+            prompt = torch.randint(3, 99, (batch, n))
+            for kind, allocated in ((None, engines.transformers_dynamic),
+                                    ('static', engines.transformers_static)):
+                out = model.generate(prompt, max_new_tokens=N_NEW, min_new_tokens=N_NEW,
+                                     do_sample=False, return_dict_in_generate=True,
+                                     cache_implementation=kind)
+                cache = out.get('past_key_values')
+                cache = out['cache_params'] if cache is None else cache
+                expected = allocated(memory, batch, n + N_NEW - 1, 'bfloat16')
+                assert nbytes(cache, model) == expected, (kind, n, batch)
+
+
+@pytest.mark.parametrize('family', QUICK)
+def test_what_is_allocated(family):
+    check(family, prompts=(11,), batches=(2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('family', FAMILIES)
+def test_what_is_allocated_at_all_lengths(family):
+    check(family, PROMPTS, batches=(1, 3))
