@@ -15,22 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kv import account
+
 PASSED = ('max_model_len', 'max_num_batched_tokens', 'dtype', 'gpu_memory_utilization')
-ELEMENT = {'float32': 4, 'bfloat16': 2, 'float16': 2}
-
-
-def planned(config: dict, tokens: int, dtype: str) -> int:
-    """Bytes by arithmetic: each layer that owns its K and V stores all tokens or a window; K and V
-    are one tensor where they are tied or a latent. (vLLM stores that tensor twice.)"""
-    found, fields = 0, config['nanokv']
-    for i, (owner, kind) in enumerate(zip(config['kv_owners'], config['layer_types'])):
-        local = kind == 'sliding_attention'
-        latent = 0 if local else fields.get('kv_latent', 0)
-        tied = latent or fields.get('kv_tied') in ('all', 'none' if local else 'global')
-        positions = min(config['sliding_window'], tokens) if local else tokens
-        width = latent or config['num_key_value_heads'] * config['head_dim']
-        found += (owner == i) * positions * (1 if tied else 2) * width
-    return found * ELEMENT[dtype]
+DTYPES = 'float32', 'bfloat16', 'float16'
 
 
 def vanilla(config: dict, tokens: int) -> dict:
@@ -77,9 +65,8 @@ def compare(args) -> dict:
                 sys.exit(f'error: {name}: vLLM failed; its output is above')
             found[name] = json.loads(done.stdout.splitlines()[-1])
             found['vllm'] = found[name].pop('vllm')
-    heads = config['num_attention_heads'] * config['head_dim']
-    found['ours']['planned'] = planned(config, tokens, dtype)
-    found['vanilla']['planned'] = config['num_hidden_layers'] * tokens * 2 * heads * ELEMENT[dtype]
+    for name, settings in (('ours', config), ('vanilla', vanilla(config, tokens))):
+        found[name]['planned'] = account(settings, max_seq_len=tokens, kv_dtype=dtype)['bytes']
     for name in ('bytes_per_request', 'planned'):
         found[f'smaller_{name}'] = found['vanilla'][name] / found['ours'][name]
     return found
@@ -92,7 +79,7 @@ def main():
     add('folder', help='a folder of interop.export')
     add('--max_model_len', type=int, default=8192, help='tokens of a request (%(default)s)')
     add('--max_num_batched_tokens', type=int, default=512, help='tokens of a step (%(default)s)')
-    add('--dtype', default='bfloat16', choices=ELEMENT, help='(%(default)s)')
+    add('--dtype', default='bfloat16', choices=DTYPES, help='(%(default)s)')
     add('--gpu_memory_utilization', type=float, default=0.2,
         help='share of memory for vLLM (%(default)s)')
     add('--json', action='store_true', help='end with one JSON document on the last line')

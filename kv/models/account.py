@@ -11,6 +11,7 @@ from kv.report import REPORTED_DTYPES
 
 LIKE_WINDOW = 1024  # of `like_nanokv`, where the model has no windows
 LADDER_ROW = '+ int8 KV'
+NANOKV = 'nanokv'
 
 
 def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str = 'bfloat16',
@@ -27,7 +28,7 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
                     states, bytes_per_position, bytes
         bytes, bytes_per_token, bytes_per_further_token   of all stores together
         by_dtype    {kv_dtype: bytes}
-        engines     {engine: bytes allocated, None where it is not known}
+        engines     {engine: bytes allocated}; None: not known, or it cannot run the model
         unread      keys of the config that may describe memory that is not counted
         assumed     what the config does not say, in words
         defaults    where settings that the config leaves out come from; '' = unknown
@@ -40,7 +41,7 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
     for name, value in (('max_seq_len', max_seq_len), ('batch', batch)):
         if value < 1:
             raise UserError(f'{name}={value}: must be at least 1')
-    if like not in ('', 'nanokv'):
+    if like not in ('', NANOKV):
         raise UserError(f"like={like!r}: 'nanokv' is all there is")
     memory, defaults = _memory(config)
     dtype = dtype or (kv_dtype if kv_dtype in ('float32', 'float16') else 'bfloat16')
@@ -69,8 +70,8 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
 
 
 def _memory(config: dict) -> tuple[Memory, str]:
-    if isinstance(config.get('nanokv'), dict):
-        return memory_of_plan(plan_kv(GPTConfig(**config['nanokv']))), 'config.json'
+    if isinstance(config.get(NANOKV), dict):
+        return memory_of_plan(plan_kv(GPTConfig(**config[NANOKV]))), 'config.json'
     settings, defaults = completed(config)
     return memory_of(settings, complete=bool(defaults)), defaults
 
@@ -84,17 +85,24 @@ def memory_of_plan(plan: KVPlan) -> Memory:
         parts = (one,) if slot.tied else (one, Part('V', slot.n_kv_head, slot.head_dim))
         half = (State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2)),) * slot.offset
         stores.append(Store(WINDOW if slot.window else FULL, slot.layers, parts, slot.window, half))
-    return Memory(tuple(stores), len(plan.layers), plan.n_head, plan.head_dim, 'nanokv', {})
+    return Memory(tuple(stores), len(plan.layers), plan.n_head, plan.head_dim, NANOKV, {})
 
 
 def allocated(memory: Memory, batch: int, length: int, dtype: str, **vllm) -> dict:
-    """{engine: bytes for K and V in `dtype`}; llama.cpp's are always in f16."""
-    return {'transformers, dynamic': engines.transformers_dynamic(memory, batch, length, dtype),
-            'transformers, static': engines.transformers_static(memory, batch, length, dtype),
-            'vLLM, prefill': engines.vllm(memory, batch, length, dtype, **vllm),
-            'vLLM, decode': engines.vllm(memory, batch, length, dtype, **vllm | {'step_tokens': 1}),
-            'llama.cpp': engines.llama_cpp(memory, batch, length),
-            'llama.cpp --swa-full': engines.llama_cpp(memory, batch, length, swa_full=True)}
+    """{engine: bytes for K and V in `dtype`}; llama.cpp's are always in f16. None where it is not
+    known, or the engine cannot run the model."""
+    found = {
+        'transformers, dynamic': engines.transformers_dynamic(memory, batch, length, dtype),
+        'transformers, static': engines.transformers_static(memory, batch, length, dtype),
+        'vLLM, prefill': engines.vllm(memory, batch, length, dtype, **vllm),
+        'vLLM, decode': engines.vllm(memory, batch, length, dtype, **vllm | {'step_tokens': 1}),
+        'llama.cpp': engines.llama_cpp(memory, batch, length),
+        'llama.cpp --swa-full': engines.llama_cpp(memory, batch, length, swa_full=True)}
+    if memory.model_type == NANOKV:
+        tied = any(len(store.parts) == 1 for store in memory.stores)  # our plugin stores it twice
+        unknown = ('llama.cpp', *['vLLM'] * tied)
+        found |= {name: None for name in found if name.startswith(unknown)}
+    return found
 
 
 def like_nanokv(memory: Memory, batch: int, length: int, nbytes: int) -> dict:

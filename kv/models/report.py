@@ -75,7 +75,10 @@ def engine_table(found: dict):
     for name in ('', 'bytes', 'of needed', *(['fit in the budget'] * bool(fit))):
         table.add_column(name, justify='right' if name else 'left', no_wrap=True)
     base = found['by_dtype'][found['dtype']]
-    for name, n in {'needed': base, **found['engines']}.items():
+    rows = {'needed': base, **found['engines']}
+    if found['kv_dtype'] != found['dtype']:
+        rows = {f"needed, {found['kv_dtype']}": found['bytes'], **rows}
+    for name, n in rows.items():
         cells = [name, '-' if n is None else f'{n:,}', '-' if n is None else f'{n / base:.2f}x']
         if fit:
             cells.append('-' if fit[name] is None else f'{fit[name]:,}')

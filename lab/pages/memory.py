@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections import defaultdict
+from pathlib import Path
 from statistics import mean, stdev
 
 from kv import capacity
@@ -114,6 +116,35 @@ def plan_report() -> str:
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True,
                           env=os.environ | {'COLUMNS': '120'})
     return verbatim(done.stdout.strip())
+
+
+@block
+def account_report() -> str:
+    """The output of `python -m kv` for Gemma 3 4B's config.json."""
+    configs = json.loads((ROOT / 'lab/scripts/kv_calculators.json').read_text(encoding='utf-8'))
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, 'config.json').write_text(json.dumps(configs['Gemma 3 4B']), encoding='utf-8')
+        command = [sys.executable, '-m', 'kv', folder, '--max_seq_len=32768', '--budget=24GB',
+                   '--like=nanokv']
+        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True,
+                              env=os.environ | {'COLUMNS': '100'})
+    return verbatim('\n'.join(textwrap.fill(line, 100) if len(line) > 100 else line
+                              for line in done.stdout.strip().splitlines()))
+
+
+@block
+def calculators() -> str:
+    """What calculators say beside what transformers allocates."""
+    found, rows = load('accounting/calculators'), []
+    others = [name for name in found['versions'] if name != 'transformers']
+    for row in found['rows']:
+        cells = [f"{row['nanokv'] - row['allocated']:+,}".replace('+0', '0'),
+                 *('-' if row[name] is None else f"{row[name] / row['allocated']:.2f}x"
+                   for name in others)]
+        rows.append(f"| {row['model']} | {row['tokens']:,} | {row['allocated']:,} | "
+                    + ' | '.join(cells) + ' |')
+    names = ' | '.join(f"{name} {found['versions'][name]}" for name in others)
+    return table(f'| model | tokens | bytes allocated | ours, difference | {names} |', rows)
 
 
 @block

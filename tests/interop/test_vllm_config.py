@@ -7,7 +7,7 @@ from config.gpt_config import GPTConfig, model_args
 from interop.export import hf_model
 from interop.fields import derived_keys
 from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
-from interop.nanokv_vllm.kv import planned
+from kv import account
 from kv.plan import plan_kv
 from model import GPT
 from tests.helpers.models import FULL_STACK
@@ -29,10 +29,11 @@ def test_it_knows_the_fields_that_there_are():
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-def test_planned_bytes_are_the_plans(shape):
+def test_accounted_bytes_are_the_plans(shape):
     config = GPTConfig(**shape)
     keys = {'nanokv': model_args(config), **derived_keys(config)}
-    assert planned(keys, 40, 'bfloat16') == plan_kv(config).nbytes(1, 40, 'bfloat16')
+    found = account(keys, max_seq_len=40, kv_dtype='bfloat16')
+    assert found['bytes'] == plan_kv(config).nbytes(1, 40, 'bfloat16')
 
 
 @pytest.mark.parametrize('shape', SHAPES)

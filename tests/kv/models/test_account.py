@@ -1,5 +1,6 @@
 """The account of other people's models: by hand, without their packages, and with damaged configs."""
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -202,6 +203,33 @@ def test_nothing_is_needed_but_the_standard_library():
                f"print(account({LLAMA!r}, max_seq_len=10)['bytes'])")
     done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f'{10 * 32 * 2 * 8 * 128 * 2}\n', '')
+
+
+PLAIN = dict(num_hidden_layers=1, num_attention_heads=64)
+LINEAR = PLAIN | dict(layer_types=['linear_attention'])
+EXAMPLES = {  # of docs/accounting.md, a layer of each
+    'Llama 3.1 8B': LLAMA | dict(num_hidden_layers=1),
+    'MiMo-V2-Flash': PLAIN | dict(num_key_value_heads=4, head_dim=192, v_head_dim=128),
+    'Gemma 3 4B': PLAIN | dict(num_key_value_heads=4, head_dim=256, sliding_window=1024,
+                               layer_types=['sliding_attention']),
+    'DeepSeek V3': PLAIN | dict(kv_lora_rank=512, qk_rope_head_dim=64),
+    'Qwen3-Next 80B': LINEAR | dict(
+        linear_num_value_heads=32, linear_num_key_heads=16, linear_key_head_dim=128,
+        linear_value_head_dim=128, linear_conv_kernel_dim=4),
+    '128 heads of 64': LINEAR | dict(mamba_n_heads=128, mamba_d_head=64, mamba_d_state=128,
+                                     mamba_n_groups=1, mamba_d_conv=4, mamba_d_ssm=8192),
+    'Jamba': LINEAR | dict(mamba_expand=2, hidden_size=4096, mamba_d_state=16, mamba_d_conv=4),
+    'RecurrentGemma 2B': LINEAR | dict(lru_width=2560, conv1d_width=4),
+    'LFM2 1.2B': PLAIN | dict(layer_types=['conv'], hidden_size=2048, conv_L_cache=3),
+    'MiniMax-Text-01': LINEAR | dict(head_dim=128, linear_attn_alpha_factor=1)}
+
+
+@pytest.mark.parametrize('name', EXAMPLES)
+def test_the_worked_examples(name):
+    nbytes = account(EXAMPLES[name], max_seq_len=32768)['bytes']
+    [line] = [line for line in (ROOT / 'docs' / 'accounting.md').read_text().splitlines()
+              if re.search(f'\\| {name}[:,]', line)]
+    assert f'= {nbytes:,}' in line
 
 
 # -- python -m kv ----------------------------------------------------------------------------------
