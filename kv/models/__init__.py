@@ -1,1 +1,1 @@
-"""The memory of other people's models: read from their configs, and what engines allocate for it."""
+"""The memory of other people's models, from their configs, and what engines allocate for it."""

@@ -1,7 +1,8 @@
-"""What engines allocate for a model's memory, in bytes, by the rules of their sources. No torch here.
+"""What engines allocate for a model's memory, in bytes, by the rules of their sources. No torch
+here.
 
     needed                 what the next token can attend to, and no more
-    transformers, dynamic  DynamicCache(config=...): grows; windows keep W - 1 positions between steps
+    transformers, dynamic  DynamicCache(config): grows; windows keep W - 1 positions between steps
     transformers, static   StaticCache(config, max_cache_len=T): T positions, or W
     vLLM                   pages of `page_size` positions, of one size for all layers; layers are
                            grouped, and each group has its own pages

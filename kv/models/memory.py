@@ -6,9 +6,9 @@ config. No torch here.
     state     arrays whose size does not depend on the length: recurrent states, and the last
               inputs of short convolutions
 
-Facts are read by the name of their key (`sliding_window`, `kv_lora_rank`, ...), whatever the family
-of the model, so a new family that uses known mechanisms needs no code. A key that sounds like memory
-and was not read is listed in `Memory.unread`: the account may lack something.
+Facts are read by the name of their key (`sliding_window`, `kv_lora_rank`, ...), whatever the
+family of the model, so a new family that uses known mechanisms needs no code. A key that sounds
+like memory and was not read is listed in `Memory.unread`: the account may lack something.
 """
 import re
 from dataclasses import dataclass, replace
@@ -30,18 +30,10 @@ EMPTY = {'mlp', 'moe', 'dense', 'dummy'}
 SUSPICIOUS = re.compile('state|conv|window|chunk|lora_rank|latent|ssm|mamba|recurr|rnn|lru|compress'
                         '|memory|cache|kv_|linear_|delta|index_|_swa|swa_|block_type|layer_type'
                         '|attn_type|attention_type|local_|global_|hybrid|shared_layers')
-# ... but for these, which do not, or only where another key has been read
-HARMLESS = re.compile('^(use_cache|output_hidden_states|initializer_.*|chunk_size_feed_forward'
-                      '|mlp_layer_types|q_lora_rank|num_local_experts|.*shared_expert.*|.*_bias'
-                      '|mamba_dt_rank|(mamba_)?chunk_size|mamba_expand|expand|use_mamba.*'
-                      '|mamba_ssm_cache_dtype|mamba_hidden_act|hidden_mamba_act|ssm_.*multiplier.*'
-                      '|mamba_.*norm.*|linear_attn_(alpha|beta)_factor|no_rope_layer.*'
-                      '|linear_(a_log|dt)_.*|linear_allow_neg_eigval|index_(topk|n_heads).*'
-                      '|moe_latent_size|moe_layer_.*|layer_types|rope_local_base_freq'
-                      '|max_window_layers|use_sliding_window|cache_implementation'
-                      '|prefix_dense_sliding_window_pattern|.*_hidden_states?.*)$')
-
-
+# ... but for these, which do not, or only beside another key that has been read
+HARMLESS = re.compile('(q_lora_rank|mlp_layer_types|num_local_experts|.*shared_expert.*|mamba_expand'
+                      '|(mamba_)?chunk_size|chunk_size_feed_forward|mamba_dt_rank'
+                      '|index_(topk|n_heads)|max_window_layers|ssm_multipliers)$')
 # other ways to say what layer_types says
 SAME_AS_LAYER_TYPES = {
     'sliding_window_pattern', '_sliding_window_pattern', 'full_attention_interval',
@@ -110,15 +102,23 @@ class Facts:
             raise UserError(f'this config has {given}: a whole number of at least 1 is needed')
         return value
 
+    def any(self, holds) -> bool:
+        """Whether there is a key whose name `holds`."""
+        found = list(filter(holds, self.config))
+        self.read.update(found)
+        return bool(found)
+
     def unread(self) -> dict:
         return {name: value for name, value in sorted(self.config.items())
-                if name not in self.read and value not in (None, False, 0, '', [], {})
+                if name not in self.read and value and type(value) in (int, list, dict)
                 and SUSPICIOUS.search(name) and not HARMLESS.match(name)}
 
 
 def memory_of(config: dict, complete: bool = True) -> Memory:
-    """Read a config. config: the contents of config.json, of the text model alone. complete: whether
-    the defaults of its class are filled in (`kv.models.config.completed`).
+    """Read a config.
+
+    config: the contents of config.json, of the text model alone. complete: whether the defaults of
+    its class are filled in (`kv.models.config.completed`).
 
     Raises:
         UserError: if a necessary fact is missing, is no whole number, or contradicts another.

@@ -83,7 +83,8 @@ def engine_table(found: dict):
         if fit:
             cells.append('-' if fit[name] is None else f'{fit[name]:,}')
         table.add_row(*cells)
-    return titled(f"\nwhat engines allocate for K and V in {found['dtype']} (llama.cpp: f16)", table)
+    title = f"\nwhat engines allocate for K and V in {found['dtype']} (llama.cpp: f16)"
+    return titled(title, table)
 
 
 def notes(found: dict) -> list[str]:

@@ -1,5 +1,5 @@
-"""What layers hold that do not store positions: recurrent states, and the last inputs of their short
-convolutions. No torch here. By the keys of the config that say so:
+"""What layers hold that do not store positions: recurrent states, and the last inputs of their
+short convolutions. No torch here. By the keys of the config that say so:
 
     linear_num_value_heads      gated DeltaNet: a matrix per head (Yang et al. 2024; Qwen3-Next)
     linear_num_heads            Kimi delta attention, lightning: a square matrix per head
@@ -48,7 +48,7 @@ def states_of(facts, kind: str) -> tuple[State, ...]:
     for name, read in FORMS.items():
         if facts.get(name):
             return read(facts)
-    if any(name.startswith(('linear_attn_', 'linear_full_attn_')) for name in facts.config):
+    if facts.any(lambda name: name.startswith(('linear_attn_', 'linear_full_attn_'))):
         heads, width = facts.count('num_attention_heads'), facts.get('head_dim')
         width = width or facts.count('hidden_size') // heads
         return (State(RECURRENT, (heads, width, width)),)

@@ -1,12 +1,13 @@
-"""KV bytes of ten well-known models: ours and two public calculators beside what transformers allocates.
+"""KV bytes of ten well-known models: what transformers allocates, what we say, and what two public
+calculators say.
 
     pip install --no-deps hf-mem==0.5.6 hf-vram-calc==1.0.9 accelerate
     python lab/scripts/kv_calculators.py --save=results/accounting/calculators.json
 
-The models' configs are in kv_calculators.json, with the keys that say something about memory. Each
-model is built in full on torch's meta device, where tensors have shapes but no data, and reads the
-tokens; the bytes of its cache's tensors are what is true. Mixtures of experts are built dense: which
-expert a token goes to cannot be computed there, and experts store nothing.
+The models' configs are in kv_calculators.json, with the keys that say something about memory.
+Each model is built in full on torch's meta device, where tensors have shapes but no data, and reads
+the tokens; the bytes of its cache's tensors are what is true. Mixtures of experts are built dense:
+which expert a token goes to cannot be computed there, and experts store nothing.
 """
 import argparse
 import importlib.metadata

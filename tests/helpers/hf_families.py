@@ -40,14 +40,15 @@ FAMILIES = {
     'gemma2': _WINDOW, 'gemma3_text': _WINDOW, 'cohere2': _WINDOW,
     'gpt_oss': _WINDOW | dict(num_local_experts=4),
     'olmo3': _GQA | dict(sliding_window=7), 'exaone4': _GQA | dict(sliding_window=7),
-    'llama4_text': _WIDE | dict(attention_chunk_size=7, num_local_experts=2, intermediate_size_mlp=40,
-                                no_rope_layer_interval=3),
+    'llama4_text': _WIDE | dict(attention_chunk_size=7, no_rope_layer_interval=3,
+                                num_local_experts=2, intermediate_size_mlp=40),
     'modernbert-decoder': _HEADS | dict(sliding_window=7, local_attention=7),
     'mimo_v2_flash': _WINDOW | dict(v_head_dim=11, swa_num_key_value_heads=4),
     # shared by layers
     'gemma3n_text': _SHARED | dict(laurel_rank=4, intermediate_size=[40] * 6,
                                    activation_sparsity_pattern=[0.0] * 6),
-    'gemma4_text': _SHARED,  # heads of 512 in its global layers
+    'gemma4_text': _SHARED | dict(num_kv_shared_layers=0, attention_k_eq_v=True,
+                                  num_global_key_value_heads=1, global_head_dim=24),
     # latents
     'deepseek_v2': _MLA | _EXPERTS, 'deepseek_v3': _MLA | _EXPERTS, 'minicpm3': _MLA,
     'deepseek_v32': _MLA | _EXPERTS | _INDEXED, 'glm_moe_dsa': _MLA | _EXPERTS | _INDEXED,

@@ -1,4 +1,4 @@
-"""The account of other people's models: by hand, without their packages, and with damaged configs."""
+"""The account of other people's models: by hand, without their packages, with damaged configs."""
 import json
 import re
 import subprocess
@@ -117,8 +117,9 @@ def test_a_budget_of_exactly_n_sequences_holds_n():
 
 
 def test_keys_that_may_hold_memory_are_told(without_transformers):
-    odd = dict(foo_state_size=16, bar_window=3, use_cache=True, some_cache=None, q_lora_rank=64)
-    assert account(LLAMA | odd)['unread'] == {'bar_window': 3, 'foo_state_size': 16}
+    odd = dict(foo_state_size=16, bar_windows=[3, 4], use_cache=True, window_decay=0.5, a_state=None,
+               q_lora_rank=64)
+    assert account(LLAMA | odd)['unread'] == {'bar_windows': [3, 4], 'foo_state_size': 16}
 
 
 def test_keys_that_the_class_does_not_know_are_told():
@@ -135,7 +136,8 @@ def test_what_a_config_leaves_to_its_class(without_transformers):
 
 def test_forms_older_than_layer_types(without_transformers):
     def kinds(**changes):
-        return [row['kind'] for row in account(LLAMA | dict(num_hidden_layers=6) | changes)['stores']]
+        found = account(LLAMA | dict(num_hidden_layers=6) | changes)
+        return [row['kind'] for row in found['stores']]
     full, window = 'full', 'window'
     assert kinds(sliding_window=9, sliding_window_pattern=3) == [window, window, full] * 2
     assert kinds(sliding_window=9, sliding_window_pattern='LLG') == [window, window, full] * 2

@@ -12,6 +12,8 @@ QUICK = ['gemma3n_text', 'deepseek_v32', 'qwen3_next', 'falcon_h1']
 # below the windows of 7, at them and past them; a cache lacks the last of the new tokens
 PROMPTS, N_NEW = (3, 5, 11), 3
 STATES_IN_MODULES = {'recurrent_gemma'}
+# another name of its window; layers that transformers does not build
+TOLD = {'modernbert-decoder': ['local_attention'], 'nemotron_h': ['mtp_layers_block_type']}
 
 
 def nbytes(cache, model) -> int:
@@ -28,6 +30,7 @@ def nbytes(cache, model) -> int:
 def check(family, prompts, batches):
     config = AutoConfig.for_model(family, **FAMILIES[family])
     memory = memory_of(completed(config.to_dict())[0])
+    assert list(memory.unread) == TOLD.get(family, []) and not memory.assumed
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     for n in prompts:
