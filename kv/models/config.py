@@ -67,10 +67,10 @@ def text_of(config: dict) -> dict:
 def completed(config: dict) -> tuple[dict, str]:
     """Fill in the defaults of the config's class. Returns the text model's config, and where the
     defaults come from ('' = they could not be filled in)."""
-    model_type = config.get('model_type')
     try:
+        name = config['model_type']
         import transformers
-        cls = transformers.CONFIG_MAPPING[model_type]
+        cls = transformers.CONFIG_MAPPING[name]
     except (ImportError, KeyError):
         return text_of(config), ''
     try:
