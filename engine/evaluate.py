@@ -63,13 +63,18 @@ def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
 @torch.inference_mode()
 def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
     """Evaluate windows (n, T + 1), which are on the model's device."""
-    losses, choices = [], []
-    for rows in windows.split(batch_size):
+    n, T = windows[:, 1:].shape
+    # allocated first: small results between large temporary tensors would fragment the heap, which
+    # then grows with every window
+    found = Judgement(torch.empty(n, T, dtype=torch.float64),
+                      torch.empty(n, T, dtype=torch.int64))
+    for i in range(0, n, batch_size):
+        rows = windows[i:i + batch_size]
         logits = logits_of(rows[:, :-1])
-        losses += [F.cross_entropy(one.double(), y, reduction='none').cpu()
-                   for one, y in zip(logits, rows[:, 1:])]
-        choices.append(logits.argmax(-1).cpu())
-    return Judgement(torch.stack(losses), torch.cat(choices))
+        for j, (one, y) in enumerate(zip(logits, rows[:, 1:]), start=i):
+            found.nats[j] = F.cross_entropy(one.double(), y, reduction='none')
+            found.choices[j] = one.argmax(-1)
+    return found
 
 
 def with_rounding(model, on: bool):
