@@ -55,8 +55,6 @@ _FEW = dict(seeds='1,2,3')
 side_rows |= {
     'GQA': ('+ qk_norm', dict(n_kv_head=2) | _FEW),  # four query heads per K/V head
     'window T/4': (_FULL, dict(window_size=64) | _FEW),
-    'window T/2': (_FULL, dict(window_size=128) | _FEW),
-    'shared by 5': (_FULL, dict(kv_share='AAAAAB') | _FEW),
     'untied': (_FULL, dict(share_global_kv=False) | _FEW),
     'global first: GLLLLL/ABBCCC': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC') | _FEW),
 }
@@ -65,9 +63,7 @@ _ONE = dict(seeds='1')
 _ADAMW = dict(optimizer='adamw', learning_rate=6e-3, min_lr=6e-4)
 _TWICE = dict(max_iters=1600, lr_decay_iters=1600, warmup_iters=160)
 side_rows |= {
-    'AdamW': (_FULL, _ADAMW | _FEW),
-    'AdamW, 1,600 steps': (_FULL, _ADAMW | _TWICE | _FEW),
-    'qk_norm, AdamW, 1,600 steps': ('+ qk_norm', _ADAMW | _TWICE | _ONE),
+    'AdamW, twice the steps': (_FULL, _ADAMW | _TWICE | _FEW),
     'int8 in training': (_FULL, dict(kv_quant_train='int8', kv_dtype='int8') | _ONE),
     'int8 products': (_FULL, dict(int8_training=True, kv_quant_train='int8',  # int8 matmuls
                                   kv_dtype='int8') | _ONE),
