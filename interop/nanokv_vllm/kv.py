@@ -59,8 +59,8 @@ def compare(args) -> dict:
     with tempfile.TemporaryDirectory() as other:
         Path(other, 'config.json').write_text(json.dumps(vanilla(config, tokens)), encoding='utf-8')
         for name, folder in (('ours', args.folder), ('vanilla', other)):
-            done = subprocess.run([sys.executable, __file__, folder, '--one', *flags], text=True,
-                                  stdout=subprocess.PIPE)
+            command = [sys.executable, '-m', 'interop.nanokv_vllm.kv', folder, '--one', *flags]
+            done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
             if done.returncode:
                 sys.exit(f'error: {name}: vLLM failed; its output is above')
             found[name] = json.loads(done.stdout.splitlines()[-1])
