@@ -210,16 +210,16 @@ EVALUATE = SOURCE + _keys(
 ) + JSON + RUNNING
 
 KV = _keys(
-    ('max_seq_len', 0, 'sequence length to plan for; 0 = block_size'),
+    ('max_seq_len', 0,
+     'sequence length to plan for; 0 = block_size (models of Hugging Face: 4,096)'),
     ('batch', 1, 'sequences in the cache'),
     ('kv_dtype', 'bfloat16', 'dtype of the slot table (the comparison has all)', STORED_DTYPES),
     ('budget', '', "KV memory, as '1GB' or '512MiB': also report how many sequences fit"),
     ('svg', '', 'also draw the plan of one sequence, to this .svg file'),
-    # of the account of models of Hugging Face
-    ('like', '', "Hugging Face models: 'nanokv' = also their shape with nanoKV's plan",
+    ('like', '', "models of Hugging Face: 'nanokv' = also their shape with nanoKV's plan",
      ('', 'nanokv')),
-    ('page_size', 16, "Hugging Face models: positions in a page of vLLM (its block_size)"),
-    ('step_tokens', 8192, "Hugging Face models: vLLM's max_num_batched_tokens"),
+    ('page_size', 16, "models of Hugging Face: positions in a page of vLLM (its block_size)"),
+    ('step_tokens', 8192, "models of Hugging Face: vLLM's max_num_batched_tokens"),
 ) + JSON + MODEL
 
 CAPACITY = _keys(

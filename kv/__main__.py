@@ -18,7 +18,7 @@ from pathlib import Path
 import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from config.schema import MODEL
+from config.schema import KV, MODEL
 from config.sizes import nice_bytes, parse_bytes
 from kv.capacity import WEIGHT_BYTES, fitting, parameters, prefill_flops
 from kv.plan import plan_kv
@@ -33,11 +33,12 @@ def main(argv=None):
 
     from kv.tables import dtype_table, print_report
     argv = sys.argv[1:] if argv is None else argv
-    others = [arg for arg in argv if is_config_of_others(arg)]
+    paths = positional(argv)
+    others = [arg for arg in paths if is_config_of_others(arg)]
     if others:
         describe(others, argv)
         return
-    saved = [arg for arg in argv if arg[:1] != '-' and (arg.endswith('.pt') or Path(arg).is_dir())]
+    saved = [arg for arg in paths if arg.endswith('.pt') or Path(arg).is_dir()]
     if len(saved) > 1:
         raise UserError(f"one run at a time, not {' and '.join(saved)}")
     rest = [arg for arg in argv if arg not in saved]
@@ -81,14 +82,30 @@ def main(argv=None):
         print(json.dumps({dtype: numbers | weights for dtype, numbers in document.items()}))
 
 
+def positional(argv: list[str]) -> list[str]:
+    """The arguments that are neither flags nor, as in `--svg FILE`, their values."""
+    defaults, found, is_value = {key.name: key.default for key in KV}, [], False
+    for arg in argv:
+        if arg.startswith('-'):
+            default = defaults.get(arg.lstrip('-'), False)  # with '=' it is no name
+            is_value = not isinstance(default, bool)
+            continue
+        if not is_value:
+            found.append(arg)
+        is_value = False
+    return found
+
+
 def is_config_of_others(arg: str) -> bool:
-    """Whether an argument is a config.json, a folder with one, or a name on the hub."""
+    """Whether an argument is a config.json, a folder with one and without a checkpoint, or a name
+    on the hub."""
     path = Path(arg)
-    if arg.startswith('-') or arg.endswith(('.py', '.pt')):
+    if arg.endswith(('.py', '.pt')):
         return False
     if path.is_dir():
         return (path / 'config.json').is_file() and not (path / 'ckpt.pt').exists()
-    return arg.endswith('.json') or (arg.count('/') == 1 and not path.exists())
+    on_hub = arg.count('/') == 1 and not path.exists() and not path.parent.exists()
+    return arg.endswith('.json') or on_hub
 
 
 def describe(others: list[str], argv: list[str]) -> None:

@@ -32,17 +32,17 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         unread      keys of the config that may describe memory that is not counted
         assumed     what the config does not say, in words
         defaults    where settings that the config leaves out come from; '' = unknown
-        fit         (with budget) {engine or 'needed': sequences}
+        fit         (with budget) {engine, 'needed', or 'needed, KV_DTYPE': sequences}
         like        (with like) bytes, smaller, window, and the row of the ladder that prices it
 
     Raises:
         UserError: if the config lacks a fact, contradicts itself, or has layers of an unknown kind.
     """
-    for name, value in (('max_seq_len', max_seq_len), ('batch', batch)):
+    for name, value in (('max_seq_len', max_seq_len), ('batch', batch), *vllm.items()):
         if value < 1:
             raise UserError(f'{name}={value}: must be at least 1')
     if like not in ('', NANOKV):
-        raise UserError(f"like={like!r}: 'nanokv' is all there is")
+        raise UserError(f"like={like!r}: allowed are '', 'nanokv'")
     memory, defaults = _memory(config)
     dtype = dtype or (kv_dtype if kv_dtype in ('float32', 'float16') else 'bfloat16')
 
@@ -71,7 +71,10 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
 
 def _memory(config: dict) -> tuple[Memory, str]:
     if isinstance(config.get(NANOKV), dict):
-        return memory_of_plan(plan_kv(GPTConfig(**config[NANOKV]))), 'config.json'
+        try:
+            return memory_of_plan(plan_kv(GPTConfig(**config[NANOKV]))), 'config.json'
+        except TypeError as e:  # an unknown field
+            raise UserError(f'this config is not of a model of this version: {e}') from e
     settings, defaults = completed(config)
     return memory_of(settings, complete=bool(defaults)), defaults
 

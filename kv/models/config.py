@@ -71,7 +71,7 @@ def completed(config: dict) -> tuple[dict, str]:
         name = config['model_type']
         import transformers
         cls = transformers.CONFIG_MAPPING[name]
-    except (ImportError, KeyError):
+    except (ImportError, KeyError, TypeError):  # TypeError: no name at all
         return text_of(config), ''
     try:
         found = cls.from_dict(config).get_text_config(decoder=True)

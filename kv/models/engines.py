@@ -4,18 +4,16 @@ here.
     needed                 what the next token can attend to, and no more
     transformers, dynamic  DynamicCache(config): grows; windows keep W - 1 positions between steps
     transformers, static   StaticCache(config, max_cache_len=T): T positions, or W
-    vLLM                   pages of `page_size` positions, of one size for all layers; layers are
-                           grouped, and each group has its own pages
-    llama.cpp              f16 cells for the whole context; `--swa-full` off: W + ubatch cells, in
-                           multiples of 256; states in float32
+    vLLM                   pages, equal in bytes for all layers, by groups of layers
+    llama.cpp              cells for the whole context, or for a window and a micro-batch
 
 Sources: transformers 5.23 `cache_utils.py`; vLLM 0.32 `v1/kv_cache_interface.py` and
 `v1/core/kv_cache_utils.py` (its report "maximum concurrency" divides by the same number); llama.cpp
 `src/llama-kv-cache-iswa.cpp`, `llama-kv-cache.cpp`, `llama-memory-recurrent.cpp`.
 """
-from collections import defaultdict
+from collections import Counter
 
-from kv.models.memory import WINDOW, Memory, Store
+from kv.models.memory import CHUNK, WINDOW, Memory, Store
 from kv.plan import KV_DTYPES, checked_dtype
 
 FLOAT32_BYTES = 4
@@ -53,7 +51,7 @@ def transformers_dynamic(memory: Memory, batch: int, length: int, dtype: str) ->
     convolutions all columns of their kernel."""
     total = 0
     for store in memory.stores:
-        held = min(length, store.window - 1) if store.kind == WINDOW else length
+        held = min(length, store.window - 1) if store.window else length
         total += held * position_nbytes(store, dtype) + states_nbytes(store, dtype, spare=True)
     return batch * total
 
@@ -66,50 +64,56 @@ def transformers_static(memory: Memory, batch: int, length: int, dtype: str) -> 
 
 def vllm(memory: Memory, batch: int, length: int, kv_dtype: str, page_size: int = PAGE_SIZE,
          step_tokens: int = STEP_TOKENS) -> int | None:
-    """Bytes of the pages that vLLM sets aside for `batch` requests of `length` tokens: a window
-    takes its W - 1 positions and those of a step (`step_tokens`), and one page more, since it
-    need not begin at a page's first position. None where pages cannot be made equal (vLLM refuses
-    the model then), and for models with states, whose pages depend on the platform.
+    """Bytes of the pages that vLLM sets aside for `batch` requests of `length` tokens, in a step of
+    `step_tokens`.
 
-    Groups have as many layers as the rarest kind; the last group of a kind is filled up.
+    A window takes its W - 1 positions and those of a step, and one page more, since it need not
+    begin at a page's first position. Layers of one kind are divided into groups as large as the
+    rarest kind (or the most frequent, if it has less than 1.5 times as many layers), the last of
+    them filled up. None where pages cannot be made equal in bytes (vLLM refuses the model), and for
+    states and indexers, whose pages are not accounted for.
     """
-    kinds = defaultdict(int)
-    for store in memory.stores:
-        if store.states:
-            return None
-        kinds[store.window, position_nbytes(store, kv_dtype)] += 1
-    largest = max(nbytes for _, nbytes in kinds)
-    if any(largest % nbytes for _, nbytes in kinds):
+    if any(store.states or any(part.name == 'indexer key' for part in store.parts)
+           for store in memory.stores):
         return None
-    if len({window for window, _ in kinds}) == 1:  # one group, whatever the widths
-        group_size, groups = 1, [(key, n) for key, n in kinds.items()]
-        pages = sum(n * _pages(key[0], length, page_size, step_tokens) * page_size * key[1]
-                    for key, n in groups)
-        return batch * pages
+    kinds = Counter((store.kind, store.window, position_nbytes(store, kv_dtype))
+                    for store in memory.stores)
+    if len({(kind, window) for kind, window, _ in kinds}) <= 1:  # one group, whatever the widths
+        return batch * sum(n * _pages(kind, window, length, page_size, step_tokens) * page_size
+                           * nbytes for (kind, window, nbytes), n in kinds.items())
+    largest = max(nbytes for *_, nbytes in kinds)
+    if any(largest % nbytes for *_, nbytes in kinds):
+        return None
     fewest, most = min(kinds.values()), max(kinds.values())
-    group_size = most if most < 1.5 * fewest else fewest
-    total = 0
-    for (window, nbytes), n in kinds.items():
-        block = page_size * (largest // nbytes)  # pages are equal in bytes, not in positions
+    group_size, total = most if most < 1.5 * fewest else fewest, 0
+    for (kind, window, nbytes), n in kinds.items():
+        positions = page_size * (largest // nbytes)  # pages are equal in bytes
         groups = -(-n // group_size)
-        total += groups * _pages(window, length, block, step_tokens)
+        total += groups * _pages(kind, window, length, positions, step_tokens)
     return batch * total * group_size * page_size * largest
 
 
-def _pages(window: int, length: int, page_size: int, step_tokens: int) -> int:
-    if not window:
-        return -(-length // page_size)
-    return -(-min(window - 1 + step_tokens, length) // page_size) + 1
+def _pages(kind: str, window: int, length: int, page_size: int, step_tokens: int) -> int:
+    if kind == CHUNK:
+        return -(-min(window + step_tokens, length) // page_size)
+    if kind == WINDOW:
+        return -(-min(window - 1 + step_tokens, length) // page_size) + 1
+    return -(-length // page_size)
 
 
 def llama_cpp(memory: Memory, batch: int, length: int, swa_full: bool = False) -> int:
     """Bytes that llama.cpp allocates for `batch` sequences with a context of `length` tokens each,
-    K and V in f16 and one cache for all sequences (`--kv-unified`)."""
+    K and V in f16 and one cache for all sequences (`--kv-unified`).
+
+    Windows count only beside layers without: llama.cpp ignores those of Mistral, Phi-3 and others
+    that have them in every layer.
+    """
     cells = -(-batch * length // CELLS) * CELLS
+    mixed = not swa_full and any(store.parts and not store.window for store in memory.stores)
     total = 0
     for store in memory.stores:
         held = cells
-        if store.kind == WINDOW and not swa_full:
+        if store.window and mixed:
             held = -(-min(cells, store.window * batch + UBATCH) // CELLS) * CELLS
         states = batch * FLOAT32_BYTES * sum(state.size for state in store.states)
         total += held * position_nbytes(store, 'float16') + states

@@ -1,44 +1,36 @@
-"""What a model of Hugging Face's transformers remembers of a sequence, from the facts in its
-config. No torch here.
+"""What a Hugging Face model remembers of a sequence, from the facts in its config. No torch here.
 
     full      K and V (or a latent) of every position
-    window    K and V of the last `window` positions
+    window    K and V of the last `window` positions; chunk: of those since the chunk began
     state     arrays whose size does not depend on the length: recurrent states, and the last
               inputs of short convolutions
 
-Facts are read by the name of their key (`sliding_window`, `kv_lora_rank`, ...), whatever the
-family of the model, so a new family that uses known mechanisms needs no code. A key that sounds
-like memory and was not read is listed in `Memory.unread`: the account may lack something.
+Facts are read by the names of keys (`sliding_window`, `kv_lora_rank`, ...), whatever the family, so
+a new family that uses known mechanisms needs no code. Keys that sound like memory but were not read
+are listed in `Memory.unread`: the account may lack something.
 """
 import re
 from dataclasses import dataclass, replace
 
 from config.errors import UserError
+from kv.models.kinds import ATTENTION, CHUNKED, STATEFUL, WINDOWED, kinds_of
 from kv.models.states import State, states_of
 
-FULL, WINDOW, STATE = 'full', 'window', 'state'
-
-# Names of kinds of layers: what transformers writes today, and what older config.json files have.
-ATTENTION = {'full_attention', 'attention', 'global', 'global_attention', 'full', 'hybrid',
-             'indexed_attention', 'sparse'}
-WINDOWED = {'sliding_attention', 'chunked_attention', 'local', 'local_attention', 'sliding',
-            'hybrid_sliding'}
-STATEFUL = {'linear_attention', 'mamba', 'mamba2', 'recurrent', 'conv', 'hybrid', 'hybrid_sliding'}
-EMPTY = {'mlp', 'moe', 'dense', 'dummy'}
+FULL, WINDOW, CHUNK, STATE = 'full', 'window', 'chunk', 'state'
 
 # A key with one of these in its name may describe memory ...
 SUSPICIOUS = re.compile('state|conv|window|chunk|lora_rank|latent|ssm|mamba|recurr|rnn|lru|compress'
-                        '|memory|cache|kv_|linear_|delta|index_|_swa|swa_|block_type|layer_type'
-                        '|attn_type|attention_type|local_|global_|hybrid|shared_layers')
-# ... but for these, which do not, or only beside another key that has been read
-HARMLESS = re.compile('(q_lora_rank|mlp_layer_types|num_local_experts|.*shared_expert.*|mamba_expand'
-                      '|(mamba_)?chunk_size|chunk_size_feed_forward|mamba_dt_rank'
-                      '|index_(topk|n_heads)|max_window_layers|ssm_multipliers)$')
-# other ways to say what layer_types says
-SAME_AS_LAYER_TYPES = {
-    'sliding_window_pattern', '_sliding_window_pattern', 'full_attention_interval',
-    'layers_block_type', 'block_types', 'hybrid_layer_ids', 'hybrid_override_pattern',
-    'attn_layer_indices', 'full_attn_idxs', 'kv_sharing_modes', 'attn_type_list'}
+                        '|memory|cache|kv_|key_value|multi_?query|linear_|delta|index|_swa|swa_'
+                        '|block_types?|block_configs|layers?_types?|per_layer|attn_type|attn_layer'
+                        '|attention_type|attention_groups|local_|global_|hybrid|shared_layers'
+                        '|share_factor|group_num|cross_attention')
+# ... but these do not, or only beside a key that has been read
+HARMLESS = re.compile('(use_.*|output_.*|initializer_.*|.*_bias|.*_act|mlp_layer_types|q_lora_rank'
+                      '|num_local_experts|.*shared_expert.*|mamba_expand|(mamba_)?chunk_size'
+                      '|chunk_size_feed_forward|mamba_dt_rank|mamba_norm.*|linear_allow.*'
+                      '|mamba_ssm_cache_dtype|ssm_multipliers|index_(topk|n_heads).*'
+                      '|vocab_size_per_layer_input|hidden_size_per_layer_input'
+                      '|max_window_layers|cache_implementation)$')
 
 
 @dataclass(frozen=True)
@@ -51,27 +43,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Store:
-    """What layer `owner` writes and `layers` (the owner first) read."""
+    """What one layer stores. layers: that layer, then those that read its K and V."""
     kind: str
     layers: tuple[int, ...]
     parts: tuple[Part, ...] = ()
     window: int = 0
     states: tuple[State, ...] = ()
 
-    @property
-    def owner(self) -> int:
-        return self.layers[0]
-
     def positions(self, length: int) -> int:
         """Positions needed to go on after `length` tokens."""
-        return min(length, self.window) if self.kind == WINDOW else length
+        return min(length, self.window) if self.window else length
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A model's memory: `stores` in the order of their owners. `unread`: keys of the config that
-    sound like memory but were not read, with their values. `assumed`: what it does not say, in
-    words."""
+    """A model's memory: `stores`, by layer. unread: keys of the config that sound like memory but
+    were not read, with their values. assumed: what the config leaves open, in words."""
     stores: tuple[Store, ...]
     n_layer: int
     n_head: int
@@ -96,7 +83,7 @@ class Facts:
     def count(self, *names, default: int | None = None) -> int:
         """The same for a whole number of at least 1. Raises UserError for anything else."""
         value = self.get(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             where = next((name for name in names if self.config.get(name) is not None), None)
             given = f'{where}={value!r}' if where else f"no {' or '.join(names)}"
             raise UserError(f'this config has {given}: a whole number of at least 1 is needed')
@@ -110,8 +97,18 @@ class Facts:
 
     def unread(self) -> dict:
         return {name: value for name, value in sorted(self.config.items())
-                if name not in self.read and value and type(value) in (int, list, dict)
+                if name not in self.read and value and type(value) is not float
                 and SUSPICIOUS.search(name) and not HARMLESS.match(name)}
+
+    def of_layer(self, i: int) -> 'Facts':
+        """The facts with those that the config gives for layer `i` alone."""
+        own = self.get('per_layer_config') or {}
+        own = next((value for name, value in own.items() if int(name) == i), None)
+        if not own:
+            return self
+        mine = Facts(self.config | own)
+        mine.read = self.read
+        return mine
 
 
 def memory_of(config: dict, complete: bool = True) -> Memory:
@@ -124,85 +121,46 @@ def memory_of(config: dict, complete: bool = True) -> Memory:
         UserError: if a necessary fact is missing, is no whole number, or contradicts another.
     """
     facts = Facts(config)
-    n_layer = facts.count('num_hidden_layers', 'n_layer', 'n_layers', 'num_layers',
-                          'decoder_layers')
-    kinds, assumed = kinds_of(facts, n_layer, complete)
-    n_layer = len(kinds)
-    writers = writers_of(facts, kinds)
+    names = 'num_hidden_layers', 'n_layer', 'n_layers', 'num_layers', 'decoder_layers'
+    assumed = list(_left_open(facts))
+    if facts.get('is_encoder_decoder'):
+        names = 'num_decoder_layers', 'decoder_layers', *names
+    kinds, windows_assumed = kinds_of(facts, facts.count(*names), complete)
     layers = [store_of(facts, i, kind) for i, kind in enumerate(kinds)]
     readers = {}
-    for i, writer in enumerate(writers):
+    for i, writer in enumerate(writers_of(facts, kinds)):
         readers.setdefault(writer, []).append(i)
     stores = tuple(replace(layers[i], layers=tuple(readers[i])) for i in sorted(readers)
                    if layers[i].parts or layers[i].states)
-    n_head = facts.get('num_attention_heads', 'n_head', 'n_heads', 'num_heads', default=0)
-    widths = [part.width for store in stores for part in store.parts]
-    return Memory(stores, n_layer, n_head, max(widths, default=0), config.get('model_type') or '?',
-                  facts.unread(), assumed)
+    return Memory(stores, len(kinds), _query_heads(facts), _width(facts, stores),
+                  str(config.get('model_type') or '?'), facts.unread(),
+                  (*assumed, *windows_assumed))
 
 
-def kinds_of(facts: Facts, n_layer: int, complete: bool) -> tuple[list[str], tuple[str, ...]]:
-    """The kind of each layer, as `layer_types` names them, and what had to be assumed."""
-    kinds, assumed = facts.get('layer_types', 'layers_block_type'), ()
-    if kinds is None:
-        kinds = _from_pattern(facts, n_layer)
-    if kinds is None:
-        window = facts.get('sliding_window', 'sliding_window_size', 'attention_chunk_size')
-        local = 'sliding_attention' if facts.get('sliding_window', 'sliding_window_size') else (
-            'chunked_attention' if window else 'full_attention')
-        if window and not complete:
-            assumed = (f'this config has windows of {window}, but does not say in which layers: '
-                       'all are counted as if they had none, which is an upper bound',)
-            local = 'full_attention'
-        kinds = [local] * n_layer
-    facts.read |= SAME_AS_LAYER_TYPES
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise UserError(f'this config has layer_types={kinds!r}: a list of names is needed')
-    if len(kinds) < n_layer:
-        raise UserError(f'this config has num_hidden_layers={n_layer}, but layer_types for '
-                        f'{len(kinds)} of them')
-    known = ATTENTION | WINDOWED | STATEFUL | EMPTY
-    for kind in kinds:
-        if kind not in known:
-            raise UserError(f'this config has a layer of type {kind!r}, which is not accounted '
-                            f"for; known are {', '.join(sorted(known))}")
-    return kinds, assumed
-
-
-def _from_pattern(facts: Facts, n_layer: int) -> list[str] | None:
-    """The kinds of layers by keys older than `layer_types`; None without them."""
-    window, chunk = facts.get('sliding_window', 'sliding_window_size'), facts.get(
-        'attention_chunk_size')
-    local = 'sliding_attention' if window else 'chunked_attention' if chunk else 'full_attention'
-    every = facts.get('sliding_window_pattern', '_sliding_window_pattern')
-    if isinstance(every, int) and every > 0:
-        return ['full_attention' if (i + 1) % every == 0 else local for i in range(n_layer)]
-    if isinstance(every, str) and every:  # 'LLLG'
-        return [local if every[i % len(every)] == 'L' else 'full_attention'
-                for i in range(n_layer)]
-    use = facts.get('use_sliding_window')
-    if use is False:
-        return ['full_attention'] * n_layer
-    if use and 'max_window_layers' in facts.config:  # Qwen 2: only the layers from there on
-        first = facts.get('max_window_layers')
-        return ['full_attention' if i < first else local for i in range(n_layer)]
-    every = facts.get('full_attention_interval')
-    if every:
-        return ['full_attention' if (i + 1) % every == 0 else 'linear_attention'
-                for i in range(n_layer)]
-    if facts.get('state_size', 'ssm_state_size') and not facts.get('num_key_value_heads'):
-        return ['linear_attention'] * n_layer
-    return None
+def _left_open(facts: Facts):
+    """Yield what an account of the decoder's own K and V leaves out, in words."""
+    architectures = ' '.join(map(str, facts.get('architectures') or ()))
+    if 'MaskedLM' in architectures:
+        raise UserError(f'this config is of an encoder ({architectures}), which has no KV cache')
+    if facts.get('is_encoder_decoder') or facts.get('cross_attention_layers'):
+        yield 'K and V of cross-attention are not counted: they depend on the length of its input'
+    quantization = facts.get('quantization_config')
+    if isinstance(quantization, dict) and quantization.get('kv_cache_scheme'):
+        yield 'its quantization_config has a kv_cache_scheme: choose --kv_dtype accordingly'
 
 
 def writers_of(facts: Facts, kinds: list[str]) -> list[int]:
     """The layer whose K and V each layer reads: itself, or an earlier one of its kind."""
     n = len(kinds)
     sources = facts.get('kv_source_layers')
-    if sources:
-        return list(sources)
+    if sources is not None:
+        if not isinstance(sources, list) or len(sources) != n or any(
+                type(j) is not int or not 0 <= j <= i for i, j in enumerate(sources)):
+            raise UserError(f'this config has kv_source_layers={sources!r}: {n} layers, each '
+                            'itself or an earlier one, are needed')
+        return sources
     shared = facts.get('num_kv_shared_layers', default=0)
-    if not isinstance(shared, int) or not 0 <= shared < n:
+    if type(shared) is not int or not 0 <= shared < n:
         raise UserError(f'this config has num_kv_shared_layers={shared!r} of {n} layers')
     writers = list(range(n))
     for i in range(n - shared, n):  # Gemma 3n: the last layer of this kind that has its own
@@ -215,68 +173,89 @@ def writers_of(facts: Facts, kinds: list[str]) -> list[int]:
 
 
 def store_of(facts: Facts, i: int, kind: str) -> Store:
-    """What layer `i` would store for itself."""
-    parts, window = (), 0
+    """What layer `i` would store for itself. Hybrid layers have both attention and a state."""
+    facts = facts.of_layer(i)
     states = states_of(facts, kind) if kind in STATEFUL else ()
+    if kind in CHUNKED:
+        return Store(CHUNK, (i,), parts_of(facts, i, kind), facts.count('attention_chunk_size'))
     if kind in WINDOWED:
-        window = facts.count('attention_chunk_size') if kind == 'chunked_attention' else (
-            facts.count('sliding_window', 'sliding_window_size', 'attention_window_size',
-                        'window_size'))
-    if kind in WINDOWED or kind in ATTENTION:
-        parts = parts_of(layer_facts(facts, i), kind)
-    kept = WINDOW if window else FULL if parts else STATE
-    return Store(kept, (i,), parts, window, states)
+        window = facts.count('sliding_window', 'sliding_window_size', 'attention_window_size',
+                             'window_size')
+        return Store(WINDOW, (i,), parts_of(facts, i, kind), window, states)
+    if kind in ATTENTION:
+        return Store(FULL, (i,), parts_of(facts, i, kind), 0, states)
+    return Store(STATE, (i,), states=states)
 
 
-def layer_facts(facts: Facts, i: int) -> Facts:
-    """The facts with those that the config gives for layer `i` alone."""
-    own = {int(name): value for name, value in (facts.get('per_layer_config') or {}).items()}
-    own = own.get(i)
-    if not own:
-        return facts
-    mine = Facts(facts.config | own)
-    mine.read = facts.read
-    return mine
-
-
-def parts_of(facts: Facts, kind: str) -> tuple[Part, ...]:
-    """What attention of this kind stores at each position."""
-    latent = facts.get('kv_lora_rank')
-    if latent:  # multi-head latent attention: the latent, and one key with RoPE for all heads
-        parts = [Part('latent', 1, latent), Part('RoPE key', 1, facts.count('qk_rope_head_dim'))]
+def parts_of(facts: Facts, i: int, kind: str) -> tuple[Part, ...]:
+    """What attention of this kind stores at each position, in layer `i`."""
+    if facts.get('kv_lora_rank'):  # multi-head latent attention
+        facts.get('num_key_value_heads')  # says nothing there
+        parts = [Part('latent', 1, facts.count('kv_lora_rank')),
+                 Part('RoPE key', 1, facts.count('qk_rope_head_dim'))]  # one for all heads
     else:
-        parts = _keys_and_values(facts, kind)
-    if kind == 'indexed_attention':  # DeepSeek sparse attention: one key of the indexer
-        parts.append(Part('indexer key', 1, facts.count('index_head_dim')))
+        parts = keys_and_values(facts, i, local=kind in WINDOWED or kind in CHUNKED)
+    if kind == 'indexed_attention':  # DeepSeek sparse attention
+        indexers = facts.get('indexer_types') or ['full'] * (i + 1)  # others share an earlier one's
+        if indexers[i] == 'full':
+            parts.append(Part('indexer key', 1, facts.count('index_head_dim')))
     return tuple(parts)
 
 
-def _keys_and_values(facts: Facts, kind: str) -> list[Part]:
-    n_head = facts.count('num_attention_heads', 'n_head', 'n_heads', 'num_heads',
-                         'decoder_attention_heads')
-    heads = facts.get('num_key_value_heads', 'num_kv_heads', 'n_head_kv', default=n_head)
-    attention = facts.get('attn_config')
-    if isinstance(attention, dict):  # MPT, DBRX
-        heads = attention.get('kv_n_heads') or heads
-    if facts.get('multi_query') and not facts.get('new_decoder_architecture'):  # Falcon, StarCoder
-        heads = 1
-    width = facts.get('head_dim', 'attention_head_dim', 'kv_channels')
-    if width is None:
-        hidden = facts.count('hidden_size', 'n_embd', 'd_model')
-        if hidden % n_head:
-            raise UserError(f'this config has a width of {hidden}, which is not a multiple of its '
-                            f'{n_head} heads, and no head_dim')
-        width = hidden // n_head
-    values = facts.get('v_head_dim', default=width)
-    prefix = 'swa_' if kind in WINDOWED else 'global_'
-    if prefix == 'swa_' or kind in ATTENTION:
-        heads = facts.get(f'{prefix}num_key_value_heads', f'num_{prefix}key_value_heads',
-                          default=heads)
-        width = facts.get(f'{prefix}head_dim', default=width)
-        values = facts.get(f'{prefix}v_head_dim', default=values if 'v_head_dim' in facts.config
-                           else width)
+def keys_and_values(facts: Facts, i: int, local: bool) -> list[Part]:
+    """K and V of layer `i`. local: whether its attention has a window."""
+    prefix = 'swa_' if local else 'global_'
+    heads = facts.get(f'{prefix}num_key_value_heads', f'num_{prefix}key_value_heads')
+    heads = heads or _kv_heads(facts, i)
+    width = facts.get(f'{prefix}head_dim') or _head_dim(facts)
+    values = facts.get(f'{prefix}v_head_dim', 'v_head_dim', default=width)
     for name, value in (('K/V heads', heads), ('head_dim', width), ('v_head_dim', values)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise UserError(f'this config has {value!r} for its {name}: a whole number of at '
                             'least 1 is needed')
     return [Part('K', heads, width), Part('V', heads, values)]
+
+
+def _query_heads(facts: Facts) -> int:
+    value = facts.get('decoder_attention_heads', 'num_attention_heads', 'n_head', 'n_heads',
+                      'num_heads', default=0)
+    return value if type(value) is int else 0
+
+
+def _kv_heads(facts: Facts, i: int):
+    """K/V heads of layer `i`: by default as many as query heads."""
+    attention = facts.get('attn_config')
+    attention = attention if isinstance(attention, dict) else {}  # MPT, DBRX
+    heads = facts.get('num_key_value_heads', 'num_kv_heads', 'n_head_kv', 'num_attention_groups',
+                      'num_key_value_heads_per_layer', default=attention.get('kv_n_heads'))
+    if (facts.get('multi_query') and not facts.get('new_decoder_architecture')
+            or facts.get('attention_head_type') == 'multiquery'
+            or attention.get('attn_type') == 'multiquery_attention'):
+        return 1  # Falcon 7B, StarCoder, SantaCoder, MPT
+    if facts.get('multi_query_attention'):  # ChatGLM
+        return facts.count('multi_query_group_num')
+    if isinstance(heads, list) and i < len(heads):  # OpenELM, DeciLM
+        return heads[i]
+    return heads or facts.count('decoder_attention_heads', 'num_attention_heads', 'n_head',
+                                'n_heads', 'num_heads')
+
+
+def _head_dim(facts: Facts):
+    width = facts.get('head_dim', 'attention_head_dim', 'kv_channels', 'd_kv')
+    if width is not None:
+        return width
+    hidden, n_head = facts.count('hidden_size', 'n_embd', 'd_model'), _query_heads(facts)
+    if not n_head:
+        raise UserError('this config has no num_attention_heads or n_head, and no head_dim')
+    if hidden % n_head:
+        raise UserError(f'this config has a width of {hidden}, which is not a multiple of its '
+                        f'{n_head} heads, and no head_dim')
+    return hidden // n_head
+
+
+def _width(facts: Facts, stores) -> int:
+    """The width of a head: that of most keys, or of values made from latents."""
+    if facts.get('kv_lora_rank'):
+        return facts.count('v_head_dim', default=1)
+    widths = [store.parts[0].width for store in stores if store.parts]
+    return max(widths, key=widths.count, default=0)

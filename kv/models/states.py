@@ -49,8 +49,9 @@ def states_of(facts, kind: str) -> tuple[State, ...]:
         if facts.get(name):
             return read(facts)
     if facts.any(lambda name: name.startswith(('linear_attn_', 'linear_full_attn_'))):
-        heads, width = facts.count('num_attention_heads'), facts.get('head_dim')
-        width = width or facts.count('hidden_size') // heads
+        heads = facts.count('num_attention_heads')
+        width = (facts.count('head_dim') if facts.get('head_dim')
+                 else facts.count('hidden_size') // heads)
         return (State(RECURRENT, (heads, width, width)),)
     raise UserError(f'this config has layers of type {kind!r}, and nothing known about their '
                     f"state: looked for {', '.join(FORMS)}")
@@ -85,15 +86,16 @@ def _mamba(facts):
     """Mamba 2 where the config has a width of heads, otherwise Mamba."""
     state = facts.count('mamba_d_state', 'ssm_state_size', 'state_size')
     kernel = facts.count('mamba_d_conv', 'conv_kernel')
-    inner = facts.get('mamba_d_ssm') or (
+    inner = facts.count('mamba_d_ssm') if facts.get('mamba_d_ssm') else (
         facts.count('mamba_expand', 'expand') * facts.count('hidden_size'))
-    heads = facts.get('mamba_n_heads', 'mamba_num_heads', 'n_mamba_heads', 'num_heads')
     groups = facts.get('mamba_n_groups', 'n_groups', 'mamba_ngroups')
+    names = 'mamba_n_heads', 'mamba_num_heads', 'n_mamba_heads', 'num_heads'
+    facts.get(*names)
     if not groups:  # zamba's heads are of Mamba, whose states are one array
         return (conv(inner, kernel), State(RECURRENT, (inner, state), ALWAYS_FLOAT32))
+    heads = facts.count(*names)
     width = facts.get('mamba_d_head', 'mamba_head_dim', 'mamba_headdim', 'head_dim')
-    if not isinstance(width, int):  # 'auto'
-        width = inner // heads
+    width = width if type(width) is int else inner // heads  # 'auto'
     return (conv(heads * width + 2 * groups * state, kernel),
             State(RECURRENT, (heads, width, state), ALWAYS_FLOAT32))
 

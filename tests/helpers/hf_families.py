@@ -1,5 +1,5 @@
-"""Tiny configs of transformers' families, one for each way to remember: sizes differ from each
-other, so that a formula with the wrong one of them gives another number."""
+"""Tiny configs of transformers' families (the name before a comma), one for each way to remember.
+Sizes differ from each other, so that a formula with the wrong one gives another number."""
 
 _HEADS = dict(vocab_size=99, hidden_size=48, intermediate_size=40, num_hidden_layers=6,
               num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
@@ -52,6 +52,7 @@ FAMILIES = {
     # latents
     'deepseek_v2': _MLA | _EXPERTS, 'deepseek_v3': _MLA | _EXPERTS, 'minicpm3': _MLA,
     'deepseek_v32': _MLA | _EXPERTS | _INDEXED, 'glm_moe_dsa': _MLA | _EXPERTS | _INDEXED,
+    'glm_moe_dsa, shared': _MLA | _EXPERTS | _INDEXED | dict(indexer_types=['full', 'shared'] * 3),
     'longcat_flash': _MLA | dict(num_layers=3, head_dim=6, ffn_hidden_size=40,
                                  expert_ffn_hidden_size=16, n_routed_experts=4, moe_topk=2),
     # recurrent states, beside attention in other layers or in the same
@@ -77,6 +78,12 @@ FAMILIES = {
         chunk_size=8, layers_block_type=['mamba', 'mamba', 'hybrid'] * 2),
     'lfm2': _GQA | dict(conv_L_cache=3, layer_types=['conv', 'conv', 'full_attention'] * 2),
     'recurrent_gemma': _WIDE | dict(lru_width=44, conv1d_width=4, attention_window_size=7),
+    # an encoder beside it, whose K and V are not counted
+    't5': dict(vocab_size=99, d_model=48, d_kv=20, d_ff=40, num_layers=6, num_decoder_layers=5,
+               num_heads=4, decoder_start_token_id=0),
+    'bart': dict(vocab_size=99, d_model=48, encoder_layers=2, decoder_layers=3,
+                 encoder_attention_heads=2, decoder_attention_heads=4, encoder_ffn_dim=40,
+                 decoder_ffn_dim=40, max_position_embeddings=64, forced_eos_token_id=None),
     # states alone
     'mamba': _OLD_MAMBA, 'falcon_mamba': _OLD_MAMBA,
     'mamba2': _OLD_MAMBA | dict(num_heads=8, head_dim=12, n_groups=2, chunk_size=8),

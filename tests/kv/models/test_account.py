@@ -97,6 +97,7 @@ def test_our_own_mechanisms(change):
     plan = plan_kv(GPTConfig(**STACK | change))
     found = account({'nanokv': STACK | change}, batch=2, max_seq_len=1000)
     assert found['bytes'] == plan.nbytes(2, 1000, 'bfloat16')
+    assert found['engines']['vLLM, decode'] is found['engines']['llama.cpp'] is None
 
 
 def test_like_nanokv():
@@ -106,6 +107,10 @@ def test_like_nanokv():
     assert plan.head_dim == 256
     assert found['like']['bytes'] == plan.nbytes(2, 8192, 'int8')
     assert found['like']['smaller'] == found['bytes'] / found['like']['bytes']
+    assert account(LLAMA, like='nanokv')['like']['window'] == 1024
+    latents = dict(num_hidden_layers=2, num_attention_heads=4, kv_lora_rank=512, v_head_dim=128,
+                   qk_rope_head_dim=64)
+    assert account(latents, like='nanokv')['like']['head_dim'] == 128
 
 
 def test_a_budget_of_exactly_n_sequences_holds_n():
@@ -128,24 +133,76 @@ def test_keys_that_the_class_does_not_know_are_told():
 
 def test_what_a_config_leaves_to_its_class(without_transformers):
     found = account(MISTRAL, max_seq_len=8192)
-    assert found['defaults'] == '' and 'windows of 4096' in found['assumed'][0]
+    assert found['defaults'] == '' and 'windows (4096)' in found['assumed'][0]
     assert {row['holds'] for row in found['stores']} == {8192}
-    with pytest.raises(UserError, match='no num_attention_heads'):
+    with pytest.raises(UserError, match='num_attention_heads or n_head'):
         account(GEMMA_3)
 
 
-def test_forms_older_than_layer_types(without_transformers):
-    def kinds(**changes):
-        found = account(LLAMA | dict(num_hidden_layers=6) | changes)
-        return [row['kind'] for row in found['stores']]
-    full, window = 'full', 'window'
-    assert kinds(sliding_window=9, sliding_window_pattern=3) == [window, window, full] * 2
-    assert kinds(sliding_window=9, sliding_window_pattern='LLG') == [window, window, full] * 2
-    assert kinds(sliding_window=9, use_sliding_window=False) == [full] * 6
-    assert kinds(sliding_window=9, use_sliding_window=True, max_window_layers=4) == (
-        [full] * 4 + [window] * 2)
-    delta = dict(linear_num_heads=2, linear_head_dim=8, linear_conv_kernel_dim=4)
-    assert kinds(full_attention_interval=3, **delta) == ['state', 'state', full] * 2
+PLAIN6 = LLAMA | dict(num_hidden_layers=6)
+KDA = dict(linear_num_heads=2, linear_head_dim=8, linear_conv_kernel_dim=4)
+MAMBA = dict(mamba_expand=2, mamba_d_state=16, mamba_d_conv=4)
+F, W, S = 'full', 'window', 'state'
+
+
+@pytest.mark.parametrize('changes, kinds', [
+    (dict(sliding_window=9, sliding_window_pattern=3), [W, W, F] * 2),
+    (dict(sliding_window=9, sliding_window_pattern='LLG'), [W, W, F] * 2),
+    (dict(sliding_window=9, use_sliding_window=False), [F] * 6),
+    (dict(sliding_window=9, use_sliding_window=True, max_window_layers=4), [F] * 4 + [W] * 2),
+    (dict(full_attention_interval=3, **KDA), [S, S, F] * 2),
+    (dict(attn_type_list=[0, 0, 1] * 2, **KDA), [S, S, F] * 2),              # MiniMax
+    (dict(full_attn_idxs=[1, 4], conv_L_cache=3), [S, F, S] * 2),            # LFM2
+    (dict(attn_layer_indices=[2, 5], **MAMBA), [S, S, F] * 2),               # Bamba
+    (dict(attn_layer_period=3, attn_layer_offset=1, **MAMBA), [S, F, S] * 2),  # Jamba
+    (dict(hybrid_override_pattern='M*-M*E', **MAMBA), [S, F, S, F]),         # Nemotron-H
+    (dict(block_types=['recurrent', 'recurrent', 'attention'], lru_width=64, conv1d_width=4,
+          attention_window_size=9), [S, S, W] * 2)])                         # RecurrentGemma
+def test_forms_older_than_layer_types(changes, kinds, without_transformers):
+    found = account(PLAIN6 | changes)
+    assert [row['kind'] for row in found['stores']] == kinds
+    assert found['unread'] == {} and found['assumed'] == []
+
+
+def test_zambas_hybrid_layers_have_both(without_transformers):
+    found = account(PLAIN6 | MAMBA | dict(hybrid_layer_ids=[2, 5]))
+    assert [row['kind'] for row in found['stores']] == [S, S, F] * 2
+    assert all(row['states'] for row in found['stores'])
+
+
+@pytest.mark.parametrize('changes, heads', [
+    (dict(multi_query=True), 1), (dict(multi_query=True, new_decoder_architecture=True), 8),
+    (dict(multi_query_attention=True, multi_query_group_num=2), 2),  # ChatGLM
+    (dict(attention_head_type='multiquery'), 1),  # SantaCoder
+    (dict(num_key_value_heads=None), 32), (dict(num_key_value_heads=None, num_kv_heads=4), 4),
+    (dict(num_key_value_heads=None, num_attention_groups=2), 2),
+    (dict(num_key_value_heads=None, attn_config={'attn_type': 'multiquery_attention'}), 1),  # MPT
+    (dict(num_key_value_heads=None, attn_config={'kv_n_heads': 4}), 4),  # DBRX
+    (dict(num_key_value_heads=[2, 4, 4, 8, 8, 16]), [2, 4, 4, 8, 8, 16])])  # OpenELM
+def test_names_for_the_number_of_heads(changes, heads, without_transformers):
+    rows = account(PLAIN6 | changes)['stores']
+    found = [row['parts']['K'] for row in rows]
+    expected = heads if isinstance(heads, list) else [heads] * 6
+    assert found == [[n, 128] for n in expected]
+
+
+def test_shared_caches_and_indexers(without_transformers):
+    base = dict(num_hidden_layers=4, num_attention_heads=4, head_dim=8, kv_lora_rank=6,
+                qk_rope_head_dim=2, index_head_dim=4, layer_types=['indexed_attention'] * 4)
+    found = account(base | dict(indexer_types=['full', 'shared', 'full', 'shared'],
+                                kv_source_layers=[0, 0, 2, 3]), max_seq_len=10)
+    assert [row['layers'] for row in found['stores']] == [[0, 1], [2], [3]]
+    assert found['bytes'] == 10 * 2 * (3 * (6 + 2) + 2 * 4)
+    assert found['engines']['vLLM, decode'] is None
+
+
+def test_what_is_beside_the_decoder_is_told(without_transformers):
+    whisper = dict(is_encoder_decoder=True, num_hidden_layers=32, decoder_layers=4, d_model=64,
+                   decoder_attention_heads=2)
+    found = account(whisper)
+    assert len(found['stores']) == 4 and 'cross-attention' in found['assumed'][0]
+    quantized = LLAMA | dict(quantization_config={'kv_cache_scheme': {'num_bits': 8}})
+    assert 'kv_cache_scheme' in account(quantized)['assumed'][0]
 
 
 def test_with_the_class_equals_a_config_that_says_all():
@@ -156,11 +213,22 @@ def test_with_the_class_equals_a_config_that_says_all():
 
 
 @pytest.mark.parametrize('config, message', [
-    (dict(num_hidden_layers=2), 'no num_attention_heads or'),
+    (dict(num_hidden_layers=2), 'num_attention_heads or n_head'),
     (LLAMA | dict(num_hidden_layers=0), 'num_hidden_layers=0'),
     (LLAMA | dict(num_key_value_heads='8'), "'8' for its K/V heads"),
     (LLAMA | dict(hidden_size=4097), 'not a multiple of its 32 heads'),
     (LLAMA | dict(layer_types=['full_attention']), 'layer_types for 1 of them'),
+    (LLAMA | dict(layer_types=['full_attention'] * 33), 'layer_types for 33 of them'),
+    (LLAMA | dict(layer_types='full'), "layer_types='full': a list"),
+    (LLAMA | dict(sliding_window=9, sliding_window_pattern='LLX'), "of type 'X'"),
+    (LLAMA | dict(kv_source_layers=[0, 5]), 'kv_source_layers='),
+    (LLAMA | dict(sliding_window=9, use_sliding_window=True, max_window_layers='x'),
+     "max_window_layers='x'"),
+    (LLAMA | dict(full_attention_interval='3'), "full_attention_interval='3'"),
+    (LLAMA | dict(layer_types=['mamba'] * 32, mamba_n_groups=1, **MAMBA), 'no mamba_n_heads'),
+    (LLAMA | dict(architectures=['BertForMaskedLM']), 'of an encoder'),
+    ({'nanokv': {'n_layer': 3, 'colour': 2}}, 'not of a model of this version'),
+    (LLAMA | dict(kv_lora_rank='x'), "kv_lora_rank='x'"),
     (LLAMA | dict(layer_types=['full_attention'] * 31 + ['telepathy']), "'telepathy'"),
     (LLAMA | dict(layer_types=['sliding_attention'] * 32), 'no sliding_window'),
     (LLAMA | dict(num_kv_shared_layers=32), 'num_kv_shared_layers=32 of 32'),
@@ -181,23 +249,57 @@ def test_a_config_that_its_class_refuses(n):
 
 @pytest.mark.parametrize('options, message', [
     (dict(batch=0), 'batch=0'), (dict(max_seq_len=0), 'max_seq_len=0'),
-    (dict(kv_dtype='fp3'), "kv_dtype='fp3'"), (dict(like='magic'), "like='magic'")])
+    (dict(kv_dtype='fp3'), "kv_dtype='fp3'"), (dict(like='magic'), "like='magic'"),
+    (dict(page_size=0), 'page_size=0'), (dict(step_tokens=-1), 'step_tokens=-1')])
 def test_bad_options(options, message):
     with pytest.raises(UserError, match=message):
         account(LLAMA, **options)
 
 
+MIXED = dict(num_attention_heads=8, hidden_size=64, num_key_value_heads=2, sliding_window=32)
+POSITION = 2 * 2 * 8 * 2
+
+
+def mixed(full: int, windows: int, **changes):
+    kinds = ['full_attention'] * full + ['sliding_attention'] * windows
+    return memory_of(MIXED | dict(num_hidden_layers=len(kinds), layer_types=kinds) | changes)
+
+
+@pytest.mark.parametrize('full, windows, group_size, groups', [
+    (2, 6, 2, (1, 3)), (2, 5, 2, (1, 3)), (10, 14, 14, (1, 1)), (10, 15, 10, (1, 2)),
+    (4, 1, 1, (4, 1))])
+def test_groups_of_layers_in_vllm(full, windows, group_size, groups):
+    pages = groups[0] * -(-1000 // 16) + groups[1] * (-(-(31 + 64) // 16) + 1)
+    assert engines.vllm(mixed(full, windows), 3, 1000, 'bfloat16', step_tokens=64) == (
+        3 * pages * group_size * 16 * POSITION)
+
+
 def test_pages_of_different_sizes():
     """Twice the heads in the windows: pages of the others have twice the positions. Widths that do
     not divide each other are refused by vLLM."""
-    base = dict(num_hidden_layers=4, num_attention_heads=8, hidden_size=64, sliding_window=32,
-                num_key_value_heads=2, layer_types=['sliding_attention', 'full_attention'] * 2)
-    twice = memory_of(base | dict(swa_num_key_value_heads=4))
     full, window = -(-1000 // 32), -(-32 // 16) + 1
+    twice = mixed(2, 2, swa_num_key_value_heads=4)
     assert engines.vllm(twice, 3, 1000, 'bfloat16', step_tokens=1) == (
-        3 * (full + window) * 2 * 16 * 2 * 4 * 8 * 2)
-    assert engines.vllm(memory_of(base | dict(swa_num_key_value_heads=3)), 1, 1000,
-                        'bfloat16') is None
+        3 * (full + window) * 2 * 16 * 2 * POSITION)
+    assert engines.vllm(mixed(2, 2, swa_num_key_value_heads=3), 1, 1000, 'bfloat16') is None
+
+
+def test_pages_of_chunks():
+    """They begin where the chunk does."""
+    chunked = memory_of(MIXED | dict(num_hidden_layers=2, layer_types=['chunked_attention'] * 2,
+                                     attention_chunk_size=32))
+    assert engines.vllm(chunked, 3, 1000, 'bfloat16', step_tokens=64) == 3 * 2 * 6 * 16 * POSITION
+
+
+def test_cells_of_llama_cpp():
+    """One pool for all sequences, in multiples of 256; windows count beside other layers only."""
+    held = 2 * 3072 + 6 * -(-(3 * 32 + 512) // 256) * 256
+    assert engines.llama_cpp(mixed(2, 6), 3, 1000) == held * POSITION
+    assert engines.llama_cpp(mixed(2, 6), 3, 100) == (2 * 512 + 6 * 512) * POSITION
+    assert engines.llama_cpp(mixed(0, 6), 3, 1000) == 6 * 3072 * POSITION
+    states = memory_of(STATES)
+    assert engines.llama_cpp(states, 3, 256) == (
+        2 * 768 * 2 * 4 * 8 * 2 + 2 * 3 * 4 * (3 * 2 * 8 * 3 + 2 * 8 * 8))
 
 
 def test_nothing_is_needed_but_the_standard_library():
@@ -248,6 +350,12 @@ def test_the_program(name, tmp_path, capsys):
     assert "with nanoKV's plan" in text and '34x smaller' in text
 
 
+def test_shared_caches_are_shown(tmp_path, capsys):
+    shared = LLAMA | dict(num_hidden_layers=6, num_kv_shared_layers=3)
+    main([write(tmp_path / 'model', shared | dict(model_type='unheard of'))])
+    assert '2, read by 3-5' in capsys.readouterr().out
+
+
 def test_settings_of_vllm(tmp_path, capsys):
     main([write(tmp_path / 'model', GEMMA_3), '--page_size=32', '--step_tokens=512', '--json=True'])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -267,7 +375,9 @@ def test_damaged_files_are_one_line(config, message, tmp_path):
     (['nowhere/config.json'], 'no such folder or config.json'),
     (['MODEL', '--n_head=3'], 'is in its config'), (['MODEL', '--svg=x.svg'], 'is in its config'),
     (['MODEL', 'MODEL'], 'one model at a time'), (['--like=nanokv'], 'models of Hugging Face'),
-    (['config/train_gpt2.py', '--page_size=32'], 'models of Hugging Face')])
+    (['config/train_gpt2.py', '--page_size=32'], 'models of Hugging Face'),
+    (['config/train_gpt2x'], 'did you mean config/train_gpt2.py'), (['config/x.json'], 'no such folder'),
+    (['--svg', 'no/where.svg', 'config/train_gpt2.py'], 'cannot be written')])
 def test_mistakes(argv, message, tmp_path, monkeypatch):
     model = write(tmp_path / 'model', LLAMA)
     with pytest.raises(UserError, match=message):

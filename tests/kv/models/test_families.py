@@ -1,7 +1,7 @@
 """The account equals what transformers allocates, to the byte, for every way to remember."""
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from kv.models import engines
 from kv.models.config import completed
@@ -28,21 +28,29 @@ def nbytes(cache, model) -> int:
 
 
 def check(family, prompts, batches):
-    config = AutoConfig.for_model(family, **FAMILIES[family])
+    config = AutoConfig.for_model(family.partition(',')[0], **FAMILIES[family])
     memory = memory_of(completed(config.to_dict())[0])
-    assert list(memory.unread) == TOLD.get(family, []) and not memory.assumed
+    assert list(memory.unread) == TOLD.get(family, [])
+    assert len(memory.assumed) == config.is_encoder_decoder
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    classes = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = classes.from_config(config, dtype=torch.bfloat16).eval()
     for n in prompts:
         for batch in batches:
             prompt = torch.randint(3, 99, (batch, n))
+            if config.is_encoder_decoder:  # what the decoder has been given
+                prompt[:, 0] = config.decoder_start_token_id
+                prompt = {'input_ids': prompt[:, :2], 'decoder_input_ids': prompt}
+            else:
+                prompt = {'input_ids': prompt}
             for kind, allocated in ((None, engines.transformers_dynamic),
                                     ('static', engines.transformers_static)):
-                out = model.generate(prompt, max_new_tokens=N_NEW, min_new_tokens=N_NEW,
+                out = model.generate(**prompt, max_new_tokens=N_NEW, min_new_tokens=N_NEW,
                                      do_sample=False, return_dict_in_generate=True,
                                      cache_implementation=kind)
                 cache = out.get('past_key_values')
                 cache = out['cache_params'] if cache is None else cache
+                cache = getattr(cache, 'self_attention_cache', cache)
                 expected = allocated(memory, batch, n + N_NEW - 1, 'bfloat16')
                 assert nbytes(cache, model) == expected, (kind, n, batch)
 
