@@ -1,5 +1,4 @@
 """The account of other people's models: by hand, without their packages, with damaged configs."""
-import json
 import re
 import subprocess
 import sys
@@ -11,10 +10,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from interop.configuration_nanokv import NanoKVConfig
 from kv import account
-from kv.__main__ import main
-from kv.models import engines
-from kv.models.config import completed, read_config
-from kv.models.memory import memory_of
+from kv.models.config import completed
 from kv.plan import plan_kv
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,12 +31,6 @@ STACK = dict(n_layer=12, n_head=12, n_embd=768, n_kv_head=1, layer_pattern='LLLL
 @pytest.fixture
 def without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, 'transformers', None)
-
-
-def write(folder, config):
-    folder.mkdir(exist_ok=True)
-    (folder / 'config.json').write_text(config if isinstance(config, str) else json.dumps(config))
-    return str(folder)
 
 
 def test_llama_by_hand():
@@ -256,52 +246,6 @@ def test_bad_options(options, message):
         account(LLAMA, **options)
 
 
-MIXED = dict(num_attention_heads=8, hidden_size=64, num_key_value_heads=2, sliding_window=32)
-POSITION = 2 * 2 * 8 * 2
-
-
-def mixed(full: int, windows: int, **changes):
-    kinds = ['full_attention'] * full + ['sliding_attention'] * windows
-    return memory_of(MIXED | dict(num_hidden_layers=len(kinds), layer_types=kinds) | changes)
-
-
-@pytest.mark.parametrize('full, windows, group_size, groups', [
-    (2, 6, 2, (1, 3)), (2, 5, 2, (1, 3)), (10, 14, 14, (1, 1)), (10, 15, 10, (1, 2)),
-    (4, 1, 1, (4, 1))])
-def test_groups_of_layers_in_vllm(full, windows, group_size, groups):
-    pages = groups[0] * -(-1000 // 16) + groups[1] * (-(-(31 + 64) // 16) + 1)
-    assert engines.vllm(mixed(full, windows), 3, 1000, 'bfloat16', step_tokens=64) == (
-        3 * pages * group_size * 16 * POSITION)
-
-
-def test_pages_of_different_sizes():
-    """Twice the heads in the windows: pages of the others have twice the positions. Widths that do
-    not divide each other are refused by vLLM."""
-    full, window = -(-1000 // 32), -(-32 // 16) + 1
-    twice = mixed(2, 2, swa_num_key_value_heads=4)
-    assert engines.vllm(twice, 3, 1000, 'bfloat16', step_tokens=1) == (
-        3 * (full + window) * 2 * 16 * 2 * POSITION)
-    assert engines.vllm(mixed(2, 2, swa_num_key_value_heads=3), 1, 1000, 'bfloat16') is None
-
-
-def test_pages_of_chunks():
-    """They begin where the chunk does."""
-    chunked = memory_of(MIXED | dict(num_hidden_layers=2, layer_types=['chunked_attention'] * 2,
-                                     attention_chunk_size=32))
-    assert engines.vllm(chunked, 3, 1000, 'bfloat16', step_tokens=64) == 3 * 2 * 6 * 16 * POSITION
-
-
-def test_cells_of_llama_cpp():
-    """One pool for all sequences, in multiples of 256; windows count beside other layers only."""
-    held = 2 * 3072 + 6 * -(-(3 * 32 + 512) // 256) * 256
-    assert engines.llama_cpp(mixed(2, 6), 3, 1000) == held * POSITION
-    assert engines.llama_cpp(mixed(2, 6), 3, 100) == (2 * 512 + 6 * 512) * POSITION
-    assert engines.llama_cpp(mixed(0, 6), 3, 1000) == 6 * 3072 * POSITION
-    states = memory_of(STATES)
-    assert engines.llama_cpp(states, 3, 256) == (
-        2 * 768 * 2 * 4 * 8 * 2 + 2 * 3 * 4 * (3 * 2 * 8 * 3 + 2 * 8 * 8))
-
-
 def test_nothing_is_needed_but_the_standard_library():
     program = ("import sys\nfor name in ('torch', 'transformers', 'rich', 'numpy'):\n"
                f'    sys.modules[name] = None\nfrom kv import account\n'
@@ -335,64 +279,6 @@ def test_the_worked_examples(name):
     [line] = [line for line in (ROOT / 'docs' / 'accounting.md').read_text().splitlines()
               if re.search(f'\\| {name}[:,]', line)]
     assert f'= {nbytes:,}' in line
-
-
-# -- python -m kv ----------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('name', ['', '/config.json'])
-def test_the_program(name, tmp_path, capsys):
-    main([write(tmp_path / 'model', GEMMA_3) + name, '--max_seq_len=32768', '--budget=80GB',
-          '--like=nanokv', '--json=True'])
-    *lines, last = capsys.readouterr().out.splitlines()
-    found, text = json.loads(last), ' '.join(' '.join(lines).split())
-    assert found == account(GEMMA_3, max_seq_len=32768, budget=80 * 10 ** 9, like='nanokv')
-    assert '5 11 17 23 29' in text and f"{found['bytes']:,}" in text
-    assert "with nanoKV's plan" in text and '34x smaller' in text
-
-
-def test_shared_caches_are_shown(tmp_path, capsys):
-    shared = LLAMA | dict(num_hidden_layers=6, num_kv_shared_layers=3)
-    main([write(tmp_path / 'model', shared | dict(model_type='unheard of'))])
-    assert '2, read by 3-5' in capsys.readouterr().out
-
-
-def test_settings_of_vllm(tmp_path, capsys):
-    main([write(tmp_path / 'model', GEMMA_3), '--page_size=32', '--step_tokens=512', '--json=True'])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found['engines'] == account(GEMMA_3, page_size=32, step_tokens=512)['engines']
-
-
-@pytest.mark.parametrize('config, message', [
-    ('{', 'cannot be read'), ('[]', 'holds list, not an object'), ({}, 'no num_hidden_layers')])
-def test_damaged_files_are_one_line(config, message, tmp_path):
-    done = subprocess.run([sys.executable, '-m', 'kv', write(tmp_path / 'model', config)], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 2 and message in done.stderr
-    assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
-
-
-@pytest.mark.parametrize('argv, message', [
-    (['nowhere/config.json'], 'no such folder or config.json'),
-    (['MODEL', '--n_head=3'], 'is in its config'), (['MODEL', '--svg=x.svg'], 'is in its config'),
-    (['MODEL', 'MODEL'], 'one model at a time'), (['--like=nanokv'], 'models of Hugging Face'),
-    (['config/train_gpt2.py', '--page_size=32'], 'models of Hugging Face'),
-    (['config/train_gpt2x'], 'did you mean config/train_gpt2.py'), (['config/x.json'], 'no such folder'),
-    (['--svg', 'no/where.svg', 'config/train_gpt2.py'], 'cannot be written')])
-def test_mistakes(argv, message, tmp_path, monkeypatch):
-    model = write(tmp_path / 'model', LLAMA)
-    with pytest.raises(UserError, match=message):
-        main([model if arg == 'MODEL' else arg for arg in argv])
-
-
-def test_a_name_on_the_hub(tmp_path, monkeypatch):
-    """`owner/name` is looked up; without a connection, or the model, the hub's words are shown."""
-    import huggingface_hub
-    path = Path(write(tmp_path / 'model', LLAMA)) / 'config.json'
-    monkeypatch.setattr(huggingface_hub, 'hf_hub_download',
-                        lambda name, file: {('some/llama', 'config.json'): path}[name, file])
-    assert read_config('some/llama') == LLAMA
-    with pytest.raises(UserError, match="'some/other': no such folder, and the hub's config.json"):
-        read_config('some/other')
 
 
 def test_the_text_model_of_several_parts():

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from kv.models import engines
 from kv.models.config import completed
 from kv.models.memory import memory_of
+from lab.scripts.kv_calculators import cache_nbytes
 from tests.helpers.hf_families import FAMILIES
 
 QUICK = ['gemma3n_text', 'deepseek_v32', 'qwen3_next', 'falcon_h1']
@@ -17,14 +18,12 @@ TOLD = {'modernbert-decoder': ['local_attention'], 'nemotron_h': ['mtp_layers_bl
 
 
 def nbytes(cache, model) -> int:
-    """Bytes of all tensors with more than one dimension in a cache's layers."""
+    """Bytes of a cache's tensors, and of states that are kept elsewhere."""
     found = [getattr(cache, 'linear_cache', [])]
-    for layer in cache.layers:
-        found += [value.values() if isinstance(value, dict) else [value]
-                  for value in vars(layer).values()]
     found += [[value for name, value in vars(module).items() if 'state' in name]
               for module in model.modules() if model.config.model_type in STATES_IN_MODULES]
-    return sum(x.nbytes for each in found for x in each if torch.is_tensor(x) and x.dim() > 1)
+    states = sum(x.nbytes for each in found for x in each if torch.is_tensor(x))
+    return cache_nbytes(cache) + states
 
 
 def check(family, prompts, batches):
