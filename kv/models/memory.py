@@ -16,6 +16,7 @@ from config.errors import UserError
 from kv.models.kinds import ATTENTION, CHUNKED, STATEFUL, WINDOWED, kinds_of
 from kv.models.states import State, states_of
 
+MOST_LAYERS = 10_000
 FULL, WINDOW, CHUNK, STATE = 'full', 'window', 'chunk', 'state'
 
 # A key with one of these in its name may describe memory ...
@@ -102,8 +103,12 @@ class Facts:
 
     def of_layer(self, i: int) -> 'Facts':
         """The facts with those that the config gives for layer `i` alone."""
-        own = self.get('per_layer_config') or {}
-        own = next((value for name, value in own.items() if int(name) == i), None)
+        layers = self.get('per_layer_config') or {}
+        if not (isinstance(layers, dict) and all(map(str.isdigit, layers))
+                and all(isinstance(own, dict) for own in layers.values())):
+            raise UserError(f'this config has per_layer_config={layers!r}: settings by the number '
+                            'of the layer are needed')
+        own = next((own for number, own in layers.items() if int(number) == i), None)
         if not own:
             return self
         mine = Facts(self.config | own)
@@ -125,7 +130,10 @@ def memory_of(config: dict, complete: bool = True) -> Memory:
     assumed = list(_left_open(facts))
     if facts.get('is_encoder_decoder'):
         names = 'num_decoder_layers', 'decoder_layers', *names
-    kinds, windows_assumed = kinds_of(facts, facts.count(*names), complete)
+    n_layer = facts.count(*names)
+    if n_layer > MOST_LAYERS:
+        raise UserError(f'this config has {n_layer:,} layers: at most {MOST_LAYERS:,} make sense')
+    kinds, windows_assumed = kinds_of(facts, n_layer, complete)
     layers = [store_of(facts, i, kind) for i, kind in enumerate(kinds)]
     readers = {}
     for i, writer in enumerate(writers_of(facts, kinds)):

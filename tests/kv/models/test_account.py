@@ -1,10 +1,13 @@
 """The account of other people's models: by hand, without their packages, with damaged configs."""
+import contextlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
@@ -12,6 +15,7 @@ from interop.configuration_nanokv import NanoKVConfig
 from kv import account
 from kv.models.config import completed
 from kv.plan import plan_kv
+from tests.helpers.hf_families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA = dict(model_type='llama', hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
@@ -288,3 +292,22 @@ def test_the_text_model_of_several_parts():
         text_config=LLAMA))
     settings, defaults = completed(nested)
     assert settings == LLAMA | dict(dtype='float16') and defaults == ''
+
+
+JUNK = st.sampled_from([None, 0, -1, 3, 2.5, True, 'x', '', [], [1], ['x'], {}, {'a': 1}, 10 ** 9])
+RAW = [settings | dict(model_type='unheard of') for settings in FAMILIES.values()]
+
+
+@given(st.data())
+def test_damaged_values_are_errors_that_say_what_is_wrong(data):
+    config = data.draw(st.sampled_from(RAW))
+    names = data.draw(st.lists(st.sampled_from([*config, 'num_kv_shared_layers', 'attn_type_list',
+                                                'per_layer_config', 'indexer_types', 'attn_config',
+                                                'block_types', 'layer_types', 'quantization_config',
+                                                'full_attention_interval', 'head_dim']),
+                               min_size=1, max_size=3))
+    damaged = config | {name: data.draw(JUNK) for name in names}
+    with contextlib.suppress(UserError):
+        found = account(damaged, max_seq_len=9, like='nanokv')
+        assert found['bytes'] == sum(row['bytes'] for row in found['stores'])
+        assert found['bytes'] >= 0
