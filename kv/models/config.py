@@ -43,9 +43,11 @@ def _from_hub(name: str) -> Path:
         raise missing
     try:
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import logging
     except ImportError:
         raise UserError(f'{name!r}: no such folder; to look on the hub: '
                         'pip install huggingface_hub') from None
+    logging.set_verbosity_error()  # it warns of what the error below says
     try:
         return Path(hf_hub_download(name, 'config.json'))
     except Exception as e:  # offline, private, absent: the hub's own words
