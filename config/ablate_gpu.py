@@ -2,8 +2,6 @@
 # times the data. In pieces, each of which goes on where the last one ended:
 #   python data/pysource/prepare.py                                # 37 MB, without a GPU
 #   timeout --signal=TERM 9m python ablate.py config/ablate_gpu.py
-import config.ablate_pysource as _code
-
 base = 'config/train_gpt2.py'
 dataset = 'pysource'
 identifiers = True
@@ -30,10 +28,13 @@ rows = {
                        share_global_kv=True, mlp_hidden='match'),
     '+ int8 KV': dict(kv_dtype='int8'),
 }
-side_rows = {name: ('full stack', _code.side_rows[name][1]) for name in (
-    'key offset', 'K = V on global layers, NoPE')}
-side_rows['local layers only'] = ('full stack', dict(
-    layer_pattern='LLLLLL', kv_share='AABBCC', share_global_kv=False))
+side_rows = {
+    'key offset': ('full stack', dict(key_offset=True)),
+    'K = V on global layers, NoPE': ('full stack', dict(
+        kv_tied='global', rope_fraction_global=0.0)),
+    'local layers only': ('full stack', dict(
+        layer_pattern='LLLLLL', kv_share='AABBCC', share_global_kv=False)),
+}
 baseline = '+ RoPE, qk_norm'
 
 contexts = '1024,8192'
