@@ -76,7 +76,13 @@ def _memory(config: dict) -> tuple[Memory, str]:
         except TypeError as e:  # an unknown field
             raise UserError(f'this config is not of a model of this version: {e}') from e
     settings, defaults = completed(config)
-    return memory_of(settings, complete=bool(defaults)), defaults
+    try:
+        return memory_of(settings, complete=bool(defaults)), defaults
+    except UserError as e:
+        if defaults:
+            raise
+        raise UserError(f'{e}; what a config leaves to its class is filled in if transformers '
+                        "knows it: pip install 'transformers>=5.23'") from e
 
 
 def memory_of_plan(plan: KVPlan) -> Memory:

@@ -129,7 +129,7 @@ def test_what_a_config_leaves_to_its_class(without_transformers):
     found = account(MISTRAL, max_seq_len=8192)
     assert found['defaults'] == '' and 'windows (4096)' in found['assumed'][0]
     assert {row['holds'] for row in found['stores']} == {8192}
-    with pytest.raises(UserError, match='num_attention_heads or n_head'):
+    with pytest.raises(UserError, match='num_attention_heads or n_head.*pip install'):
         account(GEMMA_3)
 
 
