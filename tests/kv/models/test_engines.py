@@ -42,8 +42,8 @@ def test_pages_of_chunks():
 
 def test_cells_of_llama_cpp():
     """One pool for all sequences, in multiples of 256; windows count beside other layers only."""
-    held = 2 * 3072 + 6 * -(-(3 * 32 + 512) // 256) * 256
-    assert engines.llama_cpp(mixed(2, 6), 3, 1000) == held * POSITION
+    held = 2 * 9216 + 6 * -(-(9 * 32 + 512) // 256) * 256
+    assert engines.llama_cpp(mixed(2, 6), 9, 1000) == held * POSITION
     assert engines.llama_cpp(mixed(2, 6), 3, 100) == (2 * 512 + 6 * 512) * POSITION
     assert engines.llama_cpp(mixed(0, 6), 3, 1000) == 6 * 3072 * POSITION
     states = memory_of(STATES)
