@@ -7,9 +7,10 @@ here.
     vLLM                   pages, equal in bytes for all layers, by groups of layers
     llama.cpp              cells for the whole context, or for a window and a micro-batch
 
-Sources: transformers 5.23 `cache_utils.py`; vLLM 0.32 `v1/kv_cache_interface.py` and
+Sources: transformers 5.23 `cache_utils.py`; vLLM `v1/kv_cache_interface.py` and
 `v1/core/kv_cache_utils.py` (its report "maximum concurrency" divides by the same number); llama.cpp
-`src/llama-kv-cache-iswa.cpp`, `llama-kv-cache.cpp`, `llama-memory-recurrent.cpp`.
+`src/llama-kv-cache-iswa.cpp`, `llama-hparams.cpp`. docs/accounting.md says what was compared with
+runs.
 """
 from collections import Counter
 

@@ -82,7 +82,7 @@ def _by_older_keys(facts, n: int) -> list[str] | None:
 def _by_pattern(facts, n: int) -> list[str] | None:
     """A pattern that is repeated over the layers, or has a letter for each."""
     letters = facts.get('hybrid_override_pattern')
-    if letters:
+    if isinstance(letters, str) and letters:
         return [OVERRIDES.get(letter, letter) for letter in letters]
     blocks = facts.get('block_types')
     if isinstance(blocks, list) and blocks:  # RecurrentGemma, whose attention has windows
@@ -120,6 +120,7 @@ def _by_interval(facts, n: int) -> list[str] | None:
             every = facts.count(name)
             return ['full_attention' if (i + 1) % every == 0 else others for i in range(n)]
     if facts.get('attn_layer_period'):  # Jamba
-        period, offset = facts.count('attn_layer_period'), facts.get('attn_layer_offset', default=0)
+        period = facts.count('attn_layer_period')
+        offset = facts.count('attn_layer_offset') if facts.get('attn_layer_offset') else 0
         return ['attention' if i % period == offset else 'mamba' for i in range(n)]
     return None

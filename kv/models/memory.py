@@ -147,7 +147,7 @@ def memory_of(config: dict, complete: bool = True) -> Memory:
 
 def _left_open(facts: Facts):
     """Yield what an account of the decoder's own K and V leaves out, in words."""
-    architectures = ' '.join(map(str, facts.get('architectures') or ()))
+    architectures = str(facts.get('architectures', default=''))
     if 'MaskedLM' in architectures:
         raise UserError(f'this config is of an encoder ({architectures}), which has no KV cache')
     if facts.get('is_encoder_decoder') or facts.get('cross_attention_layers'):
@@ -204,8 +204,11 @@ def parts_of(facts: Facts, i: int, kind: str) -> tuple[Part, ...]:
     else:
         parts = keys_and_values(facts, i, local=kind in WINDOWED or kind in CHUNKED)
     if kind == 'indexed_attention':  # DeepSeek sparse attention
-        indexers = facts.get('indexer_types') or ['full'] * (i + 1)  # others share an earlier one's
-        if indexers[i] == 'full':
+        indexers = facts.get('indexer_types', default=['full'] * (i + 1))
+        if not isinstance(indexers, list) or len(indexers) <= i:
+            raise UserError(f'this config has indexer_types={indexers!r}: one for each layer is '
+                            'needed')
+        if indexers[i] == 'full':  # the others share an earlier one's keys
             parts.append(Part('indexer key', 1, facts.count('index_head_dim')))
     return tuple(parts)
 
