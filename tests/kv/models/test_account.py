@@ -295,6 +295,10 @@ def test_the_text_model_of_several_parts():
 
 
 JUNK = st.sampled_from([None, 0, -1, 3, 2.5, True, 'x', '', [], [1], ['x'], {}, {'a': 1}, 10 ** 9])
+DAMAGED = ('num_kv_shared_layers', 'attn_type_list', 'per_layer_config', 'indexer_types',
+           'attn_config', 'block_types', 'layer_types', 'quantization_config', 'head_dim',
+           'full_attention_interval', 'architectures', 'hybrid_override_pattern',
+           'attn_layer_period', 'attn_layer_offset', 'kv_source_layers')
 RAW = [settings | dict(model_type='unheard of') for settings in FAMILIES.values()]
 RAW.append(FAMILIES['deepseek_v32'] | dict(layer_types=['indexed_attention'] * 6))
 
@@ -302,13 +306,7 @@ RAW.append(FAMILIES['deepseek_v32'] | dict(layer_types=['indexed_attention'] * 6
 @given(st.data())
 def test_damaged_values_are_errors_that_say_what_is_wrong(data):
     config = data.draw(st.sampled_from(RAW))
-    names = data.draw(st.lists(st.sampled_from([*config, 'num_kv_shared_layers', 'attn_type_list',
-                                                'per_layer_config', 'indexer_types', 'attn_config',
-                                                'block_types', 'layer_types', 'quantization_config',
-                                                'full_attention_interval', 'head_dim', 'architectures',
-                                                'hybrid_override_pattern', 'attn_layer_period',
-                                                'attn_layer_offset', 'kv_source_layers']),
-                               min_size=1, max_size=3))
+    names = data.draw(st.lists(st.sampled_from([*config, *DAMAGED]), min_size=1, max_size=3))
     damaged = config | {name: data.draw(JUNK) for name in names}
     with contextlib.suppress(UserError):
         found = account(damaged, max_seq_len=9, like='nanokv')
