@@ -2,9 +2,11 @@
 global slot, a range of positions of every ring, or the states of a row (half of its last key in
 every global slot, with key_offset), each as one buffer of the stored bytes.
 """
+import bisect
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.paged import PagedKVCache
@@ -12,7 +14,7 @@ from kv.plan import GLOBAL, LOCAL
 from kv.slots import RingStore
 
 # bytes of the Python objects of a block, excluding buffers and tokens (from sys.getsizeof)
-OVERHEAD = 600
+OVERHEAD = 900
 
 
 def allocated_nbytes(buffer: torch.Tensor | None) -> int:
@@ -20,31 +22,82 @@ def allocated_nbytes(buffer: torch.Tensor | None) -> int:
     return 0 if buffer is None else buffer.untyped_storage().nbytes()
 
 
-class Block:
-    """`size` tokens after those of `parent`, with their K and V.
+def packed(tokens) -> bytes:
+    """Token ids as int32 bytes."""
+    return np.asarray(tokens, dtype=np.int32).tobytes()
 
-    key: a chained hash of all tokens up to its end; the name of its file on disk.
-    children: keyed by their tokens. depth: number of blocks from the root, including this one.
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """Number of leading tokens that two packed sequences share."""
+    n = min(len(a), len(b))
+    x, y = (np.frombuffer(each[:n], dtype=np.int32) for each in (a, b))
+    differ = np.flatnonzero(x != y)
+    return int(differ[0]) if len(differ) else n // 4
+
+
+class Children(dict):
+    """The children of a block by their tokens, and `order`, the sorted tokens: neighbours in it
+    share the longest prefixes."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def __setitem__(self, tokens, block):
+        if tokens not in self:
+            bisect.insort(self.order, tokens)
+        super().__setitem__(tokens, block)
+
+    def __delitem__(self, tokens):
+        super().__delitem__(tokens)
+        del self.order[bisect.bisect_left(self.order, tokens)]
+
+    def nearest(self, tokens: bytes):
+        """Yield (number of common leading tokens, block), most first; only those with some."""
+        right = bisect.bisect_left(self.order, tokens)
+        left, order = right - 1, self.order
+        while True:
+            before = common_tokens(order[left], tokens) if left >= 0 else 0
+            after = common_tokens(order[right], tokens) if right < len(order) else 0
+            if not (before or after):
+                return
+            i = left if before >= after else right
+            yield max(before, after), self[order[i]]
+            left, right = (left - 1, right) if i == left else (left, right + 1)
+
+
+class Block:
+    """At most `size` tokens after those of `parent`, with their K and V; fewer only in a leaf.
+
+    n: number of tokens; start: of those before it. key: a chained hash of all tokens up to its end;
+    the name of its file on disk. children: keyed by their tokens. depth: number of blocks from the
+    root, including this one.
     page: page of its global K, V in the pools, -1 = none. copy: a copy of that page on the host, or
     None. local: the last n_local positions of its local K, V, or None. state: the states of a row
     that ended with it, or None.
-    anchor: whether a row can resume at its end. users: running requests whose last block is this
-    one (for the root: those without a block). used: time of its last use. saved: n_local of its
-    file on disk, -1 = no file; saved_state: whether the file has the state.
+    anchors: offsets, in tokens of this block, where a request ended or began, and how many began.
+    users: running requests whose last complete block is this one (for the root: those without a
+    block). used: time of its last use. saved: n_local of its file on disk, -1 = no file;
+    saved_state: whether the file has the state.
     """
-    __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'page', 'copy', 'local', 'n_local',
-                 'state', 'anchor', 'users', 'used', 'saved', 'saved_state')
+    __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'n', 'start', 'page', 'copy',
+                 'local', 'n_local', 'state', 'anchors', 'users', 'used', 'saved', 'saved_state')
 
     def __init__(self, tokens: bytes, parent: 'Block | None'):
-        self.tokens, self.parent, self.children = tokens, parent, {}
-        self.key, self.depth = b'', 0
+        self.tokens, self.parent, self.children = tokens, parent, Children()
+        self.n, self.key, self.depth, self.start = len(tokens) // 4, b'', 0, 0
         if parent:
             self.key = hashlib.blake2b(parent.key + tokens, digest_size=16).digest()
-            self.depth = parent.depth + 1
+            self.depth, self.start = parent.depth + 1, parent.end
         self.page, self.copy = -1, None
         self.local, self.n_local, self.state = None, 0, None
-        self.anchor, self.saved, self.saved_state = False, -1, False
+        self.anchors, self.saved, self.saved_state = {}, -1, False
         self.users, self.used = 0, 0
+
+    @property
+    def end(self) -> int:
+        """Number of tokens up to and including its own."""
+        return self.start + self.n
 
     @property
     def nbytes(self) -> int:
@@ -62,10 +115,13 @@ class Block:
 
 @dataclass
 class Hit:
-    """Blocks that a request reuses. n_matched: number of blocks whose tokens match; those after the
-    last anchor cannot be reused."""
+    """What a request reuses: the first `length` positions. blocks: that it reuses as a whole; part:
+    the block with those after them, or None. n_matched: number of its tokens that are in the tree;
+    those after `length` cannot be reused."""
     blocks: list[Block]
-    n_matched: int
+    part: Block | None = None
+    length: int = 0
+    n_matched: int = 0
 
 
 @dataclass
@@ -153,8 +209,10 @@ class BlockCopier:
             x[page].copy_(copy)
 
     def n_in_ring(self, row: int, end: int) -> int:
-        """How many of the last positions before `end` are still in the rings of a row."""
+        """How many of the last positions before `end` are in the rings of a row."""
         behind = self.cache.length(row) - end
+        if behind < 0:
+            return 0
         return max(0, min([end] + [store.capacity - behind for store in self.rings]))
 
     def local(self, row: int, end: int, n: int) -> torch.Tensor:
@@ -164,9 +222,10 @@ class BlockCopier:
             copy.copy_(x)
         return self.copies.out(buffer)
 
-    def put_local(self, row: int, end: int, n: int, buffer: torch.Tensor) -> None:
-        """Write a buffer returned by `self.local` to the rings of a row."""
-        for x, copy in self._ring_parts(self.copies.back(buffer), row, end, n):
+    def put_local(self, row: int, end: int, n: int, buffer: torch.Tensor, drop: int = 0) -> None:
+        """Write a buffer returned by `self.local` to the rings of a row, except for its last `drop`
+        positions."""
+        for x, copy in self._ring_parts(self.copies.back(buffer), row, end, n, drop):
             x.copy_(copy)
 
     def state(self, row: int) -> torch.Tensor:
@@ -181,9 +240,9 @@ class BlockCopier:
         for x, copy in self._parts(self.copies.back(buffer), self._states, 1):
             x[row].copy_(copy)
 
-    def _ring_parts(self, buffer, row, end, n):
+    def _ring_parts(self, buffer, row, end, n, drop=0):
         """Pair parts of the rings, which may wrap around, with views of the buffer."""
-        spans = self.rings[0].spans(end - n, n) if self.rings else []
+        spans = self.rings[0].spans(end - n, n - drop) if self.rings else []
         for x, copy in self._parts(buffer, self.rings, n):
             offset = 0
             for a, b in spans:

@@ -347,4 +347,4 @@ class Engine:
                           time.perf_counter() - job.submitted, max(0, request.num_cached_tokens))
         events.append(Event(request.number, token, text, logprob, done))
         self.jobs.pop(request.number, None)  # it counts as ended even if the next line fails
-        self.scheduler.finish(request)
+        self.scheduler.finish(request, reusable=reason != 'error')

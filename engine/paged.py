@@ -227,6 +227,10 @@ class PagedKVCache(KVCache):
         self.table.adopt(row, pages)
         self._lengths[row] = length
 
+    def copy_page(self, source: int, target: int) -> None:
+        for pool in self.pools:
+            copy_row(pool, source, target)
+
     def unpin(self, page: int) -> None:
         """Unpin a page, and free it unless a row uses it."""
         if self.table.unpin(page):
@@ -249,8 +253,7 @@ class PagedKVCache(KVCache):
         self.table.ensure_free(needed, f'{needed} more pages of {size} positions are needed')
         for job in jobs:
             for source, target in self.table.extend(*job):
-                for pool in self.pools:
-                    copy_row(pool, source, target)
+                self.copy_page(source, target)
 
     def _clean(self, freed: list[int]) -> None:
         """Zero the values of freed pages: the next row reads complete pages, with weight 0 past its

@@ -1,7 +1,7 @@
 """The prefix cache on disk, which survives a restart: one safetensors file per block.
 
     FOLDER/FINGERPRINT/KEY.safetensors     page, local, state: uint8; metadata: tokens, key of the
-                                           parent ("before"), n_local, anchor, hash of it all
+                                           parent ("before"), n_local, hash of it all
 
 The fingerprint identifies weights, plan and dtypes. A file that is damaged or has tokens other than
 those requested counts as missing. Processes may share a folder; each counts the files it knows.
@@ -19,7 +19,7 @@ import torch
 from config.errors import UserError
 from kv.parts import parts_of
 
-VERSION = 3
+VERSION = 4
 ABANDONED = 3600.0  # age in seconds at which temporary files are deleted
 
 
@@ -69,8 +69,7 @@ class DiskTier:
         complete = block.saved >= block.n_local and block.saved_state >= has_state
         if complete and path.name in self._sizes:
             return self.touch([block.key])
-        about = self._identity(block.parent.key, block.tokens) | {
-            'n_local': str(block.n_local), 'anchor': str(int(block.anchor))}
+        about = self._identity(block.parent.key, block.tokens) | {'n_local': str(block.n_local)}
         tensors = {'page': page, 'local': block.local, 'state': block.state}
         tensors = {name: x for name, x in tensors.items() if x is not None}
         temporary = path.with_suffix(f'.{uuid.uuid4().hex}.tmp')
@@ -115,9 +114,9 @@ class DiskTier:
         """Delete the file of a block, if there is one."""
         self._delete(self._path(key).name)
 
-    def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int, bool] | None:
-        """Return ({'page': .., 'local': .., 'state': ..}, n_local, anchor) of the block with these
-        tokens after the block with key `before`; None if there is none. Tensors may be absent."""
+    def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int] | None:
+        """Return ({'page': .., 'local': .., 'state': ..}, n_local) of the block with these tokens
+        after the block with key `before`; None if there is none. Tensors may be absent."""
         path = self._path(key)
         if path.name not in self._sizes:
             return None
@@ -130,7 +129,7 @@ class DiskTier:
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
             if about.pop('hash', '') != _hash(about, tensors):
                 raise ValueError('hash mismatch')
-            return tensors, int(about['n_local']), about['anchor'] == '1'
+            return tensors, int(about['n_local'])
         except Exception as e:  # a damaged file may raise anything
             warnings.warn(f'{path} cannot be read and counts as missing: {type(e).__name__}: {e}',
                           stacklevel=2)

@@ -9,6 +9,7 @@ Each step decodes a token for every request that lacks only its last one, and pr
 `prefill_chunk` (chunked prefill, Agrawal et al. 2023, Sarathi; iteration-level scheduling, Yu et
 al. 2022, Orca). When pages run out, the latest request is preempted, and recomputed later.
 """
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -94,12 +95,13 @@ class Scheduler:
         self._admit()
         return Work(self._chunks(), decode)
 
-    def finish(self, request: Request) -> None:
-        """Remove a request, running or waiting, and free its row and pages."""
+    def finish(self, request: Request, reusable: bool = True) -> None:
+        """Remove a request, running or waiting, and free its row and pages. reusable: whether
+        later requests may reuse what it computed since its last complete block."""
         if request.row < 0:
             self.waiting = deque(r for r in self.waiting if r is not request)
         else:
-            self._free_row(request)
+            self._free_row(request, reusable)
 
     def computed(self, request: Request, n: int) -> None:
         """Record that n more tokens of a request are in the cache."""
@@ -155,7 +157,7 @@ class Scheduler:
                 return
             if self.prefix:
                 hit = self.prefix.match(request.prompt + request.tokens)
-                if self._is_being_computed(request, len(hit.blocks) * self.prefix.size):
+                if self._is_being_computed(request, hit.length):
                     return
             self.waiting.popleft()
             request.row = len(self.running)
@@ -180,11 +182,12 @@ class Scheduler:
         e.g. another sample of the same prompt."""
         mine = request.prompt + request.tokens
         for other in self.running:
-            theirs = other.prompt + other.tokens
-            known = max(n_cached, other.num_computed_tokens)
-            if any(known < end < len(mine) and theirs[:end] == mine[:end]
-                   for end in other.chunk_ends):
-                return True
+            if not other.decoding:
+                pairs = zip(mine[:-1], other.prompt + other.tokens)
+                common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+                known = max(n_cached, other.num_computed_tokens)
+                if self.prefix.shareable(other.chunk_ends, common) > known:
+                    return True
         return False
 
     def _chunks(self) -> list[list[tuple[Request, int]]]:
@@ -219,8 +222,10 @@ class Scheduler:
         end = (start + n) // self.prefix.size * self.prefix.size
         return end - start if end > start else n
 
-    def _free_row(self, request: Request) -> None:
+    def _free_row(self, request: Request, reusable: bool = True) -> None:
         row, last = request.row, self.running[-1]
+        if self.prefix and reusable:
+            self.prefix.end(row, request.last_block, request.prompt + request.tokens)
         self.cache.reset([row])
         if self.prefix:
             self.prefix.release(request.last_block)

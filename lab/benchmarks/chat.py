@@ -1,8 +1,9 @@
 """--mode=chat: conversations that reuse prefix caches of several sizes, and the time this saves.
 
-Measures a simulated workload of dialogues (`lab.benchmarks.dialogues`) by page size, pruning and
-cache size (a share of the bytes needed to cache everything); the bytes of one dialogue of 180
-messages against vanilla GPT-2 in bfloat16; and the time to the first token of the reply to a
+Measures a simulated workload of dialogues (`lab.benchmarks.dialogues`) by page size and cache size
+(a share of the bytes needed to cache everything); the bytes of one dialogue of 180 messages against
+vanilla GPT-2 in bfloat16, with all positions and compact: with the anchors that stay under memory
+pressure; and the time to the first token of the reply to a
 message of `message` tokens after each of `contexts`, with the prefix cache and without.
 """
 from pathlib import Path
@@ -30,15 +31,15 @@ def run(s, data_root: Path) -> dict:
     document = setting.facts(s, {'ours': model}) | {
         'requests': s.requests, 'dialogues': s.dialogues, 'messages': MESSAGES,
         'message': s.message, 'longest': longest}
-    stores = [(page_size, prune) for page_size in page_sizes for prune in (True, False)]
-    document['bytes'] = [one_dialogue(model, longest, *store, s) for store in stores]
-    document['workload'] = [cell for store in stores
-                            for cell in budgets(model, longest, *store, shares, s)]
+    document['bytes'] = [row for size in page_sizes
+                         for row in one_dialogue(model, longest, size, s)]
+    document['workload'] = [cell for size in page_sizes
+                            for cell in budgets(model, longest, size, shares, s)]
     document['cells'] = [measure(model, context, s) for context in contexts]
     return document
 
 
-def budgets(model, longest, page_size, prune, shares, s) -> list[dict]:
+def budgets(model, longest, page_size, shares, s) -> list[dict]:
     """The same workload with each budget, the first unlimited."""
     cells, kv_dtype, budget = [], model.resolved_kv_dtype(s.kv_dtype), UNLIMITED
     message_tokens = max(2, longest // (MESSAGES + 25))
@@ -46,27 +47,32 @@ def budgets(model, longest, page_size, prune, shares, s) -> list[dict]:
         if cells:
             budget = cells[0]['held_nbytes'] * share // 100
         workload = Workload(s.dialogues, MESSAGES, message_tokens, longest, seed=s.seed)
-        title = (f'{s.dialogues} dialogues, pages of {page_size}, {share}% of the bytes'
-                 + ', pruned' * prune)
-        cell = simulate(model.plan, workload, s.requests, page_size, kv_dtype, budget, prune, title)
+        title = f'{s.dialogues} dialogues, pages of {page_size}, {share}% of the bytes'
+        cell = simulate(model.plan, workload, s.requests, page_size, kv_dtype, budget, title)
         cells.append(cell | {'share': share})
     return cells
 
 
-def one_dialogue(model, longest, page_size, prune, s) -> dict:
-    """Bytes of a dialogue of `longest` tokens: MESSAGES messages and replies of equal length."""
+def one_dialogue(model, longest, page_size, s) -> list[dict]:
+    """Bytes of a dialogue of `longest` tokens, with all positions and compact: MESSAGES messages
+    and replies of equal length."""
     n = max(1, longest // (2 * (MESSAGES // 2)))
     kv_dtype = model.resolved_kv_dtype(s.kv_dtype)
-    served, tokens = Served(model.plan, longest, page_size, kv_dtype, UNLIMITED, prune), []
+    served, tokens = Served(model.plan, longest, page_size, kv_dtype, UNLIMITED), []
     while len(tokens) + 2 * n <= longest:
         message, reply = torch.randint(2 ** 15, (2, n)).tolist()
         served.serve(tokens + message, reply)
         tokens += message + reply
     per_token = model.plan.vanilla().nbytes(1, 1, 'bfloat16')
     vanilla = per_token * len(tokens)
-    return {'page_size': page_size, 'prune': prune, 'tokens': len(tokens),
-            'messages': len(tokens) // n, 'held_nbytes': served.held_nbytes,
-            'vanilla_nbytes': vanilla, 'smaller': vanilla / served.held_nbytes}
+    rows = []
+    for compact in (False, True):
+        if compact:
+            served.compact()
+        rows.append({'page_size': page_size, 'compact': compact, 'tokens': len(tokens),
+                     'messages': len(tokens) // n, 'held_nbytes': served.held_nbytes,
+                     'vanilla_nbytes': vanilla, 'smaller': vanilla / served.held_nbytes})
+    return rows
 
 
 def first_token(model, past: list[int], s, prefix_budget: int):

@@ -15,13 +15,12 @@ def draw(document: dict, path: str) -> None:
     with subplots(1, 2, figsize=(10, 4), layout='constrained') as (figure, (left, right)):
         lines = {}
         for cell in document['workload']:
-            lines.setdefault((cell['page_size'], cell['prune']), []).append(cell)
-        for (page_size, prune), cells in lines.items():
+            lines.setdefault(cell['page_size'], []).append(cell)
+        for page_size, cells in lines.items():
             cells = sorted(cells, key=lambda cell: cell['held_nbytes'])
             megabytes = [cell['held_nbytes'] / cell['dialogues'] / 1e6 for cell in cells]
-            style, parts = ('o-', 'pruned') if prune else ('s--', 'all kept')
-            left.plot(megabytes, [100 * cell['hit_rate'] for cell in cells], style,
-                      label=f'blocks of {page_size}, local parts {parts}')
+            left.plot(megabytes, [100 * cell['hit_rate'] for cell in cells], 'o-',
+                      label=f'blocks of {page_size}')
         left.set(xscale='log', xlabel='MB kept per dialogue',
                  ylabel='prompt tokens that need not be computed, %')
         left.set_title(f"{document['requests']:,} requests, {document['dialogues']:,} dialogues of "

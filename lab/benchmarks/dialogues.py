@@ -81,12 +81,11 @@ class Served:
     """One row of a paged cache with a prefix store, serving one request at a time; K and V are
     random numbers."""
 
-    def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int,
-                 prune: bool):
+    def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int):
         n_pages = -(-max_seq_len // page_size) + 1  # for one request: the rest is in host memory
         self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages=n_pages, page_size=page_size,
                                   kv_dtype=kv_dtype)
-        self.store, self.chunk = PrefixStore(self.cache, budget, prune), max(CHUNK, page_size)
+        self.store, self.chunk = PrefixStore(self.cache, budget), max(CHUNK, page_size)
         self.kv = [torch.randn(1, slot.n_kv_head, self.chunk, slot.head_dim) for slot in plan.slots]
 
     def serve(self, tokens: list[int], reply: list[int]) -> int:
@@ -104,6 +103,7 @@ class Served:
         said, size = tokens + reply[:-1], store.size  # the last sampled token is not an input
         while self.cache.length(0) < len(said):
             self._feed(said, min(len(said), (self.cache.length(0) // size + 1) * size))
+        store.end(0, self.last_block, said)
         self.cache.reset([0])
         store.release(self.last_block)
         return found
@@ -116,6 +116,11 @@ class Served:
         self.cache.commit()
         self.last_block = self.store.extend(0, self.last_block, tokens[:end])
 
+    def compact(self) -> None:
+        """Drop all that goes before a conversation as a whole does."""
+        while self.store.has_droppable_parts:
+            self.store.shrink_to(self.store.nbytes - 1)
+
     @property
     def held_nbytes(self) -> int:
         """Bytes of everything cached: in host memory, and in pages without a copy there."""
@@ -125,9 +130,9 @@ class Served:
 
 
 def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype: str, budget: int,
-             prune: bool, title: str = '') -> dict:
+             title: str = '') -> dict:
     """Serve requests until every dialogue has had one, then measure `n_requests` more."""
-    served, seen = Served(plan, workload.max_seq_len, page_size, kv_dtype, budget, prune), set()
+    served, seen = Served(plan, workload.max_seq_len, page_size, kv_dtype, budget), set()
 
     def one() -> tuple[int, int, int]:
         """Serve one request: (dialogue, number of tokens, number of cached tokens)."""
@@ -145,7 +150,7 @@ def simulate(plan, workload: Workload, n_requests: int, page_size: int, kv_dtype
     held = sum(sum(map(len, text)) for text in workload.texts)
     vanilla = plan.vanilla().nbytes(1, 1, 'bfloat16')
     return stats | {
-        'page_size': page_size, 'budget': budget, 'prune': prune,
+        'page_size': page_size, 'budget': budget,
         'hit_rate': stats['found'] / stats['looked_up'],
         'computed_per_request': sum(n - k for n, k in found) / n_requests,
         'prompt_tokens_per_request': sum(n for n, _ in found) / n_requests,

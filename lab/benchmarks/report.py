@@ -52,8 +52,8 @@ def equal_rows(row):
     return f"{row['rows_equal']} of {row['rows']}" if 'rows' in row else ''
 
 
-def policy(row):
-    return 'pruned' if row['prune'] else 'all kept'
+def kept(row):
+    return 'anchors' if row['compact'] else 'all positions'
 
 
 SIDE = {'B': number('batch'), 'side': itemgetter('side')}
@@ -221,23 +221,23 @@ def kernel_tables(document) -> list[Table]:
 
 
 def chat_tables(document) -> list[Table]:
-    store, left = {'page': number('page_size', ''), 'local parts': policy}, ('local parts',)
+    page = {'page': number('page_size', '')}
     workload = (f"{document['requests']:,} requests of {document['dialogues']:,} dialogues of up "
                 f"to {document['longest']:,} tokens")
     first = f"time to the first token of a message of {document['message']} tokens"
     size = 'bytes kept of one dialogue, everything included, against vanilla GPT-2 in bfloat16'
     return [
-        make_table(workload, document['workload'], store | {
+        make_table(workload, document['workload'], page | {
             'of the bytes, %': number('share', ''),
             'tokens found, %': number('hit_rate', '.1f', 100),
             'computed a request': number('computed_per_request', ',.0f'),
             'of': number('prompt_tokens_per_request', ',.0f'),
             'MB a dialogue': lambda row: megabytes(row['held_nbytes'] / row['dialogues']),
-            'evicted': number('evicted')}, left),
-        make_table(size, document['bytes'], store | {
-            'tokens': number('tokens'), 'messages': number('messages', ''),
+            'evicted': number('evicted')}),
+        make_table(size, document['bytes'], page | {
+            'kept': kept, 'tokens': number('tokens'), 'messages': number('messages', ''),
             'MB': megabytes_of('held_nbytes'), 'vanilla, MB': megabytes_of('vanilla_nbytes'),
-            'smaller, x': number('smaller', '.1f')}, left),
+            'smaller, x': number('smaller', '.1f')}, ('kept',)),
         make_table(f'{first}, median (min-max)', rows_of(document['cells']), {
             'past': number('context'), 'side': itemgetter('side'),
             'found': lambda row: f"{row['n_cached']:,}" if row['side'] == 'ours' else '',

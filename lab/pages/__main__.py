@@ -1,4 +1,4 @@
-"""Write the measured numbers into README.md and docs/ from the files under results/.
+"""Write the measured numbers into README.md, docs/ and the READMEs of lab/ from results/.
 
     python -m lab.pages            # rewrite the blocks of all pages
     python -m lab.pages --check    # only list outdated pages; exit status 1 if there are any
@@ -15,7 +15,8 @@ BLOCK = re.compile(r'^<!-- begin (\S+) -->\n(.*?)^<!-- end -->', re.DOTALL | re.
 
 
 def pages() -> list[Path]:
-    return [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+    return [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')),
+            *sorted((ROOT / 'lab').glob('*/README.md'))]
 
 
 def rewritten(text: str) -> str:

@@ -106,19 +106,32 @@ def prefill() -> str:
 def conversations() -> str:
     chat = load('cpu/chat')
     [cell] = [cell for cell in chat['cells'] if cell['context'] == 8192]
-    [held] = [row for row in chat['bytes'] if row['page_size'] == 64 and row['prune']]
-    hits = {row['share']: row['hit_rate'] for row in chat['workload']
-            if row['page_size'] == 64 and row['prune']}
+    whole, compact = (row for row in chat['bytes'] if row['page_size'] == 64)
+    hits = {row['share']: row['hit_rate'] for row in chat['workload'] if row['page_size'] == 64}
     ttft = {name: model['ttft_ms']['median'] for name, model in cell['sides'].items()}
     rounds = cell['ratios']['ttft']['without a store']
     return prose(
         f"""With 8,192 tokens of history, a message of 20 tokens has its first token after
         {ttft['ours']:.0f} ms instead of {ttft['without a store'] / 1000:.1f} s (median of ratios
         {rounds['median']:.0f}, {rounds['min']:.0f} to {rounds['max']:.0f} in five rounds). The
-        {held['held_nbytes'] / 1e6:.1f} MB that the prefix cache keeps for the conversation,
-        everything included, are {held['smaller']:.0f} times less than vanilla's K/V in bfloat16
-        (int8 K/V, blocks of 64, batch 1).""",
+        prefix cache keeps {whole['held_nbytes'] / 1e6:.1f} MB for the conversation, everything
+        included, or under memory pressure {compact['held_nbytes'] / 1e6:.1f}:
+        {whole['smaller']:.0f} and {compact['smaller']:.0f} times less than vanilla's K/V in
+        bfloat16 (int8 K/V, blocks of 64, batch 1).""",
         f"""Of {chat['dialogues']} such dialogues ({chat['requests']} requests; edits, forks, users
         who leave and return) {hits[100]:.0%} of the prompt tokens are reused, {hits[50]:.0%} in
-        half the memory, {hits[25]:.0%} in a quarter. Measured on 2 cores of an Intel Xeon at 2.80
-        GHz, before the C++ decode step.""")
+        half the memory, {hits[25]:.0%} in a quarter. ({chat['processor']}.)""")
+
+
+@block
+def sessions_simulated() -> str:
+    rows = []
+    for found in load('sessions/simulated')['traces']:
+        first = (f"| `{found['trace']}` | {found['requests']} | {found['prompt_tokens']:,} "
+                 f"| {found['unavoidable']:,} ")
+        for cell in found['cells']:
+            rows.append(f"{first}| {cell['share']}% | {cell['most_nbytes'] / 1e6:.1f} "
+                        f"| {cell['computed']:,} | {cell['over_unavoidable']:.2f} |")
+            first = '| | | | '
+    return table('| trace | requests | prompt tokens | unavoidable | of the bytes | MB '
+                 '| computed | over unavoidable |', rows)

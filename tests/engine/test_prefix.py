@@ -68,16 +68,17 @@ def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pa
 
 @pytest.mark.parametrize('kind', [*KINDS, 'offset keys', 'offset keys, all global', 'together'])
 def test_a_conversation_computes_only_what_is_new(kind):
-    """Turn by turn; repeating a prompt computes no more than its last block."""
+    """Turn by turn; repeating a prompt computes its last token, or no more than its last block."""
     engine, text = engine_of(kind), prompt(13)
     for n in (5, 1, 4, 8, 2):
         [completion] = engine.generate([text], SamplingParams(n, seed=n))
         held = len(text) + len(completion.tokens) - 1  # the last sampled token is never fed
         [again] = engine.generate([text], SamplingParams(n, seed=n))
         assert again.tokens == completion.tokens
-        assert again.n_cached == (len(text) - 1) // SIZE * SIZE
+        expected = len(text) - 1 if engine.prefix.anywhere else (len(text) - 1) // SIZE * SIZE
+        assert again.n_cached == expected
         text = text + completion.tokens + prompt(3, seed=n)
-        assert engine.prefix.match(text).blocks[-1].depth == held // SIZE
+        assert engine.prefix.match(text).length == held
 
 
 def test_samples_that_come_together_wait_for_the_first():
@@ -85,8 +86,7 @@ def test_samples_that_come_together_wait_for_the_first():
     prompts = [ids, ids, ids[:24] + prompt(9, seed=1), ids[:20], prompt(25, seed=2)]
     params = [SamplingParams(5, seed=seed) for seed in range(5)]
     done = engine.generate(prompts, params)
-    # the first chunk ends at 12
-    assert [completion.n_cached for completion in done] == [0, 24, 24, 12, 0]
+    assert [completion.n_cached for completion in done] == [0, 24, 24, 19, 0]
     for completion, ids, p in zip(done, prompts, params):
         assert_same(completion, alone(model_of('full stack'), ids, p, tokenizer=TOKENIZER))
     assert_nothing_leaked(engine)
@@ -105,8 +105,8 @@ def test_pages_that_only_the_store_has_are_free_for_all():
 
 
 METHODS = {
-    'engine.prefix.PrefixStore': ['extend', 'restore', 'release', '_evict', '_make_anchor',
-                                  '_leave_pool', '_insert'],
+    'engine.prefix.PrefixStore': ['extend', 'restore', 'end', 'release', '_take_over'],
+    'engine.prefix_tree.BlockTree': ['_evict', '_leave_pool', '_insert', '_drop_local'],
     'engine.pages.PageTable': ['pin', 'unpin', 'adopt', 'take_pinned'],
     'engine.blocks.BlockCopier': ['put_page', 'page'],
 }
@@ -136,7 +136,8 @@ def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name, kind):
             raise KeyboardInterrupt
         return result
     monkeypatch.setattr(pydoc.locate(module), attribute, interrupted)
-    engine, done, failed = engine_of(kind, 12_000 if attribute == '_evict' else 10 ** 9, 17), {}, 0
+    budget = 12_000 if attribute in ('_evict', '_drop_local') else 10 ** 9
+    engine, done, failed = engine_of(kind, budget, 17), {}, 0
     for request in zip(ids, params):
         engine.submit(*request)
     while engine.n_unfinished:
@@ -152,14 +153,14 @@ def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name, kind):
     assert_nothing_leaked(engine)
 
 
-def test_a_prompt_beside_others_has_anchors_too():
+def test_a_prompt_beside_others_can_be_edited_anywhere():
     """Its chunks end at page boundaries, although other requests leave it odd numbers of tokens."""
     engine = engine_of('unshared')
     odd, ids = prompt(7, seed=1), prompt(50)
     engine.generate([odd, ids], SamplingParams(1, seed=0))
-    anchors = [block.depth * SIZE for block in engine.prefix.match(ids + [0]).blocks
-               if block.anchor]
-    assert len(anchors) > 2 and anchors[-1] == 48
+    for n in range(1, 50):
+        edited = ids[:n] + [(ids[n] + 1) % engine.model.config.vocab_size] * 2
+        assert engine.prefix.match(edited).length == n
 
 
 def test_what_was_not_finite_is_forgotten(monkeypatch):

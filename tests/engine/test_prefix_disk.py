@@ -53,7 +53,7 @@ def files(folder):
 def test_after_a_restart_the_past_is_there(tmp_path, kind, kv_dtype):
     settings = dict(model=model_of(kind), kv_dtype=kv_dtype)
     stored(tmp_path, **settings)
-    assert len(files(tmp_path)) == 11 and not list(tmp_path.rglob('*.tmp'))
+    assert len(files(tmp_path)) == 12 and not list(tmp_path.rglob('*.tmp'))
     assert ask(engine_of(tmp_path, **settings), prompt(40) + prompt(7, seed=1)) == 40
 
 

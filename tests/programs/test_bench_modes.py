@@ -261,8 +261,8 @@ def test_conversations(capsys, tmp_path):
                              dialogues=3, message=5, page_sizes='4,8', shares='100,5',
                              save=tmp_path / 'chat.json')
     cells = found['workload']
-    assert [(cell['page_size'], cell['prune'], cell['share']) for cell in cells] == [
-        (size, prune, share) for size in (4, 8) for prune in (True, False) for share in (100, 5)]
+    assert [(cell['page_size'], cell['share']) for cell in cells] == [
+        (size, share) for size in (4, 8) for share in (100, 5)]
     for whole, part in zip(cells[::2], cells[1::2]):
         assert whole['requests'] == part['requests'] == 12
         assert whole['looked_up'] == part['looked_up']  # the same requests
@@ -272,10 +272,10 @@ def test_conversations(capsys, tmp_path):
         computed = whole['computed_per_request'] * 12
         assert whole['found'] + computed == pytest.approx(whole['looked_up'])
     assert sum(cell['found'] for cell in cells[::2]) > sum(cell['found'] for cell in cells[1::2])
-    pruned, kept, *_ = found['bytes']
-    n = pruned['tokens']
-    assert pruned['held_nbytes'] < kept['held_nbytes'] and n == kept['tokens'] > 100
-    assert pruned['vanilla_nbytes'] == plan_of(SMALL).vanilla().nbytes(1, n, 'bfloat16')
+    kept, compact, *_ = found['bytes']
+    n = compact['tokens']
+    assert compact['held_nbytes'] < kept['held_nbytes'] and n == kept['tokens'] > 100
+    assert compact['vanilla_nbytes'] == plan_of(SMALL).vanilla().nbytes(1, n, 'bfloat16')
     assert [(c['context'], c['n_cached']) for c in found['cells']] == [(64, 64), (128, 128)]
     assert all(cell['sides']['ours']['ttft_ms']['median'] > 0 for cell in found['cells'])
     assert any('without a store' in line for line in lines)

@@ -199,7 +199,7 @@ def test_metrics_count_what_was_done(serve):
             ('requests_total', dict(route='/v1/completions', status='400'), 1),
             ('requests_total', dict(route='other', status='404'), 2),
             ('tokens_generated_total', {}, 15), ('prompt_tokens_total', {}, 9),
-            ('prompt_tokens_cached_total', {}, 0),
+            ('prompt_tokens_cached_total', {}, 4),
             ('running_requests', {}, 0), ('waiting_requests', {}, 0), ('ttft_seconds_count', {}, 3),
             ('request_seconds_count', {}, 3),
             ('kv_held_bytes', {}, server.engine.cache.held_nbytes),

@@ -1,0 +1,282 @@
+"""The blocks of the prefix cache (engine/prefix.py), and what is dropped under memory pressure.
+
+Three kinds of things go, the least recently used first, but the less a thing is worth, the older it
+counts (SPARE, ANCHORS): local parts that no anchor needs, which only an edit amid a message could
+use; anchors, of which those stay whose distances from the newest roughly double, so that a text
+that differs x tokens before the end of a cached one is recomputed from at most about 2x before the
+end; and leaves, with all before them that nothing can resume after.
+"""
+import heapq
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from engine.blocks import Block, BlockCopier, PrefixStats, allocated_nbytes
+from engine.paged import PagedKVCache
+from engine.prefix_disk import DiskTier
+
+# ages are multiplied by this; chosen on the traces of lab/sessions at 1/2 to 1/8 of all bytes
+SPARE, ANCHORS = 4, 16
+
+
+@dataclass
+class BlockTree:
+    """The block tree of one cache; a block has at most as many tokens as a page.
+
+    cache: takes pages back from the tree when it runs out (`PageTable.reclaim`).
+    budget: bytes of host memory for page copies, local parts and bookkeeping (pages in the pool
+    belong to the cache). Blocks used by requests are kept even if this exceeds it.
+    disk: stores evicted blocks, and is searched for blocks not in memory; None = no disk.
+    """
+    cache: PagedKVCache
+    budget: int
+    disk: DiskTier | None = None
+    stats: PrefixStats = field(default_factory=PrefixStats)
+
+    def __post_init__(self):
+        self.table, self.copier = self.cache.table, BlockCopier(self.cache)
+        self.size, self.lookback = self.table.page_size, self.copier.window
+        # whether a row can resume amid blocks, not only at ends of blocks and requests
+        self.anywhere = not self.copier.state_nbytes and (
+            not self.lookback or self.copier.window >= self.size)
+        self.root, self.nbytes = Block(b'', None), 0
+        self.blocks: OrderedDict[Block, None] = OrderedDict()  # least recently used first
+        self._clock = itertools.count(1)
+        self._by_page = {}          # page -> block
+        self._protected = set()     # blocks whose pages `reclaim` must not take
+        self._spare: OrderedDict[Block, None] = OrderedDict()  # with a local part, maybe unneeded
+        self._ends: OrderedDict[Block, None] = OrderedDict()   # of requests; all anchors are kept
+        self.table.reclaim = self.reclaim
+
+    def _resumable(self, block, n) -> bool:
+        """Whether a row can resume after the first n tokens of `block`: the local parts include all
+        W positions before, and the state is there if rows have any."""
+        if self.copier.state_nbytes and (n < block.n or block.state is None):
+            return False
+        return all(each.n_local >= each.n - start for each, start, _ in self._window(block, n))
+
+    def _window(self, block, n):
+        """Yield (block, start, end): of the W positions before the token n of `block`, those in
+        each block, as offsets in it, from that block backwards."""
+        left, end = self.lookback, n
+        while block.parent and left > 0:
+            start = max(0, end - left)
+            yield block, start, end
+            left -= end - start
+            block, end = block.parent, self.size
+
+    def _insert(self, block) -> None:
+        block.parent.children[block.tokens] = block
+        self.blocks[block] = None
+        self.nbytes += block.nbytes
+        if block.local is not None:
+            self._spare[block] = None
+
+    def _remove(self, block) -> None:
+        del block.parent.children[block.tokens], self.blocks[block]
+        self._spare.pop(block, None)
+        self._ends.pop(block, None)
+        self._leave_pool(block)
+        self.nbytes -= block.nbytes
+
+    def _set_page(self, block, page) -> None:
+        block.page, self._by_page[page] = page, block
+
+    def _set_local(self, block, local, n_local) -> None:
+        self.nbytes += allocated_nbytes(local) - allocated_nbytes(block.local)
+        block.local, block.n_local = local, n_local
+        if local is not None:
+            self._spare[block] = None
+
+    def _touch(self, last_block) -> None:
+        """Mark a path as used: children before their parents, which they depend on."""
+        for block in last_block.lineage():
+            block.used = next(self._clock)
+            self.blocks.move_to_end(block)
+            if block in self._spare:
+                self._spare.move_to_end(block)
+
+    def _has_anchor(self, block) -> bool:
+        """Whether an anchor, in this block or below it, needs the local part of this block."""
+        if block.anchors:
+            return True
+        level, n = list(block.children.values()), 0  # n: tokens between the block and the level
+        while level and n < self.lookback:
+            if any(n + min(each.anchors) < self.lookback for each in level if each.anchors):
+                return True
+            level, n = [child for each in level for child in each.children.values()], n + self.size
+        return False
+
+    def _move_anchor(self, block, other, offset) -> None:
+        other.anchors[offset] = other.anchors.get(offset, 0) + block.anchors.pop(offset)
+        self._spare.update((each, None) for each, *_ in self._window(block, offset)
+                           if each.local is not None)
+
+    def _drop_local(self, window) -> None:
+        """Drop the local parts in a window that no anchor needs."""
+        for block, *_ in window:
+            if block.local is not None and not self._has_anchor(block):
+                if self.disk:
+                    self._to_disk(block)
+                self._set_local(block, None, 0)
+
+    def _thin(self, end) -> None:
+        """Keep only those anchors before the last one whose distances from it roughly double, and
+        where several requests began."""
+        anchors = [(block.start + offset, block, offset) for block in end.lineage()
+                   for offset in sorted(block.anchors, reverse=True)]
+        kept = 0
+        for (at, block, offset), (farther, *_) in itertools.zip_longest(
+                anchors[1:], anchors[2:], fillvalue=(0,)):
+            if block.anchors[offset] < 2 and kept and anchors[0][0] - farther <= 2 * kept:
+                del block.anchors[offset]
+                self._drop_local(self._window(block, offset))
+            else:
+                kept = anchors[0][0] - at
+
+    @property
+    def has_droppable_parts(self) -> bool:
+        """Whether something but whole leaves can be dropped."""
+        return bool(self._spare or self._ends)
+
+    def shrink_to(self, budget: int) -> None:
+        self.budget = budget
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Get within the budget, as far as possible without evicting blocks in use."""
+        if self.nbytes > self.budget:
+            copied = [block for block in self._by_page.values() if block.copy is not None]
+            for block in sorted(copied, key=lambda block: block.used):
+                self.nbytes -= allocated_nbytes(block.copy)  # the pool has the same data
+                block.copy = None
+                if self.nbytes <= self.budget:
+                    return
+        while self.nbytes > self.budget:
+            unused = (block for block in self.blocks if not block.children and not block.users)
+            leaf, now = next(unused, None), next(self._clock)
+            age = now - leaf.used if leaf else 0
+            spare, end = next(iter(self._spare), None), next(iter(self._ends), None)
+            if spare and (now - spare.used) * SPARE >= age:
+                del self._spare[spare]
+                self._drop_local([(spare,)])
+            elif end and (now - end.used) * ANCHORS >= age:
+                del self._ends[end]
+                self._thin(end)
+            elif leaf:
+                self._evict(leaf)
+            else:
+                return
+
+    def _evict(self, block) -> None:
+        """Remove a leaf, and the blocks before it back to the last one that a row can resume
+        after."""
+        while True:
+            parent = block.parent
+            if self.disk:
+                self._to_disk(block)
+            self._remove(block)
+            self.stats.evicted += 1
+            if block.anchors:
+                self._drop_local(self._window(parent, self.size))
+            block = parent
+            in_use = block.children or block.users or self._resumable(block, block.n)
+            if not block.parent or in_use:
+                return
+
+    def forget(self, last_block: Block) -> None:
+        """Remove the blocks of a request whose logits were not finite, except those shared with
+        other requests."""
+        while last_block in self.blocks and not (last_block.children or last_block.users):
+            if self.disk:
+                self.disk.delete(last_block.key)
+            self._remove(last_block)
+            last_block = last_block.parent
+
+    def reclaim(self, n: int) -> None:
+        """Copy the n least recently used pages that are in no row to the host, and free them."""
+        evictable = [block for page, block in self._by_page.items()
+                     if self.table.refs[page] == 1 and block not in self._protected]
+        for block in heapq.nsmallest(n, evictable, key=lambda block: block.used):
+            if block.copy is None:
+                block.copy = self.copier.page(block.page)
+                self.nbytes += allocated_nbytes(block.copy)
+                self.stats.copied_out += 1
+            self._leave_pool(block)
+        self._shrink()
+
+    def _leave_pool(self, block) -> None:
+        page, block.page = block.page, -1
+        if page >= 0:
+            self._by_page.pop(page, None)
+            self.cache.unpin(page)
+
+    def _from_disk(self, parent, piece) -> Block | None:
+        """The block with the tokens of `piece`, or with as many of them as possible."""
+        for n in range(len(piece), 0, -4):
+            block = parent.children.get(piece[:n])
+            if block is not None:
+                return block
+            block = Block(piece[:n], parent)
+            found = self._read(block)
+            if found is not None:
+                break
+        else:
+            return None
+        block.copy, block.local, block.state, block.n_local = found
+        block.saved, block.saved_state = block.n_local, block.state is not None
+        self._insert(block)
+        self._touch(block)
+        return block
+
+    def _local_from_disk(self, block, n) -> None:
+        """Read the local parts that were dropped, and that resuming after n tokens of it takes."""
+        for each, start, _ in self._window(block, n):
+            found = self._read(each) if each.n_local < each.n - start <= each.saved else None
+            if found:
+                self._set_local(each, found[1], found[3])
+
+    def _read(self, block):
+        """(page, local, state, n_local) of a block on disk, or None."""
+        found = self.disk.read(block.key, block.parent.key, block.tokens)
+        if found is None:
+            return None
+        buffers, n_local = found
+        parts = [buffers.get(name) for name in ('page', 'local', 'state')]
+        expected = [self.copier.page_nbytes, self.copier.local_nbytes(n_local),
+                    self.copier.state_nbytes if 'state' in buffers else 0]
+        sizes = [0 if x is None else x.numel() for x in parts]
+        return (*parts, n_local) if sizes == expected else None
+
+    def _to_disk(self, block) -> None:
+        in_pool = block.copy is None and block.page >= 0
+        self.disk.write(block, self.copier.page(block.page) if in_pool else block.copy)
+
+    def close(self) -> None:
+        """Write all blocks to disk, if there is one."""
+        for block in self.blocks if self.disk else ():
+            self._to_disk(block)
+
+    def recover(self) -> None:
+        """Rebuild all bookkeeping from the tree after an error and a reset of the cache."""
+        self.nbytes, self._by_page, self._protected = 0, {}, set()
+        found, level = [], [self.root]
+        while level:
+            block = level.pop()
+            block.users = 0
+            for child in list(block.children.values()):
+                if self.cache.pools and child.page < 0 and child.copy is None:
+                    dict.__delitem__(block.children, child.tokens)  # interrupted before its page
+            block.children.order = sorted(block.children)
+            level += block.children.values()
+            if block.parent:
+                found.append(block)
+                self.nbytes += block.nbytes
+                if block.page >= 0:
+                    self._by_page[block.page] = block
+        found.sort(key=lambda block: block.used)
+        self.blocks = OrderedDict.fromkeys(found)
+        self._spare = OrderedDict.fromkeys(block for block in found if block.local is not None)
+        self._ends = OrderedDict.fromkeys(block for block in found if block.anchors)
+        self.table.rebuild(set(self._by_page))
+        self._shrink()

@@ -1,0 +1,166 @@
+"""Traces: what a seed gives, what files say, and what no cache can save."""
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from lab.sessions import __main__ as program
+from lab.sessions import trace as traces
+from lab.sessions.known import Known
+from lab.sessions.presets import PRESETS, make
+from lab.sessions.simulate import texts, unavoidable
+from lab.sessions.trace import Trace
+
+SHIPPED = Path(program.__file__).parent / 'traces'
+
+
+@pytest.mark.parametrize('name', PRESETS)
+def test_the_shipped_trace_is_what_its_preset_makes(name, tmp_path):
+    program.main(['make', name, f'--save={tmp_path / "t.jsonl"}'])
+    assert (tmp_path / 't.jsonl').read_bytes() == (SHIPPED / f'{name}.jsonl').read_bytes()
+
+
+@pytest.mark.parametrize('name', PRESETS)
+@pytest.mark.parametrize('seed', [1, 2])
+def test_users_do_what_the_preset_says(name, seed):
+    preset, trace = PRESETS[name], make(name, seed)
+    requests = [r for session in trace.sessions for r in session.requests]
+    kinds = {kind: sum(r.kind == kind for r in requests) / len(requests) for kind in traces.KINDS}
+    assert trace.longest <= preset.longest and len(trace.sessions) == preset.sessions
+    if preset.document:
+        assert kinds['edit'] > 0.8
+    else:
+        for kind in ('edit', 'fork', 'regenerate'):  # 5 standard deviations, some begin anew
+            share = getattr(preset, kind)
+            assert abs(kinds[kind] - share) < 0.03 + 5 * (share / len(requests)) ** 0.5
+    for session in trace.sessions:
+        times = [r.at for r in session.requests]
+        assert times == sorted(times)
+        for i, r in enumerate(session.requests):
+            assert -1 <= r.after < i and r.message >= 1 and r.reply >= 1
+            message = trace.message(session, i)
+            assert len(message) == r.message
+            if r.keep:
+                like = trace.message(session, r.like)
+                assert (message[:r.keep] == like[:r.keep]).all()
+            if r.kind == 'regenerate':
+                assert r.after == session.requests[r.like].after and r.keep == r.message
+
+
+def test_a_seed_gives_the_same_trace_and_another_one_another(tmp_path):
+    for path, seed in (('a', 1), ('b', 1), ('c', 2)):
+        make('chat', seed, sessions=5).write(tmp_path / path)
+    a, b, c = ((tmp_path / path).read_text() for path in 'abc')
+    assert a == b != c
+    one, two = (Trace.read(tmp_path / path) for path in 'ab')
+    assert all((x == y).all() for (x, _), (y, _) in zip(texts(one), texts(two), strict=True))
+
+
+def test_a_file_says_all_of_a_trace(tmp_path):
+    trace = make('forking', 3, sessions=6)
+    trace.write(tmp_path / 't')
+    again = Trace.read(tmp_path / 't')
+    for session in (s for t in (trace, again) for s in t.sessions):
+        for request in session.requests:
+            request.at = round(request.at, 3)
+            if not request.keep:
+                request.like = -1
+    assert again == trace
+
+
+GOOD = {'session': 0, 'system': 0, 'requests': [{'at': 0, 'after': -1, 'message': 3, 'reply': 2}]}
+
+
+@pytest.mark.parametrize('change, expected', [
+    ({'system': 1}, 'system=1'), ({'system': 'x'}, 'invalid literal'), ({'requests': 3}, 'line 2'),
+    ({'requests': [{'at': 0}]}, 'line 2'), ({'requests': []}, 'no requests'),
+    *(({'requests': [GOOD['requests'][0] | wrong]}, 'request 0 of session 0 is not possible')
+      for wrong in ({'after': 0}, {'message': 0}, {'reply': 0}, {'keep': 1}, {'kind': 'x'},
+                    {'at': -1})),
+    ({'requests': [GOOD['requests'][0] | {'more': 1}]}, 'more'),
+    ({'number': 1, 'session': None}, 'line 2')])
+def test_files_that_are_no_traces(tmp_path, change, expected):
+    head = {'format': traces.FORMAT, 'name': 'x', 'seed': 1, 'systems': [4]}
+    path = tmp_path / 't'
+    path.write_text('\n'.join(map(json.dumps, (head, GOOD))))
+    assert Trace.read(path).n_requests == 1
+    path.write_text('\n'.join(map(json.dumps, (head, GOOD | change))))
+    with pytest.raises(UserError, match=expected):
+        Trace.read(path)
+
+
+@pytest.mark.parametrize('text', ['', '{}', '[]', '{"format": 1}', 'x', '{"format": "%s"}'])
+def test_files_that_have_no_head(tmp_path, text):
+    path = tmp_path / 't'
+    path.write_text(text.replace('%s', traces.FORMAT))
+    with pytest.raises(UserError, match='line 1'):
+        Trace.read(path)
+    with pytest.raises(UserError, match='cannot be read'):
+        Trace.read(tmp_path / 'none')
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12))
+def test_the_longest_known_prefix(sequences):
+    known = Known()
+    for i, tokens in enumerate(sequences):
+        longest = max((sum(1 for _ in _common(tokens, other)) for other in sequences[:i]),
+                      default=0)
+        assert known.prefix(tokens) == longest
+        assert known.unavoidable(tokens) == len(tokens) - min(longest, len(tokens) - 1) >= 1
+        known.add(tokens)
+
+
+def _common(a, b):
+    for x, y in zip(a, b):
+        if x != y:
+            return
+        yield x
+
+
+def test_what_no_cache_can_save(tmp_path):
+    """A system prompt of 5; a turn, the next one, the first one changed after 2 tokens, another
+    reply to that, and another user."""
+    requests = [dict(at=0, after=-1, message=7, reply=4), dict(at=1, after=0, message=3, reply=2),
+                dict(at=2, after=-1, message=6, reply=3, kind='edit', like=0, keep=2),
+                dict(at=3, after=-1, message=6, reply=3, kind='regenerate', like=2, keep=6)]
+    lines = [{'format': traces.FORMAT, 'name': 'x', 'seed': 1, 'systems': [5]},
+             {'session': 0, 'system': 0, 'requests': requests},
+             {'session': 1, 'system': 0, 'requests': [dict(at=9, after=-1, message=8, reply=1)]}]
+    (tmp_path / 't').write_text('\n'.join(map(json.dumps, lines)))
+    trace = Trace.read(tmp_path / 't')
+    lengths = [len(prompt) for prompt, _ in texts(trace)]
+    assert lengths == [12, 19, 11, 11, 13] and trace.longest == 21
+    # the last token of the reply, whose K and V were not computed, comes with the next message
+    assert unavoidable(trace) == {'prompt_tokens': 66, 'reply_tokens': 13,
+                                  'unavoidable': 12 + (1 + 3) + 4 + 1 + 8}
+
+
+def test_a_changed_preset(tmp_path, capsys):
+    path = tmp_path / 't'
+    program.main(['make', 'chat', '--seed=4', '--set', 'sessions=3', '--set', 'systems=(9,8)',
+                  f'--save={path}'])
+    trace = Trace.read(path)
+    assert len(trace.sessions) == 3 and trace.systems == [9, 8] and trace.seed == 4
+    assert f'{trace.n_requests} requests of 3 sessions' in capsys.readouterr().out
+    for wrong in ('edits=1', 'edit=x', 'edit'):
+        with pytest.raises(UserError, match='--set edit'):
+            program.main(['make', 'chat', '--set', wrong, f'--save={path}'])
+
+
+def test_a_replay_on_the_prefix_cache(tmp_path, capsys):
+    """With all memory nothing is recomputed that need not be; with less, more."""
+    path = tmp_path / 't'
+    make('forking', 2, sessions=3, longest=400, message=20, reply=30, systems=(40,)).write(path)
+    program.main(['simulate', str(path), '--config=config/train_mqa_local.py', '--page_size=16',
+                  '--shares=30', '--kv_dtype=float32', '--json', f'--save={tmp_path / "f.json"}'])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found == json.loads((tmp_path / 'f.json').read_text())
+    whole, part = found['traces'][0]['cells']
+    assert whole['computed'] == found['traces'][0]['unavoidable'] and whole['evicted'] == 0
+    assert part['computed'] > whole['computed'] and part['over_unavoidable'] > 1
+    assert part['most_nbytes'] < 0.4 * whole['most_nbytes']
+    assert np.isclose(part['over_unavoidable'], part['computed'] / whole['computed'])
