@@ -86,6 +86,7 @@ ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with i
 	$(BIN)/python ablate.py config/ablate_smoke.py
 
 ablate: $(VENV)/.installed-test data recall  ## from vanilla GPT-2 to the full stack, and recall (many hours on 2 cores; finished runs are kept)
+	$(BIN)/python ablate.py config/ablate_prices.py --jobs=2
 	$(BIN)/python ablate.py config/ablate_shakespeare.py --jobs=2
 	$(BIN)/python ablate.py config/ablate_long.py --jobs=2
 

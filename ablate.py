@@ -2,11 +2,11 @@
 of each.
 
     python ablate.py config/ablate_smoke.py                    # two minutes, tiny models
-    python ablate.py config/ablate_shakespeare.py --dry_run=True   # list the runs
-    python ablate.py config/ablate_shakespeare.py --jobs=2     # two runs at a time
-    python ablate.py config/ablate_shakespeare.py --only='MQA' --seeds=1
+    python ablate.py config/ablate_prices.py --dry_run=True    # list the runs
+    python ablate.py config/ablate_prices.py --jobs=2          # two runs at a time
+    python ablate.py config/ablate_prices.py --only='MQA' --seeds=1
     python ablate.py config/ablate_gpu.py --devices=cuda:0,cuda:1
-    python ablate.py config/ablate_shakespeare.py --report_only=True
+    python ablate.py config/ablate_prices.py --report_only=True
     python ablate.py --help
 
 Writes results/NAME: report.md, report.html, pictures, results.json, and a JSON file for each row

@@ -1,5 +1,5 @@
-# From GPT-2 to the full stack, one change at a time, at the demo's size: loss, recall, KV bytes,
-# speed. 57 trainings: many hours on 2 CPU cores.
+# The rows of config/ablate_prices.py with AdamW and three seeds, other forms of the memory, and
+# their speed. 57 trainings: many hours on 2 CPU cores.
 #   python ablate.py config/ablate_shakespeare.py --jobs=2
 #   python ablate.py config/ablate_shakespeare.py --dry_run=True
 base = 'config/char_vanilla.py'

@@ -78,7 +78,7 @@ class Ladder:
         self.s = s
         if not s.base or not s.rows:
             raise UserError("a ladder needs base='config/....py' and rows={name: changes}: "
-                            'see config/ablate_shakespeare.py')
+                            'see config/ablate_prices.py')
         mine = {key.name for key in ABLATE}
         self.common = {name: getattr(s, name) for name in sorted(s.given) if name not in mine}
         self.rows: dict[str, Row] = {}

@@ -1,8 +1,9 @@
 """Blocks on the cost of the savings, from the ladders."""
 import json
+from statistics import stdev
 
 from lab.ablation.cells import listed, mean_sd, plus_minus
-from lab.ablation.stats import paired_difference
+from lab.ablation.stats import paired_difference, seeds_needed
 from lab.pages.blocks import RESULTS, block, first_seed, load, mean, prose, rows_of, table
 
 ROW_NAMES = {'+ KV shared by 2/3': '+ KV shared by 2 or 3 layers',
@@ -13,16 +14,43 @@ ROW_NAMES = {'+ KV shared by 2/3': '+ KV shared by 2 or 3 layers',
 @block
 def ladder() -> str:
     rows = []
-    for row in load('ablate_shakespeare/results')['rows']:
+    for row in load('ablate_prices/results')['rows']:
         if row['side']:
             continue
         kv, loss = row['kv'], row['val_loss']
         rows.append(f"| {ROW_NAMES.get(row['name'], row['name'])} | {row['params'] / 1e6:.2f}M "
                     f"| {kv['bytes_per_token'] * kv['T']:,.0f} | {kv['smaller']:.1f}x "
                     f"| {loss['mean']:.4f} ({loss['sd']:.4f}) "
+                    f"| {plus_minus(row.get('against_above'))} "
                     f"| {plus_minus(row.get('against_baseline'))} |")
     return table('| row | parameters | KV bytes | times smaller | validation loss '
-                 '| loss minus that of `+ qk_norm` |', rows)
+                 '| minus the row above | minus `+ qk_norm` |', rows)
+
+
+def effect(difference: dict) -> str:
+    """What the interval of a paired difference of losses says."""
+    mean, half = difference['mean'], difference['half_95']
+    if abs(mean) <= half:
+        return f'makes no difference that shows ({plus_minus(difference)})'
+    return f"{'costs' if mean > 0 else 'gains'} {abs(mean):.4f} ±{half:.4f}"
+
+
+@block
+def ladder_verdict() -> str:
+    rows = rows_of('ablate_prices')
+    full, baseline = rows['+ int8 KV'], rows['+ qk_norm']
+    steps = {name: effect(rows[row]['against_above']) for name, row in (
+        ('MQA', '+ MQA'), ('the window', '+ window'), ('sharing', '+ KV shared by 2/3'),
+        ('one slot for both global layers', '+ global KV tied'))}
+    largest = max(map(abs, rows['+ int8 KV']['against_above']['each']))
+    return prose(
+        f"""The fair baseline is `+ qk_norm`, which has RoPE and all of the memory (vanilla GPT-2
+        lacks RoPE). Against it the full stack {effect(full['against_baseline'])}
+        ({len(full['seeds'])} seeds, fixed beforehand) with as many parameters and
+        {full['kv']['smaller'] / baseline['kv']['smaller']:.0f} times less memory. Step by step:
+        {'; '.join(f'{name} {what}' for name, what in steps.items())}; int8 changes no seed by more
+        than {rounded_up(largest)}. All of it *on this text*, which needs little memory: its loss is
+        flat beyond 15 characters.""")
 
 
 @block
@@ -95,43 +123,52 @@ def lookup_findings() -> str:
 
 @block
 def ladder_findings() -> str:
-    rows = rows_of('ablate_shakespeare')
-    long = rows_of('ablate_long')
-    full, baseline, wide = rows['+ int8 KV'], rows['+ qk_norm'], rows['+ wider heads and MLP']
-    against = full['against_baseline']
-    gap = first_seed(baseline) - first_seed(full)
+    rows, adamw, long = map(rows_of, ('ablate_prices', 'ablate_shakespeare', 'ablate_long'))
+    full, baseline = rows['+ int8 KV'], rows['+ qk_norm']
+    steps = [(name, row['against_above']) for name, row in rows.items()
+             if not row['side'] and row.get('against_above')]
+    standing = [f"`{name}`" for name, step in steps if step['stands']]
+    widest = max(step['half_95'] for name, step in steps[2:])
+    needed = max(seeds_needed(stdev(step['each']), 0.01) for _, step in steps[2:])
+    rates = {row: {rate: first_seed(rows[f'{row} at learning rate {rate}'])
+                   for rate in ('0.006', '0.024')} for row in ('qk_norm', 'wider heads and MLP')}
+    gap = first_seed(adamw['+ qk_norm']) - first_seed(adamw['+ int8 KV'])
     long_full, long_baseline = long['+ int8 KV'], long['RoPE + qk_norm MHA']
-    muon, baseline_muon = first_seed(rows['Muon']), first_seed(rows['qk_norm, Muon'])
-    low = first_seed(rows['vanilla GPT-2 at learning rate 0.0015'])
-    window = plus_minus(rows['+ window']['against_above'])
     return prose(
-        f"""The fair baseline is `+ qk_norm`: what vanilla GPT-2 lacks here is RoPE, not memory. The
-        full stack has as many parameters as the baseline (those saved in K and V are spent on
-        heads of 24 and a wider MLP), holds {full['kv']['smaller']:.0f} times fewer KV bytes than
-        vanilla, and its loss cannot be told from the baseline's: {plus_minus(against)}, all three
-        differences negative (p = 0.25).""",
-        f"""Other learning rates (3e-3, 9e-3, seed 1) improve neither; vanilla GPT-2 alone improves
-        at a lower one ({low:.3f} at 1.5e-3, seed 1). Trained five times as long
-        ({long_full['tokens'] / 1e6:.1f}M tokens, seed 1) the full stack reaches
-        {mean(long_full):.4f} and the baseline {mean(long_baseline):.4f}: the gap narrows from
-        {gap:.3f} to {mean(long_baseline) - mean(long_full):.3f}, too small for one seed to tell.
-        With Muon in place of AdamW the difference is {muon - baseline_muon:.4f} (seed 1 of both:
-        {muon:.3f} and {baseline_muon:.3f}).""",
-        f"""Below `+ qk_norm`, two rows differ from the one above by more than their intervals:
-        `+ window` ({window}) and int8 ({rows['+ int8 KV']['against_above']['mean']:+.5f}, too
-        little to matter). Among so many intervals that may be chance (Holm's correction). The
-        loss of this text is flat beyond about 15 characters: it *cannot* show what a smaller memory
-        costs. Recall can. (Full stack before int8: {mean(wide):.4f}.)""")
+        f"""What vanilla GPT-2 lacks here is RoPE, not memory. The full stack has as many parameters
+        as the baseline `+ qk_norm` (those saved in K and V are spent on heads of 24 and a wider
+        MLP), holds {full['kv']['smaller']:.0f} times fewer KV bytes than vanilla, and its loss is
+        {plus_minus(full['against_baseline'])} against the baseline's. Of the {len(steps)} steps
+        {', '.join(standing[:-1])} and {standing[-1]} differ from the row above, for all of them
+        together too (Holm's correction; int8's {rows['+ int8 KV']['against_above']['mean']:+.5f} is
+        too little to matter). Below the baseline no interval is wider than
+        ±{widest:.4f}; ±0.01 for all of them would take {needed} seeds.""",
+        f"""Half and twice the learning rate (6e-3, 2.4e-2, seed 1) improve neither end: the
+        baseline has {first_seed(baseline):.3f}, and {rates['qk_norm']['0.006']:.3f} and
+        {rates['qk_norm']['0.024']:.3f} with these; the full stack
+        {first_seed(rows['+ wider heads and MLP']):.3f}, and
+        {rates['wider heads and MLP']['0.006']:.3f} and
+        {rates['wider heads and MLP']['0.024']:.3f}. With AdamW, 1,000 steps of B=8 and three seeds
+        the difference is {plus_minus(adamw['+ int8 KV']['against_baseline'])}
+        ([results/ablate_shakespeare](../results/ablate_shakespeare/report.md), which has more
+        forms). Trained five times as long as that ({long_full['tokens'] / 1e6:.1f}M tokens, seed
+        1), the full stack reaches {mean(long_full):.4f} and the baseline {mean(long_baseline):.4f}:
+        the gap narrows from {gap:.3f} to {mean(long_baseline) - mean(long_full):.3f}, too small
+        for one seed to tell.""",
+        """That a window *helps* is probably this text's doing: its loss is flat beyond about 15
+        characters, and a window leaves out what a briefly trained model would have to learn to
+        ignore. The text *cannot* show what a smaller memory costs. Recall can.""")
 
 
 @block
 def int8_loss() -> str:
-    rows = rows_of('ablate_shakespeare')
+    rows = rows_of('ablate_prices')
     most = max(map(abs, rows['+ int8 KV']['against_above']['each']))
-    added = rows['int8 weights']['against_above']['mean']
+    added = rows['int8 weights']['against_above']
     return prose(f"""K and V in int8 (`--kv_dtype=int8`) change the loss of these models by at most
         {rounded_up(most)} nats, without training for it. Weights and activations in int8
-        (`--weight_dtype=int8`) add {added:.5f} (three seeds).""")
+        (`--weight_dtype=int8`) add {added['mean']:.5f} ±{added['half_95']:.5f}
+        ({len(added['each'])} seeds).""")
 
 
 def rounded_up(x: float) -> str:

@@ -55,17 +55,15 @@ def test_the_example_of_capacity(capsys):
 
 # -- claims in words -------------------------------------------------------------------------------
 
-def test_the_full_stack_is_not_distinguishable_from_the_baseline():
-    rows = blocks.rows_of('ablate_shakespeare')
+def test_the_full_stack_loses_nothing_against_the_baseline():
+    rows = blocks.rows_of('ablate_prices')
     full, baseline = rows['+ int8 KV'], rows['+ qk_norm']
     against = full['against_baseline']
-    assert len(against['each']) == 3 and max(against['each']) < 0
-    assert abs(against['mean']) < against['half_95']
+    assert against['mean'] + against['half_95'] < 0 and against['stands']
     assert abs(full['params'] / baseline['params'] - 1) < 0.01
-    assert all(row['seeds'] == [1, 2, 3] for row in rows.values() if not row['side'])
-    for name in ('+ window', '+ int8 KV'):
-        step = rows[name]['against_above']
-        assert abs(step['mean']) > step['half_95'] and not step['stands']
+    steps = [row for row in rows.values() if not row['side']]
+    assert len(steps) == 9 and all(row['seeds'] == [*range(1, 9)] for row in steps)
+    assert max(row['against_above']['half_95'] for row in steps[3:]) < 0.015
 
 
 def test_the_demo_is_not_above_the_baseline_with_all_of_the_memory():
@@ -76,13 +74,11 @@ def test_the_demo_is_not_above_the_baseline_with_all_of_the_memory():
 
 
 def test_other_learning_rates_are_no_better():
-    rows = blocks.rows_of('ablate_shakespeare')
+    rows = blocks.rows_of('ablate_prices')
     for name in ('qk_norm', 'wider heads and MLP'):
-        for rate in ('0.003', '0.009'):
+        for rate in ('0.006', '0.024'):
             other = rows[f'{name} at learning rate {rate}']
-            assert blocks.mean(other) > blocks.first_seed(rows['+ ' + name]) - 5e-4
-    low = rows['vanilla GPT-2 at learning rate 0.0015']
-    assert blocks.first_seed(low) < blocks.first_seed(rows['vanilla GPT-2'])
+            assert blocks.mean(other) > blocks.first_seed(rows['+ ' + name])
 
 
 def test_longer_training_narrows_the_gap():
@@ -144,7 +140,7 @@ def test_recomputation_changes_no_gradient_and_no_run_differed_after_kills():
 
 def test_the_verdict_at_the_top_of_readme():
     text = ' '.join((blocks.ROOT / 'README.md').read_text().split())
-    full = blocks.rows_of('ablate_shakespeare')['+ int8 KV']
+    full = blocks.rows_of('ablate_prices')['+ int8 KV']
     kv = {T: blocks.load(f'kv/gpt2_mqa_local-T{T}') for T in (1024, 8192)}
     low = kv[1024]['bfloat16']['kv_ratio_bf16']
     high = kv[8192]['int8']['kv_ratio_bf16']
