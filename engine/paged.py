@@ -227,6 +227,12 @@ class PagedKVCache(KVCache):
         self.table.adopt(row, pages)
         self._lengths[row] = length
 
+    def cut_page(self, page: int, n: int) -> None:
+        """Zero the values of a page after its first n positions (see `_clean`)."""
+        for pool in self.pools:
+            for x in pool.tensors[1::2]:
+                x[page, :, n:] = 0
+
     def copy_page(self, source: int, target: int) -> None:
         for pool in self.pools:
             copy_row(pool, source, target)

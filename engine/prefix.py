@@ -44,9 +44,11 @@ class PrefixStore(BlockTree):
             # the first block last, i.e. as most recently used: all others need it
             self.disk.touch([block.key for block, _ in reversed(path)])
         n_matched = sum(n for _, n in path)
-        if path and disk and self.disk:
-            self._local_from_disk(*path[-1])
-        while path and not self._resumable(*path[-1]):
+        while path:
+            if disk and self.disk:
+                self._local_from_disk(*path[-1])
+            if self._resumable(*path[-1]):
+                break
             path.pop()
         length = sum(n for _, n in path)
         part = path.pop()[0] if length % self.size else None
@@ -87,8 +89,8 @@ class PrefixStore(BlockTree):
 
     def restore(self, row: int, hit: Hit) -> Block:
         """Fill an empty row with the tokens of the hit. Returns its last complete block, or the
-        root. Raises OutOfPages if the pool has no room for pages from the host; the row stays
-        empty."""
+        root. Raises OutOfPages if the pool has no room for pages from the host; the row still
+        has no tokens then."""
         base = hit.blocks[-1] if hit.blocks else self.root
         last, offset = hit.part or base, hit.length - (hit.part or base).start
         # Parts may overlap in the ring: the newest is written last. Making room may drop them.
@@ -110,6 +112,7 @@ class PrefixStore(BlockTree):
         if last.state is not None:
             self.copier.put_state(row, last.state)
         if hit.part and pages:
+            self.cache.cut_page(pages[-1], offset)  # what follows is another text's
             self.table.unpin(pages[-1])
         self._shrink()
         return base
@@ -171,7 +174,8 @@ class PrefixStore(BlockTree):
             inside = [block for common, block in itertools.islice(
                 last_block.children.nearest(piece), CANDIDATES)
                 if common == n and self._resumable(block, n)]
-            block = inside[0] if inside else Block(piece, last_block)
+            same = last_block.children.get(piece)  # without the local part or state it once had
+            block = inside[0] if inside else same or Block(piece, last_block)
             if not inside:
                 self._fill(row, block)
                 self._add_state(row, block)

@@ -45,7 +45,7 @@ class BlockTree:
         self._by_page = {}          # page -> block
         self._protected = set()     # blocks whose pages `reclaim` must not take
         self._spare: OrderedDict[Block, None] = OrderedDict()  # with a local part, maybe unneeded
-        self._ends: OrderedDict[Block, None] = OrderedDict()   # of requests; all anchors are kept
+        self._ends: OrderedDict[Block, None] = OrderedDict()   # with anchors, maybe unneeded
         self.table.reclaim = self.reclaim
 
     def _resumable(self, block, n) -> bool:
@@ -93,8 +93,9 @@ class BlockTree:
         for block in last_block.lineage():
             block.used = next(self._clock)
             self.blocks.move_to_end(block)
-            if block in self._spare:
-                self._spare.move_to_end(block)
+            for queue in (self._spare, self._ends):
+                if block in queue:
+                    queue.move_to_end(block)
 
     def _has_anchor(self, block) -> bool:
         """Whether an anchor, in this block or below it, needs the local part of this block."""
@@ -109,6 +110,7 @@ class BlockTree:
 
     def _move_anchor(self, block, other, offset) -> None:
         other.anchors[offset] = other.anchors.get(offset, 0) + block.anchors.pop(offset)
+        self._ends[other] = None
         self._spare.update((each, None) for each, *_ in self._window(block, offset)
                            if each.local is not None)
 

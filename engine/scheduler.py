@@ -224,7 +224,9 @@ class Scheduler:
 
     def _free_row(self, request: Request, reusable: bool = True) -> None:
         row, last = request.row, self.running[-1]
-        if self.prefix and reusable:
+        # an interrupted recovery may have reset the row
+        if (self.prefix and reusable and request.last_block is not None
+                and self.cache.length(row) == request.num_computed_tokens):
             self.prefix.end(row, request.last_block, request.prompt + request.tokens)
         self.cache.reset([row])
         if self.prefix:

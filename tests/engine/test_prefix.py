@@ -183,6 +183,25 @@ def test_what_was_not_finite_is_forgotten(monkeypatch):
     assert_nothing_leaked(engine)
 
 
+def test_cancelled_after_an_interrupted_recovery(monkeypatch):
+    engine = engine_of('full stack')
+    index = engine.submit(prompt(20), SamplingParams(9, seed=0))
+    for _ in range(3):
+        engine.step()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(engine.scheduler, 'schedule', interrupted)
+    monkeypatch.setattr(engine.prefix, 'recover', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert engine.cancel(index).completion.finish_reason == 'cancelled'
+    while engine.n_unfinished:
+        engine.step()
+    assert_nothing_leaked(engine)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
 def test_on_a_gpu(kv_dtype):

@@ -16,6 +16,7 @@ from engine.params import SamplingParams
 from engine.prefix_disk import DiskTier, _hash, fingerprint
 from engine.weights import quantize_weights
 from model import GPTConfig
+from tests.engine.test_prefix_store import World
 from tests.helpers.models import random_model
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
@@ -258,3 +259,24 @@ def test_a_waiting_request_reads_nothing(tmp_path, monkeypatch):
     for _ in range(8):
         engine.step()
     assert engine.scheduler.waiting and not reads
+
+
+def test_a_block_whose_file_is_gone_is_completed_not_doubled(tmp_path):
+    """Read from disk, its local part dropped; then the file is deleted."""
+    def world():
+        return World(disk=DiskTier(tmp_path, '0' * 64, 10 ** 9))
+    first, text = world(), [i * i % 61 for i in range(23)]
+    first.visit(text)
+    first.store.close()
+    again = world()
+    assert again.store.match(text + [9]).length == 23
+    while again.store.has_droppable_parts:
+        again.store.shrink_to(again.store.nbytes - 1)
+    for path in files(tmp_path):
+        again.store.disk.delete(bytes.fromhex(path.stem))
+    again.store.budget = 10 ** 9
+    again.visit(text)
+    again.consistent()
+    assert again.store.match(text + [9]).length == 23
+    again.store.shrink_to(0)
+    again.consistent()

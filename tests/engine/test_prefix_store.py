@@ -245,6 +245,22 @@ def test_where_requests_begin_often_an_anchor_stays():
         world.consistent()
 
 
+@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
+@pytest.mark.parametrize('on_host', [False, True])
+def test_of_a_block_that_is_used_in_part_the_rest_is_not_taken_along(kv_dtype, on_host):
+    """Attention reads whole pages, and weight 0 does not hide values that are not finite."""
+    world, text = World('all global', kv_dtype=kv_dtype, n_pages=6), [i * i % 61 for i in range(12)]
+    world.visit(text)
+    if on_host:
+        world.cache.table.ensure_free(6, 'a test')
+    world.store.restore(0, world.store.match(text[:10] + [62]))
+    page = world.cache.table.rows[0][-1]
+    for pool in world.cache.pools:
+        for x in pool.tensors[1::2]:
+            assert x[page, :, :2].any() and not x[page, :, 2:].any()
+    assert world.cache.table.refs[page] == 1 and page not in world.cache.table.pinned
+
+
 def test_of_unneeded_parts_those_of_the_least_recently_used_text_go_first():
     world, texts = World(), [[i] * 40 for i in (1, 2, 3)]
     for text in texts:
