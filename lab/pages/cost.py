@@ -32,7 +32,7 @@ def effect(difference: dict) -> str:
     mean, half = difference['mean'], difference['half_95']
     if abs(mean) <= half:
         return f'makes no difference that shows ({plus_minus(difference)})'
-    return f"{'costs' if mean > 0 else 'gains'} {abs(mean):.4f} ±{half:.4f}"
+    return f"{'raises' if mean > 0 else 'lowers'} the loss by {abs(mean):.4f} ±{half:.4f}"
 
 
 @block

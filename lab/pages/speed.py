@@ -135,3 +135,18 @@ def sessions_simulated() -> str:
             first = '| | | | '
     return table('| trace | requests | prompt tokens | unavoidable | of the bytes | MB '
                  '| computed | over unavoidable |', rows)
+
+
+@block
+def sessions_source() -> str:
+    found = load('sessions/mooncake')
+    rows = [f"| requests in {found['seconds']:,.0f} s | {found['requests']:,} |"]
+    rows += [f'| {kind} | {share:.1%} |' for kind, share in found['shares'].items()]
+    for name, text in (('pause_s', 'seconds from a request to the one that continues it'),
+                       ('growth', 'tokens by which its prompt is longer'),
+                       ('reply', 'tokens of a reply')):
+        rows.append(f"| {text}: 10th, 50th, 90th percentile "
+                    f"| {', '.join(f'{x:,.0f}' for x in found[name])} |")
+    rows.append('| coefficient of variation of the times between requests (Poisson: 1) '
+                f"| {found['arrival_variation']:.1f} |")
+    return table('| Mooncake, conversations | |', rows)

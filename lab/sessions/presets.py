@@ -29,7 +29,7 @@ class Preset:
     back: float = 2.0         # mean turns that edits and forks go back (geometric)
     document: int = 0         # median length of a text that each message repeats, changed somewhere
     speed: float = 40.0       # tokens per second of a reply, from which the next pause begins
-    longest: int = 4_096      # a conversation that would be longer begins anew
+    longest: int = 4_096      # a conversation that would be longer starts over
 
 
 PRESETS = {

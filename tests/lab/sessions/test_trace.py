@@ -34,7 +34,7 @@ def test_users_do_what_the_preset_says(name, seed):
     if preset.document:
         assert kinds['edit'] > 0.8
     else:
-        for kind in ('edit', 'fork', 'regenerate'):  # 5 standard deviations, some begin anew
+        for kind in ('edit', 'fork', 'regenerate'):  # 5 standard deviations; some start over
             share = getattr(preset, kind)
             assert abs(kinds[kind] - share) < 0.03 + 5 * (share / len(requests)) ** 0.5
     for session in trace.sessions:
