@@ -261,6 +261,21 @@ def test_a_waiting_request_reads_nothing(tmp_path, monkeypatch):
     assert engine.scheduler.waiting and not reads
 
 
+def test_the_end_of_a_text_and_what_was_dropped_come_from_disk(tmp_path):
+    """A block of fewer tokens than a page is found though its length is not known, and local parts
+    that blocks in memory have lost."""
+    def world():
+        return World(disk=DiskTier(tmp_path, '0' * 64, 10 ** 9))
+    first, text = world(), [i * i % 61 for i in range(23)]
+    first.visit(text)
+    first.store._drop_local([(block,) for block in first.store.blocks])
+    amid = text[:14] + [62]
+    assert first.store.match(amid, disk=False).length < 14 == first.store.match(amid).length
+    first.visit(amid)
+    first.store.close()
+    assert world().store.match(text + [9, 9]).length == 23
+
+
 def test_a_block_whose_file_is_gone_is_completed_not_doubled(tmp_path):
     """Read from disk, its local part dropped; then the file is deleted."""
     def world():

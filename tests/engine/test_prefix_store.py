@@ -261,6 +261,37 @@ def test_of_a_block_that_is_used_in_part_the_rest_is_not_taken_along(kv_dtype, o
     assert world.cache.table.refs[page] == 1 and page not in world.cache.table.pinned
 
 
+def test_an_anchor_where_several_requests_began_is_not_thinned():
+    """The end of a system prompt stays, however the distances from the end of a long text are."""
+    world, text = World(), [i * i % 61 for i in range(56)]
+    for user in (1, 2, 3):
+        world.visit(text[:25] + [user] * 2)
+    for end in range(27, 57, 7):
+        world.visit(text[:end])
+    while world.store.has_droppable_parts:
+        world.store.shrink_to(world.store.nbytes - 1)
+    assert world.store.match(text[:25] + [62]).length == 25
+    # others were thinned
+    assert any(world.store.match(text[:end] + [62]).length < end for end in range(27, 57, 7))
+
+
+def test_what_was_dropped_while_a_request_ran_is_copied_at_its_end():
+    world, text = World(), [i * i % 61 for i in range(22)]
+    world.begin(0, text)
+    world.store.shrink_to(0)
+    assert all(block.local is None for block in world.store.blocks)
+    world.store.budget = 10 ** 9
+    world.end(0)
+    assert world.store.match(text + [62]).length == 22
+    world.visit(text + [62])
+
+
+def test_rings_have_the_last_positions_before_an_end_and_none_after_the_row():
+    world = World('window below a block')
+    world.begin(0, [1, 2, 3, 4, 5])
+    assert [world.store.copier.n_in_ring(0, end) for end in range(8)] == [0, 0, 0, 0, 1, 2, 0, 0]
+
+
 def test_of_unneeded_parts_those_of_the_least_recently_used_text_go_first():
     world, texts = World(), [[i] * 40 for i in (1, 2, 3)]
     for text in texts:
