@@ -117,7 +117,7 @@ def conversations() -> str:
         prefix cache keeps {whole['held_nbytes'] / 1e6:.1f} MB for the conversation, everything
         included, or under memory pressure {compact['held_nbytes'] / 1e6:.1f}:
         {whole['smaller']:.0f} and {compact['smaller']:.0f} times less than vanilla's K/V in
-        bfloat16 (int8 K/V, blocks of 64, batch 1).""",
+        bfloat16 (weights in {chat['dtype']}, K/V in {chat['kv_dtype']}, blocks of 64, batch 1).""",
         f"""Of {chat['dialogues']} such dialogues ({chat['requests']} requests; edits, forks, users
         who leave and return) {hits[100]:.0%} of the prompt tokens are reused, {hits[50]:.0%} in
         half the memory, {hits[25]:.0%} in a quarter. ({chat['processor']}.)""")
