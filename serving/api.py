@@ -19,7 +19,8 @@ SAMPLING = {name: name for name in ('temperature', 'top_p', 'top_k', 'min_p', 'r
 SAMPLING |= {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens'}
 
 # other fields -> allowed values; None: checked where it is used
-COMMON = {'model': None, 'n': range(1, MAX_CHOICES + 1), 'stream': bool, 'stream_options': None}
+COMMON = {'model': None, 'n': range(1, MAX_CHOICES + 1), 'stream': bool, 'stream_options': None,
+          'return_token_ids': bool, 'ignore_eos': bool}  # the last two: vLLM's
 COMPLETION = COMMON | {'prompt': None, 'logprobs': range(MAX_LOGPROBS + 1)}
 CHAT = COMMON | {'messages': None, 'logprobs': bool, 'top_logprobs': range(MAX_LOGPROBS + 1)}
 
@@ -62,6 +63,7 @@ class GenerationRequest:
     n: int
     stream: bool = False
     include_usage: bool = False
+    token_ids: bool = False  # in the reply
 
     @property
     def choices(self) -> list[tuple[list[int], SamplingParams]]:
@@ -85,7 +87,8 @@ def parse_chat(document: dict, service: Service) -> GenerationRequest:
         raise _invalid(f'top_logprobs={top} requires logprobs=true', 'top_logprobs')
     logprobs = top if fields.get('logprobs') else -1
     prompt = _conversation(fields.get('messages'), service)
-    return _request(fields, service, [prompt], logprobs, (service.template.end,))
+    stops = () if fields.get('ignore_eos') else (service.template.end,)
+    return _request(fields, service, [prompt], logprobs, stops)
 
 
 def _invalid(message, param=None, code=None) -> ApiError:
@@ -148,7 +151,8 @@ def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
     for prompt in prompts:
         params = replace(params, max_new_tokens=_max_new_tokens(fields, service, len(prompt)))
         choices += [replace(params, seed=sample_seed(params.seed, k)) for k in range(n)]
-    return GenerationRequest(prompts, choices, n, stream, include_usage)
+    return GenerationRequest(prompts, choices, n, stream, include_usage,
+                             fields.get('return_token_ids', False))
 
 
 def _params(fields, logprobs, stops) -> SamplingParams:

@@ -34,6 +34,8 @@ class Reply:
         if event.completion:
             self.completions[choice] = event.completion
         pieces = self.pieces(choice, event) if self.request.stream else []
+        if pieces and self.request.token_ids and event.token >= 0:
+            pieces[-1]['token_ids'] = [event.token]
         return [self._document(self.piece, [piece], usage=None) for piece in pieces]
 
     def pieces(self, choice, event) -> list[dict]:
@@ -41,7 +43,7 @@ class Reply:
         reason, logprobs = event.completion and event.completion.finish_reason, None
         if event.logprob is not None:
             logprobs = self._texts[choice].logprobs([event.logprob])
-        if not (event.text or reason or logprobs):
+        if not (event.text or reason or logprobs or self.request.token_ids):
             return []
         return [{'index': choice, 'text': event.text, 'logprobs': logprobs,
                  'finish_reason': reason}]
@@ -55,6 +57,9 @@ class Reply:
     def document(self) -> dict:
         """The complete response."""
         choices = [self.choice(c, completion) for c, completion in enumerate(self.completions)]
+        if self.request.token_ids:
+            for choice, completion in zip(choices, self.completions):
+                choice['token_ids'] = completion.tokens
         return self._document(self.whole, choices, usage=self.usage())
 
     def choice(self, c: int, completion: Completion) -> dict:
@@ -89,7 +94,7 @@ class ChatReply(Reply):
         if choice not in self._begun:
             self._begun.add(choice)
             deltas.append(({'role': 'assistant', 'content': ''}, None, None))
-        if event.text or logprobs:
+        if event.text or logprobs or self.request.token_ids:
             deltas.append(({'content': event.text}, logprobs, None))
         if event.completion:
             deltas.append(({}, None, event.completion.finish_reason))

@@ -2,12 +2,15 @@
 import contextlib
 import ctypes
 import functools
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from config.errors import UserError
+from data.tokenizer import BPETokenizer
+from interop.tokenizer_files import byte_pairs
 from lab.benchmarks import clock
 from lab.benchmarks.engines import Generated
 
@@ -128,16 +131,24 @@ def silence(lib):
     return callback
 
 
-def write_gguf(gguf, ours, path: Path) -> None:
-    """Write the model in llama.cpp's format, in float32, without a tokenizer."""
+def write_gguf(gguf, ours, path: Path, tokenizer: BPETokenizer | None = None) -> None:
+    """Write the model in llama.cpp's format, in float32."""
     c = ours.config
     writer = gguf.GGUFWriter(path, 'gpt2')
     for name, value in dict(
-            file_type=gguf.LlamaFileType.ALL_F32, tokenizer_model='none', layer_norm_eps=1e-5,
+            file_type=gguf.LlamaFileType.ALL_F32, layer_norm_eps=1e-5,
+            tokenizer_model='gpt2' if tokenizer else 'none',
             vocab_size=c.vocab_size, context_length=c.block_size, block_count=c.n_layer,
             head_count=c.n_head, embedding_length=c.n_embd,
             feed_forward_length=c.resolved_mlp_hidden).items():
         getattr(writer, f'add_{name}')(value)
+    if tokenizer:
+        made = json.loads(byte_pairs(tokenizer.encoding).to_str())
+        known = {i: token for token, i in made['model']['vocab'].items()}
+        known |= {each['id']: each['content'] for each in made['added_tokens']}
+        writer.add_tokenizer_pre('gpt-2')
+        writer.add_token_list([known.get(i, f'[PAD{i}]') for i in range(c.vocab_size)])
+        writer.add_token_merges([' '.join(pair) for pair in made['model']['merges']])
     for name, x in ours.transformer.state_dict().items():
         module, _, kind = name.rpartition('.')
         _, layer, inner = module.split('.', 2) if module.startswith('h.') else ('', '', module)

@@ -1,27 +1,38 @@
-"""Conversations as a benchmark: make traces, and replay them on the prefix cache.
+"""Conversations as a benchmark: make traces, and replay them against a server, or on the prefix
+cache alone.
 
     python -m lab.sessions make chat --save=chat.jsonl            # the committed one
     python -m lab.sessions make chat --seed=2 --set edit=0.2 --set sessions=10 --save=mine.jsonl
-    python -m lab.sessions simulate lab/sessions/traces/*.jsonl   # seconds each, no model
-    python -m lab.sessions simulate mine.jsonl --config=config/train_mqa_local.py --shares=50,10
+    python -m lab.sessions replay mine.jsonl --url=http://127.0.0.1:8000/v1
+    python -m lab.sessions replay lab/sessions/traces/chat.jsonl --start=nanokv --kv=64MB --rate=4
+    python -m lab.sessions simulate lab/sessions/traces/*.jsonl   # two minutes, no model
 
 Presets: chat, agent, editing, forking. lab/sessions/README.md says what they are.
 """
 import argparse
 import ast
+import contextlib
 import json
+import os
+import shlex
+import sys
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
+from config.sizes import parse_bytes
 from kv.plan import plan_kv
-from lab.benchmarks.setting import numbers, write_json
+from lab.benchmarks.setting import numbers, processor, write_json
+from lab.sessions import servers
+from lab.sessions.client import Client
 from lab.sessions.presets import PRESETS, make
+from lab.sessions.replay import Replay, TextPrompts, TokenPrompts
 from lab.sessions.simulate import simulate
 from lab.sessions.trace import Trace
 from lab.tables import Table
@@ -39,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument('--set', action='append', default=[], metavar='KEY=VALUE',
                      help='change a value of the preset (lab/sessions/presets.py)')
     one.add_argument('--save', required=True, help='the file')
+    add_replay(commands.add_parser('replay', help='against a server'))
     one = commands.add_parser('simulate', help='replay on the prefix cache, without a model')
     one.add_argument('traces', nargs='+')
     one.add_argument('--config', default=CONFIG, help=f'of the model ({CONFIG})')
@@ -48,6 +60,32 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument('--save', default='', help='a JSON file for the results')
     one.add_argument('--json', action='store_true', help='end with one line of JSON')
     return top
+
+
+def add_replay(one) -> None:
+    add = one.add_argument
+    add('trace')
+    where = one.add_mutually_exclusive_group(required=True)
+    where.add_argument('--url', help='a server with the interface of OpenAI; its key: '
+                                     'OPENAI_API_KEY')
+    where.add_argument('--start', choices=servers.SERVERS, help='start one with random weights')
+    add('--users', type=int, default=0, help='at once, without pauses; 0 = the times of the trace')
+    add('--rate', type=float, default=1.0, help='how much faster than in the trace (1)')
+    add('--prompts', choices=('ids', 'text'), default='ids',
+        help='ids: prompts are token ids and continue with the ids of replies; text: chat')
+    add('--ids', default='1000:30000', help='range of the token ids in prompts (1000:30000)')
+    add('--fields', default='', help='of every request, as JSON ('
+        f'with --prompts=ids: {json.dumps(servers.FIELDS["vllm"])})')
+    add('--timeout', type=float, default=600.0, help='seconds for a request (600)')
+    add('--records', default='', help='a file (JSON lines) for the records of all requests; a '
+        'replay that was interrupted goes on from it')
+    add('--save', default='', help='a JSON file for the result')
+    own = one.add_argument_group('with --start')
+    own.add_argument('--program', default='', help="vllm: its Python (.venv-vllm/bin/python); "
+                                                   'llama.cpp: its llama-server')
+    own.add_argument('--config', default='config/sessions.py', help='of the model (%(default)s)')
+    own.add_argument('--kv', default='64MB', help='KV cache, in use and kept (64MB)')
+    own.add_argument('--more', default='', help='further arguments of the server')
 
 
 def changes(given: list[str]) -> dict:
@@ -75,13 +113,75 @@ def show(found: dict) -> Table:
         f"{cell['over_unavoidable']:.2f}", f"{cell['evicted']:,}") for cell in found['cells']])
 
 
-def main(argv=None):
-    args = parser().parse_args(argv)
-    if args.command == 'make':
-        trace = make(args.preset, args.seed, **changes(args.set))
-        trace.write(args.save)
-        return print(f'{args.save}: {trace.n_requests} requests of {len(trace.sessions)} sessions, '
-                     f'at most {trace.longest:,} tokens')
+def run_make(args):
+    trace = make(args.preset, args.seed, **changes(args.set))
+    trace.write(args.save)
+    print(f'{args.save}: {trace.n_requests} requests of {len(trace.sessions)} sessions, at most '
+          f'{trace.longest:,} tokens')
+
+
+def run_replay(args):
+    trace = Trace.read(args.trace)
+    if args.users < 0 or args.rate <= 0 or args.timeout <= 0:
+        raise UserError(f'users={args.users}, rate={args.rate:g}, timeout={args.timeout:g}: must '
+                        'be at least 0, and above 0')
+    prompts, facts = prompts_of(args, trace), {'processor': processor()}
+    with contextlib.ExitStack() as stack:
+        url, process = args.url, None
+        if args.start:
+            kv = parse_bytes(args.kv, 'kv')
+            url, process = stack.enter_context(servers.started(
+                args.start, args.program, args.config, trace.longest, kv, shlex.split(args.more)))
+            facts |= {'server': args.start, 'kv': kv, 'config': args.config, 'more': args.more}
+        client = Client(url, os.environ.get('OPENAI_API_KEY', ''), args.timeout)
+        found = Replay(trace, client, prompts, args.users, args.rate, args.records)
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(trace.name, total=trace.n_requests)
+            document = found.run(lambda records: bar.update(task, completed=len(records)))
+        if process:
+            facts['resident'] = servers.resident(process)
+    document |= facts
+    replay_table(document).print(Console())
+    if args.save:
+        write_json(args.save, document)
+    print(json.dumps(document))
+    if document['failed']:
+        sys.exit(1)
+
+
+def prompts_of(args, trace):
+    fields = servers.FIELDS[args.start or 'vllm'] if args.prompts == 'ids' else {}
+    try:
+        if args.fields:
+            fields = dict(json.loads(args.fields))
+        low, high = map(int, args.ids.split(':'))
+    except (ValueError, TypeError) as e:
+        raise UserError(f'fields={args.fields!r}, ids={args.ids!r}: must be a JSON object, and '
+                        f'two numbers as 0:256: {e}') from e
+    if not 0 <= low < high:
+        raise UserError(f'ids={args.ids!r}: the second must be larger')
+    if args.prompts == 'text':
+        return TextPrompts(trace, fields)
+    return TokenPrompts(trace, (low, high), fields)
+
+
+def replay_table(found: dict) -> Table:
+    title = (f"{found['trace']}: {found['ended']} of {found['requests']} requests in "
+             f"{found['seconds']:.0f} s, {found['failed']} failed, refused {found['refused']} "
+             f"times, {found['tokens_per_second']:.1f} tokens/s")
+    if found['computed'] is not None:
+        title += (f"; {found['prompt_tokens']:,} prompt tokens, {found['computed']:,} computed, "
+                  f"{found['unavoidable']:,} unavoidable ({found['over_unavoidable']:.2f})")
+    for error in found['errors']:
+        title += f'\n{error}'
+    rows = [(name, *(f'{1000 * x:.1f}' for x in found[key].values())) for name, key in (
+        ('first token', 'ttft_s'), ('each further token', 'tpot_s'), ('gaps', 'gap_s'))
+        if found[key]]
+    return Table(title, ('ms', '50%', '95%', '99%', 'most'), rows, left=('ms',))
+
+
+def run_simulate(args):
     torch.set_num_threads(1)  # the copies are small
     traces = [Trace.read(path) for path in args.traces]
     s = configurator.parse('bench', [args.config], echo=False)
@@ -97,6 +197,11 @@ def main(argv=None):
         write_json(args.save, document)
     if args.json:
         print(json.dumps(document))
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    {'make': run_make, 'replay': run_replay, 'simulate': run_simulate}[args.command](args)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,133 @@
+"""A client of any server with OpenAI's interface: streams a reply and notes when its tokens come."""
+import http.client
+import json
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from config.errors import UserError
+
+BUSY = 429, 503  # asked again after `Retry-After` seconds
+RETRY_S = 1.0    # if the server does not say when
+
+
+class Failed(Exception):
+    """The server gave no complete reply."""
+
+
+@dataclass
+class Answer:
+    """A reply. tokens: its ids, if the server says them. stamps: `perf_counter` times at which its
+    parts came. usage: OpenAI's document, {} if there is none. refused: how often it was busy."""
+    started: float
+    tokens: list[int] = field(default_factory=list)
+    text: str = ''
+    stamps: list[float] = field(default_factory=list)
+    usage: dict = field(default_factory=dict)
+    refused: int = 0
+
+
+class Client:
+    """Connections to the server at `url`, one for each request; `/v1` may be left out.
+
+    Raises:
+        UserError: if `url` is not that of a server.
+    """
+
+    def __init__(self, url: str, key: str = '', timeout: float = 600.0):
+        parts = urlsplit(url if '//' in url else f'http://{url}')
+        if parts.scheme not in ('http', 'https') or not parts.hostname:
+            raise UserError(f'url={url!r}: must be like http://127.0.0.1:8000/v1')
+        kinds = {'http': http.client.HTTPConnection, 'https': http.client.HTTPSConnection}
+        self._connect = lambda: kinds[parts.scheme](parts.hostname, parts.port, timeout=timeout)
+        self.path, self.timeout = parts.path.rstrip('/') or '/v1', timeout
+        self.headers = {'Content-Type': 'application/json'}
+        if key:
+            self.headers['Authorization'] = f'Bearer {key}'
+
+    def model(self) -> str:
+        """The first model that the server names. Raises Failed, OSError or HTTPException."""
+        with closing(self._connect()) as connection:
+            connection.request('GET', f'{self.path}/models', headers=self.headers)
+            response = connection.getresponse()
+            document = _json(response.read())
+        try:
+            return document['data'][0]['id']
+        except (KeyError, IndexError, TypeError):
+            raise Failed(f'status {response.status}, and no list of models') from None
+
+    def ask(self, path: str, document: dict, most_parts: int = 0) -> Answer:
+        """POST a document with stream=True, and wait for the end of the reply.
+
+        most_parts: hang up after so many parts of the reply; 0 = never.
+        Raises:
+            Failed: for an error of the server, a stream that ends early, or too long a wait.
+        """
+        answer = Answer(time.perf_counter())
+        body = json.dumps(document | {'stream': True, 'stream_options': {'include_usage': True}})
+        while True:
+            try:
+                wait = self._ask(path, body, answer, most_parts)
+            except (OSError, http.client.HTTPException) as e:
+                raise Failed(f'{type(e).__name__}: {e}') from e
+            if wait is None:
+                return answer
+            if time.perf_counter() + wait > answer.started + self.timeout:
+                raise Failed(f'refused {answer.refused} times')
+            time.sleep(wait)
+
+    def _ask(self, path, body, answer, most_parts) -> float | None:
+        """Try once. Returns after how many seconds to try again, or None."""
+        with closing(self._connect()) as connection:
+            connection.request('POST', f'{self.path}/{path}', body, self.headers)
+            response = connection.getresponse()
+            if response.status in BUSY:
+                answer.refused += 1
+                return _seconds(response.headers.get('Retry-After'))
+            if response.status != 200:
+                raise Failed(f'status {response.status}: {_message(_json(response.read()))}')
+            for line in response:
+                data = line.removeprefix(b'data:').strip()
+                if data == b'[DONE]' or most_parts and len(answer.stamps) >= most_parts:
+                    return None
+                if line.startswith(b'data:'):
+                    _take(_json(data), answer)
+        raise Failed('the stream ended early')
+
+
+def _take(document, answer: Answer) -> None:
+    """Add one part of a stream."""
+    if 'error' in document:
+        raise Failed(_message(document))
+    answer.usage = document.get('usage') or answer.usage
+    for choice in document.get('choices') or ():
+        # vLLM and nanoKV; llama.cpp
+        tokens = choice.get('token_ids') or document.get('__verbose', {}).get('tokens') or []
+        text = choice.get('text') or (choice.get('delta') or {}).get('content') or ''
+        answer.tokens += tokens
+        answer.text += text
+        if tokens or text:
+            answer.stamps.append(time.perf_counter())
+
+
+def _json(data: bytes) -> dict:
+    try:
+        document = json.loads(data)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise Failed(f'no JSON object: {data[:200]!r}')
+    return document
+
+
+def _message(document: dict) -> str:
+    error = document.get('error', document)
+    return str(error.get('message', error) if isinstance(error, dict) else error)[:300]
+
+
+def _seconds(value: str | None) -> float:
+    try:
+        return max(0.0, float(value))
+    except (TypeError, ValueError):  # absent, or a date
+        return RETRY_S

@@ -1,0 +1,242 @@
+"""Replays a trace against a server: each user of it is a thread that waits for its replies.
+
+Open loop: requests are sent at the times of the trace, but not before the user has the reply to
+the one before. Closed loop: so many users at once, who do not pause.
+"""
+import json
+import queue
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from config.errors import UserError
+from lab.sessions.client import Answer, Client, Failed
+from lab.sessions.known import Known
+from lab.sessions.trace import Session, Trace
+
+# a token each with most tokenizers
+WORDS = """the of and to in is that for it as was with be by on not he his but at are this have from
+or had an they which one you were all her she there would their we him been has when who will no
+more if out so up said what its about than into them can only other time new some could these two
+may first then do any like my now over such our man me even most made after also did many off
+before must well back through years where much your way down should because long each just state
+those people too mr how little good world make very year still see own work men day get here old
+life both between being under three never know same last another while us might great go come""".split()
+
+
+class TokenPrompts:
+    """Prompts as token ids, which continue with the ids of the server's own replies: exact.
+
+    ids: the numbers of a trace are mapped to `range(*ids)`. fields: of the requests' documents.
+    """
+    path = 'completions'
+
+    def __init__(self, trace: Trace, ids: tuple[int, int], fields: dict):
+        self.trace, self.ids, self.fields = trace, ids, fields
+
+    def document(self, session: Session, i: int, answers: dict[int, Answer]) -> tuple[dict, list]:
+        """(document, sequence that stands for the prompt)"""
+        path = session.lineage(i)
+        prompt = self._tokens(self.trace.system(session))
+        for k in path[:-1]:
+            prompt += self._tokens(self.trace.message(session, k)) + answers[k].tokens
+        prompt += self._tokens(self.trace.message(session, i))
+        return {'prompt': prompt} | self.fields, prompt
+
+    def after(self, sequence: list, answer: Answer) -> list:
+        """The sequence of a prompt and its reply. The last token of that was never an input."""
+        if not answer.tokens:
+            raise Failed('the server does not say the ids of its reply: --fields asks it to, or '
+                         'use --prompts=text')
+        return sequence + answer.tokens[:-1]
+
+    def _tokens(self, numbers: np.ndarray) -> list[int]:
+        low, high = self.ids
+        return (low + numbers % (high - low)).tolist()
+
+
+class TextPrompts:
+    """Conversations of words, for servers that do not say token ids. What is unavoidable is then
+    estimated: the share of characters that are new, times the tokens of the prompt."""
+    path = 'chat/completions'
+
+    def __init__(self, trace: Trace, fields: dict):
+        self.trace, self.fields = trace, fields
+
+    def document(self, session, i, answers) -> tuple[dict, list]:
+        system, path = self._words(self.trace.system(session)), session.lineage(i)
+        messages = [{'role': 'system', 'content': system}] * bool(system)
+        for k in path:
+            messages.append({'role': 'user', 'content': self._words(self.trace.message(session, k))})
+            if k != i:
+                messages.append({'role': 'assistant', 'content': answers[k].text})
+        text = ''.join(f"{each['role']}\n{each['content']}\n" for each in messages) + 'assistant\n'
+        return {'messages': messages} | self.fields, [ord(c) for c in text]
+
+    def after(self, sequence, answer) -> list:
+        return sequence + [ord(c) for c in answer.text]
+
+    def _words(self, numbers) -> str:
+        return ' '.join(WORDS[number % len(WORDS)] for number in numbers)
+
+
+class Replay:
+    """A replay, and the records of its requests.
+
+    users: at once, in a closed loop; 0 = open loop. rate: how much faster than in the trace.
+    save: a file (JSON lines) that has the records of ended sessions, which are left out next time;
+        '' = none.
+    Raises:
+        UserError: if `save` has the records of another replay.
+    """
+
+    def __init__(self, trace: Trace, client: Client, prompts, users: int = 0, rate: float = 1.0,
+                 save: str = ''):
+        self.trace, self.client, self.prompts = trace, client, prompts
+        self.users, self.rate, self.save = users, rate, save
+        self.known, self.records, self.stopped = Known(), [], threading.Event()
+        self.model = client.model()
+        self._lock = threading.Lock()
+        self.head = {'trace': trace.name, 'seed': trace.seed, 'sessions': len(trace.sessions),
+                     'requests': trace.n_requests, 'model': self.model, 'prompts': prompts.path,
+                     'users': users, 'rate': rate}
+        self.resumed = self._read()
+        done = {record['session'] for record in self.records}
+        self.left = [session for session in trace.sessions if session.number not in done]
+
+    def run(self, show=lambda records: None) -> dict:
+        """Replay what is left, calling `show` with the records about four times a second.
+
+        An interruption (Ctrl-C) ends it; sessions that have ended are in `save`."""
+        offset = max((record['ended'] for record in self.records), default=0.0)
+        first = min((session.requests[0].at for session in self.left), default=0.0) / self.rate
+        self._clock = time.perf_counter() - offset
+        self._shift = offset - first  # of the trace's times
+        sessions = queue.SimpleQueue()
+        for session in sorted(self.left, key=lambda session: session.requests[0].at):
+            sessions.put(session)
+        threads = [threading.Thread(target=self._user, args=(sessions,), daemon=True)
+                   for _ in range(min(self.users or len(self.left), len(self.left)))]
+        try:
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                show(self.records)
+                time.sleep(0.25)
+        finally:
+            self.stopped.set()
+        show(self.records)
+        return self.summary()
+
+    def _user(self, sessions):
+        while not self.stopped.is_set():
+            try:
+                session = sessions.get_nowait()
+            except queue.Empty:
+                return
+            records, answers = [], {}
+            for i, request in enumerate(session.requests):
+                if not self.users:
+                    wait = request.at / self.rate + self._shift - self._now()
+                    if self.stopped.wait(max(0.0, wait)):
+                        return
+                records.append(self._request(session, i, answers))
+                with self._lock:
+                    self.records.append(records[-1])
+            self._write(records)
+
+    def _request(self, session, i, answers) -> dict:
+        request = session.requests[i]
+        record = {'session': session.number, 'request': i, 'kind': request.kind,
+                  'sent': self._now(), 'ended': self._now(), 'error': ''}
+        if any(k not in answers for k in session.lineage(i)[:-1]):
+            return record | {'error': 'it follows a request that failed'}
+        document, sequence = self.prompts.document(session, i, answers)
+        document |= {'model': self.model, 'max_tokens': request.reply, 'temperature': 0}
+        with self._lock:
+            new = self.known.unavoidable(sequence)
+            self.known.add(sequence)
+        try:
+            answer = self.client.ask(self.prompts.path, document)
+            whole = self.prompts.after(sequence, answer)
+            found = measured(answer, new / len(sequence))
+        except Failed as e:
+            return record | {'ended': self._now(), 'error': str(e)}
+        with self._lock:
+            self.known.add(whole)
+        answers[i] = answer
+        return record | found | {'ended': self._now()}
+
+    def _now(self) -> float:
+        return round(time.perf_counter() - self._clock, 4)
+
+    # -- records ----------------------------------------------------------------------------------
+
+    def _read(self) -> bool:
+        """Get the records of `save`. Returns whether there were any."""
+        if not self.save or not Path(self.save).exists():
+            self._write([], self.head)
+            return False
+        try:
+            lines = Path(self.save).read_text(encoding='utf-8').splitlines()
+            head, *self.records = [json.loads(line) for line in lines]
+        except (OSError, ValueError) as e:
+            raise UserError(f'save={self.save!r} is not the file of a replay: {e}') from e
+        if head != self.head:
+            raise UserError(f'save={self.save!r} has another replay: {head}; this is {self.head}')
+        return bool(self.records)
+
+    def _write(self, records, *head):
+        if self.save:
+            text = ''.join(json.dumps(each, separators=(',', ':')) + '\n'
+                           for each in (*head, *records))
+            with self._lock, open(self.save, 'a', encoding='utf-8') as file:
+                file.write(text)  # of a session at once
+
+    def summary(self) -> dict:
+        """Totals and percentiles. Seconds, from the first request to the end of the last one."""
+        good = [record for record in self.records if not record['error']]
+        errors = [record['error'] for record in self.records if record['error']]
+        told = any(record['cached'] is not None for record in good)
+        computed = sum(record['prompt'] - (record['cached'] or 0) for record in good)
+        unavoidable = sum(record['unavoidable'] for record in good)
+        seconds = (max((record['ended'] for record in self.records), default=0.0)
+                   - min((record['sent'] for record in self.records), default=0.0))
+        new = sum(record['reply'] for record in good)
+        return self.head | {
+            'resumed': self.resumed, 'ended': len(good), 'failed': len(errors),
+            'errors': sorted(set(errors))[:5], 'refused': sum(r['refused'] for r in good),
+            'seconds': seconds, 'prompt_tokens': sum(record['prompt'] for record in good),
+            'reply_tokens': new, 'unavoidable': unavoidable,
+            'computed': computed if told else None,
+            'over_unavoidable': computed / unavoidable if told else None,
+            'tokens_per_second': new / seconds if seconds else 0.0,
+            'ttft_s': percentiles([record['ttft'] for record in good]),
+            'tpot_s': percentiles([record['tpot'] for record in good if record['reply'] > 1]),
+            'gap_s': percentiles([gap for record in good for gap in record['gaps']])}
+
+
+def measured(answer: Answer, new: float) -> dict:
+    """What a record has of a reply. new: the share of the prompt that had to be computed.
+
+    Seconds: `ttft` to the first token, `tpot` on average from each token to the next, `gaps`
+    between the parts of the stream."""
+    stamps, usage = answer.stamps, answer.usage
+    if not stamps:
+        raise Failed('the reply is empty')
+    reply = len(answer.tokens) or usage.get('completion_tokens') or len(stamps)
+    prompt = usage.get('prompt_tokens') or 0
+    cached = (usage.get('prompt_tokens_details') or {}).get('cached_tokens')
+    return {'prompt': prompt, 'reply': reply, 'cached': cached, 'refused': answer.refused,
+            'unavoidable': round(new * prompt), 'ttft': round(stamps[0] - answer.started, 5),
+            'tpot': round((stamps[-1] - stamps[0]) / max(1, reply - 1), 6),
+            'gaps': [round(b - a, 5) for a, b in zip(stamps, stamps[1:])]}
+
+
+def percentiles(values) -> dict:
+    if not values:
+        return {}
+    return {f'p{q}': float(np.percentile(values, q)) for q in (50, 95, 99)} | {
+        'max': float(max(values))}

@@ -1,0 +1,152 @@
+"""Starts nanoKV, vLLM or llama.cpp with the same random weights and the same bytes of KV cache.
+
+llama.cpp gets a vanilla GPT-2 of the same width and depth, as it does not run ours.
+"""
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import configurator
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from config.schema import MODEL
+from data.tokenizer import BPETokenizer
+from interop.export import hf_model
+from interop.tokenizer_files import save_tokenizer
+from kv.plan import plan_kv
+from lab.benchmarks.llama import CELLS, write_gguf
+from lab.benchmarks.setting import vanilla_config
+from lab.sessions.client import Client, Failed
+from model import GPT
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = 16          # requests that run at once
+START_S = 300.0
+MIB = 2 ** 20
+SERVERS = 'nanokv', 'vllm', 'llama.cpp'
+# what makes them say token ids, and go on to the length that was asked for
+FIELDS = {'nanokv': {'return_token_ids': True, 'ignore_eos': True},
+          'vllm': {'return_token_ids': True, 'ignore_eos': True},
+          'llama.cpp': {'verbose': True, 'ignore_eos': True}}
+
+
+def build(config: str, longest: int, vanilla: bool = False) -> GPT:
+    """A model with random weights of a config file, for `longest` tokens. UserError: if the config
+    is wrong."""
+    s = configurator.parse('bench', [config], echo=False)
+    shape = {key.name: getattr(s, key.name) for key in MODEL} | {'dropout': 0.0}
+    found = GPTConfig(vocab_size=50304, **shape)
+    found.block_size = max(found.block_size, longest)
+    torch.manual_seed(1)
+    return GPT(vanilla_config(found, longest) if vanilla else found).eval()
+
+
+@contextlib.contextmanager
+def started(name: str, program: str, config: str, longest: int, kv: int, more: list[str]):
+    """Yield (url, process) of a running server, and stop it at the end.
+
+    program: of vLLM, its Python; of llama.cpp, its llama-server. kv: bytes of KV cache, in rows
+    and between requests. longest: tokens of a conversation. more: further arguments.
+    Raises:
+        UserError: if it cannot be started. Its output is in the message.
+    """
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = build(config, longest, vanilla=name == 'llama.cpp')
+        command = COMMANDS[name](program, model, folder, port, longest, kv) + more
+        print('Starting:', *command, flush=True, file=sys.stderr)
+        log = stack.enter_context(open(folder / 'log', 'w+', encoding='utf-8', errors='replace'))
+        try:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        except OSError as e:
+            raise UserError(f'start={name!r}: {command[0]}: {e.strerror}') from e
+        stack.callback(stop, process)
+        url = f'http://127.0.0.1:{port}'
+        wait(url, process, log)
+        yield url, process
+
+
+def nanokv(_program, model, folder, port, longest, kv):
+    export(model, folder)
+    return [sys.executable, 'serve.py', f'--init_from={folder}', f'--port={port}', '--page=False',
+            '--log_requests=False', f'--parallel={ROWS}', f'--max_seq_len={longest}',
+            f'--kv_budget={kv // 2}', f'--prefix_budget={kv - kv // 2}']
+
+
+def vllm(program, model, folder, port, longest, kv):
+    export(model, folder)
+    return [program or '.venv-vllm/bin/python', '-m', 'vllm.entrypoints.openai.api_server',
+            f'--model={folder}', f'--port={port}', '--host=127.0.0.1', f'--max-num-seqs={ROWS}',
+            f'--max-model-len={longest}', f'--kv-cache-memory-bytes={kv}',
+            '--enable-prompt-tokens-details']
+
+
+def llama(program, model, folder, port, longest, kv):
+    """Half of the bytes are cells of running requests, at least one of them, and the rest keeps
+    prompts."""
+    try:
+        import gguf
+    except ImportError as e:
+        raise UserError("start='llama.cpp' needs gguf: pip install gguf") from e
+    write_gguf(gguf, model, folder / 'model.gguf', BPETokenizer())
+    cell = model.plan.nbytes(1, 1, 'float16')
+    cells = max(kv // 2 // cell, longest) // CELLS * CELLS
+    rest = max(0, (kv - cells * cell) // MIB)
+    return [program or 'llama-server', '--model', str(folder / 'model.gguf'), '--port', str(port),
+            '--threads', str(torch.get_num_threads()), '--parallel', str(ROWS), '--kv-unified',
+            '--ctx-size', str(cells), '--cache-ram', str(rest), '--no-webui']
+
+
+COMMANDS = {'nanokv': nanokv, 'vllm': vllm, 'llama.cpp': llama}
+
+
+def export(model, folder: Path) -> None:
+    hf_model(model).save_pretrained(folder)
+    save_tokenizer(BPETokenizer(), folder, 0)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(('127.0.0.1', 0))
+        return sock.getsockname()[1]
+
+
+def wait(url: str, process, log) -> None:
+    """Until the server answers."""
+    end, client = time.monotonic() + START_S, Client(url, timeout=5.0)
+    while process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError, Failed):
+            client.model()
+            return
+        time.sleep(0.5)
+    log.seek(0)
+    what = f'took over {START_S:.0f} s' if process.poll() is None else 'ended'
+    raise UserError(f'the server {what}: {log.read()[-1500:]}')
+
+
+def stop(process) -> None:
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def resident(process) -> int:
+    """Bytes of memory of a process and its children (Linux)."""
+    total, waiting = 0, [process.pid]
+    while waiting:
+        pid = waiting.pop()
+        with contextlib.suppress(OSError, IndexError):
+            total += 4096 * int(Path(f'/proc/{pid}/statm').read_text().split()[1])
+            for task in Path(f'/proc/{pid}/task').iterdir():
+                waiting += map(int, (task / 'children').read_text().split())
+    return total
