@@ -1,4 +1,4 @@
-"""A client of any server with OpenAI's interface: streams a reply and notes when its tokens come."""
+"""A client of servers with OpenAI's interface: streams a reply and notes when its tokens come."""
 import http.client
 import json
 import time

@@ -23,7 +23,7 @@ more if out so up said what its about than into them can only other time new som
 may first then do any like my now over such our man me even most made after also did many off
 before must well back through years where much your way down should because long each just state
 those people too mr how little good world make very year still see own work men day get here old
-life both between being under three never know same last another while us might great go come""".split()
+life both between being under three never know same last another while us great go come""".split()
 
 
 class TokenPrompts:
@@ -69,7 +69,8 @@ class TextPrompts:
         system, path = self._words(self.trace.system(session)), session.lineage(i)
         messages = [{'role': 'system', 'content': system}] * bool(system)
         for k in path:
-            messages.append({'role': 'user', 'content': self._words(self.trace.message(session, k))})
+            said = self._words(self.trace.message(session, k))
+            messages.append({'role': 'user', 'content': said})
             if k != i:
                 messages.append({'role': 'assistant', 'content': answers[k].text})
         text = ''.join(f"{each['role']}\n{each['content']}\n" for each in messages) + 'assistant\n'

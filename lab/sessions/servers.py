@@ -19,7 +19,6 @@ from config.schema import MODEL
 from data.tokenizer import BPETokenizer
 from interop.export import hf_model
 from interop.tokenizer_files import save_tokenizer
-from kv.plan import plan_kv
 from lab.benchmarks.llama import CELLS, write_gguf
 from lab.benchmarks.setting import vanilla_config
 from lab.sessions.client import Client, Failed
