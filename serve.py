@@ -24,6 +24,7 @@ from interop.load import load
 from serving.api import Service
 from training.device import total_memory
 
+SLOWDOWN = 2.5  # most times that others' prompts make a step longer, see Engine
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 LOOPBACK_NAMES = ('127.0.0.1', '[::1]', 'localhost')  # in a Host header
 
@@ -68,7 +69,7 @@ def make_service(s, model, tokenizer):
     prefix_budget = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget,
                     tokenizer=tokenizer, captured=s.captured, prefix_budget=prefix_budget,
-                    prefix_folder=s.prefix_folder)
+                    prefix_folder=s.prefix_folder, slowdown=SLOWDOWN)
     table = engine.cache.table
     positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
     source = Path(s.out_dir).resolve() if s.init_from == 'resume' else Path(s.init_from)

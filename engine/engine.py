@@ -20,6 +20,7 @@ from engine.captured import CapturedDecode
 from engine.decode import fast_decode
 from engine.job import Event, Job
 from engine.linear import speed_up_few_rows
+from engine.pace import Pace
 from engine.paged import PAGE_SIZE, PagedKVCache
 from engine.pages import page_nbytes, rows_nbytes
 from engine.params import Completion, SamplingParams, shown
@@ -46,6 +47,9 @@ class Engine:
             rings and states of all rows; the rest is for pages of the global slots.
         page_size: positions per page.
         prefill_chunk: maximum number of prompt tokens computed between two decode steps.
+        slowdown: lower that number so that steps with prompt tokens take at most this times as
+            long as decode steps alone (`engine.pace`); 0 = it stays, and chunks do not depend on
+            the speed of the device.
         prefix_budget: bytes of host memory for the prefix cache (`engine.prefix`); 0 = no cache.
         prefix_folder: folder for blocks evicted from it and, at `close`, for all blocks; '' = none.
         captured: on CUDA, capture decode steps as graphs and replay them (`engine.captured`).
@@ -56,7 +60,7 @@ class Engine:
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
                  kv_budget: int = 0, page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK,
                  prefix_budget: int = 0, prefix_folder: str = '', tokenizer=None,
-                 captured: bool = True, scheduler=Scheduler):
+                 captured: bool = True, scheduler=Scheduler, slowdown: float = 0.0):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, '
                             f'page_size={page_size}: must be at least 1')
@@ -66,7 +70,8 @@ class Engine:
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, PagedKVCache,
                                      n_pages=n_pages, page_size=page_size)
         self.prefix = self._prefix_store(prefix_budget, prefix_folder)
-        self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix)
+        self.pace = Pace(prefill_chunk, slowdown) if slowdown else None
+        self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix, self.pace)
         speed_up_few_rows(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
         self.jobs: dict[int, Job] = {}              # unfinished requests, by number
@@ -257,11 +262,20 @@ class Engine:
         try:
             work = self.scheduler.schedule()
             self.held_peak = max(self.held_peak, self.cache.held_nbytes)
+            start = time.perf_counter()
             for chunks in work.prefill:
                 self._forward(chunks, [request.row for request, _ in chunks], events)
+            if self.pace and work.prefill:
+                if self.model.device.type == 'cuda':
+                    torch.cuda.synchronize(self.model.device)
+                n = sum(n for chunks in work.prefill for _, n in chunks)
+                self.pace.prefilled(n, time.perf_counter() - start)
+                start = time.perf_counter()
             decoding = [(request, 1) for request in work.decode if request.row >= 0]
             if decoding:
                 self._decode(decoding, events)
+                if self.pace:
+                    self.pace.decoded(time.perf_counter() - start)
         except BaseException:
             self._failed_events = events
             self._recover()

@@ -30,6 +30,7 @@ class Request:
     last_block: object = None                            # in the prefix store
     chunk_ends: list[int] = field(default_factory=list)  # `PrefixStore.chunk_ends`
     num_cached_tokens: int = -1                          # reused when it first ran; -1 = not yet
+    due: int = -1                                        # see `Scheduler.due`; -1 = never ran
 
     @property
     def length(self) -> int:
@@ -70,13 +71,16 @@ class Scheduler:
 
     prefill_chunk: maximum number of prompt tokens computed per step, including padding.
     prefix: an `engine.prefix.PrefixStore` of that cache, or None.
+    pace: an `engine.pace.Pace`, which lowers that number while rows decode; None = it stays.
     """
 
-    def __init__(self, cache, prefill_chunk: int, prefix=None):
+    def __init__(self, cache, prefill_chunk: int, prefix=None, pace=None):
         if prefill_chunk < 1:
             raise UserError(f'prefill_chunk={prefill_chunk}: must be at least 1')
         self.cache, self.prefill_chunk, self.prefix = cache, prefill_chunk, prefix
+        self.pace = pace
         self.waiting, self.running = deque(), []
+        self.num_steps, self.room = 0, prefill_chunk  # room: prompt tokens of this step
 
     def check(self, n_prompt: int, max_new_tokens: int) -> None:
         """Raise UserError if a request of this size could never run."""
@@ -91,7 +95,9 @@ class Scheduler:
 
     def schedule(self) -> Work:
         """Return the work of the next step, after taking rows and pages for it."""
+        self.num_steps += 1
         decode = self._reserve_decoding()
+        self.room = self.pace.room(bool(decode)) if self.pace else self.prefill_chunk
         self._admit()
         return Work(self._chunks(), decode)
 
@@ -165,6 +171,13 @@ class Scheduler:
             if self.prefix:
                 self._restore(request, hit)
             self.cache.reserve(request.row, request.length)
+            if request.due < 0:
+                request.due = self.due(request)
+
+    def due(self, request) -> int:
+        """The step in which a prompt would be complete if it was computed alone from now on. The
+        earliest goes first: short prompts pass long ones, but not forever."""
+        return self.num_steps + request.pending // self.room
 
     def _restore(self, request, hit) -> None:
         request.last_block = self.prefix.restore(request.row, hit)
@@ -193,10 +206,11 @@ class Scheduler:
     def _chunks(self) -> list[list[tuple[Request, int]]]:
         """Complete prompts that fit share a pass; otherwise a pass has one chunk of one prompt, and
         chunks are split at `chunk_ends`."""
-        room, passes, batch = self.prefill_chunk, [], []
-        for request in sorted((r for r in self.running if not r.decoding), key=lambda r: r.number):
+        room, passes, batch = self.room, [], []
+        prefilling = (r for r in self.running if not r.decoding)
+        for request in sorted(prefilling, key=lambda r: (r.due, r.number)):
             started = request.num_computed_tokens or request.chunk_ends
-            if started or request.pending > self.prefill_chunk:
+            if started or request.pending > self.room:
                 if room == 0:
                     break
                 start = request.num_computed_tokens

@@ -35,7 +35,8 @@ class Reply:
             self.completions[choice] = event.completion
         pieces = self.pieces(choice, event) if self.request.stream else []
         if pieces and self.request.token_ids and event.token >= 0:
-            pieces[-1]['token_ids'] = [event.token]
+            texts = [piece for piece in pieces if not piece['finish_reason']]  # chat: apart
+            (texts or pieces)[-1]['token_ids'] = [event.token]
         return [self._document(self.piece, [piece], usage=None) for piece in pieces]
 
     def pieces(self, choice, event) -> list[dict]:

@@ -5,6 +5,8 @@ cache alone.
     python -m lab.sessions make chat --seed=2 --set edit=0.2 --set sessions=10 --save=mine.jsonl
     python -m lab.sessions replay mine.jsonl --url=http://127.0.0.1:8000/v1
     python -m lab.sessions replay lab/sessions/traces/chat.jsonl --start=nanokv --kv=64MB --rate=4
+    python -m lab.sessions stall --url=http://127.0.0.1:8000/v1   # a long prompt beside streams
+    python -m lab.sessions soak --start=nanokv                    # an hour, clients that vanish
     python -m lab.sessions simulate lab/sessions/traces/*.jsonl   # two minutes, no model
 
 Presets: chat, agent, editing, forking. lab/sessions/README.md says what they are.
@@ -28,8 +30,8 @@ from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import parse_bytes
 from kv.plan import plan_kv
-from lab.benchmarks.setting import numbers, processor, write_json
-from lab.sessions import servers
+from lab.benchmarks.setting import check_target, numbers, processor, write_json
+from lab.sessions import servers, soak, stall
 from lab.sessions.client import Client
 from lab.sessions.presets import PRESETS, make
 from lab.sessions.replay import Replay, TextPrompts, TokenPrompts
@@ -38,6 +40,7 @@ from lab.sessions.trace import Trace
 from lab.tables import Table
 
 CONFIG = 'config/train_gpt2_mqa_local.py'
+LONGEST = max(preset.longest for preset in PRESETS.values())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
                      help='change a value of the preset (lab/sessions/presets.py)')
     one.add_argument('--save', required=True, help='the file')
     add_replay(commands.add_parser('replay', help='against a server'))
+    add_stall(commands.add_parser('stall', help='what a long prompt does to the streams of others'))
+    add_soak(commands.add_parser('soak', help='an hour with clients that vanish'))
     one = commands.add_parser('simulate', help='replay on the prefix cache, without a model')
     one.add_argument('traces', nargs='+')
     one.add_argument('--config', default=CONFIG, help=f'of the model ({CONFIG})')
@@ -65,20 +70,39 @@ def parser() -> argparse.ArgumentParser:
 def add_replay(one) -> None:
     add = one.add_argument
     add('trace')
-    where = one.add_mutually_exclusive_group(required=True)
-    where.add_argument('--url', help='a server with the interface of OpenAI; its key: '
-                                     'OPENAI_API_KEY')
-    where.add_argument('--start', choices=servers.SERVERS, help='start one with random weights')
     add('--users', type=int, default=0, help='at once, without pauses; 0 = the times of the trace')
     add('--rate', type=float, default=1.0, help='how much faster than in the trace (1)')
     add('--prompts', choices=('ids', 'text'), default='ids',
         help='ids: prompts are token ids and continue with the ids of replies; text: chat')
-    add('--ids', default='1000:30000', help='range of the token ids in prompts (1000:30000)')
-    add('--fields', default='', help='of every request, as JSON ('
-        f'with --prompts=ids: {json.dumps(servers.FIELDS["vllm"])})')
-    add('--timeout', type=float, default=600.0, help='seconds for a request (600)')
     add('--records', default='', help='a file (JSON lines) for the records of all requests; a '
         'replay that was interrupted goes on from it')
+    add_server(one)
+
+
+def add_stall(one) -> None:
+    one.add_argument('--long', type=int, default=8_192, help='tokens of the long prompt (8,192)')
+    one.add_argument('--repeats', type=int, default=5, help='5')
+    one.set_defaults(prompts='ids')
+    add_server(one)
+
+
+def add_soak(one) -> None:
+    one.add_argument('--minutes', type=float, default=60.0, help='60')
+    one.add_argument('--seed', type=int, default=1)
+    one.set_defaults(prompts='ids')
+    add_server(one)
+
+
+def add_server(one) -> None:
+    add = one.add_argument
+    where = one.add_mutually_exclusive_group(required=True)
+    where.add_argument('--url', help='a server with the interface of OpenAI; its key: '
+                                     'OPENAI_API_KEY')
+    where.add_argument('--start', choices=servers.SERVERS, help='start one with random weights')
+    add('--ids', default='1000:30000', help='range of the token ids in prompts (1000:30000)')
+    add('--fields', default='', help='of every request, as JSON ('
+        f'with token ids: {json.dumps(servers.FIELDS["vllm"])})')
+    add('--timeout', type=float, default=600.0, help='seconds for a request (600)')
     add('--save', default='', help='a JSON file for the result')
     own = one.add_argument_group('with --start')
     own.add_argument('--program', default='', help="vllm: its Python (.venv-vllm/bin/python); "
@@ -120,37 +144,98 @@ def run_make(args):
           f'{trace.longest:,} tokens')
 
 
-def run_replay(args):
-    trace = Trace.read(args.trace)
-    if args.users < 0 or args.rate <= 0 or args.timeout <= 0:
-        raise UserError(f'users={args.users}, rate={args.rate:g}, timeout={args.timeout:g}: must '
-                        'be at least 0, and above 0')
-    prompts, facts = prompts_of(args, trace), {'processor': processor()}
+@contextlib.contextmanager
+def server(args, longest: int):
+    """Yield (a client of the server that the arguments name, facts about it, its process or None);
+    longest: tokens of a conversation."""
+    if args.timeout <= 0:
+        raise UserError(f'timeout={args.timeout:g}: must be above 0')
+    check_target(args.save)
+    url, process, facts = args.url, None, {'processor': processor()}
     with contextlib.ExitStack() as stack:
-        url, process = args.url, None
         if args.start:
             kv = parse_bytes(args.kv, 'kv')
             url, process = stack.enter_context(servers.started(
-                args.start, args.program, args.config, trace.longest, kv, shlex.split(args.more)))
+                args.start, args.program, args.config, longest, kv, shlex.split(args.more)))
             facts |= {'server': args.start, 'kv': kv, 'config': args.config, 'more': args.more}
-        client = Client(url, os.environ.get('OPENAI_API_KEY', ''), args.timeout)
-        found = Replay(trace, client, prompts, args.users, args.rate, args.records)
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(trace.name, total=trace.n_requests)
-            document = found.run(lambda records: bar.update(task, completed=len(records)))
-        if process:
-            facts['resident'] = servers.resident(process)
-    document |= facts
-    replay_table(document).print(Console())
+        yield client_of(args, url), facts, process
+
+
+def client_of(args, url, kind=Client, *more):
+    return kind(url, os.environ.get('OPENAI_API_KEY', ''), args.timeout, *more)
+
+
+def bar(total: int, title: str):
+    """A context with a progress bar on stderr, if that is a terminal; a function that sets it."""
+    console = Console(stderr=True)
+    progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+    task = progress.add_task(title, total=total)
+    return progress, lambda n: progress.update(task, completed=n)
+
+
+def conclude(args, document: dict, table: Table) -> None:
+    table.print(Console())
     if args.save:
         write_json(args.save, document)
     print(json.dumps(document))
+
+
+def run_replay(args):
+    trace = Trace.read(args.trace)
+    if args.users < 0 or args.rate <= 0:
+        raise UserError(f'users={args.users}, rate={args.rate:g}: must be at least 0, and above 0')
+    fields, ids = request_fields(args)
+    prompts = (TextPrompts(trace, fields) if args.prompts == 'text'
+               else TokenPrompts(trace, ids, fields))
+    with server(args, trace.longest) as (client, facts, process):
+        found = Replay(trace, client, prompts, args.users, args.rate, args.records)
+        progress, show = bar(trace.n_requests, trace.name)
+        with progress:
+            document = found.run(lambda records: show(len(records))) | facts
+        if process:
+            document['resident'] = servers.resident(process)
+    conclude(args, document, replay_table(document))
     if document['failed']:
         sys.exit(1)
 
 
-def prompts_of(args, trace):
+def run_stall(args):
+    if args.long < 1 or args.repeats < 1:
+        raise UserError(f'long={args.long}, repeats={args.repeats}: must be at least 1')
+    fields, ids = request_fields(args)
+    with server(args, max(args.long + 2, stall.PROMPT + stall.TOKENS)) as (client, facts, _):
+        progress, show = bar(args.repeats, 'prompts')
+        with progress:
+            found = stall.measure(client, fields, ids, args.long, args.repeats, show) | facts
+    title = (f"A prompt of {found['long']:,} tokens beside {found['streams']} streams: the 99th "
+             f"percentile of gaps is {found['p99_over_median']:.1f} times the median before it")
+    conclude(args, found, percentile_table(title, found, {
+        'gaps before': 'before_s', 'gaps during': 'during_s', 'first token, long': 'long_ttft_s',
+        'first token, short after it': 'short_ttft_s'}))
+
+
+def run_soak(args):
+    """Exit status 2 if a request fails, memory grows or a text differs."""
+    fields, ids = request_fields(args)
+    with server(args, LONGEST) as (client, facts, process):
+        client = client_of(args, client.url, soak.Vanishing, args.seed)
+        progress, show = bar(round(60 * args.minutes), 'seconds')
+        with progress:
+            found = soak.run(client, process, args.minutes, fields, ids, show) | facts
+        soak.check(found)
+    if args.start == 'nanokv' and not args.more:  # the same weights
+        progress, show = bar(len(client.sample), 'texts')
+        with progress:
+            found |= soak.compare(client.sample, args.config, LONGEST, show)
+    memory = f"{found['memory'][-1][1] / 1e6:.0f} MB of memory" if found['memory'] else ''
+    title = (f"{found['minutes']:.0f} minutes: {found['requests']} requests, none failed, "
+             f"{found['vanished']} clients vanished, {memory}")
+    conclude(args, found, Table(title, ('computed', 'unavoidable', 'compared', 'equal'), [tuple(
+        str(found.get(key, '-')) for key in ('computed', 'unavoidable', 'compared', 'equal'))]))
+
+
+def request_fields(args) -> tuple[dict, tuple[int, int]]:
+    """The fields of all requests, and the range of token ids in prompts."""
     fields = servers.FIELDS[args.start or 'vllm'] if args.prompts == 'ids' else {}
     try:
         if args.fields:
@@ -161,9 +246,14 @@ def prompts_of(args, trace):
                         f'two numbers as 0:256: {e}') from e
     if not 0 <= low < high:
         raise UserError(f'ids={args.ids!r}: the second must be larger')
-    if args.prompts == 'text':
-        return TextPrompts(trace, fields)
-    return TokenPrompts(trace, (low, high), fields)
+    return fields, (low, high)
+
+
+def percentile_table(title: str, found: dict, names: dict) -> Table:
+    """names: those of the rows, with their keys in `found` (in seconds)."""
+    rows = [(name, *(f'{1000 * x:.1f}' for x in found[key].values()))
+            for name, key in names.items() if found[key]]
+    return Table(title, ('ms', '50%', '95%', '99%', 'most'), rows, left=('ms',))
 
 
 def replay_table(found: dict) -> Table:
@@ -175,10 +265,8 @@ def replay_table(found: dict) -> Table:
                   f"{found['unavoidable']:,} unavoidable ({found['over_unavoidable']:.2f})")
     for error in found['errors']:
         title += f'\n{error}'
-    rows = [(name, *(f'{1000 * x:.1f}' for x in found[key].values())) for name, key in (
-        ('first token', 'ttft_s'), ('each further token', 'tpot_s'), ('gaps', 'gap_s'))
-        if found[key]]
-    return Table(title, ('ms', '50%', '95%', '99%', 'most'), rows, left=('ms',))
+    return percentile_table(title, found, {
+        'first token': 'ttft_s', 'each further token': 'tpot_s', 'gaps': 'gap_s'})
 
 
 def run_simulate(args):
@@ -201,7 +289,9 @@ def run_simulate(args):
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    {'make': run_make, 'replay': run_replay, 'simulate': run_simulate}[args.command](args)
+    commands = {'make': run_make, 'replay': run_replay, 'stall': run_stall, 'soak': run_soak,
+                'simulate': run_simulate}
+    commands[args.command](args)
 
 
 if __name__ == '__main__':

@@ -36,70 +36,89 @@ class Client:
     """
 
     def __init__(self, url: str, key: str = '', timeout: float = 600.0):
-        parts = urlsplit(url if '//' in url else f'http://{url}')
-        if parts.scheme not in ('http', 'https') or not parts.hostname:
-            raise UserError(f'url={url!r}: must be like http://127.0.0.1:8000/v1')
         kinds = {'http': http.client.HTTPConnection, 'https': http.client.HTTPSConnection}
-        self._connect = lambda: kinds[parts.scheme](parts.hostname, parts.port, timeout=timeout)
-        self.path, self.timeout = parts.path.rstrip('/') or '/v1', timeout
+        try:
+            parts = urlsplit(url if '//' in url else f'http://{url}')
+            kind, host, port = kinds[parts.scheme], parts.hostname or '', parts.port
+        except (KeyError, ValueError):
+            host = ''
+        if not host:
+            raise UserError(f'url={url!r}: must be like http://127.0.0.1:8000/v1')
+        self._connect = lambda: kind(host, port, timeout=timeout)
+        self.path, self.timeout, self.url = parts.path.rstrip('/') or '/v1', timeout, url
         self.headers = {'Content-Type': 'application/json'}
         if key:
             self.headers['Authorization'] = f'Bearer {key}'
 
     def model(self) -> str:
-        """The first model that the server names. Raises Failed, OSError or HTTPException."""
-        with closing(self._connect()) as connection:
-            connection.request('GET', f'{self.path}/models', headers=self.headers)
-            response = connection.getresponse()
-            document = _json(response.read())
+        """The first model that the server names. Raises Failed if it does not."""
         try:
-            return document['data'][0]['id']
-        except (KeyError, IndexError, TypeError):
-            raise Failed(f'status {response.status}, and no list of models') from None
+            with closing(self._connect()) as connection:
+                connection.request('GET', f'{self.path}/models', headers=self.headers)
+                response = connection.getresponse()
+                data = response.read()
+        except (OSError, http.client.HTTPException) as e:
+            raise Failed(f'{type(e).__name__}: {e}') from e
+        try:
+            return json.loads(data)['data'][0]['id']
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise Failed(f'no list of models: {_message(response.status, data)}') from None
 
-    def ask(self, path: str, document: dict, most_parts: int = 0) -> Answer:
+    def ask(self, path: str, document: dict, most_parts: int = 0,
+            answer: Answer | None = None) -> Answer:
         """POST a document with stream=True, and wait for the end of the reply.
 
         most_parts: hang up after so many parts of the reply; 0 = never.
+        answer: to be filled while the reply comes; None = a new one.
         Raises:
-            Failed: for an error of the server, a stream that ends early, or too long a wait.
+            Failed: for an error of the server, a stream that ends early, or if it all takes longer
+                than the timeout.
         """
-        answer = Answer(time.perf_counter())
+        answer = answer or Answer(time.perf_counter())
         body = json.dumps(document | {'stream': True, 'stream_options': {'include_usage': True}})
         while True:
             try:
-                wait = self._ask(path, body, answer, most_parts)
+                busy = self._ask(path, body, answer, most_parts)
             except (OSError, http.client.HTTPException) as e:
                 raise Failed(f'{type(e).__name__}: {e}') from e
-            if wait is None:
+            if busy is None:
                 return answer
+            wait, message = busy
             if time.perf_counter() + wait > answer.started + self.timeout:
-                raise Failed(f'refused {answer.refused} times')
+                raise Failed(f'refused {answer.refused} times: {message}')
             time.sleep(wait)
 
-    def _ask(self, path, body, answer, most_parts) -> float | None:
-        """Try once. Returns after how many seconds to try again, or None."""
+    def _ask(self, path, body, answer, most_parts) -> tuple[float, str] | None:
+        """Try once. If the server is busy, returns after how many seconds to try again, and what
+        it says."""
         with closing(self._connect()) as connection:
             connection.request('POST', f'{self.path}/{path}', body, self.headers)
             response = connection.getresponse()
-            if response.status in BUSY:
-                answer.refused += 1
-                return _seconds(response.headers.get('Retry-After'))
             if response.status != 200:
-                raise Failed(f'status {response.status}: {_message(_json(response.read()))}')
+                message = _message(response.status, response.read())
+                if response.status not in BUSY:
+                    raise Failed(message)
+                answer.refused += 1
+                return _seconds(response.headers.get('Retry-After')), message
             for line in response:
                 data = line.removeprefix(b'data:').strip()
                 if data == b'[DONE]' or most_parts and len(answer.stamps) >= most_parts:
                     return None
                 if line.startswith(b'data:'):
-                    _take(_json(data), answer)
+                    _take(data, answer)
+                if time.perf_counter() > answer.started + self.timeout:
+                    raise Failed(f'not complete after {self.timeout:g} s')
         raise Failed('the stream ended early')
 
 
-def _take(document, answer: Answer) -> None:
+def _take(data: bytes, answer: Answer) -> None:
     """Add one part of a stream."""
-    if 'error' in document:
-        raise Failed(_message(document))
+    try:
+        document = json.loads(data)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or document.get('error'):
+        raise Failed(_message(200, data))
     answer.usage = document.get('usage') or answer.usage
     for choice in document.get('choices') or ():
         # vLLM and nanoKV; llama.cpp
@@ -111,19 +130,14 @@ def _take(document, answer: Answer) -> None:
             answer.stamps.append(time.perf_counter())
 
 
-def _json(data: bytes) -> dict:
+def _message(status: int, data: bytes) -> str:
+    """What a server says about an error, in OpenAI's document or otherwise."""
+    text = data.decode(errors='replace')
     try:
-        document = json.loads(data)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
-        raise Failed(f'no JSON object: {data[:200]!r}')
-    return document
-
-
-def _message(document: dict) -> str:
-    error = document.get('error', document)
-    return str(error.get('message', error) if isinstance(error, dict) else error)[:300]
+        text = str(json.loads(data)['error']['message'])
+    except (ValueError, KeyError, TypeError):
+        pass
+    return f'status {status}: {text[:300]}'
 
 
 def _seconds(value: str | None) -> float:

@@ -7,6 +7,8 @@ import json
 import queue
 import threading
 import time
+import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -87,10 +89,11 @@ class Replay:
     """A replay, and the records of its requests.
 
     users: at once, in a closed loop; 0 = open loop. rate: how much faster than in the trace.
-    save: a file (JSON lines) that has the records of ended sessions, which are left out next time;
-        '' = none.
+    save: a file (JSON lines) with the records of each session that has ended, which is left out
+        next time; '' = none.
     Raises:
-        UserError: if `save` has the records of another replay.
+        UserError: if `save` has the records of another replay or cannot be written, or the server
+            does not answer.
     """
 
     def __init__(self, trace: Trace, client: Client, prompts, users: int = 0, rate: float = 1.0,
@@ -98,14 +101,22 @@ class Replay:
         self.trace, self.client, self.prompts = trace, client, prompts
         self.users, self.rate, self.save = users, rate, save
         self.known, self.records, self.stopped = Known(), [], threading.Event()
-        self.model = client.model()
         self._lock = threading.Lock()
+        try:
+            self.model = client.model()
+        except Failed as e:
+            raise UserError(f'the server does not answer: {e}') from e
         self.head = {'trace': trace.name, 'seed': trace.seed, 'sessions': len(trace.sessions),
                      'requests': trace.n_requests, 'model': self.model, 'prompts': prompts.path,
-                     'users': users, 'rate': rate}
-        self.resumed = self._read()
-        done = {record['session'] for record in self.records}
+                     'fields': prompts.fields, 'users': users, 'rate': rate}
+        # to tell traces with the same name apart
+        key = self.head | {'crc32': zlib.crc32(repr((trace, vars(prompts))).encode())}
+        done = self._read(key)
+        self.resumed = bool(done)
         self.left = [session for session in trace.sessions if session.number not in done]
+        for session in trace.sessions:
+            if session.number in done:  # of their texts the file has only lengths
+                self.known.add(prompts.document(session, 0, {})[1])
 
     def run(self, show=lambda records: None) -> dict:
         """Replay what is left, calling `show` with the records about four times a second.
@@ -123,9 +134,10 @@ class Replay:
         try:
             for thread in threads:
                 thread.start()
-            while any(thread.is_alive() for thread in threads):
-                show(self.records)
-                time.sleep(0.25)
+            for thread in threads:
+                while thread.is_alive():
+                    show(self.records)
+                    thread.join(0.25)
         finally:
             self.stopped.set()
         show(self.records)
@@ -139,62 +151,74 @@ class Replay:
                 return
             records, answers = [], {}
             for i, request in enumerate(session.requests):
-                if not self.users:
-                    wait = request.at / self.rate + self._shift - self._now()
-                    if self.stopped.wait(max(0.0, wait)):
-                        return
-                records.append(self._request(session, i, answers))
+                due = self._now() if self.users else request.at / self.rate + self._shift
+                if self.stopped.wait(max(0.0, due - self._now())):
+                    return
+                record = self._request(session, i, answers)
+                if self.stopped.is_set():  # the server may have been stopped, too
+                    return
+                records.append(record)
                 with self._lock:
-                    self.records.append(records[-1])
+                    self.records.append(record)
             self._write(records)
 
     def _request(self, session, i, answers) -> dict:
         request = session.requests[i]
         record = {'session': session.number, 'request': i, 'kind': request.kind,
-                  'sent': self._now(), 'ended': self._now(), 'error': ''}
-        if any(k not in answers for k in session.lineage(i)[:-1]):
-            return record | {'error': 'it follows a request that failed'}
-        document, sequence = self.prompts.document(session, i, answers)
-        document |= {'model': self.model, 'max_tokens': request.reply, 'temperature': 0}
-        with self._lock:
-            new = self.known.unavoidable(sequence)
-            self.known.add(sequence)
+                  'sent': self._now(), 'refused': 0, 'error': ''}
+        answer = Answer(time.perf_counter())
         try:
-            answer = self.client.ask(self.prompts.path, document)
+            if any(k not in answers for k in session.lineage(i)[:-1]):
+                raise Failed('it follows a request that failed')
+            document, sequence = self.prompts.document(session, i, answers)
+            with self._lock:
+                new = self.known.unavoidable(sequence)
+                self.known.add(sequence)
+            limits = {'model': self.model, 'max_tokens': request.reply, 'temperature': 0}
+            self.client.ask(self.prompts.path, limits | document, answer=answer)
             whole = self.prompts.after(sequence, answer)
-            found = measured(answer, new / len(sequence))
+            record |= measured(answer, new / len(sequence))
+            with self._lock:
+                self.known.add(whole)
+            answers[i] = answer
         except Failed as e:
-            return record | {'ended': self._now(), 'error': str(e)}
-        with self._lock:
-            self.known.add(whole)
-        answers[i] = answer
-        return record | found | {'ended': self._now()}
+            record['error'] = str(e)
+        except Exception as e:  # a server may send anything
+            record['error'] = f'{type(e).__name__}: {e}'
+        return record | {'refused': answer.refused, 'ended': self._now()}
 
     def _now(self) -> float:
         return round(time.perf_counter() - self._clock, 4)
 
     # -- records ----------------------------------------------------------------------------------
 
-    def _read(self) -> bool:
-        """Get the records of `save`. Returns whether there were any."""
-        if not self.save or not Path(self.save).exists():
-            self._write([], self.head)
-            return False
-        try:
-            lines = Path(self.save).read_text(encoding='utf-8').splitlines()
-            head, *self.records = [json.loads(line) for line in lines]
-        except (OSError, ValueError) as e:
-            raise UserError(f'save={self.save!r} is not the file of a replay: {e}') from e
-        if head != self.head:
-            raise UserError(f'save={self.save!r} has another replay: {head}; this is {self.head}')
-        return bool(self.records)
+    def _read(self, head: dict) -> set[int]:
+        """Get the records of `save`. Returns the numbers of their sessions."""
+        done = []
+        if self.save and Path(self.save).exists():
+            try:
+                first, *lines = Path(self.save).read_text(encoding='utf-8').splitlines() or ['']
+                known = json.loads(first)
+                with suppress(ValueError):  # the last line may be incomplete
+                    done += map(json.loads, lines)
+                self.records = [record for records in done for record in records]
+                numbers = {records[0]['session'] for records in done}
+            except (OSError, ValueError, TypeError, KeyError) as e:
+                raise UserError(f'{self.save!r} is not the file of a replay: {e!r}') from e
+            if known != head:
+                raise UserError(f'{self.save!r} is of another replay: {known}, and this is {head}')
+        self._write(head, *done, mode='w')
+        return numbers if done else set()
 
-    def _write(self, records, *head):
-        if self.save:
-            text = ''.join(json.dumps(each, separators=(',', ':')) + '\n'
-                           for each in (*head, *records))
-            with self._lock, open(self.save, 'a', encoding='utf-8') as file:
-                file.write(text)  # of a session at once
+    def _write(self, *lines, mode='a'):
+        if not self.save:
+            return
+        text = ''.join(json.dumps(line, separators=(',', ':')) + '\n' for line in lines)
+        try:
+            with self._lock, open(self.save, mode, encoding='utf-8') as file:
+                file.write(text)
+        except OSError as e:
+            raise UserError(f'{self.save!r} cannot be written: {e.strerror}') from e
 
     def summary(self) -> dict:
         """Totals and percentiles. Seconds, from the first request to the end of the last one."""
@@ -208,7 +232,7 @@ class Replay:
         new = sum(record['reply'] for record in good)
         return self.head | {
             'resumed': self.resumed, 'ended': len(good), 'failed': len(errors),
-            'errors': sorted(set(errors))[:5], 'refused': sum(r['refused'] for r in good),
+            'errors': sorted(set(errors))[:5], 'refused': sum(r['refused'] for r in self.records),
             'seconds': seconds, 'prompt_tokens': sum(record['prompt'] for record in good),
             'reply_tokens': new, 'unavoidable': unavoidable,
             'computed': computed if told else None,
@@ -230,8 +254,9 @@ def measured(answer: Answer, new: float) -> dict:
     reply = len(answer.tokens) or usage.get('completion_tokens') or len(stamps)
     prompt = usage.get('prompt_tokens') or 0
     cached = (usage.get('prompt_tokens_details') or {}).get('cached_tokens')
-    return {'prompt': prompt, 'reply': reply, 'cached': cached, 'refused': answer.refused,
-            'unavoidable': round(new * prompt), 'ttft': round(stamps[0] - answer.started, 5),
+    return {'prompt': prompt, 'reply': reply, 'cached': cached,
+            'unavoidable': max(1, round(new * prompt)),
+            'ttft': round(stamps[0] - answer.started, 5),
             'tpot': round((stamps[-1] - stamps[0]) / max(1, reply - 1), 6),
             'gaps': [round(b - a, 5) for a, b in zip(stamps, stamps[1:])]}
 

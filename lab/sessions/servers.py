@@ -121,13 +121,13 @@ def wait(url: str, process, log) -> None:
     """Until the server answers."""
     end, client = time.monotonic() + START_S, Client(url, timeout=5.0)
     while process.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(OSError, Failed):
+        with contextlib.suppress(Failed):
             client.model()
             return
         time.sleep(0.5)
     log.seek(0)
     what = f'took over {START_S:.0f} s' if process.poll() is None else 'ended'
-    raise UserError(f'the server {what}: {log.read()[-1500:]}')
+    raise UserError(f'the server {what}: {log.read()[-600:]}')
 
 
 def stop(process) -> None:

@@ -9,7 +9,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.params import sample_seed
 from tests.helpers.serving import TOKENIZER
-from tests.serving.conftest import LONGEST, assert_free, expected, in_background
+from tests.serving.conftest import (
+    CHAT,
+    COMPLETIONS,
+    LONGEST,
+    USER,
+    assert_free,
+    assert_refused,
+    expected,
+    in_background,
+)
 
 PARTS = [{'type': 'text', 'text': 'o'}, {'type': 'text', 'text': 'n'}]
 MESSAGES = [{'role': 'system', 'content': 'hat'}, {'role': 'user', 'content': 'jab'},
@@ -116,6 +125,107 @@ def test_names_and_stops_of_a_chat(serve):
         messages=[{'role': 'user', 'name': 'e', 'content': 'jab'}], seed=1, max_tokens=30,
         stop='q')).json()
     assert document['choices'][0]['message']['content'] == said.text
+
+
+# -- token ids of replies, and replies that do not end with the turn -------------------------------
+
+def ids_of(documents):
+    """{number of the choice: all its token ids}"""
+    found = {}
+    for choice in (choice for document in documents for choice in document['choices']):
+        found.setdefault(choice['index'], []).extend(choice.get('token_ids', ()))
+    return found
+
+
+def held_back(said):
+    """A stop text that begins like what was said, and goes on in another way."""
+    return [a + ('a' if b != 'a' else 'b') for a, b in zip(said.text[:4], said.text[1:])]
+
+
+@pytest.mark.parametrize('fields', [{}, dict(logprobs=1), dict(stop='d', n=2, max_tokens=30)],
+                         ids=str)
+@pytest.mark.parametrize('chat', [False, True])
+def test_token_ids_of_a_reply_are_the_engines(serve, chat, fields):
+    server, n = serve(), fields.get('n', 1)
+    stop = [fields['stop']] if 'stop' in fields else []
+    stop += held_back(expected(RENDERED if chat else 'abcabc', seed=5))
+    stops = tuple(stop) + ('d',) * chat  # the end of a turn
+    said = {k: expected(RENDERED if chat else 'abcabc', fields.get('max_tokens', 12), stop=stops,
+                        seed=sample_seed(5, k)) for k in range(n)}
+    assert n == 1 or said[0].tokens != said[1].tokens
+    fields = fields | dict(seed=5, stop=stop, return_token_ids=True)
+    if chat:
+        fields['logprobs'] = bool(fields.get('logprobs'))
+        ask = lambda **more: server.chat(*MESSAGES, **fields, **more)
+    else:
+        ask = lambda **more: server.complete(prompt='abcabc', **fields, **more)
+    document = ask().json()
+    tokens = {k: completion.tokens for k, completion in said.items()}
+    assert ids_of([document]) == tokens
+    streamed = pieces(ask(stream=True, stream_options={'include_usage': True}))
+    assert ids_of(streamed) == tokens
+    new = [choice['token_ids'] for piece in streamed for choice in piece['choices']
+           if 'token_ids' in choice]
+    assert all(len(ids) == 1 for ids in new)  # each when it comes, whatever its text waits for
+    usage = document['usage']['completion_tokens']
+    assert usage == sum(map(len, tokens.values())) == streamed[-1]['usage']['completion_tokens']
+    for k, completion in said.items():
+        whole = document['choices'][k]
+        text = whole['message']['content'] if chat else whole['text']
+        mine = [choice for piece in streamed for choice in piece['choices'] if choice['index'] == k]
+        parts = [c['delta'].get('content', '') if chat else c['text'] for c in mine]
+        assert ''.join(parts) == text == completion.text
+        assert [c['finish_reason'] for c in mine if c['finish_reason']] == [
+            whole['finish_reason']] == [completion.finish_reason]
+    assert_free(server.worker)
+
+
+@pytest.mark.parametrize('fields', [{}, dict(return_token_ids=None), dict(return_token_ids=False),
+                                    dict(ignore_eos=True)], ids=str)
+def test_token_ids_are_only_said_if_asked_for(serve, fields):
+    server = serve()
+    for ask in (server.complete, lambda **fields: server.chat(USER, **fields)):
+        said = ask(seed=5, **fields).json()['choices'][0]
+        text = said['text'] if 'text' in said else said['message']['content']
+        stops = held_back(expected('abc', seed=5)) if 'text' in said else []
+        whole, stream = ask(seed=5, **fields), ask(seed=5, stop=stops, stream=True, **fields)
+        assert 'token_ids' not in whole.text and 'token_ids' not in stream.text
+        parts = [piece['choices'][0] for piece in pieces(stream)]
+        texts = [part['text'] if 'text' in part else part['delta'].get('content')
+                 for part in parts]
+        assert ''.join(filter(None, texts)) == text
+        # nothing is sent for a token whose text waits, except the beginning and the end
+        assert '' not in texts[1:-1] and None not in texts[:-1]
+
+
+@pytest.mark.parametrize('ignore', [None, False, True])
+def test_a_chat_that_goes_on_past_the_end_of_the_turn(serve, ignore):
+    server = serve()
+    turn, on = expected(RENDERED, 30, seed=1, stop=('d',)), expected(RENDERED, 30, seed=1)
+    assert turn.finish_reason == 'stop' and 'd' in on.text and on.text.startswith(turn.text)
+    said = on if ignore else turn
+    fields = dict(seed=1, max_tokens=30, ignore_eos=ignore)
+    [choice] = server.chat(*MESSAGES, **fields).json()['choices']
+    assert choice['message']['content'] == said.text
+    assert choice['finish_reason'] == ('length' if ignore else 'stop')
+    streamed = pieces(server.chat(*MESSAGES, stream=True, return_token_ids=True, **fields))
+    assert ids_of(streamed) == {0: said.tokens} and (len(said.tokens) == 30) == bool(ignore)
+    # stop texts of the request still end it, and a completion has no turn that ends
+    [choice] = server.chat(*MESSAGES, stop='d', **fields).json()['choices']
+    assert choice['message']['content'] == turn.text
+    assert server.text(prompt=RENDERED, **fields) == on.text
+    stopped = server.complete(prompt=RENDERED, stop='d', **fields).json()['choices'][0]
+    assert (stopped['text'], stopped['finish_reason']) == (turn.text, 'stop')
+
+
+@pytest.mark.parametrize('name', ['return_token_ids', 'ignore_eos'])
+def test_fields_of_the_wrong_type_are_refused(serve, name):
+    client = serve().client
+    for path, valid in ((COMPLETIONS, dict(prompt='a')), (CHAT, dict(messages=[USER]))):
+        for value in (0, 1, 'true', [], {}, 1.0):
+            for stream in (False, True):
+                response = client.post(path, json=valid | {name: value, 'stream': stream})
+                assert_refused(response, 400, name, 'true or false', param=name)
 
 
 def test_the_default_length_is_cut_to_what_there_is_room_for(serve):

@@ -1,0 +1,37 @@
+"""How many prompt tokens an engine step computes beside decoding rows.
+
+A chunk of a prompt delays the next token of every row that decodes. A fixed chunk is too large on
+a slow device and too small on a fast one, so its size follows from the times of earlier steps
+(Sarathi-Serve, Agrawal et al. 2024, takes it from a limit in milliseconds).
+"""
+from collections import deque
+from statistics import median
+
+LEAST = 16  # tokens
+STEPS = 8   # earlier steps that count
+
+
+class Pace:
+    """Keeps steps with prompt tokens below `slowdown` times the duration of those without.
+
+    most: prompt tokens of a step when no row decodes, and the limit otherwise.
+    """
+
+    def __init__(self, most: int, slowdown: float):
+        self.most, self.slowdown = most, slowdown
+        self._per_token, self._decode = deque(maxlen=STEPS), deque(maxlen=STEPS)  # seconds
+
+    def room(self, decoding: bool) -> int:
+        """Prompt tokens for the next step."""
+        if not (decoding and self._per_token and self._decode):
+            return self.most
+        seconds = (self.slowdown - 1) * median(self._decode)
+        return min(self.most, max(LEAST, int(seconds / median(self._per_token))))
+
+    def prefilled(self, n: int, seconds: float) -> None:
+        """Record that a step computed n prompt tokens in this time."""
+        self._per_token.append(seconds / n)
+
+    def decoded(self, seconds: float) -> None:
+        """Record the time of a decode pass."""
+        self._decode.append(seconds)

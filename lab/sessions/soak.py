@@ -1,0 +1,103 @@
+"""An hour of users, some of whom vanish: is anything lost, does a text change, does memory grow?"""
+import random
+import threading
+import time
+
+import torch
+
+from config.errors import UserError
+from engine.engine import Engine
+from engine.params import SamplingParams
+from lab.benchmarks.generation import same_tokens
+from lab.sessions import servers
+from lab.sessions.client import Answer, Client, Failed
+from lab.sessions.presets import PRESETS, make
+from lab.sessions.replay import Replay, TokenPrompts
+
+USERS, SESSIONS = 24, 48  # at once, and in each trace
+VANISH = 0.1              # share of requests whose client vanishes first, in half of the cases
+SOON_S = 0.2              # so soon, in the others during the reply
+SETTLED_S = 600.0         # memory is compared with that after so many seconds
+SAMPLE = 300              # replies that are compared with those of the model alone
+
+
+class Vanishing(Client):
+    """A client that now and then hangs up and asks again, and keeps a sample of the replies."""
+
+    def __init__(self, url: str, key: str, timeout: float, seed: int):
+        super().__init__(url, key, timeout)
+        self.hasty = Client(url, key, SOON_S)
+        self.random, self.lock = random.Random(seed), threading.Lock()
+        self.num_replies = self.num_vanished = 0
+        self.sample: list[tuple[list[int], list[int]]] = []  # (prompt, reply)
+
+    def ask(self, path, document, most_parts=0, answer=None) -> Answer:
+        with self.lock:
+            vanishes, soon = self.random.random() < VANISH, self.random.random() < 0.5
+            parts = self.random.randint(1, document['max_tokens'])
+            self.num_vanished += vanishes
+        if vanishes and soon:
+            try:
+                self.hasty.ask(path, document)
+            except Failed:
+                pass
+        elif vanishes:
+            super().ask(path, document, parts)
+        found = super().ask(path, document, most_parts, answer)
+        if len(found.tokens) != document['max_tokens']:
+            raise Failed(f"{len(found.tokens)} of {document['max_tokens']} tokens")
+        with self.lock:  # reservoir sampling
+            self.num_replies += 1
+            k = self.random.randrange(self.num_replies)
+            if len(self.sample) < SAMPLE:
+                self.sample.append((document['prompt'], found.tokens))
+            elif k < SAMPLE:
+                self.sample[k] = document['prompt'], found.tokens
+        return found
+
+
+def run(client: Vanishing, process, minutes: float, fields, ids, show=lambda seconds: None) -> dict:
+    """Replay traces with rising seeds in closed loops until `minutes` are over."""
+    start, memory, failed, errors, seed = time.monotonic(), [], 0, set(), 0
+    totals = dict.fromkeys(('requests', 'prompt_tokens', 'computed', 'unavoidable'), 0)
+    while time.monotonic() < start + 60 * minutes:
+        name = list(PRESETS)[seed % len(PRESETS)]
+        trace = make(name, 1_000 + seed, sessions=SESSIONS)
+        seed += 1
+
+        def note(_records):
+            seconds = time.monotonic() - start
+            show(seconds)
+            if process and (not memory or seconds > memory[-1][0] + 10):
+                memory.append((round(seconds), servers.resident(process)))
+        found = Replay(trace, client, TokenPrompts(trace, ids, fields), USERS).run(note)
+        failed += found['failed']
+        errors |= set(found['errors'])
+        for key in totals:
+            totals[key] += found[key] or 0
+    settled = [nbytes for seconds, nbytes in memory if seconds >= SETTLED_S]
+    return {'minutes': (time.monotonic() - start) / 60, 'traces': seed, 'users': USERS} | totals | {
+        'failed': failed, 'errors': sorted(errors)[:5], 'replies': client.num_replies,
+        'vanished': client.num_vanished, 'memory': memory,
+        'growth': max(settled) / settled[0] - 1 if settled else None}
+
+
+def compare(sample, config: str, longest: int, show=lambda i: None) -> dict:
+    """The sampled replies beside those of the model alone, one request after the other, without a
+    prefix cache. UserError: if they differ by more than rounding."""
+    model, equal = servers.build(config, longest), 0
+    engine = Engine(model, 1, longest)
+    for i, (prompt, reply) in enumerate(sample):
+        show(i)
+        [alone] = engine.generate([prompt], SamplingParams(len(reply), temperature=0))
+        tensors = (torch.tensor([tokens]) for tokens in (prompt, alone.tokens, reply))
+        equal += same_tokens(model, *tensors, 'the server')['rows_equal']
+    return {'compared': len(sample), 'equal': equal}
+
+
+def check(found: dict) -> None:
+    """UserError: if a request failed or memory grew by more than 2%."""
+    if found['failed']:
+        raise UserError(f"{found['failed']} requests failed: {'; '.join(found['errors'])}")
+    if found['growth'] is not None and found['growth'] > 0.02:
+        raise UserError(f"memory grew by {100 * found['growth']:.1f}% after ten minutes")
