@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,7 +44,9 @@ def build(config: str, longest: int, vanilla: bool = False) -> GPT:
     found = GPTConfig(vocab_size=50304, **shape)
     found.block_size = max(found.block_size, longest)
     torch.manual_seed(1)
-    return GPT(vanilla_config(found, longest) if vanilla else found).eval()
+    if vanilla:
+        found = replace(vanilla_config(found, longest), bias=True)  # llama.cpp knows no other
+    return GPT(found).eval()
 
 
 @contextlib.contextmanager
@@ -88,7 +91,7 @@ def vllm(program, model, folder, port, longest, kv):
 
 
 def llama(program, model, folder, port, longest, kv):
-    """Half of the bytes are cells of running requests, at least one of them, and the rest keeps
+    """Half of the bytes, or what one request takes, are for running requests. The rest keeps
     prompts."""
     try:
         import gguf
@@ -96,11 +99,12 @@ def llama(program, model, folder, port, longest, kv):
         raise UserError("start='llama.cpp' needs gguf: pip install gguf") from e
     write_gguf(gguf, model, folder / 'model.gguf', BPETokenizer())
     cell = model.plan.nbytes(1, 1, 'float16')
-    cells = max(kv // 2 // cell, longest) // CELLS * CELLS
-    rest = max(0, (kv - cells * cell) // MIB)
+    row = -(-longest // CELLS) * CELLS * cell
+    rows = min(ROWS, max(1, kv // 2 // row))
+    rest = max(0, (kv - rows * row) // MIB)
     return [program or 'llama-server', '--model', str(folder / 'model.gguf'), '--port', str(port),
-            '--threads', str(torch.get_num_threads()), '--parallel', str(ROWS), '--kv-unified',
-            '--ctx-size', str(cells), '--cache-ram', str(rest), '--no-webui']
+            '--threads', str(torch.get_num_threads()), '--parallel', str(rows), '--no-kv-unified',
+            '--ctx-size', str(rows * row // cell), '--cache-ram', str(rest), '--no-webui']
 
 
 COMMANDS = {'nanokv': nanokv, 'vllm': vllm, 'llama.cpp': llama}

@@ -1,0 +1,105 @@
+"""How many prompt tokens a step computes beside decoding rows."""
+import random
+import statistics
+
+import pytest
+
+from engine import pace as paces
+from engine.engine import Engine
+from engine.pace import Pace
+from engine.params import SamplingParams
+from tests.engine.test_scheduler import Simulation, shape
+from tests.helpers.serving import alone, assert_same, model_of, prompt
+
+
+def test_all_tokens_until_both_times_are_known_and_while_no_row_decodes():
+    pace = Pace(256, 2.5)
+    assert pace.room(True) == 256
+    pace.decoded(0.01)
+    assert pace.room(True) == 256
+    pace.prefilled(256, 0.256)
+    assert pace.room(False) == 256
+    assert pace.room(True) == paces.LEAST == 16  # 1.5 * 10 of 1 ms each would be 15
+
+
+def test_more_tokens_on_a_fast_device_and_few_on_a_slow_one():
+    for per_token, expected in ((1e-3, 30), (1e-2, paces.LEAST), (1e-5, 256), (2e-4, 150)):
+        pace = Pace(256, 4.0)
+        pace.decoded(0.01)
+        pace.prefilled(100, 100 * per_token)
+        assert pace.room(True) == pytest.approx(expected, abs=1)
+
+
+def test_one_slow_step_changes_nothing():
+    pace = Pace(256, 3.0)
+    for seconds in (0.01, 0.01, 5.0, 0.01, 0.01):
+        pace.decoded(seconds)
+    for seconds in (0.02, 0.02, 9.0, 0.02, 0.02):
+        pace.prefilled(100, seconds)
+    assert pace.room(True) == 100
+
+
+def test_steps_take_at_most_what_they_may_on_a_device_with_a_cost_per_pass():
+    """Simulated: a pass of n tokens takes 2 ms and 0.1 ms per token, a decode pass 8 ms."""
+    pace, steps = Pace(256, 2.5), []
+    for _ in range(60):
+        n = pace.room(True)
+        seconds = 2e-3 + 1e-4 * n
+        pace.prefilled(n, seconds)
+        pace.decoded(8e-3)
+        steps.append((seconds + 8e-3) / 8e-3)
+    assert statistics.mean(steps[20:]) == pytest.approx(2.5, rel=0.02)
+    assert max(steps[20:]) < 2.55
+
+
+@pytest.mark.parametrize('kind', ['full stack', 'vanilla'])
+@pytest.mark.parametrize('prefix', [0, 10 ** 6])
+def test_texts_do_not_depend_on_the_size_of_chunks(kind, prefix, monkeypatch):
+    draw = random.Random(1)
+    monkeypatch.setattr(Pace, 'room', lambda self, decoding: draw.randint(1, self.most))
+    model, params = model_of(kind), SamplingParams(8, seed=3)
+    engine = Engine(model, 3, 60, page_size=4, prefill_chunk=16, prefix_budget=prefix, slowdown=2.0)
+    prompts = [prompt(n, seed) for seed, n in enumerate((40, 3, 17, 1, 30, 40))]
+    for ids, found in zip(prompts, engine.generate(prompts, params), strict=True):
+        assert_same(found, alone(model, ids, params))
+    assert engine.pace._decode and engine.pace._per_token
+
+
+def test_without_a_slowdown_chunks_do_not_depend_on_time():
+    engine = Engine(model_of('full stack'), 2, 60)
+    assert engine.pace is None and engine.scheduler.pace is None
+
+
+def test_a_short_prompt_passes_a_long_one():
+    s = Simulation(batch_size=3, max_seq_len=40, n_pages=40, prefill_chunk=4)
+    s.add(24, 2)
+    assert shape(s.step()) == ([[(0, 4)]], [])
+    s.add(3, 2)
+    assert shape(s.step()) == ([[(0, 1)], [(1, 3)]], [])  # what is left goes to the long one
+    assert shape(s.step()) == ([[(0, 4)]], [1])
+
+
+def test_a_long_prompt_does_not_wait_forever():
+    """Short ones that come in every step, and could fill all steps."""
+    s = Simulation(batch_size=3, max_seq_len=40, n_pages=60, prefill_chunk=4)
+    long, steps = s.add(24, 1), 0
+    while long.number not in s.ended:
+        s.add(4, 1)
+        s.step()
+        steps += 1
+        assert steps < 30
+    assert 6 < steps  # it was passed
+    s.run()
+
+
+def test_a_prompt_is_due_later_if_steps_compute_less():
+    s = Simulation(batch_size=3, max_seq_len=40, n_pages=40, prefill_chunk=8)
+    s.scheduler.pace = Pace(8, 2.0)
+    s.scheduler.pace.room = lambda decoding: 2
+    first = s.add(20, 1)
+    s.step()
+    assert first.due == 1 + 20 // 2
+    late = s.add(8, 1)
+    for _ in range(4):
+        s.step()
+    assert late.number in s.ended and first.number not in s.ended

@@ -1,0 +1,184 @@
+"""Servers that are started: their commands, and processes that end."""
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from config.errors import UserError
+from kv.plan import plan_kv
+from lab.sessions import servers, soak, stall
+from lab.sessions.client import Answer, Client, Failed
+from tests.helpers.sessions import Fake
+
+ANSWERS = '''
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "tiny"}]}).encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+'''
+CONFIG = 'config/sessions.py'
+
+
+def start(monkeypatch, code):
+    monkeypatch.setattr(servers, 'build', lambda *args, **kinds: None)
+    monkeypatch.setitem(servers.COMMANDS, 'nanokv', lambda program, model, folder, port, *_: [
+        sys.executable, '-c', code, str(port)])
+    return servers.started('nanokv', '', CONFIG, 10, 10 ** 6, [])
+
+
+def test_a_server_runs_until_the_end(monkeypatch):
+    with start(monkeypatch, ANSWERS) as (url, process):
+        assert Client(url).model() == 'tiny'
+        assert process.poll() is None and servers.resident(process) > 10 ** 6
+    assert process.poll() is not None
+    with pytest.raises(Failed):
+        Client(url).model()
+
+
+def test_the_output_of_a_server_that_ends_is_in_the_error(monkeypatch):
+    with pytest.raises(UserError, match='the server ended: .*no such thing'):
+        with start(monkeypatch, 'raise SystemExit("no such thing")'):
+            pass
+
+
+def test_a_program_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(servers, 'build', lambda *args, **kinds: None)
+    monkeypatch.setitem(servers.COMMANDS, 'vllm', lambda program, *_: [program])
+    with pytest.raises(UserError, match='No such file'):
+        with servers.started('vllm', '/nowhere/python', CONFIG, 10, 10 ** 6, []):
+            pass
+
+
+def test_resident_memory_includes_children():
+    code = 'import subprocess, sys; subprocess.run([sys.executable, "-c", sys.argv[1]])'
+    big = 'x = bytearray(200_000_000); print(flush=True); import time; time.sleep(60)'
+    with subprocess.Popen([sys.executable, '-c', code, big], stdout=subprocess.PIPE,
+                          start_new_session=True) as process:
+        try:
+            process.stdout.readline()
+            assert servers.resident(process) > 200_000_000
+        finally:
+            os.killpg(process.pid, 9)
+
+
+def test_both_models_have_the_shape_of_the_config():
+    ours, theirs = (servers.build(CONFIG, 100, vanilla) for vanilla in (False, True))
+    assert theirs.plan == theirs.plan.vanilla() and theirs.config.bias
+    for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size', 'block_size'):
+        assert getattr(ours.config, name) == getattr(theirs.config, name)
+    assert plan_kv(ours.config).nbytes(1, 4096, 'int8') * 100 < theirs.plan.nbytes(
+        1, 4096, 'float16')
+
+
+@pytest.mark.parametrize('mb, longest, rows', [(64, 4096, 1), (1_000, 4096, 6), (10_000, 1_000, 16)])
+def test_what_llama_cpp_may_use(mb, longest, rows, monkeypatch, tmp_path):
+    pytest.importorskip('gguf')
+    monkeypatch.setattr(servers, 'write_gguf', lambda *args: None)
+    monkeypatch.setattr(servers, 'BPETokenizer', lambda: None)
+    model = servers.build(CONFIG, longest, vanilla=True)
+    command = servers.llama('', model, tmp_path, 1, longest, mb * 10 ** 6)
+    options = dict(zip(command, command[1:]))
+    assert int(options['--parallel']) == rows
+    cells = int(options['--ctx-size'])
+    assert cells // rows >= longest and cells % (256 * rows) == 0
+    nbytes = model.plan.nbytes(1, 1, 'float16') * cells + int(options['--cache-ram']) * 2 ** 20
+    assert nbytes <= max(mb * 10 ** 6, model.plan.nbytes(1, 4096, 'float16'))
+    assert nbytes > 0.9 * mb * 10 ** 6
+
+
+# -- stalls ----------------------------------------------------------------------------------------
+
+class Stalling(Fake):
+    """A token each 5 ms, or 20 ms while the long prompt is computed, which takes 0.4 seconds."""
+    busy = False
+
+    def ask(self, path, document, most_parts=0, answer=None):
+        if len(document['prompt']) > stall.PROMPT:
+            self.busy = True
+            time.sleep(0.4)
+            self.busy = False
+        answer.stamps.append(time.perf_counter())
+        for _ in range(document['max_tokens'] - 1):
+            time.sleep(0.02 if self.busy else 0.005)
+            answer.stamps.append(time.perf_counter())
+        return answer
+
+
+def test_gaps_before_and_during_a_long_prompt(monkeypatch):
+    monkeypatch.setattr(stall, 'TOKENS', 250)
+    monkeypatch.setattr(stall, 'BEFORE_S', 0.3)
+    found = stall.measure(Stalling(), {}, (0, 10), 100, 1)
+    assert 0.005 <= found['before_s']['p50'] < 0.02 <= found['during_s']['p50'] < 0.1
+    assert found['p99_over_median'] == found['during_s']['p99'] / found['before_s']['p50']
+    assert found['long_ttft_s']['p50'] >= 0.4 > found['short_ttft_s']['p50']
+    monkeypatch.setattr(stall, 'TOKENS', 70)
+    with pytest.raises(UserError, match='ended before the long prompt'):
+        stall.measure(Stalling(), {}, (0, 10), 100, 1)
+
+
+def test_a_request_that_fails_ends_the_measurement():
+    class Broken(Fake):
+        def ask(self, *args, **kinds):
+            raise Failed('no room')
+    with pytest.raises(UserError, match='no room'):
+        stall.measure(Broken(), {}, (0, 10), 100, 1)
+
+
+# -- the soak --------------------------------------------------------------------------------------
+
+class Vanishing(soak.Vanishing):
+    """On a fake server."""
+
+    def __init__(self, wrong=()):
+        super().__init__('http://127.0.0.1:1', '', 60.0, 1)
+        self.fake, self.parts, self.wrong = Fake(), [], wrong
+        self.hasty = self.fake
+
+
+def fake_ask(self, path, document, most_parts=0, answer=None):
+    self.parts.append(most_parts)
+    found = self.fake.ask(path, document, most_parts, answer)
+    if len(self.parts) in self.wrong:
+        found.tokens.pop()
+    return found
+
+
+def test_clients_that_vanish_ask_again(monkeypatch):
+    monkeypatch.setattr(Client, 'ask', fake_ask)
+    monkeypatch.setattr(soak, 'SAMPLE', 20)
+    client, document = Vanishing(), {'prompt': [1, 2, 3], 'max_tokens': 5}
+    for _ in range(400):
+        assert len(client.ask('completions', document).tokens) == 5
+    assert client.num_replies == 400 and len(client.sample) == 20
+    assert 20 < client.num_vanished < 65
+    assert len(client.fake.asked) == 400 + client.num_vanished
+    during = [parts for parts in client.parts if parts]
+    assert 0 < len(during) < client.num_vanished and set(during) <= set(range(1, 6))
+
+
+def test_a_reply_that_is_too_short_is_lost(monkeypatch):
+    monkeypatch.setattr(Client, 'ask', fake_ask)
+    client = Vanishing(wrong={1, 2, 3})
+    with pytest.raises(Failed, match='4 of 5 tokens'):
+        for _ in range(3):
+            client.ask('completions', {'prompt': [1], 'max_tokens': 5})
+
+
+def test_memory_that_grows_and_requests_that_fail_are_errors():
+    soak.check({'failed': 0, 'growth': 0.019})
+    soak.check({'failed': 0, 'growth': None})
+    with pytest.raises(UserError, match='memory grew by 2.1%'):
+        soak.check({'failed': 0, 'growth': 0.021})
+    with pytest.raises(UserError, match='3 requests failed: boom'):
+        soak.check({'failed': 3, 'errors': ['boom'], 'growth': 0.0})
+
+
+def test_the_answer_of_a_soak_is_the_one_that_was_given(monkeypatch):
+    monkeypatch.setattr(Client, 'ask', fake_ask)
+    answer = Answer(1.0)
+    assert Vanishing().ask('completions', {'prompt': [1], 'max_tokens': 2}, 0, answer) is answer
