@@ -222,16 +222,18 @@ def run_soak(args):
         progress, show = bar(round(60 * args.minutes), 'seconds')
         with progress:
             found = soak.run(client, process, args.minutes, fields, ids, show) | facts
-        soak.check(found)
     if args.start == 'nanokv' and not args.more:  # the same weights
         progress, show = bar(len(client.sample), 'texts')
         with progress:
             found |= soak.compare(client.sample, args.config, LONGEST, show)
-    memory = f"{found['memory'][-1][1] / 1e6:.0f} MB of memory" if found['memory'] else ''
-    title = (f"{found['minutes']:.0f} minutes: {found['requests']} requests, none failed, "
-             f"{found['vanished']} clients vanished, {memory}")
-    conclude(args, found, Table(title, ('computed', 'unavoidable', 'compared', 'equal'), [tuple(
-        str(found.get(key, '-')) for key in ('computed', 'unavoidable', 'compared', 'equal'))]))
+    title = (f"{found['minutes']:.0f} minutes: {found['requests']} requests, {found['failed']} "
+             f"failed, {found['vanished']} clients vanished")
+    if found['growth'] is not None:
+        title += f", memory grew by {100 * found['growth']:.1f}% after ten minutes"
+    columns = 'computed', 'unavoidable', 'compared', 'equal'
+    row = tuple(str(found.get(key, '-')) for key in columns)
+    conclude(args, found, Table(title, columns, [row]))
+    soak.check(found)
 
 
 def request_fields(args) -> tuple[dict, tuple[int, int]]:

@@ -75,7 +75,8 @@ def test_both_models_have_the_shape_of_the_config():
         1, 4096, 'float16')
 
 
-@pytest.mark.parametrize('mb, longest, rows', [(64, 4096, 1), (1_000, 4096, 6), (10_000, 1_000, 16)])
+@pytest.mark.parametrize('mb, longest, rows', [
+    (64, 4096, 1), (1_000, 4096, 6), (10_000, 1_000, 16)])
 def test_what_llama_cpp_may_use(mb, longest, rows, monkeypatch, tmp_path):
     pytest.importorskip('gguf')
     monkeypatch.setattr(servers, 'write_gguf', lambda *args: None)
