@@ -1,8 +1,8 @@
-// One decode step of a GPT in float32 arithmetic: a token per row in, logits out, K and V written to
-// the cache's own storage. What `model.py` computes, in the same order; `engine/native/__init__.py`
+// One step of a GPT in float32 arithmetic: one or a few tokens per row in, logits out, K and V written
+// to the cache's own storage. What `model.py` computes, in the same order; `engine/native/__init__.py`
 // compiles this file, fills in the structs and says what it can serve.
 //
-// Notation: m active rows, H query heads, Hkv K/V heads of D, a part: a range of a row's keys.
+// Notation: m tokens, H query heads, Hkv K/V heads of D, a part: a range of the keys of a token.
 #include "kernels.h"
 
 #include <new>
@@ -50,11 +50,12 @@ struct Model {
 };
 
 struct Step {
-    const int64_t *tokens, *positions;  // (m,)
+    const int64_t *tokens, *positions;  // (m,); those of a row are neighbours, in order
     const int64_t *rows;                // (m,): cache rows
+    const int64_t *later;               // (m,): number of tokens of the same row after this one
     const int32_t* table;               // (m, table_width): pages of the rows, or null
     int64_t m, table_width, threads;
-    float* logits;                      // (m, V)
+    float* logits;                      // (rows, V), after the last token of each
 };
 
 // -- K and V --------------------------------------------------------------------------------------
@@ -67,6 +68,10 @@ struct Place { int64_t unit, index; };
 INLINE Place place_of(const Slot& slot, const Step& step, int64_t i, int64_t key) {
     if (!slot.paged) return {step.rows[i], key};
     return {step.table[i * step.table_width + key / slot.capacity], key % slot.capacity};
+}
+
+INLINE int64_t index_of(const Slot& slot, int64_t position) {
+    return slot.ring ? position % slot.capacity : position;
 }
 
 INLINE float int8_scale(const float* x, int64_t n) {  // as `kv.quantize.quantize_int8`
@@ -119,8 +124,8 @@ static void round_to_int8(float* x, int64_t n) {
 
 static void append(const Model& model, const Slot& slot, const Step& step, int64_t i, float* k,
                    float* v) {
-    const int64_t D = model.head_dim, position = step.positions[i];
-    auto [unit, index] = place_of(slot, step, i, slot.ring ? position % slot.capacity : position);
+    const int64_t D = model.head_dim;
+    auto [unit, index] = place_of(slot, step, i, index_of(slot, step.positions[i]));
     const bool tied = slot.k == slot.v;
     for (int64_t g = 0; g < model.n_kv_head; g++, k += D, v += D) {
         if (model.round_kv) round_to_int8(k, D);
@@ -133,24 +138,77 @@ static void append(const Model& model, const Slot& slot, const Step& step, int64
     }
 }
 
+// From a multiple of 64 bytes on: a vector load that crosses a cache line takes twice as long.
+template <typename T>
+struct AlignedAllocator {
+    typedef T value_type;
+    AlignedAllocator() = default;
+    template <typename U>
+    AlignedAllocator(const AlignedAllocator<U>&) {}
+    T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
+    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const AlignedAllocator&) const { return true; }
+    bool operator!=(const AlignedAllocator&) const { return false; }
+};
+
+template <typename T>
+using Buffer = std::vector<T, AlignedAllocator<T>>;
+
+// What a ring held before this step wrote to it, which earlier tokens of a row still see: one unit
+// with an index for each token.
+struct Overwritten {
+    Buffer<char> k, v;
+    Buffer<half_t> k_scale, v_scale;
+    Slot slot;
+
+    void resize(const Slot& ring, int64_t m, int64_t n_kv_head, int64_t D) {
+        const int64_t n = m * n_kv_head, bytes = n * D * (ring.dtype == INT8 ? 1 : ring.dtype == BFLOAT16 ? 2 : 4);
+        k.resize(bytes), v.resize(bytes), k_scale.resize(n), v_scale.resize(n);
+        slot = {k.data(), ring.k == ring.v ? k.data() : v.data(), k_scale.data(), v_scale.data(), m, ring.dtype, 0, 0, 0};
+    }
+
+    template <typename T>
+    void save(const Slot& ring, int64_t row, int64_t index, int64_t i, int64_t n_kv_head, int64_t D) {
+        for (int64_t g = 0; g < n_kv_head; g++) {
+            const int64_t head = (row * n_kv_head + g) * ring.capacity, to = g * slot.capacity + i;
+            const T* from = (const T*)ring.k + (ring.transposed ? head * D + index : (head + index) * D);
+            for (int64_t d = 0; d < D; d++) ((T*)slot.k)[to * D + d] = from[ring.transposed ? d * ring.capacity : d];
+            if (ring.k != ring.v) memcpy((T*)slot.v + to * D, (const T*)ring.v + (head + index) * D, D * sizeof(T));
+            if (ring.dtype != INT8) continue;
+            k_scale[to] = ring.k_scale[head + index];
+            v_scale[to] = ring.v_scale[head + index];
+        }
+    }
+};
+
 // -- attention ------------------------------------------------------------------------------------
 
-// Keys `start` to `end` - 1 of active row i, by their index in the row's storage.
-struct Part { int64_t i, start, end; };
+// Keys `start` to `end` - 1 of token i, by their index in its row's storage or in `Overwritten`.
+struct Part { int64_t i, start, end; bool overwritten; };
 
-// The parts of all rows; those of row i are first[i] .. first[i + 1] - 1. About as many keys in each.
+// The parts of all tokens; those of token i are first[i] .. first[i + 1] - 1. At most `size` keys each.
 struct Parts {
     std::vector<Part> parts;
     std::vector<int64_t> first;
+    int64_t size;
 
     Parts(const Slot& slot, const Step& step, int64_t n_kv_head) {
         int64_t total = 0, wanted = std::max<int64_t>(1, 4 * step.threads / n_kv_head);
         for (int64_t i = 0; i < step.m; i++) total += n_keys(slot, step, i);
-        int64_t size = ((total + wanted - 1) / wanted + TILE - 1) / TILE * TILE;
+        size = ((total + wanted - 1) / wanted + TILE - 1) / TILE * TILE;
         for (int64_t i = 0; i < step.m; i++) {
             first.push_back(parts.size());
-            for (int64_t start = 0, n = n_keys(slot, step, i); start < n; start += size)
-                parts.push_back({i, start, std::min(start + size, n)});
+            const int64_t position = step.positions[i], end = position + step.later[i] + 1;
+            if (!slot.ring || !step.later[i] || end <= slot.capacity) {
+                add(i, 0, n_keys(slot, step, i));
+                continue;
+            }
+            // A ring that is full after the step. Later tokens took the indices from `hole` on; where
+            // that was for the second time, this one sees what was there before.
+            const int64_t hole = (position + 1) % slot.capacity, past = hole + step.later[i] - slot.capacity;
+            add(i, std::max<int64_t>(past, 0), hole);
+            add(i, hole + step.later[i], slot.capacity);
+            add(i, i + 1 + std::max<int64_t>(slot.capacity - position - 1, 0), i + 1 + step.later[i], true);
         }
         first.push_back(parts.size());
     }
@@ -158,6 +216,10 @@ struct Parts {
     static int64_t n_keys(const Slot& slot, const Step& step, int64_t i) {
         int64_t n = step.positions[i] + 1;
         return slot.ring ? std::min(n, slot.capacity) : n;
+    }
+
+    void add(int64_t i, int64_t start, int64_t end, bool overwritten = false) {
+        for (; start < end; start += size) parts.push_back({i, start, std::min(start + size, end), overwritten});
     }
 };
 
@@ -339,7 +401,8 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
             for (int64_t d = 0; d < D; d++) turned[h * D + d * n + j] = q[(h + j) * D + d];
     }
     for (int64_t key = part.start, n; key < part.end; key += n) {
-        Place place = place_of(slot, step, part.i, key);
+        auto at = [&](int64_t key) { return part.overwritten ? Place{0, key} : place_of(slot, step, part.i, key); };
+        Place place = at(key);
         int64_t head = place.unit * model.n_kv_head + g;
         n = std::min({most, part.end - key, slot.capacity - place.index});
         if (in_rows) {
@@ -348,7 +411,7 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
             continue;
         }
         if (key + n < part.end) {
-            Place next = place_of(slot, step, part.i, key + n);
+            Place next = at(key + n);
             prefetch_tile<T>(slot, next, next.unit * model.n_kv_head + g, D);
         }
         Tile<T> tile = read_tile<T>(slot, place, head, n, D, copy);
@@ -398,26 +461,11 @@ static void add_int8_row(const Linear& l, int64_t row, float* x) {
         x[i] += (block[i / 4 * 64 + row % LANES * 4 + i % 4] - 128) * ((const float*)l.scale)[row];
 }
 
-// From a multiple of 64 bytes on: a vector load that crosses a cache line takes twice as long.
-template <typename T>
-struct AlignedAllocator {
-    typedef T value_type;
-    AlignedAllocator() = default;
-    template <typename U>
-    AlignedAllocator(const AlignedAllocator<U>&) {}
-    T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
-    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
-    bool operator==(const AlignedAllocator&) const { return true; }
-    bool operator!=(const AlignedAllocator&) const { return false; }
-};
-
-template <typename T>
-using Buffer = std::vector<T, AlignedAllocator<T>>;
-
 struct Workspace {
     Buffer<float> x, h, y, qkv, mlp, results, scale;
     Buffer<int8_t> values;
     Buffer<int32_t> sum;
+    std::vector<Overwritten> overwritten;  // of each slot
 };
 
 static void attention(const Model& model, const Layer& layer, const Step& step, const Parts& parts,
@@ -425,6 +473,7 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
     const int64_t D = model.head_dim, HD = model.n_head * D, Hkv = model.n_kv_head;
     const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (padded(D) + 2);
     const Slot& slot = model.slots[layer.slot];
+    Overwritten& overwritten = w.overwritten[layer.slot];
     Buffer<char> scratch((group + TILE) * D * sizeof(float));  // of each thread
     float* turned = (float*)scratch.data();
     #pragma omp for schedule(static)
@@ -439,6 +488,12 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
         if (!layer.owns) continue;
         for (int64_t g = 0; g < Hkv; g++)
             norm_and_rotate(k + g * D, layer.k_norm, cos, sin, D, turned);
+        const int64_t position = step.positions[i];
+        if (slot.ring && position >= slot.capacity && i > 0 && step.later[i - 1]) {
+            auto save = slot.dtype == INT8 ? &Overwritten::save<int8_t>
+                      : slot.dtype == BFLOAT16 ? &Overwritten::save<uint16_t> : &Overwritten::save<float>;
+            (overwritten.*save)(slot, step.rows[i], index_of(slot, position), i, Hkv, D);
+        }
         append(model, slot, step, i, k, k + Hkv * D);
     }
     #pragma omp for schedule(dynamic, 1)
@@ -446,7 +501,7 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
         const Part& part = parts.parts[item / Hkv];
         auto attend = slot.dtype == INT8 ? attend_part<int8_t>
                     : slot.dtype == BFLOAT16 ? attend_part<uint16_t> : attend_part<float>;
-        attend(model, slot, step, part, item % Hkv, &w.qkv[part.i * width + item % Hkv * group * D],
+        attend(model, part.overwritten ? overwritten.slot : slot, step, part, item % Hkv, &w.qkv[part.i * width + item % Hkv * group * D],
                &w.results[item * size], scratch.data());
     }
     #pragma omp for schedule(static)
@@ -474,10 +529,15 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     static thread_local Workspace w;
     std::vector<Parts> parts;
     int64_t most = 0, widest = std::max(C, HD);
+    w.overwritten.resize(model.n_slot);
     for (int64_t s = 0; s < model.n_slot; s++) {
+        w.overwritten[s].resize(model.slots[s], m, model.n_kv_head, model.head_dim);
         parts.emplace_back(model.slots[s], step, model.n_kv_head);
         most = std::max<int64_t>(most, parts.back().parts.size());
     }
+    std::vector<int64_t> last;  // tokens of the rows
+    for (int64_t i = 0; i < m; i++)
+        if (!step.later[i]) last.push_back(i);
     for (int64_t l = 0; l < model.n_layer; l++) widest = std::max(widest, model.layers[l].c_fc.n);
     const Linear& linear = model.layers[0].c_fc;
     const int64_t most_groups = linear.dtype == INT4 ? widest / linear.group : 1;
@@ -516,8 +576,10 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
             clamp(shared->mlp.data(), m * layer.c_fc.n, model.act_clamp);
             matmul(layer.mlp_proj, shared->mlp.data(), m, x, ADD, rows);
         }
-        norm_rows(x, model.ln_f, model.ln_f_bias, m, C, h);
-        matmul(model.lm_head, h, m, step.logits, STORE, rows);
+        #pragma omp for schedule(static)
+        for (int64_t r = 0; r < (int64_t)last.size(); r++)
+            layer_norm(x + last[r] * C, model.ln_f, model.ln_f_bias, C, h + r * C);
+        matmul(model.lm_head, h, last.size(), step.logits, STORE, rows);
     }
 }
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from config.errors import UserError
 from engine import native
 from engine.linear import describe
 from engine.paged import PagedKVCache, PagedStore
@@ -116,21 +117,48 @@ class NativeDecode:
         rows = [row for row in step.rows if step.lens[row]]
         logits = self._logits[:n]
         if len(rows) == n:
-            self._run(ids, rows, step.starts, logits)
+            self._run(ids, rows, step.starts, [0] * n, logits)
         elif rows:
             some = torch.empty(len(rows), self.vocab_size)
-            self._run(ids[rows], rows, [step.starts[row] for row in rows], some)
+            starts = [step.starts[row] for row in rows]
+            self._run(ids[rows], rows, starts, [0] * len(rows), some)
             logits[rows] = some
         self.cache.commit()
         return logits
 
+    @torch.inference_mode()
+    def extend(self, texts: list[list[int]], rows: list[int]) -> torch.Tensor:
+        """Append texts[b], at least one token and at most `longest_text`, to row rows[b]. Returns the
+        (n, V) float32 logits after the last token of each. Errors are as in a decode step."""
+        ids = [token for text in texts for token in text]
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise IndexError(f'tokens {ids}: the model has 0 to {self.vocab_size - 1}')
+        lens = list(map(len, texts))
+        if max(lens) > self.longest_text:
+            raise UserError(f'{max(lens)} tokens: at most {self.longest_text} at a time')
+        step, logits = self.cache.begin(max(lens), lens, rows), torch.empty(len(rows),
+                                                                            self.vocab_size)
+        places = [(row, start + j, n - 1 - j) for row, start, n in zip(rows, step.starts, lens)
+                  for j in range(n)]
+        self._run(ids, *zip(*places), logits)
+        self.cache.commit()
+        return logits
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens that a row may take at a time: no ring may wrap within them."""
+        rings = (store.capacity for store in self.cache.stores if isinstance(store, RingStore))
+        return min(rings, default=self.cache.max_seq_len)
+
     def prepare(self, *sizes: int) -> None:
         """No-op, for the interface of `CapturedDecode`."""
 
-    def _run(self, ids, rows, positions, logits):
-        ids, rows, positions = (np.ascontiguousarray(x, np.int64) for x in (ids, rows, positions))
+    def _run(self, ids, rows, positions, later, logits):
+        ids, rows, positions, later = (np.ascontiguousarray(x, np.int64)
+                                       for x in (ids, rows, positions, later))
         table = None if self._table is None else self._pages(rows)
-        arrays = [x.ctypes.data if x is not None else None for x in (ids, positions, rows, table)]
+        arrays = [x.ctypes.data if x is not None else None
+                  for x in (ids, positions, rows, later, table)]
         width = 0 if table is None else table.shape[1]
         step = native.Step(*arrays, len(rows), width, torch.get_num_threads(), logits.data_ptr())
         native.library().nanokv_decode(ctypes.byref(self._model), ctypes.byref(step))
