@@ -128,7 +128,7 @@ class NativeDecode:
 
     @torch.inference_mode()
     def extend(self, texts: list[list[int]], rows: list[int]) -> torch.Tensor:
-        """Append texts[b], at least one token and at most `longest_text`, to row rows[b]. Returns the
+        """Append texts[b], at least one token and at most `longest_text`, to row rows[b]. Returns
         (n, V) float32 logits after the last token of each. Errors are as in a decode step."""
         ids = [token for text in texts for token in text]
         if min(ids) < 0 or max(ids) >= self.vocab_size:
