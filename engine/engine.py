@@ -20,6 +20,7 @@ from engine.captured import CapturedDecode
 from engine.decode import fast_decode
 from engine.job import Event, Job
 from engine.linear import speed_up_few_rows
+from engine.native.step import NativeDecode
 from engine.pace import Pace
 from engine.paged import PAGE_SIZE, PagedKVCache
 from engine.pages import page_nbytes, rows_nbytes
@@ -31,6 +32,7 @@ from engine.scheduler import Request, Scheduler
 from engine.view import RowView, view_of
 
 PREFILL_CHUNK = 256
+MOST_MIXED = 64         # tokens of a C++ step; torch is faster with more
 MANY_KEYS = 2304        # longer rows use the same kernels: `splits` in attention/kernels/decode.py
 DISK_BUDGET = 10 ** 11  # bytes of prefix_folder
 
@@ -262,25 +264,49 @@ class Engine:
         try:
             work = self.scheduler.schedule()
             self.held_peak = max(self.held_peak, self.cache.held_nbytes)
-            start = time.perf_counter()
-            for chunks in work.prefill:
-                self._forward(chunks, [request.row for request, _ in chunks], events)
-            if self.pace and work.prefill:
-                if self.model.device.type == 'cuda':
-                    torch.cuda.synchronize(self.model.device)
-                n = sum(n for chunks in work.prefill for _, n in chunks)
-                self.pace.prefilled(n, time.perf_counter() - start)
-                start = time.perf_counter()
-            decoding = [(request, 1) for request in work.decode if request.row >= 0]
-            if decoding:
-                self._decode(decoding, events)
-                if self.pace:
-                    self.pace.decoded(time.perf_counter() - start)
+            decoding = [(request, 1) for request in work.decode]
+            if self._fits_one_pass(work.prefill, decoding):
+                self._mixed(work.prefill[0], decoding, events)
+            else:
+                self._one_after_the_other(work.prefill, decoding, events)
         except BaseException:
             self._failed_events = events
             self._recover()
             raise
         return events
+
+    def _fits_one_pass(self, passes, decoding) -> bool:
+        """Whether the C++ step can compute prompts and decoding rows together, which reads the
+        weights once (Sarathi, Agrawal et al. 2023)."""
+        if len(passes) != 1 or not isinstance(self.fast_decode, NativeDecode):
+            return False
+        lens = [n for _, n in passes[0]]
+        return (sum(lens) + len(decoding) <= MOST_MIXED
+                and max(lens) <= self.fast_decode.longest_text)
+
+    def _mixed(self, prompts, decoding, events) -> None:
+        start, parts = time.perf_counter(), prompts + decoding
+        logits = self.fast_decode.extend([request.next_tokens(n) for request, n in parts],
+                                         [request.row for request, _ in parts])
+        self._sample(parts, logits, events)
+        if self.pace:
+            self.pace.mixed(sum(n for _, n in prompts), bool(decoding), time.perf_counter() - start)
+
+    def _one_after_the_other(self, passes, decoding, events) -> None:
+        start = time.perf_counter()
+        for chunks in passes:
+            self._forward(chunks, [request.row for request, _ in chunks], events)
+        if self.pace and passes:
+            if self.model.device.type == 'cuda':
+                torch.cuda.synchronize(self.model.device)
+            n = sum(n for chunks in passes for _, n in chunks)
+            self.pace.prefilled(n, time.perf_counter() - start)
+            start = time.perf_counter()
+        decoding = [(request, n) for request, n in decoding if request.row >= 0]
+        if decoding:
+            self._decode(decoding, events)
+            if self.pace:
+                self.pace.decoded(time.perf_counter() - start)
 
     def _recover(self) -> None:
         """After a failed step: rebuild all state from the sampled tokens and the events."""

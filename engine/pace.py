@@ -28,6 +28,13 @@ class Pace:
         seconds = (self.slowdown - 1) * median(self._decode)
         return min(self.most, max(LEAST, int(seconds / median(self._per_token))))
 
+    def mixed(self, n: int, decoding: bool, seconds: float) -> None:
+        """Record that a pass computed n prompt tokens, and those of decoding rows, in this time."""
+        if not decoding:
+            self.prefilled(n, seconds)
+        elif self._decode:
+            self.prefilled(n, max(0.1 * seconds, seconds - median(self._decode)))
+
     def prefilled(self, n: int, seconds: float) -> None:
         """Record that a step computed n prompt tokens in this time."""
         self._per_token.append(seconds / n)
