@@ -3,12 +3,18 @@ import random
 import statistics
 
 import pytest
+import torch
 
+from config.gpt_config import GPTConfig
+from engine import engine as engine_module
+from engine import native
 from engine import pace as paces
 from engine.engine import Engine
+from engine.native.step import NativeDecode
 from engine.pace import Pace
 from engine.params import SamplingParams
 from tests.engine.test_scheduler import Simulation, shape
+from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.serving import alone, assert_same, model_of, prompt
 
 
@@ -103,3 +109,41 @@ def test_a_prompt_is_due_later_if_steps_compute_less():
     for _ in range(4):
         s.step()
     assert late.number in s.ended and first.number not in s.ended
+
+
+def wide_model():
+    return random_model(GPTConfig(**dict(FULL_STACK, n_embd=32, head_dim=16, mlp_hidden=48)),
+                        torch.float32)
+
+
+@pytest.mark.skipif(native.library() is None, reason='no compiler here')
+@pytest.mark.parametrize('prefix', [0, 10 ** 6])
+def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypatch):
+    """Against an engine that computes them one after the other, in float32."""
+    model, calls = wide_model(), []
+    extend = NativeDecode.extend
+    monkeypatch.setattr(NativeDecode, 'extend', lambda self, texts, rows: (
+        calls.append([len(text) for text in texts]), extend(self, texts, rows))[1])
+    prompts = [prompt(n, seed) for seed, n in enumerate((3, 40, 5, 1, 30, 4, 4))]
+    texts = {}
+    for most in (0, 64):
+        monkeypatch.setattr(engine_module, 'MOST_MIXED', most)
+        engine = Engine(model, 3, 60, page_size=4, prefill_chunk=16, prefix_budget=prefix)
+        texts[most] = [c.tokens for c in engine.generate(prompts, SamplingParams(8, seed=3))]
+        assert bool(calls) == bool(most)
+    assert texts[0] == texts[64]
+    assert any(len(lens) > 1 and max(lens) > 1 for lens in calls)  # both kinds in one pass
+    assert max(map(max, calls)) <= 5 == model.plan.slots[0].window
+
+
+def test_the_decoding_rows_of_a_mixed_pass_are_not_counted_as_prompt():
+    pace = Pace(256, 3.0)
+    pace.mixed(10, True, 0.03)  # the time of decoding is not known yet
+    assert pace.room(True) == 256
+    pace.decoded(0.01)
+    pace.mixed(100, True, 0.03)
+    assert pace.room(True) == 100
+    pace = Pace(256, 3.0)
+    pace.mixed(100, False, 0.02)
+    pace.decoded(0.01)
+    assert pace.room(True) == 100
