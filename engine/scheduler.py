@@ -216,6 +216,8 @@ class Scheduler:
                 start = request.num_computed_tokens
                 last = start + self._to_page_end(request, min(request.pending, room))
                 ends = [end for end in request.chunk_ends if start < end < last] + [last]
+                if self.pace:  # one pass, which may include the rows that decode
+                    last, ends = ends[0], ends[:1]
                 passes += [[(request, b - a)] for a, b in zip([start, *ends], ends)]
                 room -= last - start
                 continue
