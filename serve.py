@@ -24,7 +24,7 @@ from interop.load import load
 from serving.api import Service
 from training.device import total_memory
 
-SLOWDOWN = 2.2  # most times that others' prompts make a step longer, see Engine
+SLOWDOWN = 2.2  # times that others' prompts may make a step longer: see Engine
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 LOOPBACK_NAMES = ('127.0.0.1', '[::1]', 'localhost')  # in a Host header
 

@@ -1,5 +1,5 @@
-# A model to measure servers with (lab/sessions), with random weights: GPT-2's vocabulary, half of
-# its width, and a KV cache 72 times smaller. Fast enough for two CPU cores.
+# A model to measure servers with (lab/sessions), with random weights: GPT-2's vocabulary and layers,
+# half of its width, the full stack. Fast enough for two CPU cores.
 block_size = 4096
 n_layer = 12
 n_head = 6

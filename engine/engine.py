@@ -49,7 +49,7 @@ class Engine:
             rings and states of all rows; the rest is for pages of the global slots.
         page_size: positions per page.
         prefill_chunk: maximum number of prompt tokens computed between two decode steps.
-        slowdown: lower that number so that steps with prompt tokens take at most this times as
+        slowdown: lower that number so that steps with prompt tokens take about this times as
             long as decode steps alone (`engine.pace`); 0 = it stays, and chunks do not depend on
             the speed of the device.
         prefix_budget: bytes of host memory for the prefix cache (`engine.prefix`); 0 = no cache.

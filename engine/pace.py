@@ -12,7 +12,7 @@ STEPS = 8   # earlier steps that count
 
 
 class Pace:
-    """Keeps steps with prompt tokens below `slowdown` times the duration of those without.
+    """Keeps steps with prompt tokens at about `slowdown` times the duration of those without.
 
     most: prompt tokens of a step when no row decodes, and the limit otherwise.
     """

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = 16          # requests that run at once
 START_S = 300.0
 MIB = 2 ** 20
+NAME = 'sessions'  # of the model in the API: always the same, so that a replay can go on
 SERVERS = 'nanokv', 'vllm', 'llama.cpp'
 # what makes them say token ids, and go on to the length that was asked for
 FIELDS = {'nanokv': {'return_token_ids': True, 'ignore_eos': True},
@@ -78,16 +79,16 @@ def started(name: str, program: str, config: str, longest: int, kv: int, more: l
 def nanokv(_program, model, folder, port, longest, kv):
     export(model, folder)
     return [sys.executable, 'serve.py', f'--init_from={folder}', f'--port={port}', '--page=False',
-            '--log_requests=False', f'--parallel={ROWS}', f'--max_seq_len={longest}',
-            f'--kv_budget={kv // 2}', f'--prefix_budget={kv - kv // 2}']
+            '--log_requests=False', f'--model_name={NAME}', f'--parallel={ROWS}',
+            f'--max_seq_len={longest}', f'--kv_budget={kv // 2}', f'--prefix_budget={kv - kv // 2}']
 
 
 def vllm(program, model, folder, port, longest, kv):
     export(model, folder)
     return [program or '.venv-vllm/bin/python', '-m', 'vllm.entrypoints.openai.api_server',
             f'--model={folder}', f'--port={port}', '--host=127.0.0.1', f'--max-num-seqs={ROWS}',
-            f'--max-model-len={longest}', f'--kv-cache-memory-bytes={kv}',
-            '--enable-prompt-tokens-details']
+            f'--served-model-name={NAME}', f'--max-model-len={longest}',
+            f'--kv-cache-memory-bytes={kv}', '--enable-prompt-tokens-details']
 
 
 def llama(program, model, folder, port, longest, kv):
@@ -104,7 +105,8 @@ def llama(program, model, folder, port, longest, kv):
     rest = max(0, (kv - rows * row) // MIB)
     return [program or 'llama-server', '--model', str(folder / 'model.gguf'), '--port', str(port),
             '--threads', str(torch.get_num_threads()), '--parallel', str(rows), '--no-kv-unified',
-            '--ctx-size', str(rows * row // cell), '--cache-ram', str(rest), '--no-webui']
+            '--ctx-size', str(rows * row // cell), '--cache-ram', str(rest), '--no-webui',
+            '--alias', NAME]
 
 
 COMMANDS = {'nanokv': nanokv, 'vllm': vllm, 'llama.cpp': llama}

@@ -75,11 +75,17 @@ def run(client: Vanishing, process, minutes: float, fields, ids, show=lambda sec
         errors |= set(found['errors'])
         for key in totals:
             totals[key] += found[key] or 0
-    settled = [nbytes for seconds, nbytes in memory if seconds >= SETTLED_S]
     return {'minutes': (time.monotonic() - start) / 60, 'traces': seed, 'users': USERS} | totals | {
         'failed': failed, 'errors': sorted(errors)[:5], 'replies': client.num_replies,
         'vanished': client.num_vanished, 'memory': memory,
-        'growth': max(settled) / settled[0] - 1 if settled else None}
+        'growth': growth(memory)}
+
+
+def growth(memory: list[tuple[float, int]]) -> float | None:
+    """By which share memory grew after it had settled. memory: [(seconds, bytes)]; None: too short.
+    """
+    settled = [nbytes for seconds, nbytes in memory if seconds >= SETTLED_S]
+    return max(settled) / settled[0] - 1 if settled else None
 
 
 def compare(sample, config: str, longest: int, show=lambda i: None) -> dict:

@@ -1,4 +1,5 @@
 """How many prompt tokens a step computes beside decoding rows."""
+import itertools
 import random
 import statistics
 
@@ -38,9 +39,9 @@ def test_more_tokens_on_a_fast_device_and_few_on_a_slow_one():
 
 def test_one_slow_step_changes_nothing():
     pace = Pace(256, 3.0)
-    for seconds in (0.01, 0.01, 5.0, 0.01, 0.01):
+    for seconds in (0.01, 0.01, 0.01, 0.01, 5.0):
         pace.decoded(seconds)
-    for seconds in (0.02, 0.02, 9.0, 0.02, 0.02):
+    for seconds in (0.02, 0.02, 0.02, 0.02, 9.0):
         pace.prefilled(100, seconds)
     assert pace.room(True) == 100
 
@@ -69,6 +70,25 @@ def test_texts_do_not_depend_on_the_size_of_chunks(kind, prefix, monkeypatch):
     for ids, found in zip(prompts, engine.generate(prompts, params), strict=True):
         assert_same(found, alone(model, ids, params))
     assert engine.pace._decode and engine.pace._per_token
+
+
+def test_a_paced_step_has_one_pass_that_ends_where_rows_can_resume(monkeypatch):
+    """Without a pace, a step goes on after such a position in a second pass."""
+    passes, prompts = {}, [prompt(50, 1)]
+    for slowdown in (0.0, 2.0):
+        engine = Engine(model_of('full stack'), 1, 60, page_size=4, prefill_chunk=16,
+                        prefix_budget=10 ** 6, slowdown=slowdown)
+        schedule, found = engine.scheduler.schedule, passes.setdefault(slowdown, [])
+
+        def noted(schedule=schedule, found=found):
+            work = schedule()
+            found += [[n for [(_, n)] in work.prefill]] * bool(work.prefill)
+            return work
+        monkeypatch.setattr(engine.scheduler, 'schedule', noted)
+        engine.generate(prompts, SamplingParams(1))
+    assert max(map(len, passes[0.0])) > 1 == max(map(len, passes[2.0]))
+    ends = [list(itertools.accumulate(itertools.chain(*each))) for each in passes.values()]
+    assert ends[0] == ends[1] and ends[0][-1] == 50
 
 
 def test_without_a_slowdown_chunks_do_not_depend_on_time():
@@ -134,6 +154,9 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypa
     assert texts[0] == texts[64]
     assert any(len(lens) > 1 and max(lens) > 1 for lens in calls)  # both kinds in one pass
     assert max(map(max, calls)) <= 5 == model.plan.slots[0].window
+    engine = Engine(model, 3, 60, slowdown=2.0)
+    engine.generate([[1, 2, 3]], SamplingParams(1))
+    assert len(engine.pace._per_token) == 1
 
 
 def test_the_decoding_rows_of_a_mixed_pass_are_not_counted_as_prompt():

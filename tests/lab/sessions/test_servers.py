@@ -95,7 +95,8 @@ def test_what_llama_cpp_may_use(mb, longest, rows, monkeypatch, tmp_path):
 # -- stalls ----------------------------------------------------------------------------------------
 
 class Stalling(Fake):
-    """A token each 5 ms, or 20 ms while the long prompt is computed, which takes 0.4 seconds."""
+    """A token each 5 ms, or 20 ms while the long prompt is computed, which takes 0.4 seconds; the
+    second token comes half a second after the first."""
     busy = False
 
     def ask(self, path, document, most_parts=0, answer=None):
@@ -104,8 +105,8 @@ class Stalling(Fake):
             time.sleep(0.4)
             self.busy = False
         answer.stamps.append(time.perf_counter())
-        for _ in range(document['max_tokens'] - 1):
-            time.sleep(0.02 if self.busy else 0.005)
+        for k in range(document['max_tokens'] - 1):
+            time.sleep(0.5 if k == 0 else 0.02 if self.busy else 0.005)
             answer.stamps.append(time.perf_counter())
         return answer
 
@@ -115,6 +116,7 @@ def test_gaps_before_and_during_a_long_prompt(monkeypatch):
     monkeypatch.setattr(stall, 'BEFORE_S', 0.3)
     found = stall.measure(Stalling(), {}, (0, 10), 100, 1)
     assert 0.005 <= found['before_s']['p50'] < 0.02 <= found['during_s']['p50'] < 0.1
+    assert found['before_s']['max'] < 0.4  # not from the beginning of the streams
     assert found['p99_over_median'] == found['during_s']['p99'] / found['before_s']['p50']
     assert found['long_ttft_s']['p50'] >= 0.4 > found['short_ttft_s']['p50']
     monkeypatch.setattr(stall, 'TOKENS', 70)
@@ -152,9 +154,12 @@ def fake_ask(self, path, document, most_parts=0, answer=None):
 def test_clients_that_vanish_ask_again(monkeypatch):
     monkeypatch.setattr(Client, 'ask', fake_ask)
     monkeypatch.setattr(soak, 'SAMPLE', 20)
-    client, document = Vanishing(), {'prompt': [1, 2, 3], 'max_tokens': 5}
-    for _ in range(400):
-        assert len(client.ask('completions', document).tokens) == 5
+    client = Vanishing()
+    for k in range(400):
+        asked = client.ask('completions', {'prompt': [k // 256, k % 256], 'max_tokens': 5})
+        assert len(asked.tokens) == 5
+    kept = [256 * a + b for (a, b), _ in client.sample]
+    assert len(set(kept)) == 20 and min(kept) < 200 < max(kept)
     assert client.num_replies == 400 and len(client.sample) == 20
     assert 20 < client.num_vanished < 65
     assert len(client.fake.asked) == 400 + client.num_vanished
@@ -171,6 +176,9 @@ def test_a_reply_that_is_too_short_is_lost(monkeypatch):
 
 
 def test_memory_that_grows_and_requests_that_fail_are_errors():
+    settled = [(600, 100), (800, 105), (900, 101)]
+    assert soak.growth([(0, 50), (599, 90), *settled]) == pytest.approx(0.05)
+    assert soak.growth([(600, 100), (700, 99)]) == 0 and soak.growth([(599, 90)]) is None
     soak.check({'failed': 0, 'growth': 0.019})
     soak.check({'failed': 0, 'growth': None})
     with pytest.raises(UserError, match='memory grew by 2.1%'):
