@@ -32,7 +32,6 @@ from engine.scheduler import Request, Scheduler
 from engine.view import RowView, view_of
 
 PREFILL_CHUNK = 256
-MOST_MIXED = 64         # tokens of a C++ step; torch is faster with more
 MANY_KEYS = 2304        # longer rows use the same kernels: `splits` in attention/kernels/decode.py
 DISK_BUDGET = 10 ** 11  # bytes of prefix_folder
 
@@ -281,7 +280,7 @@ class Engine:
         if len(passes) != 1 or not isinstance(self.fast_decode, NativeDecode):
             return False
         lens = [n for _, n in passes[0]]
-        return (sum(lens) + len(decoding) <= MOST_MIXED
+        return (sum(lens) + len(decoding) <= self.fast_decode.most_tokens
                 and max(lens) <= self.fast_decode.longest_text)
 
     def _mixed(self, prompts, decoding, events) -> None:

@@ -19,6 +19,9 @@ from model import GPT
 DTYPES = native.DTYPES | {torch.int8: native.INT8}
 ACTIVATIONS = {'exact': native.GELU_EXACT, 'tanh': native.GELU_TANH, 'relu2': native.RELU2}
 MULTIPLE = 8  # widths must be multiples of it: half a vector
+# Tokens up to which a step is faster than torch (37M parameters, 2 AVX-512 cores): torch's matmuls
+# of floats overtake at about 40 tokens, those in int8 at about 256.
+MOST_IN_FLOATS, MOST_IN_INT8 = 48, 256
 
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
@@ -96,6 +99,8 @@ class NativeDecode:
 
     def __init__(self, model: GPT, cache: KVCache):
         self.cache, self.vocab_size = cache, model.config.vocab_size
+        in_int8 = isinstance(model.lm_head, Int8Linear)
+        self.most_tokens = MOST_IN_INT8 if in_int8 else MOST_IN_FLOATS
         self._kept = []  # tensors whose addresses are in the structs
         self._model = self._describe(model)
         self._logits = torch.empty(cache.batch_size, self.vocab_size)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from config.gpt_config import GPTConfig
-from engine import engine as engine_module
 from engine import native
 from engine import pace as paces
 from engine.engine import Engine
+from engine.native import step as step_module
 from engine.native.step import NativeDecode
 from engine.pace import Pace
 from engine.params import SamplingParams
@@ -147,7 +147,7 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypa
     prompts = [prompt(n, seed) for seed, n in enumerate((3, 40, 5, 1, 30, 4, 4))]
     texts = {}
     for most in (0, 64):
-        monkeypatch.setattr(engine_module, 'MOST_MIXED', most)
+        monkeypatch.setattr(step_module, 'MOST_IN_FLOATS', most)
         engine = Engine(model, 3, 60, page_size=4, prefill_chunk=16, prefix_budget=prefix)
         texts[most] = [c.tokens for c in engine.generate(prompts, SamplingParams(8, seed=3))]
         assert bool(calls) == bool(most)
