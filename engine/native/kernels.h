@@ -336,36 +336,53 @@ static void int4_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y,
     }
 }
 
-// out[r] += the dot product of n elements of a weight row, which is read where it is, with those of
-// row r of x (R, k)
-template <int R, typename W>
-static void float_tile(const W* w, const float* x, int64_t k, int64_t n, float* out) {
-    constexpr int UNROLL = 4;
-    f16x acc[R][UNROLL] = {};
+// out[r * LANES + c] += dot products of n elements of R rows of x with those of C rows of a weight,
+// which are read where they are; both have k columns. UNROLL: sums of a product. ahead: elements from
+// which on the weight is fetched for later, or 0.
+template <int R, int C, int UNROLL, typename W>
+static void float_tile(const W* w, const float* x, int64_t k, int64_t n, int64_t ahead, float* out) {
+    f16x acc[R][C][UNROLL] = {};
     int64_t i = 0;
-    auto add = [&](int u) {
-        f16x weight = load(w + i);
-        for (int r = 0; r < R; r++) acc[r][u] += weight * load(x + r * k + i);
+    auto add = [&](int u, auto get) {
+        f16x weight[C];
+        for (int c = 0; c < C; c++) {
+            weight[c] = get(w + c * k + i);
+            if (ahead) __builtin_prefetch(w + c * k + i + ahead, 0, 2);
+        }
+        for (int r = 0; r < R; r++) {
+            f16x value = get(x + r * k + i);
+            for (int c = 0; c < C; c++) acc[r][c][u] += weight[c] * value;
+        }
         i += LANES;
     };
+    auto whole = [](auto* p) { return load(p); };
     while (i + UNROLL * LANES <= n)
-        for (int u = 0; u < UNROLL; u++) add(u);
-    while (i + LANES <= n) add(0);
-    for (int r = 0; i < n && r < R; r++) acc[r][0] += load_half(w + i) * load_half(x + r * k + i);
+        for (int u = 0; u < UNROLL; u++) add(u, whole);
+    while (i + LANES <= n) add(0, whole);
+    if (i < n) add(0, [](auto* p) { return load_half(p); });
     for (int r = 0; r < R; r++)
-        out[r * LANES] += sum((acc[r][0] + acc[r][1]) + (acc[r][2] + acc[r][3]));
+        for (int c = 0; c < C; c++) {
+            for (int u = 1; u < UNROLL; u++) acc[r][c][0] += acc[r][c][u];
+            out[r * LANES + c] += sum(acc[r][c][0]);
+        }
 }
 
 template <int R, typename W>
 static void float_rows(const Linear& l, const float* x, int64_t row, int64_t column, float* y,
                        int finish) {
+    constexpr int C = R < 4 ? 1 : 4;       // 4 rows: two products for each load
     float out[R * LANES] = {};
     const int64_t count = std::min<int64_t>(LANES, l.n - column);
     const int64_t chunk = R < 4 ? l.k : 1024;  // of 4 rows it stays in the first cache
-    for (int64_t i = 0; i < l.k; i += chunk)
-        for (int64_t c = 0; c < count; c++)
-            float_tile<R>((const W*)l.weight + (column + c) * l.k + i, x + row * l.k + i, l.k,
-                          std::min(chunk, l.k - i), out + c);
+    for (int64_t i = 0; i < l.k; i += chunk) {
+        const W* w = (const W*)l.weight + column * l.k + i;
+        const float* from = x + row * l.k + i;
+        const int64_t n = std::min(chunk, l.k - i);
+        int64_t c = 0;  // the first rows wait for memory, the others would not
+        const int64_t ahead = R == 4 && row == 0 ? LANES * l.k : 0;
+        for (; c + C <= count; c += C) float_tile<R, C, 4 / C>(w + c * l.k, from, l.k, n, ahead, out + c);
+        for (; c < count; c++) float_tile<R, 1, 4>(w + c * l.k, from, l.k, n, 0, out + c);
+    }
     for (int r = 0; r < R; r++)
         finish16(load(out + r * LANES), l.bias ? l.bias + column : nullptr,
                  y + (row + r) * l.n + column, count, finish);

@@ -78,9 +78,10 @@ def started(name: str, program: str, config: str, longest: int, kv: int, more: l
 
 def nanokv(_program, model, folder, port, longest, kv):
     export(model, folder)
+    rows = min(kv // 2, model.plan.nbytes(ROWS, longest, 'float32'))
     return [sys.executable, 'serve.py', f'--init_from={folder}', f'--port={port}', '--page=False',
             '--log_requests=False', f'--model_name={NAME}', f'--parallel={ROWS}',
-            f'--max_seq_len={longest}', f'--kv_budget={kv // 2}', f'--prefix_budget={kv - kv // 2}']
+            f'--max_seq_len={longest}', f'--kv_budget={rows}', f'--prefix_budget={kv - rows}']
 
 
 def vllm(program, model, folder, port, longest, kv):

@@ -82,7 +82,8 @@ def test_logits_equal_those_of_the_models_forward(kind, kv_dtype, paged):
     model = random_model(GPTConfig(**KINDS[kind]), torch.float32)
     gap = largest_gap(model, *caches(model, kv_dtype, 3, paged), prompts(13, 1, 4), steps=45)
     # K and V that differ by a float32 rounding may get neighbouring 8-bit values
-    assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
+    exact = kv_dtype == 'float32' and 'rounded' not in kind
+    assert gap < (1e-4 if exact else 0.02)
 
 
 @torch.inference_mode()
