@@ -22,7 +22,7 @@ class Preset:
     spread: float = 0.8
     think: float = 20.0       # median time from the end of a reply to the next message
     away: float = 0.0         # share of pauses in which the user is away,
-    absence: float = 600.0    # for this long (mean of an exponential distribution)
+    absence: float = 120.0    # for this long (mean of an exponential distribution)
     edit: float = 0.0         # shares of requests: an earlier message is changed,
     regenerate: float = 0.0   # the last reply is replaced,
     fork: float = 0.0         # an earlier turn is continued in another way, beside the first one

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Replays the traces of lab/sessions against nanoKV, vLLM and llama.cpp, for the tables in its README: 80 minutes on two idle
+# cores, of which 45 are the times of the chat trace. What has a file in results/sessions/replay is not measured again.
+#
+#   VLLM_PYTHON=.venv-vllm/bin/python LLAMA_SERVER=llama-server lab/scripts/sessions.sh
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+RESULTS=results/sessions/replay
+mkdir -p "$RESULTS"
+
+# trace, its KV cache in MB, server as nanokv-float32, options of the replay: how it is loaded
+replay() {
+    local trace=$1 megabytes=$2 server=$3 load=$4 more='' program=''
+    local name=$trace-${load#--}-$megabytes-$server
+    local file=$RESULTS/${name//=/-}.json
+    [ -e "$file" ] && return
+    case $server in
+        nanokv-int8) more='--weight_dtype=int8 --kv_dtype=int8' ;;
+        vllm-*) more=--dtype=${server#vllm-} program=${VLLM_PYTHON:-.venv-vllm/bin/python} ;;
+        llama*) program=${LLAMA_SERVER:-llama-server} ;;
+    esac
+    "${PYTHON:-python}" -m lab.sessions replay "lab/sessions/traces/$trace.jsonl" --start="${server%%-*}" \
+        --program="$program" --kv="${megabytes}MB" --more="$more" --save="$file" "$load"
+}
+
+# all that the prefixes of a trace take in float32 and 16 running requests, and a quarter of it
+for server in nanokv-float32 nanokv-int8 vllm-float32 vllm-bfloat16; do
+    for cell in 'chat 400' 'chat 100' 'editing 840' 'editing 210' 'forking 380' 'forking 95'; do
+        replay $cell "$server" --users=16
+    done
+done
+for server in nanokv-float32 nanokv-int8 vllm-float32 vllm-bfloat16; do
+    replay chat 100 "$server" --rate=4
+done
+replay chat 2400 llama.cpp-float16 --rate=4  # 75 MB a request
