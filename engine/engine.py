@@ -264,8 +264,9 @@ class Engine:
             work = self.scheduler.schedule()
             self.held_peak = max(self.held_peak, self.cache.held_nbytes)
             decoding = [(request, 1) for request in work.decode]
-            if self._fits_one_pass(work.prefill, decoding):
-                self._mixed(work.prefill[0], decoding, events)
+            prompts = [part for chunks in work.prefill for part in chunks]
+            if self._fits_one_pass(prompts, decoding):
+                self._mixed(prompts, decoding, events)
             else:
                 self._one_after_the_other(work.prefill, decoding, events)
         except BaseException:
@@ -274,14 +275,14 @@ class Engine:
             raise
         return events
 
-    def _fits_one_pass(self, passes, decoding) -> bool:
+    def _fits_one_pass(self, prompts, decoding) -> bool:
         """Whether the C++ step can compute prompts and decoding rows together, which reads the
         weights once (Sarathi, Agrawal et al. 2023)."""
-        if len(passes) != 1 or not isinstance(self.fast_decode, NativeDecode):
+        if not prompts or not isinstance(self.fast_decode, NativeDecode):
             return False
-        lens = [n for _, n in passes[0]]
-        return (sum(lens) + len(decoding) <= self.fast_decode.most_tokens
-                and max(lens) <= self.fast_decode.longest_text)
+        lens, once = [n for _, n in prompts], len({request.row for request, _ in prompts})
+        return (once == len(prompts) and max(lens) <= self.fast_decode.longest_text
+                and sum(lens) + len(decoding) <= self.fast_decode.most_tokens)
 
     def _mixed(self, prompts, decoding, events) -> None:
         start, parts = time.perf_counter(), prompts + decoding

@@ -12,7 +12,8 @@ STEPS = 8   # earlier steps that count
 
 
 class Pace:
-    """Keeps steps with prompt tokens at about `slowdown` times the duration of those without.
+    """Keeps steps with prompt tokens at about `slowdown` times the duration of those without; if
+    more rows compute prompts than decode, in proportion longer.
 
     most: prompt tokens of a step when no row decodes, and the limit otherwise.
     """
@@ -21,11 +22,12 @@ class Pace:
         self.most, self.slowdown = most, slowdown
         self._per_token, self._decode = deque(maxlen=STEPS), deque(maxlen=STEPS)  # seconds
 
-    def room(self, decoding: bool) -> int:
-        """Prompt tokens for the next step."""
+    def room(self, decoding: int, prompts: int = 1) -> int:
+        """Prompt tokens for the next step, with so many decoding rows, and rows that compute
+        prompts."""
         if not (decoding and self._per_token and self._decode):
             return self.most
-        seconds = (self.slowdown - 1) * median(self._decode)
+        seconds = (self.slowdown - 1) * median(self._decode) * max(1.0, prompts / decoding)
         return min(self.most, max(LEAST, int(seconds / median(self._per_token))))
 
     def mixed(self, n: int, decoding: bool, seconds: float) -> None:

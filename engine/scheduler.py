@@ -97,7 +97,8 @@ class Scheduler:
         """Return the work of the next step, after taking rows and pages for it."""
         self.num_steps += 1
         decode = self._reserve_decoding()
-        self.room = self.pace.room(bool(decode)) if self.pace else self.prefill_chunk
+        if self.pace:
+            self.room = self.pace.room(len(decode), len(self.running) - len(decode))
         self._admit()
         return Work(self._chunks(), decode)
 

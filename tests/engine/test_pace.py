@@ -21,12 +21,12 @@ from tests.helpers.serving import alone, assert_same, model_of, prompt
 
 def test_all_tokens_until_both_times_are_known_and_while_no_row_decodes():
     pace = Pace(256, 2.5)
-    assert pace.room(True) == 256
+    assert pace.room(1) == 256
     pace.decoded(0.01)
-    assert pace.room(True) == 256
+    assert pace.room(1) == 256
     pace.prefilled(256, 0.256)
-    assert pace.room(False) == 256
-    assert pace.room(True) == paces.LEAST == 16  # 1.5 * 10 of 1 ms each would be 15
+    assert pace.room(0) == 256
+    assert pace.room(1) == paces.LEAST == 16  # 1.5 * 10 of 1 ms each would be 15
 
 
 def test_more_tokens_on_a_fast_device_and_few_on_a_slow_one():
@@ -34,7 +34,14 @@ def test_more_tokens_on_a_fast_device_and_few_on_a_slow_one():
         pace = Pace(256, 4.0)
         pace.decoded(0.01)
         pace.prefilled(100, 100 * per_token)
-        assert pace.room(True) == pytest.approx(expected, abs=1)
+        assert pace.room(1) == pytest.approx(expected, abs=1)
+
+
+def test_time_is_divided_as_rows_are_when_more_compute_prompts_than_decode():
+    pace = Pace(256, 3.0)
+    pace.decoded(0.01)
+    pace.prefilled(100, 0.1)
+    assert [pace.room(4, n) for n in (0, 1, 4, 8, 12)] == [20, 20, 20, 40, 60]
 
 
 def test_one_slow_step_changes_nothing():
@@ -43,14 +50,14 @@ def test_one_slow_step_changes_nothing():
         pace.decoded(seconds)
     for seconds in (0.02, 0.02, 0.02, 0.02, 9.0):
         pace.prefilled(100, seconds)
-    assert pace.room(True) == 100
+    assert pace.room(1) == 100
 
 
 def test_steps_take_at_most_what_they_may_on_a_device_with_a_cost_per_pass():
     """Simulated: a pass of n tokens takes 2 ms and 0.1 ms per token, a decode pass 8 ms."""
     pace, steps = Pace(256, 2.5), []
     for _ in range(60):
-        n = pace.room(True)
+        n = pace.room(1)
         seconds = 2e-3 + 1e-4 * n
         pace.prefilled(n, seconds)
         pace.decoded(8e-3)
@@ -63,7 +70,7 @@ def test_steps_take_at_most_what_they_may_on_a_device_with_a_cost_per_pass():
 @pytest.mark.parametrize('prefix', [0, 10 ** 6])
 def test_texts_do_not_depend_on_the_size_of_chunks(kind, prefix, monkeypatch):
     draw = random.Random(1)
-    monkeypatch.setattr(Pace, 'room', lambda self, decoding: draw.randint(1, self.most))
+    monkeypatch.setattr(Pace, 'room', lambda self, decoding, prompts: draw.randint(1, self.most))
     model, params = model_of(kind), SamplingParams(8, seed=3)
     engine = Engine(model, 3, 60, page_size=4, prefill_chunk=16, prefix_budget=prefix, slowdown=2.0)
     prompts = [prompt(n, seed) for seed, n in enumerate((40, 3, 17, 1, 30, 40))]
@@ -121,7 +128,7 @@ def test_a_long_prompt_does_not_wait_forever():
 def test_a_prompt_is_due_later_if_steps_compute_less():
     s = Simulation(batch_size=3, max_seq_len=40, n_pages=40, prefill_chunk=8)
     s.scheduler.pace = Pace(8, 2.0)
-    s.scheduler.pace.room = lambda decoding: 2
+    s.scheduler.pace.room = lambda decoding, prompts: 2
     first = s.add(20, 1)
     s.step()
     assert first.due == 1 + 20 // 2
@@ -159,14 +166,30 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypa
     assert len(engine.pace._per_token) == 1
 
 
+@pytest.mark.skipif(native.library() is None, reason='no compiler here')
+def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch):
+    """Prompts that began earlier, too, which have a pass of their own in torch."""
+    shapes, extend = [], NativeDecode.extend
+    monkeypatch.setattr(NativeDecode, 'extend', lambda self, texts, rows: (
+        shapes.append(sorted(map(len, texts))), extend(self, texts, rows))[1])
+    monkeypatch.setattr(Pace, 'room', lambda self, decoding, prompts: 6)
+    engine = Engine(wide_model(), 4, 60, page_size=4, prefill_chunk=16, prefix_budget=10 ** 6,
+                    slowdown=2.0)
+    said = prompt(18, 1)
+    engine.generate([said], SamplingParams(2))  # the next ones begin after it
+    del shapes[:]
+    engine.generate([prompt(2, 0), said + prompt(3, 2), said + prompt(4, 3)], SamplingParams(8))
+    assert any(len(lens) == 3 and lens[-2] > 1 for lens in shapes), shapes
+
+
 def test_the_decoding_rows_of_a_mixed_pass_are_not_counted_as_prompt():
     pace = Pace(256, 3.0)
     pace.mixed(10, True, 0.03)  # the time of decoding is not known yet
-    assert pace.room(True) == 256
+    assert pace.room(1) == 256
     pace.decoded(0.01)
     pace.mixed(100, True, 0.03)
-    assert pace.room(True) == 100
+    assert pace.room(1) == 100
     pace = Pace(256, 3.0)
     pace.mixed(100, False, 0.02)
     pace.decoded(0.01)
-    assert pace.room(True) == 100
+    assert pace.room(1) == 100
