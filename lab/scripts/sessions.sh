@@ -25,10 +25,16 @@ replay() {
 
 # all that the prefixes of a trace take in float32 and 16 running requests, and a quarter of it
 for server in nanokv-float32 nanokv-int8 vllm-float32 vllm-bfloat16; do
-    for cell in 'chat 400' 'chat 100' 'editing 840' 'editing 210' 'forking 380' 'forking 95'; do
+    for cell in 'chat 400' 'editing 840' 'forking 380'; do
         # shellcheck disable=SC2086
         replay $cell $server --users=16
     done
     replay chat 100 $server --rate=4
+done
+for server in nanokv-float32 nanokv-int8 vllm-float32; do
+    for cell in 'chat 100' 'editing 210' 'forking 95'; do
+        # shellcheck disable=SC2086
+        replay $cell $server --users=16
+    done
 done
 replay chat 2400 llama.cpp-float16 --rate=4  # 75 MB a request
