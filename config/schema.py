@@ -261,10 +261,8 @@ BENCH = _keys(
     ('repeats', 5, 'all modes but train and kernels: timed rounds, at least 5, after a warm-up'),
 ) + KV_DTYPE + _keys(
     ('prefill_chunk', 0, "mode prefill: tokens per chunk; 0 = one chunk (serve: the engine's)"),
-    ('requests', 64, 'modes serve and chat: number of requests'),
-    ('dialogues', 64, 'mode chat: concurrent conversations, up to the longest of contexts'),
+    ('requests', 64, 'mode serve: number of requests'),
     ('message', 20, 'mode chat, and prefill against vllm: tokens of the timed message'),
-    ('shares', '100,50,25', 'mode chat: prefix cache sizes, in percent of all conversations'),
     ('page_sizes', '64', 'mode chat: positions per page of the prefix cache'),
     ('output_lengths', '16,256', 'mode serve: shortest and longest output (log-uniform)'),
     ('budget', '', "mode decode: KV memory to fill, as '1GB'; replaces batch_sizes"),

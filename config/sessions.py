@@ -1,4 +1,4 @@
-# A model to measure servers with (lab/sessions), with random weights: GPT-2's vocabulary and layers,
+# To measure servers with (lab/sessions), with random weights: GPT-2's vocabulary and layers,
 # half of its width, the full stack. Fast enough for two CPU cores.
 block_size = 4096
 n_layer = 12

@@ -1,10 +1,9 @@
-"""--mode=chat: conversations that reuse prefix caches of several sizes, and the time this saves.
+"""--mode=chat: what the prefix cache keeps of a conversation, and the time that it saves.
 
-Measures a simulated workload of dialogues (`lab.benchmarks.dialogues`) by page size and cache size
-(a share of the bytes needed to cache everything); the bytes of one dialogue of 180 messages against
-vanilla GPT-2 in bfloat16, with all positions and compact: with the anchors that stay under memory
-pressure; and the time to the first token of the reply to a
-message of `message` tokens after each of `contexts`, with the prefix cache and without.
+Measures the bytes of one dialogue of 180 messages by page size against vanilla GPT-2 in bfloat16,
+with all positions and compact: with the anchors that stay under memory pressure; and the time to
+the first token of the reply to a message of `message` tokens after each of `contexts`, with the
+prefix cache and without. Whole sessions of many users: lab/sessions.
 """
 from pathlib import Path
 
@@ -12,45 +11,26 @@ import torch
 
 from config.errors import UserError
 from lab.benchmarks import clock, setting
-from lab.benchmarks.dialogues import Served, Workload, simulate
+from lab.sessions.simulate import UNLIMITED, Served
 
 MESSAGES = 180  # mean number per dialogue (Character.AI, "Optimizing AI Inference", 2024)
-UNLIMITED = 10 ** 15  # bytes
 
 
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
-    _, config = setting.begin(s, data_root, s.message, requests=1, dialogues=1, message=1)
-    contexts, shares, page_sizes = (setting.numbers(name, getattr(s, name))
-                                    for name in ('contexts', 'shares', 'page_sizes'))
+    _, config = setting.begin(s, data_root, s.message, message=1)
+    contexts, page_sizes = (setting.numbers(name, getattr(s, name))
+                            for name in ('contexts', 'page_sizes'))
     longest = max(contexts)
     if longest < 2 * max(page_sizes):
         raise UserError(f'contexts={s.contexts!r}: the longest must be at least two pages of '
                         f'page_sizes={s.page_sizes!r}, or nothing is cached')
     model = setting.build(config, s)
-    document = setting.facts(s, {'ours': model}) | {
-        'requests': s.requests, 'dialogues': s.dialogues, 'messages': MESSAGES,
-        'message': s.message, 'longest': longest}
+    document = setting.facts(s, {'ours': model}) | {'message': s.message}
     document['bytes'] = [row for size in page_sizes
                          for row in one_dialogue(model, longest, size, s)]
-    document['workload'] = [cell for size in page_sizes
-                            for cell in budgets(model, longest, size, shares, s)]
     document['cells'] = [measure(model, context, s) for context in contexts]
     return document
-
-
-def budgets(model, longest, page_size, shares, s) -> list[dict]:
-    """The same workload with each budget, the first unlimited."""
-    cells, kv_dtype, budget = [], model.resolved_kv_dtype(s.kv_dtype), UNLIMITED
-    message_tokens = max(2, longest // (MESSAGES + 25))
-    for share in [100, *(share for share in shares if share != 100)]:
-        if cells:
-            budget = cells[0]['held_nbytes'] * share // 100
-        workload = Workload(s.dialogues, MESSAGES, message_tokens, longest, seed=s.seed)
-        title = f'{s.dialogues} dialogues, pages of {page_size}, {share}% of the bytes'
-        cell = simulate(model.plan, workload, s.requests, page_size, kv_dtype, budget, title)
-        cells.append(cell | {'share': share})
-    return cells
 
 
 def one_dialogue(model, longest, page_size, s) -> list[dict]:

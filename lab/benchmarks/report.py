@@ -222,18 +222,9 @@ def kernel_tables(document) -> list[Table]:
 
 def chat_tables(document) -> list[Table]:
     page = {'page': number('page_size', '')}
-    workload = (f"{document['requests']:,} requests of {document['dialogues']:,} dialogues of up "
-                f"to {document['longest']:,} tokens")
     first = f"time to the first token of a message of {document['message']} tokens"
     size = 'bytes kept of one dialogue, everything included, against vanilla GPT-2 in bfloat16'
     return [
-        make_table(workload, document['workload'], page | {
-            'of the bytes, %': number('share', ''),
-            'tokens found, %': number('hit_rate', '.1f', 100),
-            'computed a request': number('computed_per_request', ',.0f'),
-            'of': number('prompt_tokens_per_request', ',.0f'),
-            'MB a dialogue': lambda row: megabytes(row['held_nbytes'] / row['dialogues']),
-            'evicted': number('evicted')}),
         make_table(size, document['bytes'], page | {
             'kept': kept, 'tokens': number('tokens'), 'messages': number('messages', ''),
             'MB': megabytes_of('held_nbytes'), 'vanilla, MB': megabytes_of('vanilla_nbytes'),

@@ -1,5 +1,5 @@
 """Blocks on the gains in decoding and serving."""
-from lab.pages.blocks import block, cells, item, load, prose, ratio, speed, table, tpot
+from lab.pages.blocks import RESULTS, block, cells, item, load, prose, ratio, speed, table, tpot
 
 
 def decode_cells() -> dict[tuple[int, int], dict]:
@@ -107,7 +107,11 @@ def conversations() -> str:
     chat = load('cpu/chat')
     [cell] = [cell for cell in chat['cells'] if cell['context'] == 8192]
     whole, compact = (row for row in chat['bytes'] if row['page_size'] == 64)
-    hits = {row['share']: row['hit_rate'] for row in chat['workload'] if row['page_size'] == 64}
+    traces = {found['trace']: found for found in load('sessions/simulated')['traces']}
+    sessions = traces['chat']
+    found = {cell['share']: 1 - cell['computed'] / sessions['prompt_tokens']
+             for cell in sessions['cells']}
+    possible = 1 - sessions['unavoidable'] / sessions['prompt_tokens']
     ttft = {name: model['ttft_ms']['median'] for name, model in cell['sides'].items()}
     rounds = cell['ratios']['ttft']['without a store']
     return prose(
@@ -118,9 +122,11 @@ def conversations() -> str:
         included, or under memory pressure {compact['held_nbytes'] / 1e6:.1f}:
         {whole['smaller']:.0f} and {compact['smaller']:.0f} times less than vanilla's K/V in
         bfloat16 (weights in {chat['dtype']}, K/V in {chat['kv_dtype']}, blocks of 64, batch 1).""",
-        f"""Of {chat['dialogues']} such dialogues ({chat['requests']} requests; edits, forks, users
-        who leave and return) {hits[100]:.0%} of the prompt tokens are reused, {hits[50]:.0%} in
-        half the memory, {hits[25]:.0%} in a quarter. ({chat['processor']}.)""")
+        f"""Of {sessions['sessions']} sessions ({sessions['requests']} requests; edits, forks, users
+        who leave and return) {found[100]:.1%} of the prompt tokens are reused, where
+        {possible:.1%} were computed before; {found[50]:.1%} in half the memory, {found[25]:.1%} in
+        a quarter ([lab/sessions](../lab/sessions/README.md#what-the-prefix-cache-recomputes)).
+        ({chat['processor']}.)""")
 
 
 @block
@@ -151,6 +157,60 @@ def sessions_stalls() -> str:
             f"{found['repeats']} long prompts of {found['long']:,} tokens:\n\n"
             + table('| weights and K/V | gaps before, median | 99% | gaps during, median | 99% '
                     '| 99% during over median before | first token, long | short |', rows))
+
+
+def replays() -> list[dict]:
+    """Of lab/scripts/sessions.sh, in its order, with the name of the server."""
+    order = {name: i for i, name in enumerate((
+        'nanoKV, float32', 'nanoKV, int8', 'vLLM, float32', 'vLLM, bfloat16', 'llama.cpp'))}
+    names = {'nanokv': 'nanoKV, ', 'vllm': 'vLLM, ', 'llama.cpp': 'llama.cpp'}
+    kinds = {'nanokv': 'float32', 'llama.cpp': ''}
+    found = []
+    for path in sorted((RESULTS / 'sessions' / 'replay').glob('*.json')):
+        each = load(path.relative_to(RESULTS).with_suffix(''))
+        kind = 'int8' if 'int8' in each['more'] else each['more'].removeprefix('--dtype=')
+        server = names[each['server']] + (kind or kinds[each['server']])
+        found.append(each | {'name': server})
+    return sorted(found, key=lambda each: (each['trace'], -each['kv'], order[each['name']]))
+
+
+@block
+def sessions_saturated() -> str:
+    """Closed loops."""
+    rows = []
+    for found in replays():
+        if found['users']:
+            again = found['computed'] - found['unavoidable']
+            rows.append(f"| `{found['trace']}` | {found['kv'] / 1e6:.0f} | {found['name']} "
+                        f"| {found['tokens_per_second']:,.0f} | {found['computed']:,} "
+                        f"| {again:,} | {found['over_unavoidable']:.2f} "
+                        f"| {milliseconds(found['ttft_s'], 'p50', 'p95')} "
+                        f"| {milliseconds(found['tpot_s'], 'p50')} |")
+            title = f"{found['processor']}; {found['users']} users at once"
+    return f'{title}:\n\n' + table(
+        '| trace | KV cache, MB | server | tokens/s | computed | of them again | over unavoidable '
+        '| first token, ms: 50% | 95% | each further token |', rows)
+
+
+@block
+def sessions_open() -> str:
+    """Open loops."""
+    rows = []
+    for found in replays():
+        if not found['users']:
+            rows.append(f"| {found['name']} | {found['kv'] / 1e6:,.0f} | {found['computed']:,} "
+                        f"| {milliseconds(found['ttft_s'], 'p50', 'p95', 'p99')} "
+                        f"| {milliseconds(found['tpot_s'], 'p50')} "
+                        f"| {milliseconds(found['gap_s'], 'p99')} |")
+            title = f"{found['processor']}; {found['requests']} requests in {found['seconds']:.0f} s"
+    return f'{title}:\n\n' + table(
+        '| server | KV cache, MB | computed | first token, ms: 50% | 95% | 99% '
+        '| each further token | gaps, 99% |', rows)
+
+
+def milliseconds(found: dict, *names: str) -> str:
+    """Percentiles as cells of a table."""
+    return ' | '.join(f'{1000 * found[name]:,.1f}' for name in names)
 
 
 @block

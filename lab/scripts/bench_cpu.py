@@ -54,7 +54,7 @@ BENCHES = {
     'against-vllm-bfloat16': VLLM + ' --dtype=bfloat16',
     'against-vllm-prefill': FULL + 'prefill --against=vllm --contexts=1024,4096' + STORED_INT8,
     'serve': FULL + 'serve --batch_sizes=16 --contexts=64',
-    'chat': FULL + 'chat --contexts=1024,8192 --kv_dtype=int8 --requests=500 --page_sizes=16,64',
+    'chat': FULL + 'chat --contexts=1024,8192 --kv_dtype=int8 --page_sizes=16,64',
 }
 
 

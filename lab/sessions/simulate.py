@@ -1,12 +1,15 @@
 """Replays a trace on the prefix cache alone, without a model: what is recomputed at which size."""
 import numpy as np
+import torch
 
+from engine.paged import PagedKVCache
+from engine.prefix import PrefixStore
 from lab.benchmarks.clock import progress
-from lab.benchmarks.dialogues import Served
 from lab.sessions.known import Known
 from lab.sessions.trace import Trace
 
 UNLIMITED = 10 ** 15  # bytes
+CHUNK = 256           # tokens of a prompt that are computed at a time
 
 
 def texts(trace: Trace):
@@ -25,6 +28,58 @@ def unavoidable(trace: Trace) -> dict:
         totals += len(prompt), known.unavoidable(prompt), len(reply)
         known.add(np.concatenate([prompt, reply[:-1]]))  # the last one is never an input
     return dict(zip(('prompt_tokens', 'unavoidable', 'reply_tokens'), map(int, totals)))
+
+
+class Served:
+    """One row of a paged cache with a prefix store, serving one request at a time; K and V are
+    random numbers."""
+
+    def __init__(self, plan, max_seq_len: int, page_size: int, kv_dtype: str, budget: int):
+        n_pages = -(-max_seq_len // page_size) + 1  # for one request: the rest is in host memory
+        self.cache = PagedKVCache(plan, 1, max_seq_len, n_pages=n_pages, page_size=page_size,
+                                  kv_dtype=kv_dtype)
+        self.store, self.chunk = PrefixStore(self.cache, budget), max(CHUNK, page_size)
+        self.kv = [torch.randn(1, slot.n_kv_head, self.chunk, slot.head_dim) for slot in plan.slots]
+
+    def serve(self, tokens: list[int], reply: list[int]) -> int:
+        """Serve a request as the engine would. Returns the number of tokens found in the cache."""
+        store = self.store
+        hit = store.match(tokens)
+        self.last_block = store.restore(0, hit)
+        found, stops = self.cache.length(0), store.chunk_ends(hit, len(tokens))
+        store.stats.requests += 1
+        store.stats.looked_up += len(tokens)
+        store.stats.found += found
+        for stop in [*stops, len(tokens)]:
+            while self.cache.length(0) < stop:
+                self._feed(tokens, min(stop, self.cache.length(0) + self.chunk))
+        said, size = tokens + reply[:-1], store.size  # the last sampled token is not an input
+        while self.cache.length(0) < len(said):
+            self._feed(said, min(len(said), (self.cache.length(0) // size + 1) * size))
+        store.end(0, self.last_block, said)
+        self.cache.reset([0])
+        store.release(self.last_block)
+        return found
+
+    def _feed(self, tokens, end):
+        n = end - self.cache.length(0)
+        self.cache.begin(n)
+        for slot, kv in zip(self.cache.plan.slots, self.kv):
+            self.cache.append(self.cache.plan.layers[slot.owner], kv[:, :, :n], kv[:, :, :n])
+        self.cache.commit()
+        self.last_block = self.store.extend(0, self.last_block, tokens[:end])
+
+    def compact(self) -> None:
+        """Drop all that goes before a conversation as a whole does."""
+        while self.store.has_droppable_parts:
+            self.store.shrink_to(self.store.nbytes - 1)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of everything cached: in host memory, and in pages without a copy there."""
+        only_in_pool = sum(block.page >= 0 and block.copy is None
+                           for block in self.store.blocks)
+        return self.store.nbytes + only_in_pool * self.store.copier.page_nbytes
 
 
 def replay(trace: Trace, plan, kv_dtype: str, page_size: int, budget: int, title='') -> dict:
