@@ -202,7 +202,8 @@ def sessions_open() -> str:
                         f"| {milliseconds(found['ttft_s'], 'p50', 'p95', 'p99')} "
                         f"| {milliseconds(found['tpot_s'], 'p50')} "
                         f"| {milliseconds(found['gap_s'], 'p99')} |")
-            title = f"{found['processor']}; {found['requests']} requests in {found['seconds']:.0f} s"
+            title = (f"{found['processor']}; {found['requests']} requests, "
+                     f"{found['rate']:g} times as fast as the trace")
     return f'{title}:\n\n' + table(
         '| server | KV cache, MB | computed | first token, ms: 50% | 95% | 99% '
         '| each further token | gaps, 99% |', rows)
