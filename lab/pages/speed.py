@@ -209,6 +209,38 @@ def sessions_open() -> str:
         '| each further token | gaps, 99% |', rows)
 
 
+@block
+def sessions_compared() -> str:
+    cells = {(found['trace'], found['users'] > 0, round(found['kv'] / 1e6), found['name']): found
+             for found in replays()}
+
+    def again(trace, megabytes, name):
+        found = cells[trace, True, megabytes, name]
+        return f"{found['computed'] - found['unavoidable']:,}"
+
+    speeds = {name: found['tokens_per_second'] for (*load, name), found in cells.items()
+              if load == ['chat', True, 400]}
+    first = {name: found['ttft_s']['p95'] for (trace, closed, _, name), found in cells.items()
+             if not closed}
+    ratios = {name: ' and '.join(f"{first[name] / first[f'nanoKV, {kind}']:.1f}"
+                                 for kind in ('float32', 'int8')) for name in first}
+    most = max(found['over_unavoidable'] for found in cells.values()
+               if found['users'] and found['kv'] >= 380e6 and 'nanoKV' in found['name'])
+    return prose(
+        f"""With room for all, nanoKV computes at most {most:.2f} times the unavoidable tokens.
+        With a quarter of it, it computes again {again('editing', 210, 'nanoKV, float32')}
+        (`editing`) and {again('forking', 95, 'nanoKV, float32')} tokens (`forking`) in float32,
+        vLLM in the same bytes and dtype {again('editing', 210, 'vLLM, float32')} and
+        {again('forking', 95, 'vLLM, float32')}. Saturated with `chat` it makes
+        {speeds['nanoKV, float32'] / speeds['vLLM, float32']:.1f} times the tokens of vLLM in
+        float32, and in int8 {speeds['nanoKV, int8'] / speeds['vLLM, bfloat16']:.1f} times those of
+        vLLM in bfloat16.""",
+        f"""At the same rate of requests the 95th percentile of the times to the first token is that
+        of vLLM in float32 divided by {ratios['vLLM, float32']} (nanoKV in float32 and in int8),
+        of vLLM in bfloat16 by {ratios['vLLM, bfloat16']}, and of llama.cpp, which has vanilla
+        GPT-2 and 24 times the bytes, by {ratios['llama.cpp']}.""")
+
+
 def milliseconds(found: dict, *names: str) -> str:
     """Percentiles as cells of a table."""
     return ' | '.join(f'{1000 * found[name]:,.1f}' for name in names)
