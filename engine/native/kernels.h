@@ -370,7 +370,7 @@ static void float_tile(const W* w, const float* x, int64_t k, int64_t n, int64_t
 template <int R, typename W>
 static void float_rows(const Linear& l, const float* x, int64_t row, int64_t column, float* y,
                        int finish) {
-    constexpr int C = R < 4 ? 1 : 4;       // 4 rows: two products for each load
+    constexpr int C = R < 4 ? 1 : 4;  // 4 rows: two products for each load
     float out[R * LANES] = {};
     const int64_t count = std::min<int64_t>(LANES, l.n - column);
     const int64_t chunk = R < 4 ? l.k : 1024;  // of 4 rows it stays in the first cache
@@ -378,8 +378,9 @@ static void float_rows(const Linear& l, const float* x, int64_t row, int64_t col
         const W* w = (const W*)l.weight + column * l.k + i;
         const float* from = x + row * l.k + i;
         const int64_t n = std::min(chunk, l.k - i);
-        int64_t c = 0;  // the first rows wait for memory, the others would not
+        // the other rows find the weights in the cache, as the first ones have read them
         const int64_t ahead = R == 4 && row == 0 ? LANES * l.k : 0;
+        int64_t c = 0;
         for (; c + C <= count; c += C) float_tile<R, C, 4 / C>(w + c * l.k, from, l.k, n, ahead, out + c);
         for (; c < count; c++) float_tile<R, 1, 4>(w + c * l.k, from, l.k, n, 0, out + c);
     }

@@ -121,12 +121,13 @@ def conversations() -> str:
         prefix cache keeps {whole['held_nbytes'] / 1e6:.1f} MB for the conversation, everything
         included, or under memory pressure {compact['held_nbytes'] / 1e6:.1f}:
         {whole['smaller']:.0f} and {compact['smaller']:.0f} times less than vanilla's K/V in
-        bfloat16 (weights in {chat['dtype']}, K/V in {chat['kv_dtype']}, blocks of 64, batch 1).""",
-        f"""Of {sessions['sessions']} sessions ({sessions['requests']} requests; edits, forks, users
-        who leave and return) {found[100]:.1%} of the prompt tokens are reused, where
-        {possible:.1%} were computed before; {found[50]:.1%} in half the memory, {found[25]:.1%} in
-        a quarter ([lab/sessions](../lab/sessions/README.md#what-the-prefix-cache-recomputes)).
-        ({chat['processor']}.)""")
+        bfloat16 (weights in {chat['dtype']}, K/V in {chat['kv_dtype']}, blocks of 64, batch 1;
+        {chat['processor']}).""",
+        f"""In {sessions['sessions']} sessions, one request after the other (edits, forks, users who
+        leave and return),
+        {found[100]:.1%} of the prompt tokens are reused, of {possible:.1%} that had been computed
+        before; {found[50]:.1%} in half the memory, {found[25]:.1%} in a quarter
+        ([lab/sessions](../lab/sessions/README.md#what-the-prefix-cache-recomputes)).""")
 
 
 @block
@@ -159,19 +160,21 @@ def sessions_stalls() -> str:
                     '| 99% during over median before | first token, long | short |', rows))
 
 
+SERVERS = {'nanokv': 'nanoKV, float32', 'nanokv int8': 'nanoKV, int8',
+           'vllm float32': 'vLLM, float32', 'vllm bfloat16': 'vLLM, bfloat16',
+           'llama.cpp': 'llama.cpp, float16'}
+
+
 def replays() -> list[dict]:
-    """Of lab/scripts/sessions.sh, in its order, with the name of the server."""
-    order = {name: i for i, name in enumerate((
-        'nanoKV, float32', 'nanoKV, int8', 'vLLM, float32', 'vLLM, bfloat16', 'llama.cpp'))}
-    names = {'nanokv': 'nanoKV, ', 'vllm': 'vLLM, ', 'llama.cpp': 'llama.cpp'}
-    kinds = {'nanokv': 'float32', 'llama.cpp': ''}
+    """The results of lab/scripts/sessions.sh, with the name of the server."""
     found = []
-    for path in sorted((RESULTS / 'sessions' / 'replay').glob('*.json')):
+    for path in (RESULTS / 'sessions' / 'replay').glob('*.json'):
         each = load(path.relative_to(RESULTS).with_suffix(''))
-        kind = 'int8' if 'int8' in each['more'] else each['more'].removeprefix('--dtype=')
-        server = names[each['server']] + (kind or kinds[each['server']])
-        found.append(each | {'name': server})
-    return sorted(found, key=lambda each: (each['trace'], -each['kv'], order[each['name']]))
+        dtype = each['more'].rpartition('=')[2]
+        found.append(each | {'name': SERVERS[f"{each['server']} {dtype}".strip()]})
+    order = list(SERVERS.values())
+    return sorted(found, key=lambda each: (
+        each['trace'], -each['kv'] * bool(each['users']), order.index(each['name'])))
 
 
 @block
@@ -211,34 +214,29 @@ def sessions_open() -> str:
 
 @block
 def sessions_compared() -> str:
-    cells = {(found['trace'], found['users'] > 0, round(found['kv'] / 1e6), found['name']): found
-             for found in replays()}
+    closed = {(found['trace'], found['kv'] // 10 ** 6, found['name']): found
+              for found in replays() if found['users']}
+    first = [f"{found['name']}: {1000 * found['ttft_s']['p95']:,.0f}"
+             for found in replays() if not found['users']]
+    most = max(found['over_unavoidable'] for (_, megabytes, name), found in closed.items()
+               if megabytes >= 380 and 'nanoKV' in name)
 
-    def again(trace, megabytes, name):
-        found = cells[trace, True, megabytes, name]
-        return f"{found['computed'] - found['unavoidable']:,}"
+    def again(name):
+        cells = closed['editing', 210, name], closed['forking', 95, name]
+        return ' and '.join(f"{cell['computed'] - cell['unavoidable']:,}" for cell in cells)
 
-    speeds = {name: found['tokens_per_second'] for (*load, name), found in cells.items()
-              if load == ['chat', True, 400]}
-    first = {name: found['ttft_s']['p95'] for (trace, closed, _, name), found in cells.items()
-             if not closed}
-    ratios = {name: ' and '.join(f"{first[name] / first[f'nanoKV, {kind}']:.1f}"
-                                 for kind in ('float32', 'int8')) for name in first}
-    most = max(found['over_unavoidable'] for found in cells.values()
-               if found['users'] and found['kv'] >= 380e6 and 'nanoKV' in found['name'])
+    def faster(ours, theirs):
+        ours, theirs = (closed['chat', 400, name]['tokens_per_second'] for name in (ours, theirs))
+        return f'{ours / theirs:.1f}'
     return prose(
-        f"""With room for all, nanoKV computes at most {most:.2f} times the unavoidable tokens.
-        With a quarter of it, it computes again {again('editing', 210, 'nanoKV, float32')}
-        (`editing`) and {again('forking', 95, 'nanoKV, float32')} tokens (`forking`) in float32,
-        vLLM in the same bytes and dtype {again('editing', 210, 'vLLM, float32')} and
-        {again('forking', 95, 'vLLM, float32')}. Saturated with `chat` it makes
-        {speeds['nanoKV, float32'] / speeds['vLLM, float32']:.1f} times the tokens of vLLM in
-        float32, and in int8 {speeds['nanoKV, int8'] / speeds['vLLM, bfloat16']:.1f} times those of
-        vLLM in bfloat16.""",
-        f"""At the same rate of requests the 95th percentile of the times to the first token is that
-        of vLLM in float32 divided by {ratios['vLLM, float32']} (nanoKV in float32 and in int8),
-        of vLLM in bfloat16 by {ratios['vLLM, bfloat16']}, and of llama.cpp, which has vanilla
-        GPT-2 and 24 times the bytes, by {ratios['llama.cpp']}.""")
+        f"""With room for all, nanoKV computes at most {most:.2f} times the unavoidable tokens. With
+        a quarter of it, it computes {again('nanoKV, float32')} tokens of `editing` and `forking`
+        again in float32, and vLLM in the same bytes and dtype {again('vLLM, float32')}. Saturated
+        with `chat` it makes {faster('nanoKV, float32', 'vLLM, float32')} times the tokens of vLLM
+        in float32, and in int8 {faster('nanoKV, int8', 'vLLM, bfloat16')} times those of vLLM in
+        bfloat16.""",
+        f"""95th percentile of the times to the first token at the same rate of requests, in
+        milliseconds: {'; '.join(first)} (with 24 times the bytes).""")
 
 
 def milliseconds(found: dict, *names: str) -> str:
