@@ -58,7 +58,7 @@ def _compiled() -> Path:
     if compiler is None:
         raise Unavailable(f"no compiler: {' or '.join(names)} is needed")
     sources = sorted(HERE.glob('*.cpp')) + sorted(HERE.glob('*.h'))
-    inputs = [compiler, *FLAGS, processor(), *(path.read_text() for path in sources)]
+    inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
     home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     path = Path(home, 'nanokv', 'native', f'{name}.so')
@@ -67,7 +67,7 @@ def _compiled() -> Path:
     return path
 
 
-def processor() -> str:
+def _processor() -> str:
     """Identify the processor for -march=native, since machines may share a home folder."""
     try:
         lines = Path('/proc/cpuinfo').read_text().splitlines()

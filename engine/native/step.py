@@ -9,7 +9,7 @@ from torch import nn
 
 from config.errors import UserError
 from engine import native
-from engine.linear import describe
+from engine.linear import MOST_ROWS, describe, few_rows
 from engine.paged import PagedKVCache, PagedStore
 from engine.quantized import Int8Embedding, Int8Linear, QuantizedLinear
 from kv.cache import KVCache
@@ -20,9 +20,9 @@ DTYPES = native.DTYPES | {torch.int8: native.INT8}
 ACTIVATIONS = {'exact': native.GELU_EXACT, 'tanh': native.GELU_TANH, 'relu2': native.RELU2}
 MULTIPLE = 8  # widths must be multiples of it: half a vector
 # Tokens up to which a step is taken instead of torch (measured with 37M parameters on 2 AVX-512
-# cores): torch's matmuls of floats overtake at about 40 on Intel. On AMD, where MKL has no AVX-512,
-# and in int8 the step is at least as fast up to 256, a whole chunk; the rest is for decoding rows.
-MOST_IN_FLOATS, MOST_IN_INT8 = (320 if 'AMD' in native.processor() else 48), 320
+# cores). It is faster for a whole chunk of 256 in int8, and in floats where MKL does not use
+# AVX-512, as on AMD (see `few_rows`); the rest is for decoding rows. Elsewhere up to about 40.
+FEW, MANY = 48, 320
 
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
@@ -101,7 +101,7 @@ class NativeDecode:
     def __init__(self, model: GPT, cache: KVCache):
         self.cache, self.vocab_size = cache, model.config.vocab_size
         in_int8 = isinstance(model.lm_head, Int8Linear)
-        self.most_tokens = MOST_IN_INT8 if in_int8 else MOST_IN_FLOATS
+        self.most_tokens = MANY if in_int8 or few_rows(model.dtype) == MOST_ROWS else FEW
         self._kept = []  # tensors whose addresses are in the structs
         self._model = self._describe(model)
         self._logits = torch.empty(cache.batch_size, self.vocab_size)

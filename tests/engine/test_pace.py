@@ -10,7 +10,6 @@ from config.gpt_config import GPTConfig
 from engine import native
 from engine import pace as paces
 from engine.engine import Engine
-from engine.native import step as step_module
 from engine.native.step import NativeDecode
 from engine.pace import Pace
 from engine.params import SamplingParams
@@ -42,6 +41,19 @@ def test_time_is_divided_as_rows_are_when_more_compute_prompts_than_decode():
     pace.decoded(0.01)
     pace.prefilled(100, 0.1)
     assert [pace.room(4, n) for n in (0, 1, 4, 8, 12)] == [20, 20, 20, 40, 60]
+
+
+def test_the_scheduler_counts_rows_that_decode_and_that_compute_prompts():
+    s, counted = Simulation(batch_size=4, max_seq_len=40, n_pages=40, prefill_chunk=8), []
+    s.scheduler.pace = Pace(8, 2.0)
+    s.scheduler.pace.room = lambda decoding, prompts: counted.append((decoding, prompts)) or 2
+    s.add(2, 9)
+    s.step()
+    s.add(9, 1)
+    s.add(9, 1)
+    s.step()
+    s.step()
+    assert counted == [(0, 0), (1, 0), (1, 2)]
 
 
 def test_one_slow_step_changes_nothing():
@@ -154,8 +166,8 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypa
     prompts = [prompt(n, seed) for seed, n in enumerate((3, 40, 5, 1, 30, 4, 4))]
     texts = {}
     for most in (0, 64):
-        monkeypatch.setattr(step_module, 'MOST_IN_FLOATS', most)
         engine = Engine(model, 3, 60, page_size=4, prefill_chunk=16, prefix_budget=prefix)
+        engine.fast_decode.most_tokens = most
         texts[most] = [c.tokens for c in engine.generate(prompts, SamplingParams(8, seed=3))]
         assert bool(calls) == bool(most)
     assert texts[0] == texts[64]
