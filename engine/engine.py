@@ -287,7 +287,8 @@ class Engine:
     def _mixed(self, prompts, decoding, events) -> None:
         start, parts = time.perf_counter(), prompts + decoding
         logits = self.fast_decode.extend([request.next_tokens(n) for request, n in parts],
-                                         [request.row for request, _ in parts])
+                                         [request.row for request, _ in parts],
+                                         [request.pending == n for request, n in parts])
         self._sample(parts, logits, events)
         if self.pace:
             self.pace.mixed(sum(n for _, n in prompts), bool(decoding), time.perf_counter() - start)
@@ -344,7 +345,8 @@ class Engine:
         self._sample(parts, logits[:, -1], events)
 
     def _sample(self, parts, logits, events) -> None:
-        """Sample a token for each request whose tokens are all in the cache now."""
+        """Sample a token for each request whose tokens are all in the cache now. logits: of all
+        parts, or only of those."""
         sampling = []
         for b, (request, n) in enumerate(parts):
             if n:
@@ -353,7 +355,7 @@ class Engine:
                     sampling.append((b, self.jobs[request.number]))
         if not sampling:
             return
-        if len(sampling) < len(parts):
+        if len(sampling) < len(logits):
             logits = logits[[b for b, _ in sampling]]
         sampled = sample_rows(logits, [job.sampling for _, job in sampling])
         # tolist() waits for the device

@@ -53,9 +53,10 @@ struct Step {
     const int64_t *tokens, *positions;  // (m,); those of a row are neighbours, in order
     const int64_t *rows;                // (m,): cache rows
     const int64_t *later;               // (m,): number of tokens of the same row after this one
+    const int64_t *last;                // (n_last,): tokens after which logits are wanted
     const int32_t* table;               // (m, table_width): pages of the rows, or null
-    int64_t m, table_width, threads;
-    float* logits;                      // (rows, V), after the last token of each
+    int64_t m, n_last, table_width, threads;
+    float* logits;                      // (n_last, V)
 };
 
 // -- K and V --------------------------------------------------------------------------------------
@@ -86,20 +87,6 @@ INLINE int8_t to_int8(float x, float scale) {
     return (int8_t)(value < -127 ? -127 : value > 127 ? 127 : value);
 }
 
-INLINE float from_bfloat16(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
-}
-
-INLINE uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-INLINE float to_float(float x) { return x; }
 INLINE float to_float(uint16_t x) { return from_bfloat16(x); }
 INLINE float to_float(int8_t x) { return x; }
 
@@ -535,9 +522,6 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
         parts.emplace_back(model.slots[s], step, model.n_kv_head);
         most = std::max<int64_t>(most, parts.back().parts.size());
     }
-    std::vector<int64_t> last;  // tokens of the rows
-    for (int64_t i = 0; i < m; i++)
-        if (!step.later[i]) last.push_back(i);
     for (int64_t l = 0; l < model.n_layer; l++) widest = std::max(widest, model.layers[l].c_fc.n);
     const Linear& linear = model.layers[0].c_fc;
     const int64_t most_groups = linear.dtype == INT4 ? widest / linear.group : 1;
@@ -547,7 +531,7 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     w.qkv.resize(m * (HD + 2 * model.n_kv_head * model.head_dim));
     w.mlp.resize(m * widest);
     w.results.resize(most * model.n_head * (padded(model.head_dim) + 2));
-    w.values.resize(2 * m * widest);
+    w.values.resize(4 * (m + LANES) * widest);
     w.scale.resize(m);
     w.sum.resize(m * most_groups);
     Int8Rows rows{w.values.data(), w.scale.data(), w.sum.data()};
@@ -577,16 +561,16 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
             matmul(layer.mlp_proj, shared->mlp.data(), m, x, ADD, rows);
         }
         #pragma omp for schedule(static)
-        for (int64_t r = 0; r < (int64_t)last.size(); r++)
-            layer_norm(x + last[r] * C, model.ln_f, model.ln_f_bias, C, h + r * C);
-        matmul(model.lm_head, h, last.size(), step.logits, STORE, rows);
+        for (int64_t r = 0; r < step.n_last; r++)
+            layer_norm(x + step.last[r] * C, model.ln_f, model.ln_f_bias, C, h + r * C);
+        if (step.n_last) matmul(model.lm_head, h, step.n_last, step.logits, STORE, rows);
     }
 }
 
 // y (m, n) = x (m, k) @ weight.T + bias
 extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, float* y, int64_t threads) {
     bool quantized = linear->dtype == INT8 || linear->dtype == INT4;
-    Buffer<int8_t> values(linear->dtype == FLOAT32 ? 0 : 2 * m * linear->k);
+    Buffer<int8_t> values(4 * (m + LANES) * linear->k);
     Buffer<float> scale(m);
     Buffer<int32_t> sums(quantized ? m * linear->k / linear->group : 0);
     Int8Rows rows{values.data(), scale.data(), sums.data()};

@@ -58,6 +58,21 @@ INLINE f16x load_half(const T* p) {  // 8 elements, zeros behind: where a width 
     return load(padded);
 }
 
+INLINE float from_bfloat16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+INLINE uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+INLINE float to_float(float x) { return x; }
+
 INLINE float sum(f16x x) {
     f8x a, b;
     memcpy(&a, &x, 32);
@@ -194,7 +209,7 @@ INLINE void finish16(f16x value, const float* bias, float* y, int64_t count, int
 
 // Rows of activations in int8: symmetric, one scale a row.
 struct Int8Rows {
-    int8_t* values;  // (m, k); room for as many of bfloat16
+    int8_t* values;  // (m, k), with room for (m + 16, k) floats
     float* scale;    // (m,)
     int32_t* sum;    // (m, k / group): of the values of each group
 };
@@ -336,136 +351,151 @@ static void int4_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y,
     }
 }
 
-// out[r * LANES + c] += dot products of n elements of R rows of x with those of C rows of a weight,
-// which are read where they are; both have k columns. UNROLL: sums of a product. ahead: elements from
-// which on the weight is fetched for later, or 0.
-template <int R, int C, int UNROLL, typename W>
-static void float_tile(const W* w, const float* x, int64_t k, int64_t n, int64_t ahead, float* out) {
-    f16x acc[R][C][UNROLL] = {};
+// Dot products of R rows of x with C rows of a weight, which are read where they are: out[r * LANES]
+template <int R, typename W>
+static void float_tile(const W* w, const float* x, int64_t k, float* out) {
+    constexpr int UNROLL = 4;  // sums of a product, so that none waits for the one before
+    f16x acc[R][UNROLL] = {};
     int64_t i = 0;
     auto add = [&](int u, auto get) {
-        f16x weight[C];
-        for (int c = 0; c < C; c++) {
-            weight[c] = get(w + c * k + i);
-            if (ahead) __builtin_prefetch(w + c * k + i + ahead, 0, 2);
-        }
-        for (int r = 0; r < R; r++) {
-            f16x value = get(x + r * k + i);
-            for (int c = 0; c < C; c++) acc[r][c][u] += weight[c] * value;
-        }
+        f16x weight = get(w + i);
+        for (int r = 0; r < R; r++) acc[r][u] += weight * get(x + r * k + i);
         i += LANES;
     };
     auto whole = [](auto* p) { return load(p); };
-    while (i + UNROLL * LANES <= n)
+    while (i + UNROLL * LANES <= k)
         for (int u = 0; u < UNROLL; u++) add(u, whole);
-    while (i + LANES <= n) add(0, whole);
-    if (i < n) add(0, [](auto* p) { return load_half(p); });
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) {
-            for (int u = 1; u < UNROLL; u++) acc[r][c][0] += acc[r][c][u];
-            out[r * LANES + c] += sum(acc[r][c][0]);
-        }
+    while (i + LANES <= k) add(0, whole);
+    if (i < k) add(0, [](auto* p) { return load_half(p); });
+    for (int r = 0; r < R; r++) {
+        for (int u = 1; u < UNROLL; u++) acc[r][0] += acc[r][u];
+        out[r * LANES] = sum(acc[r][0]);
+    }
 }
 
 template <int R, typename W>
 static void float_rows(const Linear& l, const float* x, int64_t row, int64_t column, float* y,
                        int finish) {
-    constexpr int C = R < 4 ? 1 : 4;  // 4 rows: two products for each load
     float out[R * LANES] = {};
     const int64_t count = std::min<int64_t>(LANES, l.n - column);
-    const int64_t chunk = R < 4 ? l.k : 1024;  // of 4 rows it stays in the first cache
-    for (int64_t i = 0; i < l.k; i += chunk) {
-        const W* w = (const W*)l.weight + column * l.k + i;
-        const float* from = x + row * l.k + i;
-        const int64_t n = std::min(chunk, l.k - i);
-        // the other rows find the weights in the cache, as the first ones have read them
-        const int64_t ahead = R == 4 && row == 0 ? LANES * l.k : 0;
-        int64_t c = 0;
-        for (; c + C <= count; c += C) float_tile<R, C, 4 / C>(w + c * l.k, from, l.k, n, ahead, out + c);
-        for (; c < count; c++) float_tile<R, 1, 4>(w + c * l.k, from, l.k, n, 0, out + c);
-    }
+    for (int64_t c = 0; c < count; c++)
+        float_tile<R>((const W*)l.weight + (column + c) * l.k, x + row * l.k, l.k, out + c);
     for (int r = 0; r < R; r++)
         finish16(load(out + r * LANES), l.bias ? l.bias + column : nullptr,
                  y + (row + r) * l.n + column, count, finish);
 }
 
+// acc + products of 16 rows of x with one element of the weight, or a pair of them
+INLINE f16x product(f16x acc, f16x x, const float* w) { return acc + x * *w; }
+#if defined(__AVX512BF16__)
+INLINE f16x product(f16x acc, f16x x, const uint16_t* w) {
+    int32_t pair;
+    memcpy(&pair, w, 4);
+    return (f16x)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)_mm512_set1_epi32(pair));
+}
+template <typename W> constexpr int AT_ONCE = 4 / sizeof(W);
+#else
+INLINE f16x product(f16x acc, f16x x, const uint16_t* w) { return acc + x * from_bfloat16(*w); }
+template <typename W> constexpr int AT_ONCE = 1;
+#endif
+
+// A group is 16 rows of x, transposed to (k, 16), for bfloat16 in pairs (k / 2, 16, 2): each element of
+// the weight is multiplied by 16 rows at once, and no sum crosses lanes. out (C, V, 16): products of
+// V groups with C rows of the weight. ahead: elements from which on the weight is fetched for later,
+// or 0.
+template <int V, int C, typename W>
+__attribute__((noinline))  // else GCC keeps fewer sums in registers
+static void group_tile(const W* w, const float* x, int64_t k, int64_t ahead, float* out) {
+    memset(out, 0, C * V * LANES * sizeof(float));
+    for (int64_t start = 0; start < k; start += 512) {  // rounding errors grow with a sum's length
+        f16x acc[C][V] = {};
+        for (int64_t i = start; i < std::min(k, start + 512); i += 8) {
+            for (int c = 0; ahead && i % LANES == 0 && c < C; c++)
+                __builtin_prefetch(w + c * k + i + ahead, 0, 2);
+            for (int64_t j = i; j < i + 8; j += AT_ONCE<W>) {
+                f16x value[V];
+                for (int v = 0; v < V; v++) value[v] = load(x + (v * k + j) / AT_ONCE<W> * LANES);
+                for (int c = 0; c < C; c++)
+                    for (int v = 0; v < V; v++) acc[c][v] = product(acc[c][v], value[v], w + c * k + j);
+            }
+        }
+        for (int c = 0; c < C; c++)
+            for (int v = 0; v < V; v++) {
+                float* to = out + (c * V + v) * LANES;
+                store(to, load(to) + acc[c][v]);
+            }
+    }
+}
+
+#if defined(__AVX512F__)
+constexpr int GROUPS = 3, COLUMNS = 8;  // of a tile, as many as registers hold
+#else
+constexpr int GROUPS = 1, COLUMNS = 4;
+#endif
+
+template <int V, typename W>
+static void group_rows(const Linear& l, const float* x, int64_t group, int64_t m, int64_t column,
+                       float* y, int finish) {
+    float out[LANES][V * LANES];
+    const int64_t k = l.k, count = std::min<int64_t>(LANES, l.n - column);
+    // the other groups find the weights in the cache
+    const int64_t ahead = group ? 0 : LANES * k;
+    const W* w = (const W*)l.weight + column * k;
+    x += group * LANES * k / AT_ONCE<W>;
+    int64_t c = 0;
+    for (; c + COLUMNS <= count; c += COLUMNS) group_tile<V, COLUMNS>(w + c * k, x, k, ahead, out[c]);
+    for (; c < count; c++) group_tile<V, 1>(w + c * k, x, k, 0, out[c]);
+    for (int64_t r = 0, row = group * LANES; r < V * LANES && row < m; r++, row++) {
+        float value[LANES];
+        for (int i = 0; i < LANES; i++) value[i] = out[i][r];
+        finish16(load(value), l.bias ? l.bias + column : nullptr, y + row * l.n + column, count,
+                 finish);
+    }
+}
+
+// to: the first rows of x (m, k) in groups; those past m are undefined
 template <typename W>
-static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish) {
+static void transpose(const float* x, int64_t m, int64_t k, int64_t groups, float* to) {
+    #pragma omp for schedule(static) collapse(2)
+    for (int64_t group = 0; group < groups; group++)
+        for (int64_t i = 0; i < k; i += 8)
+            for (int64_t r = 0; r < std::min<int64_t>(LANES, m - group * LANES); r++) {
+                const float* from = x + (group * LANES + r) * k + i;
+                float* unit = to + (group * k + i) / AT_ONCE<W> * LANES + r;
+                if constexpr (AT_ONCE<W> == 1) {
+                    for (int j = 0; j < 8; j++) unit[j * LANES] = from[j];
+                } else {
+                    uint16_t rounded[8];
+                    for (int j = 0; j < 8; j++) rounded[j] = to_bfloat16(from[j]);
+                    for (int j = 0; j < 4; j++) memcpy(unit + j * LANES, rounded + 2 * j, 4);
+                }
+            }
+}
+
+// With bfloat16 in pairs, activations are rounded, as torch has them. room: for m + 16 rows of x
+template <typename W>
+static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, float* room) {
+    const int64_t groups = (m + 12) / LANES;  // up to three rows are faster one by one
+    if (groups) transpose<W>(x, m, l.k, groups, room);
     #pragma omp for schedule(dynamic, rows_at_once(l, l.k * sizeof(W), LANES))
     for (int64_t column = 0; column < l.n; column += LANES) {
-        int64_t row = 0;
-        for (; row + 4 <= m; row += 4) float_rows<4, W>(l, x, row, column, y, finish);
+        int64_t group = 0, row = groups * LANES;
+        for (; group + GROUPS <= groups; group += GROUPS) group_rows<GROUPS, W>(l, room, group, m, column, y, finish);
+        if (group + 2 <= groups) group_rows<2, W>(l, room, group, m, column, y, finish), group += 2;
+        if (group < groups) group_rows<1, W>(l, room, group, m, column, y, finish);
         if (row + 2 <= m) float_rows<2, W>(l, x, row, column, y, finish), row += 2;
         if (row < m) float_rows<1, W>(l, x, row, column, y, finish);
     }
 }
-
-#if defined(__AVX512BF16__)
-constexpr int BF16_ROWS = 4;  // from so many on, arithmetic takes longer than reading the weight
-
-// Dot products of R rows of x with C rows of a weight: out[r * LANES + c]
-template <int R, int C>
-static void bf16_tile(const uint16_t* w, const uint16_t* x, int64_t k, float* out) {
-    f16x acc[R][C] = {};
-    int64_t i = 0;
-    auto add = [&](__mmask32 lanes) {
-        b64x weight[C];
-        for (int c = 0; c < C; c++) weight[c] = (b64x)_mm512_maskz_loadu_epi16(lanes, w + c * k + i);
-        for (int r = 0; r < R; r++) {
-            __m512bh value = (__m512bh)_mm512_maskz_loadu_epi16(lanes, x + r * k + i);
-            for (int c = 0; c < C; c++)
-                acc[r][c] = (f16x)_mm512_dpbf16_ps((__m512)acc[r][c], (__m512bh)weight[c], value);
-        }
-        i += 2 * LANES;
-    };
-    while (i + 2 * LANES <= k) add(~0u);
-    if (i < k) add((1u << (k - i)) - 1);
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) out[r * LANES + c] = sum(acc[r][c]);
-}
-
-template <int R>
-static void bf16_rows(const Linear& l, const uint16_t* x, int64_t row, int64_t column, float* y,
-                      int finish) {
-    float out[R * LANES] = {};
-    const uint16_t *w = (const uint16_t*)l.weight + column * l.k, *from = x + row * l.k;
-    const int64_t count = std::min<int64_t>(LANES, l.n - column);
-    int64_t c = 0;
-    for (; c + 4 <= count; c += 4) bf16_tile<R, 4>(w + c * l.k, from, l.k, out + c);
-    for (; c < count; c++) bf16_tile<R, 1>(w + c * l.k, from, l.k, out + c);
-    for (int r = 0; r < R; r++)
-        finish16(load(out + r * LANES), l.bias ? l.bias + column : nullptr,
-                 y + (row + r) * l.n + column, count, finish);
-}
-
-// Activations are rounded to bfloat16, as torch has them.
-static void bf16_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, uint16_t* rounded) {
-    #pragma omp for schedule(static)
-    for (int64_t row = 0; row < m; row++)
-        for (int64_t i = row * l.k; i < (row + 1) * l.k; i += LANES / 2)
-            *(__m128bh*)(rounded + i) = _mm256_cvtneps_pbh(_mm256_loadu_ps(x + i));
-    #pragma omp for schedule(dynamic, rows_at_once(l, l.k * 2, LANES))
-    for (int64_t column = 0; column < l.n; column += LANES) {
-        int64_t row = 0;
-        for (; row + 4 <= m; row += 4) bf16_rows<4>(l, rounded, row, column, y, finish);
-        if (row + 2 <= m) bf16_rows<2>(l, rounded, row, column, y, finish), row += 2;
-        if (row < m) bf16_rows<1>(l, rounded, row, column, y, finish);
-    }
-}
-#endif
 
 // y (m, n) = finish(x (m, k) @ weight.T + bias)
 static void matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, Int8Rows rows) {
     if (l.dtype == INT8 || l.dtype == INT4) {
         quantize_rows(x, m, l.k, l.group, rows);
         l.dtype == INT8 ? int8_matmul(l, rows, m, y, finish) : int4_matmul(l, rows, m, y, finish);
-#if defined(__AVX512BF16__)
-    } else if (l.dtype == BFLOAT16 && m >= BF16_ROWS) {
-        bf16_matmul(l, x, m, y, finish, (uint16_t*)rows.values);
-#endif
     } else if (l.dtype == BFLOAT16) {
-        float_matmul<uint16_t>(l, x, m, y, finish);
+        float_matmul<uint16_t>(l, x, m, y, finish, (float*)rows.values);
     } else {
-        float_matmul<float>(l, x, m, y, finish);
+        float_matmul<float>(l, x, m, y, finish, (float*)rows.values);
     }
 }

@@ -1,6 +1,7 @@
 """A decode step on a CPU as one call of the extension: see decode.cpp."""
 import ctypes
 import functools
+import itertools
 import sys
 
 import numpy as np
@@ -123,30 +124,35 @@ class NativeDecode:
         rows = [row for row in step.rows if step.lens[row]]
         logits = self._logits[:n]
         if len(rows) == n:
-            self._run(ids, rows, step.starts, [0] * n, logits)
+            self._run(ids, rows, step.starts, [0] * n, range(n), logits)
         elif rows:
             some = torch.empty(len(rows), self.vocab_size)
             starts = [step.starts[row] for row in rows]
-            self._run(ids[rows], rows, starts, [0] * len(rows), some)
+            self._run(ids[rows], rows, starts, [0] * len(rows), range(len(rows)), some)
             logits[rows] = some
         self.cache.commit()
         return logits
 
     @torch.inference_mode()
-    def extend(self, texts: list[list[int]], rows: list[int]) -> torch.Tensor:
+    def extend(self, texts: list[list[int]], rows: list[int],
+               wanted: list[bool] | None = None) -> torch.Tensor:
         """Append texts[b], at least one token and at most `longest_text`, to row rows[b]. Returns
-        (n, V) float32 logits after the last token of each. Errors are as in a decode step."""
+        (n, V) float32 logits after the last token of each text that is wanted; None = all. Errors
+        are as in a decode step."""
         ids = [token for text in texts for token in text]
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise IndexError(f'tokens {ids}: the model has 0 to {self.vocab_size - 1}')
         lens = list(map(len, texts))
         if max(lens) > self.longest_text:
             raise UserError(f'{max(lens)} tokens: at most {self.longest_text} at a time')
-        step, logits = self.cache.begin(max(lens), lens, rows), torch.empty(len(rows),
-                                                                            self.vocab_size)
+        step = self.cache.begin(max(lens), lens, rows)
         places = [(row, start + j, n - 1 - j) for row, start, n in zip(rows, step.starts, lens)
                   for j in range(n)]
-        self._run(ids, *zip(*places), logits)
+        last = [end - 1 for end in itertools.accumulate(lens)]
+        if wanted:
+            last = list(itertools.compress(last, wanted))
+        logits = torch.empty(len(last), self.vocab_size)
+        self._run(ids, *zip(*places), last, logits)
         self.cache.commit()
         return logits
 
@@ -159,14 +165,16 @@ class NativeDecode:
     def prepare(self, *sizes: int) -> None:
         """No-op, for the interface of `CapturedDecode`."""
 
-    def _run(self, ids, rows, positions, later, logits):
-        ids, rows, positions, later = (np.ascontiguousarray(x, np.int64)
-                                       for x in (ids, rows, positions, later))
+    def _run(self, ids, rows, positions, later, last, logits):
+        """later: number of tokens of the same row after each. last: tokens to compute logits for"""
+        ids, rows, positions, later, last = (np.ascontiguousarray(x, np.int64)
+                                             for x in (ids, rows, positions, later, last))
         table = None if self._table is None else self._pages(rows)
         arrays = [x.ctypes.data if x is not None else None
-                  for x in (ids, positions, rows, later, table)]
+                  for x in (ids, positions, rows, later, last, table)]
         width = 0 if table is None else table.shape[1]
-        step = native.Step(*arrays, len(rows), width, torch.get_num_threads(), logits.data_ptr())
+        step = native.Step(*arrays, len(rows), len(last), width, torch.get_num_threads(),
+                           logits.data_ptr())
         native.library().nanokv_decode(ctypes.byref(self._model), ctypes.byref(step))
 
     def _pages(self, rows):

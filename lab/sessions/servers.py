@@ -78,7 +78,7 @@ def started(name: str, program: str, config: str, longest: int, kv: int, more: l
 
 def nanokv(_program, model, folder, port, longest, kv):
     export(model, folder)
-    rows = min(kv // 2, model.plan.nbytes(ROWS, longest, 'float32'))
+    rows = min(kv // 4, model.plan.nbytes(ROWS, longest, 'float32'))
     return [sys.executable, 'serve.py', f'--init_from={folder}', f'--port={port}', '--page=False',
             '--log_requests=False', f'--model_name={NAME}', f'--parallel={ROWS}',
             f'--max_seq_len={longest}', f'--kv_budget={rows}', f'--prefix_budget={kv - rows}']

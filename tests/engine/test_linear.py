@@ -34,6 +34,20 @@ def test_few_rows_equal_a_plain_linear(by_extension, shape, n_out, bias, dtype, 
     assert y.shape == expected.shape and y.is_contiguous() and (y - expected).abs().max() < error
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('n_out', [1, 8, 16, 65])
+@pytest.mark.parametrize('n_in', [8, 48, 1040])
+def test_any_number_of_rows(n_in, n_out, dtype):
+    if native.library() is None:
+        pytest.skip('no compiler here')
+    weight, bias = torch.randn(n_out, n_in).to(dtype), torch.randn(n_out)
+    for n_rows in (1, 2, 3, 4, 15, 16, 17, 19, 20, 32, 47, 50, 64, 83):
+        x = torch.randn(n_rows, n_in).to(dtype)
+        y = linear.by_extension(linear.describe(weight, bias), x)
+        expected = x.double() @ weight.double().T + bias
+        assert (y - expected).abs().max() <= 2e-6 * expected.abs().max(), n_rows
+
+
 @pytest.mark.parametrize('n_rows, n_in, dtype', [(9, 48, torch.float32), (4, 20, torch.float32),
                                                  (4, 48, torch.float64), (4, 48, torch.float16)])
 def test_torch_computes_the_rest_and_training(by_extension, n_rows, n_in, dtype):

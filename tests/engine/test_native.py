@@ -136,6 +136,15 @@ def test_chunks_of_any_length(data, window, page_size, paged, kv_dtype):
     assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
 
 
+def test_logits_are_of_the_chunks_that_are_wanted(wide):
+    texts, all_, some = [[1, 2, 3], [4], [5, 6]], *(wide.new_cache(3, 64) for _ in 'ab')
+    expected = native_decode(wide, all_).extend(texts, [0, 2, 1])
+    decode = native_decode(wide, some)
+    assert torch.equal(decode.extend(texts, [0, 2, 1], [True, False, True]), expected[[0, 2]])
+    assert decode.extend([[7], [8]], [0, 1], [False, False]).shape == (0, 23)
+    assert some.lengths.tolist() == [4, 3, 1]
+
+
 def test_chunks_that_are_refused_write_nothing(wide):
     cache = wide.new_cache(2, 64, 'float32')
     decode = native_decode(wide, cache)

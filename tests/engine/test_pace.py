@@ -161,8 +161,8 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypa
     """Against an engine that computes them one after the other, in float32."""
     model, calls = wide_model(), []
     extend = NativeDecode.extend
-    monkeypatch.setattr(NativeDecode, 'extend', lambda self, texts, rows: (
-        calls.append([len(text) for text in texts]), extend(self, texts, rows))[1])
+    monkeypatch.setattr(NativeDecode, 'extend', lambda self, texts, rows, wanted: (
+        calls.append([len(text) for text in texts]), extend(self, texts, rows, wanted))[1])
     prompts = [prompt(n, seed) for seed, n in enumerate((3, 40, 5, 1, 30, 4, 4))]
     texts = {}
     for most in (0, 64):
@@ -182,8 +182,8 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypa
 def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch):
     """Prompts that began earlier, too, which have a pass of their own in torch."""
     shapes, extend = [], NativeDecode.extend
-    monkeypatch.setattr(NativeDecode, 'extend', lambda self, texts, rows: (
-        shapes.append(sorted(map(len, texts))), extend(self, texts, rows))[1])
+    monkeypatch.setattr(NativeDecode, 'extend', lambda self, texts, rows, wanted: (
+        shapes.append(sorted(map(len, texts))), extend(self, texts, rows, wanted))[1])
     monkeypatch.setattr(Pace, 'room', lambda self, decoding, prompts: 6)
     engine = Engine(wide_model(), 4, 60, page_size=4, prefill_chunk=16, prefix_budget=10 ** 6,
                     slowdown=2.0)
