@@ -226,17 +226,31 @@ def sessions_compared() -> str:
         return ' and '.join(f"{cell['computed'] - cell['unavoidable']:,}" for cell in cells)
 
     def faster(ours, theirs):
-        ours, theirs = (closed['chat', 400, name]['tokens_per_second'] for name in (ours, theirs))
-        return f'{ours / theirs:.1f}'
+        """In `chat`, `editing` and `forking`, with room for all."""
+        cells = [[closed[*trace, name]['tokens_per_second'] for name in (ours, theirs)]
+                 for trace in (('chat', 400), ('editing', 840), ('forking', 380))]
+        return '{:.1f}, {:.1f} and {:.1f}'.format(*(a / b for a, b in cells))
     return prose(
         f"""With room for all, nanoKV computes at most {most:.2f} times the unavoidable tokens. With
         a quarter of it, it computes {again('nanoKV, float32')} tokens of `editing` and `forking`
         again in float32, and vLLM in the same bytes and dtype {again('vLLM, float32')}. Saturated
-        with `chat` it makes {faster('nanoKV, float32', 'vLLM, float32')} times the tokens of vLLM
-        in float32, and in int8 {faster('nanoKV, int8', 'vLLM, bfloat16')} times those of vLLM in
-        bfloat16.""",
+        with `chat`, `editing` and `forking` it makes {faster('nanoKV, float32', 'vLLM, float32')}
+        times the tokens of vLLM in float32, and in int8 {faster('nanoKV, int8', 'vLLM, bfloat16')}
+        times those of vLLM in bfloat16.""",
         f"""95th percentile of the times to the first token at the same rate of requests, in
         milliseconds: {'; '.join(first)} (with 24 times the bytes).""")
+
+
+@block
+def sessions_overload() -> str:
+    rows = []
+    for name, waiting in (('overload', 64), ('overload-refused', 8)):
+        found = load(f'sessions/{name}')
+        first = ' | '.join(f"{found['ttft_s'][share]:.2f}" for share in ('p50', 'p95', 'p99', 'max'))
+        rows.append(f"| {waiting} | {found['refused']:,} | {found['failed']} "
+                    f"| {found['tokens_per_second']:,.0f} | {first} |")
+    return (f"{found['processor']}; {found['users']} users at once, 16 rows; seconds:\n\n" + table(
+        '| may wait | refusals | failed | tokens/s | first token, 50% | 95% | 99% | latest |', rows))
 
 
 def milliseconds(found: dict, *names: str) -> str:

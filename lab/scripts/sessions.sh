@@ -38,3 +38,12 @@ for server in nanokv-float32 nanokv-int8 vllm-float32; do
     done
 done
 replay chat 2400 llama.cpp-float16 --rate=4  # 75 MB a request
+
+# three times as many users as rows: all may wait; there are fewer places than users
+overload() {
+    local file=results/sessions/$1.json
+    [ -e "$file" ] || "${PYTHON:-python}" -m lab.sessions replay lab/sessions/traces/chat.jsonl --start=nanokv --kv=100MB \
+        --users=48 --more=--max_waiting="$2" --save="$file"
+}
+overload overload 64
+overload overload-refused 8
