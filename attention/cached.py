@@ -65,6 +65,7 @@ def kernel_takes(q, k, sink=None) -> bool:
     """Whether the Triton kernel can be used for these queries and stored keys (wider ones do not
     fit in shared memory)."""
     fits = q.size(-1) <= 256 and not {torch.float64, torch.uint8} & {q.dtype, k.dtype}
+    fits &= q.size(-1) % 2 == 0 or k.dtype != torch.int8
     return fits and sink is None and triton_usable(q.device)
 
 

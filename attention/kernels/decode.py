@@ -2,9 +2,11 @@
 K/V head in one block.
 
 Stored K and V are read once, as stored (int8 with its scales): decoded copies exist only in
-registers. The keys of a row are split over several programs, whose results are merged by their
-log-sum-exp (flash-decoding, Dao et al. 2023). The rows of a block are the query heads of one K/V
-head times the new tokens, in any ratio: 12 heads over 1 fill 12 of 16 rows.
+registers. Tensor cores take operands of 16 bits from shared memory, so int8 is read in pairs, as
+int16, and even and odd dimensions are multiplied apart (`_apart`). The keys of a row are split over
+several programs, whose results are merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
+The rows of a block are the query heads of one K/V head times the new tokens, in any ratio: 12 heads
+over 1 fill 12 of 16 rows.
 
     program   split 0     split 1     split 2       a row of 11 keys, 3 splits of blocks of 2 keys
     keys      0 1 2 3     4 5 6 7     8 9 10        -> (output, log-sum-exp) of each -> `_join`
@@ -30,32 +32,65 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters, of which only `int8_dot` changes the result. `bench.py
-    --mode=kernels` compares some.
+    """Launch parameters, which do not change the result. `bench.py --mode=kernels` compares some.
 
-    block_n: keys per block; 0 = 64 (32 if head_dim is over 128), and no more than a page.
+    block_n, num_warps: keys per block, and its warps; 0 = as in `_blocks`.
     n_splits: number of splits of a row's keys; 0 = as many as fill the device.
-    int8_dot: with int8 keys, quantize q to int8 too and multiply integers (values are still
-    multiplied in float16); the error is about as large as that of quantizing the keys.
     """
     block_n: int = 0
     n_splits: int = 0
-    num_warps: int = 4
+    num_warps: int = 0
     num_stages: int = 3
-    int8_dot: bool = False
 
 
 DEFAULT = Tuning()
 
 
+def _int8_to_bfloat16(shift: int) -> str:
+    """PTX: of two int16 the lower (shift 0) or upper (8) bytes to bfloat16, exactly: 128 + the
+    lower 7 bits, less 128 or, if the sign is set, 256."""
+    return f"""{{
+        .reg .b32 x, low, high, minus_one;
+        shr.u32 x, $1, {shift};
+        lop3.b32 low, x, 0x007f007f, 0x43004300, 0xea;
+        lop3.b32 high, x, 0x00800080, 0x43004300, 0xea;
+        mov.b32 minus_one, 0xbf80bf80;
+        fma.rn.bf16x2 $0, high, minus_one, low;
+    }}"""
+
+
+def _int8_to_float16(shift: int) -> str:
+    """The same to float16: 1024 + 128 + the number, less 1152."""
+    return f"""{{
+        .reg .b32 x, offset;
+        shr.u32 x, $1, {shift};
+        lop3.b32 x, x, 0x00ff00ff, 0x64806480, 0x6a;
+        mov.b32 offset, 0x64806480;
+        sub.f16x2 $0, x, offset;
+    }}"""
+
+
+_LOWER_BF16, _UPPER_BF16 = (tl.constexpr(_int8_to_bfloat16(shift)) for shift in (0, 8))
+_LOWER_FP16, _UPPER_FP16 = (tl.constexpr(_int8_to_float16(shift)) for shift in (0, 8))
+# Weights are multiplied by the scales of V and by this, as float16 loses precision below 6e-5. It
+# has no room for V above 65,504 anyway, so scales are at most 516.
+ENLARGED = tl.constexpr(64)
+_PTX = tl.constexpr(not INTERPRETING and torch.version.hip is None)
+
+
 @triton.jit
-def _rounded(q):
-    """Quantize q to int8 with one scale per row, like K with one per key."""
-    q = q.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(q), 1) / 127, 1e-30)
-    q = tl.math.div_rn(q, scale[:, None] + tl.zeros_like(q))
-    # adding 1.5 * 2**23, which leaves no bits for a fraction, rounds to nearest
-    return ((q + 12582912.0) - 12582912.0).to(tl.int8), scale
+def _apart(x, DTYPE: tl.constexpr):
+    """The lower and the upper int8 of each int16. In assembly (pure, two numbers at a time), since
+    the compiler would convert each number on its own."""
+    if _PTX and DTYPE == tl.bfloat16:
+        even = tl.inline_asm_elementwise(_LOWER_BF16, '=r,r', [x], tl.bfloat16, True, 2)
+        odd = tl.inline_asm_elementwise(_UPPER_BF16, '=r,r', [x], tl.bfloat16, True, 2)
+    elif _PTX and DTYPE == tl.float16:
+        even = tl.inline_asm_elementwise(_LOWER_FP16, '=r,r', [x], tl.float16, True, 2)
+        odd = tl.inline_asm_elementwise(_UPPER_FP16, '=r,r', [x], tl.float16, True, 2)
+    else:
+        even, odd = ((x << 8) >> 8).to(DTYPE), (x >> 8).to(DTYPE)
+    return even, odd
 
 
 @triton.jit
@@ -90,16 +125,17 @@ def _places(start, hi, b, page, TABLE, BLOCK_N: tl.constexpr, PAGE: tl.constexpr
 
 
 @triton.jit
-def _scores(q, q_scale, k, k_scale, scale, SCALES: tl.constexpr, INT8_DOT: tl.constexpr,
-            QK: tl.constexpr, PRECISION: tl.constexpr):
-    """(BLOCK_M, BLOCK_N) scores of q (BLOCK_M, BLOCK_D) and keys (BLOCK_N, BLOCK_D)."""
-    if INT8_DOT:
-        s = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
-    else:
-        s = tl.dot(q, tl.trans(k.to(QK)), input_precision=PRECISION)
+def _scores(q, q_odd, k, k_scale, scale, SCALES: tl.constexpr, DTYPE: tl.constexpr,
+            PRECISION: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) scores of q (BLOCK_M, WIDTH) and keys (BLOCK_N, WIDTH)."""
     if SCALES:
-        s *= k_scale.to(tl.float32)[None, :]
-    return s * scale
+        even, odd = _apart(k, DTYPE)
+        s = tl.dot(q, tl.trans(even), input_precision=PRECISION)
+        s = tl.dot(q_odd, tl.trans(odd), s, input_precision=PRECISION)
+        s *= (k_scale.to(tl.float32) * scale)[None, :]
+    else:
+        s = tl.dot(q, tl.trans(k.to(DTYPE)), input_precision=PRECISION) * scale
+    return s
 
 
 @triton.jit
@@ -115,26 +151,14 @@ def _hide(s, q_pos, k_pos, held, window, ORDERED: tl.constexpr, WINDOWED: tl.con
 
 
 @triton.jit
-def _weigh(s, top, total, acc):
-    """Weights of a block's scores, and the running maximum, sum and values, rescaled to match."""
+def _weigh(s, top, total):
+    """Weights of a block's scores, the running maximum and sum, and by how much the weights so far
+    become less."""
     new_top = tl.maximum(top, tl.max(s, 1))
     base = tl.where(new_top == float('-inf'), 0.0, new_top)  # for a row without keys so far
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(top - base)
-    return p, new_top, total * fade + tl.sum(p, 1), acc * fade[:, None]
-
-
-@triton.jit
-def _weighted(p, v, v_scale, held, SCALES: tl.constexpr, PV: tl.constexpr,
-              PRECISION: tl.constexpr):
-    """Weights p (BLOCK_M, BLOCK_N) times values (BLOCK_N, BLOCK_D) as stored."""
-    if SCALES:  # scale the weights, relative to the largest scale, to stay within half precision
-        of_v = tl.where(held, v_scale.to(tl.float32), 0.0)[None, :]
-        largest = tl.maximum(tl.max(of_v, 1), 1e-30)[:, None]
-        y = tl.dot((p * (of_v / largest)).to(PV), v.to(PV), input_precision=PRECISION) * largest
-    else:
-        y = tl.dot(p.to(PV), v.to(PV), input_precision=PRECISION)
-    return y
+    return p, new_top, total * fade + tl.sum(p, 1), fade[:, None]
 
 
 @triton.jit(do_not_specialize=['S', 'R', 'T', 'n_splits', 'window', 'table_width', 'cb', 'ch'])
@@ -144,20 +168,24 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
            SCALES: tl.constexpr, HAS_LENS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
            PAIRS: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr,
-           INT8_DOT: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr, PRECISION: tl.constexpr):
-    """One block of query rows over one split of a row's keys. `scale` includes log2(e)."""
+           DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """One block of query rows over one split of a row's keys. `scale` includes log2(e). If SCALES,
+    K and V are int8, read as int16: see `_apart`."""
     n_blocks = tl.cdiv(R, BLOCK_M)
     block, rest = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
     split, bh = rest % n_splits, (rest // n_splits).to(tl.int64)
     b, h = bh // n_kv_head, bh % n_kv_head
-    r, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    of_row, of_d = r < R, d < D
+    EACH: tl.constexpr = 2 if SCALES else 1  # numbers in an element of K and V
+    WIDTH: tl.constexpr = BLOCK_D // EACH
+    r, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
+    of_row, of_d = r < R, d < D // EACH
+    if SCALES:
+        K, V = K.to(tl.pointer_type(tl.int16)), V.to(tl.pointer_type(tl.int16))
+        kb, kh, ks, vb, vh, vs = kb // 2, kh // 2, ks // 2, vb // 2, vh // 2, vs // 2
     whole = of_row[:, None] & of_d[None, :]
-    q, q_scale = tl.load(Q + bh * R * D + r[:, None] * D + d[None, :], mask=whole, other=0), None
-    if INT8_DOT:
-        q, q_scale = _rounded(q)
-    else:
-        q = q.to(QK)
+    at = bh * R * D + r[:, None] * D + d[None, :] * EACH
+    q = tl.load(Q + at, mask=whole, other=0).to(DTYPE)
+    q_odd = tl.load(Q + at + 1, mask=whole, other=0).to(DTYPE) if SCALES else None
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
     q_pos = n - T + r % T  # the last T keys are the queries' own
     first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
@@ -165,7 +193,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     lo = first + split * length
     hi = tl.minimum(lo + length, tl.minimum(n, S))  # padding of a ragged chunk may count beyond S
     top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
-    total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    acc_odd = acc
     if PAIRS:
         cb, ch = cb * 2, ch * 2
     if PAGE:
@@ -183,15 +212,22 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
         v_at = (V + (page * vb + h * vh) + place * vs)[:, None] + d[None, :]
         k = tl.load(k_at, mask=some, other=0)
         k_scale = tl.load(K_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
-        s = _scores(q, q_scale, k, k_scale, scale, SCALES, INT8_DOT, QK, PRECISION)
+        s = _scores(q, q_odd, k, k_scale, scale, SCALES, DTYPE, PRECISION)
         s = _hide(s, q_pos, k_pos, held, window, ORDERED, WINDOWED)
-        p, top, total, acc = _weigh(s, top, total, acc)
+        p, top, total, fade = _weigh(s, top, total)
         v = tl.load(v_at, mask=some, other=0)
-        v_scale = tl.load(V_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
-        acc += _weighted(p, v, v_scale, held, SCALES, PV, PRECISION)
+        if SCALES:
+            v_scale = tl.load(V_SCALE + of_scale, mask=wanted, other=0)
+            p *= tl.where(held, v_scale.to(tl.float32) * ENLARGED, 0.0)[None, :]
+            v, v_odd = _apart(v, DTYPE)
+            acc_odd = tl.dot(p.to(DTYPE), v_odd, acc_odd * fade, input_precision=PRECISION)
+        acc = tl.dot(p.to(DTYPE), v.to(DTYPE), acc * fade, input_precision=PRECISION)
     part = (bh * n_splits + split) * R
-    y = acc / tl.maximum(total, 1e-30)[:, None]
-    tl.store(OUT + (part + r[:, None]) * D + d[None, :], y.to(OUT.dtype.element_ty), mask=whole)
+    at = (part + r[:, None]) * D + d[None, :] * EACH
+    share = 1 / tl.maximum(total * ENLARGED if SCALES else total, 1e-30)[:, None]
+    tl.store(OUT + at, (acc * share).to(OUT.dtype.element_ty), mask=whole)
+    if SCALES:
+        tl.store(OUT + at + 1, (acc_odd * share).to(OUT.dtype.element_ty), mask=whole)
     # a maximum may ignore NaN, but the sum does not
     lse = tl.where(total == total, top + tl.log2(tl.maximum(total, 1e-30)), float('nan'))
     tl.store(LSE + part + r, lse, mask=of_row)
@@ -215,13 +251,12 @@ def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr,
 
 
 def _arithmetic(q: torch.dtype, stored: torch.dtype) -> tuple:
-    """Dtypes of the two matmuls, and the precision if they are float32 (not tf32)."""
+    """Dtype of the matmuls, and the precision if it is float32 (not tf32)."""
     wide = torch.promote_types(q, q if stored == torch.int8 else stored)
     # Triton's interpreter multiplies bfloat16 wrongly
     if wide == torch.float32 or (INTERPRETING and wide == torch.bfloat16):
-        return tl.float32, tl.float32, 'ieee'
-    kind = tl.bfloat16 if wide == torch.bfloat16 else tl.float16
-    return kind, tl.float16 if stored == torch.int8 else kind, None  # int8 is exact in float16
+        return tl.float32, 'ieee'
+    return tl.bfloat16 if wide == torch.bfloat16 else tl.float16, None
 
 
 def _n_processors(device: torch.device) -> int:
@@ -230,17 +265,23 @@ def _n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _blocks(R: int, D: int, precision, page_size: int, tuning: Tuning) -> tuple[int, int]:
-    """Numbers of query rows and of keys per block.
+def _blocks(R: int, D: int, scales: bool, precision, page_size: int,
+            tuning: Tuning) -> tuple[int, int, int]:
+    """Numbers of query rows and of keys per block, and of warps.
 
-    With 4 warps and 64 keys, the layout reads the scales of int8 K and V two at a time, which
-    asynchronous copies require; with 128 keys it does not, and every block waits for them.
+    Fewer warps share more of their work, but need more registers. The scales of int8 K and V
+    must be read two at a time, which asynchronous copies require: with 128 keys and 4 warps, or 64
+    and 2, they are not, and every block waits for them.
     """
     most = 16 if precision else MAX_ROWS  # without tensor cores, more do not fit in registers
-    block_n = tuning.block_n or (32 if D > 128 else 64)
+    block_m = min(most, max(16, triton.next_power_of_2(R)))
+    block_n, num_warps = 32 if D > 128 else 64, 4
+    if scales and block_m == 16 and D in (32, 64) and page_size not in (16, 32) and not precision:
+        block_n, num_warps = (64, 1) if page_size % 128 else (128, 2)
+    block_n = tuning.block_n or block_n
     if page_size in (16, 32, 64):
         block_n = min(block_n, page_size)
-    return min(most, max(16, triton.next_power_of_2(R))), block_n
+    return block_m, block_n, tuning.num_warps or num_warps
 
 
 def splits(n_programs: int, S: int, num_warps: int, device: torch.device) -> int:
@@ -275,18 +316,20 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k.dtype == torch.float64:
         raise ValueError(f'q of {q.dtype} and K of {k.dtype}: the kernel takes float32, bfloat16 '
                          'and float16, K also int8')
+    if scales and (D % 2 or k.stride(3) != 1):
+        raise ValueError(f'K in int8 with head_dim={D} and strides {k.stride()}: the kernel takes '
+                         'even widths, contiguous')
     if tuning.n_splits > MAX_SPLITS:
         raise ValueError(f'n_splits={tuning.n_splits}: at most {MAX_SPLITS}')
-    qk, pv, precision = _arithmetic(q.dtype, k.dtype)
-    block_m, block_n = _blocks(R, D, precision, page_size, tuning)
+    dtype, precision = _arithmetic(q.dtype, k.dtype)
+    block_m, block_n, num_warps = _blocks(R, D, scales, precision, page_size, tuning)
     n_blocks = triton.cdiv(R, block_m)
     n_splits = tuning.n_splits or splits(
-        B * n_kv_head * n_blocks, S, tuning.num_warps, q.device)
+        B * n_kv_head * n_blocks, S, num_warps, q.device)
     part = out if n_splits == 1 else rows.new_empty(B * n_kv_head, n_splits, R, D,
                                                     dtype=torch.float32)
     lse = rows.new_empty(B * n_kv_head, n_splits, R, dtype=torch.float32)
-    int8_dot = tuning.int8_dot and scales
-    block_d = max(32 if int8_dot else 16, triton.next_power_of_2(D))
+    block_d = max(32 if scales else 16, triton.next_power_of_2(D))
     pairs, of_scales = _scale_strides(k_scale)
     _split[(n_blocks * n_splits * B * n_kv_head,)](
         rows, k, v, k_scale, v_scale, kv_lens, table, part, lse,
@@ -295,8 +338,8 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
         D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, SCALES=scales,
         HAS_LENS=kv_lens is not None, PAGE=page_size,
         ONE_PAGE=page_size > 0 and page_size % block_n == 0, PAIRS=pairs, ORDERED=t > 1,
-        WINDOWED=window > 0 and t > 1, INT8_DOT=int8_dot, QK=qk, PV=pv, PRECISION=precision,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+        WINDOWED=window > 0 and t > 1, DTYPE=dtype, PRECISION=precision,
+        num_warps=num_warps, num_stages=tuning.num_stages)
     if n_splits > 1:
         few = n_splits <= FEW_SPLITS
         _join[(B * n_kv_head * R,)](

@@ -30,8 +30,8 @@ MOST_BYTES = 8 * 2 ** 30
 CALLS = 20             # minimum per graph: the events around it take 2 to 4 microseconds
 ROTATED_BYTES = 2 ** 27  # all copies together: over twice the L2 cache of an H100 (50 MB)
 REPLAYED_MS = 300      # long enough for several measurements even if 20 calls take 50 ms
-TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k, int8_dot=i)
-           for i in (False, True) for n in (64, 128) for w in (1, 2, 4) for k in (2, 3)]
+TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k)
+           for n in (64, 128) for w in (1, 2, 4) for k in (2, 3)]
 TUNINGS += [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
 
 
@@ -132,7 +132,6 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
 
     folded = whole_heads(F.scaled_dot_product_attention, q.reshape(batch, n_kv_head, -1, D))
     sides = {'kernel, int8': (kernel(), 'int8'),
-             'kernel, int8 products': (kernel(int8_dot=True), 'int8'),
              'kernel': (kernel(), 'plain'),
              'SDPA': (whole_heads(F.scaled_dot_product_attention), 'plain'),
              'SDPA, heads folded': (folded, 'plain')}

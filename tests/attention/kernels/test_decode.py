@@ -1,5 +1,6 @@
 """The attention kernel against dense attention in float64, for every input a cache can give it."""
 import math
+import re
 
 import pytest
 import torch
@@ -213,18 +214,62 @@ def test_storage_in_any_layout(device):
                         torch.ones(2, 1, 40, dtype=torch.bool))) < 2e-5
 
 
-def test_int8_products(device):
-    """With queries rounded to int8 too, the added error is about that of rounding the keys."""
-    q, q_cpu = queries(2, 12, 1, 64, torch.float32, device)
-    k, k64 = stored((2, 1, 300, 64), torch.int8, device, 1)
-    v, v64 = stored((2, 1, 300, 64), torch.int8, device, 2)
-    everything = torch.ones(2, 1, 300, dtype=torch.bool)
-    # float32, whereas `quantize_int8` returns float16 scales
-    scale = q_cpu.abs().amax(-1, keepdim=True) / 127
-    of_rounded = dense((q_cpu / scale).round() * scale.double(), k64, v64, everything)
-    y = attend(q, k, v, tuning=Tuning(n_splits=2, int8_dot=True))
-    assert off(y, of_rounded) < 2e-5
-    assert 1e-5 < off(y, dense(q_cpu, k64, v64, everything)) < 1e-2
+def emulated(ptx: str, given: int) -> int:
+    """The 32 bits that a program of `_int8_to_bfloat16` or `_int8_to_float16` makes of 32 bits."""
+    bits = {'$1': given}
+
+    def halves(x, dtype):
+        return torch.tensor([x & 0xffff, x >> 16], dtype=torch.uint16).view(dtype)
+    for line in re.findall(r'^\s*([a-z][^;]*);', ptx, re.M):
+        operation, *args = re.split(r'[ ,]+', line.strip())
+        target, values = args[0], [bits.get(x, x) for x in args[1:]]
+        values = [int(x, 0) if isinstance(x, str) else x for x in values]
+        if operation == 'mov.b32':
+            [result] = values
+        elif operation == 'shr.u32':
+            result = values[0] >> values[1]
+        elif operation == 'lop3.b32':  # a table: bit 4a + 2b + c of the last is the result
+            a, b, c, outcomes = values
+            result = sum((outcomes >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i
+                         for i in range(32))
+        elif operation in ('fma.rn.bf16x2', 'sub.f16x2'):
+            dtype = torch.bfloat16 if 'bf16' in operation else torch.float16
+            numbers = [halves(x, dtype).double() for x in values]
+            a, b = numbers[:2]
+            exact = a - b if operation == 'sub.f16x2' else a * b + numbers[2]
+            low, high = exact.to(dtype).view(torch.uint16).tolist()
+            result = low | high << 16
+        else:
+            raise NotImplementedError(operation)
+        bits[target] = result
+    return bits['$0']
+
+
+@pytest.mark.parametrize('convert, dtype', [(decode._int8_to_bfloat16, torch.bfloat16),
+                                            (decode._int8_to_float16, torch.float16)])
+def test_assembly_converts_every_int8_exactly(convert, dtype):
+    for n in range(-128, 128):
+        bytes_ = torch.tensor([n, 5, -7, 127 - n & 127], dtype=torch.int8)
+        word = int.from_bytes(bytes_.view(torch.uint8).tolist(), 'little')
+        for first, shift in ((0, 0), (1, 8)):
+            made = emulated(convert(shift), word)
+            found = torch.tensor([made & 0xffff, made >> 16], dtype=torch.uint16).view(dtype)
+            assert found.tolist() == bytes_[first::2].tolist()
+
+
+def test_small_values_keep_their_precision_in_float16(device):
+    q, q_cpu = queries(1, 4, 1, 32, torch.float16, device)
+    k, k64 = stored((1, 2, 90, 32), torch.int8, device, 1)
+    v, v64 = stored((1, 2, 90, 32), torch.int8, device, 2, spread=1e-3)
+    expected = dense(q_cpu, k64, v64, torch.ones(1, 1, 90, dtype=torch.bool))
+    assert off(attend(q, k, v), expected) < 5e-3 * expected.abs().max()
+
+
+def test_int8_of_an_odd_width_is_refused(device):
+    q = torch.zeros(1, 1, 1, 17, device=device)
+    k = torch.zeros(1, 1, 4, 17, dtype=torch.int8, device=device)
+    with pytest.raises(ValueError, match='17'):
+        attend(q, (k, torch.ones(1, 1, 4, 1)), (k, torch.ones(1, 1, 4, 1)))
 
 
 def test_no_split_is_short(monkeypatch):
