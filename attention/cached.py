@@ -62,10 +62,9 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
 
 
 def kernel_takes(q, k, sink=None) -> bool:
-    """Whether the Triton kernel can be used for these queries and stored keys (wider ones do not
-    fit in shared memory)."""
-    fits = q.size(-1) <= 256 and not {torch.float64, torch.uint8} & {q.dtype, k.dtype}
-    fits &= q.size(-1) % 2 == 0 or k.dtype != torch.int8
+    """Whether the Triton kernel takes these (wider ones do not fit in shared memory)."""
+    odd = k.dtype == torch.int8 and q.size(-1) % 2
+    fits = q.size(-1) <= 256 and not odd and not {torch.float64, torch.uint8} & {q.dtype, k.dtype}
     return fits and sink is None and triton_usable(q.device)
 
 

@@ -26,8 +26,7 @@ class KVStore:
 
     On a CPU the memory of K is laid out as (rows, Hkv, D, capacity): a decode step multiplies
     queries by K transposed, and a GEMM is fastest with that layout (results/cpu/). `k` is a
-    transposed view of it; nothing else depends on the layout. (Not where Triton's kernels are
-    interpreted, which shall see what a GPU has.)
+    transposed view of it; nothing else depends on the layout.
     """
 
     def __init__(self, rows, n_kv_head, capacity, head_dim, dtype, compute_dtype, device,
@@ -36,7 +35,7 @@ class KVStore:
         self.compute_dtype, self.device = compute_dtype, device
         # half precision uses SDPA, which needs the last dimension to be contiguous, and so does V
         wide = not tied and dtype in (torch.float64, torch.float32, torch.int8)
-        transposed = wide and device.type == 'cpu' and not INTERPRETING
+        transposed = wide and device.type == 'cpu' and not INTERPRETING  # kernels: as on a GPU
         width = head_dim // 2 if dtype == torch.uint8 else head_dim
         zeros = functools.partial(torch.zeros, rows, n_kv_head, device=device)
         with torch.inference_mode(False):  # a cache created in inference mode must work outside it

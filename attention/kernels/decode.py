@@ -161,6 +161,37 @@ def _weigh(s, top, total):
     return p, new_top, total * fade + tl.sum(p, 1), fade[:, None]
 
 
+@triton.jit
+def _add(p, v, v_scale, held, acc, acc_odd, SCALES: tl.constexpr, DTYPE: tl.constexpr,
+         PRECISION: tl.constexpr):
+    """Add the values of a block, times their weights."""
+    if SCALES:
+        p *= tl.where(held, v_scale.to(tl.float32) * ENLARGED, 0.0)[None, :]
+        v, odd = _apart(v, DTYPE)
+        acc_odd = tl.dot(p.to(DTYPE), odd, acc_odd, input_precision=PRECISION)
+    return tl.dot(p.to(DTYPE), v.to(DTYPE), acc, input_precision=PRECISION), acc_odd
+
+
+@triton.jit
+def _store(at, lse_at, acc, acc_odd, top, total, whole, of_row, SCALES: tl.constexpr):
+    """Write the values divided by the sum of the weights, and its logarithm."""
+    share = 1 / tl.maximum(total * ENLARGED if SCALES else total, 1e-30)[:, None]
+    tl.store(at, (acc * share).to(at.dtype.element_ty), mask=whole)
+    if SCALES:
+        tl.store(at + 1, (acc_odd * share).to(at.dtype.element_ty), mask=whole)
+    # a maximum may ignore NaN, but the sum does not
+    lse = tl.where(total == total, top + tl.log2(tl.maximum(total, 1e-30)), float('nan'))
+    tl.store(lse_at, lse, mask=of_row)
+
+
+@triton.jit
+def _keys_of(split, n_splits, first, n, S, BLOCK_N: tl.constexpr):
+    """The keys of a split: from the first of these numbers to before the second."""
+    length = tl.cdiv(tl.cdiv(n - first, n_splits), BLOCK_N) * BLOCK_N
+    lo = first + split * length
+    return lo, tl.minimum(lo + length, tl.minimum(n, S))  # padding may count beyond S
+
+
 @triton.jit(do_not_specialize=['S', 'R', 'T', 'n_splits', 'window', 'table_width', 'cb', 'ch'])
 def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
            scale, S, R, T, n_kv_head, n_splits, window, table_width,
@@ -189,9 +220,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
     q_pos = n - T + r % T  # the last T keys are the queries' own
     first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
-    length = tl.cdiv(tl.cdiv(n - first, n_splits), BLOCK_N) * BLOCK_N
-    lo = first + split * length
-    hi = tl.minimum(lo + length, tl.minimum(n, S))  # padding of a ragged chunk may count beyond S
+    lo, hi = _keys_of(split, n_splits, first, n, S, BLOCK_N)
     top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, WIDTH), tl.float32)
     acc_odd = acc
@@ -216,21 +245,12 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
         s = _hide(s, q_pos, k_pos, held, window, ORDERED, WINDOWED)
         p, top, total, fade = _weigh(s, top, total)
         v = tl.load(v_at, mask=some, other=0)
-        if SCALES:
-            v_scale = tl.load(V_SCALE + of_scale, mask=wanted, other=0)
-            p *= tl.where(held, v_scale.to(tl.float32) * ENLARGED, 0.0)[None, :]
-            v, v_odd = _apart(v, DTYPE)
-            acc_odd = tl.dot(p.to(DTYPE), v_odd, acc_odd * fade, input_precision=PRECISION)
-        acc = tl.dot(p.to(DTYPE), v.to(DTYPE), acc * fade, input_precision=PRECISION)
+        v_scale = tl.load(V_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
+        acc, acc_odd = _add(p, v, v_scale, held, acc * fade, acc_odd * fade, SCALES, DTYPE,
+                            PRECISION)
     part = (bh * n_splits + split) * R
-    at = (part + r[:, None]) * D + d[None, :] * EACH
-    share = 1 / tl.maximum(total * ENLARGED if SCALES else total, 1e-30)[:, None]
-    tl.store(OUT + at, (acc * share).to(OUT.dtype.element_ty), mask=whole)
-    if SCALES:
-        tl.store(OUT + at + 1, (acc_odd * share).to(OUT.dtype.element_ty), mask=whole)
-    # a maximum may ignore NaN, but the sum does not
-    lse = tl.where(total == total, top + tl.log2(tl.maximum(total, 1e-30)), float('nan'))
-    tl.store(LSE + part + r, lse, mask=of_row)
+    _store(OUT + (part + r[:, None]) * D + d[None, :] * EACH, LSE + part + r, acc, acc_odd, top,
+           total, whole, of_row, SCALES)
 
 
 @triton.jit(do_not_specialize=['R', 'n_splits'])
