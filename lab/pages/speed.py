@@ -253,6 +253,19 @@ def sessions_overload() -> str:
         '| may wait | refusals | failed | tokens/s | first token, 50% | 95% | 99% | latest |', rows))
 
 
+@block
+def sessions_soak() -> str:
+    found = load('sessions/soak')
+    settled = [nbytes for seconds, nbytes in found['memory'] if seconds >= 600]
+    highest = next(seconds for seconds, nbytes in found['memory'] if nbytes == max(settled))
+    return prose(
+        f"""{found['requests']:,} requests of {found['users']} users in {found['minutes']:.0f}
+        minutes, of which {found['vanished']} vanished and asked again: {found['failed']} failed,
+        and {found['equal']} of {found['compared']} replies equal those of the model alone. Resident
+        memory, {settled[0] / 1e6:.0f} MB after ten minutes, grew to {max(settled) / 1e6:.0f} MB
+        ({found['growth']:.1%}) at {highest / 60:.0f} minutes, and not after that.""")
+
+
 def milliseconds(found: dict, *names: str) -> str:
     """Percentiles as cells of a table."""
     return ' | '.join(f'{1000 * found[name]:,.1f}' for name in names)
