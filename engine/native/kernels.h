@@ -472,7 +472,8 @@ static void transpose(const float* x, int64_t m, int64_t k, int64_t groups, floa
             }
 }
 
-// With bfloat16 in pairs, activations are rounded, as torch has them. room: for m + 16 rows of x
+// With bfloat16 in pairs, the activations of groups are rounded, as torch has them; those of up to three
+// rows left over are not. room: for m + 16 rows of x
 template <typename W>
 static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, float* room) {
     const int64_t groups = (m + 12) / LANES;  // up to three rows are faster one by one
