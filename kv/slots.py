@@ -35,7 +35,7 @@ class KVStore:
         self.compute_dtype, self.device = compute_dtype, device
         # half precision uses SDPA, which needs the last dimension to be contiguous, and so does V
         wide = not tied and dtype in (torch.float64, torch.float32, torch.int8)
-        transposed = wide and device.type == 'cpu' and not INTERPRETING  # kernels: as on a GPU
+        transposed = wide and device.type == 'cpu' and not INTERPRETING  # those read a GPU's
         width = head_dim // 2 if dtype == torch.uint8 else head_dim
         zeros = functools.partial(torch.zeros, rows, n_kv_head, device=device)
         with torch.inference_mode(False):  # a cache created in inference mode must work outside it

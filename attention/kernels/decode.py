@@ -174,7 +174,7 @@ def _add(p, v, v_scale, held, acc, acc_odd, SCALES: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def _store(at, lse_at, acc, acc_odd, top, total, whole, of_row, SCALES: tl.constexpr):
-    """Write the values divided by the sum of the weights, and its logarithm."""
+    """Write the values divided by the sum of the weights, and the log-sum-exp of the scores."""
     share = 1 / tl.maximum(total * ENLARGED if SCALES else total, 1e-30)[:, None]
     tl.store(at, (acc * share).to(at.dtype.element_ty), mask=whole)
     if SCALES:

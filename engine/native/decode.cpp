@@ -53,10 +53,10 @@ struct Step {
     const int64_t *tokens, *positions;  // (m,); those of a row are neighbours, in order
     const int64_t *rows;                // (m,): cache rows
     const int64_t *later;               // (m,): number of tokens of the same row after this one
-    const int64_t *last;                // (n_last,): tokens after which logits are wanted
+    const int64_t *wanted;              // (n_wanted,): tokens after which logits are wanted
     const int32_t* table;               // (m, table_width): pages of the rows, or null
-    int64_t m, n_last, table_width, threads;
-    float* logits;                      // (n_last, V)
+    int64_t m, n_wanted, table_width, threads;
+    float* logits;                      // (n_wanted, V)
 };
 
 // -- K and V --------------------------------------------------------------------------------------
@@ -87,6 +87,7 @@ INLINE int8_t to_int8(float x, float scale) {
     return (int8_t)(value < -127 ? -127 : value > 127 ? 127 : value);
 }
 
+INLINE float to_float(float x) { return x; }
 INLINE float to_float(uint16_t x) { return from_bfloat16(x); }
 INLINE float to_float(int8_t x) { return x; }
 
@@ -561,16 +562,16 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
             matmul(layer.mlp_proj, shared->mlp.data(), m, x, ADD, rows);
         }
         #pragma omp for schedule(static)
-        for (int64_t r = 0; r < step.n_last; r++)
-            layer_norm(x + step.last[r] * C, model.ln_f, model.ln_f_bias, C, h + r * C);
-        if (step.n_last) matmul(model.lm_head, h, step.n_last, step.logits, STORE, rows);
+        for (int64_t r = 0; r < step.n_wanted; r++)
+            layer_norm(x + step.wanted[r] * C, model.ln_f, model.ln_f_bias, C, h + r * C);
+        matmul(model.lm_head, h, step.n_wanted, step.logits, STORE, rows);
     }
 }
 
 // y (m, n) = x (m, k) @ weight.T + bias
 extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, float* y, int64_t threads) {
     bool quantized = linear->dtype == INT8 || linear->dtype == INT4;
-    Buffer<int8_t> values(4 * (m + LANES) * linear->k);
+    Buffer<int8_t> values(quantized ? m * linear->k : 4 * (m + LANES) * linear->k);
     Buffer<float> scale(m);
     Buffer<int32_t> sums(quantized ? m * linear->k / linear->group : 0);
     Int8Rows rows{values.data(), scale.data(), sums.data()};

@@ -71,7 +71,6 @@ INLINE uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
     return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-INLINE float to_float(float x) { return x; }
 
 INLINE float sum(f16x x) {
     f8x a, b;
@@ -209,7 +208,7 @@ INLINE void finish16(f16x value, const float* bias, float* y, int64_t count, int
 
 // Rows of activations in int8: symmetric, one scale a row.
 struct Int8Rows {
-    int8_t* values;  // (m, k), with room for (m + 16, k) floats
+    int8_t* values;  // (m, k); of weights in floats the room of `float_matmul`
     float* scale;    // (m,)
     int32_t* sum;    // (m, k / group): of the values of each group
 };
@@ -351,7 +350,7 @@ static void int4_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y,
     }
 }
 
-// Dot products of R rows of x with C rows of a weight, which are read where they are: out[r * LANES]
+// Dot products of R rows of x with a row of a weight, which is read where it is: out[r * LANES]
 template <int R, typename W>
 static void float_tile(const W* w, const float* x, int64_t k, float* out) {
     constexpr int UNROLL = 4;  // sums of a product, so that none waits for the one before
@@ -472,11 +471,12 @@ static void transpose(const float* x, int64_t m, int64_t k, int64_t groups, floa
             }
 }
 
-// With bfloat16 in pairs, the activations of groups are rounded, as torch has them; those of up to three
-// rows left over are not. room: for m + 16 rows of x
+// room: for m + 16 rows of x. Up to three rows that are left over are faster one by one. With bfloat16 in
+// pairs they are not, if there are others: the activations of a group are rounded, as torch has
+// them, and rows of a batch must not differ in that.
 template <typename W>
 static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, float* room) {
-    const int64_t groups = (m + 12) / LANES;  // up to three rows are faster one by one
+    const int64_t groups = (m + (AT_ONCE<W> == 2 && m > 3 ? 15 : 12)) / LANES;
     if (groups) transpose<W>(x, m, l.k, groups, room);
     #pragma omp for schedule(dynamic, rows_at_once(l, l.k * sizeof(W), LANES))
     for (int64_t column = 0; column < l.n; column += LANES) {

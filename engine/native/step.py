@@ -135,10 +135,10 @@ class NativeDecode:
 
     @torch.inference_mode()
     def extend(self, texts: list[list[int]], rows: list[int],
-               wanted: list[bool] | None = None) -> torch.Tensor:
+               wanted: list[bool]) -> torch.Tensor:
         """Append texts[b], at least one token and at most `longest_text`, to row rows[b]. Returns
-        (n, V) float32 logits after the last token of each text that is wanted; None = all. Errors
-        are as in a decode step."""
+        (n, V) float32 logits after the last token of each text that is wanted. Errors are as in a
+        decode step."""
         ids = [token for text in texts for token in text]
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise IndexError(f'tokens {ids}: the model has 0 to {self.vocab_size - 1}')
@@ -148,11 +148,9 @@ class NativeDecode:
         step = self.cache.begin(max(lens), lens, rows)
         places = [(row, start + j, n - 1 - j) for row, start, n in zip(rows, step.starts, lens)
                   for j in range(n)]
-        last = [end - 1 for end in itertools.accumulate(lens)]
-        if wanted:
-            last = list(itertools.compress(last, wanted))
-        logits = torch.empty(len(last), self.vocab_size)
-        self._run(ids, *zip(*places), last, logits)
+        ends = list(itertools.compress(itertools.accumulate(lens), wanted))
+        logits = torch.empty(len(ends), self.vocab_size)
+        self._run(ids, *zip(*places), [end - 1 for end in ends], logits)
         self.cache.commit()
         return logits
 
@@ -165,15 +163,16 @@ class NativeDecode:
     def prepare(self, *sizes: int) -> None:
         """No-op, for the interface of `CapturedDecode`."""
 
-    def _run(self, ids, rows, positions, later, last, logits):
-        """later: number of tokens of the same row after each. last: tokens to compute logits for"""
-        ids, rows, positions, later, last = (np.ascontiguousarray(x, np.int64)
-                                             for x in (ids, rows, positions, later, last))
+    def _run(self, ids, rows, positions, later, wanted, logits):
+        """later: number of tokens of the same row after each. wanted: which of the tokens, by their
+        place in `ids`, get logits."""
+        ids, rows, positions, later, wanted = (np.ascontiguousarray(x, np.int64)
+                                               for x in (ids, rows, positions, later, wanted))
         table = None if self._table is None else self._pages(rows)
         arrays = [x.ctypes.data if x is not None else None
-                  for x in (ids, positions, rows, later, last, table)]
+                  for x in (ids, positions, rows, later, wanted, table)]
         width = 0 if table is None else table.shape[1]
-        step = native.Step(*arrays, len(rows), len(last), width, torch.get_num_threads(),
+        step = native.Step(*arrays, len(rows), len(wanted), width, torch.get_num_threads(),
                            logits.data_ptr())
         native.library().nanokv_decode(ctypes.byref(self._model), ctypes.byref(step))
 

@@ -170,10 +170,11 @@ def mechanisms() -> str:
     lines = [f"| {name} | `{row['above']}` | {row['kv']['bytes_per_token']:,.0f} "
              f"| {row['kv']['smaller']:.0f}x | {plus_minus(prices[name])} |"
              for name, row in found.items()]
+    widest = max(price['half_95'] for price in prices.values())
     text = prose(
-        f"""Of {len(found)} mechanisms, each added alone, {len(standing[1])} raise the loss for all
-        comparisons of the ladder together too: {', '.join(standing[1])};
-        {', '.join(standing[-1]) or 'none'} lowers it. No interval is wider than ±{max(price['half_95'] for price in prices.values()):.4f}: a
+        f"""Of {len(found)} mechanisms, each added alone, {len(standing[1])} raise the loss, with
+        Holm's correction for all comparisons of the ladder: {', '.join(standing[1])};
+        {', '.join(standing[-1]) or 'none'} lowers it. No interval is wider than ±{widest:.4f}: a
         difference of 0.01 would show. This text needs little memory, so it says nothing about what
         they recall.""")
     return text + '\n\n' + table('| mechanism | added to | KV bytes/token | times smaller '

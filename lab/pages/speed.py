@@ -244,13 +244,14 @@ def sessions_compared() -> str:
 @block
 def sessions_overload() -> str:
     rows = []
-    for name, waiting in (('overload', 64), ('overload-refused', 8)):
-        found = load(f'sessions/{name}')
-        first = ' | '.join(f"{found['ttft_s'][share]:.2f}" for share in ('p50', 'p95', 'p99', 'max'))
+    for file, waiting in (('overload', 64), ('overload-refused', 8)):
+        found = load(f'sessions/{file}')
+        first = ' | '.join(f"{found['ttft_s'][name]:.2f}" for name in ('p50', 'p95', 'p99', 'max'))
         rows.append(f"| {waiting} | {found['refused']:,} | {found['failed']} "
                     f"| {found['tokens_per_second']:,.0f} | {first} |")
     return (f"{found['processor']}; {found['users']} users at once, 16 rows; seconds:\n\n" + table(
-        '| may wait | refusals | failed | tokens/s | first token, 50% | 95% | 99% | latest |', rows))
+        '| may wait | refusals | failed | tokens/s | first token, 50% | 95% | 99% | latest |',
+        rows))
 
 
 @block

@@ -49,6 +49,27 @@ def test_any_number_of_rows(n_in, n_out, dtype):
         assert ((y - expected).abs() <= 1e-6 * size).all(), n_rows
 
 
+@pytest.mark.parametrize('n_rows', [1, 16, 48])
+def test_long_sums_are_as_exact_as_short_ones(n_rows):
+    if native.library() is None:
+        pytest.skip('no compiler here')
+    x, weight = torch.rand(n_rows, 8192), torch.rand(16, 8192)
+    y = linear.by_extension(linear.describe(weight, None), x)
+    expected = x.double() @ weight.double().T
+    assert ((y - expected) / expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize('n_rows', [1, 3, 4, 17, 19, 35])
+def test_bfloat16_weights_take_all_rows_rounded_to_nearest_or_none(n_rows):
+    """Some processors multiply bfloat16 by bfloat16: then all activations are rounded."""
+    if native.library() is None:
+        pytest.skip('no compiler here')
+    x, weight = torch.rand(n_rows, 1024), torch.rand(16, 1024).bfloat16()
+    y = linear.by_extension(linear.describe(weight, None), x)
+    forms = (form.double() @ weight.double().T for form in (x, x.bfloat16()))
+    assert min(((y - form) / form).abs().max() for form in forms) < 1e-6
+
+
 @pytest.mark.parametrize('n_rows, n_in, dtype', [(9, 48, torch.float32), (4, 20, torch.float32),
                                                  (4, 48, torch.float64), (4, 48, torch.float16)])
 def test_torch_computes_the_rest_and_training(by_extension, n_rows, n_in, dtype):

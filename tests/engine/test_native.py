@@ -95,7 +95,7 @@ def largest_gap_of_chunks(model, plain, other, rounds, seed=0):
     for parts in rounds:
         texts = [torch.randint(23, (1, n), generator=generator) for _, n in parts]
         rows = [row for row, _ in parts]
-        found = decode.extend([text[0].tolist() for text in texts], rows)
+        found = decode.extend([text[0].tolist() for text in texts], rows, [True] * len(rows))
         for row, text, b in zip(rows, texts, found, strict=True):
             a = model(text, cache=plain, rows=[row])[0][0, -1]
             gap = max(gap, (a.float() - b).abs().max().item())
@@ -138,7 +138,7 @@ def test_chunks_of_any_length(data, window, page_size, paged, kv_dtype):
 
 def test_logits_are_of_the_chunks_that_are_wanted(wide):
     texts, all_, some = [[1, 2, 3], [4], [5, 6]], *(wide.new_cache(3, 64) for _ in 'ab')
-    expected = native_decode(wide, all_).extend(texts, [0, 2, 1])
+    expected = native_decode(wide, all_).extend(texts, [0, 2, 1], [True] * 3)
     decode = native_decode(wide, some)
     assert torch.equal(decode.extend(texts, [0, 2, 1], [True, False, True]), expected[[0, 2]])
     assert decode.extend([[7], [8]], [0, 1], [False, False]).shape == (0, 23)
@@ -151,9 +151,9 @@ def test_chunks_that_are_refused_write_nothing(wide):
     for texts, error in (([[1] * (decode.longest_text + 1)], UserError), ([[1, 23]], IndexError),
                          ([[-1]], IndexError)):
         with pytest.raises(error):
-            decode.extend(texts, [1])
+            decode.extend(texts, [1], [True])
     assert cache.lengths.tolist() == [0, 0]
-    assert decode.extend([[1] * decode.longest_text], [1]).shape == (1, 23)
+    assert decode.extend([[1] * decode.longest_text], [1], [True]).shape == (1, 23)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))

@@ -180,10 +180,12 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypa
 
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
 def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch):
-    """Prompts that began earlier, too, which have a pass of their own in torch."""
-    shapes, extend = [], NativeDecode.extend
+    """Prompts that began earlier, too, which have a pass of their own in torch. Chunks that do not
+    end a prompt get no logits."""
+    shapes, without, extend = [], [], NativeDecode.extend
     monkeypatch.setattr(NativeDecode, 'extend', lambda self, texts, rows, wanted: (
-        shapes.append(sorted(map(len, texts))), extend(self, texts, rows, wanted))[1])
+        shapes.append(sorted(map(len, texts))), without.append(wanted.count(False)),
+        extend(self, texts, rows, wanted))[2])
     monkeypatch.setattr(Pace, 'room', lambda self, decoding, prompts: 6)
     engine = Engine(wide_model(), 4, 60, page_size=4, prefill_chunk=16, prefix_budget=10 ** 6,
                     slowdown=2.0)
@@ -192,6 +194,7 @@ def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch):
     del shapes[:]
     engine.generate([prompt(2, 0), said + prompt(3, 2), said + prompt(4, 3)], SamplingParams(8))
     assert any(len(lens) == 3 and lens[-2] > 1 for lens in shapes), shapes
+    assert any(without)
 
 
 def test_the_decoding_rows_of_a_mixed_pass_are_not_counted_as_prompt():
