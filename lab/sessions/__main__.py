@@ -138,7 +138,10 @@ def show(found: dict) -> Table:
 
 
 def run_make(args):
+    check_target(args.save)
     trace = make(args.preset, args.seed, **changes(args.set))
+    if not trace.sessions:
+        raise UserError('sessions=0: must be at least 1')
     trace.write(args.save)
     print(f'{args.save}: {trace.n_requests} requests of {len(trace.sessions)} sessions, at most '
           f'{trace.longest:,} tokens')
@@ -182,8 +185,10 @@ def conclude(args, document: dict, table: Table) -> None:
 
 def run_replay(args):
     trace = Trace.read(args.trace)
-    if args.users < 0 or args.rate <= 0:
-        raise UserError(f'users={args.users}, rate={args.rate:g}: must be at least 0, and above 0')
+    if args.users < 0:
+        raise UserError(f'users={args.users}: must be at least 0')
+    if args.rate <= 0 or args.users and args.rate != 1:
+        raise UserError(f'rate={args.rate:g}: must be above 0, and is not used with --users')
     fields, ids = request_fields(args)
     prompts = (TextPrompts(trace, fields) if args.prompts == 'text'
                else TokenPrompts(trace, ids, fields))
@@ -262,6 +267,12 @@ def replay_table(found: dict) -> Table:
     title = (f"{found['trace']}: {found['ended']} of {found['requests']} requests in "
              f"{found['seconds']:.0f} s, {found['failed']} failed, refused {found['refused']} "
              f"times, {found['tokens_per_second']:.1f} tokens/s")
+    if found['ended'] and found['computed'] is None:
+        title += ('; how many prompt tokens it computed is not known, as it reports no '
+                  'usage.prompt_tokens_details.cached_tokens')
+    if found['reply_tokens'] < 0.99 * found['asked_tokens']:
+        title += (f"; replies have {found['reply_tokens']:,} of the {found['asked_tokens']:,} tokens "
+                  'asked for (--fields should hold what makes the server ignore ends of text)')
     if found['computed'] is not None:
         title += (f"; {found['prompt_tokens']:,} prompt tokens, {found['computed']:,} computed, "
                   f"{found['unavoidable']:,} unavoidable ({found['over_unavoidable']:.2f})")

@@ -12,7 +12,7 @@ BUSY = 429, 503  # asked again after `Retry-After` seconds
 RETRY_S = 1.0    # if the server does not say when
 
 
-class Failed(Exception):
+class Failed(UserError):
     """The server gave no complete reply."""
 
 

@@ -18,6 +18,7 @@ from lab.sessions.client import Answer, Client, Failed
 from lab.sessions.known import Known
 from lab.sessions.trace import Session, Trace
 
+FOLLOWS = 'it follows a request that failed'
 # a token each with most tokenizers
 WORDS = """the of and to in is that for it as was with be by on not he his but at are this have from
 or had an they which one you were all her she there would their we him been has when who will no
@@ -169,7 +170,7 @@ class Replay:
         answer = Answer(time.perf_counter())
         try:
             if any(k not in answers for k in session.lineage(i)[:-1]):
-                raise Failed('it follows a request that failed')
+                raise Failed(FOLLOWS)
             document, sequence = self.prompts.document(session, i, answers)
             with self._lock:
                 new = self.known.unavoidable(sequence)
@@ -224,17 +225,22 @@ class Replay:
         """Totals and percentiles. Seconds, from the first request to the end of the last one."""
         good = [record for record in self.records if not record['error']]
         errors = [record['error'] for record in self.records if record['error']]
-        told = any(record['cached'] is not None for record in good)
+        counted = all(record['prompt'] for record in good)  # 0: the server reports no usage
+        told = counted and any(record['cached'] is not None for record in good)
         computed = sum(record['prompt'] - (record['cached'] or 0) for record in good)
         unavoidable = sum(record['unavoidable'] for record in good)
         seconds = (max((record['ended'] for record in self.records), default=0.0)
                    - min((record['sent'] for record in self.records), default=0.0))
         new = sum(record['reply'] for record in good)
+        sessions = {session.number: session for session in self.trace.sessions}
+        asked = sum(sessions[r['session']].requests[r['request']].reply for r in good)
         return self.head | {
             'resumed': self.resumed, 'ended': len(good), 'failed': len(errors),
-            'errors': sorted(set(errors))[:5], 'refused': sum(r['refused'] for r in self.records),
-            'seconds': seconds, 'prompt_tokens': sum(record['prompt'] for record in good),
-            'reply_tokens': new, 'unavoidable': unavoidable,
+            'errors': sorted(set(errors), key=lambda e: (e == FOLLOWS, e))[:5],
+            'refused': sum(r['refused'] for r in self.records),
+            'seconds': seconds, 'reply_tokens': new, 'asked_tokens': asked,
+            'prompt_tokens': sum(record['prompt'] for record in good) if counted else None,
+            'unavoidable': unavoidable if counted else None,
             'computed': computed if told else None,
             'over_unavoidable': computed / unavoidable if told else None,
             'tokens_per_second': new / seconds if seconds else 0.0,
@@ -255,7 +261,7 @@ def measured(answer: Answer, new: float) -> dict:
     prompt = usage.get('prompt_tokens') or 0
     cached = (usage.get('prompt_tokens_details') or {}).get('cached_tokens')
     return {'prompt': prompt, 'reply': reply, 'cached': cached,
-            'unavoidable': max(1, round(new * prompt)),
+            'unavoidable': max(1, round(new * prompt)) if prompt else 0,
             'ttft': round(stamps[0] - answer.started, 5),
             'tpot': round((stamps[-1] - stamps[0]) / max(1, reply - 1), 6),
             'gaps': [round(b - a, 5) for a, b in zip(stamps, stamps[1:])]}

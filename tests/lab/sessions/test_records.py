@@ -212,12 +212,27 @@ def test_a_replay_with_failures_ends_with_status_1(tmp_path, capsys, server):
 
 @pytest.mark.parametrize('args', [
     ('--users=-1',), ('--rate=0',), ('--timeout=0',), ('--ids=5:5',), ('--ids=-1:5',), ('--ids=5',),
-    ('--fields=x',), ('--fields=5',), ('--url=ftp://h',)], ids=' '.join)
+    ('--fields=x',), ('--fields=5',), ('--url=ftp://h',), ('--rate=2', '--users=1')], ids=' '.join)
 def test_wrong_arguments(tmp_path, args):
     trace_of(line(1)).write(tmp_path / 't')
     url = () if args[0].startswith('--url') else ('--url=http://127.0.0.1:1',)
     with pytest.raises(UserError, match=args[0].lstrip('-').partition('=')[0] + '='):
         program.main(['replay', str(tmp_path / 't'), *url, *args])
+
+
+@pytest.mark.parametrize('args, match', [
+    (['--set', 'sessions=0', '--save=t'], 'sessions=0'), (['--save=none/t'], 'no folder')])
+def test_traces_that_cannot_be_made(args, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=match):
+        program.main(['make', 'chat', *args])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('command', ['stall', 'soak'])
+def test_other_commands_say_that_the_server_does_not_answer(command):
+    with pytest.raises(UserError, match='refused'):
+        program.main([command, '--url=http://127.0.0.1:1'])
 
 
 def test_a_server_that_is_not_there(tmp_path):

@@ -122,16 +122,16 @@ def test_what_follows_a_failed_request_is_not_sent():
 
     def gate(number):
         if number == 0:
-            raise Failed('boom')
+            raise Failed('then boom')  # sorts behind the consequence
     client = Fake(gate=gate)
     replay = Replay(trace, client, ids_of(trace), users=1)
     found = replay.run()
     errors = [record['error'] for record in replay.records]
-    assert errors[0] == 'boom' and errors[2] == errors[4] == ''
+    assert errors[0] == 'then boom' and errors[2] == errors[4] == ''
     assert errors[1] == errors[3] and 'failed' in errors[1]
     assert len(client.asked) == 3 and [r['request'] for r in replay.records] == [0, 1, 2, 3, 4]
     assert (found['ended'], found['failed'], found['requests']) == (2, 3, 5)
-    assert found['errors'] == sorted({errors[0], errors[1]})
+    assert found['errors'] == errors[:2]  # the cause first
 
 
 def test_a_server_that_does_not_say_ids():
@@ -142,6 +142,31 @@ def test_a_server_that_does_not_say_ids():
     trace = trace_of(line(2))
     found = Replay(trace, Silent(), ids_of(trace), users=1).run()
     assert found['failed'] == 2 and any('--prompts=text' in error for error in found['errors'])
+
+
+def test_a_server_without_usage():
+    class Silent(Fake):
+        def say(self, answer, document):
+            super().say(answer, document)
+            answer.usage = {}
+    trace = trace_of(line(2))
+    found = Replay(trace, Silent(), ids_of(trace), users=1).run()
+    assert found['prompt_tokens'] is found['unavoidable'] is found['computed'] is None
+    assert found['ended'] == 2
+    program.replay_table(found)
+
+
+def test_replies_that_end_early_are_told():
+    class Short(Fake):
+        def say(self, answer, document):
+            super().say(answer, document)
+            answer.tokens, answer.stamps = answer.tokens[:1], answer.stamps[:1]
+    trace = trace_of(line(2, reply=5))
+    early = Replay(trace, Short(), ids_of(trace), users=1).run()
+    whole = Replay(trace, Fake(), ids_of(trace), users=1).run()
+    assert (early['reply_tokens'], early['asked_tokens']) == (2, 10)
+    assert '2 of the 10 tokens' in program.replay_table(early).title
+    assert whole['asked_tokens'] == 10 and 'asked for' not in program.replay_table(whole).title
 
 
 def test_an_empty_reply_is_a_failure():
@@ -159,7 +184,7 @@ def test_a_server_that_does_not_say_what_it_had():
     found = Replay(trace, Fake(), ids_of(trace), users=1).run()
     assert found['computed'] is None and found['over_unavoidable'] is None
     assert found['prompt_tokens'] == 3 + 8 + 13 and found['failed'] == 0
-    assert 'computed' not in program.replay_table(found).title
+    assert 'not known' in program.replay_table(found).title
 
 
 # -- when requests are sent ------------------------------------------------------------------------
