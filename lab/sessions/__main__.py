@@ -99,6 +99,7 @@ def add_server(one) -> None:
     where.add_argument('--url', help='a server with the interface of OpenAI; its key: '
                                      'OPENAI_API_KEY')
     where.add_argument('--start', choices=servers.SERVERS, help='start one with random weights')
+    add('--model', default='', help='of the server (the first that it names)')
     add('--ids', default='1000:30000', help='range of the token ids in prompts (1000:30000)')
     add('--fields', default='', help='of every request, as JSON ('
         f'with token ids: {json.dumps(servers.FIELDS["vllm"])})')
@@ -165,7 +166,7 @@ def server(args, longest: int):
 
 
 def client_of(args, url, kind=Client, *more):
-    return kind(url, os.environ.get('OPENAI_API_KEY', ''), args.timeout, *more)
+    return kind(url, os.environ.get('OPENAI_API_KEY', ''), args.timeout, args.model, *more)
 
 
 def bar(total: int, title: str):
@@ -196,7 +197,14 @@ def run_replay(args):
         found = Replay(trace, client, prompts, args.users, args.rate, args.records)
         progress, show = bar(trace.n_requests, trace.name)
         with progress:
-            document = found.run(lambda records: show(len(records))) | facts
+            try:
+                document = found.run(lambda records: show(len(records))) | facts
+            except KeyboardInterrupt:
+                kept = (f'those of sessions that ended are in {args.records}, and the same command '
+                        'goes on from there' if args.records else '--records would keep them')
+                print(f'{len(found.records)} of {trace.n_requests} requests ended: {kept}',
+                      file=sys.stderr)
+                raise
         if process:
             document['resident'] = servers.resident(process)
     conclude(args, document, replay_table(document))
@@ -247,10 +255,12 @@ def request_fields(args) -> tuple[dict, tuple[int, int]]:
     try:
         if args.fields:
             fields = dict(json.loads(args.fields))
-        low, high = map(int, args.ids.split(':'))
     except (ValueError, TypeError) as e:
-        raise UserError(f'fields={args.fields!r}, ids={args.ids!r}: must be a JSON object, and '
-                        f'two numbers as 0:256: {e}') from e
+        raise UserError(f'fields={args.fields!r}: must be a JSON object: {e}') from e
+    try:
+        low, high = map(int, args.ids.split(':'))
+    except ValueError as e:
+        raise UserError(f'ids={args.ids!r}: must be two numbers, as 0:256') from e
     if not 0 <= low < high:
         raise UserError(f'ids={args.ids!r}: the second must be larger')
     return fields, (low, high)

@@ -31,11 +31,12 @@ class Answer:
 class Client:
     """Connections to the server at `url`, one for each request; `/v1` may be left out.
 
+    name: of the model; '' = the first that the server names.
     Raises:
         UserError: if `url` is not that of a server.
     """
 
-    def __init__(self, url: str, key: str = '', timeout: float = 600.0):
+    def __init__(self, url: str, key: str = '', timeout: float = 600.0, name: str = ''):
         kinds = {'http': http.client.HTTPConnection, 'https': http.client.HTTPSConnection}
         try:
             parts = urlsplit(url if '//' in url else f'http://{url}')
@@ -46,12 +47,13 @@ class Client:
             raise UserError(f'url={url!r}: must be like http://127.0.0.1:8000/v1')
         self._connect = lambda: kind(host, port, timeout=timeout)
         self.path, self.timeout, self.url = parts.path.rstrip('/') or '/v1', timeout, url
+        self.name = name
         self.headers = {'Content-Type': 'application/json'}
         if key:
             self.headers['Authorization'] = f'Bearer {key}'
 
     def model(self) -> str:
-        """The first model that the server names. Raises Failed if it does not."""
+        """The model to be asked. Raises Failed if the server does not name it."""
         try:
             with closing(self._connect()) as connection:
                 connection.request('GET', f'{self.path}/models', headers=self.headers)
@@ -60,9 +62,13 @@ class Client:
         except (OSError, http.client.HTTPException) as e:
             raise Failed(f'{type(e).__name__}: {e}') from e
         try:
-            return json.loads(data)['data'][0]['id']
+            names = [each['id'] for each in json.loads(data)['data']]
+            name = self.name or names[0]
         except (ValueError, KeyError, IndexError, TypeError):
             raise Failed(f'no list of models: {_message(response.status, data)}') from None
+        if name not in names:
+            raise Failed(f'it has no model {name!r}, only {", ".join(names)}')
+        return name
 
     def ask(self, path: str, document: dict, most_parts: int = 0,
             answer: Answer | None = None) -> Answer:
@@ -123,10 +129,13 @@ def _take(data: bytes, answer: Answer) -> None:
     for choice in document.get('choices') or ():
         # vLLM and nanoKV; llama.cpp
         tokens = choice.get('token_ids') or document.get('__verbose', {}).get('tokens') or []
-        text = choice.get('text') or (choice.get('delta') or {}).get('content') or ''
+        delta = choice.get('delta') or {}
+        text = choice.get('text') or delta.get('content') or ''
+        # thoughts take their time, but are not sent back
+        thought = delta.get('reasoning_content') or delta.get('reasoning')
         answer.tokens += tokens
         answer.text += text
-        if tokens or text:
+        if tokens or text or thought:
             answer.stamps.append(time.perf_counter())
 
 

@@ -19,6 +19,7 @@ from lab.sessions.known import Known
 from lab.sessions.trace import Session, Trace
 
 FOLLOWS = 'it follows a request that failed'
+NO_IDS = 'the server does not say the ids of its reply: --fields asks it to, or use --prompts=text'
 # a token each with most tokenizers
 WORDS = """the of and to in is that for it as was with be by on not he his but at are this have from
 or had an they which one you were all her she there would their we him been has when who will no
@@ -51,8 +52,7 @@ class TokenPrompts:
     def after(self, sequence: list, answer: Answer) -> list:
         """The sequence of a prompt and its reply. The last token of that was never an input."""
         if not answer.tokens:
-            raise Failed('the server does not say the ids of its reply: --fields asks it to, or '
-                         'use --prompts=text')
+            raise Failed(NO_IDS)
         return sequence + answer.tokens[:-1]
 
     def _tokens(self, numbers: np.ndarray) -> list[int]:
@@ -90,8 +90,8 @@ class Replay:
     """A replay, and the records of its requests.
 
     users: at once, in a closed loop; 0 = open loop. rate: how much faster than in the trace.
-    save: a file (JSON lines) with the records of each session that has ended, which is left out
-        next time; '' = none.
+    save: a file (JSON lines) with the records of each session that has ended; those without a
+        failure are left out next time. '' = none.
     Raises:
         UserError: if `save` has the records of another replay or cannot be written, or the server
             does not answer.
@@ -102,6 +102,7 @@ class Replay:
         self.trace, self.client, self.prompts = trace, client, prompts
         self.users, self.rate, self.save = users, rate, save
         self.known, self.records, self.stopped = Known(), [], threading.Event()
+        self.useless = ''  # why it makes no sense to go on
         self._lock = threading.Lock()
         try:
             self.model = client.model()
@@ -122,7 +123,8 @@ class Replay:
     def run(self, show=lambda records: None) -> dict:
         """Replay what is left, calling `show` with the records about four times a second.
 
-        An interruption (Ctrl-C) ends it; sessions that have ended are in `save`."""
+        An interruption (Ctrl-C) ends it; sessions that have ended are in `save`. Raises UserError
+        if the server does not say the ids that the prompts need."""
         offset = max((record['ended'] for record in self.records), default=0.0)
         first = min((session.requests[0].at for session in self.left), default=0.0) / self.rate
         self._clock = time.perf_counter() - offset
@@ -136,11 +138,13 @@ class Replay:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                while thread.is_alive():
+                while thread.is_alive() and not self.useless:
                     show(self.records)
                     thread.join(0.25)
         finally:
             self.stopped.set()
+        if self.useless:
+            raise UserError(self.useless)
         show(self.records)
         return self.summary()
 
@@ -157,6 +161,9 @@ class Replay:
                     return
                 record = self._request(session, i, answers)
                 if self.stopped.is_set():  # the server may have been stopped, too
+                    return
+                if record['error'] == NO_IDS:
+                    self.useless = NO_IDS
                     return
                 records.append(record)
                 with self._lock:
@@ -194,7 +201,8 @@ class Replay:
     # -- records ----------------------------------------------------------------------------------
 
     def _read(self, head: dict) -> set[int]:
-        """Get the records of `save`. Returns the numbers of their sessions."""
+        """Get the records of `save`, without sessions that had failures. Returns the numbers of the
+        sessions."""
         done = []
         if self.save and Path(self.save).exists():
             try:
@@ -202,12 +210,15 @@ class Replay:
                 known = json.loads(first)
                 with suppress(ValueError):  # the last line may be incomplete
                     done += map(json.loads, lines)
+                done = [records for records in done if not any(r['error'] for r in records)]
                 self.records = [record for records in done for record in records]
                 numbers = {records[0]['session'] for records in done}
-            except (OSError, ValueError, TypeError, KeyError) as e:
+                other = [f'{key}={known.get(key)!r}, not {head[key]!r}' for key in head
+                         if known.get(key) != head[key]]
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
                 raise UserError(f'{self.save!r} is not the file of a replay: {e!r}') from e
-            if known != head:
-                raise UserError(f'{self.save!r} is of another replay: {known}, and this is {head}')
+            if other:
+                raise UserError(f"{self.save!r} is of another replay: {'; '.join(other)}")
         self._write(head, *done, mode='w')
         return numbers if done else set()
 

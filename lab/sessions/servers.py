@@ -3,6 +3,7 @@
 llama.cpp gets a vanilla GPT-2 of the same width and depth, as it does not run ours.
 """
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -60,16 +61,16 @@ def started(name: str, program: str, config: str, longest: int, kv: int, more: l
         UserError: if it cannot be started. Its output is in the message.
     """
     port = free_port()
+    program = program or PROGRAMS.get(name, '')
+    if program and not shutil.which(program):
+        raise UserError(f'start={name!r}: {program} is not there (--program says where)')
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = build(config, longest, vanilla=name == 'llama.cpp')
         command = COMMANDS[name](program, model, folder, port, longest, kv) + more
         print('Starting:', *command, flush=True, file=sys.stderr)
         log = stack.enter_context(open(folder / 'log', 'w+', encoding='utf-8', errors='replace'))
-        try:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        except OSError as e:
-            raise UserError(f'start={name!r}: {command[0]}: {e.strerror}') from e
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         stack.callback(stop, process)
         url = f'http://127.0.0.1:{port}'
         wait(url, process, log)
@@ -86,7 +87,7 @@ def nanokv(_program, model, folder, port, longest, kv):
 
 def vllm(program, model, folder, port, longest, kv):
     export(model, folder)
-    return [program or '.venv-vllm/bin/python', '-m', 'vllm.entrypoints.openai.api_server',
+    return [program, '-m', 'vllm.entrypoints.openai.api_server',
             f'--model={folder}', f'--port={port}', '--host=127.0.0.1', f'--max-num-seqs={ROWS}',
             f'--served-model-name={NAME}', f'--max-model-len={longest}',
             f'--kv-cache-memory-bytes={kv}', '--enable-prompt-tokens-details']
@@ -104,13 +105,14 @@ def llama(program, model, folder, port, longest, kv):
     row = -(-longest // CELLS) * CELLS * cell
     rows = min(ROWS, max(1, kv // 2 // row))
     rest = max(0, (kv - rows * row) // MIB)
-    return [program or 'llama-server', '--model', str(folder / 'model.gguf'), '--port', str(port),
+    return [program, '--model', str(folder / 'model.gguf'), '--port', str(port),
             '--threads', str(torch.get_num_threads()), '--parallel', str(rows), '--no-kv-unified',
             '--ctx-size', str(rows * row // cell), '--cache-ram', str(rest), '--no-webui',
             '--alias', NAME]
 
 
 COMMANDS = {'nanokv': nanokv, 'vllm': vllm, 'llama.cpp': llama}
+PROGRAMS = {'vllm': str(ROOT / '.venv-vllm' / 'bin' / 'python'), 'llama.cpp': 'llama-server'}
 
 
 def export(model, folder: Path) -> None:

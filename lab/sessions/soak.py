@@ -24,8 +24,8 @@ SAMPLE = 300              # replies that are compared with those of the model al
 class Vanishing(Client):
     """A client that now and then hangs up and asks again, and keeps a sample of the replies."""
 
-    def __init__(self, url: str, key: str, timeout: float, seed: int):
-        super().__init__(url, key, timeout)
+    def __init__(self, url: str, key: str, timeout: float, name: str, seed: int):
+        super().__init__(url, key, timeout, name)
         self.hasty = Client(url, key, SOON_S)
         self.random, self.lock = random.Random(seed), threading.Lock()
         self.num_replies = self.num_vanished = 0

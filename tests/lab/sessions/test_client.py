@@ -122,6 +122,8 @@ STREAMS = {
     'chat': ([choice(delta={'role': 'assistant', 'content': ''}), choice(delta={'content': 'xy'}),
               choice(delta={'content': None}), choice(delta={'content': 'z'}),
               choice(delta={}, finish_reason='stop')], 'xyz', [], 2),
+    'thoughts': ([choice(delta={'reasoning_content': 'hm'}), choice(delta={'reasoning': 'hm'}),
+                  choice(delta={'content': 'x'})], 'x', [], 3),
     'chat with ids': ([choice(delta={'role': 'assistant', 'content': ''}),
                        choice(delta={'content': 'x'}, token_ids=[3]),
                        choice(delta={'content': ''}, token_ids=[4]),
@@ -296,6 +298,14 @@ def test_the_key_is_sent(scripted):
     client.model()
     client.ask('completions', {})
     assert [request[2]['Authorization'] for request in server.requests] == ['Bearer sesame'] * 2
+
+
+def test_a_model_that_is_chosen(scripted):
+    two = Says(body=b'{"data": [{"id": "one"}, {"id": "two"}]}')
+    url = scripted(two, two, two).url
+    assert (Client(url).model(), Client(url, name='two').model()) == ('one', 'two')
+    with pytest.raises(Failed, match="no model 'three', only one, two"):
+        Client(url, name='three').model()
 
 
 @pytest.mark.parametrize('says, named', [

@@ -44,6 +44,34 @@ def test_what_fails_after_an_interruption_is_not_a_record(tmp_path):
     assert path.read_text() == kept and len(client.asked) == 5
 
 
+def test_sessions_with_failures_start_again(tmp_path):
+    def gate(number):
+        if number == 4:  # the second request of the second session
+            raise Failed('status 500')
+    trace, path = trace_of(line(3), line(3), line(3)), tmp_path / 'r'
+    found = Replay(trace, Fake(gate=gate), ids_of(trace), users=1, save=str(path)).run()
+    assert (found['ended'], found['failed']) == (7, 2)
+    client = Fake()
+    again = Replay(trace, client, ids_of(trace), users=1, save=str(path)).run()
+    assert len(client.asked) == 3 and (again['ended'], again['failed']) == (9, 0)
+    numbers = [json.loads(text)[0]['session'] for text in path.read_text().splitlines()[1:]]
+    assert sorted(numbers) == [0, 1, 2]
+
+
+def test_ctrl_c_says_what_was_kept(tmp_path, monkeypatch, capsys):
+    trace_of(line(2)).write(tmp_path / 't')
+
+    def run(replay, show):
+        replay.records.append({})
+        raise KeyboardInterrupt
+    monkeypatch.setattr(Replay, 'run', run)
+    monkeypatch.setattr(program, 'client_of', lambda args, url: Fake())
+    for more, said in (((), '--records would'), ((f'--records={tmp_path / "r"}',), 'goes on from')):
+        with pytest.raises(KeyboardInterrupt):
+            program.main(['replay', str(tmp_path / 't'), '--url=h', '--users=1', *more])
+        assert (error := capsys.readouterr().err).startswith('1 of 2 requests') and said in error
+
+
 def test_a_replay_that_was_not_interrupted_is_not_resumed(tmp_path):
     trace, path = trace_of(line(2)), tmp_path / 'r'
     found = Replay(trace, Fake(), ids_of(trace), users=1, save=str(path)).run()
@@ -60,9 +88,10 @@ def test_records_of_another_replay(tmp_path):
     other.model = lambda: 'other'
     seed = trace_of(line(2))
     seed.seed = 2
+    with pytest.raises(UserError, match='another replay: users=1, not 2$'):
+        Replay(trace, Fake(), ids_of(trace), users=2, save=path)
     for wrong in (
             lambda: Replay(trace, Fake(), ids_of(trace), users=1, rate=2.0, save=path),
-            lambda: Replay(trace, Fake(), ids_of(trace), users=2, save=path),
             lambda: Replay(trace, Fake(), TextPrompts(trace, {}), users=1, save=path),
             lambda: Replay(trace, other, ids_of(trace), users=1, save=path),
             lambda: Replay(seed, Fake(), ids_of(seed), users=1, save=path),

@@ -3,6 +3,7 @@ import threading
 
 import pytest
 
+from config.errors import UserError
 from lab.sessions import __main__ as program
 from lab.sessions.client import Answer, Failed
 from lab.sessions.presets import make
@@ -139,9 +140,11 @@ def test_a_server_that_does_not_say_ids():
         def say(self, answer, document):
             super().say(answer, document)
             answer.tokens, answer.text = [], 'abc'
-    trace = trace_of(line(2))
-    found = Replay(trace, Silent(), ids_of(trace), users=1).run()
-    assert found['failed'] == 2 and any('--prompts=text' in error for error in found['errors'])
+    trace, client = trace_of(line(2), line(2)), Silent()
+    replay = Replay(trace, client, ids_of(trace), users=1)
+    with pytest.raises(UserError, match='--prompts=text'):
+        replay.run()
+    assert len(client.asked) == 1 and not replay.records
 
 
 def test_a_server_without_usage():

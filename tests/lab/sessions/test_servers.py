@@ -47,9 +47,8 @@ def test_the_output_of_a_server_that_ends_is_in_the_error(monkeypatch):
 
 
 def test_a_program_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(servers, 'build', lambda *args, **kinds: None)
-    monkeypatch.setitem(servers.COMMANDS, 'vllm', lambda program, *_: [program])
-    with pytest.raises(UserError, match='No such file'):
+    monkeypatch.delattr(servers, 'build')  # it is noticed before a model is built
+    with pytest.raises(UserError, match='/nowhere/python is not there'):
         with servers.started('vllm', '/nowhere/python', CONFIG, 10, 10 ** 6, []):
             pass
 
@@ -148,7 +147,7 @@ class Vanishing(soak.Vanishing):
     """On a fake server."""
 
     def __init__(self, wrong=()):
-        super().__init__('http://127.0.0.1:1', '', 60.0, 1)
+        super().__init__('http://127.0.0.1:1', '', 60.0, '', 1)
         self.fake, self.parts, self.wrong = Fake(), [], wrong
         self.hasty = self.fake
 
