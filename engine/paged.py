@@ -256,6 +256,8 @@ class PagedKVCache(KVCache):
         if not self.pools:  # no global layers
             return
         needed, size = self.table.pages_needed(jobs), self.table.page_size
+        if not needed:  # as in most decode steps
+            return
         self.table.ensure_free(needed, f'{needed} more pages of {size} positions are needed')
         for job in jobs:
             for source, target in self.table.extend(*job):

@@ -8,7 +8,6 @@ copied before a row writes to it (PagedAttention, Kwon et al. 2023). A prefix st
 pinned page in no row is *evictable*; the store unpins some when too few are free (`reclaim`).
 """
 import heapq
-from collections import Counter
 
 from config.errors import UserError
 from kv.plan import GLOBAL, KVPlan
@@ -70,9 +69,12 @@ class PageTable:
     def pages_needed(self, jobs: list[tuple[int, int, int]]) -> int:
         """Number of pages that calling `extend(*job)` takes for all of `jobs`, (row, start, end),
         each with a different row."""
-        new = sum(max(0, self.pages_for(end) - len(self.rows[row])) for row, _, end in jobs)
-        writers = Counter(self.rows[row][i] for row, start, end in jobs
-                          for i in self._shared(row, start, end))
+        new, writers = 0, {}
+        for row, start, end in jobs:
+            new += max(0, self.pages_for(end) - len(self.rows[row]))
+            for i in self._shared(row, start, end):
+                page = self.rows[row][i]
+                writers[page] = writers.get(page, 0) + 1
         # if all rows that share a page write to it, the last one does not need to copy it
         return new + sum(min(n, self.refs[page] - 1) for page, n in writers.items())
 

@@ -140,8 +140,10 @@ class Scheduler:
         for request in sorted((r for r in self.running if r.decoding), key=lambda r: r.number):
             while request.row >= 0:
                 job = request.row, request.num_computed_tokens, request.length
-                if table.pages_needed([job]) <= table.n_available:
-                    self.cache.reserve(request.row, request.length)
+                needed = table.pages_needed([job])
+                if needed <= table.n_available:
+                    if needed:  # of most, none
+                        self.cache.reserve(request.row, request.length)
                     break
                 self.preempt(max(self.running, key=lambda r: r.number))
         return [r for r in self.running if r.decoding]

@@ -83,7 +83,7 @@ def test_a_row_is_drawn_by_its_uniform_number_from_its_own_distribution(batch, s
         expected = plainly(logits[b], p, seen)
         assert set(probs[b].nonzero().flatten().tolist()) == set(expected)
         assert all(abs(float(probs[b, i]) - q) < 1e-12 for i, q in expected.items())
-        assert drawn.tokens[b] == by_inverse_cdf(expected, uniforms([p.seed], [n])[0])
+        assert drawn.tokens[b] == by_inverse_cdf(expected, uniforms(p.seed, n, 1)[0])
 
 
 @given(batches, st.integers(0, 1000), st.randoms(use_true_random=False), st.sampled_from([10, 300]))
@@ -127,7 +127,7 @@ def test_a_bound_that_is_reached_exactly(settings, n_kept, top_k):
 
 def test_top_p_of_one_keeps_tokens_too_unlikely_to_change_a_sum(monkeypatch):
     """1 + exp(-40) == 1, yet the smallest random number selects it, even next to a top-p row."""
-    monkeypatch.setattr('engine.sampler.uniforms', lambda seeds, positions: np.zeros(len(seeds)))
+    monkeypatch.setattr('engine.sampler.uniforms', lambda seed, position, n: [0.0] * n)
     logits = torch.tensor([[-40.0, 0.0, -50.0]]).expand(2, 3)
     for top_k in (0, 2):
         rows = [SampleRow(SamplingParams(top_p=p, top_k=top_k)) for p in (1.0, 0.5)]
@@ -138,15 +138,23 @@ def test_uniforms_are_philox_of_seed_and_position():
     pairs = [(0, 0), (0, 1), (1, 0), (7, 123_456), (-1, 3), (2 ** 64 - 1, 2 ** 40), (-2 ** 63, 0)]
     expected = [(np.random.Philox(key=s % 2 ** 64, counter=n).random_raw() >> 11) / 2 ** 53
                 for s, n in pairs]
-    assert uniforms(*map(list, zip(*pairs))).tolist() == expected
-    assert uniforms([1], [0]) == uniforms([5, 1], [9, 0])[1:]
+    assert [uniforms(*pair, 1)[0] for pair in pairs] == expected
+    assert uniforms(7, 5, 9) == [uniforms(7, n, 1)[0] for n in range(5, 14)]
+
+
+@given(st.integers(0, 200), st.lists(st.integers(1, 3), max_size=100))
+def test_the_number_of_a_token_does_not_depend_on_where_a_row_began(start, asked):
+    row = SampleRow(SamplingParams(seed=3), [1] * start, start)
+    for times in asked:  # also more than once, and not at all
+        assert [row.uniform() for _ in range(times - 1)] == uniforms(3, row.n_drawn, 1) * (times - 1)
+        row.append(1)
 
 
 @pytest.mark.parametrize('u', [0.0, 1 - 2.0 ** -53])
 @pytest.mark.parametrize('settings', [dict(), dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1)],
                          ids=str)
 def test_the_ends_of_the_unit_interval_draw_a_token_that_is_kept(monkeypatch, u, settings):
-    monkeypatch.setattr('engine.sampler.uniforms', lambda seeds, positions: np.full(len(seeds), u))
+    monkeypatch.setattr('engine.sampler.uniforms', lambda seed, position, n: [u] * n)
     logits = torch.tensor([-math.inf, -9.0, 1.0, 1.5, 0.3, -9.0, -math.inf])
     logits = logits * torch.linspace(0.9, 1.1, 20)[:, None]
     tokens = sample_rows(logits, [SampleRow(SamplingParams(**settings))] * 20).tokens.tolist()
