@@ -87,7 +87,6 @@ ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with i
 
 ablate: $(VENV)/.installed-test data recall  ## from vanilla GPT-2 to the full stack, and recall (many hours on 2 cores; finished runs are kept)
 	$(BIN)/python ablate.py config/ablate_prices.py --jobs=2
-	$(BIN)/python ablate.py config/ablate_shakespeare.py --jobs=2
 	$(BIN)/python ablate.py config/ablate_long.py --jobs=2
 
 soak: $(VENV)/.installed  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)

@@ -1,4 +1,4 @@
-# The key rows of config/ablate_shakespeare.py, trained five times as long.
+# The key rows of config/ablate_prices.py, trained on twelve times as many tokens, with AdamW.
 #   python ablate.py config/ablate_long.py --jobs=2
 base = 'config/char_vanilla.py'
 pos_embedding = 'rope'

@@ -1,6 +1,6 @@
 """Blocks on the cost of the savings, from the ladders."""
 import json
-from statistics import stdev
+import statistics
 
 from lab.ablation.cells import listed, mean_sd, plus_minus
 from lab.ablation.stats import paired_difference, seeds_needed
@@ -123,16 +123,15 @@ def lookup_findings() -> str:
 
 @block
 def ladder_findings() -> str:
-    rows, adamw, long = map(rows_of, ('ablate_prices', 'ablate_shakespeare', 'ablate_long'))
+    rows, long = map(rows_of, ('ablate_prices', 'ablate_long'))
     full, baseline = rows['+ int8 KV'], rows['+ qk_norm']
     steps = [(name, row['against_above']) for name, row in rows.items()
              if not row['side'] and row.get('against_above')]
     standing = [f"`{name}`" for name, step in steps if step['stands']]
     widest = max(step['half_95'] for name, step in steps[2:])
-    needed = max(seeds_needed(stdev(step['each']), 0.01) for _, step in steps[2:])
+    needed = max(seeds_needed(statistics.stdev(step['each']), 0.01) for _, step in steps[2:])
     rates = {row: {rate: first_seed(rows[f'{row} at learning rate {rate}'])
                    for rate in ('0.006', '0.024')} for row in ('qk_norm', 'wider heads and MLP')}
-    gap = first_seed(adamw['+ qk_norm']) - first_seed(adamw['+ int8 KV'])
     long_full, long_baseline = long['+ int8 KV'], long['RoPE + qk_norm MHA']
     return prose(
         f"""What vanilla GPT-2 lacks here is RoPE, not memory. The full stack has as many parameters
@@ -148,13 +147,10 @@ def ladder_findings() -> str:
         {rates['qk_norm']['0.024']:.3f} with these; the full stack
         {first_seed(rows['+ wider heads and MLP']):.3f}, and
         {rates['wider heads and MLP']['0.006']:.3f} and
-        {rates['wider heads and MLP']['0.024']:.3f}. With AdamW, 1,000 steps of B=8 and three seeds
-        the difference is {plus_minus(adamw['+ int8 KV']['against_baseline'])}
-        ([results/ablate_shakespeare](../results/ablate_shakespeare/report.md), which has more
-        forms). Trained five times as long as that ({long_full['tokens'] / 1e6:.1f}M tokens, seed
-        1), the full stack reaches {mean(long_full):.4f} and the baseline {mean(long_baseline):.4f}:
-        the gap narrows from {gap:.3f} to {mean(long_baseline) - mean(long_full):.3f}, too small
-        for one seed to tell.""",
+        {rates['wider heads and MLP']['0.024']:.3f}. Trained on {long_full['tokens'] / 1e6:.1f}M
+        tokens (AdamW, 6e-3, B=8, {long_full['iterations']:,} steps, seed 1), the full stack reaches
+        {mean(long_full):.4f} and the baseline {mean(long_baseline):.4f}: the gap narrows to
+        {mean(long_baseline) - mean(long_full):.3f}, too small for one seed to tell.""",
         """That a window *helps* is probably this text's doing: its loss is flat beyond about 15
         characters, and a window leaves out what a briefly trained model would have to learn to
         ignore. The text *cannot* show what a smaller memory costs. Recall can.""")
@@ -203,7 +199,7 @@ def recall() -> str:
     far = {name: 100 * row['recall']['accuracy']['47']['mean'] for name, row in rows.items()}
     tied_later = rows['tied at inference only']['recall']['accuracy']['47']['each']
     each = ', '.join(f'{100 * x:.0f}%' for x in tied_later)
-    cost = rows_of('ablate_shakespeare')['tied at inference only']['against_above']
+    cost = rows_of('ablate_prices')['tied at inference only']['against_above']
     reach = rows['+ int8 KV']['recall']['local_reach']
     return prose(
         f"""The task is to name a random token 47 positions back, where all ten local layers
@@ -214,22 +210,21 @@ def recall() -> str:
         cannot reach. Vanilla GPT-2 gets to {far['vanilla GPT-2']:.0f}% in these steps, with RoPE
         alone to {far['+ RoPE']:.0f}%.""",
         f"""Sharing caches only *after* training is a matter of luck: global K/V tied at inference
-        name {each} right, by seed, and cost {cost['mean']:.3f} ±{cost['half_95']:.3f} nats on
+        name {each} right, by seed, and cost {cost['mean']:.4f} ±{cost['half_95']:.4f} nats on
         Shakespeare. Train with the memory that you will sample with.""")
 
 
 @block
 def layer_order() -> str:
-    rows = rows_of('ablate_shakespeare')
-    first, full = rows['global first: GLLLLL/ABBCCC'], rows['+ wider heads and MLP']
+    first = rows_of('ablate_prices')['global first: GLLLLL/ABBCCC']
     facts = {name: row['lookup'] for name, row in rows_of('ablate_lookup').items()}
     few, *_, most = facts['global last, tied']['accuracy']
     last, last_untied, start, start_untied, offset = (facts[f'global {name}'] for name in (
         'last, tied', 'last, untied', 'first, tied', 'first, untied', 'first, tied, key offset'))
     return prose(
         f"""On Shakespeare `LLLLLG`/`AABBBC` and `GLLLLL`/`ABBCCC` cannot be told apart:
-        {mean(first):.4f} with the global layer first, {mean(full):.4f} with it last, difference
-        {plus_minus(first['against_above'])} (three seeds). Both name a token at a marked distance,
+        with the global layer first the loss differs by {plus_minus(first['against_above'])} (three
+        seeds). Both name a token at a marked distance,
         tied and (seed 1) untied.""",
         f"""Looking facts up by content separates them. With the global layer last (`LLG`),
         {percent(last, most)}% of {most} facts are recalled tied and {percent(last_untied, most)}%
@@ -246,19 +241,18 @@ def layer_order() -> str:
 
 @block
 def muon() -> str:
-    rows = rows_of('ablate_shakespeare')
-    full, half, short_run = (rows[name] for name in ('Muon', 'Muon, 500 steps', 'Muon, 400 steps'))
-    return prose(f"""In the Shakespeare ladder (full stack, 2.4M parameters, learning rate 6e-3,
-        three seeds) AdamW reaches a loss of {mean(rows['+ wider heads and MLP']):.3f} in 1,000
-        steps; Muon reaches {mean(short_run):.3f} in 400 steps, {mean(half):.3f} in 500 and
-        {mean(full):.3f} in 1,000: it needs at most half the steps. On the baseline with full memory
-        Muon reaches {first_seed(rows['qk_norm, Muon']):.3f}, AdamW
-        {first_seed(rows['+ qk_norm']):.3f} (seed 1).""")
+    rows = rows_of('ablate_prices')
+    full, adamw = rows['+ wider heads and MLP'], rows['AdamW, twice the steps']
+    return prose(f"""In the Shakespeare ladder (full stack, 2.4M parameters) AdamW reaches a loss of
+        {mean(adamw):.3f} in {adamw['iterations']:,} steps (learning rate 6e-3, three seeds); Muon
+        reaches {mean(full):.3f} in {full['iterations']:,} (1.2e-2, eight seeds; with 6e-3 and seed
+        1 {first_seed(rows['wider heads and MLP at learning rate 0.006']):.3f}): it needs less than
+        half the steps.""")
 
 
 @block
 def int8_matmuls() -> str:
-    rows = rows_of('ablate_shakespeare')
+    rows = rows_of('ablate_prices')
     names = ('int8 products', 'int8 in training', '+ wider heads and MLP')
     products, kv_only, full = (first_seed(rows[name]) for name in names)
     return prose(f"""In the Shakespeare ladder, with seed 1, int8 matmuls and rounded K and V reach
@@ -267,13 +261,13 @@ def int8_matmuls() -> str:
 
 @block
 def uptraining() -> str:
-    rows = rows_of('ablate_shakespeare')
+    rows = rows_of('ablate_prices')
     to_mqa, to_all = (rows[f'uptrained to {name}'] for name in ('MQA', 'all but wider heads'))
     mqa, everything = (row['against_above']['mean'] for row in (to_mqa, to_all))
     share = to_mqa['iterations'] / to_mqa['recovery']['scratch']['iterations']
     return prose(f"""After {share:.0%} of the steps our small models are still {mqa:.3f} nats (MQA)
         and {everything:.3f} nats (all but wider heads) behind the same memory trained from scratch
-        (seed 1, `results/ablate_shakespeare/recovery.png`).""")
+        (seed 1, `results/ablate_prices/recovery.png`).""")
 
 
 @block

@@ -82,12 +82,12 @@ def test_other_learning_rates_are_no_better():
 
 
 def test_longer_training_narrows_the_gap():
-    short, long = (blocks.rows_of(name) for name in ('ablate_shakespeare', 'ablate_long'))
+    short, long = (blocks.rows_of(name) for name in ('ablate_prices', 'ablate_long'))
     full, baseline = long['+ int8 KV'], long['RoPE + qk_norm MHA']
     gap = blocks.mean(baseline) - blocks.mean(full)
     before = blocks.first_seed(short['+ qk_norm']) - blocks.first_seed(short['+ int8 KV'])
     assert 0 < gap < before
-    assert full['iterations'] == 5 * short['+ int8 KV']['iterations']
+    assert full['tokens'] > 12 * short['+ int8 KV']['tokens']
 
 
 def test_all_rows_with_global_layers_recall_everything():
@@ -98,7 +98,7 @@ def test_all_rows_with_global_layers_recall_everything():
     assert all(far[name] > 0.9995 for name in steps[steps.index('+ MQA'):] + orders)
     assert all(rows[name]['seeds'] == [1, 2, 3] for name in steps)
     assert rows['+ int8 KV']['recall']['local_reach'] < 47
-    apart = blocks.rows_of('ablate_shakespeare')['global first: GLLLLL/ABBCCC']['against_above']
+    apart = blocks.rows_of('ablate_prices')['global first: GLLLLL/ABBCCC']['against_above']
     assert abs(apart['mean']) < apart['half_95']
 
 
@@ -126,8 +126,10 @@ def test_facts_are_looked_up_with_the_global_layer_last_and_not_first():
 
 
 def test_muon_needs_half_the_steps_at_most():
-    rows = blocks.rows_of('ablate_shakespeare')
-    assert blocks.mean(rows['Muon, 500 steps']) < blocks.mean(rows['+ wider heads and MLP'])
+    rows = blocks.rows_of('ablate_prices')
+    adamw, full = rows['AdamW, twice the steps'], rows['+ wider heads and MLP']
+    apart = adamw['against_above']
+    assert adamw['iterations'] == 2 * full['iterations'] and apart['mean'] > apart['half_95']
 
 
 def test_recomputation_changes_no_gradient_and_no_run_differed_after_kills():
