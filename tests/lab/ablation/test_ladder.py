@@ -121,9 +121,9 @@ def test_seeds(ladder_of):
         ladder.seeds(ladder.rows['+ MQA'])
 
 
-@pytest.mark.parametrize('name, times', [('shakespeare', 70), ('recall', 10), ('smoke', 10),
+@pytest.mark.parametrize('name, times', [('prices', 70), ('recall', 10), ('smoke', 10),
                                          ('gpu', 10), ('gpu_short', 10), ('long', 10),
-                                         ('prices', 10), ('pysource', 10)])
+                                         ('pysource', 10)])
 def test_shipped_ladders_make_small_caches(name, times, monkeypatch):
     """Without their data sets, so that those need not be prepared here."""
     monkeypatch.setattr(ladder_module, 'open_meta', lambda s, root: {'vocab_size': 65})
@@ -131,7 +131,7 @@ def test_shipped_ladders_make_small_caches(name, times, monkeypatch):
     last = [row for row in ladder.rows.values() if not row.side][-1]
     assert last.kv_dtype == 'int8'
     plan, length = plan_kv(ladder.config(last)), 1024
-    if name == 'shakespeare':
+    if name == 'prices':
         length = ladder.config(last).block_size
     vanilla = plan.vanilla().nbytes(1, length, 'bfloat16')
     assert vanilla >= times * plan.nbytes(1, length, 'int8')
