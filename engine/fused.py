@@ -1,29 +1,34 @@
-"""Attention for captured decode steps, with QK-norm, RoPE, int8 and the write in one kernel."""
+"""Blocks for captured decode steps, in six kernels: two of attention, which also do QK-norm, RoPE,
+int8 and the write, and four Linear layers with LayerNorm, GELU and the residuals."""
 import torch
 
 from attention.backends import triton_usable
 from engine.static import StaticCache
-from model import CausalSelfAttention
+from model import Block, CausalSelfAttention
 
 
 class FusedAttention(CausalSelfAttention):
     """`CausalSelfAttention` that uses the kernel of `attention.kernels.qkv` where it can."""
 
     def forward(self, x, rope=None, kv=None, cache=None, trim=None):
-        if not (isinstance(cache, StaticCache) and self._suits(x, cache)):
+        if not self.fuses(x, cache):
             return super().forward(x, rope, kv, cache, trim)
+        return self.project(self.write_and_read(self.c_attn(x), rope, cache)), None
+
+    def write_and_read(self, qkv, rope, cache) -> torch.Tensor:
+        """qkv (B, 1, ...) from `c_attn` -> (B, H, 1, D), after writing K and V."""
         from attention.kernels.qkv import write_qkv
-        B, t, _ = x.shape
-        qkv = self.c_attn(x).view(B, t, -1, self.head_dim)
-        norms, target = (self.q_norm, self.k_norm), ()
+        qkv, target = qkv.view(*qkv.shape[:2], -1, self.head_dim), ()
         if self.layer.owns:
             target = cache.cache.stores[self.layer.slot].tensors, *cache.target(self.layer)
-        q = write_qkv(qkv, self.n_head, *norms, rope, *target)
-        return self.project(cache.read(self.layer, q)), None
+        q = write_qkv(qkv, self.n_head, self.q_norm, self.k_norm, rope, *target)
+        return cache.read(self.layer, q)
 
-    def _suits(self, x, cache) -> bool:
+    def fuses(self, x, cache) -> bool:
         """False for float64, int4, sinks, tied or offset keys, latents, and K and V that are
         rounded to int8 but stored in a different dtype."""
+        if not isinstance(cache, StaticCache):
+            return False
         rounds_only = self.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
         wide = x.dtype == torch.float64 or cache.kv_dtype == 'float64'
         slot = self.slot
@@ -32,8 +37,31 @@ class FusedAttention(CausalSelfAttention):
                 and not wide)
 
 
+class FusedBlock(Block):
+    """`Block` that uses the kernel of `engine.fused_linear` where it can."""
+
+    def forward(self, x, rope=None, kv=None, cache=None, trim=None):
+        if not self._fuses(x, cache):
+            return super().forward(x, rope, kv, cache, trim)
+        from engine.fused_linear import fused_linear
+        attn, mlp, x = self.attn, self.mlp, x[:, 0]                            # (B, C)
+        qkv = fused_linear(x, attn.c_attn, self.ln_1)
+        y = attn.write_and_read(qkv[:, None], rope, cache).flatten(1)
+        x = fused_linear(y, attn.c_proj, residual=x)
+        activation = 'relu2' if mlp.relu2 else mlp.gelu.approximate
+        hidden = fused_linear(x, mlp.c_fc, self.ln_2, activation)
+        return fused_linear(hidden, mlp.c_proj, residual=x)[:, None], None
+
+    def _fuses(self, x, cache) -> bool:
+        if not self.attn.fuses(x, cache) or torch.is_autocast_enabled(x.device.type):
+            return False
+        from engine.fused_linear import takes
+        attn, mlp = self.attn, self.mlp
+        return takes(x[:, 0], attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
+
+
 def fuse(model) -> None:
-    """Let the model's attention layers use the kernel, in place."""
+    """Let the model's blocks use the kernels, in place."""
     for block in model.transformer.h:
-        if type(block.attn) is CausalSelfAttention:
-            block.attn.__class__ = FusedAttention
+        if type(block) is Block and type(block.attn) is CausalSelfAttention:
+            block.__class__, block.attn.__class__ = FusedBlock, FusedAttention

@@ -6,6 +6,7 @@ are the same in every step, because nothing depends on lengths stored on the hos
     logits, _ = model(tokens, cache=static)     # (n_rows, 1) -> (n_rows, 1, V)
     static.advance(rows)                        # afterwards: these rows are one token longer
 """
+import numpy as np
 import torch
 
 from attention.cached import cached_attention
@@ -21,45 +22,69 @@ class StaticStep:
     t, uniform = 1, False
 
     def __init__(self, positions: torch.Tensor, end: int):
-        self.positions, self.end, self.longest = positions.clamp(min=0), end, end
+        self.positions, self.end, self.longest = positions, end, end
 
 
 class StaticCache:
-    """The first `n_rows` rows of `cache`, for steps of one token. An inactive row has position -1:
-    nothing is written for it, and its logits are undefined.
+    """The first `n_rows` rows of `cache`, for steps of one token. Nothing is written for an inactive
+    row, and its logits are undefined.
 
-    positions: (n_rows, 1) int64, length of each row. block_table: (n_rows, n) int32, the pages of
-    each row, if the cache is paged.
+    positions: (n_rows, 1) int64, length of each row, 0 if it is inactive. block_table: (n_rows, n)
+    int32, the pages of each row, if the cache is paged.
     """
 
     def __init__(self, cache: KVCache, n_rows: int):
         self.cache, self.batch_size, self.kv_dtype = cache, n_rows, cache.kv_dtype
         with torch.inference_mode(False):
             like = dict(device=cache.device)
-            self.positions = torch.full((n_rows, 1), -1, dtype=torch.int64, **like)
-            self._rows = torch.arange(n_rows, **like)
+            # everything that depends on lengths is computed on the host, and sent in one copy
+            self._kinds = sorted({self._kind(store) for store in cache.stores})
+            self._numbers = torch.zeros(1 + 3 * len(self._kinds), n_rows, dtype=torch.int64, **like)
+            self.positions, places = self._numbers[0][:, None], self._numbers[1:].unbind()
+            self._places = dict(zip(self._kinds, zip(*[iter(places)] * 3)))
             self.block_table = None
             if isinstance(cache, PagedKVCache):
                 width = cache.table.pages_for(cache.max_seq_len)
                 self.block_table = torch.full((n_rows, width), -1, dtype=torch.int32, **like)
         # pages in `block_table`, and the versions of the cache's page table they came from
         self._sent, self._versions = [[] for _ in range(n_rows)], [0] * n_rows
-        self._places, self._kv_lens = {}, {}
 
     def set(self, lengths: list[int | None]) -> None:
-        """Set the lengths of the rows to which the next step appends a token; None =
-        inactive. Pages must have been reserved. Raises UserError for too many rows or a full row.
+        """Set the lengths of the rows to which the next step appends a token; None = inactive.
+        Raises UserError for too many rows, a full row, or one without a page for the token.
         """
         most = self.cache.max_seq_len
         full = any(n is not None and n >= most for n in lengths)
         if len(lengths) > self.batch_size or full:
             raise UserError(f'lengths={lengths}: at most {self.batch_size}, each below '
                             f'max_seq_len={most}')
-        starts = [-1 if n is None else n for n in lengths] + [-1] * (self.batch_size - len(lengths))
-        positions = _on_host(starts, torch.int64, self.positions)
-        self.positions.copy_(positions[:, None], non_blocking=True)
+        held = np.full(self.batch_size, -1)
+        held[:len(lengths)] = [-1 if n is None else n for n in lengths]
+        numbers = [np.maximum(held, 0)]
+        for capacity in self._kinds:
+            rows, places = np.arange(self.batch_size), held % (capacity or most)
+            if not capacity and self.block_table is not None:
+                rows, places = self._pages_of(held), held % self.cache.table.page_size
+            numbers += [rows, np.where(held < 0, -1, places),
+                        np.minimum(held + 1, capacity or most)]
+        self._numbers.copy_(_on_host(np.stack(numbers), torch.int64, self._numbers),
+                            non_blocking=True)
         if self.block_table is not None:
             self._send_pages()
+
+    @staticmethod
+    def _kind(store: KVStore) -> int:
+        """The capacity of a ring; 0 for all other stores."""
+        return store.capacity if isinstance(store, RingStore) else 0
+
+    def _pages_of(self, held) -> np.ndarray:
+        """The page of each row for the token at position held[row]; 0 if that is negative."""
+        table = self.cache.table
+        try:
+            return np.array([table.rows[row][n // table.page_size] if n >= 0 else 0
+                             for row, n in enumerate(held.tolist())])
+        except IndexError:
+            raise UserError(f'lengths={held.tolist()}: reserve pages for the next tokens') from None
 
     def _send_pages(self) -> None:
         """Update changed entries of `block_table` in place, since a CUDA graph holds its address.
@@ -89,7 +114,6 @@ class StaticCache:
     def begin(self, t: int, lens=None, rows=None) -> StaticStep:
         if t != 1 or lens is not None or rows is not None:
             raise UserError(f't={t}: a static step appends one token a row')
-        self._places, self._kv_lens = {}, {}
         return StaticStep(self.positions, self.cache.max_seq_len)
 
     def attend(self, layer: Layer, q: torch.Tensor, kv=None, sink=None) -> torch.Tensor:
@@ -106,10 +130,7 @@ class StaticCache:
             with torch.autocast(q.device.type, enabled=False):
                 return self.read(layer, q, sink)
         store = self.cache.stores[layer.slot]
-        limit = store.capacity if isinstance(store, RingStore) else self.cache.max_seq_len
-        if limit not in self._kv_lens:
-            self._kv_lens[limit] = (self.positions[:, 0] + 1).clamp(max=limit)
-        kv_lens = self._kv_lens[limit]
+        kv_lens = self._places[self._kind(store)][2]
         if isinstance(store, PagedStore):
             return table_attention(q, store.tensors, self.block_table, kv_lens, sink)
         kv = store.read(slice(0, self.batch_size), 0, store.capacity)
@@ -119,27 +140,14 @@ class StaticCache:
         """Like `KVCache.previous_key`; half (B, Hkv, 1, ...)."""
         x = self.cache.last_keys[layer.slot].tensors[0][:self.batch_size]
         before, new = x.clone(), half.detach().flatten(3).to(x.dtype)
-        x.copy_(torch.where((self.positions < 0)[:, :, None, None], x, new))
+        _, places = self.target(layer)
+        x.copy_(torch.where((places < 0)[:, None, None, None], x, new))
         return before.to(half.dtype).view_as(half)
 
     def target(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows or pages, offsets), (B,) each: where the new K and V of a slot are written; a
-        negative offset means that they are not. Slots of one kind share the result."""
-        store, positions = self.cache.stores[layer.slot], self.positions[:, 0]
-        kind = store.capacity if isinstance(store, RingStore) else type(store)
-        if kind not in self._places:
-            self._places[kind] = self._places_in(store, positions)
-        return self._places[kind]
-
-    def _places_in(self, store, positions):
-        if isinstance(store, RingStore):
-            return self._rows, torch.where(positions < 0, -1, positions % store.capacity)
-        if not isinstance(store, PagedStore):
-            return self._rows, positions
-        size = self.cache.table.page_size
-        page = self.positions.clamp(min=0) // size
-        pages = self.block_table.gather(1, page)[:, 0].long()
-        return pages, torch.where(positions < 0, -1, positions % size)
+        negative offset means that they are not."""
+        return self._places[self._kind(self.cache.stores[layer.slot])][:2]
 
     def commit(self) -> None:
         """No-op: `advance` updates the lengths on the host."""

@@ -270,7 +270,7 @@ def _join(PART, LSE, OUT, R, n_splits, D: tl.constexpr, BLOCK_D: tl.constexpr,
     tl.store(OUT + (bh * R + r) * D + d, y.to(OUT.dtype.element_ty), mask=d < D)
 
 
-def _arithmetic(q: torch.dtype, stored: torch.dtype) -> tuple:
+def arithmetic(q: torch.dtype, stored: torch.dtype) -> tuple:
     """Dtype of the matmuls, and the precision if it is float32 (not tf32)."""
     wide = torch.promote_types(q, q if stored == torch.int8 else stored)
     # Triton's interpreter multiplies bfloat16 wrongly
@@ -341,7 +341,7 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
                          'even widths, contiguous')
     if tuning.n_splits > MAX_SPLITS:
         raise ValueError(f'n_splits={tuning.n_splits}: at most {MAX_SPLITS}')
-    dtype, precision = _arithmetic(q.dtype, k.dtype)
+    dtype, precision = arithmetic(q.dtype, k.dtype)
     block_m, block_n, num_warps = _blocks(R, D, scales, precision, page_size, tuning)
     n_blocks = triton.cdiv(R, block_m)
     n_splits = tuning.n_splits or splits(

@@ -110,14 +110,15 @@ def test_a_page_that_one_row_takes_costs_one_entry(monkeypatch):
         return tensor
     monkeypatch.setattr(static, '_on_host', counted)
     cache = PagedKVCache(PLAN, 64, 400, n_pages=6400, page_size=4)
-    cache.fill_(380)
+    cache.fill_(379)
     view, held = StaticCache(cache, 64), cache.lengths.tolist()
     view.set(held)
-    cache.reserve(17, 384)
+    cache.reserve(17, 381)
     sent.clear()
     view.set(held)
     view.set(held)
-    assert sent == [64, 3, 64]  # positions; row, place and page of one entry; positions
+    # a position, page, offset and number of keys for each row; row, place and page of one entry
+    assert sent == [256, 3, 256]
     assert view.block_table.tolist() == whole(cache, 64)
 
 

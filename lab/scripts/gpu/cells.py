@@ -17,6 +17,7 @@ FULL = 'config/train_gpt2_mqa_local.py'
 FLEX, SDPA = '--attention_backend=flex', '--attention_backend=sdpa'
 # from the data sheet: memory bandwidth, and bfloat16 without sparsity
 H100 = {'bytes_per_second': 3.35e12, 'flops': 989e12}
+LINEARS = 768 * (2 * 3840 + 2 * 768 + 128)  # weights of a layer that owns its K and V
 START = 15  # seconds until a process has imported torch, opened the device and built a small model
 
 
@@ -98,15 +99,16 @@ def first() -> list[Stage]:
                for layout, kv_dtype in layouts]
     kernels += [Cell(f'write/{kv_dtype}', 6, dict(kv_dtype=kv_dtype))
                 for kv_dtype in ('bfloat16', 'int8', 'none')]
+    kernels += [Cell(f'linear/m{rows}', 6, dict(rows=rows)) for rows in (1, 16, 64)]
     sequences = [('flex', 1024, 12), ('flex', 96, 4), ('flex', 64, 4), ('sdpa', 1024, 12)]
     kernels += [Cell(f'sequence/{backend}/T={T}', 15, dict(backend=backend, T=T, ratio=ratio))
                 for backend, T, ratio in sequences]
     captured = [Cell(f'captured/{kv_dtype}/{"paged" if paged else "contiguous"}', 25,
                      dict(kv_dtype=kv_dtype, paged=paged))
                 for kv_dtype in ('auto', 'int8') for paged in (False, True)]
-    timed = [Cell('rates', 10), decode('b1-1k', 20, 1, 1024, 0.20),
-             decode('b64-8k-int8', 25, 64, 8192, 0.22, kv_dtype='int8'),
-             train('full-b32', 80, 32, 0.25), decode('b64-8k', 20, 64, 8192, 0.3),
+    timed = [Cell('rates', 10), decode('b1-1k', 20, 1, 1024, 0.32),
+             decode('b64-8k-int8', 25, 64, 8192, 0.35, kv_dtype='int8'),
+             train('full-b32', 80, 32, 0.25), decode('b64-8k', 20, 64, 8192, 0.42),
              # profile only after all timings in this process
              Cell('profile/decode', 15, dict(batch=1, context=1024)),
              Cell('profile/train', 25, dict(batch=32))]  # compiled by bench/train/full-b32
@@ -115,8 +117,8 @@ def first() -> list[Stage]:
 
 
 def tune() -> list[Stage]:
-    """Layouts of the decode kernel: keys per block, warps, stages, splits. The first stage compiles
-    them, in four processes."""
+    """Layouts of the decode kernel: keys per block, warps, stages, splits, which the first stage
+    compiles in four processes; the Linear layers of few rows against torch's."""
     shares = {'int8': {1: 0.05, 16: 0.25, 64: 0.4, 256: 0.5},
               'bfloat16': {1: 0.1, 16: 0.4, 64: 0.6, 256: 0.75}}
     cases = [(batch, paged, kv_dtype) for batch in (1, 64, 16, 256)
@@ -128,7 +130,9 @@ def tune() -> list[Stage]:
         return Cell(f"{kind}/{kv_dtype}/{'paged' if paged else 'contiguous'}/b{batch}", seconds,
                     dict(batch=batch, paged=paged, kv_dtype=kv_dtype), **limit)
     compiled = tuple(cell('compile', 90, 16, *case[1:]) for case in cases[:4])
-    return [Stage(compiled, 4), Stage(tuple(cell('tune', 15, *case) for case in cases))]
+    few = [Cell(f'few-rows/m{rows}', 10, dict(rows=rows), **reading(2 * LINEARS, 0.4))
+           for rows in (1, 8, 16, 32, 64)]
+    return [Stage(compiled, 4), Stage((*few, *(cell('tune', 15, *case) for case in cases)))]
 
 
 def training() -> list[Stage]:

@@ -2,10 +2,12 @@
 
 Each function returns the 'error' and the 'allowed' error, both relative to a row's largest value.
 """
+import copy
 import math
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 import configurator
 from attention.cached import dequantized
@@ -17,6 +19,7 @@ from engine.static import put
 from kv.slots import KVStore
 from lab.benchmarks.kernels import fill_random
 from lab.scripts.gpu.cells import FULL
+from model import LayerNorm
 
 TINY = ['--n_layer=7', '--n_embd=96', '--head_dim=16', '--n_head=6', '--mlp_hidden=0',
         '--window_size=16', '--block_size=64']
@@ -118,6 +121,39 @@ def write(machine, kv_dtype: str) -> dict:
     pairs = zip(in_float64(*store.tensors), in_float64(*plain.tensors))
     stored = [judged(a, b, 2e-2) for a, b in pairs]
     return worst([judged(q, q_rows, 1e-2), *stored])
+
+
+def linear_cases(machine, rows: int) -> dict[str, tuple]:
+    """The arguments of `fused_linear` in a layer that owns its K and V, with random weights."""
+    C, heads, hidden = (768, 768, 3840) if machine.real else (48, 48, 80)
+    how = dict(device=machine.device, dtype=machine.dtype)
+
+    def case(n_in, n_out, norm, activation, adds):
+        weights = torch.nn.Linear(n_in, n_out, bias=False, **how)
+        return (torch.randn(rows, n_in, **how), weights, LayerNorm(n_in, False).to(**how) if norm
+                else None, activation, torch.randn(rows, n_out, **how) if adds else None)
+    return {'qkv': case(C, heads + heads // 6, True, '', False),
+            'out': case(heads, C, False, '', True), 'up': case(C, hidden, True, 'tanh', False),
+            'down': case(hidden, C, False, '', True)}
+
+
+def plain_linear(x, linear, norm=None, activation='', residual=None) -> torch.Tensor:
+    """`fused_linear` in torch."""
+    y = linear(x if norm is None else norm(x))
+    y = F.gelu(y, approximate='tanh') if activation else y
+    return y if residual is None else residual + y
+
+
+@torch.inference_mode()
+def linear(machine, rows: int) -> dict:
+    """The Linear layers of a decode step, with LayerNorm, GELU and residuals."""
+    from engine.fused_linear import fused_linear
+    checks = []
+    for case in linear_cases(machine, rows).values():
+        exact = plain_linear(*(copy.deepcopy(x).double() if hasattr(x, 'double') else x
+                               for x in case))
+        checks.append(judged(fused_linear(*case), exact, ALLOWED[machine.dtype]))
+    return worst(checks)
 
 
 def sequence(machine, backend: str, T: int, ratio: int) -> dict:

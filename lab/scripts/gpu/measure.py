@@ -174,6 +174,25 @@ def tune(machine, batch: int, paged: bool, kv_dtype: str, time: bool = True) -> 
     return result
 
 
+@torch.inference_mode()
+def few_rows(machine, rows: int) -> dict:
+    """The fused Linear layers of one layer against torch's kernels: where torch is faster,
+    `fused_linear.MOST_ROWS` is too large."""
+    from engine.fused_linear import fused_linear
+    cases = [exact.linear_cases(machine, rows) for _ in range(8 if machine.real else 1)]
+    found, error = {}, 0.0
+    for name in cases[0]:
+        given = [each[name] for each in cases]
+        ours, torchs = ([partial(call, *args) for args in given]
+                        for call in (fused_linear, exact.plain_linear))
+        error = max(error, judged(ours[0](), torchs[0]().double(), 1.0)['error'])
+        found[name] = {side: kernels.milliseconds_a_call(calls, machine.device)['median']
+                       for side, calls in (('ours', ours), ('torch', torchs))}
+    total = {side: sum(each[side] for each in found.values()) for side in ('ours', 'torch')}
+    return {'linears': found, 'error': error, 'allowed': ALLOWED[machine.dtype],
+            'measured_seconds': total['ours'] / 1000, 'best': 'torch', 'best_ms': total['torch']}
+
+
 def ladder(machine) -> dict:
     """A short ladder of GPT-2's shape, trained on torch's own Python files."""
     from data.text.prepare import main as prepare
@@ -186,6 +205,7 @@ def ladder(machine) -> dict:
 
 
 KINDS = {'attention': exact.attention, 'write': exact.write, 'sequence': exact.sequence,
+         'linear': exact.linear, 'few-rows': few_rows,
          'captured': captured, 'bench': bench, 'profile': profile, 'tune': tune,
          'compile': partial(tune, time=False), 'ladder': ladder,
          'rates': lambda machine: kernels.rates(machine.device, machine.dtype)}

@@ -1,0 +1,125 @@
+"""A Linear layer for the few rows of a decode step, with what surrounds it, as one kernel: LayerNorm
+before it, and the bias, GELU and the residual after it.
+
+    y = residual + gelu(layer_norm(x) W^T + b)         each part optional
+
+A step reads every weight once, and with few rows nothing else takes time: N * K numbers of W
+against M * (K + N). At 3.35 TB/s, bfloat16, a 768 x 768 matrix takes 0.35 us and a 3,072 x 768 one
+1.4 us, less than the launch of a kernel, so what matters is how few kernels there are (six a layer
+in place of eleven), and that all of W is on its way at once.
+
+One program computes BLOCK_N outputs of all rows. W is the first operand of the tensor cores'
+product, whose 16 rows it fills, and SPLIT warps each take a part of the columns: a program for 16
+outputs has four warps with 128 columns each in flight, while those of the next ones are copied.
+
+Letters: M rows, K inputs, N outputs.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.decode import arithmetic
+
+MOST_ROWS = 64
+SPLIT = 4     # warps, one for each part of the columns
+STAGES = 3
+ACTIVATIONS = {'': 0, 'none': 1, 'tanh': 2, 'relu2': 3}  # `nn.GELU.approximate`; ReLU squared
+
+
+@triton.jit
+def _mean_and_rstd(X, m, of_m, K, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The mean of each row, and 1 / its standard deviation."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        some = of_m[:, None] & (first + k < K)[None, :]
+        x = tl.load(X + m[:, None] * K + (first + k)[None, :], mask=some, other=0)
+        total += tl.sum(x.to(tl.float32), 1)
+    mean = total / K
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        some = of_m[:, None] & (first + k < K)[None, :]
+        x = tl.load(X + m[:, None] * K + (first + k)[None, :], mask=some, other=0)
+        x = tl.where(some, x.to(tl.float32) - mean[:, None], 0.0)
+        squares += tl.sum(x * x, 1)
+    return mean, tl.rsqrt(squares / K + eps)
+
+
+@triton.jit
+def _activated(y, ACTIVATION: tl.constexpr):
+    if ACTIVATION == 1:
+        y = 0.5 * y * (1 + tl.erf(y * 0.7071067811865476))
+    elif ACTIVATION == 2:  # 1 + tanh(u) = 2 sigmoid(2 u)
+        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
+    elif ACTIVATION == 3:
+        y = tl.maximum(y, 0.0)
+        y = y * y
+    return y
+
+
+@triton.jit(do_not_specialize=['M'])
+def _linear(X, W, BIAS, GAIN, SHIFT, RESIDUAL, Y, M, N, K, eps,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+            SPLIT: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+            DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """BLOCK_N outputs of all M rows. BLOCK_K: columns that each of SPLIT parts takes at a time."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, of_part = tl.arange(0, BLOCK_M), tl.arange(0, SPLIT)[:, None] * BLOCK_K
+    of_n, of_m = n < N, m < M
+    if NORM:
+        mean, rstd = _mean_and_rstd(X, m, of_m, K, eps, BLOCK_M, SPLIT * BLOCK_K)
+    acc = tl.zeros((SPLIT, BLOCK_N, BLOCK_M), tl.float32)
+    for first in range(0, K, SPLIT * BLOCK_K):
+        k = first + of_part + tl.arange(0, BLOCK_K)[None, :]                   # (SPLIT, BLOCK_K)
+        of_k = k < K
+        w = tl.load(W + n.to(tl.int64)[None, :, None] * K + k[:, None, :],
+                    mask=of_n[None, :, None] & of_k[:, None, :], other=0)
+        x = tl.load(X + k[:, :, None] + m[None, None, :] * K,
+                    mask=of_k[:, :, None] & of_m[None, None, :], other=0)
+        if NORM:
+            gain = tl.load(GAIN + k, mask=of_k, other=0).to(tl.float32)
+            x = (x.to(tl.float32) - mean[None, None, :]) * rstd[None, None, :] * gain[:, :, None]
+            if SHIFT is not None:
+                x += tl.load(SHIFT + k, mask=of_k, other=0).to(tl.float32)[:, :, None]
+        acc = tl.dot(w.to(DTYPE), x.to(DTYPE), acc, input_precision=PRECISION)
+    y = tl.sum(acc, 0)                                                         # (BLOCK_N, BLOCK_M)
+    if BIAS is not None:
+        y += tl.load(BIAS + n, mask=of_n, other=0).to(tl.float32)[:, None]
+    y = _activated(y, ACTIVATION)
+    at, some = m[None, :] * N + n[:, None], of_n[:, None] & of_m[None, :]
+    if RESIDUAL is not None:
+        y += tl.load(RESIDUAL + at, mask=some, other=0).to(tl.float32)
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=some)
+
+
+def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> torch.Tensor:
+    """residual + activation(linear(norm(x))), rounded only at the end.
+
+    Args:
+        x: (M, K), contiguous, M at most MOST_ROWS. linear: `nn.Linear` of the same dtype.
+        norm: `model.LayerNorm` over K, or None. activation: a key of ACTIVATIONS.
+        residual: (M, N), contiguous, or None.
+    Returns:
+        (M, N).
+    """
+    (M, K), N = x.shape, linear.out_features
+    y = x.new_empty(M, N)
+    dtype, precision = arithmetic(x.dtype, x.dtype)
+    block_m = max(8, triton.next_power_of_2(M))
+    block_n, block_k = (16, 128) if block_m <= 16 else (16, 64) if block_m == 32 else (32, 32)
+    if precision:  # without tensor cores
+        block_n, block_k = 16, 32 if block_m <= 16 else 16
+    _linear[(triton.cdiv(N, block_n),)](
+        x, linear.weight, linear.bias, norm and norm.weight, norm and norm.bias, residual, y,
+        M, N, K, 1e-5, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT=SPLIT,
+        NORM=norm is not None, ACTIVATION=ACTIVATIONS[activation], DTYPE=dtype,
+        PRECISION=precision, num_warps=SPLIT, num_stages=STAGES)
+    return y
+
+
+def takes(x: torch.Tensor, *linears) -> bool:
+    """Whether the kernel computes these layers for x (M, K): few rows, plain layers of one dtype
+    (no quantized ones, none with hooks such as `act_clamp`)."""
+    return len(x) <= MOST_ROWS and all(
+        type(linear) is torch.nn.Linear and linear.weight.dtype == x.dtype
+        and not linear._forward_pre_hooks for linear in linears)

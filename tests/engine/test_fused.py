@@ -1,0 +1,184 @@
+"""Blocks of captured steps: the kernel of Linear layers against float64, how many kernels a step
+launches, and what the kernel compiled for a GPU does."""
+import json
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention.backends import INTERPRETING, triton_enabled
+from config.gpt_config import GPTConfig
+from engine.fused import FusedBlock, fuse
+from engine.paged import PagedKVCache
+from engine.static import StaticCache
+from engine.weights import quantize_weights
+from model import LayerNorm
+from tests.helpers.models import FULL_STACK, max_gap, random_model, tokens
+from tests.helpers.without_gpu import run_alone
+
+pytest.importorskip('triton')
+from attention.kernels import decode, qkv  # noqa: E402
+from engine import fused_linear as kernel  # noqa: E402
+
+ACTIVATIONS = {'': lambda x: x, 'none': F.gelu, 'relu2': lambda x: F.relu(x).square(),
+               'tanh': lambda x: F.gelu(x, approximate='tanh')}
+DEVICES = [pytest.param('cpu', marks=pytest.mark.skipif(
+    not INTERPRETING, reason='interpreted where there is no GPU')),
+    pytest.param('cuda', marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('M, K, N, bias, norm, activation, residual', [
+    (1, 48, 40, False, True, '', False), (1, 520, 16, True, False, '', True),
+    (3, 80, 33, True, True, 'none', True), (8, 1040, 20, False, True, 'tanh', False),
+    (9, 24, 17, True, False, 'relu2', True), (33, 530, 70, True, True, 'tanh', False),
+    (64, 16, 35, False, False, '', True)])
+@torch.no_grad()
+def test_a_layer_is_what_float64_gives(M, K, N, bias, norm, activation, residual, dtype, device):
+    torch.manual_seed(M)
+    how = dict(dtype=dtype, device=device)
+    linear, norm = torch.nn.Linear(K, N, bias, **how), LayerNorm(K, bias).to(**how) if norm else None
+    for p in norm.parameters() if norm else ():
+        p.normal_()
+    x = (3 * torch.randn(M, K, device=device) + 20).to(dtype)  # far from 0: the mean matters
+    residual = torch.randn(M, N, **how) if residual else None
+    found = kernel.fused_linear(x, linear, norm, activation, residual).double()
+
+    def wide(y):
+        return None if y is None else y.double()
+    y = wide(x)
+    if norm:
+        y = F.layer_norm(y, (K,), wide(norm.weight), wide(norm.bias))
+    y = ACTIVATIONS[activation](F.linear(y, wide(linear.weight), wide(linear.bias)))
+    y = y if residual is None else y + residual.double()
+    error = (found - y).abs().max() / y.abs().max()
+    # the inputs of the product and the result are rounded to `dtype`
+    assert error < 4 * torch.finfo(dtype).eps if dtype != torch.float32 else error < 2e-6
+
+
+@pytest.mark.parametrize('changes, quantized, fused', [
+    ({}, '', True), (dict(bias=True, gelu='tanh'), '', True), (dict(gelu='relu2'), '', True),
+    (dict(act_clamp=1.0), '', False), ({}, 'int8', False), (dict(attn_sink=True), '', False)])
+@torch.inference_mode()
+def test_which_blocks_are_fused(changes, quantized, fused, monkeypatch):
+    """Whether they are or not, a step gives what a model without kernels gives."""
+    if not INTERPRETING:
+        pytest.skip('interpreted where there is no GPU')
+    model = random_model(GPTConfig(**FULL_STACK | changes), torch.float32)
+    if quantized:
+        quantize_weights(model, quantized)
+    usual = model.new_cache(2, 20)
+    model(tokens(2, 9), cache=usual)
+    expected = model(tokens(2, 1), cache=usual)[0]
+    cache, calls, kernel_of = model.new_cache(2, 20), [], kernel.fused_linear
+    model(tokens(2, 9), cache=cache)
+    fuse(model)
+    view = StaticCache(cache, 2)
+    view.set([9, 9])
+    monkeypatch.setattr(kernel, 'fused_linear', lambda *args, **kwargs: (
+        calls.append(args), kernel_of(*args, **kwargs))[1])
+    with triton_enabled(True):
+        found = model(tokens(2, 1), cache=view)[0]
+    assert type(model.transformer.h[0]) is FusedBlock
+    assert len(calls) == 4 * len(model.transformer.h) * fused
+    assert max_gap(found, expected) < (1e-4 if not quantized else 5e-2)
+
+
+def test_many_rows_are_left_to_torch():
+    linear = torch.nn.Linear(8, 8)
+    assert kernel.takes(torch.zeros(64, 8), linear)
+    assert not kernel.takes(torch.zeros(65, 8), linear)
+    assert not kernel.takes(torch.zeros(1, 8, dtype=torch.bfloat16), linear)
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch's operations that are not views, and launches of our kernels, which are left
+    out."""
+
+    FREE = ('view', 'empty', 'detach', 'dropout', 'promote_types')  # nothing runs on the device
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.counts = Counter()
+        for module, name in ((decode, '_split'), (decode, '_join'), (qkv, '_write'),
+                             (kernel, '_linear')):
+            monkeypatch.setattr(module, name, self.kernel(name))
+
+    def kernel(self, name):
+        counts = self.counts
+
+        class Kernel:
+            def __getitem__(self, grid):
+                return lambda *args, **kwargs: counts.update([name])
+        return Kernel()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        returned, name = function._schema.returns, function._schema.name
+        view = any(r.alias_info and not r.alias_info.is_write for r in returned)
+        if not view and not any(word in name for word in self.FREE):
+            self.counts[name] += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize('batch, kv_dtype, paged', [
+    (1, 'float32', False), (1, 'int8', True), (64, 'int8', False), (64, 'int8', True)])
+@torch.inference_mode()
+def test_a_step_of_the_full_stack_launches_few_kernels(batch, kv_dtype, paged, monkeypatch):
+    """12 layers, as on a GPU with 132 multiprocessors."""
+    if not INTERPRETING:
+        pytest.skip('interpreted where there is no GPU')
+    config = GPTConfig(**FULL_STACK | dict(n_layer=12, window_size=256, block_size=2048))
+    model = random_model(config, torch.float32)
+    pages = dict(cache_class=PagedKVCache, n_pages=32 * batch, page_size=64) if paged else {}
+    cache = model.new_cache(batch, 2048, kv_dtype, **pages)
+    cache.fill_(1000)
+    for row in range(batch if paged else 0):
+        cache.reserve(row, 1001)
+    fuse(model)
+    view, ids = StaticCache(cache, batch), torch.zeros(batch, 1, dtype=torch.int64)
+    view.set([1000] * batch)
+    monkeypatch.setattr(decode, '_n_processors', lambda device: 132)
+    launches = Launches(monkeypatch)
+    with triton_enabled(True):
+        model(ids, cache=view)  # which makes the rotary table
+        launches.counts.clear()
+        with launches:
+            model(ids, cache=view)
+    assert launches.counts['_linear'] == 48 and launches.counts['_split'] == 12
+    assert launches.counts['_join'] == 2  # of the two global layers
+    assert launches.counts.total() <= 79, launches.counts
+
+
+PROGRAM = '''
+import json
+import torch
+from engine import fused_linear as kernel
+from model import LayerNorm
+from tests.helpers.ahead_of_time import CompilesOnly, resources
+
+made = []
+kernel._linear = CompilesOnly(kernel._linear, made)
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for M in (1, 16, 32, 64):
+        for N, K in ((2304, 768), (768, 3072)):
+            how, x = dict(dtype=dtype), torch.zeros(M, K, dtype=dtype)
+            norm = LayerNorm(K, True).to(dtype) if N > K else None
+            kernel.fused_linear(x, torch.nn.Linear(K, N, **how), norm, 'tanh' if norm else '',
+                                None if norm else torch.zeros(M, N, **how))
+print(json.dumps([resources(each) | {
+    'copies': each.asm['ttgir'].count('async_copy_global_to_local'),
+    'tensor cores': 'mma' in each.asm['ptx']} for each in made]))
+'''
+
+
+@pytest.mark.slow
+def test_compiled_for_a_gpu_weights_are_copied_ahead(tmp_path):
+    found = run_alone(PROGRAM, TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION='1')
+    for i, each in enumerate(found):
+        half, many = i < 16, i % 8 >= 6  # 64 rows
+        assert each['tensor cores'] == half and each['copies'] >= 6, json.dumps(each)
+        assert each['spilled'] <= (0 if half or not many else 64), each
+        assert each['shared'] <= 227 * 1024 // 2, each
