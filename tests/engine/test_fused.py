@@ -92,6 +92,7 @@ def test_many_rows_are_left_to_torch():
     assert kernel.takes(torch.zeros(64, 8), linear)
     assert not kernel.takes(torch.zeros(65, 8), linear)
     assert not kernel.takes(torch.zeros(1, 8, dtype=torch.bfloat16), linear)
+    assert not kernel.takes(torch.zeros(1, 8), type('Other', (torch.nn.Linear,), {})(8, 8))
 
 
 class Launches(TorchDispatchMode):
