@@ -32,7 +32,7 @@ from engine.scheduler import Request, Scheduler
 from engine.view import RowView, view_of
 
 PREFILL_CHUNK = 256
-MANY_KEYS = 2304        # longer rows use the same kernels: `splits` in attention/kernels/decode.py
+MANY_KEYS = 2304        # longer rows use the same kernels: `split_blocks` in attention/kernels/decode.py
 DISK_BUDGET = 10 ** 11  # bytes of prefix_folder
 
 

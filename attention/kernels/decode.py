@@ -5,11 +5,12 @@ Stored K and V are read once, as stored (int8 with its scales): decoded copies e
 registers. Tensor cores take operands of 16 bits from shared memory, so int8 is read in pairs, as
 int16, and even and odd dimensions are multiplied apart (`_apart`). The keys of a row are split over
 several programs, whose results are merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
-The rows of a block are the query heads of one K/V head times the new tokens, in any ratio: 12 heads
-over 1 fill 12 of 16 rows.
+Splits have the same length in all rows, so that a long row among short ones gets more programs;
+those after a row's last key end at once. The rows of a block are the query heads of one K/V head
+times the new tokens, in any ratio: 12 heads over 1 fill 12 of 16 rows.
 
-    program   split 0     split 1     split 2       a row of 11 keys, 3 splits of blocks of 2 keys
-    keys      0 1 2 3     4 5 6 7     8 9 10        -> (output, log-sum-exp) of each -> `_join`
+    program   split 0     split 1     split 2       a row of 7 keys, with room for 11, in splits of
+    keys      0 1 2 3     4 5 6       -             4 -> (output, log-sum-exp) of each -> `_join`
 
 Letters: B rows, H query heads, Hkv K/V heads, G = H / Hkv, t new tokens, R = G * t, S keys,
 D head_dim.
@@ -24,7 +25,8 @@ from attention.backends import INTERPRETING
 
 MAX_ROWS = 64      # per block of queries (16 in float32); if R is larger, programs share keys
 MIN_SPLIT = 256    # keys: shorter splits cost more than they save
-MAX_SPLITS = 64    # as many as `_join` handles at once
+LONG_SPLIT = 1024  # keys: no split of a decode step is longer, unless there would be more than
+MAX_SPLITS = 64    # this, as many as `_join` handles at once
 FEW_SPLITS = 8     # `_join` is compiled for up to this many, and for MAX_SPLITS
 WARPS_PER_SM = 16  # target for the number of splits
 LOG2_E = 1.4426950408889634
@@ -35,7 +37,7 @@ class Tuning:
     """Launch parameters, which do not change the result. `bench.py --mode=kernels` compares some.
 
     block_n, num_warps: keys per block, and its warps; 0 = as in `_blocks`.
-    n_splits: number of splits of a row's keys; 0 = as many as fill the device.
+    n_splits: number of splits of a row's keys; 0 = as `split_blocks` says.
     """
     block_n: int = 0
     n_splits: int = 0
@@ -174,7 +176,8 @@ def _add(p, v, v_scale, held, acc, acc_odd, SCALES: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def _store(at, lse_at, acc, acc_odd, top, total, whole, of_row, SCALES: tl.constexpr):
-    """Write the values divided by the sum of the weights, and the log-sum-exp of the scores."""
+    """Write the values divided by the sum of the weights, and the log-sum-exp of the scores; only
+    that if `whole` is empty."""
     share = 1 / tl.maximum(total * ENLARGED if SCALES else total, 1e-30)[:, None]
     tl.store(at, (acc * share).to(at.dtype.element_ty), mask=whole)
     if SCALES:
@@ -185,23 +188,25 @@ def _store(at, lse_at, acc, acc_odd, top, total, whole, of_row, SCALES: tl.const
 
 
 @triton.jit
-def _keys_of(split, n_splits, first, n, S, BLOCK_N: tl.constexpr):
-    """The keys of a split: from the first of these numbers to before the second."""
-    length = tl.cdiv(tl.cdiv(n - first, n_splits), BLOCK_N) * BLOCK_N
-    lo = first + split * length
-    return lo, tl.minimum(lo + length, tl.minimum(n, S))  # padding may count beyond S
+def _keys_of(split, n_blocks, first, n, S, BLOCK_N: tl.constexpr):
+    """The keys of a split of so many blocks: from the first of these numbers to before the
+    second."""
+    lo = first + split * n_blocks * BLOCK_N
+    # padding may count beyond S
+    return lo, tl.minimum(lo + n_blocks * BLOCK_N, tl.minimum(n, S))
 
 
-@triton.jit(do_not_specialize=['S', 'R', 'T', 'n_splits', 'window', 'table_width', 'cb', 'ch'])
+@triton.jit(do_not_specialize=['S', 'R', 'T', 'n_splits', 'of_split', 'window', 'table_width',
+                               'cb', 'ch'])
 def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
-           scale, S, R, T, n_kv_head, n_splits, window, table_width,
+           scale, S, R, T, n_kv_head, n_splits, of_split, window, table_width,
            kb, kh, ks, kd, vb, vh, vs, cb, ch, cs,  # strides of K (rows, heads, keys, D), V, scales
            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
            SCALES: tl.constexpr, HAS_LENS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
            PAIRS: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr,
            DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """One block of query rows over one split of a row's keys. `scale` includes log2(e). If SCALES,
-    K and V are int8, read as int16: see `_apart`."""
+    """One block of query rows over one split of a row's keys, `of_split` blocks. `scale` includes
+    log2(e). If SCALES, K and V are int8, read as int16: see `_apart`."""
     n_blocks = tl.cdiv(R, BLOCK_M)
     block, rest = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
     split, bh = rest % n_splits, (rest // n_splits).to(tl.int64)
@@ -220,7 +225,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
     q_pos = n - T + r % T  # the last T keys are the queries' own
     first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
-    lo, hi = _keys_of(split, n_splits, first, n, S, BLOCK_N)
+    lo, hi = _keys_of(split, of_split, first, n, S, BLOCK_N)
     top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, WIDTH), tl.float32)
     acc_odd = acc
@@ -249,6 +254,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
         acc, acc_odd = _add(p, v, v_scale, held, acc * fade, acc_odd * fade, SCALES, DTYPE,
                             PRECISION)
     part = (bh * n_splits + split) * R
+    whole = whole & ((total > 0)[:, None] | (n_splits == 1))  # an empty split is not read
     _store(OUT + (part + r[:, None]) * D + d[None, :] * EACH, LSE + part + r, acc, acc_odd, top,
            total, whole, of_row, SCALES)
 
@@ -304,11 +310,16 @@ def _blocks(R: int, D: int, scales: bool, precision, page_size: int,
     return block_m, block_n, tuning.num_warps or num_warps
 
 
-def splits(n_programs: int, S: int, num_warps: int, device: torch.device) -> int:
-    """Number of key splits that fills the device if one split has `n_programs` programs; none is
-    shorter than MIN_SPLIT."""
+def split_blocks(n_programs: int, S: int, decoding: bool, block_n: int, num_warps: int,
+                 device: torch.device) -> int:
+    """Number of key blocks in a split, such that splits fill the device if one of S keys has
+    `n_programs` programs. A decode step also splits the keys of many rows, which may have
+    different lengths."""
     wanted = WARPS_PER_SM // num_warps * _n_processors(device) // n_programs
-    return max(1, min(wanted, triton.cdiv(S, MIN_SPLIT), MAX_SPLITS))
+    keys = max(MIN_SPLIT, triton.cdiv(S, max(1, min(wanted, MAX_SPLITS))))
+    if decoding:
+        keys = min(keys, max(LONG_SPLIT, triton.cdiv(S, MAX_SPLITS)))
+    return triton.cdiv(keys, block_n)
 
 
 def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table=None,
@@ -344,8 +355,11 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
     dtype, precision = arithmetic(q.dtype, k.dtype)
     block_m, block_n, num_warps = _blocks(R, D, scales, precision, page_size, tuning)
     n_blocks = triton.cdiv(R, block_m)
-    n_splits = tuning.n_splits or splits(
-        B * n_kv_head * n_blocks, S, num_warps, q.device)
+    windowed = window > 0 and t > 1
+    seen = min(S, window + t + block_n) if windowed else S  # keys, from the first visible block on
+    of_split = triton.cdiv(triton.cdiv(seen, tuning.n_splits), block_n) if tuning.n_splits else (
+        split_blocks(B * n_kv_head * n_blocks, seen, t == 1, block_n, num_warps, q.device))
+    n_splits = triton.cdiv(seen, of_split * block_n)
     part = out if n_splits == 1 else rows.new_empty(B * n_kv_head, n_splits, R, D,
                                                     dtype=torch.float32)
     lse = rows.new_empty(B * n_kv_head, n_splits, R, dtype=torch.float32)
@@ -353,12 +367,12 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
     pairs, of_scales = _scale_strides(k_scale)
     _split[(n_blocks * n_splits * B * n_kv_head,)](
         rows, k, v, k_scale, v_scale, kv_lens, table, part, lse,
-        D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, window,
+        D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, of_split, window,
         table.size(1) if page_size else 0, *k.stride(), *v.stride()[:3], *of_scales,
         D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, SCALES=scales,
         HAS_LENS=kv_lens is not None, PAGE=page_size,
         ONE_PAGE=page_size > 0 and page_size % block_n == 0, PAIRS=pairs, ORDERED=t > 1,
-        WINDOWED=window > 0 and t > 1, DTYPE=dtype, PRECISION=precision,
+        WINDOWED=windowed, DTYPE=dtype, PRECISION=precision,
         num_warps=num_warps, num_stages=tuning.num_stages)
     if n_splits > 1:
         few = n_splits <= FEW_SPLITS

@@ -8,7 +8,7 @@ import torch
 from attention.backends import triton_enabled
 from attention.cached import cached_attention, dequantize
 from attention.kernels import decode
-from attention.kernels.decode import Tuning, splits, stored_attention
+from attention.kernels.decode import Tuning, split_blocks, stored_attention
 from kv.quantize import quantize_int8
 
 # error allowed for half-precision weights and outputs; in float32 only summation order differs
@@ -272,14 +272,37 @@ def test_int8_of_an_odd_width_is_refused(device):
         attend(q, (k, torch.ones(1, 1, 4, 1)), (k, torch.ones(1, 1, 4, 1)))
 
 
-def test_no_split_is_short(monkeypatch):
-    cpu = torch.device('cpu')
-    assert splits(1, 100, 4, cpu) == 1
-    assert splits(1, 10 ** 6, 4, cpu) == 4 and splits(1, 10 ** 6, 1, cpu) == 16
-    assert splits(100, 10 ** 6, 4, cpu) == 1
+@pytest.mark.parametrize('n_programs, S, decoding, block_n, num_warps, expected', [
+    (1, 100, True, 64, 4, 256), (1, 256, True, 128, 2, 256),
+    (1, 8192, True, 128, 2, 256), (1, 32768, True, 64, 1, 512),  # of 64 splits
+    (64, 8192, True, 128, 2, 512), (256, 8192, True, 128, 2, 1024),
+    (256, 8192, False, 64, 4, 4096), (4096, 2 ** 17, True, 64, 1, 2048),
+    (4096, 10 ** 5, False, 64, 4, 100032), (1, 10 ** 6, True, 64, 4, 15680)])
+def test_lengths_of_splits(n_programs, S, decoding, block_n, num_warps, expected, monkeypatch):
+    """At least 256 keys and, when decoding, at most 1,024 if 64 of them are enough."""
     monkeypatch.setattr(decode, '_n_processors', lambda device: 132)
-    # no more parts than can be joined
-    assert splits(1, 10 ** 6, 4, cpu) == 64 and splits(256, 8192, 4, cpu) == 2
+    n = split_blocks(n_programs, S, decoding, block_n, num_warps, torch.device('cpu'))
+    assert n * block_n == expected and -(-S // expected) <= 64
+
+
+@pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
+def test_empty_splits_are_neither_written_nor_read(device, kv_dtype, monkeypatch):
+    """Short rows beside a long one: memory that happens to be NaN has no effect."""
+    lengths, n_joined = torch.tensor([300, 20, 0, 17]), []
+    q, q_cpu = queries(4, 4, 1, 16, torch.float32, device)
+    k, k64 = stored((4, 2, 300, 16), kv_dtype, device, 1)
+    v, v64 = stored((4, 2, 300, 16), kv_dtype, device, 2)
+    empty = torch.Tensor.new_empty
+
+    def unwritten(x, *shape, **how):
+        if len(shape) > 2:
+            n_joined.append(shape[1])
+            return empty(x, *shape, **how).fill_(torch.nan)
+        return empty(x, *shape, **how)
+    monkeypatch.setattr(torch.Tensor, 'new_empty', unwritten)
+    y = attend(q, k, v, kv_lens=lengths.to(device), tuning=Tuning(n_splits=5))
+    seen = torch.arange(300) < lengths[:, None, None]
+    assert n_joined == [5, 5] and off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
 
 
 def test_what_it_serves(monkeypatch):
