@@ -175,9 +175,10 @@ def _add(p, v, v_scale, held, acc, acc_odd, SCALES: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def _store(at, lse_at, acc, acc_odd, top, total, whole, of_row, SCALES: tl.constexpr):
-    """Write the values divided by the sum of the weights, and the log-sum-exp of the scores; only
-    that if `whole` is empty."""
+def _store(at, lse_at, acc, acc_odd, top, total, whole, of_row, n_splits, SCALES: tl.constexpr):
+    """Write the values divided by the sum of the weights, and the log-sum-exp of the scores. Values
+    of an empty split, which nobody reads, are not written."""
+    whole = whole & ((total > 0)[:, None] | (n_splits == 1))
     share = 1 / tl.maximum(total * ENLARGED if SCALES else total, 1e-30)[:, None]
     tl.store(at, (acc * share).to(at.dtype.element_ty), mask=whole)
     if SCALES:
@@ -229,8 +230,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, WIDTH), tl.float32)
     acc_odd = acc
-    if PAIRS:
-        cb, ch = cb * 2, ch * 2
+    cb, ch = (cb * 2, ch * 2) if PAIRS else (cb, ch)
     if PAGE:
         TABLE += b * table_width
     next_page = _page_at(TABLE, lo, hi, PAGE) if ONE_PAGE else 0
@@ -254,9 +254,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
         acc, acc_odd = _add(p, v, v_scale, held, acc * fade, acc_odd * fade, SCALES, DTYPE,
                             PRECISION)
     part = (bh * n_splits + split) * R
-    whole = whole & ((total > 0)[:, None] | (n_splits == 1))  # an empty split is not read
     _store(OUT + (part + r[:, None]) * D + d[None, :] * EACH, LSE + part + r, acc, acc_odd, top,
-           total, whole, of_row, SCALES)
+           total, whole, of_row, n_splits, SCALES)
 
 
 @triton.jit(do_not_specialize=['R', 'n_splits'])
