@@ -42,9 +42,9 @@ WEIGHTS = _keys(
 )
 ATTENTION = _keys(
     ('attention_backend', 'auto', "attention over whole sequences: 'sdpa' (torch), 'flex' "
-     "(FlexAttention, CUDA), 'flash_attn' (the package), 'math' (slow reference), "
-     "'auto' = the fastest available (docs/gpu.md)",
-     ('auto', 'sdpa', 'flex', 'flash_attn', 'math')),
+     "(FlexAttention, CUDA), 'flash_attn' (the package), 'varlen' (torch's FlashAttention, CUDA), "
+     "'math' (slow reference), 'auto' = the fastest available (docs/gpu.md)",
+     ('auto', 'sdpa', 'flex', 'flash_attn', 'varlen', 'math')),
 )
 SAMPLER = _keys(
     ('temperature', 0.8, 'divides the logits: below 1 safer, above 1 more varied, 0 = greedy'),
@@ -268,7 +268,7 @@ BENCH = _keys(
     ('budget', '', "mode decode: KV memory to fill, as '1GB'; replaces batch_sizes"),
     ('policies', 'none,selective,mlp,block,sqrt', 'mode recompute: policies to compare'),
     ('recompute', 'none', 'mode lengths: the policy, as in train.py'),
-    ('chunked_loss', True, 'modes lengths and train (in train only if given): loss in chunks'),
+    ('chunked_loss', True, 'modes lengths and train (not against nanoGPT): loss in chunks'),
     ('tune', False, 'mode kernels: also try other layouts of the decode kernel'),
     ('nanogpt', '', 'with against=nanogpt: folder of a nanoGPT checkout'),
     ('save', '', 'also write the JSON document to this file'),

@@ -4,6 +4,7 @@
     'sdpa'        torch's SDPA       exact blocks on SDPA     everything
     'flex'        FlexAttention      FlexAttention            CUDA, no dropout, no float64, D >= 16
     'flash_attn'  the package        the package's window     CUDA, half precision, D <= 256
+    'varlen'      torch's own FlashAttention, with its window  the same, no dropout
     'math'        softmax of all scores, in at least float32  everything, slowly: a reference
     'auto'        flash_attn, sdpa   flex, flash_attn, sdpa   picks the first one that works
 
@@ -18,9 +19,9 @@ import torch
 from attention.backends import HALF
 from config.errors import UserError
 
-BACKENDS = ('auto', 'sdpa', 'flex', 'flash_attn', 'math')
+BACKENDS = ('auto', 'sdpa', 'flex', 'flash_attn', 'varlen', 'math')
 
-# FlexAttention and flash-attn's window have not been compared yet: that needs a GPU
+# FlexAttention, flash-attn's window and torch's have not been compared yet: that needs a GPU
 PREFERRED = {'global': ('flash_attn', 'sdpa'), 'local': ('flex', 'flash_attn', 'sdpa')}
 
 
@@ -53,12 +54,12 @@ def why_unavailable(name: str, device, dtype, head_dim: int, dropout_p: float, s
     if sink:
         return 'has no attention sink (attn_sink=True)'
     of = f'(dtype {str(dtype).removeprefix("torch.")}, head_dim {head_dim})'
+    if name in ('flex', 'varlen') and dropout_p:
+        return f'has no dropout (dropout={dropout_p})'
     if name == 'flex':
-        if dropout_p:
-            return f'has no dropout (dropout={dropout_p})'
         wrong = dtype == torch.float64 or head_dim < 16
         return f'has neither float64 nor heads below 16 {of}' if wrong else ''
-    if not FLASH_ATTN_VERSION:
+    if name == 'flash_attn' and not FLASH_ATTN_VERSION:
         return ('needs a package: pip install flash-attn (built with nvcc), '
                 'or flash-attn-4 (Hopper, Blackwell)')
     if dtype not in HALF or head_dim > 256:

@@ -1,8 +1,16 @@
-"""The flash-attn packages: version 2 is imported as flash_attn, version 4 as flash_attn.cute."""
+"""FlashAttention: that of torch, and the flash-attn packages, of which version 2 is imported as
+flash_attn, version 4 as flash_attn.cute."""
+import inspect
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
 from attention.kernels import choose
 from config.errors import UserError
 
 _flash_attn = None  # set when loaded
+# from torch 2.13 on; before, K and V may have fewer heads anyway
+GQA = {'enable_gqa': True} if 'enable_gqa' in inspect.signature(varlen_attn).parameters else {}
 
 
 def load_flash_attn():
@@ -24,6 +32,17 @@ def load_flash_attn():
         adapted = _version_2 if choose.FLASH_ATTN_VERSION == 2 else _version_4
         _flash_attn = adapted(flash_attn_func)
     return _flash_attn
+
+
+def varlen(q, k, v, window: int):
+    """`causal_attention` by torch's FlashAttention for sequences of any lengths, one after the other;
+    here all have the same."""
+    B, _, T, _ = q.shape
+    starts = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
+    packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))         # (B * T, H or Hkv, D)
+    y = varlen_attn(*packed, starts, starts, T, T,
+                    window_size=(window - 1 if window else -1, 0), **GQA)
+    return y.unflatten(0, (B, T)).transpose(1, 2)
 
 
 def _version_2(function):

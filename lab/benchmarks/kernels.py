@@ -204,7 +204,7 @@ def training_cell(shape, T: int, window: int) -> dict:
     leaves = [torch.randn(1, h, T, D, device=device, dtype=dtype, requires_grad=True)
               for h in (H, n_kv_head, n_kv_head)]
     upstream, sides = torch.randn(1, H, T, D, device=device, dtype=dtype), {}
-    for name in ('sdpa', 'flex', 'flash_attn'):
+    for name in ('sdpa', 'flex', 'flash_attn', 'varlen'):
         for w in dict.fromkeys((0, window if window < T else 0)):
             if why_unavailable(name, device, dtype, D, 0.0):
                 continue

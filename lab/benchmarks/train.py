@@ -1,7 +1,8 @@
-"""--mode=train: a step is forward, backward and AdamW update of one batch, without dropout.
+"""--mode=train: a step is what train.py does with one batch: forward, backward with the loss in
+chunks, clipped gradients, AdamW; without dropout.
 
 After 10 warm-up steps, 20 are timed; with against='nanogpt', they are interleaved, 4 at a time,
-with 20 of nanoGPT's own model. MFU is as in nanoGPT (every query attends to every key, relative to
+with 20 of nanoGPT's own model, and the loss is not in chunks. MFU is as in nanoGPT (every query attends to every key, relative to
 an A100's 312 TFLOP/s); the line below it counts only the visible keys (`training/flops.py`).
 """
 import statistics
@@ -29,8 +30,10 @@ from training.device import (
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.run import prepare
+from training.update import GuardedUpdate, propagate_nonfinite
 
 BURN_IN, TIMED, IN_TURN = 10, 20, 4
+GRAD_CLIP = 1.0  # train.py's default
 TRACES = Path('bench_log')  # in the working directory
 
 
@@ -65,7 +68,7 @@ class TrainStep:
         self.model.to(self.device)
         if not theirs:
             self.model.attention_backend = s.attention_backend
-            if s.chunked_loss and 'chunked_loss' in s.given:  # nanoGPT has none
+            if s.chunked_loss and not s.against:
                 self.model.loss_fn = linear_cross_entropy
             print(describe_attention(self.model, self.dtype, dropout_p=0.0))
         if s.real_data:
@@ -77,6 +80,7 @@ class TrainStep:
         print(f'number of parameters: {self.model.get_num_params() / 1e6:.2f}M')
         self.optimizer = self.model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), self.device.type)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.update = GuardedUpdate(self.optimizer, self.scaler, GRAD_CLIP, self.device)
         if s.compile:
             print('Compiling model...')
             if not theirs:
@@ -87,12 +91,10 @@ class TrainStep:
     def __call__(self) -> float:
         """Return the loss of the batch; reading it waits for the device."""
         with autocast(self.device, self.dtype):
-            loss = self.compiled(*self.batch)[1]
+            loss = propagate_nonfinite(self.compiled(*self.batch)[1])
         self.batch = self.next_batch()  # fetched while the device is busy
-        self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.update(len(self.losses), loss.detach())
         self.losses.append(loss.item())
         return self.losses[-1]
 

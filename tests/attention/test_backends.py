@@ -66,6 +66,8 @@ def test_auto_does_not_take_version_4_of_flash_attn_for_dropout(flash):
     ('flash_attn', CUDA, BF16, 0.0, 0, 'pip install flash-attn'),
     ('flash_attn', CUDA, torch.float32, 0.0, 2, 'dtype float32'),
     ('flash_attn', CUDA, BF16, 0.1, 4, 'no dropout in version 4'),
+    ('varlen', CPU, BF16, 0.0, 0, 'runs on CUDA'), ('varlen', CUDA, BF16, 0.1, 0, 'no dropout'),
+    ('varlen', CUDA, torch.float32, 0.0, 0, 'dtype float32'),
     ('fastest', CPU, BF16, 0.0, 0, "'auto', 'sdpa'")])
 def test_a_wish_that_cannot_be_met_is_an_error(flash, wish, device, dtype, dropout_p, version, why):
     if version:
@@ -93,6 +95,24 @@ def test_how_the_flash_attn_package_is_called(flash, monkeypatch, version, whole
     assert [shapes for *shapes, _ in calls] == [[(2, 40, 6, 16), (2, 40, 2, 16)]] * 3
     assert [how['window_size'] for *_, how in calls] == [whole, (7, 0), whole]
     assert all(how['causal'] for *_, how in calls)
+
+
+@pytest.mark.parametrize('window', [0, 1, 8, 64])
+def test_torchs_flash_attention_gets_sequences_one_after_the_other(flash, monkeypatch, window):
+    def varlen_attn(q, k, v, starts, starts_k, longest, longest_k, *, window_size, **gqa):
+        """What torch documents: (tokens, heads, D), and the queries' windows as (left, right)."""
+        assert torch.equal(starts, starts_k) and starts.dtype == torch.int32
+        assert longest == longest_k == starts.diff().max() and window_size[1] == 0
+        parts = zip(*(x.tensor_split(starts[1:-1].long()) for x in (q, k, v)))
+        found = [dense_attention(*(x.transpose(0, 1)[None] for x in part), window_size[0] + 1)
+                 for part in parts]
+        return torch.cat([y[0].transpose(0, 1) for y in found])
+    monkeypatch.setattr(flash_attn, 'varlen_attn', varlen_attn)
+    monkeypatch.setattr('attention.kernels.dispatch.choose', lambda *_: 'varlen')
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, h, 40, 8, generator=g, dtype=torch.float64) for h in (6, 2, 2))
+    y = causal_attention(q, k, v, window, backend='varlen')
+    assert (y - dense_attention(q, k, v, window)).abs().max() < 1e-12
 
 
 def test_one_that_cannot_be_imported(flash, monkeypatch):
@@ -125,7 +145,7 @@ def test_of_a_model():
 @pytest.mark.gpu
 @pytest.mark.parametrize('T, window', [(256, 64), (300, 100), (129, 0), (1000, 37)])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('backend', ['auto', 'sdpa', 'flex', 'flash_attn', 'math'])
+@pytest.mark.parametrize('backend', ['auto', 'sdpa', 'flex', 'flash_attn', 'varlen', 'math'])
 def test_values_and_gradients_on_a_gpu(backend, dtype, T, window):
     if choosing.why_unavailable(backend, CUDA, dtype, 64, 0.0) and backend != 'auto':
         pytest.skip(choosing.why_unavailable(backend, CUDA, dtype, 64, 0.0))

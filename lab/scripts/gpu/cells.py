@@ -14,7 +14,7 @@ from training.flops import flops_per_token
 
 # the shape of GPT-2 124M with every saving on; it has as many parameters
 FULL = 'config/train_gpt2_mqa_local.py'
-FLEX, SDPA = '--attention_backend=flex', '--attention_backend=sdpa'
+FLEX, SDPA, VARLEN = (f'--attention_backend={name}' for name in ('flex', 'sdpa', 'varlen'))
 # from the data sheet: memory bandwidth, and bfloat16 without sparsity
 H100 = {'bytes_per_second': 3.35e12, 'flops': 989e12}
 LINEARS = 768 * (2 * 3840 + 2 * 768 + 128)  # weights of a layer that owns its K and V
@@ -85,7 +85,7 @@ def train(name, seconds, batch, share, *further, vanilla=False) -> Cell:
     config = config_of(shape)
     flops = flops_per_token(config).total * batch * config.block_size
     return bench(f'train/{name}', seconds, *shape, '--mode=train', '--real_data=False',
-                 f'--batch_size={batch}', '--chunked_loss=True', '--compile=True', *further,
+                 f'--batch_size={batch}', '--compile=True', *further,
                  limit=flops / H100['flops'], share=share, work=f'{flops / 1e12:,.1f} TFLOP')
 
 
@@ -139,6 +139,7 @@ def training() -> list[Stage]:
     """T=1,024: vanilla GPT-2 and the full stack, by batch and by backend of the local layers."""
     return [Stage((train('full-flex-b64', 90, 64, 0.31, FLEX),
                    train('vanilla-b64', 70, 64, 0.33, vanilla=True),
+                   train('full-varlen-b64', 90, 64, 0.31, VARLEN),
                    train('full-sdpa-b64', 90, 64, 0.25, SDPA),
                    train('full-flex-b16', 80, 16, 0.27, FLEX),
                    train('vanilla-b16', 60, 16, 0.3, vanilla=True)), alone=True)]

@@ -107,7 +107,7 @@ def profile(machine, what: str, batch: int, context: int = 0) -> dict:
         model = build(model_config(s, DATA_ROOT), s)
         call = decode_steps(model, batch, context if machine.real else 30)
     else:
-        s = machine.settings(f'--batch_size={batch if machine.real else 2}', '--chunked_loss=True',
+        s = machine.settings(f'--batch_size={batch if machine.real else 2}',
                              f'--compile={machine.real}')
         call = TrainStep(s, DATA_ROOT)
     for _ in range(3 if machine.real else 1):
