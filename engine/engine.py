@@ -32,7 +32,9 @@ from engine.scheduler import Request, Scheduler
 from engine.view import RowView, view_of
 
 PREFILL_CHUNK = 256
-MANY_KEYS = 2304        # longer rows use the same kernels: `split_blocks` in attention/kernels/decode.py
+# Longer rows use the same kernels, see `split_blocks` in attention/kernels/decode.py (on GPUs with
+# few multiprocessors, not beyond 8,192 keys).
+MANY_KEYS = 2304
 DISK_BUDGET = 10 ** 11  # bytes of prefix_folder
 
 

@@ -1,5 +1,6 @@
-"""Blocks for captured decode steps, in six kernels: two of attention, which also do QK-norm, RoPE,
-int8 and the write, and four Linear layers with LayerNorm, GELU and the residuals."""
+"""Blocks for captured decode steps, in six kernels: two of attention (three where keys are split),
+which also do QK-norm, RoPE, int8 and the write, and four Linear layers with LayerNorm, GELU and the
+residuals."""
 import torch
 
 from attention.backends import triton_usable
@@ -15,7 +16,7 @@ class FusedAttention(CausalSelfAttention):
             return super().forward(x, rope, kv, cache, trim)
         return self.project(self.write_and_read(self.c_attn(x), rope, cache)), None
 
-    def write_and_read(self, qkv, rope, cache) -> torch.Tensor:
+    def write_and_read(self, qkv, rope, cache):
         """qkv (B, 1, ...) from `c_attn` -> (B, H, 1, D), after writing K and V."""
         from attention.kernels.qkv import write_qkv
         qkv, target = qkv.view(*qkv.shape[:2], -1, self.head_dim), ()
@@ -53,7 +54,7 @@ class FusedBlock(Block):
         return fused_linear(hidden, mlp.c_proj, residual=x)[:, None], None
 
     def _fuses(self, x, cache) -> bool:
-        if not self.attn.fuses(x, cache) or torch.is_autocast_enabled(x.device.type):
+        if not self.attn.fuses(x, cache):
             return False
         from engine.fused_linear import takes
         attn, mlp = self.attn, self.mlp

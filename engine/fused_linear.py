@@ -1,5 +1,5 @@
-"""A Linear layer for the few rows of a decode step, with what surrounds it, as one kernel: LayerNorm
-before it, and the bias, GELU and the residual after it.
+"""A Linear layer for the few rows of a decode step, with what surrounds it, as one kernel:
+LayerNorm before it, and the bias, GELU and the residual after it.
 
     y = residual + gelu(layer_norm(x) W^T + b)         each part optional
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.decode import arithmetic
+from engine.linear import FewRowsLinear
 
 MOST_ROWS = 64
 SPLIT = 4     # warps, one for each part of the columns
@@ -52,7 +53,7 @@ def _activated(y, ACTIVATION: tl.constexpr):
     elif ACTIVATION == 2:  # 1 + tanh(u) = 2 sigmoid(2 u)
         y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
     elif ACTIVATION == 3:
-        y = tl.maximum(y, 0.0)
+        y = tl.where(y < 0, 0.0, y)  # a maximum would lose NaN
         y = y * y
     return y
 
@@ -93,7 +94,7 @@ def _linear(X, W, BIAS, GAIN, SHIFT, RESIDUAL, Y, M, N, K, eps,
 
 
 def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> torch.Tensor:
-    """residual + activation(linear(norm(x))), rounded only at the end.
+    """residual + activation(linear(norm(x))); norm(x) and the result are rounded to x's dtype.
 
     Args:
         x: (M, K), contiguous, M at most MOST_ROWS. linear: `nn.Linear` of the same dtype.
@@ -121,5 +122,5 @@ def takes(x: torch.Tensor, *linears) -> bool:
     """Whether the kernel computes these layers for x (M, K): few rows, plain layers of one dtype
     (no quantized ones, none with hooks such as `act_clamp`)."""
     return len(x) <= MOST_ROWS and all(
-        type(linear) is torch.nn.Linear and linear.weight.dtype == x.dtype
-        and not linear._forward_pre_hooks for linear in linears)
+        type(linear) in (torch.nn.Linear, FewRowsLinear) and linear.weight.dtype == x.dtype
+        and linear.weight.is_contiguous() and not linear._forward_pre_hooks for linear in linears)

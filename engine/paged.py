@@ -255,9 +255,10 @@ class PagedKVCache(KVCache):
         """Take pages for each (row, start, end), or raise OutOfPages and change nothing."""
         if not self.pools:  # no global layers
             return
+        # in most decode steps, no job is left
+        jobs = [(row, start, end) for row, start, end in jobs
+                if end - start != 1 or not self.table.ready(row, start)]
         needed, size = self.table.pages_needed(jobs), self.table.page_size
-        if not needed:  # as in most decode steps
-            return
         self.table.ensure_free(needed, f'{needed} more pages of {size} positions are needed')
         for job in jobs:
             for source, target in self.table.extend(*job):

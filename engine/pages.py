@@ -66,6 +66,11 @@ class PageTable:
         """Number of pages that `n_tokens` tokens need."""
         return -(-n_tokens // self.page_size)
 
+    def ready(self, row: int, position: int) -> bool:
+        """Whether `row` has a page for this position that no other row shares."""
+        pages, i = self.rows[row], position // self.page_size
+        return i < len(pages) and self.refs[pages[i]] == 1
+
     def pages_needed(self, jobs: list[tuple[int, int, int]]) -> int:
         """Number of pages that calling `extend(*job)` takes for all of `jobs`, (row, start, end),
         each with a different row."""

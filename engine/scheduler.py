@@ -138,12 +138,10 @@ class Scheduler:
         and the latest are preempted when pages run out."""
         table = self.cache.table
         for request in sorted((r for r in self.running if r.decoding), key=lambda r: r.number):
-            while request.row >= 0:
+            while request.row >= 0 and not table.ready(request.row, request.num_computed_tokens):
                 job = request.row, request.num_computed_tokens, request.length
-                needed = table.pages_needed([job])
-                if needed <= table.n_available:
-                    if needed:  # of most, none
-                        self.cache.reserve(request.row, request.length)
+                if table.pages_needed([job]) <= table.n_available:
+                    self.cache.reserve(request.row, request.length)
                     break
                 self.preempt(max(self.running, key=lambda r: r.number))
         return [r for r in self.running if r.decoding]

@@ -26,8 +26,8 @@ class StaticStep:
 
 
 class StaticCache:
-    """The first `n_rows` rows of `cache`, for steps of one token. Nothing is written for an inactive
-    row, and its logits are undefined.
+    """The first `n_rows` rows of `cache`, for steps of one token. Nothing is written for an
+    inactive row, and its logits are undefined.
 
     positions: (n_rows, 1) int64, length of each row, 0 if it is inactive. block_table: (n_rows, n)
     int32, the pages of each row, if the cache is paged.

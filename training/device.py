@@ -1,10 +1,12 @@
 """The device and arithmetic of a run, and the memory it uses."""
 import contextlib
+import ctypes
 import os
 import platform
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -54,6 +56,21 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if bf16 else torch.float16
     return getattr(torch, name)
+
+
+def slow_matmuls(device: torch.device, dtype: torch.dtype) -> str:
+    """A note if torch's float32 matmuls do not use AVX-512 although the processor has it: MKL does
+    so on Intel's processors only, unless it is told that this is one. '' otherwise."""
+    try:
+        cpu = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace')
+    except OSError:
+        return ''
+    told = hasattr(ctypes.CDLL(None), 'mkl_serv_intel_cpu_true')  # by a preloaded library
+    mkl = device.type == 'cpu' and dtype == torch.float32 and torch.backends.mkl.is_available()
+    if told or not mkl or 'AuthenticAMD' not in cpu or 'avx512f' not in cpu:
+        return ''
+    return ('Note: on this processor, matmuls in float32 can be twice as fast: '
+            'docs/training.md#amd-processors')
 
 
 def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:

@@ -64,6 +64,8 @@ def why_unavailable(name: str, device, dtype, head_dim: int, dropout_p: float, s
                 'or flash-attn-4 (Hopper, Blackwell)')
     if dtype not in HALF or head_dim > 256:
         return f'takes bfloat16 and float16, heads of at most 256 {of}'
+    if name == 'varlen' and head_dim % 8:
+        return f'takes heads of a multiple of 8 {of}'
     if FLASH_ATTN_VERSION == 4 and dropout_p:
         return f'has no dropout in version 4 (dropout={dropout_p})'
     return ''

@@ -25,8 +25,8 @@ from attention.backends import INTERPRETING
 
 MAX_ROWS = 64      # per block of queries (16 in float32); if R is larger, programs share keys
 MIN_SPLIT = 256    # keys: shorter splits cost more than they save
-LONG_SPLIT = 1024  # keys: no split of a decode step is longer, unless there would be more than
-MAX_SPLITS = 64    # this, as many as `_join` handles at once
+LONG_SPLIT = 1024  # keys: no split of a decode step is longer, if MAX_SPLITS are enough
+MAX_SPLITS = 64    # as many as `_join` handles at once
 FEW_SPLITS = 8     # `_join` is compiled for up to this many, and for MAX_SPLITS
 WARPS_PER_SM = 16  # target for the number of splits
 LOG2_E = 1.4426950408889634
@@ -355,7 +355,8 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
     block_m, block_n, num_warps = _blocks(R, D, scales, precision, page_size, tuning)
     n_blocks = triton.cdiv(R, block_m)
     windowed = window > 0 and t > 1
-    seen = min(S, window + t + block_n) if windowed else S  # keys, from the first visible block on
+    # keys, from the first visible block on
+    seen = max(1, min(S, window + t + block_n) if windowed else S)
     of_split = triton.cdiv(triton.cdiv(seen, tuning.n_splits), block_n) if tuning.n_splits else (
         split_blocks(B * n_kv_head * n_blocks, seen, t == 1, block_n, num_warps, q.device))
     n_splits = triton.cdiv(seen, of_split * block_n)

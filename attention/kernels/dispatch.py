@@ -3,8 +3,8 @@ from attention.kernels.choose import choose
 
 
 def attend_faster(q, k, v, window: int, dropout_p: float, backend: str, sink: bool):
-    """`attention.causal.causal_attention` with FlexAttention or FlashAttention; None if torch's SDPA
-    is the choice. window: 0 or less than T. Raises UserError as `choose` does."""
+    """`attention.causal.causal_attention` with FlexAttention or FlashAttention; None if torch's
+    SDPA is the choice. window: 0 or less than T. Raises UserError as `choose` does."""
     kind = 'local' if window else 'global'
     name = choose(kind, backend, q.device, q.dtype, q.size(3), dropout_p, sink)
     if name == 'flex':

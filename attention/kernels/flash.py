@@ -35,8 +35,8 @@ def load_flash_attn():
 
 
 def varlen(q, k, v, window: int):
-    """`causal_attention` by torch's FlashAttention for sequences of any lengths, one after the other;
-    here all have the same."""
+    """`causal_attention` by torch's FlashAttention for sequences of any lengths, one after the
+    other; here all have the same."""
     B, _, T, _ = q.shape
     starts = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
     packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))         # (B * T, H or Hkv, D)

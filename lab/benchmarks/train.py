@@ -2,8 +2,9 @@
 chunks, clipped gradients, AdamW; without dropout.
 
 After 10 warm-up steps, 20 are timed; with against='nanogpt', they are interleaved, 4 at a time,
-with 20 of nanoGPT's own model, and the loss is not in chunks. MFU is as in nanoGPT (every query attends to every key, relative to
-an A100's 312 TFLOP/s); the line below it counts only the visible keys (`training/flops.py`).
+with 20 of nanoGPT's own model, and the loss is not in chunks. MFU is as in nanoGPT (every query
+attends to every key, relative to an A100's 312 TFLOP/s); the line below it counts only the visible
+keys (`training/flops.py`).
 """
 import statistics
 from pathlib import Path

@@ -19,6 +19,7 @@ from lab.sessions.known import Known
 from lab.sessions.trace import Session, Trace
 
 FOLLOWS = 'it follows a request that failed'
+EMPTY = 'the reply is empty'
 NO_IDS = 'the server does not say the ids of its reply: --fields asks it to, or use --prompts=text'
 # a token each with most tokenizers
 WORDS = """the of and to in is that for it as was with be by on not he his but at are this have from
@@ -52,7 +53,7 @@ class TokenPrompts:
     def after(self, sequence: list, answer: Answer) -> list:
         """The sequence of a prompt and its reply. The last token of that was never an input."""
         if not answer.tokens:
-            raise Failed(NO_IDS)
+            raise Failed(NO_IDS if answer.text else EMPTY)
         return sequence + answer.tokens[:-1]
 
     def _tokens(self, numbers: np.ndarray) -> list[int]:
@@ -267,7 +268,7 @@ def measured(answer: Answer, new: float) -> dict:
     between the parts of the stream."""
     stamps, usage = answer.stamps, answer.usage
     if not stamps:
-        raise Failed('the reply is empty')
+        raise Failed(EMPTY)
     reply = len(answer.tokens) or usage.get('completion_tokens') or len(stamps)
     prompt = usage.get('prompt_tokens') or 0
     cached = (usage.get('prompt_tokens_details') or {}).get('cached_tokens')

@@ -3,6 +3,7 @@
 llama.cpp gets a vanilla GPT-2 of the same width and depth, as it does not run ours.
 """
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -62,8 +63,11 @@ def started(name: str, program: str, config: str, longest: int, kv: int, more: l
     """
     port = free_port()
     program = program or PROGRAMS.get(name, '')
-    if program and not shutil.which(program):
-        raise UserError(f'start={name!r}: {program} is not there (--program says where)')
+    if program:
+        found = shutil.which(program)
+        if not found:
+            raise UserError(f'start={name!r}: {program} is not there (--program says where)')
+        program = os.path.abspath(found)  # the server runs in another folder
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = build(config, longest, vanilla=name == 'llama.cpp')

@@ -76,6 +76,12 @@ def test_a_wish_that_cannot_be_met_is_an_error(flash, wish, device, dtype, dropo
         choose('local', wish, device, dtype, 64, dropout_p)
 
 
+def test_torchs_flash_attention_takes_heads_of_a_multiple_of_8():
+    assert choose('local', 'varlen', CUDA, BF16, 24) == 'varlen'
+    with pytest.raises(UserError, match='multiple of 8 .*head_dim 20'):
+        choose('local', 'varlen', CUDA, BF16, 20)
+
+
 @pytest.mark.parametrize('window', [0, 1, 7, 40, 100])
 @pytest.mark.parametrize('backend', ['auto', 'sdpa', 'math'])
 def test_each_computes_the_same(backend, window):

@@ -10,8 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
+from engine.engine import Engine
 from engine.fused import FusedBlock, fuse
+from engine.linear import speed_up_few_rows
 from engine.paged import PagedKVCache
+from engine.params import SamplingParams
 from engine.static import StaticCache
 from engine.weights import quantize_weights
 from model import LayerNorm
@@ -34,16 +37,18 @@ DEVICES = [pytest.param('cpu', marks=pytest.mark.skipif(
 @pytest.mark.parametrize('M, K, N, bias, norm, activation, residual', [
     (1, 48, 40, False, True, '', False), (1, 520, 16, True, False, '', True),
     (3, 80, 33, True, True, 'none', True), (8, 1040, 20, False, True, 'tanh', False),
-    (9, 24, 17, True, False, 'relu2', True), (33, 530, 70, True, True, 'tanh', False),
+    (9, 24, 17, True, False, 'relu2', True), (20, 200, 24, True, True, '', False), (33, 530, 70, True, True, 'tanh', False),
     (64, 16, 35, False, False, '', True)])
 @torch.no_grad()
 def test_a_layer_is_what_float64_gives(M, K, N, bias, norm, activation, residual, dtype, device):
     torch.manual_seed(M)
     how = dict(dtype=dtype, device=device)
-    linear, norm = torch.nn.Linear(K, N, bias, **how), LayerNorm(K, bias).to(**how) if norm else None
+    linear = torch.nn.Linear(K, N, bias, **how)
+    norm = LayerNorm(K, bias).to(**how) if norm else None
     for p in norm.parameters() if norm else ():
         p.normal_()
-    x = (3 * torch.randn(M, K, device=device) + 20).to(dtype)  # far from 0: the mean matters
+    x = 3 * torch.randn(M, K, device=device) + 20  # far from 0: the mean matters
+    x = (x if M > 1 else 1e-3 * torch.randn_like(x)).to(dtype)  # so small that epsilon does
     residual = torch.randn(M, N, **how) if residual else None
     found = kernel.fused_linear(x, linear, norm, activation, residual).double()
 
@@ -70,6 +75,7 @@ def test_which_blocks_are_fused(changes, quantized, fused, monkeypatch):
     model = random_model(GPTConfig(**FULL_STACK | changes), torch.float32)
     if quantized:
         quantize_weights(model, quantized)
+    speed_up_few_rows(model)  # as the engine does
     usual = model.new_cache(2, 20)
     model(tokens(2, 9), cache=usual)
     expected = model(tokens(2, 1), cache=usual)[0]
@@ -93,6 +99,27 @@ def test_many_rows_are_left_to_torch():
     assert not kernel.takes(torch.zeros(65, 8), linear)
     assert not kernel.takes(torch.zeros(1, 8, dtype=torch.bfloat16), linear)
     assert not kernel.takes(torch.zeros(1, 8), type('Other', (torch.nn.Linear,), {})(8, 8))
+    linear.weight = torch.nn.Parameter(torch.zeros(8, 8).T)
+    assert not kernel.takes(torch.zeros(1, 8), linear)
+
+
+def test_the_engine_uses_the_kernel(monkeypatch):
+    if not INTERPRETING:
+        pytest.skip('interpreted where there is no GPU')
+    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    calls, kernel_of = [], kernel.fused_linear
+    monkeypatch.setattr(kernel, 'fused_linear', lambda *args, **kwargs: (
+        calls.append(args), kernel_of(*args, **kwargs))[1])
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    engine = Engine(model, 2, 20, kv_dtype='float32')
+    with triton_enabled(True):
+        [found] = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, temperature=0.0))
+    assert len(calls) >= 2 * 4 * len(model.transformer.h)
+    cache = model.new_cache(1, 20)
+    idx = torch.tensor([[1, 2, 3, *found.tokens]])
+    with torch.inference_mode():
+        logits = model(idx, cache=cache, all_logits=True)[0][0]
+    assert logits[2:-1].argmax(-1).tolist() == found.tokens
 
 
 class Launches(TorchDispatchMode):
@@ -183,3 +210,24 @@ def test_compiled_for_a_gpu_weights_are_copied_ahead(tmp_path):
         assert each['tensor cores'] == half and each['copies'] >= 6, json.dumps(each)
         assert each['spilled'] <= (0 if half or not many else 64), each
         assert each['shared'] <= 227 * 1024 // 2, each
+
+
+ACTIVATED = '''
+import json
+import torch
+from engine import fused_linear as kernel
+from tests.helpers.ahead_of_time import CompilesOnly
+
+made, half = [], dict(dtype=torch.bfloat16)
+kernel._linear = CompilesOnly(kernel._linear, made)
+for activation in kernel.ACTIVATIONS:
+    kernel.fused_linear(torch.zeros(1, 64, **half), torch.nn.Linear(64, 64, **half), None,
+                        activation)
+print(json.dumps([each.asm['ptx'] for each in made]))
+'''
+
+
+@pytest.mark.slow
+def test_compiled_for_a_gpu_no_activation_loses_nan(tmp_path):
+    for ptx in run_alone(ACTIVATED, TRITON_CACHE_DIR=str(tmp_path)):
+        assert 'max.f32' not in ptx and 'min.f32' not in ptx

@@ -146,7 +146,8 @@ def test_uniforms_are_philox_of_seed_and_position():
 def test_the_number_of_a_token_does_not_depend_on_where_a_row_began(start, asked):
     row = SampleRow(SamplingParams(seed=3), [1] * start, start)
     for times in asked:  # also more than once, and not at all
-        assert [row.uniform() for _ in range(times - 1)] == uniforms(3, row.n_drawn, 1) * (times - 1)
+        drawn = [row.uniform() for _ in range(times - 1)]
+        assert drawn == uniforms(3, row.n_drawn, 1) * (times - 1)
         row.append(1)
 
 

@@ -140,18 +140,16 @@ def training() -> list[Stage]:
     return [Stage((train('full-flex-b64', 90, 64, 0.31, FLEX),
                    train('vanilla-b64', 70, 64, 0.33, vanilla=True),
                    train('full-varlen-b64', 90, 64, 0.31, VARLEN),
-                   train('full-sdpa-b64', 90, 64, 0.25, SDPA),
                    train('full-flex-b16', 80, 16, 0.27, FLEX),
                    train('vanilla-b16', 60, 16, 0.3, vanilla=True)), alone=True)]
 
 
 def training_more() -> list[Stage]:
-    """The full stack without the chunked loss, and with SDPA at the smaller batch; memory by
-    recomputation policy."""
+    """The full stack without the chunked loss, and with SDPA; memory by recomputation policy."""
     whole = '--chunked_loss=False'
     return [Stage((train('full-flex-b16-whole-loss', 80, 16, 0.3, FLEX, whole),
                    train('full-flex-b64-whole-loss', 90, 64, 0.33, FLEX, whole),
-                   train('full-sdpa-b16', 80, 16, 0.22, SDPA),
+                   train('full-sdpa-b64', 90, 64, 0.25, SDPA),
                    bench('recompute', 120, FULL, '--mode=recompute', '--against=vanilla',
                          '--contexts=1024', '--batch_sizes=16')), alone=True)]
 

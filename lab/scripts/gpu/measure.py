@@ -26,6 +26,7 @@ from data.datasets import DATA_ROOT
 from engine.captured import CapturedDecode, captured_decode
 from engine.paged import PagedKVCache
 from kv.cache import KVCache
+from kv.parts import tensor_nbytes
 from lab.benchmarks import kernels
 from lab.benchmarks.setting import build, model_config, random_tokens
 from lab.benchmarks.train import TrainStep
@@ -179,10 +180,10 @@ def few_rows(machine, rows: int) -> dict:
     """The fused Linear layers of one layer against torch's kernels: where torch is faster,
     `fused_linear.MOST_ROWS` is too large."""
     from engine.fused_linear import fused_linear
-    cases = [exact.linear_cases(machine, rows) for _ in range(8 if machine.real else 1)]
     found, error = {}, 0.0
-    for name in cases[0]:
-        given = [each[name] for each in cases]
+    for name, first in exact.linear_cases(machine, rows).items():
+        n = kernels.n_copies(tensor_nbytes(first[1].weight)) if machine.real else 1
+        given = [exact.linear_cases(machine, rows)[name] for _ in range(n)]
         ours, torchs = ([partial(call, *args) for args in given]
                         for call in (fused_linear, exact.plain_linear))
         error = max(error, judged(ours[0](), torchs[0]().double(), 1.0)['error'])
