@@ -19,6 +19,10 @@ from generate import Sampler, kth_largest
 NUMBERS = 64  # random numbers that a row computes at a time
 
 
+def is_on_cpu(x: torch.Tensor) -> bool:
+    return x.device.type == 'cpu'
+
+
 class TopPSampler(Sampler):
     """`generate.Sampler` with top-p; see `lowest_kept`."""
 
@@ -41,7 +45,7 @@ def lowest_kept(logits, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) 
     Tokens that tie with the least likely one kept are also kept, as in nanoGPT's top-k. (Top-p in
     Hugging Face and vLLM breaks ties by sort order.)
     """
-    on_cpu, lowest = logits.device.type == 'cpu', kth_largest(logits, top_k)
+    on_cpu, lowest = is_on_cpu(logits), kth_largest(logits, top_k)
     if top_p < 1:
         ordered = logits.clone() if on_cpu else logits.sort().values
         if on_cpu:
@@ -99,9 +103,9 @@ class SampleRow:
 
 class Drawn(NamedTuple):
     """Result of `sample_rows`."""
-    tokens: torch.Tensor                 # (B,) int64, on the logits' device; -1 for a bad row
-    logprobs: list[TokenLogprob | None]  # one per row; None if not requested, or bad
-    bad: list[int]                       # rows whose logits include NaN or +inf, or are all -inf
+    # (B,) int64, on the logits' device; -1 where logits include NaN or +inf, or are all -inf
+    tokens: torch.Tensor
+    logprobs: list[TokenLogprob | None]  # one per row; None if not requested, or no token
 
 
 @torch.no_grad()
@@ -117,7 +121,8 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
     A token is sampled by applying the inverse cumulative distribution, over ids in order and in
     float64, to one uniform number: each row's result depends only on its own logits and
     `SampleRow`. On CPU this is bit-exact; on other devices a different order of summation may
-    shift a boundary by 1e-16.
+    shift a boundary by 1e-16. There, rows without restrictions and log-probabilities do not wait
+    for the device.
 
     logits: (B, V), of any floating dtype.
     Raises ValueError if `rows` does not have length B, IndexError if a previous token is >= V.
@@ -127,25 +132,29 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
     raw = logits.cpu() if logits.device.type == 'mps' else logits  # MPS has no float64
     raw = raw.detach() if raw.dtype in (torch.float32, torch.float64) else raw.detach().float()
     scores = _penalised(raw, rows)
-    on_cpu = scores.device.type == 'cpu'  # NumPy's argmax is ten times faster there
+    on_cpu = is_on_cpu(scores)  # NumPy's argmax is ten times faster there
     tokens = torch.from_numpy(scores.numpy().argmax(-1)) if on_cpu else scores.argmax(-1)
     # argmax picks a NaN if there is one, otherwise +inf
-    good = scores.gather(1, tokens[:, None]).isfinite()[:, 0].tolist()
+    good = scores.gather(1, tokens[:, None]).isfinite()                        # (B, 1)
+    if not (on_cpu and good.all()):
+        scores = scores.masked_fill(~good, 0.0)
     groups = {}
     for b, row in enumerate(rows):
         p = row.params
-        if good[b] and p.temperature > 0:
+        if p.temperature > 0:
             # on CPU it is faster to sort one row at a time, which fits into the cache
             alone = b if on_cpu and p.top_p < 1 and not p.top_k else None
             groups.setdefault((p.top_k, p.top_p, p.min_p, alone), []).append(b)
     for (*restriction, _), group in groups.items():
-        members = scores if len(group) == len(rows) else scores[group]
-        tokens[group] = _draw(members, [rows[b] for b in group], *restriction)
-    bad = [b for b in range(len(rows)) if not good[b]]
-    tokens[bad] = -1
-    logprobs = [_logprobs(raw[b], int(tokens[b]), row.params.logprobs)
-                if good[b] and row.params.logprobs >= 0 else None for b, row in enumerate(rows)]
-    return Drawn(tokens.to(logits.device), logprobs, bad)
+        if len(group) == len(rows):
+            tokens = _draw(scores, rows, *restriction)
+        else:
+            tokens[group] = _draw(scores[group], [rows[b] for b in group], *restriction)
+    tokens = tokens.where(good[:, 0], -1)
+    logprobs = [None if row.params.logprobs < 0 else _logprobs(raw[b], int(tokens[b]),
+                                                               row.params.logprobs)
+                for b, row in enumerate(rows)]
+    return Drawn(tokens.to(logits.device), logprobs)
 
 
 def uniforms(seed: int, position: int, n: int) -> list[float]:
@@ -204,7 +213,7 @@ def _weights(scores, rows, top_k, top_p, min_p):
 def _candidates(scores, lowest):
     """The scores of at least `lowest` (R, 1) and their ids in ascending order: both (R, n),
     padded with -inf and 0."""
-    if scores.device.type == 'cpu':  # NumPy is five times faster
+    if is_on_cpu(scores):  # NumPy is five times faster
         rows = zip(scores.numpy(), lowest.numpy())
         ids = [torch.from_numpy(np.flatnonzero(row >= least)) for row, least in rows]
     else:
@@ -215,8 +224,10 @@ def _candidates(scores, lowest):
     return scores.gather(1, ids).masked_fill_(padding, -torch.inf), ids
 
 
-def _logprobs(logits, token, n_top):
-    """The TokenLogprob of one row, from the model's unmodified logits."""
+def _logprobs(logits, token, n_top) -> TokenLogprob | None:
+    """The TokenLogprob of one row, from the model's unmodified logits; None for token -1."""
+    if token < 0:
+        return None
     logits = logits.double()
     normaliser = float(logits.logsumexp(-1))
     values, ids = logits.topk(min(n_top, len(logits)))

@@ -8,8 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config.gpt_config import GPTConfig
+from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.sampler import SampleRow, _penalised, _weights, sample_rows, uniforms
+from tests.helpers.models import FULL_STACK, random_model
 
 params = st.builds(SamplingParams, temperature=st.sampled_from([0, 0.3, 1.0, 1.7]),
                    top_k=st.integers(0, 12), top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
@@ -102,7 +105,6 @@ def test_neither_the_batch_nor_the_order_of_rows_changes_what_a_row_draws(batch,
             alone = sample_rows(logits[b:b + 1], make([batch[b]]))
             assert alone.tokens[0] == together.tokens[b] == shuffled.tokens[place]
             assert alone.logprobs[0] == together.logprobs[b] == shuffled.logprobs[place]
-            assert bool(alone.bad) == (b in together.bad) == (place in shuffled.bad)
 
 
 @pytest.mark.parametrize('settings, kept_ids', [
@@ -174,7 +176,7 @@ def test_a_row_of_bad_logits_is_reported_and_harms_no_other(bad, settings):
     logits = torch.tensor([[1.0, 2.0, 0.0], bad, [0.0, 1.0, 2.0]])
     drawn = sample_rows(logits, [SampleRow(p, [0], n) for n in range(3)])
     good = sample_rows(logits[[0, 2]], [SampleRow(p, [0], n) for n in (0, 2)])
-    assert drawn.bad == [1] and good.bad == []
+    assert (drawn.tokens < 0).tolist() == [False, True, False] and min(good.tokens) >= 0
     assert drawn.tokens.tolist() == [int(good.tokens[0]), -1, int(good.tokens[1])]
     assert drawn.logprobs == [good.logprobs[0], None, good.logprobs[1]]
     assert None not in good.logprobs
@@ -198,7 +200,57 @@ def test_log_probabilities_are_of_the_logits_as_the_model_gave_them():
 def test_extreme_logits_and_temperature_do_not_overflow(settings):
     row = SampleRow(SamplingParams(temperature=1e-4, **settings))
     drawn = sample_rows(torch.tensor([[3e38, 2.9e38, -3e38]]), [row])
-    assert drawn.tokens.tolist() == [0] and drawn.bad == []
+    assert drawn.tokens.tolist() == [0]
+
+
+WAITS = 'tolist', 'item', 'numpy', 'cpu', '__bool__', '__int__', '__float__'
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """As on another device; a list of the calls that would wait for it."""
+    monkeypatch.setattr('engine.sampler.is_on_cpu', lambda x: False)
+    calls = []
+    for name in WAITS:
+        def counted(*args, name=name, method=getattr(torch.Tensor, name)):
+            calls.append(name)
+            return method(*args)
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize('temperatures', [(0, 0, 0), (0.8, 0.8, 0.8), (0, 1.0, 0.5)])
+@pytest.mark.parametrize('bad', [False, True])
+def test_sampling_does_not_wait_for_a_device(waits, temperatures, bad):
+    logits = random_logits(3, 30)
+    logits[1, 3] = math.nan if bad else 0.0
+    rows = [SampleRow(SamplingParams(temperature=t, seed=k)) for k, t in enumerate(temperatures)]
+    tokens = sample_rows(logits, rows).tokens
+    assert waits == []
+    expected = [by_inverse_cdf(plainly(logits[b], row.params, []), row.uniform()) if t else
+                int(logits[b].argmax()) for b, (row, t) in enumerate(zip(rows, temperatures))
+                if not (bad and b == 1)]
+    assert [token for token in tokens.tolist() if token >= 0] == expected
+    assert (tokens[1] < 0) == bad
+
+
+def test_a_decode_step_of_the_engine_waits_once_for_the_device(waits):
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    engine = Engine(model, 4, 30)
+
+    class Decode:
+        def __call__(self, tokens, lens=None):
+            engine.cache.begin(1, lens, range(len(tokens)))
+            engine.cache.commit()
+            return torch.ones(len(tokens), model.config.vocab_size)
+    engine.fast_decode = Decode()
+    for k in range(4):
+        params = SamplingParams(max_new_tokens=20, temperature=k % 2, seed=k)
+        engine.submit([1, 2], params)
+    for _ in range(3):  # prompts; the first tokens
+        engine.step()
+    waits.clear()
+    assert len(engine.step()) == 4 and waits == ['tolist']
 
 
 def test_wrong_calls():
