@@ -3,6 +3,9 @@ LayerNorm before it, and the bias, GELU and the residual after it.
 
     y = residual + gelu(layer_norm(x) W^T + b)         each part optional
 
+Weights may be int8 (`engine.quantized.Int8Linear`): then inputs are rounded to int8 as well, with a
+scale per row, and sums are exact.
+
 A step reads every weight once, and with few rows nothing else takes time: N * K numbers of W
 against M * (K + N). At 3.35 TB/s, bfloat16, a 768 x 768 matrix takes 0.35 us and a 3,072 x 768 one
 1.4 us, less than the launch of a kernel, so what matters is how few kernels there are (six a layer
@@ -20,6 +23,7 @@ import triton.language as tl
 
 from attention.kernels.decode import arithmetic
 from engine.linear import FewRowsLinear
+from engine.quantized import Int8Linear
 
 MOST_ROWS = 64
 SPLIT = 4     # warps, one for each part of the columns
@@ -47,6 +51,34 @@ def _mean_and_rstd(X, m, of_m, K, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.conste
 
 
 @triton.jit
+def _inputs(X, GAIN, SHIFT, mean, rstd, k, m, K, M, NORM: tl.constexpr):
+    """x at the columns k (SPLIT, BLOCK_K) of the rows m, normalized, in its dtype:
+    (SPLIT, BLOCK_K, BLOCK_M)."""
+    some = (k < K)[:, :, None] & (m < M)[None, None, :]
+    x = tl.load(X + k[:, :, None] + m[None, None, :] * K, mask=some, other=0)
+    if NORM:
+        gain = tl.load(GAIN + k, mask=k < K, other=0).to(tl.float32)
+        y = (x.to(tl.float32) - mean[None, None, :]) * rstd[None, None, :] * gain[:, :, None]
+        if SHIFT is not None:
+            y += tl.load(SHIFT + k, mask=k < K, other=0).to(tl.float32)[:, :, None]
+        x = y.to(x.dtype)
+    return x
+
+
+@triton.jit
+def _largest(X, GAIN, SHIFT, mean, rstd, of_part, m, K, M, BLOCK_M: tl.constexpr,
+             BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr):
+    """The largest absolute input of each row; NaN if one is NaN."""
+    largest, lost = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.int32)
+    for first in range(0, K, SPLIT * BLOCK_K):
+        k = first + of_part + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.abs(_inputs(X, GAIN, SHIFT, mean, rstd, k, m, K, M, NORM).to(tl.float32))
+        largest = tl.maximum(largest, tl.max(tl.max(x, 1), 0))
+        lost += tl.sum(tl.sum((x != x).to(tl.int32), 1), 0)  # a maximum may ignore NaN
+    return tl.where(lost > 0, float('nan'), largest)
+
+
+@triton.jit
 def _activated(y, ACTIVATION: tl.constexpr):
     if ACTIVATION == 1:
         y = 0.5 * y * (1 + tl.erf(y * 0.7071067811865476))
@@ -59,7 +91,7 @@ def _activated(y, ACTIVATION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=['M'])
-def _linear(X, W, BIAS, GAIN, SHIFT, RESIDUAL, Y, M, N, K, eps,
+def _linear(X, W, W_SCALE, BIAS, GAIN, SHIFT, RESIDUAL, Y, M, N, K, eps,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
             SPLIT: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
             DTYPE: tl.constexpr, PRECISION: tl.constexpr):
@@ -67,23 +99,28 @@ def _linear(X, W, BIAS, GAIN, SHIFT, RESIDUAL, Y, M, N, K, eps,
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m, of_part = tl.arange(0, BLOCK_M), tl.arange(0, SPLIT)[:, None] * BLOCK_K
     of_n, of_m = n < N, m < M
+    mean, rstd = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     if NORM:
         mean, rstd = _mean_and_rstd(X, m, of_m, K, eps, BLOCK_M, SPLIT * BLOCK_K)
-    acc = tl.zeros((SPLIT, BLOCK_N, BLOCK_M), tl.float32)
+    INT8: tl.constexpr = W_SCALE is not None
+    if INT8:
+        largest = _largest(X, GAIN, SHIFT, mean, rstd, of_part, m, K, M, BLOCK_M, BLOCK_K, SPLIT,
+                           NORM)
+        inverse = tl.where(largest > 0, tl.math.div_rn(127.0 + mean * 0, largest), 0.0)
+    acc = tl.zeros((SPLIT, BLOCK_N, BLOCK_M), tl.int32 if INT8 else tl.float32)
     for first in range(0, K, SPLIT * BLOCK_K):
         k = first + of_part + tl.arange(0, BLOCK_K)[None, :]                   # (SPLIT, BLOCK_K)
-        of_k = k < K
         w = tl.load(W + n.to(tl.int64)[None, :, None] * K + k[:, None, :],
-                    mask=of_n[None, :, None] & of_k[:, None, :], other=0)
-        x = tl.load(X + k[:, :, None] + m[None, None, :] * K,
-                    mask=of_k[:, :, None] & of_m[None, None, :], other=0)
-        if NORM:
-            gain = tl.load(GAIN + k, mask=of_k, other=0).to(tl.float32)
-            x = (x.to(tl.float32) - mean[None, None, :]) * rstd[None, None, :] * gain[:, :, None]
-            if SHIFT is not None:
-                x += tl.load(SHIFT + k, mask=of_k, other=0).to(tl.float32)[:, :, None]
-        acc = tl.dot(w.to(DTYPE), x.to(DTYPE), acc, input_precision=PRECISION)
-    y = tl.sum(acc, 0)                                                         # (BLOCK_N, BLOCK_M)
+                    mask=of_n[None, :, None] & (k < K)[:, None, :], other=0)
+        x = _inputs(X, GAIN, SHIFT, mean, rstd, k, m, K, M, NORM)
+        if INT8:  # to nearest, ties to even: 1.5 * 2**23 has no fraction bits
+            x = (x.to(tl.float32) * inverse[None, None, :] + 12582912.0) - 12582912.0
+            acc = tl.dot(w, x.to(tl.int8), acc, out_dtype=tl.int32)
+        else:
+            acc = tl.dot(w.to(DTYPE), x.to(DTYPE), acc, input_precision=PRECISION)
+    y = tl.sum(acc, 0).to(tl.float32)                                          # (BLOCK_N, BLOCK_M)
+    if INT8:
+        y *= (largest / 127.0)[None, :] * tl.load(W_SCALE + n, mask=of_n, other=0)[:, None]
     if BIAS is not None:
         y += tl.load(BIAS + n, mask=of_n, other=0).to(tl.float32)[:, None]
     y = _activated(y, ACTIVATION)
@@ -97,7 +134,8 @@ def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> t
     """residual + activation(linear(norm(x))); norm(x) and the result are rounded to x's dtype.
 
     Args:
-        x: (M, K), contiguous, M at most MOST_ROWS. linear: `nn.Linear` of the same dtype.
+        x: (M, K), contiguous, M at most MOST_ROWS. linear: `nn.Linear` of the same dtype, or
+            `Int8Linear`.
         norm: `model.LayerNorm` over K, or None. activation: a key of ACTIVATIONS.
         residual: (M, N), contiguous, or None.
     Returns:
@@ -106,12 +144,13 @@ def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> t
     (M, K), N = x.shape, linear.out_features
     y = x.new_empty(M, N)
     dtype, precision = arithmetic(x.dtype, x.dtype)
+    scale = linear.scale if isinstance(linear, Int8Linear) else None
     block_m = max(8, triton.next_power_of_2(M))
     block_n, block_k = (16, 128) if block_m <= 16 else (16, 64) if block_m == 32 else (32, 32)
-    if precision:  # without tensor cores
+    if precision and scale is None:  # without tensor cores
         block_n, block_k = 16, 32 if block_m <= 16 else 16
     _linear[(triton.cdiv(N, block_n),)](
-        x, linear.weight, linear.bias, norm and norm.weight, norm and norm.bias, residual, y,
+        x, linear.weight, scale, linear.bias, norm and norm.weight, norm and norm.bias, residual, y,
         M, N, K, 1e-5, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT=SPLIT,
         NORM=norm is not None, ACTIVATION=ACTIVATIONS[activation], DTYPE=dtype,
         PRECISION=precision, num_warps=SPLIT, num_stages=STAGES)
@@ -119,8 +158,11 @@ def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> t
 
 
 def takes(x: torch.Tensor, *linears) -> bool:
-    """Whether the kernel computes these layers for x (M, K): few rows, plain layers of one dtype
-    (no quantized ones, none with hooks such as `act_clamp`)."""
-    return len(x) <= MOST_ROWS and all(
-        type(linear) in (torch.nn.Linear, FewRowsLinear) and linear.weight.dtype == x.dtype
-        and linear.weight.is_contiguous() and not linear._forward_pre_hooks for linear in linears)
+    """Whether the kernel computes these layers for x (M, K): few rows, and layers in x's dtype or
+    in int8 (not packed for the extension), without hooks such as `act_clamp`."""
+    def plain(linear):
+        in_floats = type(linear) in (torch.nn.Linear, FewRowsLinear)
+        in_int8 = type(linear) is Int8Linear and not linear.packed
+        return ((in_floats and linear.weight.dtype == x.dtype or in_int8)
+                and linear.weight.is_contiguous() and not linear._forward_pre_hooks)
+    return len(x) <= MOST_ROWS and all(map(plain, linears))

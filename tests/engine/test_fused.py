@@ -10,11 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
+from engine import native
 from engine.engine import Engine
 from engine.fused import FusedBlock, fuse
 from engine.linear import speed_up_few_rows
 from engine.paged import PagedKVCache
 from engine.params import SamplingParams
+from engine.quantized import Int8Linear
 from engine.static import StaticCache
 from engine.weights import quantize_weights
 from model import LayerNorm
@@ -64,9 +66,38 @@ def test_a_layer_is_what_float64_gives(M, K, N, bias, norm, activation, residual
     assert error < 4 * torch.finfo(dtype).eps if dtype != torch.float32 else error < 2e-6
 
 
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('M, K, N, norm', [(1, 520, 16, True), (5, 96, 33, False),
+                                           (20, 64, 40, True), (40, 1040, 24, False)])
+@torch.no_grad()
+def test_a_layer_in_int8_is_what_int8_linear_gives(M, K, N, norm, dtype, device, monkeypatch):
+    monkeypatch.setattr(native, 'library', lambda: None)  # not packed
+    torch.manual_seed(M)
+    how = dict(dtype=dtype, device=device)
+    linear = Int8Linear(torch.nn.Linear(K, N, **how))
+    norm = LayerNorm(K, True).to(**how) if norm else None
+    x, residual = torch.randn(M, K, **how), torch.randn(M, N, **how)
+    x[-1] *= 1e3  # each row has a scale of its own
+    found = kernel.fused_linear(x, linear, norm, 'tanh', residual).double()
+    y = x if norm is None else norm(x)
+    expected = residual.double() + F.gelu(linear(y).double(), approximate='tanh')
+    error = (found - expected).abs().amax(1) / expected.abs().amax(1)
+    # one input in a hundred may be rounded to the next integer
+    assert error.max() < (1e-2 if norm or dtype == torch.bfloat16 else 1e-5)
+    assert error.median() < (2e-3 if dtype == torch.float32 else 1e-2)
+    x[0, 3] = torch.nan
+    found = kernel.fused_linear(x, linear, norm, '', None)
+    assert found[0].isnan().all() and found[1:].isfinite().all()
+    zero = kernel.fused_linear(torch.zeros_like(x), linear)
+    assert torch.equal(zero, linear.bias.expand(M, N).to(dtype))
+
+
 @pytest.mark.parametrize('changes, quantized, fused', [
     ({}, '', True), (dict(bias=True, gelu='tanh'), '', True), (dict(gelu='relu2'), '', True),
-    (dict(act_clamp=1.0), '', False), ({}, 'int8', False), (dict(attn_sink=True), '', False)])
+    (dict(act_clamp=1.0), '', False), ({}, 'packed int8', False), ({}, 'int8', True),
+    (dict(bias=True, gelu='tanh'), 'int8', True), ({}, 'int4', False),
+    (dict(attn_sink=True), '', False)])
 @torch.inference_mode()
 def test_which_blocks_are_fused(changes, quantized, fused, monkeypatch):
     """Whether they are or not, a step gives what a model without kernels gives."""
@@ -74,7 +105,9 @@ def test_which_blocks_are_fused(changes, quantized, fused, monkeypatch):
         pytest.skip('interpreted where there is no GPU')
     model = random_model(GPTConfig(**FULL_STACK | changes), torch.float32)
     if quantized:
-        quantize_weights(model, quantized)
+        if not quantized.startswith('packed'):
+            monkeypatch.setattr(native, 'library', lambda: None)
+        quantize_weights(model, quantized.split()[-1], 8)
     speed_up_few_rows(model)  # as the engine does
     usual = model.new_cache(2, 20)
     model(tokens(2, 9), cache=usual)
@@ -183,22 +216,26 @@ def test_a_step_of_the_full_stack_launches_few_kernels(batch, kv_dtype, paged, m
 PROGRAM = '''
 import json
 import torch
-from engine import fused_linear as kernel
+from engine import fused_linear as kernel, native
+from engine.quantized import Int8Linear
 from model import LayerNorm
 from tests.helpers.ahead_of_time import CompilesOnly, resources
 
+native.library = lambda: None  # int8 is not packed
 made = []
 kernel._linear = CompilesOnly(kernel._linear, made)
-for dtype in (torch.bfloat16, torch.float16, torch.float32):
+for dtype, make in ((torch.bfloat16, lambda x: x), (torch.float16, lambda x: x),
+                    (torch.bfloat16, Int8Linear), (torch.float32, lambda x: x)):
     for M in (1, 16, 32, 64):
         for N, K in ((2304, 768), (768, 3072)):
             how, x = dict(dtype=dtype), torch.zeros(M, K, dtype=dtype)
             norm = LayerNorm(K, True).to(dtype) if N > K else None
-            kernel.fused_linear(x, torch.nn.Linear(K, N, **how), norm, 'tanh' if norm else '',
-                                None if norm else torch.zeros(M, N, **how))
+            kernel.fused_linear(x, make(torch.nn.Linear(K, N, **how)), norm,
+                                'tanh' if norm else '', None if norm else torch.zeros(M, N, **how))
 print(json.dumps([resources(each) | {
     'copies': each.asm['ttgir'].count('async_copy_global_to_local'),
-    'tensor cores': 'mma' in each.asm['ptx']} for each in made]))
+    'tensor cores': 's8.s8' if 's8.s8' in each.asm['ptx'] else 'mma' in each.asm['ptx']}
+    for each in made]))
 '''
 
 
@@ -206,9 +243,10 @@ print(json.dumps([resources(each) | {
 def test_compiled_for_a_gpu_weights_are_copied_ahead(tmp_path):
     found = run_alone(PROGRAM, TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION='1')
     for i, each in enumerate(found):
-        half, many = i < 16, i % 8 >= 6  # 64 rows
-        assert each['tensor cores'] == half and each['copies'] >= 6, json.dumps(each)
-        assert each['spilled'] <= (0 if half or not many else 64), each
+        kind, many = i // 8, i % 8 >= 6  # 64 rows
+        assert each['tensor cores'] == [True, True, 's8.s8', False][kind], json.dumps(each)
+        assert each['copies'] >= 6, each
+        assert each['spilled'] <= (64 if kind == 3 and many else 0), each
         assert each['shared'] <= 227 * 1024 // 2, each
 
 

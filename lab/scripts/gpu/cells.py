@@ -99,7 +99,8 @@ def first() -> list[Stage]:
                for layout, kv_dtype in layouts]
     kernels += [Cell(f'write/{kv_dtype}', 6, dict(kv_dtype=kv_dtype))
                 for kv_dtype in ('bfloat16', 'int8', 'none')]
-    kernels += [Cell(f'linear/m{rows}', 6, dict(rows=rows)) for rows in (1, 16, 64)]
+    kernels += [Cell(f'linear/m{rows}', 6, dict(rows=rows)) for rows in (1, 16, 32, 64)]
+    kernels += [Cell(f'linear/m{rows}/int8', 6, dict(rows=rows, int8=True)) for rows in (1, 64)]
     sequences = [('flex', 1024, 12), ('flex', 96, 4), ('flex', 64, 4), ('sdpa', 1024, 12)]
     kernels += [Cell(f'sequence/{backend}/T={T}', 15, dict(backend=backend, T=T, ratio=ratio))
                 for backend, T, ratio in sequences]

@@ -15,6 +15,8 @@ from attention.causal import causal_attention
 from attention.kernels.flex import flex_local_attention
 from attention.local import blockwise_local_attention
 from attention.rope import RotaryTable, norm_and_rotate
+from engine import native
+from engine.quantized import Int8Linear
 from engine.static import put
 from kv.slots import KVStore
 from lab.benchmarks.kernels import fill_random
@@ -123,13 +125,17 @@ def write(machine, kv_dtype: str) -> dict:
     return worst([judged(q, q_rows, 1e-2), *stored])
 
 
-def linear_cases(machine, rows: int) -> dict[str, tuple]:
+def linear_cases(machine, rows: int, int8: bool = False) -> dict[str, tuple]:
     """The arguments of `fused_linear` in a layer that owns its K and V, with random weights."""
     C, heads, hidden = (768, 768, 3840) if machine.real else (48, 48, 80)
     how = dict(device=machine.device, dtype=machine.dtype)
 
     def case(n_in, n_out, norm, activation, adds):
         weights = torch.nn.Linear(n_in, n_out, bias=False, **how)
+        if int8:
+            native.use(False)  # on a CPU, weights would be packed for the extension
+            weights = Int8Linear(weights)
+            native.use(True)
         return (torch.randn(rows, n_in, **how), weights, LayerNorm(n_in, False).to(**how) if norm
                 else None, activation, torch.randn(rows, n_out, **how) if adds else None)
     return {'qkv': case(C, heads + heads // 6, True, '', False),
@@ -145,14 +151,15 @@ def plain_linear(x, linear, norm=None, activation='', residual=None) -> torch.Te
 
 
 @torch.inference_mode()
-def linear(machine, rows: int) -> dict:
-    """The Linear layers of a decode step, with LayerNorm, GELU and residuals."""
+def linear(machine, rows: int, int8: bool = False) -> dict:
+    """The Linear layers of a decode step, with LayerNorm, GELU and residuals, against float64, or
+    with int8 weights against torch."""
     from engine.fused_linear import fused_linear
     checks = []
-    for case in linear_cases(machine, rows).values():
-        exact = plain_linear(*(copy.deepcopy(x).double() if hasattr(x, 'double') else x
-                               for x in case))
-        checks.append(judged(fused_linear(*case), exact, ALLOWED[machine.dtype]))
+    for case in linear_cases(machine, rows, int8).values():
+        exact = case if int8 else (copy.deepcopy(x).double() if hasattr(x, 'double') else x
+                                   for x in case)
+        checks.append(judged(fused_linear(*case), plain_linear(*exact), ALLOWED[machine.dtype]))
     return worst(checks)
 
 
