@@ -6,7 +6,7 @@ import pytest
 from kv import capacity
 from lab.benchmarks import table
 from lab.pages import __main__ as pages
-from lab.pages import blocks, memory
+from lab.pages import blocks, cost, memory
 from lab.scripts import bench_cpu, nanogpt_parity
 
 
@@ -123,6 +123,28 @@ def test_facts_are_looked_up_with_the_global_layer_last_and_not_first():
         assert abs(share['mean'] - chance) < 5 * (chance / answers) ** 0.5
     for n in ('2', '4', '8'):  # among the facts seen
         assert facts['MHA']['accuracy'][n]['mean'] == pytest.approx(1 / int(n), rel=0.15)
+
+
+def test_prices_on_source_code():
+    rows = blocks.rows_of('ablate_pysource')
+    mechanisms = 'NoPE on global layers', 'attention sinks', 'K = V on global layers, NoPE'
+    steps = [name for name, row in rows.items() if not row['side']]
+    assert len(steps) == 10 and all(rows[name]['seeds'] == [1, 2, 3, 4]
+                                    for name in (*steps, *mechanisms, 'local layers only'))
+    price = {name: rows[name]['against_above'] for name in steps if name != 'vanilla GPT-2'}
+    assert price['+ MQA']['mean'] > price['+ MQA']['half_95']
+    assert price['+ window']['mean'] < -price['+ window']['half_95']
+    full = rows['+ int8 KV']['against_baseline']
+    assert full['mean'] + full['half_95'] < 0 and full['stands']
+
+
+def test_names_from_far_back_are_looked_up_with_a_key_offset():
+    rows = blocks.rows_of('ablate_pysource')
+    nats = {name: cost.far_back(row) for name, row in rows.items() if row['seeds']}
+    assert nats['local layers only'] - nats['+ key offset'] > 3  # of which rows keep a share
+    assert abs(nats['no key offset'] - nats['local layers only']) < 0.3
+    assert nats['+ int8 KV'] < nats['+ key offset'] < nats['+ MQA']
+    assert min(nats, key=nats.get) == 'NoPE on global layers'
 
 
 def test_muon_needs_half_the_steps_at_most():
