@@ -19,6 +19,7 @@ import torch
 import engine.captured, engine.paged
 from attention.kernels import decode, qkv
 from config.gpt_config import GPTConfig
+from engine import fused_linear
 from engine.engine import Engine
 from engine.params import SamplingParams
 from tests.helpers.ahead_of_time import specialised
@@ -44,12 +45,13 @@ class Launched:
         given = dict(zip(self.kernel.arg_names, args)) | constants
         kernel_name, form = self.kernel.__name__, specialised(self.kernel, given)
         compiled.add(str((kernel_name, num_warps, num_stages, form)))
-        outputs = {'_split': ('OUT', 'LSE'), '_join': ('OUT',), '_write': ('Q',)}
+        outputs = {'_split': ('OUT', 'LSE'), '_join': ('OUT',), '_write': ('Q',), '_linear': ('Y',)}
         for name in outputs[kernel_name]:
             given[name].zero_()
 
 
-for module, name in ((decode, '_split'), (decode, '_join'), (qkv, '_write')):
+for module, name in ((decode, '_split'), (decode, '_join'), (qkv, '_write'),
+                     (fused_linear, '_linear')):
     setattr(module, name, Launched(getattr(module, name)))
 heads, kv_dtype, room, prefix = json.loads(sys.argv[1])
 config = FULL_STACK | dict(n_kv_head=heads, window_size=20, block_size=room, head_dim=16)
