@@ -9,8 +9,8 @@ import importlib, pkgutil, sys
 sys.modules['triton'] = sys.modules['flash_attn'] = None  # importing them is an ImportError now
 import torch
 import attention, config, data, engine, interop, kv, lab.ablation, lab.benchmarks, training
-of_other_packages = {'attention.kernels.decode', 'attention.kernels.qkv',
-                     'interop.nanokv_vllm.model'}  # Triton, Triton, vLLM
+of_other_packages = {'attention.kernels.decode', 'attention.kernels.qkv', 'engine.fused_linear',
+                     'interop.nanokv_vllm.model'}  # Triton, Triton, Triton, vLLM
 for package in (attention, config, engine, interop, kv, lab.ablation, lab.benchmarks, training):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
         ladders_and_mains = module.name.startswith('config.') or module.name.endswith('__main__')
