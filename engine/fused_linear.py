@@ -106,7 +106,8 @@ def _linear(X, W, W_SCALE, BIAS, GAIN, SHIFT, RESIDUAL, Y, M, N, K, eps,
     if INT8:
         largest = _largest(X, GAIN, SHIFT, mean, rstd, of_part, m, K, M, BLOCK_M, BLOCK_K, SPLIT,
                            NORM)
-        inverse = tl.where(largest > 0, tl.math.div_rn(127.0 + mean * 0, largest), 0.0)
+        most = tl.full((BLOCK_M,), 127.0, tl.float32)
+        inverse = tl.where(largest > 0, tl.math.div_rn(most, largest), 0.0)
     acc = tl.zeros((SPLIT, BLOCK_N, BLOCK_M), tl.int32 if INT8 else tl.float32)
     for first in range(0, K, SPLIT * BLOCK_K):
         k = first + of_part + tl.arange(0, BLOCK_K)[None, :]                   # (SPLIT, BLOCK_K)

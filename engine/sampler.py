@@ -95,7 +95,7 @@ class SampleRow:
     def uniform(self) -> float:
         """The random number of the next token."""
         place = self.n_drawn - self._first
-        if not 0 <= place < len(self._numbers):
+        if place >= len(self._numbers):
             self._first, place = self.n_drawn, 0
             self._numbers = uniforms(self.params.seed, self.n_drawn, NUMBERS)
         return self._numbers[place]

@@ -40,8 +40,10 @@ class StaticCache:
             # everything that depends on lengths is computed on the host, and sent in one copy
             self._kinds = sorted({self._kind(store) for store in cache.stores})
             self._numbers = torch.zeros(1 + 3 * len(self._kinds), n_rows, dtype=torch.int64, **like)
-            self.positions, places = self._numbers[0][:, None], self._numbers[1:].unbind()
-            self._places = dict(zip(self._kinds, zip(*[iter(places)] * 3)))
+            self.positions = self._numbers[0][:, None]
+            # kind of store -> rows or pages, offsets, numbers of keys
+            parts = self._numbers[1:].split(3)
+            self._places = {kind: part.unbind() for kind, part in zip(self._kinds, parts)}
             self.block_table = None
             if isinstance(cache, PagedKVCache):
                 width = cache.table.pages_for(cache.max_seq_len)

@@ -60,14 +60,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def slow_matmuls(device: torch.device, dtype: torch.dtype) -> str:
     """A note if torch's float32 matmuls do not use AVX-512 although the processor has it: MKL does
-    so on Intel's processors only, unless it is told that this is one. '' otherwise."""
+    so on Intel's processors only, unless a preloaded library overrides its check. '' otherwise."""
     try:
         cpu = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace')
     except OSError:
         return ''
-    told = hasattr(ctypes.CDLL(None), 'mkl_serv_intel_cpu_true')  # by a preloaded library
+    overridden = hasattr(ctypes.CDLL(None), 'mkl_serv_intel_cpu_true')  # by a preloaded library
     mkl = device.type == 'cpu' and dtype == torch.float32 and torch.backends.mkl.is_available()
-    if told or not mkl or 'AuthenticAMD' not in cpu or 'avx512f' not in cpu:
+    if overridden or not mkl or 'AuthenticAMD' not in cpu or 'avx512f' not in cpu:
         return ''
     return ('Note: on this processor, matmuls in float32 can be twice as fast: '
             'docs/training.md#amd-processors')

@@ -142,5 +142,6 @@ class Model(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    _fields_ = [*_fields('tokens positions rows later wanted table', 'm n_wanted table_width threads'),
+    _fields_ = [*_fields('tokens positions rows later wanted table',
+                         'm n_wanted table_width threads'),
                 ('logits', ctypes.c_void_p)]

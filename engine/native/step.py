@@ -149,7 +149,7 @@ class NativeDecode:
         places = [(row, start + j, n - 1 - j) for row, start, n in zip(rows, step.starts, lens)
                   for j in range(n)]
         ends = list(itertools.compress(itertools.accumulate(lens), wanted))
-        logits = self._logits[:len(ends)]  # megabytes: allocating them anew takes time
+        logits = self._logits[:len(ends)]  # megabytes, not reallocated
         self._run(ids, *zip(*places), [end - 1 for end in ends], logits)
         self.cache.commit()
         return logits

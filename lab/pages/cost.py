@@ -94,13 +94,17 @@ def lookup() -> str:
                  '| 99% at step | seeds |', lines)
 
 
+RECALLING = ('attention sinks', 'NoPE on global layers', 'RoPE on a quarter of global dimensions',
+             'suffix sharing', 'ReLU squared')
+
+
 @block
 def lookup_findings() -> str:
     facts = {name: row['lookup'] for name, row in rows_of('ablate_lookup').items()}
     mha, plain = facts['MHA with key offset'], facts['MHA']
     tied, int8, int4 = (facts[f'global last, tied{dtype}'] for dtype in (
         '', ', int8 KV', ', int4 KV'))
-    few, *_, most = mha['accuracy']
+    halved, (few, *_, most) = facts['K = V on global layers, NoPE'], mha['accuracy']
     length = rows_of('ablate_lookup')['MHA']['T']
     rounding = paired_difference(*(dict(enumerate(found['accuracy'][most]['each']))
                                    for found in (int4, tied)))
@@ -113,6 +117,12 @@ def lookup_findings() -> str:
         {-100 * rounding['mean']:.1f} ±{100 * rounding['half_95']:.1f} points, and int8 nothing that
         shows. {most} facts are the most that fit into T={length}: for rows that recall all of them
         the column is their cache divided by {most}; where they would fail is not known.""",
+        f"""Of the mechanisms that others use (three seeds), K = V in all layers recalls
+        {percent(facts['K = V'], most)}%, K = V in global layers alone, without RoPE there,
+        {percent(halved, most)}% in {halved['kv_bytes'] / tied['kv_bytes']:.0%} of the bytes, and a
+        latent of 16 {percent(facts['latent of 16 on global layers, NoPE'], most)}%; the others at
+        least {min(float(percent(facts[name], most)) for name in RECALLING)}%. What a latent cannot
+        hold and what was not learned in 500 steps look the same here.""",
         f"""The other differences are in what is learned in 500 steps. MHA without key offset stays
         at guessing among the facts that it has seen ({percent(plain, few)}% of {few},
         {percent(plain, most)}% of {most}, two seeds): a value is found by the key before it, and

@@ -282,7 +282,8 @@ def replay_table(found: dict) -> Table:
                   'usage.prompt_tokens_details.cached_tokens')
     if found['reply_tokens'] < 0.99 * found['asked_tokens']:
         title += (f"; replies have {found['reply_tokens']:,} of the {found['asked_tokens']:,} "
-                  'tokens asked for (--fields should hold what makes the server ignore ends of text)')
+                  'tokens asked for (--fields should hold what makes the server ignore ends of '
+                  'text)')
     if found['computed'] is not None:
         title += (f"; {found['prompt_tokens']:,} prompt tokens, {found['computed']:,} computed, "
                   f"{found['unavoidable']:,} unavoidable ({found['over_unavoidable']:.2f})")

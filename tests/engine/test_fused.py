@@ -39,7 +39,8 @@ DEVICES = [pytest.param('cpu', marks=pytest.mark.skipif(
 @pytest.mark.parametrize('M, K, N, bias, norm, activation, residual', [
     (1, 48, 40, False, True, '', False), (1, 520, 16, True, False, '', True),
     (3, 80, 33, True, True, 'none', True), (8, 1040, 20, False, True, 'tanh', False),
-    (9, 24, 17, True, False, 'relu2', True), (20, 200, 24, True, True, '', False), (33, 530, 70, True, True, 'tanh', False),
+    (9, 24, 17, True, False, 'relu2', True), (20, 200, 24, True, True, '', False),
+    (33, 530, 70, True, True, 'tanh', False),
     (64, 16, 35, False, False, '', True)])
 @torch.no_grad()
 def test_a_layer_is_what_float64_gives(M, K, N, bias, norm, activation, residual, dtype, device):
