@@ -147,6 +147,18 @@ def test_a_server_that_does_not_say_ids():
     assert len(client.asked) == 1 and not replay.records
 
 
+def test_an_empty_reply_fails_alone():
+    class Brief(Fake):
+        def say(self, answer, document):
+            super().say(answer, document)
+            if len(self.asked) == 3:  # the first request of the second session
+                answer.tokens, answer.text, answer.stamps = [], '', []
+    trace = trace_of(line(2), line(2), line(2))
+    found = Replay(trace, Brief(), ids_of(trace), users=1).run()
+    assert (found['ended'], found['failed']) == (4, 2)
+    assert found['errors'][0] == 'the reply is empty'
+
+
 def test_a_server_without_usage():
     class Silent(Fake):
         def say(self, answer, document):

@@ -53,6 +53,18 @@ def test_a_program_that_is_not_there(monkeypatch):
             pass
 
 
+def test_a_program_in_the_current_folder(monkeypatch, tmp_path):
+    """The server is started in another one."""
+    program = tmp_path / 'python'
+    program.symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(servers, 'build', lambda *args, **kinds: None)
+    monkeypatch.setitem(servers.COMMANDS, 'vllm', lambda program, model, folder, port, *_: [
+        program, '-c', ANSWERS, str(port)])
+    with servers.started('vllm', './python', CONFIG, 10, 10 ** 6, []) as (url, _):
+        assert Client(url).model() == 'tiny'
+
+
 @pytest.mark.parametrize('mb', [2, 1000])
 def test_rows_of_nanokv_have_what_they_can_use_and_at_most_a_quarter(mb, monkeypatch, tmp_path):
     monkeypatch.setattr(servers, 'export', lambda model, folder: None)
