@@ -20,6 +20,7 @@ from config.sizes import parse_bytes
 from engine.captured import CapturedDecode
 from engine.dialogue import Template, longest_context
 from engine.engine import Engine
+from engine.prepare import prepare
 from interop.load import load
 from serving.api import Service
 from training.device import total_memory
@@ -98,7 +99,7 @@ def main(argv=None):
     if isinstance(engine.fast_decode, CapturedDecode):
         print(f'Preparing decode steps of 1 to {s.parallel} rows: '
               'some seconds, a minute the first time', flush=True)
-        engine.prepare()
+        prepare(engine)
     worker = Worker(engine, s.max_waiting, Metrics())
     worker.start()
     if s.host not in LOOPBACK and not keys:

@@ -2,6 +2,7 @@
 
     decode = captured_decode(model, cache)  # None if capture is not faster
     logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V), asynchronous
+    drawn = decode.sample_rows(logits, rows)  # captured, too, if nothing but temperatures is asked
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows. On other devices
 `CapturedDecode` calls the step directly, for tests.
@@ -12,7 +13,8 @@ import torch
 
 from attention.backends import triton_usable
 from engine.fused import fuse
-from engine.static import StaticCache
+from engine.sampler import Drawn, SampleRow, draw_plain, sample_rows
+from engine.static import StaticCache, on_device, on_host
 
 # Shortest generation worth capturing: a capture takes as long as a few dozen plain steps.
 MIN_CAPTURED = 32
@@ -46,6 +48,7 @@ class CapturedDecode:
         fuse(model)
         self._steps = {}   # number of rows -> _Step
         self._pool = None  # memory that all graphs share: one runs at a time
+        self._last = None, None  # logits of the last call, and its step
 
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
@@ -60,7 +63,18 @@ class CapturedDecode:
         step.tokens[:n].copy_(tokens, non_blocking=True)
         logits = step.run()
         step.static.advance(rows)
-        return logits[:n]
+        self._last = logits[:n], step
+        return self._last[0]
+
+    @torch.inference_mode()
+    def sample_rows(self, logits: torch.Tensor, rows: list[SampleRow], at: list[int]) -> Drawn:
+        """Like `engine.sampler.sample_rows`; tokens are overwritten by the next calls."""
+        last, step = self._last
+        if logits is not last or not all(row.plain for row in rows):
+            return sample_rows(logits, rows, at)
+        tokens = step.sample(rows, at)
+        tokens = tokens[:len(at)] if at[-1] < len(at) else tokens[on_device(at, tokens.device)]
+        return Drawn(tokens, [None] * len(rows))
 
     def prepare(self, *sizes: int) -> None:
         """Capture the graphs for these numbers of rows now; by default, for all of them."""
@@ -82,40 +96,76 @@ class _Step:
 
     def __init__(self, model, cache, size, compiled):
         self.model, self.static = model, StaticCache(cache, size)
+        device = model.device
         with torch.inference_mode(False):
-            self.tokens = torch.zeros(size, 1, dtype=torch.int64, device=model.device)
+            self.tokens = torch.zeros(size, 1, dtype=torch.int64, device=device)
+            # the temperature and the random number of each row
+            self.numbers = torch.zeros(2, size, 1, dtype=torch.float64, device=device)
         self.call = self._logits
         if compiled:
             self.call = torch.compile(self._logits, fullgraph=True, dynamic=False)
-        self.graph = None
+        self._forward = _Graph(lambda: self.call(self.tokens))
+        self._greedy = _Graph(lambda: draw_plain(self.logits))
+        self._draw = _Graph(lambda: draw_plain(self.logits, *self.numbers))
 
     def _logits(self, tokens):
         return self.model(tokens, cache=self.static)[0][:, -1]
 
     def prepare(self, pool):
         """Warm up with all rows inactive, which writes nothing, then capture. Returns the
-        graph's memory pool."""
+        graphs' memory pool."""
         self.static.set([])
         if self.tokens.device.type != 'cuda':
-            self.call(self.tokens)
+            self.logits = self._forward.run()
             return None
+        pool = self._forward.capture(pool)
+        # keep the RoPE tables whose addresses are in the graph: growing a table reallocates it
+        self.pinned = [dict(table._tables) for table in (self.model.rotary or {}).values() if table]
+        self.logits = self._forward.output
+        return self._draw.capture(self._greedy.capture(pool))
+
+    def run(self):
+        self.logits = self._forward.run()
+        return self.logits
+
+    def sample(self, rows, at):
+        """Sample from the logits of the last run: (size,) tokens, those of `rows` in places `at`.
+        """
+        if not any(row.params.temperature for row in rows):
+            return self._greedy.run()
+        numbers = [[0.0] * len(self.tokens) for _ in range(2)]
+        for b, row in zip(at, rows):
+            if row.params.temperature:
+                numbers[0][b], numbers[1][b] = row.params.temperature, row.uniform()
+        numbers = on_host(numbers, torch.float64, self.numbers.device)
+        self.numbers.copy_(numbers[:, :, None], non_blocking=True)
+        return self._draw.run()
+
+
+class _Graph:
+    """A function without arguments, whose tensors keep their addresses."""
+
+    def __init__(self, function):
+        self.function, self.graph, self.output = function, None, None
+
+    def capture(self, pool):
+        """Capture it as a CUDA graph, in this memory pool (None: a new one), which is returned."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
-                self.call(self.tokens)
+                self.function()
         torch.cuda.current_stream().wait_stream(side)
-        # keep the RoPE tables whose addresses are in the graph: growing a table reallocates it
-        self.pinned = [dict(table._tables) for table in (self.model.rotary or {}).values() if table]
         gc.collect()  # an old graph must not be destroyed while another is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            self.logits = self.call(self.tokens)
+            self.output = self.function()
         self.graph = graph
         return graph.pool()
 
     def run(self):
+        """Replay it, or call it if it was not captured. Returns its output."""
         if self.graph is None:
-            return self.call(self.tokens)
+            return self.function()
         self.graph.replay()
-        return self.logits
+        return self.output

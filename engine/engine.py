@@ -6,7 +6,6 @@
 
 A request's completion does not depend on other requests, up to GEMM rounding.
 """
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,23 +17,22 @@ import torch
 from config.errors import UserError
 from engine.captured import CapturedDecode
 from engine.decode import fast_decode
-from engine.job import Event, Job
+from engine.flight import Flight
+from engine.job import Event, Job, prompt_ids
 from engine.linear import speed_up_few_rows
 from engine.native.step import NativeDecode
 from engine.pace import Pace
 from engine.paged import PAGE_SIZE, PagedKVCache
-from engine.pages import page_nbytes, rows_nbytes
-from engine.params import Completion, SamplingParams, shown
+from engine.pages import pages_within
+from engine.params import Completion, SamplingParams
 from engine.prefix import PrefixStore
 from engine.prefix_disk import DiskTier, fingerprint
 from engine.sampler import sample_rows
 from engine.scheduler import Request, Scheduler
+from engine.static import on_device
 from engine.view import RowView, view_of
 
 PREFILL_CHUNK = 256
-# Longer rows use the same kernels, see `split_blocks` in attention/kernels/decode.py (on GPUs with
-# few multiprocessors, not beyond 8,192 keys).
-MANY_KEYS = 2304
 DISK_BUDGET = 10 ** 11  # bytes of prefix_folder
 
 
@@ -56,6 +54,8 @@ class Engine:
         prefix_budget: bytes of host memory for the prefix cache (`engine.prefix`); 0 = no cache.
         prefix_folder: folder for blocks evicted from it and, at `close`, for all blocks; '' = none.
         captured: on CUDA, capture decode steps as graphs and replay them (`engine.captured`).
+        asynchronous: schedule a step before the tokens of the last one are read (`engine.flight`),
+            so that events come one step later; None = if decode steps are captured.
         tokenizer: for text prompts, completions and stop texts; None = token ids only.
     Raises UserError if a size is below 1, the budget too small, or a `new_cache` argument invalid.
     """
@@ -63,13 +63,15 @@ class Engine:
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
                  kv_budget: int = 0, page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK,
                  prefix_budget: int = 0, prefix_folder: str = '', tokenizer=None,
-                 captured: bool = True, scheduler=Scheduler, slowdown: float = 0.0):
+                 captured: bool = True, asynchronous: bool | None = None, scheduler=Scheduler,
+                 slowdown: float = 0.0):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, '
                             f'page_size={page_size}: must be at least 1')
         self.model, self.tokenizer = model.eval(), tokenizer
         max_seq_len = max_seq_len or model.config.block_size
-        n_pages = self._n_pages(max_batch_size, max_seq_len, kv_dtype, kv_budget, page_size)
+        n_pages = pages_within(kv_budget, model.plan, max_batch_size, max_seq_len, page_size,
+                               model.resolved_kv_dtype(kv_dtype))
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, PagedKVCache,
                                      n_pages=n_pages, page_size=page_size)
         self.prefix = self._prefix_store(prefix_budget, prefix_folder)
@@ -77,6 +79,10 @@ class Engine:
         self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix, self.pace)
         speed_up_few_rows(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
+        self.asynchronous = asynchronous
+        if asynchronous is None:
+            self.asynchronous = isinstance(self.fast_decode, CapturedDecode)
+        self._flight: Flight | None = None           # sampled tokens that were not read yet
         self.jobs: dict[int, Job] = {}              # unfinished requests, by number
         self.watched: dict[int, RowView | None] = {}  # of these requests, the newest `view`
         self._undelivered: list[Event] = []          # to be returned by the next step
@@ -100,46 +106,6 @@ class Engine:
         if self.prefix:
             self.prefix.close()
 
-    def _n_pages(self, rows, max_seq_len, kv_dtype, budget, page_size):
-        plan, kv_dtype = self.model.plan, self.model.resolved_kv_dtype(kv_dtype)
-        full, page = rows * -(-max_seq_len // page_size), page_nbytes(plan, page_size, kv_dtype)
-        rings = rows_nbytes(plan, rows, max_seq_len, kv_dtype)
-        if budget and budget < rings + page:
-            raise UserError(f'kv_budget={budget:,} bytes: the windows of max_batch_size={rows} '
-                            f'rows take {rings:,} and a page of {page_size} positions {page:,}: '
-                            f'give at least {rings + page:,}, or fewer rows')
-        return min(full, (budget - rings) // page) if budget and page else full
-
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        """Compile the kernels and capture the decode steps for requests of any length, so that no
-        request has to wait. Takes seconds, or a minute the first time. Does nothing unless decode
-        steps are captured. Raises UserError if there are unfinished requests."""
-        if not isinstance(self.fast_decode, CapturedDecode):
-            return
-        if self.n_unfinished:
-            raise UserError(f'prepare: {self.n_unfinished} requests have not ended')
-        self.fast_decode.prepare()
-        for row in range(min(2, self.cache.batch_size)):  # row 1 may be aligned differently
-            for chunks in self._chunks_of_every_kind():
-                try:
-                    for n in chunks:
-                        idx = torch.zeros(1, n, dtype=torch.int64, device=self.model.device)
-                        self.model(idx, cache=self.cache, lens=[n], rows=[row])
-                finally:
-                    self.cache.reset()
-
-    def _chunks_of_every_kind(self) -> list[list[int]]:
-        """Chunk sizes that use every prefill kernel: each size after few tokens, after many, and as
-        the first chunk of a row."""
-        table, most = self.cache.table, self.scheduler.prefill_chunk
-        room = min(self.cache.max_seq_len, table.n_pages * table.page_size)
-        chunks, sizes = [], [1 << k for k in range(most.bit_length())]
-        for n in [1, *sizes, *[most] * (MANY_KEYS // most), *sizes]:
-            if sum(chunks) + n <= room:
-                chunks.append(n)
-        return [chunks, *([n] for n in {2, 15, 16, most - 1, most} if 1 < n <= min(most, room))]
-
     @property
     def n_unfinished(self) -> int:
         """Number of requests whose last event has not been returned yet."""
@@ -152,7 +118,7 @@ class Engine:
         self._submitted += 1
         ids = []
         try:
-            ids = self._ids(prompt)
+            ids = prompt_ids(prompt, self.tokenizer)
             self._check(ids, params)
             request = Request(index, ids, params)
             self.jobs[index] = Job(request, self.tokenizer, time.perf_counter())
@@ -183,19 +149,6 @@ class Engine:
         request = self.jobs[index].request
         self.watched[index] = view_of(request, self.scheduler, self.watched[index], done)
         return self.watched[index]
-
-    def _ids(self, prompt):
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise UserError('the prompt is text, and the engine has no tokenizer: '
-                                'give token ids')
-            return self.tokenizer.encode(prompt)
-        try:
-            tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
-            return [operator.index(token) for token in tokens]
-        except TypeError:
-            raise UserError(f'prompt={shown(prompt)}: must be a text or a list of token '
-                            'ids') from None
 
     def _check(self, ids, params):
         vocab_size = self.model.config.vocab_size
@@ -262,7 +215,10 @@ class Engine:
         if self._failed_events is not None:  # the recovery was interrupted
             self._recover()
         events, self._undelivered = self._undelivered, []
+        before = self._flight
         try:
+            if before and before.penalised:  # the next tokens depend on the values of these
+                self._land(events)
             work = self.scheduler.schedule()
             self.held_peak = max(self.held_peak, self.cache.held_nbytes)
             decoding = [(request, 1) for request in work.decode]
@@ -271,6 +227,8 @@ class Engine:
                 self._mixed(prompts, decoding, events)
             else:
                 self._one_after_the_other(work.prefill, decoding, events)
+            if self._flight is before:  # this step sampled nothing
+                self._land(events)
         except BaseException:
             self._failed_events = events
             self._recover()
@@ -280,7 +238,7 @@ class Engine:
     def _fits_one_pass(self, prompts, decoding) -> bool:
         """Whether the C++ step can compute prompts and decoding rows together, which reads the
         weights once (Sarathi, Agrawal et al. 2023)."""
-        if not prompts or not isinstance(self.fast_decode, NativeDecode):
+        if self.asynchronous or not prompts or not isinstance(self.fast_decode, NativeDecode):
             return False
         lens, once = [n for _, n in prompts], len({request.row for request, _ in prompts})
         return (once == len(prompts) and max(lens) <= self.fast_decode.longest_text
@@ -296,6 +254,8 @@ class Engine:
             self.pace.mixed(sum(n for _, n in prompts), bool(decoding), time.perf_counter() - start)
 
     def _one_after_the_other(self, passes, decoding, events) -> None:
+        if self.pace and passes:  # they are timed, so nothing else may run
+            self._land(events)
         start = time.perf_counter()
         for chunks in passes:
             self._forward(chunks, [request.row for request, _ in chunks], events)
@@ -307,13 +267,17 @@ class Engine:
             start = time.perf_counter()
         decoding = [(request, n) for request, n in decoding if request.row >= 0]
         if decoding:
+            # without them, an asynchronous engine waits for the decode step before this one
+            timed = self.pace and (passes or self._flight or not self.asynchronous)
             self._decode(decoding, events)
-            if self.pace:
+            if self.pace and passes:
+                self._land(events)
+            if timed:
                 self.pace.decoded(time.perf_counter() - start)
 
     def _recover(self) -> None:
         """After a failed step: rebuild all state from the sampled tokens and the events."""
-        events = self._failed_events
+        events, self._flight = self._failed_events, None
         self.cache.reset()  # it may be half-written
         if self.prefix:
             self.prefix.recover()
@@ -334,43 +298,70 @@ class Engine:
         parts = [by_row.get(row, (None, 0)) for row in range(max(by_row) + 1)]
         if self.fast_decode is None:
             return self._forward(parts, list(range(len(parts))), events)
-        ids = torch.tensor([request.next_tokens(1) if n else [0] for request, n in parts])
-        ids = ids.to(self.model.device, non_blocking=True)
-        self._sample(parts, self.fast_decode(ids, [n for _, n in parts]), events)
+        logits = self.fast_decode(self._ids_of(parts), [n for _, n in parts])
+        captured = isinstance(self.fast_decode, CapturedDecode)
+        self._sample(parts, logits, events, self.fast_decode.sample_rows if captured else None)
 
     def _forward(self, parts, rows, events) -> None:
         """parts: [(request or None, number of tokens)], one for each row."""
-        width = max(n for _, n in parts)
-        ids = [(request.next_tokens(n) if n else []) + [0] * (width - n) for request, n in parts]
-        idx = torch.tensor(ids).to(self.model.device, non_blocking=True)
-        logits = self.model(idx, cache=self.cache, lens=[n for _, n in parts], rows=rows)[0]
+        lens = [n for _, n in parts]
+        logits = self.model(self._ids_of(parts), cache=self.cache, lens=lens, rows=rows)[0]
         self._sample(parts, logits[:, -1], events)
 
-    def _sample(self, parts, logits, events) -> None:
+    def _ids_of(self, parts) -> torch.Tensor:
+        """(len(parts), t) token ids on the device, those in flight included."""
+        width = max(n for _, n in parts)
+        ids = [request.next_tokens(n) if n else [] for request, n in parts]
+        idx = on_device([row + [0] * (width - len(row)) for row in ids], self.model.device)
+        if self._flight:
+            self._flight.fill(idx, [request if n else None for request, n in parts])
+        return idx
+
+    def _sample(self, parts, logits, events, sample=None) -> None:
         """Sample a token for each request whose tokens are all in the cache now. logits: of all
-        parts, or only of those."""
-        sampling = []
-        for b, (request, n) in enumerate(parts):
+        parts, or only of those. sample: instead of `sample_rows`."""
+        sampling = [(b, self.jobs[request.number]) for b, (request, n) in enumerate(parts)
+                    if n and request.pending == n]
+        drawn, taken = None, []
+        if sampling:
+            drawn = (sample or sample_rows)(logits, [job.sampling for _, job in sampling],
+                                            [b for b, _ in sampling])
+            taken = self._take()  # while the device computes
+        for request, n in parts:
             if n:
                 self.scheduler.computed(request, n)
-                if request.pending == 0:
-                    sampling.append((b, self.jobs[request.number]))
-        if not sampling:
-            return
-        if len(sampling) < len(logits):
-            logits = logits[[b for b, _ in sampling]]
-        sampled = sample_rows(logits, [job.sampling for _, job in sampling])
-        # tolist() waits for the device
-        for (_, job), token, logprob in zip(sampling, sampled.tokens.tolist(), sampled.logprobs):
-            if token < 0:
-                n, last_block = len(job.request.tokens), job.request.last_block
-                self._end(job, 'error', events,
-                          f'the logits of token {n} are not finite (NaN or inf)')
-                if self.prefix:  # no request may reuse its blocks
-                    self.prefix.forget(last_block)
+        self._emit_taken(taken, events)
+        if drawn:
+            self._flight = Flight([job for _, job in sampling], drawn)
+            if not self.asynchronous:
+                self._land(events)
+
+    def _land(self, events) -> None:
+        """Read the tokens in flight, and emit their events."""
+        self._emit_taken(self._take(), events)
+
+    def _take(self) -> list[tuple]:
+        """Append the tokens in flight to their requests: [(job, token, its text, logprob)]."""
+        taken, flight = [], self._flight
+        if flight:
+            for job, token, logprob in flight.read():
+                if self.jobs.get(job.request.number) is job:  # it has not ended
+                    text = job.take(token, logprob) if token >= 0 else ''
+                    taken.append((job, token, text, logprob))
+        self._flight = None
+        return taken
+
+    def _emit_taken(self, taken, events) -> None:
+        for job, token, text, logprob in taken:
+            if token >= 0:
+                job.first = job.first or time.perf_counter()
+                self._emit(job, token, text, logprob, events)
                 continue
-            job.first = job.first or time.perf_counter()
-            self._emit(job, token, job.take(token, logprob), logprob, events)
+            n, last_block = len(job.request.tokens), job.request.last_block
+            self._end(job, 'error', events,
+                      f'the logits of token {n} are not finite (NaN or inf)')
+            if self.prefix:  # no request may reuse its blocks
+                self.prefix.forget(last_block)
 
     def _emit(self, job, token, text, logprob, events, last=True) -> None:
         """Emit the event of a token, which may end the request."""

@@ -1,7 +1,11 @@
 """State of a request that the engine keeps in addition to the scheduler's, and its events."""
+import operator
 from dataclasses import dataclass
 
-from engine.params import Completion, TokenLogprob
+import torch
+
+from config.errors import UserError
+from engine.params import Completion, TokenLogprob, shown
 from engine.sampler import SampleRow
 from engine.scheduler import Request
 from engine.stopping import SampleText
@@ -40,12 +44,18 @@ class Job:
         is_text = self.text and token not in self.request.params.stop_tokens
         return self.text.add(token) if is_text else ''
 
+    def launch(self) -> None:
+        """Count a token that was sampled and is in flight."""
+        self.request.in_flight = 1
+        self.sampling.n_drawn += 1
+
     def take(self, token: int, logprob) -> str:
-        """Append a token. Returns the new text."""
+        """Append the token that was in flight. Returns the new text."""
+        self.request.in_flight = 0
         if self.logprobs is not None:
             self.logprobs[len(self.request.tokens):] = [logprob]
         self.request.tokens.append(token)
-        self.sampling.append(token)
+        self.sampling.see(token)
         return self._piece(token)
 
     def ending(self) -> str:
@@ -54,3 +64,16 @@ class Job:
         if tokens and (tokens[-1] in params.stop_tokens or (self.text and self.text.stopped)):
             return 'stop'
         return 'length' if len(tokens) >= params.max_new_tokens else ''
+
+
+def prompt_ids(prompt: str | list[int], tokenizer) -> list[int]:
+    """The token ids of a prompt. Raises UserError if it is neither a text nor a list of ids."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UserError('the prompt is text, and the engine has no tokenizer: give token ids')
+        return tokenizer.encode(prompt)
+    try:
+        tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise UserError(f'prompt={shown(prompt)}: must be a text or a list of token ids') from None

@@ -29,6 +29,19 @@ def rows_nbytes(plan: KVPlan, rows: int, max_seq_len: int, kv_dtype: str) -> int
                       slot.nbytes(1, max_seq_len, kv_dtype) for slot in plan.slots)
 
 
+def pages_within(budget: int, plan: KVPlan, rows: int, max_seq_len: int, page_size: int,
+                 kv_dtype: str) -> int:
+    """Number of pages that `budget` bytes hold beside what is not in pages, at most what all rows
+    can take; budget 0 = that. Raises UserError if they hold none."""
+    full, page = rows * -(-max_seq_len // page_size), page_nbytes(plan, page_size, kv_dtype)
+    rings = rows_nbytes(plan, rows, max_seq_len, kv_dtype)
+    if budget and budget < rings + page:
+        raise UserError(f'kv_budget={budget:,} bytes: the windows of max_batch_size={rows} '
+                        f'rows take {rings:,} and a page of {page_size} positions {page:,}: '
+                        f'give at least {rings + page:,}, or fewer rows')
+    return min(full, (budget - rings) // page) if budget and page else full
+
+
 class PageTable:
     """The pages of `n_rows` rows, from a pool of `n_pages` pages of `page_size` positions.
 

@@ -85,9 +85,19 @@ class SampleRow:
         # the same ids as a growing array, so that a step costs O(1) in Python
         self.seen_ids = array('q', self._seen)
 
+    @property
+    def plain(self) -> bool:
+        """Whether only the temperature changes how it is sampled."""
+        p = self.params
+        return (p.top_k, p.top_p, p.min_p, p.logprobs) == (0, 1, 0, -1) and not self.penalised
+
     def append(self, token: int) -> None:
         """Add the sampled token to the text."""
         self.n_drawn += 1
+        self.see(token)
+
+    def see(self, token: int) -> None:
+        """Add a token that `n_drawn` counts already."""
         if self.penalised and token not in self._seen:
             self._seen[token] = None
             self.seen_ids.append(token)
@@ -109,8 +119,9 @@ class Drawn(NamedTuple):
 
 
 @torch.no_grad()
-def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
+def sample_rows(logits: torch.Tensor, rows: list[SampleRow], at: list[int] | None = None) -> Drawn:
     """Sample the next token of each row. Does not change `rows`: call `row.append` afterwards.
+    at: the place of each row in `logits`, if those have more rows.
 
     Applied in this order, as in Hugging Face's `generate`:
       repetition penalty  logits of previous tokens are divided by it if positive, or multiplied
@@ -127,10 +138,12 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
     logits: (B, V), of any floating dtype.
     Raises ValueError if `rows` does not have length B, IndexError if a previous token is >= V.
     """
+    if at is not None and len(at) < len(logits):
+        logits = logits[at]
     if logits.dim() != 2 or logits.size(0) != len(rows):
         raise ValueError(f'logits of shape {tuple(logits.shape)} for {len(rows)} rows')
     raw = logits.cpu() if logits.device.type == 'mps' else logits  # MPS has no float64
-    raw = raw.detach() if raw.dtype in (torch.float32, torch.float64) else raw.detach().float()
+    raw = _at_least_float32(raw.detach())
     scores = _penalised(raw, rows)
     on_cpu = is_on_cpu(scores)  # NumPy's argmax is ten times faster there
     tokens = torch.from_numpy(scores.numpy().argmax(-1)) if on_cpu else scores.argmax(-1)
@@ -155,6 +168,26 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow]) -> Drawn:
                                                                row.params.logprobs)
                 for b, row in enumerate(rows)]
     return Drawn(tokens.to(logits.device), logprobs)
+
+
+def draw_plain(logits, temperature=None, u=None) -> torch.Tensor:
+    """What `sample_rows` gives for rows that are `plain`, in operations that a CUDA graph captures.
+
+    logits: (B, V). temperature, u: (B, 1) float64, of each row; its `uniform()`, unless it has
+    temperature 0. None = all have. Returns (B,) int64.
+    """
+    scores = _at_least_float32(logits)
+    tokens = scores.argmax(-1, keepdim=True)
+    good = scores.gather(1, tokens).isfinite()
+    if temperature is not None:
+        positive = temperature > 0
+        scaled = _scaled(scores.masked_fill(~good, 0.0), temperature.where(positive, 1.0))
+        tokens = _inverse_cdf(scaled.exp_(), u).where(positive, tokens)
+    return tokens.where(good, -1)[:, 0]
+
+
+def _at_least_float32(x):
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def uniforms(seed: int, position: int, n: int) -> list[float]:
@@ -188,11 +221,22 @@ def _penalised(scores, rows):
 def _draw(scores, rows, top_k, top_p, min_p):
     """(R, V) scores of R rows that share these restrictions -> (R,) token ids."""
     weights, ids = _weights(scores, rows, top_k, top_p, min_p)
-    cumulative = weights.cumsum_(-1)
     u = torch.tensor([[row.uniform()] for row in rows], dtype=torch.float64).to(scores.device)
-    # u <= 1 - 2**-53: u * total rounds to less than the total, so the token's weight is not 0
-    drawn = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
+    drawn = _inverse_cdf(weights, u)
     return (drawn if ids is None else ids.gather(1, drawn))[:, 0]
+
+
+def _inverse_cdf(weights, u):
+    """(R, n) weights, overwritten, and (R, 1) uniform numbers -> (R, 1) places in a row."""
+    cumulative = weights.cumsum_(-1)
+    # u <= 1 - 2**-53: u * total rounds to less than the total, so the token's weight is not 0
+    return torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
+
+
+def _scaled(scores, temperature):
+    """(R, n) float64 scores relative to the largest, divided by temperature (R, 1)."""
+    scaled = scores.to(torch.float64, copy=True).sub_(scores.amax(-1, keepdim=True))
+    return scaled.div_(temperature)
 
 
 def _weights(scores, rows, top_k, top_p, min_p):
@@ -202,8 +246,7 @@ def _weights(scores, rows, top_k, top_p, min_p):
     if 0 < top_k < scores.size(1):
         scores, ids = _candidates(scores, lowest_kept(scores, top_k))
     temperature = torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float64)
-    scaled = scores.to(torch.float64, copy=True).sub_(scores.amax(-1, keepdim=True))
-    scaled.div_(temperature.to(scores.device))
+    scaled = _scaled(scores, temperature.to(scores.device))
     if top_p < 1 or min_p > 0:
         scaled, kept = _candidates(scaled, lowest_kept(scaled, 0, top_p, min_p))
         ids = kept if ids is None else ids.gather(1, kept)

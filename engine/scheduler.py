@@ -23,7 +23,8 @@ class Request:
     number: int
     prompt: list[int]
     params: SamplingParams
-    tokens: list[int] = field(default_factory=list)      # generated
+    tokens: list[int] = field(default_factory=list)      # generated, and known on the host
+    in_flight: int = 0                                   # 1: one more (`engine.flight`)
     num_computed_tokens: int = 0                         # prompt and generated, in the cache
     row: int = -1                                        # -1 = not running
     preempted: int = 0                                   # how many times
@@ -34,7 +35,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + len(self.tokens)
+        return len(self.prompt) + len(self.tokens) + self.in_flight
 
     @property
     def max_positions(self) -> int:
@@ -47,8 +48,13 @@ class Request:
         return self.length - self.num_computed_tokens
 
     @property
+    def finishing(self) -> bool:
+        """Whether its last token is in flight."""
+        return self.in_flight > 0 and len(self.tokens) + 1 >= self.params.max_new_tokens
+
+    @property
     def decoding(self) -> bool:
-        return self.num_computed_tokens > 0 and self.pending == 1
+        return self.num_computed_tokens > 0 and self.pending == 1 and not self.finishing
 
     def next_tokens(self, n: int) -> list[int]:
         """The first n tokens that are not in the cache yet."""
@@ -129,7 +135,7 @@ class Scheduler:
         """After an error and a reset of the cache: queue all unfinished requests in order."""
         for request in requests:
             request.preempted += request.row >= 0
-            request.row, request.num_computed_tokens = -1, 0
+            request.row, request.num_computed_tokens, request.in_flight = -1, 0, 0
             request.last_block = None
         self.waiting, self.running = deque(sorted(requests, key=lambda r: r.number)), []
 
@@ -150,6 +156,8 @@ class Scheduler:
         table = self.cache.table
         while self.waiting and len(self.running) < self.cache.batch_size:
             request = self.waiting[0]
+            if request.in_flight:  # preempted in this step
+                return
             # one spare page if a running request may grow, so that it does not preempt the new one
             spare = any(table.pages_for(r.max_positions) > len(table.rows[r.row])
                         for r in self.running)
@@ -208,7 +216,7 @@ class Scheduler:
         """Complete prompts that fit share a pass; otherwise a pass has one chunk of one prompt, and
         chunks are split at `chunk_ends`."""
         room, passes, batch = self.room, [], []
-        prefilling = (r for r in self.running if not r.decoding)
+        prefilling = (r for r in self.running if not (r.decoding or r.finishing))
         for request in sorted(prefilling, key=lambda r: (r.due, r.number)):
             started = request.num_computed_tokens or request.chunk_ends
             if started or request.pending > self.room:

@@ -69,7 +69,7 @@ class StaticCache:
                 rows, places = self._pages_of(held), held % self.cache.table.page_size
             numbers += [rows, np.where(held < 0, -1, places),
                         np.minimum(held + 1, capacity or most)]
-        self._numbers.copy_(_on_host(np.stack(numbers), torch.int64, self._numbers),
+        self._numbers.copy_(on_host(np.stack(numbers), torch.int64, self._numbers.device),
                             non_blocking=True)
         if self.block_table is not None:
             self._send_pages()
@@ -103,8 +103,7 @@ class StaticCache:
             self._sent[row] = [None] * max(len(self._sent[row]), len(pages))
             self._versions[row] = -1
         if entries:  # indices come from the host: no device synchronization
-            entries = _on_host(entries, torch.int64, self.block_table)
-            rows, places, pages = entries.to(self.block_table.device, non_blocking=True).T
+            rows, places, pages = on_device(entries, self.block_table.device).T
             self.block_table.index_put_((rows, places), pages.int())
         for row, pages in sent.items():
             self._sent[row], self._versions[row] = pages, source.versions[row]
@@ -175,6 +174,11 @@ def put(store: KVStore, rows, places, new) -> None:
         stored[at] = torch.where((places >= 0)[:, None, None], x[:, :, 0], stored[at])
 
 
-def _on_host(numbers, dtype, like) -> torch.Tensor:
-    """A host tensor, pinned for asynchronous copies to the device of `like`."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=like.device.type == 'cuda')
+def on_host(numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A host tensor, pinned if it is for a GPU, so that copying it there waits for nothing."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == 'cuda')
+
+
+def on_device(numbers, device: torch.device) -> torch.Tensor:
+    """An int64 tensor, copied without waiting for the device."""
+    return on_host(numbers, torch.int64, device).to(device, non_blocking=True)

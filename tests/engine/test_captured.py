@@ -16,6 +16,7 @@ from engine.captured import CapturedDecode, captured_decode, suits_capture
 from engine.engine import Engine
 from engine.paged import PagedKVCache
 from engine.params import SamplingParams
+from engine.sampler import SampleRow, sample_rows
 from engine.static import StaticCache
 from generate import Generation, Sampler, cache_length
 from tests.helpers.mechanisms import MECHANISMS
@@ -168,16 +169,56 @@ def test_a_generation_draws_the_same_tokens(everywhere):
     assert torch.equal(torch.cat(list(plain), dim=1), torch.cat(list(captured), dim=1))
 
 
-def test_the_engine_gives_the_same_texts(everywhere):
+@pytest.mark.parametrize('restricted', [dict(), dict(top_k=4), dict(repetition_penalty=1.4),
+                                        dict(logprobs=1)], ids=str)
+@pytest.mark.parametrize('asynchronous', [False, True])
+def test_the_engine_gives_the_same_texts(everywhere, monkeypatch, restricted, asynchronous):
+    """Some requests are greedy. Restricted ones are sampled outside of the step, with all others.
+    """
     model = random_model(GPTConfig(**FULL_STACK))
     prompts = [[k % VOCAB] * (1 + 7 * k % 11) for k in range(9)]
-    params = [SamplingParams(max_new_tokens=5 + 3 * k, temperature=0.8, seed=k) for k in range(9)]
-    texts = []
+    params = [SamplingParams(max_new_tokens=5 + 3 * k, temperature=0.8 * (k % 3), seed=k,
+                             **(restricted if k > 4 else {})) for k in range(9)]
+    texts, inside, plain = [], [], CapturedDecode.sample_rows
+    monkeypatch.setattr(captured_module, 'sample_rows', lambda *args: (
+        inside.append(False), sample_rows(*args))[1])
+    monkeypatch.setattr(CapturedDecode, 'sample_rows', lambda *args: (
+        inside.append(True), plain(*args))[1])
     for on in (False, True):
-        engine = Engine(model, 4, 48, page_size=8, prefill_chunk=8, kv_budget=40_000, captured=on)
+        engine = Engine(model, 4, 48, page_size=8, prefill_chunk=8, kv_budget=40_000, captured=on,
+                        asynchronous=on and asynchronous)
         texts.append([completion.tokens for completion in engine.generate(prompts, params)])
         assert bool(engine.fast_decode) == on
     assert texts[0] == texts[1]
+    n_outside = inside.count(False)
+    assert n_outside == 0 if not restricted else 0 < n_outside < inside.count(True)
+
+
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+@torch.inference_mode()
+def test_what_is_sampled_in_the_step(device, monkeypatch):
+    """The tokens of `sample_rows`, of the first rows of a larger step; a row without finite logits
+    has none."""
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
+    decode = CapturedDecode(model, model.new_cache(4, 20))
+    for temperatures in [(0.7, 1.0, 2.0), (0, 0.9, 0), (0, 0, 0)]:
+        rows = [SampleRow(SamplingParams(temperature=t, seed=k), n_drawn=k)
+                for k, t in enumerate(temperatures)]
+        for bad in (None, torch.nan, torch.inf):
+            logits = decode(tokens(3, 1).to(device))
+            if bad is not None:
+                logits[1, 5] = bad
+            expected = sample_rows(logits, rows).tokens.tolist()
+            monkeypatch.setattr(captured_module, 'sample_rows', None)
+            found = decode.sample_rows(logits, rows, [0, 1, 2])
+            assert found.tokens.tolist() == expected and found.logprobs == [None] * 3
+            found = decode.sample_rows(logits, rows[::2], [0, 2])  # row 1 is not sampled
+            assert found.tokens.tolist() == expected[::2] and found.logprobs == [None] * 2
+            monkeypatch.undo()
+            assert (expected[1] < 0) == (bad is not None) and min(expected[::2]) >= 0
+    # other logits are sampled outside
+    found = decode.sample_rows(logits.clone(), rows[1:], [1, 2])
+    assert found.tokens.tolist() == expected[1:]
 
 
 def test_where_it_suits(monkeypatch):

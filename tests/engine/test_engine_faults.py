@@ -132,16 +132,18 @@ def without_bad(ids):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('kv_dtype, page_size, prefill_chunk', [
-    ('float64', 4, 256), ('float64', 2, 3), ('int8', 2, 3), ('int8', 16, 8)])
-def test_nan_ends_its_own_request_and_reaches_no_other(kind, kv_dtype, page_size, prefill_chunk):
+@pytest.mark.parametrize('kv_dtype, page_size, prefill_chunk, asynchronous', [
+    ('float64', 4, 256, True), ('float64', 2, 3, False), ('int8', 2, 3, True),
+    ('int8', 16, 8, False)])
+def test_nan_ends_its_own_request_and_reaches_no_other(kind, kv_dtype, page_size, prefill_chunk,
+                                                       asynchronous):
     """Neither concurrent requests nor those that reuse its row and pages: 0 times NaN is NaN."""
     model, params = poisoned(kind), SamplingParams(5)
     good = [(without_bad(ids), p) for ids, p in GOOD * 2]
     wanted = [([BAD], params), (without_bad(prompt(20)) + [BAD], params), *good[:4],
               ([BAD] + without_bad(prompt(9)), params), *good[4:]]
     engine = Engine(model, 3, needed(wanted), kv_dtype, page_size=page_size,
-                    prefill_chunk=prefill_chunk)
+                    prefill_chunk=prefill_chunk, asynchronous=asynchronous)
     completions = engine.generate([ids for ids, _ in wanted], [p for _, p in wanted])
     for completion, (ids, p) in zip(completions, wanted):
         if BAD in ids:
@@ -152,7 +154,8 @@ def test_nan_ends_its_own_request_and_reaches_no_other(kind, kv_dtype, page_size
     assert_idle(engine)
 
 
-def test_nan_in_the_midst_of_a_text_keeps_what_was_said(monkeypatch):
+@pytest.mark.parametrize('asynchronous', [False, True])
+def test_nan_in_the_midst_of_a_text_keeps_what_was_said(monkeypatch, asynchronous):
     model, plain, calls = model_of('full stack'), GPT.forward, []
 
     def forward(self, idx, **kw):
@@ -163,7 +166,7 @@ def test_nan_in_the_midst_of_a_text_keeps_what_was_said(monkeypatch):
         return logits, loss
     whole = alone(model, 'abc', SamplingParams(12, logprobs=0), tokenizer=TOKENIZER)
     monkeypatch.setattr(GPT, 'forward', forward)
-    engine = Engine(model, 2, 40, tokenizer=TOKENIZER)
+    engine = Engine(model, 2, 40, tokenizer=TOKENIZER, asynchronous=asynchronous)
     first, second = engine.generate(['abc', 'abc'], SamplingParams(12, logprobs=0))
     assert (first.tokens, first.text) == (whole.tokens[:5], whole.text[:5])
     assert first.finish_reason == 'error' and len(first.logprobs) == 5
@@ -174,21 +177,21 @@ def test_nan_in_the_midst_of_a_text_keeps_what_was_said(monkeypatch):
 # -- steps that fail -------------------------------------------------------------------------------
 
 POINTS = ['model.GPT.forward', 'model.Block.forward', 'engine.engine.sample_rows',
-          'engine.stopping.SampleText.add', 'engine.sampler.SampleRow.append',
+          'engine.stopping.SampleText.add', 'engine.sampler.SampleRow.see', 'engine.flight.Flight.read',
           'engine.scheduler.Scheduler.finish', 'engine.scheduler.Scheduler._free_row',
           'engine.paged.PagedKVCache.move', 'engine.paged.PagedKVCache.reserve',
           'engine.pages.PageTable.extend', 'engine.engine.Completion']
 
 
-@pytest.mark.parametrize('kind, error, budget', [
-    ('full stack', KeyboardInterrupt, 0), ('unshared', KeyboardInterrupt, 10),
-    ('vanilla', MemoryError, 10)])
+@pytest.mark.parametrize('kind, error, budget, asynchronous', [
+    ('full stack', KeyboardInterrupt, 0, False), ('unshared', KeyboardInterrupt, 10, False),
+    ('vanilla', MemoryError, 10, False), ('full stack', KeyboardInterrupt, 10, True)])
 @pytest.mark.parametrize('before', [True, False], ids=['before', 'after'])
 @pytest.mark.parametrize('at', [1, 5, *(pytest.param(at, marks=pytest.mark.slow)
                                         for at in (2, 8, 21))])
 @pytest.mark.parametrize('name', POINTS)
 def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(monkeypatch, name, at, before, kind,
-                                                                error, budget):
+                                                                error, budget, asynchronous):
     """The step fails in up to three calls of the function. Once a completion of the same step was
     lost, and a request that was interrupted on its last token never ended."""
     model, reference = model_of(kind), good_alone(kind)
@@ -205,7 +208,8 @@ def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(monkeypatch, nam
         return result
     monkeypatch.setattr(pydoc.locate(module), attribute, interrupted)
     engine = Engine(model, 3, 40, page_size=4, prefill_chunk=6, tokenizer=TOKENIZER,
-                    kv_budget=budget and budget_for(model, 3, 40, budget, 4))
+                    kv_budget=budget and budget_for(model, 3, 40, budget, 4),
+                    asynchronous=asynchronous)
     for ids, params in GOOD:
         engine.submit(ids, params)
     events, failed = [], 0

@@ -8,6 +8,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.engine import Engine
 from engine.params import SamplingParams
+from engine.prepare import prepare
 from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.without_gpu import run_alone
 
@@ -22,6 +23,7 @@ from config.gpt_config import GPTConfig
 from engine import fused_linear
 from engine.engine import Engine
 from engine.params import SamplingParams
+from engine.prepare import prepare
 from tests.helpers.ahead_of_time import specialised
 from tests.helpers.models import FULL_STACK, random_model
 
@@ -57,7 +59,7 @@ heads, kv_dtype, room, prefix = json.loads(sys.argv[1])
 config = FULL_STACK | dict(n_kv_head=heads, window_size=20, block_size=room, head_dim=16)
 model = random_model(GPTConfig(**config), torch.float32)
 engine = Engine(model, 5, room, kv_dtype, prefill_chunk=64, page_size=16, prefix_budget=prefix)
-engine.prepare()
+prepare(engine)
 prepared, steps = set(compiled), engine.fast_decode._steps.copy()
 draw, longest = random.Random(1), room - 9
 params = SamplingParams(max_new_tokens=8, temperature=0)
@@ -101,7 +103,7 @@ def test_preparing_changes_no_text(everywhere):
     for prepared in (False, True):
         engine = Engine(model, 2, 40, page_size=8, prefill_chunk=8)
         if prepared:
-            engine.prepare()
+            prepare(engine)
             table = engine.cache.table
             assert engine.cache.lengths.tolist() == [0, 0] and table.n_free == table.n_pages
         texts.append([completion.tokens for completion in engine.generate(prompts, params)])
@@ -112,12 +114,12 @@ def test_not_while_there_are_requests(everywhere):
     engine = Engine(random_model(GPTConfig(**FULL_STACK)), 2, 40)
     engine.submit([1, 2])
     with pytest.raises(UserError, match='1 requests have not ended'):
-        engine.prepare()
+        prepare(engine)
 
 
 def test_where_steps_are_not_captured_it_does_nothing():
     engine = Engine(random_model(GPTConfig(**FULL_STACK)), 2, 40)
     engine.submit([1, 2])
-    engine.prepare()
+    prepare(engine)
     assert engine.fast_decode is None
     assert torch.equal(engine.cache.lengths, torch.zeros(2, dtype=torch.int64))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from config.gpt_config import GPTConfig
 from engine.engine import Engine
 from engine.params import SamplingParams
-from engine.sampler import SampleRow, _penalised, _weights, sample_rows, uniforms
+from engine.sampler import SampleRow, _penalised, _weights, draw_plain, sample_rows, uniforms
 from tests.helpers.models import FULL_STACK, random_model
 
 params = st.builds(SamplingParams, temperature=st.sampled_from([0, 0.3, 1.0, 1.7]),
@@ -234,9 +234,30 @@ def test_sampling_does_not_wait_for_a_device(waits, temperatures, bad):
     assert (tokens[1] < 0) == bad
 
 
-def test_a_decode_step_of_the_engine_waits_once_for_the_device(waits):
+@pytest.mark.parametrize('temperatures', [(0, 0, 0), (0.8, 0.8, 0.8), (0, 1.0, 0.5)])
+def test_plain_rows_in_operations_that_can_be_captured(waits, temperatures):
+    logits = random_logits(3, 30)
+    logits[1, 3] = math.inf
+    rows = [SampleRow(SamplingParams(temperature=t, seed=k)) for k, t in enumerate(temperatures)]
+    assert all(row.plain for row in rows)
+    numbers = [torch.tensor([[t] for t in temperatures]).double(),
+               torch.tensor([[row.uniform()] for row in rows]).double()]
+    waits.clear()
+    tokens = draw_plain(logits, *numbers if any(temperatures) else ())
+    assert waits == []
+    assert tokens.tolist() == sample_rows(logits, rows).tokens.tolist() and tokens[1] == -1
+
+
+@pytest.mark.parametrize('settings', [dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1),
+                                      dict(repetition_penalty=1.1), dict(logprobs=0)], ids=str)
+def test_what_is_not_plain(settings):
+    assert not SampleRow(SamplingParams(**settings)).plain
+
+
+@pytest.mark.parametrize('asynchronous', [False, True])
+def test_a_decode_step_of_the_engine_waits_once_for_the_device(waits, asynchronous):
     model = random_model(GPTConfig(**FULL_STACK), torch.float32)
-    engine = Engine(model, 4, 30)
+    engine = Engine(model, 4, 30, asynchronous=asynchronous)
 
     class Decode:
         def __call__(self, tokens, lens=None):

@@ -130,6 +130,7 @@ def engines(draw, model, wanted, **fixed):
     max_seq_len, kv_dtype = needed(wanted), fixed.get('kv_dtype', 'float64')
     least = -(-max_seq_len // page_size)
     n_pages = least + draw(st.sampled_from([0, 1, least // 2, 3 * least]))
+    fixed = dict(asynchronous=draw(st.booleans())) | fixed
     return Engine(model, rows, max_seq_len, page_size=page_size,
                   prefill_chunk=draw(st.sampled_from([1, 2, 5, 8, 30, 256])),
                   kv_budget=budget_for(model, rows, max_seq_len, n_pages, page_size, kv_dtype),

@@ -177,14 +177,17 @@ def test_a_generation_never_waits_for_the_device():
     assert all(0 <= token < VOCAB for token in torch.cat(made, dim=1).flatten().tolist())
 
 
-@pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
-def test_the_engine_gives_the_texts_of_the_cpu(kv_dtype):
+@pytest.mark.parametrize('kv_dtype, asynchronous, temperature', [
+    ('auto', True, 0), ('int8', True, 0), ('auto', False, 0), ('auto', True, 0.5)])
+def test_the_engine_gives_the_texts_of_the_cpu(kv_dtype, asynchronous, temperature):
     prompts = [[k % VOCAB] * (1 + 7 * k % 11) for k in range(9)]
-    params = [SamplingParams(max_new_tokens=5 + 3 * k, temperature=0, seed=k) for k in range(9)]
+    params = [SamplingParams(max_new_tokens=5 + 3 * k, temperature=temperature, seed=k)
+              for k in range(9)]
     texts = []
     for device in ('cpu', 'cuda'):
         model = random_model(GPTConfig(**MODEL), torch.float32).to(device)
-        engine = Engine(model, 4, 48, kv_dtype, page_size=8, prefill_chunk=8)
+        engine = Engine(model, 4, 48, kv_dtype, page_size=8, prefill_chunk=8,
+                        asynchronous=asynchronous)
         texts.append([completion.tokens for completion in engine.generate(prompts, params)])
         assert isinstance(engine.fast_decode, CapturedDecode) == (device == 'cuda')
     assert sum(a == b for a, b in zip(*texts)) >= 7  # see above

@@ -107,6 +107,7 @@ def first() -> list[Stage]:
     captured = [Cell(f'captured/{kv_dtype}/{"paged" if paged else "contiguous"}', 25,
                      dict(kv_dtype=kv_dtype, paged=paged))
                 for kv_dtype in ('auto', 'int8') for paged in (False, True)]
+    captured.append(Cell('engine/texts', 25, dict(batch=8, temperature=1.0)))
     timed = [Cell('rates', 10), decode('b1-1k', 20, 1, 1024, 0.32),
              decode('b64-8k-int8', 25, 64, 8192, 0.35, kv_dtype='int8'),
              train('full-b32', 80, 32, 0.25), decode('b64-8k', 20, 64, 8192, 0.42),
@@ -169,8 +170,13 @@ def sizes() -> list[Stage]:
 
 
 def programs() -> list[Stage]:
-    """Serving, prompts, training on long sequences."""
-    return [Stage((bench('serve', 60, FULL, '--mode=serve', '--batch_sizes=64', '--contexts=256',
+    """The engine's steps, serving, prompts, training on long sequences."""
+    config = config_of([FULL])
+    nbytes = {batch: 2 * parameters(config) + read_nbytes(plan_kv(config), batch, 128, 'bfloat16')
+              for batch in (1, 64)}
+    return [Stage((Cell('engine/b1', 30, dict(batch=1), **reading(nbytes[1], 0.3)),
+                   Cell('engine/b64', 40, dict(batch=64), **reading(nbytes[64], 0.3)),
+                   bench('serve', 60, FULL, '--mode=serve', '--batch_sizes=64', '--contexts=256',
                          '--requests=256'),
                    bench('prefill', 60, FULL, '--mode=prefill', '--against=vanilla',
                          '--batch_sizes=1,8', '--contexts=1024,8192'),

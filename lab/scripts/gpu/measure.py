@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 import traceback
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,10 @@ from ablate import main as run_ladder
 from attention.backends import triton_enabled
 from data.datasets import DATA_ROOT
 from engine.captured import CapturedDecode, captured_decode
+from engine.engine import Engine
 from engine.paged import PagedKVCache
+from engine.params import SamplingParams
+from engine.prepare import prepare
 from kv.cache import KVCache
 from kv.parts import tensor_nbytes
 from lab.benchmarks import kernels
@@ -137,6 +141,31 @@ def decode_steps(model, batch, held):
     return call
 
 
+def engine(machine, batch: int, temperature: float = 0.0) -> dict:
+    """Decode steps of the asynchronous engine, and of the synchronous one ('best'); the error is
+    the share of requests whose texts differ."""
+    s = machine.settings()
+    model = build(model_config(s, DATA_ROOT), s)
+    batch, n = (batch, 256) if machine.real else (2, 8)
+    prompts, texts, ms = random_tokens(model, batch, 16).tolist(), [], []
+    for asynchronous in (True, False):
+        runs = Engine(model, batch, n + 40, asynchronous=asynchronous)
+        prepare(runs)
+        for k, prompt in enumerate(prompts):
+            runs.submit(prompt, SamplingParams(n, temperature=temperature, seed=k))
+        events, times = [], [time.perf_counter()]
+        while runs.n_unfinished:
+            events += runs.step()
+            times.append(time.perf_counter())
+        done = {event.index: event.completion.tokens for event in events if event.completion}
+        texts.append(done)
+        decoding = [1000 * (b - a) for a, b in zip(times, times[1:])][n // 4:-n // 4]
+        ms.append(statistics.median(decoding))
+    differ = sum(texts[0][k] != texts[1][k] for k in range(batch)) / batch
+    return {'error': differ, 'allowed': 1e-3, 'measured_seconds': ms[0] / 1000,
+            'best': 'synchronous', 'best_ms': ms[1]}
+
+
 def tune(machine, batch: int, paged: bool, kv_dtype: str, time: bool = True) -> dict:
     """The decode kernel at 8,192 keys by layout (keys, warps, stages) and by number of splits."""
     from attention.kernels.decode import Tuning, stored_attention
@@ -207,7 +236,7 @@ def ladder(machine) -> dict:
 
 KINDS = {'attention': exact.attention, 'write': exact.write, 'sequence': exact.sequence,
          'linear': exact.linear, 'few-rows': few_rows,
-         'captured': captured, 'bench': bench, 'profile': profile, 'tune': tune,
+         'captured': captured, 'engine': engine, 'bench': bench, 'profile': profile, 'tune': tune,
          'compile': partial(tune, time=False), 'ladder': ladder,
          'rates': lambda machine: kernels.rates(machine.device, machine.dtype)}
 

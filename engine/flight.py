@@ -1,0 +1,50 @@
+"""Sampled tokens on their way to the host.
+
+    synchronous    host    schedule 1            read 1, schedule 2            read 2, ...
+                   device             compute 1                     compute 2
+    asynchronous   host    schedule 1, schedule 2, read 1, schedule 3, read 2, ...
+                   device             compute 1  compute 2            compute 3
+
+An asynchronous engine schedules the next step before it reads the tokens of the last one, which the
+device passes on by itself (as SGLang's overlapped scheduler and vLLM's asynchronous scheduling do).
+"""
+import torch
+
+from engine.sampler import Drawn
+from engine.static import on_device
+
+
+class Flight:
+    """The tokens that one pass sampled.
+
+    drawn: one token for each of `jobs`. On CUDA, a copy to the host begins at once.
+    penalised: whether the next tokens of a request depend on the values of these.
+    """
+
+    def __init__(self, jobs: list, drawn: Drawn):
+        self._jobs, self._logprobs, self.tokens = jobs, drawn.logprobs, drawn.tokens
+        self._place = {job.request: k for k, job in enumerate(jobs)}
+        self.penalised = any(job.sampling.penalised for job in jobs)
+        for job in jobs:
+            job.launch()
+        self._host, self._arrived = self.tokens, None
+        if self.tokens.device.type == 'cuda':
+            self._host = torch.empty_like(self.tokens, device='cpu', pin_memory=True)
+            self._host.copy_(self.tokens, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> zip:
+        """(job, token, its TokenLogprob or None) of each; token -1: its logits were not finite."""
+        if self._arrived:
+            self._arrived.synchronize()
+        return zip(self._jobs, self._host.tolist(), self._logprobs)
+
+    def fill(self, ids: torch.Tensor, requests: list) -> None:
+        """Set ids[b, 0] to the token of requests[b], if that is in flight; ids: on the device."""
+        places = [(b, self._place[request]) for b, request in enumerate(requests)
+                  if request and request.in_flight]
+        if places:
+            rows, places = on_device(places, ids.device).T
+            # a row whose logits were not finite runs once more, for nothing
+            ids[rows, 0] = self.tokens[places].clamp(min=0)

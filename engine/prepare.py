@@ -1,0 +1,41 @@
+"""Compiles kernels and captures decode steps before the first request."""
+import torch
+
+from config.errors import UserError
+from engine.captured import CapturedDecode
+
+# Longer rows use the same kernels, see `split_blocks` in attention/kernels/decode.py (on GPUs with
+# few multiprocessors, not beyond 8,192 keys).
+MANY_KEYS = 2304
+
+
+@torch.inference_mode()
+def prepare(engine) -> None:
+    """Compile the kernels and capture the decode steps for requests of any length, so that no
+    request has to wait. Takes seconds, or a minute the first time. Does nothing unless decode
+    steps are captured. Raises UserError if there are unfinished requests."""
+    if not isinstance(engine.fast_decode, CapturedDecode):
+        return
+    if engine.n_unfinished:
+        raise UserError(f'prepare: {engine.n_unfinished} requests have not ended')
+    engine.fast_decode.prepare()
+    model, cache = engine.model, engine.cache
+    for row in range(min(2, cache.batch_size)):  # row 1 may be aligned differently
+        for chunks in _chunks_of_every_kind(cache, engine.scheduler.prefill_chunk):
+            try:
+                for n in chunks:
+                    idx = torch.zeros(1, n, dtype=torch.int64, device=model.device)
+                    model(idx, cache=cache, lens=[n], rows=[row])
+            finally:
+                cache.reset()
+
+
+def _chunks_of_every_kind(cache, most: int) -> list[list[int]]:
+    """Chunk sizes up to `most` that use every prefill kernel: each size after few tokens, after
+    many, and as the first chunk of a row."""
+    room = min(cache.max_seq_len, cache.table.n_pages * cache.table.page_size)
+    chunks, sizes = [], [1 << k for k in range(most.bit_length())]
+    for n in [1, *sizes, *[most] * (MANY_KEYS // most), *sizes]:
+        if sum(chunks) + n <= room:
+            chunks.append(n)
+    return [chunks, *([n] for n in {2, 15, 16, most - 1, most} if 1 < n <= min(most, room))]
