@@ -14,7 +14,8 @@ import torch
 from attention.backends import triton_usable
 from engine.fused import fuse
 from engine.sampler import Drawn, SampleRow, draw_plain, sample_rows
-from engine.static import StaticCache, on_device, on_host
+from engine.static import StaticCache
+from kv.cache import on_device
 
 # Shortest generation worth capturing: a capture takes as long as a few dozen plain steps.
 MIN_CAPTURED = 32
@@ -137,8 +138,8 @@ class _Step:
         for b, row in zip(at, rows):
             if row.params.temperature:
                 numbers[0][b], numbers[1][b] = row.params.temperature, row.uniform()
-        numbers = on_host(numbers, torch.float64, self.numbers.device)
-        self.numbers.copy_(numbers[:, :, None], non_blocking=True)
+        numbers = on_device(numbers, self.numbers.device, torch.float64)
+        self.numbers.copy_(numbers[:, :, None])
         return self._draw.run()
 
 

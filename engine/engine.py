@@ -29,8 +29,8 @@ from engine.prefix import PrefixStore
 from engine.prefix_disk import DiskTier, fingerprint
 from engine.sampler import sample_rows
 from engine.scheduler import Request, Scheduler
-from engine.static import on_device
 from engine.view import RowView, view_of
+from kv.cache import on_device
 
 PREFILL_CHUNK = 256
 DISK_BUDGET = 10 ** 11  # bytes of prefix_folder

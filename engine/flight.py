@@ -11,7 +11,7 @@ device passes on by itself (as SGLang's overlapped scheduler and vLLM's asynchro
 import torch
 
 from engine.sampler import Drawn
-from engine.static import on_device
+from kv.cache import on_device
 
 
 class Flight:

@@ -13,7 +13,7 @@ from attention.cached import cached_attention, kernel_takes
 from config.errors import UserError
 from engine.paged_attention import PageList, page_entries, paged_attention
 from engine.pages import PageTable
-from kv.cache import KVCache, Step, select_rows, slice_tokens
+from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
 from kv.slots import KVStore
 
@@ -144,8 +144,8 @@ class PagedKVCache(KVCache):
                       for pages in rows for position in range(start, start + n)]
             n_pages, ids = self.table.pages_for(start + n), None
             if start and not self._by_table(step):
-                ids = torch.tensor([pages[:n_pages] for pages in rows], device=self.device)
-            found.append((*torch.tensor(places, device=self.device).T, ids))
+                ids = on_device([pages[:n_pages] for pages in rows], self.device)
+            found.append((*on_device(places, self.device).T, ids))
         return found
 
     def _places_of(self, step):
@@ -154,8 +154,7 @@ class PagedKVCache(KVCache):
         size = self.table.page_size
         jobs = [(b, self.table.rows[row][start // size], start % size)
                 for b, (row, start, n) in enumerate(zip(step.rows, step.starts, step.lens)) if n]
-        jobs = torch.tensor(jobs, dtype=torch.int64, device=self.device).view(-1, 3)
-        active, pages, places = jobs.T
+        active, pages, places = on_device(jobs, self.device).view(-1, 3).T
         return None if len(jobs) == len(step.rows) else active, pages, places
 
     def _attend(self, layer: Layer, q, appended, sink):
@@ -166,7 +165,7 @@ class PagedKVCache(KVCache):
             self._where = self._where or self._table_of(step)
             table, kv_lens = self._where
             if q.size(2) < step.t:
-                kv_lens = torch.tensor(step.ends, device=self.device)
+                kv_lens = on_device(step.ends, self.device)
             return table_attention(q, store.tensors, table, kv_lens, sink)
         self._where = self._where or self._page_list(step)
         return paged_attention(q, store.tensors, self._where, sink)
@@ -178,8 +177,7 @@ class PagedKVCache(KVCache):
         width = max(1, *map(len, rows))
         table = [row + [-1] * (width - len(row)) for row in rows]
         kv_lens = [start + step.t for start in step.starts]
-        return (torch.tensor(table, dtype=torch.int32, device=self.device),
-                torch.tensor(kv_lens, device=self.device))
+        return on_device(table, self.device, torch.int32), on_device(kv_lens, self.device)
 
     def _page_list(self, step: Step) -> PageList:
         """The page list of a one-token step."""
@@ -188,10 +186,10 @@ class PagedKVCache(KVCache):
         if self._listed[0] != key:
             entries, runs = page_entries(self.table, rows)
             with torch.inference_mode(False):  # also reused by steps with gradients
-                entries = torch.tensor(entries, dtype=torch.int64, device=self.device)
+                entries = on_device(entries, self.device)
                 self._listed = key, (entries.view(-1, 3).unbind(1), runs)
         (ids, of_row, first), runs = self._listed[1]
-        kv_lens = torch.tensor(step.ends + [0], device=self.device)
+        kv_lens = on_device(step.ends + [0], self.device)
         return PageList(ids, of_row, first, kv_lens, runs)
 
     def reset(self, rows=None) -> None:
@@ -269,4 +267,4 @@ class PagedKVCache(KVCache):
         length, and 0 * NaN would be NaN (see `KVCache._forget`)."""
         if freed:
             for pool in self.pools:
-                pool.zero_values(freed, self.table.page_size)
+                pool.zero_values(on_device(freed, self.device), self.table.page_size)

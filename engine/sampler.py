@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.params import SamplingParams, TokenLogprob, sample_seed
 from generate import Sampler, kth_largest
+from kv.cache import on_device
 
 NUMBERS = 64  # random numbers that a row computes at a time
 
@@ -132,14 +133,13 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow], at: list[int] | Non
     A token is sampled by applying the inverse cumulative distribution, over ids in order and in
     float64, to one uniform number: each row's result depends only on its own logits and
     `SampleRow`. On CPU this is bit-exact; on other devices a different order of summation may
-    shift a boundary by 1e-16. There, rows without restrictions and log-probabilities do not wait
-    for the device.
+    shift a boundary by 1e-16. There, only log-probabilities wait for the device.
 
     logits: (B, V), of any floating dtype.
     Raises ValueError if `rows` does not have length B, IndexError if a previous token is >= V.
     """
     if at is not None and len(at) < len(logits):
-        logits = logits[at]
+        logits = logits[on_device(at, logits.device)]
     if logits.dim() != 2 or logits.size(0) != len(rows):
         raise ValueError(f'logits of shape {tuple(logits.shape)} for {len(rows)} rows')
     raw = logits.cpu() if logits.device.type == 'mps' else logits  # MPS has no float64
@@ -162,12 +162,15 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow], at: list[int] | Non
         if len(group) == len(rows):
             tokens = _draw(scores, rows, *restriction)
         else:
-            tokens[group] = _draw(scores[group], [rows[b] for b in group], *restriction)
+            index = on_device(group, scores.device)
+            tokens[index] = _draw(scores[index], [rows[b] for b in group], *restriction)
     tokens = tokens.where(good[:, 0], -1)
     logprobs = [None if row.params.logprobs < 0 else _logprobs(raw[b], int(tokens[b]),
                                                                row.params.logprobs)
                 for b, row in enumerate(rows)]
-    return Drawn(tokens.to(logits.device), logprobs)
+    if tokens.device != logits.device:
+        tokens = tokens.to(logits.device)
+    return Drawn(tokens, logprobs)
 
 
 def draw_plain(logits, temperature=None, u=None) -> torch.Tensor:
@@ -208,10 +211,10 @@ def _penalised(scores, rows):
         return scores
     ids = [np.array(rows[b].seen_ids) for b in penalised]
     counts = [len(seen) for seen in ids]
-    at = (torch.from_numpy(np.repeat(penalised, counts)).to(scores.device),
-          torch.from_numpy(np.concatenate(ids)).to(scores.device))
+    at = (on_device(np.repeat(penalised, counts), scores.device),
+          on_device(np.concatenate(ids), scores.device))
     penalty = np.repeat([rows[b].params.repetition_penalty for b in penalised], counts)
-    penalty = torch.from_numpy(penalty).to(scores.device)
+    penalty = on_device(penalty, scores.device, torch.float64)
     seen = scores[at].double()
     scores = scores.clone()
     scores[at] = torch.where(seen > 0, seen / penalty, seen * penalty).to(scores.dtype)
@@ -221,7 +224,7 @@ def _penalised(scores, rows):
 def _draw(scores, rows, top_k, top_p, min_p):
     """(R, V) scores of R rows that share these restrictions -> (R,) token ids."""
     weights, ids = _weights(scores, rows, top_k, top_p, min_p)
-    u = torch.tensor([[row.uniform()] for row in rows], dtype=torch.float64).to(scores.device)
+    u = on_device([[row.uniform()] for row in rows], scores.device, torch.float64)
     drawn = _inverse_cdf(weights, u)
     return (drawn if ids is None else ids.gather(1, drawn))[:, 0]
 
@@ -245,8 +248,8 @@ def _weights(scores, rows, top_k, top_p, min_p):
     ids = None
     if 0 < top_k < scores.size(1):
         scores, ids = _candidates(scores, lowest_kept(scores, top_k))
-    temperature = torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float64)
-    scaled = _scaled(scores, temperature.to(scores.device))
+    temperatures = [[row.params.temperature] for row in rows]
+    scaled = _scaled(scores, on_device(temperatures, scores.device, torch.float64))
     if top_p < 1 or min_p > 0:
         scaled, kept = _candidates(scaled, lowest_kept(scaled, 0, top_p, min_p))
         ids = kept if ids is None else ids.gather(1, kept)
@@ -255,13 +258,12 @@ def _weights(scores, rows, top_k, top_p, min_p):
 
 def _candidates(scores, lowest):
     """The scores of at least `lowest` (R, 1) and their ids in ascending order: both (R, n),
-    padded with -inf and 0."""
-    if is_on_cpu(scores):  # NumPy is five times faster
-        rows = zip(scores.numpy(), lowest.numpy())
-        ids = [torch.from_numpy(np.flatnonzero(row >= least)) for row, least in rows]
-    else:
-        kept = scores >= lowest
-        ids = kept.nonzero()[:, 1].split(kept.sum(-1).tolist())
+    padded with -inf and 0. On other devices than a CPU, where their number is not known without
+    waiting: all scores, with -inf in place of lower ones, and None."""
+    if not is_on_cpu(scores):
+        return scores.masked_fill(scores < lowest, -torch.inf), None
+    rows = zip(scores.numpy(), lowest.numpy())  # NumPy is five times faster
+    ids = [torch.from_numpy(np.flatnonzero(row >= least)) for row, least in rows]
     ids = pad_sequence(ids, batch_first=True, padding_value=-1)
     padding, ids = ids < 0, ids.clamp(min=0)
     return scores.gather(1, ids).masked_fill_(padding, -torch.inf), ids

@@ -12,7 +12,7 @@ import torch
 from attention.cached import cached_attention
 from config.errors import UserError
 from engine.paged import PagedKVCache, PagedStore, table_attention
-from kv.cache import KVCache
+from kv.cache import KVCache, on_device
 from kv.plan import Layer
 from kv.slots import KVStore, RingStore
 
@@ -69,8 +69,7 @@ class StaticCache:
                 rows, places = self._pages_of(held), held % self.cache.table.page_size
             numbers += [rows, np.where(held < 0, -1, places),
                         np.minimum(held + 1, capacity or most)]
-        self._numbers.copy_(on_host(np.stack(numbers), torch.int64, self._numbers.device),
-                            non_blocking=True)
+        self._numbers.copy_(on_device(np.stack(numbers), self._numbers.device))
         if self.block_table is not None:
             self._send_pages()
 
@@ -172,13 +171,3 @@ def put(store: KVStore, rows, places, new) -> None:
     at = rows, slice(None), places.clamp(min=0)
     for stored, x in zip(store.distinct(store.tensors), new):
         stored[at] = torch.where((places >= 0)[:, None, None], x[:, :, 0], stored[at])
-
-
-def on_host(numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A host tensor, pinned if it is for a GPU, so that copying it there waits for nothing."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == 'cuda')
-
-
-def on_device(numbers, device: torch.device) -> torch.Tensor:
-    """An int64 tensor, copied without waiting for the device."""
-    return on_host(numbers, torch.int64, device).to(device, non_blocking=True)

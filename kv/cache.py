@@ -37,26 +37,26 @@ class Step:
         self.uniform = len(set(starts)) == 1 and all(n == t for n in lens)
         first, self.positions = rows[0], None
         neighbours = rows == list(range(first, first + len(rows)))
-        self.select = slice(first, first + len(rows)) if neighbours else _tensor(rows, device)
+        self.select = slice(first, first + len(rows)) if neighbours else on_device(rows, device)
         if self.uniform:
             self.chunks = [(slice(None), t, self.select, starts[0])]
             return
         self.chunks = [(slice(b, b + 1), n, slice(row, row + 1), start)
                        for b, (n, row, start) in enumerate(zip(lens, rows, starts)) if n]
-        self.positions = _tensor(starts, device)[:, None] + torch.arange(t, device=device)  # (B, t)
+        self.positions = on_device(starts, device)[:, None] + torch.arange(t, device=device)
         if t == 1:
             active = [b for b, n in enumerate(lens) if n]
-            self.active = None if len(active) == len(rows) else _tensor(active, device)
-            self.active_rows = _tensor([rows[b] for b in active], device)
-            self.active_starts = _tensor([starts[b] for b in active], device)
-            self.kv_lens = _tensor(self.ends, device)
+            self.active = None if len(active) == len(rows) else on_device(active, device)
+            self.active_rows = on_device([rows[b] for b in active], device)
+            self.active_starts = on_device([starts[b] for b in active], device)
+            self.kv_lens = on_device(self.ends, device)
 
     def last(self, x: torch.Tensor) -> torch.Tensor:
         """(..., t, D) -> (..., 1, D): the last token of each row that is not padding."""
         if self.uniform:
             return x[..., -1:, :]
-        last = [max(n - 1, 0) for n in self.lens]
-        return x.movedim(-2, 1)[list(range(len(last))), last].unsqueeze(-2)
+        last = on_device([max(n - 1, 0) for n in self.lens], x.device)
+        return x.movedim(-2, 1)[torch.arange(len(last), device=x.device), last].unsqueeze(-2)
 
 
 class KVCache:
@@ -220,8 +220,7 @@ class KVCache:
 
     def reset(self, rows=None) -> None:
         """Empty `rows` (numbers; None = all). Their memory stays allocated."""
-        rows = range(self.batch_size) if rows is None else rows
-        rows = torch.as_tensor(rows).tolist()
+        rows = torch.as_tensor(range(self.batch_size) if rows is None else rows).tolist()
         if not isinstance(rows, list):
             raise UserError(f'reset({rows}): rows are a list of numbers, as reset([{rows}])')
         self._checked('reset', rows)
@@ -235,12 +234,11 @@ class KVCache:
         """Zero V of `rows`: masked positions get weight 0, and 0 * NaN would be NaN. This includes
         positions written by a failed step."""
         written = dict(zip(self._step.rows, self._step.ends)) if self._step else {}
-        end = max((max(self._lengths[row], written.get(row, 0)) for row in rows), default=0)
         for row in rows:
+            end = max(self._lengths[row], written.get(row, 0))
             self._lengths[row] = 0
-        if end:
-            for store in self.row_stores:
-                store.zero_values(rows, end)
+            for store in self.row_stores if end else ():
+                store.zero_values(row, end)
 
     @property
     def row_stores(self) -> list[KVStore]:
@@ -271,8 +269,10 @@ class KVCache:
         return rows
 
 
-def _tensor(numbers, device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+def on_device(numbers, device: torch.device, dtype=torch.int64) -> torch.Tensor:
+    """A tensor of these numbers. The copy to a GPU does not wait for it."""
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == 'cuda')
+    return host.to(device, non_blocking=True)
 
 
 def select_rows(new, rows):

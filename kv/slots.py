@@ -79,7 +79,7 @@ class KVStore:
         for stored, x in zip(self.distinct(self.tensors), self.distinct(new)):
             stored[rows, :, indices] = x[:, :, 0]
 
-    def zero_values(self, rows: list[int], end: int) -> None:
+    def zero_values(self, rows: int | torch.Tensor, end: int) -> None:
         """Zero V of `rows` below `end`. K can stay: masking replaces scores, even NaN."""
         for x in self.tensors[1::2]:
             x[rows, :, :end] = 0

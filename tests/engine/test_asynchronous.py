@@ -1,4 +1,4 @@
-"""The asynchronous engine: it schedules a step before the tokens of the last one are read, and every
+"""The asynchronous engine schedules a step before it reads the tokens of the last one, and every
 request gets what it gets from the synchronous one."""
 import random
 import time
@@ -239,3 +239,23 @@ def test_the_times_of_steps_are_those_of_the_device(monkeypatch):
         engine.step()
     assert len(engine.pace._decode) == engine.pace._decode.maxlen
     assert min(engine.pace._decode) >= 0.02
+
+
+@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
+def test_decode_steps_wait_for_the_device_once(monkeypatch, log, waits, kv_dtype):
+    """For the tokens of the step before, also when requests end and rows move."""
+    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    engine = Engine(model, 4, 60, kv_dtype, page_size=4)
+    for k, more in enumerate([{}, dict(top_k=4), dict(top_p=0.8, min_p=0.1), dict(temperature=0)]):
+        engine.submit([1, 2, 3], SamplingParams(max_new_tokens=7 + 5 * k, seed=k, **more))
+    for _ in range(3):
+        engine.step()
+    waits.clear(), log.clear()
+    n_events = n_steps = 0
+    while engine.n_unfinished:
+        events = engine.step()
+        n_events, n_steps = n_events + len(events), n_steps + 1
+    assert n_steps > 15 and n_events > 40 and log.count('read') == n_steps
+    # and these of tensors on the host: the lengths of rows, two lists of rows for each that ends
+    assert waits == ['tolist'] * (n_steps + log.count('compute') + 2 * 4)

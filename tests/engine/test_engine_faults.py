@@ -177,7 +177,8 @@ def test_nan_in_the_midst_of_a_text_keeps_what_was_said(monkeypatch, asynchronou
 # -- steps that fail -------------------------------------------------------------------------------
 
 POINTS = ['model.GPT.forward', 'model.Block.forward', 'engine.engine.sample_rows',
-          'engine.stopping.SampleText.add', 'engine.sampler.SampleRow.see', 'engine.flight.Flight.read',
+          'engine.stopping.SampleText.add', 'engine.sampler.SampleRow.see',
+          'engine.flight.Flight.read',
           'engine.scheduler.Scheduler.finish', 'engine.scheduler.Scheduler._free_row',
           'engine.paged.PagedKVCache.move', 'engine.paged.PagedKVCache.reserve',
           'engine.pages.PageTable.extend', 'engine.engine.Completion']

@@ -203,28 +203,15 @@ def test_extreme_logits_and_temperature_do_not_overflow(settings):
     assert drawn.tokens.tolist() == [0]
 
 
-WAITS = 'tolist', 'item', 'numpy', 'cpu', '__bool__', '__int__', '__float__'
-
-
-@pytest.fixture
-def waits(monkeypatch):
-    """As on another device; a list of the calls that would wait for it."""
-    monkeypatch.setattr('engine.sampler.is_on_cpu', lambda x: False)
-    calls = []
-    for name in WAITS:
-        def counted(*args, name=name, method=getattr(torch.Tensor, name)):
-            calls.append(name)
-            return method(*args)
-        monkeypatch.setattr(torch.Tensor, name, counted)
-    return calls
-
-
 @pytest.mark.parametrize('temperatures', [(0, 0, 0), (0.8, 0.8, 0.8), (0, 1.0, 0.5)])
+@pytest.mark.parametrize('restricted', [
+    {}, dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=9, top_p=0.7, min_p=0.1)])
 @pytest.mark.parametrize('bad', [False, True])
-def test_sampling_does_not_wait_for_a_device(waits, temperatures, bad):
+def test_sampling_does_not_wait_for_a_device(waits, temperatures, restricted, bad):
     logits = random_logits(3, 30)
     logits[1, 3] = math.nan if bad else 0.0
-    rows = [SampleRow(SamplingParams(temperature=t, seed=k)) for k, t in enumerate(temperatures)]
+    rows = [SampleRow(SamplingParams(temperature=t, seed=k, **restricted))
+            for k, t in enumerate(temperatures)]
     tokens = sample_rows(logits, rows).tokens
     assert waits == []
     expected = [by_inverse_cdf(plainly(logits[b], row.params, []), row.uniform()) if t else

@@ -103,13 +103,13 @@ TestTables.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def test_a_page_that_one_row_takes_costs_one_entry(monkeypatch):
-    sent, on_host = [], static._on_host
+    sent, on_device = [], static.on_device
 
     def counted(*args):
-        tensor = on_host(*args)
+        tensor = on_device(*args)
         sent.append(tensor.numel())
         return tensor
-    monkeypatch.setattr(static, '_on_host', counted)
+    monkeypatch.setattr(static, 'on_device', counted)
     cache = PagedKVCache(PLAN, 64, 400, n_pages=6400, page_size=4)
     cache.fill_(379)
     view, held = StaticCache(cache, 64), cache.lengths.tolist()
