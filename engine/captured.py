@@ -2,7 +2,7 @@
 
     decode = captured_decode(model, cache)  # None if capture is not faster
     logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V), asynchronous
-    drawn = decode.sample_rows(logits, rows)  # captured, too, if nothing but temperatures is asked
+    drawn = decode.sample_rows(logits, rows, at)  # captured, too, if temperatures are all they ask
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows. On other devices
 `CapturedDecode` calls the step directly, for tests.
@@ -69,7 +69,8 @@ class CapturedDecode:
 
     @torch.inference_mode()
     def sample_rows(self, logits: torch.Tensor, rows: list[SampleRow], at: list[int]) -> Drawn:
-        """Like `engine.sampler.sample_rows`; tokens are overwritten by the next calls."""
+        """Like `engine.sampler.sample_rows`, with ascending places `at` of the rows in `logits`. The
+        tokens are overwritten by the next calls."""
         last, step = self._last
         if logits is not last or not all(row.plain for row in rows):
             return sample_rows(logits, rows, at)

@@ -83,6 +83,7 @@ class Engine:
         if asynchronous is None:
             self.asynchronous = isinstance(self.fast_decode, CapturedDecode)
         self._flight: Flight | None = None           # sampled tokens that were not read yet
+        self._read_at = 0.0                          # when the last ones were
         self.jobs: dict[int, Job] = {}              # unfinished requests, by number
         self.watched: dict[int, RowView | None] = {}  # of these requests, the newest `view`
         self._undelivered: list[Event] = []          # to be returned by the next step
@@ -130,10 +131,11 @@ class Engine:
 
     def cancel(self, index: int) -> Event | None:
         """End a request. Returns its last event, which `step` or the stream also returns, or None
-        if it has already ended."""
-        if index not in self.jobs:
-            return None
+        if it has already ended (its last event may not have been returned yet)."""
         try:
+            self._land(self._undelivered)  # it may end by the token that is in flight
+            if index not in self.jobs:
+                return None
             self._end(self.jobs[index], 'cancelled', self._undelivered)
         except BaseException:
             self._failed_events = []  # the next step recovers
@@ -217,8 +219,8 @@ class Engine:
         events, self._undelivered = self._undelivered, []
         before = self._flight
         try:
-            if before and before.penalised:  # the next tokens depend on the values of these
-                self._land(events)
+            if before and (before.penalised or self.scheduler.may_preempt()):
+                self._land(events)  # a request that starts again must know its tokens
             work = self.scheduler.schedule()
             self.held_peak = max(self.held_peak, self.cache.held_nbytes)
             decoding = [(request, 1) for request in work.decode]
@@ -264,16 +266,18 @@ class Engine:
                 torch.cuda.synchronize(self.model.device)
             n = sum(n for chunks in passes for _, n in chunks)
             self.pace.prefilled(n, time.perf_counter() - start)
+            self._land(events)
             start = time.perf_counter()
         decoding = [(request, n) for request, n in decoding if request.row >= 0]
         if decoding:
-            # without them, an asynchronous engine waits for the decode step before this one
-            timed = self.pace and (passes or self._flight or not self.asynchronous)
+            reads, last_read = self._flight, self._read_at
             self._decode(decoding, events)
             if self.pace and passes:
                 self._land(events)
-            if timed:
+            if self.pace and (passes or not self.asynchronous):
                 self.pace.decoded(time.perf_counter() - start)
+            elif self.pace and reads:  # it has read the tokens of the step before
+                self.pace.decoded(self._read_at - last_read)
 
     def _recover(self) -> None:
         """After a failed step: rebuild all state from the sampled tokens and the events."""
@@ -327,12 +331,16 @@ class Engine:
             drawn = (sample or sample_rows)(logits, [job.sampling for _, job in sampling],
                                             [b for b, _ in sampling])
             taken = self._take()  # while the device computes
+        # the prefix cache needs the tokens, and a request that ends frees its row
+        failed = [job.request for job, token, *_ in taken if token < 0]
         for request, n in parts:
-            if n:
+            if n and request not in failed:
                 self.scheduler.computed(request, n)
         self._emit_taken(taken, events)
         if drawn:
             self._flight = Flight([job for _, job in sampling], drawn)
+            for _, job in sampling:
+                job.launch()
             if not self.asynchronous:
                 self._land(events)
 
@@ -344,7 +352,8 @@ class Engine:
         """Append the tokens in flight to their requests: [(job, token, its text, logprob)]."""
         taken, flight = [], self._flight
         if flight:
-            for job, token, logprob in flight.read():
+            tokens, self._read_at = flight.read(), time.perf_counter()
+            for job, token, logprob in tokens:
                 if self.jobs.get(job.request.number) is job:  # it has not ended
                     text = job.take(token, logprob) if token >= 0 else ''
                     taken.append((job, token, text, logprob))

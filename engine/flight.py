@@ -18,15 +18,13 @@ class Flight:
     """The tokens that one pass sampled.
 
     drawn: one token for each of `jobs`. On CUDA, a copy to the host begins at once.
-    penalised: whether the next tokens of a request depend on the values of these.
+    penalised: whether sampling the next tokens needs the values of these on the host.
     """
 
     def __init__(self, jobs: list, drawn: Drawn):
         self._jobs, self._logprobs, self.tokens = jobs, drawn.logprobs, drawn.tokens
         self._place = {job.request: k for k, job in enumerate(jobs)}
         self.penalised = any(job.sampling.penalised for job in jobs)
-        for job in jobs:
-            job.launch()
         self._host, self._arrived = self.tokens, None
         if self.tokens.device.type == 'cuda':
             self._host = torch.empty_like(self.tokens, device='cpu', pin_memory=True)

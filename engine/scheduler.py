@@ -24,7 +24,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     tokens: list[int] = field(default_factory=list)      # generated, and known on the host
-    in_flight: int = 0                                   # 1: one more (`engine.flight`)
+    in_flight: int = 0                                   # 1 = one more was sampled, not read yet
     num_computed_tokens: int = 0                         # prompt and generated, in the cache
     row: int = -1                                        # -1 = not running
     preempted: int = 0                                   # how many times
@@ -108,6 +108,14 @@ class Scheduler:
         self._admit()
         return Work(self._chunks(), decode)
 
+    def may_preempt(self) -> bool:
+        """Whether pages may run out in the next step."""
+        table, decoding = self.cache.table, [r for r in self.running if r.decoding]
+        if table.n_available >= len(decoding):
+            return False
+        needed = sum(not table.ready(r.row, r.num_computed_tokens) for r in decoding)
+        return needed > table.n_available
+
     def finish(self, request: Request, reusable: bool = True) -> None:
         """Remove a request, running or waiting, and free its row and pages. reusable: whether
         later requests may reuse what it computed since its last complete block."""
@@ -156,8 +164,6 @@ class Scheduler:
         table = self.cache.table
         while self.waiting and len(self.running) < self.cache.batch_size:
             request = self.waiting[0]
-            if request.in_flight:  # preempted in this step
-                return
             # one spare page if a running request may grow, so that it does not preempt the new one
             spare = any(table.pages_for(r.max_positions) > len(table.rows[r.row])
                         for r in self.running)

@@ -1,5 +1,6 @@
 """The asynchronous engine schedules a step before it reads the tokens of the last one, and every
 request gets what it gets from the synchronous one."""
+import copy
 import random
 import time
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from config.gpt_config import GPTConfig
 from engine.engine import Engine
 from engine.flight import Flight
+from engine.native.step import NativeDecode
 from engine.params import SamplingParams
 from engine.sampler import Drawn
 from tests.helpers.models import FULL_STACK, random_model
@@ -121,8 +123,10 @@ def test_requests_come_and_end_and_steps_fail_at_any_time(kind, data):
             events[number] = []
         elif what == 'cancel' and engine.jobs:
             number = data.draw(st.sampled_from(sorted(engine.jobs)))
-            assert engine.cancel(number).completion.finish_reason == 'cancelled'
-            cancelled.add(number)
+            event = engine.cancel(number)  # None: it has just ended, by a token in flight
+            if event:
+                assert event.completion.finish_reason == 'cancelled'
+                cancelled.add(number)
         else:
             fails[:] = ['here', *['not yet'] * data.draw(st.integers(0, 2))] * (what == 'fail')
             try:
@@ -143,7 +147,7 @@ def test_requests_come_and_end_and_steps_fail_at_any_time(kind, data):
 
 
 @pytest.mark.parametrize('kind', ['full stack', 'unshared', 'vanilla', 'offset keys'])
-def test_preempted_while_a_token_is_in_flight(kind):
+def test_a_request_is_preempted_after_its_tokens_were_read(kind):
     model = model_of(kind)
     wanted = [(prompt(n, seed=n), SamplingParams(20, seed=n)) for n in (9, 3, 14, 6)]
     engine = Engine(model, 4, 34, page_size=2, prefill_chunk=7, asynchronous=True,
@@ -151,10 +155,54 @@ def test_preempted_while_a_token_is_in_flight(kind):
     in_flight, plain = [], engine.scheduler.preempt
     engine.scheduler.preempt = lambda request: (in_flight.append(request.in_flight), plain(request))
     done = engine.generate([ids for ids, _ in wanted], [p for _, p in wanted])
-    assert 1 in in_flight or kind == 'vanilla'
+    assert len(in_flight) > 1 and not any(in_flight)
     for completion, (ids, params) in zip(done, wanted):
         assert_same(completion, alone(model, ids, params))
     assert_idle(engine)
+
+
+def spoilt(asynchronous):
+    """An engine with a prefix cache, and a list: while it is not empty, each forward pass takes its
+    last entry, and gives logits that are not finite if that is true."""
+    model, spoil = copy.deepcopy(model_of('full stack')), []
+    model.register_forward_hook(lambda model, args, out: (
+        out[0] * torch.nan if spoil and spoil.pop() else out[0], out[1]))
+    return Engine(model, 1, 60, page_size=4, prefix_budget=10 ** 9,
+                  asynchronous=asynchronous), spoil
+
+
+@pytest.mark.parametrize('asynchronous', [False, True])
+def test_what_was_not_finite_is_forgotten_if_it_is_cancelled(asynchronous):
+    engine, spoil = spoilt(asynchronous)
+    ids = prompt(14)
+    number = engine.submit(ids, SamplingParams(9, temperature=0))
+    while not engine.step():  # until its first token
+        pass
+    spoil.append(True)
+    events = engine.step()
+    assert not spoil and engine.cancel(number) is None  # it has ended
+    *_, last = events + engine.step()
+    assert last.completion.finish_reason == 'error'
+    assert engine.prefix.match(ids + [1, 2, 3]).length == 0
+
+
+@pytest.mark.parametrize('n', range(8))
+def test_what_was_not_finite_takes_no_more_blocks_of_others_along(n):
+    """The step after it computes one position more. Once the prefix cache then looked for a block
+    with one token too few, found that of another request, and forgot it."""
+    held = []
+    for asynchronous in (False, True):
+        engine, spoil = spoilt(asynchronous)
+        ids = prompt(9)
+        [done] = engine.generate([ids], SamplingParams(3, temperature=0))
+        known = ids + done.tokens + [1]
+        assert engine.prefix.match(known).length == len(known) - 2
+        spoil[:] = [True] + [False] * n
+        [failed] = engine.generate([ids], SamplingParams(12, temperature=0))
+        assert failed.finish_reason == 'error'
+        engine.step()
+        held.append(engine.prefix.match(known).length)
+    assert held[0] == held[1]
 
 
 @pytest.mark.parametrize('kind', [*KINDS, 'offset keys', 'tied'])
@@ -206,14 +254,10 @@ def test_tokens_in_flight_are_passed_on_by_the_device():
     """Ids that the host does not know are 0 until they are filled in; -1 becomes a valid id."""
     class Job:
         def __init__(self):
-            self.request, self.sampling, self.launched = self, self, 0
+            self.request, self.sampling = self, self
             self.penalised, self.in_flight = False, 1
-
-        def launch(self):
-            self.launched += 1
     jobs = [Job() for _ in range(4)]
     flight = Flight(jobs, Drawn(torch.tensor([5, -1, 7, 8]), [None] * 4))
-    assert [job.launched for job in jobs] == [1] * 4
     jobs[3].in_flight = 0  # its token is known, and given
     ids = torch.tensor([[0], [1], [2], [0], [3]])
     flight.fill(ids, [jobs[2], None, jobs[3], jobs[1], jobs[0]])
@@ -222,23 +266,68 @@ def test_tokens_in_flight_are_passed_on_by_the_device():
 
 
 def test_the_times_of_steps_are_those_of_the_device(monkeypatch):
-    """Which takes 20 ms for each pass that samples; the host does not wait for it when it starts
-    one."""
-    read = Flight.read
+    """A device that is slow: what it samples arrives 20 ms later, unless somebody waited before."""
+    arrives, times = {}, []
+    init, read = Flight.__init__, Flight.read
+
+    def launched(flight, *args):
+        init(flight, *args)
+        arrives[flight] = max([time.perf_counter(), *arrives.values()]) + 0.02
 
     def slow(flight):
-        time.sleep(0.02)
+        time.sleep(max(0.0, arrives[flight] - time.perf_counter()))
         return read(flight)
+    monkeypatch.setattr(Flight, '__init__', launched)
     monkeypatch.setattr(Flight, 'read', slow)
-    engine = Engine(model_of('full stack'), 2, 60, asynchronous=True, slowdown=2.0, page_size=4)
-    engine.submit(prompt(3), SamplingParams(30, seed=0))
+    engine = Engine(model_of('full stack'), 3, 60, asynchronous=True, slowdown=2.0, page_size=4)
+    decoded = engine.pace.decoded
+    engine.pace.decoded = lambda seconds: (times.append(seconds), decoded(seconds))
+    engine.submit(prompt(3), SamplingParams(40, seed=0))
     for _ in range(6):
         engine.step()
-    engine.submit(prompt(40), SamplingParams(9, seed=1))
+        time.sleep(0.005)  # other work of the host
+    for n in (40, 9, 2):
+        engine.submit(prompt(n), SamplingParams(9, seed=1))
+        engine.step()
     while engine.n_unfinished:
         engine.step()
-    assert len(engine.pace._decode) == engine.pace._decode.maxlen
-    assert min(engine.pace._decode) >= 0.02
+    assert len(times) > 30 and min(times) >= 0.019
+
+
+def test_a_step_with_prompts_is_timed_alone(monkeypatch):
+    """Nothing is in flight when it begins; its tokens are read at its end."""
+    entries, read, forward = [], Flight.read, Engine._forward
+    monkeypatch.setattr(Flight, 'read', lambda flight: (entries.append('read'), read(flight))[1])
+    monkeypatch.setattr(Engine, '_forward', lambda *args: (
+        entries.append('forward'), forward(*args))[1])
+    engine = Engine(model_of('full stack'), 3, 60, asynchronous=True, slowdown=2.0)
+    prefilled = engine.pace.prefilled
+    engine.pace.prefilled = lambda *args: (entries.append('prefilled'), prefilled(*args))
+    for n in (3, 5, 7):
+        engine.submit(prompt(n), SamplingParams(9, seed=1))
+        assert sum(event.index == engine._submitted - 1 for event in engine.step()) == 1
+        assert engine._flight is None
+        engine.step()
+        assert engine._flight
+    ends = [k for k, entry in enumerate(entries) if entry == 'prefilled']
+    assert len(ends) == 3 and all(entries[k - 1] == 'forward' for k in ends)
+
+
+def test_prompts_beside_decoding_rows_are_not_one_pass_in_c(monkeypatch):
+    """Which takes the tokens from the host."""
+    native = pytest.importorskip('engine.native')
+    if native.library() is None:
+        pytest.skip('no C++ compiler')
+    model = random_model(GPTConfig(**FULL_STACK | dict(head_dim=16, n_embd=32)), torch.float32)
+    wanted = [(prompt(3 + 4 * k, seed=k), SamplingParams(5 + 3 * k, temperature=0))
+              for k in range(7)]
+    texts = []
+    for asynchronous in (False, True):
+        engine = Engine(model, 3, 60, asynchronous=asynchronous, prefill_chunk=8, page_size=4)
+        assert isinstance(engine.fast_decode, NativeDecode)
+        done = engine.generate([ids for ids, _ in wanted], [params for _, params in wanted])
+        texts.append([completion.tokens for completion in done])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
