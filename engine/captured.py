@@ -69,7 +69,7 @@ class CapturedDecode:
 
     @torch.inference_mode()
     def sample_rows(self, logits: torch.Tensor, rows: list[SampleRow], at: list[int]) -> Drawn:
-        """Like `engine.sampler.sample_rows`, with ascending places `at` of the rows in `logits`. The
+        """Like `engine.sampler.sample_rows`, with the places of the rows in `logits`, in order. The
         tokens are overwritten by the next calls."""
         last, step = self._last
         if logits is not last or not all(row.plain for row in rows):
