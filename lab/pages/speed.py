@@ -230,13 +230,19 @@ def sessions_compared() -> str:
         cells = [[closed[*trace, name]['tokens_per_second'] for name in (ours, theirs)]
                  for trace in (('chat', 400), ('editing', 840), ('forking', 380))]
         return '{:.1f}, {:.1f} and {:.1f}'.format(*(a / b for a, b in cells))
+    pairs = [[load(f'sessions/pairs/forking-{server}-{k}')['tokens_per_second']
+              for server in ('nanokv', 'vllm')] for k in range(1, 5)]
+    ratios, theirs = [a / b for a, b in pairs], [b for _, b in pairs]
     return prose(
         f"""With room for all, nanoKV computes at most {most:.2f} times the unavoidable tokens. With
         a quarter of it, it computes {again('nanoKV, float32')} tokens of `editing` and `forking`
         again in float32, and vLLM in the same bytes and dtype {again('vLLM, float32')}. Saturated
         with `chat`, `editing` and `forking` it makes {faster('nanoKV, float32', 'vLLM, float32')}
         times the tokens of vLLM in float32, and in int8 {faster('nanoKV, int8', 'vLLM, bfloat16')}
-        times those of vLLM in bfloat16.""",
+        times those of vLLM in bfloat16. These runs are of several days, and machines of one kind
+        differ: {len(pairs)} pairs of runs of `forking` in float32, on one machine, one after the
+        other, gave {min(ratios):.2f} to {max(ratios):.2f} times the tokens of vLLM, which made
+        {min(theirs):,.0f} to {max(theirs):,.0f} a second.""",
         f"""95th percentile of the times to the first token at the same rate of requests, in
         milliseconds: {'; '.join(first)} (with 24 times the bytes).""")
 

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Replays the traces of lab/sessions against nanoKV, vLLM and llama.cpp, for the tables in its README: 80 minutes on two idle
-# cores, of which 45 are the times of the chat trace. What has a file in results/sessions/replay is not measured again.
+# Replays the traces of lab/sessions against nanoKV, vLLM and llama.cpp, for the tables in its README: 100 minutes on two idle
+# cores, of which 45 are the times of the chat trace. What has a file in results/sessions is not measured again.
 #
 #   VLLM_PYTHON=.venv-vllm/bin/python LLAMA_SERVER=llama-server lab/scripts/sessions.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-RESULTS=results/sessions/replay
-mkdir -p "$RESULTS"
+RESULTS=results/sessions
+mkdir -p "$RESULTS/replay" "$RESULTS/pairs"
 
-# trace, its KV cache in MB, server as nanokv-float32, options of the replay: how it is loaded
+# trace, its KV cache in MB, server as nanokv-float32, option of the replay: how it is loaded; name of the result
 replay() {
     local trace=$1 megabytes=$2 server=$3 load=$4 more='' program=''
     local name=$trace-${load#--}-$megabytes-$server
-    local file=$RESULTS/${name//=/-}.json
+    local file=$RESULTS/${5:-replay/${name//=/-}}.json
     [ -e "$file" ] && return
     case $server in
         nanokv-int8) more='--weight_dtype=int8 --kv_dtype=int8' ;;
@@ -39,9 +39,15 @@ for server in nanokv-float32 nanokv-int8 vllm-float32; do
 done
 replay chat 2400 llama.cpp-float16 --rate=4  # 75 MB a request
 
+# how much runs differ
+for k in 1 2 3 4; do
+    replay forking 380 nanokv-float32 --users=16 "pairs/forking-nanokv-$k"
+    replay forking 380 vllm-float32 --users=16 "pairs/forking-vllm-$k"
+done
+
 # three times as many users as rows: all may wait; there are fewer places than users
 overload() {
-    local file=results/sessions/$1.json
+    local file=$RESULTS/$1.json
     [ -e "$file" ] || "${PYTHON:-python}" -m lab.sessions replay lab/sessions/traces/chat.jsonl --start=nanokv --kv=100MB \
         --users=48 --more=--max_waiting="$2" --save="$file"
 }
