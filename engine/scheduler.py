@@ -110,10 +110,11 @@ class Scheduler:
 
     def may_preempt(self) -> bool:
         """Whether pages may run out in the next step."""
-        table, decoding = self.cache.table, [r for r in self.running if r.decoding]
-        if table.n_available >= len(decoding):
+        table = self.cache.table
+        if table.n_available >= len(self.running):
             return False
-        needed = sum(not table.ready(r.row, r.num_computed_tokens) for r in decoding)
+        needed = sum(r.decoding and not table.ready(r.row, r.num_computed_tokens)
+                     for r in self.running)
         return needed > table.n_available
 
     def finish(self, request: Request, reusable: bool = True) -> None:

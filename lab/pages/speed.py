@@ -160,6 +160,18 @@ def sessions_stalls() -> str:
                     '| 99% during over median before | first token, long | short |', rows))
 
 
+@block
+def engine_host() -> str:
+    found = load('cpu/engine-host')
+    times = {name: ms['asynchronous'] for name, ms in found['milliseconds'].items()}
+    return prose(
+        f"""With {found['rows']} rows, and a model that costs nothing, the host's work in a step of
+        the asynchronous engine takes {times['greedy']:.2f} ms, and {times['temperature']:.2f} with
+        a temperature (median of {found['steps']} steps on one core of an
+        {found['processor'].partition(',')[0]}; sampling from {found['vocab_size']} tokens, which a
+        GPU does by itself, included; `lab/scripts/engine_host.py`).""")
+
+
 SERVERS = {'nanokv': 'nanoKV, float32', 'nanokv int8': 'nanoKV, int8',
            'vllm float32': 'vLLM, float32', 'vllm bfloat16': 'vLLM, bfloat16',
            'llama.cpp': 'llama.cpp, float16'}
