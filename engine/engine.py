@@ -314,11 +314,13 @@ class Engine:
 
     def _ids_of(self, parts) -> torch.Tensor:
         """(len(parts), t) token ids on the device, those in flight included."""
-        width = max(n for _, n in parts)
+        width, requests = max(n for _, n in parts), [request if n else None for request, n in parts]
+        if self._flight and self._flight.requests == requests:  # most decode steps
+            return self._flight.next_ids()
         ids = [request.next_tokens(n) if n else [] for request, n in parts]
         idx = on_device([row + [0] * (width - len(row)) for row in ids], self.model.device)
         if self._flight:
-            self._flight.fill(idx, [request if n else None for request, n in parts])
+            self._flight.fill(idx, requests)
         return idx
 
     def _sample(self, parts, logits, events, sample=None) -> None:

@@ -17,13 +17,14 @@ from kv.cache import on_device
 class Flight:
     """The tokens that one pass sampled.
 
-    drawn: one token for each of `jobs`. On CUDA, a copy to the host begins at once.
+    drawn: one token for each of `jobs`, whose requests are `requests`. On CUDA, a copy to the host
+        begins at once.
     penalised: whether sampling the next tokens needs the values of these on the host.
     """
 
     def __init__(self, jobs: list, drawn: Drawn):
         self._jobs, self._logprobs, self.tokens = jobs, drawn.logprobs, drawn.tokens
-        self._place = {job.request: k for k, job in enumerate(jobs)}
+        self.requests = [job.request for job in jobs]
         self.penalised = any(job.sampling.penalised for job in jobs)
         self._host, self._arrived = self.tokens, None
         if self.tokens.device.type == 'cuda':
@@ -38,11 +39,16 @@ class Flight:
             self._arrived.synchronize()
         return zip(self._jobs, self._host.tolist(), self._logprobs)
 
+    def next_ids(self) -> torch.Tensor:
+        """(n, 1) ids of the next step, on the device, if it is one of the same requests."""
+        # a row whose logits were not finite runs once more, for nothing
+        return self.tokens.clamp(min=0)[:, None]
+
     def fill(self, ids: torch.Tensor, requests: list) -> None:
         """Set ids[b, 0] to the token of requests[b], if that is in flight; ids: on the device."""
-        places = [(b, self._place[request]) for b, request in enumerate(requests)
+        place = {request: k for k, request in enumerate(self.requests)}
+        places = [(b, place[request]) for b, request in enumerate(requests)
                   if request and request.in_flight]
         if places:
             rows, places = on_device(places, ids.device).T
-            # a row whose logits were not finite runs once more, for nothing
-            ids[rows, 0] = self.tokens[places].clamp(min=0)
+            ids[rows, 0] = self.next_ids()[places, 0]

@@ -186,7 +186,7 @@ def replays() -> list[dict]:
         found.append(each | {'name': SERVERS[f"{each['server']} {dtype}".strip()]})
     order = list(SERVERS.values())
     return sorted(found, key=lambda each: (
-        each['trace'], -each['kv'] * bool(each['users']), order.index(each['name'])))
+        each['trace'], -each['kv'] * bool(each['users']), order.index(each['name']), each['kv']))
 
 
 @block
@@ -228,7 +228,7 @@ def sessions_open() -> str:
 def sessions_compared() -> str:
     closed = {(found['trace'], found['kv'] // 10 ** 6, found['name']): found
               for found in replays() if found['users']}
-    first = [f"{found['name']}: {1000 * found['ttft_s']['p95']:,.0f}"
+    first = [f"{found['name']}, {found['kv'] / 1e6:,.0f} MB: {1000 * found['ttft_s']['p95']:,.0f}"
              for found in replays() if not found['users']]
     most = max(found['over_unavoidable'] for (_, megabytes, name), found in closed.items()
                if megabytes >= 380 and 'nanoKV' in name)
@@ -256,7 +256,7 @@ def sessions_compared() -> str:
         other, gave {min(ratios):.2f} to {max(ratios):.2f} times the tokens of vLLM, which made
         {min(theirs):,.0f} to {max(theirs):,.0f} a second.""",
         f"""95th percentile of the times to the first token at the same rate of requests, in
-        milliseconds: {'; '.join(first)} (with 24 times the bytes).""")
+        milliseconds: {'; '.join(first)}.""")
 
 
 @block
@@ -276,13 +276,12 @@ def sessions_overload() -> str:
 def sessions_soak() -> str:
     found = load('sessions/soak')
     settled = [nbytes for seconds, nbytes in found['memory'] if seconds >= 600]
-    highest = next(seconds for seconds, nbytes in found['memory'] if nbytes == max(settled))
     return prose(
         f"""{found['requests']:,} requests of {found['users']} users in {found['minutes']:.0f}
         minutes, of which {found['vanished']} vanished and asked again: {found['failed']} failed,
         and {found['equal']} of {found['compared']} replies equal those of the model alone. Resident
-        memory, {settled[0] / 1e6:.0f} MB after ten minutes, grew to {max(settled) / 1e6:.0f} MB
-        ({found['growth']:.1%}) at {highest / 60:.0f} minutes, and not after that.""")
+        memory, {settled[0] / 1e6:.0f} MB after ten minutes, was {settled[-1] / 1e6:.0f} MB at the end,
+        and never more than {max(settled) / 1e6:.0f} MB ({found['growth']:+.2%}).""")
 
 
 def milliseconds(found: dict, *names: str) -> str:

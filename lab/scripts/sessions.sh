@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Replays the traces of lab/sessions against nanoKV, vLLM and llama.cpp, for the tables in its README: 100 minutes on two idle
-# cores, of which 45 are the times of the chat trace. What has a file in results/sessions is not measured again.
+# Replays the traces of lab/sessions against nanoKV, vLLM and llama.cpp, for the tables in its README: two hours on two idle
+# cores, of which one is the times of the chat trace. What has a file in results/sessions is not measured again.
 #
 #   VLLM_PYTHON=.venv-vllm/bin/python LLAMA_SERVER=llama-server lab/scripts/sessions.sh
 set -euo pipefail
@@ -37,6 +37,8 @@ for server in nanokv-float32 nanokv-int8 vllm-float32; do
         replay $cell $server --users=16
     done
 done
+replay chat 400 nanokv-float32 --rate=4
+replay chat 400 vllm-float32 --rate=4
 replay chat 2400 llama.cpp-float16 --rate=4  # 75 MB a request
 
 # how much runs differ
