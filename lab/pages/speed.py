@@ -280,8 +280,8 @@ def sessions_soak() -> str:
         f"""{found['requests']:,} requests of {found['users']} users in {found['minutes']:.0f}
         minutes, of which {found['vanished']:,} vanished and asked again: {found['failed']} failed,
         and {found['equal']} of {found['compared']} replies equal those of the model alone. Resident
-        memory, {settled[0] / 1e6:.0f} MB after ten minutes, was {settled[-1] / 1e6:.0f} MB at the end,
-        and never more than {max(settled) / 1e6:.0f} MB ({found['growth']:+.2%}).""")
+        memory, {settled[0] / 1e6:.0f} MB after ten minutes, was {settled[-1] / 1e6:.0f} MB at the
+        end, and never more than {max(settled) / 1e6:.0f} MB ({found['growth']:+.2%}).""")
 
 
 def milliseconds(found: dict, *names: str) -> str:

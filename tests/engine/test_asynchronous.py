@@ -6,10 +6,9 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from config.gpt_config import GPTConfig
+from engine import native
 from engine.engine import Engine
 from engine.flight import Flight
 from engine.native.step import NativeDecode
@@ -23,10 +22,8 @@ from tests.helpers.serving import (
     assert_idle,
     assert_same,
     budget_for,
-    engines,
     model_of,
     prompt,
-    requests,
 )
 
 
@@ -98,52 +95,6 @@ def test_a_request_that_ends_by_its_length_is_not_computed_once_more(log):
         engine.step()
     # its prompt and all of its tokens but the last
     assert [computed.count(number) for number in (0, 1)] == [2, 6]
-
-
-@pytest.mark.parametrize('kind', KINDS)
-@settings(max_examples=12)
-@given(data=st.data())
-def test_requests_come_and_end_and_steps_fail_at_any_time(kind, data):
-    """Few pages, so that requests are preempted while their tokens are in flight."""
-    model, wanted = model_of(kind), data.draw(requests(most=6))
-    engine = data.draw(engines(model, wanted, asynchronous=True))
-    todo, events, cancelled = list(enumerate(wanted)), {}, set()
-    plain, fails = engine.scheduler.computed, []
-
-    def computed(*args):
-        plain(*args)
-        if fails and fails.pop() == 'here':
-            raise KeyboardInterrupt
-    engine.scheduler.computed = computed
-    while todo or engine.n_unfinished:
-        what = data.draw(st.sampled_from(['submit', *['step'] * 6, 'fail', 'cancel']))
-        if what == 'submit' and todo:
-            number, (ids, params) = todo.pop(0)
-            assert engine.submit(ids, params) == number
-            events[number] = []
-        elif what == 'cancel' and engine.jobs:
-            number = data.draw(st.sampled_from(sorted(engine.jobs)))
-            event = engine.cancel(number)  # None: it has just ended, by a token in flight
-            if event:
-                assert event.completion.finish_reason == 'cancelled'
-                cancelled.add(number)
-        else:
-            fails[:] = ['here', *['not yet'] * data.draw(st.integers(0, 2))] * (what == 'fail')
-            try:
-                for event in engine.step():
-                    events[event.index].append(event)
-            except KeyboardInterrupt:
-                assert engine._flight is None
-            fails.clear()
-    for number, (ids, params) in enumerate(wanted):
-        *_, last = events[number]
-        got, expected = last.completion, alone(model, ids, params)
-        assert [e.token for e in events[number] if e.token >= 0] == got.tokens
-        if number in cancelled:
-            assert got.tokens == expected.tokens[:len(got.tokens)]
-        else:
-            assert_same(got, expected)
-    assert_idle(engine)
 
 
 @pytest.mark.parametrize('kind', ['full stack', 'unshared', 'vanilla', 'offset keys'])
@@ -313,11 +264,9 @@ def test_a_step_with_prompts_is_timed_alone(monkeypatch):
     assert len(ends) == 3 and all(entries[k - 1] == 'forward' for k in ends)
 
 
-def test_prompts_beside_decoding_rows_are_not_one_pass_in_c(monkeypatch):
+@pytest.mark.skipif(native.library() is None, reason='no compiler here')
+def test_prompts_beside_decoding_rows_are_not_one_pass_in_c():
     """Which takes the tokens from the host."""
-    native = pytest.importorskip('engine.native')
-    if native.library() is None:
-        pytest.skip('no C++ compiler')
     model = random_model(GPTConfig(**FULL_STACK | dict(head_dim=16, n_embd=32)), torch.float32)
     wanted = [(prompt(3 + 4 * k, seed=k), SamplingParams(5 + 3 * k, temperature=0))
               for k in range(7)]

@@ -91,14 +91,22 @@ def test_preemption_changes_no_text(kind, kv_dtype):
 
 
 @EVERY_KIND
-@settings(max_examples=8)
+@pytest.mark.parametrize('asynchronous', [False, True])
+@settings(max_examples=10)
 @given(data=st.data())
-def test_requests_that_come_while_others_run_and_are_cancelled_at_any_time(kind, data):
+def test_requests_come_and_are_cancelled_and_steps_fail_at_any_time(kind, asynchronous, data):
     model, wanted = model_of(kind), data.draw(requests(most=7))
-    engine = data.draw(engines(model, wanted))
+    engine = data.draw(engines(model, wanted, asynchronous=asynchronous))
     events, todo, cancelled = {}, list(enumerate(wanted)), set()
+    plain, fails = engine.scheduler.computed, []
+
+    def computed(*args):
+        plain(*args)
+        if fails and fails.pop() == 'here':
+            raise KeyboardInterrupt
+    engine.scheduler.computed = computed
     while todo or engine.n_unfinished:
-        what = data.draw(st.sampled_from(['submit', 'step', 'step', 'step', 'step', 'cancel']))
+        what = data.draw(st.sampled_from(['submit', *['step'] * 5, 'fail', 'cancel']))
         if what == 'submit' and todo:
             number, (ids, params) = todo.pop(0)
             assert engine.submit(ids, params) == number
@@ -113,8 +121,13 @@ def test_requests_that_come_while_others_run_and_are_cancelled_at_any_time(kind,
                 assert event.completion.finish_reason == 'cancelled'
                 cancelled.add(number)
         else:
-            for event in engine.step():
-                events[event.index].append(event)
+            fails[:] = ['here', *['not yet'] * data.draw(st.integers(0, 2))] * (what == 'fail')
+            try:
+                for event in engine.step():
+                    events[event.index].append(event)
+            except KeyboardInterrupt:
+                assert engine._flight is None
+            fails.clear()
     for number, (ids, params) in enumerate(wanted):
         *_, last = events[number]
         got, expected = last.completion, alone(model, ids, params)
