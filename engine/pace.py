@@ -9,17 +9,22 @@ from statistics import median
 
 LEAST = 16  # tokens
 STEPS = 8   # earlier steps that count
+LATER = 8   # steps after which unused room is lost
 
 
 class Pace:
     """Keeps steps with prompt tokens at about `slowdown` times the duration of those without; if
     more rows compute prompts than decode, in proportion longer.
 
+    What the last steps left unused is for prompts that end by it: they delay the others once, not
+    in each of many steps.
+
     most: prompt tokens of a step when no row decodes, and the limit otherwise.
     """
 
     def __init__(self, most: int, slowdown: float):
         self.most, self.slowdown = most, slowdown
+        self._unused = deque(maxlen=LATER)  # tokens
         self._per_token, self._decode = deque(maxlen=STEPS), deque(maxlen=STEPS)  # seconds
 
     def room(self, decoding: int, prompts: int = 1) -> int:
@@ -29,6 +34,15 @@ class Pace:
             return self.most
         seconds = (self.slowdown - 1) * median(self._decode) * max(1.0, prompts / decoding)
         return min(self.most, max(LEAST, int(seconds / median(self._per_token))))
+
+    @property
+    def saved(self) -> int:
+        """Prompt tokens beyond `room` that earlier steps left to prompts which end by them."""
+        return max(0, sum(self._unused))
+
+    def used(self, n: int, room: int) -> None:
+        """Record that a step with this `room`, and decoding rows, computes n prompt tokens."""
+        self._unused.append(room - n)
 
     def mixed(self, n: int, decoding: bool, seconds: float) -> None:
         """Record that a pass computed n prompt tokens, and those of decoding rows, in this time."""

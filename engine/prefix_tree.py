@@ -1,13 +1,15 @@
 """The blocks of the prefix cache (engine/prefix.py), and what is dropped under memory pressure.
 
-Three kinds of things go, the least recently used first, but the less a thing is worth, the older it
-counts (SPARE, ANCHORS): local parts that no anchor needs, which only an edit amid a message could
-use; anchors, of which those stay whose distances from the newest roughly double, so that a text
-that differs x tokens before the end of a cached one is recomputed from at most about 2x before the
-end; and leaves, with all before them that nothing can resume after.
+Four kinds of things go, the least recently used first, but the less a thing is worth, the older it
+counts (SPARE, DENSE, EARLIER): local parts that no anchor needs, which only an edit amid a message
+could use; anchors, of which first those stay whose distances from the newest roughly double, so
+that a text that differs x tokens before the end of a cached one is recomputed from at most about 2x
+before the end, and then only the newest two, where the last request ended and began; and leaves,
+with all before them that nothing can resume after.
 """
 import heapq
 import itertools
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -16,7 +18,7 @@ from engine.paged import PagedKVCache
 from engine.prefix_disk import DiskTier
 
 # ages are multiplied by this; chosen on the traces of lab/sessions at 1/2 to 1/8 of all bytes
-SPARE, ANCHORS = 4, 16
+SPARE, DENSE, EARLIER = 4, 16, 3
 
 
 @dataclass
@@ -46,6 +48,10 @@ class BlockTree:
         self._protected = set()     # blocks whose pages `reclaim` must not take
         self._spare: OrderedDict[Block, None] = OrderedDict()  # with a local part, maybe unneeded
         self._ends: OrderedDict[Block, None] = OrderedDict()   # with anchors, maybe unneeded
+        self._thinned: OrderedDict[Block, None] = OrderedDict()  # with anchors, of which few are left
+        self._levels = [(self._spare, SPARE, lambda block: self._drop_local([(block,)])),
+                        (self._ends, DENSE, self._thin),
+                        (self._thinned, EARLIER, lambda block: self._keep(block, math.inf))]
         self.table.reclaim = self.reclaim
 
     def _resumable(self, block, n) -> bool:
@@ -74,8 +80,8 @@ class BlockTree:
 
     def _remove(self, block) -> None:
         del block.parent.children[block.tokens], self.blocks[block]
-        self._spare.pop(block, None)
-        self._ends.pop(block, None)
+        for queue, *_ in self._levels:
+            queue.pop(block, None)
         self._leave_pool(block)
         self.nbytes -= block.nbytes
 
@@ -93,7 +99,7 @@ class BlockTree:
         for block in last_block.lineage():
             block.used = next(self._clock)
             self.blocks.move_to_end(block)
-            for queue in (self._spare, self._ends):
+            for queue, *_ in self._levels:
                 if block in queue:
                     queue.move_to_end(block)
 
@@ -123,14 +129,18 @@ class BlockTree:
                 self._set_local(block, None, 0)
 
     def _thin(self, end) -> None:
-        """Keep only those anchors before the last one whose distances from it roughly double, and
-        where several requests began."""
+        self._keep(end, 2.0)
+        self._thinned[end] = None
+
+    def _keep(self, end, factor: float) -> None:
+        """Keep only those anchors before the last one whose distances from it grow by about this
+        factor, and where several requests began."""
         anchors = [(block.start + offset, block, offset) for block in end.lineage()
                    for offset in sorted(block.anchors, reverse=True)]
         kept = 0
         for (at, block, offset), (farther, *_) in itertools.zip_longest(
                 anchors[1:], anchors[2:], fillvalue=(0,)):
-            if block.anchors[offset] < 2 and kept and anchors[0][0] - farther <= 2 * kept:
+            if block.anchors[offset] < 2 and kept and anchors[0][0] - farther <= factor * kept:
                 del block.anchors[offset]
                 self._drop_local(self._window(block, offset))
             else:
@@ -139,7 +149,7 @@ class BlockTree:
     @property
     def has_droppable_parts(self) -> bool:
         """Whether something but whole leaves can be dropped."""
-        return bool(self._spare or self._ends)
+        return any(queue for queue, *_ in self._levels)
 
     def shrink_to(self, budget: int) -> None:
         self.budget = budget
@@ -158,17 +168,16 @@ class BlockTree:
             unused = (block for block in self.blocks if not block.children and not block.users)
             leaf, now = next(unused, None), next(self._clock)
             age = now - leaf.used if leaf else 0
-            spare, end = next(iter(self._spare), None), next(iter(self._ends), None)
-            if spare and (now - spare.used) * SPARE >= age:
-                del self._spare[spare]
-                self._drop_local([(spare,)])
-            elif end and (now - end.used) * ANCHORS >= age:
-                del self._ends[end]
-                self._thin(end)
-            elif leaf:
-                self._evict(leaf)
+            for queue, weight, drop in self._levels:
+                oldest = next(iter(queue), None)
+                if oldest and (now - oldest.used) * weight >= age:
+                    del queue[oldest]
+                    drop(oldest)
+                    break
             else:
-                return
+                if not leaf:
+                    return
+                self._evict(leaf)
 
     def _evict(self, block) -> None:
         """Remove a leaf, and the blocks before it back to the last one that a row can resume
@@ -278,7 +287,9 @@ class BlockTree:
                     self._by_page[block.page] = block
         found.sort(key=lambda block: block.used)
         self.blocks = OrderedDict.fromkeys(found)
-        self._spare = OrderedDict.fromkeys(block for block in found if block.local is not None)
-        self._ends = OrderedDict.fromkeys(block for block in found if block.anchors)
+        for queue, *_ in self._levels:
+            queue.clear()
+        self._spare.update((block, None) for block in found if block.local is not None)
+        self._ends.update((block, None) for block in found if block.anchors)
         self.table.rebuild(set(self._by_page))
         self._shrink()

@@ -106,7 +106,10 @@ class Scheduler:
         if self.pace:
             self.room = self.pace.room(len(decode), len(self.running) - len(decode))
         self._admit()
-        return Work(self._chunks(), decode)
+        work = Work(self._chunks(), decode)
+        if self.pace and decode:
+            self.pace.used(sum(n for chunks in work.prefill for _, n in chunks), self.room)
+        return work
 
     def may_preempt(self) -> bool:
         """Whether pages may run out in the next step."""
@@ -223,14 +226,18 @@ class Scheduler:
         """Complete prompts that fit share a pass; otherwise a pass has one chunk of one prompt, and
         chunks are split at `chunk_ends`."""
         room, passes, batch = self.room, [], []
+        saved, most = self.pace.saved if self.pace else 0, self.prefill_chunk - room  # beyond room
         prefilling = (r for r in self.running if not (r.decoding or r.finishing))
         for request in sorted(prefilling, key=lambda r: (r.due, r.number)):
+            if 0 < request.pending - room <= saved:
+                more = min(request.pending - room, most)
+                room, saved, most = room + more, saved - more, most - more
             started = request.num_computed_tokens or request.chunk_ends
             if started or request.pending > self.room:
                 if room == 0:
                     break
                 start = request.num_computed_tokens
-                last = start + self._to_page_end(request, min(request.pending, room))
+                last = start + min(request.pending, room)
                 ends = [end for end in request.chunk_ends if start < end < last] + [last]
                 if self.pace:  # one pass, which may include the rows that decode
                     last, ends = ends[0], ends[:1]
@@ -245,14 +252,6 @@ class Scheduler:
             batch.append((request, request.pending))
             room -= padded
         return passes + [batch] * bool(batch)
-
-    def _to_page_end(self, request, n) -> int:
-        """With a prefix store, make a partial prefill of n tokens end at a page end if possible."""
-        if not self.prefix or n >= request.pending:
-            return n
-        start = request.num_computed_tokens
-        end = (start + n) // self.prefix.size * self.prefix.size
-        return end - start if end > start else n
 
     def _free_row(self, request: Request, reusable: bool = True) -> None:
         row, last = request.row, self.running[-1]

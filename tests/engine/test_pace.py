@@ -137,6 +137,57 @@ def test_a_long_prompt_does_not_wait_forever():
     s.run()
 
 
+def paced(room=4, chunk=32):
+    s = Simulation(batch_size=4, max_seq_len=90, n_pages=90, prefill_chunk=chunk)
+    s.scheduler.pace = Pace(chunk, 2.0)
+    s.scheduler.pace.room = lambda decoding, prompts: room if decoding else chunk
+    s.add(1, 80)  # it decodes
+    for _ in range(1 + paces.LATER):
+        s.step()
+    return s
+
+
+def sizes(s, n):
+    return [sum(n for chunk in s.step().prefill for _, n in chunk) for _ in range(n)]
+
+
+def test_a_prompt_ends_at_once_by_what_steps_before_left():
+    s = paced()
+    assert s.scheduler.pace.saved == 4 * paces.LATER == 32
+    s.add(30, 9)
+    assert sizes(s, 1) == [30]
+    s.add(12, 1)
+    assert sizes(s, 4) == [4, 4, 4, 0]  # 2 are left of what was saved
+    assert sizes(s, 8) == [0] * 8 and s.scheduler.pace.saved == 32
+    s.add(10, 1)
+    s.add(9, 1)
+    assert sizes(s, 1) == [19]  # both
+
+
+def test_a_longer_prompt_takes_small_steps_to_its_end():
+    s = paced()
+    s.add(38, 1)
+    assert sizes(s, 11) == [4] * 9 + [2, 0]
+
+
+def test_what_was_left_is_never_more_than_a_step_may_compute():
+    s = paced(room=6, chunk=32)
+    s.add(50, 1)
+    assert sizes(s, 3) == [32, 18, 0]
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_steps_compute_no_more_than_their_rooms_and_those_of_a_few_before(seed):
+    s, draw, found = paced(), random.Random(seed), []
+    for _ in range(70):
+        if draw.random() < 0.2 and len(s.scheduler.running) < 3:
+            s.add(draw.randint(2, 50), 1)
+        found += sizes(s, 1)
+    assert max(found) > 4
+    for start, end in itertools.combinations(range(len(found)), 2):
+        assert sum(found[start:end]) <= 4 * (end - start + paces.LATER)
+
+
 def test_a_prompt_is_due_later_if_steps_compute_less():
     s = Simulation(batch_size=3, max_seq_len=40, n_pages=40, prefill_chunk=8)
     s.scheduler.pace = Pace(8, 2.0)

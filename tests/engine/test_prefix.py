@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.pace import Pace
 from engine.params import SamplingParams
 from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
@@ -153,9 +154,12 @@ def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name, kind):
     assert_nothing_leaked(engine)
 
 
-def test_a_prompt_beside_others_can_be_edited_anywhere():
-    """Its chunks end at page boundaries, although other requests leave it odd numbers of tokens."""
-    engine = engine_of('unshared')
+@pytest.mark.parametrize('slowdown', [0.0, 2.0])
+def test_a_prompt_beside_others_can_be_edited_anywhere(slowdown, monkeypatch):
+    """Although other requests, and the pace, leave odd numbers of tokens to its chunks."""
+    draw = random.Random(1)
+    monkeypatch.setattr(Pace, 'room', lambda self, decoding, prompts: draw.randint(1, self.most))
+    engine = engine_of('unshared', slowdown=slowdown)
     odd, ids = prompt(7, seed=1), prompt(50)
     engine.generate([odd, ids], SamplingParams(1, seed=0))
     for n in range(1, 50):
