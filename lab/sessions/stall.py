@@ -17,9 +17,10 @@ def measure(client: Client, fields: dict, ids: tuple[int, int], long: int, repea
             show=lambda i: None) -> dict:
     """Repeat: start streams; send a prompt of `long` tokens, and after a tenth of a second a short
     one. Returns, in seconds, the gaps in the streams before and until the first token of the long
-    prompt, and the times to the first token of both. UserError: if a request fails."""
+    prompt, the mean gaps of each stream (its time per token), and the times to the first token of
+    both. UserError: if a request fails."""
     model, rng = client.model(), np.random.default_rng(1)
-    before, during, firsts = [], [], {'long': [], 'short': []}
+    before, during, means, firsts = [], [], ([], []), {'long': [], 'short': []}
     for i in range(repeats):
         show(i)
         asked = {}  # name -> (thread, answer, errors)
@@ -52,12 +53,16 @@ def measure(client: Client, fields: dict, ids: tuple[int, int], long: int, repea
             if stamps[-1] < end:
                 raise UserError(f'a stream of {TOKENS} tokens ended before the long prompt')
             gaps = [(b, b - a) for a, b in zip(stamps, stamps[1:])]
-            before += [gap for b, gap in gaps if sent - BEFORE_S < b < sent]
             # the gap in which the first token comes began before it
-            during += [gap for b, gap in gaps if b >= sent and b - gap <= end]
+            parts = ([gap for b, gap in gaps if sent - BEFORE_S < b < sent],
+                     [gap for b, gap in gaps if b >= sent and b - gap <= end])
+            for part, every, mean in zip(parts, (before, during), means):
+                every += part
+                mean.append(sum(part) / len(part))
     return {'model': model, 'long': long, 'streams': STREAMS, 'repeats': repeats,
             'before_s': percentiles(before), 'during_s': percentiles(during),
             'p99_over_median': percentiles(during)['p99'] / percentiles(before)['p50'],
+            'tpot_before_s': percentiles(means[0]), 'tpot_during_s': percentiles(means[1]),
             **{f'{name}_ttft_s': percentiles(found) for name, found in firsts.items()}}
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.gpt_config import GPTConfig
+from engine import prefix_tree
 from engine.blocks import OVERHEAD, BlockCopier
 from engine.paged import PagedKVCache
 from engine.pages import OutOfPages
@@ -216,20 +217,32 @@ def test_a_text_edited_anywhere_is_recomputed_only_from_there(shape):
         assert world.visit(text[:60 - x] + [62]) == 60 - x
 
 
-def test_under_pressure_it_is_taken_over_up_to_about_twice_as_far_back():
-    """What is left are the ends of requests at distances that double."""
+def visited(text):
+    """A store under pressure, after requests that grew by a token each."""
+    world = World()
+    for end in range(2, 1 + len(text)):
+        world.visit(text[:end])
+    while world.store._spare or world.store._ends:
+        world.store.shrink_to(world.store.nbytes - 1)
+    return world
+
+
+def test_under_pressure_it_is_taken_over_up_to_about_twice_as_far_back(monkeypatch):
+    """What is left are the ends of requests at distances that double, and under more pressure those
+    of the last two."""
     text = [i * i % 61 for i in range(60)]
+    assert anchors(visited(text)) == [59, 60]
+    monkeypatch.setattr(prefix_tree, 'EARLIER', 0)
     for x in range(1, 56):
-        world = World()
-        for end in range(2, 61):
-            world.visit(text[:end])
-        while world.store.has_droppable_parts:
-            world.store.shrink_to(world.store.nbytes - 1)
-        anchors = [offset for block in world.store.blocks for offset in block.anchors]
-        assert len(anchors) < 10
+        world = visited(text)
+        assert 2 < len(anchors(world)) < 10
         found = world.begin(0, text[:60 - x] + [62])
         assert found >= 60 - 2 * x - 2 * SIZE, (x, found)
         world.check(0)
+
+
+def anchors(world):
+    return [block.start + offset for block in world.store.blocks for offset in block.anchors]
 
 
 def test_where_requests_begin_often_an_anchor_stays():
@@ -330,7 +343,7 @@ def test_a_text_is_evicted_from_its_end_anchor_by_anchor():
     world, text, lengths = World(), [i * i % 61 for i in range(42)], []
     for end in (7, 20, 33, 41):
         world.visit(text[:end])
-    expected = [41, 36, 20]  # the part that is kept is that of a whole block
+    expected = [41, 36]  # 33, whose part is that of a whole block; the one before went earlier
     while world.store.blocks:
         hit = world.store.match(text)
         if not world.store._spare:
