@@ -9,7 +9,7 @@ from statistics import median
 
 LEAST = 16  # tokens
 STEPS = 8   # earlier steps that count
-LATER = 8   # steps after which unused room is lost
+LATER = 24  # steps after which unused room is lost
 
 
 class Pace:

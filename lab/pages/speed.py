@@ -151,13 +151,16 @@ def sessions_stalls() -> str:
         found = load(f"sessions/stall-{name.lower() if name == 'vLLM' else kind}")
         columns = [found['before_s']['p50'], found['before_s']['p99'], found['during_s']['p50'],
                    found['during_s']['p99']]
+        per_token = found['tpot_during_s']['p99'] / found['tpot_before_s']['p50']
         rows.append(f"| {name}, {kind} | {' | '.join(f'{1000 * x:.1f}' for x in columns)} "
-                    f"| {found['p99_over_median']:.1f} | {found['long_ttft_s']['p50']:.1f} s "
+                    f"| {found['p99_over_median']:.1f} | {per_token:.1f} "
+                    f"| {found['long_ttft_s']['p50']:.1f} s "
                     f"| {found['short_ttft_s']['p50']:.2f} s |")
     return (f"{found['processor']}; {found['streams']} streams, medians and percentiles over "
             f"{found['repeats']} long prompts of {found['long']:,} tokens:\n\n"
             + table('| weights and K/V | gaps before, median | 99% | gaps during, median | 99% '
-                    '| 99% during over median before | first token, long | short |', rows))
+                    '| 99% during over median before | the same of the time per token of a stream '
+                    '| first token, long | short |', rows))
 
 
 @block

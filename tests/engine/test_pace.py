@@ -137,12 +137,12 @@ def test_a_long_prompt_does_not_wait_forever():
     s.run()
 
 
-def paced(room=4, chunk=32):
-    s = Simulation(batch_size=4, max_seq_len=90, n_pages=90, prefill_chunk=chunk)
+def paced(room=4, chunk=32, steps=9):
+    s = Simulation(batch_size=4, max_seq_len=200, n_pages=150, prefill_chunk=chunk)
     s.scheduler.pace = Pace(chunk, 2.0)
     s.scheduler.pace.room = lambda decoding, prompts: room if decoding else chunk
     s.add(1, 80)  # it decodes
-    for _ in range(1 + paces.LATER):
+    for _ in range(steps):
         s.step()
     return s
 
@@ -153,27 +153,41 @@ def sizes(s, n):
 
 def test_a_prompt_ends_at_once_by_what_steps_before_left():
     s = paced()
-    assert s.scheduler.pace.saved == 4 * paces.LATER == 32
+    assert s.scheduler.pace.saved == 4 * 8
     s.add(30, 9)
     assert sizes(s, 1) == [30]
     s.add(12, 1)
-    assert sizes(s, 4) == [4, 4, 4, 0]  # 2 are left of what was saved
-    assert sizes(s, 8) == [0] * 8 and s.scheduler.pace.saved == 32
+    assert sizes(s, 3) == [4, 8, 0]  # 6 are left of what was saved
+    assert sizes(s, paces.LATER) == [0] * paces.LATER
+    assert s.scheduler.pace.saved == 4 * paces.LATER  # no more
     s.add(10, 1)
     s.add(9, 1)
     assert sizes(s, 1) == [19]  # both
 
 
 def test_a_longer_prompt_takes_small_steps_to_its_end():
-    s = paced()
-    s.add(38, 1)
-    assert sizes(s, 11) == [4] * 9 + [2, 0]
+    s = paced(steps=1 + paces.LATER)
+    s.add(4 * paces.LATER + 6, 1)
+    assert sizes(s, paces.LATER + 3) == [4] * (paces.LATER + 1) + [2, 0]
 
 
 def test_what_was_left_is_never_more_than_a_step_may_compute():
-    s = paced(room=6, chunk=32)
-    s.add(50, 1)
-    assert sizes(s, 3) == [32, 18, 0]
+    for prompts in ((50,), (26, 24)):
+        s = paced(room=6, chunk=32)
+        for n in prompts:
+            s.add(n, 1)
+        assert sizes(s, 3) == [32, 18, 0]
+
+
+def test_what_was_left_is_taken_once():
+    s = paced()
+    s.add(20, 1)
+    s.add(30, 1)
+    assert sizes(s, 2) == [20, 4]
+
+
+def test_nothing_is_saved_while_no_row_decodes():
+    assert [paced(steps=n).scheduler.pace.saved for n in (1, 2)] == [0, 4]
 
 
 @pytest.mark.parametrize('seed', range(5))
