@@ -229,7 +229,7 @@ class Scheduler:
         saved, most = self.pace.saved if self.pace else 0, self.prefill_chunk - room  # beyond room
         prefilling = (r for r in self.running if not (r.decoding or r.finishing))
         for request in sorted(prefilling, key=lambda r: (r.due, r.number)):
-            if 0 < request.pending - room <= saved:
+            if 0 < request.pending - room <= saved:  # it can end by what earlier steps left
                 more = min(request.pending - room, most)
                 room, saved, most = room + more, saved - more, most - more
             started = request.num_computed_tokens or request.chunk_ends
