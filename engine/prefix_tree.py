@@ -146,10 +146,11 @@ class BlockTree:
             else:
                 kept = anchors[0][0] - at
 
-    @property
-    def has_droppable_parts(self) -> bool:
-        """Whether something but whole leaves can be dropped."""
-        return any(queue for queue, *_ in self._levels)
+    def compact(self) -> None:
+        """Drop all that can be dropped before whole leaves."""
+        for queue, _, drop in self._levels:
+            while queue:
+                drop(queue.popitem(last=False)[0])
 
     def shrink_to(self, budget: int) -> None:
         self.budget = budget

@@ -48,7 +48,7 @@ def one_dialogue(model, longest, page_size, s) -> list[dict]:
     rows = []
     for compact in (False, True):
         if compact:
-            served.compact()
+            served.store.compact()
         rows.append({'page_size': page_size, 'compact': compact, 'tokens': len(tokens),
                      'messages': len(tokens) // n, 'held_nbytes': served.held_nbytes,
                      'vanilla_nbytes': vanilla, 'smaller': vanilla / served.held_nbytes})

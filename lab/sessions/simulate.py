@@ -69,11 +69,6 @@ class Served:
         self.cache.commit()
         self.last_block = self.store.extend(0, self.last_block, tokens[:end])
 
-    def compact(self) -> None:
-        """Drop all that goes before a conversation as a whole does."""
-        while self.store.has_droppable_parts:
-            self.store.shrink_to(self.store.nbytes - 1)
-
     @property
     def held_nbytes(self) -> int:
         """Bytes of everything cached: in host memory, and in pages without a copy there."""

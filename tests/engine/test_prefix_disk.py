@@ -285,11 +285,9 @@ def test_a_block_whose_file_is_gone_is_completed_not_doubled(tmp_path):
     first.store.close()
     again = world()
     assert again.store.match(text + [9]).length == 23
-    while again.store.has_droppable_parts:
-        again.store.shrink_to(again.store.nbytes - 1)
+    again.store.compact()
     for path in files(tmp_path):
         again.store.disk.delete(bytes.fromhex(path.stem))
-    again.store.budget = 10 ** 9
     again.visit(text)
     again.consistent()
     assert again.store.match(text + [9]).length == 23
