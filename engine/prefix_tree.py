@@ -48,7 +48,7 @@ class BlockTree:
         self._protected = set()     # blocks whose pages `reclaim` must not take
         self._spare: OrderedDict[Block, None] = OrderedDict()  # with a local part, maybe unneeded
         self._ends: OrderedDict[Block, None] = OrderedDict()   # with anchors, maybe unneeded
-        self._thinned: OrderedDict[Block, None] = OrderedDict()  # with anchors, of which few are left
+        self._thinned: OrderedDict[Block, None] = OrderedDict()  # ends with few anchors left
         self._levels = [(self._spare, SPARE, lambda block: self._drop_local([(block,)])),
                         (self._ends, DENSE, self._thin),
                         (self._thinned, EARLIER, lambda block: self._keep(block, math.inf))]

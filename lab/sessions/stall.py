@@ -58,7 +58,8 @@ def measure(client: Client, fields: dict, ids: tuple[int, int], long: int, repea
                      [gap for b, gap in gaps if b >= sent and b - gap <= end])
             for part, every, mean in zip(parts, (before, during), means):
                 every += part
-                mean.append(sum(part) / len(part))
+                if part:
+                    mean.append(sum(part) / len(part))
     return {'model': model, 'long': long, 'streams': STREAMS, 'repeats': repeats,
             'before_s': percentiles(before), 'during_s': percentiles(during),
             'p99_over_median': percentiles(during)['p99'] / percentiles(before)['p50'],

@@ -139,6 +139,10 @@ def test_gaps_before_and_during_a_long_prompt(monkeypatch):
     assert 0.005 <= found['before_s']['p50'] < 0.02 <= found['during_s']['p50'] < 0.1
     assert found['before_s']['max'] < 0.4  # not from the beginning of the streams
     assert found['p99_over_median'] == found['during_s']['p99'] / found['before_s']['p50']
+    for part in ('before', 'during'):  # of a stream
+        gaps, means = found[f'{part}_s'], found[f'tpot_{part}_s']
+        assert 0.005 <= means['p50'] <= means['max'] <= gaps['max']
+    assert found['tpot_during_s']['p50'] > 2 * found['tpot_before_s']['p50']
     assert found['long_ttft_s']['p50'] >= 0.4 > found['short_ttft_s']['p50']
     monkeypatch.setattr(stall, 'TOKENS', 70)
     with pytest.raises(UserError, match='ended before the long prompt'):
