@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attention.backends import HALF, triton_usable
+from attention.backends import HALF, sdpa_of_any_shape, triton_usable
 from attention.causal import causal_attention
 from attention.local import blockwise_local_attention
 from attention.masks import in_window
@@ -41,12 +41,15 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
     if kv_lens is None and S == t:  # nothing precedes the chunk: plain causal attention
         # (not FlexAttention, which would compile a kernel for each prompt length)
         k, v = dequantized(q.dtype, *stored)
-        return causal_attention(q, k, v, window, backend='sdpa', sink=sink)
+        with sdpa_of_any_shape(q.device):
+            return causal_attention(q, k, v, window, backend='sdpa', sink=sink)
     if kernel_takes(q, k, sink):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *stored, kv_lens=kv_lens, window=window)
     if t > 1 and kv_lens is None and window:
-        return blockwise_local_attention(q, *dequantized(q.dtype, *stored), window, sink=sink)
+        k, v = dequantized(q.dtype, *stored)
+        with sdpa_of_any_shape(q.device):
+            return blockwise_local_attention(q, k, v, window, sink=sink)
     mask = None
     if t > 1 or kv_lens is not None:
         mask = _mask(t, S, kv_lens, window if t > 1 else 0, q.device)
@@ -82,7 +85,8 @@ def _attend(q, k, v, mask):
     """Attention over K and V as stored, read once for all query heads. q (B, Hkv, R, D) -> same."""
     scale, shape = q.size(-1) ** -0.5, q.shape
     if q.dtype in HALF:  # SDPA keeps the scores in float32, which a GEMM would round
-        return F.scaled_dot_product_attention(q, k, v)
+        with sdpa_of_any_shape(q.device):
+            return F.scaled_dot_product_attention(q, k, v)
     if mask is None:  # two matmuls and a softmax: call overhead matters in decoding
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))                # (B * Hkv, R or S, D)
         scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)

@@ -5,14 +5,19 @@
     drawn = decode.sample_rows(logits, rows, at)  # captured, too, if temperatures are all they ask
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows. On other devices
-`CapturedDecode` calls the step directly, for tests.
+`CapturedDecode` calls the step directly, for tests. What model.py computes is what counts: a step
+is compared with it before it is used.
 """
+import functools
 import gc
+import sys
 
 import torch
 
 from attention.backends import triton_usable
-from engine.fused import fuse
+from attention.kernels.flex import with_own_code
+from engine.agreement import agrees, unknown_field
+from engine.fused import fuse, unfuse
 from engine.sampler import Drawn, SampleRow, draw_plain, sample_rows
 from engine.static import StaticCache
 from kv.cache import on_device
@@ -33,22 +38,58 @@ def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | N
     """A captured decode step for this cache, or None if it is not faster."""
     # plain torch would attend to all positions that are allocated
     in_torch = model.config.attn_sink or cache.kv_dtype == 'int4'
-    captures = suits_capture(model) and not in_torch
-    return CapturedDecode(model, cache, compiled) if captures else None
+    if in_torch or not suits_capture(model):
+        return None
+    unknown = unknown_field(model.config)
+    if unknown:
+        _note(f'do not support {unknown}')
+    elif _agrees(model, cache, fused=True):
+        return CapturedDecode(model, cache, compiled)
+    else:
+        _note('give other logits than model.py')
+    unfuse(model)
+    if _agrees(model, cache, fused=False):
+        return CapturedDecode(model, cache, compiled, fused=False)
+    print('Note: captured decode steps give other logits than model.py: plain steps decode, slower',
+          file=sys.stderr)
+    return None
+
+
+def _agrees(model, cache, fused: bool) -> bool:
+    def make_decode(empty):
+        return CapturedDecode(model, empty, fused=fused, capture=False)
+    # int8 values, and sums in half precision, are rounded differently by the kernels
+    exact = model.dtype == torch.float32 and cache.kv_dtype == 'float32'
+    return agrees(model, cache, make_decode, 1e-3 if exact else 0.1)
+
+
+@functools.cache  # an engine or a sample may be made many times
+def _note(what: str) -> None:
+    print(f'Note: the kernels of fused decode steps {what}: the blocks of model.py are captured, '
+          'slower', file=sys.stderr)
 
 
 class CapturedDecode:
     """Decode steps over the first rows of `cache`, contiguous or paged.
 
-    model: in eval mode; its weights may only change in place. compiled: also `torch.compile` the
-    step, which fuses the operations between matmuls but takes minutes per size.
+    Args:
+        model: in eval mode; its weights may only change in place.
+        compiled: also `torch.compile` the step, which fuses the operations between matmuls but
+            takes minutes per size.
+        fused: let the model's blocks use the kernels of `engine.fused`.
+        capture: False = call the steps directly, on CUDA too.
     """
 
-    def __init__(self, model, cache, compiled: bool = False):
+    def __init__(self, model, cache, compiled: bool = False, fused: bool = True,
+                 capture: bool = True):
         self.model, self.cache, self.compiled = model, cache, compiled
-        fuse(model)
+        if fused:
+            fuse(model)
         self._steps = {}   # number of rows -> _Step
         self._pool = None  # memory that all graphs share: one runs at a time
+        self._stream = None
+        if capture and model.device.type == 'cuda':
+            self._stream = torch.cuda.Stream(model.device)
         self._last = None, None  # logits of the last call, and its step
 
     @torch.inference_mode()
@@ -88,7 +129,7 @@ class CapturedDecode:
         size = min(1 << (n - 1).bit_length(), self.cache.batch_size)
         if size not in self._steps:
             step = _Step(self.model, self.cache, size, self.compiled)
-            self._pool = step.prepare(self._pool)
+            self._pool = step.prepare(self._pool, self._stream)
             self._steps[size] = step
         return self._steps[size]
 
@@ -103,28 +144,26 @@ class _Step:
             self.tokens = torch.zeros(size, 1, dtype=torch.int64, device=device)
             # the temperature and the random number of each row
             self.numbers = torch.zeros(2, size, 1, dtype=torch.float64, device=device)
-        self.call = self._logits
+        call = _logits
         if compiled:
-            self.call = torch.compile(self._logits, fullgraph=True, dynamic=False)
-        self._forward = _Graph(lambda: self.call(self.tokens))
+            call = torch.compile(with_own_code(_logits), fullgraph=True, dynamic=False)
+        self._forward = _Graph(lambda: call(self.model, self.static, self.tokens))
         self._greedy = _Graph(lambda: draw_plain(self.logits))
         self._draw = _Graph(lambda: draw_plain(self.logits, *self.numbers))
 
-    def _logits(self, tokens):
-        return self.model(tokens, cache=self.static)[0][:, -1]
-
-    def prepare(self, pool):
-        """Warm up with all rows inactive, which writes nothing, then capture. Returns the
-        graphs' memory pool."""
+    def prepare(self, pool, stream):
+        """Warm up with all rows inactive, which writes nothing, then capture on this stream (None:
+        do not capture). Returns the graphs' memory pool."""
         self.static.set([])
-        if self.tokens.device.type != 'cuda':
+        if stream is None:
             self.logits = self._forward.run()
             return None
-        pool = self._forward.capture(pool)
+        gc.collect()  # an old graph must not be destroyed while another is captured
+        pool = self._forward.capture(pool, stream)
         # keep the RoPE tables whose addresses are in the graph: growing a table reallocates it
         self.pinned = [dict(table._tables) for table in (self.model.rotary or {}).values() if table]
         self.logits = self._forward.output
-        return self._draw.capture(self._greedy.capture(pool))
+        return self._draw.capture(self._greedy.capture(pool, stream), stream)
 
     def run(self):
         self.logits = self._forward.run()
@@ -144,23 +183,27 @@ class _Step:
         return self._draw.run()
 
 
+def _logits(model, cache, tokens):
+    """(n, 1) ids -> (n, V)"""
+    return model(tokens, cache=cache)[0][:, -1]
+
+
 class _Graph:
     """A function without arguments, whose tensors keep their addresses."""
 
     def __init__(self, function):
         self.function, self.graph, self.output = function, None, None
 
-    def capture(self, pool):
-        """Capture it as a CUDA graph, in this memory pool (None: a new one), which is returned."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+    def capture(self, pool, stream):
+        """Capture it as a CUDA graph, in this memory pool (None: a new one), which is returned.
+        stream: for warming up and capturing; each new one would get workspaces of its own."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 self.function()
-        torch.cuda.current_stream().wait_stream(side)
-        gc.collect()  # an old graph must not be destroyed while another is captured
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             self.output = self.function()
         self.graph = graph
         return graph.pool()

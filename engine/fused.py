@@ -66,3 +66,10 @@ def fuse(model) -> None:
     for block in model.transformer.h:
         if type(block) is Block and type(block.attn) is CausalSelfAttention:
             block.__class__, block.attn.__class__ = FusedBlock, FusedAttention
+
+
+def unfuse(model) -> None:
+    """Undo `fuse`."""
+    for block in model.transformer.h:
+        if type(block) is FusedBlock:
+            block.__class__, block.attn.__class__ = Block, CausalSelfAttention

@@ -159,9 +159,16 @@ class PagedKVCache(KVCache):
 
     def _attend(self, layer: Layer, q, appended, sink):
         step, store = self._step, self.stores[layer.slot]
-        if not isinstance(store, PagedStore) or (step.t > 1 and not self._by_table(step)):
+        if not isinstance(store, PagedStore):
             return super()._attend(layer, q, appended, sink)
-        if self._by_table(step):
+
+        by_table = self._by_table(step)
+        if not step.uniform and kernel_takes(q, store.tensors[0], sink):
+            by_table = True  # plain torch would attend to first chunks row by row
+        if step.t > 1 and not by_table:
+            return super()._attend(layer, q, appended, sink)
+
+        if by_table:
             self._where = self._where or self._table_of(step)
             table, kv_lens = self._where
             if q.size(2) < step.t:

@@ -14,7 +14,7 @@ from torch import nn
 
 from engine import native
 from engine.linear import by_extension
-from kv.int8_rows import int8_matmul, quantize_rows
+from kv.int8_rows import CUDA_MULTIPLE, int8_matmul, quantize_rows
 
 BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
 
@@ -58,7 +58,7 @@ class QuantizedLinear(nn.Module):
         self.group, self.bias = group, linear.bias
         self.packed = (values.device.type == 'cpu' and self.in_features % 4 == 0
                        and native.library() is not None)
-        values, scale = self.pack(values, scale) if self.packed else (values, scale)
+        values, scale = (self.pack if self.packed else self.pad)(values, scale)
         self.register_buffer('weight', values)
         self.register_buffer('scale', scale)
 
@@ -66,6 +66,7 @@ class QuantizedLinear(nn.Module):
         if self.packed:
             return by_extension(self.described(), x).to(x.dtype)
         y = self.matmul(x.reshape(-1, self.in_features), self.weight, self.scale)
+        y = y[:, :self.out_features]
         if self.bias is not None:
             y = y + self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
@@ -85,6 +86,12 @@ class Int8Linear(QuantizedLinear):
     def __init__(self, linear: nn.Linear):
         values, scale = quantize_rows(linear.weight.detach())
         super().__init__(linear, values, scale[:, 0].contiguous(), linear.in_features)
+
+    @staticmethod
+    def pad(values, scale):
+        """n is padded for CUDA's matmul: the output layer has any vocabulary."""
+        missing = -len(scale) % CUDA_MULTIPLE
+        return nn.functional.pad(values, (0, 0, 0, missing)), nn.functional.pad(scale, (0, missing))
 
     @staticmethod
     def pack(values, scale):
@@ -107,6 +114,10 @@ class Int4Linear(QuantizedLinear):
 
     def __init__(self, linear: nn.Linear, group: int):
         super().__init__(linear, *quantize_groups(linear.weight.detach(), group), group)
+
+    @staticmethod
+    def pad(values, scale):
+        return values, scale
 
     @staticmethod
     def pack(values, scale):

@@ -1,8 +1,10 @@
 """Prepare a model's weights for inference: quantize or compile them."""
+import torch
 from torch import nn
 
 from config.errors import UserError
 from engine.quantized import Int4Linear, Int8Linear, QuantizedLinear, quantize
+from kv.int8_rows import CUDA_MULTIPLE
 from kv.parts import tensor_nbytes
 
 INT4_GROUP = 32
@@ -12,17 +14,28 @@ def quantize_weights(model, weight_dtype: str, int4_group: int = INT4_GROUP) -> 
     """Quantize the model's Linear layers in place; see `engine.quantized`.
 
     weight_dtype: 'auto' (unchanged), 'int8' or 'int4'. int4_group: columns that share a scale.
-    Raises UserError, before changing anything, if `int4_group` does not divide the widths.
+    Raises UserError, before changing anything, if `int4_group` does not divide the widths, or if
+    CUDA's int8 matmul does not take them.
     """
+    widths = sorted({m.in_features for m in model.transformer.h.modules()
+                     if isinstance(m, nn.Linear)})
     if weight_dtype == 'int8':
+        check_cuda_widths(model.device, widths)
         quantize(model, Int8Linear)
     elif weight_dtype == 'int4':
-        for width in sorted({m.in_features for m in model.transformer.h.modules()
-                             if isinstance(m, nn.Linear)}):
+        for width in widths:
             if int4_group < 8 or int4_group % 8 or width % int4_group:
                 raise UserError(f'int4_group={int4_group}: must be a multiple of 8 that divides '
                                 f'the width of every matrix, and one is {width} wide')
         quantize(model, lambda linear: Int4Linear(linear, int4_group))
+
+
+def check_cuda_widths(device: torch.device, widths: list[int]) -> None:
+    """Raise UserError if int8 weights of these widths cannot be multiplied on this device."""
+    odd = [width for width in widths if width % CUDA_MULTIPLE]
+    if device.type == 'cuda' and odd:
+        raise UserError(f"weight_dtype='int8': on CUDA the width of every matrix must be a "
+                        f'multiple of {CUDA_MULTIPLE}, and one is {odd[0]} wide')
 
 
 def weights_dtype(model) -> str:

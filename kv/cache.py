@@ -245,13 +245,14 @@ class KVCache:
         """The stores whose rows are the rows of the cache."""
         return [*self.stores, *self.last_keys.values()]
 
-    def fill_(self, length: int) -> 'KVCache':
-        """Fill every row with `length` tokens of random K/V, for benchmarks."""
+    def fill_(self, length: int, rows=None) -> 'KVCache':
+        """Fill `rows` (None = all) with `length` tokens of random K/V, for benchmarks."""
         if not 0 <= length <= self.max_seq_len:
             raise UserError(f'fill_({length}): the cache holds at most '
                             f'max_seq_len={self.max_seq_len} tokens')
-        self.reset()
-        for row in range(self.batch_size) if length else ():
+        rows = range(self.batch_size) if rows is None else rows
+        self.reset(rows)
+        for row in rows if length else ():
             self.begin(length, rows=[row])
             for slot in self.plan.slots:
                 shape = 1, slot.n_kv_head, length, slot.head_dim
@@ -270,8 +271,11 @@ class KVCache:
 
 
 def on_device(numbers, device: torch.device, dtype=torch.int64) -> torch.Tensor:
-    """A tensor of these numbers. The copy to a GPU does not wait for it."""
-    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == 'cuda')
+    """A tensor of these numbers (lists, or an array that the caller gives away). The copy to a GPU
+    does not wait for it."""
+    host = torch.as_tensor(numbers, dtype=dtype)
+    if device.type == 'cuda':
+        host = host.pin_memory()  # torch.tensor cannot pin what it makes from an array
     return host.to(device, non_blocking=True)
 
 

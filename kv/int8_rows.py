@@ -3,7 +3,8 @@
 import torch
 from torch.nn import functional as F
 
-CUDA_ROWS = 32  # on CUDA `torch._int_mm` needs more than 16 rows, a multiple of 8
+# `torch._int_mm` on CUDA needs more than 16 rows, and all three sizes to be multiples of 8.
+CUDA_ROWS, CUDA_MULTIPLE = 32, 8
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,5 +21,5 @@ def int8_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> t
     values, x_scale = quantize_rows(x)
     m = len(x)
     if x.is_cuda:
-        values = F.pad(values, (0, 0, 0, max(CUDA_ROWS - m, -m % 8)))
+        values = F.pad(values, (0, 0, 0, max(CUDA_ROWS - m, -m % CUDA_MULTIPLE)))
     return torch._int_mm(values, weight.t())[:m].float() * (x_scale * scale)

@@ -4,6 +4,8 @@ import queue
 import threading
 import time
 
+import torch
+
 
 class Prefetched:
     """The batches of `batches` (`training.batches`), prepared up to `depth` ahead by a thread.
@@ -74,6 +76,9 @@ class Prefetched:
             self._thread = None
 
     def _run(self, made, stop):
+        device = self.batches.device
+        if device.type == 'cuda':  # a new thread's current device is the first one
+            torch.cuda.set_device(device)
         while not stop.is_set():
             try:
                 batch = self.batches.next()

@@ -54,12 +54,16 @@ def _ordered(blocks):
 def _compiled_flex_attention(layouts, window):
     """FlexAttention compiled for one layout of q, k and v and one window.
 
-    Dynamo counts recompilations per code object. Past its limit it runs the function eagerly, which
-    keeps all scores in memory, O(T * T). So each case gets its own copy of the code, and
-    fullgraph=True makes reaching the limit an error.
+    Past Dynamo's limit of recompilations the function would run eagerly, which keeps all scores in
+    memory, O(T * T); fullgraph=True makes reaching the limit an error.
     """
-    attend = types.FunctionType(_flex_attention.__code__.replace(), globals())
-    return torch.compile(attend, dynamic=False, fullgraph=True)
+    return torch.compile(with_own_code(_flex_attention), dynamic=False, fullgraph=True)
+
+
+def with_own_code(function):
+    """A copy of a plain function with a code object of its own, to compile it for one more case:
+    Dynamo limits the recompilations of a code object (to 8)."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__)
 
 
 def _flex_attention(q, k, v, mask, kernel_options):

@@ -10,6 +10,7 @@ from torch import nn
 
 from config.errors import UserError
 from engine import native
+from engine.agreement import agrees, unknown_field
 from engine.linear import MOST_ROWS, describe, few_rows
 from engine.paged import PagedKVCache, PagedStore
 from engine.quantized import Int8Embedding, Int8Linear, QuantizedLinear
@@ -35,31 +36,20 @@ def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
         _note_once(f'Note: the C++ decode step does not support {unsupported(model, cache)}: plain '
                    'torch decodes, slower')
         return None
-    if not agrees(model, cache.kv_dtype):
+    if not _agrees(model, cache):
         print('Note: the C++ decode step gives other logits than model.py: plain torch decodes '
               '(engine/native/decode.cpp computes what model.py did)', file=sys.stderr)
         return None
     return NativeDecode(model, cache)
 
 
-@torch.inference_mode()
-def agrees(model: GPT, kv_dtype: str) -> bool:
-    """Whether two steps from an empty cache give the logits of the model's forward, up to
-    rounding."""
-    plain, other = (model.new_cache(1, 2, kv_dtype) for _ in 'ab')
+def _agrees(model: GPT, cache: KVCache) -> bool:
+    in_floats = not isinstance(model.lm_head, Int8Linear)
+    exact = model.dtype == torch.float32 and cache.kv_dtype == 'float32' and in_floats
     try:
-        decode, share = NativeDecode(model, other), 0.1
-    except (AttributeError, KeyError):  # it needs a part that does not exist
+        return agrees(model, cache, functools.partial(NativeDecode, model), 1e-3 if exact else 0.1)
+    except (AttributeError, KeyError):  # the step needs a part of the model that does not exist
         return False
-    floats = not isinstance(model.lm_head, Int8Linear)
-    if model.dtype == torch.float32 and kv_dtype == 'float32' and floats:
-        share = 1e-3
-    for token in (0, model.config.vocab_size - 1):
-        idx = torch.tensor([[token]])
-        a, b = model(idx, cache=plain)[0][0, -1].double(), decode(idx)[0].double()
-        if a.isfinite().all() and not (a - b).abs().max() <= share * a.std() + 1e-4 * a.abs().max():
-            return False
-    return True
 
 
 def supports(model: GPT, cache: KVCache) -> bool:
@@ -77,6 +67,8 @@ def runs_here(model: GPT, cache: KVCache) -> bool:
 def unsupported(model: GPT, cache: KVCache) -> str:
     """A setting of the model or cache that the extension does not support; '' = none."""
     c = model.config
+    if unknown_field(c):
+        return unknown_field(c)
     for name in ('key_offset', 'kv_latent'):
         if getattr(c, name):
             return f'{name}={getattr(c, name)!r}'

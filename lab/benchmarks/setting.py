@@ -172,7 +172,7 @@ def facts(s, models: dict[str, GPT]) -> dict:
     model = next(iter(models.values()))
     return run_facts(s, model.device) | {
         'dtype': weights_dtype(model), 'captured': s.captured and suits_capture(model),
-        'compile': compiles(s), 'native': native.library() is not None,
+        'compile': compiles(s), 'native': model.device.type == 'cpu' and native.library() is not None,
         'kv_dtype': model.resolved_kv_dtype(s.kv_dtype),
         'models': {name: dataclasses.asdict(m.config) | {
             'params': parameters(m.config, m.plan), 'weight_bytes': weight_bytes(m)}

@@ -1,9 +1,13 @@
 """Attention of new queries over cached keys, against dense attention in float64."""
+import functools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from attention import backends
 from attention.cached import cached_attention, dequantize, tiles
 from kv.quantize import quantize_int8
 from tests.helpers.reference import dense_attention
@@ -85,3 +89,21 @@ def test_rows_of_different_lengths(tile, attend, held, data, t, window, heads):
 def test_a_row_without_keys_is_finite(tile, attend, held):
     q, k, v = qkv(1, 3, batch=1)
     assert attend(q, k, v, 2, torch.tensor([0])).isfinite().all()
+
+
+@pytest.mark.parametrize('t, n_keys, dtype, window', [
+    (5, 5, torch.float32, 0), (5, 5, torch.float32, 3), (3, 9, torch.float32, 4),
+    (1, 9, torch.bfloat16, 0)], ids=['prompt', 'local prompt', 'local chunk', 'one token'])
+def test_prompts_build_no_plan_for_each_length(monkeypatch, t, n_keys, dtype, window):
+    """On CUDA, where torch prefers cuDNN, which does."""
+    allowed, sdpa = [], F.scaled_dot_product_attention
+
+    def recorded(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **kwargs)
+    on_cuda = functools.partial(backends.sdpa_of_any_shape, torch.device('cuda'))
+    monkeypatch.setattr('attention.cached.sdpa_of_any_shape', lambda device: on_cuda())
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', recorded)
+    cached_attention(*qkv(t, n_keys, dtype=dtype), window=window)
+    assert allowed and not any(allowed)
+    assert torch.backends.cuda.cudnn_sdp_enabled()

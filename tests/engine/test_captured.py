@@ -1,5 +1,6 @@
 """Static decode steps, whether plain, compiled, with interpreted kernels or captured on a GPU, give
 the same results as ordinary ones."""
+import functools
 import statistics
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -109,6 +110,18 @@ def test_is_one_graph_that_lengths_do_not_change(name, kv_dtype, paged):
         assert max_gap(step(ids), model(ids, cache=usual)[0]) < 1e-4
         cache.advance([0, 1, 2])
     assert counts.frame_count == 1
+
+
+@torch.inference_mode()
+def test_steps_of_many_sizes_are_compiled(monkeypatch):
+    """Dynamo compiles a code object at most 8 times."""
+    torch._dynamo.reset()
+    compiled = functools.partial(torch.compile, backend='eager')
+    monkeypatch.setattr(torch, 'compile', compiled)
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    for kv_dtype in ('float32', 'int8'):
+        cache = model.new_cache(16, 8, kv_dtype)
+        CapturedDecode(model, cache, compiled=True).prepare(1, 2, 4, 8, 16)
 
 
 @torch.inference_mode()

@@ -9,6 +9,7 @@ from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.quantized import Int4Linear, Int8Linear, quantize_groups, quantize_rows
 from engine.weights import compile_for_decode, quantize_weights, weight_bytes, weights_dtype
+from model import GPT
 from tests.helpers.models import FULL_STACK, full_logits, random_model, tokens
 
 WIDE = dict(FULL_STACK, n_embd=64, head_dim=16, mlp_hidden=128)
@@ -73,6 +74,35 @@ def test_int4_matmuls_equal_exact_sums_by_group(native_on, n_rows, n_out, n_in, 
     assert quantized.packed == native_on
     assert ((quantized(x) - expected).abs() <= 2e-6 * (1 + expected.abs())).all()
     assert (groups.flatten(1) - linear.weight).abs().max() <= 0.52 * w_scale.max()
+
+
+def test_torchs_matmul_is_given_sizes_that_cuda_takes(monkeypatch):
+    """All three must be multiples of 8, and the vocabulary is any number."""
+    model, idx, matmul, sizes = model_with(vocab_size=65), tokens(2, 30), torch._int_mm, []
+    quantize_weights(model, 'int8')
+    expected = full_logits(model, idx)
+
+    def checked(a, b):
+        sizes.extend(b.shape)
+        return matmul(a, b)
+    monkeypatch.setattr(torch, '_int_mm', checked)
+    native.use(False)
+    try:
+        model = model_with(vocab_size=65)
+        quantize_weights(model, 'int8')
+        found = full_logits(model, idx)
+    finally:
+        native.use(True)
+    assert 72 in sizes and not any(size % 8 for size in sizes)
+    assert found.shape == expected.shape and (found - expected).abs().max() < 1e-4
+
+
+def test_widths_that_cuda_does_not_take_are_an_error_before_anything_changes(monkeypatch):
+    model = model_with(mlp_hidden=100)
+    monkeypatch.setattr(GPT, 'device', torch.device('cuda'))
+    with pytest.raises(UserError, match='multiple of 8, and one is 100 wide'):
+        quantize_weights(model, 'int8')
+    assert weights_dtype(model) == 'float32' and isinstance(model.lm_head, torch.nn.Linear)
 
 
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')

@@ -1,6 +1,7 @@
 """Cached logits equal a full forward for every plan and chunking; bytes equal the plan's."""
 import gc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from kv.cache import KVCache
+from kv.cache import KVCache, on_device
 from kv.plan import KV_DTYPES, plan_kv
 from tests.helpers.models import (
     FULL_STACK,
@@ -120,6 +121,17 @@ def test_bf16_model_is_close_to_its_own_full_forward():
     full = full_logits(model, idx).double()
     cached = feed(model, model.new_cache(2, 40), idx, [17] + [1] * 10 + [13]).double()
     assert ((cached - full).norm() / full.norm()).item() < 0.025
+
+
+@pytest.mark.parametrize('numbers', [[3, 4], [[1, 2], [3, 4]], np.arange(3), np.ones((2, 2))],
+                         ids=['list', 'lists', 'array', 'matrix'])
+def test_numbers_of_any_kind_go_to_a_gpu_from_pinned_memory(monkeypatch, numbers):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda x: pinned.append(x) or x)
+    monkeypatch.setattr(torch.Tensor, 'to', lambda x, device, non_blocking: x)
+    for dtype in (torch.int64, torch.float64):
+        x = on_device(numbers, torch.device('cuda'), dtype)
+        assert x is pinned.pop() and x.dtype == dtype and x.tolist() == np.array(numbers).tolist()
 
 
 # -- bytes -----------------------------------------------------------------------------------------

@@ -115,6 +115,17 @@ def test_an_error_is_told_again_until_it_goes_back(folder, monkeypatch):
     batches.close()
 
 
+def test_the_thread_uses_the_device_of_its_process(folder, monkeypatch):
+    used, batches = [], batches_of(folder)
+    batches.batches.device = torch.device('cuda', 1)
+    monkeypatch.setattr('training.batches.on_device', lambda tensors, device: tensors)
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: used.append(
+        (device, threading.current_thread().name)))
+    batches.next()
+    batches.close()
+    assert used == [(torch.device('cuda', 1), 'batches')]
+
+
 def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
     """torch in a separate thread would abort it at interpreter shutdown."""
     program = """if True:

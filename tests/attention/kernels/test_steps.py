@@ -1,4 +1,7 @@
 """Steps of a cache with the kernels: prompts, chunks, ragged rows, wrapped rings, pages."""
+import pkgutil
+from collections import Counter
+
 import pytest
 import torch
 
@@ -34,3 +37,23 @@ def test_give_what_plain_torch_gives(device, kv_dtype, paged, monkeypatch):
     # a different summation order may change a value's int8 rounding, which later layers amplify
     gaps = (found - expected).abs().amax((1, 2))
     assert gaps.max() < (1e-4 if kv_dtype == 'float32' else 5e-2) and gaps.median() < 1e-3
+
+
+@torch.inference_mode()
+def test_first_chunks_of_ragged_rows_are_one_call_a_layer(device, monkeypatch):
+    """In global layers with pages; plain torch attends to them row by row."""
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
+    cache = model.new_cache(3, 20, cache_class=PagedKVCache, n_pages=12, page_size=4)
+    n_calls = Counter()
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            n_calls[name] += 1
+            return function(*args, **kwargs)
+        return call
+    for name in ('engine.paged.table_attention', 'kv.cache.cached_attention'):
+        monkeypatch.setattr(name, counted(name, pkgutil.resolve_name(name)))
+    model(tokens(3, 7).to(device), cache=cache, lens=[7, 3, 5])
+    kinds = Counter(layer.kind for layer in model.plan.layers)
+    assert n_calls == {'engine.paged.table_attention': kinds['global'],
+                       'kv.cache.cached_attention': 3 * kinds['local']}

@@ -1,0 +1,75 @@
+"""Whether a fast decode step computes what model.py computes, which people change."""
+import dataclasses
+
+import torch
+
+from attention.backends import triton_enabled
+from kv.plan import LOCAL
+
+# The fields of GPTConfig that existed when the fast steps were last revised. A new one is refused
+# until someone has taught them what it means, or has seen that it means nothing to them.
+KNOWN_FIELDS = frozenset((
+    'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'n_kv_head',
+    'head_dim', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'pos_embedding',
+    'rope_theta', 'rope_theta_global', 'qk_norm', 'mlp_hidden', 'gelu', 'kv_quant_train',
+    'attn_sink', 'rope_fraction_global', 'key_offset', 'kv_tied', 'kv_latent', 'act_clamp'))
+N_STEPS = 3             # that are compared
+FAR_NBYTES = 2 ** 25    # most bytes of K and V in the comparison at the end of the context
+
+
+def unknown_field(config) -> str:
+    """'name=value' of the first field that is unknown and not at its default; '' = none."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if f.name not in KNOWN_FIELDS and value != f.default:
+            return f'{f.name}={value!r}'
+    return ''
+
+
+@torch.inference_mode()
+def agrees(model, cache, make_decode, share: float) -> bool:
+    """Whether steps of a fast decode give the logits of `model`'s forward in plain torch.
+
+    Compared are rows of different lengths: empty, before and after every ring wraps, and one at the
+    end of the context. The K and V that they hold are random; some rows sit out a step.
+
+    Args:
+        cache: the one that will be used. It is not touched.
+        make_decode: cache -> a step (n, 1) ids, lens -> (n, V) logits.
+        share: allowed difference, as a share of the standard deviation of the logits.
+    """
+    windows = {slot.window for slot in model.plan.slots if slot.kind == LOCAL}
+    lengths = {0, 9}
+    for window in windows:
+        lengths |= {window - 1, 2 * window - 2}  # the ring wraps after a token, and again
+    longest = max(0, cache.max_seq_len - N_STEPS)
+    far = longest
+    while model.plan.nbytes(1, far + N_STEPS, cache.kv_dtype) > FAR_NBYTES and far > max(lengths):
+        far //= 2
+    near = sorted({min(length, longest) for length in lengths})
+    return all(_agree(model, cache, rows, make_decode, share) for rows in (near, [far]))
+
+
+def _agree(model, cache, lengths, make_decode, share) -> bool:
+    n_steps = min(N_STEPS, cache.max_seq_len)
+    caches = []
+    with torch.random.fork_rng():  # sampling must not depend on this
+        for _ in range(2):
+            torch.manual_seed(0)
+            caches.append(model.new_cache(len(lengths), max(lengths) + n_steps, cache.kv_dtype))
+            for row, length in enumerate(lengths):
+                caches[-1].fill_(length, [row])
+    plain, decode = caches[0], make_decode(caches[1])
+    for step in range(n_steps):
+        lens = [int(step == 0 or (row + step) % 3 > 0) for row in range(len(lengths))]
+        rows = [row for row, n in enumerate(lens) if n]
+        ids = torch.arange(len(lengths), device=model.device)[:, None] * 7 + step
+        ids = ids % model.config.vocab_size
+        with triton_enabled(False):
+            expected = model(ids, cache=plain, lens=lens)[0][rows, -1].double()
+        gap = (decode(ids, lens)[rows].double() - expected).abs().amax(-1)
+        allowed = share * expected.std(-1) + 1e-4 * expected.abs().amax(-1)
+        finite = expected.isfinite().all(-1)  # what else a step gives there does not matter
+        if not (gap <= allowed)[finite].all():
+            return False
+    return True

@@ -1,0 +1,130 @@
+"""Fast decode steps are used only if they compute what model.py does, which people change."""
+import dataclasses
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from attention.backends import INTERPRETING, triton_enabled
+from config.gpt_config import GPTConfig
+from engine import captured, native
+from engine.agreement import KNOWN_FIELDS, unknown_field
+from engine.captured import captured_decode
+from engine.fused import FusedBlock
+from engine.native.step import _note_once, native_decode
+from model import Block, CausalSelfAttention
+from tests.helpers.models import FULL_STACK, configs, random_model, tokens
+
+# few layers, since interpreted kernels are slow
+SMALL = dict(FULL_STACK, n_layer=3, layer_pattern='LGL', kv_share='', n_head=2, n_embd=16,
+             head_dim=8, mlp_hidden=24)
+MORE = dataclasses.make_dataclass('MoreConfig', [('query_scale', float, dataclasses.field(
+    default=1.0, metadata={'choices': ()}))], bases=(GPTConfig,))
+
+
+@pytest.fixture
+def native_step():
+    """A function of a model and a cache: the C++ step, or None if it is not used."""
+    if native.library() is None:
+        pytest.skip('no compiler here')
+    _note_once.cache_clear()
+    return native_decode
+
+
+@pytest.fixture
+def fused_step(monkeypatch):
+    """The same with the blocks of captured steps."""
+    if not INTERPRETING or find_spec('triton') is None:
+        pytest.skip('interpreted where there is no GPU')
+    captured._note.cache_clear()
+    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+
+    def step(model, cache):
+        with triton_enabled(True):
+            decode = captured_decode(model, cache)
+        return decode if type(model.transformer.h[0]) is FusedBlock else None
+    return step
+
+
+@pytest.fixture(params=['native_step', 'fused_step'])
+def fast_step(request):
+    return request.getfixturevalue(request.param)
+
+
+def sharpened(monkeypatch, wrong) -> None:
+    """Make queries of the rows for which wrong(start of the row) is true half as long again, as a
+    change of model.py may."""
+    attend = CausalSelfAttention.attend_to_cache
+
+    def changed(self, q, kv, cache):
+        if hasattr(cache, '_step'):
+            starts = cache._step.starts
+        else:
+            starts = cache.positions[:, 0].tolist()
+        scale = torch.tensor([1.5 if wrong(start) else 1.0 for start in starts])
+        return attend(self, q * scale[:, None, None, None], kv, cache)
+    monkeypatch.setattr(CausalSelfAttention, 'attend_to_cache', changed)
+
+
+def refused(step, capsys, what, config=GPTConfig(**SMALL)) -> bool:
+    """Whether the step is not used, and one line says why."""
+    model = random_model(config, torch.float32)
+    capsys.readouterr()
+    assert step(model, model.new_cache(2, 64)) is None
+    [note] = capsys.readouterr().err.splitlines()
+    return note.startswith('Note: the') and what in note
+
+
+@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
+def test_a_step_that_computes_the_same_is_used(fast_step, kv_dtype):
+    model = random_model(GPTConfig(**SMALL), torch.float32)
+    state = torch.get_rng_state()
+    assert fast_step(model, model.new_cache(2, 64, kv_dtype)) is not None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize('wrong', [
+    lambda start: start == 1, lambda start: start >= 8, lambda start: start >= 60,
+    lambda start: start % 5 == 4], ids=['second token', 'from 8 on', 'at the end', 'at a wrap'])
+def test_a_change_that_acts_anywhere_is_seen(native_step, monkeypatch, capsys, wrong):
+    """Queries are scaled in some positions only."""
+    sharpened(monkeypatch, wrong)
+    assert refused(native_step, capsys, 'other logits than model.py')
+
+
+def test_a_change_that_acts_later_is_seen_in_fused_blocks(fused_step, monkeypatch, capsys):
+    sharpened(monkeypatch, lambda start: start >= 8)
+    assert refused(fused_step, capsys, 'other logits than model.py')
+
+
+def test_a_change_that_the_fused_blocks_lack_is_captured(monkeypatch):
+    model = random_model(GPTConfig(**SMALL), torch.float32)
+    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr(captured, 'unknown_field', lambda config: 'query_scale=1.5')
+    sharpened(monkeypatch, lambda start: start >= 8)
+    one, other = (model.new_cache(2, 64) for _ in 'ab')
+    decode = captured_decode(model, other)
+    assert type(model.transformer.h[0]) is Block
+    with torch.inference_mode():
+        for k in range(20):
+            idx = tokens(2, 1, seed=k)
+            expected = model(idx, cache=one)[0][:, -1]
+            assert (decode(idx) - expected).abs().max() < 1e-4
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(config=configs())
+def test_a_field_that_the_step_does_not_know_is_refused_by_name(native_step, capsys, config):
+    fields = dataclasses.asdict(config)
+    _note_once.cache_clear()
+    assert refused(native_step, capsys, 'query_scale=1.5', MORE(**fields, query_scale=1.5))
+    assert unknown_field(MORE(**fields)) == ''  # at its default it changes nothing
+
+
+def test_fused_blocks_are_not_used_with_a_field_that_they_do_not_know(fused_step, capsys):
+    assert refused(fused_step, capsys, 'query_scale=1.5', MORE(**SMALL, query_scale=1.5))
+
+
+def test_all_fields_of_today_are_known():
+    assert KNOWN_FIELDS == {f.name for f in dataclasses.fields(GPTConfig)}
