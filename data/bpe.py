@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from config.errors import UserError
-from data.gpt2_bpe import END_OF_TEXT, PATTERN, encode_text, gpt2_encoding
+from data.gpt2_bpe import END_OF_TEXT, PATTERN, encode_text, gpt2_encoding, valid_text
 
 FEWEST, MOST = 257, 65536  # bytes and '<|endoftext|>'; uint16 ids
 
@@ -32,7 +32,7 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
     letters = byte_letters()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = byte_level
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+    tokenizer.train_from_iterator(map(valid_text, texts), trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=list(letters.values()), show_progress=False))
     byte_of = {letter: byte for byte, letter in letters.items()}
     learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])

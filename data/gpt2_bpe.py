@@ -71,13 +71,25 @@ def encode_text(encoding: Any, text: str) -> np.ndarray:
     """Return encode_ordinary of `text` ('<|endoftext|>' in it is plain text) as (n,) uint16.
 
     tiktoken's regex engine panics on a run of about a million blanks, so runs longer than
-    BLANK_RUN are encoded in pieces, which decode to the same text.
+    BLANK_RUN are encoded in pieces, which decode to the same text. Surrogates are replaced as in
+    `valid_text`.
     """
+    text = valid_text(text)
     cuts = [match.end() for match in re.finditer(r'\s{%d}' % BLANK_RUN, text)]
     # encode_to_numpy makes no Python list, so threads encode in parallel
     return np.concatenate([
         encoding.encode_to_numpy(text[a:b], disallowed_special=()).astype(np.uint16)
         for a, b in zip([0, *cuts], [*cuts, len(text)])])
+
+
+def valid_text(text: str) -> str:
+    """Return `text` as text that UTF-8 can store. JSON may escape half of a surrogate pair, which
+    becomes '\ufffd'; the two halves of a pair become their character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+    return text
 
 
 def cache_folder() -> Path:

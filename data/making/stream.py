@@ -21,7 +21,7 @@ import numpy as np
 
 from config.errors import UserError
 from data.download import progress_bar
-from data.gpt2_bpe import encode_text, gpt2_encoding
+from data.gpt2_bpe import encode_text, gpt2_encoding, valid_text
 from data.making.script import Arguments, fraction, whole
 from data.making.textfiles import read_blocks
 from data.making.writer import TokenWriter
@@ -163,8 +163,8 @@ def encode_batch(texts: list[str], encoding: Any, share: float) -> Tokens:
     parts = {split: [np.zeros(0, np.uint16)] for split in ('train', 'val')}
     end_of_text = np.array([encoding.eot_token], dtype=np.uint16)
     nbytes = 0
-    for text in texts:
-        data = text.encode('utf-8', 'surrogatepass')
+    for text in map(valid_text, texts):
+        data = text.encode()
         nbytes += len(data)
         if data:
             digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')

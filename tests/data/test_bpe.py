@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from config.errors import UserError
 from data.bpe import byte_letters, learn_bpe, learned_encoding
-from data.gpt2_bpe import END_OF_TEXT
+from data.gpt2_bpe import END_OF_TEXT, encode_text
 from data.tokenfiles import TokenSplit, meta_problem
 from data.tokenizer import BPETokenizer, bytes_per_token, load_tokenizer
 from interop.tokenizer_files import byte_pairs, save_tokenizer, tokenizer_in
@@ -37,6 +37,12 @@ def test_ids_are_those_of_the_merges_in_order(text):
     """The library's own encoding, from the pairs that were merged."""
     reference = byte_pairs(learned_encoding(META['stoi']))
     assert reference.encode(text).ids == TOKENIZER.encode(text)
+
+
+def test_half_a_surrogate_pair_is_a_replacement_character():
+    assert learn_bpe(['a \ud83d b'], 300) == learn_bpe(['a \ufffd b'], 300)
+    for ids in (TOKENIZER.encode('a \ud83d b'), encode_text(TOKENIZER.encoding, 'a \ud83d b')):
+        assert TOKENIZER.decode(ids) == 'a \ufffd b'
 
 
 def test_the_special_token_is_not_made_from_text():

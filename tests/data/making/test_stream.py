@@ -48,6 +48,17 @@ def test_threads_keep_the_order_and_read_no_further_than_needed(tiny):
         plain(r) for r in encoded(source(), tiny, 0.1, workers=1)]
 
 
+def test_half_a_surrogate_pair_is_a_replacement_character(tiny, tmp_path):
+    """So are documents that differ only in such halves: they are equal, and in one split."""
+    lines = [r'{"text": "a \ud83d b"}', r'{"text": "a \udc00 b"}', r'{"text": "\ud83d\ude00"}']
+    (tmp_path / 'x.jsonl').write_text('\n'.join(lines * 9))
+    tokens = encode_batch(list(file_documents([tmp_path / 'x.jsonl'])), tiny, 1e-9)
+    expected = 'a \ufffd b<|endoftext|>' * 2 + '\U0001f600<|endoftext|>'
+    assert tiny.decode(tokens.train) == expected * 9 and tokens.val.size == 0
+    splits = [encode_batch(['a %s b' % half], tiny, 0.5).val.size for half in '\ud83d\udc00\ud800']
+    assert len(set(splits)) == 1
+
+
 def test_empty_documents_give_no_tokens(tiny):
     tokens = encode_batch(['', 'a', ''], tiny, 1e-9)
     assert tokens.train.tolist() == [97, 260] and tokens.val.size == 0
