@@ -65,7 +65,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
         else:
             path = _find(arg, takes_folder=program != 'train' and 'out_dir' in keys)
             try:
-                text = path.read_text(encoding='utf-8')
+                text = path.read_text(encoding='utf-8-sig')
             except (OSError, UnicodeDecodeError) as e:
                 raise UserError(f'config file {arg!r} cannot be read as UTF-8 text: {e}') from e
             if echo:

@@ -58,7 +58,7 @@ def available_datasets(root: Path = DATA_ROOT) -> list[str]:
 def by_hand(script: Path) -> str:
     """Return the text assigned to BY_HAND in a prepare.py, '' if none, without running it."""
     try:
-        tree = ast.parse(Path(script).read_text(encoding='utf-8'))
+        tree = ast.parse(Path(script).read_bytes())
     except (OSError, ValueError, SyntaxError):
         return ''  # running it will report what is wrong with it
     for node in tree.body:

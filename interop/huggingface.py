@@ -122,7 +122,7 @@ def _reason(error):
 def read_json(path):
     """Return the JSON object in the file at `path`. UserError: if there is none."""
     try:
-        raw = json.loads(path.read_text(encoding='utf-8'))
+        raw = json.loads(path.read_text(encoding='utf-8-sig'))
     except FileNotFoundError as e:
         raise UserError(f'no {path.name} in {path.parent}: the folder must be {GPT2_FOLDER}') from e
     except (OSError, ValueError, RecursionError) as e:  # ValueError: not JSON, or not UTF-8

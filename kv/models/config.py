@@ -28,7 +28,7 @@ def read_config(where: str) -> dict:
     if not path.is_file():
         path = _from_hub(where)
     try:
-        config = json.loads(path.read_text(encoding='utf-8'))
+        config = json.loads(path.read_text(encoding='utf-8-sig'))
     except (OSError, ValueError) as e:
         raise UserError(f'{path} cannot be read: {e}') from e
     if not isinstance(config, dict):

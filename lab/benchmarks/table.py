@@ -35,7 +35,7 @@ def section(name: str, document: dict) -> str:
 def read(path: str, modes=tuple(TABLES)) -> dict:
     """Read a document of one of these modes. UserError: if the file is not one."""
     try:
-        document = json.loads(Path(path).read_text(encoding='utf-8'))
+        document = json.loads(Path(path).read_text(encoding='utf-8-sig'))
     except (OSError, ValueError) as e:
         raise UserError(f'{path} cannot be read as JSON: {type(e).__name__}') from e
     if not isinstance(document, dict) or document.get('mode') not in modes:

@@ -119,7 +119,7 @@ class Trace:
     def read(cls, path) -> 'Trace':
         """Raises UserError, with the line, if the file is no trace."""
         try:
-            lines = Path(path).read_text(encoding='utf-8').splitlines()
+            lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f'{path} cannot be read: {e}') from e
         number = 1

@@ -52,6 +52,10 @@ def test_later_settings_of_a_file_may_use_earlier_ones_flags_and_defaults(file):
     assert (s.lr_decay_iters, s.max_iters, s.min_lr) == (50, 7, 6e-4 / 10)
 
 
+def test_a_byte_order_mark_is_dropped(file):
+    assert parse(file('\ufeffbatch_size = 5')).batch_size == 5
+
+
 # -- types -----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('flag, key, value', [

@@ -105,6 +105,11 @@ def test_by_hand_is_not_run_but_explained(tmp_path, line, words):
     assert by_hand(folder / 'nothing.py') == ''
 
 
+def test_by_hand_is_found_behind_a_byte_order_mark(tmp_path):
+    (tmp_path / 'prepare.py').write_text("\ufeffBY_HAND = 'hours'", encoding='utf-8')
+    assert by_hand(tmp_path / 'prepare.py') == 'hours'
+
+
 SLOW = """
     import time
     from pathlib import Path

@@ -9,6 +9,9 @@ import torch
 
 import interop.load
 from interop import export
+from interop.huggingface import read_json
+from kv.models.config import read_config
+from lab.benchmarks import table
 from tests.helpers.elsewhere import ROOT, commands, train_in
 from tests.programs.support import load
 
@@ -47,3 +50,10 @@ def test_what_is_to_be_installed_is_an_extra():
     installs = [command for command in commands('sh') if command.startswith('pip')]
     asked = [re.fullmatch(r"pip install -e '\.\[(.+)\]'", command)[1] for command in installs]
     assert asked == ['export', 'vllm', 'lm-eval'] and set(asked) <= set(extras)
+
+
+@pytest.mark.parametrize('read', [read_json, read_config, table.read])
+def test_json_of_others_may_begin_with_a_byte_order_mark(tmp_path, read):
+    """Windows' editors and PowerShell's > write one."""
+    (tmp_path / 'x.json').write_text('{"mode": "lengths"}', encoding='utf-8-sig')
+    assert read(tmp_path / 'x.json') == {'mode': 'lengths'}

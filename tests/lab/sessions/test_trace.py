@@ -86,8 +86,8 @@ GOOD = {'session': 0, 'system': 0, 'requests': [{'at': 0, 'after': -1, 'message'
 def test_files_that_are_no_traces(tmp_path, change, expected):
     head = {'format': traces.FORMAT, 'name': 'x', 'seed': 1, 'systems': [4]}
     path = tmp_path / 't'
-    path.write_text('\n'.join(map(json.dumps, (head, GOOD))))
-    assert Trace.read(path).n_requests == 1
+    path.write_text('\n'.join(map(json.dumps, (head, GOOD))), encoding='utf-8-sig')
+    assert Trace.read(path).n_requests == 1, 'a byte order mark is dropped'
     path.write_text('\n'.join(map(json.dumps, (head, GOOD | change))))
     with pytest.raises(UserError, match=expected):
         Trace.read(path)
