@@ -10,7 +10,7 @@ import pytest
 
 from config.errors import UserError
 from data.making.writer import TokenWriter, write_dataset
-from data.tokenfiles import TokenSplit, open_split, open_tokens, read_meta
+from data.tokenfiles import TokenSplit, is_prepared, open_split, open_tokens, read_meta
 
 META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
 SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
@@ -151,6 +151,46 @@ def test_numeric_order_needs_no_leading_zeros(tmp_path):
         np.array([number], dtype='<u2').tofile(tmp_path / f'train_{number}.bin')
     np.array([9], dtype='<u2').tofile(tmp_path / 'train_backup.bin')  # not a shard
     assert open_split(tmp_path, 'train').window(0, 11).tolist() == list(range(11))
+
+
+def write_llm_c(path, tokens, magic=20240520, version=1, count=None, dtype='<u2'):
+    header = np.zeros(256, dtype='<i4')
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype=dtype).tobytes())
+
+
+@pytest.mark.parametrize('train, val', [
+    (['fineweb_train_000001', 'fineweb_train_000002'], 'fineweb_val_000000'),
+    (['tiny_shakespeare_train'], 'tiny_shakespeare_val'),
+    (['train'], 'val'), (['train_00000', 'train_00001'], 'val_00000')])
+def test_files_of_llm_c_are_read_without_their_header(tmp_path, train, val):
+    for i, name in enumerate(train):
+        write_llm_c(tmp_path / f'{name}.bin', [50256, i, 7])
+    assert not is_prepared(tmp_path)
+    write_llm_c(tmp_path / f'{val}.bin', [50256, 9])
+    (tmp_path / 'backup_train.bin').write_bytes(b'abcd')  # neither nanoGPT's nor llm.c's
+    assert is_prepared(tmp_path)
+    tokens = open_split(tmp_path, 'train')
+    assert tokens.window(0, len(tokens)).tolist() == [50256, 0, 7, 50256, 1, 7][:3 * len(train)]
+    tokens = open_split(tmp_path, 'val')
+    assert len(tokens) == 2 and tokens.window(1, 1).tolist() == [9]
+    assert open_tokens(tmp_path / f'{val}.bin').tolist() == [50256, 9]
+
+
+@pytest.mark.parametrize('name, how, words', [
+    ('fw_train_000001', {'version': 2}, ['llm.c', 'version 2', 'version 1']),
+    ('train', {'version': 2}, ['llm.c', 'version 2', 'version 1']),
+    ('fw_train_000001', {'magic': 20240801, 'version': 7, 'dtype': '<u4'}, ['Llama 3', 'uint32']),
+    ('train', {'magic': 20240801, 'version': 7, 'dtype': '<u4'}, ['Llama 3', 'uint32']),
+    ('train', {'count': 5}, ['1028 bytes', '5 tokens']),
+    ('fw_train_000002', {}, ["no shard 'fw_train_000001.bin'", 'numbered from 1']),
+    ('fw_train', {'other': 'web_train'}, ['fw_train.bin', 'web_train.bin', 'one name'])])
+def test_files_of_llm_c_that_are_not_read_are_named(tmp_path, name, how, words):
+    if other := how.pop('other', None):
+        write_llm_c(tmp_path / f'{other}.bin', [1, 2])
+    write_llm_c(tmp_path / f'{name}.bin', [1, 2], **how)
+    with refused(*words):
+        open_split(tmp_path, 'train')
 
 
 @pytest.mark.parametrize('damage, words', [

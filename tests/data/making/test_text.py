@@ -13,7 +13,7 @@ from data.gpt2_bpe import END_OF_TEXT
 from data.making import textfiles
 from data.making.textfiles import find_files, scan, split
 from data.making.writer import write_dataset
-from data.tokenfiles import open_tokens, read_meta
+from data.tokenfiles import MAGIC, open_tokens, read_meta
 from data.tokenizer import CharTokenizer, load_tokenizer
 
 
@@ -114,12 +114,13 @@ def test_the_tail_of_the_largest_file_where_whole_files_are_too_little(tmp_path,
 def test_a_dataset_of_other_origin_is_only_replaced_when_asked_to(run, root, tmp_path):
     (tmp_path / 'book.txt').write_text('Some text. ' * 10)
     for name, file in (('mine', 'train.bin'), ('shards', 'train_00000.bin'),
-                       ('alphabet', 'meta.pkl')):
+                       ('alphabet', 'meta.pkl'), ('llm_c', 'fineweb_train_000001.bin')):
         (root / name).mkdir()
-        (root / name / file).write_bytes(b'mine')
+        content = MAGIC.to_bytes(4, 'little') * 256 if name == 'llm_c' else b'mine'
+        (root / name / file).write_bytes(content)
         with pytest.raises(UserError, match=f"'{file}', which this program did not make.*--overw"):
             run('--input', tmp_path / 'book.txt', name=name)
-        assert [path.read_bytes() for path in (root / name).iterdir()] == [b'mine']
+        assert [path.read_bytes() for path in (root / name).iterdir()] == [content]
         (root / name / 'source.json').write_text('{"made_by": "something else"}')
         with pytest.raises(UserError, match='--overwrite'):
             run('--input', tmp_path / 'book.txt', name=name)
