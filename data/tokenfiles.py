@@ -29,6 +29,7 @@ from config.errors import UserError
 
 TOKEN_DTYPE = np.dtype('<u2')
 MAX_ID = 65535
+MAX_VOCAB = 2 ** 32  # of uint32 ids
 HEADER_BYTES = 256 * 4
 MAGIC, VERSION = 20240520, 1  # of llm.c's files with GPT-2's tokens, in uint16
 LLAMA3_MAGIC = 20240801  # of llm.c's files with Llama 3's tokens, in uint32
@@ -67,17 +68,19 @@ def _number(path: Path) -> int:
     return int(found[1]) if found else -1
 
 
-def open_split(folder: Path, split: str) -> 'TokenSplit':
+def open_split(folder: Path, split: str, vocab_size: int = 0) -> 'TokenSplit':
     """Open the tokens of a split ('train', 'val'), in one file or in shards, without reading them.
+    vocab_size: the model's; 0 = that of meta.pkl, unlimited if there is none.
 
     Raises a UserError that names the file if there is none, there are shards besides `<split>.bin`,
     a shard number 0, 1, 2, ... is missing or duplicated, or a file is empty or of odd size.
     """
     folder = Path(folder)
-    single, dtype = folder / f'{split}.bin', dtype_of(read_meta(folder))
+    single, meta = folder / f'{split}.bin', read_meta(folder)
+    how = dtype_of(meta), vocab_size or (meta or {}).get('vocab_size', 0)
     files = split_files(folder, split) or llm_c_files(folder, split) or [single]
     if len(files) == 1 and _number(files[0]) < 0:
-        return TokenSplit(files, dtype)  # raises the error for a missing file
+        return TokenSplit(files, *how)  # raises the error for a missing file
     name = re.sub(r'_?\d*$', '', files[0].stem)
     for path in files[1:]:
         if re.sub(r'_?\d*$', '', path.stem) != name:
@@ -98,7 +101,7 @@ def open_split(folder: Path, split: str) -> 'TokenSplit':
             raise UserError(f"no shard '{name}_{number:0{width}d}.bin' in {str(folder)!r}, "
                             f'but {path.name!r}: allowed are shards numbered from {first} without '
                             'a gap; prepare the dataset again')
-    return TokenSplit(files, dtype)
+    return TokenSplit(files, *how)
 
 
 def dtype_of(meta: dict | None) -> np.dtype:
@@ -110,12 +113,13 @@ class TokenSplit:
     """The tokens of one or more files as one sequence, read only in windows.
 
     The files are not memory-mapped: truncating one while it is in use is an error, not a crash.
+    vocab_size: ids are below it; 0 = unlimited.
     """
 
     MAX_OPEN = 64  # file descriptors
 
-    def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE):
-        self.files, self.dtype = list(files), dtype
+    def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE, vocab_size: int = 0):
+        self.files, self.dtype, self.vocab_size = list(files), dtype, vocab_size or MAX_VOCAB
         layouts = [_layout(path, dtype) for path in self.files]
         self.offsets = [offset for offset, _ in layouts]  # of each file's tokens, in bytes
         sizes = [count for _, count in layouts]
@@ -131,7 +135,8 @@ class TokenSplit:
 
         Raises:
             IndexError: if any of them is outside 0 <= position < len(self).
-            UserError: if a file has become shorter, or cannot be read.
+            UserError: if a file has become shorter, or cannot be read, or if a token is outside
+                the vocabulary.
         """
         if start < 0 or n < 0 or start + n > self.starts[-1]:
             raise IndexError(f'tokens {start} to {start + n} of {self.starts[-1]}')
@@ -141,10 +146,6 @@ class TokenSplit:
             i += 1
             parts.append(self._read(i, 0, min(n - have, self.starts[i + 1] - self.starts[i])))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def file_of(self, position: int) -> Path:
-        """Return the file that contains the token at this position."""
-        return self.files[bisect.bisect_right(self.starts, position, hi=len(self.files)) - 1]
 
     def short_files(self) -> list[Path]:
         """Return (likely truncated) files, except the last, with fewer tokens than the largest."""
@@ -164,7 +165,11 @@ class TokenSplit:
         if len(data) < n * size:
             raise UserError(f'token file {str(self.files[i])!r} has become shorter '
                             'while it was in use')
-        return np.frombuffer(data, self.dtype)
+        ids = np.frombuffer(data, self.dtype)
+        if ids.max(initial=0) >= self.vocab_size:
+            raise UserError(f'token file {str(self.files[i])!r} has token {ids.max()}, and the '
+                            f'vocabulary {self.vocab_size}: it is damaged, or of another tokenizer')
+        return ids
 
 
 def open_tokens(path: Path, dtype: np.dtype = TOKEN_DTYPE) -> np.memmap:

@@ -24,7 +24,7 @@ class TokenBatches:
     Args:
         generator: draws the training windows; None = torch's global CPU generator.
         order, seed: passed to `data.order`; the seed is for shuffling.
-        vocab_size: the model's vocabulary size; 0 = unlimited.
+        vocab_size: the model's vocabulary size; 0 = that of meta.pkl, or unlimited without one.
     Raises:
         UserError: if a token file is missing, damaged or shorter than a window; in `next`, if a
             token is outside the vocabulary.
@@ -37,7 +37,7 @@ class TokenBatches:
         self.rank, self.world_size = rank, world_size
         self.tokens = {}
         for split in ('train', 'val'):
-            tokens = open_split(Path(folder), split)
+            tokens = open_split(Path(folder), split, vocab_size)
             if len(tokens) <= block_size:
                 raise UserError(f'{Path(folder).name}: {split}.bin has {len(tokens)} tokens, '
                                 f'more than block_size={block_size} are needed')
@@ -45,7 +45,6 @@ class TokenBatches:
             for path in tokens.short_files() if rank == 0 else []:
                 print(f'Note: token file {str(path)!r} is shorter than others: if it was cut '
                       'short, prepare the data set again')
-        self.vocab_size = vocab_size or 2 ** 32
         self.order = make_order(order, len(self.tokens['train']), block_size,
                                 generator or torch.default_generator, seed)
         self.state = self.order.state
@@ -70,11 +69,6 @@ class TokenBatches:
         tokens = self.tokens[split]
         windows = [tokens.window(i, self.block_size + 1) for i in offsets.tolist()]
         rows = np.stack(windows, dtype=np.int64)
-        if rows.max() >= self.vocab_size:
-            row, place = np.unravel_index(rows.argmax(), rows.shape)
-            path = tokens.file_of(int(offsets[row]) + int(place))
-            raise UserError(f'token file {str(path)!r} has token {rows.max()}, and the vocabulary '
-                            f'{self.vocab_size}: it is damaged, or of another tokenizer')
         rows = torch.from_numpy(rows)
         return on_device((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), self.device)
 

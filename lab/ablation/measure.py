@@ -159,7 +159,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
         judged = {'recall': recall(model, row, task)}
     else:
         folder = ensure_dataset(s.dataset)
-        tokens = open_split(folder, 'val')
+        tokens = open_split(folder, 'val', model.config.vocab_size)
         tokenizer, asked = load_tokenizer(read_meta(folder)), (s.block_size, ladder.s.eval_windows)
         windows = evaluate.spread_windows(tokens, *asked).to(device)
         judged, nats = losses(model, row, windows, tokenizer)

@@ -106,6 +106,19 @@ def test_windows_outside_are_refused_not_cut(tmp_path):
             data.window(start, n)
 
 
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
+    """The vocabulary is the model's, or that of meta.pkl; without either any token is read."""
+    np.array([1, 5], dtype='<u2').tofile(tmp_path / 'val.bin')
+    assert open_split(tmp_path, 'val').window(0, 2).tolist() == [1, 5]
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(META))
+    assert open_split(tmp_path, 'val', 6).window(0, 2).tolist() == [1, 5]
+    for given, known in ((5, 5), (0, 3)):
+        tokens = open_split(tmp_path, 'val', given)
+        assert tokens.window(0, 1).tolist() == [1]
+        with refused('val.bin', 'token 5', f'vocabulary {known}'):
+            tokens.window(0, 2)
+
+
 def test_many_threads_read_more_files_than_stay_open(tmp_path, monkeypatch):
     write_shards(tmp_path, 300, 10)
     monkeypatch.setattr(TokenSplit, 'MAX_OPEN', 2)

@@ -159,6 +159,13 @@ def test_train_refuses_damaged_data(refused, tmp_path, own_data_root, name, cont
     refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new'), name, *named)
 
 
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
+def test_train_refuses_tokens_outside_the_vocabulary(refused, tmp_path, own_data_root, name):
+    (own_data_root / 'tiny' / name).write_bytes(b'\x0c\x00' * 2000)
+    refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new'), name, 'token 12',
+            'vocabulary 12', 'of another tokenizer')
+
+
 @BOTH_PROGRAMS
 def test_a_data_set_of_more_tokens_than_the_model_has(refused, out, own_data_root, main, settings):
     letters = [chr(97 + i) for i in range(40)]
