@@ -5,7 +5,9 @@ so that tokens of ASCII text are that text, and nanoGPT's own sample.py can read
 ids are the bytes, followed by the merges in order (Sennrich et al. 2016; on bytes, GPT-2's), and by
 '<|endoftext|>'. Text is split into words by GPT-2's pattern first.
 """
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,15 @@ from config.errors import UserError
 from data.gpt2_bpe import END_OF_TEXT, PATTERN, encode_text, gpt2_encoding, valid_text
 
 FEWEST, MOST = 257, 65536  # bytes and '<|endoftext|>'; uint16 ids
+# longer words are cut to learn tokens, which takes time that grows with the square of their length
+LONGEST_WORD = 1000
+LONG_WORD = re.compile(r'(?:[^\W\d_]{%d}|[\d_]{%d}|[^\w\s]{%d}|\s{%d})' % ((LONGEST_WORD,) * 4))
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
     """Learn at most `vocab_size` tokens from `texts`. Returns the contents of meta.pkl.
 
-    Words are split at the ends of the texts. Raises UserError for a vocab_size outside 257 to
+    Words are split at the ends of the texts, and after LONGEST_WORD characters, with a note. Raises UserError for a vocab_size outside 257 to
     65,536, or if the package tokenizers is missing.
     """
     if not FEWEST <= vocab_size <= MOST:
@@ -32,7 +37,7 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
     letters = byte_letters()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = byte_level
-    tokenizer.train_from_iterator(map(valid_text, texts), trainers.BpeTrainer(
+    tokenizer.train_from_iterator(_cut_long_words(map(valid_text, texts)), trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=list(letters.values()), show_progress=False))
     byte_of = {letter: byte for byte, letter in letters.items()}
     learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -41,6 +46,21 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
     stoi = {token: i for i, token in enumerate(tokens)}
     return {'vocab_size': len(tokens), 'stoi': stoi, 'itos': dict(enumerate(tokens)),
             'tokenizer': 'bpe'}
+
+
+def _cut_long_words(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts in pieces without long words, and report at the end if there were any."""
+    n_cuts = 0
+    for text in texts:
+        start = 0
+        for match in LONG_WORD.finditer(text):
+            yield text[start:match.end()]
+            start = match.end()
+            n_cuts += 1
+        yield text[start:]
+    if n_cuts:
+        print(f'Note: words of more than {LONGEST_WORD:,} characters were cut to learn tokens, in '
+              f'{n_cuts:,} places', file=sys.stderr)
 
 
 def bpe_of(tokenizer: str, texts: Iterable[str]) -> tuple[dict | None, Any]:

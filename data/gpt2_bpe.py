@@ -15,6 +15,7 @@ import re
 import sys
 import tarfile
 import threading
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ def encoding_of(ranks: bytes) -> Any:
                              special_tokens={END_OF_TEXT: len(table)})
 
 
-def encode_text(encoding: Any, text: str) -> np.ndarray:
-    """Return encode_ordinary of `text` ('<|endoftext|>' in it is plain text) as (n,) uint16.
+def encode_text(encoding: Any, text: str, special: Set[str] = frozenset()) -> np.ndarray:
+    """Return the ids of `text` as (n,) uint16. '<|endoftext|>' in it is plain text unless in
+    `special`.
 
     tiktoken's regex engine panics on a run of about a million blanks, so runs longer than
     BLANK_RUN are encoded in pieces, which decode to the same text. Surrogates are replaced as in
@@ -78,7 +80,8 @@ def encode_text(encoding: Any, text: str) -> np.ndarray:
     cuts = [match.end() for match in re.finditer(r'\s{%d}' % BLANK_RUN, text)]
     # encode_to_numpy makes no Python list, so threads encode in parallel
     return np.concatenate([
-        encoding.encode_to_numpy(text[a:b], disallowed_special=()).astype(np.uint16)
+        encoding.encode_to_numpy(text[a:b], allowed_special=special,
+                                 disallowed_special=()).astype(np.uint16)
         for a, b in zip([0, *cuts], [*cuts, len(text)])])
 
 

@@ -10,7 +10,7 @@ from config.errors import UserError
 from data.gpt2_bpe import encode_text
 
 # text without blanks is cut after this many characters, which may change a token there
-LONGEST_PIECE = 1 << 24
+LONGEST_PIECE = 1 << 20
 
 # GPT-2 splits text into words before it merges bytes, and a blank after a visible character always
 # starts a new word: text cut just before such a blank gives the same ids as uncut.
@@ -48,7 +48,7 @@ def char_encoder(stoi: dict[str, int]) -> Callable[[str], np.ndarray]:
 def bpe_arrays(encoding: Any, blocks: Iterable[str]) -> Iterator[np.ndarray]:
     """Yield uint16 arrays that, joined, are encode_ordinary of the joined `blocks`.
 
-    encoding: GPT-2's tiktoken.Encoding. Memory: two blocks, or LONGEST_PIECE without blanks.
+    encoding: GPT-2's tiktoken.Encoding. Memory: two blocks.
     """
     rest = ''
     for block in blocks:

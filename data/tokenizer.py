@@ -9,7 +9,7 @@ import numpy as np
 
 from config.errors import UserError
 from data.bpe import learned_encoding
-from data.gpt2_bpe import END_OF_TEXT, gpt2_encoding
+from data.gpt2_bpe import END_OF_TEXT, encode_text, gpt2_encoding
 from data.tokenfiles import TokenSplit
 
 # text for ids outside the vocabulary (models pad GPT-2's 50,257 ids to 50,304)
@@ -98,7 +98,7 @@ class BPETokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Encode `text`. special: encode '<|endoftext|>' as the special token, as nanoGPT does."""
         allowed = {END_OF_TEXT} & self.encoding.special_tokens_set if special else set()
-        return self.encoding.encode(text, allowed_special=allowed, disallowed_special=())
+        return encode_text(self.encoding, text, allowed).tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids; unknown ids and invalid UTF-8 become '\ufffd'."""

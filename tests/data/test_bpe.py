@@ -76,6 +76,26 @@ def test_a_short_text_makes_fewer_tokens():
     assert list(meta['stoi'])[256:] == ['ab', END_OF_TEXT] and meta['vocab_size'] == 258
 
 
+@pytest.mark.parametrize('long', ['ab', '12', '+-', ' \t'])
+def test_long_words_are_cut_to_learn_tokens(monkeypatch, capsys, long):
+    """The trainer's time grows with the square of the length of a word."""
+    lengths = []
+
+    class Recorder:
+        def __init__(self, model):
+            self.get_vocab = dict
+
+        def train_from_iterator(self, texts, trainer):
+            lengths.extend(map(len, texts))
+
+    monkeypatch.setattr('tokenizers.Tokenizer', Recorder)
+    learn_bpe(['a short text', 'before ' + long * 2500 + 'after', '<p>' * 1000], 300)
+    assert max(lengths[:-1]) < 1010 and sum(lengths) == 12 + 7 + 5000 + 5 + 3000
+    assert lengths[-1] == 3000, 'many short words'
+    err = capsys.readouterr().err
+    assert 'more than 1,000 characters were cut' in err and err.count('\n') == 1
+
+
 @pytest.mark.parametrize('stoi', [
     {chr(b): b for b in range(256)}, {chr(b): b for b in range(1, 256)} | {END_OF_TEXT: 0},
     {chr(b): b for b in range(257)} | {END_OF_TEXT: 257}])

@@ -12,6 +12,7 @@ import tiktoken
 from config.errors import UserError
 from data import gpt2_bpe
 from data.gpt2_bpe import cache_folder, encode_text, gpt2_encoding
+from data.tokenizer import BPETokenizer
 
 
 def sdist_of(files):
@@ -98,3 +99,4 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 def test_runs_of_blanks_longer_than_tiktoken_can_take(tiny):
     text = 'a' + ' ' * 2_500_000 + 'b' + '\n' * 100_001
     assert tiny.decode(encode_text(tiny, text).tolist()) == text
+    assert tiny.decode(BPETokenizer(tiny).encode(text)) == text
