@@ -33,9 +33,9 @@ FEWEST = 2  # characters per split: an input and its target
 
 @dataclass(frozen=True)
 class TextPart:
-    """Characters [start, end) of a text file. `key`, its relative path, determines the split."""
+    """Characters [start, end) of a text file. `digest`, of the file's text, determines the split."""
     path: Path
-    key: str
+    digest: bytes
     start: int
     end: int
     whole: bool = True
@@ -134,19 +134,20 @@ def scan(files: list[tuple[Path, str]]) -> tuple[list[TextPart], set[str]]:
     Reports skipped files on stderr. Raises UserError if none is text.
     """
     texts, alphabet, skipped = [], set(), {}
-    for path, key in tracked(files, 'reading'):
-        length, characters = 0, set()
+    for path, _ in tracked(files, 'reading'):
+        length, characters, digest = 0, set(), hashlib.sha256()
         try:
             for block in read_blocks(path):
                 length += len(block)
                 characters.update(block)
+                digest.update(block.encode())
         except UserError as error:
             skipped[path] = str(error).removeprefix(f'{str(path)!r} is ')
             continue
         if '\0' in characters or not length:
             skipped[path] = 'it holds zero bytes' if length else 'it is empty'
         else:
-            texts.append(TextPart(path, key, 0, length))
+            texts.append(TextPart(path, digest.digest(), 0, length))
             alphabet |= characters
     if skipped:
         _report(f'{len(skipped):,} of {len(files):,} files that are not text', skipped)
@@ -161,20 +162,24 @@ def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
     share: val's fraction of characters. UserError if a split has fewer than FEWEST characters.
     """
     total = sum(map(len, texts))
+    copies: dict[bytes, list[TextPart]] = {}  # equal files are in one split
+    for text in texts:
+        copies.setdefault(text.digest, []).append(text)
     chosen, room = set(), total * share
-    for text in sorted(texts, key=lambda text: hashlib.sha256(text.key.encode()).digest()):
-        if len(text) <= room and len(texts) > 1:
-            chosen.add(text.path)
-            room -= len(text)
-    train = [text for text in texts if text.path not in chosen]
-    val = [text for text in texts if text.path in chosen]
+    for digest, equal in sorted(copies.items()):
+        size = sum(map(len, equal))
+        if size <= room and len(copies) > 1:
+            chosen.add(digest)
+            room -= size
+    train = [text for text in texts if text.digest not in chosen]
+    val = [text for text in texts if text.digest in chosen]
     if sum(map(len, val)) < ENOUGH * total * share:
         largest = max(texts, key=len)
-        cut = len(largest) - (total - int(total * (1 - share)))
+        equal = copies[largest.digest]
+        cut = len(largest) - (total - int(total * (1 - share))) // len(equal)
         cut = min(max(cut, FEWEST), len(largest))
-        head = replace(largest, end=cut, whole=False)
-        train = [head if text is largest else text for text in texts]
-        val = [replace(largest, start=cut)]
+        train = [replace(text, end=cut, whole=False) if text in equal else text for text in texts]
+        val = [replace(text, start=cut) for text in equal]
     n_train, n_val = sum(map(len, train)), sum(map(len, val))
     if min(n_train, n_val) < FEWEST:
         raise UserError(f'too little text: {total:,} characters leave {n_train:,} for train and '

@@ -9,9 +9,10 @@ writes data/text/ (or data/NAME/), which train.py knows as --dataset=text (or NA
 Files: the given ones, and in given folders those whose name matches --glob, at any depth, except
 hidden ones (.git). Files that are not UTF-8, contain a zero byte or are empty are skipped and
 reported. Line ends become \\n. The order is that of --input, and in a folder that of the paths.
-Split: of several files, whole ones are held out, in the order of a hash of their paths, as long as
+Split: of several files, whole ones are held out, in the order of a hash of their texts, as long as
 they fit into the share --val of all characters. If they make up less than half of that share (large
-files, or a single one), the last characters of the largest file are held out instead.
+files, or a single one), the last characters of the largest file (and of its copies) are held out
+instead. Equal files are in the same split.
 Tokens (--tokenizer): char, every character of the files, in sorted order; gpt2, GPT-2's 50,257;
 bpe:N, N tokens learned from the train split, of which each is about 2 (N=512) to 3 (N=2048)
 characters of English. gpt2 writes no meta.pkl.

@@ -77,7 +77,7 @@ def test_whole_files_are_held_out_and_parted(run, files, capsys):
     train, val = run('--input', files, '--glob=*.txt', '--val=0.125', name='mine')
     parts = [[text.strip() for text in part.split('\n\n\n')[:-1]] for part in (train, val)]
     assert sorted(parts[0] + parts[1]) == sorted(f'text {i} ' + 'x' * 100 for i in range(40))
-    assert len(parts[1]) == 4  # a fifth text would exceed an eighth of the characters
+    assert len(parts[1]) == 5  # a sixth text would exceed an eighth of the characters
     in_order = [part.split()[1] for part in parts[0]]
     assert in_order == sorted(in_order, key=lambda i: (int(i) % 2, int(i))), 'a/ before b/'
     err = capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_the_split_is_the_same_every_time_and_wherever_the_folder_is(run, files,
 def test_end_of_text_follows_each_file_in_bpe(run, files, tiny):
     train, val = run('--input', files, '--glob=*.txt', '--val=0.125', '--tokenizer=gpt2',
                      tokenizer=list)
-    assert train.count(260) == 36 and val.count(260) == 4 and train[-1] == val[-1] == 260
+    assert train.count(260) == 35 and val.count(260) == 5 and train[-1] == val[-1] == 260
     assert tiny.decode(train[:train.index(260)]) == 'text 0 ' + 'x' * 100
 
 
@@ -109,6 +109,21 @@ def test_the_tail_of_the_largest_file_where_whole_files_are_too_little(tmp_path,
     parts = split(scan(find_files([tmp_path], '*'))[0], 0.1)
     found = {name: [(part.start, part.end) for part in parts[name]] for name in parts}
     assert found == {'train': train, 'val': val}
+
+
+@pytest.mark.parametrize('n_texts, size', [(40, 100), (2, 5000), (1, 5000)])
+def test_equal_files_are_in_one_split(tmp_path, n_texts, size):
+    """Of 40 small texts whole ones are held out; of large ones the tails of all copies."""
+    for i in range(n_texts):
+        for copy in range(3):
+            end = '\r\n' if copy else '\n'  # the same text, with other line ends
+            (tmp_path / f'{i}_{copy}').write_bytes((chr(97 + i) * size + end).encode())
+    parts = split(scan(find_files([tmp_path], '*'))[0], 0.1)
+    spans = {name: {(part.digest, k) for part in parts[name] for k in range(part.start, part.end)}
+             for name in parts}
+    assert not spans['train'] & spans['val']
+    n_train, n_val = (sum(map(len, parts[name])) for name in ('train', 'val'))
+    assert n_train + n_val == 3 * n_texts * (size + 1) and 0.08 < n_val / (n_train + n_val) < 0.12
 
 
 def test_a_dataset_of_other_origin_is_only_replaced_when_asked_to(run, root, tmp_path):
