@@ -189,8 +189,8 @@ def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
 
 
 def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alphabet: set[str],
-            settings: dict) -> None:
-    """Write the dataset. tokenizer: 'char' (those of `alphabet`), 'gpt2', or 'bpe:N', N tokens
+            settings: dict) -> dict[str, int]:
+    """Write the dataset and return the number of tokens of each split. tokenizer: 'char' (those of `alphabet`), 'gpt2', or 'bpe:N', N tokens
     learned from the train split. Prints nanoGPT's lines; `settings` go into source.json."""
     texts = [(name, part) for name in parts for part in parts[name]]
     several = len({part.path for _, part in texts}) > 1
@@ -216,6 +216,7 @@ def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alph
                 out.add(name, after)
     for name in parts:
         print(f'{name} has {out.tokens[name]:,} tokens')
+    return out.tokens
 
 
 def tracked(files: list, description: str) -> Iterator:

@@ -27,11 +27,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
-from configurator import run_program
+from config.errors import UserError
+from configurator import parse, run_program
 from data.datasets import DATA_ROOT
 from data.making.script import Arguments, fraction, tokenizer_name
 from data.making.textfiles import check_name, find_files, prepare, scan, split
 
+CONFIG = 'config/train_text.py'
 BY_HAND = 'it is made from files of your own, which --input names'
 
 
@@ -55,10 +57,20 @@ def main(argv: list[str] | None = None) -> None:
     settings = {'input': [str(path.resolve()) for path in args.input], 'glob': args.glob,
                 'tokenizer': args.tokenizer, 'val': args.val}
     parts = split(texts, args.val)
-    prepare(folder, parts, args.tokenizer, alphabet, settings)
-    where = '' if args.name == 'text' else f' --dataset={args.name} --out_dir=out-{args.name}'
-    print('train a small model on it, of a size for a laptop: '
-          f'python train.py config/train_text.py{where}')
+    tokens = prepare(folder, parts, args.tokenizer, alphabet, settings)
+    flags = '' if args.name == 'text' else f' --dataset={args.name} --out_dir=out-{args.name}'
+    advice = ''
+    block_size = parse('train', [CONFIG], echo=False).block_size
+    shorter = min(tokens, key=tokens.get)
+    longest = tokens[shorter] - 1  # window, because targets are one token later
+    if longest < block_size:
+        remedy = f"more text or a {'larger' if shorter == 'val' else 'smaller'} --val"
+        if longest < 1:
+            raise UserError(f'{shorter} has a single token, too little to train: give {remedy}')
+        advice = f' ({shorter} is too short for block_size={block_size}; {remedy} also helps)'
+        flags += f' --block_size={1 << longest.bit_length() - 1}'
+    print('train a small model on it, of a size for a laptop'
+          f'{advice}: python train.py {CONFIG}{flags}')
 
 
 if __name__ == '__main__':

@@ -19,16 +19,20 @@ def test_train_alone_names_the_config_to_begin_with(tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
-def test_own_text_and_the_command_that_trains_on_it(tmp_path, monkeypatch, capsys):
-    (tmp_path / 'a.txt').write_text('some words and more words\n' * 200)
+@pytest.mark.parametrize('n_characters, block_size', [(5200, 256), (2000, 128), (40, 2)])
+def test_own_text_and_the_command_that_trains_on_it(tmp_path, monkeypatch, capsys, n_characters,
+                                                    block_size):
+    (tmp_path / 'a.txt').write_text(('some words and more words\n' * 200)[:n_characters])
     monkeypatch.setattr(prepare, 'DATA_ROOT', tmp_path / 'data')
     prepare.main(['--input', str(tmp_path / 'a.txt'), '--name', 'mine'])
     last = capsys.readouterr().out.splitlines()[-1]
     command = ': python train.py config/train_text.py --dataset=mine --out_dir=out-mine'
-    assert last.endswith(command)
+    if block_size < 256:
+        command += f' --block_size={block_size}'
+    assert last.endswith(command) and (block_size < 256) == ('a larger --val also helps' in last)
     monkeypatch.setattr(train, 'DATA_ROOT', tmp_path / 'data')
     monkeypatch.chdir(tmp_path)
-    small = dict(max_iters=1, eval_interval=1, eval_iters=1, block_size=32, device='cpu')
+    small = dict(max_iters=1, eval_interval=1, eval_iters=1, batch_size=1, device='cpu')
     train.main(command.split()[3:] + flags(small))
     assert (tmp_path / 'out-mine' / 'ckpt.pt').exists()
 

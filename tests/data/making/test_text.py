@@ -111,6 +111,12 @@ def test_the_tail_of_the_largest_file_where_whole_files_are_too_little(tmp_path,
     assert found == {'train': train, 'val': val}
 
 
+def test_a_split_of_one_token_is_too_little(run, tmp_path, tiny):
+    (tmp_path / 'a.txt').write_text('the word he')
+    with pytest.raises(UserError, match='val has a single token.* a larger --val$'):
+        run('--input', tmp_path / 'a.txt', '--tokenizer=gpt2')
+
+
 @pytest.mark.parametrize('n_texts, size', [(40, 100), (2, 5000), (1, 5000)])
 def test_equal_files_are_in_one_split(tmp_path, n_texts, size):
     """Of 40 small texts whole ones are held out; of large ones the tails of all copies."""
