@@ -24,8 +24,8 @@ LONG_WORD = re.compile(r'(?:[^\W\d_]{%d}|[\d_]{%d}|[^\w\s]{%d}|\s{%d})' % ((LONG
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
     """Learn at most `vocab_size` tokens from `texts`. Returns the contents of meta.pkl.
 
-    Words are split at the ends of the texts, and after LONGEST_WORD characters, with a note. Raises UserError for a vocab_size outside 257 to
-    65,536, or if the package tokenizers is missing.
+    Words are split at the ends of the texts, and after LONGEST_WORD characters, with a note.
+    Raises UserError for a vocab_size outside 257 to 65,536, or if tokenizers is not installed.
     """
     if not FEWEST <= vocab_size <= MOST:
         raise UserError(f'tokenizer=bpe:{vocab_size}: allowed are {FEWEST} to {MOST:,} tokens')

@@ -33,7 +33,7 @@ FEWEST = 2  # characters per split: an input and its target
 
 @dataclass(frozen=True)
 class TextPart:
-    """Characters [start, end) of a text file. `digest`, of the file's text, determines the split."""
+    """Characters [start, end) of a text file. `digest`, of its text, determines the split."""
     path: Path
     digest: bytes
     start: int
@@ -190,8 +190,11 @@ def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
 
 def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alphabet: set[str],
             settings: dict) -> dict[str, int]:
-    """Write the dataset and return the number of tokens of each split. tokenizer: 'char' (those of `alphabet`), 'gpt2', or 'bpe:N', N tokens
-    learned from the train split. Prints nanoGPT's lines; `settings` go into source.json."""
+    """Write the dataset, and return the number of tokens of each split.
+
+    tokenizer: 'char' (those of `alphabet`), 'gpt2', or 'bpe:N', N tokens learned from the train
+    split. Prints nanoGPT's lines; `settings` go into source.json.
+    """
     texts = [(name, part) for name in parts for part in parts[name]]
     several = len({part.path for _, part in texts}) > 1
     print(f'length of dataset in characters: {sum(len(part) for _, part in texts):,}')
