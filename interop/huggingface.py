@@ -7,7 +7,6 @@ never read. https://github.com/karpathy/nanoGPT (model.py)
 import contextlib
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import torch
@@ -18,10 +17,9 @@ from config.schema import GPT2_FOLDER, GPT2_TYPES
 from interop.fields import gpt_config
 from kv.plan import plan_kv
 from model import GPT
+from training.checkpoint import MASKS
 
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
-# causal masks, which old versions of transformers saved with the weights
-MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}
 DTYPES = ('F64', 'F32', 'BF16', 'F16')
 # Defaults of transformers' GPT2Config: sizes, and options that have only one value in our model

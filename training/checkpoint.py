@@ -27,6 +27,10 @@ from config.schema import MODEL
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
             'best_val_loss': (torch.Tensor, float), 'config': dict}
+# parts of names that torch.compile and DistributedDataParallel add
+WRAPPERS = {'_orig_mod', 'module'}
+# causal masks, which nanoGPT without flash attention and old versions of transformers also save
+MASKS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias')
 SHARDS = 'shards_'
 MOMENT = re.compile(r'optimizer\.(\d+)\.(.+)')
 
@@ -86,7 +90,8 @@ def link_or_copy(path: Path, target: Path) -> None:
 
 
 def load_checkpoint(path: Path, whole: bool = True) -> dict:
-    """Load a checkpoint (ours or nanoGPT's) from `path` without torch.compile's `_orig_mod.`.
+    """Load a checkpoint (ours, nanoGPT's, or that of a fork) from `path`. The weights get the names
+    of `GPT`: without the prefixes of wrappers, and without causal masks.
 
     whole: also read tensors stored in shards.
     Raises:
@@ -108,11 +113,23 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
         value = checkpoint[key]
         if not isinstance(value, kind) or (key == 'iter_num' and value < 0):
             raise UserError(f'checkpoint {path}: invalid {key} {str(value)[:50]!r}')
-    checkpoint['model'] = {str(name).removeprefix('_orig_mod.'): x
-                           for name, x in checkpoint['model'].items()}
+    checkpoint['model'] = _unwrapped(path, checkpoint['model'])
     if whole and 'shards' in checkpoint:
         fill_from_shards(path, checkpoint)
     return checkpoint
+
+
+def _unwrapped(path: Path, weights: dict) -> dict:
+    """The weights under the names of `GPT`. UserError: if two of them have the same name there."""
+    found = {}
+    for saved_name, x in weights.items():
+        name = '.'.join(part for part in str(saved_name).split('.') if part not in WRAPPERS)
+        if MASKS.fullmatch(name) and torch.is_tensor(x) and x.dim() in (0, 4):
+            continue
+        if name in found:
+            raise UserError(f'checkpoint {path} has {name} twice, also as {saved_name}')
+        found[name] = x
+    return found
 
 
 @contextlib.contextmanager

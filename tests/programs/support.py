@@ -1,6 +1,7 @@
 """A tiny character data set, tiny configs, and helpers to run train.py and sample.py on them."""
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,25 @@ BOTH = pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 
 LAUNCH = ('import sys, pathlib, configurator, interop.load, {0} as program; '
           'program.DATA_ROOT = interop.load.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
           'configurator.run_program(program.main)')
+
+
+def prefixed(prefix: str):
+    return lambda weights: {prefix + name: x for name, x in weights.items()}
+
+
+def with_masks(weights):
+    """As nanoGPT stores them with a torch that has no flash attention, and as some forks do."""
+    masks = {'bias': torch.ones(1, 1, 16, 16).tril(), 'masked_bias': torch.tensor(-1e4)}
+    return weights | {f'transformer.h.{layer}.attn.{name}': x
+                      for layer in range(2) for name, x in masks.items()}
+
+
+# the names of weights in checkpoints of nanoGPT and its forks
+NANOGPT_FORMS = {
+    'compiled': prefixed('_orig_mod.'), 'DDP': prefixed('module.'), 'masks': with_masks,
+    'compiled DDP with masks': lambda weights: prefixed('_orig_mod.module.')(with_masks(weights)),
+    'DDP of compiled blocks': lambda weights: prefixed('module.')({
+        re.sub(r'(h\.\d+\.)', r'\1_orig_mod.', name): x for name, x in weights.items()})}
 
 
 def flags(settings: dict) -> list[str]:

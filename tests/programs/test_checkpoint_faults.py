@@ -9,7 +9,8 @@ import torch
 
 from config.errors import UserError
 from tests.programs.support import Died, contents, die, kept, no_links, run_train
-from training.checkpoint import link_or_copy, load_checkpoint, save_checkpoint
+from model import GPT, GPTConfig
+from training.checkpoint import link_or_copy, load_checkpoint, load_weights, save_checkpoint
 
 resource = pytest.importorskip('resource')  # not on Windows
 
@@ -24,6 +25,21 @@ def size_limit(n):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_only_masks_are_dropped_and_no_weight_replaces_another(tmp_path):
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=12, bias=True))
+    path, weights = tmp_path / 'ckpt.pt', model.state_dict()
+    rest = dict(model_args={}, iter_num=0, best_val_loss=1.0, config={})
+    name = 'transformer.h.0.attn.bias'
+    torch.save({'model': weights | {name: torch.ones(1, 1, 16, 16)}, **rest}, path)
+    assert load_checkpoint(path)['model'].keys() == weights.keys()  # c_attn.bias is a parameter
+    torch.save({'model': weights | {name: torch.ones(16)}, **rest}, path)
+    with pytest.raises(UserError, match=name):
+        load_weights(model, load_checkpoint(path), path)
+    torch.save({'model': weights | {'module.lm_head.weight': torch.ones(12, 16)}, **rest}, path)
+    with pytest.raises(UserError, match='lm_head.weight twice, also as module.lm_head.weight'):
+        load_checkpoint(path)
 
 
 def full_disk(*_):

@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
+    NANOGPT_FORMS,
     FULL_STACK,
     HARD,
     VANILLA,
@@ -147,18 +148,20 @@ def test_the_shape_comes_from_the_checkpoint_and_other_settings_from_today(tmp_p
     assert [row['iter'] for row in run.rows] == list(range(7))
 
 
-def test_a_nanogpt_checkpoint_with_compile_prefixes_resumes(tmp_path, trained):
-    """It has no random states, data position or scaler, its names have the prefix `_orig_mod.`,
-    and its optimizer may not be fused."""
+@pytest.mark.parametrize('form', NANOGPT_FORMS)
+def test_a_nanogpt_checkpoint_resumes(tmp_path, trained, form):
+    """It has no random states, data position or scaler, other names, and its optimizer may not be
+    fused."""
     checkpoint = load(trained['vanilla'] / 'ckpt.pt')
     for key in ('rng', 'data_rng', 'scaler'):
         del checkpoint[key]
-    checkpoint['model'] = {f'_orig_mod.{name}': x for name, x in checkpoint['model'].items()}
+    ours = checkpoint['model']
+    checkpoint['model'] = NANOGPT_FORMS[form](ours)
     for group in checkpoint['optimizer']['param_groups']:
         group['fused'] = None
     torch.save(checkpoint, tmp_path / 'ckpt.pt')
     run = run_train(tmp_path, init_from='resume', max_iters=12)
     assert [row['iter'] for row in run.rows] == [10, 11, 12]
     saved = load(run.path)
-    assert not any(name.startswith('_orig_mod') for name in saved['model'])
+    assert saved['model'].keys() == ours.keys()
     assert all(group['fused'] for group in saved['optimizer']['param_groups'])

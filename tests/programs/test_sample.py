@@ -14,7 +14,7 @@ from kv.cache import KVCache
 from kv.capacity import prefill_flops
 from kv.plan import plan_kv
 from model import GPT
-from tests.programs.support import ALPHABET, load, run_sample
+from tests.programs.support import ALPHABET, NANOGPT_FORMS, load, run_sample
 
 RULE = '---------------'
 KINDS = pytest.mark.parametrize('kind', ['vanilla', 'full'])
@@ -176,10 +176,11 @@ def test_a_config_of_train_py_finds_its_checkpoint(capsys, trained, tmp_path):
     assert samples_in(capsys.readouterr().out) == texts(capsys, trained['full'])
 
 
-def test_a_nanogpt_checkpoint_with_compile_prefixes_samples_the_same(capsys, trained, tmp_path):
+@pytest.mark.parametrize('form', NANOGPT_FORMS)
+def test_a_nanogpt_checkpoint_samples_the_same(capsys, trained, tmp_path, form):
     shutil.copytree(trained['vanilla'], tmp_path / 'out')
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
-    checkpoint['model'] = {f'_orig_mod.{name}': x for name, x in checkpoint['model'].items()}
+    checkpoint['model'] = NANOGPT_FORMS[form](checkpoint['model'])
     theirs = ('model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config')
     torch.save({key: checkpoint[key] for key in theirs}, tmp_path / 'out' / 'ckpt.pt')
     assert texts(capsys, tmp_path / 'out') == texts(capsys, trained['vanilla'])
