@@ -1,5 +1,7 @@
 """Which kind of attention or state each layer of a Hugging Face model has, by `layer_types` and the
 older keys that say the same. No torch here."""
+import re
+
 from config.errors import UserError
 
 # Names of kinds: what transformers writes today, and what older files have. A hybrid layer has
@@ -18,7 +20,22 @@ REPEATED = {'sliding_window_pattern', '_sliding_window_pattern', 'full_attention
             'kv_sharing_modes', 'attn_type_list', 'linear_attn_config', 'sliding_window',
             'global_attn_every_n_layers'}
 OVERRIDES = {'M': 'mamba', '*': 'attention', '-': 'mlp', 'E': 'moe'}  # Nemotron-H
+# model types without a causal mask, unless their config says otherwise
+ENCODERS = re.compile('(?i:.*bert.*|big_bird|canine|data2vec.*|electra|ernie(_m)?|esmc?|fnet|funnel'
+                      '|gte|jina_embeddings.*|layoutlm.*|longformer|luke|mpnet|mra|nezha'
+                      '|nystromformer|perceiver|reformer|roformer|tapas|xlm|xmod|yoso'
+                      '|beit|clip.*|deit|dinov.*|siglip.*|swin.*|vit.*|unispeech.*|wav2vec.*'
+                      '|wavlm|.*(MaskedLM|EncoderModel))')
 LETTERS = {'L': 'local', 'G': 'full_attention'}
+
+
+def encoder_in(facts) -> str:
+    """The model type or architecture by which the config is of an encoder; '' for a decoder."""
+    names = [facts.get('model_type', default=''), *(facts.typed(list, 'architectures') or [])]
+    found = [str(name) for name in names if ENCODERS.fullmatch(str(name))]
+    is_decoder = (facts.typed(bool, 'is_decoder') or facts.typed(bool, 'causal')
+                  or any('decoder' in name.lower() for name in found))
+    return '' if is_decoder else ', '.join(found)
 
 
 def kinds_of(facts, n_layer: int, complete: bool) -> tuple[list[str], tuple[str, ...]]:
@@ -41,7 +58,7 @@ def kinds_of(facts, n_layer: int, complete: bool) -> tuple[list[str], tuple[str,
         kinds = [local] * n_layer
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise UserError(f'this config has layer_types={kinds!r}: a list of names is needed')
-    if len(kinds) not in (n_layer, 2 * n_layer):  # LongCat has two attentions in each layer
+    if len(kinds) != n_layer:
         raise UserError(f'this config has num_hidden_layers={n_layer}, but layer_types for '
                         f'{len(kinds)} of them')
     known = ATTENTION | WINDOWED | CHUNKED | STATEFUL | EMPTY
@@ -58,9 +75,9 @@ def _size(facts):
 
 def _local(facts) -> str:
     """The kind of layers with a window; 'full_attention' if the config has none."""
-    if facts.get('sliding_window', 'sliding_window_size'):
+    if facts.optional('sliding_window', 'sliding_window_size'):
         return 'sliding_attention'
-    return 'chunked_attention' if facts.get('attention_chunk_size') else 'full_attention'
+    return 'chunked_attention' if facts.optional('attention_chunk_size') else 'full_attention'
 
 
 def _by_older_keys(facts, n: int) -> list[str] | None:
@@ -69,10 +86,12 @@ def _by_older_keys(facts, n: int) -> list[str] | None:
         kinds = read(facts, n)
         if kinds:
             return kinds
-    if facts.get('use_sliding_window') is False:
+    if facts.typed(bool, 'use_sliding_window') is False:
         return ['full_attention'] * n
     if facts.get('use_sliding_window') and 'max_window_layers' in facts.config:
-        first = facts.count('max_window_layers')  # Qwen 2: windows from there on
+        first = facts.optional('max_window_layers')  # Qwen 2: windows from there on
+        if first > n:
+            raise UserError(f'this config has max_window_layers={first} of {n} layers')
         return ['full_attention' if i < first else _local(facts) for i in range(n)]
     if facts.get('state_size', 'ssm_state_size') and not facts.get('num_key_value_heads'):
         return ['linear_attention'] * n  # Mamba
@@ -81,11 +100,13 @@ def _by_older_keys(facts, n: int) -> list[str] | None:
 
 def _by_pattern(facts, n: int) -> list[str] | None:
     """A pattern that is repeated over the layers, or has a letter for each."""
-    letters = facts.get('hybrid_override_pattern')
-    if isinstance(letters, str) and letters:
+    letters = facts.typed(str, 'hybrid_override_pattern')
+    if letters:
         return [OVERRIDES.get(letter, letter) for letter in letters]
-    blocks = facts.get('block_types')
-    if isinstance(blocks, list) and blocks:  # RecurrentGemma, whose attention has windows
+    blocks = facts.typed(list, 'block_types')
+    if blocks == []:
+        raise UserError('this config has block_types=[]: a list is needed')
+    if blocks:  # RecurrentGemma, whose attention has windows
         window = 'local' if facts.get('attention_window_size') else 'attention'
         return [window if blocks[i % len(blocks)] == 'attention' else blocks[i % len(blocks)]
                 for i in range(n)]
@@ -99,14 +120,21 @@ def _by_pattern(facts, n: int) -> list[str] | None:
 
 def _by_list(facts, n: int) -> list[str] | None:
     """A list of layers, or of a number for each."""
-    types = facts.get('attn_type_list')
-    if isinstance(types, list):  # MiniMax
+    types = facts.typed(list, 'attn_type_list')
+    if types is not None:  # MiniMax
+        if any(kind not in (0, 1) for kind in types):
+            raise UserError(f'this config has attn_type_list={types!r}: a 0 or 1 for each layer '
+                            'is needed')
         return ['full_attention' if kind else 'linear_attention' for kind in types]
     for name, chosen, others in (('full_attn_idxs', 'full_attention', 'conv'),
                                  ('attn_layer_indices', 'full_attention', 'mamba'),
                                  ('hybrid_layer_ids', 'hybrid', 'mamba')):
-        layers = facts.get(name)
-        if isinstance(layers, list):  # LFM2, Bamba, Zamba2
+        layers = facts.typed(list, name)
+        if layers is not None:  # LFM2, Bamba, Zamba2
+            wrong = [i for i in layers if type(i) is not int or not 0 <= i < n]
+            if wrong or len(set(layers)) != len(layers):
+                raise UserError(f'this config has {name}={layers!r}: different numbers of layers, '
+                                f'from 0 to {n - 1}, are needed')
             return [chosen if i in layers else others for i in range(n)]
     return None
 
@@ -116,11 +144,13 @@ def _by_interval(facts, n: int) -> list[str] | None:
     for name, others in (('sliding_window_pattern', _local(facts)),
                          ('_sliding_window_pattern', _local(facts)),
                          ('full_attention_interval', 'linear_attention')):
-        if facts.get(name):
+        if facts.get(name) is not None:
             every = facts.count(name)
             return ['full_attention' if (i + 1) % every == 0 else others for i in range(n)]
-    if facts.get('attn_layer_period'):  # Jamba
-        period = facts.count('attn_layer_period')
-        offset = facts.count('attn_layer_offset') if facts.get('attn_layer_offset') else 0
+    if facts.get('attn_layer_period') is not None:  # Jamba
+        period, offset = facts.count('attn_layer_period'), facts.optional('attn_layer_offset')
+        if offset >= period:
+            raise UserError(f'this config has attn_layer_offset={offset}: must be below '
+                            f'attn_layer_period={period}')
         return ['attention' if i % period == offset else 'mamba' for i in range(n)]
     return None

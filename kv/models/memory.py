@@ -13,12 +13,18 @@ import re
 from dataclasses import dataclass, replace
 
 from config.errors import UserError
-from kv.models.kinds import ATTENTION, CHUNKED, STATEFUL, WINDOWED, kinds_of
-from kv.models.states import State, states_of
+from kv.models.kinds import ATTENTION, CHUNKED, STATEFUL, WINDOWED, encoder_in, kinds_of
+from kv.models.states import State, states_of, width_of_heads
 
 MOST_LAYERS = 10_000
 FULL, WINDOW, CHUNK, STATE = 'full', 'window', 'chunk', 'state'
+TYPES = {bool: 'true or false', str: 'text', list: 'a list', dict: 'an object'}
+# lists with an entry for each layer
+PER_LAYER = ('attn_type_list', 'indexer_types', 'kv_sharing_modes', 'num_key_value_heads',
+             'num_kv_heads', 'num_key_value_heads_per_layer', 'num_attention_heads')
 
+HEAD_FORMS = (None, 'multihead', 'multiquery', 'multihead_attention', 'multiquery_attention',
+              'grouped_query_attention')
 # A key with one of these in its name may describe memory ...
 SUSPICIOUS = re.compile('state|conv|window|chunk|lora_rank|latent|ssm|mamba|recurr|rnn|lru|compress'
                         '|memory|cache|kv_|key_value|multi_?query|linear_|delta|index|_swa|swa_'
@@ -90,6 +96,20 @@ class Facts:
             raise UserError(f'this config has {given}: a whole number of at least 1 is needed')
         return value
 
+    def optional(self, *names) -> int:
+        """The same, or 0 if the config has 0, null or nothing there."""
+        value = self.get(*names)
+        return 0 if value is None or value == 0 and type(value) is int else self.count(*names)
+
+    def typed(self, kind: type, *names):
+        """The first of these keys that has a value, which must be of this type; None without one.
+        """
+        value = self.get(*names)
+        if value is not None and type(value) is not kind:
+            name = next(name for name in names if self.config.get(name) is not None)
+            raise UserError(f'this config has {name}={value!r}: {TYPES[kind]} is needed')
+        return value
+
     def any(self, holds) -> bool:
         """Whether there is a key whose name `holds`."""
         found = list(filter(holds, self.config))
@@ -103,8 +123,8 @@ class Facts:
 
     def of_layer(self, i: int) -> 'Facts':
         """The facts with those that the config gives for layer `i` alone."""
-        layers = self.get('per_layer_config') or {}
-        if not (isinstance(layers, dict) and all(map(str.isdigit, layers))
+        layers = self.typed(dict, 'per_layer_config') or {}
+        if not (all(map(str.isdecimal, layers))
                 and all(isinstance(own, dict) for own in layers.values())):
             raise UserError(f'this config has per_layer_config={layers!r}: settings by the number '
                             'of the layer are needed')
@@ -128,11 +148,14 @@ def memory_of(config: dict, complete: bool = True) -> Memory:
     facts = Facts(config)
     names = 'num_hidden_layers', 'n_layer', 'n_layers', 'num_layers', 'decoder_layers'
     assumed = list(_left_open(facts))
-    if facts.get('is_encoder_decoder'):
+    if facts.typed(bool, 'is_encoder_decoder'):
         names = 'num_decoder_layers', 'decoder_layers', *names
     n_layer = facts.count(*names)
+    if config.get('model_type') == 'longcat_flash' and not config.get('num_hidden_layers'):
+        n_layer *= 2  # two attentions in each
     if n_layer > MOST_LAYERS:
         raise UserError(f'this config has {n_layer:,} layers: at most {MOST_LAYERS:,} make sense')
+    _check_lists(facts, n_layer)
     kinds, windows_assumed = kinds_of(facts, n_layer, complete)
     layers = [store_of(facts, i, kind) for i, kind in enumerate(kinds)]
     readers = {}
@@ -145,12 +168,23 @@ def memory_of(config: dict, complete: bool = True) -> Memory:
                   (*assumed, *windows_assumed))
 
 
+def _check_lists(facts: Facts, n_layer: int) -> None:
+    """Raise UserError if a setting by layer is not for the layers that there are."""
+    for name in PER_LAYER:
+        value = facts.config.get(name)
+        if isinstance(value, list) and len(value) != n_layer:
+            raise UserError(f'this config has {name} for {len(value)} layers, and has {n_layer}')
+    for number in facts.typed(dict, 'per_layer_config') or {}:
+        if number.isdecimal() and int(number) >= n_layer:
+            raise UserError(f'this config has per_layer_config for layer {number!r}, and has '
+                            f'{n_layer}')
+
+
 def _left_open(facts: Facts):
     """Yield what an account of the decoder's own K and V leaves out, in words."""
-    architectures = str(facts.get('architectures', default=''))
-    if 'MaskedLM' in architectures:
-        raise UserError(f'this config is of an encoder ({architectures}), which has no KV cache')
-    if facts.get('is_encoder_decoder') or facts.get('cross_attention_layers'):
+    if encoder := encoder_in(facts):
+        raise UserError(f'this config is of an encoder ({encoder}), which has no KV cache')
+    if facts.typed(bool, 'is_encoder_decoder') or facts.get('cross_attention_layers'):
         yield 'K and V of cross-attention are not counted: they depend on the length of its input'
     quantization = facts.get('quantization_config')
     if isinstance(quantization, dict) and quantization.get('kv_cache_scheme'):
@@ -197,17 +231,17 @@ def store_of(facts: Facts, i: int, kind: str) -> Store:
 
 def parts_of(facts: Facts, i: int, kind: str) -> tuple[Part, ...]:
     """What attention of this kind stores at each position, in layer `i`."""
-    if facts.get('kv_lora_rank'):  # multi-head latent attention
+    if facts.optional('kv_lora_rank'):  # multi-head latent attention
         facts.get('num_key_value_heads')  # says nothing there
         parts = [Part('latent', 1, facts.count('kv_lora_rank')),
                  Part('RoPE key', 1, facts.count('qk_rope_head_dim'))]  # one for all heads
     else:
         parts = keys_and_values(facts, i, local=kind in WINDOWED or kind in CHUNKED)
     if kind == 'indexed_attention':  # DeepSeek sparse attention
-        indexers = facts.get('indexer_types', default=['full'] * (i + 1))
-        if not isinstance(indexers, list) or len(indexers) <= i:
-            raise UserError(f'this config has indexer_types={indexers!r}: one for each layer is '
-                            'needed')
+        indexers = facts.typed(list, 'indexer_types') or ['full'] * (i + 1)
+        if indexers[i] not in ('full', 'shared'):
+            raise UserError(f"this config has indexer_types={indexers[i]!r} for layer {i}: "
+                            "'full' or 'shared' is needed")
         if indexers[i] == 'full':  # the others share an earlier one's keys
             parts.append(Part('indexer key', 1, facts.count('index_head_dim')))
     return tuple(parts)
@@ -228,24 +262,27 @@ def keys_and_values(facts: Facts, i: int, local: bool) -> list[Part]:
 
 
 def _query_heads(facts: Facts) -> int:
-    value = facts.get('decoder_attention_heads', 'num_attention_heads', 'n_head', 'n_heads',
-                      'num_heads', default=0)
-    return value if type(value) is int else 0
+    names = 'decoder_attention_heads', 'num_attention_heads', 'n_head', 'n_heads', 'num_heads'
+    return 0 if isinstance(facts.get(*names), list) else facts.optional(*names)
 
 
 def _kv_heads(facts: Facts, i: int):
     """K/V heads of layer `i`: by default as many as query heads."""
-    attention = facts.get('attn_config')
-    attention = attention if isinstance(attention, dict) else {}  # MPT, DBRX
+    attention = facts.typed(dict, 'attn_config') or {}  # MPT, DBRX
     heads = facts.get('num_key_value_heads', 'num_kv_heads', 'n_head_kv', 'num_attention_groups',
                       'num_key_value_heads_per_layer', default=attention.get('kv_n_heads'))
-    if (facts.get('multi_query') and not facts.get('new_decoder_architecture')
-            or facts.get('attention_head_type') == 'multiquery'
-            or attention.get('attn_type') == 'multiquery_attention'):
+    forms = {'attention_head_type': facts.get('attention_head_type'),
+             'attn_type': attention.get('attn_type')}
+    for name, form in forms.items():
+        if form not in HEAD_FORMS:
+            allowed = ', '.join(filter(None, HEAD_FORMS))
+            raise UserError(f'this config has {name}={form!r}: known are {allowed}')
+    falcon = facts.typed(bool, 'multi_query') and not facts.typed(bool, 'new_decoder_architecture')
+    if falcon or any(str(form).startswith('multiquery') for form in forms.values()):
         return 1  # Falcon 7B, StarCoder, SantaCoder, MPT
-    if facts.get('multi_query_attention'):  # ChatGLM
+    if facts.typed(bool, 'multi_query_attention'):  # ChatGLM
         return facts.count('multi_query_group_num')
-    if isinstance(heads, list) and i < len(heads):  # OpenELM, DeciLM
+    if isinstance(heads, list):  # OpenELM, DeciLM
         return heads[i]
     return heads or facts.count('decoder_attention_heads', 'num_attention_heads', 'n_head',
                                 'n_heads', 'num_heads')
@@ -258,15 +295,12 @@ def _head_dim(facts: Facts):
     hidden, n_head = facts.count('hidden_size', 'n_embd', 'd_model'), _query_heads(facts)
     if not n_head:
         raise UserError('this config has no num_attention_heads or n_head, and no head_dim')
-    if hidden % n_head:
-        raise UserError(f'this config has a width of {hidden}, which is not a multiple of its '
-                        f'{n_head} heads, and no head_dim')
-    return hidden // n_head
+    return width_of_heads(hidden, n_head)
 
 
 def _width(facts: Facts, stores) -> int:
     """The width of a head: that of most keys, or of values made from latents."""
-    if facts.get('kv_lora_rank'):
+    if facts.optional('kv_lora_rank'):
         return facts.count('v_head_dim', default=1)
     widths = [store.parts[0].width for store in stores if store.parts]
     return max(widths, key=widths.count, default=0)

@@ -39,6 +39,13 @@ def conv(channels: int, kernel: int, spare: int = 1) -> State:
     return State(CONV, (channels, kernel - 1), spare=spare)
 
 
+def width_of_heads(width: int, heads: int) -> int:
+    if width % heads:
+        raise UserError(f'this config has a width of {width}, which is not a multiple of its '
+                        f'{heads} heads, and no head_dim')
+    return width // heads
+
+
 def states_of(facts, kind: str) -> tuple[State, ...]:
     """The states of a layer of this kind. facts: `kv.models.memory.Facts`.
 
@@ -51,7 +58,7 @@ def states_of(facts, kind: str) -> tuple[State, ...]:
     if facts.any(lambda name: name.startswith(('linear_attn_', 'linear_full_attn_'))):
         heads = facts.count('num_attention_heads')
         width = (facts.count('head_dim') if facts.get('head_dim')
-                 else facts.count('hidden_size') // heads)
+                 else width_of_heads(facts.count('hidden_size'), heads))
         return (State(RECURRENT, (heads, width, width)),)
     raise UserError(f'this config has layers of type {kind!r}, and nothing known about their '
                     f"state: looked for {', '.join(FORMS)}")
@@ -86,16 +93,17 @@ def _mamba(facts):
     """Mamba 2 where the config has a width of heads, otherwise Mamba."""
     state = facts.count('mamba_d_state', 'ssm_state_size', 'state_size')
     kernel = facts.count('mamba_d_conv', 'conv_kernel')
-    inner = facts.count('mamba_d_ssm') if facts.get('mamba_d_ssm') else (
+    inner = facts.optional('mamba_d_ssm') or (
         facts.count('mamba_expand', 'expand') * facts.count('hidden_size'))
-    groups = facts.get('mamba_n_groups', 'n_groups', 'mamba_ngroups')
+    groups = facts.optional('mamba_n_groups', 'n_groups', 'mamba_ngroups')
     names = 'mamba_n_heads', 'mamba_num_heads', 'n_mamba_heads', 'num_heads'
     facts.get(*names)
     if not groups:  # zamba's heads are of Mamba, whose states are one array
         return (conv(inner, kernel), State(RECURRENT, (inner, state), ALWAYS_FLOAT32))
     heads = facts.count(*names)
-    width = facts.get('mamba_d_head', 'mamba_head_dim', 'mamba_headdim', 'head_dim')
-    width = width if type(width) is int else inner // heads  # 'auto'
+    names = 'mamba_d_head', 'mamba_head_dim', 'mamba_headdim', 'head_dim'
+    derived = facts.get(*names) in (None, 'auto')
+    width = width_of_heads(inner, heads) if derived else facts.count(*names)
     return (conv(heads * width + 2 * groups * state, kernel),
             State(RECURRENT, (heads, width, state), ALWAYS_FLOAT32))
 

@@ -213,6 +213,44 @@ def test_with_the_class_equals_a_config_that_says_all():
     (LLAMA | dict(hidden_size=4097), 'not a multiple of its 32 heads'),
     (LLAMA | dict(layer_types=['full_attention']), 'layer_types for 1 of them'),
     (LLAMA | dict(layer_types=['full_attention'] * 33), 'layer_types for 33 of them'),
+    (LLAMA | dict(layer_types=['full_attention'] * 64), 'layer_types for 64 of them'),
+    (PLAIN6 | dict(num_key_value_heads=[8] * 7), 'num_key_value_heads for 7 layers, and has 6'),
+    (PLAIN6 | dict(num_key_value_heads=[8] * 5), 'num_key_value_heads for 5 layers, and has 6'),
+    (PLAIN6 | dict(kv_sharing_modes=['store']), 'kv_sharing_modes for 1 layers, and has 6'),
+    (PLAIN6 | dict(attn_type_list=[2] * 6), r'attn_type_list=\[2.*: a 0 or 1 for each layer'),
+    (PLAIN6 | dict(attn_type_list=1), 'attn_type_list=1: a list is needed'),
+    (PLAIN6 | dict(full_attn_idxs=[1, 6], conv_L_cache=3), r'full_attn_idxs=\[1, 6\].* 0 to 5'),
+    (PLAIN6 | dict(attn_layer_indices=[1, 1], **MAMBA), r'attn_layer_indices=\[1, 1\]: diff'),
+    (PLAIN6 | dict(hybrid_layer_ids='2', **MAMBA), "hybrid_layer_ids='2': a list is needed"),
+    (PLAIN6 | dict(attn_layer_period=3, attn_layer_offset=3, **MAMBA),
+     'attn_layer_offset=3: must be below attn_layer_period=3'),
+    (PLAIN6 | dict(sliding_window=9, use_sliding_window=True, max_window_layers=7),
+     'max_window_layers=7 of 6 layers'),
+    (PLAIN6 | dict(sliding_window=9, use_sliding_window=True, max_window_layers=-1),
+     'max_window_layers=-1'),
+    (PLAIN6 | dict(sliding_window=9, use_sliding_window='no'), "use_sliding_window='no': true or"),
+    (PLAIN6 | dict(sliding_window=[]), r'sliding_window=\[\]: a whole'),
+    (PLAIN6 | dict(hybrid_override_pattern=['M'] * 6), 'hybrid_override_pattern=.*: text is'),
+    (PLAIN6 | dict(block_types='attention'), "block_types='attention': a list is needed"),
+    (PLAIN6 | dict(block_types=[]), r'block_types=\[\]: a list is needed'),
+    (PLAIN6 | dict(full_attention_interval=0), 'full_attention_interval=0'),
+    (PLAIN6 | dict(multi_query='yes'), "multi_query='yes': true or false is needed"),
+    (PLAIN6 | dict(attention_head_type='few'), "attention_head_type='few'"),
+    (PLAIN6 | dict(attn_config=[1]), r'attn_config=\[1\]: an object is needed'),
+    (PLAIN6 | dict(attn_config={'attn_type': 'few'}), "attn_type='few'"),
+    (PLAIN6 | dict(per_layer_config={'6': {}}), "per_layer_config for layer '6', and has 6"),
+    (PLAIN6 | dict(num_attention_heads=-32), 'num_attention_heads=-32'),
+    (PLAIN6 | dict(num_attention_heads='32', head_dim=128), "num_attention_heads='32'"),
+    (PLAIN6 | dict(layer_types=['mamba'] * 6, mamba_n_groups=-1, mamba_n_heads=8, **MAMBA),
+     'mamba_n_groups=-1'),
+    (PLAIN6 | dict(layer_types=['mamba'] * 6, mamba_n_groups=1, mamba_n_heads=8,
+                   mamba_d_head=-12, **MAMBA), 'mamba_d_head=-12'),
+    (PLAIN6 | dict(layer_types=['mamba'] * 6, mamba_n_groups=1, mamba_n_heads=9, **MAMBA),
+     'a width of 8192, which is not a multiple of its 9 heads'),
+    (PLAIN6 | dict(layer_types=['indexed_attention'] * 6, index_head_dim=4,
+                   indexer_types=['full'] * 7), 'indexer_types for 7 layers, and has 6'),
+    (PLAIN6 | dict(layer_types=['indexed_attention'] * 6, index_head_dim=4,
+                   indexer_types=['full', 'odd', *['full'] * 4]), "indexer_types='odd'"),
     (LLAMA | dict(layer_types='full'), "layer_types='full': a list"),
     (LLAMA | dict(sliding_window=9, sliding_window_pattern='LLX'), "of type 'X'"),
     (LLAMA | dict(kv_source_layers=[0, 5]), 'kv_source_layers='),
@@ -221,6 +259,9 @@ def test_with_the_class_equals_a_config_that_says_all():
     (LLAMA | dict(full_attention_interval='3'), "full_attention_interval='3'"),
     (LLAMA | dict(layer_types=['mamba'] * 32, mamba_n_groups=1, **MAMBA), 'no mamba_n_heads'),
     (LLAMA | dict(architectures=['BertForMaskedLM']), 'of an encoder'),
+    (LLAMA | dict(architectures=['T5EncoderModel']), 'encoder .*T5.*, which has no KV cache'),
+    (LLAMA | dict(model_type='xlm-roberta'), r'encoder \(xlm-roberta\), which has no KV cache'),
+    (LLAMA | dict(model_type='clip_text_model'), 'of an encoder'),
     ({'nanokv': {'n_layer': 3, 'colour': 2}}, 'not of a model of this version'),
     (LLAMA | dict(kv_lora_rank='x'), "kv_lora_rank='x'"),
     (LLAMA | dict(layer_types=['full_attention'] * 31 + ['telepathy']), "'telepathy'"),
@@ -233,6 +274,28 @@ def test_with_the_class_equals_a_config_that_says_all():
 def test_contradictory_configs(config, message, without_transformers):
     with pytest.raises(UserError, match=message):
         account(config)
+
+
+@pytest.mark.parametrize('model_type', ['bert', 'electra', 'distilbert', 'modernbert', 'clip'])
+def test_encoders_have_no_cache(model_type):
+    with pytest.raises(UserError, match=f'of an encoder .*{model_type}.*, which has no KV cache'):
+        account(dict(model_type=model_type, architectures=['BertModel']))
+
+
+def test_a_decoder_of_an_encoders_family():
+    bert = dict(model_type='bert', num_hidden_layers=2, is_decoder=True)
+    assert account(bert, max_seq_len=10)['bytes'] == 2 * 10 * 2 * 768 * 2
+
+
+def test_longcats_layers_have_two_attentions(without_transformers):
+    longcat = dict(model_type='longcat_flash', num_layers=3, num_attention_heads=4, kv_lora_rank=6,
+                   qk_rope_head_dim=2)
+    assert account(longcat)['n_layer'] == 6
+
+
+def test_windows_in_all_layers_from_the_first(without_transformers):
+    found = account(PLAIN6 | dict(sliding_window=9, use_sliding_window=True, max_window_layers=0))
+    assert {row['kind'] for row in found['stores']} == {W}
 
 
 @pytest.mark.parametrize('n', ['many', True])
