@@ -222,10 +222,12 @@ class NanoKVBlock(GradientCheckpointingLayer):
         self.ln_2, self.mlp = nn.LayerNorm(width, bias=bias), NanoKVMLP(config)
         self.attn.c_proj.is_residual = self.mlp.c_proj.is_residual = True
 
-    def forward(self, x, kv, **kwargs):
-        y, kv, weights = self.attn(self.ln_1(x), kv, **kwargs)
+    def forward(self, x, k=None, v=None, **kwargs):
+        """K and V are positional and apart, because reentrant checkpointing has no gradients for
+        tensors in tuples or keywords."""
+        y, (k, v), weights = self.attn(self.ln_1(x), (k, v), **kwargs)
         x = x + y
-        return x + self.mlp(self.ln_2(x)), kv, weights
+        return x + self.mlp(self.ln_2(x)), k, v, weights
 
 
 class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
@@ -291,9 +293,12 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
                 past_key_values=None, inputs_embeds=None, labels=None, use_cache=None,
                 logits_to_keep=0, output_attentions=None, output_hidden_states=None, **kwargs):
         """input_ids (B, t), attention_mask (B, past + t); labels (B, t) are shifted here.
-        ValueError: if a sequence exceeds the learned positions, or the chosen attention
-        implementation cannot run this model."""
+        ValueError: if a sequence exceeds the learned positions, the chosen attention implementation
+        cannot run this model, or there is a cache in training with gradient checkpointing."""
         self._check_implementation()
+        if past_key_values is not None and self.training and self.is_gradient_checkpointing:
+            raise ValueError('past_key_values in training with gradient checkpointing, which '
+                             'ignores caches: call model.eval(), or set use_cache=False')
         x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
@@ -323,9 +328,10 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
         for layer, block in enumerate(self.transformer.h):
             hidden_states.append(x)
             owner, kind = self.config.kv_owners[layer], self.config.layer_types[layer]
-            x, kvs[owner], weights = block(
-                x, kvs.get(owner), rope=ropes.get(kind), mask=masks[kind], kept=kept,
+            x, k, v, weights = block(
+                x, *kvs.get(owner, ()), rope=ropes.get(kind), mask=masks[kind], kept=kept,
                 past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+            kvs.setdefault(owner, (k, v))
             attentions.append(weights)
         x = self.transformer.ln_f(x)
         hidden_states.append(x)

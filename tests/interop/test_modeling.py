@@ -289,6 +289,24 @@ def test_it_can_be_trained(pair):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_checkpointing_does_not_change_gradients(pair, reentrant):
+    """Reentrant checkpointing sees only tensors that are arguments or outputs of a block itself."""
+    theirs, idx, found = pair[1].train(), tokens(2, 20), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            theirs.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+        theirs.zero_grad()
+        out = theirs(idx, labels=idx, use_cache=True)
+        out.loss.backward()
+        found.append([p.grad for p in theirs.parameters()])
+        assert out.past_key_values is None
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    cache = theirs.eval()(idx, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match='past_key_values .* checkpoint'):
+        theirs.train()(idx, past_key_values=cache)
+
+
 @torch.no_grad()
 def test_more_positions_than_were_learned_are_refused():
     theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=SHAPE)).eval()
