@@ -7,7 +7,8 @@
         --max_iters=70
 
 K/V heads are pooled by their mean; layers that share a cache use the K and V of the first. Sinks,
-offset keys, tied K and V, and latents can be neither added nor removed. The converted model is
+offset keys, tied K and V, and latents can be neither added nor removed. Settings of a config that a
+conversion cannot change are printed, and stay as they were. The converted model is
 worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.
 The new checkpoint is at iteration 0, without optimizer state.
 """
@@ -25,7 +26,7 @@ from config.schema import MODEL
 from kv.plan import plan_kv
 from model import GPT
 from training.adapt import check_forms
-from training.checkpoint import config_of, load_checkpoint, load_weights
+from training.checkpoint import config_of, load_checkpoint, load_weights, note_fixed_settings
 from training.checkpoint_manager import CheckpointManager
 
 # the settings that a conversion may change
@@ -107,7 +108,7 @@ def main(argv=None):
     source, target = Path(argv[0], 'ckpt.pt'), Path(argv[1], 'ckpt.pt')
     if target.exists():
         raise UserError(f'{target} is there already: delete it or give another folder')
-    changeable = [key.name for key in MODEL if key.name in MEMORY]
+    changeable = [key.name for key in MODEL if key.name in (*MEMORY, 'dropout')]
     changes = {name: getattr(s, name) for name in changeable if name in s.given}
     if not changes:
         raise UserError(f'nothing to change: give one or more of {", ".join(MEMORY)}')
@@ -117,6 +118,10 @@ def main(argv=None):
     except OSError as e:
         raise UserError(f'{target.parent} cannot be created: {e}') from e
     CheckpointManager(target.parent).save(checkpoint | {'holds_best': False})
+    note_fixed_settings(s, config_of(checkpoint, target))
+    training = configurator.parse('train', argv[2:], echo=False).given
+    if unused := sorted(training - {key.name for key in MODEL}):
+        print('not used by a conversion, but in training:', ', '.join(unused))
     print(f'{target}: ' + ', '.join(f'{name} = {value!r}' for name, value in changes.items()))
 
 

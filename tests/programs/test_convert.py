@@ -27,6 +27,22 @@ def test_training_goes_on_from_a_converted_checkpoint(trained, tmp_path, capsys)
     assert load_checkpoint(new / 'ckpt.pt')['model_args']['window_size'] == 4
 
 
+def test_what_a_config_asks_for_in_vain_is_named(trained, tmp_path, capsys):
+    asked = dict(n_kv_head=1, pos_embedding='rope', qk_norm=True, mlp_hidden=80, n_layer=2,
+                 n_embd=32, dropout=0.25, learning_rate=0.5, max_iters=7)
+    path = tmp_path / 'asked.py'
+    path.write_text('\n'.join(f'{name} = {value!r}' for name, value in asked.items()))
+    convert.main([str(trained['vanilla']), str(tmp_path / 'new'), str(path)])
+    out = capsys.readouterr().out
+    assert "\npos_embedding = 'learned', as in the checkpoint (not 'rope')\n" in out
+    assert '\nqk_norm = False, as in the checkpoint (not True)\n' in out
+    assert '\nmlp_hidden = 0, as in the checkpoint (not 80)\n' in out
+    assert '\nn_embd = 16, as in the checkpoint (not 32)\n' in out and 'n_layer =' not in out
+    assert '\nnot used by a conversion, but in training: learning_rate, max_iters\n' in out
+    args = load_checkpoint(tmp_path / 'new' / 'ckpt.pt')['model_args']
+    assert (args['n_kv_head'], args['dropout']) == (1, 0.25)
+
+
 def test_a_checkpoint_that_is_there_stays(trained, tmp_path):
     torch.save({}, tmp_path / 'ckpt.pt')
     before = (tmp_path / 'ckpt.pt').read_bytes()
