@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError
-from config.gpt_config import GPTConfig
+from config.gpt_config import NANOGPT_FIELDS, GPTConfig
 from config.schema import GPT2_FOLDER, GPT2_TYPES
 from interop.fields import gpt_config
 from kv.plan import plan_kv
@@ -59,6 +59,7 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     print(f'loading weights from pretrained gpt: {source}')
     folder = _download(source) if source in GPT2_TYPES else Path(source)
     raw = read_json(folder / 'config.json')
+    note_defaults(raw, folder / 'config.json')
     config = _read_config(raw, folder / 'config.json')
     print(f'forcing vocab_size={config.vocab_size}, block_size={config.block_size}, '
           f'bias={config.bias}')
@@ -73,6 +74,17 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
         stored = dataclasses.replace(config, bias=True)  # GPT2LMHeadModel always has biases
         model = _load(stored, tensors, folder, untied, TRANSPOSED)
     return model if config.bias else _without_biases(model, folder)
+
+
+def note_defaults(raw, path) -> None:
+    """Print the settings that a config.json lacks, with the values that are filled in."""
+    nanokv, where = raw.get('nanokv'), ' in nanokv'
+    defaults = {name: getattr(GPTConfig, name) for name in NANOGPT_FIELDS}
+    if not isinstance(nanokv, dict):
+        nanokv, where, defaults = raw, '', SIZES | {'activation_function': 'gelu_new'}
+    if filled := [f'{name}={value!r}' for name, value in defaults.items() if name not in nanokv]:
+        kind = 'defaults' if len(filled) > 1 else 'a default'
+        print(f'{path} does not have {", ".join(filled)}{where}: {kind}')
 
 
 def _check_overrides(overrides):

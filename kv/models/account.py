@@ -1,9 +1,11 @@
 """The account of any model's memory: bytes by layer and dtype, what engines allocate, how many
 sequences fit, and what the same model would hold with nanoKV's plan. No torch here."""
+from dataclasses import replace
+
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.models import engines
-from kv.models.config import completed
+from kv.models.config import completed, stated
 from kv.models.memory import FULL, WINDOW, Memory, Part, Store, memory_of
 from kv.models.states import RECURRENT, State
 from kv.plan import KVPlan, plan_kv
@@ -31,6 +33,7 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         engines     {engine: bytes allocated}; None: not known, or it cannot run the model
         unread      keys of the config that may describe memory that is not counted
         assumed     what the config does not say, in words
+        filled      settings that the config leaves out, with the values they were given
         defaults    where settings that the config leaves out come from; '' = unknown
         fit         (with budget) {engine, 'needed', or 'needed, KV_DTYPE': sequences}
         like        (with like) bytes, smaller, window, and the row of the ladder that prices it
@@ -44,6 +47,7 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
     if like not in ('', NANOKV):
         raise UserError(f"like={like!r}: allowed are '', 'nanokv'")
     memory, defaults = _memory(config)
+    given = config[NANOKV] if memory.model_type == NANOKV else stated(config)
     dtype = dtype or (kv_dtype if kv_dtype in ('float32', 'float16') else 'bfloat16')
 
     def total(length, stored=kv_dtype):
@@ -57,6 +61,7 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         'bytes_per_further_token': (total(max_seq_len + 1) - nbytes) // batch,
         'by_dtype': {name: total(max_seq_len, name) for name in REPORTED_DTYPES},
         'engines': allocated(memory, batch, max_seq_len, dtype, **vllm),
+        'filled': {name: value for name, value in memory.facts.items() if name not in given},
         'unread': memory.unread, 'assumed': list(memory.assumed)}
     if budget:
         one = {name: engines.needed(memory, 1, max_seq_len, stored, dtype)
@@ -72,7 +77,9 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
 def _memory(config: dict) -> tuple[Memory, str]:
     if isinstance(config.get(NANOKV), dict):
         try:
-            return memory_of_plan(plan_kv(GPTConfig(**config[NANOKV]))), 'config.json'
+            ours = GPTConfig(**config[NANOKV])
+            sizes = {name: getattr(ours, name) for name in ('n_layer', 'n_head', 'n_embd')}
+            return replace(memory_of_plan(plan_kv(ours)), facts=sizes), 'GPTConfig'
         except TypeError as e:  # an unknown field
             raise UserError(f'this config is not of a model of this version: {e}') from e
     settings, defaults = completed(config)

@@ -66,6 +66,19 @@ def text_of(config: dict) -> dict:
     return config
 
 
+def stated(config: dict) -> set[str]:
+    """The names of the text model's settings that the config itself gives, and their other names
+    in its class."""
+    text = text_of(config)
+    names = set(text)
+    try:
+        import transformers
+        aliases = transformers.CONFIG_MAPPING[text['model_type']].attribute_map
+    except (ImportError, KeyError, TypeError):
+        return names
+    return names.union(*(pair for pair in aliases.items() if names & set(pair)))
+
+
 def completed(config: dict) -> tuple[dict, str]:
     """Fill in the defaults of the config's class. Returns the text model's config, and where the
     defaults come from ('' = they could not be filled in)."""

@@ -10,7 +10,7 @@ a new family that uses known mechanisms needs no code. Keys that sound like memo
 are listed in `Memory.unread`: the account may lack something.
 """
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from config.errors import UserError
 from kv.models.kinds import ATTENTION, CHUNKED, STATEFUL, WINDOWED, encoder_in, kinds_of
@@ -65,7 +65,8 @@ class Store:
 @dataclass(frozen=True)
 class Memory:
     """A model's memory: `stores`, by layer. unread: keys of the config that sound like memory but
-    were not read, with their values. assumed: what the config leaves open, in words."""
+    were not read, with their values. assumed: what the config leaves open, in words. facts: the
+    keys that were read, with their values."""
     stores: tuple[Store, ...]
     n_layer: int
     n_head: int
@@ -73,6 +74,7 @@ class Memory:
     model_type: str
     unread: dict
     assumed: tuple[str, ...] = ()
+    facts: dict = field(default_factory=dict)
 
 
 class Facts:
@@ -165,7 +167,8 @@ def memory_of(config: dict, complete: bool = True) -> Memory:
                    if layers[i].parts or layers[i].states)
     return Memory(stores, len(kinds), _query_heads(facts), _width(facts, stores),
                   str(config.get('model_type') or '?'), facts.unread(),
-                  (*assumed, *windows_assumed))
+                  (*assumed, *windows_assumed),
+                  {name: config[name] for name in sorted(facts.read) if config.get(name)})
 
 
 def _check_lists(facts: Facts, n_layer: int) -> None:

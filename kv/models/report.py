@@ -94,6 +94,9 @@ def notes(found: dict) -> list[str]:
         lines.append('Note: only what the config says is known, and layers of which it says '
                      'nothing count as full attention; settings that it leaves to its class are '
                      "filled in if transformers knows it (pip install 'transformers>=5.23').")
+    if found['filled']:
+        filled = ', '.join(f'{name}={_short(value)}' for name, value in found['filled'].items())
+        lines.append(f"Note: the config does not have {filled}: defaults of {found['defaults']}.")
     lines += [f'Note: {line}.' for line in found['assumed']]
     for name, value in found['unread'].items():
         lines.append(f'Note: this config has {name}={_short(value)}, which is not accounted for.')

@@ -106,7 +106,7 @@ def test_the_form_of_gelu_is_the_files(tmp_path):
 
 @pytest.mark.parametrize('kind', ['sharded', 'one tensor a file', 'without prefix', 'with masks',
                                   'with lm_head', 'nothing but sizes'])
-def test_every_layout_of_the_files(tmp_path, kind):
+def test_every_layout_of_the_files(tmp_path, kind, capsys):
     hf = theirs()
     sizes = {'sharded': dict(max_shard_size='20KB'), 'one tensor a file': dict(max_shard_size=1)}
     saved(tmp_path, hf.transformer if kind == 'without prefix' else hf, **sizes.get(kind, {}))
@@ -127,6 +127,8 @@ def test_every_layout_of_the_files(tmp_path, kind):
     else:  # the shortest possible config.json: the rest are GPT2Config's defaults
         (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'gpt2', **SMALL}))
     assert gap(from_pretrained(str(tmp_path)), hf, ids()) < 1e-4
+    filled = f"{tmp_path}/config.json does not have activation_function='gelu_new': a default\n"
+    assert (filled in capsys.readouterr().out) == (kind == 'nothing but sizes')
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64])

@@ -146,6 +146,18 @@ def test_a_damaged_folder_is_told_in_a_line(made, tmp_path, change, named):
     assert not (tmp_path / 'out').exists()
 
 
+def test_defaults_that_are_filled_in_are_shown(made, tmp_path, capsys):
+    def drop(folder):
+        config = json.loads((folder / 'config.json').read_text())
+        del config['nanokv']['dropout'], config['nanokv']['n_layer']
+        (folder / 'config.json').write_text(json.dumps(config))
+    folder = damaged(made('full')[1], tmp_path, drop)
+    with pytest.raises(UserError, match='num_hidden_layers=7, but by nanokv it is 12'):
+        import_hf.main([str(folder), str(tmp_path / 'out')])
+    said = f'{folder}/config.json does not have n_layer=12, dropout=0.0 in nanokv: defaults\n'
+    assert said in capsys.readouterr().out
+
+
 def test_windows_of_one_token_are_refused():
     config = GPTConfig(**SMALL, layer_pattern='GL', window_size=1)
     with pytest.raises(UserError, match='window_size=1 cannot be exported'):

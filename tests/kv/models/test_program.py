@@ -36,6 +36,21 @@ def test_shared_caches_are_shown(tmp_path, capsys):
     assert '2, read by 3-5' in capsys.readouterr().out
 
 
+def test_defaults_that_are_filled_in_are_shown(tmp_path, capsys):
+    for i, (config, filled) in enumerate((
+            (dict(model_type='llama', num_attention_heads=32),
+             {'head_dim': 128, 'num_hidden_layers': 32}),
+            (dict(model_type='gpt2', n_embd=64, num_attention_heads=4), {'n_layer': 12}),
+            (dict(nanokv=dict(n_layer=2)), {'n_embd': 768, 'n_head': 12}))):
+        main([write(tmp_path / str(i), config), '--json=True'])
+        *lines, last = capsys.readouterr().out.splitlines()
+        found = json.loads(last)['filled']
+        assert found.items() >= filled.items() and not found.keys() & {'n_embd', *config} - {*filled}
+        [line] = [line for line in lines if line.startswith('Note: the config does not have')]
+        assert all(f'{name}={value}' in line for name, value in found.items())
+    assert account(LLAMA | dict(head_dim=128, model_type='unheard of'))['filled'] == {}
+
+
 def test_settings_of_vllm(tmp_path, capsys):
     main([write(tmp_path / 'model', GEMMA_3), '--page_size=32', '--step_tokens=512', '--json=True'])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
