@@ -49,7 +49,8 @@ def check_fields(nanokv: dict) -> dict:
         raise ValueError(f'config.json: nanokv={nanokv!r} is not an object')
     for name, value in nanokv.items():
         if name not in DEFAULTS:
-            raise ValueError(f'config.json: nanokv.{name} is unknown to this version')
+            raise ValueError(f'config.json: {name}={value!r} is not supported by this version of '
+                             'nanoKV for transformers')
         expected = type(DEFAULTS[name])
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise ValueError(f'config.json: nanokv.{name}={value!r} is not {expected.__name__}')

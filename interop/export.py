@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
 from configurator import run_program
 from data.datasets import DATA_ROOT
 from data.tokenizer import BPETokenizer
+from interop.fields import check_supported
 from interop.huggingface import GELUS, TRANSPOSED
 from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
@@ -33,6 +34,9 @@ from training.checkpoint_manager import checkpoint_in, load_to_resume
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 MODELING = [Path(__file__).with_name(f'{name}_nanokv.py') for name in ('configuration', 'modeling')]
+# fields that GPT2Config expresses, if the plan is vanilla; all others must be at their default
+GPT2_FIELDS = {*NANOGPT_FIELDS, 'n_kv_head', 'head_dim', 'layer_pattern', 'window_size', 'kv_share',
+               'share_global_kv', 'rope_theta', 'mlp_hidden', 'gelu'}
 AUTO_MAP = {'AutoConfig': 'configuration_nanokv.NanoKVConfig',
             'AutoModel': 'modeling_nanokv.NanoKVForCausalLM',
             'AutoModelForCausalLM': 'modeling_nanokv.NanoKVForCausalLM'}
@@ -44,8 +48,7 @@ MECHANISMS = ('attn_sink', 'rope_fraction_global', 'key_offset', 'kv_tied', 'kv_
 def is_gpt2(config: GPTConfig) -> bool:
     """Whether this model can be expressed as transformers' own GPT2LMHeadModel."""
     plan = plan_kv(config)
-    others = (config.qk_norm, config.kv_quant_train, config.attn_sink, config.act_clamp)
-    return (config.pos_embedding == 'learned' and not any(others) and config.gelu != 'relu2'
+    return (set(model_args(config)) <= GPT2_FIELDS and config.gelu != 'relu2'
             and plan.head_dim * config.n_head == config.n_embd and plan == plan.vanilla())
 
 
@@ -70,7 +73,9 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
     """Return the model as a transformers class or as NanoKVForCausalLM.
 
     end: the token that ends a text. source: recorded in config.json as `nanokv_source`.
-    UserError: if transformers is missing or the model has windows of one token."""
+    UserError: if transformers is missing, a field of the config is not supported, or the model has
+        windows of one token."""
+    check_supported(model_args(model.config), 'interop.export')
     try:
         import transformers
 

@@ -17,10 +17,10 @@ class NanoKVConfig(PretrainedConfig):
 
     def __init__(self, nanokv=None, **kwargs):
         self.nanokv = nanokv or {}
-        for name in self.nanokv:
+        for name, value in self.nanokv.items():
             if name not in DEFAULTS:
-                raise ValueError(f'config.json: nanokv.{name} is unknown to this version of the '
-                                 'plugin')
+                raise ValueError(f'config.json: {name}={value!r} is not supported by this version '
+                                 'of the plugin for vLLM')
         if self.field('key_offset'):
             raise ValueError("config.json: nanokv.key_offset=True: vLLM's caches have no place for "
                              'the half of a key that the next token needs')

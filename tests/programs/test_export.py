@@ -1,4 +1,5 @@
 """interop.export and import_hf: same logits in transformers; a round trip is exact."""
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 import sample
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
-from interop import export, import_hf
+from interop import export, fields, huggingface, import_hf
 from model import GPT
 from tests.helpers.models import full_logits, random_model
 from tests.programs.support import ALPHABET, FULL_STACK, ROOT, VANILLA, flags, load, run_train
@@ -129,7 +130,7 @@ def edit(**changes):
     (lambda d: sorted(d.glob('*.safetensors'))[1].unlink(), 'is missing'),
     (edit(nanokv={'n_embd': 24}, hidden_size=24, head_dim=12, intermediate_size=96),
      'config.json says'),
-    (edit(nanokv={'colour': 'red'}), 'nanokv.colour is unknown to this version'),
+    (edit(nanokv={'colour': 'red'}), "colour='red' is not supported by interop.import_hf"),
     (edit(sliding_window=9), 'sliding_window=9, but by nanokv it is 4'),
     (edit(nanokv={'n_layer': '7'}), "n_layer='7' is not int"),
     (edit(nanokv={'bias': 3}), 'bias=3 is not bool'),
@@ -156,6 +157,29 @@ def test_defaults_that_are_filled_in_are_shown(made, tmp_path, capsys):
         import_hf.main([str(folder), str(tmp_path / 'out')])
     said = f'{folder}/config.json does not have n_layer=12, dropout=0.0 in nanokv: defaults\n'
     assert said in capsys.readouterr().out
+
+
+@dataclasses.dataclass
+class Extended(GPTConfig):
+    """A GPTConfig with a field that nobody has taught to this room."""
+    query_temp: float = dataclasses.field(default=0.0, metadata={'choices': ()})
+
+
+@pytest.mark.parametrize('shape', [dict(SMALL), dict(SMALL, n_kv_head=1)], ids=['GPT-2', 'ours'])
+def test_a_field_that_only_the_model_knows_is_refused(shape, tmp_path, monkeypatch):
+    export.hf_model(GPT(Extended(**shape))).save_pretrained(tmp_path)  # a default is fine
+    import_hf.checkpoint_of(tmp_path)
+    config = Extended(**shape, query_temp=0.5)
+    with pytest.raises(UserError, match='^query_temp=0.5 is not supported by interop.export'):
+        export.hf_model(GPT(config))
+    assert not export.is_gpt2(config)
+    for module in (fields, huggingface):
+        monkeypatch.setattr(module, 'GPTConfig', Extended)
+    keys = json.loads((tmp_path / 'config.json').read_text())
+    keys['nanokv']['query_temp'] = 0.5
+    (tmp_path / 'config.json').write_text(json.dumps(keys))
+    with pytest.raises(UserError, match='query_temp=0.5 is not supported by interop.import_hf'):
+        import_hf.checkpoint_of(tmp_path)
 
 
 def test_windows_of_one_token_are_refused():
