@@ -295,10 +295,7 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
         """input_ids (B, t), attention_mask (B, past + t); labels (B, t) are shifted here.
         ValueError: if a sequence exceeds the learned positions, the chosen attention implementation
         cannot run this model, or there is a cache in training with gradient checkpointing."""
-        self._check_implementation()
-        if past_key_values is not None and self.training and self.is_gradient_checkpointing:
-            raise ValueError('past_key_values in training with gradient checkpointing, which '
-                             'ignores caches: call model.eval(), or set use_cache=False')
+        self._check(past_key_values)
         x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
@@ -349,7 +346,10 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None)
 
-    def _check_implementation(self):
+    def _check(self, past_key_values):
+        if past_key_values is not None and self.training and self.is_gradient_checkpointing:
+            raise ValueError('past_key_values in training with gradient checkpointing, which '
+                             'ignores caches: call model.eval(), or set use_cache=False')
         name = self.config._attn_implementation
         for field in ('attn_sink', 'key_offset'):
             if self.config.field(field) and name not in ('eager', 'sdpa'):
