@@ -213,7 +213,8 @@ def parse(argv):
         s.num_samples = 1  # greedy samples are all equal
     at_least(s, num_samples=1, parallel=1, watch_speed=0.0)
     sampling_params(s)
-    for name in ('min_p', 'repetition_penalty', 'logprobs', 'kv_budget', 'prefix_budget'):
+    for name in ('min_p', 'repetition_penalty', 'logprobs', 'ignore_eos', 'kv_budget',
+                 'prefix_budget'):
         if name in s.given and not s.prompts:
             raise UserError(f'{name}={getattr(s, name)!r} is for many prompts: give a file of them '
                             'with --prompts')
@@ -229,7 +230,7 @@ def parse(argv):
 def sampling_params(s) -> SamplingParams:
     return SamplingParams(s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p,
                           s.repetition_penalty, s.seed, stop=parse_stops(s.stop),
-                          logprobs=s.logprobs)
+                          logprobs=s.logprobs, ignore_eos=s.ignore_eos)
 
 
 if __name__ == '__main__':

@@ -151,6 +151,7 @@ SAMPLE = SOURCE + _keys(
     ('min_p', 0.0, "with prompts: least probability relative to the most likely token's; 0 = any"),
     ('repetition_penalty', 1.0, 'with prompts: above 1, tokens that have occurred are less likely'),
     ('logprobs', -1, 'with prompts: log-probability of tokens and the k most likely; -1 = none'),
+    ('ignore_eos', False, 'with prompts: go on after <|endoftext|>, which else ends the text'),
 ) + KV_DTYPE + _keys(
     ('kv_budget', '', "with prompts: KV memory, as '1GB'; '' = all rows at full length, but at "
      "most half of the machine's memory"),

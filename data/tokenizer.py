@@ -48,6 +48,7 @@ class CharTokenizer:
     """One id per character. vocab_size may include padding ids (decoded as '\ufffd')."""
 
     longest = 1  # characters per id
+    end_of_text = None  # the id that ends a text: characters have none
 
     def __init__(self, stoi: dict[str, int], itos: dict[int, str], vocab_size: int | None = None):
         self.stoi, self.itos = stoi, itos
@@ -81,13 +82,16 @@ class CharTokenizer:
 class BPETokenizer:
     """A byte pair encoding, using tiktoken.
 
-    encoding: a `tiktoken.Encoding` with '<|endoftext|>'; None = GPT-2's. Raises UserError if
-    tiktoken is not installed, or that is neither cached nor reachable (see gpt2_bpe.py).
+    encoding: a `tiktoken.Encoding` with '<|endoftext|>'; None = GPT-2's. end_of_text: the id of
+    '<|endoftext|>', or None. Raises UserError if tiktoken is not installed, or GPT-2's encoding is
+    neither cached nor reachable (see gpt2_bpe.py).
     """
 
     def __init__(self, encoding: Any = None):
         self.encoding = gpt2_encoding() if encoding is None else encoding
         self.vocab_size: int = self.encoding.n_vocab
+        has_end = END_OF_TEXT in self.encoding.special_tokens_set
+        self.end_of_text: int | None = self.encoding.eot_token if has_end else None
 
     @functools.cached_property
     def longest(self) -> int:

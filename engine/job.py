@@ -31,6 +31,9 @@ class Job:
         self.request, self.tokenizer, self.submitted, self.first = request, tokenizer, now, None
         self.logprobs = [] if request.params.logprobs >= 0 else None
         self.num_emitted = 0  # number of tokens whose event was emitted
+        self.stop_tokens = set(request.params.stop_tokens)
+        if tokenizer and not request.params.ignore_eos:
+            self.stop_tokens.add(tokenizer.end_of_text)  # None: no token equals it
         self.restore()
 
     def restore(self) -> list[str]:
@@ -41,7 +44,7 @@ class Job:
         return [self._piece(token) for token in tokens]
 
     def _piece(self, token: int) -> str:
-        is_text = self.text and token not in self.request.params.stop_tokens
+        is_text = self.text and token not in self.stop_tokens
         return self.text.add(token) if is_text else ''
 
     def launch(self) -> None:
@@ -61,7 +64,7 @@ class Job:
     def ending(self) -> str:
         """'stop', 'length', or '' if the request continues."""
         params, tokens = self.request.params, self.request.tokens
-        if tokens and (tokens[-1] in params.stop_tokens or (self.text and self.text.stopped)):
+        if tokens and (tokens[-1] in self.stop_tokens or (self.text and self.text.stopped)):
             return 'stop'
         return 'length' if len(tokens) >= params.max_new_tokens else ''
 

@@ -42,6 +42,7 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()  # token ids that end the text
     stop: tuple[str, ...] = ()       # stop texts, see engine/stopping.py
     logprobs: int = -1               # -1: none; 0: the sampled token; k: also the top k
+    ignore_eos: bool = False         # do not end at the tokenizer's end-of-text token
 
     def __post_init__(self):
         checked = {'stop_tokens': _stop_tokens(self.stop_tokens), 'stop': _stop_texts(self.stop)}
@@ -49,6 +50,8 @@ class SamplingParams:
             checked[name] = _number(name, getattr(self, name), kind)
             if not allows(checked[name]):
                 raise UserError(f'{name}={shown(checked[name])}: must be {allowed}')
+        if not isinstance(self.ignore_eos, bool):
+            raise UserError(f'ignore_eos={shown(self.ignore_eos)}: must be true or false')
         self.__dict__.update(checked)  # the dataclass is frozen
 
     @classmethod

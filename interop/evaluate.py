@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import configurator
 from config.errors import UserError, at_least
-from data.tokenizer import BPETokenizer, CharTokenizer
+from data.tokenizer import CharTokenizer
 from engine.evaluate import bits_per_byte, forward, through_cache
 from interop.load import load
 
@@ -73,8 +73,8 @@ def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
     if isinstance(tokenizer, CharTokenizer):
         check_alphabet(name, text, tokenizer.stoi)
     ids, n_bytes = tokenizer.encode(text, special=False), len(text.encode())
-    if isinstance(tokenizer, BPETokenizer):
-        ids = [tokenizer.encoding.eot_token, *ids]
+    if tokenizer.end_of_text is not None:
+        ids = [tokenizer.end_of_text, *ids]
     elif ids:
         n_bytes -= len(tokenizer.decode(ids[:1]).encode())
     if len(ids) < 2:

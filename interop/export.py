@@ -22,7 +22,6 @@ from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
 from configurator import run_program
 from data.datasets import DATA_ROOT
-from data.tokenizer import BPETokenizer
 from interop.fields import check_supported
 from interop.huggingface import GELUS, TRANSPOSED
 from interop.load import tokenizer_of
@@ -111,7 +110,7 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
     load_weights(model, saved, source)
     dataset, tokens = saved['config'].get('dataset', ''), saved.get('tokens', '')
     tokenizer = tokenizer_of(dataset, config.vocab_size, tokens, data_root)
-    end = tokenizer.encoding.eot_token if isinstance(tokenizer, BPETokenizer) else None
+    end = tokenizer.end_of_text
     noted = {'dataset': dataset, 'tokens': tokens, 'iter_num': saved['iter_num']}
     exported = hf_model(model, DTYPES[dtype], end, noted)
     try:

@@ -15,12 +15,12 @@ MAX_STOPS = 16
 
 # field -> field of SamplingParams, which checks its range
 SAMPLING = {name: name for name in ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty',
-                                    'seed', 'stop')}
+                                    'seed', 'stop', 'ignore_eos')}
 SAMPLING |= {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens'}
 
 # other fields -> allowed values; None: checked where it is used
 COMMON = {'model': None, 'n': range(1, MAX_CHOICES + 1), 'stream': bool, 'stream_options': None,
-          'return_token_ids': bool, 'ignore_eos': bool}  # the last two: vLLM's
+          'return_token_ids': bool}
 COMPLETION = COMMON | {'prompt': None, 'logprobs': range(MAX_LOGPROBS + 1)}
 CHAT = COMMON | {'messages': None, 'logprobs': bool, 'top_logprobs': range(MAX_LOGPROBS + 1)}
 

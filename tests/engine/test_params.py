@@ -28,7 +28,7 @@ def refusal(**settings):
 def test_the_defaults_restrict_nothing():
     assert dataclasses.asdict(SamplingParams()) == dict(
         max_new_tokens=128, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-        seed=0, stop_tokens=(), stop=(), logprobs=-1)
+        seed=0, stop_tokens=(), stop=(), logprobs=-1, ignore_eos=False)
 
 
 @pytest.mark.parametrize('name, values', [
@@ -79,6 +79,11 @@ def test_wrong_stop_tokens_and_texts_are_refused(name, value, why):
     message = refusal(**{name: value})
     assert f'{name}={value!r}' in message and why in message
     message.encode()  # can be printed
+
+
+@pytest.mark.parametrize('value', [0, 1, 'true', []])
+def test_ignore_eos_is_true_or_false(value):
+    assert f'ignore_eos={value!r}: must be true or false' == refusal(ignore_eos=value)
 
 
 def test_a_dict_overrides_the_defaults_and_only_those_that_it_names():

@@ -2,10 +2,11 @@
 results."""
 import functools
 
+import tiktoken
 import torch
 from hypothesis import strategies as st
 
-from data.tokenizer import CharTokenizer
+from data.tokenizer import BPETokenizer, CharTokenizer
 from engine.engine import Engine
 from engine.pages import page_nbytes, rows_nbytes
 from engine.params import SamplingParams
@@ -35,6 +36,20 @@ def model_of(kind: str) -> GPT:
     with torch.no_grad():
         model.lm_head.weight *= 0.5
     return model
+
+
+@functools.cache
+def ending() -> tuple[GPT, BPETokenizer]:
+    """A model whose likeliest token is always '<|endoftext|>', and its tokenizer of bytes."""
+    ranks = {bytes([i]): i for i in range(256)}
+    tokenizer = BPETokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
+                                                special_tokens={'<|endoftext|>': 256}))
+    model = random_model(GPTConfig(**KINDS['vanilla'] | dict(vocab_size=257, bias=True)))
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.lm_head.weight[256] = 9.0
+    return model, tokenizer
 
 
 def prompt(n, seed=0) -> list[int]:

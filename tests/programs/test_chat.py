@@ -9,6 +9,7 @@ import torch
 import chat
 from config.errors import UserError
 from engine.engine import Engine
+from tests.helpers.serving import ending
 from tests.programs.support import flags
 
 NAMES = dict(user='a', reply_as='b', turn='{name}c{text}d', max_new_tokens=20, max_seq_len=200,
@@ -50,6 +51,12 @@ def test_turns_are_kept_and_continued(talk):
     assert '2 replies: ' in out and 'held between turns' in out
     out = talk(['ba', '/quit', 'never read'])
     assert '(going on with 4 turns' in out and talk.turns()[:4] == turns and len(talk.turns()) == 6
+
+
+def test_a_reply_ends_with_the_token_for_it(talk, monkeypatch):
+    monkeypatch.setattr(chat, 'load', lambda s: ending())
+    talk(['ab', 'ba'], max_seq_len=60)
+    assert talk.turns() == [('a', 'ab'), ('b', ''), ('a', 'ba'), ('b', '')]
 
 
 def test_the_prefix_cache_changes_no_reply(talk, monkeypatch, tmp_path):

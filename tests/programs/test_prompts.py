@@ -9,6 +9,7 @@ import sample
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
+from tests.helpers.serving import ending
 from tests.programs.support import ALPHABET, flags, load, start_program
 from tests.programs.test_sample import KINDS, RULE
 
@@ -93,6 +94,16 @@ def test_what_prompts_begin_with_is_computed_once(many, trained, prompts_file, f
                     for more in ({}, dict(prefix_budget='1MB')))
     assert texts(plain) == texts(found) and not any('cached_tokens' in answer for answer in plain)
     assert [answer.get('cached_tokens', 0) for answer in found] == [0] + [128] * 5
+
+
+def test_texts_end_with_the_token_for_it(many, prompts_file, monkeypatch):
+    monkeypatch.setattr(sample, 'load', lambda s: ending())
+    path = prompts_file('"a"\n{"prompt": "a", "ignore_eos": true}', 'p.jsonl')
+    ends, goes_on = many('none', path, temperature=0)
+    assert (ends['text'], ends['finish_reason'], ends['tokens']) == ('', 'stop', 1)
+    assert (goes_on['finish_reason'], goes_on['tokens']) == ('length', 6)
+    [goes_on] = many('none', prompts_file('a'), temperature=0, ignore_eos=True)
+    assert goes_on['text'] == '<|endoftext|>' * 6
 
 
 def test_lines_with_settings_of_their_own(many, trained, prompts_file):

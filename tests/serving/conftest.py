@@ -69,13 +69,13 @@ class InProcess:
     """An application and its started worker. logged: lines of the request log."""
 
     def __init__(self, rows=3, max_waiting=8, keys=(), hosts=(), timeout=60.0, max_body=20_000,
-                 page=True, **settings):
+                 page=True, model=MODEL, tokenizer=TOKENIZER, **settings):
         settings = dict(prefix_budget=10 ** 6) | settings
-        self.engine = Engine(MODEL, rows, LONGEST, page_size=4, prefill_chunk=16,
-                             tokenizer=TOKENIZER, **settings)
+        self.engine = Engine(model, rows, LONGEST, page_size=4, prefill_chunk=16,
+                             tokenizer=tokenizer, **settings)
         self.metrics, self.logged = Metrics(), []
         self.worker = Worker(self.engine, max_waiting, self.metrics)
-        self.service = Service('tiny', TOKENIZER, LONGEST, 12, rows + max_waiting, TURN, 'a', 'b')
+        self.service = Service('tiny', tokenizer, LONGEST, 12, rows + max_waiting, TURN, 'a', 'b')
         self.worker.start()
         self.app = make_app(self.worker, self.service, Limits(max_body, timeout), keys, hosts,
                             self.logged.append, page)

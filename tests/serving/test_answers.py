@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.params import sample_seed
-from tests.helpers.serving import TOKENIZER
+from tests.helpers.serving import TOKENIZER, ending
 from tests.serving.conftest import (
     CHAT,
     COMPLETIONS,
@@ -216,6 +216,20 @@ def test_a_chat_that_goes_on_past_the_end_of_the_turn(serve, ignore):
     assert server.text(prompt=RENDERED, **fields) == on.text
     stopped = server.complete(prompt=RENDERED, stop='d', **fields).json()['choices'][0]
     assert (stopped['text'], stopped['finish_reason']) == (turn.text, 'stop')
+
+
+@pytest.mark.parametrize('fields, said', [
+    ({}, ('', 'stop', 1)), (dict(ignore_eos=True), ('<|endoftext|>' * 12, 'length', 12))], ids=str)
+def test_a_text_ends_with_the_token_for_it(serve, fields, said):
+    model, tokenizer = ending()
+    server = serve(model=model, tokenizer=tokenizer)
+    for ask in (server.complete, lambda **fields: server.chat(USER, **fields)):
+        document = ask(temperature=0, max_tokens=12, **fields).json()
+        [choice] = document['choices']
+        text = choice['text'] if 'text' in choice else choice['message']['content']
+        assert (text, choice['finish_reason'], document['usage']['completion_tokens']) == said
+        streamed = pieces(ask(temperature=0, max_tokens=12, stream=True, **fields))
+        assert ('endoftext' in json.dumps(streamed)) == bool(fields)
 
 
 @pytest.mark.parametrize('name', ['return_token_ids', 'ignore_eos'])

@@ -5,15 +5,13 @@ import threading
 import time
 
 import pytest
-import tiktoken
 
-from data.tokenizer import BPETokenizer
 from engine.dialogue import Dialogue, Template
 from engine.params import SamplingParams
 from serving import app as serving_app
 from serving.replies import Reply
 from serving.server import bind
-from tests.helpers.serving import TOKENIZER
+from tests.helpers.serving import TOKENIZER, ending
 from tests.serving.conftest import (
     USER,
     Asgi,
@@ -230,9 +228,7 @@ def test_names_have_one_line(serve):
 
 
 def test_special_tokens_are_text_in_a_conversation():
-    ranks = {bytes([i]): i for i in range(256)}
-    tokenizer = BPETokenizer(tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
-                                                special_tokens={'<|endoftext|>': 256}))
+    _, tokenizer = ending()
     dialogue = Dialogue(tokenizer, Template('{name}:{text}\n'))
     dialogue.say('a', 'b<|endoftext|>c')
     assert 256 not in dialogue.prompt('<|endoftext|>')
