@@ -181,7 +181,7 @@ def talk(chat) -> None:
     while True:
         try:
             prompt = chat.dialogue.template.head(chat.s.user) if sys.stdin.isatty() else ''
-            line = input(prompt).strip()
+            line = input(prompt).lstrip('\ufeff').strip()  # a file may begin with a BOM
         except KeyboardInterrupt:
             print('\n(/quit or Ctrl-D leaves)')
             continue

@@ -61,7 +61,8 @@ def main(argv=None):
 
 def sample_start(s):
     """Generate `num_samples` samples of one prompt, in batches of `parallel`, as nanoGPT would."""
-    stops, start = parse_stops(s.stop), read_start(s.start)
+    params, start = sampling_params(s), read_start(s.start)
+    stops = params.stop
     watch = s.watch and watchable()
     s.parallel = 1 if watch else s.parallel
     model, tokenizer = load(s)
@@ -78,7 +79,7 @@ def sample_start(s):
             cache = model.new_cache(len(batch), max_seq_len, s.kv_dtype)
             decode = fast_decode(model, cache, s.captured and s.max_new_tokens >= MIN_CAPTURED)
         cache.reset()
-        sampler = TopPSampler(s.temperature, s.top_k, s.top_p, batch)
+        sampler = TopPSampler(params.temperature, params.top_k, params.top_p, batch)
         generation = Generation(model, [prompt] * len(batch), s.max_new_tokens, sampler, cache,
                                 decode=decode)
         batches.append(generate_batch(generation, tokenizer, prompt, stops,
@@ -179,7 +180,7 @@ def sample_prompts(s, write):
     lines = read_requests(s.prompts, sampling_params(s))
     model, tokenizer = load(s)
     asked, budget = encode_requests(tokenizer, lines), budget or total_memory(model.device) // 2
-    lines = fitted(model, asked, budget, s.kv_dtype, 'max_new_tokens' not in s.given)
+    lines = fitted(model, asked, budget, s.kv_dtype)
     if any(a.params != b.params for a, b in zip(asked, lines)):
         print(f'Note: learned positions end at block_size={model.config.block_size}; '
               'texts end there')
@@ -209,10 +210,10 @@ def parse(argv):
             s = configurator.parse('sample', argv, usage=__doc__)
     finally:
         print(echoed.getvalue(), end='', file=sys.stderr if s and s.prompts else sys.stdout)
-    if (s.prompts or s.temperature == 0) and 'num_samples' not in s.given:
+    greedy = sampling_params(s).temperature == 0
+    if (s.prompts or greedy) and 'num_samples' not in s.given:
         s.num_samples = 1  # greedy samples are all equal
     at_least(s, num_samples=1, parallel=1, watch_speed=0.0)
-    sampling_params(s)
     for name in ('min_p', 'repetition_penalty', 'logprobs', 'ignore_eos', 'kv_budget',
                  'prefix_budget'):
         if name in s.given and not s.prompts:

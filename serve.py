@@ -11,7 +11,9 @@ POST /v1/completions and /v1/chat/completions (streaming too), GET /v1/models, /
 of the KV cache). docs/serving.md describes them. Needs pip install -e '.[serve]'.
 """
 import os
+import re
 import sys
+import time
 from pathlib import Path
 
 import configurator
@@ -23,6 +25,7 @@ from engine.engine import Engine
 from engine.prepare import prepare
 from interop.load import load
 from serving.api import Service
+from training.checkpoint_manager import checkpoint_in
 from training.device import total_memory
 
 SLOWDOWN = 2.2  # times that others' prompts may make a step longer: see Engine
@@ -34,6 +37,9 @@ def check(s):
     at_least(s, parallel=1, max_new_tokens=1, max_waiting=0, port=0, grace=0.0)
     if s.port > 65535:  # some systems reduce it modulo 65536
         raise UserError(f'port={s.port}: must be at most 65535')
+    if s.cors not in ('', '*') and not re.fullmatch(r'https?://[^/\s]+', s.cors):
+        raise UserError(f"cors={s.cors!r}: must be an origin without a path, as "
+                        "'http://localhost:3000', or '*'")
     if s.timeout <= 0:
         raise UserError(f'timeout={s.timeout}: must be above 0 seconds')
 
@@ -73,10 +79,13 @@ def make_service(s, model, tokenizer):
                     prefix_folder=s.prefix_folder, slowdown=SLOWDOWN)
     table = engine.cache.table
     positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
-    source = Path(s.out_dir).resolve() if s.init_from == 'resume' else Path(s.init_from)
+    source, created = Path(s.init_from), time.time()
+    if s.init_from == 'resume':
+        source = Path(s.out_dir).resolve()
+        created = checkpoint_in(s.out_dir, s.resume_from).stat().st_mtime
     return engine, Service(s.model_name or source.name, tokenizer, positions, s.max_new_tokens,
                            s.parallel + s.max_waiting, template, s.user, s.reply_as,
-                           s.strict_messages)
+                           s.strict_messages, int(created))
 
 
 def main(argv=None):
@@ -111,7 +120,7 @@ def main(argv=None):
     greeting = f'Serving {service.model!r} at {url}/v1{page} (Ctrl-C ends it)'
     hosts = LOOPBACK_NAMES if s.host in LOOPBACK and not keys else ()
     log = RequestLog() if s.log_requests else None
-    app = make_app(worker, service, limits, keys, hosts, log, s.page)
+    app = make_app(worker, service, limits, keys, hosts, log, s.page, s.cors)
     Server(app, worker, s.grace, greeting, log).run([sock])
 
 

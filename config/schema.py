@@ -181,6 +181,8 @@ SERVE = TALKING + _keys(
     ('host', '127.0.0.1', "address to listen on; '127.0.0.1' = this machine, '0.0.0.0' = any"),
     ('port', 8000, 'port to listen on; 0 = a free one, which is printed'),
     ('api_key_file', '', "file of API keys, one a line; '' = NANOKV_API_KEY, else none needed"),
+    ('cors', '', "origin whose web pages may use the server, as 'http://localhost:3000'; '*' = "
+     "any; '' = none but its own"),
     ('model_name', '', "name of the model in the API; '' = the name of the folder out_dir"),
     ('strict_messages', False, 'reject messages that contain the end of a turn (by default, a '
      'blank line); False = remove their blank lines'),

@@ -81,7 +81,7 @@ class Dialogue:
         head, end = self.template.head(name), self.template.end
         if not text.strip():
             raise UserError('the message is empty')
-        text = text.replace('\r\n', '\n')
+        text = _with_newlines(text)
         if not self.strict and end in (head + text + end)[:-1]:
             lines = [line for line in text.splitlines() if line.strip()]
             text = (' ' if end == '\n' else '\n').join(lines)
@@ -89,6 +89,14 @@ class Dialogue:
             raise UserError(f'a turn ends at {end!r}, and this one has it before its end: '
                             'in its text, or where that begins or ends')
         self.turns.append(Turn(name, text, self._encoded(head + text + end)))
+
+    def narrate(self, text: str) -> None:
+        """Append a text that nobody says, such as a system message, ended like a turn. It may have
+        the end of a turn in it. Raises UserError if it has characters that are not in the
+        alphabet."""
+        end = self.template.end
+        text = _with_newlines(text).removesuffix(end)
+        self.turns.append(Turn('', text, self._encoded(text + end)))
 
     def _encoded(self, text):
         # special tokens in text are not recognized
@@ -165,7 +173,7 @@ class Dialogue:
         """Read what `save` wrote; on an error nothing changes. Raises UserError if the file is of a
         different kind, or has a different template or ids of a different tokenizer."""
         try:
-            document = json.loads(path.read_text(encoding='utf-8'))
+            document = json.loads(path.read_text(encoding='utf-8-sig'))
             if document['version'] != VERSION or document['turn'] != self.template.turn:
                 raise UserError(f"{path} was written with turn={document['turn']!r} (version "
                                 f"{document['version']}): give that, or another file for the "
@@ -188,6 +196,10 @@ class Dialogue:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as e:
             raise UserError(f'{path} is not a conversation that can be read: '
                             f'{type(e).__name__}: {e}') from e
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace('\r\n', '\n')
 
 
 def longest_context(config) -> int:

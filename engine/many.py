@@ -18,27 +18,26 @@ from engine.prompts import PromptLine
 ROWS = 16  # default number of concurrent requests
 
 
-def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str,
-           shorten: bool) -> list[PromptLine]:
-    """Return the lines with limits applied; a line that cannot run gets an error, e.g. if it needs
-    more than `budget` bytes of KV memory by itself. shorten: a line that does not set its own
-    max_new_tokens gets fewer than the default if learned positions end earlier.
+def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str) -> list[PromptLine]:
+    """Return the lines with limits applied: texts end where learned positions do. A line that
+    cannot run gets an error, e.g. if it needs more than `budget` bytes of KV memory by itself.
     """
     def fit(line):
-        asked, n_prompt = line.params.max_new_tokens, len(line.ids)
-        sizes = f'{line.where}: {n_prompt} prompt tokens and max_new_tokens={asked}'
-        room = model.config.block_size - n_prompt + 1  # the last sampled token is never fed
-        if model.rotary is None and asked > room:
-            if room >= 1 and shorten and 'max_new_tokens' not in line.given:
-                return replace(line, params=replace(line.params, max_new_tokens=room))
-            return replace(line, error=f'{sizes} are more than block_size='
-                                       f"{model.config.block_size}, for which "
-                                       "pos_embedding='learned' has positions")
-        needed = model.plan.nbytes(1, n_prompt + asked, model.resolved_kv_dtype(kv_dtype))
+        longest, n_prompt = line.params.max_new_tokens, len(line.ids)
+        if model.rotary is None:
+            block_size = model.config.block_size
+            room = block_size - n_prompt + 1  # the last sampled token is never fed
+            if room < 1:
+                return replace(line, error=f'{line.where}: {n_prompt} prompt tokens are more than '
+                                           f'block_size={block_size}, for which '
+                                           "pos_embedding='learned' has positions")
+            longest = min(longest, room)
+        needed = model.plan.nbytes(1, n_prompt + longest, model.resolved_kv_dtype(kv_dtype))
         if needed > budget:
-            return replace(line, error=f'{sizes} need {nice_bytes(needed)} of KV memory, and '
-                                       f'there is {nice_bytes(budget)}')
-        return line
+            return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and '
+                                       f'max_new_tokens={longest} need {nice_bytes(needed)} of KV '
+                                       f'memory, and there is {nice_bytes(budget)}')
+        return replace(line, params=replace(line.params, max_new_tokens=longest))
     return [line if line.error else fit(line) for line in lines]
 
 

@@ -1,6 +1,7 @@
 """A request's parameters (`SamplingParams`) and its result (`Completion`). No torch here."""
 import difflib
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -9,13 +10,18 @@ import numpy as np
 from config.errors import UserError
 
 MAX_INT = 2 ** 31 - 1
+SURROGATE = re.compile('[\ud800-\udfff]')
+MIN_TEMPERATURE = 1e-4  # below it, sampling is greedy
+# limits of a JSON object
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
 
 # parameter -> type, check for allowed values, and their description in errors
 RANGES = {
     'max_new_tokens': (int, lambda x: 1 <= x <= MAX_INT, f'at least 1 and at most {MAX_INT:,}'),
-    'temperature': (float, lambda x: x == 0 or x >= 1e-4, '0 (greedy) or at least 1e-4'),
-    'top_k': (int, lambda x: 0 <= x <= MAX_INT, f'at least 0 and at most {MAX_INT:,}'),
-    'top_p': (float, lambda x: 0 < x <= 1, 'above 0 and at most 1'),
+    'temperature': (float, lambda x: x >= 0, 'at least 0 (greedy)'),
+    'top_k': (int, lambda x: -1 <= x <= MAX_INT, f'at least -1 (all) and at most {MAX_INT:,}'),
+    'top_p': (float, lambda x: 0 <= x <= 1, 'at least 0 and at most 1'),
     'min_p': (float, lambda x: 0 <= x < 1, 'at least 0 and below 1'),
     'repetition_penalty': (float, lambda x: 1e-3 <= x <= 1e3, 'from 0.001 to 1000 (1 = off)'),
     'seed': (int, lambda x: -2 ** 63 <= x < 2 ** 64, 'at least -2**63 and below 2**64'),
@@ -30,10 +36,11 @@ class SamplingParams:
     The restrictions apply in the order of Hugging Face's `generate`: repetition penalty,
     temperature, top-k, top-p, min-p; `engine.sampler.lowest_kept` defines the last three.
 
-    Raises UserError if a value has the wrong type or is out of range.
+    Equivalent values become one: top_p=0 and temperatures below 1e-4 are greedy, top_k=-1 is 0, and
+    '' is no stop text. Raises UserError if a value has the wrong type or is out of range.
     """
     max_new_tokens: int = 128
-    temperature: float = 1.0         # divides the logits; 0 = greedy, otherwise at least 1e-4
+    temperature: float = 1.0         # divides the logits; 0 = greedy
     top_k: int = 0                   # only the k most likely; 0 = all
     top_p: float = 1.0               # only the most likely that sum to this probability; 1 = all
     min_p: float = 0.0               # relative to the most likely token's probability; 0 = all
@@ -52,20 +59,30 @@ class SamplingParams:
                 raise UserError(f'{name}={shown(checked[name])}: must be {allowed}')
         if not isinstance(self.ignore_eos, bool):
             raise UserError(f'ignore_eos={shown(self.ignore_eos)}: must be true or false')
+        if checked['temperature'] < MIN_TEMPERATURE or checked['top_p'] == 0:
+            checked |= {'temperature': 0.0, 'top_p': checked['top_p'] or 1.0}
+        checked['top_k'] = max(checked['top_k'], 0)
         self.__dict__.update(checked)  # the dataclass is frozen
 
     @classmethod
     def from_dict(cls, given: dict, defaults: 'SamplingParams | None' = None) -> 'SamplingParams':
-        """`defaults` updated from a JSON object, in which 'stop' may also be a single text.
-        Raises UserError for an unknown key or an invalid value."""
+        """`defaults` updated from the `present` fields of a JSON object, in which 'stop' may also
+        be a single text. Raises UserError for an unknown key or an invalid value."""
         allowed = [f.name for f in fields(cls)]
+        given = present(given)
         for key in given:
             if key not in allowed:
                 near = difflib.get_close_matches(str(key), allowed, n=3)
                 guess = f', did you mean {" or ".join(map(repr, near))}?' * bool(near)
                 raise UserError(f'unknown key {shown(key)}{guess} '
                                 f'(allowed are {", ".join(allowed)})')
-        return replace(defaults or cls(), **given)
+        params = replace(defaults or cls(), **given)
+        if len(params.stop) > MAX_STOPS and 'stop' in given:
+            raise UserError(f'stop={shown(params.stop)}: {len(params.stop)} texts, at most '
+                            f'{MAX_STOPS}')
+        if params.logprobs > MAX_LOGPROBS and 'logprobs' in given:
+            raise UserError(f'logprobs={params.logprobs}: must be at most {MAX_LOGPROBS}')
+        return params
 
 
 class TokenLogprob(NamedTuple):
@@ -109,43 +126,65 @@ def shown(value) -> str:
     return text if len(text) <= 60 else text[:57] + '...'
 
 
-def has_surrogate(text: str) -> bool:
-    """Whether text has half a surrogate pair, which JSON can encode but UTF-8 cannot."""
-    return any('\ud800' <= c <= '\udfff' for c in text)
+def present(given: dict) -> dict:
+    """The fields of a JSON object that say something: null, '' and [], and the seed -1, are the
+    same as omitting one."""
+    return {name: value for name, value in given.items()
+            if value not in (None, '', []) and (name, value) != ('seed', -1)}
 
 
-def _is_int(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def encodable(value):
+    """JSON with U+FFFD in place of each half of a surrogate pair, which JSON can encode but UTF-8
+    cannot."""
+    if isinstance(value, str):
+        return SURROGATE.sub('\ufffd', value)
+    if isinstance(value, list):
+        return [encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {encodable(key): encodable(item) for key, item in value.items()}
+    return value
+
+
+def whole(value) -> int | None:
+    """An int, also of a float such as 50.0, as some JSON libraries write it; otherwise None."""
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole and not isinstance(value, bool) else None
 
 
 def _number(name: str, value, kind: type) -> int | float:
-    try:
-        if _is_int(value) or (kind is float and isinstance(value, float)):
-            number = kind(value)
-            if kind is int or math.isfinite(number):
-                return number
-    except OverflowError:  # an int too large for a float
-        pass
+    number = whole(value)
+    if kind is float:
+        number = _finite_float(value)
+    if number is not None:
+        return number
     allowed = 'an integer' if kind is int else 'a finite number'
     raise UserError(f'{name}={shown(value)}: must be {allowed}')
 
 
+def _finite_float(value) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an int too large for a float
+        return None
+    return number if math.isfinite(number) else None
+
+
 def _stop_tokens(value) -> tuple[int, ...]:
-    is_list = isinstance(value, (list, tuple))
-    if not is_list or not all(_is_int(token) and token >= 0 for token in value):
+    tokens = tuple(map(whole, value)) if isinstance(value, (list, tuple)) else (None,)
+    if not all(token is not None and token >= 0 for token in tokens):
         raise UserError(f'stop_tokens={shown(value)}: must be a list of token ids '
                         '(integers of at least 0)')
-    return tuple(value)
+    return tokens
 
 
 def _stop_texts(value) -> tuple[str, ...]:
     stops, wrong = (value,) if isinstance(value, str) else value, ''
     if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
         wrong = 'must be a text or a list of texts'
-    elif '' in stops:
-        wrong = 'a stop text must have at least one character'
-    elif any(map(has_surrogate, stops)):
+    elif any(map(SURROGATE.search, stops)):
         wrong = 'a stop text must not have half a surrogate pair: no token decodes to it'
     if wrong:
         raise UserError(f'stop={shown(value)}: {wrong}')
-    return tuple(stops)
+    return tuple(stop for stop in stops if stop)

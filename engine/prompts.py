@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config.errors import UserError
-from engine.params import SamplingParams, has_surrogate, shown
+from engine.params import SamplingParams, encodable, present, shown
 
 
 def read_start(start: str) -> tuple[str, str]:
@@ -65,7 +65,7 @@ def _request(path, number, line, defaults) -> PromptLine:
     try:
         given = _json_object(line)
         request = replace(request, id=_id(given))  # kept even if the rest is wrong
-        request = replace(request, prompt=_prompt(given), given=tuple(given))
+        request = replace(request, prompt=_prompt(given), given=tuple(present(given)))
         return replace(request, params=SamplingParams.from_dict(given, defaults))
     except UserError as e:
         return replace(request, error=f'{where}: {e}')
@@ -92,8 +92,8 @@ def _read(path: str, where: str) -> str:
 
 def _json_object(line: str) -> dict:
     try:
-        given = json.loads(line, object_pairs_hook=_unique_keys, parse_constant=_no_constant,
-                           parse_float=_finite)
+        given = encodable(json.loads(line, object_pairs_hook=_unique_keys,
+                                     parse_constant=_no_constant, parse_float=_finite))
     except UserError:
         raise
     except (ValueError, RecursionError) as e:
@@ -109,9 +109,8 @@ def _json_object(line: str) -> dict:
 def _id(given: dict):
     """Remove and return the id from `given`; None if it has none."""
     name = given.pop('id', None)
-    if isinstance(name, (dict, list)) or (isinstance(name, str) and has_surrogate(name)):
-        raise UserError(f'id={shown(name)}: must be a text (without half a surrogate pair), '
-                        'a number, true, false or null')
+    if isinstance(name, (dict, list)):
+        raise UserError(f'id={shown(name)}: must be a text, a number, true, false or null')
     return name
 
 
@@ -120,9 +119,8 @@ def _prompt(given: dict) -> str:
     if 'prompt' not in given:
         raise UserError(f'{shown(given)}: must have "prompt", the text to continue')
     prompt = given.pop('prompt')
-    if not isinstance(prompt, str) or not prompt or has_surrogate(prompt):
-        raise UserError(f'prompt={shown(prompt)}: must be a text of at least one character, '
-                        'without half a surrogate pair')
+    if not isinstance(prompt, str) or not prompt:
+        raise UserError(f'prompt={shown(prompt)}: must be a text of at least one character')
     return prompt
 
 

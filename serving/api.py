@@ -2,21 +2,21 @@
 import contextlib
 import difflib
 import secrets
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 
 from config.errors import UserError
 from engine.dialogue import Dialogue, Template
-from engine.params import SamplingParams, has_surrogate, sample_seed, shown
+from engine.params import MAX_LOGPROBS, SamplingParams, present, sample_seed, shown, whole
 from serving.errors import ApiError
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
-MAX_LOGPROBS = 20
-MAX_STOPS = 16
 
 # field -> field of SamplingParams, which checks its range
 SAMPLING = {name: name for name in ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty',
                                     'seed', 'stop', 'ignore_eos')}
-SAMPLING |= {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens'}
+SAMPLING |= {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens',
+             'stop_token_ids': 'stop_tokens'}
 
 # other fields -> allowed values; None: checked where it is used
 COMMON = {'model': None, 'n': range(1, MAX_CHOICES + 1), 'stream': bool, 'stream_options': None,
@@ -27,9 +27,9 @@ CHAT = COMMON | {'messages': None, 'logprobs': bool, 'top_logprobs': range(MAX_L
 # fields that do not affect the text
 IGNORED = {'user', 'metadata', 'service_tier', 'safety_identifier', 'prompt_cache_key',
            'prompt_cache_retention'}
-# unsupported OpenAI fields -> values equivalent to omitting them
+# unsupported fields of OpenAI and vLLM -> values equivalent to omitting them
 UNSUPPORTED = {'frequency_penalty': (0,), 'presence_penalty': (0,), 'logit_bias': ({},),
-               'store': (False,)}
+               'store': (False,), 'min_tokens': (0,), 'skip_special_tokens': (True,)}
 UNSUPPORTED_COMPLETION = UNSUPPORTED | {'echo': (False,), 'suffix': ('',), 'best_of': (1,)}
 UNSUPPORTED_CHAT = UNSUPPORTED | {
     'tools': ([],), 'tool_choice': ('none', 'auto'), 'response_format': ({'type': 'text'},),
@@ -42,7 +42,8 @@ class Service:
 
     max_positions: limit on a prompt and its completion without its last token. max_new_tokens: the
     default. max_choices: limit for all requests together. user, reply_as: names of the user and the
-    assistant in the template. strict: reject messages that `Dialogue.say` would fold.
+    assistant in the template. strict: reject messages that `Dialogue.say` would fold. created: the
+    model's time in seconds since 1970.
     """
     model: str
     tokenizer: object
@@ -53,6 +54,7 @@ class Service:
     user: str
     reply_as: str
     strict: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,12 @@ def _too_long(message, param) -> ApiError:
 
 
 def _fields(document, table, unsupported, service) -> dict:
-    """Return the checked fields of a document. null is the same as omitting a field."""
+    """Return the checked fields of a document that are `present`."""
     if not isinstance(document, dict):
         raise _invalid(f'the body is {shown(document)}: must be a JSON object')
-    known = SAMPLING | table
-    for name, value in document.items():
-        if name in unsupported and value is not None and value not in unsupported[name]:
+    known, given = SAMPLING | table, present(document)
+    for name, value in given.items():
+        if name in unsupported and value not in unsupported[name]:
             allowed = ' or '.join(map(repr, unsupported[name]))
             raise _invalid(f'{name}={shown(value)} is not supported: leave it out, or give '
                            f'{allowed}', name, 'unsupported_value')
@@ -114,10 +116,9 @@ def _fields(document, table, unsupported, service) -> dict:
             hint = f', did you mean {near[0]!r}?' if near else ''
             raise _invalid(f'unknown field {shown(name)}{hint} '
                            f'(known are {", ".join(sorted(known))})', name[:60], 'unknown_field')
-    fields = {name: value for name, value in document.items()
-              if name in known and value is not None}
+    fields = {name: value for name, value in given.items() if name in known}
     for name, value in fields.items():
-        _check(name, value, table.get(name), name)
+        fields[name] = _checked(name, value, table.get(name), name)
     model = fields.get('model', service.model)
     if model != service.model:
         raise ApiError(404, f'there is no model {shown(model)}: this server has '
@@ -125,12 +126,15 @@ def _fields(document, table, unsupported, service) -> dict:
     return fields
 
 
-def _check(name, value, allowed, param):
+def _checked(name, value, allowed, param):
     if allowed is bool and not isinstance(value, bool):
         raise _invalid(f'{name}={shown(value)}: must be true or false', param)
-    if isinstance(allowed, range) and (type(value) is not int or value not in allowed):
+    if not isinstance(allowed, range):
+        return value
+    if whole(value) not in allowed:
         raise _invalid(f'{name}={shown(value)}: must be an integer from {allowed[0]} to '
                        f'{allowed[-1]}', param)
+    return whole(value)
 
 
 def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
@@ -139,50 +143,44 @@ def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
     if num_choices > most:
         raise _invalid(f'{len(prompts)} prompts with n={n} are {num_choices} choices: '
                        f'at most {most} at once', 'n')
-    options = fields.get('stream_options', {})
-    if not isinstance(options, dict) or options.keys() - {'include_usage', 'include_obfuscation'}:
-        raise _invalid(f'stream_options={shown(options)}: must be an object with include_usage',
-                       'stream_options')
-    if options and not stream:
-        raise _invalid('stream_options requires stream=true', 'stream_options')
-    include_usage = options.get('include_usage') or False
-    _check('include_usage', include_usage, bool, 'stream_options')
-    params, choices = _params(fields, logprobs, stops), []
+    include_usage = _include_usage(fields.get('stream_options', {}), stream)
+    params, choices = _params(fields, service, logprobs, stops), []
     for prompt in prompts:
-        params = replace(params, max_new_tokens=_max_new_tokens(fields, service, len(prompt)))
-        choices += [replace(params, seed=sample_seed(params.seed, k)) for k in range(n)]
+        room = service.max_positions - len(prompt) + 1  # the last token takes no position
+        longest = min(params.max_new_tokens, room)
+        choices += [replace(params, max_new_tokens=longest, seed=sample_seed(params.seed, k))
+                    for k in range(n)]
     return GenerationRequest(prompts, choices, n, stream, include_usage,
                              fields.get('return_token_ids', False))
 
 
-def _params(fields, logprobs, stops) -> SamplingParams:
+def _include_usage(options, stream) -> bool:
+    allowed = {'include_usage', 'include_obfuscation', 'continuous_usage_stats'}
+    options = present(options) if isinstance(options, dict) else options
+    if (not isinstance(options, dict) or options.keys() - allowed
+            or options.get('continuous_usage_stats')):
+        raise _invalid(f'stream_options={shown(options)}: must be an object with include_usage',
+                       'stream_options')
+    if options and not stream:
+        raise _invalid('stream_options requires stream=true', 'stream_options')
+    return _checked('include_usage', options.get('include_usage', False), bool, 'stream_options')
+
+
+def _params(fields, service, logprobs, stops) -> SamplingParams:
     if 'max_tokens' in fields and 'max_completion_tokens' in fields:
         raise _invalid('max_tokens and max_completion_tokens are the same: give one of them',
                        'max_tokens')
     given = [name for name in SAMPLING if name in fields]
     values = {SAMPLING[name]: fields[name] for name in given}
     try:
-        params = SamplingParams(**{'seed': secrets.randbits(63), 'logprobs': logprobs} | values)
+        defaults = SamplingParams(service.max_new_tokens, seed=secrets.randbits(63),
+                                  logprobs=logprobs)
+        params = SamplingParams.from_dict(values, defaults)
     except UserError as e:  # such as "max_new_tokens=0: must be at least 1"
         field, _, rest = str(e).partition('=')
         name = next(name for name in given if SAMPLING[name] == field)
         raise _invalid(f'{name}={rest}', name) from e
-    if len(params.stop) > MAX_STOPS:
-        raise _invalid(f'stop has {len(params.stop)} texts: at most {MAX_STOPS}', 'stop')
     return replace(params, stop=params.stop + stops)
-
-
-def _max_new_tokens(fields, service, num_prompt) -> int:
-    """The requested or default number, limited to the room after the prompt."""
-    room = service.max_positions - num_prompt + 1  # the last token takes no position
-    for name in ('max_tokens', 'max_completion_tokens'):
-        if name in fields:
-            if fields[name] > room:
-                raise _too_long(f'{num_prompt:,} prompt tokens and {name}={fields[name]:,} are '
-                                f'more than the {service.max_positions:,} positions that this '
-                                'server has for a request', name)
-            return fields[name]
-    return min(service.max_new_tokens, room)
 
 
 def _prompts(value, service) -> list[list[int]]:
@@ -201,15 +199,16 @@ def _prompt(prompt, service) -> list[int]:
         _check_length(prompt, service, 'prompt')
         with _error_for('prompt'):
             prompt = service.tokenizer.encode(_text(prompt, 'prompt'))
-    if not isinstance(prompt, list) or not all(type(i) is int for i in prompt):
+    ids = [whole(i) for i in prompt] if isinstance(prompt, list) else [None]
+    if None in ids:
         raise _invalid(f'prompt={shown(prompt)}: must be a text, a list of token ids, or a list of '
                        'texts or of such lists', 'prompt')
-    if not prompt:
+    if not ids:
         raise _invalid('the prompt has no tokens: give at least one', 'prompt')
-    if len(prompt) > service.max_positions:
-        raise _too_long(f'the prompt has {len(prompt):,} tokens: at most '
+    if len(ids) > service.max_positions:
+        raise _too_long(f'the prompt has {len(ids):,} tokens: at most '
                         f'{service.max_positions:,}', 'prompt')
-    return prompt
+    return ids
 
 
 def _check_length(text, service, param):
@@ -227,26 +226,21 @@ def _conversation(messages, service) -> list[int]:
         raise _invalid(f'messages={shown(messages)}: must be a list of at least one message',
                        'messages')
     dialogue = Dialogue(service.tokenizer, service.template, strict=service.strict)
-    start, num_tokens = [], 0
+    num_tokens = 0
     for i, message in enumerate(messages):
         param = f'messages[{i}]'
         role, name, text = _message(message, param, service)
-        if role == 'assistant' and not text:  # an empty reply is not a turn
+        if role != 'user' and not text.strip():  # an empty reply is not a turn
             continue
         with _error_for(param):
             if role in ('system', 'developer'):
-                if dialogue.turns:
-                    raise _invalid(f'{param}: a {role} message must come before all others', param)
-                text = text.removesuffix(service.template.end) + service.template.end
-                ids = service.tokenizer.encode(text, special=False)
-                start += ids
+                dialogue.narrate(text)
             else:
                 dialogue.say(name, text)
-                ids = dialogue.turns[-1].ids
-        num_tokens += len(ids)
+        num_tokens += len(dialogue.turns[-1].ids)
         _check_conversation(num_tokens, service)  # before the rest is encoded
     with _error_for('messages'):
-        ids = start + dialogue.prompt(service.reply_as)
+        ids = dialogue.prompt(service.reply_as)
     _check_conversation(len(ids), service)
     return ids
 
@@ -259,13 +253,12 @@ def _check_conversation(num_tokens, service):
 
 def _message(message, param, service) -> tuple[str, str, str]:
     """(role, name, text)"""
-    items = message.items() if isinstance(message, dict) else ()
-    given = {key: value for key, value in items if value is not None}  # null: as if omitted
+    given = present(message) if isinstance(message, dict) else {}
     if not given or given.keys() - {'role', 'content', 'name'}:
         raise _invalid(f'{param}={shown(message)}: must be an object with role and content '
                        '(and name)', param)
     role, end = given.get('role'), service.template.end
-    text = _content(given.get('content'), param)
+    text = _content(given.get('content', ''), param)
     if role not in ('system', 'developer', 'user', 'assistant'):
         raise _invalid(f'{param}: role={shown(role)}: allowed are system, developer, user, '
                        'assistant', param)
@@ -286,11 +279,11 @@ def _content(content, param) -> str:
         return _text(content, param)
     if not all(isinstance(part, dict) and part.get('type') == 'text' for part in content):
         raise _invalid(f'{param}: content may only have parts of type text', param)
-    return ''.join(_text(part.get('text'), param) for part in content)
+    return ''.join(_text(present(part).get('text', ''), param) for part in content)
 
 
 def _text(value, param) -> str:
-    if not isinstance(value, str) or has_surrogate(value):
+    if not isinstance(value, str):
         raise _invalid(f'{param}: {shown(value)} is not a text', param)
     return value
 

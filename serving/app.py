@@ -19,10 +19,12 @@ import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.params import encodable
 from engine.view import RowView
 from serving import api
 from serving.errors import ApiError
@@ -56,7 +58,8 @@ class Limits(NamedTuple):
 
 def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
              hosts: Sequence[str] = (),
-             request_log: Callable[[str], None] | None = None, page: bool = True) -> Starlette:
+             request_log: Callable[[str], None] | None = None, page: bool = True,
+             cors: str = '') -> Starlette:
     """Return the ASGI application. The worker must be running; the application does not stop it.
 
     keys: accepted as `Authorization: Bearer KEY`; empty = no key is needed.
@@ -64,8 +67,10 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
         machine from DNS rebinding by a page in the user's browser.
     request_log: called on the event loop with one line per finished request; it must not block.
     page: also serve the page, and the routes that it needs beside OpenAI's.
+    cors: origin whose pages may use the server from a browser; '*' = all, '' = none.
     """
-    model = {'id': service.model, 'object': 'model', 'created': 0, 'owned_by': 'nanokv'}
+    model = {'id': service.model, 'object': 'model', 'created': service.created,
+             'owned_by': 'nanokv'}
 
     async def list_models(request):
         return _json({'object': 'list', 'data': [model]})
@@ -83,15 +88,6 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     async def prometheus(request):
         return Response(worker.metrics.text(), media_type=worker.metrics.content_type)
 
-    async def on_error(request, error):
-        if isinstance(error, HTTPException):
-            message = f'{request.method} {request.url.path}: {error.detail}'
-            error = ApiError(error.status_code, message, headers=error.headers)
-        elif not isinstance(error, ApiError):
-            error = ApiError(500, 'internal error')
-        request.scope['error'] = error
-        return _error_response(error)
-
     def generate(path, parse, reply_type):
         endpoint = GenerateEndpoint(worker, service, limits, parse, reply_type)
         return Route(path, endpoint, methods=['POST'])
@@ -103,12 +99,25 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
         routes += [*_page_routes(plan_document(worker.engine, service)),
                    generate('/nanokv/completions', api.parse_completion, WatchedReply),
                    generate('/nanokv/chat/completions', api.parse_chat, WatchedChatReply)]
-    access = Middleware(AccessMiddleware, worker.metrics, keys, hosts, request_log,
-                        paths={route.path for route in routes if '{' not in route.path})
-    handlers = {HTTPException: on_error, ApiError: on_error, Exception: on_error}
-    app = Starlette(routes=routes, middleware=[access], exception_handlers=handlers)
+    middleware = [Middleware(AccessMiddleware, worker.metrics, keys, hosts, request_log,
+                             paths={route.path for route in routes if '{' not in route.path})]
+    if cors:  # outermost: a preflight has no key, and refusals can be read too
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
+                                        allow_methods=['GET', 'POST']))
+    handlers = dict.fromkeys((HTTPException, ApiError, Exception), _on_error)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
+
+
+async def _on_error(request, error):
+    if isinstance(error, HTTPException):
+        message = f'{request.method} {request.url.path}: {error.detail}'
+        error = ApiError(error.status_code, message, headers=error.headers)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, 'internal error')
+    request.scope['error'] = error
+    return _error_response(error)
 
 
 def _page_routes(plan: dict) -> list[Route]:
@@ -230,7 +239,7 @@ class GenerateEndpoint:
         """Parse a request in a thread, so that it does not block the others."""
         def make():
             try:
-                document = json.loads(body)
+                document = encodable(json.loads(body))
             except (ValueError, RecursionError) as e:
                 raise ApiError(400, f'the body is not JSON: {str(e)[:200]}') from e
             request = self.parse(document, self.service)

@@ -104,7 +104,7 @@ class ChatReply(Reply):
 
     def choice(self, c, completion) -> dict:
         logprobs = None if completion.logprobs is None else self._logprobs(completion.logprobs)
-        message = {'role': 'assistant', 'content': completion.text}
+        message = {'role': 'assistant', 'content': completion.text, 'refusal': None}
         return {'index': c, 'message': message, 'logprobs': logprobs,
                 'finish_reason': completion.finish_reason}
 
@@ -134,9 +134,12 @@ class _Texts:
             self.offset += len(self.stream(entry.token))
         return {'tokens': [self.text_of(entry.token) for entry in entries],
                 'token_logprobs': [max(entry.logprob, LEAST) for entry in entries],
-                'top_logprobs': [self._top(entry.top) for entry in entries], 'text_offset': offsets}
+                'top_logprobs': [self._top(entry) for entry in entries], 'text_offset': offsets}
 
-    def _top(self, top) -> dict | None:
-        """Keep only the most likely of tokens with the same text (incomplete characters)."""
-        texts = {self.text_of(token): max(logprob, LEAST) for token, logprob in reversed(top)}
-        return texts or None
+    def _top(self, entry) -> dict:
+        """The likeliest tokens and the sampled one, best first. Of tokens with the same text
+        (incomplete characters), only the most likely is kept."""
+        texts, sampled = {}, (entry.token, entry.logprob)
+        for token, logprob in sorted([*entry.top, sampled], key=lambda pair: -pair[1]):
+            texts.setdefault(self.text_of(token), max(logprob, LEAST))
+        return texts

@@ -50,6 +50,14 @@ def test_a_reply_says_its_text_however_it_ended(said):
     assert TOKENIZER.decode(d.turns[-1].ids) == 'B.\nde\n\n'
 
 
+def test_texts_that_nobody_says_stand_between_the_turns():
+    d = dialogue()
+    for text in ('a\r\nb\n\nc', 'd\n\n'):
+        d.narrate(text)
+        d.say('A', 'e')
+    assert TOKENIZER.decode(d.prompt('B')) == 'a\nb\n\nc\n\nA.\ne\n\nd\n\nA.\ne\n\nB.\n'
+
+
 @pytest.mark.parametrize('turn, text, folded', [
     ('{name}.\n{text}\n\n', 'a\n\nb', 'a\nb'),
     ('{name}.\n{text}\n\n', '\n\na\r\n\r\nb\n \n\n', 'a\nb'),

@@ -45,8 +45,8 @@ def test_the_ends_of_each_range_are_allowed(name, values):
 @pytest.mark.parametrize('name, values, allowed', [
     ('max_new_tokens', (0, -1), 'at least 1'),
     ('max_new_tokens', (2 ** 31, 10 ** 60), 'at most 2,147,483,647'),
-    ('temperature', (-1, -1e-9, 1e-5, 5e-324), '0 (greedy) or at least 1e-4'),
-    ('top_k', (-1,), 'at least 0'), ('top_p', (0, -0.1, 1.0001, 2), 'above 0 and at most 1'),
+    ('temperature', (-1, -1e-9), 'at least 0 (greedy)'),
+    ('top_k', (-2,), 'at least -1 (all)'), ('top_p', (-0.1, 1.0001, 2), 'at least 0 and at most 1'),
     ('min_p', (-0.1, 1, 1.5), 'at least 0 and below 1'),
     ('repetition_penalty', (0, -1.0, 9e-4, 1001), 'from 0.001 to 1000'),
     ('seed', (-2 ** 63 - 1, 2 ** 64), 'at least -2**63 and below 2**64'),
@@ -58,12 +58,20 @@ def test_values_out_of_range_are_refused(name, values, allowed):
         assert message.startswith((f'{name}={value}'[:60], f'{name}={float(value)}:'))
 
 
-WRONG = [True, None, '1', [1], {}, math.nan, math.inf, b'x']
+def test_equivalent_values_become_one():
+    for greedy in (dict(temperature=5e-324), dict(temperature=9e-5), dict(top_p=0)):
+        assert SamplingParams(**greedy) == SamplingParams(temperature=0)
+    assert SamplingParams(top_k=-1, stop='') == SamplingParams() == SamplingParams(stop=['', ''])
+    floats = SamplingParams(50.0, top_k=3.0, seed=-7.0, stop_tokens=[4.0], logprobs=2.0)
+    assert repr(floats) == repr(SamplingParams(50, top_k=3, seed=-7, stop_tokens=(4,), logprobs=2))
+
+
+WRONG = [True, '1', [1], {}, math.nan, math.inf, b'x']
 
 
 @pytest.mark.parametrize('name', NAMES[:7] + ['logprobs'])
 def test_values_of_the_wrong_type_are_refused(name):
-    for value in WRONG + ([10 ** 400] if name in FLOATS else [1.0, 1.5]):
+    for value in WRONG + ([10 ** 400] if name in FLOATS else [1.5]):
         message = refusal(**{name: value})
         assert message.startswith(f'{name}=') and repr(value)[:50] in message
         assert ('finite number' if name in FLOATS else 'integer') in message
@@ -71,9 +79,8 @@ def test_values_of_the_wrong_type_are_refused(name):
 
 @pytest.mark.parametrize('name, value, why', [
     *(('stop_tokens', value, 'token ids') for value in (
-        5, None, 'ab', [True], [1.0], [-1], [1, None], {1: 2}, [[1]])),
-    *(('stop', value, 'list of texts') for value in (5, None, ['a', 5], [['a']], {'a': 1}, {'a'})),
-    ('stop', '', 'at least one character'), ('stop', ['a', ''], 'at least one character'),
+        5, 'ab', [True], [1.5], [-1], [1, None], {1: 2}, [[1]])),
+    *(('stop', value, 'list of texts') for value in (5, ['a', 5], [['a']], {'a': 1}, {'a'})),
     ('stop', ['a', 'b\udfffc'], 'surrogate')], ids=ascii)
 def test_wrong_stop_tokens_and_texts_are_refused(name, value, why):
     message = refusal(**{name: value})
@@ -81,7 +88,7 @@ def test_wrong_stop_tokens_and_texts_are_refused(name, value, why):
     message.encode()  # can be printed
 
 
-@pytest.mark.parametrize('value', [0, 1, 'true', []])
+@pytest.mark.parametrize('value', [0, 1, 'true', {}])
 def test_ignore_eos_is_true_or_false(value):
     assert f'ignore_eos={value!r}: must be true or false' == refusal(ignore_eos=value)
 
@@ -91,6 +98,16 @@ def test_a_dict_overrides_the_defaults_and_only_those_that_it_names():
     assert defaults.stop == ('x',) and SamplingParams.from_dict({}, defaults) == defaults
     given = SamplingParams.from_dict({'top_k': 2, 'stop': ['a', 'b']}, defaults)
     assert given == SamplingParams(temperature=0.5, top_k=2, stop=('a', 'b'), seed=3)
+    nothing = {'top_k': None, 'stop': '', 'stop_tokens': [], 'seed': -1, 'unknown': None}
+    assert SamplingParams.from_dict(nothing, defaults) == defaults
+
+
+@pytest.mark.parametrize('wrong, named', [(dict(stop=['a'] * 17), '17 texts, at most 16'),
+                                          (dict(logprobs=21), 'logprobs=21: must be at most 20')])
+def test_a_dict_has_limits(wrong, named):
+    with pytest.raises(UserError, match=named):
+        SamplingParams.from_dict(wrong)
+    assert SamplingParams(**wrong)  # from Python there are none
 
 
 @pytest.mark.parametrize('key, near', [('top-k', "'top_k'"), ('temprature', "'temperature'"),

@@ -38,6 +38,13 @@ def test_lines_of_strings_and_of_objects(requests, tmp_path):
     assert c.where == f"prompts={str(tmp_path / 'many.jsonl')!r}, line 4"
 
 
+def test_fields_that_say_nothing_and_half_a_surrogate_pair(requests):
+    line, = requests('{"prompt": "a\\udc00b", "id": "\\ud800", "stop": ["\\ud83d", ""], "seed": -1,'
+                     ' "top_k": null, "unknown": [], "stop_tokens": []}')
+    assert (line.prompt, line.id, line.given, line.error) == ('a\ufffdb', '\ufffd', ('stop',), '')
+    assert line.params == dataclasses.replace(DEFAULTS, stop=('\ufffd',))
+
+
 @pytest.mark.parametrize('name', ['p.txt', 'p.json'])
 def test_other_files_have_one_prompt_a_line_to_the_letter(requests, name):
     lines = requests('{"prompt": "a"}\n\n b \u2028c\r\n"d"\n', name)
@@ -53,17 +60,15 @@ WRONG = {
     '5': ['JSON string, or an object', "'5'"], '["a"]': ['JSON string'], '{}': ['"prompt"'],
     '{"prompt": null}': ['prompt=None'], '{"prompt": ["a"]}': ["prompt=['a']"],
     '""': ["prompt=''", 'at least one character'],
-    '{"prompt": "a\\udc00b"}': ['prompt=', 'udc00', 'surrogate'],
-    '{"prompt": "a", "id": "\\ud800"}': ['id=', 'surrogate'],
     '{"prompt": "a", "id": [1]}': ['id=[1]'],
-    '{"prompt": "a", "stop": "\\ud800"}': ['stop=', 'surrogate'],
-    '{"prompt": "a", "\\ud800": 1}': ['unknown key', 'ud800'],
+    '{"prompt": "a", "\\ud800": 1}': ['unknown key', '\ufffd'],
+    '{"prompt": "a", "logprobs": 21}': ['logprobs=21', 'at most 20'],
     '{"prompt": "a", "prompt": "b"}': ["'prompt' is given twice"],
     '{"prompt": "a", "top_p": {"k": 1, "k": 2}}': ["'k'", 'twice'],
     '{"prompt": "a", "temperature": NaN}': ['NaN'], '-Infinity': ['-Infinity'],
     '{"prompt": "a", "id": -1e999}': ['-1e999', 'too large'],
     '{"prompt": "a", "temperatur": 1}': ['temperatur', "did you mean 'temperature'", 'min_p'],
-    '{"prompt": "a", "top_p": 0}': ['top_p=0', 'above 0'],
+    '{"prompt": "a", "top_p": -1}': ['top_p=-1', 'at least 0'],
     '{"prompt": "a", "max_new_tokens": true}': ['max_new_tokens=True', 'integer']}
 
 
@@ -83,7 +88,7 @@ def test_a_wrong_line_says_so_and_the_others_run(requests, tmp_path, wrong):
 
 
 def test_a_wrong_line_keeps_its_id_and_a_prompt_that_can_be_read(requests):
-    lines = requests('{"prompt": 1, "id": 7}\n{"prompt": "a", "id": "x", "top_k": -1}\n'
+    lines = requests('{"prompt": 1, "id": 7}\n{"prompt": "a", "id": "x", "top_k": -2}\n'
                      '{"id": "no prompt"}\n{"prompt": "b", "temperatur": 1}\nx')
     assert [line.id for line in lines] == [7, 'x', 'no prompt', None, None]
     assert [line.prompt for line in lines] == ['', 'a', '', 'b', '']

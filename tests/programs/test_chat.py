@@ -55,7 +55,7 @@ def test_turns_are_kept_and_continued(talk):
 
 def test_a_reply_ends_with_the_token_for_it(talk, monkeypatch):
     monkeypatch.setattr(chat, 'load', lambda s: ending())
-    talk(['ab', 'ba'], max_seq_len=60)
+    talk(['\ufeffab', 'ba'], max_seq_len=60)  # a byte order mark
     assert talk.turns() == [('a', 'ab'), ('b', ''), ('a', 'ba'), ('b', '')]
 
 

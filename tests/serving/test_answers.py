@@ -3,12 +3,13 @@ import base64
 import hashlib
 import json
 import re
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.params import sample_seed
-from tests.helpers.serving import TOKENIZER, ending
+from tests.helpers.serving import TOKENIZER
 from tests.serving.conftest import (
     CHAT,
     COMPLETIONS,
@@ -44,6 +45,12 @@ def pieces(response):
     (dict(seed=9, max_tokens=30, stop='d'), dict(seed=9, n=30, stop=('d',))),
     (dict(seed=3, temperature=None, n=None, stop=None, user='me', frequency_penalty=0, best_of=1,
           echo=False), dict(seed=3)),
+    (dict(seed=3, unknown=None, other=[], tools=None, suffix='', stop=['', ''], min_tokens=0,
+          skip_special_tokens=True, top_k=-1), dict(seed=3)),
+    (dict(seed=3.0, n=1.0, max_tokens=20.0, top_k=4.0), dict(seed=3, n=20, top_k=4)),
+    (dict(seed=3, stop='\ud83d', user='\ud83d', max_tokens=10 ** 6), dict(seed=3, n=LONGEST - 5)),
+    (dict(seed=9, max_tokens=30, stop_token_ids=[3]), dict(seed=9, n=30, stop_tokens=(3,))),
+    *((greedy, dict(temperature=0)) for greedy in (dict(top_p=0), dict(temperature=1e-5))),
 ], ids=str)
 def test_a_completion_is_the_engines(serve, fields, params):
     server, said = serve(), expected('abcabc', **params)
@@ -88,15 +95,22 @@ def test_log_probabilities(serve):
     assert whole['tokens'] == [TOKENIZER.decode([token]) for token in said.tokens]
     assert whole['token_logprobs'] == pytest.approx([entry.logprob for entry in said.logprobs])
     assert whole['text_offset'] == list(range(len(said.tokens)))
+    sampled = 0
     for top, entry in zip(whole['top_logprobs'], said.logprobs, strict=True):
-        assert set(top) >= {TOKENIZER.decode([token]) for token, _ in entry.top}
-        assert max(top.values()) == pytest.approx(entry.top[0][1])
+        best = [TOKENIZER.decode([token]) for token, _ in entry.top]
+        own = TOKENIZER.decode([entry.token])
+        assert list(top) == best + [own] * (own not in best)
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+        sampled += own not in best
+    assert sampled
     streamed = [piece['choices'][0]['logprobs'] for piece in
                 pieces(client.post('/v1/completions', json=fields | dict(stream=True)))]
     for name in ('tokens', 'text_offset'):
         assert [x for piece in streamed for x in piece[name]] == whole[name]
     [choice] = client.post('/v1/completions', json=fields | dict(logprobs=0)).json()['choices']
-    assert choice['logprobs']['top_logprobs'] == [None] * len(said.tokens)
+    assert choice['logprobs']['top_logprobs'] == [
+        {text: pytest.approx(logprob)}
+        for text, logprob in zip(whole['tokens'], whole['token_logprobs'])]
 
 
 def test_a_chat_is_rendered_by_the_template_and_ends_with_the_turn(serve):
@@ -106,7 +120,7 @@ def test_a_chat_is_rendered_by_the_template_and_ends_with_the_turn(serve):
     fields = dict(model='tiny', messages=MESSAGES, seed=1, max_completion_tokens=30)
     document = server.client.post('/v1/chat/completions', json=fields).json()
     [choice] = document['choices']
-    assert choice['message'] == {'role': 'assistant', 'content': said.text}
+    assert choice['message'] == {'role': 'assistant', 'content': said.text, 'refusal': None}
     assert (choice['finish_reason'], document['object']) == ('stop', 'chat.completion')
     assert document['usage']['prompt_tokens'] == len(RENDERED)
     streamed = pieces(server.client.post('/v1/chat/completions', json=fields | dict(stream=True)))
@@ -218,35 +232,25 @@ def test_a_chat_that_goes_on_past_the_end_of_the_turn(serve, ignore):
     assert (stopped['text'], stopped['finish_reason']) == (turn.text, 'stop')
 
 
-@pytest.mark.parametrize('fields, said', [
-    ({}, ('', 'stop', 1)), (dict(ignore_eos=True), ('<|endoftext|>' * 12, 'length', 12))], ids=str)
-def test_a_text_ends_with_the_token_for_it(serve, fields, said):
-    model, tokenizer = ending()
-    server = serve(model=model, tokenizer=tokenizer)
-    for ask in (server.complete, lambda **fields: server.chat(USER, **fields)):
-        document = ask(temperature=0, max_tokens=12, **fields).json()
-        [choice] = document['choices']
-        text = choice['text'] if 'text' in choice else choice['message']['content']
-        assert (text, choice['finish_reason'], document['usage']['completion_tokens']) == said
-        streamed = pieces(ask(temperature=0, max_tokens=12, stream=True, **fields))
-        assert ('endoftext' in json.dumps(streamed)) == bool(fields)
-
-
 @pytest.mark.parametrize('name', ['return_token_ids', 'ignore_eos'])
 def test_fields_of_the_wrong_type_are_refused(serve, name):
     client = serve().client
     for path, valid in ((COMPLETIONS, dict(prompt='a')), (CHAT, dict(messages=[USER]))):
-        for value in (0, 1, 'true', [], {}, 1.0):
+        for value in (0, 1, 'true', [1], {}, 1.0):
             for stream in (False, True):
                 response = client.post(path, json=valid | {name: value, 'stream': stream})
                 assert_refused(response, 400, name, 'true or false', param=name)
 
 
-def test_the_default_length_is_cut_to_what_there_is_room_for(serve):
+def test_lengths_are_cut_to_what_there_is_room_for(serve):
     client = serve().client
     for n_prompt, wanted in ((10, 12), (LONGEST - 4, 5), (LONGEST, 1)):
         usage = client.post('/v1/completions', json=dict(prompt='a' * n_prompt)).json()['usage']
         assert usage['completion_tokens'] == wanted
+    batch = dict(prompt=['a' * LONGEST, 'abc'], max_tokens=99)
+    choices = client.post('/v1/completions', json=batch).json()['choices']
+    assert [len(choice['text']) for choice in choices] == [1, LONGEST - 2]
+    assert {choice['finish_reason'] for choice in choices} == {'length'}
 
 
 def test_what_was_said_before_is_taken_from_the_store(serve):
@@ -287,7 +291,9 @@ def metric(server, name, **labels):
 def test_models_and_health(serve):
     server = serve()
     assert [model['id'] for model in server.client.get('/v1/models').json()['data']] == ['tiny']
-    assert server.client.get('/v1/models/tiny').json()['id'] == 'tiny'
+    model = server.client.get('/v1/models/tiny').json()
+    assert (model['id'], model['created']) == ('tiny', server.service.created)
+    assert abs(model['created'] - time.time()) < 600
     assert server.client.get('/v1/models/other').status_code == 404
     assert server.client.get('/health').json() == {'status': 'ok'}
     server.worker.drain(0)

@@ -56,6 +56,7 @@ def test_it_serves_until_a_signal(data_root, number, status):
 @pytest.mark.parametrize('settings, named', [
     (dict(parallel=0), 'parallel=0'), (dict(max_new_tokens=0), 'max_new_tokens=0'),
     (dict(max_waiting=-1), 'max_waiting=-1'),
+    (dict(cors='localhost:3000'), "cors='localhost:3000'"), (dict(cors='http://a/'), "'http://a/'"),
     (dict(timeout=0.0), 'timeout=0.0'), (dict(grace=-1.0), 'grace=-1.0'),
     (dict(max_body='lots'), 'max_body='),
     (dict(port=70000), 'port=70000'), (dict(host='no such host'), "host='no such host'"),

@@ -1,0 +1,67 @@
+"""What clients send beyond the plain request: values that say nothing, ends of texts, origins."""
+import json
+
+import pytest
+
+from tests.helpers.serving import ending
+from tests.serving.conftest import COMPLETIONS, USER, expected
+from tests.serving.test_answers import pieces
+
+
+@pytest.mark.parametrize('messages, rendered', [
+    ([{'role': 'system', 'content': nothing}, USER], 'acjabdbc')
+    for nothing in ('', ' \n', None, [], [{'type': 'text', 'text': None}])] + [
+    ([USER, {'role': 'system', 'content': 'hat'}, USER], 'acjabdhatdacjabdbc'),
+    ([USER, {'role': 'assistant', 'content': None, 'tool_calls': [], 'refusal': None}, USER],
+     'acjabdacjabdbc')], ids=str)
+def test_messages_that_say_nothing_and_system_messages_in_the_middle(serve, messages, rendered):
+    server, said = serve(), expected(rendered, seed=1, stop=('d',))
+    fields = dict(seed=1, return_token_ids=True, stream_options=None)
+    document = server.chat(*messages, **fields).json()
+    assert document['usage']['prompt_tokens'] == len(rendered)
+    assert document['choices'][0]['token_ids'] == said.tokens
+
+
+def test_half_a_surrogate_pair_is_a_replacement_character(serve):
+    model, tokenizer = ending()
+    server = serve(model=model, tokenizer=tokenizer)
+    for ask in (lambda text: server.complete(prompt=text, stop=text, user=text),
+                lambda text: server.chat(USER | {'content': text}),
+                lambda text: server.chat({'role': 'system', 'content': [
+                    {'type': 'text', 'text': text}]}, USER)):
+        half, whole = ask('a\ud83d').json(), ask('a\ufffd').json()
+        assert half['usage']['prompt_tokens'] == whole['usage']['prompt_tokens']
+
+
+@pytest.mark.parametrize('fields, said', [
+    ({}, ('', 'stop', 1)), (dict(ignore_eos=True), ('<|endoftext|>' * 12, 'length', 12))], ids=str)
+def test_a_text_ends_with_the_token_for_it(serve, fields, said):
+    model, tokenizer = ending()
+    server = serve(model=model, tokenizer=tokenizer)
+    for ask in (server.complete, lambda **fields: server.chat(USER, **fields)):
+        document = ask(temperature=0, max_tokens=12, **fields).json()
+        [choice] = document['choices']
+        text = choice['text'] if 'text' in choice else choice['message']['content']
+        assert (text, choice['finish_reason'], document['usage']['completion_tokens']) == said
+        streamed = pieces(ask(temperature=0, max_tokens=12, stream=True, **fields))
+        assert ('endoftext' in json.dumps(streamed)) == bool(fields)
+
+
+def test_a_seed_of_minus_one_is_random(serve):
+    server = serve()
+    assert len({server.text(seed=-1, max_tokens=30) for _ in range(3)}) == 3
+
+
+def test_pages_of_another_origin(serve):
+    server, origin = serve(keys=('sesame',), cors='http://page.example'), 'http://page.example'
+    ask = {'Access-Control-Request-Method': 'POST',
+           'Access-Control-Request-Headers': 'authorization,content-type,x-stainless-os'}
+    for source, allowed in ((origin, origin), ('http://other.example', None)):
+        preflight = server.client.options(COMPLETIONS, headers=ask | {'Origin': source})
+        assert preflight.status_code == (200 if allowed else 400)
+        response = server.client.post(COMPLETIONS, json={}, headers={'Origin': source})
+        assert response.status_code == 401
+        for each in (preflight, response):
+            assert each.headers.get('access-control-allow-origin') == allowed
+    headers = ask | {'Origin': origin}
+    assert serve().client.options(COMPLETIONS, headers=headers).status_code == 405
