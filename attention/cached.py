@@ -19,6 +19,10 @@ from attention.masks import in_window
 
 # Elements of K (and of V) converted at a time: 1 MB of float32, which fits in a core's L2 cache.
 TILE = 2 ** 18
+# Elements of the scores that a chunk computes at a time, 2 MB of float32, but at least those of
+# FEWEST queries. All scores of a long prompt's last chunk would take many times that, and the
+# allocator keeps such buffers: the process would grow each time that a prompt is the longest yet.
+SCORES, FEWEST = 2 ** 19, 16
 
 
 def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, window: int = 0,
@@ -50,6 +54,21 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
         k, v = dequantized(q.dtype, *stored)
         with sdpa_of_any_shape(q.device):
             return blockwise_local_attention(q, k, v, window, sink=sink)
+    most = max(FEWEST, SCORES // (q.size(0) * q.size(1) * S))
+    if t > most:
+        pieces = []
+        for start in range(0, t, most):
+            end = min(start + most, t)
+            n, lens = S - t + end, None if kv_lens is None else kv_lens - t + end
+            keys = [None if x is None else x[:, :, :n] for x in stored]
+            pieces.append(_attend_chunk(q[:, :, start:end], *keys, lens, window, sink))
+        return torch.cat(pieces, 2)
+    return _attend_chunk(q, *stored, kv_lens, window, sink)
+
+
+def _attend_chunk(q, k, v, k_scale, v_scale, kv_lens, window, sink):
+    """`cached_attention` with all scores at once."""
+    t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
     mask = None
     if t > 1 or kv_lens is not None:
         mask = _mask(t, S, kv_lens, window if t > 1 else 0, q.device)
@@ -93,7 +112,7 @@ def _attend(q, k, v, mask):
         return torch.bmm(scores.softmax(-1), v).view(shape)
     scores = (q * scale) @ k.transpose(2, 3)                          # (B, Hkv, R, S)
     # finite, so that a row without keys gives an unused value instead of NaN
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(-1) @ v
 
 

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import backends
+from attention import backends, cached
 from attention.cached import cached_attention, dequantize, tiles
 from kv.quantize import quantize_int8
 from tests.helpers.reference import dense_attention
@@ -19,6 +20,17 @@ def qkv(t, n_keys, heads=(4, 2), batch=2, dtype=torch.float64, seed=0):
     g = torch.Generator().manual_seed(seed)
     shapes = (batch, heads[0], t, 6), (batch, heads[1], n_keys, 6), (batch, heads[1], n_keys, 6)
     return tuple((torch.randn(s, generator=g, dtype=torch.float64) * 1.4).to(dtype) for s in shapes)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation returns."""
+    n = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        found = op(*args, **kwargs or {})
+        if isinstance(found, torch.Tensor):
+            self.n = max(self.n, found.numel())
+        return found
 
 
 def attend(q, k, v, window=0, kv_lens=None):
@@ -107,3 +119,18 @@ def test_prompts_build_no_plan_for_each_length(monkeypatch, t, n_keys, dtype, wi
     cached_attention(*qkv(t, n_keys, dtype=dtype), window=window)
     assert allowed and not any(allowed)
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@STORED
+@pytest.mark.parametrize('kv_lens', [None, [500, 300]])
+def test_scores_take_memory_that_does_not_grow_with_the_text(attend, held, kv_lens, monkeypatch):
+    """Of a chunk of 70 tokens after 430: 2 * 4 * 70 * 500 scores, in pieces."""
+    monkeypatch.setattr(cached, 'SCORES', 2 ** 16)
+    q, k, v = qkv(70, 500)
+    lens = kv_lens and torch.tensor(kv_lens)
+    with Largest() as largest:
+        y = attend(q, k, v, kv_lens=lens)
+    assert largest.n <= 2 ** 16
+    for b, n in enumerate(kv_lens or [500, 500]):
+        dense = dense_attention(q[b:b + 1], *(held(x)[b:b + 1, :, :n] for x in (k, v)), 0)
+        assert gap(y[b:b + 1], dense) < 1e-12
