@@ -170,6 +170,10 @@ class AccessMiddleware:
             self.metrics.requests.labels(route, str(status)).inc()
             if self.request_log and not (status == 200 and scope['path'] in UNLOGGED):
                 self.request_log(_log_line(scope, status, start))
+            # cycles with the scope, which would keep prompts until the garbage collector runs
+            error, _ = scope.pop('error'), scope.pop('generation', None)
+            if error:
+                error.__traceback__ = None
 
     def _denied(self, scope) -> ApiError | None:
         headers = dict(reversed(scope['headers']))  # the first of each name
@@ -295,6 +299,7 @@ class Generation:
             watch.cancel()
             if self.ticket and not self.reply.complete:
                 self.worker.cancel(self.ticket)
+            self.ticket = None  # it refers to this object
 
     async def _watch(self, receive):
         while (await receive())['type'] != 'http.disconnect':

@@ -1,15 +1,20 @@
 """Many clients at once, some of which disconnect: the others get all tokens, and nothing leaks."""
 import asyncio
 import functools
+import gc
 import json
 import random
+import socket
 import time
 from collections import Counter
 
 import pytest
 
 from engine.blocks import OVERHEAD
+from engine.job import Job
 from engine.params import SamplingParams
+from serving.app import Generation
+from serving.replies import Reply
 from tests.helpers.serving import TOKENIZER, alone, model_of, prompt
 from tests.serving.conftest import assert_free, eventually
 from tests.serving.test_server import request
@@ -88,3 +93,23 @@ def test_64_streams_of_which_a_tenth_leave_for_a_minute(running):
         OVERHEAD + len(block.tokens) + sum(x.numel() for x in (block.copy, block.local)
                                            if x is not None)
         for block in store.blocks)
+
+
+@pytest.mark.parametrize('more', [dict(), dict(stream=True, logprobs=2), dict(max_tokens=10 ** 6)],
+                         ids=['whole', 'stream', 'refused'])
+def test_an_ended_request_is_freed_without_the_garbage_collector(running, more):
+    """It rarely runs in a process with as many objects as torch has: prompts would pile up."""
+    server = running()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            with socket.create_connection(('127.0.0.1', server.port)) as sock:
+                sock.sendall(request(dict(prompt=TEXTS[0]) | more, Connection='close'))
+                while sock.recv(65536):
+                    pass
+        assert_free(server.worker)
+        kinds = Generation, Reply, Job
+        eventually(lambda: sum(type(x) in kinds for x in gc.get_objects()) <= 3)
+    finally:
+        gc.enable()
