@@ -25,11 +25,18 @@ from config.schema import ALL_KEYS, PROGRAMS, Key
 ROOT = Path(__file__).resolve().parent
 TYPES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
          dict: "a dict, as {'name': value}"}
+COMMAND_LINE = 'command line'
 
 
 class Settings(SimpleNamespace):
-    """One attribute per key. `given`: the keys set by a file or flag; not in `vars()`."""
+    """One attribute per key. `given`: for each key set by a flag or file, COMMAND_LINE or the name
+    of the file, whichever was last; not in `vars()`."""
     __slots__ = ('given',)
+
+    def asked(self, name: str) -> str:
+        """Return a given key and its value as the user wrote them, for messages."""
+        value, source = getattr(self, name), self.given[name]
+        return f'--{name}={value}' if source == COMMAND_LINE else f'{name}={value!r} in {source}'
 
 
 def parse(program: str, argv: list[str] | None = None, usage: str = '',
@@ -45,7 +52,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
     """
     keys = {key.name: key for key in PROGRAMS[program]}
     values = {name: key.default for name, key in (ALL_KEYS | keys).items()}
-    given = set()
+    given = {}
     args = deque(sys.argv[1:] if argv is None else argv)
     if '--help' in args or '-h' in args:
         print(help_text(program, usage))
@@ -54,14 +61,14 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
         arg = args.popleft()
         if arg.startswith('-'):
             name, value = _flag(arg, args, keys)
-            changed = {name: value}
+            source, changed = COMMAND_LINE, {name: value}
             if echo:
                 print(f'Overriding: {name} = {value if str(value).isprintable() else repr(value)}')
         elif Path(arg).is_dir() and 'out_dir' in keys:
             if program == 'train':
                 raise UserError(f'{arg!r} is a folder: to train into it use --out_dir={arg}, '
                                 'and to continue from its checkpoint also --init_from=resume')
-            changed = {'out_dir': arg}
+            source, changed = COMMAND_LINE, {'out_dir': arg}
         else:
             path = _find(arg, takes_folder=program != 'train' and 'out_dir' in keys)
             try:
@@ -70,11 +77,11 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
                 raise UserError(f'config file {arg!r} cannot be read as UTF-8 text: {e}') from e
             if echo:
                 print(f'Overriding config with {arg}' + f':\n{text}' * (program == 'train'))
-            changed = _run_file(arg, path, text, values, keys)
+            source, changed = arg, _run_file(arg, path, text, values, keys)
         values.update(changed)
-        given.update(changed)
+        given.update(dict.fromkeys(changed, source))
     settings = Settings(**{name: values[name] for name in keys})
-    settings.given = frozenset(given)
+    settings.given = given
     return settings
 
 
@@ -126,7 +133,7 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
         raise UserError('a config file is given without --config=, as '
                         + (text or 'config/train_mqa_local.py'))
     if name not in keys:
-        raise UserError(_unknown([name], keys, 'command line'))
+        raise UserError(_unknown([name], keys, COMMAND_LINE))
     key = keys[name]
     if not equals and isinstance(key.default, bool):
         text = 'True'
@@ -144,7 +151,7 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
         value = text
     if isinstance(key.default, str) and not isinstance(value, str):
         value = text  # --start=123 is the text '123'
-    return name, coerce(key, value, 'command line')
+    return name, coerce(key, value, COMMAND_LINE)
 
 
 def _unknown(names: list[str], keys, where: str) -> str:

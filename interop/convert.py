@@ -108,8 +108,10 @@ def main(argv=None):
     source, target = Path(argv[0], 'ckpt.pt'), Path(argv[1], 'ckpt.pt')
     if target.exists():
         raise UserError(f'{target} is there already: delete it or give another folder')
-    changeable = [key.name for key in MODEL if key.name in (*MEMORY, 'dropout')]
-    changes = {name: getattr(s, name) for name in changeable if name in s.given}
+    # a config file may also have settings that a conversion cannot change
+    changes = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given
+               and (key.name in (*MEMORY, 'dropout')
+                    or s.given[key.name] == configurator.COMMAND_LINE)}
     if not changes:
         raise UserError(f'nothing to change: give one or more of {", ".join(MEMORY)}')
     checkpoint = convert_checkpoint(source, changes)
@@ -120,7 +122,7 @@ def main(argv=None):
     CheckpointManager(target.parent).save(checkpoint | {'holds_best': False})
     note_fixed_settings(s, config_of(checkpoint, target))
     training = configurator.parse('train', argv[2:], echo=False).given
-    if unused := sorted(training - {key.name for key in MODEL}):
+    if unused := sorted(training.keys() - {key.name for key in MODEL}):
         print('not used by a conversion, but in training:', ', '.join(unused))
     print(f'{target}: ' + ', '.join(f'{name} = {value!r}' for name, value in changes.items()))
 

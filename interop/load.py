@@ -18,7 +18,8 @@ from engine.weights import compile_for_decode, quantize_weights
 from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
 from model import GPT
-from training.checkpoint import config_of, load_weights, note_fixed_settings, tokens_id
+from training.adapt import keep_trained
+from training.checkpoint import config_of, load_weights, tokens_id
 from training.checkpoint_manager import checkpoint_in, load_to_resume
 from training.device import pick_device, pick_dtype
 
@@ -63,7 +64,7 @@ def read_model(s):
         if 'dataset' not in s.given:
             dataset, known = noted_source(s.init_from)
     if s.init_from != 'random':
-        note_fixed_settings(s, model.config)
+        keep_trained(s, model.config)
     return model.eval(), dataset, known
 
 

@@ -119,7 +119,7 @@ def describe(others: list[str], argv: list[str]) -> None:
                            echo=False)
     if len(others) > 1:
         raise UserError(f"one model at a time, not {' and '.join(others)}")
-    for name in sorted(s.given & {'svg', *(key.name for key in MODEL)}):
+    for name in sorted(s.given.keys() & {'svg', *(key.name for key in MODEL)}):
         raise UserError(f'{name}={getattr(s, name)!r}: the shape of {others[0]} is in its config')
     given = {name: getattr(s, name) for name in VLLM}
     found = account_of(read_config(others[0]), s.batch, s.max_seq_len or 4096, s.kv_dtype,

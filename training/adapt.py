@@ -6,10 +6,11 @@ import torch
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
+from configurator import COMMAND_LINE
 from kv.plan import KVPlan, plan_kv
 from training.checkpoint import restoring
 
-# nanoGPT always keeps the checkpoint's values of these, whatever the settings
+# nanoGPT always keeps the checkpoint's values of these, whatever a config file says
 NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')
 FREE = ('dropout', 'window_size', 'layer_pattern', 'rope_theta', 'rope_theta_global', 'gelu',
         'kv_quant_train', 'rope_fraction_global', 'act_clamp')
@@ -18,30 +19,64 @@ POOLED = 'convert the checkpoint (python -m interop.convert pools its K/V projec
 WPE = 'transformer.wpe.weight'
 
 
-def adapted_config(old: GPTConfig, wanted: dict) -> GPTConfig:
+def wishes(s) -> dict:
+    """Return the model settings in `s` that are meant to change a trained model.
+
+    On resume, those on the command line: a config file describes the run, not a change of it. With
+    other weights (init_from), those in config files too, except `NANOGPT_KEPT`.
+    """
+    from_files = [] if s.init_from == 'resume' else [key.name for key in MODEL
+                                                     if key.name not in NANOGPT_KEPT]
+    return {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given
+            and (s.given[key.name] == COMMAND_LINE or key.name in from_files)}
+
+
+def keep_trained(s, config: GPTConfig) -> None:
+    """Print one line on the settings in config files that the trained `config` overrides.
+
+    Dropout may change. Raises UserError if a setting on the command line differs.
+    """
+    names = [key.name for key in MODEL if key.name in s.given and key.name != 'dropout'
+             and _differs(config, key.name, getattr(s, key.name))]
+    if typed := [name for name in names if s.given[name] == COMMAND_LINE]:
+        asked = ', '.join(f'{s.asked(name)} (it has {getattr(config, name)!r})' for name in typed)
+        raise UserError(f'the model is trained, and this program cannot change it: {asked}; '
+                        f'leave {_them(typed)} out')
+    if names:
+        kept = ', '.join(f'{name} = {getattr(config, name)!r} (not {getattr(s, name)!r})'
+                         for name in names)
+        print(f'As the model was trained, whatever the config file says: {kept}')
+
+
+def adapted_config(old: GPTConfig, wanted: dict, asked) -> GPTConfig:
     """Return `old` with the model settings `wanted` by the user, if the weights allow them.
 
     It may change settings without weights (`FREE`), shorten the context, lengthen it with RoPE, and
-    replace learned positions by RoPE. Settings in `NANOGPT_KEPT` are ignored, as in nanoGPT.
+    replace learned positions by RoPE. asked: returns how the user gave a setting, for errors.
 
     Raises:
-        UserError: if any other setting differs, or the combination is invalid.
+        UserError: if other settings differ (it names them all), or the combination is invalid.
     """
-    changes = {name: value for name, value in wanted.items() if name not in NANOGPT_KEPT
-               and _resolve(old, name, value) != _resolve(old, name, getattr(old, name))}
+    changes = {name: value for name, value in wanted.items() if _differs(old, name, value)}
+    fixed = sorted(changes.keys() - {*FREE, 'block_size', 'pos_embedding'})
     if changes.get('pos_embedding') == 'learned':
-        raise UserError("pos_embedding='learned': the checkpoint has RoPE, and so no position "
-                        "embeddings to go on with; leave pos_embedding='rope'")
-    for name in sorted(changes.keys() - {*FREE, 'block_size', 'pos_embedding'}):
-        raise UserError(f'{name}={changes[name]!r}, but the weights were trained with '
-                        f'{name}={getattr(old, name)!r}, which they cannot change: leave it out, '
-                        f'{POOLED * (name in CONVERTED)}or train from scratch '
+        fixed.append('pos_embedding')
+    problems = []
+    if fixed:
+        listed = ', '.join(f'{asked(name)} (trained with {getattr(old, name)!r})'
+                           for name in fixed)
+        pooled = POOLED * any(name in CONVERTED for name in fixed)
+        problems.append(f'the weights cannot change to {listed}: leave {_them(fixed)} out, '
+                        f'{pooled}or train from scratch '
                         f'(can be changed: block_size, pos_embedding to rope, {", ".join(FREE)})')
-    new = dataclasses.replace(old, **changes)
-    if new.pos_embedding == 'learned' and new.block_size > old.block_size:
-        raise UserError(f"block_size={new.block_size}: pos_embedding='learned' has positions up to "
+    learned = old.pos_embedding == 'learned' and 'pos_embedding' not in changes
+    if learned and changes.get('block_size', 0) > old.block_size:
+        problems.append(f"{asked('block_size')}: pos_embedding='learned' has positions up to "
                         f'{old.block_size}; for a longer context finetune with '
                         '--pos_embedding=rope as well')
+    if problems:
+        raise UserError('; '.join(problems))
+    new = dataclasses.replace(old, **changes)
     before, after = plan_kv(old), plan_kv(new)
     for old_layer, new_layer in zip(before.layers, after.layers):
         was, now = before.slots[old_layer.slot].owner, after.slots[new_layer.slot].owner
@@ -62,6 +97,14 @@ def check_forms(before: KVPlan, after: KVPlan) -> None:
                for name in ('tied', 'latent', 'offset', 'head_dim')):
             raise UserError(f'layer {now.index} would be {now.kind}, but was trained {was.kind}: '
                             'kv_tied, kv_latent or key_offset differ between the two')
+
+
+def _them(names: list) -> str:
+    return 'it' if len(names) == 1 else 'them'
+
+
+def _differs(config: GPTConfig, name: str, value) -> bool:
+    return _resolve(config, name, value) != _resolve(config, name, getattr(config, name))
 
 
 def _resolve(config: GPTConfig, name: str, value):

@@ -23,7 +23,6 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from config.schema import MODEL
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
             'best_val_loss': (torch.Tensor, float), 'config': dict}
@@ -162,15 +161,6 @@ def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
             raise UserError(f'checkpoint {path}: model_args have {name}={value!r}, '
                             f'which should be {wanted.__name__}')
     return GPTConfig(**args)
-
-
-def note_fixed_settings(s, config: GPTConfig) -> None:
-    """Print the model settings given in `s` that the trained `config` overrides, except dropout,
-    which may change."""
-    for key in MODEL:
-        trained, asked = getattr(config, key.name), getattr(s, key.name)
-        if key.name in s.given and trained != asked and key.name != 'dropout':
-            print(f'{key.name} = {trained!r}, as in the checkpoint (not {asked!r})')
 
 
 def load_weights(model, checkpoint: dict, path: Path) -> None:

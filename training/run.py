@@ -15,7 +15,7 @@ from data.tokenizer import bytes_per_token
 from model import GPT
 from training import checkpoint as ckpt
 from training import fsdp, int8_training
-from training.adapt import adapt, adapted_config, differences
+from training.adapt import adapt, adapted_config, differences, keep_trained, wishes
 from training.batches import open_batches, open_meta
 from training.checkpoint_manager import CheckpointManager, checkpoint_in, load_to_resume
 from training.device import autocast, describe_attention, memory_use, pick_dtype
@@ -169,8 +169,7 @@ class Run:
     def _pretrained_config(self, old, meta, origin, tokens):
         """Return a trained model's config with the given settings applied; this run adopts it."""
         s = self.s
-        given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
-        config = adapted_config(old, given)
+        config = adapted_config(old, wishes(s), s.asked)
         vocab_size = 50257 if meta is None else meta['vocab_size']
         if vocab_size > config.vocab_size or tokens not in ('', self.tokens):
             raise UserError(f'dataset {s.dataset!r} has {vocab_size} tokens that are not those of '
@@ -179,7 +178,7 @@ class Run:
         if s.init_from != 'resume' and meta is not None:
             print(f"Note: dataset {s.dataset!r} has an alphabet of its own, which GPT-2's weights "
                   'know nothing of')
-        ckpt.note_fixed_settings(s, config)
+        keep_trained(s, config)
         for key in MODEL:
             setattr(s, key.name, getattr(config, key.name))
         return config

@@ -96,13 +96,13 @@ def test_imports_and_functions_named_like_a_key_are_not_meant(file, program):
     path = file('import json\nfrom math import pi\ndef report(): pass\ndef stop(): pass\n'
                 'learning_rate = pi / 1000')
     s = parse(path, program=program)
-    assert not {'json', 'report', 'stop'} & s.given
+    assert not {'json', 'report', 'stop'} & s.given.keys()
 
 
 def test_given_are_the_keys_that_were_set_also_to_their_default(file):
     path = file("gelu = 'exact'\nif True:\n    n_layer = 12\n_width = 64\nn_embd = 2 * _width")
     s = parse('--dropout=0', path)
-    assert s.given == {'gelu', 'n_layer', 'n_embd', 'dropout'} and 'given' not in vars(s)
+    assert s.given.keys() == {'gelu', 'n_layer', 'n_embd', 'dropout'} and 'given' not in vars(s)
 
 
 @pytest.mark.parametrize('name, value, words', [
@@ -164,7 +164,7 @@ def test_malformed_flag_is_named_and_the_right_form_shown(arg):
 def test_value_may_follow_its_key():
     s = parse('--batch_size', '3', '--data_seed', '-1', '--out_dir', 'x', '--learning_rate=2')
     assert (s.batch_size, s.data_seed, s.out_dir, s.learning_rate) == (3, -1, 'x', 2.0)
-    assert s.given == {'batch_size', 'data_seed', 'out_dir', 'learning_rate'}
+    assert s.given.keys() == {'batch_size', 'data_seed', 'out_dir', 'learning_rate'}
 
 
 def test_key_alone_means_true(file):

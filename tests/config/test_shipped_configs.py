@@ -38,7 +38,7 @@ def test_config_parses_for_every_program_into_the_same_model(name, program):
     s, t = settings(name, program), settings(name)
     assert {key.name: s[key.name] for key in MODEL} == {key.name: t[key.name] for key in MODEL}
     given = configurator.parse('train', [f'config/{name}'], echo=False).given
-    for key in {'out_dir', 'dataset'} & s.keys() & given:
+    for key in {'out_dir', 'dataset'} & s.keys() & given.keys():
         assert s[key] == t[key]
 
 

@@ -49,3 +49,9 @@ def test_a_checkpoint_that_is_there_stays(trained, tmp_path):
     with pytest.raises(UserError, match='is there already'):
         convert.main([str(trained['vanilla']), str(tmp_path), '--n_kv_head=1'])
     assert (tmp_path / 'ckpt.pt').read_bytes() == before
+
+
+def test_a_typed_setting_that_a_conversion_cannot_change_is_refused(trained, tmp_path):
+    with pytest.raises(UserError, match='n_layer=5, but the weights have n_layer=2'):
+        convert.main([str(trained['vanilla']), str(tmp_path / 'new'), '--n_kv_head=1',
+                      '--n_layer=5'])

@@ -1,16 +1,21 @@
 """Interrupted and resumed training equals uninterrupted training, bit for bit on a CPU."""
 import os
+import shutil
 import signal
 
 import numpy as np
 import pytest
 import torch
 
+import sample
+import train
+from config.errors import UserError
 from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
     NANOGPT_FORMS,
     FULL_STACK,
     HARD,
+    TINY,
     VANILLA,
     assert_same_weights,
     load,
@@ -131,21 +136,41 @@ def test_an_interrupt_saves_although_the_log_has_no_reader(tmp_path, at_step, mo
 # -- other settings, other checkpoints -----------------------------------------------------------
 
 def test_the_shape_comes_from_the_checkpoint_and_other_settings_from_today(tmp_path, capsys):
-    run_train(tmp_path, max_iters=5)
-    run = run_train(tmp_path, max_iters=6, init_from='resume', n_layer=5, bias=True, n_embd=64,
-                    dropout=0.3, batch_size=8, weight_decay=0.5, beta2=0.5)
-    out = capsys.readouterr().out
-    for line in ('n_layer = 2, as in the checkpoint (not 5)',
-                 'bias = False, as in the checkpoint (not True)'):
-        assert line in out
-    checkpoint = load(run.path)
+    trained_args = load(run_train(tmp_path, max_iters=5).path)['model_args']
+    changed = dict(n_layer=5, bias=True, n_embd=64, block_size=8, mlp_hidden=31, qk_norm=True,
+                   layer_pattern='LG', window_size=4, dropout=0.3, batch_size=8,
+                   weight_decay=0.5, beta2=0.5, max_iters=6)
+    file = tmp_path / 'changed.py'
+    file.write_text(''.join(f'{name} = {value!r}\n' for name, value in (TINY | changed).items()))
+    capsys.readouterr()
+    train.main([str(file), f'--out_dir={tmp_path}', '--init_from=resume'])
+    line, = (line for line in capsys.readouterr().out.splitlines() if ' (not ' in line)
+    for words in ('n_layer = 2 (not 5)', 'block_size = 16 (not 8)', 'mlp_hidden = 0 (not 31)'):
+        assert words in line
+    checkpoint = load(tmp_path / 'ckpt.pt')
     args, config = checkpoint['model_args'], checkpoint['config']
     assert (args['dropout'], args['n_layer'], args['n_embd']) == (0.3, 2, 16)
+    assert args == trained_args | {'dropout': 0.3}
     assert (config['n_layer'], config['bias']) == (2, False)
     decay, no_decay = checkpoint['optimizer']['param_groups']
     assert (decay['weight_decay'], no_decay['weight_decay']) == (0.5, 0.0)
     assert decay['betas'][1] == no_decay['betas'][1] == 0.5
-    assert [row['iter'] for row in run.rows] == list(range(7))
+    assert [row['iter'] for row in metrics(tmp_path)] == list(range(7))
+
+
+@pytest.mark.parametrize('program, last', [(train, '--init_from=resume'), (sample, '--report=False')])
+def test_all_typed_settings_that_the_model_does_not_have_are_named(
+        tmp_path, trained, capsys, program, last):
+    """Keys of the file yield to the checkpoint; keys typed after it are an error."""
+    file = tmp_path / 'config.py'
+    file.write_text(''.join(f'{name} = {value!r}\n'
+                            for name, value in (TINY | dict(qk_norm=True)).items()))
+    shutil.copytree(trained['vanilla'], tmp_path / 'out')
+    typed = '--n_layer=5', '--mlp_hidden=31'
+    with pytest.raises(UserError) as caught:
+        program.main([str(file), f'--out_dir={tmp_path}/out', *typed, last])
+    message = str(caught.value)
+    assert all(flag in message for flag in typed) and 'qk_norm=' not in message
 
 
 @pytest.mark.parametrize('form', NANOGPT_FORMS)

@@ -48,7 +48,8 @@ def out(tmp_path, trained):
 
 
 def for_train(out, **settings):
-    return VANILLA | dict(out_dir=out, init_from='resume') | settings
+    config = {name: value for name, value in VANILLA.items() if name != 'n_layer'}
+    return config | dict(out_dir=out, init_from='resume') | settings
 
 
 def for_sample(out, **settings):
@@ -291,10 +292,10 @@ def test_training_state_that_does_not_fit(refused, out, act, named):
 @pytest.mark.parametrize('settings, named', [
     (dict(block_size=32), ['block_size=32', '16', 'pos_embedding']),
     (dict(qk_norm=True), ['qk_norm=True', 'from scratch']),
-    (dict(n_kv_head=1), ['n_kv_head=1', 'n_kv_head=0']),
+    (dict(n_kv_head=1), ['--n_kv_head=1 (trained with 0)']),
     (dict(rope_theta_global=5.0), ['rope_theta_global=5.0', "'rope'"]),
     (dict(layer_pattern='LG'), ['window_size=0']),
-    (dict(kv_share='A'), ["kv_share='A'"]),
+    (dict(kv_share='A'), ['--kv_share=A']),
 ], ids=str)
 def test_resume_with_settings_that_the_weights_cannot_follow(refused, out, settings, named):
     refused(train.main, for_train(out, **settings), *named)
@@ -302,7 +303,7 @@ def test_resume_with_settings_that_the_weights_cannot_follow(refused, out, setti
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
 @pytest.mark.parametrize('settings, named', [
-    (dict(pos_embedding='learned'), ["'learned'"]),
+    (dict(pos_embedding='learned'), ['--pos_embedding=learned']),
     (dict(layer_pattern='GGGGGL'), ["'GGGGGL'", 'layer 2', "'LLLLLG'"])], ids=str)
 def test_resume_with_another_shape_of_memory(refused, tmp_path, trained, settings, named):
     shutil.copytree(trained['full'], tmp_path / 'out')

@@ -14,6 +14,10 @@ WPE = 'transformer.wpe.weight'
 SHAPE = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=8)
 
 
+def adapted(old, wanted):
+    return adapted_config(old, wanted, lambda name: f'{name}={wanted[name]!r}')
+
+
 def checkpoint(config):
     """A model's weights and its optimizer's state after two steps, as train.py saves them."""
     torch.manual_seed(0)
@@ -48,7 +52,7 @@ def test_every_parameter_keeps_its_weights_and_moments(bias, wanted):
     old = GPTConfig(**SHAPE, bias=bias)
     saved = checkpoint(old)
     before, after = copy.deepcopy(saved), saved
-    new = adapted_config(old, wanted)
+    new = adapted(old, wanted)
     adapt(after, old, new, 'here')
     was, now = states(before), states(after)
     assert was.keys() - now.keys() == ({WPE} if 'pos_embedding' in wanted else set())
@@ -67,18 +71,19 @@ def test_every_parameter_keeps_its_weights_and_moments(bias, wanted):
 def test_weights_without_an_optimizer_follow_too():
     old = GPTConfig(**SHAPE)
     saved = {'model': GPT(old).state_dict()}
-    adapt(saved, old, adapted_config(old, dict(block_size=3)), 'here')
+    adapt(saved, old, adapted(old, dict(block_size=3)), 'here')
     assert saved['model']['transformer.wpe.weight'].shape == (3, 8)
 
 
 def test_what_means_the_same_is_no_change():
     old = GPTConfig(**SHAPE)
-    wanted = dict(n_kv_head=2, head_dim=4, mlp_hidden=32, n_layer=7, bias=False)
-    assert adapted_config(old, wanted) == old
-    assert differences(old, adapted_config(old, wanted)) == []
+    wanted = dict(n_kv_head=2, head_dim=4, mlp_hidden=32)
+    assert adapted(old, wanted) == old
+    assert differences(old, adapted(old, wanted)) == []
 
 
 @pytest.mark.parametrize('wanted, named', [
+    (dict(n_layer=7, mlp_hidden=31, block_size=17), 'mlp_hidden=31.*n_layer=7.*block_size=17'),
     (dict(n_kv_head=1), 'n_kv_head=1'), (dict(head_dim=2), 'head_dim=2'),
     (dict(mlp_hidden=31), 'mlp_hidden=31'),
     (dict(qk_norm=True), 'qk_norm=True'), (dict(kv_share='A'), "kv_share='A'"),
@@ -92,7 +97,7 @@ def test_what_means_the_same_is_no_change():
 ])
 def test_what_weights_cannot_follow_is_named(wanted, named):
     with pytest.raises(UserError, match=named) as caught:
-        adapted_config(GPTConfig(**SHAPE), wanted)
+        adapted(GPTConfig(**SHAPE), wanted)
     can_be_pooled = wanted.keys() & {'n_kv_head', 'kv_share', 'share_global_kv'}
     assert ('python -m interop.convert' in str(caught.value)) == bool(can_be_pooled)
 
@@ -101,7 +106,7 @@ def test_an_optimizer_state_that_is_none_is_named():
     old = GPTConfig(**SHAPE)
     saved = checkpoint(old) | {'optimizer': {'state': 5}}
     with pytest.raises(UserError, match='there.*optimizer'):
-        adapt(saved, old, adapted_config(old, dict(block_size=3)), 'there')
+        adapt(saved, old, adapted(old, dict(block_size=3)), 'there')
 
 
 @pytest.mark.parametrize('changes', [dict(key_offset=True), dict(kv_tied='global'),
@@ -110,6 +115,6 @@ def test_a_layer_keeps_the_form_of_its_keys_and_values(changes):
     """A global layer would become a local one, which stores another form."""
     shape = dict(SHAPE, n_layer=4, head_dim=8, layer_pattern='LLGG', window_size=4,
                  pos_embedding='rope')
-    assert adapted_config(GPTConfig(**shape), dict(layer_pattern='LLLG')).layer_pattern == 'LLLG'
+    assert adapted(GPTConfig(**shape), dict(layer_pattern='LLLG')).layer_pattern == 'LLLG'
     with pytest.raises(UserError, match='layer 2 would be local, but was trained global'):
-        adapted_config(GPTConfig(**shape | changes), dict(layer_pattern='LLLG'))
+        adapted(GPTConfig(**shape | changes), dict(layer_pattern='LLLG'))
