@@ -42,7 +42,7 @@ from generate import Generation, cache_length
 from interop.load import load
 from kv.capacity import prefill_flops
 from kv.report import account
-from kv.tables import print_report
+from kv.tables import output, print_report
 from training.device import device_name, total_memory
 
 RULE = '-' * 15  # printed after each sample, as in nanoGPT
@@ -94,7 +94,7 @@ def sample_start(s):
         'new_tokens': s.max_new_tokens}
     if s.report:
         size = f"{report['batch']} x {report['max_seq_len']:,} tokens"
-        print_report(report, Console(), f'\nKV cache, as allocated for {size}')
+        print_report(report, output(), f'\nKV cache, as allocated for {size}')
         show_timings(report)
     if s.json:
         print(json.dumps(report))
@@ -163,7 +163,7 @@ def speed(batches) -> dict:
 def show_timings(report: dict) -> None:
     n = report['prompt_tokens']
     tpot = f"{report['tpot_ms']:.2f} ms" if report['tpot_ms'] is not None else '-'
-    Console().print(
+    output().print(
         f"TTFT {report['ttft_ms']:.1f} ms ({n} prompt token{'s' * (n != 1)}, "
         f"{report['prefill_flops'] / 1e6:,.1f} MFLOPs), TPOT {tpot}, "
         f"{report['tokens_per_second']:,.1f} tokens/s\n"

@@ -29,9 +29,7 @@ VLLM = 'page_size', 'step_tokens'
 
 
 def main(argv=None):
-    from rich.console import Console
-
-    from kv.tables import dtype_table, print_report
+    from kv.tables import dtype_table, output, print_report, print_table
     argv = sys.argv[1:] if argv is None else argv
     paths = positional(argv)
     others = [arg for arg in paths if is_config_of_others(arg)]
@@ -57,13 +55,14 @@ def main(argv=None):
     budget = parse_bytes(s.budget) if s.budget else 0
     if s.svg:
         draw(plan, max_seq_len, s.kv_dtype, s.svg)
-    console = Console()
+    console = output()
     latents = f', latents of {config.kv_latent} on global layers' if config.kv_latent else ''
     shape = (f'{config.n_layer} layers, {plan.n_head} heads ({plan.n_kv_head} for K/V{latents}) of '
              f'{plan.head_dim}, T={max_seq_len}, W={config.window_size or "-"}')
     print_report(account(plan, s.batch, max_seq_len, s.kv_dtype), console,
                  f'KV plan in {s.kv_dtype}: {shape}')
-    console.print(dtype_table(plan, s.batch, max_seq_len, budget))
+    print_table(console, dtype_table(plan, s.batch, max_seq_len, budget),
+                f'\nevery kv_dtype, {s.batch} x {max_seq_len:,} tokens')
     console.print(weight_lines(weight_numbers(config, plan, max_seq_len)), highlight=False,
                   soft_wrap=True)
     if config.pos_embedding == 'learned' and max_seq_len > config.block_size:
@@ -110,11 +109,10 @@ def is_config_of_others(arg: str) -> bool:
 
 def describe(others: list[str], argv: list[str]) -> None:
     """Print the account of somebody's model."""
-    from rich.console import Console
-
     from kv.models.account import account as account_of
     from kv.models.config import read_config
     from kv.models.report import print_account
+    from kv.tables import output
     s = configurator.parse('kv', [arg for arg in argv if arg not in others], usage=__doc__,
                            echo=False)
     if len(others) > 1:
@@ -124,7 +122,7 @@ def describe(others: list[str], argv: list[str]) -> None:
     given = {name: getattr(s, name) for name in VLLM}
     found = account_of(read_config(others[0]), s.batch, s.max_seq_len or 4096, s.kv_dtype,
                        budget=parse_bytes(s.budget) if s.budget else 0, like=s.like, **given)
-    print_account(found, Console())
+    print_account(found, output())
     if s.json:
         print(json.dumps(found))
 

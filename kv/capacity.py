@@ -194,8 +194,9 @@ ROWS = (('parameters', 'parameters', '{:,}'), ('weights, bytes', 'weights_bytes'
 
 
 def show(found: dict) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from kv.tables import output, print_table
     table = Table(box=None, pad_edge=False)
     for name in ('', 'ours', 'vanilla'):
         table.add_column(name, justify='right' if name else 'left')
@@ -203,7 +204,7 @@ def show(found: dict) -> None:
         scale = 1000 if ', ms' in label else 1
         values = [found[model].get(key) for model in ('ours', 'vanilla')]
         table.add_row(label, *('-' if x is None else form.format(x * scale) for x in values))
-    Console().print(table)
+    print_table(output(), table)
 
 
 def main(argv=None):

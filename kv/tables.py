@@ -1,5 +1,5 @@
 """The KV-cache report in a terminal, as rich tables."""
-from rich.console import Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -7,9 +7,35 @@ from kv.capacity import fitting
 from kv.plan import KVPlan
 from kv.report import REPORTED_DTYPES, account
 
+UNLIMITED = 10_000  # columns
 
-def slot_table(numbers: dict, title: str):
-    """A rich table with a row per slot, the total, and vanilla GPT-2; fits in 80 columns."""
+
+def output() -> Console:
+    """A console for stdout: it breaks lines at the terminal's width, and nowhere in a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=UNLIMITED)
+
+
+def print_table(console: Console, table: Table, title: str = '') -> None:
+    """Print the table below its title, with all words and numbers whole.
+
+    Where the terminal is too narrow, text is wrapped between words (within them in columns with
+    overflow='fold'); then lines become too long. (rich would cut numbers, and pads titles.)
+    """
+    for column in table.columns:
+        if column.overflow == 'fold':
+            continue
+        pieces = [str(cell) for cell in (column.header, *column.cells)]
+        if not column.no_wrap:
+            pieces = ' '.join(pieces).split()
+        column.min_width = max(map(len, pieces), default=0)
+    if title:
+        console.print(Text(title, style='italic'), soft_wrap=True)
+    console.print(table, crop=False)
+
+
+def slot_table(numbers: dict) -> Table:
+    """A row per slot, the total, and vanilla GPT-2; usually fits in 80 columns."""
     table = Table(box=None, pad_edge=False, header_style='bold')
     for name, justify in (
             ('slot', 'right'), ('kind', 'left'), ('layers', 'left'), ('holds', 'right'),
@@ -28,7 +54,7 @@ def slot_table(numbers: dict, title: str):
                'bfloat16': numbers['kv_bytes_vanilla_bf16']}
     for dtype, n in vanilla.items():
         table.add_row('', 'vanilla', 'GPT-2', '', '', dtype, f'{n:,}')
-    return titled(title, table)
+    return table
 
 
 def factor_lines(numbers: dict) -> str:
@@ -42,14 +68,9 @@ def factor_lines(numbers: dict) -> str:
     return lines
 
 
-def titled(title: str, table):
-    """The table below its title; rich pads its own titles with spaces."""
-    return Group(Text(title, style='italic'), table)
-
-
 def print_report(numbers: dict, console, title: str) -> None:
     """Print the table, then the factors and the bytes per token as text."""
-    console.print(slot_table(numbers, title))
+    print_table(console, slot_table(numbers), title)
     console.print('[dim]* computes K and V, the others read them; vanilla: all global, '
                   f"{numbers['n_head']} K/V heads[/dim]")
     console.print(f'\n[bold]{factor_lines(numbers)}[/bold]', highlight=False)
@@ -58,7 +79,7 @@ def print_report(numbers: dict, console, title: str) -> None:
                   f"{numbers['bytes_per_further_token']:,}", highlight=False)
 
 
-def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
+def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0) -> Table:
     """A column per kv_dtype: bytes, the factors compared to vanilla and, with a budget, how many
     sequences fit."""
     table = Table(box=None, pad_edge=False, header_style='bold')
@@ -81,4 +102,4 @@ def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
     if budget:
         for name, p in (('fit in the budget', plan), ('  vanilla, same dtype', plan.vanilla())):
             row(name, lambda a, p=p: f"{fitting(p, budget, max_seq_len, a['kv_dtype']):,}")
-    return titled(f'\nevery kv_dtype, {batch} x {max_seq_len:,} tokens', table)
+    return table

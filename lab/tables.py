@@ -49,6 +49,8 @@ class Table:
         trailing columns that still do not fit are omitted, and their names are printed."""
         from rich.table import Table as RichTable
         from rich.text import Text
+
+        from kv.tables import print_table
         console.print(Text(f'\n{self.title}', style='bold'), soft_wrap=True)
         shown = len(self.columns)
         while shown > 2 and sum(self.widths(0)[:shown]) + 2 * (shown - 1) > console.width:
@@ -57,10 +59,10 @@ class Table:
         table = RichTable(box=None, pad_edge=False, header_style='bold')
         for name, width in zip(cut.columns, cut.widths(console.width)):
             justify = 'left' if name in self.left else 'right'
-            table.add_column(Text(name), justify=justify, width=width)
+            table.add_column(Text(name), justify=justify, max_width=width)
         for row in cut.rows:
             table.add_row(*map(Text, row))
-        console.print(table)
+        print_table(console, table)
         if shown < len(self.columns):
             omitted = ', '.join(self.columns[shown:])
             console.print(Text(f'(no room for: {omitted})'), soft_wrap=True)

@@ -23,7 +23,7 @@ from config.schema import MODEL
 from config.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
-from kv.tables import titled
+from kv.tables import output, print_table
 from training.device import pick_device, pick_dtype
 from training.memory_plan import USABLE, Plans
 from training.memory_use import free_memory, measure
@@ -48,7 +48,7 @@ def main(argv=None):
     vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's, if the data set is not prepared
     config = GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
     budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
-    console = Console()
+    console = output()
     with Console(stderr=True).status('predicting') as status:  # on a terminal only
         plans = Plans(s, config, device, dtype)
         rows = plans.rows(budget, status.update)
@@ -57,7 +57,7 @@ def main(argv=None):
     m, advice = plans.memory('none'), recommend(rows, s.batch_size)
     kernels, dtype = plans.predictor.device, str(dtype).removeprefix('torch.')
     title = f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}'
-    console.print(titled(title, _policy_table(rows, s.batch_size)))
+    print_table(console, _policy_table(rows, s.batch_size), title)
     lines = [f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, '
              f'optimizer {nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic']
     lines += _advice_lines(advice)
@@ -100,7 +100,7 @@ def _advice_lines(advice):
 def print_memory_report(run, dtype: torch.dtype) -> None:
     """Print, on rank 0, the report of train.py's --memory_report for a `Run` that has its first
     batch. The run's random state, data and gradients are left unchanged."""
-    s, console = run.s, Console()
+    s, console = run.s, output()
     plans = Plans(s, run.model.config, run.device, dtype, run.ranks.world_size, run.optimizer)
     policy = policy_of(run.model)
     predicted = plans.memory(policy)
@@ -112,16 +112,16 @@ def print_memory_report(run, dtype: torch.dtype) -> None:
     eager = '; compiled, less' if s.compile else ''
     console.print(f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
                   f'recompute={policy!r}{eager}', style='italic', highlight=False)
-    console.print(_parts_table(predicted, measured))
+    print_table(console, _parts_table(predicted, measured))
     if measured is None:
         console.print(f'measured: it does not fit on {run.device}', highlight=False)
     kinds = _table('', 'predicted', 'measured')
     for kind, n in sorted(predicted.by_kind.items(), key=lambda item: -item[1]):
         kinds.add_row(kind, _size(n), _size(measured and measured.by_kind.get(kind, 0)))
-    console.print(titled('\nactivations by kind', kinds))
-    console.print(titled('\nactivations by block (each)',
-                         _blocks_table(predicted, measured, run.model.plan.layers)))
-    console.print(titled('\nevery policy, predicted', _policy_table(plans.rows(), s.batch_size)))
+    print_table(console, kinds, '\nactivations by kind')
+    print_table(console, _blocks_table(predicted, measured, run.model.plan.layers),
+                '\nactivations by block (each)')
+    print_table(console, _policy_table(plans.rows(), s.batch_size), '\nevery policy, predicted')
     console.print('\nTraining begins. (python -m training.memory reports without training.)')
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from config.errors import UserError
 from configurator import run_program
+from kv.tables import output, print_table
 from training.log import read_metrics
 from training.plotting import plain_log_ticks, save, subplots
 
@@ -260,7 +260,7 @@ def main(argv=None):
     path = Path(args.out or Path(args.out_dirs[0]) / 'loss.png')
     path = path if path.suffix else path.with_name(path.name + '.png')
     draw(runs, path, args.x, args.smooth, args.log_y)
-    Console().print(table(runs))
+    print_table(output(), table(runs))
     print(f'wrote {path}')
 
 

@@ -4,7 +4,7 @@ from itertools import groupby
 from rich.table import Table
 
 from config.sizes import nice_bytes
-from kv.tables import titled
+from kv.tables import print_table
 
 
 def print_account(found: dict, console) -> None:
@@ -12,16 +12,17 @@ def print_account(found: dict, console) -> None:
     plain = dict(highlight=False, soft_wrap=True)
     title = (f"{found['model_type']}: {found['n_layer']} layers, {found['batch']} x "
              f"{found['max_seq_len']:,} tokens, K and V in {found['kv_dtype']}")
-    console.print(store_table(found, title))
+    print_table(console, store_table(found), title)
     console.print(f"{found['bytes_per_token']:,.1f} bytes per token; each further token adds "
                   f"{found['bytes_per_further_token']:,}\n", **plain)
-    console.print(dtype_table(found))
-    console.print(engine_table(found))
+    print_table(console, dtype_table(found))
+    title = f"\nwhat engines allocate for K and V in {found['dtype']} (llama.cpp: f16)"
+    print_table(console, engine_table(found), title)
     for line in notes(found):
         console.print(line, **plain)
 
 
-def store_table(found: dict, title: str):
+def store_table(found: dict) -> Table:
     """A row per kind of store; layers with equal stores are one row."""
     table = Table(box=None, pad_edge=False, header_style='bold')
     for name, justify in (('kind', 'left'), ('layers', 'left'), ('holds', 'right'),
@@ -47,7 +48,7 @@ def store_table(found: dict, title: str):
                       f'{nbytes:,}')
     table.add_section()
     table.add_row('total', '', '', '', '', f"{found['bytes']:,}", style='bold')
-    return titled(title, table)
+    return table
 
 
 def ranges(numbers: list[int]) -> str:
@@ -59,7 +60,7 @@ def ranges(numbers: list[int]) -> str:
     return ' '.join(pieces)
 
 
-def dtype_table(found: dict):
+def dtype_table(found: dict) -> Table:
     table = Table(box=None, pad_edge=False, header_style='bold')
     table.add_column('K and V in')
     for name in found['by_dtype']:
@@ -68,7 +69,7 @@ def dtype_table(found: dict):
     return table
 
 
-def engine_table(found: dict):
+def engine_table(found: dict) -> Table:
     """What engines allocate beside what is needed, and how many sequences fit into a budget."""
     table = Table(box=None, pad_edge=False, header_style='bold')
     fit = found.get('fit')
@@ -83,8 +84,7 @@ def engine_table(found: dict):
         if fit:
             cells.append('-' if fit[name] is None else f'{fit[name]:,}')
         table.add_row(*cells)
-    title = f"\nwhat engines allocate for K and V in {found['dtype']} (llama.cpp: f16)"
-    return titled(title, table)
+    return table
 
 
 def notes(found: dict) -> list[str]:

@@ -1,7 +1,7 @@
 """Write the report of a summary: results.json, report.md, report.html, pictures, and the main table
 as table.csv and table.tex. Print its tables on the terminal."""
-from rich.console import Console
 
+from kv.tables import output
 from lab.ablation import tables
 from lab.ablation.page import page
 from lab.ablation.pictures import TITLES, not_drawn, write_all
@@ -39,7 +39,7 @@ def markdown(summary: dict, pictures: list[str]) -> str:
 
 def show(summary: dict) -> None:
     """Print the same tables on the terminal."""
-    console = Console() if Console().is_terminal else Console(width=150)
+    console = output()
     plain = dict(highlight=False, markup=False, soft_wrap=True)
     for line in (tables.facts_line(summary), *tables.in_short(summary), *tables.caveats(summary)):
         console.print(line, **plain)

@@ -1,8 +1,8 @@
 """Tables of a document made by bench.py, the same on the terminal and on the Markdown page."""
 from operator import itemgetter
 
-from rich.console import Console
 
+from kv.tables import output
 from lab.tables import Table
 
 FASTER = 'ours faster, x'  # column: our speed divided by that of the side in the row
@@ -276,9 +276,8 @@ def describe(model: dict) -> str:
 
 
 def show(document) -> None:
-    """Print everything to standard output, 100 columns wide if it is not a terminal."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=100)
+    """Print everything to standard output."""
+    console = output()
     for line in heading(document):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     for table in TABLES[document['mode']](document):

@@ -30,6 +30,7 @@ from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import parse_bytes
 from kv.plan import plan_kv
+from kv.tables import output
 from lab.benchmarks.setting import check_target, numbers, processor, write_json
 from lab.sessions import servers, soak, stall
 from lab.sessions.client import Client
@@ -178,7 +179,7 @@ def bar(total: int, title: str):
 
 
 def conclude(args, document: dict, table: Table) -> None:
-    table.print(Console())
+    table.print(output())
     if args.save:
         write_json(args.save, document)
     print(json.dumps(document))
@@ -303,7 +304,7 @@ def run_simulate(args):
     for trace in traces:
         found.append(simulate(trace, plan, args.kv_dtype, args.page_size,
                               numbers('shares', args.shares)))
-        show(found[-1]).print(Console())
+        show(found[-1]).print(output())
     document = {'config': Path(args.config).name, 'traces': found}
     if args.save:
         write_json(args.save, document)

@@ -123,6 +123,29 @@ def test_the_slots_and_the_last_line_are_in_the_asked_dtype(capsys):
     assert f'vanilla GPT-2 of this shape {vanilla}' in out
 
 
+@pytest.mark.parametrize('others', [False, True], ids=['a plan', "anybody's model"])
+@pytest.mark.parametrize('terminal', [False, True])
+def test_numbers_are_never_cut(tmp_path, monkeypatch, capsys, others, terminal):
+    """A file has no width; on a terminal, numbers make lines longer than it."""
+    monkeypatch.setenv('COLUMNS', '50')
+    if terminal:
+        monkeypatch.setenv('FORCE_COLOR', '1')
+        monkeypatch.setenv('TERM', 'dumb')
+    llama = dict(model_type='llama', hidden_size=4096, num_attention_heads=32, dtype='bfloat16',
+                 num_hidden_layers=32, num_key_value_heads=8, max_position_embeddings=131072)
+    (tmp_path / 'config.json').write_text(json.dumps(llama))
+    model = [str(tmp_path)] if others else ['--n_layer=32', '--n_head=32', '--n_embd=4096',
+                                            '--pos_embedding=rope', '--n_kv_head=8']
+    main([*model, '--max_seq_len=32768', '--budget=1TB', '--json=True'])
+    *lines, last = capsys.readouterr().out.splitlines()
+    figures = json.loads(last)
+    numbers = ([figures['bytes'], *figures['by_dtype'].values()] if others else
+               [each[key] for each in figures.values() for key in ('kv_bytes', 'fit')])
+    text = '\n'.join(lines)
+    assert '…' not in text and all(f'{n:,}' in text for n in numbers)
+    assert 8589934592 in numbers
+
+
 @pytest.fixture
 def run(tmp_path):
     import torch

@@ -158,7 +158,8 @@ def test_the_shape_comes_from_the_checkpoint_and_other_settings_from_today(tmp_p
     assert [row['iter'] for row in metrics(tmp_path)] == list(range(7))
 
 
-@pytest.mark.parametrize('program, last', [(train, '--init_from=resume'), (sample, '--report=False')])
+@pytest.mark.parametrize('program, last', [
+    (train, '--init_from=resume'), (sample, '--report=False')])
 def test_all_typed_settings_that_the_model_does_not_have_are_named(
         tmp_path, trained, capsys, program, last):
     """Keys of the file yield to the checkpoint; keys typed after it are an error."""
