@@ -212,6 +212,8 @@ EVALUATE = SOURCE + _keys(
      ('',) + KV_DTYPES),
 ) + JSON + RUNNING
 
+DATASET = tuple(key for key in TRAIN if key.name in ('dataset', 'recall_task', 'lookup_task'))
+
 KV = _keys(
     ('max_seq_len', 0,
      'sequence length to plan for; 0 = block_size (models of Hugging Face: 4,096)'),
@@ -223,7 +225,7 @@ KV = _keys(
      ('', 'nanokv')),
     ('page_size', 16, "models of Hugging Face: positions in a page of vLLM (its block_size)"),
     ('step_tokens', 8192, "models of Hugging Face: vLLM's max_num_batched_tokens"),
-) + JSON + MODEL
+) + DATASET + JSON + MODEL
 
 CAPACITY = _keys(
     ('context', 4096, 'tokens of a conversation before the request'),
@@ -238,10 +240,10 @@ CAPACITY = _keys(
     ('price', 2.5, 'price of a GPU for an hour'),
     ('tpot', 0.0, 'longest time per output token, in ms; 0 = limited by memory alone'),
     ('utilization', 0.6, 'share of bandwidth and FLOPs that is reached'),
-    ('vocab_size', 50304, 'number of token ids'),
+    ('vocab_size', 0, "number of token ids; 0 = the data set's, or GPT-2's 50304"),
     ('kv_dtype', 'bfloat16', 'dtype of K and V', STORED_DTYPES),
     ('weight_dtype', 'bfloat16', 'dtype of the weights', ('float32', 'bfloat16', 'int8')),
-) + JSON + MODEL
+) + DATASET + JSON + MODEL
 
 BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (whole steps), 'decode' (tokens from a filled cache), "

@@ -20,7 +20,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import KV, MODEL
 from config.sizes import nice_bytes, parse_bytes
-from kv.capacity import WEIGHT_BYTES, fitting, parameters, prefill_flops
+from kv.capacity import WEIGHT_BYTES, fitting, parameters, prefill_flops, vocabulary
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
@@ -41,7 +41,7 @@ def main(argv=None):
         raise UserError(f"one run at a time, not {' and '.join(saved)}")
     rest = [arg for arg in argv if arg not in saved]
     s = configurator.parse('kv', rest, usage=__doc__, echo=False)
-    config = saved_config(Path(saved[0])) if saved else GPTConfig()
+    config = saved_config(Path(saved[0])) if saved else GPTConfig(vocab_size=vocabulary(s))
     given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
     config = dataclasses.replace(config, **given)
     plan, max_seq_len = plan_kv(config), s.max_seq_len or config.block_size

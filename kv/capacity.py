@@ -29,10 +29,30 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import CAPACITY, MODEL
 from config.sizes import parse_bytes
+from data.datasets import DATA_ROOT
+from data.recall.tasks import task_of
+from data.tokenfiles import is_prepared, read_meta
 from kv.plan import KVPlan, Layer, plan_kv
 
+GPT2_VOCAB = 50304  # padded, as nanoGPT does
 USABLE = 0.9  # share of memory; the rest is for activations and workspaces
 WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
+
+
+def vocabulary(s) -> int:
+    """Return the vocabulary size of the data set in the settings; GPT-2's padded one if the data
+    set has GPT-2's tokens, if none is given, or with a note if it is not prepared."""
+    folder = DATA_ROOT / s.dataset
+    if 'dataset' not in s.given:
+        return GPT2_VOCAB
+    if task := task_of(s):
+        return task.vocab_size
+    if meta := read_meta(folder):
+        return meta['vocab_size']
+    if not is_prepared(folder):
+        print(f'Note: data set {s.dataset!r} is not prepared, so its vocabulary is unknown; '
+              f"assumed are GPT-2's {GPT2_VOCAB:,} tokens")
+    return GPT2_VOCAB
 
 
 def parameters(config: GPTConfig, plan: KVPlan) -> int:
@@ -163,6 +183,7 @@ def check(s):
 def compare(s) -> dict:
     """Metrics of this model and of vanilla GPT-2 of the same shape, and the settings."""
     check(s)
+    s.vocab_size = s.vocab_size or vocabulary(s)
     config = GPTConfig(vocab_size=s.vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
     plan = plan_kv(config)
     held = s.context + s.message_tokens + s.new_tokens

@@ -1,5 +1,6 @@
 """`python -m kv`: it prints the plan's figures; bad input gives one line and exit status 2."""
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,22 @@ def test_numbers_are_never_cut(tmp_path, monkeypatch, capsys, others, terminal):
     text = '\n'.join(lines)
     assert '…' not in text and all(f'{n:,}' in text for n in numbers)
     assert 8589934592 in numbers
+
+
+def test_the_vocabulary_is_the_data_set_s(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr('kv.capacity.DATA_ROOT', tmp_path)
+    (tmp_path / 'mine').mkdir()
+    argv = ['--dataset=mine', '--n_layer=1', '--n_embd=96', '--pos_embedding=rope']
+
+    def parameters():
+        return last_line(capsys, *argv)['int8']['weights']['parameters']
+    unknown = parameters()
+    main(argv)
+    assert "'mine' is not prepared" in capsys.readouterr().out
+    (tmp_path / 'mine' / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 2048}))
+    assert parameters() == unknown - (50304 - 2048) * 96
+    main(argv)
+    assert 'Note' not in capsys.readouterr().out
 
 
 @pytest.fixture
