@@ -1,7 +1,11 @@
 """The rest of nanoGPT's model API: cropping, and generating with stop tokens."""
+import re
+import textwrap
+
 import pytest
 import torch
 
+import model
 from config.gpt_config import GPTConfig
 from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model, tokens
 
@@ -40,6 +44,14 @@ def test_cropping_only_shrinks(block_size):
     with pytest.raises(ValueError, match=f'block_size={block_size}: .*1 to 16'):
         model.crop_block_size(block_size)
     assert model.config.block_size == 16
+
+
+def test_the_example_in_the_docstring_runs():
+    code = re.search(r'\n\n((?: {4}.*\n)+)', model.__doc__)[1]
+    idx = torch.zeros(1, 8, dtype=torch.int64)
+    names = vars(model) | {'idx': idx, 'targets': idx}
+    exec(textwrap.dedent(code), names)
+    assert names['cache'].lengths.tolist() == [8] and names['logits'].shape == (1, 1, 50304)
 
 
 def test_generate_ends_rows_at_stop_tokens():
