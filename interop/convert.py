@@ -95,7 +95,8 @@ def convert_checkpoint(source: Path, changes: dict) -> dict:
                                            (config['beta1'], config['beta2']), 'cpu')
     return {'model': model.state_dict(), 'optimizer': optimizer.state_dict(),
             'model_args': model_args(new), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
-            'config': config | changes, 'tokens': saved.get('tokens', '')}
+            'config': config | changes, 'tokens': saved.get('tokens', ''),
+            'meta': saved.get('meta')}
 
 
 def main(argv=None):

@@ -109,7 +109,7 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
     model = GPT(config)
     load_weights(model, saved, source)
     dataset, tokens = saved['config'].get('dataset', ''), saved.get('tokens', '')
-    tokenizer = tokenizer_of(dataset, config.vocab_size, tokens, data_root)
+    tokenizer = tokenizer_of(dataset, config.vocab_size, tokens, data_root, saved.get('meta'))
     end = tokenizer.end_of_text
     noted = {'dataset': dataset, 'tokens': tokens, 'iter_num': saved['iter_num']}
     exported = hf_model(model, DTYPES[dtype], end, noted)

@@ -10,7 +10,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
-from data.tokenfiles import read_meta
+from data.tokenfiles import meta_problem, read_meta
 from data.tokenizer import load_tokenizer
 from engine import native
 from engine.linear import speed_up_few_rows
@@ -30,9 +30,9 @@ def load(s):
     nothing else: sample 0 continues from that state, as in nanoGPT. UserError: if the device, model
     or data set does not exist, or they do not match."""
     device = pick_device(s.device)
-    model, dataset, known = read_model(s)
+    model, dataset, known, meta = read_model(s)
     tokenizer = None if 'dataset' in s.given else tokenizer_in(Path(s.init_from))
-    tokenizer = tokenizer or tokenizer_of(dataset, model.config.vocab_size, known, DATA_ROOT)
+    tokenizer = tokenizer or tokenizer_of(dataset, model.config.vocab_size, known, DATA_ROOT, meta)
     native.use(s.native)
     model = model.to(device, pick_dtype(s.dtype, device))
     quantize_weights(model, s.weight_dtype, s.int4_group)
@@ -43,15 +43,17 @@ def load(s):
 
 
 def read_model(s):
-    """The model (in eval mode, on the CPU), its data set's name, and its `tokens_id` if known."""
+    """The model (in eval mode, on the CPU), its data set's name, and if known that data set's
+    `tokens_id` and metadata at the time of training."""
     if s.init_from == 'resume':
         use_newest_run(s)
     path = checkpoint_in(s.out_dir, s.resume_from)
     checkpoint = load_to_resume(path) if s.init_from == 'resume' else None
     torch.manual_seed(s.seed)
-    known = ''
+    known, stored = '', None
     if checkpoint is not None:
         dataset, known = checkpoint['config'].get('dataset', ''), checkpoint.get('tokens', '')
+        stored = checkpoint.get('meta')
         model = GPT(config_of(checkpoint, path, dropout=0.0))
         load_weights(model, checkpoint, path)
     elif s.init_from == 'random':
@@ -65,7 +67,7 @@ def read_model(s):
             dataset, known = noted_source(s.init_from)
     if s.init_from != 'random':
         keep_trained(s, model.config)
-    return model.eval(), dataset, known
+    return model.eval(), dataset, known, stored
 
 
 def use_newest_run(s) -> None:
@@ -92,17 +94,22 @@ def known_dataset(name: str) -> Path:
     return folder
 
 
-def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path):
+def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path, stored=None):
     """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE.
-    known: the `tokens_id` at that time; '' for checkpoints without one (nanoGPT's)."""
+    known: the `tokens_id` at that time; '' for checkpoints without one (nanoGPT's). stored: the
+    metadata in the checkpoint, used if the data set is missing or has other tokens by now."""
     if set(dataset) & set('/\\\0'):
         raise UserError(f'dataset={dataset!r} is not the name of a folder under data/')
-    meta = read_meta(data_root / dataset) if dataset else None
+    meta, source = read_meta(data_root / dataset) if dataset else None, f'data/{dataset}/meta.pkl'
+    if stored is not None and known != tokens_id(meta):
+        if problem := meta_problem(stored):
+            raise UserError(f'the checkpoint has an invalid meta: {problem}')
+        meta, source = stored, 'the checkpoint'
     if meta is None and vocab_size < 50257:
         raise UserError(f'the model has {vocab_size} tokens, but data/{dataset}/meta.pkl, which '
                         f'says what they are, is missing: run python data/{dataset}/prepare.py')
     print('No meta.pkl found, assuming GPT-2 encodings...' if meta is None
-          else f'Loading meta from data/{dataset}/meta.pkl...')
+          else f'Loading meta from {source}...')
     tokenizer = load_tokenizer(meta)
     if tokenizer.vocab_size > vocab_size or known not in ('', tokens_id(meta)):
         raise UserError(f'data/{dataset} has {tokenizer.vocab_size} tokens that are not those of '

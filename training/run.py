@@ -57,6 +57,7 @@ class Run:
         with ranks.main_first():
             meta = open_meta(s, data_root)
         self.tokens = ckpt.tokens_id(meta)
+        self.meta = meta if meta and 'stoi' in meta else None  # for a copy without its data set
         self.model, self.changed = self._model(saved, meta)
         if self.sharded:  # only rank 0 has used its generator, to initialize weights
             torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
@@ -258,7 +259,8 @@ class Run:
                 # beyond nanoGPT's keys: what an exact resume needs
                 'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
                 'holds_best': self.holds_best, 'skipped': int(self.update.counts[0]),
-                'launch': launch_id(), 'tokens': self.tokens}, say)
+                'launch': launch_id(), 'tokens': self.tokens,
+                'meta': self.meta}, say)
         self.saved_at = self.iter_num
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 import gc
 import json
 import math
+import pickle
 import shutil
 import weakref
 
@@ -208,3 +209,16 @@ def test_the_cache_is_freed_before_a_smaller_one_is_allocated(trained, monkeypat
     monkeypatch.setattr(GPT, 'new_cache', new_cache)
     run_sample(capsys, out_dir=trained['full'], num_samples=5, parallel=4, report=False)
     assert len(caches) == 2
+
+
+@pytest.mark.parametrize('left', ['nothing', 'other tokens'])
+def test_a_run_is_sampled_without_its_data_set(tmp_path, trained, own_data_root, capsys, left):
+    settings = dict(out_dir=trained['vanilla'], report=False)
+    text = run_sample(capsys, **settings)
+    (own_data_root / 'tiny' / 'meta.pkl').unlink()
+    if left == 'other tokens':
+        letters = ALPHABET.upper()
+        meta = {'vocab_size': len(letters), 'stoi': {c: i for i, c in enumerate(letters)},
+                'itos': dict(enumerate(letters))}
+        (own_data_root / 'tiny' / 'meta.pkl').write_bytes(pickle.dumps(meta))
+    assert run_sample(capsys, **settings) == text.replace('data/tiny/meta.pkl', 'the checkpoint')
