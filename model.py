@@ -8,8 +8,7 @@ computes attention; the cache (`kv/cache.py`) stores K and V during inference.
                           share_global_kv=True, window_size=256, pos_embedding='rope',
                           qk_norm=True))
     logits, loss = model(idx, targets)               # training, as in nanoGPT
-    model.eval()                                     # a cache is for inference
-    cache = model.new_cache(batch_size=1, max_seq_len=1024)
+    cache = model.eval().new_cache(batch_size=1, max_seq_len=1024)
     logits, _ = model(idx, cache=cache)              # appends idx; logits of the last position
 """
 import functools

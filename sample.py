@@ -41,8 +41,9 @@ from engine.weights import weight_bytes, weights_dtype
 from generate import Generation, cache_length
 from interop.load import load
 from kv.capacity import prefill_flops
+from kv.console import output
 from kv.report import account
-from kv.tables import output, print_report
+from kv.tables import print_report
 from training.device import device_name, total_memory
 
 RULE = '-' * 15  # printed after each sample, as in nanoGPT

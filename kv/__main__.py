@@ -29,7 +29,8 @@ VLLM = 'page_size', 'step_tokens'
 
 
 def main(argv=None):
-    from kv.tables import dtype_table, output, print_report, print_table
+    from kv.console import output, print_table
+    from kv.tables import dtype_table, print_report
     argv = sys.argv[1:] if argv is None else argv
     paths = positional(argv)
     others = [arg for arg in paths if is_config_of_others(arg)]
@@ -109,10 +110,10 @@ def is_config_of_others(arg: str) -> bool:
 
 def describe(others: list[str], argv: list[str]) -> None:
     """Print the account of somebody's model."""
+    from kv.console import output
     from kv.models.account import account as account_of
     from kv.models.config import read_config
     from kv.models.report import print_account
-    from kv.tables import output
     s = configurator.parse('kv', [arg for arg in argv if arg not in others], usage=__doc__,
                            echo=False)
     if len(others) > 1:

@@ -217,7 +217,7 @@ ROWS = (('parameters', 'parameters', '{:,}'), ('weights, bytes', 'weights_bytes'
 def show(found: dict) -> None:
     from rich.table import Table
 
-    from kv.tables import output, print_table
+    from kv.console import output, print_table
     table = Table(box=None, pad_edge=False)
     for name in ('', 'ours', 'vanilla'):
         table.add_column(name, justify='right' if name else 'left')

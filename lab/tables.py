@@ -50,7 +50,7 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        from kv.tables import print_table
+        from kv.console import print_table
         console.print(Text(f'\n{self.title}', style='bold'), soft_wrap=True)
         shown = len(self.columns)
         while shown > 2 and sum(self.widths(0)[:shown]) + 2 * (shown - 1) > console.width:

@@ -23,7 +23,7 @@ from config.schema import MODEL
 from config.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
-from kv.tables import output, print_table
+from kv.console import output, print_table
 from training.device import pick_device, pick_dtype
 from training.memory_plan import USABLE, Plans
 from training.memory_use import free_memory, measure

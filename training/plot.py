@@ -21,7 +21,7 @@ from rich.text import Text
 
 from config.errors import UserError
 from configurator import run_program
-from kv.tables import output, print_table
+from kv.console import output, print_table
 from training.log import read_metrics
 from training.plotting import plain_log_ticks, save, subplots
 

@@ -4,7 +4,7 @@ from itertools import groupby
 from rich.table import Table
 
 from config.sizes import nice_bytes
-from kv.tables import print_table
+from kv.console import print_table
 
 
 def print_account(found: dict, console) -> None:

@@ -1,7 +1,7 @@
 """Write the report of a summary: results.json, report.md, report.html, pictures, and the main table
 as table.csv and table.tex. Print its tables on the terminal."""
 
-from kv.tables import output
+from kv.console import output
 from lab.ablation import tables
 from lab.ablation.page import page
 from lab.ablation.pictures import TITLES, not_drawn, write_all

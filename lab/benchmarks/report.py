@@ -2,7 +2,7 @@
 from operator import itemgetter
 
 
-from kv.tables import output
+from kv.console import output
 from lab.tables import Table
 
 FASTER = 'ours faster, x'  # column: our speed divided by that of the side in the row

@@ -29,8 +29,8 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import parse_bytes
+from kv.console import output
 from kv.plan import plan_kv
-from kv.tables import output
 from lab.benchmarks.setting import check_target, numbers, processor, write_json
 from lab.sessions import servers, soak, stall
 from lab.sessions.client import Client

@@ -247,10 +247,12 @@ def test_the_folder_is_sampled_without_its_data_set(made, tmp_path, capsys, monk
     assert texts[0] == texts[1]
 
 
-def test_refusals_leave_no_folder(made, tmp_path, data_root, monkeypatch):
+def test_refusals_leave_no_folder(made, tmp_path, tmp_path_factory, data_root, monkeypatch):
     checkpoint = made('full')[0] / 'ckpt.pt'
+    older = tmp_path_factory.mktemp('older') / 'ckpt.pt'
+    torch.save({key: x for key, x in load(checkpoint).items() if key != 'meta'}, older)
     with pytest.raises(UserError, match=r'data/tiny/meta\.pkl, .* is missing'):
-        export.export(checkpoint, tmp_path / 'hf', data_root=tmp_path)
+        export.export(older, tmp_path / 'hf', data_root=tmp_path)
     with monkeypatch.context() as patch, \
             pytest.raises(UserError, match=r"pip install -e '\.\[export\]'"):
         patch.delitem(sys.modules, 'interop.modeling_nanokv', raising=False)

@@ -1,0 +1,30 @@
+"""Prints rich tables in which no number is cut."""
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+UNLIMITED = 10_000  # columns
+
+
+def output() -> Console:
+    """A console for stdout: it breaks lines at the terminal's width, and nowhere in a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=UNLIMITED)
+
+
+def print_table(console: Console, table: Table, title: str = '') -> None:
+    """Print the table below its title, with all words and numbers whole.
+
+    Where the terminal is too narrow, text is wrapped between words (within them in columns with
+    overflow='fold'); then lines become too long. (rich would cut numbers, and pads titles.)
+    """
+    for column in table.columns:
+        if column.overflow == 'fold':
+            continue
+        pieces = [str(cell) for cell in (column.header, *column.cells)]
+        if not column.no_wrap:
+            pieces = ' '.join(pieces).split()
+        column.min_width = max(map(len, pieces), default=0)
+    if title:
+        console.print(Text(title, style='italic'), soft_wrap=True)
+    console.print(table, crop=False)
