@@ -25,8 +25,8 @@ from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
 from kv.plan import plan_kv
 from model import GPT
-from training.adapt import check_forms
-from training.checkpoint import config_of, load_checkpoint, load_weights, note_fixed_settings
+from training.adapt import check_forms, keep_trained
+from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.checkpoint_manager import CheckpointManager
 
 # the settings that a conversion may change
@@ -121,7 +121,7 @@ def main(argv=None):
     except OSError as e:
         raise UserError(f'{target.parent} cannot be created: {e}') from e
     CheckpointManager(target.parent).save(checkpoint | {'holds_best': False})
-    note_fixed_settings(s, config_of(checkpoint, target))
+    keep_trained(s, config_of(checkpoint, target))
     training = configurator.parse('train', argv[2:], echo=False).given
     if unused := sorted(training.keys() - {key.name for key in MODEL}):
         print('not used by a conversion, but in training:', ', '.join(unused))
