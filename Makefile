@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-slow test-vllm data kv contexts seeds recall lookup bench-cpu ablate ablate-smoke soak nanogpt gpu-check docs clean
+.PHONY: help demo test house test-slow test-vllm data kv contexts seeds recall lookup bench-cpu ablate ablate-smoke soak nanogpt gpu-check docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -31,7 +31,10 @@ data: $(VENV)/.installed  ## fetch and prepare the Shakespeare data sets
 	$(BIN)/python data/shakespeare_bpe/prepare.py
 
 test: $(VENV)/.installed-test  ## the tests, without the slow ones, one process for each core
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not slow' -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not slow and not house' -n auto --dist worksteal
+
+house: $(VENV)/.installed-test  ## the project's own rules: sizes of the core and of rooms, files and functions; order of rooms
+	$(BIN)/python -m pytest -q tests/test_house.py
 
 test-slow: data $(VENV)/.installed-test  ## the tests marked slow (prepares the data set)
 	$(BIN)/python -m pytest -q -m slow
