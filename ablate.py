@@ -138,6 +138,8 @@ def main(argv=None):
     results, only = Results(ladder), chosen(ladder)
     if s.pictures:
         pyplot(' (or give --pictures=False)')  # fails now rather than after training
+    for line in results.other_core(measured_speed(ladder, results, measure=False)):
+        print(line)
     if s.dry_run:
         list_runs(ladder, results, argv, only)
         return

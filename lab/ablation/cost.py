@@ -14,6 +14,7 @@ from kv.cache import KVCache
 from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops
 from kv.plan import plan_kv
 from lab.ablation.ladder import digest
+from lab.ablation.results import core_digest
 from lab.benchmarks import clock
 from lab.benchmarks.decode import DecodeRound
 from lab.benchmarks.prefill import PrefillRound
@@ -120,7 +121,7 @@ class Speed:
         facts = {'device': device_name(self.device), 'processor': processor(),
                  'threads': torch.get_num_threads(), 'torch': torch.__version__,
                  'dtype': str(self.dtype).removeprefix('torch.'), 'steps': STEPS,
-                 'repeats': self.s.repeats, 'shape': self.s.shape}
+                 'repeats': self.s.repeats, 'shape': self.s.shape, 'core': core_digest()}
         known = {}
         if before and all(before.get(name) == value for name, value in facts.items()):
             known = {(cell['kind'], cell['context'], cell['batch']): cell

@@ -30,7 +30,7 @@ from kv.plan import LOCAL
 from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from lab.ablation.ladder import read_ladder
 from lab.ablation.lookup import lookup, solved_at
-from lab.ablation.results import Results
+from lab.ablation.results import Results, core_digest
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.device import device_name, pick_device, pick_dtype
@@ -173,7 +173,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
             'settings': vars(s) | {'seed': seed, 'out_dir': '', 'device': ''},
             'dtype': str(pick_dtype(s.dtype, device)).removeprefix('torch.'),
             'hardware': f'{device_name(device)}, {os.cpu_count()} cores',
-            'torch': torch.__version__}
+            'torch': torch.__version__, 'core': core_digest()}
 
 
 def main(argv=None):

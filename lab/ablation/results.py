@@ -3,11 +3,22 @@ several machines."""
 import json
 import os
 import re
+import textwrap
 from pathlib import Path
 
 from config.errors import UserError
+from lab.ablation.ladder import digest
 
-RESULTS = Path(__file__).resolve().parents[2] / 'results'
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / 'results'
+CORE = ['model.py', 'generate.py', *(f'kv/{name}.py' for name in (
+    '__init__', 'plan', 'slots', 'cache', 'quantize', 'report'))]
+CORE += sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'attention').glob('*.py'))
+
+
+def core_digest() -> str:
+    """Return a digest of the sources of the core (docs/architecture.md)."""
+    return digest([(ROOT / path).read_text(encoding='utf-8') for path in CORE])
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -69,6 +80,27 @@ class Results:
         before = run.get('settings', {})  # fingerprints omit defaults, which may have changed
         now = self.ladder.weighty(row).items()
         return run if all(before.get(name, value) == value for name, value in now) else None
+
+    def other_core(self, speed: dict | None) -> list[str]:
+        """Return lines on results measured with another version of the core, and on those that do
+        not record theirs; none if there are no such results. speed: that of speed.json, if used."""
+        runs = {self.path(row, seed).name: self.read(row, seed)
+                for row in self.ladder.rows.values() for seed in self.seeds(row)}
+        cores = {name: run.get('core') for name, run in (runs | {'speed.json': speed}).items()
+                 if run}
+        unknown = sum(core is None for core in cores.values())
+        other = [name for name, core in cores.items() if core not in (None, core_digest())]
+
+        lines = []
+        if other:
+            names = textwrap.shorten(', '.join(other), 200, placeholder=' ...')
+            lines.append(f'{len(other)} of {len(cores)} results were measured with another version '
+                         f'of the core (model.py, generate.py, kv/, attention/): {names}. Delete '
+                         'these files to measure again, and runs/ to train again')
+        if unknown:
+            lines.append(f'{unknown} of {len(cores)} results do not record their version of the '
+                         'core')
+        return lines
 
     def failed(self, row, seed: int) -> str:
         """Return the training or measurement error of a failed run; '' if there is none."""

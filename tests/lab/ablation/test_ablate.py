@@ -72,7 +72,7 @@ def trained(tmp_path_factory):
     return [*argv, '--pictures=False'], folder, out.getvalue()
 
 
-def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys):
+def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys, monkeypatch):
     argv, folder, out = trained
     summary = json.loads(out.splitlines()[-1])
     names = [row['name'] for row in summary['rows']]
@@ -98,7 +98,10 @@ def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys):
     ablate.main(argv)
     assert {path: path.stat().st_mtime_ns for path in folder.glob('measured/*')} == before
     argv = [*argv, '--dry_run=True']
-    assert "seeds done [1], to do -" in printed(capsys, argv)
+    out = printed(capsys, argv)
+    assert "seeds done [1], to do -" in out and 'of the core' not in out
+    monkeypatch.setattr('lab.ablation.results.core_digest', lambda: 'changed')
+    assert '4 of 4 results were measured with another version' in printed(capsys, argv)
     assert "seeds done -, to do [1]" in printed(capsys, [*argv, '--max_iters=13'])
 
 

@@ -1,5 +1,6 @@
 """Finished results: those with the same settings, wherever and whenever they were made."""
 import json
+import re
 
 import pytest
 
@@ -45,6 +46,25 @@ def test_a_new_key_of_train_changes_nothing_and_another_default_does(results):
     found['settings']['beta1'] = 0.8    # as if this had been its default
     here.write(row, 1, found)
     assert here.read(row, 1) is None
+
+
+@pytest.mark.parametrize('cores, wanted', [
+    (('now', 'now', 'now'), []),
+    (('old', 'now', 'older'), ['2 of 3 results were measured with another version of the core '
+                               '.*: mqa-seed1.json, speed.json. Delete']),
+    ((None, 'old', None), ['1 of 3 results were .*: mqa-seed2.json. ', '2 of 3 .* do not record']),
+])
+def test_results_of_another_core_are_counted_and_kept(results, monkeypatch, cores, wanted):
+    monkeypatch.setattr('lab.ablation.results.core_digest', lambda: 'now')
+    here = results()
+    row = here.ladder.rows['+ MQA']
+    for seed, core in enumerate(cores[:2], 1):
+        known = {'core': core} if core else {}
+        here.write(row, seed, known | {'fingerprint': here.ladder.fingerprint(row)})
+    lines = here.other_core({'cells': [], 'core': cores[2]})
+    assert len(lines) == len(wanted)
+    assert all(re.match(pattern, line) for pattern, line in zip(wanted, lines))
+    assert here.read(row, 1) and here.read(row, 2)
 
 
 def test_a_failure_is_remembered_until_it_is_mended(results):
