@@ -1,8 +1,10 @@
 """How numbers are written in the tables and sentences of a ladder's report."""
+from lab.ablation.stats import enough
 
 MISSING = '-'
 INTERVAL = ("±: 95% confidence interval of the paired difference "
-            "(Student's t, n-1 degrees of freedom)")
+            "(Student's t, n-1 degrees of freedom); with fewer than three seeds (n), the difference "
+            'of each')
 
 
 def label(row: dict) -> str:
@@ -24,17 +26,17 @@ def plus_minus(difference: dict | None, form: str = '.4f', scale: float = 1) -> 
     if not difference:
         return MISSING
     each = difference['each']
-    if len(each) < 3:
+    if not enough(difference):
         return f"{', '.join(map(signed, each))} (n={len(each)})"
     return f"{signed(difference['mean'])} ±{format(scale * difference['half_95'], form)}"
 
 
 def mean_sd(values: dict | None, form: str = '.4f', scale: float = 1) -> str:
-    """'1.7718 (0.0029)': mean and standard deviation."""
+    """'1.7718 (0.0029)': mean and, with three values or more, standard deviation."""
     if not values:
         return MISSING
     text = format(scale * values['mean'], form)
-    return text if values['sd'] is None else f"{text} ({format(scale * values['sd'], form)})"
+    return f"{text} ({format(scale * values['sd'], form)})" if enough(values) else text
 
 
 def smaller(row: dict) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import io
+import sys
 
 import torch
 
@@ -32,6 +33,8 @@ STEPS = 16  # tokens timed in a round
 REFERENCE = 'bfloat16'  # the storage assumed for 'auto'; vanilla GPT-2 is always counted with it
 GIGABYTE = 10 ** 9
 FAILURES = UserError, MemoryError, RuntimeError  # RuntimeError: out of memory, on a CPU or a GPU
+TITLES = {'decode': 'decoding at {:,} tokens, batch {}', 'prefill': 'prompts of {:,} tokens',
+          'train': 'training steps'}
 # keys of train.py, besides the model's, that change the work of a training step
 STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimizer',
         'int8_training')
@@ -134,11 +137,13 @@ class Speed:
         torch.manual_seed(0)
         self.models = {}
         measures = {'decode': self._decode, 'prefill': self._prefill, 'train': self._train}
-        for at in self.todo:
+        for k, at in enumerate(self.todo, 1):
             if at not in known:
                 kind, context, batch = at
+                title = TITLES[kind].format(context, batch)
+                print(f'timing {k} of {len(self.todo)}: {title}', file=sys.stderr, flush=True)
                 cell = {'kind': kind, 'context': context, 'batch': batch}
-                known[at] = cell | measures[kind](context, batch)
+                known[at] = cell | measures[kind](title, context, batch)
                 save(document())
         return document()
 
@@ -176,17 +181,17 @@ class Speed:
             quantize_weights(self.models[key], weight_dtype)
         return self.models[key]
 
-    def _decode(self, context, batch):
+    def _decode(self, title, context, batch):
         """Each round allocates its cache and frees it, so that only one exists at a time."""
         def one_round(model, kv_dtype):
             self._free()
             return DecodeRound(model, batch, context, context + STEPS, STEPS, kv_dtype)()
-        return self._generation('tpot_ms', one_round, f'decoding at {context}, batch {batch}')
+        return self._generation('tpot_ms', one_round, title)
 
-    def _prefill(self, context, batch):
+    def _prefill(self, title, context, batch):
         def one_round(model, kv_dtype):
             return PrefillRound(model, batch, context, 0, kv_dtype)()
-        return self._generation('ttft_ms', one_round, f'prompts of {context}')
+        return self._generation('ttft_ms', one_round, title)
 
     def _generation(self, name, one_round, title):
         def make(key):
@@ -196,12 +201,12 @@ class Speed:
         times = {key: clock.summary(1000 * x for x in each) for key, each in seconds.items()}
         return {name: times, 'errors': errors}
 
-    def _train(self, *_):
+    def _train(self, title, *_):
         """Forward, backward and update, at each row's training batch size and length."""
         self.models = {}  # no longer needed
         self._free()
         makers = {key: functools.partial(self._steps, key) for key in self.trainers}
-        seconds, errors = self._turns(makers, 'training steps')
+        seconds, errors = self._turns(makers, title)
         rates, memory = {}, {}
         for key, each in seconds.items():
             config, s = self.trainers[key]

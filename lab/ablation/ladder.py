@@ -300,6 +300,8 @@ def read_ladder(argv: list[str], usage: str = '', echo: bool = True):
     """Return (settings, ladder), checked, from the arguments of ablate.py."""
     s = configurator.parse('ablate', argv, usage=usage, echo=echo)
     s.name = s.name or next((Path(arg).stem for arg in argv if not arg.startswith('-')), '')
+    if not s.name:
+        raise UserError('give the config file of a ladder, as config/ablate_smoke.py')
     if not re.fullmatch(r'[A-Za-z0-9_.-]+', s.name) or s.name.startswith('.'):
         raise UserError(f'name={s.name!r}: must consist of letters, digits, - _ and dots')
     ladder = Ladder(s)

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from config.sizes import nice_bytes
+from lab.ablation.stats import enough
 from lab.ablation.summary import local_reach
 from lab.ablation.tables import models
 from training.plotting import (COLOURS, context_axes, label_line_ends, name_points,
@@ -11,11 +12,11 @@ from training.plotting import (COLOURS, context_axes, label_line_ends, name_poin
 
 # name -> title, in the order of the report
 TITLES = {
-    'talk': 'Validation loss over KV bytes per token, five rows of the ladder. Bars: 95% '
+    'talk': 'Validation loss over KV bytes per token, from the baseline to the last row. Bars: 95% '
             'confidence interval of the difference from the baseline, paired by seed; hollow: too '
             'few seeds for an interval',
     'pareto': 'Validation loss over KV bytes per token: down and to the left is better. Bars: '
-              'standard deviation over the seeds; hollow: one seed, without a bar. Rows without a '
+              'standard deviation over the seeds; hollow: too few seeds for a bar. Rows without a '
               'name are in the tables',
     'curves': 'Validation loss during training: mean of the seeds, shaded from lowest to highest',
     'gaps': 'Validation loss during training, minus the baseline\'s: mean of the seeds, shaded '
@@ -127,8 +128,8 @@ def talk(axis, summary, color):
     axis.figure.set_size_inches(10, 5.6)
     for k, row in enumerate(rows):
         x, y = row['kv']['bytes_per_token'], row['val_loss']['mean']
-        name, half = f"baseline:\n{row['name'].lstrip('+ ')}", 0
-        certain = len(row['val_loss' if row is first else 'against_baseline']['each']) > 2
+        name, half = f"baseline:\n{row['name']}", 0
+        certain = enough(row['val_loss' if row is first else 'against_baseline'])
         if row is not first:
             name = f"{row['name']}\n{first['kv']['bytes_per_token'] / x:.3g}x"
             half = row['against_baseline']['half_95'] if certain else 0
@@ -141,6 +142,7 @@ def talk(axis, summary, color):
     axis.set_xscale('log')
     plain_log_ticks(axis.xaxis, *axis.get_xlim())
     axis.margins(x=0.2, y=0.25)
+    axis.ticklabel_format(axis='y', useOffset=False)
     axis.tick_params(labelsize=14)
     axis.set_xlabel('KV bytes per token, and how many times smaller', fontsize=16)
     axis.set_ylabel('validation loss, nats', fontsize=16)
@@ -151,11 +153,11 @@ def pareto(axis, summary, color):
     rows = [row for row in models(summary) if 'val_loss' in row]
     near = without_outliers(rows)
     for row in near:
-        n = len(row['val_loss']['each'])
+        certain = enough(row['val_loss'])
         axis.errorbar(row['kv']['bytes_per_token'], row['val_loss']['mean'],
-                      yerr=row['val_loss']['sd'], fmt='s' if row['side'] else 'o', capsize=2,
+                      yerr=row['val_loss']['sd'] if certain else None, fmt='s' if row['side'] else 'o', capsize=2,
                       markersize=4 if row['side'] else 6, elinewidth=1, color=color(row),
-                      markerfacecolor='none' if n == 1 else color(row))
+                      markerfacecolor=color(row) if certain else 'none')
     far = '; '.join(f"{row['name']}: {row['val_loss']['mean']:.2f}"
                     for row in rows if row not in near)
     over_bytes(axis, [(row, row['kv']['bytes_per_token'], row['val_loss']['mean'])
@@ -195,7 +197,7 @@ def identifiers(axis, summary, color):
     for k, row in enumerate(shown):
         found = [row['identifiers']['above_baseline'][key] for key in keys]
         at = [i + 0.06 * (k - len(shown) / 2) for i in range(len(keys))]  # apart, to be legible
-        means, halves = zip(*((each['mean'], each['half_95'] or 0) for each in found))
+        means, halves = zip(*((each['mean'], each['half_95'] if enough(each) else 0) for each in found))
         axis.plot(at, means, color=color(row), label=row['name'], linewidth=1)
         axis.errorbar(at, means, yerr=halves, fmt='.', color=color(row), elinewidth=1)
     axis.set_xticks(range(len(keys)), keys)
@@ -204,7 +206,7 @@ def identifiers(axis, summary, color):
                      linewidth=1, label='_')
     axis.axhline(0, color=SIDE, linewidth=1, label='_')
     label_axes(axis, 'tokens since the last use (from a power of two to the next; new: none)',
-               f"nats of an identifier above {summary['baseline'].lstrip('+ ')}")
+               f"nats of an identifier above {summary['baseline']}")
 
 
 def over_bytes(axis, points, color, x_label: str, y_label: str) -> None:
@@ -281,7 +283,7 @@ def gaps(axis, summary, color):
     axis.axhline(0, color=SIDE, linewidth=1)
     outliers = ', '.join(row['name'] for row in rows if row not in shown)
     label_axes(axis, f'iteration (outliers, not shown: {outliers})' if outliers else 'iteration',
-               f"nats per token above {summary['baseline'].lstrip('+ ')}")
+               f"nats per token above {summary['baseline']}")
 
 
 def recovery(axis, summary, color):

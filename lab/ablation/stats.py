@@ -36,6 +36,12 @@ def mean_sd(values) -> dict:
     return {'mean': statistics.fmean(values), 'sd': sd, 'each': values}
 
 
+def enough(values: dict | None) -> bool:
+    """Whether there are the three seeds that a standard deviation or an interval needs: with two
+    its width is mostly chance. values: as returned by mean_sd or paired_difference."""
+    return bool(values) and len(values['each']) > 2
+
+
 def paired_difference(ours: dict, others: dict) -> dict | None:
     """Mean of ours - others over the keys (seeds) in both; half the width of its 95% confidence
     interval (Student's t) and the two-sided p-value of no difference, both None for a single pair.

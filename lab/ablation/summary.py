@@ -8,7 +8,7 @@ from config.errors import UserError
 from config.schema import MODEL
 from kv.plan import GLOBAL, LOCAL, plan_kv
 from lab.ablation.results import read_json
-from lab.ablation.stats import evaluation_half, holm, mean_sd, paired_difference
+from lab.ablation.stats import enough, evaluation_half, holm, mean_sd, paired_difference
 
 LEARNED = 0.95  # rows are compared at distances where the baseline's recall is at least this
 # runs with the same seed and these settings are evaluated on the same windows during training
@@ -202,7 +202,7 @@ def nats_by_seed(identifiers: dict) -> dict:
 def correct_for_number(differences: list[dict]) -> None:
     """Add `stands` to the differences of one column that have an interval: whether they are
     significant at 5% for all of them together."""
-    found = dict(enumerate(each for each in differences if len(each['each']) > 2))
+    found = dict(enumerate(filter(enough, differences)))
     standing = holm({k: each['p'] for k, each in found.items()})
     for k, each in found.items():
         each['stands'] = k in standing

@@ -7,7 +7,7 @@ import statistics
 from config.sizes import nice_bytes
 from lab.ablation.cells import INTERVAL, MISSING, label, mean_sd, plus_minus, smaller
 from lab.ablation.recall_tables import identifiers, lookup_distances, lookups, recalls
-from lab.ablation.stats import seeds_needed
+from lab.ablation.stats import enough, seeds_needed
 from lab.ablation.summary import COMPARED
 from lab.tables import Table
 
@@ -28,7 +28,7 @@ def certain(difference: dict) -> bool:
 def verdict(difference: dict) -> str:
     """Describe in words what a paired difference of losses shows."""
     each = difference['each']
-    if len(each) < 3:
+    if not enough(difference):
         return 'too few seeds for an interval'
     if certain(difference):
         stands = ', for all rows together too (Holm)' if difference.get('stands') else ''
@@ -55,17 +55,16 @@ def in_short(summary: dict) -> list[str]:
     if not ladder or ladder[-1]['name'] == summary['baseline']:
         return []
     last, kv = ladder[-1], ladder[-1]['kv']
-    lines = [f"{quoted(last['name'])}, the last row of the ladder, holds {kv['smaller']:.1f} times "
+    lines = [f"{last['name']!r}, the last row of the ladder, holds {kv['smaller']:.1f} times "
              f"fewer KV bytes at T={kv['T']:,} than vanilla GPT-2 in bfloat16."]
     if difference := last.get('against_baseline'):
-        lines.append(f"Its validation loss is {last['val_loss']['mean']:.4f}, "
-                     f"{plus_minus(difference)} against {quoted(summary['baseline'])}: "
-                     f"{verdict(difference)}.")
+        lines.append(f"Its validation loss is {last['val_loss']['mean']:.4f}; the difference from "
+                     f"{summary['baseline']!r} is {plus_minus(difference)}: {verdict(difference)}.")
     steps = {row['name']: row['against_above'] for row in ladder
-             if row.get('against_above') and len(row['against_above']['each']) > 2}
+             if enough(row.get('against_above'))}
     if not steps:
         return [*lines, 'No step down the ladder has the three seeds that an interval needs.']
-    apart = [f"{quoted(name)} ({'higher' if step['mean'] > 0 else 'lower'} loss)"
+    apart = [f"{name!r} ({'higher' if step['mean'] > 0 else 'lower'} loss)"
              for name, step in steps.items() if certain(step)]
     have = 'has' if len(apart) == 1 else 'have'
     names = f": {', '.join(apart)}" if apart else ''
@@ -73,15 +72,11 @@ def in_short(summary: dict) -> list[str]:
                     f'that excludes zero{names}.']
 
 
-def quoted(name: str) -> str:
-    return repr(name.lstrip('+ '))
-
-
 def caveats(summary: dict) -> list[str]:
     """Return sentences on what the losses of this ladder do not show."""
     lines = []
     known = {(row['name'], row[key]['mean']): row[key] for row in summary['rows']
-             for key in COMPARED if row.get(key) and len(row[key]['each']) > 2}
+             for key in COMPARED if enough(row.get(key))}
     if len(known) > 1:
         lines.append(f'{len(known)} intervals are shown, each by itself: about one in twenty '
                      'excludes zero where there is no difference. Differences marked * are '
@@ -223,7 +218,7 @@ def as_csv(summary: dict) -> str:
         for key in pairs:
             found = row.get(key) or {'mean': None, 'each': ()}
             record[key] = found['mean']
-            known = len(found['each']) > 2
+            known = enough(found)
             for part in ('half_95', 'evaluation_half_95', 'p', 'stands'):
                 record[f'{key}_{part}'] = found.get(part) if known else None
             record[f'{key}_seeds_for_0.01'] = (
@@ -286,7 +281,7 @@ def weights_and_prefill(summary: dict) -> Table:
 
 def where(speed: dict) -> str:
     shape = ''.join(f', {name}={value}' for name, value in speed['shape'].items())
-    return (f"{speed['device']}, {speed['processor']}, {speed['threads']} threads, "
+    return (f"{speed['device']}, {speed['processor']}, {speed['threads']} thread{'s' * (speed['threads'] > 1)}, "
             f"{speed['dtype']}, torch {speed['torch']}{shape}")
 
 

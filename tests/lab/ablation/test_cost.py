@@ -102,10 +102,11 @@ def too_large(monkeypatch, rounds):
     monkeypatch.setattr(cost, 'DecodeRound', decode)
 
 
-def test_a_failing_measurement_is_reported_and_the_others_are_made(ladder_of, too_large):
+def test_a_failing_measurement_is_reported_and_the_others_are_made(ladder_of, too_large, capsys):
     ladder = ladder_of(text=THREE)
     speed = cost.Speed(ladder)
     found = speed.measure()
+    assert 'timing 3 of 5: decoding at 100 tokens, batch 2\n' in capsys.readouterr().err
     cells = found['cells']
     kinds = ['decode', 'prefill', 'decode', 'prefill', 'train']
     assert [cell['kind'] for cell in cells] == kinds

@@ -108,6 +108,11 @@ def test_mistakes_are_named(ladder_of, was, now, named):
         ladder_of(CONFIG.replace(was, now, 1))
 
 
+def test_without_a_config_it_asks_for_one():
+    with pytest.raises(UserError, match='give the config file of a ladder, as config/ablate_smok'):
+        read_ladder([], echo=False)
+
+
 def test_seeds(ladder_of):
     flags = '--seeds=4,5', '--side_seeds=6'
     ladder = ladder_of(CONFIG, *flags)

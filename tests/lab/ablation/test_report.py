@@ -122,7 +122,8 @@ def test_every_figure_stands_in_its_column(summary):
     one = side['uptrained (from + MQA; 40 iterations)']
     assert (one['against that'], one['against + RoPE'], one['seeds']) == (
         '+0.3000 (n=1)', '+0.4000 (n=1)', '1')
-    steps = tables.in_short(summary)[2]
+    held, loss, steps = tables.in_short(summary)
+    assert held.startswith("'+ int8 KV', the last row") and "from '+ RoPE' is +0.0500 ±0.1242" in loss
     assert 'Of the 3 steps down the ladder, 1 has an interval that excludes zero' in steps
 
 
@@ -188,7 +189,7 @@ def test_recall_is_paired_by_seed(folder):
     names = '+ RoPE', '+ window', 'uptrained (from + MQA; 40 iterations)'
     beyond = [found[name]['beyond 14, less + RoPE'] for name in names]
     assert beyond == ['-', '-1.0, +1.0 (n=2)', '+3.0 (n=1)']
-    assert found['+ window']['20 back'] == '97.0 (2.8)' and found['+ window']['seeds'] == '2'
+    assert found['+ window']['20 back'] == '97.0' and found['+ window']['seeds'] == '2'
 
 
 def test_recall_of_another_ladder_stands_beside_these_rows(folder, drawn, monkeypatch):
@@ -336,13 +337,15 @@ side_rows = {'local': ('+ window', dict(layer_pattern='LLLL', kv_share='AABB', n
     assert rows['+ window']['kept']['each'] == pytest.approx([0.5, 0.74])
     table = next(each for each in tables.grids(summary) if each.title.startswith('Identifiers'))
     found = cells(table)['+ window']
-    assert found['8 to 15: 5'] == '0.250 (0.000)' and found['new: 9'] == '7.000 (0.000)'
-    assert found['kept'] == '62 (17) %' and cells(table)['MHA']['kept'] == '100 (0) %'
+    assert found['8 to 15: 5'] == '0.250' and found['new: 9'] == '7.000'
+    assert found['kept'] == '62 %' and cells(table)['MHA']['kept'] == '100 %'
     assert 'from 32 tokens on' in table.title
     above = rows['local']['above_baseline']
     assert above['32']['each'] == pytest.approx([1.0, 0.8]) and above['8']['mean'] == 0
     axis = drawn(summary)['identifiers']
     lines = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+    bars = [bar for errors in axis.containers for bar in errors.lines[2][0].get_segments()]
+    assert all(low == high for (_, low), (_, high) in bars)  # two seeds have no interval
     assert lines['local'] == pytest.approx([0, 0.9, 0.9, 0])  # 8, 16, 32, new
     assert lines['+ window'] == pytest.approx([0, 0.354, 0.354, 0]) and 'MHA' not in lines
     results.folder.joinpath('measured/window-seed1.json').unlink()
