@@ -3,8 +3,8 @@ from lab.ablation.stats import enough
 
 MISSING = '-'
 INTERVAL = ("±: 95% confidence interval of the paired difference "
-            "(Student's t, n-1 degrees of freedom); with fewer than three seeds (n), the difference "
-            'of each')
+            "(Student's t, n-1 degrees of freedom); with fewer than three seeds (n), the "
+            'difference of each')
 
 
 def label(row: dict) -> str:

@@ -155,8 +155,9 @@ def pareto(axis, summary, color):
     for row in near:
         certain = enough(row['val_loss'])
         axis.errorbar(row['kv']['bytes_per_token'], row['val_loss']['mean'],
-                      yerr=row['val_loss']['sd'] if certain else None, fmt='s' if row['side'] else 'o', capsize=2,
-                      markersize=4 if row['side'] else 6, elinewidth=1, color=color(row),
+                      yerr=row['val_loss']['sd'] if certain else None, capsize=2,
+                      fmt='s' if row['side'] else 'o', markersize=4 if row['side'] else 6,
+                      elinewidth=1, color=color(row),
                       markerfacecolor=color(row) if certain else 'none')
     far = '; '.join(f"{row['name']}: {row['val_loss']['mean']:.2f}"
                     for row in rows if row not in near)
@@ -197,7 +198,8 @@ def identifiers(axis, summary, color):
     for k, row in enumerate(shown):
         found = [row['identifiers']['above_baseline'][key] for key in keys]
         at = [i + 0.06 * (k - len(shown) / 2) for i in range(len(keys))]  # apart, to be legible
-        means, halves = zip(*((each['mean'], each['half_95'] if enough(each) else 0) for each in found))
+        means = [each['mean'] for each in found]
+        halves = [each['half_95'] if enough(each) else 0 for each in found]
         axis.plot(at, means, color=color(row), label=row['name'], linewidth=1)
         axis.errorbar(at, means, yerr=halves, fmt='.', color=color(row), elinewidth=1)
     axis.set_xticks(range(len(keys)), keys)
@@ -216,6 +218,7 @@ def over_bytes(axis, points, color, x_label: str, y_label: str) -> None:
     axis.figure.set_size_inches(9.5, 5.6)
     axis.set_xscale('log')
     axis.margins(x=0.1)
+    axis.ticklabel_format(axis='y', useOffset=False)
     axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
     plain_log_ticks(axis.xaxis, *axis.get_xlim(), subs=(1, 3))

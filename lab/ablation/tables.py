@@ -281,7 +281,8 @@ def weights_and_prefill(summary: dict) -> Table:
 
 def where(speed: dict) -> str:
     shape = ''.join(f', {name}={value}' for name, value in speed['shape'].items())
-    return (f"{speed['device']}, {speed['processor']}, {speed['threads']} thread{'s' * (speed['threads'] > 1)}, "
+    threads = 'thread' if speed['threads'] == 1 else 'threads'
+    return (f"{speed['device']}, {speed['processor']}, {speed['threads']} {threads}, "
             f"{speed['dtype']}, torch {speed['torch']}{shape}")
 
 

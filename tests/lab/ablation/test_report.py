@@ -123,7 +123,8 @@ def test_every_figure_stands_in_its_column(summary):
     assert (one['against that'], one['against + RoPE'], one['seeds']) == (
         '+0.3000 (n=1)', '+0.4000 (n=1)', '1')
     held, loss, steps = tables.in_short(summary)
-    assert held.startswith("'+ int8 KV', the last row") and "from '+ RoPE' is +0.0500 ±0.1242" in loss
+    assert held.startswith("'+ int8 KV', the last row")
+    assert "from '+ RoPE' is +0.0500 ±0.1242" in loss
     assert 'Of the 3 steps down the ladder, 1 has an interval that excludes zero' in steps
 
 
