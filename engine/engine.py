@@ -148,8 +148,7 @@ class Engine:
 
     def view(self, index: int, done: bool = False) -> RowView | None:
         """What the row of an unfinished, watched request holds. None: it has not had a row yet."""
-        request = self.jobs[index].request
-        self.watched[index] = view_of(request, self.scheduler, self.watched[index], done)
+        self.watched[index] = view_of(self.jobs[index], self.scheduler, self.watched[index], done)
         return self.watched[index]
 
     def _check(self, ids, params):

@@ -15,7 +15,7 @@ class RowView:
     pages_version: `PageTable.version` and `pin_version` of these.
     nbytes: of the row's rings, states and pages, shared or not. free_pages: held by nobody.
     done: the request ended in this step; its row is about to be freed.
-    taken: `perf_counter` time.
+    taken, first_token: `perf_counter` times. first_token: None before the first token.
     """
     row: int
     length: int
@@ -30,11 +30,13 @@ class RowView:
     prefix_nbytes: int
     done: bool
     taken: float
+    first_token: float | None
 
 
-def view_of(request, scheduler, before: RowView | None, done: bool) -> RowView | None:
-    """View a `scheduler.Request` of that scheduler. before: the previous view, whose pages are
+def view_of(job, scheduler, before: RowView | None, done: bool) -> RowView | None:
+    """View the `scheduler.Request` of a job. before: the previous view, whose pages are
     reused if no page has changed. None: the request has not had a row yet."""
+    request = job.request
     if request.row < 0 and not request.preempted:
         return None
     cache, row, length, pages = scheduler.cache, request.row, 0, ()
@@ -51,4 +53,4 @@ def view_of(request, scheduler, before: RowView | None, done: bool) -> RowView |
     prefix = scheduler.prefix
     return RowView(row, length, request.num_cached_tokens, pages, version, nbytes,
                    len(scheduler.running), len(scheduler.waiting), table.n_free, cache.held_nbytes,
-                   prefix.nbytes if prefix else 0, done, time.perf_counter())
+                   prefix.nbytes if prefix else 0, done, time.perf_counter(), job.first)

@@ -186,9 +186,13 @@ class AccessMiddleware:
         scheme, _, key = headers.get(b'authorization', b'').partition(b' ')
         # compared with every key, so that the time does not depend on which one matches
         matches = sum(hmac.compare_digest(key.strip(), known) for known in self.keys)
-        if scheme.lower() == b'bearer' and matches:
+        is_bearer = scheme.lower() == b'bearer'
+        if is_bearer and matches:
             return None
-        return ApiError(401, 'a key is needed: Authorization: Bearer KEY', code='invalid_api_key',
+        message = 'a key is needed: Authorization: Bearer KEY'
+        if is_bearer and key.strip():
+            message = 'the key is not valid'
+        return ApiError(401, message, code='invalid_api_key',
                         headers={'WWW-Authenticate': 'Bearer'})
 
 
@@ -327,7 +331,7 @@ class Generation:
             if isinstance(event, ApiError):
                 raise event
             if isinstance(event, RowView):
-                documents.append(self.reply.cache_event(event, event.taken - self.received))
+                documents.append(self.reply.cache_event(event, self.received))
                 continue
             self.first_event = self.first_event or time.perf_counter()
             documents += self.reply.take(choice, event)

@@ -31,10 +31,12 @@ class WatchedReply(Reply):
             self._new_texts.append(self._text_of_next(event.token))
         return super().take(choice, event)
 
-    def cache_event(self, view: RowView, seconds: float) -> CacheEvent:
-        """The document of a view, after the events of its step. seconds: age of the request."""
+    def cache_event(self, view: RowView, received: float) -> CacheEvent:
+        """The document of a view, after the events of its step. received: `perf_counter` time of
+        the request's head."""
+        first_token = view.first_token and round(view.first_token - received, 6)
         document = CacheEvent(
-            time=round(seconds, 6), row=view.row, length=view.length,
+            time=round(view.taken - received, 6), first_token=first_token, row=view.row, length=view.length,
             prompt=len(self.request.prompts[0]), cached=view.cached, texts=self._new_texts,
             texts_from=self._num_texts, nbytes=view.nbytes, running=view.running,
             waiting=view.waiting, free_pages=view.free_pages, held_nbytes=view.held_nbytes,

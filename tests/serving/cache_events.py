@@ -119,11 +119,16 @@ def assert_agree(recorder, number, stream, text):
     events = pages_carried(read(stream)[0])
     times = [event['time'] for event in events]
     assert times == sorted(times) and times[0] >= 0
+    first = [event['first_token'] for event in events]
+    for event in events:
+        known = event['first_token'] is not None
+        assert known == (event['length'] >= event['prompt']) or event['row'] < 0
+        assert not known or 0 < event['first_token'] == first[-1] <= event['time']
     assert [event['done'] for event in events] == [False] * (len(events) - 1) + [True]
     states, texts = iter(recorder.states[number]), []
     for event in events:  # in this order, some states may be left out
         event = dict(event)
-        del event['time']
+        del event['time'], event['first_token']
         assert event.pop('texts_from') == len(texts)
         texts += event.pop('texts')
         stored, tokens = next((stored, tokens) for state, stored, tokens in states

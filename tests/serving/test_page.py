@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from data.tokenizer import CharTokenizer
 from engine.dialogue import Template
+from engine.engine import Engine
 from tests.serving import conftest
 from tests.serving.cache_events import Recorder
 from tests.serving.conftest import LONGEST, MODEL, assert_free
@@ -39,6 +41,12 @@ def markup_server(running, monkeypatch):
     monkeypatch.setattr(conftest, 'TOKENIZER', tokenizer)
     monkeypatch.setattr(conftest, 'TURN', Template('{name}:{text}\n'))
     return running
+
+
+@pytest.fixture
+def slow_steps(monkeypatch):
+    step = Engine.step
+    monkeypatch.setattr(Engine, 'step', lambda engine: time.sleep(0.05) or step(engine))
 
 
 @pytest.fixture
@@ -82,6 +90,26 @@ def drawn(page):
     """The lanes once all that happened is drawn."""
     return page.evaluate('''() => new Promise(done => requestAnimationFrame(() =>
         requestAnimationFrame(() => done(nanokv.lanes()))))''')
+
+
+def start(page, text, tokens=12):
+    """Send it as a plain prompt, and wait until some of the reply is there."""
+    page.get_by_label('Plain prompt').check()
+    page.locator('#tokens').fill(str(tokens))
+    page.locator('#text').fill(text)
+    page.locator('#send').click()
+    expect(page.locator('.assistant').last).to_have_text(re.compile('..'))
+
+
+def streamed(*documents):
+    """The answer that streams these documents. A cache event has no `choices`."""
+    lines = ['event: cache\n' * ('choices' not in d) + f'data: {json.dumps(d)}\n\n'
+             for d in documents]
+    return dict(body=''.join(lines) + 'data: [DONE]\n\n')
+
+
+def said(text, reason=None):
+    return dict(choices=[dict(delta=dict(content=text), finish_reason=reason)])
 
 
 def number(page, name):
@@ -217,13 +245,25 @@ def test_a_key(markup_server, visit):
     page = visit(markup_server(keys=['secret']))
     expect(page.get_by_label('API key')).to_be_visible()
     expect(page.locator('#error')).to_contain_text('a key is needed')
+    page.locator('#text').fill('draft')
+    page.get_by_label('API key').fill('secretive')
+    page.get_by_label('API key').press('Enter')
+    expect(page.locator('#error')).to_have_text('the key is not valid')
     page.get_by_label('API key').fill('secret')
-    page.get_by_label('API key').press('Tab')
+    page.get_by_label('API key').press('Enter')
     expect(page.locator('#model')).to_have_text('tiny')
     expect(page.get_by_label('API key')).to_be_hidden()
+    page.locator('#tokens').press('Enter')
+    assert page.locator('.user').count() == 0
+    expect(page.locator('#text')).to_have_value('draft')  # Enter in a field has not sent it
     send(page, 'ab')
     assert any(position is not None for lane in drawn(page) for position in lane['cells'])
-    assert len(page.wrong) == 1 and '401' in page.wrong.pop()  # printed by Chromium itself
+    assert all('401' in text for text in page.wrong)  # printed by Chromium itself
+    page.wrong.clear()
+    page.reload()
+    expect(page.get_by_label('API key')).to_have_value('')
+    assert 'secret' not in page.evaluate('JSON.stringify(sessionStorage)')
+    assert '401' in page.wrong.pop() and not page.wrong
 
 
 def test_on_a_phone(markup_server, visit):
@@ -234,19 +274,41 @@ def test_on_a_phone(markup_server, visit):
     assert lanes['y'] > text['y'] + text['height']  # below
 
 
-def test_ten_thousand_positions(markup_server, visit):
+def visit_a_larger_model(server, visit, length, rings, size):
+    """A plan with rings and one global slot, and a reply whose only cache event has `length`
+    positions."""
     stores = dict(position_nbytes=64, state_nbytes=0, tied=True, latent=False)
-    slots = [dict(slot=0, kind='local', window=9001, capacity=9001, owner=0, layers=[0], **stores),
-             dict(slot=1, kind='global', window=0, capacity=16384, owner=1, layers=[1], **stores)]
+    slots = [dict(slot=i, kind='local', window=ring, capacity=ring, owner=i, layers=[i], **stores)
+             for i, ring in enumerate(rings)]
+    slots.append(dict(slot=len(rings), kind='global', window=0, capacity=16384, owner=len(rings),
+                      layers=[len(rings)], **stores))
     plan = dict(max_positions=16384, kv_dtype='int8', page_size=64, pages=300, rows=4, slots=slots,
                 vanilla_position_nbytes=9, vanilla_position_nbytes_bf16=9)
-    event = dict(time=1, row=0, length=10_000, prompt=5_000, cached=64, texts=['x'] * 10_001,
-                 texts_from=0, pages=[[i, 1] for i in range(157)], prefix_pages=[False] * 157,
-                 nbytes=1, running=1, free_pages=143, done=True)
-    stream = f'event: cache\ndata: {json.dumps(event)}\n\ndata: [DONE]\n\n'
-    page = visit(markup_server(), size=(360, 740), routes={
-        'nanokv/plan': dict(json=plan), 'nanokv/chat/completions': dict(body=stream)})
+    num_pages = -(-length // 64)
+    event = dict(time=1, first_token=0.5, row=0, length=length, prompt=length // 2, cached=64,
+                 texts=['x'] * (length + 1), texts_from=0,
+                 pages=[[i, 1] for i in range(num_pages)], prefix_pages=[False] * num_pages,
+                 nbytes=1, held_nbytes=1, prefix_nbytes=0, running=1, free_pages=300 - num_pages,
+                 done=True)
+    stream = streamed(said('x' * (length - length // 2 + 1)), event)
+    page = visit(server, size=size, routes={
+        'nanokv/plan': dict(json=plan), 'nanokv/chat/completions': stream})
     send(page, 'ab')
+    return page
+
+
+@pytest.mark.parametrize('size', [(390, 844), (1000, 560)])
+def test_all_lanes_are_in_view(markup_server, visit, size):
+    page = visit_a_larger_model(markup_server(), visit, 300, [256] * 4, size)
+    for canvas in page.locator('#lanes canvas').all():
+        box = canvas.bounding_box()
+        assert 0 < box['y'] < box['y'] + box['height'] < size[1] - 16
+    note, numbers = (page.locator(id).bounding_box() for id in ('#note', '#numbers'))
+    assert note['y'] + note['height'] <= numbers['y']
+
+
+def test_ten_thousand_positions(markup_server, visit):
+    page = visit_a_larger_model(markup_server(), visit, 10_000, [9001], (360, 740))
     ring, pages = drawn(page)
     assert page.locator('#lanes small').first.inner_text() == 'layers 0* · K = V · 576.1 kB'
     assert ring['cells'] == [9001 + i if i < 999 else i for i in range(9001)]
@@ -256,6 +318,115 @@ def test_ten_thousand_positions(markup_server, visit):
     for canvas in page.locator('#lanes canvas').all():
         assert canvas.evaluate('node => node.width') <= 360
         assert canvas.evaluate('node => node.height') <= 400
+    for moment in ('1000', '200', '1900'):  # the text scrolls along
+        page.locator('#slider').fill(moment)
+        drawn(page)
+        box = page.locator('#turns').bounding_box()
+        top = page.locator('.later').evaluate('node => node.getClientRects()[0].top')
+        assert box['y'] - 1 <= top < box['y'] + box['height']  # it scrolls by whole pixels
+
+
+def test_one_clock(markup_server, visit, monkeypatch):
+    """All times of a turn are the server's; a short reply has a speed."""
+    monkeypatch.setattr('serving.worker.VIEW_INTERVAL', 10.0)
+    page = visit(markup_server())
+    send(page, 'ab1', tokens=5)
+    assert float(number(page, 'Generation')) > 0
+    frame = page.evaluate('nanokv.frame()')
+    assert 0 < frame['first_token'] < frame['time']
+    assert number(page, 'First token') == f"{frame['first_token'] * 1000:.0f} ms"
+    for i in range(page.evaluate('nanokv.frames')):
+        page.locator('#slider').fill(str(i))
+        drawn(page)
+        frame = page.evaluate('nanokv.frame()')
+        assert (frame['time'] >= frame['first_token']) or frame['length'] < frame['prompt']
+
+
+def test_another_model_since_the_last_message(markup_server, visit):
+    server = markup_server()
+    page = visit(server)
+    send(page, 'ab1')
+    plan = page.evaluate("fetch('nanokv/plan').then(response => response.json())")
+    plan |= dict(model='other', vanilla_position_nbytes=1000)
+    for slot in plan['slots']:
+        slot['capacity'] += 2
+    page.route('**/nanokv/plan', answering(dict(json=plan)))
+    send(page, 'in', tokens=12)
+    expect(page.locator('#model')).to_have_text('other')
+    rings = [lane for lane, slot in zip(drawn(page), plan['slots']) if slot['kind'] == 'local']
+    assert page.locator('#lanes canvas').count() == len(plan['slots'])
+    assert all(len(lane['cells']) == RING + 2 for lane in rings)
+    length = page.evaluate('nanokv.frame().length')
+    assert number(page, 'Vanilla GPT-2') == f'{length:.1f} kB'
+
+
+def test_how_a_reply_ends(markup_server, visit, slow_steps):
+    page, note = visit(markup_server()), lambda: page.locator('.note').last
+    expect(page.locator('#memory')).to_contain_text('0 B in use by 0 of 3 rows')
+    start(page, 'ab1')
+    expect(page.locator('#memory')).to_contain_text('B in use by 1 of 3 rows')
+    expect(page.locator('#send')).to_be_enabled()
+    expect(note()).to_contain_text('it reached the limit of tokens')
+    expect(page.locator('#memory')).to_contain_text('0 B in use by 0 of 3 rows')
+    start(page, 'b', tokens=20)
+    page.locator('#stop').click()
+    expect(note()).to_have_text('Stopped by you.')
+    page.get_by_label('Chat').check()
+    usage = dict(prompt_tokens=5, prompt_tokens_details=dict(cached_tokens=0))
+    for text in ('ab', ' \n '):  # the second says nothing, so it is no turn
+        page.route('**/chat/completions', answering(streamed(
+            said(text, 'stop'), dict(choices=[], usage=usage))))
+        send(page, 'a')
+        expect(note()).to_contain_text('the model ended it')
+        page.unroute('**/chat/completions')
+    send(page, 'b')
+    expect(page.locator('#error')).to_be_empty()
+    assert page.locator('.user').count() == 5
+
+
+def test_the_server_ends(markup_server, visit, slow_steps):
+    server = markup_server()
+    page = visit(server)
+    start(page, 'ab1')
+    for connection in list(server.server.server_state.connections):
+        connection.loop.call_soon_threadsafe(connection.transport.abort)
+    expect(page.locator('#error')).to_have_text('The connection to the server failed.')
+    expect(page.locator('#note')).to_contain_text('the last state that the server sent')
+    start(page, 'b')
+    server.server.should_exit = True  # within its grace, the reply is completed
+    expect(page.locator('#send')).to_be_enabled()
+    server.thread.join(60)
+    page.wait_for_timeout(200)
+    expect(page.locator('#error')).to_be_empty()
+    page.locator('#text').fill('draft')
+    page.locator('#send').click()
+    expect(page.locator('#error')).to_have_text('The connection to the server failed.')
+    expect(page.locator('#text')).to_have_value('draft')
+    assert all('net::ERR_' in text for text in page.wrong)  # printed by Chromium itself
+    page.wrong.clear()
+
+
+def test_modes_and_a_reload_keep_the_conversation(markup_server, visit):
+    page, asked = visit(markup_server()), []
+    page.on('request', lambda request: asked.append(request.post_data_json)
+            if request.method == 'POST' else None)
+    send(page, 'ab1')
+    page.get_by_label('Plain prompt').check()
+    send(page, 'a1')
+    assert asked[-1]['prompt'] == 'a1'
+    page.get_by_label('Chat').check()
+    page.locator('#text').fill('draft')
+    turns = page.locator('.user span, .assistant').all_inner_texts()
+    assert len(turns) == 4
+    page.reload()
+    assert page.locator('.user span, .assistant').all_inner_texts() == turns
+    expect(page.locator('#text')).to_have_value('draft')
+    expect(page.locator('#tokens')).to_have_value('6')
+    send(page, 'b')
+    chat = [message['content'] for message in asked[-1]['messages']]
+    assert chat == ['ab1', turns[1], 'b']  # without the plain prompt
+    page.get_by_role('button', name='Edit').nth(1).click()
+    expect(page.get_by_label('Plain prompt')).to_be_checked()
 
 
 def test_a_server_without_cache_events(markup_server, visit):
