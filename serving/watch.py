@@ -36,8 +36,8 @@ class WatchedReply(Reply):
         the request's head."""
         first_token = view.first_token and round(view.first_token - received, 6)
         document = CacheEvent(
-            time=round(view.taken - received, 6), first_token=first_token, row=view.row, length=view.length,
-            prompt=len(self.request.prompts[0]), cached=view.cached, texts=self._new_texts,
+            time=round(view.taken - received, 6), first_token=first_token, row=view.row,
+            length=view.length, prompt=len(self.request.prompts[0]), cached=view.cached, texts=self._new_texts,
             texts_from=self._num_texts, nbytes=view.nbytes, running=view.running,
             waiting=view.waiting, free_pages=view.free_pages, held_nbytes=view.held_nbytes,
             prefix_nbytes=view.prefix_nbytes, done=view.done)
