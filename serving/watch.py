@@ -37,10 +37,10 @@ class WatchedReply(Reply):
         first_token = view.first_token and round(view.first_token - received, 6)
         document = CacheEvent(
             time=round(view.taken - received, 6), first_token=first_token, row=view.row,
-            length=view.length, prompt=len(self.request.prompts[0]), cached=view.cached, texts=self._new_texts,
-            texts_from=self._num_texts, nbytes=view.nbytes, running=view.running,
-            waiting=view.waiting, free_pages=view.free_pages, held_nbytes=view.held_nbytes,
-            prefix_nbytes=view.prefix_nbytes, done=view.done)
+            length=view.length, prompt=len(self.request.prompts[0]), cached=view.cached,
+            texts=self._new_texts, texts_from=self._num_texts, nbytes=view.nbytes,
+            running=view.running, waiting=view.waiting, free_pages=view.free_pages,
+            held_nbytes=view.held_nbytes, prefix_nbytes=view.prefix_nbytes, done=view.done)
         if view.pages != self._pages:
             document |= {'pages': [[page, users] for page, users, _ in view.pages],
                          'prefix_pages': [pinned for *_, pinned in view.pages]}
