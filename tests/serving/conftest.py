@@ -1,12 +1,16 @@
 """A server for a tiny random model: its application in this process, or a thread with a port."""
 import asyncio
 import json
+import os
+import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
 
+from data.tokenizer import CharTokenizer
 from engine.dialogue import Template
 from engine.engine import Engine
 from engine.params import SamplingParams
@@ -16,6 +20,7 @@ from serving.metrics import Metrics
 from serving.server import Server, bind
 from serving.worker import Worker
 from tests.helpers.serving import TOKENIZER, alone, model_of
+from tests.serving.browser import ALPHABET, answering
 
 TURN = Template('{name}c{text}d')
 LONGEST = 60  # maximum positions of a request
@@ -191,3 +196,51 @@ class Asgi:
     async def run(self):
         await self.app(self.scope, self.receive, self.send)
 
+
+@pytest.fixture(scope='module')
+def chromium():
+    from playwright.sync_api import sync_playwright
+    path = os.environ.get('CHROMIUM') or shutil.which('chromium')
+    assert path, 'Chromium is needed: install it, or set CHROMIUM to the path of its program'
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=path,
+                                         args=['--no-sandbox', '--disable-gpu'])
+
+
+@pytest.fixture
+def markup_server(running, monkeypatch):
+    """`markup_server(**settings)`: a server whose tokens can write markup; a line is a turn."""
+    assert len(ALPHABET) == MODEL.config.vocab_size
+    tokenizer = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
+    monkeypatch.setattr('tests.serving.conftest.TOKENIZER', tokenizer)
+    monkeypatch.setattr('tests.serving.conftest.TURN', Template('{name}:{text}\n'))
+    return running
+
+
+@pytest.fixture
+def slow_steps(monkeypatch):
+    step = Engine.step
+    monkeypatch.setattr(Engine, 'step', lambda engine: time.sleep(0.05) or step(engine))
+
+
+@pytest.fixture
+def visit(chromium):
+    """`visit(server, **context)` opens the page. It may not fail, print, or ask other servers."""
+    opened = []
+
+    def go(server, routes=None, size=(1280, 800), **settings):
+        context = chromium.new_context(viewport=dict(zip(('width', 'height'), size)), **settings)
+        page, origin, wrong = context.new_page(), f'http://127.0.0.1:{server.port}/', []
+        page.on('pageerror', lambda error: wrong.append(str(error)))
+        page.on('console', lambda message: wrong.append(message.text))
+        page.on('request', lambda asked: asked.url.startswith(origin) or wrong.append(asked.url))
+        for path, answer in (routes or {}).items():
+            page.route(origin + path, answering(answer))
+        opened.append(SimpleNamespace(context=context, wrong=wrong))
+        page.goto(origin)
+        page.wrong = wrong
+        return page
+    yield go
+    for each in opened:
+        each.context.close()
+        assert each.wrong == []
