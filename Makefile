@@ -101,8 +101,8 @@ nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside our
 docs: $(VENV)/.installed  ## write the numbers of results/ into README.md and docs/
 	$(BIN)/python -m lab.pages
 
-PART ?= first
-gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=first, tests, tune, train, ...
+PART ?= smoke
+gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=smoke, first, tests, tune, train, ...
 	PYTHON=$(BIN)/python lab/scripts/gpu_check.sh --part=$(PART)
 
 clean:  ## remove the environment and what training wrote

@@ -49,8 +49,13 @@ METHODS = {('model', 'interop.huggingface'), ('model', 'generate'), ('model', 't
 
 def sources() -> dict[str, str]:
     """{path: text} of all Python files of the project."""
-    found = subprocess.run(['git', 'ls-files', '*.py'], cwd=ROOT, capture_output=True, text=True)
-    paths = [path for path in found.stdout.split() if (ROOT / path).is_file()]
+    if (ROOT / '.git').exists():
+        found = subprocess.run(['git', 'ls-files', '*.py'], cwd=ROOT, capture_output=True,
+                               text=True)
+        paths = [path for path in found.stdout.split() if (ROOT / path).is_file()]
+    else:  # a downloaded archive
+        own = [path.relative_to(ROOT) for path in ROOT.rglob('*.py')]
+        paths = [str(path) for path in own if not any(part[0] == '.' for part in path.parts)]
     assert len(paths) > 100
     return {path: (ROOT / path).read_text(encoding='utf-8') for path in paths}
 

@@ -170,9 +170,10 @@ def random_tokens(model, batch: int, t: int) -> torch.Tensor:
 def facts(s, models: dict[str, GPT]) -> dict:
     """Command, hardware, versions, dtypes, the models' shapes, parameters and bytes of weights."""
     model = next(iter(models.values()))
+    on_cpu = model.device.type == 'cpu'  # elsewhere the extension need not be compiled
     return run_facts(s, model.device) | {
         'dtype': weights_dtype(model), 'captured': s.captured and suits_capture(model),
-        'compile': compiles(s), 'native': model.device.type == 'cpu' and native.library() is not None,
+        'compile': compiles(s), 'native': on_cpu and native.library() is not None,
         'kv_dtype': model.resolved_kv_dtype(s.kv_dtype),
         'models': {name: dataclasses.asdict(m.config) | {
             'params': parameters(m.config, m.plan), 'weight_bytes': weight_bytes(m)}

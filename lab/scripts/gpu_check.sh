@@ -7,6 +7,7 @@
 #
 #   lab/scripts/gpu_check.sh --dry_run=True
 #       list every cell: its estimated time, the hardware's limit, the share of it expected
+#   lab/scripts/gpu_check.sh --part=smoke    does it run at all: six cells, a process each (2 minutes)
 #   lab/scripts/gpu_check.sh --part=first    is it right, is it fast, where does the time go (6 minutes)
 #   lab/scripts/gpu_check.sh --part=tests    the tests marked gpu, in 8 processes (8 minutes)
 #   lab/scripts/gpu_check.sh --part=tune     layouts of the decode kernel (6 minutes)

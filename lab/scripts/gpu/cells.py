@@ -118,6 +118,15 @@ def first() -> list[Stage]:
     return [Stage(tuple(captured + kernels), 8), Stage(tuple(timed)), Stage((compiled,))]
 
 
+def smoke() -> list[Stage]:
+    """Does what everything else needs run at all? A process for each cell, two minutes at most."""
+    cells = {cell.name: cell for stage in first() for cell in stage.cells}
+    names = ('captured/auto/contiguous', 'captured/int8/paged', 'engine/texts', 'write/int8',
+             'attention/paged/int8')
+    vocabulary = Cell('vocabulary/int8', 6, dict(size=50257))
+    return [Stage((*(cells[name] for name in names), vocabulary), 6, alone=True)]
+
+
 def tune() -> list[Stage]:
     """Layouts of the decode kernel: keys per block, warps, stages, splits, which the first stage
     compiles in four processes; the Linear layers of few rows against torch's."""
@@ -185,6 +194,6 @@ def programs() -> list[Stage]:
 
 
 # the most informative first; pytest collects the cells of 'tests'
-PARTS = {'first': first, 'tests': None, 'tune': tune, 'train': training, 'sizes': sizes,
-         'programs': programs, 'train-more': training_more,
+PARTS = {'smoke': smoke, 'first': first, 'tests': None, 'tune': tune, 'train': training,
+         'sizes': sizes, 'programs': programs, 'train-more': training_more,
          'ladder': lambda: [Stage((Cell('ladder', 500),))]}

@@ -16,7 +16,7 @@ from attention.kernels.flex import flex_local_attention
 from attention.local import blockwise_local_attention
 from attention.rope import RotaryTable, norm_and_rotate
 from engine import native
-from engine.quantized import Int8Linear
+from engine.quantized import Int8Linear, quantize_rows
 from engine.static import put
 from kv.slots import KVStore
 from lab.benchmarks.kernels import fill_random
@@ -161,6 +161,20 @@ def linear(machine, rows: int, int8: bool = False) -> dict:
                                    for x in case)
         checks.append(judged(fused_linear(*case), plain_linear(*exact), ALLOWED[machine.dtype]))
     return worst(checks)
+
+
+@torch.inference_mode()
+def vocabulary(machine, size: int) -> dict:
+    """An int8 output layer whose number of tokens is no multiple of 8, against exact sums."""
+    C = 768 if machine.real else 48
+    head = torch.nn.Linear(C, size, bias=False, device=machine.device, dtype=machine.dtype)
+    x = torch.randn(3, C, device=machine.device, dtype=machine.dtype)
+    native.use(False)  # on a CPU, weights would be packed for the extension
+    found = Int8Linear(head)(x)
+    native.use(True)
+    (values, scale), (weights, weight_scale) = quantize_rows(x), quantize_rows(head.weight)
+    sums = values.double() @ weights.double().T
+    return judged(found, sums * scale * weight_scale.T, ALLOWED[machine.dtype])
 
 
 def sequence(machine, backend: str, T: int, ratio: int) -> dict:

@@ -235,7 +235,7 @@ def ladder(machine) -> dict:
 
 
 KINDS = {'attention': exact.attention, 'write': exact.write, 'sequence': exact.sequence,
-         'linear': exact.linear, 'few-rows': few_rows,
+         'linear': exact.linear, 'vocabulary': exact.vocabulary, 'few-rows': few_rows,
          'captured': captured, 'engine': engine, 'bench': bench, 'profile': profile, 'tune': tune,
          'compile': partial(tune, time=False), 'ladder': ladder,
          'rates': lambda machine: kernels.rates(machine.device, machine.dtype)}
