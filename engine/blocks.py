@@ -69,8 +69,8 @@ class Children(dict):
 class Block:
     """At most `size` tokens after those of `parent`, with their K and V; fewer only in a leaf.
 
-    n: number of tokens; start: of those before it. key: a chained hash of all tokens up to its end;
-    the name of its file on disk. children: keyed by their tokens. depth: number of blocks from the
+    n: number of tokens; start: of those before it. key: a chained hash of the salt (of the root)
+    and of all tokens up to its end; the name of its file on disk. children: keyed by their tokens. depth: number of blocks from the
     root, including this one.
     page: page of its global K, V in the pools, -1 = none. copy: a copy of that page on the host, or
     None. local: the last n_local positions of its local K, V, or None. state: the states of a row
@@ -83,9 +83,9 @@ class Block:
     __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'n', 'start', 'page', 'copy',
                  'local', 'n_local', 'state', 'anchors', 'users', 'used', 'saved', 'saved_state')
 
-    def __init__(self, tokens: bytes, parent: 'Block | None'):
+    def __init__(self, tokens: bytes, parent: 'Block | None', salt: bytes = b''):
         self.tokens, self.parent, self.children = tokens, parent, Children()
-        self.n, self.key, self.depth, self.start = len(tokens) // 4, b'', 0, 0
+        self.n, self.key, self.depth, self.start = len(tokens) // 4, salt, 0, 0
         if parent:
             self.key = hashlib.blake2b(parent.key + tokens, digest_size=16).digest()
             self.depth, self.start = parent.depth + 1, parent.end
@@ -115,9 +115,10 @@ class Block:
 
 @dataclass
 class Hit:
-    """What a request reuses: the first `length` positions. blocks: that it reuses as a whole; part:
-    the block with those after them, or None. n_matched: number of its tokens that are in the tree;
-    those after `length` cannot be reused."""
+    """What a request reuses: the first `length` positions. root: of its tree. blocks: that it
+    reuses as a whole; part: the block with those after them, or None. n_matched: number of its
+    tokens that are in the tree; those after `length` cannot be reused."""
+    root: Block
     blocks: list[Block]
     part: Block | None = None
     length: int = 0

@@ -113,15 +113,20 @@ class Engine:
         events = self._undelivered + (self._failed_events or [])
         return len(self.jobs) + sum(event.completion is not None for event in events)
 
-    def submit(self, prompt: str | list[int], params: SamplingParams | None = None) -> int:
-        """Queue a request and return its index. An invalid request ends with an error event."""
+    def submit(self, prompt: str | list[int], params: SamplingParams | None = None,
+               client: str = '', salt: bytes = b'') -> int:
+        """Queue a request and return its index. An invalid request ends with an error event.
+
+        client: waiting requests of different clients start in turn. salt: the prefix cache shares
+        nothing between requests with different salts.
+        """
         index, params = self._submitted, params or SamplingParams()
         self._submitted += 1
         ids = []
         try:
             ids = prompt_ids(prompt, self.tokenizer)
             self._check(ids, params)
-            request = Request(index, ids, params)
+            request = Request(index, ids, params, client, salt)
             self.jobs[index] = Job(request, self.tokenizer, time.perf_counter())
             self.scheduler.waiting.append(request)
         except UserError as e:

@@ -26,11 +26,12 @@ class PrefixStore(BlockTree):
     """How requests use the tree: `match` and `restore` at their beginning, `extend` while they run,
     `end` and `release` at their end."""
 
-    def match(self, tokens: list[int], disk: bool = True) -> Hit:
+    def match(self, tokens: list[int], disk: bool = True, salt: bytes = b'') -> Hit:
         """Find the longest reusable prefix of `tokens[:-1]`: the last one's logits are needed.
 
-        disk: also read blocks from disk; memory may exceed the budget until `restore`."""
-        path, block, n_before = [], self.root, len(self.blocks)  # path: (block, tokens in common)
+        disk: also read blocks from disk; memory may exceed the budget until `restore`. salt: only
+        what requests with the same salt computed is found (as vLLM's cache_salt)."""
+        path, block, n_before = [], self.root(salt), len(self.blocks)  # (block, tokens in common)
         for piece in self._pieces(tokens[:-1]):
             parent, complete = block, len(piece) == 4 * self.size
             block = parent.children.get(piece) if complete else None
@@ -52,7 +53,7 @@ class PrefixStore(BlockTree):
             path.pop()
         length = sum(n for _, n in path)
         part = path.pop()[0] if length % self.size else None
-        return Hit([block for block, _ in path], part, length, n_matched)
+        return Hit(self.root(salt), [block for block, _ in path], part, length, n_matched)
 
     def _nearest(self, parent, piece) -> list[tuple[Block, int]]:
         """[(child with the most leading tokens of `piece`, how many)], if possible one that a row
@@ -91,7 +92,7 @@ class PrefixStore(BlockTree):
         """Fill an empty row with the tokens of the hit. Returns its last complete block, or the
         root. Raises OutOfPages if the pool has no room for pages from the host; the row still
         has no tokens then."""
-        base = hit.blocks[-1] if hit.blocks else self.root
+        base = hit.blocks[-1] if hit.blocks else hit.root
         last, offset = hit.part or base, hit.length - (hit.part or base).start
         # Parts may overlap in the ring: the newest is written last. Making room may drop them.
         for block, _, end in reversed(list(self._window(last, offset))):

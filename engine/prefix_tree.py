@@ -41,7 +41,7 @@ class BlockTree:
         # whether a row can resume amid blocks, not only at ends of blocks and requests
         self.anywhere = not self.copier.state_nbytes and (
             not self.lookback or self.copier.window >= self.size)
-        self.root, self.nbytes = Block(b'', None), 0
+        self.roots, self.nbytes = {}, 0  # roots: by salt
         self.blocks: OrderedDict[Block, None] = OrderedDict()  # least recently used first
         self._clock = itertools.count(1)
         self._by_page = {}          # page -> block
@@ -53,6 +53,12 @@ class BlockTree:
                         (self._ends, DENSE, self._thin),
                         (self._thinned, EARLIER, lambda block: self._keep(block, math.inf))]
         self.table.reclaim = self.reclaim
+
+    def root(self, salt: bytes) -> Block:
+        """The root of the tree of the requests with this salt."""
+        if salt not in self.roots:
+            self.roots[salt] = Block(b'', None, salt)
+        return self.roots[salt]
 
     def _resumable(self, block, n) -> bool:
         """Whether a row can resume after the first n tokens of `block`: the local parts include all
@@ -272,7 +278,7 @@ class BlockTree:
     def recover(self) -> None:
         """Rebuild all bookkeeping from the tree after an error and a reset of the cache."""
         self.nbytes, self._by_page, self._protected = 0, {}, set()
-        found, level = [], [self.root]
+        found, level = [], list(self.roots.values())
         while level:
             block = level.pop()
             block.users = 0

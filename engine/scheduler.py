@@ -1,7 +1,7 @@
 """Which requests run, in which rows, and what each engine step computes. Pure Python: no tensors,
 no model.
 
-    waiting   [r7, r8, ...]         first come, first served
+    waiting   [r7, r8, ...]         first come, first served, but clients in turn
     running   row  0   1   2   3    always the first rows, so that a decode step takes one slice:
                    r2  r6  r1  r5   when a request leaves, the last row moves into its place
 
@@ -10,7 +10,7 @@ Each step decodes a token for every request that lacks only its last one, and pr
 al. 2022, Orca). When pages run out, the latest request is preempted, and recomputed later.
 """
 import itertools
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from config.errors import UserError
@@ -19,10 +19,13 @@ from engine.params import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """A prompt with its parameters and progress. `number`: assigned in order of submission."""
+    """A prompt with its parameters and progress. `number`: assigned in order of submission. client,
+    salt: as in `Engine.submit`."""
     number: int
     prompt: list[int]
     params: SamplingParams
+    client: str = ''
+    salt: bytes = b''
     tokens: list[int] = field(default_factory=list)      # generated, and known on the host
     in_flight: int = 0                                   # 1 = one more was sampled, not read yet
     num_computed_tokens: int = 0                         # prompt and generated, in the cache
@@ -167,7 +170,7 @@ class Scheduler:
     def _admit(self) -> None:
         table = self.cache.table
         while self.waiting and len(self.running) < self.cache.batch_size:
-            request = self.waiting[0]
+            request = self._next_waiting()
             # one spare page if a running request may grow, so that it does not preempt the new one
             spare = any(table.pages_for(r.max_positions) > len(table.rows[r.row])
                         for r in self.running)
@@ -175,16 +178,16 @@ class Scheduler:
             needed = table.pages_for(request.length) + spare
             if self.prefix:
                 # without disk: its blocks have no page in the pool, and are read only when admitted
-                hit = self.prefix.match(request.prompt + request.tokens, disk=False)
+                hit = self._match(request, disk=False)
                 available = self.prefix.n_available(hit.blocks)
                 needed -= sum(block.page >= 0 for block in hit.blocks)
             if available < needed:
                 return
             if self.prefix:
-                hit = self.prefix.match(request.prompt + request.tokens)
+                hit = self._match(request)
                 if self._is_being_computed(request, hit.length):
                     return
-            self.waiting.popleft()
+            self.waiting.remove(request)
             request.row = len(self.running)
             self.running.append(request)
             if self.prefix:
@@ -192,6 +195,15 @@ class Scheduler:
             self.cache.reserve(request.row, request.length)
             if request.due < 0:
                 request.due = self.due(request)
+
+    def _next_waiting(self) -> Request:
+        """The first one of the client with the fewest running requests; before all, one that was
+        preempted."""
+        n_running = Counter(request.client for request in self.running)
+        return min(self.waiting, key=lambda r: (not r.preempted, n_running[r.client]))
+
+    def _match(self, request, disk: bool = True):
+        return self.prefix.match(request.prompt + request.tokens, disk, request.salt)
 
     def due(self, request) -> int:
         """The step in which a prompt would be complete if it was computed alone from now on. The
@@ -214,7 +226,7 @@ class Scheduler:
         e.g. another sample of the same prompt."""
         mine = request.prompt + request.tokens
         for other in self.running:
-            if not other.decoding:
+            if not other.decoding and other.salt == request.salt:
                 pairs = zip(mine[:-1], other.prompt + other.tokens)
                 common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
                 known = max(n_cached, other.num_computed_tokens)

@@ -93,6 +93,29 @@ def test_samples_that_come_together_wait_for_the_first():
     assert_nothing_leaked(engine)
 
 
+def test_requests_with_different_salts_share_nothing(tmp_path):
+    """Neither in memory, nor on disk, nor by waiting for each other."""
+    ids, params = prompt(20, seed=1), SamplingParams(max_new_tokens=4, temperature=0)
+
+    def cached_tokens(engine, *salts):
+        numbers = [engine.submit(ids, params, salt=salt) for salt in salts]
+        engine.step()
+        assert not engine.scheduler.waiting
+        found = {}
+        while engine.n_unfinished:
+            found |= {event.index: event.completion for event in engine.step() if event.completion}
+        assert len({tuple(found[number].tokens) for number in numbers}) == 1
+        return [found[number].n_cached for number in numbers]
+
+    for begins in ([0, 0], [16, 16]):  # the second time, what the first engine wrote to disk
+        engine = engine_of('full stack', prefix_folder=str(tmp_path))
+        assert cached_tokens(engine, b'one', b'other') == begins
+        assert cached_tokens(engine, b'one') == [19]
+        assert cached_tokens(engine, b'third') == [0] if begins == [0, 0] else [16]
+        assert_nothing_leaked(engine)
+        engine.close()
+
+
 def test_pages_that_only_the_store_has_are_free_for_all():
     """No request is preempted to spare them."""
     engine = engine_of('full stack', n_pages=15)

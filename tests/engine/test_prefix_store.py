@@ -366,7 +366,7 @@ def test_after_a_fault_the_tree_is_the_truth():
     world.begin(0, list(range(30)))
     world.begin(1, list(range(20)))
     world.cache.table.refs[5] += 3  # as may happen after an interruption
-    world.store.nbytes, world.store._thinned[world.store.root] = -7, None
+    world.store.nbytes, world.store._thinned[world.store.root(b'')] = -7, None
     world.cache.reset()
     world.store.recover()
     world.texts, world.last_blocks = [[], [], []], [None] * 3

@@ -51,11 +51,11 @@ class Simulation:
         self.scheduler = Scheduler(self.cache, prefill_chunk)
         self.requests, self.ended = [], set()
 
-    def add(self, n_prompt, max_new_tokens):
+    def add(self, n_prompt, max_new_tokens, client=''):
         number = len(self.requests)
         self.scheduler.check(n_prompt, max_new_tokens)
         request = Request(number, [1000 * number + i for i in range(n_prompt)],
-                          SamplingParams(max_new_tokens=max_new_tokens))
+                          SamplingParams(max_new_tokens=max_new_tokens), client)
         self.requests.append(request)
         self.scheduler.waiting.append(request)
         return request
@@ -222,6 +222,22 @@ def test_admission_keeps_a_page_spare_if_a_running_row_may_need_it(sizes, reques
         s.add(n_prompt, max_new_tokens)
     s.scheduler.schedule()
     assert len(s.scheduler.running) == n_running
+
+
+def test_clients_start_in_turn():
+    """Requests of one client that came first do not keep another's waiting; what was preempted goes
+    before all."""
+    s = Simulation(batch_size=3, n_pages=20)
+    first = [s.add(2, 9, 'a') for _ in range(5)]
+    second = [s.add(2, 9, 'b') for _ in range(2)]
+    s.step()
+    assert s.scheduler.running == [first[0], second[0], first[1]]
+    s.finish(first[1])
+    s.step()
+    assert second[1].row < 0 and first[2] in s.scheduler.running
+    s.scheduler.preempt(second[0])
+    s.step()
+    assert second[0] in s.scheduler.running
 
 
 def test_a_chunk_of_nothing_is_refused():

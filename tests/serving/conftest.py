@@ -66,7 +66,7 @@ def assert_free(worker):
     assert not engine.jobs and not scheduler.running and not scheduler.waiting
     assert worker._num_open == 0 and not engine.watched
     assert table.n_free + table.n_evictable == table.n_pages
-    blocks = [*engine.prefix.blocks, engine.prefix.root] if engine.prefix else []
+    blocks = [*engine.prefix.blocks, *engine.prefix.roots.values()] if engine.prefix else []
     assert not any(block.users for block in blocks)
 
 
