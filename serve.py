@@ -25,12 +25,12 @@ from engine.engine import Engine
 from engine.prepare import prepare
 from interop.load import load
 from serving.api import Service
+from serving.worker import Worker, most_choices
 from training.checkpoint_manager import checkpoint_in
 from training.device import total_memory
 
 SLOWDOWN = 2.2  # times that others' prompts may make a step longer: see Engine
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')
-LOOPBACK_NAMES = ('127.0.0.1', '[::1]', 'localhost')  # in a Host header
 
 
 def check(s):
@@ -84,7 +84,7 @@ def make_service(s, model, tokenizer):
         source = Path(s.out_dir).resolve()
         created = checkpoint_in(s.out_dir, s.resume_from).stat().st_mtime
     return engine, Service(s.model_name or source.name, tokenizer, positions, s.max_new_tokens,
-                           s.parallel + s.max_waiting, template, s.user, s.reply_as,
+                           most_choices(s.parallel, s.max_waiting), template, s.user, s.reply_as,
                            s.strict_messages, int(created))
 
 
@@ -95,7 +95,6 @@ def main(argv=None):
         from serving.app import Limits, make_app
         from serving.metrics import Metrics
         from serving.server import RequestLog, Server, bind
-        from serving.worker import Worker
     except ModuleNotFoundError as e:
         if e.name.partition('.')[0] not in ('starlette', 'uvicorn', 'prometheus_client'):
             raise
@@ -118,9 +117,8 @@ def main(argv=None):
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     page = f', a chat page at {url}/' if s.page else ''
     greeting = f'Serving {service.model!r} at {url}/v1{page} (Ctrl-C ends it)'
-    hosts = LOOPBACK_NAMES if s.host in LOOPBACK and not keys else ()
     log = RequestLog() if s.log_requests else None
-    app = make_app(worker, service, limits, keys, hosts, log, s.page, s.cors)
+    app = make_app(worker, service, limits, keys, log, s.page, s.cors, s.shared_prefix)
     Server(app, worker, s.grace, greeting, log).run([sock])
 
 

@@ -201,6 +201,8 @@ SERVE = TALKING + _keys(
      "machine's memory"),
     ('prefix_budget', '256MB', "host memory for the prefix cache; '' = no prefix cache"),
     ('prefix_folder', '', "folder that keeps the prefix cache between runs; '' = none"),
+    ('shared_prefix', False, "with API keys: requests of different keys reuse each other's "
+     'prompts, and can find out what these are'),
 ) + RUNNING
 
 EVALUATE = SOURCE + _keys(

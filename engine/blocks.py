@@ -70,8 +70,8 @@ class Block:
     """At most `size` tokens after those of `parent`, with their K and V; fewer only in a leaf.
 
     n: number of tokens; start: of those before it. key: a chained hash of the salt (of the root)
-    and of all tokens up to its end; the name of its file on disk. children: keyed by their tokens. depth: number of blocks from the
-    root, including this one.
+    and of all tokens up to its end; the name of its file on disk. children: keyed by their tokens.
+    depth: number of blocks from the root, including this one.
     page: page of its global K, V in the pools, -1 = none. copy: a copy of that page on the host, or
     None. local: the last n_local positions of its local K, V, or None. state: the states of a row
     that ended with it, or None.

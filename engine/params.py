@@ -14,7 +14,7 @@ SURROGATE = re.compile('[\ud800-\udfff]')
 MIN_TEMPERATURE = 1e-4  # below it, sampling is greedy
 # limits of a JSON object
 MAX_LOGPROBS = 20
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1_000  # characters
 
 # parameter -> type, check for allowed values, and their description in errors
 RANGES = {
@@ -80,6 +80,9 @@ class SamplingParams:
         if len(params.stop) > MAX_STOPS and 'stop' in given:
             raise UserError(f'stop={shown(params.stop)}: {len(params.stop)} texts, at most '
                             f'{MAX_STOPS}')
+        if any(len(stop) > MAX_STOP_LENGTH for stop in params.stop) and 'stop' in given:
+            raise UserError(f'stop={shown(params.stop)}: a text has more than {MAX_STOP_LENGTH:,} '
+                            'characters')
         if params.logprobs > MAX_LOGPROBS and 'logprobs' in given:
             raise UserError(f'logprobs={params.logprobs}: must be at most {MAX_LOGPROBS}')
         return params

@@ -11,6 +11,7 @@ from engine.params import MAX_LOGPROBS, SamplingParams, present, sample_seed, sh
 from serving.errors import ApiError
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
+MAX_ENTRIES = 250_000  # log-probabilities of a request, about 300 bytes each
 
 # field -> field of SamplingParams, which checks its range
 SAMPLING = {name: name for name in ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty',
@@ -150,6 +151,11 @@ def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
         longest = min(params.max_new_tokens, room)
         choices += [replace(params, max_new_tokens=longest, seed=sample_seed(params.seed, k))
                     for k in range(n)]
+    entries = sum(p.max_new_tokens for p in choices) * (params.logprobs + 1)
+    if entries > MAX_ENTRIES:
+        raise _invalid(f'{len(choices)} choices of up to {params.max_new_tokens:,} tokens with '
+                       f'{params.logprobs} log-probabilities and their own are {entries:,}: at '
+                       f'most {MAX_ENTRIES:,} in a request', 'logprobs')
     return GenerationRequest(prompts, choices, n, stream, include_usage,
                              fields.get('return_token_ids', False))
 

@@ -6,10 +6,8 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import hmac
 import json
 import re
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from starlette.routing import Route
 from engine.params import encodable
 from engine.view import RowView
 from serving import api
+from serving.access import AccessMiddleware, error_response, json_response
 from serving.errors import ApiError
 from serving.replies import ChatReply, Reply
 from serving.watch import CacheEvent, WatchedChatReply, WatchedReply, newest_view, plan_document
@@ -34,8 +33,6 @@ from serving.worker import Worker
 
 PARSERS = 2             # threads that parse and encode requests
 LAST_SEND_TIMEOUT = 1.0  # seconds to send the error that ends a stream; the client may not read it
-CLOSING = (401, 403, 408, 413, 415)  # sent before the body was read: the connection is closed
-UNLOGGED = ('/health', '/metrics', '/v1/models', '/nanokv/plan')  # polled by probes and by the page
 PAGE = Path(__file__).with_name('page.html').read_text(encoding='utf-8')
 
 
@@ -57,9 +54,8 @@ class Limits(NamedTuple):
 
 
 def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
-             hosts: Sequence[str] = (),
              request_log: Callable[[str], None] | None = None, page: bool = True,
-             cors: str = '') -> Starlette:
+             cors: str = '', shared_prefix: bool = False) -> Starlette:
     """Return the ASGI application. The worker must be running; the application does not stop it.
 
     keys: accepted as `Authorization: Bearer KEY`; empty = no key is needed.
@@ -68,22 +64,24 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     request_log: called on the event loop with one line per finished request; it must not block.
     page: also serve the page, and the routes that it needs beside OpenAI's.
     cors: origin whose pages may use the server from a browser; '*' = all, '' = none.
+    shared_prefix: requests with different keys reuse each other's prompts, and so can find out
+        what these are.
     """
     model = {'id': service.model, 'object': 'model', 'created': service.created,
              'owned_by': 'nanokv'}
 
     async def list_models(request):
-        return _json({'object': 'list', 'data': [model]})
+        return json_response({'object': 'list', 'data': [model]})
 
     async def retrieve_model(request):
         if request.path_params['model'] != service.model:
             raise ApiError(404, f'there is no such model: this server has {service.model!r}',
                            'model', 'model_not_found')
-        return _json(model)
+        return json_response(model)
 
     async def health(request):
         status, code = ('ok', 200) if worker.alive else ('stopping', 503)
-        return _json({'status': status}, code)
+        return json_response({'status': status}, code)
 
     async def prometheus(request):
         return Response(worker.metrics.text(), media_type=worker.metrics.content_type)
@@ -99,8 +97,9 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
         routes += [*_page_routes(plan_document(worker.engine, service)),
                    generate('/nanokv/completions', api.parse_completion, WatchedReply),
                    generate('/nanokv/chat/completions', api.parse_chat, WatchedChatReply)]
-    middleware = [Middleware(AccessMiddleware, worker.metrics, keys, hosts, request_log,
-                             paths={route.path for route in routes if '{' not in route.path})]
+    paths = {route.path for route in routes if '{' not in route.path}
+    middleware = [Middleware(AccessMiddleware, worker.metrics, keys, request_log, paths,
+                             shared_prefix)]
     if cors:  # outermost: a preflight has no key, and refusals can be read too
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
                                         allow_methods=['GET', 'POST']))
@@ -117,7 +116,7 @@ async def _on_error(request, error):
     elif not isinstance(error, ApiError):
         error = ApiError(500, 'internal error')
     request.scope['error'] = error
-    return _error_response(error)
+    return error_response(error)
 
 
 def _page_routes(plan: dict) -> list[Route]:
@@ -127,96 +126,8 @@ def _page_routes(plan: dict) -> list[Route]:
         return Response(PAGE, headers=page_headers, media_type='text/html')
 
     async def show_plan(request):
-        return _json(plan)
+        return json_response(plan)
     return [Route('/', show_page), Route('/nanokv/plan', show_plan)]
-
-
-def _json(document: dict, status: int = 200, headers: dict | None = None) -> Response:
-    # ASCII, since a message may quote half a surrogate pair
-    return Response(json.dumps(document), status, headers, 'application/json')
-
-
-def _error_response(error: ApiError) -> Response:
-    close = {'Connection': 'close'} if error.status in CLOSING else {}
-    return _json(error.document(), error.status, error.headers | close)
-
-
-class AccessMiddleware:
-    """Checks the Host header and the key, counts requests, and writes the request log."""
-
-    def __init__(self, app, metrics, keys, hosts, request_log, paths: set[str]):
-        self.app, self.metrics = app, metrics
-        self.keys = [key.encode(errors='surrogateescape') for key in keys]
-        self.hosts = [host.encode() for host in hosts]
-        self.request_log, self.paths = request_log, paths
-
-    async def __call__(self, scope, receive, send):
-        if scope['type'] != 'http':
-            return await self.app(scope, receive, send)
-        start, status = time.perf_counter(), 499  # client closed request, if no response starts
-
-        async def watching_status(message):
-            nonlocal status
-            status = message.get('status', status)
-            await send(message)
-        try:
-            scope['error'] = error = self._denied(scope)
-            await (_error_response(error) if error else self.app)(scope, receive, watching_status)
-        except Exception:
-            status, scope['error'] = 500, ApiError(500, 'internal error')
-            raise
-        finally:
-            route = scope['path'] if scope['path'] in self.paths else 'other'
-            self.metrics.requests.labels(route, str(status)).inc()
-            if self.request_log and not (status == 200 and scope['path'] in UNLOGGED):
-                self.request_log(_log_line(scope, status, start))
-            # cycles with the scope, which would keep prompts until the garbage collector runs
-            error, _ = scope.pop('error'), scope.pop('generation', None)
-            if error:
-                error.__traceback__ = None
-
-    def _denied(self, scope) -> ApiError | None:
-        headers = dict(reversed(scope['headers']))  # the first of each name
-        host = headers.get(b'host', b'').lower().removesuffix(b':%d' % (scope['server'][1] or 0))
-        if self.hosts and host not in self.hosts:
-            return ApiError(403, 'the Host header does not name this server; on this machine it '
-                                 'is localhost')
-        if not self.keys or scope['path'] in ('/health', '/'):
-            return None
-        scheme, _, key = headers.get(b'authorization', b'').partition(b' ')
-        # compared with every key, so that the time does not depend on which one matches
-        matches = sum(hmac.compare_digest(key.strip(), known) for known in self.keys)
-        is_bearer = scheme.lower() == b'bearer'
-        if is_bearer and matches:
-            return None
-        message = 'a key is needed: Authorization: Bearer KEY'
-        if is_bearer and key.strip():
-            message = 'the key is not valid'
-        return ApiError(401, message, code='invalid_api_key',
-                        headers={'WWW-Authenticate': 'Bearer'})
-
-
-def _log_line(scope, status, start) -> str:
-    """Return a line of the request log, in printable ASCII so that clients cannot forge lines."""
-    generation, parts, reasons = scope.get('generation'), [], {}
-    error = scope['error'] or (generation and generation.error)
-    if not error and status != 499 and generation and generation.reply.complete:
-        usage = generation.reply.usage()
-        cached = usage['prompt_tokens_details']['cached_tokens']
-        parts = [f"{usage['prompt_tokens']} prompt tokens ({cached} cached)",
-                 f"{usage['completion_tokens']} completion tokens"]
-        reasons = dict.fromkeys(c.finish_reason for c in generation.reply.completions)
-    elif not error and (status == 499 or generation):
-        parts = ['client left']
-    if generation and generation.first_event:
-        parts.append(f'TTFT {generation.first_event - start:.3f} s')
-    parts += [f'{time.perf_counter() - start:.3f} s', *reasons]
-    if error:
-        parts.append(textwrap.shorten(str(error), 200, placeholder=' ...'))
-    address = scope['client'][0] if scope['client'] else '-'
-    line = f"{address} {scope['method']} {scope['path']} {status}: {', '.join(parts)}"
-    line = ''.join(c if ' ' <= c <= '~' else c.encode('unicode_escape').decode() for c in line)
-    return time.strftime('%Y-%m-%d %H:%M:%S ') + line
 
 
 class GenerateEndpoint:
@@ -239,8 +150,8 @@ class GenerateEndpoint:
         except TimeoutError:
             raise ApiError(408, f'the request did not come within {self.limits.timeout:g} s'
                            ) from None
-        self.worker.check()  # before parsing, which may take long
-        scope['generation'] = generation = Generation(self, send, received)
+        self.worker.check(scope['nanokv_client'])  # before parsing, which may take long
+        scope['generation'] = generation = Generation(self, send, received, scope)
         await generation.run(body, receive, deadline)
 
     async def make_reply(self, body) -> Reply:
@@ -274,8 +185,9 @@ class Generation:
     """The state of one request. received, first_event: `perf_counter` times. error: ended its
     stream."""
 
-    def __init__(self, endpoint: GenerateEndpoint, send, received: float):
+    def __init__(self, endpoint: GenerateEndpoint, send, received: float, scope):
         self.endpoint, self.worker, self.send = endpoint, endpoint.worker, send
+        self.client, self.salt = scope['nanokv_client'], scope['nanokv_salt']
         self.reply = self.ticket = self.first_event = self.error = None
         self.received = received
         self.started = False          # the head of the response was sent
@@ -317,7 +229,7 @@ class Generation:
         self.ticket = self.worker.submit(
             self.reply.request.choices,
             lambda items: self.loop.call_soon_threadsafe(self.inbox.put_nowait, items),
-            self.reply.watched)
+            self.reply.watched, self.client, self.salt)
         await (self._stream() if self.reply.request.stream else self._send_whole())
 
     async def _next_documents(self) -> list[dict]:
@@ -340,10 +252,14 @@ class Generation:
     async def _send_whole(self):
         while not self.reply.complete:
             await self._next_documents()
-        text = await anyio.to_thread.run_sync(lambda: json.dumps(self.reply.document()))
+        text = await anyio.to_thread.run_sync(self._whole_text)
         await self._start({b'content-type': b'application/json',
                            b'content-length': b'%d' % len(text)})  # the text is ASCII
         await self._send(text, more=False)
+
+    def _whole_text(self) -> str:
+        # in pieces: `json.dumps` of many log-probabilities would keep all other threads waiting
+        return ''.join(json.JSONEncoder().iterencode(self.reply.document()))
 
     async def _stream(self):
         """Server-sent events. The head waits for the first event: an error changes its status."""

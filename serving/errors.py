@@ -12,7 +12,10 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, headers or {}
 
+    @property
+    def kind(self) -> str:
+        return TYPES.get(self.status, 'invalid_request_error')
+
     def document(self) -> dict:
-        kind = TYPES.get(self.status, 'invalid_request_error')
-        return {'error': {'message': str(self), 'type': kind, 'param': self.param,
+        return {'error': {'message': str(self), 'type': self.kind, 'param': self.param,
                           'code': self.code}}

@@ -7,6 +7,7 @@ import threading
 import time
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from config.errors import UserError
 from serving.worker import Worker
@@ -14,6 +15,7 @@ from serving.worker import Worker
 CLOSE_TIMEOUT = 5.0     # seconds from the end of the grace period to the end of the process
 IDLE_TIMEOUT = 15.0     # seconds that a client may make no progress outside of a running request
 MAX_CONNECTIONS = 1000  # additional ones get 503
+MAX_OF_ADDRESS = 200    # of these; a proxy counts as one address
 MAX_LOG_LINES = 1000    # waiting for stdout; additional lines are dropped
 
 
@@ -55,6 +57,21 @@ class RequestLog:
                 print(line, flush=True)
 
 
+class Connection(H11Protocol):
+    """A connection. If an address has more than MAX_OF_ADDRESS, its oldest idle one is closed, so
+    that idle connections of one client do not use up those of all."""
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self.began = time.monotonic()
+        address = self.client and self.client[0]
+        same = [each for each in self.connections if each.client and each.client[0] == address
+                and not each.transport.is_closing()]
+        if len(same) > MAX_OF_ADDRESS:
+            idle = [each for each in same if each.cycle is None or each.cycle.response_complete]
+            min(idle, key=lambda each: each.began).transport.abort()
+
+
 class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM (or `should_exit`). Then it accepts no new requests; running
     requests have `grace` seconds to finish, and fail with 503 after that. A second Ctrl-C stops the
@@ -63,7 +80,7 @@ class Server(uvicorn.Server):
     def __init__(self, app, worker: Worker, grace: float, greeting: str = '',
                  request_log: RequestLog | None = None):
         super().__init__(uvicorn.Config(
-            app, http='h11', ws='none', log_level='warning', access_log=False,
+            app, http=Connection, ws='none', log_level='warning', access_log=False,
             server_header=False, proxy_headers=False, lifespan='off',
             timeout_graceful_shutdown=max(1, round(grace + CLOSE_TIMEOUT)),
             limit_concurrency=MAX_CONNECTIONS,

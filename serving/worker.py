@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,10 +22,12 @@ log = logging.getLogger('nanokv.serving')
 @dataclass(eq=False)
 class Ticket:
     """An HTTP request. asked: each choice's (token ids, params). watched: also deliver views of the
-    choices' rows. submitted: `perf_counter` time."""
+    choices' rows. client, salt: as in `Engine.submit`. submitted: `perf_counter` time."""
     asked: list[tuple[list[int], SamplingParams]]
     deliver: Callable[[list], None]
     watched: bool = False
+    client: str = ''
+    salt: bytes = b''
     submitted: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
 
@@ -46,18 +48,20 @@ class Worker(threading.Thread):
     """The thread that runs an engine. Nothing else may use the engine once it has started.
 
     engine: closed by the thread at its end. max_waiting: choices that may wait, not counting those
-    in the engine's rows. saving: all requests have ended; the prefix cache is being written.
+    in the engine's rows; a client's, at most three quarters of that. saving: all requests have
+    ended; the prefix cache is being written.
     """
 
     def __init__(self, engine, max_waiting: int, metrics):
         super().__init__(name='engine', daemon=True)
         self.engine, self.metrics = engine, metrics
         self.max_choices = engine.cache.batch_size + max_waiting
+        self.max_client_choices = most_choices(engine.cache.batch_size, max_waiting)
         self.saving = False
         # guarded by the condition
         self._condition = threading.Condition()
         self._commands = []     # (method, ticket)
-        self._num_open = 0      # choices that were submitted and have not ended
+        self._num_open = Counter()  # choices that were submitted and have not ended, by client
         self._deadline = None   # monotonic time at which running choices fail; None = not draining
         # used only by the worker's thread
         self._choices: dict[int, Choice] = {}  # by number
@@ -71,25 +75,30 @@ class Worker(threading.Thread):
         return self.is_alive() and self._deadline is None
 
     def submit(self, asked: list[tuple[list[int], SamplingParams]],
-               deliver: Callable[[list], None], watched: bool = False) -> Ticket:
-        """Queue a request. `deliver` must not block. ApiError: 429 if too many choices are waiting;
-        503 after `drain`."""
-        ticket = Ticket(asked, deliver, watched)
+               deliver: Callable[[list], None], watched: bool = False, client: str = '',
+               salt: bytes = b'') -> Ticket:
+        """Queue a request. `deliver` must not block. ApiError: 429 if too many choices are waiting,
+        of this client or of all; 503 after `drain`."""
+        ticket = Ticket(asked, deliver, watched, client, salt)
         with self._condition:
-            self.check(len(asked))
-            self._num_open += len(asked)
+            self.check(client, len(asked))
+            self._num_open[client] += len(asked)
             self._commands.append((self._begin, ticket))
             self._condition.notify()
         return ticket
 
-    def check(self, num_choices: int = 1) -> None:
+    def check(self, client: str = '', num_choices: int = 1) -> None:
         """Raise the ApiError that `submit` would."""
         with self._condition:
             if self._deadline is not None:
                 raise _stopping()
-            if self._num_open + num_choices > self.max_choices:
-                raise ApiError(429, 'too many requests are waiting: try again later',
-                               code='too_many_requests', headers={'Retry-After': '1'})
+            whose = ''
+            if self._num_open[client] + num_choices > self.max_client_choices:
+                whose = ' of yours'
+            elif self._num_open.total() + num_choices <= self.max_choices:
+                return
+            raise ApiError(429, f'too many requests{whose} are waiting: try again later',
+                           code='too_many_requests', headers={'Retry-After': '1'})
 
     def cancel(self, ticket: Ticket) -> None:
         """End the choices that are still open, before the engine's next step."""
@@ -150,13 +159,13 @@ class Worker(threading.Thread):
 
     def _begin(self, ticket):
         if ticket.cancelled:
-            return self._count_ended(len(ticket.asked))
+            return self._count_ended(ticket, len(ticket.asked))
         for index, (ids, params) in enumerate(ticket.asked):
             try:
-                number = self.engine.submit(ids, params)
+                number = self.engine.submit(ids, params, ticket.client, ticket.salt)
             except Exception:
                 log.exception('a request could not be queued')
-                self._count_ended(1)
+                self._count_ended(ticket, 1)
                 self._deliver(ticket, [(index, ApiError(500, 'internal error'))])
             else:
                 refused = number not in self.engine.jobs
@@ -180,13 +189,15 @@ class Worker(threading.Thread):
     def _remove(self, choice, event):
         del self._choices[choice.number]
         self.engine.watched.pop(choice.number, None)
-        self._count_ended(1)
+        self._count_ended(choice.ticket, 1)
         if event and event.completion:
             self.metrics.ended(event.completion, time.perf_counter() - choice.ticket.submitted)
 
-    def _count_ended(self, n):
+    def _count_ended(self, ticket, n):
         with self._condition:
-            self._num_open -= n
+            self._num_open[ticket.client] -= n
+            if not self._num_open[ticket.client]:
+                del self._num_open[ticket.client]  # there may be many addresses
 
     def _fail_running(self):
         while self._choices:
@@ -222,7 +233,7 @@ class Worker(threading.Thread):
         if self.engine.watched:
             self._add_views(deliveries)
         try:  # before delivery: a client may read the metrics as soon as it has its answer
-            self.metrics.publish(self.engine, self._num_open)
+            self.metrics.publish(self.engine, self._num_open.total())
         finally:
             for ticket, items in deliveries.items():
                 self._deliver(ticket, items)
@@ -265,6 +276,11 @@ class Worker(threading.Thread):
         if failing:
             newest = max(failing, key=lambda choice: choice.number)
             self._fail(newest, ApiError(500, 'the model failed on this request'))
+
+
+def most_choices(rows: int, max_waiting: int) -> int:
+    """How many choices of one client may run and wait: a quarter of the places is for others."""
+    return rows + max_waiting - max_waiting // 4
 
 
 def _stopping() -> ApiError:

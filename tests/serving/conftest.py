@@ -64,7 +64,7 @@ def assert_free(worker):
                             or worker._commands and worker.is_alive()))
     scheduler = engine.scheduler
     assert not engine.jobs and not scheduler.running and not scheduler.waiting
-    assert worker._num_open == 0 and not engine.watched
+    assert worker._num_open.total() == 0 and not engine.watched
     assert table.n_free + table.n_evictable == table.n_pages
     blocks = [*engine.prefix.blocks, *engine.prefix.roots.values()] if engine.prefix else []
     assert not any(block.users for block in blocks)
@@ -73,8 +73,8 @@ def assert_free(worker):
 class InProcess:
     """An application and its started worker. logged: lines of the request log."""
 
-    def __init__(self, rows=3, max_waiting=8, keys=(), hosts=(), timeout=60.0, max_body=20_000,
-                 page=True, model=MODEL, tokenizer=TOKENIZER, cors='', **settings):
+    def __init__(self, rows=3, max_waiting=8, keys=(), timeout=60.0, max_body=20_000, page=True,
+                 model=MODEL, tokenizer=TOKENIZER, cors='', shared_prefix=False, **settings):
         settings = dict(prefix_budget=10 ** 6) | settings
         self.engine = Engine(model, rows, LONGEST, page_size=4, prefill_chunk=16,
                              tokenizer=tokenizer, **settings)
@@ -82,8 +82,8 @@ class InProcess:
         self.worker = Worker(self.engine, max_waiting, self.metrics)
         self.service = Service('tiny', tokenizer, LONGEST, 12, rows + max_waiting, TURN, 'a', 'b')
         self.worker.start()
-        self.app = make_app(self.worker, self.service, Limits(max_body, timeout), keys, hosts,
-                            self.logged.append, page, cors)
+        self.app = make_app(self.worker, self.service, Limits(max_body, timeout), keys,
+                            self.logged.append, page, cors, shared_prefix)
         self.client = TestClient(self.app, raise_server_exceptions=False)
 
     def complete(self, **fields):

@@ -1,5 +1,6 @@
 """Clients that hold on to resources are cut off and delay no one else. Contents of chats."""
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ import pytest
 from engine.dialogue import Dialogue, Template
 from engine.params import SamplingParams
 from serving import app as serving_app
+from serving.access import names_this_machine
 from serving.replies import Reply
 from serving.server import bind
 from tests.helpers.serving import TOKENIZER, ending
@@ -62,7 +64,7 @@ def test_a_large_response_is_written_in_a_thread(running, monkeypatch):
     monkeypatch.setattr(Reply, 'document', document)
     large = in_background(lambda: ask(server))
     assert entered.wait(60)
-    sock = connect(server, b'GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n')
+    sock = connect(server, b'GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n')
     assert b'200 OK' in sock.recv(1000)
     sock.close()
     gate.set()
@@ -140,7 +142,7 @@ def ended(sock) -> bool:
         return True
 
 
-@pytest.mark.parametrize('sent', [b'', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow:'])
+@pytest.mark.parametrize('sent', [b'', b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow:'])
 def test_a_head_that_does_not_come(running, monkeypatch, sent):
     monkeypatch.setattr('serving.server.IDLE_TIMEOUT', 0.3)
     server = running()
@@ -194,12 +196,101 @@ def test_a_running_request_is_not_idle(running, monkeypatch, held):
     sock.close()
 
 
-def test_other_host_names_are_refused(serve):
-    client = serve(hosts=('localhost', '127.0.0.1')).client
-    for host, status in (('localhost', 200), ('LOCALHOST', 200), ('127.0.0.1:80', 200),
-                         ('127.0.0.1:81', 403), ('evil.example', 403),
-                         ('localhost.evil.example', 403), ('', 403)):
-        assert client.get('/v1/models', headers={'host': host}).status_code == status, host
+@pytest.mark.parametrize('address, hosts', [
+    ('127.0.0.1', ['localhost', 'LOCALHOST:8000', 'localhost.', '127.0.0.1:80', '[::ffff:7f00:1]']),
+    ('127.0.0.2', ['localhost', '127.0.0.2:81']), ('::1', ['localhost', '[::1]:8000']),
+    ('::ffff:127.0.0.1', ['localhost', '127.0.0.1']), ('192.168.1.5', ['192.168.1.5:8000'])])
+def test_names_of_this_machine(address, hosts):
+    for host in [*hosts, f'{socket.gethostname()}:8000']:
+        assert names_this_machine(host, address), host
+    for host in ('evil.example', 'localhost.evil.example:8000', '', '0.0.0.0', '10.1.2.3', '[::2]',
+                 '[', '127.0.0.1.evil.example', f'{address}@evil.example'):
+        assert not names_this_machine(host, address), host
+    assert names_this_machine('localhost', address) == ('localhost' in hosts)
+
+
+def test_other_host_names_are_refused_where_no_key_is_needed(serve):
+    for keys, status in (((), 403), (('sesame',), 200)):
+        client, headers = serve(keys=keys).client, {'authorization': 'Bearer sesame'}
+        assert client.get('/v1/models', headers=headers).status_code == 200
+        headers['host'] = 'evil.example'
+        assert client.get('/v1/models', headers=headers).status_code == status
+
+
+# -- other clients ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('shared', [False, True])
+def test_the_prompts_of_other_keys_are_not_found(serve, shared):
+    server = serve(keys=('one', 'other'), shared_prefix=shared)
+
+    def cached(key):
+        answer = server.client.post('/v1/completions', json=dict(prompt='abcdefghij', max_tokens=1),
+                                    headers={'authorization': f'Bearer {key}'})
+        return answer.json()['usage']['prompt_tokens_details']['cached_tokens']
+    assert [cached('one'), cached('one')] == [0, 9]
+    assert cached('other') == (9 if shared else 0)
+    assert cached('other') == 9
+
+
+def test_a_client_does_not_take_all_places(serve, held):
+    server = serve(rows=2, max_waiting=8, keys=('one', 'other'))
+
+    def complete(key, n):
+        return server.client.post('/v1/completions', json=dict(prompt='abc', n=n),
+                                  headers={'authorization': f'Bearer {key}'})
+    first = in_background(lambda: complete('one', 8))
+    eventually(lambda: server.worker._num_open.total() == 8)
+    assert_refused(complete('one', 1), 429, 'of yours')
+    second = in_background(lambda: complete('other', 2))
+    eventually(lambda: server.worker._num_open.total() == 10)
+    assert_refused(complete('other', 1), 429, 'too many requests are')
+    held.set()
+    for thread in (first, second):
+        thread.join()
+        assert thread.result.status_code == 200
+    assert_free(server.worker)
+    assert not server.worker._num_open
+
+
+def test_idle_connections_of_an_address_make_room_for_its_new_ones(running, monkeypatch):
+    monkeypatch.setattr('serving.server.MAX_OF_ADDRESS', 3)
+    server = running()
+    idle = [connect(server, b'') for _ in range(5)]
+    for sock in idle[:2]:
+        sock.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b''
+    for sock in idle[2:]:
+        sock.sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n')
+        assert b'200 OK' in sock.recv(1000)
+    other = socket.create_connection(idle[2].getpeername(), source_address=('127.0.0.2', 0))
+    other.sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n')
+    assert b'200 OK' in other.recv(1000)
+    idle[2].sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n')
+    assert b'200 OK' in idle[2].recv(1000)
+    for sock in (*idle, other):
+        sock.close()
+
+
+def test_logs_have_little_of_what_clients_send(serve):
+    server = serve()
+    server.client.get('/' + 'x' * 10_000)
+    server.complete(secret='my secret')
+    server.complete(prompt='my secret \N{SNOWMAN}')
+    assert [len(line) < 400 for line in server.logged] == [True] * 3
+    assert not any('secret' in line for line in server.logged)
+    assert [line.rpartition(', ')[2] for line in server.logged] == [
+        'invalid_request_error', 'unknown_field', 'invalid_request_error']
+
+
+def test_large_replies_are_refused(serve):
+    server = serve(rows=3, max_waiting=8)
+    server.set_service(max_positions=10 ** 6)
+    refused = server.complete(n=2, max_tokens=60_000, logprobs=2)
+    assert_refused(refused, 400, '2 choices', '60,000 tokens', '360,000', '250,000',
+                   param='logprobs')
+    assert_refused(server.complete(stop='a' * 1001), 400, '1,000 characters', param='stop')
+    assert server.complete(stop='a' * 1000).status_code == 200
 
 
 # -- contents of a chat ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def client_of(server, key='none'):
 def request(document, path='/v1/completions', **headers) -> bytes:
     """The bytes of an HTTP request."""
     body = json.dumps(document).encode()
-    headers = {'Host': 'x', 'Content-Type': 'application/json',
+    headers = {'Host': 'localhost', 'Content-Type': 'application/json',
                'Content-Length': len(body)} | headers
     lines = [f'POST {path} HTTP/1.1', *(f'{name}: {value}' for name, value in headers.items())]
     return '\r\n'.join(lines).encode() + b'\r\n\r\n' + body
@@ -117,7 +117,7 @@ def test_openais_client_raises_its_own_errors(running, held):
     first = threading.Thread(target=lambda: pytest.raises(
         openai.InternalServerError, client.completions.create, model='tiny', prompt='a'))
     first.start()
-    eventually(lambda: server.worker._num_open == 1)
+    eventually(lambda: server.worker._num_open.total() == 1)
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model='tiny', prompt='a', stream=True)
     first.join()
@@ -127,16 +127,16 @@ def test_openais_client_raises_its_own_errors(running, held):
 
 # -- bytes on the wire -----------------------------------------------------------------------------
 
-POST = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
+POST = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
 MALFORMED = [
     b'GARBAGE\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n',
-    b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n',
+    b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: abc\r\n\r\n',
     b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',
     POST + b'Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef',
     POST + b'Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n',
-    b'GET /nowhere HTTP/9.9\r\nHost: x\r\n\r\n',
-    b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nHost : y\r\n\r\n',
-    b'GET /' + b'a' * 100_000 + b' HTTP/1.1\r\nHost: x\r\n\r\n',
+    b'GET /nowhere HTTP/9.9\r\nHost: localhost\r\n\r\n',
+    b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nHost : y\r\n\r\n',
+    b'GET /' + b'a' * 100_000 + b' HTTP/1.1\r\nHost: localhost\r\n\r\n',
 ]
 
 
@@ -228,7 +228,7 @@ def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
     results = []
     threads = [threading.Thread(target=lambda: results.append(ask(server))) for _ in range(3)]
     [thread.start() for thread in threads]
-    eventually(lambda: server.worker._num_open == 3)
+    eventually(lambda: server.worker._num_open.total() == 3)
     stopping(server)
     with pytest.raises(OSError):
         connect(server, b'').recv(1)
