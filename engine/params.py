@@ -130,10 +130,10 @@ def shown(value) -> str:
 
 
 def present(given: dict) -> dict:
-    """The fields of a JSON object that say something: null, '' and [], and the seed -1, are the
-    same as omitting one."""
+    """The fields of a JSON object that say something: null, '', [] and {}, and the seed -1, are
+    the same as omitting one."""
     return {name: value for name, value in given.items()
-            if value not in (None, '', []) and (name, value) != ('seed', -1)}
+            if value not in (None, '', [], {}) and (name, value) != ('seed', -1)}
 
 
 def encodable(value):

@@ -27,14 +27,19 @@ CHAT = COMMON | {'messages': None, 'logprobs': bool, 'top_logprobs': range(MAX_L
 
 # fields that do not affect the text
 IGNORED = {'user', 'metadata', 'service_tier', 'safety_identifier', 'prompt_cache_key',
-           'prompt_cache_retention'}
+           'prompt_cache_retention', 'request_id'}
 # unsupported fields of OpenAI and vLLM -> values equivalent to omitting them
-UNSUPPORTED = {'frequency_penalty': (0,), 'presence_penalty': (0,), 'logit_bias': ({},),
-               'store': (False,), 'min_tokens': (0,), 'skip_special_tokens': (True,)}
-UNSUPPORTED_COMPLETION = UNSUPPORTED | {'echo': (False,), 'suffix': ('',), 'best_of': (1,)}
+UNSUPPORTED = {
+    'frequency_penalty': (0,), 'presence_penalty': (0,), 'logit_bias': ({},), 'store': (False,),
+    'echo': (False,), 'min_tokens': (0,), 'skip_special_tokens': (True,),
+    'spaces_between_special_tokens': (True,), 'include_stop_str_in_output': (False,),
+    'use_beam_search': (False,), 'length_penalty': (1,), 'early_stopping': (False,)}
+UNSUPPORTED_COMPLETION = UNSUPPORTED | {'suffix': ('',), 'best_of': (1,)}
 UNSUPPORTED_CHAT = UNSUPPORTED | {
-    'tools': ([],), 'tool_choice': ('none', 'auto'), 'response_format': ({'type': 'text'},),
-    'modalities': (['text'],), 'parallel_tool_calls': (True, False)}
+    'tools': ([],), 'tool_choice': ('none', 'auto'), 'functions': ([],),
+    'function_call': ('none', 'auto'), 'response_format': ({'type': 'text'},),
+    'modalities': (['text'],), 'parallel_tool_calls': (True, False),
+    'add_generation_prompt': (True,), 'continue_final_message': (False,)}
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def _fields(document, table, unsupported, service) -> dict:
         raise _invalid(f'the body is {shown(document)}: must be a JSON object')
     known, given = SAMPLING | table, present(document)
     for name, value in given.items():
-        if name in unsupported and value not in unsupported[name]:
+        if name in unsupported and not _changes_nothing(name, given, unsupported[name]):
             allowed = ' or '.join(map(repr, unsupported[name]))
             raise _invalid(f'{name}={shown(value)} is not supported: leave it out, or give '
                            f'{allowed}', name, 'unsupported_value')
@@ -125,6 +130,20 @@ def _fields(document, table, unsupported, service) -> dict:
         raise ApiError(404, f'there is no model {shown(model)}: this server has '
                             f'{service.model!r}', 'model', 'model_not_found')
     return fields
+
+
+def _changes_nothing(name, given, equivalent) -> bool:
+    """Whether an unsupported field has the same effect as its omission, beside the others."""
+    value = given[name]
+    if name == 'tools' and given.get('tool_choice') == 'none':
+        return True
+    if name == 'best_of' and value == given.get('n', 1):
+        return True
+    if name == 'min_tokens' and not given.keys() & {'stop', 'stop_token_ids'}:
+        longest = given.get('max_tokens', given.get('max_completion_tokens'))
+        if given.get('ignore_eos') is True and value == longest:
+            return True
+    return value in equivalent
 
 
 def _checked(name, value, allowed, param):
@@ -173,7 +192,8 @@ def _include_usage(options, stream) -> bool:
 
 
 def _params(fields, service, logprobs, stops) -> SamplingParams:
-    if 'max_tokens' in fields and 'max_completion_tokens' in fields:
+    length = fields.get('max_tokens')
+    if length is not None and fields.get('max_completion_tokens', length) != length:
         raise _invalid('max_tokens and max_completion_tokens are the same: give one of them',
                        'max_tokens')
     given = [name for name in SAMPLING if name in fields]
@@ -260,6 +280,8 @@ def _check_conversation(num_tokens, service):
 def _message(message, param, service) -> tuple[str, str, str]:
     """(role, name, text)"""
     given = present(message) if isinstance(message, dict) else {}
+    if given.get('type') == 'text':  # lm-evaluation-harness says so
+        del given['type']
     if not given or given.keys() - {'role', 'content', 'name'}:
         raise _invalid(f'{param}={shown(message)}: must be an object with role and content '
                        '(and name)', param)
@@ -268,11 +290,11 @@ def _message(message, param, service) -> tuple[str, str, str]:
     if role not in ('system', 'developer', 'user', 'assistant'):
         raise _invalid(f'{param}: role={shown(role)}: allowed are system, developer, user, '
                        'assistant', param)
-    _check_length(text, service, param)
     name = given.get('name', service.reply_as if role == 'assistant' else service.user)
     is_line = isinstance(name, str) and name.isprintable()
     if 'name' in given and (not is_line or end in service.template.head(name)):
         raise _invalid(f'{param}: name={shown(name)} cannot be the name of a turn', param)
+    _check_length(name + text, service, param)
     if role == 'assistant':  # the reply may have been cut off inside its end-of-turn text
         cut = next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
         text = text[:len(text) - cut]

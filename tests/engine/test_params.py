@@ -66,7 +66,7 @@ def test_equivalent_values_become_one():
     assert repr(floats) == repr(SamplingParams(50, top_k=3, seed=-7, stop_tokens=(4,), logprobs=2))
 
 
-WRONG = [True, '1', [1], {}, math.nan, math.inf, b'x']
+WRONG = [True, '1', [1], {'a': 1}, math.nan, math.inf, b'x']
 
 
 @pytest.mark.parametrize('name', NAMES[:7] + ['logprobs'])
@@ -88,7 +88,7 @@ def test_wrong_stop_tokens_and_texts_are_refused(name, value, why):
     message.encode()  # can be printed
 
 
-@pytest.mark.parametrize('value', [0, 1, 'true', {}])
+@pytest.mark.parametrize('value', [0, 1, 'true', {'a': 1}])
 def test_ignore_eos_is_true_or_false(value):
     assert f'ignore_eos={value!r}: must be true or false' == refusal(ignore_eos=value)
 
@@ -98,7 +98,8 @@ def test_a_dict_overrides_the_defaults_and_only_those_that_it_names():
     assert defaults.stop == ('x',) and SamplingParams.from_dict({}, defaults) == defaults
     given = SamplingParams.from_dict({'top_k': 2, 'stop': ['a', 'b']}, defaults)
     assert given == SamplingParams(temperature=0.5, top_k=2, stop=('a', 'b'), seed=3)
-    nothing = {'top_k': None, 'stop': '', 'stop_tokens': [], 'seed': -1, 'unknown': None}
+    nothing = {'top_k': None, 'stop': '', 'stop_tokens': [], 'seed': -1, 'top_p': {},
+               'unknown': None}
     assert SamplingParams.from_dict(nothing, defaults) == defaults
 
 

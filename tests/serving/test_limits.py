@@ -41,7 +41,7 @@ WRONG = [
     (dict(max_tokens=0), 'max_tokens', '=0'),
     (dict(max_tokens=10 ** 400), 'max_tokens', 'at most'),
     (dict(max_completion_tokens=-3), 'max_completion_tokens', 'max_completion_tokens=-3'),
-    (dict(max_tokens=3, max_completion_tokens=3), 'max_tokens', 'one of them'),
+    (dict(max_tokens=3, max_completion_tokens=4), 'max_tokens', 'one of them'),
     (dict(temperature='hot'), 'temperature', "'hot'"),
     (dict(top_p=1.1), 'top_p', '1.1'),
     (dict(repetition_penalty=0), 'repetition_penalty', '0'),
@@ -53,6 +53,8 @@ WRONG = [
     (dict(stop_token_ids=[-1]), 'stop_token_ids', 'stop_token_ids=[-1]'),
     (dict(stop_token_ids=[99]), None, 'stop token 99'),
     (dict(min_tokens=1), 'min_tokens', 'not supported'),
+    *((dict(min_tokens=9, ignore_eos=True) | ends, 'min_tokens', 'not supported')
+      for ends in (dict(max_tokens=20), dict(max_tokens=9, stop='a'))),
     (dict(skip_special_tokens=False), 'skip_special_tokens', 'not supported'),
     (dict(logprobs=21), 'logprobs', '21'),
     (dict(stream='yes'), 'stream', "'yes'"),
@@ -62,7 +64,7 @@ WRONG = [
     (dict(frequency_penalty=0.5), 'frequency_penalty', '0.5'),
     (dict(echo=True), 'echo', 'True'),
     (dict(logit_bias={'5': 1}), 'logit_bias', 'not supported'),
-    (dict(best_of=3), 'best_of', '3'),
+    (dict(best_of=3, n=2), 'best_of', '3'),
 ]
 # the same in addition to messages=[USER]
 WRONG_CHATS = [
@@ -82,6 +84,8 @@ WRONG_CHATS += [(dict(messages=[message]), 'messages[0]', named) for message, na
     ({'role': 'user', 'content': [{'type': 'image_url'}]}, 'parts of type text'),
     ({'role': 'user', 'content': [{'type': 'text', 'text': 5}]}, '5 is not'),
     (USER | {'bogus': 1}, 'bogus'),
+    (USER | {'type': 'image'}, 'image'),
+    (USER | {'name': 'a' * 60}, '63 characters'),
     (USER | {'name': 'd'}, "name='d'"),
     (USER | {'name': 'Q'}, "'Q'"),
     ({'role': 'user', 'content': 'adb'}, 'a turn ends at'),

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from tests.helpers.serving import ending
-from tests.serving.conftest import COMPLETIONS, USER, expected
+from tests.serving.conftest import CHAT, COMPLETIONS, USER, expected
 from tests.serving.test_answers import pieces
 
 
@@ -20,6 +20,29 @@ def test_messages_that_say_nothing_and_system_messages_in_the_middle(serve, mess
     document = server.chat(*messages, **fields).json()
     assert document['usage']['prompt_tokens'] == len(rendered)
     assert document['choices'][0]['token_ids'] == said.tokens
+
+
+@pytest.mark.parametrize('fields', [
+    dict(chat_template_kwargs={}, function_call='auto', functions=[], echo=False,
+         spaces_between_special_tokens=True, add_generation_prompt=True,
+         continue_final_message=False),
+    dict(tools=[{'type': 'function'}], tool_choice='none'),
+    dict(messages=[USER | {'type': 'text', 'provider_specific_fields': {}}])], ids=str)
+def test_fields_of_a_chat_that_change_nothing(serve, fields):
+    server = serve()
+    plain = server.chat(USER, seed=1).json()['choices']
+    assert server.post(CHAT, dict(messages=[USER], seed=1) | fields).json()['choices'] == plain
+
+
+@pytest.mark.parametrize('fields, same', [
+    (dict(n=2, best_of=2), dict(n=2)), (dict(max_completion_tokens=20), {}),
+    (dict(min_tokens=20, ignore_eos=True), {}),
+    (dict(use_beam_search=False, length_penalty=1.0, early_stopping=False, request_id='x',
+          include_stop_str_in_output=False), {})], ids=str)
+def test_fields_of_a_completion_that_change_nothing(serve, fields, same):
+    server = serve()
+    plain = server.complete(seed=1, max_tokens=20, **same).json()['choices']
+    assert server.complete(seed=1, max_tokens=20, **fields).json().get('choices') == plain
 
 
 def test_half_a_surrogate_pair_is_a_replacement_character(serve):
