@@ -110,7 +110,9 @@ class Dialogue:
     def reply(self, name: str, text: str, ids: list[int]) -> None:
         """Append a turn that was generated after `prompt(name)`: its text, without the end of the
         turn, and its token ids. The ids are kept if they decode to the turn, so that the next
-        prompt is in the prefix cache."""
+        prompt is in the prefix cache; an end-of-text token at their end is left out."""
+        if ids and ids[-1] == self.tokenizer.end_of_text:
+            ids = ids[:-1]
         end, decoded = self.template.end, self.tokenizer.decode(ids)
         if decoded == text:
             ids = ids + self._encoded(end)

@@ -6,6 +6,7 @@ import pytest
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
 from engine.dialogue import Dialogue, Template
+from tests.helpers.serving import ending
 
 LETTERS = 'ABabcdefg .\n'
 TOKENIZER = CharTokenizer({c: i for i, c in enumerate(LETTERS)}, dict(enumerate(LETTERS)))
@@ -48,6 +49,14 @@ def test_a_reply_says_its_text_however_it_ended(said):
     d.say('A', 'abc')
     d.reply('B', 'de', TOKENIZER.encode(said))
     assert TOKENIZER.decode(d.turns[-1].ids) == 'B.\nde\n\n'
+
+
+def test_a_reply_that_ended_with_the_token_for_it_keeps_its_tokens():
+    _, tokenizer = ending()
+    d = Dialogue(tokenizer, Template('{name}.\n{text}\n\n'))
+    sampled = [*b'e', 0xe2, 0x82]  # part of a character: its text has other tokens
+    d.reply('B', tokenizer.decode(sampled), sampled + [tokenizer.end_of_text])
+    assert d.turns[-1].ids == [*b'B.\n', *sampled, *b'\n\n']
 
 
 def test_texts_that_nobody_says_stand_between_the_turns():
