@@ -102,7 +102,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
                              shared_prefix)]
     if cors:  # outermost: a preflight has no key, and refusals can be read too
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
-                                        allow_methods=['GET', 'POST']))
+                                        allow_methods=['GET', 'POST'], allow_private_network=True))
     handlers = dict.fromkeys((HTTPException, ApiError, Exception), _on_error)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False

@@ -87,4 +87,6 @@ def test_pages_of_another_origin(serve):
         for each in (preflight, response):
             assert each.headers.get('access-control-allow-origin') == allowed
     headers = ask | {'Origin': origin}
+    network = {'Access-Control-Request-Private-Network': 'true'}  # Chrome, from a public page
+    assert server.client.options(COMPLETIONS, headers=headers | network).status_code == 200
     assert serve().client.options(COMPLETIONS, headers=headers).status_code == 405
