@@ -21,6 +21,7 @@ At the prompt, text is your turn, and a line that begins with / a command:
 
 Ctrl-C ends a reply. The conversation is saved after every turn, and continued next time.
 """
+import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from config.errors import UserError
 from config.sizes import nice_bytes, parse_bytes
 from engine.dialogue import Dialogue, Template, longest_context
 from engine.engine import Engine
-from engine.params import SamplingParams, sample_seed
+from engine.params import SamplingParams, encodable, sample_seed
 from interop.load import load
 
 
@@ -177,7 +178,9 @@ class Chat:
 
 
 def talk(chat) -> None:
-    """Read lines until the end of input."""
+    """Read lines until the end of input. Bytes that are not UTF-8 become U+FFFD."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # it may be replaced by any object
+        sys.stdin.reconfigure(errors='replace')
     while True:
         try:
             prompt = chat.dialogue.template.head(chat.s.user) if sys.stdin.isatty() else ''
@@ -199,6 +202,8 @@ def talk(chat) -> None:
 
 def main(argv=None):
     s = configurator.parse('chat', argv, usage=__doc__)
+    for name in ('user', 'reply_as', 'turn'):  # bytes that are not UTF-8
+        setattr(s, name, encodable(getattr(s, name)))
     model, tokenizer = load(s)
     chat = Chat(s, model, tokenizer)
     if chat.path.is_file():

@@ -1,5 +1,6 @@
 """chat.py: lines in, replies out; the conversation survives interrupts, errors and restarts."""
 import builtins
+import io
 import json
 import re
 
@@ -57,6 +58,17 @@ def test_a_reply_ends_with_the_token_for_it(talk, monkeypatch):
     monkeypatch.setattr(chat, 'load', lambda s: ending())
     talk(['\ufeffab', 'ba'], max_seq_len=60)  # a byte order mark
     assert talk.turns() == [('a', 'ab'), ('b', ''), ('a', 'ba'), ('b', '')]
+
+
+@pytest.mark.parametrize('errors', ['strict', 'surrogateescape'])  # depends on the locale
+def test_bytes_that_are_not_utf8_are_replacement_characters(monkeypatch, tmp_path, errors):
+    monkeypatch.setattr(chat, 'load', lambda s: ending())
+    lines = io.BytesIO(b'caf\xe9\n/fork \xe9\nho\n')
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(lines, 'utf-8', errors))
+    chat.main(flags(NAMES | dict(history=tmp_path / 'h', max_seq_len=60, reply_as='b\udce9')))
+    branches = json.loads((tmp_path / 'h').read_text())['branches']
+    said = [(turn['name'], turn['text']) for turn in branches['\ufffd']]
+    assert said == [('a', 'caf\ufffd'), ('b\ufffd', ''), ('a', 'ho'), ('b\ufffd', '')]
 
 
 def test_the_prefix_cache_changes_no_reply(talk, monkeypatch, tmp_path):
