@@ -294,7 +294,8 @@ def _message(message, param, service) -> tuple[str, str, str]:
     is_line = isinstance(name, str) and name.isprintable()
     if 'name' in given and (not is_line or end in service.template.head(name)):
         raise _invalid(f'{param}: name={shown(name)} cannot be the name of a turn', param)
-    _check_length(name + text, service, param)
+    for written in (name, text):
+        _check_length(written, service, param)
     if role == 'assistant':  # the reply may have been cut off inside its end-of-turn text
         cut = next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
         text = text[:len(text) - cut]

@@ -236,7 +236,7 @@ def test_a_chat_that_goes_on_past_the_end_of_the_turn(serve, ignore):
 def test_fields_of_the_wrong_type_are_refused(serve, name):
     client = serve().client
     for path, valid in ((COMPLETIONS, dict(prompt='a')), (CHAT, dict(messages=[USER]))):
-        for value in (0, 1, 'true', [1], {}, 1.0):
+        for value in (0, 1, 'true', [1], {'a': 1}, 1.0):
             for stream in (False, True):
                 response = client.post(path, json=valid | {name: value, 'stream': stream})
                 assert_refused(response, 400, name, 'true or false', param=name)

@@ -85,7 +85,7 @@ WRONG_CHATS += [(dict(messages=[message]), 'messages[0]', named) for message, na
     ({'role': 'user', 'content': [{'type': 'text', 'text': 5}]}, '5 is not'),
     (USER | {'bogus': 1}, 'bogus'),
     (USER | {'type': 'image'}, 'image'),
-    (USER | {'name': 'a' * 60}, '63 characters'),
+    (USER | {'name': 'a' * 61}, '61 characters'),
     (USER | {'name': 'd'}, "name='d'"),
     (USER | {'name': 'Q'}, "'Q'"),
     ({'role': 'user', 'content': 'adb'}, 'a turn ends at'),
