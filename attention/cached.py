@@ -54,7 +54,11 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
         k, v = dequantized(q.dtype, *stored)
         with sdpa_of_any_shape(q.device):
             return blockwise_local_attention(q, k, v, window, sink=sink)
-    most = max(FEWEST, SCORES // (q.size(0) * q.size(1) * S))
+    if t == 1:
+        window = 0
+    # scores of quantized keys exist one tile at a time; fewer queries would decode the keys oftener
+    n_keys = S if k.dtype == q.dtype else min(S, max(1, TILE // (k.size(1) * q.size(3))))
+    most = max(FEWEST, SCORES // (q.size(0) * q.size(1) * n_keys))
     if t > most:
         pieces = []
         for start in range(0, t, most):
@@ -71,7 +75,7 @@ def _attend_chunk(q, k, v, k_scale, v_scale, kv_lens, window, sink):
     t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
     mask = None
     if t > 1 or kv_lens is not None:
-        mask = _mask(t, S, kv_lens, window if t > 1 else 0, q.device)
+        mask = _mask(t, S, kv_lens, window, q.device)
         if t > 1:  # for the t queries of each head of a group
             mask = mask.repeat(1, 1, q.size(1) // k.size(1), 1)
     # fold the query heads of one K/V head into one matrix, so that K and V are never expanded
@@ -93,7 +97,7 @@ def kernel_takes(q, k, sink=None) -> bool:
 def _mask(t, S, kv_lens, window, device):
     """(B or 1, 1, t, S) bool, True = visible."""
     k_pos = torch.arange(S, device=device)
-    if t == 1:
+    if t == 1 and not window:
         return (k_pos < kv_lens[:, None])[:, None, None]
     first = S - t if kv_lens is None else (kv_lens - t)[:, None, None, None]
     q_pos = torch.arange(t, device=device)[:, None] + first

@@ -53,8 +53,11 @@ STORED = pytest.mark.parametrize('attend, held', [(attend, lambda x: x), (attend
 
 @pytest.fixture(params=[1, 30, 100, 2 ** 18])
 def tile(request, monkeypatch):
-    """Elements of K per tile: one position, several positions, entire rows, or everything."""
+    """Elements of K per tile: one position, several positions, entire rows, or everything. A chunk
+    of more than 4 queries is also cut, except in the last case."""
     monkeypatch.setattr(tiles, '__defaults__', (request.param,))
+    monkeypatch.setattr(cached, 'SCORES', request.param)
+    monkeypatch.setattr(cached, 'FEWEST', 4)
 
 
 def gap(a, b):
