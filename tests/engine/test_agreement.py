@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
-from engine import captured, native
+from engine import agreement, captured, native
 from engine.agreement import KNOWN_FIELDS, unknown_field
 from engine.captured import captured_decode
 from engine.fused import FusedBlock
@@ -82,6 +82,29 @@ def test_a_step_that_computes_the_same_is_used(fast_step, kv_dtype):
     state = torch.get_rng_state()
     assert fast_step(model, model.new_cache(2, 64, kv_dtype)) is not None
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize('dtype, vocab_size', [(torch.bfloat16, 64), (torch.float32, 1)])
+def test_rounding_of_large_or_few_logits_is_no_difference(native_step, dtype, vocab_size):
+    """GPT-2's logits are about -100, a multiple of 0.5 in bfloat16, and differ by about 3."""
+    model = random_model(GPTConfig(**SMALL | dict(vocab_size=vocab_size), bias=True), torch.float32)
+    with torch.no_grad():
+        model.transformer.wte.weight[:, 0] = 1
+        model.transformer.ln_f.bias[0] -= 150
+    model.to(dtype)
+    assert native_step(model, model.new_cache(2, 64)) is not None
+
+
+def test_large_windows_are_compared_row_by_row(native_step, monkeypatch):
+    """A comparison takes the memory of one long row, also past the window; K and V are equal."""
+    made, compared = [], agreement._agree
+    monkeypatch.setattr(agreement, 'NBYTES', 2 ** 12)
+    monkeypatch.setattr(agreement, '_agree',
+                        lambda *args: made.append(args[2]) or compared(*args))
+    config = GPTConfig(**SMALL | dict(window_size=16))
+    model = random_model(config, torch.float32)
+    assert native_step(model, model.new_cache(2, 64)) is not None
+    assert made == [[0, 9], [15], [30], [30]]
 
 
 @pytest.mark.parametrize('wrong', [
