@@ -116,6 +116,15 @@ def test_a_change_that_acts_anywhere_is_seen(native_step, monkeypatch, capsys, w
     assert refused(native_step, capsys, 'other logits than model.py')
 
 
+def test_a_change_that_acts_where_a_row_sits_out_is_seen(native_step, monkeypatch, capsys):
+    attend = CausalSelfAttention.attend_to_cache
+
+    def changed(self, q, kv, cache):
+        return attend(self, q * (1 if all(cache._step.lens) else 1.5), kv, cache)
+    monkeypatch.setattr(CausalSelfAttention, 'attend_to_cache', changed)
+    assert refused(native_step, capsys, 'other logits than model.py')
+
+
 def test_a_change_that_acts_later_is_seen_in_fused_blocks(fused_step, monkeypatch, capsys):
     sharpened(monkeypatch, lambda start: start >= 8)
     assert refused(fused_step, capsys, 'other logits than model.py')
