@@ -138,6 +138,8 @@ def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
 def _adapt_moments(optimizer: dict, crop: int | None) -> None:
     """Crop or remove AdamW's state for wpe, the second parameter of its first group."""
     state, groups = optimizer['state'], optimizer['param_groups']
+    if not state:
+        return
     index = next(group['params'][1] for group in groups if 'betas' in group)
     if crop is not None:
         for name, x in state.get(index, {}).items():

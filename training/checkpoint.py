@@ -25,7 +25,10 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
-            'best_val_loss': (torch.Tensor, float), 'config': dict}
+            'best_val_loss': (torch.Tensor, float, int), 'config': dict}
+HEAD, EMBEDDING = 'lm_head.weight', 'transformer.wte.weight'
+# what torch says of an object that it does not read with weights_only=True
+OBJECT = re.compile(r'GLOBAL (\S+) was not an allowed global')
 # parts of names that torch.compile and DistributedDataParallel add
 WRAPPERS = {'_orig_mod', 'module'}
 # causal masks, which nanoGPT without flash attention and old versions of transformers also save
@@ -102,6 +105,10 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # torch raises errors of many types
+        if held := OBJECT.search(str(e)):
+            raise UserError(f'checkpoint {path} holds a Python object ({held[1]}), which is not '
+                            'read because that could run code: save it again with tensors and '
+                            'plain numbers only, such as best_val_loss.item()') from e
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise UserError(f'checkpoint {path} is damaged or not a checkpoint: {reason[:200]}') from e
     has = checkpoint if isinstance(checkpoint, dict) else {}
@@ -113,6 +120,9 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
         if not isinstance(value, kind) or (key == 'iter_num' and value < 0):
             raise UserError(f'checkpoint {path}: invalid {key} {str(value)[:50]!r}')
     checkpoint['model'] = _unwrapped(path, checkpoint['model'])
+    _tie(path, checkpoint['model'])
+    if not checkpoint.get('optimizer'):  # stripped of it, to be shared
+        checkpoint['optimizer'] = {'state': {}, 'param_groups': []}
     if whole and 'shards' in checkpoint:
         fill_from_shards(path, checkpoint)
     return checkpoint
@@ -129,6 +139,22 @@ def _unwrapped(path: Path, weights: dict) -> dict:
             raise UserError(f'checkpoint {path} has {name} twice, also as {saved_name}')
         found[name] = x
     return found
+
+
+def _tie(path: Path, weights: dict) -> None:
+    """Add the output layer if only the embedding, which is the same matrix, was saved. UserError:
+    if they differ, because loading them would replace one by the other."""
+    head, embedding = weights.get(HEAD), weights.get(EMBEDDING)
+    if not torch.is_tensor(embedding):
+        return
+    if head is None:
+        weights[HEAD] = embedding
+        return
+    comparable = torch.is_tensor(head) and head.shape == embedding.shape
+    # weights that have diverged hold NaN, which equals nothing
+    if comparable and not torch.equal(head.nan_to_num(), embedding.nan_to_num()):
+        raise UserError(f'checkpoint {path} has an output layer ({HEAD}) that differs from its '
+                        f'embedding ({EMBEDDING}); here the two are one matrix')
 
 
 @contextlib.contextmanager
@@ -316,7 +342,7 @@ def fill_from_shards(path: Path, checkpoint: dict) -> None:
     tensors = read_shards(path, checkpoint.pop('shards'))
     checkpoint['model'] = {key.removeprefix('model.'): x for key, x in tensors.items()
                            if key.startswith('model.')}
-    checkpoint['model']['lm_head.weight'] = tensors['model.transformer.wte.weight']  # tied
+    checkpoint['model'][HEAD] = checkpoint['model'][EMBEDDING]  # tied
     checkpoint['optimizer'] = merge_moments(checkpoint['optimizer'], tensors)
 
 

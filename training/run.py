@@ -194,6 +194,8 @@ class Run:
                 raise UserError(f'{self.origin} was trained with optimizer={kind!r}, whose state '
                                 f'{self.s.optimizer!r} cannot use: go on with --optimizer={kind}')
             load_optimizer(self.optimizer, saved['optimizer'])
+            if saved['iter_num'] and not saved['optimizer']['state']:
+                print(f'Note: {self.origin} has no state of an optimizer, which starts anew')
         if saved.get('scaler'):
             with ckpt.restoring(self.origin, 'scaler'):
                 self.scaler.load_state_dict(saved['scaler'])

@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,29 @@ def test_only_masks_are_dropped_and_no_weight_replaces_another(tmp_path):
         load_weights(model, load_checkpoint(path), path)
     torch.save({'model': weights | {'module.lm_head.weight': torch.ones(12, 16)}, **rest}, path)
     with pytest.raises(UserError, match='lm_head.weight twice, also as module.lm_head.weight'):
+        load_checkpoint(path)
+
+
+def test_an_output_layer_is_the_embedding_or_refused(tmp_path):
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=12))
+    path, weights = tmp_path / 'ckpt.pt', model.state_dict()
+    rest = dict(model_args={}, iter_num=0, best_val_loss=2, config={})
+    torch.save({'model': weights | {'lm_head.weight': torch.ones(12, 16)}, **rest}, path)
+    with pytest.raises(UserError, match='lm_head.weight.* differs from its embedding'):
+        load_checkpoint(path)
+    embedding = weights['transformer.wte.weight']
+    embedding[0, 0] = torch.nan  # of a run that diverged
+    for head in ({'lm_head.weight': embedding.clone()}, {}):
+        kept_weights = {name: x for name, x in weights.items() if name != 'lm_head.weight'}
+        torch.save({'model': kept_weights | head, **rest}, path)
+        load_weights(model, load_checkpoint(path), path)
+
+
+def test_an_object_in_a_checkpoint_is_named_with_the_remedy(tmp_path):
+    path = tmp_path / 'ckpt.pt'
+    torch.save(dict(model={}, model_args={}, iter_num=0, best_val_loss=np.float64(1), config={}),
+               path)
+    with pytest.raises(UserError, match=r'object \(numpy.*scalar\).*best_val_loss.item\(\)$'):
         load_checkpoint(path)
 
 

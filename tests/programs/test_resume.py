@@ -191,3 +191,16 @@ def test_a_nanogpt_checkpoint_resumes(tmp_path, trained, form):
     saved = load(run.path)
     assert saved['model'].keys() == ours.keys()
     assert all(group['fused'] for group in saved['optimizer']['param_groups'])
+
+
+@pytest.mark.parametrize('settings', [{}, {'block_size': 8}])
+@pytest.mark.parametrize('optimizer', [None, {}, 'absent'])
+def test_a_checkpoint_without_an_optimizer_resumes_with_a_note(
+        tmp_path, trained, optimizer, settings, capsys):
+    checkpoint = load(trained['vanilla'] / 'ckpt.pt') | {'optimizer': optimizer}
+    if optimizer == 'absent':
+        del checkpoint['optimizer']
+    torch.save(checkpoint, tmp_path / 'ckpt.pt')
+    run = run_train(tmp_path, init_from='resume', max_iters=12, **settings)
+    assert run.rows[-1]['iter'] == 12
+    assert 'has no state of an optimizer, which starts anew' in capsys.readouterr().out
