@@ -59,6 +59,9 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
         raise SystemExit(0)
     while args:
         arg = args.popleft()
+        if not arg:
+            raise UserError('an argument is empty, such as that of a shell variable without a '
+                            'value: leave it out')
         if arg.startswith('-'):
             name, value = _flag(arg, args, keys)
             source, changed = COMMAND_LINE, {name: value}
@@ -169,6 +172,9 @@ def _find(arg: str, takes_folder: bool) -> Path:
     for path in (Path(arg), ROOT / arg):
         if path.is_file():
             return path
+    name, _, value = arg.lstrip('–—-').partition('=')  # dashes of word processors
+    if name != arg and name.isidentifier():
+        raise UserError(f'{arg!r}: flags are written --key=value, as in --{name}={value}')
     if takes_folder and not arg.endswith('.py'):
         kind, known = 'folder of a run', [path.parent for path in Path().glob('out*/ckpt.pt')]
     else:
@@ -187,11 +193,14 @@ def _run_file(arg, path, text, values, keys):
     namespace = dict(values, __file__=str(path), __name__='config')
     try:
         symbols = symtable.symtable(text, str(path), 'exec').get_symbols()
+        _check_statements(arg, text)
         exec(compile(text, str(path), 'exec'), namespace)  # the user's own file, as in nanoGPT
+    except UserError:
+        raise
     except Exception as e:
         frames = traceback.extract_tb(e.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        line = e.lineno if isinstance(e, SyntaxError) else (lines or '?')[-1]
+        line = (e.lineno or '?') if isinstance(e, SyntaxError) else (lines or '?')[-1]
         reason = f"{type(e).__name__}: {' '.join(str(e).split())}"
         raise UserError(f'{arg}, line {line}: {reason}') from e
     assigned = {name.get_name() for name in symbols if name.is_assigned()}
@@ -210,6 +219,19 @@ def _run_file(arg, path, text, values, keys):
         raise UserError(_unknown(unknown, ALL_KEYS, arg)
                         + '; start helper names with an underscore')
     return changed
+
+
+def _check_statements(arg: str, text: str) -> None:
+    """Raise UserError for a statement of a config file that sets nothing and calls nothing, such
+    as JSON, YAML (`key: 1`) or a comparison (`key == 1`)."""
+    for node in ast.parse(text).body:
+        declared = isinstance(node, ast.AnnAssign) and node.value is None
+        lone = isinstance(node, ast.Expr) and not any(
+            isinstance(part, (ast.Call, ast.NamedExpr)) for part in ast.walk(node))
+        is_text = lone and isinstance(node.value, ast.Constant)
+        if declared or (lone and not is_text):
+            raise UserError(f'{arg}, line {node.lineno}: this sets nothing; a config file has '
+                            'lines of Python such as max_iters = 100')
 
 
 def _for_another_program(key: Key, value) -> bool:

@@ -205,6 +205,31 @@ def test_failing_config_file_names_file_line_and_reason(text, line, what, file):
     assert f'{path}, line {line}: {what}' in message
 
 
+@pytest.mark.parametrize('text, line', [
+    ('{"max_iters": 5}\n', 1),
+    ('batch_size = 5\nmax_iters: 5\n', 2),
+    ('max_iters == 5\n', 1),
+    ('[training]\nmax_iters = 5\n', 1)])
+def test_a_line_of_a_config_file_that_sets_nothing_is_refused(text, line, file):
+    path = file(text)
+    assert f'{path}, line {line}: this sets nothing' in refused(path)
+
+
+def test_docstrings_calls_and_types_beside_values_are_no_idle_lines(file):
+    path = file('"about"\nmax_iters: int = 5\nprint(end="")\n(batch_size := 3)\n')
+    assert (parse(path).max_iters, parse(path).batch_size) == (5, 3)
+
+
+@pytest.mark.parametrize('arg', ['max_iters=5', '\u2014max_iters=5', '\u2013max_iters=5'])
+def test_a_flag_without_its_dashes_is_no_missing_file(arg):
+    assert refused(arg) == f'{arg!r}: flags are written --key=value, as in --max_iters=5'
+
+
+@pytest.mark.parametrize('program', PROGRAMS)
+def test_an_empty_argument_is_named(program):
+    assert 'an argument is empty' in refused('', program=program)
+
+
 @pytest.mark.parametrize('content', [b"out_dir = '\xe9'\n", b'batch_size = 5\0'])
 def test_config_file_that_is_not_text_is_named(tmp_path, content):
     path = tmp_path / 'binary.py'
