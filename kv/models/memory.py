@@ -261,6 +261,10 @@ def keys_and_values(facts: Facts, i: int, local: bool) -> list[Part]:
         if type(value) is not int or value < 1:
             raise UserError(f'this config has {value!r} for its {name}: a whole number of at '
                             'least 1 is needed')
+    n_head = _query_heads(facts)
+    if n_head and heads > n_head:
+        raise UserError(f'this config has {heads} K/V heads and {n_head} query heads: at most as '
+                        'many K/V heads make sense')
     return [Part('K', heads, width), Part('V', heads, values)]
 
 

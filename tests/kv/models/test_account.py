@@ -270,10 +270,18 @@ def test_with_the_class_equals_a_config_that_says_all():
     (LLAMA | dict(num_hidden_layers=2, sliding_window=4, num_kv_shared_layers=1,
                   layer_types=['full_attention', 'sliding_attention']), 'no layer before them'),
     (LLAMA | dict(layer_types=['linear_attention'] * 32), 'nothing known about their state'),
+    (LLAMA | dict(num_key_value_heads=64), '64 K/V heads and 32 query heads'),
     (LLAMA | dict(kv_lora_rank=512), 'no qk_rope_head_dim')])
 def test_contradictory_configs(config, message, without_transformers):
     with pytest.raises(UserError, match=message):
         account(config)
+
+
+def test_what_a_property_of_a_config_class_raises_is_a_user_error():
+    pytest.importorskip('transformers')
+    with pytest.raises(UserError, match="not valid for transformers' Gemma3nTextConfig"):
+        account(dict(model_type='gemma3n_text', num_hidden_layers=4, num_kv_shared_layers=4,
+                     layer_types=['sliding_attention', 'full_attention'] * 2))
 
 
 @pytest.mark.parametrize('model_type', ['bert', 'electra', 'distilbert', 'modernbert', 'clip'])
