@@ -38,12 +38,14 @@ def agrees(model, cache, make_decode, share: float) -> bool:
     Args:
         cache: the one that will be used. It is not touched.
         make_decode: cache -> a step (n, 1) ids, lens -> (n, V) logits.
-        share: allowed difference, as a share of the standard deviation of the logits.
+        share: allowed difference (root mean square; the largest may be 5 times that), as a share
+            of the standard deviation of the logits.
     """
     windows = {slot.window for slot in model.plan.slots if slot.kind == LOCAL}
     lengths = {0, 9}
     for window in windows:
         lengths |= {window - 1, 2 * window - 2}  # the ring wraps after a token, and again
+
     def nbytes(n_rows, length):
         return model.plan.nbytes(n_rows, length + N_STEPS, cache.kv_dtype)
 
@@ -54,7 +56,10 @@ def agrees(model, cache, make_decode, share: float) -> bool:
     groups = [near, [far]]
     if nbytes(len(near), near[-1]) > NBYTES:
         groups = [near[:2], *([length] for length in near[2:]), [far]]
-    return all(_agree(model, cache, rows, make_decode, share) for rows in groups)
+    try:
+        return all(_agree(model, cache, rows, make_decode, share) for rows in groups)
+    except (AttributeError, KeyError, TypeError):  # the step needs a part that the model lacks
+        return False
 
 
 def _agree(model, cache, lengths, make_decode, share) -> bool:
@@ -77,9 +82,10 @@ def _agree(model, cache, lengths, make_decode, share) -> bool:
         ids = ids % model.config.vocab_size
         with triton_enabled(False):
             expected = model(ids, cache=plain, lens=lens)[0][rows, -1].double()
-        gap = (decode(ids, lens)[rows].double() - expected).abs().amax(-1)
+        gap = (decode(ids, lens)[rows].double() - expected).abs()
         allowed = share * expected.std(-1, correction=0) + rounding * expected.abs().amax(-1)
+        close = (gap.square().mean(-1).sqrt() <= allowed) & (gap.amax(-1) <= 5 * allowed)
         finite = expected.isfinite().all(-1)  # what else a step gives there does not matter
-        if not (gap <= allowed)[finite].all():
+        if not close[finite].all():
             return False
     return True

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
@@ -13,6 +14,7 @@ from engine.agreement import KNOWN_FIELDS, unknown_field
 from engine.captured import captured_decode
 from engine.fused import FusedBlock
 from engine.native.step import _note_once, native_decode
+from engine.weights import quantize_weights
 from model import Block, CausalSelfAttention
 from tests.helpers.models import FULL_STACK, configs, random_model, tokens
 
@@ -143,6 +145,17 @@ def test_a_change_that_the_fused_blocks_lack_is_captured(monkeypatch):
             idx = tokens(2, 1, seed=k)
             expected = model(idx, cache=one)[0][:, -1]
             assert (decode(idx) - expected).abs().max() < 1e-4
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(config=configs(), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+       kv_dtype=st.sampled_from(['auto', 'int8']), weights=st.sampled_from(['auto', 'int8']))
+def test_rounding_is_no_difference_in_any_model(native_step, config, dtype, kv_dtype, weights):
+    """Not even where attention is so sharp that rounding in bfloat16 and int8 is large."""
+    widths = dict(n_embd=32, head_dim=16, mlp_hidden=64, key_offset=False, kv_latent=0)
+    model = random_model(dataclasses.replace(config, **widths), dtype)
+    quantize_weights(model, weights)
+    assert native_step(model, model.new_cache(1, 40, kv_dtype)) is not None
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
