@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config.errors import UserError
+from config.files import regular_only
 
 try:
     import fcntl
@@ -95,7 +96,8 @@ def _open_locked(path, lock):
         with contextlib.ExitStack() as stack:
             # the previous holder may delete the file or the folder at any time: if so, try again
             with contextlib.suppress(FileNotFoundError):
-                file = stack.enter_context(open(path, 'a+', encoding='utf-8'))
+                file = stack.enter_context(open(path, 'a+', encoding='utf-8',
+                                                opener=regular_only))
                 lock(file)
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     stack.pop_all()

@@ -3,7 +3,6 @@
 A download is only used if its sha256 is correct. A failed one leaves no files behind.
 """
 
-import contextlib
 import hashlib
 import http.client
 import os
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TransferSpeedColumn
 
 from config.errors import UserError
+from config.files import replacing
 
 CHUNK = 1 << 18  # bytes read at a time
 TIMEOUT = 20.0  # seconds of silence from the server
@@ -37,21 +37,17 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
     file that cannot be written.
     """
     path = Path(path)
-    part = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     if not url.startswith('https://'):
         raise UserError(f'cannot fetch {url!r}: allowed are https URLs')
     try:
-        found = _download(url, part)
-        if found != sha256:
-            raise ValueError(f'the file has sha256 {found}; allowed is {sha256}')
-        os.replace(part, path)
+        with replacing(path) as part:
+            found = _download(url, part)
+            if found != sha256:
+                raise ValueError(f'the file has sha256 {found}; allowed is {sha256}')
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise UserError(f'cannot fetch {url} to {str(path)!r}: {reason}'
                         f'{"; " + hint if hint else ""}') from None
-    finally:
-        with contextlib.suppress(OSError):  # renamed after success, or never created
-            part.unlink()
 
 
 def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
@@ -125,7 +121,7 @@ def _download(url: str, part: Path) -> str:
         expected = int(length) if length.isdigit() else None
         task = progress.add_task(url.rsplit('/', 1)[-1], total=expected)
         part.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, 'wb') as file:
+        with open(part, 'xb') as file:
             while chunk := response.read(CHUNK):
                 file.write(chunk)
                 digest.update(chunk)

@@ -7,7 +7,6 @@ $NANOKV_CACHE), and verified on every load.
 """
 
 import base64
-import contextlib
 import hashlib
 import io
 import os
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from config.errors import UserError
+from config.files import replacing, user_cache
 from data.download import fetch_sdist, read_checked
 
 REQUIREMENT = 'openai-whisper==20250625'
@@ -97,8 +97,7 @@ def valid_text(text: str) -> str:
 
 def cache_folder() -> Path:
     """Return the cache folder: $NANOKV_CACHE, $XDG_CACHE_HOME/nanokv or ~/.cache/nanokv."""
-    caches = os.environ.get('XDG_CACHE_HOME') or Path('~/.cache').expanduser()
-    return Path(os.environ.get('NANOKV_CACHE') or Path(caches, 'nanokv'))
+    return Path(os.environ.get('NANOKV_CACHE') or user_cache())
 
 
 def _fetch(why: str) -> bytes:
@@ -115,17 +114,13 @@ def _fetch(why: str) -> bytes:
     if digest != RANKS_SHA256:
         raise UserError(f'{MEMBER} in {REQUIREMENT} has sha256 {digest}; allowed is {RANKS_SHA256}')
     folder = cache_folder()
-    part = folder / f'.gpt2.tiktoken.{os.getpid()}.tmp'
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(ranks)
-        os.replace(part, folder / 'gpt2.tiktoken')
+        with replacing(folder / 'gpt2.tiktoken') as part:
+            part.write_bytes(ranks)
     except OSError as error:
         print(f'cannot keep it in {str(folder)!r} ({error.strerror}); '
               'set NANOKV_CACHE to a folder of yours', file=sys.stderr)
-    finally:
-        with contextlib.suppress(OSError):  # renamed after success, or never created
-            part.unlink()
     return ranks
 
 

@@ -98,7 +98,7 @@ def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path, sto
     """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE.
     known: the `tokens_id` at that time; '' for checkpoints without one (nanoGPT's). stored: the
     metadata in the checkpoint, used if the data set is missing or has other tokens by now."""
-    if set(dataset) & set('/\\\0'):
+    if dataset == '..' or set(dataset) & set('/\\\0'):
         raise UserError(f'dataset={dataset!r} is not the name of a folder under data/')
     meta, source = read_meta(data_root / dataset) if dataset else None, f'data/{dataset}/meta.pkl'
     if stored is not None and known != tokens_id(meta):

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from config.errors import UserError
+from config.files import replacing
 from config.gpt_config import GPTConfig
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
@@ -34,6 +35,8 @@ WRAPPERS = {'_orig_mod', 'module'}
 # causal masks, which nanoGPT without flash attention and old versions of transformers also save
 MASKS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias')
 SHARDS = 'shards_'
+RUN = re.compile(r'[0-9a-f]{32}')  # a run's id; it becomes part of names
+SHARDS_NAME = re.compile(SHARDS + r'\w+')
 MOMENT = re.compile(r'optimizer\.(\d+)\.(.+)')
 
 
@@ -59,23 +62,6 @@ def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -
         # torch reports a full disk as an error about file positions
         reason = e if isinstance(e, OSError) else e.__context__ or e
         raise UserError(f'cannot write checkpoint {path}: {reason}') from e
-
-
-@contextlib.contextmanager
-def replacing(path: Path):
-    """Yield the name of a temporary file, which then replaces `path` atomically."""
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-    try:
-        yield temporary
-        os.replace(temporary, path)
-        with contextlib.suppress(OSError):  # not every system can open or sync a folder
-            fd = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-    finally:
-        temporary.unlink(missing_ok=True)  # renaming a link onto its own file does nothing
 
 
 def link_or_copy(path: Path, target: Path) -> None:
@@ -119,6 +105,7 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
         value = checkpoint[key]
         if not isinstance(value, kind) or (key == 'iter_num' and value < 0):
             raise UserError(f'checkpoint {path}: invalid {key} {str(value)[:50]!r}')
+    _check_names(path, checkpoint)
     checkpoint['model'] = _unwrapped(path, checkpoint['model'])
     _tie(path, checkpoint['model'])
     if not checkpoint.get('optimizer'):  # stripped of it, to be shared
@@ -126,6 +113,26 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
     if whole and 'shards' in checkpoint:
         fill_from_shards(path, checkpoint)
     return checkpoint
+
+
+def _check_names(path: Path, checkpoint: dict) -> None:
+    """Raise UserError unless the parts of a checkpoint that become names of files are plain."""
+    run, shards = checkpoint.get('run'), checkpoint.get('shards')
+    if run is not None and not (isinstance(run, str) and RUN.fullmatch(run)):
+        raise UserError(f'checkpoint {path}: invalid run {str(run)[:50]!r}: an id is 32 '
+                        'hexadecimal digits')
+    if shards is None:
+        return
+    folder = shards.get('folder') if isinstance(shards, dict) else None
+    if not (isinstance(folder, str) and SHARDS_NAME.fullmatch(folder)):
+        raise UserError(f'checkpoint {path}: invalid folder of shards {str(folder)[:50]!r}: it is '
+                        f'the name of a folder beside it, as {SHARDS}1234abcd_0001000_1234abcd')
+    files = shards.get('files')
+    plain = isinstance(files, dict) and all(
+        isinstance(name, str) and Path(name).name == name and type(size) is int
+        for name, size in files.items())
+    if not plain:
+        raise UserError(f'checkpoint {path}: invalid files of shards: they are names with sizes')
 
 
 def _unwrapped(path: Path, weights: dict) -> dict:
@@ -348,7 +355,8 @@ def fill_from_shards(path: Path, checkpoint: dict) -> None:
 
 def delete_unused_shards(folder: Path, run: str) -> None:
     """Delete the shards of this run that no checkpoint in the folder refers to."""
-    if unused := {path.name for path in folder.glob(f'{SHARDS}{run[:8]}_*')}:
+    prefix = f'{SHARDS}{run[:8]}_'
+    if unused := {path.name for path in folder.iterdir() if path.name.startswith(prefix)}:
         try:
             for path in folder.glob('*.pt'):
                 checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)

@@ -39,7 +39,7 @@ class CheckpointManager:
     def resume(self, origin: Path, saved: dict) -> None:
         """Continue the run that wrote the checkpoint `saved`, read from `origin`."""
         # `origin` belongs to this run even without a run id (nanoGPT's); other such files may not
-        self.run = str(saved.get('run', '')) or self.run
+        self.run = saved.get('run') or self.run
         self.start, self.origin = saved['iter_num'], origin
         self.best = origin if saved.get('holds_best', True) else None
         self.latest = self.start if origin == self.path else None

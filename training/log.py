@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from config.errors import UserError
-from training.checkpoint import link_or_copy, replacing
+from config.files import regular_only, replacing
+from training.checkpoint import link_or_copy
 
 
 class RunLog:
@@ -71,7 +72,7 @@ class RunLog:
             link_or_copy(self.path, self.path.with_name('metrics_old.jsonl'))
         with replacing(self.path) as temporary:
             temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
-        return open(self.path, 'a', buffering=1)
+        return open(self.path, 'a', buffering=1, opener=regular_only)
 
     def line(self, text: str) -> None:
         """Print a line, above the progress line if there is one. A closed pipe (Ctrl-C also ends

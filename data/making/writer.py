@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from config.errors import UserError
+from config.files import regular_only
 from config.folder_lock import one_at_a_time
 from data.tokenfiles import MAX_ID, TOKEN_DTYPE, dtype_of, meta_problem, split_files
 
@@ -107,7 +108,7 @@ class TokenWriter:
                 room = self.shard_tokens - offset if sharded else ids.size
                 if split not in self._open:
                     name = f'{split}_{shard:05d}.bin' if sharded else f'{split}.bin'
-                    self._open[split] = open(self._new / name, 'ab')
+                    self._open[split] = open(self._new / name, 'ab', opener=regular_only)
                 part, ids = ids[:room], ids[room:]
                 self._open[split].write(part.tobytes())
                 self.tokens[split] = done + part.size
@@ -180,7 +181,8 @@ class TokenWriter:
         """Return the last checkpoint; {} if there is none or its files are missing or too short."""
         progress = _read_json(self._new / PROGRESS)
         with contextlib.suppress(OSError, KeyError, TypeError, AttributeError):
-            complete = all(type(size) is int and (self._new / name).stat().st_size >= size
+            complete = all(type(size) is int and Path(name).name == name
+                           and (self._new / name).stat().st_size >= size
                            for name, size in progress['files'].items())
             if complete and type(progress['documents']) is int and type(progress['key']) is dict:
                 return progress
@@ -202,7 +204,8 @@ class TokenWriter:
         self.documents = progress['documents']
         for path in self._new.iterdir():
             if path.name in files:
-                os.truncate(path, files[path.name])
+                with open(path, 'r+b', opener=regular_only) as file:
+                    file.truncate(files[path.name])
             elif path.name != PROGRESS:
                 path.unlink()
 
@@ -243,14 +246,19 @@ class TokenWriter:
                 raise
 
     def _write(self, name: str, data: bytes) -> None:
-        with open(self._new / name, 'wb') as file:
+        with open(self._new / name, 'wb', opener=regular_only) as file:
             file.write(data)
             _sync(file)
 
 
 def publish(folder: Path) -> None:
-    """Replace the dataset in `folder` by a completely written one, or resume doing so."""
+    """Replace the dataset in `folder` by a completely written one, or resume doing so.
+    Raises UserError if a folder of the preparation is a link."""
     complete, ready = folder / COMPLETE, folder / READY
+    for path in (folder / NEW, complete, ready):
+        if path.is_symlink():  # the files in it belong elsewhere
+            raise UserError(f'{str(path)!r} is a link, where a folder of the preparation belongs: '
+                            'delete it')
     if complete.exists():
         old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
                folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich import progress
 from rich.console import Console
 
+from config.files import regular_only
 from training.log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ class Job:
         self.out_dir.mkdir(parents=True, exist_ok=True)
         device = [f'--device={self.device}'] if self.device else []
         command = [sys.executable, *self.commands[self.stage], *device]
-        with open(self.out_dir / 'train.log', 'a') as log:
+        with open(self.out_dir / 'train.log', 'a', opener=regular_only) as log:
             self.log_start = log.tell()
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,

@@ -1,12 +1,12 @@
 """The files of a ladder: a JSON file for each row and seed, so that a ladder can be measured on
 several machines."""
 import json
-import os
 import re
 import textwrap
 from pathlib import Path
 
 from config.errors import UserError
+from config.files import replacing
 from lab.ablation.ladder import digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,15 +23,12 @@ def core_digest() -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically. Raises UserError if it cannot be written."""
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding='utf-8')
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding='utf-8')
     except OSError as e:
         raise UserError(f'{path} cannot be written: {e}') from e
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, document) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError, at_least
+from config.files import replacing
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import physical_memory
@@ -217,11 +218,8 @@ def check_target(path: str) -> None:
 
 def write_json(path: str, document: dict) -> None:
     """Replace `path` by `document` atomically: a reader never gets part of a file."""
-    temporary = Path(f'{path}.{os.getpid()}.tmp')
     try:
-        temporary.write_text(json.dumps(document, indent=1) + '\n', encoding='utf-8')
-        os.replace(temporary, path)
+        with replacing(Path(path)) as temporary:
+            temporary.write_text(json.dumps(document, indent=1) + '\n', encoding='utf-8')
     except OSError as e:
         raise UserError(f'save={path!r} cannot be written: {e.strerror}') from e
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -117,6 +117,26 @@ def test_a_file_that_its_last_holder_deletes_meanwhile_is_not_the_lock(tmp_path,
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize('kind', ['link', 'link to nothing', 'hard link', 'named pipe'])
+@pytest.mark.parametrize('name', ['.lock', '.prepare.lock'])
+def test_only_a_regular_file_is_a_lock(tmp_path, name, kind):
+    """In a folder from somebody else it may be a link to a file of the user."""
+    victim, folder = tmp_path / 'victim', tmp_path / 'out'
+    folder.mkdir()
+    if kind != 'link to nothing':
+        victim.write_text('precious')
+    if kind == 'hard link':
+        (folder / name).hardlink_to(victim)
+    elif kind == 'named pipe':
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(victim)
+    held = only_writer(folder, '') if name == '.lock' else lock.one_at_a_time(folder)
+    with pytest.raises(UserError, match=f'{name} is .*: delete it'), held:
+        pass
+    assert not victim.exists() if kind == 'link to nothing' else victim.read_text() == 'precious'
+
+
 # -- a network folder whose server has no locks ----------------------------------------------------
 
 @pytest.fixture

@@ -11,7 +11,13 @@ import torch
 from config.errors import UserError
 from tests.programs.support import Died, contents, die, kept, no_links, run_train
 from model import GPT, GPTConfig
-from training.checkpoint import link_or_copy, load_checkpoint, load_weights, save_checkpoint
+from training.checkpoint import (
+    delete_unused_shards,
+    link_or_copy,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
 
 resource = pytest.importorskip('resource')  # not on Windows
 
@@ -64,6 +70,28 @@ def test_an_object_in_a_checkpoint_is_named_with_the_remedy(tmp_path):
                path)
     with pytest.raises(UserError, match=r'object \(numpy.*scalar\).*best_val_loss.item\(\)$'):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize('changes', [
+    *({'run': run} for run in ('*/../*', '../' + 'a' * 29, '', 'A' * 32, 'a' * 33, 7, ['a' * 32])),
+    *({'shards': {'folder': name, 'files': {}}} for name in (
+        '..', 'data', '/tmp', 'shards_/../..', 'shards_\n', 'shards_*', '', None, 3)),
+    {'shards': {'folder': 'shards_a', 'files': {'../../x': 1}}}, {'shards': 3},
+    {'shards': {'folder': 'shards_a'}}], ids=str)
+def test_names_in_a_checkpoint_are_plain(tmp_path, changes):
+    """A run's id and folder name files that later saves delete."""
+    torch.save(dict(model={}, model_args={}, iter_num=0, best_val_loss=1.0, config={}) | changes,
+               tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='invalid (run|folder of shards|files of shards)'):
+        load_checkpoint(tmp_path / 'ckpt.pt')
+
+
+def test_a_run_is_no_pattern_of_folders_to_delete(tmp_path):
+    precious = tmp_path / 'shards_a' / 'precious'
+    precious.mkdir(parents=True)
+    torch.save({}, tmp_path / 'ckpt.pt')
+    delete_unused_shards(tmp_path, '*/../*')
+    assert precious.is_dir()
 
 
 def full_disk(*_):

@@ -167,3 +167,15 @@ def test_damaged_progress_starts_afresh(run, whole, tmp_path, capsys, damage):
 def test_without_a_checkpoint_an_interruption_leaves_nothing(run, tmp_path):
     interrupt(run)
     assert not (tmp_path / 'out').exists()
+
+
+def test_a_file_of_a_preparation_that_is_a_link_is_not_truncated(run, small, tmp_path):
+    interrupt(run)
+    part = tmp_path / 'out' / '.new.tmp' / 'val.bin'
+    victim = part.rename(tmp_path / 'victim')
+    with open(victim, 'ab') as file:
+        file.write(b'precious')
+    part.symlink_to(victim)
+    with pytest.raises(UserError, match='val.bin is a link: delete it'):
+        run()
+    assert victim.read_bytes().endswith(b'precious')

@@ -43,6 +43,20 @@ def test_chunks_and_shards_of_any_size_give_the_same_tokens(tmp_path, shard_toke
         assert window.dtype == np.uint16 and window.tolist() == list(range(start, n))
 
 
+@pytest.mark.parametrize('name', LEFT_OVER)
+def test_a_link_to_a_folder_is_not_a_preparation(tmp_path, name):
+    """The files in it would be moved into the dataset, or deleted."""
+    other, folder = tmp_path / 'other', tmp_path / 'out'
+    other.mkdir()
+    folder.mkdir()
+    (other / 'precious').write_text('a')
+    (other / 'progress.json').write_text('{"files": {}, "documents": 0, "key": {}}')
+    (folder / name).symlink_to(other)
+    with pytest.raises(UserError, match=f'{name}.* is a link'), TokenWriter(folder, key={}):
+        pass
+    assert names(other) == ['precious', 'progress.json'] and names(folder) == [name]
+
+
 @pytest.mark.parametrize('split, ids', [
     ('train', [65536]), ('train', [-1]), ('train', [0.5]), ('train', [[1]])])
 def test_unfit_tokens_are_refused_and_nothing_is_left(tmp_path, split, ids):

@@ -1,0 +1,111 @@
+"""Writing in folders that others made or can write to, and folders for this user alone.
+
+A folder from somebody else may hold links or named pipes in the places where a program writes its
+files. Nothing here follows such a link: a new file replaces it (`replacing`), and a file that is
+changed in place has to be a regular one (`regular_only`).
+"""
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+# on Windows there are neither of these flags
+NO_LINK = getattr(os, 'O_NOFOLLOW', 0)
+NO_WAIT = getattr(os, 'O_NONBLOCK', 0)  # do not wait for the other end of a named pipe
+
+
+def regular_only(path, flags: int) -> int:
+    """An opener for `open` with a mode that writes. Raises OSError if the file is a link, is not a
+    regular file, or has a second name, perhaps in another folder (a hard link)."""
+    try:
+        fd = os.open(path, flags | NO_LINK | NO_WAIT, 0o666)
+    except OSError as e:
+        if e.errno == errno.ELOOP:
+            raise OSError(e.errno, f'{path} is a link: delete it') from e
+        raise
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(fd)
+        raise OSError(errno.EINVAL, f'{path} is not a regular file with one name: delete it')
+    return fd
+
+
+def owner_only(path, flags: int) -> int:
+    """An opener for `open` that creates files which only their owner can read (0600)."""
+    return os.open(path, flags, 0o600)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a temporary file, which then replaces `path` atomically. The name cannot be
+    predicted, so that nobody can have put a link there."""
+    temporary = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
+    try:
+        yield temporary
+        os.replace(temporary, path)
+        with contextlib.suppress(OSError):  # not every system can open or sync a folder
+            fd = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    finally:
+        with contextlib.suppress(OSError):  # renaming a link onto its own file does nothing
+            temporary.unlink()
+
+
+def is_ours(found: os.stat_result) -> bool:
+    """Return whether a file with this status belongs to this user."""
+    return os.name != 'posix' or found.st_uid == os.geteuid()
+
+
+def is_trusted(path: Path) -> bool:
+    """Return whether `path` is a regular file of this user that no other user can change."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and is_ours(found) and not found.st_mode & 0o022
+
+
+def make_private(path: Path) -> None:
+    """Let only its owner read an existing file (0600), if it is a regular one of this user."""
+    found = path.lstat()
+    if stat.S_ISREG(found.st_mode) and is_ours(found) and found.st_mode & 0o077:
+        path.chmod(0o600)
+
+
+def private_folder(folder: Path) -> None:
+    """Create `folder`, or restrict it if it exists, so that only this user can use it (0700).
+    Raises OSError if it is a link or belongs to another user."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.name != 'posix':
+        return
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, f'{folder} is a link')
+    if not is_ours(found):
+        raise PermissionError(errno.EPERM, f'{folder} belongs to another user')
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        folder.chmod(0o700)
+
+
+def user_cache() -> Path:
+    """Return $XDG_CACHE_HOME/nanokv or ~/.cache/nanokv. As in the XDG specification, a relative
+    path in the variable is ignored: it would be a folder of whatever the working directory is."""
+    caches = Path(os.environ.get('XDG_CACHE_HOME', ''))
+    return (caches if caches.is_absolute() else Path.home() / '.cache') / 'nanokv'
+
+
+def use_own_compiler_cache() -> None:
+    """Let torch.compile keep its programs in a private folder, unless TORCHINDUCTOR_CACHE_DIR is
+    set. Its default is in /tmp under a name that any other user can create first."""
+    folder = user_cache() / 'inductor'
+    if os.environ.get('TORCHINDUCTOR_CACHE_DIR'):
+        return
+    with contextlib.suppress(OSError):
+        private_folder(folder)
+        os.environ['TORCHINDUCTOR_CACHE_DIR'] = str(folder)
