@@ -20,6 +20,7 @@ from types import ModuleType, SimpleNamespace
 
 from config import missing  # noqa: F401  programs import this or `missing` before packages
 from config.errors import UserError
+from config.files import use_own_compiler_cache
 from config.schema import ALL_KEYS, PROGRAMS, Key
 
 ROOT = Path(__file__).resolve().parent
@@ -244,6 +245,7 @@ def _for_another_program(key: Key, value) -> bool:
 def run_program(main) -> None:
     """Run `main()` as a script: a UserError is one line on stderr and exit status 2, without a
     traceback; a warning is one line, without its source line."""
+    use_own_compiler_cache()
     original = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: (
         f"warning: {' '.join(str(message).split())}\n")

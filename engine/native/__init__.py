@@ -1,7 +1,7 @@
 """The C++ extension for CPUs: matmuls and whole decode steps at memory speed.
 
 Compiled on first use for the local processor (with g++, clang++ or $CXX), and cached in the user's
-cache folder. Called through ctypes. Without a compiler, everything runs in torch, more slowly.
+cache folder, which must belong to the user. Called through ctypes. Without a compiler, everything runs in torch, more slowly.
 """
 import ctypes
 import functools
@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from config.files import is_trusted, private_folder, user_cache
 
 HERE = Path(__file__).parent
 FLAGS = ('-O3', '-std=c++17', '-shared', '-fPIC', '-march=native', '-fopenmp', '-fno-math-errno',
@@ -60,10 +62,13 @@ def _compiled() -> Path:
     sources = sorted(HERE.glob('*.cpp')) + sorted(HERE.glob('*.h'))
     inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
-    home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-    path = Path(home, 'nanokv', 'native', f'{name}.so')
-    if not path.exists():
-        _compile(compiler, path)
+    path = user_cache() / 'native' / f'{name}.so'
+    try:
+        private_folder(path.parent)
+        if not is_trusted(path):  # anyone can compute its name: a file of another user is replaced
+            _compile(compiler, path)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise Unavailable(f'{compiler}: {e}') from e
     return path
 
 
@@ -79,18 +84,15 @@ def _processor() -> str:
 
 def _compile(compiler: str, path: Path) -> None:
     """Compile to a temporary file first, since another process may be compiling too."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder, 'made.so')
-            command = [compiler, *FLAGS, str(HERE / 'decode.cpp'), '-o', str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-            if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if 'error' in line]
-                raise Unavailable(f'{compiler} fails: {(lines or ["no message"])[0].strip()}')
-            os.replace(made, path)
-    except (OSError, subprocess.TimeoutExpired) as e:
-        raise Unavailable(f'{compiler}: {e}') from e
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder, 'made.so')
+        command = [compiler, *FLAGS, str(HERE / 'decode.cpp'), '-o', str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if 'error' in line]
+            raise Unavailable(f'{compiler} fails: {(lines or ["no message"])[0].strip()}')
+        made.chmod(0o700)  # whatever the umask
+        os.replace(made, path)
 
 
 def _load(path: Path) -> ctypes.CDLL:

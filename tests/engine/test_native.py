@@ -1,5 +1,7 @@
 """The extension's decode step: equal to the model's own forward through the same cache."""
 import ctypes
+import os
+import stat
 
 import pytest
 import torch
@@ -328,6 +330,44 @@ def test_it_is_compiled_once_and_kept(unbuilt, monkeypatch):
     native._library.cache_clear()
     monkeypatch.setattr(native, '_compile', lambda *_: pytest.fail('compiled again'))
     assert native.library() is not None and made.suffix == '.so'
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize('change', ['of a link', 'of what others can change', 'of another user'])
+def test_no_program_of_another_user_is_loaded(unbuilt, monkeypatch, capsys, change):
+    """Anyone can compute the name of the file."""
+    assert native.library() is not None
+    folder = unbuilt / 'nanokv' / 'native'
+    [made] = folder.iterdir()
+    assert (mode(folder), mode(made)) == (0o700, 0o700)
+    native._library.cache_clear()
+    folder.chmod(0o777)
+    if change == 'of another user':
+        monkeypatch.setattr(os, 'geteuid', lambda: os.getuid() + 1)
+        assert native.library() is None
+        assert 'belongs to another user' in capsys.readouterr().err
+        return
+    if change == 'of a link':
+        made.rename(unbuilt / 'elsewhere.so')
+        made.symlink_to(unbuilt / 'elsewhere.so')
+    else:
+        made.chmod(0o777)
+    compiled, loaded = [], native._compile
+    monkeypatch.setattr(native, '_compile', lambda *args: compiled.append(loaded(*args)))
+    assert native.library() is not None and len(compiled) == 1
+    assert not made.is_symlink() and (mode(folder), mode(made)) == (0o700, 0o700)
+
+
+def test_a_relative_cache_folder_is_ignored(unbuilt, monkeypatch):
+    """It could come with a download."""
+    monkeypatch.chdir(unbuilt)
+    monkeypatch.setenv('XDG_CACHE_HOME', '.')
+    monkeypatch.setenv('HOME', str(unbuilt / 'home'))
+    monkeypatch.setattr(native, '_compile', lambda compiler, path: 0)
+    assert native._compiled().is_relative_to(unbuilt / 'home')
 
 
 def test_an_error_of_the_compiler_is_named(unbuilt, monkeypatch, capsys):
