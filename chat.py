@@ -52,7 +52,9 @@ class Chat:
         budget = parse_bytes(s.prefix_budget, 'prefix_budget')
         self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, tokenizer=tokenizer,
                              captured=s.captured, prefix_budget=budget,
-                             prefix_folder=s.prefix_folder)
+                             prefix_folder=s.prefix_folder,
+                             prefix_disk_budget=parse_bytes(s.prefix_disk_budget,
+                                                            'prefix_disk_budget'))
         self.replies, self.ttft = 0, []
 
     def reply(self) -> None:

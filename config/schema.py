@@ -175,6 +175,7 @@ CHAT = TALKING + _keys(
 ) + KV_DTYPE + _keys(
     ('prefix_budget', '256MB', 'host memory for the K/V of earlier turns'),
     ('prefix_folder', '', "folder that keeps these K/V between runs; '' = recompute them"),
+    ('prefix_disk_budget', '10GB', 'disk space for prefix_folder, files of other models included'),
 ) + RUNNING
 
 SERVE = TALKING + _keys(
@@ -203,6 +204,7 @@ SERVE = TALKING + _keys(
     ('prefix_folder', '', "folder that keeps the prefix cache between runs; '' = none"),
     ('shared_prefix', False, "with API keys: requests of different keys reuse each other's "
      'prompts, and can find out what these are'),
+    ('prefix_disk_budget', '10GB', 'disk space for prefix_folder, files of other models included'),
 ) + RUNNING
 
 EVALUATE = SOURCE + _keys(

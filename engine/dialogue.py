@@ -8,12 +8,12 @@ here.
 """
 import itertools
 import json
-import os
 import string
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from config.errors import UserError
+from config.files import make_private, owner_only, replacing
 
 VERSION = 1
 
@@ -158,23 +158,22 @@ class Dialogue:
         self.branch = name
 
     def save(self, path: Path) -> None:
-        """Write JSON, atomically. Raises UserError if it cannot be written."""
+        """Write JSON, atomically, which only its owner can read. Raises UserError if it cannot be
+        written."""
         document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch,
                     'trimmed': self.trimmed, 'branches': self.branches}
-        temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
         try:
-            temporary.write_text(json.dumps(document, ensure_ascii=False, default=asdict),
-                                 encoding='utf-8')
-            os.replace(temporary, path)
+            with replacing(path) as temporary:
+                with open(temporary, 'x', encoding='utf-8', opener=owner_only) as file:
+                    json.dump(document, file, ensure_ascii=False, default=asdict)
         except OSError as e:
             raise UserError(f'{path} cannot be written: {e}') from e
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote; on an error nothing changes. Raises UserError if the file is of a
         different kind, or has a different template or ids of a different tokenizer."""
         try:
+            make_private(path)
             document = json.loads(path.read_text(encoding='utf-8-sig'))
             if document['version'] != VERSION or document['turn'] != self.template.turn:
                 raise UserError(f"{path} was written with turn={document['turn']!r} (version "

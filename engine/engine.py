@@ -33,7 +33,7 @@ from engine.view import RowView, view_of
 from kv.cache import on_device
 
 PREFILL_CHUNK = 256
-DISK_BUDGET = 10 ** 11  # bytes of prefix_folder
+DISK_BUDGET = 10 ** 10  # bytes of prefix_folder
 
 
 class Engine:
@@ -53,6 +53,7 @@ class Engine:
             the speed of the device.
         prefix_budget: bytes of host memory for the prefix cache (`engine.prefix`); 0 = no cache.
         prefix_folder: folder for blocks evicted from it and, at `close`, for all blocks; '' = none.
+        prefix_disk_budget: bytes of all files in it, those of other models included.
         captured: on CUDA, capture decode steps as graphs and replay them (`engine.captured`).
         asynchronous: schedule a step before the tokens of the last one are read (`engine.flight`),
             so that events come one step later; None = if decode steps are captured.
@@ -62,9 +63,9 @@ class Engine:
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
                  kv_budget: int = 0, page_size: int = PAGE_SIZE, prefill_chunk: int = PREFILL_CHUNK,
-                 prefix_budget: int = 0, prefix_folder: str = '', tokenizer=None,
-                 captured: bool = True, asynchronous: bool | None = None, scheduler=Scheduler,
-                 slowdown: float = 0.0):
+                 prefix_budget: int = 0, prefix_folder: str = '',
+                 prefix_disk_budget: int = DISK_BUDGET, tokenizer=None, captured: bool = True,
+                 asynchronous: bool | None = None, scheduler=Scheduler, slowdown: float = 0.0):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, '
                             f'page_size={page_size}: must be at least 1')
@@ -74,7 +75,7 @@ class Engine:
                                model.resolved_kv_dtype(kv_dtype))
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, PagedKVCache,
                                      n_pages=n_pages, page_size=page_size)
-        self.prefix = self._prefix_store(prefix_budget, prefix_folder)
+        self.prefix = self._prefix_store(prefix_budget, prefix_folder, prefix_disk_budget)
         self.pace = Pace(prefill_chunk, slowdown) if slowdown else None
         self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix, self.pace)
         speed_up_few_rows(model)
@@ -92,14 +93,14 @@ class Engine:
         self._submitted = 0
         self.held_peak = 0                           # largest `PagedKVCache.held_nbytes` so far
 
-    def _prefix_store(self, budget, folder):
+    def _prefix_store(self, budget, folder, disk_budget):
         if budget < 0 or (folder and not budget):
             raise UserError(f'prefix_budget={budget}: bytes of host memory are needed' +
                             ', for a prefix_folder too' * bool(folder))
         disk = None
         if folder:
             digest = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size)
-            disk = DiskTier(folder, digest, DISK_BUDGET)
+            disk = DiskTier(folder, digest, disk_budget)
         return PrefixStore(self.cache, budget, disk=disk) if budget else None
 
     def close(self) -> None:

@@ -5,10 +5,13 @@
 
 The fingerprint identifies weights, plan and dtypes. A file that is damaged or has tokens other than
 those requested counts as missing. Processes may share a folder; each counts the files it knows.
+Files contain tokens of prompts: only their owner can read them.
 """
 import contextlib
 import hashlib
 import os
+import re
+import stat
 import time
 import uuid
 import warnings
@@ -17,10 +20,12 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError
+from config.files import is_ours, make_private, owner_only, private_folder
 from kv.parts import parts_of
 
 VERSION = 4
 ABANDONED = 3600.0  # age in seconds at which temporary files are deleted
+FINGERPRINT, FILE = re.compile('[0-9a-f]{32}'), re.compile(r'[0-9a-f]*\.safetensors')
 
 
 def fingerprint(model, kv_dtype: str, page_size: int) -> str:
@@ -37,8 +42,10 @@ def fingerprint(model, kv_dtype: str, page_size: int) -> str:
 class DiskTier:
     """The files of one fingerprint in a folder.
 
-    budget: bytes above which the least recently used files are deleted. nbytes: size of all files.
-    Raises UserError if the safetensors package is missing or the folder cannot be created.
+    budget: bytes above which the least recently used files of the folder are deleted, whatever
+    their fingerprint. nbytes: size of all files in it.
+    Raises UserError if the safetensors package is missing, or the folder cannot be created, is a
+    link, or belongs to another user.
     """
 
     def __init__(self, folder, fingerprint: str, budget: int):
@@ -50,24 +57,22 @@ class DiskTier:
         self.files, self.fingerprint, self.budget = safetensors.torch, fingerprint, budget
         self.folder = Path(folder) / fingerprint[:32]
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.glob('*.tmp'):
-                if time.time() - path.stat().st_mtime > ABANDONED:
-                    path.unlink(missing_ok=True)
-            found = sorted((path.stat().st_mtime_ns, path.name, path.stat().st_size)
-                           for path in self.folder.glob('*.safetensors'))
+            _make_private(Path(folder).resolve())
+            private_folder(self.folder)
+            found = sorted(_files(Path(folder)))
         except OSError as e:
             raise UserError(f'{self.folder} cannot be used: {e}') from e
-        self._sizes = {name: size for _, name, size in found}  # least recently used first
+        self._sizes = {path: size for _, path, size in found}  # least recently used first
         self.nbytes = sum(self._sizes.values())
         self._warned, self._latest = False, 0
+        self._make_room()
 
     def write(self, block, page: torch.Tensor | None) -> None:
         """Write a block and the bytes of its page. Warn the first time that this fails."""
         path = self._path(block.key)
         has_state = block.state is not None
         complete = block.saved >= block.n_local and block.saved_state >= has_state
-        if complete and path.name in self._sizes:
+        if complete and path in self._sizes:
             return self.touch([block.key])
         about = self._identity(block.parent.key, block.tokens) | {'n_local': str(block.n_local)}
         tensors = {'page': page, 'local': block.local, 'state': block.state}
@@ -76,6 +81,8 @@ class DiskTier:
         try:
             if any(x.is_pinned() for x in tensors.values()):
                 torch.cuda.synchronize()  # copies to the host may be pending
+            with open(temporary, 'x', opener=owner_only):
+                pass  # created here, since save_file would let others read it
             self.files.save_file(tensors, temporary, about | {'hash': _hash(about, tensors)})
             size = temporary.stat().st_size
             self._stamp(temporary)
@@ -88,17 +95,20 @@ class DiskTier:
             _unlink(temporary)
             return
         block.saved, block.saved_state = block.n_local, has_state
-        self._drop(path.name)
-        self._sizes[path.name] = size
+        self._drop(path)
+        self._sizes[path] = size
         self.nbytes += size
-        while self.nbytes > self.budget:
+        self._make_room()
+
+    def _make_room(self):
+        while self._sizes and self.nbytes > self.budget:
             self._delete(next(iter(self._sizes)))
 
     def touch(self, keys: list[bytes]) -> None:
         """Mark blocks as used, the last key most recently."""
         for path in map(self._path, keys):
-            if path.name in self._sizes:
-                self._sizes[path.name] = self._sizes.pop(path.name)
+            if path in self._sizes:
+                self._sizes[path] = self._sizes.pop(path)
                 with contextlib.suppress(OSError):  # another process may have deleted it
                     self._stamp(path)
 
@@ -112,13 +122,13 @@ class DiskTier:
 
     def delete(self, key: bytes) -> None:
         """Delete the file of a block, if there is one."""
-        self._delete(self._path(key).name)
+        self._delete(self._path(key))
 
     def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int] | None:
         """Return ({'page': .., 'local': .., 'state': ..}, n_local) of the block with these tokens
         after the block with key `before`; None if there is none. Tensors may be absent."""
         path = self._path(key)
-        if path.name not in self._sizes:
+        if path not in self._sizes:
             return None
         try:
             with self._open(path) as file:
@@ -133,7 +143,7 @@ class DiskTier:
         except Exception as e:  # a damaged file may raise anything
             warnings.warn(f'{path} cannot be read and counts as missing: {type(e).__name__}: {e}',
                           stacklevel=2)
-            self._drop(path.name)
+            self._drop(path)
             return None
 
     def _open(self, path):
@@ -143,12 +153,42 @@ class DiskTier:
     def _path(self, key: bytes) -> Path:
         return self.folder / f'{key.hex()}.safetensors'
 
-    def _drop(self, name):
-        self.nbytes -= self._sizes.pop(name, 0)
+    def _drop(self, path):
+        self.nbytes -= self._sizes.pop(path, 0)
 
-    def _delete(self, name):
-        self._drop(name)
-        _unlink(self.folder / name)
+    def _delete(self, path):
+        self._drop(path)
+        _unlink(path)
+
+
+def _make_private(top: Path) -> None:
+    """Create the folder of all fingerprints for this user alone. One that exists is restricted only
+    if nothing else is in it and it is not shared: it may be a folder such as /tmp."""
+    if top.exists():
+        about = top.stat()
+        has_others = not all(FINGERPRINT.fullmatch(each.name) for each in top.iterdir())
+        if has_others or about.st_mode & stat.S_ISVTX or not is_ours(about):
+            return
+    private_folder(top)
+
+
+def _files(top: Path):
+    """Yield (time of the last use, path, size) of the files of all fingerprints, which become
+    private. Delete what interrupted writes left."""
+    for folder in top.iterdir():
+        if not FINGERPRINT.fullmatch(folder.name):
+            continue
+        with contextlib.suppress(OSError):  # a link, or of another user: not ours to delete
+            private_folder(folder)
+            for path in folder.iterdir():
+                about = path.lstat()
+                if not stat.S_ISREG(about.st_mode):
+                    continue
+                if path.suffix == '.tmp' and time.time() - about.st_mtime > ABANDONED:
+                    _unlink(path)
+                elif FILE.fullmatch(path.name):
+                    make_private(path)
+                    yield about.st_mtime_ns, path, about.st_size
 
 
 def _hash(about: dict, tensors: dict) -> str:

@@ -1,5 +1,7 @@
 """Turns as text and tokens: prompts of replies, what is kept of a reply, branches, and the file."""
 import json
+import os
+import stat
 
 import pytest
 
@@ -171,3 +173,18 @@ def test_another_file_is_refused_and_changes_nothing(tmp_path, change):
 def test_where_it_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match='cannot be written'):
         dialogue().save(tmp_path / 'none' / 'chat.json')
+
+
+def test_only_its_owner_can_read_a_conversation(tmp_path, monkeypatch):
+    """Not for a moment: the temporary file neither. A file of an earlier version becomes private
+    when it is read."""
+    d, path, modes, replace = dialogue(), tmp_path / 'chat.json', [], os.replace
+
+    def replaced(source, target):
+        modes.append(stat.S_IMODE(os.stat(source).st_mode))
+        replace(source, target)
+    monkeypatch.setattr(os, 'replace', replaced)
+    d.save(path)
+    path.chmod(0o644)
+    d.load(path)
+    assert modes == [0o600] and stat.S_IMODE(path.stat().st_mode) == 0o600

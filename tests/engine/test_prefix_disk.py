@@ -2,6 +2,7 @@
 model are never used."""
 import os
 import shutil
+import stat
 import sys
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def test_another_model_finds_nothing_even_in_its_own_folder(tmp_path):
     for path in files(tmp_path):
         shutil.copy(path, folder)
     theirs = engine_of(tmp_path, other)
-    assert theirs.prefix.disk.nbytes == engine.prefix.disk.nbytes > 0
+    assert theirs.prefix.disk.nbytes == 2 * engine.prefix.disk.nbytes > 0
     assert ask(theirs, prompt(40)) == 0
 
 
@@ -142,6 +143,56 @@ def test_the_oldest_files_make_room(tmp_path):
         nbytes = sum(path.stat().st_size for path in files(tmp_path))
         assert 10_000 < nbytes == engine.prefix.disk.nbytes <= 20_000
     assert ask(engine_of(tmp_path), prompt(40)) == 0
+
+
+def test_the_budget_is_for_the_files_of_all_models(tmp_path):
+    """Of any model, those used longest ago go first: when a model is loaded, and while it runs."""
+    old = stored(tmp_path)
+    (tmp_path / ('e' * 32)).symlink_to(tmp_path / 'elsewhere')
+    safe = [tmp_path / 'elsewhere' / 'ab.safetensors', old.prefix.disk.folder / 'notes.txt',
+            tmp_path / 'model.safetensors']
+    for path in safe:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b'x' * 50_000)
+    other, room = random_model(GPTConfig(**KINDS['full stack']), seed=5), old.prefix.disk.nbytes
+    engine = stored(tmp_path, model=other, prefix_disk_budget=room * 3 // 2)
+    disk = engine.prefix.disk
+    kept = [sum(path.stat().st_size for path in folder.glob('*.safetensors'))
+            for folder in (old.prefix.disk.folder, disk.folder)]
+    assert room // 4 < kept[0] <= room // 2 < kept[1] and sum(kept) == disk.nbytes
+    engine_of(tmp_path, prefix_disk_budget=1)
+    assert files(tmp_path) == sorted(safe[::2]) and all(path.exists() for path in safe)
+
+
+@pytest.mark.parametrize('shared', [False, True])
+def test_only_their_owner_can_read_them(tmp_path, monkeypatch, shared):
+    """They contain tokens of prompts. Files and folders of an earlier version become private, but
+    not a folder with other things in it."""
+    top, modes, replace = tmp_path / 'prefixes', [], os.replace
+
+    def mode(path):
+        return stat.S_IMODE(path.stat().st_mode)
+
+    def replaced(source, target):
+        modes.append(mode(source))
+        replace(source, target)
+    monkeypatch.setattr(os, 'replace', replaced)
+    folder = stored(top).prefix.disk.folder
+    assert set(modes) == {0o600} and mode(top) == mode(folder) == 0o700
+    for path in (top, folder, *files(top)):
+        path.chmod(0o755)
+    if shared:
+        (top / 'other').touch()
+    DiskTier(top, 'f' * 64, 10 ** 9)
+    assert {mode(path) for path in files(top)} == {0o600} and mode(folder) == 0o700
+    assert mode(top) == (0o755 if shared else 0o700)
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
+    engine_of(tmp_path)
+    monkeypatch.setattr(os, 'geteuid', lambda: os.getuid() + 1)
+    with pytest.raises(UserError, match='belongs to another user'):
+        engine_of(tmp_path)
 
 
 def test_where_nothing_can_be_written(tmp_path, monkeypatch):
