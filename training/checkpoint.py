@@ -117,12 +117,13 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
 
 def _check_names(path: Path, checkpoint: dict) -> None:
     """Raise UserError unless the parts of a checkpoint that become names of files are plain."""
-    run, shards = checkpoint.get('run'), checkpoint.get('shards')
+    run = checkpoint.get('run')
     if run is not None and not (isinstance(run, str) and RUN.fullmatch(run)):
         raise UserError(f'checkpoint {path}: invalid run {str(run)[:50]!r}: an id is 32 '
                         'hexadecimal digits')
-    if shards is None:
+    if 'shards' not in checkpoint:
         return
+    shards = checkpoint['shards']
     folder = shards.get('folder') if isinstance(shards, dict) else None
     if not (isinstance(folder, str) and SHARDS_NAME.fullmatch(folder)):
         raise UserError(f'checkpoint {path}: invalid folder of shards {str(folder)[:50]!r}: it is '

@@ -76,7 +76,7 @@ def test_an_object_in_a_checkpoint_is_named_with_the_remedy(tmp_path):
     *({'run': run} for run in ('*/../*', '../' + 'a' * 29, '', 'A' * 32, 'a' * 33, 7, ['a' * 32])),
     *({'shards': {'folder': name, 'files': {}}} for name in (
         '..', 'data', '/tmp', 'shards_/../..', 'shards_\n', 'shards_*', '', None, 3)),
-    {'shards': {'folder': 'shards_a', 'files': {'../../x': 1}}}, {'shards': 3},
+    {'shards': {'folder': 'shards_a', 'files': {'../../x': 1}}}, {'shards': 3}, {'shards': None},
     {'shards': {'folder': 'shards_a'}}], ids=str)
 def test_names_in_a_checkpoint_are_plain(tmp_path, changes):
     """A run's id and folder name files that later saves delete."""
