@@ -1,7 +1,8 @@
 """The C++ extension for CPUs: matmuls and whole decode steps at memory speed.
 
-Compiled on first use for the local processor (with g++, clang++ or $CXX), and cached in the user's
-cache folder, which must belong to the user. Called through ctypes. Without a compiler, everything runs in torch, more slowly.
+Compiled on first use for the local processor (with g++, clang++ or $CXX), and cached in a folder
+that only the user can access. Called through ctypes. Without a compiler, everything runs in torch,
+more slowly.
 """
 import ctypes
 import functools
