@@ -53,7 +53,7 @@ class Engine:
             the speed of the device.
         prefix_budget: bytes of host memory for the prefix cache (`engine.prefix`); 0 = no cache.
         prefix_folder: folder for blocks evicted from it and, at `close`, for all blocks; '' = none.
-        prefix_disk_budget: bytes of all files in it, those of other models included.
+            Its files, also those of other models, take at most prefix_disk_budget bytes.
         captured: on CUDA, capture decode steps as graphs and replay them (`engine.captured`).
         asynchronous: schedule a step before the tokens of the last one are read (`engine.flight`),
             so that events come one step later; None = if decode steps are captured.
@@ -99,8 +99,8 @@ class Engine:
                             ', for a prefix_folder too' * bool(folder))
         disk = None
         if folder:
-            digest = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size)
-            disk = DiskTier(folder, digest, disk_budget)
+            model = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size)
+            disk = DiskTier(folder, model, disk_budget)
         return PrefixStore(self.cache, budget, disk=disk) if budget else None
 
     def close(self) -> None:
@@ -118,9 +118,8 @@ class Engine:
                client: str = '', salt: bytes = b'') -> int:
         """Queue a request and return its index. An invalid request ends with an error event.
 
-        client: waiting requests of different clients start in turn. salt: the prefix cache shares
-        nothing between requests with different salts.
-        """
+        client: waiting requests of different clients start in turn. salt: requests with different
+        salts share nothing in the prefix cache."""
         index, params = self._submitted, params or SamplingParams()
         self._submitted += 1
         ids = []

@@ -142,7 +142,8 @@ def ended(sock) -> bool:
         return True
 
 
-@pytest.mark.parametrize('sent', [b'', b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow:'])
+@pytest.mark.parametrize('sent', [
+    b'', b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow:'])
 def test_a_head_that_does_not_come(running, monkeypatch, sent):
     monkeypatch.setattr('serving.server.IDLE_TIMEOUT', 0.3)
     server = running()
