@@ -373,8 +373,7 @@ class Engine:
                 self._emit(job, token, text, logprob, events)
                 continue
             n, last_block = len(job.request.tokens), job.request.last_block
-            self._end(job, 'error', events,
-                      f'the logits of token {n} are not finite (NaN or inf)')
+            self._end(job, 'error', events, f'the logits of token {n} are not finite (NaN or inf)')
             if self.prefix:  # no request may reuse its blocks
                 self.prefix.forget(last_block)
 
